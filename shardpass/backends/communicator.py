@@ -1,0 +1,117 @@
+"""The Communicator protocol: what the engine needs from a transport. Tensors and ranks; never nodes or edges."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+ReduceOp = Literal["sum", "max", "min", "prod"]
+
+
+@dataclass
+class CallOrder:
+    """What ties the sharded calls of one forward pass into one sequence, the same on every rank.
+
+    ``token`` is the 0-dim tensor that the latest differentiable collective call returned; the next call takes it as an
+    autograd input, so that backward visits the calls of every rank in the same (reversed) order, also where a rank's
+    loss does not reach a call. ``None`` outside a wrapped model's forward pass. ``calls`` counts calls, for messages.
+    """
+
+    calls: int = 0
+    token: Tensor | None = None
+    active: bool = False
+
+
+class Handle(Protocol):
+    """A transfer under way."""
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when the transfer has completed (received rows are in place, sent rows may be overwritten).
+
+        Raises:
+            CommunicationError: on a time-out or a dead peer; the message names the peer, the call and the round.
+            DivergenceError: when the peer's message belongs to another call, direction or round, or has another size.
+        """
+        ...
+
+
+@runtime_checkable
+class Communicator(Protocol):
+    """One rank's end of a group of ranks.
+
+    Methods marked *collective* must be called by every rank in the same order with matching arguments. Every message
+    and every collective carries an identity (sequence number, kind, dtype, size, label), and a mismatch is a
+    `DivergenceError` on every rank involved, in words; it is never a hang and never a wrong number. All tensors are
+    contiguous and on ``device``; results are on ``device``.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    local_ranks: tuple[int, ...]  # ranks on this host, this one included
+    order: CallOrder
+    bytes_sent: int  # payload bytes this rank has put on the wire in `exchange` (self-exchanges excluded)
+
+    def exchange(
+        self, send: Tensor | None, to: int, recv: Tensor | None, source: int, tag: int, label: str = ""
+    ) -> Handle:
+        """Start sending ``send`` to rank ``to`` and receiving into ``recv`` from rank ``source``; non-blocking.
+
+        ``None`` (or an empty tensor) means: nothing in that direction; the peer must agree. ``tag`` is in
+        ``[0, 2**31)`` and identifies call, direction and round; two messages between a pair that are under way at once
+        have different tags. The adjoint of an exchange is the exchange with the peers swapped. ``to == source == rank``
+        copies locally.
+        """
+        ...
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum", label: str = "") -> Tensor:
+        """Collective. A new tensor: the elementwise reduction over ranks, the same bits on every rank.
+
+        The input is left unchanged. Half precision is reduced in float32. Shapes and dtypes must agree.
+        """
+        ...
+
+    def all_gather(self, tensor: Tensor, label: str = "") -> list[Tensor]:
+        """Collective. Every rank's tensor, in rank order. The first dimension may differ between ranks."""
+        ...
+
+    def broadcast(self, tensor: Tensor, root: int = 0, label: str = "") -> Tensor:
+        """Collective. ``tensor`` overwritten in place with the root's value, and returned. Shapes, dtypes must agree."""
+        ...
+
+    def all_to_all(self, tensors: Sequence[Tensor], label: str = "") -> list[Tensor]:
+        """Collective. ``tensors[r]`` goes to rank r; result[r] came from rank r. First dimensions may differ."""
+        ...
+
+    def all_gather_object(self, obj: Any, label: str = "") -> list[Any]:
+        """Collective. Every rank's JSON-representable object, in rank order. For set-up and agreement, not for data."""
+        ...
+
+    def barrier(self, label: str = "") -> None:
+        """Collective. Returns when every rank has entered."""
+        ...
+
+    def duplicate(self, name: str) -> Communicator:
+        """Collective. A communicator over the same ranks whose messages never mix with this one's."""
+        ...
+
+    def share(self, tensor: Tensor) -> dict[int, Tensor] | None:
+        """Views of the same-host ranks' tensors without a copy, or None where that is impossible."""
+        ...
+
+    def random_lock(self) -> AbstractContextManager[Any]:
+        """Held while torch's process-wide generator is replayed: a real lock where ranks share a process."""
+        ...
+
+    def abort(self, reason: str) -> None:
+        """End every rank, within seconds, with this rank's ``reason`` shown as the first cause."""
+        ...
+
+    def close(self) -> None:
+        """Release what the communicator holds. Idempotent; not collective."""
+        ...

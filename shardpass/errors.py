@@ -1,0 +1,65 @@
+"""The errors shardpass raises. Each says what was found, what was expected, what to do, and on which rank."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+
+class ShardpassError(RuntimeError):
+    """Base class of every error of ours that is not about one bad argument."""
+
+
+class InternalError(ShardpassError):
+    """A defect of shardpass itself, never the user's. Please report it."""
+
+
+class CommunicationError(ShardpassError):
+    """Ranks could not talk: a peer died, could not be reached, or did not answer in time."""
+
+
+class DivergenceError(CommunicationError):
+    """Ranks took part in different calls at the same moment, or in one call with different arguments."""
+
+
+class PeerFailure(CommunicationError):
+    """Another rank failed first; its reason is part of the message."""
+
+
+class RefusedError(NotImplementedError):
+    """Something that cannot be exact on a sharded graph, refused by name. The message says why and what to do."""
+
+
+class StoreError(ValueError):
+    """A partition directory is missing, torn, altered, or written by another version."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint is missing, torn, altered, or belongs to another graph, partition or model."""
+
+
+class MissingDependencyError(ImportError):
+    """An optional package is not installed; the message holds the pip command."""
+
+
+def require(module: str, extra: str, purpose: str) -> ModuleType:
+    """The imported optional `module`.
+
+    Args:
+        module: name of the module to import, e.g. ``"mpi4py.MPI"``.
+        extra: the extra of shardpass that installs it, e.g. ``"mpi"``.
+        purpose: what needs it, as the subject of the error sentence, e.g. ``"the mpi backend"``.
+
+    Raises:
+        MissingDependencyError: one sentence with the pip command, when the package is not installed.
+    """
+    import importlib
+
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        if (error.name or "").split(".")[0] != module.split(".")[0]:
+            raise
+        package = module.split(".")[0]
+        raise MissingDependencyError(
+            f"{purpose} needs the package {package!r}, which is not installed: pip install 'shardpass[{extra}]'"
+        ) from error
