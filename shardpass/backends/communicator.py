@@ -81,7 +81,7 @@ class Communicator(Protocol):
         ...
 
     def broadcast(self, tensor: Tensor, root: int = 0, label: str = "") -> Tensor:
-        """Collective. ``tensor`` overwritten in place with the root's value, and returned. Shapes, dtypes must agree."""
+        """Collective. ``tensor``, overwritten in place with the root's value. Shapes and dtypes must agree."""
         ...
 
     def all_to_all(self, tensors: Sequence[Tensor], label: str = "") -> list[Tensor]:
