@@ -1,0 +1,33 @@
+"""The names of the tensors in a part file. Type and field names are percent-encoded, so no two can collide."""
+
+from __future__ import annotations
+
+from urllib.parse import quote
+
+from shardpass.data.raw import EdgeType, NodeType
+
+EDGE_ARRAYS = ("src", "dst", "edge_ids", "shard_offsets")
+
+
+def part_file_name(part: int) -> str:
+    return f"part-{part:05d}.safetensors"
+
+
+def node_ids_key(node_type: NodeType) -> str:
+    return f"node_ids/{_quoted(node_type)}"
+
+
+def node_field_key(node_type: NodeType, name: str) -> str:
+    return f"node/{_quoted(node_type)}/{_quoted(name)}"
+
+
+def edge_array_key(edge_type: EdgeType, name: str) -> str:
+    return f"edge/{_quoted(*edge_type)}/{name}"
+
+
+def edge_field_key(edge_type: EdgeType, name: str) -> str:
+    return f"edgefield/{_quoted(*edge_type)}/{_quoted(name)}"
+
+
+def _quoted(*names: str) -> str:
+    return ",".join(quote(name, safe="") for name in names)  # quote() leaves no comma and no slash in a name

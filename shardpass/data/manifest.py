@@ -1,0 +1,189 @@
+"""`Manifest`: the one JSON file of a store that says what its part files hold, with a checksum over itself."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardpass.data.raw import FIELD_DTYPES, EdgeType, NodeType, Scalar
+from shardpass.data.tensor_file import FileRecord
+from shardpass.errors import StoreError
+
+FORMAT = "shardpass store"
+VERSION = 1
+MANIFEST_NAME = "manifest.json"
+
+_BLANK = "0" * 64
+_DTYPES = {name: dtype for dtype, name in FIELD_DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class FieldInfo:
+    """A stored field: its dtype and the shape of one row (`()` for one number per node or edge)."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a store holds. Counts are of the whole graph; lists run over its parts.
+
+    num_parts: number of parts P.
+    num_nodes: nodes per node type. num_edges: edges per edge type.
+    offsets: per node type, P + 1 numbers: the new ids of part p are `[offsets[p], offsets[p + 1])`.
+    part_edges: per edge type, the edges of each part (those whose destination it owns).
+    cut_edges: per edge type, the edges whose ends are in different parts.
+    node_fields, edge_fields: dtype and row shape of every field, per type. graph_fields: numbers and strings.
+    files: size and checksums of each part's file.
+    source, method, seed: where the graph came from and how it was partitioned.
+    graph_fingerprint: hash of the structure, the same for every partition of a graph. partition_fingerprint: of both.
+    """
+
+    num_parts: int
+    num_nodes: dict[NodeType, int]
+    num_edges: dict[EdgeType, int]
+    offsets: dict[NodeType, list[int]]
+    part_edges: dict[EdgeType, list[int]]
+    cut_edges: dict[EdgeType, int]
+    node_fields: dict[NodeType, dict[str, FieldInfo]]
+    edge_fields: dict[EdgeType, dict[str, FieldInfo]]
+    graph_fields: dict[str, Scalar]
+    files: list[FileRecord]
+    source: str
+    method: str
+    seed: int
+    shardpass_version: str
+    graph_fingerprint: str
+    partition_fingerprint: str
+    format_version: int = field(default=VERSION)
+
+    @property
+    def node_types(self) -> list[NodeType]:
+        return list(self.num_nodes)
+
+    @property
+    def edge_types(self) -> list[EdgeType]:
+        return list(self.num_edges)
+
+
+def write_manifest(manifest: Manifest, path: Path) -> None:
+    """Write a manifest with the SHA-256 of its own text (taken with 64 zeros in the place of the checksum)."""
+    document = {"format": FORMAT, "version": manifest.format_version, "sha256": _BLANK, **_to_json(manifest)}
+    text = json.dumps(document, indent=1).encode()
+    path.write_bytes(text.replace(_BLANK.encode(), hashlib.sha256(text).hexdigest().encode(), 1))
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of the store in a directory.
+
+    Raises:
+        StoreError: when the directory is missing or no store, or its manifest is altered or of a newer format.
+    """
+    path = directory / MANIFEST_NAME
+    if not directory.is_dir():
+        raise StoreError(f"there is no directory {directory}; write a store there with shardpass.partition")
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise StoreError(
+            f"{directory} is not a shardpass store: {MANIFEST_NAME} cannot be read ({error.strerror})"
+        ) from error
+    try:
+        document = json.loads(text)
+    except ValueError as error:
+        raise StoreError(f"{path} is altered or torn: it is not JSON ({error})") from error
+    _check_document(document, text, path)
+    try:
+        return _from_json(document)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise StoreError(f"{path} lacks what format version {VERSION} requires: {error!r}") from error
+
+
+def _check_document(document: Any, text: bytes, path: Path) -> None:
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise StoreError(f"{path} is not the manifest of a shardpass store: it lacks format = {FORMAT!r}")
+    version, checksum = document.get("version"), document.get("sha256")
+    if not isinstance(version, int) or version < 1:
+        raise StoreError(f"{path} is altered: its format version is {version!r}")
+    if version > VERSION:
+        raise StoreError(
+            f"{path} has format version {version}, this shardpass reads up to {VERSION}; upgrade shardpass, "
+            "or write the store again with this version"
+        )
+    blanked = text.replace(str(checksum).encode(), _BLANK.encode(), 1)
+    if not isinstance(checksum, str) or hashlib.sha256(blanked).hexdigest() != checksum:
+        raise StoreError(f"{path} is altered: its checksum differs from its contents; it is not meant to be edited")
+
+
+def _to_json(manifest: Manifest) -> dict[str, Any]:
+    return {
+        "shardpass_version": manifest.shardpass_version,
+        "source": manifest.source,
+        "method": manifest.method,
+        "seed": manifest.seed,
+        "graph_fingerprint": manifest.graph_fingerprint,
+        "partition_fingerprint": manifest.partition_fingerprint,
+        "num_parts": manifest.num_parts,
+        "graph_fields": manifest.graph_fields,
+        "node_types": [
+            {
+                "type": kind,
+                "num_nodes": count,
+                "offsets": manifest.offsets[kind],
+                "fields": _fields_to_json(manifest.node_fields[kind]),
+            }
+            for kind, count in manifest.num_nodes.items()
+        ],
+        "edge_types": [
+            {
+                "type": list(kind),
+                "num_edges": count,
+                "part_edges": manifest.part_edges[kind],
+                "cut_edges": manifest.cut_edges[kind],
+                "fields": _fields_to_json(manifest.edge_fields[kind]),
+            }
+            for kind, count in manifest.num_edges.items()
+        ],
+        "files": [vars(record) for record in manifest.files],
+    }
+
+
+def _from_json(document: dict[str, Any]) -> Manifest:
+    nodes = {entry["type"]: entry for entry in document["node_types"]}
+    edges = {tuple(entry["type"]): entry for entry in document["edge_types"]}
+    return Manifest(
+        num_parts=document["num_parts"],
+        num_nodes={kind: entry["num_nodes"] for kind, entry in nodes.items()},
+        num_edges={kind: entry["num_edges"] for kind, entry in edges.items()},
+        offsets={kind: entry["offsets"] for kind, entry in nodes.items()},
+        part_edges={kind: entry["part_edges"] for kind, entry in edges.items()},
+        cut_edges={kind: entry["cut_edges"] for kind, entry in edges.items()},
+        node_fields={kind: _fields_from_json(entry["fields"]) for kind, entry in nodes.items()},
+        edge_fields={kind: _fields_from_json(entry["fields"]) for kind, entry in edges.items()},
+        graph_fields=document["graph_fields"],
+        files=[FileRecord(**record) for record in document["files"]],
+        source=document["source"],
+        method=document["method"],
+        seed=document["seed"],
+        shardpass_version=document["shardpass_version"],
+        graph_fingerprint=document["graph_fingerprint"],
+        partition_fingerprint=document["partition_fingerprint"],
+        format_version=document["version"],
+    )
+
+
+def _fields_to_json(fields: dict[str, FieldInfo]) -> list[dict[str, Any]]:
+    return [
+        {"name": name, "dtype": FIELD_DTYPES[info.dtype], "row_shape": list(info.shape)}
+        for name, info in fields.items()
+    ]
+
+
+def _fields_from_json(entries: list[dict[str, Any]]) -> dict[str, FieldInfo]:
+    return {e["name"]: FieldInfo(_DTYPES[e["dtype"]], tuple(e["row_shape"])) for e in entries}

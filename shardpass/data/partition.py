@@ -1,0 +1,144 @@
+"""`partition`: from any graph that can be read to a store on disk."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import operator
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardpass.data import keys
+from shardpass.data.atomic import check_target, new_directory
+from shardpass.data.layout import EdgesByPart, Layout, graph_fingerprint, lay_out, partition_fingerprint
+from shardpass.data.manifest import MANIFEST_NAME, FieldInfo, Manifest, write_manifest
+from shardpass.data.partitioners import GIVEN, assign
+from shardpass.data.raw import EdgeType, RawGraph
+from shardpass.data.readers import read
+from shardpass.data.rows import Field, row_blocks
+from shardpass.data.tensor_file import Blocks, FileRecord, write_tensors
+
+_INT32_LIMIT = 2**31 - 1
+
+
+def partition(
+    data: Any,
+    path: str | os.PathLike[str],
+    parts: int,
+    method: str = "metis",
+    *,
+    assignment: Any = None,
+    seed: int = 0,
+    overwrite: bool = False,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Manifest:
+    """The manifest of the store that was written to `path`: the graph, cut into parts. Run it in one process.
+
+    Nothing appears at `path` before everything is written. Part files are written one by one, features in blocks of
+    rows, so memory holds the edges and a few blocks besides what `data` holds itself.
+
+    Args:
+        data: a PyG `Data` or `HeteroData`, a path, a dict of arrays or a `RawGraph`; see `shardpass.data.read`.
+        path: the directory to write.
+        parts: number of parts; the largest number of ranks that can use the store. May exceed the number of nodes.
+        method: "metis", "random", or "range" (contiguous original ids).
+        assignment: instead of a method, the part of each node: integers in `[0, parts)`, or a dict of them
+            with an array per node type.
+        seed: of the partitioner; the same seed gives the same partition.
+        overwrite: replace a store that is already at `path`.
+        progress: called as `progress(stage, done, total)`, with the stages "read", "assign" and "write".
+
+    Raises:
+        StoreError: when something is at `path` already.
+        ValueError, TypeError: a graph or an argument that is not right, in words.
+    """
+    target = Path(os.path.abspath(path))
+    num_parts = operator.index(parts)
+    report = progress or (lambda stage, done, total: None)
+    check_target(target, overwrite)
+    report("read", 0, 1)
+    graph = read(data)
+    report("read", 1, 1)
+    report("assign", 0, 1)
+    layout = lay_out(assign(graph, num_parts, method, assignment, seed), num_parts)
+    report("assign", 1, 1)
+    with new_directory(target, overwrite) as directory:
+        manifest = _write(graph, layout, directory, GIVEN if assignment is not None else method, seed, report)
+        write_manifest(manifest, directory / MANIFEST_NAME)
+    return manifest
+
+
+def _write(
+    graph: RawGraph, layout: Layout, directory: Path, method: str, seed: int, report: Callable[[str, int, int], None]
+) -> Manifest:
+    edges = {kind: EdgesByPart(graph, layout, kind) for kind in graph.edges}
+    cut = dict.fromkeys(graph.edges, 0)
+    files: list[FileRecord] = []
+    for part in range(layout.num_parts):
+        report("write", part, layout.num_parts)
+        tensors = _node_tensors(graph, layout, part)
+        for kind, by_part in edges.items():
+            arrays, own = _edge_tensors(graph, layout, by_part, part)
+            tensors |= arrays
+            cut[kind] += by_part.counts[part] - own
+        files.append(write_tensors(directory / keys.part_file_name(part), tensors))
+    report("write", layout.num_parts, layout.num_parts)
+    fingerprint = graph_fingerprint(graph)
+    return Manifest(
+        num_parts=layout.num_parts,
+        num_nodes=dict(graph.num_nodes),
+        num_edges=graph.num_edges,
+        offsets={kind: offsets.tolist() for kind, offsets in layout.offsets.items()},
+        part_edges={kind: by_part.counts for kind, by_part in edges.items()},
+        cut_edges=cut,
+        node_fields={kind: _info(fields) for kind, fields in graph.node_fields.items()},
+        edge_fields={kind: _info(fields) for kind, fields in graph.edge_fields.items()},
+        graph_fields=dict(graph.graph_fields),
+        files=files,
+        source=graph.source,
+        method=method,
+        seed=seed,
+        shardpass_version=_version(),
+        graph_fingerprint=fingerprint,
+        partition_fingerprint=partition_fingerprint(fingerprint, layout),
+    )
+
+
+def _node_tensors(graph: RawGraph, layout: Layout, part: int) -> dict[str, Blocks]:
+    tensors = {}
+    for kind in graph.num_nodes:
+        ids = layout.own_ids(kind, part)
+        tensors[keys.node_ids_key(kind)] = Blocks.of(ids)
+        for name, field in graph.node_fields[kind].items():
+            tensors[keys.node_field_key(kind, name)] = _rows(field, ids)
+    return tensors
+
+
+def _edge_tensors(graph: RawGraph, layout: Layout, by_part: EdgesByPart, part: int) -> tuple[dict[str, Blocks], int]:
+    """The tensors of a part's edges of one type, and how many of these edges come from the part itself."""
+    kind: EdgeType = by_part.edge_type
+    edges = by_part.of_part(part)
+    src = edges.src if graph.num_nodes[kind[0]] > _INT32_LIMIT else edges.src.to(torch.int32)
+    arrays = (src, edges.dst, edges.edge_ids, edges.shard_offsets)
+    tensors = {keys.edge_array_key(kind, name): Blocks.of(array) for name, array in zip(keys.EDGE_ARRAYS, arrays)}
+    for name, field in graph.edge_fields[kind].items():
+        tensors[keys.edge_field_key(kind, name)] = _rows(field, edges.edge_ids)
+    return tensors, int(edges.shard_offsets[part + 1] - edges.shard_offsets[part])
+
+
+def _rows(field: Field, ids: torch.Tensor) -> Blocks:
+    return Blocks(field.dtype, (ids.numel(), *field.shape[1:]), row_blocks(field, ids))
+
+
+def _info(fields: Any) -> dict[str, FieldInfo]:
+    return {name: FieldInfo(field.dtype, tuple(field.shape[1:])) for name, field in fields.items()}
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("shardpass")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,72 @@
+"""`read`: whatever the user has, as one checked `RawGraph`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from shardpass.data.raw import RawGraph
+from shardpass.data.readers.edge_list import read_edge_list
+from shardpass.data.readers.mapping import read_mapping
+from shardpass.data.readers.npz import read_npz
+from shardpass.data.readers.pyg import is_pyg, read_data, read_hetero
+
+_KNOWN = (
+    "a PyG Data or HeteroData, a path to .npz, .npy, .csv or .txt, a dict of arrays, or a RawGraph "
+    "(shardpass.data.read_edge_list makes one of an edge list with features)"
+)
+
+
+def read(data: Any, *, drop: Sequence[str] = ()) -> RawGraph:
+    """The graph in `data`, checked, with its original node ids and edge order.
+
+    Args:
+        data: a PyG `Data` or `HeteroData`, the path of an `.npz` (see `read_npz`), a dict of arrays (see
+            `read_mapping`) or a `RawGraph`. All fields are kept; one that can be placed nowhere is an error.
+        drop: names of fields to leave out.
+
+    Raises:
+        ValueError, TypeError: what is wrong with the data: what was found, what is expected, what to do.
+    """
+    graph = _read(data, drop)
+    if drop:
+        graph = replace(
+            graph,
+            node_fields={kind: _without(fields, drop) for kind, fields in graph.node_fields.items()},
+            edge_fields={kind: _without(fields, drop) for kind, fields in graph.edge_fields.items()},
+            graph_fields=_without(graph.graph_fields, drop),
+        )
+    return graph.validate()
+
+
+def _read(data: Any, drop: Sequence[str]) -> RawGraph:
+    if isinstance(data, RawGraph):
+        return data
+    if isinstance(data, str | os.PathLike):
+        return _read_path(Path(data))
+    if is_pyg(data, "HeteroData"):
+        return read_hetero(data, drop)
+    if is_pyg(data, "Data"):
+        return read_data(data, drop)
+    if isinstance(data, Mapping):
+        return read_mapping({key: values for key, values in data.items() if key not in drop})
+    raise TypeError(f"cannot read a graph from a {type(data).__name__}; expected {_KNOWN}")
+
+
+def _read_path(path: Path) -> RawGraph:
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}")
+    if path.suffix == ".npz":
+        return read_npz(path)
+    if path.suffix in (".npy", ".csv", ".txt"):
+        return read_edge_list(path)
+    if path.suffix in (".pt", ".pth", ".pkl"):
+        raise ValueError(f"{path} is a pickle, which can run code: load it yourself and pass the object")
+    raise ValueError(f"cannot read a graph from {path}; expected {_KNOWN}")
+
+
+def _without(fields: Mapping[str, Any], drop: Sequence[str]) -> dict[str, Any]:
+    return {name: values for name, values in fields.items() if name not in drop}

@@ -1,0 +1,88 @@
+"""Graphs given as a dict of arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shardpass.data.raw import EDGE, NODE, EdgeArrays, EdgeType, RawGraph, Scalar
+from shardpass.data.rows import CsrRows, as_tensor
+
+
+def read_mapping(arrays: Mapping[Any, Any], source: str = "a dict of arrays") -> RawGraph:
+    """The graph of a dict.
+
+    One type: ``{"edge_index": [2, num_edges], "x": ..., "num_nodes": optional, ...}``. Several types: a dict of such
+    dicts, with a string for each node type and a tuple (source type, relation, destination type) for each edge type.
+    Keys that begin with ``edge_`` are per edge, numbers and strings belong to the graph, all others are per node.
+
+    Raises:
+        ValueError: when edges are missing, or fields do not fit; the field is named.
+    """
+    if any(isinstance(key, tuple) for key in arrays):
+        return _read_typed(arrays, source)
+    ends = edge_ends(arrays.get("edge_index"), "edge_index")
+    node_fields, edge_fields, graph_fields = {}, {}, {}
+    for name, values in arrays.items():
+        if name in ("edge_index", "num_nodes"):
+            continue
+        if is_scalar(values):
+            graph_fields[name] = as_scalar(values)
+        elif str(name).startswith("edge_"):
+            edge_fields[name] = values
+        else:
+            node_fields[name] = values
+    num_nodes = count_nodes(arrays.get("num_nodes"), node_fields, NODE)
+    return RawGraph({NODE: num_nodes}, {EDGE: ends}, {NODE: node_fields}, {EDGE: edge_fields}, graph_fields, source)
+
+
+def _read_typed(arrays: Mapping[Any, Any], source: str) -> RawGraph:
+    num_nodes: dict[str, int] = {}
+    edges: dict[EdgeType, EdgeArrays] = {}
+    node_fields, edge_fields = {}, {}
+    graph_fields: dict[str, Scalar] = {}
+    for kind, values in arrays.items():
+        if isinstance(kind, tuple):
+            edges[kind] = edge_ends(values.get("edge_index"), f"edge_index of {kind}")
+            edge_fields[kind] = {name: field for name, field in values.items() if name != "edge_index"}
+        elif isinstance(values, Mapping):
+            node_fields[kind] = {name: field for name, field in values.items() if name != "num_nodes"}
+            num_nodes[kind] = count_nodes(values.get("num_nodes"), node_fields[kind], kind)
+        elif is_scalar(values):
+            graph_fields[kind] = as_scalar(values)
+        else:
+            raise ValueError(f"key {kind!r}: expected a dict of arrays of a node type, or a number or a string")
+    return RawGraph(num_nodes, edges, node_fields, edge_fields, graph_fields, source)
+
+
+def edge_ends(edge_index: Any, what: str) -> EdgeArrays:
+    """The two rows of an edge index [2, num_edges]."""
+    if edge_index is None:
+        raise ValueError(
+            f"{what} is missing; expected integers of the shape [2, num_edges] (row 0 source, row 1 target)"
+        )
+    ends = as_tensor(edge_index, what)
+    if ends.dim() != 2 or ends.shape[0] != 2:
+        raise ValueError(f"{what} has the shape {list(ends.shape)}; expected [2, num_edges]")
+    return EdgeArrays(ends[0], ends[1])
+
+
+def count_nodes(given: Any, fields: Mapping[str, Any], node_type: str) -> int:
+    """The number of nodes: as given, else the rows of the node fields (never guessed from the largest id)."""
+    if given is not None:
+        return int(given)
+    for values in fields.values():
+        return int(values.shape[0]) if isinstance(values, CsrRows) else len(values)
+    raise ValueError(
+        f"the number of nodes of type {node_type!r} is unknown: there is no node field to count; pass num_nodes"
+    )
+
+
+def is_scalar(value: Any) -> bool:
+    """Whether a value is one number or string (a 0-dimensional array counts)."""
+    return isinstance(value, bool | int | float | str) or getattr(value, "shape", None) == ()
+
+
+def as_scalar(value: Any) -> Scalar:
+    """The plain number or string of such a value."""
+    return value.item() if hasattr(value, "item") else value
