@@ -1,0 +1,266 @@
+"""Batch normalisation over the rows of all ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardpass.backends.communicator import Communicator
+from shardpass.core.calls import begin_call, end_call, refuse_double_backward
+from shardpass.errors import RefusedError, ShardpassError
+
+CHUNK_BYTES = 1 << 20  # rows are processed in chunks whose temporaries stay in cache; larger ones on accelerators
+ACCELERATOR_CHUNK_BYTES = 1 << 26
+
+
+class DistributedBatchNorm(nn.BatchNorm1d):
+    """`torch.nn.BatchNorm1d` whose training statistics are those of the rows of all ranks together.
+
+    Parameters, buffers and ``state_dict`` keys are BatchNorm1d's. With batch statistics, forward and backward are
+    collective: every rank calls them in the same order with the same number of channels and dtype; the number of rows
+    may differ and may be 0. Running statistics are updated by the same bits on every rank. With running statistics
+    (evaluation) nothing is communicated. The gradients of weight and bias are local-partial: `sync_gradients` sums
+    them. Only ``[rows, channels]`` inputs are accepted.
+    """
+
+    comm: Communicator | None
+
+    def __init__(self, num_features: int, comm: Communicator, **options: Any) -> None:
+        """Args: as `torch.nn.BatchNorm1d`, and `comm`, the ranks whose rows form the batch."""
+        super().__init__(num_features, **options)
+        self.comm = comm
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The normalised rows, [num_own, channels], in the dtype of `input`. Collective with batch statistics.
+
+        Raises:
+            ValueError: the ranks together hold one row (as torch raises), or the shape or dtype does not fit.
+        """
+        if not self.training and self.running_mean is not None and self.running_var is not None:
+            return super().forward(input)
+        self._check_batch(input)
+        if self.comm is None:
+            raise ShardpassError(
+                "this DistributedBatchNorm has no communicator (pickling drops it): set its .comm, or wrap the model "
+                "again, before training"
+            )
+        label = f"batch norm over {input.shape[1]} channels of {_name(input.dtype)}"
+        number, token = begin_call(self.comm, label)
+        label = f"{label} #{number}"
+        with torch.no_grad():
+            moments = global_moments(input.detach(), self.comm, label)
+            self._track(moments, input)
+        output, token = _Normalise.apply(
+            token, input, self.weight, self.bias, moments.mean, moments.variance, moments.count, self.eps,
+            self.comm, label,
+        )  # fmt: skip
+        end_call(self.comm, token)
+        return output
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedBatchNorm:
+        """A copy on the same communicator."""
+        copied = memo[id(self)] = self.__class__.__new__(self.__class__)
+        memo[id(self.comm)] = self.comm
+        copied.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What pickle keeps: everything but the communicator."""
+        return {**self.__dict__, "comm": None}
+
+    def _check_batch(self, input: Tensor) -> None:
+        if input.dim() == 3:
+            raise RefusedError("DistributedBatchNorm takes [rows, channels], found 3 dimensions: flatten to 2 first")
+        if input.dim() != 2 or input.shape[1] != self.num_features:
+            raise ValueError(f"expected [rows, {self.num_features}] input, found {list(input.shape)}")
+        kept = self.weight if self.weight is not None else self.running_mean
+        half = input.dtype in (torch.float16, torch.bfloat16)
+        if not input.is_floating_point() or (
+            kept is not None and kept.dtype != input.dtype and not (half and kept.dtype == torch.float32)
+        ):
+            expected = "a floating point dtype" if kept is None else _name(kept.dtype)
+            raise ValueError(f"expected {expected} input, found {_name(input.dtype)}: convert the input or the module")
+
+    def _track(self, moments: Moments, input: Tensor) -> None:
+        """Update the running statistics as `torch.nn.BatchNorm1d` does."""
+        track = self.training and self.track_running_stats
+        share = self.momentum if self.momentum is not None else 0.0
+        if track and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                share = 1.0 / float(self.num_batches_tracked)
+        if moments.count == 1:
+            raise ValueError(
+                f"Expected more than 1 value per channel when training, got input size {input.shape} "
+                f"(1 row on all ranks together)"
+            )
+        if track and moments.count and self.running_mean is not None and self.running_var is not None:
+            unbiased = moments.variance * (moments.count / (moments.count - 1))
+            self.running_mean.mul_(1 - share).add_((share * moments.mean).to(self.running_mean.dtype))
+            self.running_var.mul_(1 - share).add_((share * unbiased).to(self.running_var.dtype))
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Rows, mean and biased variance per channel, the last two float64 [channels]."""
+
+    count: int
+    mean: Tensor
+    variance: Tensor
+
+
+def global_moments(rows: Tensor, comm: Communicator, label: str) -> Moments:
+    """The moments of the rows of all ranks, the same bits on every rank. Collective.
+
+    Every chunk gives its count, mean and squares about its mean, exact to the accumulation dtype also where the mean
+    is much larger than the deviation; they are merged over chunks, then over ranks, in float64.
+
+    Args:
+        rows: [num_own, channels] of any floating dtype; accumulated in at least float32.
+        comm: the ranks.
+        label: names the call, the same on every rank.
+    """
+    channels = rows.shape[1]
+    counts: list[Tensor] = []
+    means: list[Tensor] = []
+    squares: list[Tensor] = []
+    for part in _chunks(rows):
+        chunk = rows[part].to(_accumulator(rows))
+        shift = chunk.mean(0)
+        centred = chunk - shift
+        first = centred.sum(0).double() / chunk.shape[0]  # what rounding left of the mean
+        means.append(shift.double() + first)
+        squares.append(centred.square_().sum(0).double() - chunk.shape[0] * first.square())
+        counts.append(torch.full_like(means[-1], chunk.shape[0]))
+    zero = torch.zeros(channels, dtype=torch.float64, device=rows.device)
+    own = torch.stack(_merge(*(torch.stack([*values, zero]) for values in (counts, means, squares))))
+    every = torch.stack(comm.all_gather(own[None], label)).squeeze(1)  # [ranks, 3, channels]
+    count, mean, square = _merge(every[:, 0], every[:, 1], every[:, 2])
+    total = int(count[0]) if channels else 0
+    return Moments(total, mean, (square / max(total, 1)).clamp_(min=0))
+
+
+def _merge(counts: Tensor, means: Tensor, squares: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Count, mean and squares about the mean of the union of disjoint sets, [sets, channels] each -> [channels].
+
+    Chan, Golub, LeVeque: Updating formulae and a pairwise algorithm for computing sample variances (1979), eq. 1.5,
+    for any number of sets at once. Sets without rows have no influence.
+    """
+    count = counts.sum(0)
+    mean = (counts * means).sum(0) / count.clamp(min=1)
+    return count, mean, (squares + counts * (means - mean).square()).sum(0)
+
+
+class _Normalise(torch.autograd.Function):
+    """Rows normalised with given global moments, and the closed-form backward through those moments.
+
+    Backward is that of Ioffe and Szegedy (2015), section 3, with the sums over the batch taken over all ranks; the
+    gradients of weight and bias are local-partial. Saved: the input rows and four vectors of [channels].
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, token: Tensor, rows: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor,
+        variance: Tensor, count: int, eps: float, comm: Communicator, label: str,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        ctx.save_for_backward(token, rows, weight, mean, variance)
+        ctx.count, ctx.eps, ctx.comm, ctx.label, ctx.bias_dtype = (
+            count,
+            eps,
+            comm,
+            label,
+            bias is not None and bias.dtype,
+        )
+        scale = (variance + eps).rsqrt()
+        if weight is not None:
+            scale = scale * weight.double()
+        dtype = _accumulator(rows)
+        shift = mean.to(dtype)
+        offset = (shift.double() - mean) * scale  # what rounding the mean lost
+        if bias is not None:
+            offset = offset + bias.double()
+        scale, offset = scale.to(dtype), offset.to(dtype)
+        output = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
+        for part in _chunks(rows):
+            torch.addcmul(offset, rows[part] - shift, scale, out=output[part])
+        return output, torch.zeros_like(token)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_double_backward("DistributedBatchNorm")
+        token, rows, weight, mean, variance = ctx.saved_tensors
+        grad = grads[0]
+        dtype = _accumulator(rows)
+        shift = mean.to(dtype)
+        inverse = (variance + ctx.eps).rsqrt()
+        sums = torch.zeros(2, rows.shape[1], dtype=torch.float64, device=rows.device)
+        for part in _chunks(rows):  # sum of g and of g (x - shift)
+            own = grad[part].to(dtype)
+            sums[0] += own.sum(0)
+            sums[1] += (rows[part] - shift).mul_(own).sum(0)
+        sums[1] -= (mean - shift.double()) * sums[0]
+        total = ctx.comm.all_reduce(sums, "sum", f"{ctx.label} backward") / max(ctx.count, 1)
+        grad_rows = None
+        if ctx.needs_input_grad[1]:
+            scale = inverse if weight is None else inverse * weight.double()
+            slope = -scale * inverse.square() * total[1]
+            constant = -scale * total[0] + slope * (shift.double() - mean)
+            grad_rows = _affine(grad, scale, rows, shift, slope, constant)
+        grad_weight = None if weight is None else (sums[1] * inverse).to(weight.dtype)
+        grad_bias = sums[0].to(ctx.bias_dtype) if ctx.bias_dtype else None
+        return torch.zeros_like(token), grad_rows, grad_weight, grad_bias, *[None] * 6
+
+
+def _affine(grad: Tensor, scale: Tensor, rows: Tensor, shift: Tensor, slope: Tensor, constant: Tensor) -> Tensor:
+    """``scale * grad + slope * (rows - shift) + constant``, [num_own, channels], in chunks, in the dtype of `rows`."""
+    scale, slope, constant = (vector.to(shift.dtype) for vector in (scale, slope, constant))
+    output = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
+    for part in _chunks(rows):
+        value = (rows[part] - shift).mul_(slope).add_(constant)
+        torch.addcmul(value, grad[part].to(shift.dtype), scale, out=output[part])
+    return output
+
+
+def replace_batch_norms(module: nn.Module, comm: Communicator) -> nn.Module:
+    """`module` with every `torch.nn.BatchNorm1d` and `SyncBatchNorm` replaced by a `DistributedBatchNorm`.
+
+    Exactly these types: subclasses are left alone. Replaced in place in their parents; parameters, buffers, hooks and
+    the training flag are the same objects, and a norm used in several places is converted once. Not collective.
+
+    Returns:
+        `module` itself, or its replacement where it is a batch norm.
+    """
+    converted: dict[int, nn.Module] = {}
+    for parent in list(module.modules()):
+        for name, child in parent._modules.items():
+            if child is not None and type(child) in (nn.BatchNorm1d, nn.SyncBatchNorm):
+                parent._modules[name] = converted.setdefault(id(child), _convert(child, comm))
+    return _convert(module, comm) if type(module) in (nn.BatchNorm1d, nn.SyncBatchNorm) else module
+
+
+def _convert(norm: nn.Module, comm: Communicator) -> DistributedBatchNorm:
+    converted = DistributedBatchNorm.__new__(DistributedBatchNorm)
+    converted.__dict__.update(norm.__dict__)
+    converted.comm = comm
+    return converted
+
+
+def _accumulator(rows: Tensor) -> torch.dtype:
+    return torch.promote_types(rows.dtype, torch.float32)
+
+
+def _chunks(rows: Tensor) -> Iterator[slice]:
+    """Slices of rows whose temporaries in the accumulation dtype fit the chunk size."""
+    size = CHUNK_BYTES if rows.device.type == "cpu" else ACCELERATOR_CHUNK_BYTES
+    step = max(1, size // max(1, rows.shape[1] * _accumulator(rows).itemsize))
+    for start in range(0, rows.shape[0], step):
+        yield slice(start, start + step)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
