@@ -1,5 +1,6 @@
 """Graphs on disk: readers, partitioners, and the store that ranks load their parts from."""
 
+from shardpass.data.inspect import GroupReport, Report, inspect, verify
 from shardpass.data.manifest import FieldInfo, Manifest
 from shardpass.data.merge import RankData, RankEdges, merge_parts, parts_of_rank
 from shardpass.data.partition import partition
@@ -13,6 +14,7 @@ __all__ = [
     "EdgeArrays",
     "EdgeType",
     "FieldInfo",
+    "GroupReport",
     "Manifest",
     "NodeType",
     "PartData",
@@ -20,11 +22,14 @@ __all__ = [
     "RankData",
     "RankEdges",
     "RawGraph",
+    "Report",
     "Store",
+    "inspect",
     "merge_parts",
     "open_store",
     "partition",
     "parts_of_rank",
     "read",
     "read_edge_list",
+    "verify",
 ]

@@ -111,7 +111,7 @@ def graph_fingerprint(graph: RawGraph) -> str:
         digest.update(json.dumps([edge_type, graph.num_edges[edge_type]]).encode())
         for ends in (graph.edges[edge_type].src, graph.edges[edge_type].dst):
             for block in ends.split(_HASH_BLOCK):
-                digest.update(block.long().numpy())
+                digest.update(block.long().numpy().data)
     return digest.hexdigest()
 
 
@@ -120,5 +120,5 @@ def partition_fingerprint(graph_hash: str, layout: Layout) -> str:
     digest = hashlib.sha256(f"{graph_hash} {layout.num_parts}".encode())
     for node_type in sorted(layout.part_of):
         digest.update(json.dumps(node_type).encode())
-        digest.update(layout.part_of[node_type].to(torch.int32).contiguous().numpy())
+        digest.update(layout.part_of[node_type].to(torch.int32).contiguous().numpy().data)
     return digest.hexdigest()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
 from shardpass.data.raw import NodeType, RawGraph
 from shardpass.errors import require
-
-_INT32_LIMIT = 2**31 - 1
 
 
 def metis_parts(graph: RawGraph, parts: int, seed: int) -> dict[NodeType, Tensor]:
@@ -19,7 +19,7 @@ def metis_parts(graph: RawGraph, parts: int, seed: int) -> dict[NodeType, Tensor
 
     Raises:
         MissingDependencyError: when pymetis is not installed.
-        ValueError: when the graph is too large for METIS's 32-bit numbers.
+        ValueError: when the graph is too large for a METIS built with 32-bit numbers.
     """
     pymetis = require("pymetis", "metis", "partitioning with method 'metis'")
     sizes = list(graph.num_nodes.values())
@@ -27,19 +27,30 @@ def metis_parts(graph: RawGraph, parts: int, seed: int) -> dict[NodeType, Tensor
     if parts == 1 or parts >= total:
         part_of = torch.arange(total) if parts > 1 else torch.zeros(total, dtype=torch.long)
     else:
-        src, dst = _joined_edges(graph)
-        weights = _node_weights(dst, total)
-        starts, neighbours, multiplicity = _adjacency(src, dst, total)
-        result = pymetis.part_graph(
-            parts,
-            xadj=starts.numpy(),
-            adjncy=neighbours.numpy(),
-            vweights=weights.numpy(),
-            eweights=multiplicity.numpy(),
-            options=pymetis.Options(seed=seed),
-        )
-        part_of = torch.as_tensor(result.vertex_part)
+        part_of = _part_graph(pymetis, graph, parts, total, seed)
     return dict(zip(graph.num_nodes, part_of.int().split(sizes)))
+
+
+def _part_graph(pymetis: ModuleType, graph: RawGraph, parts: int, num_nodes: int, seed: int) -> Tensor:
+    wide = hasattr(pymetis, "zero_copy_dtype") and pymetis.zero_copy_dtype().itemsize == 8
+    limit = torch.iinfo(torch.int64 if wide else torch.int32).max
+    src, dst = _joined_edges(graph)
+    weights = _node_weights(dst, num_nodes, limit)
+    starts, neighbours, multiplicity = _adjacency(src, dst, num_nodes)
+    if neighbours.numel() > limit:
+        raise ValueError(
+            f"this build of METIS counts in 32 bits and the graph has {neighbours.numel()} adjacencies; "
+            "use method='random', or pass an assignment made with another tool"
+        )
+    dtype = torch.int64 if wide else torch.int32
+    xadj, adjncy, vweights, eweights = (t.to(dtype).numpy() for t in (starts, neighbours, weights, multiplicity))
+    if hasattr(pymetis, "CSRAdjacency"):
+        adjacency = {"adjacency": pymetis.CSRAdjacency(xadj, adjncy)}
+    else:
+        adjacency = {"xadj": xadj, "adjncy": adjncy}
+    options = pymetis.Options(seed=seed)
+    _, part_of = pymetis.part_graph(parts, **adjacency, vweights=vweights, eweights=eweights, options=options)
+    return torch.as_tensor(part_of)
 
 
 def _joined_edges(graph: RawGraph) -> tuple[Tensor, Tensor]:
@@ -54,25 +65,20 @@ def _joined_edges(graph: RawGraph) -> tuple[Tensor, Tensor]:
     return torch.cat([empty, *src]), torch.cat([empty, *dst])
 
 
-def _node_weights(dst: Tensor, num_nodes: int) -> Tensor:
+def _node_weights(dst: Tensor, num_nodes: int, limit: int) -> Tensor:
     degrees = torch.bincount(dst, minlength=num_nodes)
     weights = degrees + max(1, dst.numel() // num_nodes)
-    scale = int(weights.sum()) // (_INT32_LIMIT // 2) + 1  # METIS adds the weights up in 32 bits
-    return torch.div(weights + scale - 1, scale, rounding_mode="floor").int()
+    scale = int(weights.sum()) // (limit // 2) + 1  # METIS adds the weights up
+    return torch.div(weights + scale - 1, scale, rounding_mode="floor")
 
 
 def _adjacency(src: Tensor, dst: Tensor, num_nodes: int) -> tuple[Tensor, Tensor, Tensor]:
-    """CSR of the undirected graph: row starts, neighbours, and the number of directed edges behind each; int32."""
+    """CSR of the undirected graph: row starts, neighbours, and the number of directed edges behind each."""
     loops = src == dst
     src, dst = src[~loops], dst[~loops]
     keys = torch.cat([src * num_nodes + dst, dst * num_nodes + src])
     keys, multiplicity = torch.unique(keys, return_counts=True)
-    if keys.numel() > _INT32_LIMIT:
-        raise ValueError(
-            f"METIS counts in 32 bits and this graph has {keys.numel()} adjacencies; "
-            "use method='random', or pass an assignment made with another tool"
-        )
     rows = torch.div(keys, num_nodes, rounding_mode="floor")
     starts = torch.zeros(num_nodes + 1, dtype=torch.long)
     starts[1:] = torch.bincount(rows, minlength=num_nodes).cumsum(0)
-    return starts.int(), (keys - rows * num_nodes).int(), multiplicity.clamp(max=_INT32_LIMIT).int()
+    return starts, keys - rows * num_nodes, multiplicity

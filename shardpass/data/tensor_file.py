@@ -102,7 +102,7 @@ def _header(tensors: Mapping[str, Blocks]) -> bytes:
 def _raw(block: Tensor) -> memoryview:
     if block.numel() == 0:
         return memoryview(b"")
-    return memoryview(block.contiguous().reshape(-1).view(torch.uint8).numpy())
+    return block.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 class TensorFile:

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from shardpass.data.raw import RawGraph
-from shardpass.data.readers.edge_list import read_edge_list
 from shardpass.data.readers.mapping import read_mapping
 from shardpass.data.readers.npz import read_npz
 from shardpass.data.readers.pyg import is_pyg, read_data, read_hetero
 
 _KNOWN = (
-    "a PyG Data or HeteroData, a path to .npz, .npy, .csv or .txt, a dict of arrays, or a RawGraph "
+    "a PyG Data or HeteroData, a path to .npz, a dict of arrays, or a RawGraph "
     "(shardpass.data.read_edge_list makes one of an edge list with features)"
 )
 
@@ -62,7 +61,10 @@ def _read_path(path: Path) -> RawGraph:
     if path.suffix == ".npz":
         return read_npz(path)
     if path.suffix in (".npy", ".csv", ".txt"):
-        return read_edge_list(path)
+        raise ValueError(
+            f"{path}: an edge list alone does not tell the number of nodes; "
+            f"pass shardpass.data.read_edge_list({path.name!r}, num_nodes=...), or features=... or labels=..."
+        )
     if path.suffix in (".pt", ".pth", ".pkl"):
         raise ValueError(f"{path} is a pickle, which can run code: load it yourself and pass the object")
     raise ValueError(f"cannot read a graph from {path}; expected {_KNOWN}")

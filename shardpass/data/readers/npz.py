@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardpass.data.raw import EDGE, NODE, EdgeType, RawGraph, Scalar
+from shardpass.data.raw import EDGE, NODE, EdgeArrays, EdgeType, RawGraph, Scalar
 from shardpass.data.readers.mapping import as_scalar, edge_ends, is_scalar
 from shardpass.data.rows import CsrRows
 
@@ -22,9 +22,10 @@ def read_npz(path: Path) -> RawGraph:
     One type: ``edge_index`` [2, num_edges] and one array per field. Several types: ``edge_index/<edge type>``,
     ``<field>/<node type>`` and ``<field>/<edge type>``, where an edge type is ``<source>__<relation>__<target>``.
     A field is sparse when it is given as ``<field>_data``, ``_indices``, ``_indptr`` and ``_shape`` (CSR); it is stored
-    dense. Keys that begin with ``edge_`` are per edge, 0-dimensional arrays belong to the graph, all others are per node;
-    one whose last dimension is the number of nodes ([num_splits, num_nodes]) is transposed. ``num_nodes`` is optional
-    where a field tells it.
+    dense. Keys that begin with ``edge_`` are per edge, 0-dimensional arrays belong to the graph, all others are per
+    node; one whose last dimension is the number of nodes ([num_splits, num_nodes]) is transposed. ``num_nodes`` (or
+    ``num_nodes/<node type>``) is optional where a field tells it. The nodes of a type that has neither, beside other
+    types, are counted up to the largest id in its edges; the graph's `source` says so.
 
     Raises:
         ValueError: when the file is not an `.npz`, or lacks edges, or a field does not fit; it is named.
@@ -45,7 +46,9 @@ def _typed_name(name: str) -> str:
 
 
 def _assemble(fields: dict[str, Any], path: Path) -> RawGraph:
-    edges, node_fields, edge_fields = {}, {}, {}
+    edges: dict[EdgeType, EdgeArrays] = {}
+    node_fields: dict[str, dict[str, Any]] = {}
+    edge_fields: dict[EdgeType, dict[str, Any]] = {}
     counts: dict[str, int] = {}
     graph_fields: dict[str, Scalar] = {}
     for key, values in fields.items():
@@ -65,22 +68,31 @@ def _assemble(fields: dict[str, Any], path: Path) -> RawGraph:
     if not edges:
         raise ValueError(f"{path} has no array edge_index or edge_index/<source>__<relation>__<target>")
     node_types = dict.fromkeys([*(end for s, _, d in edges for end in (s, d)), *counts, *node_fields])
-    num_nodes = {}
+    num_nodes, source = {}, f"{path.name} (npz)"
     for kind in node_types:
         own = node_fields.get(kind, {})
-        num_nodes[kind] = counts[kind] if kind in counts else _count(kind, own, edges)
-        node_fields[kind] = {name: _rows_first(values, num_nodes[kind]) for name, values in own.items()}
-    return RawGraph(num_nodes, edges, node_fields, edge_fields, graph_fields, f"{path.name} (npz)")
+        told = counts.get(kind, _told(own))
+        if told is None and len(node_types) == 1:
+            raise ValueError(f"{path}: the number of nodes is unknown: there is no node field; add an array num_nodes")
+        if told is None:
+            told = _largest_id(kind, edges) + 1
+            source += f"; nodes of type {kind!r} counted from its edges"
+        num_nodes[kind] = told
+        node_fields[kind] = {name: _rows_first(values, told) for name, values in own.items()}
+    return RawGraph(num_nodes, edges, node_fields, edge_fields, graph_fields, source)
 
 
-def _count(kind: str, fields: dict[str, Any], edges: dict[EdgeType, Any]) -> int:
-    for name in ("x", "y", *fields):
-        if name in fields:
-            return int(fields[name].shape[0])
-    # a type without any field (a conference, say): its nodes are those that occur in edges
-    ends = [arrays.src for (s, _, _), arrays in edges.items() if s == kind]
-    ends += [arrays.dst for (_, _, d), arrays in edges.items() if d == kind]
-    return max((int(ids.max()) + 1 for ids in ends if ids.numel()), default=0)
+def _told(fields: dict[str, Any]) -> int | None:
+    """The number of nodes, as the fields have it: x, else one with a number per node."""
+    if "x" in fields:
+        return int(fields["x"].shape[0])
+    return next((int(values.shape[0]) for values in fields.values() if len(values.shape) == 1), None)
+
+
+def _largest_id(kind: str, edges: dict[EdgeType, EdgeArrays]) -> int:
+    ends = [arrays.src for (source, _, _), arrays in edges.items() if source == kind]
+    ends += [arrays.dst for (_, _, target), arrays in edges.items() if target == kind]
+    return max((int(ids.max()) for ids in ends if ids.numel()), default=-1)
 
 
 def _rows_first(values: Any, count: int) -> Any:
@@ -100,8 +112,8 @@ def _join_sparse(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
             fields[key] = values
         elif key == group[0]:
             data, indices, indptr, shape = (arrays[member] for member in group)
-            tensors = (torch.from_numpy(array) for array in (data, indices, indptr))
-            fields[f"{base}{slash}{kind}"] = CsrRows(*tensors, (int(shape[0]), int(shape[1])))
+            entries, columns, starts = (torch.from_numpy(array) for array in (data, indices, indptr))
+            fields[f"{base}{slash}{kind}"] = CsrRows(entries, columns, starts, (int(shape[0]), int(shape[1])))
     return fields
 
 

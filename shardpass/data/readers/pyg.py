@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Collection
 from typing import Any
 
@@ -86,7 +87,12 @@ def _edge_index(store: Any, what: str) -> Any:
 
 
 def _num_nodes(store: Any, what: str) -> int:
-    # PyG would guess from the largest id in edge_index, with a warning, and lose isolated nodes
-    if "num_nodes" not in store and not any(store.is_node_attr(name) for name in store.keys() if name != "edge_index"):  # noqa: SIM118
-        raise ValueError(f"the number of nodes of {what} is unknown: it has no node field; set its num_nodes")
-    return int(store.num_nodes)
+    if "num_nodes" in store:
+        return int(store["num_nodes"])
+    names = [name for name, value in store.items() if name != "edge_index" and hasattr(value, "shape")]
+    with warnings.catch_warnings():
+        # without x PyG guesses from the largest id in edge_index, with a warning; a field of that length confirms it
+        warnings.simplefilter("ignore")
+        if not any(store.is_node_attr(name) for name in names):
+            raise ValueError(f"the number of nodes of {what} is unknown: no field tells it; set its num_nodes")
+        return int(store.num_nodes)
