@@ -250,7 +250,7 @@ def test_double_backward_is_refused():
         with pytest.raises(RefusedError, match=r"double backward.*'DistributedBatchNorm'.*create_graph=True"):
             torch.autograd.grad(output.sum(), rows, create_graph=True)
 
-    run(body, 1)
+    run(body, 2)
 
 
 class Net(nn.Module):

@@ -1,0 +1,282 @@
+"""Losses and metrics over the nodes of all ranks.
+
+[Note: global value, own gradient]
+The objective of a step is the sum over ranks of what each rank calls backward on. Every loss here returns the *value*
+over all ranks, the same bits on every rank, with the *gradient* of this rank's share of it: the shares add up to the
+value, so no gradient is counted twice. Forward is one collective; backward never communicates.
+"""
+
+from __future__ import annotations
+
+import zlib
+from numbers import Integral
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardpass.backends.communicator import Communicator
+from shardpass.errors import DivergenceError
+
+
+def cross_entropy(
+    logits: Tensor,
+    y: Tensor,
+    mask: Tensor | None,
+    comm: Communicator,
+    weight: Tensor | None = None,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """The mean cross entropy over the masked nodes of all ranks; its gradient is that of this rank's share.
+
+    Collective in forward (once). Equal to `torch.nn.functional.cross_entropy` on the rows of all ranks, with class
+    weights and label smoothing as there; half precision logits are computed in float32. A rank without masked nodes
+    takes part with zero gradients.
+
+    Args:
+        logits: [num_own, num_classes], floating point; classes and dtype the same on every rank.
+        y: class ids in [0, num_classes), any integer dtype, [num_own]; or class probabilities, floating point,
+            [num_own, num_classes].
+        mask: the nodes that count: bool [num_own], or own row numbers (a repeated row counts again), or None for all.
+        comm: the ranks.
+        weight: one weight per class, [num_classes].
+        label_smoothing: in [0, 1].
+
+    Returns:
+        A 0-dim tensor, the same on every rank.
+
+    Raises:
+        ValueError: on every rank, if shapes or class ids are wrong on one, or no rank has a masked node.
+    """
+    name = "cross_entropy"
+    problem = _check_logits(name, logits, y, mask)
+    problem = problem or _check_weight(weight, logits)
+    losses, denominator = logits.new_zeros(0), 0.0
+    if problem is None:
+        rows, targets = _select(logits, mask), _select(y, mask)
+        problem = _check_targets(targets, logits.shape[1], "cross_entropy")
+    if problem is None:
+        rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        weight = None if weight is None else weight.to(rows)
+        targets = targets.to(rows.dtype) if targets.is_floating_point() else targets.long()
+        losses = F.cross_entropy(rows, targets, weight, reduction="none", label_smoothing=label_smoothing)
+        by_class = weight is not None and not targets.is_floating_point()
+        denominator = float(weight[targets].double().sum()) if by_class and weight is not None else float(len(targets))
+    return _global_mean(name, losses, denominator, problem, comm, _trailing(logits))
+
+
+def mean(values: Tensor, mask: Tensor | None, comm: Communicator) -> Tensor:
+    """The mean of `values` over the masked nodes of all ranks; its gradient is that of this rank's share.
+
+    Collective in forward (once). For any loss that is computed per node (``reduction="none"``).
+
+    Args:
+        values: [num_own, ...], the trailing dimensions the same on every rank; integers and bools are averaged as
+            float32. All elements of a masked row count.
+        mask: as in `cross_entropy`.
+        comm: the ranks.
+
+    Raises:
+        ValueError: on every rank, if shapes are wrong on one, or no rank has a masked node.
+    """
+    chosen, problem = _rows_of("mean", values, mask)
+    return _global_mean("mean", chosen, float(chosen.numel()), problem, comm, _trailing(values))
+
+
+def sum(values: Tensor, mask: Tensor | None, comm: Communicator) -> Tensor:
+    """The sum of `values` over the masked nodes of all ranks; its gradient is that of this rank's share.
+
+    Collective in forward (once). Arguments and errors as in `mean`, but nodes may be absent everywhere: the sum is 0.
+    """
+    chosen, problem = _rows_of("sum", values, mask)
+    own = chosen.sum(dtype=torch.float64)
+    totals = _agree("sum", [float(own.detach())], problem, comm, _trailing(values))
+    return _Share.apply(own, totals[0], 1.0).to(chosen.dtype)
+
+
+def replicated(term: Tensor, comm: Communicator) -> Tensor:
+    """`term` itself, its gradient divided by the number of ranks; for what every rank computes alike.
+
+    A penalty on the weights, say: every rank calls backward on it, and the gradients are summed over ranks. Not
+    collective; the caller sees to it that every rank adds the same term.
+    """
+    if not isinstance(term, Tensor) or not term.is_floating_point():
+        raise ValueError(f"replicated: expected a floating point tensor, found {_describe(term)}")
+    return _Replicated.apply(term, comm.size)
+
+
+def accuracy(logits: Tensor, y: Tensor, mask: Tensor | None, comm: Communicator) -> float:
+    """The fraction of masked nodes of all ranks whose largest logit is that of their class. Collective (once).
+
+    Arguments and errors as in `cross_entropy`, with `y` class ids.
+    """
+    problem = _check_logits("accuracy", logits, y, mask)
+    if problem is None and y.is_floating_point():
+        problem = f"accuracy: y must hold class ids, found {_describe(y)}"
+    right, count = 0, 0
+    if problem is None:
+        targets = _select(y, mask)
+        problem = _check_targets(targets, logits.shape[1], "accuracy")
+        count = len(targets)
+        if problem is None and count:
+            right = int((_select(logits.detach(), mask).argmax(1) == targets).sum())
+    totals = _agree("accuracy", [float(right), float(count)], problem, comm, _trailing(logits))
+    if totals[1] == 0:
+        raise ValueError(_no_nodes("accuracy"))
+    return totals[0] / totals[1]
+
+
+def total(count: int | float, comm: Communicator) -> int | float:
+    """The sum of `count` over ranks: an int if it is one on this rank, else a float. Collective (once)."""
+    dtype = torch.int64 if isinstance(count, Integral) else torch.float64
+    value = torch.tensor([count], dtype=dtype, device=comm.device)
+    return comm.all_reduce(value, "sum", "total").item()
+
+
+class _Share(torch.autograd.Function):
+    """Forward: `value`. Backward: the gradient of ``own / denominator``. See [Note: global value, own gradient]."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, value: float, denominator: float) -> Tensor:
+        ctx.denominator = denominator
+        return torch.full_like(own, value)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0] / ctx.denominator, None, None
+
+
+class _Replicated(torch.autograd.Function):
+    """Identity; backward divides by the number of ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, term: Tensor, size: int) -> Tensor:
+        ctx.size = size
+        return term.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0] / ctx.size, None
+
+
+def _global_mean(
+    name: str, losses: Tensor, denominator: float, problem: str | None, comm: Communicator, identity: str
+) -> Tensor:
+    """The sum of `losses` over the sum of `denominator`, both over ranks. Per rank in float64, for any W alike."""
+    own = losses.sum(dtype=torch.float64)
+    numerator, denominator, count = _agree(
+        name, [float(own.detach()), denominator, float(losses.numel())], problem, comm, identity
+    )
+    if count == 0:
+        raise ValueError(_no_nodes(name))
+    if denominator == 0:
+        raise ValueError(f"{name}: the weights of the masked nodes add up to 0 on all ranks together")
+    return _Share.apply(own, numerator / denominator, denominator).to(losses.dtype)
+
+
+def _agree(name: str, values: list[float], problem: str | None, comm: Communicator, identity: str) -> list[float]:
+    """The sums of `values` over ranks, or the first problem of any rank raised on all of them. Collective.
+
+    `identity` says what must agree between ranks (dtype and trailing shape); it travels as a checksum.
+    """
+    state = [float(problem is not None), float(zlib.crc32(identity.encode()))]
+    row = torch.tensor([[*state, *values]], dtype=torch.float64, device=comm.device)
+    rows = torch.cat(comm.all_gather(row, name)).cpu()
+    if bool(rows[:, 0].any()):
+        problems = comm.all_gather_object(problem, f"{name} problems")
+        raise ValueError(next(f"{text} (found on rank {rank})" for rank, text in enumerate(problems) if text))
+    if bool((rows[:, 1] != rows[0, 1]).any()):
+        found = comm.all_gather_object(identity, f"{name} identities")
+        other = next(rank for rank, text in enumerate(found) if text != found[0])
+        raise DivergenceError(
+            f"{name}: ranks pass different kinds of rows: {found[0]} on rank 0, {found[other]} on rank {other}; "
+            f"dtype and trailing dimensions must be the same on every rank"
+        )
+    sums: list[float] = rows[:, 2:].sum(0).tolist()
+    return sums
+
+
+def _rows_of(name: str, values: Tensor, mask: Tensor | None) -> tuple[Tensor, str | None]:
+    """The masked rows in a floating dtype, and what is wrong with the arguments."""
+    if not isinstance(values, Tensor) or values.dim() == 0:
+        return torch.zeros(0), (
+            f"{name}: values must have one row per own node, found {_describe(values)}; compute the loss with "
+            f'reduction="none", and pass a term that all ranks compute alike through replicated(term, comm)'
+        )
+    if not values.is_floating_point():
+        values = values.float()
+    problem = _check_mask(name, mask, values.shape[0])
+    return (values[:0] if problem else _select(values, mask)), problem
+
+
+def _select(rows: Tensor, mask: Tensor | None) -> Tensor:
+    return rows if mask is None else rows[mask if mask.dtype == torch.bool else mask.long()]
+
+
+def _check_mask(name: str, mask: Tensor | None, num_own: int) -> str | None:
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor) or mask.dim() != 1 or mask.is_floating_point() or mask.is_complex():
+        return f"{name}: mask must be a bool tensor [{num_own}] or own row numbers, found {_describe(mask)}"
+    if mask.dtype == torch.bool:
+        if len(mask) == num_own:
+            return None
+        return f"{name}: the bool mask must have one entry per own node, {num_own}, found {len(mask)}"
+    if len(mask) and not (int(mask.min()) >= 0 and int(mask.max()) < num_own):
+        return f"{name}: row numbers in mask must be in [0, {num_own}), found {int(mask.min())} to {int(mask.max())}"
+    return None
+
+
+def _check_logits(name: str, logits: Tensor, y: Tensor, mask: Tensor | None) -> str | None:
+    if not isinstance(logits, Tensor) or logits.dim() != 2 or not logits.is_floating_point():
+        return f"{name}: logits must be floating point [num_own, num_classes], found {_describe(logits)}"
+    if not isinstance(y, Tensor) or y.is_complex() or y.dtype == torch.bool:
+        return f"{name}: y must hold class ids or class probabilities, found {_describe(y)}"
+    expected = list(logits.shape) if y.is_floating_point() else [logits.shape[0]]
+    if list(y.shape) != expected:
+        remedy = "; pass all own nodes, not only the masked ones" if y.shape[:1] != logits.shape[:1] else ""
+        remedy = "; use y.squeeze(1)" if list(y.shape) == [logits.shape[0], 1] else remedy
+        return f"{name}: y must be {expected} for logits {list(logits.shape)}, found {_describe(y)}{remedy}"
+    return _check_mask(name, mask, logits.shape[0])
+
+
+def _check_targets(targets: Tensor, num_classes: int, name: str) -> str | None:
+    """What is wrong with the masked class ids."""
+    if targets.is_floating_point() or not len(targets):
+        return None
+    targets = targets.long()
+    unlabelled = int((targets == -1).sum())
+    if unlabelled:
+        return (
+            f"{name}: {unlabelled} of {len(targets)} masked nodes have no label (y = -1); "
+            f"leave them out of the mask: mask & (y >= 0)"
+        )
+    low, high = int(targets.min()), int(targets.max())
+    if low >= 0 and high < num_classes:
+        return None
+    return f"{name}: class ids must be in [0, {num_classes}), found {low if low < 0 else high}"
+
+
+def _check_weight(weight: Tensor | None, logits: Tensor) -> str | None:
+    if weight is None or (isinstance(weight, Tensor) and weight.shape == logits.shape[1:]):
+        return None
+    return f"cross_entropy: weight must have one entry per class, [{logits.shape[1]}], found {_describe(weight)}"
+
+
+def _no_nodes(name: str) -> str:
+    return f"{name}: the mask selects no node on any rank, so there is nothing to average"
+
+
+def _trailing(values: Any) -> str:
+    return (
+        f"{_dtype(values)} [{', '.join(map(str, ['num_own', *values.shape[1:]]))}]" if hasattr(values, "shape") else ""
+    )
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _describe(value: Any) -> str:
+    return f"{_dtype(value)} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

@@ -1,0 +1,269 @@
+"""Losses and metrics against torch.nn.functional on the concatenated rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from shardpass.core import objective
+from shardpass.errors import DivergenceError
+from shardpass.testing.run import run
+
+SPLITS = {1: [12], 2: [5, 7], 3: [0, 4, 8], 4: [3, 0, 1, 8]}
+
+
+def graph(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(12, 4, generator=generator).double()
+    y = torch.randint(0, 4, (12,), generator=generator)
+    mask = torch.rand(12, generator=generator) < 0.5
+    mask[-1] = True
+    return logits, y, mask
+
+
+def own(comm, *tensors):
+    return [tensor.split(SPLITS[comm.size])[comm.rank] for tensor in tensors]
+
+
+def check(body, ranks, expected, leaf):
+    """Values equal the expected one, with the same bits; the gradients of the shares are those of the whole."""
+    expected.backward()
+    results = run(body, ranks)
+    for value, _ in results:
+        torch.testing.assert_close(value, expected.detach(), rtol=0, atol=1e-12)
+        assert torch.equal(value, results[0][0])
+    torch.testing.assert_close(torch.cat([grad for _, grad in results]), leaf.grad, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("use_mask", ["bool", "int32 rows", "none"])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("kind", [torch.int64, torch.uint8, "probabilities"])
+def test_cross_entropy_is_that_of_all_rows(ranks, use_mask, weighted, smoothing, kind):
+    logits, y, mask = graph()
+    weight = torch.tensor([0.5, 1.0, 2.0, 0.1]).double() if weighted else None
+    y = torch.softmax(logits.flip(0), 1) if kind == "probabilities" else y
+    leaf = logits.clone().requires_grad_()
+    chosen = slice(None) if use_mask == "none" else mask
+    expected = F.cross_entropy(leaf[chosen], y[chosen], weight, label_smoothing=smoothing)
+    y = y if kind == "probabilities" else y.to(kind)
+
+    def body(comm):
+        rows, targets, marked = own(comm, logits, y, mask)
+        rows = rows.clone().requires_grad_()
+        if use_mask == "none":
+            marked = None
+        elif use_mask != "bool":
+            marked = marked.nonzero().squeeze(1).to(torch.int32 if "32" in use_mask else torch.int64)
+        loss = objective.cross_entropy(rows, targets, marked, comm, weight, smoothing)
+        loss.backward()
+        return loss.detach(), rows.grad
+
+    check(body, ranks, expected, leaf)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.lists(st.booleans(), max_size=6), min_size=1, max_size=4), st.integers(0, 1000))
+def test_any_split_and_mask_gives_the_mean_of_the_whole(masks, seed):
+    sizes = [len(mask) for mask in masks]
+    if not any(any(mask) for mask in masks):
+        masks[0], sizes[0] = [True], 1
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(sum(sizes), 3, generator=generator).double()
+    y = torch.randint(0, 3, (sum(sizes),), generator=generator)
+    mask = torch.tensor([flag for flags in masks for flag in flags], dtype=torch.bool)
+
+    def body(comm):
+        rows, targets, marked = (t.split(sizes)[comm.rank] for t in (logits, y, mask))
+        return (
+            objective.cross_entropy(rows, targets, marked, comm).item(),
+            objective.accuracy(rows, targets, marked, comm),
+            objective.sum(rows, marked, comm).item(),
+        )
+
+    for loss, accuracy, summed in run(body, len(sizes)):
+        assert loss == pytest.approx(F.cross_entropy(logits[mask], y[mask]).item(), abs=1e-12)
+        assert accuracy == pytest.approx((logits[mask].argmax(1) == y[mask]).double().mean().item(), abs=1e-15)
+        assert summed == pytest.approx(logits[mask].sum().item(), abs=1e-12)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", ["mean", "sum"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_mean_and_sum_of_any_values(ranks, name, masked):
+    values, _, mask = graph()
+    leaf = values.clone().requires_grad_()
+    chosen = (leaf[mask] if masked else leaf) ** 3
+    expected = chosen.mean() if name == "mean" else chosen.sum()
+
+    def body(comm):
+        rows, marked = own(comm, values, mask)
+        rows = rows.clone().requires_grad_()
+        loss = getattr(objective, name)(rows**3, marked if masked else None, comm)
+        loss.backward()
+        return loss.detach(), rows.grad
+
+    check(body, ranks, expected, leaf)
+
+
+def test_an_empty_mask_on_one_rank_gives_zero_gradients():
+    logits, y, _ = graph()
+
+    def body(comm):
+        rows, targets = own(comm, logits, y)
+        rows = rows.clone().requires_grad_()
+        mask = torch.full((len(rows),), comm.rank == 1)
+        objective.cross_entropy(rows, targets, mask, comm).backward()
+        return rows.grad
+
+    first, second = run(body, 2)
+    assert first is not None and not first.any() and second.all()
+
+
+def test_half_precision_is_computed_in_float32():
+    logits, y, mask = graph()
+    logits = logits.bfloat16()
+
+    def body(comm):
+        rows, targets, marked = own(comm, logits, y, mask)
+        rows = rows.clone().requires_grad_()
+        loss = objective.cross_entropy(rows, targets, marked, comm, weight=torch.ones(4))
+        loss.backward()
+        assert loss.dtype == torch.float32 and rows.grad.dtype == torch.bfloat16
+        return loss.item()
+
+    expected = F.cross_entropy(logits.float()[mask], y[mask]).item()
+    assert run(body, 2) == [pytest.approx(expected, rel=1e-6)] * 2
+
+
+def test_bools_and_integers_are_averaged():
+    def body(comm):
+        flags = torch.tensor([True, False, True]) if comm.rank else torch.tensor([False])
+        return objective.mean(flags, None, comm).item(), objective.sum(flags.long(), None, comm).item()
+
+    assert run(body, 2) == [(0.5, 2.0)] * 2
+
+
+def test_a_replicated_term_is_counted_once():
+    def body(comm):
+        parameter = nn.Parameter(torch.tensor([3.0]))
+        term = objective.replicated((parameter**2).sum(), comm)
+        term.backward()
+        return term.item(), parameter.grad.item()
+
+    results = run(body, 3)
+    assert [value for value, _ in results] == [9.0] * 3
+    assert sum(grad for _, grad in results) == pytest.approx(6.0)
+
+
+def test_total_sums_numbers():
+    def body(comm):
+        return objective.total(comm.rank + 1, comm), objective.total(0.5, comm)
+
+    results = run(body, 3)
+    assert results == [(6, 1.5)] * 3 and isinstance(results[0][0], int)
+
+
+def test_backward_does_not_communicate():
+    logits, y, _ = graph()
+
+    def body(comm):
+        rows, targets = own(comm, logits, y)
+        rows = rows.clone().requires_grad_()
+        loss = objective.cross_entropy(rows, targets, None, comm)
+        if comm.rank == 0:  # the other rank never calls backward
+            loss.backward()
+        return rows.grad is not None
+
+    assert run(body, 2) == [True, False]
+
+
+BAD = torch.zeros(3, dtype=torch.int64)
+LOGITS = torch.zeros(3, 4)
+TRUE = torch.ones(3, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("logits", "y", "mask", "text"),
+    [
+        (torch.zeros(3), BAD, TRUE, r"logits must be floating point \[num_own, num_classes\], found float32 \[3\]"),
+        (LOGITS.long(), BAD, TRUE, r"logits must be floating point .* found int64 \[3, 4\]"),
+        (LOGITS, BAD[:2], TRUE, r"y must be \[3\].*found int64 \[2\]; pass all own nodes"),
+        (LOGITS, BAD[:, None], TRUE, r"y must be \[3\].*use y.squeeze\(1\)"),
+        (LOGITS, torch.zeros(3), TRUE, r"y must be \[3, 4\] for logits"),
+        (LOGITS, TRUE, TRUE, r"y must hold class ids or class probabilities, found bool \[3\]"),
+        (LOGITS, BAD, TRUE[:2], "bool mask must have one entry per own node, 3, found 2"),
+        (LOGITS, BAD, torch.ones(3), r"mask must be a bool tensor \[3\] or own row numbers, found float32 \[3\]"),
+        (LOGITS, BAD, [0, 1], "mask must be a bool tensor .* found list"),
+        (LOGITS, BAD, torch.tensor([0, 3]), r"row numbers in mask must be in \[0, 3\), found 0 to 3"),
+        (LOGITS, torch.tensor([0, -1, -1]), TRUE, r"2 of 3 masked nodes have no label \(y = -1\); leave them out"),
+        (LOGITS, torch.tensor([0, 4, 1]), TRUE, r"class ids must be in \[0, 4\), found 4"),
+        (LOGITS, torch.tensor([0, -100, 1]), TRUE, r"class ids must be in \[0, 4\), found -100"),
+        (LOGITS, torch.tensor([0, 255, 1]).to(torch.uint8), TRUE, r"class ids must be in \[0, 4\), found 255"),
+    ],
+)
+@pytest.mark.parametrize("function", [objective.cross_entropy, objective.accuracy])
+def test_a_mistake_on_one_rank_is_told_on_every_rank(function, logits, y, mask, text):
+    def body(comm):
+        with pytest.raises(ValueError, match=text + r".*\(found on rank 1\)"):
+            if comm.rank == 1:
+                function(logits, y, mask, comm)
+            else:
+                function(LOGITS, BAD, TRUE, comm)
+        return True
+
+    assert run(body, 2) == [True, True]
+
+
+def test_unlabelled_nodes_outside_the_mask_are_fine():
+    def body(comm):
+        y = torch.tensor([0, -1, 2])
+        return objective.cross_entropy(LOGITS, y, y >= 0, comm).item()
+
+    assert run(body, 1) == [pytest.approx(torch.tensor(4.0).log().item())]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda c: objective.cross_entropy(LOGITS, BAD, ~TRUE, c), ValueError, "selects no node on any rank"),
+        (lambda c: objective.accuracy(LOGITS, BAD, ~TRUE, c), ValueError, "accuracy: the mask selects no node on any"),
+        (lambda c: objective.mean(LOGITS, ~TRUE, c), ValueError, "mean: the mask selects no node on any rank"),
+        (lambda c: objective.mean(torch.tensor(1.0), None, c), ValueError, r"one row per own node.*replicated"),
+        (lambda c: objective.sum(1.0, None, c), ValueError, "one row per own node, found float"),
+        (lambda c: objective.replicated(1.0, c), ValueError, "replicated: expected a floating point tensor, found"),
+        (lambda c: objective.accuracy(LOGITS, LOGITS, TRUE, c), ValueError, "y must hold class ids, found float32"),
+        (
+            lambda c: objective.cross_entropy(LOGITS, BAD, TRUE, c, weight=torch.ones(3)),
+            ValueError,
+            r"weight must have one entry per class, \[4\], found float32 \[3\]",
+        ),
+        (
+            lambda c: objective.cross_entropy(LOGITS, BAD, TRUE, c, weight=torch.zeros(4)),
+            ValueError,
+            "weights of the masked nodes add up to 0",
+        ),
+        (
+            lambda c: objective.cross_entropy(LOGITS.to([torch.float32, torch.float64][c.rank]), BAD, TRUE, c),
+            DivergenceError,
+            r"float32 \[num_own, 4\] on rank 0, float64 \[num_own, 4\] on rank 1; dtype and trailing",
+        ),
+        (
+            lambda c: objective.cross_entropy(LOGITS[:, : 4 - c.rank], BAD, TRUE, c),
+            DivergenceError,
+            "ranks pass different kinds of rows",
+        ),
+    ],
+)
+def test_mistakes_are_told_in_words(call, error, text):
+    def body(comm):
+        with pytest.raises(error, match=text):
+            call(comm)
+        return True
+
+    assert run(body, 2) == [True, True]
