@@ -68,7 +68,7 @@ class Failure:
 
 KINDS: dict[str, type[CommunicationError]] = {
     "failed": PeerFailure,
-    "lost": CommunicationError,
+    "lost": PeerFailure,
     "diverged": DivergenceError,
 }
 

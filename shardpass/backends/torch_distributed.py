@@ -1,0 +1,270 @@
+"""Ranks of a torch.distributed process group, over gloo connections of their own.
+
+Whatever backend the given group has, messages between ranks travel over a gloo group over the same ranks, made here:
+it makes progress by itself, honours tags, and its connections tell when a process dies. Tensors on a GPU are staged
+over the CPU, except reductions and broadcasts where the given group has NCCL.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import socket
+import threading
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from shardpass.backends.base import DEFAULT_TIMEOUT, BaseCommunicator
+from shardpass.backends.deadlock import Position
+from shardpass.backends.failure import (
+    Failure,
+    TransportLostError,
+    TransportTimeoutError,
+    first_failure,
+)
+from shardpass.backends.identity import MessageKey, SlotTable
+from shardpass.backends.watch import Watch, break_group
+from shardpass.errors import CommunicationError, DivergenceError
+
+_EXPLAIN_SECONDS = 5.0  # how long the reason of a closed connection may take around the ring
+
+
+class _Transfer:
+    """One gloo send or receive."""
+
+    def __init__(self, work: Any, flat: Tensor, slots: SlotTable, place: tuple[int, bool, int]) -> None:
+        self._work = work
+        self._flat = flat  # kept alive until done
+        self._slots = slots
+        self._place = place
+
+    def wait(self, timeout: float) -> None:
+        """See `Pending.wait`. A time-out closes the connections of the group: gloo cannot take a transfer back."""
+        with _transport_errors():
+            self._work.wait(timedelta(seconds=max(timeout, 0.001)))
+        self._slots.release(self._place)
+
+
+@contextlib.contextmanager
+def _transport_errors() -> Any:
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error).splitlines()[0]
+        if "Timed out" in text or "timed out" in text:
+            raise TransportTimeoutError from error
+        raise TransportLostError(text) from error
+
+
+class _Job:
+    """What the communicators of one job share: the watch, the store, the groups to release."""
+
+    def __init__(self, members: list[int], rank: int, connect_timeout: float, owns_default: bool) -> None:
+        self.members = members
+        self.connect_timeout = connect_timeout
+        self.owns_default = owns_default
+        self.failure = Failure()
+        self.store = _own_store()
+        self.watch: Watch | None = None
+        if len(members) > 1:
+            self.watch = Watch(self.new_group(), rank, len(members), self.failure)
+            self.watch.start()
+
+    def new_group(self) -> Any:
+        """Collective: a gloo group over the job's ranks."""
+        return dist.new_group(
+            self.members,
+            timeout=timedelta(seconds=self.connect_timeout),
+            backend="gloo",
+            use_local_synchronization=True,
+        )
+
+
+def _own_store() -> Any:
+    """A connection of our own to the default group's store: another thread may block in the group's."""
+    store: Any = distributed_c10d._get_default_store()
+    if hasattr(store, "clone"):
+        store = store.clone()
+    return dist.PrefixStore("shardpass", store)
+
+
+class TorchCommunicator(BaseCommunicator):
+    """One rank of a process group. Made by `from_group`; collective over the group."""
+
+    def __init__(self, job: _Job, group: Any, given: Any, rank: int, device: torch.device, path: str) -> None:
+        super().__init__(rank, len(job.members), device, Failure(job.failure))
+        self._job = job
+        self._group = group
+        self._given = given
+        self._slots = SlotTable()
+        self._twins: dict[str, int] = {}
+        self._published = False
+        self._publishing = threading.Lock()
+        self.path = path
+        if job.watch is not None:
+            job.watch.register(self)
+
+    @staticmethod
+    def from_group(
+        group: Any = None,
+        device: torch.device | str = "cpu",
+        timeout: float = DEFAULT_TIMEOUT,
+        connect_timeout: float = 60.0,
+        owns_default: bool = False,
+    ) -> TorchCommunicator:
+        """Collective. The communicator over the ranks of ``group`` (default: all processes).
+
+        Args:
+            group: a process group of this process; left as it is.
+            device: of the tensors.
+            timeout: seconds a wait may take by default.
+            connect_timeout: seconds the connections may take to come up.
+            owns_default: destroy the default group when the communicator is closed.
+        """
+        given = group if group is not None else dist.group.WORLD
+        members = dist.get_process_group_ranks(given)
+        rank = members.index(dist.get_rank())
+        try:
+            job = _Job(members, rank, connect_timeout, owns_default)
+            own = job.new_group() if len(members) > 1 else None
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"rank {rank} could not connect with the other {len(members) - 1} ranks of the group within "
+                f"{connect_timeout:.0f} s: {str(error).splitlines()[0]}. Set GLOO_SOCKET_IFNAME to the network "
+                f"interface that reaches them"
+            ) from error
+        comm = TorchCommunicator(job, own, given, rank, torch.device(device), "world " + "-".join(map(str, members)))
+        comm.timeout = timeout
+        atexit.register(comm.close)
+        hosts = comm.all_gather_object(socket.gethostname(), "hosts")
+        comm.local_ranks = tuple(r for r, host in enumerate(hosts) if host == hosts[rank])
+        return comm
+
+    # ---- raw primitives
+
+    def _raw_send(self, flat: Tensor, to: int, key: MessageKey) -> _Transfer:
+        place = self._slots.take(to, True, key)
+        with _transport_errors_in(self, to):
+            return _Transfer(self._group.send([flat], to, place[2]), flat, self._slots, place)
+
+    def _raw_receive(self, flat: Tensor, source: int, key: MessageKey) -> _Transfer:
+        place = self._slots.take(source, False, key)
+        with _transport_errors_in(self, source):
+            return _Transfer(self._group.recv([flat], source, place[2]), flat, self._slots, place)
+
+    def _raw_gather(self, block: bytes, timeout: float) -> list[bytes]:
+        if self.size == 1:
+            return [block]
+        mine = torch.frombuffer(bytearray(block), dtype=torch.uint8)
+        blocks = list(torch.zeros(self.size, len(block), dtype=torch.uint8).unbind())
+        options = distributed_c10d.AllgatherOptions()
+        self._run(options, timeout, lambda: self._group.allgather([blocks], [mine], options))
+        return [bytes(row.numpy().tobytes()) for row in blocks]
+
+    def _raw_reduce(self, tensor: Tensor, op: str, timeout: float) -> None:
+        if self.size > 1:
+            options = dist.AllreduceOptions()
+            options.reduceOp = getattr(dist.ReduceOp, {"prod": "PRODUCT"}.get(op, op.upper()))
+            self._run(options, timeout, lambda: self._group.allreduce([tensor], options))
+
+    def _raw_broadcast(self, flat: Tensor, root: int, timeout: float) -> None:
+        if self.size > 1:
+            options = dist.BroadcastOptions()
+            options.rootRank, options.rootTensor = root, 0
+            self._run(options, timeout, lambda: self._group.broadcast([flat], options))
+
+    def _run(self, options: Any, timeout: float, start: Any) -> None:
+        options.timeout = timedelta(seconds=max(timeout, 0.001))
+        with _transport_errors():
+            start().wait()
+
+    def _raw_duplicate(self, name: str) -> BaseCommunicator:
+        group = self._job.new_group() if self.size > 1 else None
+        count = self._twins[name] = self._twins.get(name, 0) + 1
+        path = f"{self.path}/{name}#{count}"
+        return TorchCommunicator(self._job, group, self._given, self.rank, self.device, path)
+
+    # ---- failure
+
+    def _spread_divergence(self, text: str) -> None:
+        if self._job.watch is not None:
+            self._job.watch.tell("diverged", text, self.path)
+        self.failure.set(DivergenceError, text)
+
+    def _explain_lost(self, peer: int) -> CommunicationError | None:
+        self.failure.happened.wait(_EXPLAIN_SECONDS)
+        return self.failure.error()
+
+    def break_connections(self) -> None:
+        """Wake this rank's waits with an error; called by the watch, after the reason has been recorded."""
+        if self._group is not None:
+            break_group(self._group, (self.rank + 1) % self.size)
+
+    def blocked_epoch(self) -> int | None:
+        """A number that stays the same while this rank is blocked in one wait; None while it is not."""
+        where = self._where
+        return None if where is None else where.epoch
+
+    def look_for_circle(self) -> None:
+        """Called by the watch while this rank is blocked: wake every rank where ranks wait in a circle."""
+        with contextlib.suppress(RuntimeError):  # the store, or the counts changing while they are read
+            circle = self.check_stuck()
+            if circle is not None:
+                self._spread_divergence(circle)
+
+    def _publish(self, position: Position | None) -> None:
+        if position is None and not self._published:
+            return
+        with self._publishing, contextlib.suppress(RuntimeError):
+            self._published = position is not None and self._where is not None
+            self._job.store.set(f"{self.path} {self.rank}", position.to_json() if position and self._published else "")
+
+    def _positions(self) -> dict[int, Position]:
+        found: dict[int, Position] = {}
+        for rank in range(self.size):
+            key = f"{self.path} {rank}"
+            if rank != self.rank and self._job.store.check([key]):
+                text = self._job.store.get(key).decode()
+                if text:
+                    found[rank] = Position.from_json(text)
+        return found
+
+    def announce(self, reason: str) -> None:
+        """Make every rank, this one included, fail with ``reason`` at its next or present call."""
+        text = first_failure(self.rank, reason)
+        if self._job.watch is not None:
+            self._job.watch.tell("failed", text)
+
+    def abort(self, reason: str) -> None:
+        """See `Communicator.abort`; raises on this rank as well."""
+        self.announce(reason)
+        self.failure.check()
+        raise CommunicationError(first_failure(self.rank, reason))
+
+    def close(self) -> None:
+        """See `Communicator.close`. Closing the first communicator of a job ends its duplicates too."""
+        if self._closed:
+            return
+        super().close()
+        if "/" in self.path:
+            return
+        atexit.unregister(self.close)
+        if self._job.watch is not None:
+            self._job.watch.close()
+        if self._job.owns_default and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _transport_errors_in(comm: TorchCommunicator, peer: int) -> Any:
+    """For transfers that cannot even start."""
+    try:
+        yield
+    except RuntimeError as error:
+        known = comm._explain_lost(peer)
+        raise (known or CommunicationError(f"rank {comm.rank} lost its connection with rank {peer}")) from error
