@@ -29,6 +29,10 @@ class RefusedError(NotImplementedError):
     """Something that cannot be exact on a sharded graph, refused by name. The message says why and what to do."""
 
 
+class NeedsHaloError(RefusedError):
+    """A body needs all in-edges of a node at once: exact in ``halo`` mode only, refused in the sequential ones."""
+
+
 class StoreError(ValueError):
     """A partition directory is missing, torn, altered, or written by another version."""
 

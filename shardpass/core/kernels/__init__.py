@@ -1,0 +1,45 @@
+"""One shard's partial result, added in place into an accumulator. `reference` is the definition of right."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from shardpass.core.kernels import cpu, reference
+from shardpass.core.shard import Shard
+
+
+def gather_sum(out: Tensor, shard: Shard, rows: Tensor, weight: Tensor | None) -> None:
+    """``out[dst] += weight * rows[src]`` over the shard's edges, in place.
+
+    Args:
+        out: ``[num_dst, ...]``.
+        rows: the block's source rows, ``[block rows, ...]``.
+        weight: one scalar per edge of the shard, ``[num_edges]``, or None.
+    """
+    if shard.num_edges == 0:
+        return
+    if cpu.handles(rows):
+        cpu.gather_sum(out, shard, rows, weight)
+    else:
+        reference.gather_sum(out, shard, rows, weight)
+
+
+def gather_sum_transposed(out: Tensor, shard: Shard, grad: Tensor, weight: Tensor | None) -> None:
+    """``out[src] += weight * grad[dst]`` over the shard's edges, in place: the adjoint of `gather_sum` in `rows`.
+
+    Args:
+        out: ``[block rows, ...]``.
+        grad: ``[num_dst, ...]``.
+        weight: ``[num_edges]`` or None.
+    """
+    if shard.num_edges == 0:
+        return
+    if cpu.handles(grad):
+        cpu.gather_sum_transposed(out, shard, grad, weight)
+    else:
+        reference.gather_sum_transposed(out, shard, grad, weight)
+
+
+def edge_dot(shard: Shard, rows: Tensor, grad: Tensor, max_edges: int) -> Tensor:
+    """``<rows[src], grad[dst]>`` of each edge of the shard, ``[num_edges]``: the adjoint of `gather_sum` in `weight`."""
+    return reference.edge_dot(shard, rows, grad, max_edges)

@@ -1,0 +1,155 @@
+"""The sharded call as one autograd function: sequential aggregation forward, rematerialisation backward.
+
+Source: Mostafa, "Sequential Aggregation and Rematerialization", MLSys 2022 (arXiv 2111.06483).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardpass.core.agreement import settle
+from shardpass.core.backward import needed_values, run_backward
+from shardpass.core.call import Call
+from shardpass.core.calls import begin_call, end_call, refuse_double_backward
+from shardpass.core.forward import run_forward
+from shardpass.core.halo import HaloPlan
+from shardpass.core.probe import sample_inputs
+from shardpass.core.program import Program
+from shardpass.core.reducers import Base
+from shardpass.core.shard import EdgeShards
+from shardpass.core.tracing import EdgeTrace
+
+
+def aggregate(program: Program, plan: HaloPlan, edges: EdgeShards) -> Tensor:
+    """What `program` computes over all edges of the graph: ``[num_dst, ...]``, or ``[num_edges, ...]`` for messages.
+
+    Collective, in backward too. Every rank must pass the same program; gradients of its inputs and of every tensor its
+    body captures flow as if the whole graph were here.
+
+    Raises:
+        RefusedError: the body cannot be computed one shard at a time (on every rank, before any row is sent).
+        DivergenceError: ranks run different bodies.
+    """
+    number, token = begin_call(plan.comm, program.name)
+    label = f"call {number} {program.name}"
+    program, structure, gradients = settle(plan.comm, label, program, edges, plan.num_own_src)
+    first: dict[int, str] = {}
+    call = Call(
+        program=replace(program, src={}, dst={}, edge={}),
+        plan=plan,
+        edges=edges,
+        structure=structure,
+        number=number,
+        canonical={name: first.setdefault(id(program.src[name]), name) for name in sorted(program.src)},
+        dst_names=sorted(program.dst),
+        edge_names=sorted(program.edge),
+        gradients=gradients,
+        captured=structure.captures,
+        seed=int(torch.randint(2**62, ())) if structure.random else 0,
+    )
+    outputs = _Aggregate.apply(
+        call,
+        token,
+        *(program.src[name] for name in call.src_names),
+        *(program.dst[name] for name in call.dst_names),
+        *(program.edge[name] for name in call.edge_names),
+        *structure.captures,
+    )
+    end_call(plan.comm, outputs[-1])
+    if structure.edge_output:
+        return outputs[0]
+    return _node_part(program, call, list(outputs[:-1]))
+
+
+class _Aggregate(torch.autograd.Function):
+    """Inputs: call, token, sources, destinations, edges, captures. Outputs: reductions or edge result, then a token."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, token: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        operands = call.operands(tensors)
+        result = run_forward(call, operands)
+        structure = call.structure
+        if result.edges is not None:
+            outputs, fixed = [result.edges], [] if structure.edge_differentiable else [result.edges]
+        else:
+            outputs = [result.values[k] for k in range(len(structure.reductions))]
+            fixed = [out for out, reduction in zip(outputs, structure.reductions) if not reduction.differentiable]
+        values, states = needed_values(call)
+        kept = [rows for name in sorted(operands.kept) for rows in operands.kept[name]]
+        flat_states = [part for k in states for part in result.states[k]]
+        ctx.save_for_backward(token, *tensors, *(result.values[k] for k in values), *flat_states, *kept)
+        ctx.counts = (len(tensors), values, [(k, len(result.states[k])) for k in states], sorted(operands.kept))
+        ctx.call = call
+        if fixed:
+            ctx.mark_non_differentiable(*fixed)
+        return (*outputs, torch.zeros_like(token))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        call: Call = ctx.call
+        refuse_double_backward(call.label)
+        saved = list(ctx.saved_tensors)  # before communicating: a checkpoint recomputes, and communicates, here
+        num_inputs, value_ids, state_sizes, kept_names = ctx.counts
+        token, inputs, saved = saved[0], saved[1 : 1 + num_inputs], saved[1 + num_inputs :]
+        operands = call.operands(inputs)
+        values = dict(zip(value_ids, saved))
+        saved = saved[len(value_ids) :]
+        states = {}
+        for k, size in state_sizes:
+            states[k], saved = saved[:size], saved[size:]
+        num_blocks = len(call.plan.blocks) - 1
+        for name in kept_names:
+            operands.kept[name], saved = saved[:num_blocks], saved[num_blocks:]
+
+        structure = call.structure
+        grad_edges = grads[0].contiguous() if structure.edge_output else None
+        by_reduction = {}
+        if not structure.edge_output:
+            by_reduction = {k: g for k, g in enumerate(grads[:-1]) if structure.reductions[k].differentiable}
+        else:
+            by_reduction = {
+                k: torch.zeros_like(values[k])
+                for k, r in enumerate(structure.reductions)
+                if r.differentiable and k in values
+            }
+        found = run_backward(call, operands, values, states, by_reduction, grad_edges)
+        results: list[Tensor | None] = [
+            *(found.src.get(name) for name in call.src_names),
+            *(found.dst.get(name) for name in call.dst_names),
+            *(found.edge.get(name) for name in call.edge_names),
+            *found.captures,
+        ]
+        needed = ctx.needs_input_grad[2:]
+        return (None, torch.zeros_like(token), *(g if need else None for g, need in zip(results, needed)))
+
+
+class _NodePhase:
+    """Gives back the finished reductions, connected to autograd, to the node part of a body."""
+
+    def __init__(self, outputs: list[Tensor], num_dst: int) -> None:
+        self.num_dst, self.offset, self.whole_dst = num_dst, 0, num_dst
+        self._outputs = outputs
+
+    def known_base(self, k: int) -> Base | None:
+        return Base()
+
+    def reduce(self, k: int, op: str, values: Tensor, index: Tensor, base: Base) -> Tensor:
+        return self._outputs[k]
+
+
+def _node_part(program: Program, call: Call, outputs: list[Tensor]) -> Tensor:
+    """Run the node part once, on one made-up edge, with the resolved reductions: ordinary autograd from here on."""
+    assert program.aggregate is not None
+    with torch.no_grad():
+        inputs = sample_inputs(program, call.edges, call.plan.num_own_src, grads=False, count=1)
+        inputs.num_dst = call.edges.num_dst
+    message = call.structure.message
+    assert message is not None
+    phase = _NodePhase(outputs, call.edges.num_dst)
+    with EdgeTrace(program.name, inputs.index, phase) as trace:
+        trace.count = call.structure.num_message
+        return program.aggregate(message[:1], inputs)

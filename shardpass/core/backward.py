@@ -1,0 +1,273 @@
+"""The backward loop: from the deepest reductions up, refetching blocks and rerunning the body under grad."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardpass.core.call import Call, Operands
+from shardpass.core.exchange import GradientReturn
+from shardpass.core.kernels import edge_dot, gather_sum_transposed
+from shardpass.core.program import Inputs
+from shardpass.core.reducers import REDUCERS, Base, State
+from shardpass.core.shard import Chunk, Shard
+from shardpass.core.tracing import EdgeTrace, StopPass
+
+
+@dataclass
+class Gradients:
+    """Gradients of a call's inputs; tensors of the own rows, None where none is needed."""
+
+    src: dict[str, Tensor]
+    dst: dict[str, Tensor]
+    edge: dict[str, Tensor]
+    captures: list[Tensor | None]
+    reductions: dict[int, Tensor]
+    edges: Tensor | None
+
+
+def needed_values(call: Call) -> tuple[list[int], list[int]]:
+    """``(values, states)``: the reductions whose value, and whose state, backward reads."""
+    structure = call.structure
+    values: set[int] = set()
+    for reduction in structure.reductions:
+        if reduction.differentiable:
+            values |= reduction.parents
+    if structure.edge_output:
+        values |= {k for k, r in enumerate(structure.reductions) if r.depth < structure.edge_depth}
+    states = [k for k, r in enumerate(structure.reductions) if r.differentiable and r.op != "sum"]
+    return sorted(values | set(states)), states
+
+
+def run_backward(
+    call: Call,
+    operands: Operands,
+    values: dict[int, Tensor],
+    states: dict[int, State],
+    grad_reductions: dict[int, Tensor],
+    grad_edges: Tensor | None,
+) -> Gradients:
+    """The gradients of all inputs. Collective: every rank runs it, whatever its own loss reached.
+
+    Gradients of source rows arrive from all ranks and are whole; those of captures are this rank's share.
+    """
+
+    def zeros(kind: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {
+            name: torch.zeros_like(t, memory_format=torch.contiguous_format)
+            for name, t in tensors.items()
+            if f"{kind}:{name}" in call.gradients
+        }
+
+    gradients = Gradients(
+        src={n: t for n, t in zeros("s", operands.src).items() if call.canonical[n] == n},
+        dst=zeros("d", operands.dst),
+        edge=zeros("e", operands.edge),
+        captures=[None] * len(operands.captures),
+        reductions={k: g.clone() for k, g in grad_reductions.items()},
+        edges=grad_edges,
+    )
+    structure = call.structure
+    for depth in range(structure.max_depth, -1, -1):
+        members = structure.of_depth(depth)
+        to_edges = structure.edge_output and structure.edge_depth == depth and structure.edge_differentiable
+        if all(structure.reductions[k].form in ("copy", "scale") for k in members) and not to_edges:
+            _run_kernels(call, operands, members, gradients)
+        else:
+            _Pass(call, operands, values, states, members, depth, to_edges, gradients).run()
+    return gradients
+
+
+def _run_kernels(call: Call, operands: Operands, members: list[int], gradients: Gradients) -> None:
+    """Linear messages: the transposed kernel gives source gradients without fetching anything."""
+    reductions = [call.structure.reductions[k] for k in members]
+    weighted = [r for r in reductions if r.weight in gradients.edge]
+    returned = _Returned(call, gradients, sorted({r.source for r in reductions}))
+    max_edges = call.chunk_edges(operands)
+    if not weighted and not returned.names:
+        return
+    for position, shard, rows in call.walk(operands, sorted({r.source for r in weighted})):
+        with returned.block(position) as into:
+            for k, reduction in zip(members, reductions):
+                grad = gradients.reductions[k]
+                if reduction.source in into:
+                    scalars = shard.select(operands.edge[reduction.weight]).reshape(-1) if reduction.weight else None
+                    gather_sum_transposed(into[reduction.source], shard, grad, scalars)
+                if reduction.weight in gradients.edge and shard.num_edges:
+                    found = edge_dot(shard, rows[reduction.source], grad, max_edges)
+                    _add_rows(shard, gradients.edge[reduction.weight], found)
+    returned.finish()
+
+
+def _add_rows(shard: Shard, target: Tensor, rows: Tensor, chunk: Chunk | None = None) -> None:
+    old = shard.select(target, chunk)
+    shard.put(target, old + rows.reshape(old.shape), chunk)
+
+
+class _Returned:
+    """Where the source gradients of each block go: own rows straight into the result, halo rows back to owners."""
+
+    def __init__(self, call: Call, gradients: Gradients, names: list[str]) -> None:
+        wanted = {call.canonical[name] for name in names} & set(gradients.src)
+        self.names = sorted(wanted)
+        self._alias = {name: call.canonical[name] for name in names if call.canonical[name] in wanted}
+        self._own = [gradients.src[name] for name in self.names]
+        self._return = GradientReturn(call.plan, self._own, call.stream())
+        self._position = 0
+
+    def block(self, position: int) -> _Returned:
+        self._position = position
+        return self
+
+    def __enter__(self) -> dict[str, Tensor]:
+        into = self._own if self._position == 0 else self._return.buffers(self._position)
+        by_name = dict(zip(self.names, into))
+        return {name: by_name[canonical] for name, canonical in self._alias.items()}
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if kind is None and self._position > 0:
+            self._return.send(self._position)
+
+    def finish(self) -> None:
+        self._return.finish()
+
+
+class _Pass:
+    """One walk over the blocks for the reductions of one depth: rerun the body, differentiate chunk by chunk."""
+
+    def __init__(
+        self,
+        call: Call,
+        operands: Operands,
+        values: dict[int, Tensor],
+        states: dict[int, State],
+        members: list[int],
+        depth: int,
+        to_edges: bool,
+        gradients: Gradients,
+    ) -> None:
+        self.call, self.operands, self.values, self.states = call, operands, values, states
+        self.members, self.depth, self.to_edges, self.gradients = members, depth, to_edges, gradients
+
+    def run(self) -> None:
+        call = self.call
+        names = call.structure.sources_of(self.members, with_edges=self.to_edges)
+        returned = _Returned(call, self.gradients, names)
+        max_edges = call.chunk_edges(self.operands)
+        for position, shard, rows in call.walk(self.operands, names):
+            with returned.block(position) as into:
+                for chunk in shard.chunks(max_edges):
+                    self._chunk(position, shard, chunk, rows, into)
+        returned.finish()
+
+    def _chunk(
+        self, position: int, shard: Shard, chunk: Chunk, rows: dict[str, Tensor], into: dict[str, Tensor]
+    ) -> None:
+        call, program = self.call, self.call.program
+        leaves = [saved.detach().requires_grad_() for saved in self.operands.captures]
+        substitutes = {id(original): leaf for original, leaf in zip(call.captured, leaves)}
+        with torch.enable_grad():
+            inputs = call.inputs(self.operands, shard, chunk, rows, leaves=True)
+            phase = BackwardPhase(self, chunk)
+            message = None
+            try:
+                with call.scope(position, chunk), EdgeTrace(program.name, inputs.index, phase, substitutes):
+                    message = program.message(inputs)
+                    if program.aggregate is not None:
+                        program.aggregate(message, inputs)
+            except StopPass:
+                pass
+            outs, grads = self._cotangents(phase, shard, chunk, inputs, message)
+            targets = self._targets(inputs, phase, leaves)
+            found = torch.autograd.grad(outs, [t for *_, t in targets], grads, allow_unused=True) if outs else []
+        for (kind, key, _), grad in zip(targets, found):
+            if grad is not None:
+                self._add(kind, key, grad, shard, chunk, inputs, into)
+
+    def _cotangents(
+        self, phase: BackwardPhase, shard: Shard, chunk: Chunk, inputs: Inputs, message: Tensor | None
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        outs, grads = [], []
+        window = slice(chunk.low, chunk.high)
+        for k, source in phase.messages.items():
+            if not source.requires_grad:
+                continue
+            reduction = self.call.structure.reductions[k]
+            value = self.values[k][window] if k in self.values else source
+            state = [part[window] for part in self.states.get(k, [])]
+            grad = REDUCERS[reduction.op].vjp(
+                source.detach(), inputs.index, state, value, self.gradients.reductions[k][window], reduction.base
+            )
+            outs.append(source)
+            grads.append(grad.to(source.dtype))
+        if self.to_edges and message is not None and message.requires_grad:
+            assert self.gradients.edges is not None
+            outs.append(message)
+            grads.append(shard.select(self.gradients.edges, chunk))
+        return outs, grads
+
+    def _targets(self, inputs: Inputs, phase: BackwardPhase, leaves: list[Tensor]) -> list[tuple[str, object, Tensor]]:
+        targets: list[tuple[str, object, Tensor]] = []
+        for kind, tensors in (("s", inputs.src), ("d", inputs.dst), ("e", inputs.edge)):
+            targets += [(kind, name, t) for name, t in tensors.items() if t.requires_grad]
+        targets += [("r", k, t) for k, t in phase.known.items() if t.requires_grad]
+        targets += [("c", i, t) for i, t in enumerate(leaves)]
+        # The originals as well: paths that bypass the trace (custom Functions, TorchScript) reach those.
+        targets += [("c", i, t) for i, t in enumerate(self.call.captured) if t.requires_grad]
+        return targets
+
+    def _add(
+        self,
+        kind: str,
+        key: object,
+        grad: Tensor,
+        shard: Shard,
+        chunk: Chunk,
+        inputs: Inputs,
+        into: dict[str, Tensor],
+    ) -> None:
+        gradients, window = self.gradients, slice(chunk.low, chunk.high)
+        if kind == "s":
+            into[str(key)].index_add_(0, shard.src_rows[chunk.start : chunk.stop], grad)
+        elif kind == "d":
+            gradients.dst[str(key)][window].index_add_(0, inputs.index, grad)
+        elif kind == "e":
+            _add_rows(shard, gradients.edge[str(key)], grad, chunk)
+        elif kind == "r":
+            gradients.reductions[int(str(key))][window] += grad
+        else:
+            index = int(str(key))
+            old = gradients.captures[index]
+            gradients.captures[index] = grad if old is None else old + grad
+
+
+class BackwardPhase:
+    """Notes the messages of the reductions being differentiated; shallower ones are known and given as leaves."""
+
+    def __init__(self, owner: _Pass, chunk: Chunk) -> None:
+        self.num_dst, self.offset, self.whole_dst = chunk.high - chunk.low, chunk.low, owner.call.edges.num_dst
+        self._reductions = owner.call.structure.reductions
+        self._window = slice(chunk.low, chunk.high)
+        self._owner = owner
+        self._last = None if owner.to_edges else max(owner.members)
+        self.messages: dict[int, Tensor] = {}
+        self.known: dict[int, Tensor] = {}
+
+    def known_base(self, k: int) -> Base | None:
+        return self._reductions[k].base
+
+    def reduce(self, k: int, op: str, values: Tensor, index: Tensor, base: Base) -> Tensor:
+        reduction = self._reductions[k]
+        if k in self._owner.members:
+            self.messages[k] = values
+        if k == self._last:
+            raise StopPass
+        if k not in self._owner.values:
+            return values.new_zeros((self.num_dst, *values.shape[1:]))
+        known = self._owner.values[k][self._window].detach()
+        if reduction.differentiable and reduction.depth < self._owner.depth:
+            known.requires_grad_()
+        self.known[k] = known
+        return known

@@ -1,0 +1,168 @@
+"""One sharded call: a program on a graph, with everything its forward and backward passes share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from shardpass.core.exchange import Stream, fetch_blocks
+from shardpass.core.halo import HaloPlan
+from shardpass.core.program import Inputs, Program, Structure
+from shardpass.core.shard import Chunk, EdgeShards, Shard
+
+
+@dataclass
+class Operands:
+    """The tensors of a call, detached: what forward and backward compute from. `kept` holds fetched rows by name."""
+
+    src: dict[str, Tensor]
+    dst: dict[str, Tensor]
+    edge: dict[str, Tensor]
+    captures: list[Tensor]
+    kept: dict[str, list[Tensor]] = field(default_factory=dict)
+
+
+@dataclass
+class Call:
+    """One sharded call.
+
+    Args:
+        program: the body, without its tensors: those are inputs of the autograd function (see `Operands`).
+        plan, edges: the graph.
+        structure: of the body, agreed by all ranks.
+        number: of the call, the same on every rank.
+        canonical: source name -> the name under which the same tensor is fetched.
+        dst_names, edge_names: of the destination and edge tensors, sorted.
+        gradients: the inputs (``"s:x"``, ``"d:x"``, ``"e:w"``) that require grad on some rank.
+        captured: the captured tensors themselves, to be substituted when the body runs again.
+        seed: of the random numbers of this call.
+    """
+
+    program: Program
+    plan: HaloPlan
+    edges: EdgeShards
+    structure: Structure
+    number: int
+    canonical: dict[str, str]
+    dst_names: list[str]
+    edge_names: list[str]
+    gradients: frozenset[str]
+    captured: list[Tensor]
+    seed: int
+    walks: int = 0
+    autocast: tuple[bool, torch.dtype] = field(default_factory=lambda: _autocast_state())
+
+    @property
+    def label(self) -> str:
+        return f"call {self.number} {self.program.name}"
+
+    @property
+    def src_names(self) -> list[str]:
+        """Source tensors that are fetched under their own name, sorted."""
+        return sorted(set(self.canonical.values()))
+
+    def operands(self, tensors: Sequence[Tensor]) -> Operands:
+        """The inputs of the autograd function (sources, destinations, edges, captures, in order of name), detached."""
+        detached = [t.detach() for t in tensors]
+        a = len(self.src_names)
+        b, c = a + len(self.dst_names), a + len(self.dst_names) + len(self.edge_names)
+        own = dict(zip(self.src_names, detached[:a]))
+        return Operands(
+            src={name: own[canonical] for name, canonical in self.canonical.items()},
+            dst=dict(zip(self.dst_names, detached[a:b])),
+            edge=dict(zip(self.edge_names, detached[b:c])),
+            captures=detached[c:],
+        )
+
+    @property
+    def keeps_rows(self) -> bool:
+        return self.plan.options.mode != "sar"
+
+    def stream(self) -> Stream:
+        """Identity of the next walk over the rounds."""
+        self.walks += 1
+        return Stream(self.number, self.walks, self.label)
+
+    def chunk_edges(self, operands: Operands) -> int:
+        """How many edges are processed at a time, so that a temporary stays within ``options.chunk_bytes``."""
+        tensors = [*operands.src.values(), *operands.dst.values(), *operands.edge.values()]
+        widths = [t.itemsize * max(1, t[:0].new_empty((1, *t.shape[1:])).numel()) for t in tensors]
+        tails = [torch.Size(r.tail).numel() * r.dtype.itemsize for r in self.structure.reductions]
+        return max(1, self.plan.options.chunk_bytes // max([*widths, *tails, 1]))
+
+    def walk(self, operands: Operands, names: list[str]) -> Iterator[tuple[int, Shard, dict[str, Tensor]]]:
+        """Yield ``(position, shard, {name: rows of the block})`` block by block. Collective if `names` is not empty."""
+        wanted = sorted({self.canonical[name] for name in names})
+        missing = [name for name in wanted if name not in operands.kept]
+        rounds = fetch_blocks(
+            self.plan, [operands.src[name] for name in missing], self.stream(), keep=self.keeps_rows
+        )
+        for position, _, fetched in rounds:
+            rows = dict(zip(missing, fetched))
+            for name in wanted:
+                if name not in rows:
+                    rows[name] = operands.src[name] if position == 0 else operands.kept[name][position - 1]
+            if self.keeps_rows and position > 0:
+                self._keep(operands, missing, position, rows)
+            yield position, self.edges.shards[position], {name: rows[self.canonical[name]] for name in names}
+
+    def _keep(self, operands: Operands, missing: list[str], position: int, rows: dict[str, Tensor]) -> None:
+        for name in missing:
+            blocks = operands.kept.setdefault(name, [])
+            if len(blocks) == position - 1:
+                blocks.append(rows[name])
+
+    def inputs(
+        self, operands: Operands, shard: Shard, chunk: Chunk, rows: dict[str, Tensor], leaves: bool = False
+    ) -> Inputs:
+        """What the body sees of a chunk. With `leaves`, inputs that need gradients are fresh leaves.
+
+        A source tensor that is not among `rows` is not read in this pass; NaN stands in for it, so that an error in
+        following dependences cannot go unnoticed.
+        """
+        index = shard.dst_rows(chunk)
+        source = shard.src_rows[chunk.start : chunk.stop]
+        src = {}
+        for name, tensor in operands.src.items():
+            if name in rows:
+                src[name] = self._leaf("s:" + name, rows[name].index_select(0, source), leaves)
+            else:
+                filler = float("nan") if tensor.is_floating_point() else 0
+                src[name] = tensor.new_full((1, *tensor.shape[1:]), filler).expand(source.numel(), *tensor.shape[1:])
+        dst = {
+            name: self._leaf("d:" + name, t[chunk.low : chunk.high].index_select(0, index), leaves)
+            for name, t in operands.dst.items()
+        }
+        edge = {name: self._leaf("e:" + name, shard.select(t, chunk), leaves) for name, t in operands.edge.items()}
+        return Inputs(src, dst, edge, index, chunk.high - chunk.low)
+
+    def _leaf(self, key: str, tensor: Tensor, leaves: bool) -> Tensor:
+        if leaves and key in self.gradients and tensor.is_floating_point():
+            return tensor.detach().requires_grad_()
+        return tensor
+
+    def scope(self, position: int, chunk: Chunk) -> AbstractContextManager[None]:
+        """The conditions under which the body runs, the same in every pass: random numbers, autocast."""
+        return self._scope(position, chunk)
+
+    @contextmanager
+    def _scope(self, position: int, chunk: Chunk) -> Iterator[None]:
+        with ExitStack() as stack:
+            enabled, dtype = self.autocast
+            device = self.plan.comm.device
+            if enabled or torch.is_autocast_enabled(device.type):
+                stack.enter_context(torch.autocast(device.type, dtype=dtype, enabled=enabled))
+            if self.structure.random:
+                stack.enter_context(self.plan.comm.random_lock())
+                stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
+                torch.manual_seed(hash((self.seed, position, chunk.start)) & (2**63 - 1))
+            yield
+
+
+def _autocast_state() -> tuple[bool, torch.dtype]:
+    device = "cuda" if torch.is_autocast_enabled("cuda") else "cpu"
+    return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)

@@ -1,0 +1,204 @@
+"""What stands for ``edge_index`` on a sharded graph: an integer tensor ``[2, num_edges]`` in own-first numbering.
+
+Row 1 holds own destination rows. Row 0 holds source rows: own rows first, then halo rows. So ``(i, i)`` is a
+self-loop, ``row != col`` finds self-loops, degrees by row 1 are whole, and structural code (adding self-loops, masks,
+normalisation) runs as it is. Only row 0 is special: indexing a node tensor with it is a differentiable halo fetch, and
+scattering onto it is a differentiable push to the owners. Any other use is refused by name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardpass.core.halo import HaloPlan
+from shardpass.core.shard import EdgeShards
+from shardpass.core.transfer import halo_fetch, halo_push
+from shardpass.errors import RefusedError
+
+_DESCRIBES = frozenset(
+    "size dim numel stride __len__ is_floating_point is_complex is_signed ndimension nelement element_size get_device "
+    "is_contiguous data_ptr __repr__ __str__ __format__ __hash__ storage_offset is_inference new_ones new_zeros "
+    "new_full new_empty ones_like zeros_like full_like empty_like rand_like requires_grad_ is_same_size".split()
+)
+_COPIES = frozenset("clone contiguous detach to long cpu cuda alias".split())
+_RESHAPES = frozenset("view expand expand_as unsqueeze reshape flatten squeeze".split())
+_COMPARES = frozenset("eq ne __eq__ __ne__".split())
+_PROPERTIES = frozenset(
+    "shape dtype device layout is_cuda is_sparse is_sparse_csr ndim requires_grad is_leaf grad_fn is_quantized is_meta "
+    "is_mps is_nested is_mkldnn is_cpu is_xpu itemsize nbytes names grad output_nr _version is_vulkan is_ipu".split()
+)
+
+
+class ShardedEdgeIndex(Tensor):
+    """``edge_index`` of a sharded graph, or one derived from it by adding, removing or reordering edges."""
+
+    plan: HaloPlan
+    shards: EdgeShards | None  # of exactly this edge list, where known
+    is_reversed: bool
+
+    @staticmethod
+    def wrap(data: Tensor, plan: HaloPlan, shards: EdgeShards | None = None, is_reversed: bool = False) -> Any:
+        """`data` ``[2, num_edges]`` int64 as the stand-in of the graph behind `plan`."""
+        out = data.as_subclass(ShardedEdgeIndex)
+        out.plan, out.shards, out.is_reversed = plan, shards, is_reversed
+        return out
+
+    @property
+    def plain(self) -> Tensor:
+        """The numbers, as an ordinary tensor."""
+        return self.as_subclass(Tensor)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("the edge_index of a sharded graph belongs to its process; save the store's path instead")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedEdgeIndex:
+        return self
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        mine = next(t for t in _flat(args, kwargs) if isinstance(t, ShardedEdgeIndex))
+        with torch._C.DisableTorchFunctionSubclass():
+            if name in _DESCRIBES or name == "__get__" and _property(func) in _PROPERTIES:
+                return func(*args, **kwargs)
+            if name == "max" and len(args) == 1 and not kwargs:  # PyG asks so for the number of nodes
+                return torch.tensor(max(mine.plan.num_own_src, mine.plan.num_dst) - 1)
+            if name == "__getitem__":
+                return _item(mine, args[1])
+            if name in ("unbind", "__iter__") and not kwargs and len(args) == 1:
+                rows = (_item(mine, 0), _item(mine, 1))
+                return rows if name == "unbind" else iter(rows)
+            if name in _COPIES and mine is args[0]:
+                out = func(*_plain(args), **kwargs)
+                shards = mine.shards if out.device == mine.device else None
+                return ShardedEdgeIndex.wrap(out, mine.plan, shards, mine.is_reversed)
+            if name == "flip":
+                return ShardedEdgeIndex.wrap(func(*_plain(args), **kwargs), mine.plan, None, not mine.is_reversed)
+            if name == "index_select" and args[1] in (1, -1):
+                return ShardedEdgeIndex.wrap(func(*_plain(args), **kwargs), mine.plan, None, mine.is_reversed)
+            if name in ("cat", "concat") and kwargs.get("dim", args[1] if len(args) > 1 else 0) in (1, -1):
+                out = func(*_plain(args), **kwargs)
+                return ShardedEdgeIndex.wrap(out, mine.plan, None, mine.is_reversed)
+            if name == "equal":
+                return func(*_plain(args), **kwargs)
+        raise _refused(name, "the edge_index")
+
+
+class SourceRows(Tensor):
+    """Row 0 of a `ShardedEdgeIndex`: source rows in own-first numbering."""
+
+    plan: HaloPlan
+
+    @staticmethod
+    def wrap(data: Tensor, plan: HaloPlan) -> Any:
+        """`data` as source rows of `plan`."""
+        out = data.as_subclass(SourceRows)
+        out.plan = plan
+        return out
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        mine = next(t for t in _flat(args, kwargs) if isinstance(t, SourceRows))
+        first = args[0] if args else None
+        if name in ("__getitem__", "index_select") and not isinstance(first, SourceRows):
+            return _gather_by_source(mine.plan, name, args, kwargs)
+        if name in ("scatter_add_", "scatter_add") and not isinstance(first, SourceRows):
+            return _scatter_to_source(mine.plan, name, args, kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            if name in _DESCRIBES or name == "__get__" and _property(func) in _PROPERTIES:
+                return func(*args, **kwargs)
+            if name in _COPIES or name in _RESHAPES and isinstance(first, SourceRows):
+                return SourceRows.wrap(func(*_plain(args), **kwargs), mine.plan)
+            if name == "__getitem__" and isinstance(first, SourceRows):
+                return SourceRows.wrap(func(*_plain(args), **kwargs), mine.plan)
+            if name in _COMPARES and all(isinstance(a, Tensor) for a in args[:2]):
+                return func(*_plain(args), **kwargs)
+            if name == "max" and len(args) == 1 and not kwargs:
+                return torch.tensor(mine.plan.num_own_src - 1)
+            if name in ("stack",):
+                return ShardedEdgeIndex.wrap(func([_plain_one(t) for t in args[0]], *args[1:], **kwargs), mine.plan)
+        raise _refused(name, "source node ids")
+
+
+def _refused(name: str, what: str) -> RefusedError:
+    return RefusedError(
+        f"`{name}` on {what} of a sharded graph: ids are numbered per rank, so the result would differ from that on the "
+        f"whole graph. Compute it before partitioning and store it as a node or edge field"
+    )
+
+
+def _item(mine: ShardedEdgeIndex, key: Any) -> Tensor:
+    data = mine.plain
+    if isinstance(key, int) and not isinstance(key, bool):
+        row = data[key]
+        is_source = (key % 2 == 0) != mine.is_reversed
+        return SourceRows.wrap(row, mine.plan) if is_source else row
+    if isinstance(key, tuple) and len(key) == 2 and key[0] == slice(None) and not isinstance(key[1], int):
+        return ShardedEdgeIndex.wrap(data[:, _plain_one(key[1])], mine.plan, None, mine.is_reversed)
+    raise _refused(f"__getitem__[{key!r}]", "the edge_index")
+
+
+def _gather_by_source(plan: HaloPlan, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    table = args[0]
+    if name == "__getitem__":
+        dim, index = 0, args[1]
+    else:
+        dim, index = (*args[1:], *kwargs.values())
+    if isinstance(index, tuple):
+        raise _refused("__getitem__ with several indices", "source node ids")
+    dim = dim % table.dim()
+    if table.size(dim) == plan.num_own_src:
+        table = halo_fetch(table.movedim(dim, 0), plan, "halo fetch").movedim(0, dim)
+    else:
+        raise RefusedError(
+            f"a tensor with {table.size(dim)} rows is indexed by source node; expected {plan.num_own_src} rows "
+            f"(the own nodes of rank {plan.comm.rank})"
+        )
+    if index.dim() == 1:
+        return table.index_select(dim, _plain_one(index))
+    return table[_plain_one(index)]
+
+
+def _scatter_to_source(plan: HaloPlan, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    bound = {**dict(zip(("self", "dim", "index", "src"), args)), **kwargs}
+    base, source, index = bound["self"], bound["src"], _plain_one(bound["index"])
+    dim = bound["dim"] % source.dim()
+    if base.size(dim) != plan.num_own_src:
+        raise RefusedError(
+            f"scattering onto {base.size(dim)} source nodes; expected the {plan.num_own_src} own nodes of rank "
+            f"{plan.comm.rank}"
+        )
+    shape = [*source.shape]
+    shape[dim] = plan.num_src
+    partial = source.new_zeros(shape).scatter_add(dim, index, source)
+    total = base + halo_push(partial.movedim(dim, 0), plan, "halo push").movedim(0, dim)
+    return base.copy_(total) if name.endswith("_") else total
+
+
+def _property(func: Any) -> str:
+    return getattr(getattr(func, "__self__", None), "__name__", "")
+
+
+def _flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    found = []
+    for arg in (*args, *kwargs.values()):
+        found += list(arg) if isinstance(arg, (list, tuple)) else [arg]
+    return found
+
+
+def _plain_one(value: Any) -> Any:
+    return value.as_subclass(Tensor) if isinstance(value, (ShardedEdgeIndex, SourceRows)) else value
+
+
+def _plain(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(type(a)(_plain_one(v) for v in a) if type(a) in (list, tuple) else _plain_one(a) for a in args)

@@ -1,0 +1,152 @@
+"""The forward loop: stage by stage, block by block, chunk by chunk. Mathematics, no buffers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from shardpass.core.call import Call, Operands
+from shardpass.core.kernels import gather_sum
+from shardpass.core.reducers import REDUCERS, Base, State, rescale
+from shardpass.core.shard import Chunk, Shard
+from shardpass.core.tracing import EdgeTrace, StopPass
+from shardpass.errors import DivergenceError
+
+
+@dataclass
+class ForwardResult:
+    """What forward found: the reductions' values and states ``[num_dst, ...]``, or the edge result."""
+
+    values: dict[int, Tensor] = field(default_factory=dict)
+    states: dict[int, State] = field(default_factory=dict)
+    edges: Tensor | None = None
+
+
+def run_forward(call: Call, operands: Operands) -> ForwardResult:
+    """All reductions of the call's body, or its edge result. Collective; runs without gradients."""
+    result = ForwardResult()
+    structure, edges = call.structure, call.edges
+    device = call.plan.comm.device
+    for k, reduction in enumerate(structure.reductions):
+        if reduction.form == "ones":
+            degrees = edges.degrees().to(reduction.dtype)
+            result.values[k] = degrees.view(-1, *[1] * len(reduction.tail)).expand(-1, *reduction.tail).contiguous()
+    for stage in range(structure.num_stages):
+        members = [k for k in structure.of_stage(stage) if structure.reductions[k].form != "ones"]
+        to_edges = structure.edge_output and stage == structure.num_stages - 1
+        for k in members:
+            reduction = structure.reductions[k]
+            like = torch.empty(0, dtype=reduction.dtype, device=device)
+            result.states[k] = REDUCERS[reduction.op].init(edges.num_dst, reduction.tail, like)
+        if to_edges:
+            result.edges = torch.empty(
+                (edges.num_edges, *(structure.edge_tail or ())), dtype=structure.edge_dtype, device=device
+            )
+        if all(structure.reductions[k].form in ("copy", "scale") for k in members) and not to_edges:
+            _run_kernels(call, operands, members, result)
+        elif members or to_edges:
+            _run_body(call, operands, members, stage, to_edges, result)
+        for k in members:
+            reduction = structure.reductions[k]
+            value = REDUCERS[reduction.op].value(result.states[k], reduction.base)
+            result.values[k] = value.to(reduction.dtype)
+    return result
+
+
+def _run_kernels(call: Call, operands: Operands, members: list[int], result: ForwardResult) -> None:
+    reductions = call.structure.reductions
+    for _, shard, rows in call.walk(operands, call.structure.sources_of(members)):
+        for k in members:
+            weight = reductions[k].weight
+            scalars = shard.select(operands.edge[weight]).reshape(-1) if weight else None
+            gather_sum(result.states[k][0], shard, rows[reductions[k].source], scalars)
+
+
+def _run_body(
+    call: Call, operands: Operands, members: list[int], stage: int, to_edges: bool, result: ForwardResult
+) -> None:
+    names = call.structure.sources_of(members, with_edges=to_edges)
+    max_edges = call.chunk_edges(operands)
+    for position, shard, rows in call.walk(operands, names):
+        for chunk in shard.chunks(max_edges):
+            phase = ForwardPhase(call, chunk, stage, None if to_edges else max(members), result)
+            message = _run_chunk(call, operands, phase, position, shard, chunk, rows)
+            if to_edges:
+                assert result.edges is not None and message is not None
+                shard.put(result.edges, message, chunk)
+
+
+def _run_chunk(
+    call: Call,
+    operands: Operands,
+    phase: ForwardPhase,
+    position: int,
+    shard: Shard,
+    chunk: Chunk,
+    rows: dict[str, Tensor],
+) -> Tensor | None:
+    program = call.program
+    inputs = call.inputs(operands, shard, chunk, rows)
+    try:
+        with call.scope(position, chunk), EdgeTrace(program.name, inputs.index, phase) as trace:
+            message = program.message(inputs)
+            if program.aggregate is not None:
+                program.aggregate(message, inputs)
+    except StopPass:
+        return None
+    if program.aggregate is not None or trace.count != len(call.structure.reductions):
+        raise DivergenceError(
+            f"{program.name} on rank {call.plan.comm.rank}: the body made {trace.count} reductions on some edges and "
+            f"{len(call.structure.reductions)} on others; a Python branch depends on the data of a few edges"
+        )
+    return message
+
+
+class ForwardPhase:
+    """Accumulates the reductions of one stage for one chunk; earlier stages are known, later ones not reached."""
+
+    def __init__(self, call: Call, chunk: Chunk, stage: int, last: int | None, result: ForwardResult) -> None:
+        self.num_dst, self.offset, self.whole_dst = chunk.high - chunk.low, chunk.low, call.edges.num_dst
+        self._reductions = call.structure.reductions
+        self._leaders = {r.leader for r in self._reductions if r.leader is not None}
+        self._window = slice(chunk.low, chunk.high)
+        self._stage, self._last, self._result = stage, last, result
+        self._shift: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def known_base(self, k: int) -> Base | None:
+        return self._reductions[k].base if k < len(self._reductions) else None
+
+    def reduce(self, k: int, op: str, values: Tensor, index: Tensor, base: Base) -> Tensor:
+        reduction = self._reductions[k]
+        if k in self._result.values:
+            return self._result.values[k][self._window]
+        answer = values.new_zeros((self.num_dst, *values.shape[1:]))
+        if reduction.stage == self._stage:
+            state = [part[self._window] for part in self._result.states[k]]
+            if reduction.leader is not None:
+                self._follow(state[0], values, index, reduction.leader)
+            elif k in self._leaders:
+                answer = self._lead(k, op, state, values, index)
+            else:
+                REDUCERS[op].accumulate(state, values, index)
+        if k == self._last:
+            raise StopPass
+        return answer
+
+    def _lead(self, k: int, op: str, state: State, values: Tensor, index: Tensor) -> Tensor:
+        """Take a maximum, and answer that of this chunk alone, from which the sum that follows is measured."""
+        reducer = REDUCERS[op]
+        part = reducer.init(self.num_dst, values.shape[1:], values)
+        reducer.fill(part, values, index)
+        before = state[0].clone()
+        reducer.merge(state, part)
+        self._shift[k] = (rescale(before, state[0]), rescale(part[0], state[0]))
+        return part[0].masked_fill(part[0] == float("-inf"), 0)
+
+    def _follow(self, total: Tensor, values: Tensor, index: Tensor, leader: int) -> None:
+        """Add a sum of exponentials, after the maximum it is measured from may have grown (online softmax)."""
+        mine, theirs = self._shift[leader]
+        part = torch.zeros_like(total).index_add_(0, index, values.to(total.dtype))
+        total.mul_(mine).add_(part * theirs)

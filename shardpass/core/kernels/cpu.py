@@ -1,0 +1,54 @@
+"""CPU kernels from torch's own fused operators (measured: `docs/design.md`, kernels).
+
+``embedding_bag`` is a fused gather and segment sum with per-edge weights, in float32, float16 and bfloat16, over any
+width; float64 has no such path there and goes through a CSR product into the accumulator.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shardpass.core.shard import Shard
+
+CHUNK_ROWS = 1024
+
+
+def handles(rows: Tensor) -> bool:
+    """Whether these kernels take rows of this device, dtype and shape."""
+    kind = rows.dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+    return rows.device.type == "cpu" and kind and rows.dim() >= 2 and rows[0:1].numel() > 0 and rows.size(0) > 0
+
+
+def _accumulate(out: Tensor, indptr: Tensor, columns: Tensor, rows: Tensor, weight: Tensor | None) -> None:
+    table, target = rows.flatten(1).contiguous(), out.view(out.size(0), -1)
+    if table.dtype == torch.float64:
+        values = table.new_ones(columns.numel()) if weight is None else weight.contiguous()
+        matrix = torch.sparse_csr_tensor(
+            indptr, columns, values, (target.size(0), table.size(0)), check_invariants=False
+        )
+        torch.addmm(target, matrix, table, out=target)
+        return
+    for first in range(0, target.size(0), CHUNK_ROWS):
+        last = min(first + CHUNK_ROWS, target.size(0))
+        start, stop = int(indptr[first]), int(indptr[last])
+        if start < stop:
+            target[first:last] += torch.nn.functional.embedding_bag(
+                columns[start:stop],
+                table,
+                indptr[first : last + 1] - start,
+                mode="sum",
+                include_last_offset=True,
+                per_sample_weights=None if weight is None else weight[start:stop],
+            )
+
+
+def gather_sum(out: Tensor, shard: Shard, rows: Tensor, weight: Tensor | None) -> None:
+    """See `kernels.gather_sum`."""
+    _accumulate(out, shard.indptr, shard.src_rows.to(shard.indptr.dtype), rows, weight)
+
+
+def gather_sum_transposed(out: Tensor, shard: Shard, grad: Tensor, weight: Tensor | None) -> None:
+    """See `kernels.gather_sum_transposed`."""
+    indptr, columns, position = shard.transpose()
+    _accumulate(out, indptr, columns, grad, None if weight is None else weight.index_select(0, position))

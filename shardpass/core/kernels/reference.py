@@ -1,0 +1,43 @@
+"""Kernels in plain torch: the definition of right, for every device, dtype and shape."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shardpass.core.shard import Shard
+
+CHUNK_EDGES = 8192
+
+
+def _weighted(rows: Tensor, weight: Tensor | None) -> Tensor:
+    return rows if weight is None else rows * weight.view(-1, *[1] * (rows.dim() - 1))
+
+
+def gather_sum(out: Tensor, shard: Shard, rows: Tensor, weight: Tensor | None) -> None:
+    """See `kernels.gather_sum`."""
+    for chunk in shard.chunks(CHUNK_EDGES):
+        span = slice(chunk.start, chunk.stop)
+        messages = rows.index_select(0, shard.src_rows[span])
+        messages = _weighted(messages, None if weight is None else weight[span])
+        out[chunk.low : chunk.high].index_add_(0, shard.dst_rows(chunk), messages.to(out.dtype))
+
+
+def gather_sum_transposed(out: Tensor, shard: Shard, grad: Tensor, weight: Tensor | None) -> None:
+    """See `kernels.gather_sum_transposed`."""
+    for chunk in shard.chunks(CHUNK_EDGES):
+        span = slice(chunk.start, chunk.stop)
+        messages = grad[chunk.low : chunk.high].index_select(0, shard.dst_rows(chunk))
+        messages = _weighted(messages, None if weight is None else weight[span])
+        out.index_add_(0, shard.src_rows[span], messages.to(out.dtype))
+
+
+def edge_dot(shard: Shard, rows: Tensor, grad: Tensor, max_edges: int) -> Tensor:
+    """See `kernels.edge_dot`."""
+    result = rows.new_empty(shard.num_edges)
+    for chunk in shard.chunks(max_edges):
+        span = slice(chunk.start, chunk.stop)
+        left = rows.index_select(0, shard.src_rows[span]).flatten(1)
+        right = grad[chunk.low : chunk.high].index_select(0, shard.dst_rows(chunk)).flatten(1)
+        result[span] = torch.einsum("ec,ec->e", left, right)
+    return result

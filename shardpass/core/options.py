@@ -1,0 +1,38 @@
+"""The options of a run: one frozen dataclass, passed once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Mode = Literal["sar", "keep", "halo"]
+MODES: tuple[Mode, ...] = ("sar", "keep", "halo")
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the engine runs. Every rank must pass the same options.
+
+    Args:
+        mode: ``"sar"`` fetches one block of source rows at a time, drops it, and fetches it again in backward;
+            ``"keep"`` fetches one block at a time and keeps the rows for backward; ``"halo"`` fetches all halo rows at
+            once and keeps them. All three give the same numbers.
+        prefetch: how many rounds are fetched ahead of the one being computed, at least 0.
+        block_rows: the most halo rows of one fetch; larger blocks come in pieces. None: whole blocks.
+        chunk_bytes: bound of one temporary with a row per edge; edges are processed in chunks of that size.
+    """
+
+    mode: Mode = "sar"
+    prefetch: int = 1
+    block_rows: int | None = None
+    chunk_bytes: int = 1 << 20
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ValueError(f"mode is one of {', '.join(MODES)}, got {self.mode!r}")
+        if self.prefetch < 0:
+            raise ValueError(f"prefetch is at least 0, got {self.prefetch}")
+        if self.block_rows is not None and self.block_rows < 1:
+            raise ValueError(f"block_rows is at least 1 or None, got {self.block_rows}")
+        if self.chunk_bytes < 1:
+            raise ValueError(f"chunk_bytes is at least 1, got {self.chunk_bytes}")

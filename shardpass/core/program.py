@@ -1,0 +1,157 @@
+"""What is computed on edges, as data: the body a frontend gives, and the structure that one trace of it shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from shardpass.core.reducers import Base
+
+
+@dataclass
+class Inputs:
+    """What the body sees of some edges.
+
+    Args:
+        src: rows of source nodes, one per edge, ``[E, ...]`` each.
+        dst: rows of destination nodes, one per edge, ``[E, ...]`` each.
+        edge: rows of edge tensors, ``[E, ...]`` each.
+        index: destination of each edge, ``[E]`` int64, counted inside the piece: in ``[0, num_dst)``.
+        num_dst: destinations in the piece.
+    """
+
+    src: dict[str, Tensor]
+    dst: dict[str, Tensor]
+    edge: dict[str, Tensor]
+    index: Tensor
+    num_dst: int
+
+
+@dataclass
+class Program:
+    """One neighbourhood computation, given by a frontend.
+
+    Args:
+        name: what the user calls it, for messages, e.g. ``"GATConv (convs.1)"``.
+        src: whole tensors of the source nodes, ``[num_own_src, ...]``.
+        dst: whole tensors of the destination nodes, ``[num_dst, ...]``.
+        edge: tensors that may have one row per edge, ``[num_edges, ...]``. Ranks agree which of them do; the others
+            are left out of ``Inputs.edge``, and the body must use them whole.
+        message: edge part of the body. Treats edges independently; reduces over in-edges with torch's scatter
+            functions along ``Inputs.index`` only.
+        aggregate: node part: from the message, ``[num_dst, ...]``. None: the messages themselves are the result.
+        checked: signatures of this body that passed the row-wise check; kept by the frontend between calls.
+    """
+
+    name: str
+    src: dict[str, Tensor]
+    dst: dict[str, Tensor]
+    edge: dict[str, Tensor]
+    message: Callable[[Inputs], Tensor]
+    aggregate: Callable[[Tensor, Inputs], Tensor] | None
+    checked: set[str] = field(default_factory=set)
+
+
+Form = Literal["general", "ones", "copy", "scale"]
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """One reduction over in-edges inside a body.
+
+    Args:
+        op: name of the reducer.
+        base: what a destination without a message holds.
+        tail: shape of one message, with the node dimension moved first.
+        dtype: of the messages.
+        stage: forward pass in which it is computed, from 0.
+        depth: length of the chain of reductions it hangs on, from 0; backward goes from the deepest up.
+        sources: names of the source tensors it depends on, itself and through earlier reductions' arguments not counted.
+        parents: earlier reductions it depends on directly.
+        leader: the max reduction of the same pass that this sum is rescaled by (online softmax), or None.
+        differentiable: gradients flow through its messages.
+        form: ``ones`` (in-degree), ``copy`` of a source tensor, ``scale`` of one by an edge scalar, else ``general``.
+        source, weight: the source and edge tensor of a ``copy`` or ``scale``.
+    """
+
+    op: str
+    base: Base
+    tail: tuple[int, ...]
+    dtype: torch.dtype
+    stage: int
+    depth: int
+    sources: frozenset[str]
+    parents: frozenset[int]
+    leader: int | None
+    differentiable: bool
+    form: Form = "general"
+    source: str = ""
+    weight: str = ""
+
+
+@dataclass
+class Structure:
+    """What one trace of a body shows; equal on every rank but for `captures` and `hidden`, which equal in number.
+
+    Args:
+        reductions: in program order.
+        num_message: how many of them the edge part makes (the node part's follow).
+        num_stages: forward passes, the one for an edge result included.
+        edge_tail, edge_dtype: of the message when it is the result, else None.
+        edge_depth, edge_sources, edge_differentiable: as in `Reduction`, for an edge result.
+        captures: tensors that require grad, made outside the body, that it uses.
+        random: the body draws random numbers.
+    """
+
+    reductions: list[Reduction]
+    num_message: int
+    num_stages: int
+    edge_tail: tuple[int, ...] | None
+    edge_dtype: torch.dtype | None
+    edge_depth: int
+    edge_sources: frozenset[str]
+    edge_differentiable: bool
+    captures: list[Tensor] = field(default_factory=list)
+    random: bool = False
+    message: Tensor | None = None
+
+    @property
+    def edge_output(self) -> bool:
+        return self.edge_tail is not None
+
+    def of_stage(self, stage: int) -> list[int]:
+        """The reductions computed in forward pass `stage`."""
+        return [k for k, r in enumerate(self.reductions) if r.stage == stage]
+
+    def of_depth(self, depth: int) -> list[int]:
+        """The differentiable reductions at `depth`."""
+        return [k for k, r in enumerate(self.reductions) if r.depth == depth and r.differentiable]
+
+    @property
+    def max_depth(self) -> int:
+        """The deepest level of reductions or of the edge result."""
+        depths = [r.depth for r in self.reductions]
+        return max([*depths, self.edge_depth] if self.edge_output else depths, default=-1)
+
+    def sources_of(self, members: list[int], with_edges: bool = False) -> list[str]:
+        """The source tensors that a pass over `members` (and the edge result) has to fetch, sorted."""
+        names: set[str] = set(self.edge_sources) if with_edges else set()
+        for k in members:
+            names |= self.reductions[k].sources
+        return sorted(names)
+
+    def describe(self) -> str:
+        """One line that is equal on ranks that agree."""
+        parts = [
+            f"{r.op}{list(r.tail)} {r.dtype} stage {r.stage} depth {r.depth} of {sorted(r.sources)} {r.form} "
+            f"{r.source}{'*' + r.weight if r.weight else ''}{'' if r.differentiable else ' constant'}"
+            for r in self.reductions
+        ]
+        if self.edge_output:
+            parts.append(f"edges {list(self.edge_tail or ())} {self.edge_dtype} of {sorted(self.edge_sources)}")
+        parts.append(f"captures {[(tuple(t.shape), str(t.dtype)) for t in self.captures]}")
+        return "; ".join(parts)

@@ -1,0 +1,310 @@
+"""Reductions over the in-edges of a node, in pieces: any split, any order, the same answer.
+
+A reducer keeps a state with one row per destination. `accumulate` takes the messages of some edges into it, `merge`
+joins two states, `value` finishes, and `vjp` gives the gradient of the messages of some edges from the finished value:
+backward needs no other edge's message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+State = list[Tensor]
+
+
+class Base(NamedTuple):
+    """What a destination holds before any message, and whether it takes part (torch's ``include_self``)."""
+
+    value: float = 0.0
+    included: bool = False
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Half precision accumulates in float32; bool and integers in themselves."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def expand_index(index: Tensor, values: Tensor) -> Tensor:
+    """`index` ``[E]`` in the shape of `values` ``[E, ...]``, without a copy."""
+    return index.view(-1, *[1] * (values.dim() - 1)).expand_as(values)
+
+
+class Reducer:
+    """Base class: one message tensor ``[E, ...]``, one value ``[num_dst, ...]``."""
+
+    name: str
+
+    def init(self, num_dst: int, tail: Sequence[int], like: Tensor) -> State:
+        """The state of `num_dst` destinations that have seen no message."""
+        raise NotImplementedError
+
+    def accumulate(self, state: State, values: Tensor, index: Tensor) -> None:
+        """Take `values` ``[E, ...]`` for destination rows `index` ``[E]`` into the state, in place."""
+        part = self.init(state[0].size(0), values.shape[1:], values)
+        self.fill(part, values, index)
+        self.merge(state, part)
+
+    def fill(self, state: State, values: Tensor, index: Tensor) -> None:
+        """As `accumulate`, into a state fresh from `init`."""
+        raise NotImplementedError
+
+    def merge(self, state: State, other: State) -> None:
+        """Join `other` into `state`, in place."""
+        raise NotImplementedError
+
+    def value(self, state: State, base: Base) -> Tensor:
+        """The reduction, ``[num_dst, ...]``; destinations without a message hold ``base.value``."""
+        raise NotImplementedError
+
+    def vjp(self, values: Tensor, index: Tensor, state: State, value: Tensor, grad: Tensor, base: Base) -> Tensor:
+        """The gradient of `values` ``[E, ...]``, given that of the reduction (rows of `index` in all arguments)."""
+        raise NotImplementedError
+
+
+class Sum(Reducer):
+    name = "sum"
+
+    def init(self, num_dst: int, tail: Sequence[int], like: Tensor) -> State:
+        return [like.new_zeros((num_dst, *tail), dtype=accumulator_dtype(like.dtype))]
+
+    def accumulate(self, state: State, values: Tensor, index: Tensor) -> None:
+        state[0].index_add_(0, index, values.to(state[0].dtype))
+
+    fill = accumulate
+
+    def merge(self, state: State, other: State) -> None:
+        state[0] += other[0]
+
+    def value(self, state: State, base: Base) -> Tensor:
+        return state[0] + base.value if base.value else state[0]
+
+    def vjp(self, values: Tensor, index: Tensor, state: State, value: Tensor, grad: Tensor, base: Base) -> Tensor:
+        return grad.index_select(0, index)
+
+
+class Mean(Reducer):
+    name = "mean"
+
+    def init(self, num_dst: int, tail: Sequence[int], like: Tensor) -> State:
+        total = like.new_zeros((num_dst, *tail), dtype=accumulator_dtype(like.dtype))
+        return [total, total.new_zeros((num_dst,) + (1,) * len(tail))]
+
+    def accumulate(self, state: State, values: Tensor, index: Tensor) -> None:
+        state[0].index_add_(0, index, values.to(state[0].dtype))
+        state[1].view(-1).index_add_(0, index, state[1].new_ones(index.numel()))
+
+    fill = accumulate
+
+    def merge(self, state: State, other: State) -> None:
+        state[0] += other[0]
+        state[1] += other[1]
+
+    def value(self, state: State, base: Base) -> Tensor:
+        return state[0] / state[1].clamp(min=1)
+
+    def vjp(self, values: Tensor, index: Tensor, state: State, value: Tensor, grad: Tensor, base: Base) -> Tensor:
+        return (grad / state[1].clamp(min=1)).index_select(0, index)
+
+
+class Extremum(Reducer):
+    """max or min. The gradient is split evenly among tied messages, as torch's ``scatter_reduce`` does.
+
+    torch counts the base as one more tie where the result equals it, even with ``include_self=False``; so does this.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def _worst(self, dtype: torch.dtype) -> float | int:
+        if dtype.is_floating_point:
+            return float("-inf") if self.name == "max" else float("inf")
+        info = torch.iinfo(dtype)
+        return info.min if self.name == "max" else info.max
+
+    def init(self, num_dst: int, tail: Sequence[int], like: Tensor) -> State:
+        best = like.new_full((num_dst, *tail), self._worst(like.dtype))
+        return [best, torch.zeros_like(best, dtype=torch.int32)]
+
+    def fill(self, state: State, values: Tensor, index: Tensor) -> None:
+        best, ties = state
+        best.scatter_reduce_(0, expand_index(index, values), values, "a" + self.name, include_self=True)
+        ties.index_add_(0, index, (values == best.index_select(0, index)).to(ties.dtype))
+
+    def merge(self, state: State, other: State) -> None:
+        best, ties = state
+        new = torch.maximum(best, other[0]) if self.name == "max" else torch.minimum(best, other[0])
+        ties.mul_(best == new).add_(other[1] * (other[0] == new))
+        best.copy_(new)
+
+    def value(self, state: State, base: Base) -> Tensor:
+        best, ties = state
+        if base.included:
+            fixed = torch.full_like(best, base.value)
+            return torch.maximum(best, fixed) if self.name == "max" else torch.minimum(best, fixed)
+        return best.masked_fill((ties == 0) & (best == best), base.value)
+
+    def vjp(self, values: Tensor, index: Tensor, state: State, value: Tensor, grad: Tensor, base: Base) -> Tensor:
+        ties = (state[1] * (state[0] == value) + (value == base.value)).clamp(min=1)
+        return (values == value.index_select(0, index)) * (grad / ties).index_select(0, index)
+
+
+class Prod(Reducer):
+    """The product, kept as the product of the non-zero messages and the count of zeros, so that its vjp is exact."""
+
+    name = "prod"
+
+    def init(self, num_dst: int, tail: Sequence[int], like: Tensor) -> State:
+        product = like.new_ones((num_dst, *tail), dtype=accumulator_dtype(like.dtype))
+        return [product, torch.zeros_like(product, dtype=torch.int32)]
+
+    def accumulate(self, state: State, values: Tensor, index: Tensor) -> None:
+        product, zeros = state
+        is_zero = values == 0
+        factors = values.to(product.dtype).masked_fill(is_zero, 1)
+        product.scatter_reduce_(0, expand_index(index, values), factors, "prod", include_self=True)
+        zeros.index_add_(0, index, is_zero.to(zeros.dtype))
+
+    fill = accumulate
+
+    def merge(self, state: State, other: State) -> None:
+        state[0] *= other[0]
+        state[1] += other[1]
+
+    def value(self, state: State, base: Base) -> Tensor:
+        product = state[0].masked_fill(state[1] > 0, 0)
+        return product * base.value if base.included else product
+
+    def vjp(self, values: Tensor, index: Tensor, state: State, value: Tensor, grad: Tensor, base: Base) -> Tensor:
+        product, zeros = (t.index_select(0, index) for t in state)
+        is_zero = values == 0
+        others = product / values.masked_fill(is_zero, 1)
+        alone = torch.where(is_zero, zeros == 1, zeros == 0)
+        scale = base.value if base.included else 1.0
+        return grad.index_select(0, index) * torch.where(alone, others, 0) * scale
+
+
+class LogSumExp(Reducer):
+    """log sum exp, with a running maximum. A destination without a message holds the base."""
+
+    name = "logsumexp"
+
+    def init(self, num_dst: int, tail: Sequence[int], like: Tensor) -> State:
+        peak = like.new_full((num_dst, *tail), float("-inf"), dtype=accumulator_dtype(like.dtype))
+        return [peak, torch.zeros_like(peak)]
+
+    def fill(self, state: State, values: Tensor, index: Tensor) -> None:
+        peak, total = state
+        values = values.to(peak.dtype)
+        peak.scatter_reduce_(0, expand_index(index, values), values, "amax", include_self=True)
+        total.index_add_(0, index, (values - peak.index_select(0, index)).exp())
+
+    def merge(self, state: State, other: State) -> None:
+        peak = torch.maximum(state[0], other[0])
+        state[1].mul_(rescale(state[0], peak)).add_(other[1] * rescale(other[0], peak))
+        state[0].copy_(peak)
+
+    def value(self, state: State, base: Base) -> Tensor:
+        return torch.where(state[1] == 0, base.value, state[0] + state[1].log())
+
+    def vjp(self, values: Tensor, index: Tensor, state: State, value: Tensor, grad: Tensor, base: Base) -> Tensor:
+        return (values - value.index_select(0, index)).exp() * grad.index_select(0, index)
+
+
+def rescale(old_peak: Tensor, new_peak: Tensor) -> Tensor:
+    """``exp(old - new)``, 0 where nothing was seen yet (old is -inf)."""
+    return torch.where(old_peak == float("-inf"), 0, (old_peak - new_peak).exp())
+
+
+class Moments(Reducer):
+    """Population variance or standard deviation by stable merging (Chan, Golub, LeVeque 1979, eq. 2.1)."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def init(self, num_dst: int, tail: Sequence[int], like: Tensor) -> State:
+        mean = like.new_zeros((num_dst, *tail), dtype=accumulator_dtype(like.dtype))
+        return [mean.new_zeros((num_dst,) + (1,) * len(tail)), mean, torch.zeros_like(mean)]
+
+    def fill(self, state: State, values: Tensor, index: Tensor) -> None:
+        count, mean, squares = state
+        values = values.to(mean.dtype)
+        count.view(-1).index_add_(0, index, count.new_ones(index.numel()))
+        mean.index_add_(0, index, values).div_(count.clamp(min=1))
+        squares.index_add_(0, index, (values - mean.index_select(0, index)).square())
+
+    def merge(self, state: State, other: State) -> None:
+        count, mean, squares = state
+        total = (count + other[0]).clamp(min=1)
+        shift = other[1] - mean
+        squares += other[2] + shift.square() * (count * other[0] / total)
+        mean += shift * (other[0] / total)
+        count += other[0]
+
+    def value(self, state: State, base: Base) -> Tensor:
+        variance = state[2] / state[0].clamp(min=1)
+        return variance.sqrt() if self.name == "std" else variance
+
+    def vjp(self, values: Tensor, index: Tensor, state: State, value: Tensor, grad: Tensor, base: Base) -> Tensor:
+        if self.name == "std":
+            grad = torch.where(value == 0, 0, grad / (2 * value))
+        scale = (2 * grad / state[0].clamp(min=1)).index_select(0, index)
+        return (values - state[1].index_select(0, index)) * scale
+
+
+class SoftmaxSum(Reducer):
+    """``sum_j softmax(logits)_j values_j`` in one pass (online softmax, Milakov and Gimelshein 2018).
+
+    Messages are ``(logits, values)``: ``[E, heads]`` and ``[E, heads, channels]``.
+    """
+
+    name = "softmax_sum"
+
+    def init_pair(self, num_dst: int, logits: Tensor, values: Tensor) -> State:
+        """The state of `num_dst` destinations that have seen no message."""
+        state = LogSumExp().init(num_dst, logits.shape[1:], logits)
+        return [*state, values.new_zeros((num_dst, *values.shape[1:]), dtype=state[0].dtype)]
+
+    def fill_pair(self, state: State, logits: Tensor, values: Tensor, index: Tensor) -> None:
+        """Take edges into a state fresh from `init_pair`."""
+        LogSumExp().fill(state[:2], logits, index)
+        weights = (logits - state[0].index_select(0, index)).exp()
+        state[2].index_add_(0, index, weights.unsqueeze(-1) * values)
+
+    def merge(self, state: State, other: State) -> None:
+        peak = torch.maximum(state[0], other[0])
+        mine, theirs = rescale(state[0], peak), rescale(other[0], peak)
+        state[1].mul_(mine).add_(other[1] * theirs)
+        state[2].mul_(mine.unsqueeze(-1)).add_(other[2] * theirs.unsqueeze(-1))
+        state[0].copy_(peak)
+
+    def value(self, state: State, base: Base) -> Tensor:
+        return state[2] / state[1].masked_fill(state[1] == 0, 1).unsqueeze(-1)
+
+    def vjp_pair(
+        self, logits: Tensor, values: Tensor, index: Tensor, state: State, value: Tensor, grad: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Gradients of `logits` and `values` (FlashAttention's identities: ``ds = p (dp - delta)``)."""
+        lse = state[0] + state[1].log()
+        p = (logits - lse.index_select(0, index)).exp()
+        g = grad.index_select(0, index)
+        delta = (grad * value).sum(-1).index_select(0, index)
+        return p * ((g * values).sum(-1) - delta), p.unsqueeze(-1) * g
+
+
+REDUCERS: dict[str, Reducer] = {
+    reducer.name: reducer
+    for reducer in (
+        Sum(),
+        Mean(),
+        Extremum("max"),
+        Extremum("min"),
+        Prod(),
+        LogSumExp(),
+        Moments("var"),
+        Moments("std"),
+    )
+}

@@ -1,0 +1,113 @@
+"""`load`: a store on disk as each rank's share of the graph."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from shardpass.backends.communicator import Communicator
+from shardpass.core.graph import OwnFields, Relation, ShardedGraph, build_relation
+from shardpass.core.options import Options
+from shardpass.core.ownership import NODE, NodeType, Ownership
+from shardpass.data.merge import RankData, merge_parts, parts_of_rank
+from shardpass.data.store import Store, open_store
+from shardpass.errors import DivergenceError, PeerFailure
+
+
+def load(path: str | Path, comm: Communicator, options: Options | None = None) -> ShardedGraph:
+    """This rank's share of the partitioned graph at `path`. Collective.
+
+    Any number of ranks up to the number of parts will do; each owns a contiguous run of parts. Every rank must pass the
+    same store and options.
+
+    Raises:
+        ValueError: more ranks than parts.
+        StoreError: the store is missing, torn or altered (on the rank that found it; the others say which).
+        DivergenceError: ranks passed different stores or options.
+    """
+    options = options or Options()
+    store, data, problem = None, None, None
+    try:
+        store = open_store(path)
+        data = merge_parts(store, parts_of_rank(store.num_parts, comm.size, comm.rank))
+    except (OSError, ValueError) as error:
+        problem = error
+    _agree_on_store(comm, store, options, problem)
+    assert store is not None and data is not None
+    ownership = {kind: _ownership(store, kind, comm.size) for kind in store.manifest.node_types}
+    relations = {
+        kind: _relation(comm, store, data, kind, ownership, options) for kind in store.manifest.edge_types
+    }
+    fields = {kind: OwnFields(data.node_fields[kind], lambda t: t.to(comm.device)) for kind in data.node_fields}
+    return ShardedGraph(
+        comm,
+        options,
+        ownership,
+        data.node_ids,
+        fields,
+        relations,
+        total_edges=dict(store.manifest.num_edges),
+        num_classes=_num_classes(comm, fields.get(NODE)),
+        fingerprint=store.manifest.graph_fingerprint,
+        partition_fingerprint=store.manifest.partition_fingerprint,
+    )
+
+
+def _agree_on_store(comm: Communicator, store: Store | None, options: Options, problem: Exception | None) -> None:
+    """Go on only if every rank opened the same store with the same options."""
+    mine = {
+        "problem": "" if problem is None else str(problem),
+        "store": store.manifest.partition_fingerprint if store else "",
+        "options": asdict(options),
+    }
+    theirs = comm.all_gather_object(mine, label="load: store and options")
+    if problem is not None:
+        raise problem
+    for rank, other in enumerate(theirs):
+        if other["problem"]:
+            raise PeerFailure(f"rank {rank} could not load its parts: {other['problem']}")
+        for what in ("store", "options"):
+            if other[what] != theirs[0][what]:
+                raise DivergenceError(
+                    f"every rank must load the same {what}; rank 0 has {theirs[0][what]}, rank {rank} {other[what]}"
+                )
+
+
+def _ownership(store: Store, node_type: NodeType, ranks: int) -> Ownership:
+    offsets = store.manifest.offsets[node_type]
+    starts = [offsets[parts_of_rank(store.num_parts, ranks, rank)[0]] for rank in range(ranks)]
+    return Ownership((*starts, offsets[-1]))
+
+
+def _relation(
+    comm: Communicator,
+    store: Store,
+    data: RankData,
+    edge_type: tuple[str, str, str],
+    ownership: dict[NodeType, Ownership],
+    options: Options,
+) -> Relation:
+    edges = data.edges[edge_type]
+    return build_relation(
+        comm,
+        ownership[edge_type[0]],
+        edges.src,
+        edges.dst,
+        ownership[edge_type[2]].num_own(comm.rank),
+        edges.edge_ids,
+        data.edge_fields[edge_type],
+        options,
+    )
+
+
+def _num_classes(comm: Communicator, fields: OwnFields | None) -> int | None:
+    """Found when the graph is built, since a getter must not communicate."""
+    if fields is None or "y" not in fields:
+        return None
+    y = fields["y"]
+    if y.is_floating_point():
+        return y.size(-1) if y.dim() > 1 else 1
+    largest = torch.tensor([int(y.max()) if y.numel() else -1])
+    return int(comm.all_reduce(largest.to(comm.device), "max", label="load: number of classes")) + 1
