@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardpass.data.rows import CsrRows, Field, as_tensor
+from shardpass.data.rows import Field, as_field, as_tensor
 
 NodeType = str
 EdgeType = tuple[str, str, str]
@@ -154,7 +154,7 @@ def _checked_fields(fields: Mapping[str, Any], count: int, what: str) -> dict[st
     checked: dict[str, Field] = {}
     for name, values in fields.items():
         _check_name(name)
-        rows: Field = values if isinstance(values, CsrRows) else as_tensor(values, f"field {name!r} of {what}")
+        rows = as_field(values, f"field {name!r} of {what}")
         if rows.dtype not in FIELD_DTYPES:
             raise TypeError(
                 f"field {name!r} of {what} is {rows.dtype}; expected one of {', '.join(FIELD_DTYPES.values())}"

@@ -102,6 +102,20 @@ def row_blocks(field: Field, ids: Tensor, block_bytes: int = BLOCK_BYTES) -> Ite
         yield take_rows(field, ids[start : start + step])
 
 
+def as_field(values: Any, what: str) -> Field:
+    """The field of an array; a sparse matrix of torch stays sparse until its rows are asked for.
+
+    Raises:
+        TypeError: as `as_tensor`.
+    """
+    if isinstance(values, CsrRows):
+        return values
+    if isinstance(values, Tensor) and values.layout in (torch.sparse_coo, torch.sparse_csr) and values.dim() == 2:
+        csr = values.detach().cpu().to_sparse_csr()
+        return CsrRows(csr.values(), csr.col_indices(), csr.crow_indices(), (csr.shape[0], csr.shape[1]))
+    return as_tensor(values, what)
+
+
 def as_tensor(values: Any, what: str) -> Tensor:
     """The torch tensor of an array, sharing its memory where that is possible; detached, dense.
 
@@ -109,8 +123,8 @@ def as_tensor(values: Any, what: str) -> Tensor:
         TypeError: for values that have no torch dtype (objects, strings), named by `what`.
     """
     if isinstance(values, Tensor):
-        plain = values.detach().as_subclass(Tensor)
-        return plain if plain.layout is torch.strided else plain.to_dense()
+        dense = values.detach() if values.layout is torch.strided else values.detach().to_dense()
+        return dense.as_subclass(Tensor)
     array = np.asarray(values)
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))

@@ -1,0 +1,108 @@
+"""Partitioners: every node gets a part, sizes are balanced, wrong arguments are refused in words."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from store_helpers import awkward, bipartite, homogeneous
+
+from shardpass.data import EDGE, NODE, partition
+from shardpass.data.partitioners import METHODS, assign
+
+
+def grid(side: int):
+    """An undirected square grid, its nodes in random order."""
+    ids = torch.randperm(side * side, generator=torch.Generator().manual_seed(0)).view(side, side)
+    pairs = torch.cat(
+        [torch.stack([ids[1:], ids[:-1]]).flatten(1), torch.stack([ids[:, 1:], ids[:, :-1]]).flatten(1)], 1
+    )
+    both = torch.cat([pairs, pairs.flip(0)], 1)
+    return homogeneous(side * side, both[0].tolist(), both[1].tolist()).validate()
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+@pytest.mark.parametrize("parts", [1, 2, 3, 8, 40])
+@pytest.mark.parametrize("make", [awkward, bipartite])
+def test_every_node_has_a_part(make, parts, method):
+    if method == "metis":
+        pytest.importorskip("pymetis")
+    graph = make().validate()
+    assigned = assign(graph, parts, method)
+    for kind, count in graph.num_nodes.items():
+        assert assigned[kind].shape == (count,) and assigned[kind].dtype == torch.int32
+        assert count == 0 or (int(assigned[kind].min()) >= 0 and int(assigned[kind].max()) < parts)
+    again = assign(graph, parts, method)
+    assert all(torch.equal(assigned[kind], again[kind]) for kind in assigned)
+
+
+@pytest.mark.parametrize("parts", [1, 3, 7])
+@pytest.mark.parametrize("method", ["random", "range"])
+def test_balanced_sizes(parts, method):
+    for graph in (awkward().validate(), bipartite().validate()):
+        assigned = assign(graph, parts, method, seed=4)
+        for part_of in assigned.values():
+            sizes = torch.bincount(part_of, minlength=parts)
+            assert int(sizes.max() - sizes.min()) <= 1
+    total = torch.bincount(torch.cat(list(assign(bipartite(), parts, "random").values())), minlength=parts)
+    assert int(total.max() - total.min()) <= 1
+    assert (assign(awkward(), parts, "range")[NODE].diff() >= 0).all()
+
+
+@pytest.mark.parametrize("parts", [2, 4, 12])
+def test_metis_cuts_little_and_balances(parts):
+    pytest.importorskip("pymetis")
+    graph = grid(24)
+    part_of = assign(graph, parts, "metis")[NODE]
+    src, dst = graph.edges[EDGE].src, graph.edges[EDGE].dst
+    cut = int((part_of[src] != part_of[dst]).sum())
+    assert cut < 0.35 * len(src)
+    for sizes in (torch.bincount(part_of, minlength=parts), torch.bincount(part_of[dst], minlength=parts)):
+        assert float(sizes.max() / sizes.float().mean()) < 1.15
+
+
+def test_metis_without_edges_and_with_isolated_nodes():
+    pytest.importorskip("pymetis")
+    for graph in (homogeneous(9, [], []), homogeneous(9, [0, 0, 1], [0, 1, 0]), homogeneous(1, [0], [0])):
+        for parts in (1, 2, 4):
+            assert assign(graph.validate(), parts, "metis")[NODE].numel() == graph.num_nodes[NODE]
+
+
+@pytest.mark.parametrize(
+    "values", [[1, 0, 1, 0, 1, 0, 1, 0], np.arange(8) % 2, torch.tensor([0, 1] * 4, dtype=torch.uint8)]
+)
+def test_given(values):
+    assert assign(awkward(), 2, assignment=values)[NODE].tolist() == list(map(int, values))
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+        ([0] * 7, ValueError, r"has the shape \[7\]; expected \[8\], one part per node"),
+        ([0, 0, 0, 5, 0, 0, 0, -1], ValueError, r"node 3 has the part 5, outside the valid interval \[0, 2\)"),
+        ([0.0] * 8, TypeError, "is torch.float64; expected integers: convert it to int64"),
+        ([True] * 8, TypeError, "is torch.bool; expected integers"),
+        ({"nodes": [0] * 8}, ValueError, r"has the node types \['nodes'\]; the graph has \['node'\]"),
+        (["a"] * 8, TypeError, "which tensors cannot hold"),
+    ],
+)
+def test_wrong_assignments(values, error, message):
+    with pytest.raises(error, match=message):
+        assign(awkward(), 2, assignment=values)
+
+
+def test_wrong_arguments(tmp_path):
+    with pytest.raises(ValueError, match="unknown partition method 'metiss'; the methods are metis, random, range"):
+        assign(awkward(), 2, "metiss")
+    with pytest.raises(ValueError, match="0 parts; expected at least 1"):
+        partition(awkward(), tmp_path / "store", 0)
+    with pytest.raises(TypeError):
+        partition(awkward(), tmp_path / "store", 2.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="one assignment for 2 node types; expected a dict with an array for each"):
+        assign(bipartite(), 2, assignment=[0] * 8)
+
+
+def test_missing_pymetis(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "pymetis", None)
+    with pytest.raises(ImportError, match=r"needs the package 'pymetis', .* pip install 'shardpass\[metis\]'"):
+        assign(awkward(), 2, "metis")
