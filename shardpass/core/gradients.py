@@ -1,0 +1,280 @@
+"""Parameters and gradients kept alike on all ranks.
+
+[Note: how misuse is found]
+Every trainable parameter of a model carries one `_Watch`, attached as autograd hooks at the first forward or sync.
+Hooks are neither pickled nor copied with a parameter, so what a watch knows is valid for as long as it exists.
+
+* A gradient summed over ranks must not be summed again. `sync_gradients` tags the gradient tensors it has summed. A
+  tagged tensor that is not all zeros at the next sync is a second sync; a tagged one that was not all zeros when
+  backward added to it (so no ``zero_grad`` came between) is marked stale and refused at the next sync.
+* A parameter must not change between backward and the sync. The watch records the parameter's version whenever a
+  gradient arrives; the next sync, or the next forward where sync was forgotten, compares.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from shardpass.backends.communicator import Communicator
+from shardpass.errors import RefusedError, ShardpassError
+
+BUCKET_BYTES = 25 << 20
+ABSENT, PRESENT, SECOND, STALE, STEPPED, SPARSE = range(6)
+PROBLEMS = {
+    SECOND: "was already summed over ranks: sync_gradients was called twice without zero_grad and backward between",
+    STALE: "holds a sum over ranks to which backward has added: call optimizer.zero_grad() before each backward that "
+    "follows a sync_gradients",
+    STEPPED: "belongs to parameter values that have changed since backward: call sync_gradients after the last "
+    "backward and before optimizer.step()",
+    SPARSE: "is sparse: build the layer with sparse=False, or let ranks own its rows (NodeEmbedding)",
+}
+
+
+def sync_parameters(model: nn.Module, comm: Communicator, bucket_bytes: int = BUCKET_BYTES) -> None:
+    """Give every rank the parameters and buffers of rank 0. Collective.
+
+    Parameters marked ``shardpass_local`` (rows owned by ranks) are left alone; tied parameters travel once. What was
+    recorded about gradients of earlier backward passes is forgotten.
+
+    Args:
+        model: the same architecture on every rank: names, shapes and dtypes of parameters and buffers are compared.
+        comm: the ranks.
+        bucket_bytes: tensors travel concatenated in buckets of about this size.
+
+    Raises:
+        ValueError: on every rank, if the models differ; names the first difference.
+    """
+    named = [*_parameters(model), *model.named_buffers()]
+    for name, tensor in named:
+        if nn.parameter.is_lazy(tensor):
+            raise ValueError(f"parameter {name!r} is not initialised yet: run the lazy module once before wrapping it")
+    own = [f"{name}: {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}" for name, tensor in named]
+    for rank, other in enumerate(comm.all_gather_object(own, "sync_parameters")):
+        first = _first_difference(own, other)
+        if first:
+            raise ValueError(
+                f"the models differ: {first[0]} on rank {comm.rank}, {first[1]} on rank {rank}; build the same model "
+                f"on every rank"
+            )
+    if comm.size > 1:
+        broadcast_tensors([tensor for _, tensor in named], comm, "sync_parameters", bucket_bytes)
+    forget_gradients(model)
+
+
+def sync_gradients(model: nn.Module, comm: Communicator, bucket_bytes: int = BUCKET_BYTES) -> None:
+    """Sum the gradients of the parameters over ranks, in place. Collective; once per step, after the last backward.
+
+    A parameter that has a gradient on some rank gets one on every rank; one that has none anywhere keeps None.
+    Parameters marked ``shardpass_local`` are left alone. Buckets are summed in a fixed order.
+
+    Args:
+        model: the same architecture on every rank.
+        comm: the ranks.
+        bucket_bytes: gradients travel concatenated, per dtype, in buckets of about this size.
+
+    Raises:
+        ShardpassError: on every rank, if a gradient was summed before, backward added to a summed one, a parameter
+            changed since backward, or a gradient is sparse. See [Note: how misuse is found].
+        RefusedError: DistributedDataParallel is around the model or within it.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, DistributedDataParallel):
+            raise RefusedError(_ddp_sentence(f"submodule {name!r}" if name else "the model"))
+    named = list(_parameters(model))
+    present = _agree_on_gradients(named, comm)
+    gradients = [_gradient(parameter) for (_, parameter), has in zip(named, present) if has]
+    if comm.size > 1:
+        for bucket in _buckets(gradients, bucket_bytes):
+            _sum_bucket(bucket, comm)
+    for _, parameter in named:
+        if parameter.grad is not None:
+            parameter.grad.shardpass_summed = True  # type: ignore[attr-defined]
+        watch = _watch(parameter)
+        if watch is not None:
+            watch.version = None
+
+
+def note_forward(model: nn.Module) -> None:
+    """Watch the parameters' gradients from now on. For the wrapper, at every outermost forward. Not collective.
+
+    Raises:
+        ShardpassError: the parameters changed since the last backward although its gradients were never summed.
+        RefusedError: the forward runs inside DistributedDataParallel.
+    """
+    check_not_ddp()
+    if not torch.is_grad_enabled():
+        return
+    for name, parameter in _parameters(model):
+        watch = _watch(parameter)
+        if watch is None or watch.version is None:
+            continue
+        if watch.version != parameter._version:
+            raise ShardpassError(
+                f"parameter {name!r} has changed since the last backward, but its gradient was not summed over ranks: "
+                f"call sync_gradients(model, comm) after backward and before optimizer.step(). (If those gradients "
+                f"were dropped on purpose, call sync_parameters(model, comm) first.)"
+            )
+        if parameter.grad is None:
+            watch.version = None  # dropped without a step
+
+
+def forget_gradients(model: nn.Module) -> None:
+    """Forget what was recorded about earlier backward passes, as after loading other parameter values."""
+    for _, parameter in _parameters(model):
+        watch = _watch(parameter)
+        if watch is not None:
+            watch.version = None
+
+
+def check_not_ddp() -> None:
+    """Raise if the caller runs inside the forward of DistributedDataParallel. For the wrapper's forward.
+
+    Raises:
+        RefusedError: it does.
+    """
+    if DistributedDataParallel._get_active_ddp_module() is not None:
+        raise RefusedError(_ddp_sentence("the wrapped model"))
+
+
+def broadcast_tensors(
+    tensors: Sequence[Tensor], comm: Communicator, label: str, bucket_bytes: int = BUCKET_BYTES
+) -> None:
+    """Overwrite `tensors` with those of rank 0, in place; any dtype. Collective; shapes and dtypes must agree."""
+    with torch.no_grad():
+        for bucket in _buckets(tensors, bucket_bytes):
+            flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket]).to(comm.device)
+            comm.broadcast(flat.view(torch.uint8), 0, label)  # bytes: booleans and complex numbers travel too
+            if comm.rank != 0:
+                _unpack(flat, bucket)
+
+
+class _Watch:
+    """What is known of one parameter's gradient; called by autograd after a gradient was accumulated."""
+
+    def __init__(self) -> None:
+        self.version: int | None = None  # of the parameter when the latest unsummed gradient arrived
+        self.onto_summed = False
+
+    def before(self, parameter: Tensor | None) -> None:
+        grad = None if parameter is None else parameter.grad
+        self.onto_summed = grad is not None and hasattr(grad, "shardpass_summed") and bool(grad.any())
+
+    def __call__(self, parameter: Tensor) -> None:
+        grad: Any = parameter.grad
+        if self.onto_summed:
+            grad.shardpass_stale = True
+        else:
+            for tag in ("shardpass_summed", "shardpass_stale"):
+                if hasattr(grad, tag):
+                    delattr(grad, tag)
+        self.onto_summed = False
+        self.version = parameter._version
+
+
+def _watch(parameter: Tensor) -> _Watch | None:
+    """The watch of a trainable parameter, attached now if it has none; None for a frozen one."""
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    for hook in hooks.values():
+        if isinstance(hook, _Watch):
+            return hook
+    if not (parameter.requires_grad and parameter.is_leaf):
+        return None
+    watch, reference = _Watch(), weakref.ref(parameter)
+    parameter.register_hook(lambda _: watch.before(reference()))
+    parameter.register_post_accumulate_grad_hook(watch)
+    return watch
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters that are alike on all ranks; the same object once."""
+    for name, parameter in model.named_parameters():
+        if not getattr(parameter, "shardpass_local", False):
+            yield name, parameter
+
+
+def _agree_on_gradients(named: list[tuple[str, nn.Parameter]], comm: Communicator) -> list[bool]:
+    """Which parameters have a gradient on some rank. Collective; the first problem of any rank is raised on all."""
+    states = [_state(parameter) for _, parameter in named]
+    label = f"sync_gradients of {len(named)} parameters"
+    own = torch.tensor(states, dtype=torch.uint8, device=comm.device)[None]
+    every = torch.cat(comm.all_gather(own, label)).cpu()
+    found = [(state, rank, column) for rank, row in enumerate(every.tolist()) for column, state in enumerate(row)]
+    for state, rank, column in found:
+        if state in PROBLEMS:
+            raise ShardpassError(f"the gradient of {named[column][0]!r} on rank {rank} {PROBLEMS[state]}")
+    present: list[bool] = every.any(0).tolist()
+    return present
+
+
+def _state(parameter: nn.Parameter) -> int:
+    grad, watch = parameter.grad, _watch(parameter)
+    if grad is None:
+        return ABSENT
+    if grad.layout != torch.strided:
+        return SPARSE
+    if hasattr(grad, "shardpass_stale") and bool(grad.any()):
+        return STALE
+    if hasattr(grad, "shardpass_summed") and bool(grad.any()):
+        return SECOND
+    if watch is not None and watch.version is not None and watch.version != parameter._version:
+        return STEPPED
+    return PRESENT
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
+
+
+def _buckets(tensors: Sequence[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]:
+    """The tensors in order, grouped by dtype and cut into lists of about `bucket_bytes`."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for group in by_dtype.values():
+        bucket: list[Tensor] = []
+        size = 0
+        for tensor in group:
+            if bucket and size + tensor.nbytes > bucket_bytes:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(tensor)
+            size += tensor.nbytes
+        yield bucket
+
+
+def _sum_bucket(bucket: list[Tensor], comm: Communicator) -> None:
+    with torch.no_grad():
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket]).to(comm.device)
+        label = f"sync_gradients bucket of {len(bucket)}"
+        if flat.is_complex():
+            flat = torch.view_as_complex(comm.all_reduce(torch.view_as_real(flat), "sum", label))
+        else:
+            flat = comm.all_reduce(flat, "sum", label)
+        _unpack(flat, bucket)
+
+
+def _unpack(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    for tensor, values in zip(tensors, flat.split([tensor.numel() for tensor in tensors])):
+        tensor.copy_(values.view(tensor.shape))
+
+
+def _first_difference(own: list[str], other: list[str]) -> tuple[str, str] | None:
+    for left, right in zip([*own, "nothing more"], [*other, "nothing more"]):
+        if left != right:
+            return left, right
+    return None
+
+
+def _ddp_sentence(where: str) -> str:
+    return (
+        f"DistributedDataParallel around {where} is refused: it averages gradients over ranks, while the gradients of "
+        f"a sharded graph are parts of one sum. Remove it and call sync_gradients(model, comm) after backward"
+    )

@@ -1,0 +1,330 @@
+"""sync_parameters and sync_gradients: sums over ranks, agreement, and every misuse in words."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from shardpass.core import gradients
+from shardpass.core.gradients import check_not_ddp, note_forward, sync_gradients, sync_parameters
+from shardpass.errors import RefusedError, ShardpassError
+from shardpass.testing.run import run
+
+
+def build(seed=0, dtype=torch.float64):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).to(dtype)
+    model.unused = nn.Parameter(torch.zeros(3))
+    return model
+
+
+def backward(model, comm, scale=1.0):
+    note_forward(model)
+    rows = torch.ones(2, 3, dtype=model[0].weight.dtype) * (comm.rank + 1)
+    (model[2](model[0](rows)).sum() * scale).backward()
+
+
+class Mixed(nn.Module):
+    """Every dtype that a bucket must carry, and parameters that are one object."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.a = nn.Parameter(torch.full((2, 3), float(rank)))
+        self.b = nn.Parameter(torch.full((3,), float(rank), dtype=torch.bfloat16))
+        self.c = nn.Parameter(torch.full((), complex(rank, 1)))
+        self.t = nn.Parameter(torch.full((4, 2), float(rank)).T)
+        self.tied = self.a
+        self.rows = nn.Parameter(torch.full((rank + 1, 2), float(rank)))
+        self.rows.shardpass_local = True
+        self.register_buffer("flag", torch.tensor([rank == 0]))
+        self.register_buffer("count", torch.tensor(rank))
+        self.register_buffer("hidden", torch.tensor([float(rank)]), persistent=False)
+        self.register_buffer("nothing", None)
+        self.register_buffer("empty", torch.zeros(0, 3))
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 40, 1 << 20])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_parameters_and_buffers_become_those_of_rank_0(bucket_bytes, ranks):
+    def body(comm):
+        model = Mixed(comm.rank)
+        kept = model.a
+        sync_parameters(model, comm, bucket_bytes)
+        assert model.a is kept is model.tied and not model.a.any() and not model.b.any() and not model.t.any()
+        assert model.c.item() == 1j and model.flag.item() and model.count.item() == 0 and not model.hidden.any()
+        assert model.rows.shape == (comm.rank + 1, 2) and bool((model.rows == comm.rank).all())
+        return True
+
+    assert all(run(body, ranks))
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 200, 1 << 20])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_gradients_are_summed_also_where_a_rank_has_none(bucket_bytes, ranks):
+    def body(comm):
+        model = build()
+        if comm.rank != ranks - 1:
+            model[2].requires_grad_(False)  # no gradient there on this rank
+        backward(model, comm)
+        own = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+        sync_gradients(model, comm, bucket_bytes)
+        return own, [p.grad for p in model.parameters()]
+
+    results = run(body, ranks)
+    for index in range(len(results[0][0])):
+        parts = [own[index] for own, _ in results if own[index] is not None]
+        for _, summed in results:
+            if not parts:
+                assert summed[index] is None
+            else:
+                torch.testing.assert_close(summed[index], torch.stack(parts).sum(0), rtol=0, atol=1e-12)
+
+
+def test_every_dtype_and_layout_is_summed_and_local_rows_are_not():
+    def body(comm):
+        model = Mixed(comm.rank)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter) * (1 + comm.rank)
+        kept = model.a.grad
+        sync_gradients(model, comm)
+        assert model.a.grad is kept
+        for name, parameter in model.named_parameters():
+            expected = 1 + comm.rank if name == "rows" else 3
+            assert bool((parameter.grad == expected).all()), name
+        return True
+
+    assert all(run(body, 2))
+
+
+def test_accumulating_and_both_kinds_of_zero_grad_are_legal():
+    def body(comm):
+        model = build()
+        sync_parameters(model, comm)
+        optimizer = torch.optim.Adam(model.parameters())
+        for step in range(6):
+            optimizer.zero_grad(set_to_none=bool(step % 2))
+            for _ in range(2):
+                backward(model, comm)
+            sync_gradients(model, comm)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        return model[0].weight.detach()
+
+    first, second = run(body, 2)
+    assert torch.equal(first, second)
+
+
+def test_zero_grad_between_forward_and_backward_is_legal():
+    def body(comm):
+        model = build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for set_to_none in (False, True, False):
+            note_forward(model)
+            loss = model[0](torch.ones(2, 3).double()).sum()
+            optimizer.zero_grad(set_to_none)
+            loss.backward()
+            sync_gradients(model, comm)
+            optimizer.step()
+        return True
+
+    assert all(run(body, 2))
+
+
+def test_looking_at_gradients_leaves_no_trace():
+    def body(comm):
+        model = build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        backward(model, comm)
+        sync_gradients(model, comm)
+        torch.autograd.grad(model[0](torch.ones(2, 3).double()).sum(), model[0].weight)
+        optimizer.step()
+        note_forward(model)
+        optimizer.zero_grad()
+        backward(model, comm)  # dropped without a step
+        optimizer.zero_grad()
+        backward(model, comm)
+        sync_gradients(model, comm)
+        return True
+
+    assert all(run(body, 2))
+
+
+def second_sync(model, comm, optimizer):
+    backward(model, comm)
+    sync_gradients(model, comm)
+    sync_gradients(model, comm)
+
+
+def backward_onto_summed(model, comm, optimizer):
+    backward(model, comm)
+    sync_gradients(model, comm)
+    optimizer.step()
+    backward(model, comm)
+    sync_gradients(model, comm)
+
+
+def step_before_sync(model, comm, optimizer):
+    backward(model, comm)
+    optimizer.step()
+    sync_gradients(model, comm)
+
+
+def no_sync_at_all(model, comm, optimizer):
+    for _ in range(2):
+        optimizer.zero_grad()
+        backward(model, comm)
+        optimizer.step()
+
+
+def sparse(model, comm, optimizer):
+    model.table = nn.Embedding(4, 2, sparse=True)
+    model.table(torch.tensor([1])).sum().backward()
+    sync_gradients(model, comm)
+
+
+def one_rank_only(model, comm, optimizer):
+    backward(model, comm)
+    if comm.rank == 1:
+        optimizer.step()
+    sync_gradients(model, comm)
+
+
+@pytest.mark.parametrize(
+    ("misuse", "text"),
+    [
+        (
+            second_sync,
+            "gradient of '0.weight' on rank 0 was already summed over ranks: sync_gradients was called twice",
+        ),
+        (backward_onto_summed, "gradient of '0.weight' on rank 0 holds a sum over ranks to which backward has added"),
+        (
+            step_before_sync,
+            "on rank 0 belongs to parameter values that have changed since backward: call sync_gradients",
+        ),
+        (no_sync_at_all, "parameter '0.weight' has changed since the last backward, but its gradient was not summed"),
+        (sparse, "gradient of 'table.weight' on rank 0 is sparse: build the layer with sparse=False"),
+        (one_rank_only, "gradient of '0.weight' on rank 1 belongs to parameter values that have changed"),
+    ],
+)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_misuse_is_told_on_every_rank(misuse, text, ranks):
+    if misuse is one_rank_only and ranks == 1:
+        pytest.skip("needs two ranks")
+
+    def body(comm):
+        model = build()
+        with pytest.raises(ShardpassError, match=text):
+            misuse(model, comm, torch.optim.SGD(model.parameters(), lr=0.1))
+        return True
+
+    assert all(run(body, ranks))
+
+
+def test_sync_parameters_forgets_dropped_gradients():
+    def body(comm):
+        model = build()
+        backward(model, comm)
+        model.zero_grad()
+        model.load_state_dict(build(1).state_dict())
+        sync_parameters(model, comm)
+        note_forward(model)
+        return True
+
+    assert all(run(body, 2))
+
+
+@pytest.mark.parametrize(
+    ("other", "text"),
+    [
+        (lambda: nn.Linear(3, 5), r"weight: float32 \[4, 3\].*weight: float32 \[5, 3\]"),
+        (lambda: nn.Linear(3, 4).double(), r"weight: float32 \[4, 3\].*weight: float64 \[4, 3\]"),
+        (lambda: nn.Linear(3, 4, bias=False), r"bias: float32 \[4\].*nothing more"),
+    ],
+)
+def test_models_that_differ_are_named(other, text):
+    def body(comm):
+        model = other() if comm.rank == 1 else nn.Linear(3, 4)
+        with pytest.raises(ValueError, match="the models differ") as caught:
+            sync_parameters(model, comm)
+        return str(caught.value)
+
+    messages = run(body, 2)
+    import re
+
+    assert re.search(text, messages[0]) and "on rank 0" in messages[1] and "on rank 1" in messages[1]
+
+
+def test_lazy_parameters_are_refused():
+    def body(comm):
+        with pytest.raises(ValueError, match="'weight' is not initialised yet: run the lazy module once"):
+            sync_parameters(nn.LazyLinear(3), comm)
+
+    run(body, 2)
+
+
+def test_ddp_is_refused(monkeypatch):
+    class Fake(gradients.DistributedDataParallel):
+        def __init__(self, module):
+            nn.Module.__init__(self)
+            self.module = module
+
+    def body(comm):
+        with pytest.raises(RefusedError, match="DistributedDataParallel around the model is refused: it averages"):
+            sync_gradients(Fake(nn.Linear(1, 1)), comm)
+        with pytest.raises(RefusedError, match="around submodule '0' is refused"):
+            sync_gradients(nn.Sequential(Fake(nn.Linear(1, 1))), comm)
+
+    run(body, 1)
+    check_not_ddp()
+    monkeypatch.setattr(gradients.DistributedDataParallel, "_active_ddp_module", object())
+    with pytest.raises(RefusedError, match="DistributedDataParallel around the wrapped model is refused"):
+        note_forward(nn.Linear(1, 1))
+
+
+def test_copies_and_pickles_start_anew():
+    def body(comm):
+        model = build()
+        backward(model, comm)
+        saved = io.BytesIO()
+        torch.save(model, saved)
+        saved.seek(0)
+        others = [
+            copy.deepcopy(model),
+            pickle.loads(pickle.dumps(model)),
+            torch.load(saved, weights_only=False),
+        ]
+        names = list(model.state_dict())
+        for other in others:
+            assert list(other.state_dict()) == names
+            other.zero_grad()
+            with torch.no_grad():
+                other[0].weight.add_(1)
+            note_forward(other)
+            backward(other, comm)
+            sync_gradients(other, comm)
+            with pytest.raises(ShardpassError, match="already summed"):
+                sync_gradients(other, comm)
+        sync_gradients(model, comm)
+        return True
+
+    assert all(run(body, 2))
+
+
+def test_an_inner_model_may_be_synced_through_the_outer_one():
+    def body(comm):
+        model = build()
+        outer = nn.ModuleDict({"inner": model})
+        optimizer = torch.optim.SGD(outer.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            backward(model, comm)  # watched through the inner model
+            sync_gradients(outer, comm)
+            optimizer.step()
+        return True
+
+    assert all(run(body, 2))
