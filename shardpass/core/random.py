@@ -1,0 +1,90 @@
+"""Random numbers: the same initialisation on every rank, different dropout.
+
+Ranks that are processes have a generator each: `seed` makes them equal, models built next are equal, and `decorrelate`
+(called by ``wrap``) then gives every rank its own stream, which depends on the seed and the rank only.
+
+Ranks that are threads of one process share torch's one generator. Their draws interleave in an order that the scheduler
+decides. Built inside the block ``with seed(0, comm): model = ...``, models are the same on every rank, in every run and
+for every number of ranks; built after a plain ``seed(0, comm)`` they may differ, and are equal only once ``wrap`` has
+given every rank those of rank 0. Dropout on threads differs between ranks, but not reproducibly between runs.
+
+Only torch's generators are touched: neither Python's nor NumPy's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from torch import Tensor
+
+from shardpass.backends.communicator import Communicator
+
+
+def seed(seed: int, comm: Communicator) -> AbstractContextManager[None]:
+    """Seed torch on every rank alike, so that what is built next is the same on every rank. Collective.
+
+    Args:
+        seed: the same on every rank, in [0, 2**63).
+        comm: the ranks.
+
+    Returns:
+        A context manager that may be ignored where ranks are processes. Its block starts from the seed and holds the
+        generator, so that ranks that are threads build the same as well. The block must not communicate.
+
+    Raises:
+        ValueError: on every rank, if the seeds differ or one is not an integer in range.
+    """
+    seeds = comm.all_gather_object(repr(seed), "seed")
+    if len(set(seeds)) > 1:
+        rank = next(rank for rank, other in enumerate(seeds) if other != seeds[0])
+        raise ValueError(
+            f"seed: every rank must pass the same seed, found {seeds[0]} on rank 0 and {seeds[rank]} on rank {rank}"
+        )
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63:
+        raise ValueError(f"seed must be an integer in [0, 2**63), found {seed!r}")
+    with comm.random_lock():
+        torch.manual_seed(seed)
+    return _seeded(seed, comm)
+
+
+def decorrelate(comm: Communicator) -> None:
+    """Give every rank its own random stream, from the seed that rank 0 set last and the rank. Collective.
+
+    With one rank the generator is left as it is: a run in one process draws what it would draw without us.
+    """
+    if comm.size == 1:
+        return
+    initial = comm.all_gather_object(torch.initial_seed(), "decorrelate")[0]
+    with comm.random_lock():
+        torch.manual_seed(derive_seed(initial, comm.rank))
+
+
+def derive_seed(*parts: object) -> int:
+    """A seed in [0, 2**63) that depends on nothing but `parts`, and differs where they do."""
+    digest = hashlib.sha256(repr(parts).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def get_random_state() -> dict[str, Tensor]:
+    """The state of torch's generators, by device type: uint8 vectors on the CPU. CUDA's once it is in use."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def set_random_state(states: dict[str, Tensor]) -> None:
+    """Restore what `get_random_state` returned; the state of a device that this process lacks is left out."""
+    torch.set_rng_state(states["cpu"].cpu())
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"].cpu())
+
+
+@contextmanager
+def _seeded(seed: int, comm: Communicator) -> Iterator[None]:
+    with comm.random_lock():
+        torch.manual_seed(seed)
+        yield
