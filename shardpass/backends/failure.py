@@ -26,6 +26,7 @@ class Failure:
         self._lock = threading.Lock()
         self._error: tuple[type[CommunicationError], str] | None = None
         self.happened = threading.Event()
+        self.noticed = threading.Event()  # somebody has been told, by an exception
         self._children: list[Failure] = []
         if parent is not None:
             parent._adopt(self)
@@ -55,6 +56,7 @@ class Failure:
             return None
         if self._error is not None:
             kind, text = self._error
+            self.noticed.set()
             return kind(text)
         return self._parent.error() if self._parent is not None else None
 

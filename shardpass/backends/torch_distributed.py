@@ -2,7 +2,7 @@
 
 Whatever backend the given group has, messages between ranks travel over a gloo group over the same ranks, made here:
 it makes progress by itself, honours tags, and its connections tell when a process dies. Tensors on a GPU are staged
-over the CPU, except reductions and broadcasts where the given group has NCCL.
+over the CPU.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _transport_errors() -> Any:
 class _Job:
     """What the communicators of one job share: the watch, the store, the groups to release."""
 
-    def __init__(self, members: list[int], rank: int, connect_timeout: float, owns_default: bool) -> None:
+    def __init__(self, members: list[int], rank: int, connect_timeout: float, owns_default: bool, ends: bool) -> None:
         self.members = members
         self.connect_timeout = connect_timeout
         self.owns_default = owns_default
@@ -72,7 +72,7 @@ class _Job:
         self.store = _own_store()
         self.watch: Watch | None = None
         if len(members) > 1:
-            self.watch = Watch(self.new_group(), rank, len(members), self.failure)
+            self.watch = Watch(self.new_group(), rank, len(members), self.failure, ends)
             self.watch.start()
 
     def new_group(self) -> Any:
@@ -116,6 +116,7 @@ class TorchCommunicator(BaseCommunicator):
         timeout: float = DEFAULT_TIMEOUT,
         connect_timeout: float = 60.0,
         owns_default: bool = False,
+        ends_process: bool = False,
     ) -> TorchCommunicator:
         """Collective. The communicator over the ranks of ``group`` (default: all processes).
 
@@ -125,12 +126,13 @@ class TorchCommunicator(BaseCommunicator):
             timeout: seconds a wait may take by default.
             connect_timeout: seconds the connections may take to come up.
             owns_default: destroy the default group when the communicator is closed.
+            ends_process: end this process when another rank has failed and this one has made no call for a while.
         """
         given = group if group is not None else dist.group.WORLD
         members = dist.get_process_group_ranks(given)
         rank = members.index(dist.get_rank())
         try:
-            job = _Job(members, rank, connect_timeout, owns_default)
+            job = _Job(members, rank, connect_timeout, owns_default, ends_process)
             own = job.new_group() if len(members) > 1 else None
         except RuntimeError as error:
             raise CommunicationError(

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import sys
 import threading
 import weakref
 from datetime import timedelta
@@ -31,6 +33,7 @@ _FOREVER = timedelta(days=20)
 _SEND_LIMIT = timedelta(seconds=3)
 _LOOK_SECONDS = 0.5
 _STUCK_SECONDS = 2.0
+_NOTICE_SECONDS = 8.0
 
 
 def break_group(group: Any, peer: int) -> None:
@@ -50,13 +53,15 @@ class Watch:
         group: a gloo group used for nothing else.
         rank, size: of this rank in it.
         failure: where failures of the job are recorded.
+        ends_process: end the process when the job has failed and nobody here has noticed for a while.
     """
 
-    def __init__(self, group: Any, rank: int, size: int, failure: Failure) -> None:
+    def __init__(self, group: Any, rank: int, size: int, failure: Failure, ends_process: bool) -> None:
         self._group = group
         self._rank = rank
         self._size = size
         self.failure = failure
+        self._ends_process = ends_process
         self._closing = threading.Event()
         self._seen: set[str] = set()
         self._lock = threading.Lock()
@@ -144,6 +149,17 @@ class Watch:
                     since[path] = (epoch, now)
                 elif now - start[1] >= _STUCK_SECONDS:
                     comm.look_for_circle()
+        if self._ends_process and self.failure.happened.is_set():
+            self._end_process()
+
+    def _end_process(self) -> None:
+        """End a rank that computes on: it would find out at its next call, which may be far away."""
+        deadline = monotonic() + _NOTICE_SECONDS
+        while monotonic() < deadline:
+            if self._closing.wait(_LOOK_SECONDS) or self.failure.noticed.is_set():
+                return
+        print(f"shardpass: rank {self._rank} ends: {self.failure.error()}", file=sys.stderr, flush=True)
+        os._exit(1)
 
     def close(self) -> None:
         """Tell the successor that this rank ends in peace, and stop."""

@@ -1,0 +1,213 @@
+"""`connect`: the communicator of this process, from whatever started it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import timedelta
+from time import monotonic, sleep
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from shardpass.backends.base import DEFAULT_TIMEOUT
+from shardpass.backends.communicator import Communicator
+from shardpass.backends.failure import first_failure, reason_of
+from shardpass.backends.launch import Launch, detect
+from shardpass.backends.local import LocalCommunicator
+from shardpass.errors import CommunicationError, MissingDependencyError, PeerFailure
+
+TIMEOUT_VARIABLE = "SHARDPASS_CONNECT_TIMEOUT"
+_BACKENDS = ("auto", "local", "torch_distributed", "mpi")
+
+
+def connect(
+    backend: str = "auto",
+    *,
+    ranks: int | None = None,
+    device: torch.device | str = "cpu",
+    group: Any = None,
+    timeout: float = DEFAULT_TIMEOUT,
+    connect_timeout: float | None = None,
+) -> Communicator:
+    """This process's end of the run it was started in. Collective over the processes of the run.
+
+    ``"auto"`` takes, in this order: a torch.distributed process group that exists already; torchrun's variables
+    (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT); an MPI launcher; an srun step; a single process.
+
+    With more than one rank, an exception that ends this process's script also ends the other ranks, with its words:
+    `sys.excepthook` is extended for that (the one in place runs first).
+
+    Args:
+        backend: ``"auto"``, ``"local"``, ``"torch_distributed"`` or ``"mpi"``. Threads are started with `spawn`.
+        ranks: the number of ranks expected, checked.
+        device: of the tensors; ``"cuda"`` takes the device of the local rank.
+        group: a process group (torch_distributed) or an mpi4py communicator (mpi) to use instead of all processes.
+        timeout: seconds a wait for another rank may take. A dead rank is found by other means, and at once.
+        connect_timeout: seconds the other ranks may take to come; default: the environment variable
+            ``SHARDPASS_CONNECT_TIMEOUT``, or 60.
+
+    Raises:
+        CommunicationError: when the other ranks cannot be reached, or are more or fewer than the launcher started.
+        ValueError: for an unknown backend, or when ``ranks`` differs from the number of ranks.
+    """
+    if backend not in _BACKENDS:
+        hint = "; ranks as threads are started with shardpass.spawn(fn, ranks)" if backend == "threads" else ""
+        raise ValueError(f"connect: the backend is {backend!r}, but known are {', '.join(_BACKENDS)}{hint}")
+    limit = float(os.environ.get(TIMEOUT_VARIABLE, "60")) if connect_timeout is None else connect_timeout
+    launch = detect()
+    chosen = _choose(launch, group) if backend == "auto" else backend
+    device = _device(device)
+    comm: Any
+    if chosen == "mpi":
+        from shardpass.backends.mpi import MpiCommunicator
+
+        comm = MpiCommunicator.from_mpi(group, device, timeout)
+    elif chosen == "torch_distributed":
+        comm = _connect_torch(launch, group, device, timeout, limit)
+    else:
+        comm = LocalCommunicator(device)
+    _check_size(comm, launch, group, ranks)
+    if comm.size > 1:
+        _end_all_on_exception(comm)
+    return comm  # type: ignore[no-any-return]
+
+
+def _choose(launch: Launch, group: Any) -> str:
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized() and (group is None or isinstance(group, dist.ProcessGroup)):
+        return "torch_distributed"
+    if group is not None:
+        return "mpi"
+    if launch.size == 1:
+        return "local"
+    if launch.kind == "mpi":
+        return _mpi_or_srun(launch)
+    return "torch_distributed"
+
+
+def _mpi_or_srun(launch: Launch) -> str:
+    """srun sets PMI variables too: without mpi4py, its step is still a step."""
+    from shardpass.errors import require
+
+    try:
+        require("mpi4py", "mpi", f"a run of {launch.size} processes under an MPI launcher ({launch.source})")
+    except MissingDependencyError:
+        if "SLURM_PROCID" not in os.environ:
+            raise
+        return "torch_distributed"
+    return "mpi"
+
+
+def _device(device: torch.device | str) -> torch.device:
+    wanted = torch.device(device)
+    if wanted.type != "cuda" or wanted.index is not None:
+        return wanted
+    for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID",
+                 "SLURM_LOCALID"):  # fmt: skip
+        if name in os.environ:
+            return torch.device("cuda", int(os.environ[name]) % max(1, torch.cuda.device_count()))
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _check_size(comm: Any, launch: Launch, group: Any, ranks: int | None) -> None:
+    if group is None and launch.kind != "none" and comm.size != launch.size:
+        size = comm.size
+        comm.close()
+        raise CommunicationError(
+            f"the launcher started {launch.size} processes ({launch.source}={launch.size}), but this communicator "
+            f"({type(comm).__name__}) has {size} rank{'s' if size > 1 else ''}: the processes would train separately. "
+            f"Check that mpi4py or torch.distributed belongs to this launcher, or pass the right backend"
+        )
+    if ranks is not None and comm.size != ranks:
+        size = comm.size
+        comm.close()
+        raise ValueError(
+            f"connect: ranks={ranks}, but {size} process{'es were' if size > 1 else ' was'} started; start with "
+            f"`mpirun -n {ranks}` or `torchrun --nproc-per-node {ranks}`"
+        )
+
+
+# ---- torch.distributed ----
+
+
+def _connect_torch(launch: Launch, group: Any, device: torch.device, timeout: float, limit: float) -> Any:
+    import torch.distributed as dist
+
+    from shardpass.backends.torch_distributed import TorchCommunicator
+
+    owns = not dist.is_initialized()
+    if owns:
+        if launch.kind == "mpi" and "SLURM_PROCID" in os.environ:
+            launch = detect({name: value for name, value in os.environ.items() if "PMI" not in name})
+        _init_default_group(launch, device, timeout, limit)
+    return TorchCommunicator.from_group(group, device, timeout, limit, owns_default=owns, ends_process=True)
+
+
+def _init_default_group(launch: Launch, device: torch.device, timeout: float, limit: float) -> None:
+    import torch.distributed as dist
+
+    if not launch.host:
+        raise CommunicationError(
+            "connect(backend='torch_distributed') needs a process group (torch.distributed.init_process_group) or the "
+            "variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which torchrun sets"
+        )
+    store = _meet(launch, limit)
+    name = "cpu:gloo,cuda:nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
+    store = dist.PrefixStore("shardpass default group", store)
+    dist.init_process_group(
+        name, store=store, rank=launch.rank, world_size=launch.size, timeout=timedelta(seconds=max(limit, timeout))
+    )
+
+
+def _meet(launch: Launch, limit: float) -> Any:
+    """The store at rank 0's address, once every rank has reached it."""
+    import torch.distributed as dist
+
+    address = f"{launch.host}:{launch.port}"
+    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    start = monotonic()
+    try:
+        store: Any = dist.TCPStore(
+            launch.host, launch.port, None, launch.rank == 0 and not by_agent, timedelta(seconds=limit),
+            wait_for_workers=False, multi_tenant=True,
+        )  # fmt: skip
+    except RuntimeError as error:
+        raise CommunicationError(
+            f"rank {launch.rank} of {launch.size} could not reach rank 0 at {address} within {limit:.0f} s "
+            f"({str(error).splitlines()[0]}). Check the address (MASTER_ADDR, MASTER_PORT) and the firewall; "
+            f"{TIMEOUT_VARIABLE} gives slow starters more seconds"
+        ) from error
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"shardpass attempt {attempt}", store)
+    store.set(f"hello {launch.rank}", "hello")
+    missing = list(range(launch.size))
+    while True:
+        missing = [rank for rank in missing if not store.check([f"hello {rank}"])]
+        if not missing:
+            return store
+        if monotonic() - start > limit:
+            shown = ", ".join(str(rank) for rank in missing[:8])
+            raise CommunicationError(
+                f"rank {launch.rank} waited {limit:.0f} s at {address}, but of {launch.size} ranks these did not come: "
+                f"{shown}. Were they started with this address? {TIMEOUT_VARIABLE} gives slow starters more seconds"
+            )
+        sleep(0.02)
+
+
+# ---- the end ----
+
+
+def _end_all_on_exception(comm: Any) -> None:
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        previous(kind, error, trace)
+        if not isinstance(error, PeerFailure):
+            reason = reason_of(error)
+            print(f"shardpass: {first_failure(comm.rank, reason)}", file=sys.stderr, flush=True)
+            comm.announce(reason)
+
+    sys.excepthook = hook

@@ -1,0 +1,85 @@
+"""What the launcher of this process has left in its environment."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+_MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How this process was started.
+
+    Attributes:
+        kind: ``"torchrun"`` (or anything that sets its variables), ``"mpi"``, ``"srun"`` or ``"none"``.
+        size: number of processes the launcher started.
+        rank: of this one; -1 where the transport tells.
+        host, port: where rank 0 listens; empty and 0 for MPI and none.
+        source: the variable the size was read from.
+    """
+
+    kind: Literal["torchrun", "mpi", "srun", "none"]
+    size: int
+    rank: int = 0
+    host: str = ""
+    port: int = 0
+    source: str = ""
+
+
+def detect(environ: Mapping[str, str] | None = None) -> Launch:
+    """The launch that ``environ`` (default: this process's) tells of.
+
+    Raises:
+        ValueError: when torchrun's variables are incomplete.
+    """
+    env = os.environ if environ is None else environ
+    if "RANK" in env and "WORLD_SIZE" in env:
+        return _torchrun(env)
+    for name in _MPI_SIZES:
+        if name in env:
+            return Launch("mpi", int(env[name]), -1, source=name)
+    if "SLURM_PROCID" in env:
+        return _srun(env)
+    return Launch("none", 1)
+
+
+def _torchrun(env: Mapping[str, str]) -> Launch:
+    size = int(env["WORLD_SIZE"])
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
+    if missing and size > 1:
+        raise ValueError(
+            f"RANK={env['RANK']} and WORLD_SIZE={size} are set, but not {' and '.join(missing)}: set the address and "
+            f"port where rank 0 is reached, or start with torchrun, which does"
+        )
+    host, port = env.get("MASTER_ADDR", ""), int(env.get("MASTER_PORT", "0"))
+    return Launch("torchrun", size, int(env["RANK"]), host, port, "WORLD_SIZE")
+
+
+def _srun(env: Mapping[str, str]) -> Launch:
+    """An srun step. A batch script without srun has SLURM_PROCID too, but is one process whatever SLURM_NTASKS says."""
+    if "SLURM_STEP_NUM_TASKS" in env:
+        source = "SLURM_STEP_NUM_TASKS"
+    elif "SLURM_STEP_ID" in env or "SLURM_STEPID" in env:
+        source = "SLURM_NTASKS"
+    else:
+        return Launch("none", 1)
+    size = int(env.get(source, "1"))
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST") or ""
+    host = env.get("MASTER_ADDR") or first_host(nodes) or env.get("SLURM_LAUNCH_NODE_IPADDR", "")
+    job = int(env.get("SLURM_JOB_ID", "0")) * 7 + int(env.get("SLURM_STEP_ID", env.get("SLURM_STEPID", "0")))
+    port = int(env.get("MASTER_PORT", str(20000 + job % 20000)))
+    return Launch("srun", size, int(env["SLURM_PROCID"]), host, port, source)
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a Slurm node list: ``gpu[03-05,9],login`` gives ``gpu03``."""
+    match = re.match(r"([^,\[]*)(?:\[([0-9]+)[^\]]*\]([^,\[]*))?", nodes.strip())
+    if match is None:
+        return ""
+    prefix, number, suffix = match.groups()
+    return f"{prefix}{number or ''}{suffix or ''}"
