@@ -64,6 +64,11 @@ class Manifest:
     format_version: int = field(default=VERSION)
 
     @property
+    def contents_fingerprint(self) -> str:
+        """A hash of all that the part files hold: structure, partition and every field."""
+        return hashlib.sha256(json.dumps([vars(record) for record in self.files]).encode()).hexdigest()
+
+    @property
     def node_types(self) -> list[NodeType]:
         return list(self.num_nodes)
 

@@ -110,9 +110,17 @@ def as_field(values: Any, what: str) -> Field:
     """
     if isinstance(values, CsrRows):
         return values
-    if isinstance(values, Tensor) and values.layout in (torch.sparse_coo, torch.sparse_csr) and values.dim() == 2:
-        csr = values.detach().cpu().to_sparse_csr()
-        return CsrRows(csr.values(), csr.col_indices(), csr.crow_indices(), (csr.shape[0], csr.shape[1]))
+    if not isinstance(values, Tensor) or values.dim() != 2:
+        return as_tensor(values, what)
+    shape = (values.shape[0], values.shape[1])
+    if values.layout is torch.sparse_csr:
+        csr = values.detach().cpu()
+        return CsrRows(csr.values(), csr.col_indices(), csr.crow_indices(), shape)
+    if values.layout is torch.sparse_coo and values.sparse_dim() == 2:
+        coo = values.detach().cpu().coalesce()
+        rows, columns = coo.indices()
+        sizes = torch.bincount(rows, minlength=shape[0])
+        return CsrRows(coo.values(), columns, torch.cat([torch.zeros(1, dtype=torch.long), sizes.cumsum(0)]), shape)
     return as_tensor(values, what)
 
 

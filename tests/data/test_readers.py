@@ -218,6 +218,7 @@ def test_unknown_inputs(tmp_path):
             read(tmp_path / name)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
 def test_csr_rows():
     dense = torch.rand(7, 4).round()
     csr = dense.to_sparse_csr()

@@ -224,6 +224,10 @@ def test_fingerprints(tmp_path):
     assert first == again
     assert first.graph_fingerprint == other.graph_fingerprint != changed.graph_fingerprint
     assert first.partition_fingerprint != other.partition_fingerprint
+    relabelled = RawGraph(graph.num_nodes, graph.edges, {NODE: {"y": torch.arange(8)}})
+    fields = partition(relabelled, tmp_path / "e", 2, method="random", seed=1)
+    assert fields.partition_fingerprint == first.partition_fingerprint
+    assert again.contents_fingerprint == first.contents_fingerprint != fields.contents_fingerprint
 
 
 def test_progress_and_missing_parent(tmp_path):
