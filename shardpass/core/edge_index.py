@@ -115,6 +115,8 @@ class SourceRows(Tensor):
         if name in ("scatter_add_", "scatter_add") and not isinstance(first, SourceRows):
             return _scatter_to_source(mine.plan, name, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
+            if name == "__setitem__" and first is not mine and _only_own_rows(first, args[1]):
+                return func(*_plain(args), **kwargs)
             if name in _DESCRIBES or name == "__get__" and _property(func) in _PROPERTIES:
                 return func(*args, **kwargs)
             if name in _COPIES or name in _RESHAPES and isinstance(first, SourceRows):
@@ -146,6 +148,13 @@ def _item(mine: ShardedEdgeIndex, key: Any) -> Tensor:
     if isinstance(key, tuple) and len(key) == 2 and key[0] == slice(None) and not isinstance(key[1], int):
         return ShardedEdgeIndex.wrap(data[:, _plain_one(key[1])], mine.plan, None, mine.is_reversed)
     raise _refused(f"__getitem__[{key!r}]", "the edge_index")
+
+
+def _only_own_rows(table: Any, key: Any) -> bool:
+    """Whether `key` are source rows that this rank owns (as those of self-loops are), and `table` has a row for each."""
+    if not isinstance(key, SourceRows) or table.size(0) != key.plan.num_own_src:
+        return False
+    return key.numel() == 0 or int(key.as_subclass(Tensor).max()) < key.plan.num_own_src
 
 
 def _gather_by_source(plan: HaloPlan, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

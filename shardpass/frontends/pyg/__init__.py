@@ -1,5 +1,9 @@
 """The PyG frontend: unmodified PyG models on a sharded graph."""
 
-from shardpass.frontends.pyg.wrap import wrap
+from shardpass.errors import require
+
+require("torch_geometric", "pyg", "the PyG frontend")
+
+from shardpass.frontends.pyg.wrap import wrap  # noqa: E402
 
 __all__ = ["wrap"]

@@ -1,0 +1,53 @@
+"""Train unmodified PyG and DGL models on whole graphs too large for one memory. See ``docs/`` for a tour."""
+
+from typing import TYPE_CHECKING, Any
+
+from shardpass.backends.communicator import Communicator
+from shardpass.backends.connect import connect
+from shardpass.backends.spawn import spawn
+from shardpass.core.checkpoint import load_checkpoint, save_checkpoint
+from shardpass.core.gradients import sync_gradients, sync_parameters
+from shardpass.core.graph import ShardedGraph, gather
+from shardpass.core.objective import accuracy, cross_entropy, mean, replicated, sum, total
+from shardpass.core.options import Options
+from shardpass.core.random import seed
+from shardpass.data.inspect import inspect
+from shardpass.data.load import load
+from shardpass.data.partition import partition
+
+if TYPE_CHECKING:
+    from shardpass.frontends import pyg
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Communicator",
+    "Options",
+    "ShardedGraph",
+    "accuracy",
+    "connect",
+    "cross_entropy",
+    "gather",
+    "inspect",
+    "load",
+    "load_checkpoint",
+    "mean",
+    "partition",
+    "pyg",
+    "replicated",
+    "save_checkpoint",
+    "seed",
+    "spawn",
+    "sum",
+    "sync_gradients",
+    "sync_parameters",
+    "total",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "pyg":  # imports PyG, so only when asked for
+        import importlib
+
+        return importlib.import_module("shardpass.frontends.pyg")
+    raise AttributeError(f"module 'shardpass' has no attribute {name!r}")
