@@ -1,0 +1,322 @@
+"""Checkpoints: what is saved comes back, and whatever does not fit is refused on every rank."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from shardpass.core.checkpoint import load_checkpoint, save_checkpoint
+from shardpass.core.gradients import note_forward, sync_gradients, sync_parameters
+from shardpass.errors import CheckpointError
+from shardpass.testing.run import run
+
+pytest.importorskip("safetensors", reason="checkpoints are safetensors files")
+
+OPTIMIZERS = {
+    "adam": lambda parameters: torch.optim.AdamW(parameters, lr=0.05, amsgrad=True),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+    "adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.05),
+    "rprop": lambda parameters: torch.optim.Rprop(parameters, lr=0.05),
+}
+
+
+class Net(nn.Module):
+    def __init__(self, width=4, dtype=torch.float64):
+        super().__init__()
+        self.first = nn.Linear(3, width, dtype=dtype)
+        self.norm = nn.BatchNorm1d(width, dtype=dtype)
+        self.last = nn.Linear(width, width, dtype=dtype)
+        self.tied = self.last.weight
+        self.scale = nn.Parameter(torch.ones(2, dtype=dtype))
+        self.register_buffer("flag", torch.tensor(True))
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.norm(self.first(x)))) * self.scale.sum()
+
+
+def train(model, optimizer, comm, steps):
+    rows = torch.arange(12.0, dtype=torch.float64).view(4, 3).sin()
+    losses = []
+    for _ in range(steps):
+        note_forward(model)
+        optimizer.zero_grad()
+        loss = (model(rows) ** 2).sum() / comm.size
+        loss.backward()
+        sync_gradients(model, comm)
+        optimizer.step()
+        losses.append(loss.item() * comm.size)
+    return losses
+
+
+def begin(comm, optimizer="adam"):
+    model = Net()
+    sync_parameters(model, comm)
+    return model, OPTIMIZERS[optimizer](model.parameters())
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_goes_on_as_if_never_stopped(tmp_path, name, ranks):
+    def first(comm):
+        model, optimizer = begin(comm, name)
+        train(model, optimizer, comm, 3)
+        save_checkpoint(tmp_path / "a", comm, model, optimizer, epoch=3)
+        return train(model, optimizer, comm, 3)
+
+    def second(comm):
+        model, optimizer = begin(comm, name)
+        found = load_checkpoint(str(tmp_path / "a"), comm, model, optimizer)
+        assert found["epoch"] == 3 and found["extra"] is None
+        assert found["random"] == ("restored" if comm.size == 2 else "derived")
+        assert model.tied is model.last.weight and model.flag.item()
+        return train(model, optimizer, comm, 3)
+
+    expected = run(first, 2)[0]
+    for losses in run(second, ranks):
+        assert losses == pytest.approx(expected, rel=1e-12)
+
+
+def test_extra_comes_back_with_its_types(tmp_path):
+    extra = {
+        "best": 0.5, "nan": float("inf"), "text": "ä", 3: (1, [True, None, (2.5,)]), "t": torch.arange(3)[::2],
+        "half": torch.ones(2, 2).bfloat16().T, "empty": torch.zeros(0, 3), "z": torch.tensor(1), "nested": {"a": {}},
+    }  # fmt: skip
+
+    def body(comm):
+        model = Net()
+        save_checkpoint(tmp_path / "a", comm, model, extra=extra)
+        return load_checkpoint(tmp_path / "a", comm, model)["extra"]
+
+    for found in run(body, 2):
+        assert found.keys() == extra.keys() and found[3] == extra[3] and type(found[3]) is tuple
+        for key, value in extra.items():
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(found[key], value) and found[key].dtype == value.dtype
+            else:
+                assert found[key] == value
+
+
+def test_the_random_state_is_restored(tmp_path):
+    def body(comm):
+        save_checkpoint(tmp_path / "a", comm, Net())
+        expected = torch.rand(3)
+        load_checkpoint(tmp_path / "a", comm, Net())
+        return torch.equal(torch.rand(3), expected)
+
+    assert run(body, 1) == [True]
+
+
+def test_on_another_number_of_ranks_the_random_state_is_derived_reproducibly(tmp_path):
+    run(lambda comm: save_checkpoint(tmp_path / "a", comm, Net()), 2)
+
+    def body(comm):
+        draws = []
+        for _ in range(2):
+            load_checkpoint(tmp_path / "a", comm, Net())
+            draws.append(torch.rand(3).tolist())
+        return draws
+
+    ((first, second),) = run(body, 1)
+    assert first == second
+
+
+class Table(nn.Module):
+    def __init__(self, num_rows, value):
+        super().__init__()
+        self.table = nn.Parameter(torch.full((num_rows, 2), float(value)))
+        self.table.shardpass_local = True
+        self.shared = nn.Parameter(torch.ones(2))
+
+
+def table_step(comm, value):
+    model = Table(comm.rank + 1, value)
+    optimizer = torch.optim.Adam(model.parameters())
+    ((model.table * model.shared).sum() * (comm.rank + 1)).backward()
+    sync_gradients(model, comm)
+    optimizer.step()
+    return model, optimizer
+
+
+def test_rows_owned_by_ranks_are_kept_per_rank(tmp_path):
+    def body(comm):
+        model, optimizer = table_step(comm, comm.rank)
+        save_checkpoint(tmp_path / "a", comm, model, optimizer)
+        other, other_optimizer = table_step(comm, 7)
+        load_checkpoint(tmp_path / "a", comm, other, other_optimizer)
+        assert torch.equal(other.table, model.table)
+        left, right = optimizer.state[model.table], other_optimizer.state[other.table]
+        return all(torch.equal(left[key], right[key]) for key in ("step", "exp_avg", "exp_avg_sq"))
+
+    assert all(run(body, 3))
+
+    def elsewhere(comm):
+        with pytest.raises(
+            CheckpointError, match=r"rows owned by 3 ranks \(model/table\), .* on 2 yet: run on 3 ranks"
+        ):
+            load_checkpoint(tmp_path / "a", comm, Table(comm.rank + 1, 0))
+
+    run(elsewhere, 2)
+
+
+def write(path, ranks=2, **options):
+    def body(comm):
+        model, optimizer = begin(comm)
+        train(model, optimizer, comm, 1)
+        save_checkpoint(path, comm, model, optimizer, **options)
+
+    run(body, ranks)
+
+
+def refused(path, text, make=Net, optimizer=None, ranks=2, **options):
+    def body(comm):
+        model = make()
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        with pytest.raises(CheckpointError, match=text):
+            load_checkpoint(path, comm, model, optimizer and optimizer(model.parameters()), **options)
+        return all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+    assert all(run(body, ranks))
+
+
+def test_missing_torn_and_altered_files_are_refused_by_name(tmp_path):
+    path = tmp_path / "good"
+    refused(path, r"there is no checkpoint '.*good' \(found on rank 0\)")
+    write(path)
+    content = path.read_bytes()
+    for size in (0, 5, 100, len(content) // 2, len(content) - 1):
+        (tmp_path / "torn").write_bytes(content[:size])
+        refused(tmp_path / "torn", r"torn' is torn, or no checkpoint: .*found on rank 0")
+    for position in (-1, -1000, content.index(b"epoch") + 10):
+        altered = bytearray(content)
+        altered[position] ^= 1
+        (tmp_path / "altered").write_bytes(bytes(altered))
+        refused(tmp_path / "altered", "altered' (was altered or damaged: its checksum|is torn)")
+    from safetensors.torch import save_file
+
+    save_file({"a": torch.ones(1)}, tmp_path / "other")
+    refused(tmp_path / "other", "other' is not a checkpoint of shardpass")
+
+
+@pytest.mark.parametrize(
+    ("make", "optimizer", "text"),
+    [
+        (lambda: Net(5), None, r"'tied' is float64 \[4, 4\] in the checkpoint, float64 \[5, 5\] in the model"),
+        (
+            lambda: Net(dtype=torch.float32),
+            None,
+            r"is float64 \[4, 4\] in the checkpoint, float32 \[4, 4\] in the model",
+        ),
+        (lambda: nn.Linear(1, 1), None, r"'weight' is missing in the checkpoint, float32 \[1, 1\] in the model"),
+        (nn.Identity, None, r"'tied' is float64 \[4, 4\] in the checkpoint, missing in the model"),
+        (Net, OPTIMIZERS["sgd"], "holds the state of AdamW, not of SGD"),
+        (
+            Net,
+            lambda p: OPTIMIZERS["adam"](list(p)[:2]),
+            "does not fit the optimizer: its parameter groups were .* they are",
+        ),
+        (Net, lambda p: OPTIMIZERS["adam"](list(p)[::-1]), "build it over the same parameters in the same order"),
+        (
+            Net,
+            lambda p: torch.optim.AdamW([{"params": [next(p)]}, {"params": p}], lr=0.1),
+            "does not fit the optimizer: its parameter groups were",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(tmp_path, make, optimizer, text):
+    write(tmp_path / "a")
+    refused(tmp_path / "a", text, make, optimizer)
+
+
+def test_a_checkpoint_without_optimizer_state_says_so(tmp_path):
+    run(lambda comm: save_checkpoint(tmp_path / "a", comm, Net()), 2)
+    refused(tmp_path / "a", "holds no optimizer state: load it without an optimizer", Net, OPTIMIZERS["adam"])
+
+
+def test_only_the_same_graph_and_partition_fit(tmp_path):
+    graph = SimpleNamespace(fingerprint="g1", partition_fingerprint="p1")
+    write(tmp_path / "a", graph=graph)
+    assert run(lambda comm: load_checkpoint(tmp_path / "a", comm, Net(), graph=graph)["epoch"], 3) == [0, 0, 0]
+    assert run(lambda comm: load_checkpoint(tmp_path / "a", comm, Net())["epoch"], 1) == [0]
+    other = SimpleNamespace(fingerprint="g2", partition_fingerprint="p1")
+    refused(tmp_path / "a", "was written for another graph: g1, this is g2", graph=other)
+    other = SimpleNamespace(fingerprint="g1", partition_fingerprint="p2")
+    refused(tmp_path / "a", "was written for another partition: p1, this is p2", graph=other)
+
+
+def test_one_rank_that_does_not_fit_is_told_on_all(tmp_path):
+    write(tmp_path / "a")
+
+    def body(comm):
+        model = Net(4 + comm.rank)
+        with pytest.raises(CheckpointError, match=r"float64 \[5, 5\] in the model \(found on rank 1\)"):
+            load_checkpoint(tmp_path / "a", comm, model)
+        return True
+
+    assert all(run(body, 2))
+
+
+@pytest.mark.parametrize(
+    ("extra", "text"),
+    [
+        ({"a": [object()]}, "extra/a/0 is a object; a checkpoint holds tensors, numbers"),
+        ({1.5: 1}, "extra has the key 1.5; keys in a checkpoint are strings or integers"),
+        (torch.eye(2).to_sparse(), "extra is a sparse tensor"),
+    ],
+)
+def test_what_cannot_be_stored_is_named(tmp_path, extra, text):
+    def body(comm):
+        with pytest.raises(CheckpointError, match=text + r".*\(found on rank 1\)"):
+            save_checkpoint(tmp_path / "a", comm, Net(), extra=extra if comm.rank == 1 else None)
+        return True
+
+    assert all(run(body, 2))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+    write(tmp_path / "a", epoch=1)
+    content = (tmp_path / "a").read_bytes()
+
+    def full(*_, **__):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+
+    def body(comm):
+        with pytest.raises(CheckpointError, match=r"a' could not be written: no space left .*\(found on rank 0\)"):
+            save_checkpoint(tmp_path / "a", comm, Net())
+        with pytest.raises(CheckpointError, match="could not be written"):
+            save_checkpoint(tmp_path / "missing" / "a", comm, Net())
+        return True
+
+    assert all(run(body, 2))
+    assert (tmp_path / "a").read_bytes() == content and len(list(tmp_path.iterdir())) == 1
+
+
+def test_another_format_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("shardpass.core.checkpoint.FORMAT", 9)
+    write(tmp_path / "a")
+    monkeypatch.undo()
+    refused(tmp_path / "a", "has format 9, this version reads format 1")
+
+
+def test_the_header_is_plain_json(tmp_path):
+    from safetensors import safe_open
+
+    write(tmp_path / "a", epoch=4)
+    with safe_open(tmp_path / "a", framework="pt") as file:
+        manifest = json.loads(file.metadata()["shardpass"])
+    assert manifest["epoch"] == 4 and manifest["ranks"] == 2 and manifest["optimizer"]["class"] == "AdamW"
+
+
+def test_a_state_that_torch_refuses_is_told_on_all(tmp_path):
+    class Picky(Net):
+        def load_state_dict(self, *args, **kwargs):
+            raise RuntimeError("picky")
+
+    write(tmp_path / "a")
+    refused(tmp_path / "a", "the state could not be restored: picky", Picky)
