@@ -96,6 +96,15 @@ def load_checkpoint(
     manifest = _agreed(comm, lambda: read_file(Path(path), read) if comm.rank == 0 else None)
     manifest = comm.all_gather_object(manifest, "checkpoint manifest")[0]
     _agreed(comm, lambda: _validate(Path(path), manifest, comm, model, optimizer, graph))
+    tensors = _passed_on(manifest, read, comm)
+    _agreed(comm, lambda: _restore(manifest, tensors, model, optimizer))
+    same = _continue_random(manifest, tensors, comm)
+    extra = decode(manifest["extra"], tensors)
+    return {"epoch": manifest["epoch"], "extra": extra, "random": "restored" if same else "derived"}
+
+
+def _passed_on(manifest: dict[str, Any], read: dict[str, Tensor], comm: Communicator) -> dict[str, Tensor]:
+    """All tensors of the file, and under their plain names those that belong to this rank. Collective."""
     tensors = {
         name: read[name] if comm.rank == 0 else torch.empty(shape, dtype=getattr(torch, dtype))
         for name, (dtype, shape) in manifest["tensors"].items()
@@ -103,16 +112,19 @@ def load_checkpoint(
     broadcast_tensors(list(tensors.values()), comm, "load_checkpoint")
     for name in manifest["local"]:
         tensors[name] = tensors[f"{name}@{comm.rank % manifest['ranks']}"]
-    _agreed(comm, lambda: _restore(manifest, tensors, model, optimizer))
-    states = {name.removeprefix("random/"): tensors[name] for name in manifest["local"] if name.startswith("random/")}
-    same = manifest["ranks"] == comm.size
+    return tensors
+
+
+def _continue_random(manifest: dict[str, Any], tensors: dict[str, Tensor], comm: Communicator) -> bool:
+    """Restore this rank's random state, or derive one on another number of ranks; whether it was restored."""
+    names = [name for name in manifest["local"] if name.startswith("random/")]
+    same = bool(manifest["ranks"] == comm.size)
     with comm.random_lock():
         if same:
-            set_random_state(states)
+            set_random_state({name.removeprefix("random/"): tensors[name] for name in names})
         else:
             torch.manual_seed(derive_seed(digest(tensors["random/cpu@0"]), comm.size, comm.rank))
-    extra = decode(manifest["extra"], tensors)
-    return {"epoch": manifest["epoch"], "extra": extra, "random": "restored" if same else "derived"}
+    return same
 
 
 def _agreed(comm: Communicator, work: Callable[[], Any]) -> Any:

@@ -49,21 +49,14 @@ def cross_entropy(
     Raises:
         ValueError: on every rank, if shapes or class ids are wrong on one, or no rank has a masked node.
     """
-    name = "cross_entropy"
-    problem = _check_logits(name, logits, y, mask)
-    problem = problem or _check_weight(weight, logits)
-    losses, denominator = logits.new_zeros(0), 0.0
+    problem = _check_logits("cross_entropy", logits, y, mask) or _check_weight(weight, logits)
+    losses, denominator = torch.zeros(0), 0.0
     if problem is None:
         rows, targets = _select(logits, mask), _select(y, mask)
         problem = _check_targets(targets, logits.shape[1], "cross_entropy")
     if problem is None:
-        rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
-        weight = None if weight is None else weight.to(rows)
-        targets = targets.to(rows.dtype) if targets.is_floating_point() else targets.long()
-        losses = F.cross_entropy(rows, targets, weight, reduction="none", label_smoothing=label_smoothing)
-        by_class = weight is not None and not targets.is_floating_point()
-        denominator = float(weight[targets].double().sum()) if by_class and weight is not None else float(len(targets))
-    return _global_mean(name, losses, denominator, problem, comm, _trailing(logits))
+        losses, denominator = _row_losses(rows, targets, weight, label_smoothing)
+    return _global_mean("cross_entropy", losses, denominator, problem, comm, _trailing(logits))
 
 
 def mean(values: Tensor, mask: Tensor | None, comm: Communicator) -> Tensor:
@@ -132,6 +125,17 @@ def total(count: int | float, comm: Communicator) -> int | float:
     dtype = torch.int64 if isinstance(count, Integral) else torch.float64
     value = torch.tensor([count], dtype=dtype, device=comm.device)
     return comm.all_reduce(value, "sum", "total").item()
+
+
+def _row_losses(rows: Tensor, targets: Tensor, weight: Tensor | None, label_smoothing: float) -> tuple[Tensor, float]:
+    """The weighted loss of each row, and what their sum is divided by for torch's mean."""
+    rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    weight = None if weight is None else weight.to(rows)
+    targets = targets.to(rows.dtype) if targets.is_floating_point() else targets.long()
+    losses = F.cross_entropy(rows, targets, weight, reduction="none", label_smoothing=label_smoothing)
+    if weight is None or targets.is_floating_point():
+        return losses, float(len(targets))
+    return losses, float(weight[targets].sum(dtype=torch.float64))
 
 
 class _Share(torch.autograd.Function):
