@@ -212,12 +212,12 @@ class BaseCommunicator:
         except TransportLostError as error:
             known = self._explain_lost(position.peer)
             if known is not None:
-                raise known from error
+                raise known from None
             peer = f"rank {position.peer}" if position.peer >= 0 else "another rank"
             raise CommunicationError(
                 f"rank {self.rank} lost its connection with {peer} in {position.text}; that rank died, or ended before "
                 f"the others ({error})"
-            ) from error
+            ) from None
         finally:
             self._where = None
             self._publish(None)
@@ -382,6 +382,9 @@ class BaseCommunicator:
     def share(self, tensor: Tensor) -> dict[int, Tensor] | None:
         """See `Communicator.share`."""
         return None
+
+    def let_first_rank_go(self) -> None:
+        """See `Communicator.let_first_rank_go`."""
 
     def random_lock(self) -> AbstractContextManager[Any]:
         """See `Communicator.random_lock`."""

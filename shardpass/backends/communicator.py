@@ -20,11 +20,14 @@ class CallOrder:
     ``token`` is the 0-dim tensor that the latest differentiable collective call returned; the next call takes it as an
     autograd input, so that backward visits the calls of every rank in the same (reversed) order, also where a rank's
     loss does not reach a call. ``None`` outside a wrapped model's forward pass. ``calls`` counts calls, for messages.
+    ``inside`` names the message function that is running, during which no call may begin: it runs several times, and
+    not on every rank alike.
     """
 
     calls: int = 0
     token: Tensor | None = None
     active: bool = False
+    inside: str = ""
 
 
 class Handle(Protocol):
@@ -106,6 +109,13 @@ class Communicator(Protocol):
 
     def random_lock(self) -> AbstractContextManager[Any]:
         """Held while torch's process-wide generator is replayed: a real lock where ranks share a process."""
+        ...
+
+    def let_first_rank_go(self) -> None:
+        """Where ranks share a process: return once rank 0 has entered its next collective. Elsewhere at once.
+
+        So that what rank 0 draws from the shared generator until then depends on nothing the other ranks do.
+        """
         ...
 
     def abort(self, reason: str) -> None:

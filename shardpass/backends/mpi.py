@@ -26,7 +26,7 @@ from shardpass.errors import CommunicationError, DivergenceError, require
 _SPINS = 20  # tests without sleeping
 _MIN_SLEEP, _MAX_SLEEP = 20e-6, 1e-3  # seconds
 _NOTE_SECONDS = 0.05  # how often a waiting rank reads the notes of the others
-_STUCK_SECONDS = 2.0
+_STUCK_SECONDS = 1.0
 _ENDED_SECONDS = 2.0  # how long the last messages of a rank that has ended may take
 _TYPES = {
     torch.float32: "FLOAT", torch.float64: "DOUBLE", torch.int64: "INT64_T", torch.int32: "INT32_T",

@@ -111,6 +111,10 @@ class RecordingCommunicator:
         """See `Communicator.random_lock`."""
         return self.inner.random_lock()
 
+    def let_first_rank_go(self) -> None:
+        """See `Communicator.let_first_rank_go`."""
+        self.inner.let_first_rank_go()
+
     def abort(self, reason: str) -> None:
         """See `Communicator.abort`."""
         self.inner.abort(reason)

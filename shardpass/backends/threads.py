@@ -23,7 +23,7 @@ from shardpass.backends.failure import Failure, TransportTimeoutError, first_fai
 from shardpass.backends.identity import MessageKey
 from shardpass.errors import CommunicationError, DivergenceError, PeerFailure
 
-_LOOK_SECONDS = 1.0  # how long a rank is blocked before it looks for a circle of waits
+_LOOK_SECONDS = 0.5  # how long a rank is blocked before it looks for a circle of waits
 
 
 class ThreadWorld:
@@ -74,6 +74,7 @@ class _Channel:
         self.left: dict[int, int] = {}
         self.positions: dict[int, Position] = {}
         self.ended: set[int] = set()
+        self.first_entered = 0  # collectives that rank 0 has entered
 
 
 class _Sent:
@@ -173,12 +174,21 @@ class ThreadCommunicator(BaseCommunicator):
         arrival.done = True
         return arrival
 
+    def let_first_rank_go(self) -> None:
+        """See `Communicator.let_first_rank_go`."""
+        if self.rank > 0:
+            channel, mine = self._channel, self._rounds
+            self.block(lambda: channel.first_entered > mine or 0 in channel.ended, self.timeout)
+
     def _meet(self, deposit: Any, combine: Callable[[list[Any]], list[Any]], timeout: float) -> Any:
         """Collective: the last rank to come makes every rank's result from the deposits, in rank order."""
         channel, world = self._channel, self._world
         self._rounds += 1
         current = self._rounds
         with world.changed:
+            if self.rank == 0:
+                channel.first_entered = current
+                world.changed.notify_all()
             channel.deposits[self.rank] = deposit
             last = len(channel.deposits) == world.size
             if last:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import re
 import socket
 import threading
 from datetime import timedelta
@@ -55,34 +56,46 @@ def _transport_errors() -> Any:
     try:
         yield
     except RuntimeError as error:
-        text = str(error).splitlines()[0]
+        text = gloo_words(error)
         if "Timed out" in text or "timed out" in text:
-            raise TransportTimeoutError from error
-        raise TransportLostError(text) from error
+            raise TransportTimeoutError from None
+        raise TransportLostError(text) from None
+
+
+def gloo_words(error: RuntimeError) -> str:
+    """The first sentence of an error of gloo, without the place in its source."""
+    text = re.sub(r"^\[[^\]]*\.cc:\d+\] *", "", str(error).splitlines()[0])
+    return re.split(r"\. (?=This is|Check)", text)[0]
 
 
 class _Job:
-    """What the communicators of one job share: the watch, the store, the groups to release."""
+    """What the communicators of one job share: its name in the store, the watch, the failure."""
 
     def __init__(self, members: list[int], rank: int, connect_timeout: float, owns_default: bool, ends: bool) -> None:
         self.members = members
+        self.rank = rank
         self.connect_timeout = connect_timeout
         self.owns_default = owns_default
         self.failure = Failure()
-        self.store = _own_store()
+        self.notes = _own_store()
+        self._store = _own_store()
+        name = "world " + "-".join(map(str, members))
+        self.name = f"{name} #{self._store.add(f'{name} {rank}', 1)}"  # every rank of the group counts the same
         self.watch: Watch | None = None
         if len(members) > 1:
-            self.watch = Watch(self.new_group(), rank, len(members), self.failure, ends)
+            self.watch = Watch(self.new_group("watch"), rank, len(members), self.failure, ends)
             self.watch.start()
 
-    def new_group(self) -> Any:
-        """Collective: a gloo group over the job's ranks."""
-        return dist.new_group(
-            self.members,
-            timeout=timedelta(seconds=self.connect_timeout),
-            backend="gloo",
-            use_local_synchronization=True,
-        )
+    def new_group(self, path: str) -> Any:
+        """Collective: a gloo group over the job's ranks, or None for one rank.
+
+        Not through `torch.distributed.new_group`, whose names depend on how many groups this process happens to have.
+        """
+        size = len(self.members)
+        if size == 1:
+            return None
+        store = dist.PrefixStore(f"{self.name} {path}", self._store)
+        return dist.ProcessGroupGloo(store, self.rank, size, timedelta(seconds=self.connect_timeout))  # type: ignore[attr-defined]
 
 
 def _own_store() -> Any:
@@ -96,11 +109,10 @@ def _own_store() -> Any:
 class TorchCommunicator(BaseCommunicator):
     """One rank of a process group. Made by `from_group`; collective over the group."""
 
-    def __init__(self, job: _Job, group: Any, given: Any, rank: int, device: torch.device, path: str) -> None:
+    def __init__(self, job: _Job, group: Any, rank: int, device: torch.device, path: str) -> None:
         super().__init__(rank, len(job.members), device, Failure(job.failure))
         self._job = job
         self._group = group
-        self._given = given
         self._slots = SlotTable()
         self._twins: dict[str, int] = {}
         self._published = False
@@ -133,14 +145,14 @@ class TorchCommunicator(BaseCommunicator):
         rank = members.index(dist.get_rank())
         try:
             job = _Job(members, rank, connect_timeout, owns_default, ends_process)
-            own = job.new_group() if len(members) > 1 else None
+            own = job.new_group(job.name)
         except RuntimeError as error:
             raise CommunicationError(
                 f"rank {rank} could not connect with the other {len(members) - 1} ranks of the group within "
-                f"{connect_timeout:.0f} s: {str(error).splitlines()[0]}. Set GLOO_SOCKET_IFNAME to the network "
+                f"{connect_timeout:.0f} s: {gloo_words(error)}. Set GLOO_SOCKET_IFNAME to the network "
                 f"interface that reaches them"
             ) from error
-        comm = TorchCommunicator(job, own, given, rank, torch.device(device), "world " + "-".join(map(str, members)))
+        comm = TorchCommunicator(job, own, rank, torch.device(device), job.name)
         comm.timeout = timeout
         atexit.register(comm.close)
         hosts = comm.all_gather_object(socket.gethostname(), "hosts")
@@ -186,10 +198,9 @@ class TorchCommunicator(BaseCommunicator):
             start().wait()
 
     def _raw_duplicate(self, name: str) -> BaseCommunicator:
-        group = self._job.new_group() if self.size > 1 else None
         count = self._twins[name] = self._twins.get(name, 0) + 1
         path = f"{self.path}/{name}#{count}"
-        return TorchCommunicator(self._job, group, self._given, self.rank, self.device, path)
+        return TorchCommunicator(self._job, self._job.new_group(path), self.rank, self.device, path)
 
     # ---- failure
 
@@ -224,14 +235,14 @@ class TorchCommunicator(BaseCommunicator):
             return
         with self._publishing, contextlib.suppress(RuntimeError):
             self._published = position is not None and self._where is not None
-            self._job.store.set(f"{self.path} {self.rank}", position.to_json() if position and self._published else "")
+            self._job.notes.set(f"{self.path} {self.rank}", position.to_json() if position and self._published else "")
 
     def _positions(self) -> dict[int, Position]:
         found: dict[int, Position] = {}
         for rank in range(self.size):
             key = f"{self.path} {rank}"
-            if rank != self.rank and self._job.store.check([key]):
-                text = self._job.store.get(key).decode()
+            if rank != self.rank and self._job.notes.check([key]):
+                text = self._job.notes.get(key).decode()
                 if text:
                     found[rank] = Position.from_json(text)
         return found
@@ -267,6 +278,6 @@ def _transport_errors_in(comm: TorchCommunicator, peer: int) -> Any:
     """For transfers that cannot even start."""
     try:
         yield
-    except RuntimeError as error:
+    except RuntimeError:
         known = comm._explain_lost(peer)
-        raise (known or CommunicationError(f"rank {comm.rank} lost its connection with rank {peer}")) from error
+        raise (known or CommunicationError(f"rank {comm.rank} lost its connection with rank {peer}")) from None

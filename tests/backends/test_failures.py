@@ -1,0 +1,171 @@
+"""A rank that fails ends all ranks within seconds, with the first cause in words and no process left."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+from shardpass.backends.spawn import spawn
+from shardpass.errors import CommunicationError, PeerFailure
+
+from . import contract
+from .launchers import launch, needs_mpi, survivors
+
+pytestmark = pytest.mark.processes
+LIMIT = 15.0  # seconds from the failure to the end of the last rank
+START = 15.0  # seconds that launchers and imports may take before
+LAUNCHERS = ["bare", "torchrun", pytest.param("mpirun", marks=[needs_mpi, pytest.mark.mpi])]
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_an_exception_on_one_rank(launcher):
+    ended = launch(launcher, 3, "raise")
+    assert ended.code != 0 and ended.seconds < START + LIMIT, ended.text
+    assert "shardpass: rank 2 failed first: ValueError: boo" in ended.text
+    assert 'raise ValueError("boo")' in ended.text, "the traceback"
+    assert "is done" not in ended.text
+    if launcher == "bare":
+        assert ended.text.count("PeerFailure: rank 2 failed first: ValueError: boo") == 2, ended.text
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_killed_rank(launcher):
+    ended = launch(launcher, 3, "kill")
+    assert ended.code != 0 and ended.seconds < START + LIMIT, ended.text
+    assert "is done" not in ended.text
+    if launcher == "bare":
+        assert ended.text.count("PeerFailure: rank 2 died first: its process ended without a word") == 2, ended.text
+    else:
+        assert "SIGKILL" in ended.text or "signal 9" in ended.text or "rank 2 died first" in ended.text, ended.text
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_rank_that_leaves_early(launcher):
+    ended = launch(launcher, 3, "exit")
+    assert ended.code != 0 and ended.seconds < START + LIMIT, ended.text
+    assert "is done" not in ended.text
+
+
+def test_an_exception_while_the_others_compute():
+    ended = launch("bare", 2, "raise while others compute")
+    assert ended.seconds < START + LIMIT, ended.text
+    assert "shardpass: rank 0 ends: rank 1 failed first: ValueError: boo" in ended.text
+
+
+def test_abort():
+    ended = launch("bare", 2, "abort")
+    assert ended.seconds < START + LIMIT, ended.text
+    assert ended.text.count("rank 1 failed first: the loss is nan") >= 2, ended.text
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS[::2])
+def test_a_slow_rank_is_waited_for(launcher):
+    ended = launch(launcher, 2, "slow", SLOW_SECONDS="4")
+    assert ended.code == 0 and ended.text.count("is done") == 2, ended.text
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_rank_slow_for_a_minute_is_waited_for(launcher):
+    ended = launch(launcher, 2, "slow", limit=150, SLOW_SECONDS="60")
+    assert ended.code == 0 and ended.text.count("is done") == 2, ended.text
+
+
+def fail_as_told(comm, what):
+    contract.check_exchange(comm)
+    if comm.rank == 1 and what == "raise":
+        raise KeyError("boo")
+    if comm.rank == 1 and what == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    to, source = contract.ring(comm)
+    comm.exchange(torch.ones(300_000), to, torch.zeros(300_000), source, 5, "late").wait()
+    comm.barrier()
+
+
+def test_spawned_processes_raise_the_first_exception():
+    with pytest.raises(KeyError, match="boo") as caught:
+        spawn(fail_as_told, 3, "processes", args=("raise",))
+    assert "fail_as_told" in str(caught.value.__cause__), "the traceback of the rank"
+    assert not multiprocessing.active_children()
+
+
+def test_a_killed_spawned_process_is_named():
+    start = time.monotonic()
+    with pytest.raises(CommunicationError, match="rank 1 failed first: its process was ended by SIGKILL") as caught:
+        spawn(fail_as_told, 3, "processes", args=("kill",))
+    assert not isinstance(caught.value, PeerFailure)
+    assert time.monotonic() - start < START + LIMIT
+    assert not multiprocessing.active_children()
+
+
+def test_functions_that_cannot_be_sent():
+    with pytest.raises(ValueError, match="define the function at module level"):
+        spawn(lambda comm: 1, 2, "processes")
+
+
+PARENT = """
+import sys, time
+from shardpass.backends.spawn import spawn
+def wait(comm):
+    print("up", flush=True)
+    time.sleep(60)
+if __name__ == "__main__":
+    spawn(wait, 2, "processes")
+"""
+
+
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL])
+def test_no_orphans_when_the_parent_ends(tmp_path, ending):
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])}
+    parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=env)
+    try:
+        assert parent.stdout is not None
+        assert [parent.stdout.readline().strip() for _ in range(2)] == [b"up", b"up"]
+        children = _children(parent.pid)
+        assert len(children) >= 2
+        parent.send_signal(ending)
+        parent.wait(LIMIT)
+        deadline = time.monotonic() + LIMIT
+        while any(_alive(pid) for pid in children) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not [pid for pid in children if _alive(pid)]
+    finally:
+        parent.kill()
+        parent.wait()
+    assert not survivors(str(script))
+
+
+def _children(parent):
+    found = []
+    for thread in os.listdir(f"/proc/{parent}/task"):
+        with open(f"/proc/{parent}/task/{thread}/children") as file:
+            found += [int(pid) for pid in file.read().split()]
+    return found
+
+
+def _alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_an_interrupt_ends_threads():
+    def program(comm):
+        if comm.rank == 0:
+            time.sleep(0.3)
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        comm.exchange(None, 0, torch.zeros(1), 0, 1).wait() if comm.rank else comm.barrier()
+
+    with pytest.raises((KeyboardInterrupt, CommunicationError)):
+        spawn(program, 2)
+    assert not [thread for thread in threading.enumerate() if "shardpass rank" in thread.name]

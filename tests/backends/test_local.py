@@ -1,0 +1,35 @@
+"""The single-rank communicator."""
+
+import pytest
+import torch
+
+from shardpass.backends.communicator import Communicator
+from shardpass.backends.local import LocalCommunicator
+from shardpass.backends.recording import RecordingCommunicator
+from shardpass.errors import PeerFailure
+
+from . import contract
+
+
+def test_contract():
+    assert len(contract.run_all(LocalCommunicator())) > 12
+
+
+def test_contract_while_recording():
+    contract.run_all(RecordingCommunicator(LocalCommunicator()))
+
+
+def test_it_is_a_communicator():
+    assert isinstance(LocalCommunicator(), Communicator)
+    assert isinstance(RecordingCommunicator(LocalCommunicator()), Communicator)
+
+
+def test_abort():
+    with pytest.raises(PeerFailure, match="rank 0 failed first: enough"):
+        LocalCommunicator().abort("enough")
+
+
+def test_share_is_a_view():
+    tensor = torch.zeros(2)
+    LocalCommunicator().share(tensor)[0].fill_(1)
+    assert tensor.sum() == 2

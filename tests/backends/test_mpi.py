@@ -1,0 +1,23 @@
+"""Ranks of an MPI job, under a real mpirun."""
+
+import pytest
+
+from .launchers import launch, needs_mpi
+
+pytestmark = [pytest.mark.mpi, pytest.mark.processes, needs_mpi]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_contract(ranks):
+    ended = launch("mpirun", ranks, "contract over mpi")
+    assert ended.code == 0, ended.text
+    for rank in range(ranks):
+        assert f"rank {rank} of {ranks} with MpiCommunicator" in ended.text
+        assert f"rank {rank} is done" in ended.text
+
+
+def test_mpirun_is_detected_and_ends_silently():
+    ended = launch("mpirun", 2, "ok")
+    assert ended.code == 0, ended.text
+    lines = [line for line in ended.text.splitlines() if line.strip()]
+    assert len(lines) == 4 and ended.text.count("MpiCommunicator") == 2, ended.text
