@@ -35,6 +35,7 @@ def aggregate(program: Program, plan: HaloPlan, edges: EdgeShards) -> Tensor:
         DivergenceError: ranks run different bodies.
     """
     number, token = begin_call(plan.comm, program.name)
+    program = replace(program, order=plan.comm.order)
     label = f"call {number} {program.name}"
     program, structure, gradients = settle(plan.comm, label, program, edges, plan.num_own_src)
     first: dict[int, str] = {}
@@ -150,6 +151,6 @@ def _node_part(program: Program, call: Call, outputs: list[Tensor]) -> Tensor:
     message = call.structure.message
     assert message is not None
     phase = _NodePhase(outputs, call.edges.num_dst)
-    with EdgeTrace(program.name, inputs.index, phase) as trace:
+    with EdgeTrace(program, inputs.index, phase) as trace:
         trace.count = call.structure.num_message
         return program.aggregate(message[:1], inputs)

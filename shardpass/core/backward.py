@@ -173,7 +173,7 @@ class _Pass:
             phase = BackwardPhase(self, chunk)
             message = None
             try:
-                with call.scope(position, chunk), EdgeTrace(program.name, inputs.index, phase, substitutes):
+                with call.scope(position, chunk), EdgeTrace(program, inputs.index, phase, substitutes):
                     message = program.message(inputs)
                     if program.aggregate is not None:
                         program.aggregate(message, inputs)

@@ -98,9 +98,7 @@ class Call:
         """Yield ``(position, shard, {name: rows of the block})`` block by block. Collective if `names` is not empty."""
         wanted = sorted({self.canonical[name] for name in names})
         missing = [name for name in wanted if name not in operands.kept]
-        rounds = fetch_blocks(
-            self.plan, [operands.src[name] for name in missing], self.stream(), keep=self.keeps_rows
-        )
+        rounds = fetch_blocks(self.plan, [operands.src[name] for name in missing], self.stream(), keep=self.keeps_rows)
         for position, _, fetched in rounds:
             rows = dict(zip(missing, fetched))
             for name in wanted:

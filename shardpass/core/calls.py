@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardpass.backends.communicator import Communicator
-from shardpass.errors import RefusedError
+from shardpass.errors import NeedsHaloError, RefusedError
 
 
 def begin_call(comm: Communicator, label: str) -> tuple[int, Tensor]:
@@ -45,12 +45,26 @@ def begin_call(comm: Communicator, label: str) -> tuple[int, Tensor]:
         label: what is called, for the messages of the caller.
     """
     order = comm.order
+    refuse_inside_message(comm, label)
     order.calls += 1
     if not torch.is_grad_enabled():
         return order.calls, torch.zeros((), device=comm.device)
     if order.active and order.token is not None:
         return order.calls, order.token
     return order.calls, _new_token(comm)
+
+
+def refuse_inside_message(comm: Communicator, label: str) -> None:
+    """Raise if a message function is running: it runs in pieces, so it cannot hold a collective call.
+
+    Raises:
+        NeedsHaloError: in ``halo`` mode the message function runs once, on all edges of the rank, and may.
+    """
+    if comm.order.inside:
+        raise NeedsHaloError(
+            f"{comm.order.inside}: {label} inside message() needs all edges of the graph at once, so it cannot be "
+            f"computed one shard at a time. Use Options(mode='halo') for this model, or move it out of message()"
+        )
 
 
 def end_call(comm: Communicator, token: Tensor) -> None:

@@ -19,16 +19,72 @@ from shardpass.core.transfer import halo_fetch, halo_push
 from shardpass.errors import RefusedError
 
 _DESCRIBES = frozenset(
-    "size dim numel stride __len__ is_floating_point is_complex is_signed ndimension nelement element_size get_device "
-    "is_contiguous data_ptr __repr__ __str__ __format__ __hash__ storage_offset is_inference new_ones new_zeros "
-    "new_full new_empty ones_like zeros_like full_like empty_like rand_like requires_grad_ is_same_size".split()
+    [
+        "size",
+        "dim",
+        "numel",
+        "stride",
+        "__len__",
+        "is_floating_point",
+        "is_complex",
+        "is_signed",
+        "ndimension",
+        "nelement",
+        "element_size",
+        "get_device",
+        "is_contiguous",
+        "data_ptr",
+        "__repr__",
+        "__str__",
+        "__format__",
+        "__hash__",
+        "storage_offset",
+        "is_inference",
+        "new_ones",
+        "new_zeros",
+        "new_full",
+        "new_empty",
+        "ones_like",
+        "zeros_like",
+        "full_like",
+        "empty_like",
+        "rand_like",
+        "requires_grad_",
+        "is_same_size",
+    ]
 )
-_COPIES = frozenset("clone contiguous detach to long cpu cuda alias".split())
-_RESHAPES = frozenset("view expand expand_as unsqueeze reshape flatten squeeze".split())
-_COMPARES = frozenset("eq ne __eq__ __ne__".split())
+_COPIES = frozenset(["clone", "contiguous", "detach", "to", "long", "cpu", "cuda", "alias"])
+_RESHAPES = frozenset(["view", "expand", "expand_as", "unsqueeze", "reshape", "flatten", "squeeze"])
+_COMPARES = frozenset(["eq", "ne", "__eq__", "__ne__"])
 _PROPERTIES = frozenset(
-    "shape dtype device layout is_cuda is_sparse is_sparse_csr ndim requires_grad is_leaf grad_fn is_quantized is_meta "
-    "is_mps is_nested is_mkldnn is_cpu is_xpu itemsize nbytes names grad output_nr _version is_vulkan is_ipu".split()
+    [
+        "shape",
+        "dtype",
+        "device",
+        "layout",
+        "is_cuda",
+        "is_sparse",
+        "is_sparse_csr",
+        "ndim",
+        "requires_grad",
+        "is_leaf",
+        "grad_fn",
+        "is_quantized",
+        "is_meta",
+        "is_mps",
+        "is_nested",
+        "is_mkldnn",
+        "is_cpu",
+        "is_xpu",
+        "itemsize",
+        "nbytes",
+        "names",
+        "grad",
+        "output_nr",
+        "_version",
+        "is_vulkan",
+        "is_ipu",
+    ]
 )
 
 
@@ -65,7 +121,7 @@ class ShardedEdgeIndex(Tensor):
         name = getattr(func, "__name__", "")
         mine = next(t for t in _flat(args, kwargs) if isinstance(t, ShardedEdgeIndex))
         with torch._C.DisableTorchFunctionSubclass():
-            if name in _DESCRIBES or name == "__get__" and _property(func) in _PROPERTIES:
+            if name in _DESCRIBES or (name == "__get__" and _property(func) in _PROPERTIES):
                 return func(*args, **kwargs)
             if name == "max" and len(args) == 1 and not kwargs:  # PyG asks so for the number of nodes
                 return torch.tensor(max(mine.plan.num_own_src, mine.plan.num_dst) - 1)
@@ -117,9 +173,9 @@ class SourceRows(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if name == "__setitem__" and first is not mine and _only_own_rows(first, args[1]):
                 return func(*_plain(args), **kwargs)
-            if name in _DESCRIBES or name == "__get__" and _property(func) in _PROPERTIES:
+            if name in _DESCRIBES or (name == "__get__" and _property(func) in _PROPERTIES):
                 return func(*args, **kwargs)
-            if name in _COPIES or name in _RESHAPES and isinstance(first, SourceRows):
+            if name in _COPIES or (name in _RESHAPES and isinstance(first, SourceRows)):
                 return SourceRows.wrap(func(*_plain(args), **kwargs), mine.plan)
             if name == "__getitem__" and isinstance(first, SourceRows):
                 return SourceRows.wrap(func(*_plain(args), **kwargs), mine.plan)
@@ -134,8 +190,8 @@ class SourceRows(Tensor):
 
 def _refused(name: str, what: str) -> RefusedError:
     return RefusedError(
-        f"`{name}` on {what} of a sharded graph: ids are numbered per rank, so the result would differ from that on the "
-        f"whole graph. Compute it before partitioning and store it as a node or edge field"
+        f"`{name}` on {what} of a sharded graph: ids are numbered per rank, so the result would differ "
+        f"from that on the whole graph. Compute it before partitioning and store it as a node or edge field"
     )
 
 
@@ -151,7 +207,7 @@ def _item(mine: ShardedEdgeIndex, key: Any) -> Tensor:
 
 
 def _only_own_rows(table: Any, key: Any) -> bool:
-    """Whether `key` are source rows that this rank owns (as those of self-loops are), and `table` has a row for each."""
+    """Whether `key` are source rows that this rank owns (as self-loops are), and `table` has a row for each."""
     if not isinstance(key, SourceRows) or table.size(0) != key.plan.num_own_src:
         return False
     return key.numel() == 0 or int(key.as_subclass(Tensor).max()) < key.plan.num_own_src

@@ -90,7 +90,7 @@ def _run_chunk(
     program = call.program
     inputs = call.inputs(operands, shard, chunk, rows)
     try:
-        with call.scope(position, chunk), EdgeTrace(program.name, inputs.index, phase) as trace:
+        with call.scope(position, chunk), EdgeTrace(program, inputs.index, phase) as trace:
             message = program.message(inputs)
             if program.aggregate is not None:
                 program.aggregate(message, inputs)

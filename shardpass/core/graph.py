@@ -159,7 +159,9 @@ class ShardedGraph:
         if name.startswith("_") or name not in ("x", "y", "pos", "train_mask", "val_mask", "test_mask"):
             if name in ("edge_attr", "edge_weight", "edge_type"):
                 return self._field(self.edge, name, "edge")
-            raise AttributeError(f"ShardedGraph has no attribute {name!r}; stored fields: graph.node[...], graph.edge[...]")
+            raise AttributeError(
+                f"ShardedGraph has no attribute {name!r}; stored fields: graph.node[...], graph.edge[...]"
+            )
         return self._field(self.node, name, "node")
 
     @staticmethod

@@ -77,7 +77,9 @@ def build_halo_plan(
     cuts = torch.searchsorted(needed, bounds).tolist()
     wanted = [needed[cuts[q] : cuts[q + 1]] - sources.offsets[q] for q in range(size)]
     send_rows = tuple(comm.all_to_all(wanted, label="halo plan: needed rows"))
-    counts = [row.tolist() for row in comm.all_gather(needed.new_tensor([w.numel() for w in wanted]), label="halo plan")]
+    counts = [
+        row.tolist() for row in comm.all_gather(needed.new_tensor([w.numel() for w in wanted]), label="halo plan")
+    ]
     for peer in range(size):
         if send_rows[peer].numel() != counts[peer][rank]:
             raise InternalError(f"rank {rank} got {send_rows[peer].numel()} rows to send to {peer}, not {counts[peer]}")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardpass.backends.communicator import Communicator
-from shardpass.core.calls import begin_call, end_call, refuse_double_backward
+from shardpass.core.calls import begin_call, end_call, refuse_double_backward, refuse_inside_message
 from shardpass.errors import RefusedError, ShardpassError
 
 CHUNK_BYTES = 1 << 20  # rows are processed in chunks whose temporaries stay in cache; larger ones on accelerators
@@ -44,6 +44,8 @@ class DistributedBatchNorm(nn.BatchNorm1d):
         if not self.training and self.running_mean is not None and self.running_var is not None:
             return super().forward(input)
         self._check_batch(input)
+        if self.comm is not None:
+            refuse_inside_message(self.comm, "BatchNorm in training mode")
         if self.comm is None:
             raise ShardpassError(
                 "this DistributedBatchNorm has no communicator (pickling drops it): set its .comm, or wrap the model "

@@ -52,8 +52,8 @@ class ProbePhase:
 class ProbeTrace(EdgeTrace):
     """An `EdgeTrace` that also follows dependence, simple expressions, and captures."""
 
-    def __init__(self, name: str, inputs: Inputs, phase: ProbePhase) -> None:
-        super().__init__(name, inputs.index, phase)
+    def __init__(self, program: Program, inputs: Inputs, phase: ProbePhase) -> None:
+        super().__init__(program, inputs.index, phase)
         self.depends: dict[int, set[str]] = {}
         self.forms: dict[int, tuple[Form, str, str]] = {}
         self.softmax: dict[int, tuple[str, int]] = {}  # tensors on the way from a gathered maximum to exp(x - maximum)
@@ -125,7 +125,7 @@ class ProbeTrace(EdgeTrace):
         first = self.forms.get(id(args[0]))
         if name in KEEPS_VALUES and first is not None and out.dtype == args[0].dtype:
             scalar = first[0] == "scale" and not first[1]
-            if scalar and out.dim() and out.size(0) == out.numel() or not scalar and out.shape == args[0].shape:
+            if (scalar and out.dim() and out.size(0) == out.numel()) or (not scalar and out.shape == args[0].shape):
                 self.forms[id(out)] = first
         elif name in ("mul", "__mul__", "__rmul__") and len(args) == 2 and isinstance(args[1], Tensor):
             pair = [first, self.forms.get(id(args[1]))]
@@ -210,7 +210,7 @@ def probe(program: Program, edges: EdgeShards, num_own_src: int, needs_grad: set
     with torch.set_grad_enabled(grads):
         inputs = sample_inputs(program, edges, num_own_src, grads)
         phase = ProbePhase(inputs.num_dst, edges.num_dst)
-        trace = ProbeTrace(program.name, inputs, phase)
+        trace = ProbeTrace(program, inputs, phase)
         with trace:
             message = program.message(inputs)
             num_message = trace.count
@@ -350,5 +350,5 @@ def _differentiable(trace: ProbeTrace, value: Tensor, gradient_sources: set[str]
                 f"followed (a custom autograd Function or TorchScript). Pass it to the layer as an argument"
             )
         else:
-            stack += [parent for parent, _ in node.next_functions]
+            stack += [parent for parent, _ in node.next_functions if parent is not None]
     return reached

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from shardpass.backends.communicator import CallOrder
 from shardpass.core.reducers import Base
 
 
@@ -45,6 +46,7 @@ class Program:
             functions along ``Inputs.index`` only.
         aggregate: node part: from the message, ``[num_dst, ...]``. None: the messages themselves are the result.
         checked: signatures of this body that passed the row-wise check; kept by the frontend between calls.
+        order: of the communicator, set by the engine: no collective call may begin while the body runs.
     """
 
     name: str
@@ -54,6 +56,7 @@ class Program:
     message: Callable[[Inputs], Tensor]
     aggregate: Callable[[Tensor, Inputs], Tensor] | None
     checked: set[str] = field(default_factory=set)
+    order: CallOrder = field(default_factory=CallOrder)
 
 
 Form = Literal["general", "ones", "copy", "scale"]
@@ -70,7 +73,7 @@ class Reduction:
         dtype: of the messages.
         stage: forward pass in which it is computed, from 0.
         depth: length of the chain of reductions it hangs on, from 0; backward goes from the deepest up.
-        sources: names of the source tensors it depends on, itself and through earlier reductions' arguments not counted.
+        sources: names of the source tensors its messages depend on, not counting what earlier reductions saw.
         parents: earlier reductions it depends on directly.
         leader: the max reduction of the same pass that this sum is rescaled by (online softmax), or None.
         differentiable: gradients flow through its messages.

@@ -3,10 +3,10 @@
 Ranks that are processes have a generator each: `seed` makes them equal, models built next are equal, and `decorrelate`
 (called by ``wrap``) then gives every rank its own stream, which depends on the seed and the rank only.
 
-Ranks that are threads of one process share torch's one generator. Their draws interleave in an order that the scheduler
-decides. Built inside the block ``with seed(0, comm): model = ...``, models are the same on every rank, in every run and
-for every number of ranks; built after a plain ``seed(0, comm)`` they may differ, and are equal only once ``wrap`` has
-given every rank those of rank 0. Dropout on threads differs between ranks, but not reproducibly between runs.
+Ranks that are threads of one process share torch's one generator. After `seed` rank 0 goes first: the other ranks wait
+until it enters its next collective, so the model that rank 0 builds, and ``wrap`` then gives to all, is the same in
+every run and for every number of ranks. Built inside the block ``with seed(0, comm): model = ...``, models are the same
+on every rank at once. Dropout on threads differs between ranks, but not reproducibly between runs.
 
 Only torch's generators are touched: neither Python's nor NumPy's.
 """
@@ -47,6 +47,8 @@ def seed(seed: int, comm: Communicator) -> AbstractContextManager[None]:
         raise ValueError(f"seed must be an integer in [0, 2**63), found {seed!r}")
     with comm.random_lock():
         torch.manual_seed(seed)
+    comm.barrier("seed")
+    comm.let_first_rank_go()
     return _seeded(seed, comm)
 
 

@@ -18,9 +18,20 @@ from shardpass.errors import RefusedError
 
 BLOCK_EDGES = 12
 DROPOUTS = frozenset(
-    "dropout dropout_ alpha_dropout alpha_dropout_ feature_alpha_dropout feature_dropout dropout1d dropout2d".split()
+    [
+        "dropout",
+        "dropout_",
+        "alpha_dropout",
+        "alpha_dropout_",
+        "feature_alpha_dropout",
+        "feature_dropout",
+        "dropout1d",
+        "dropout2d",
+    ]
 )
-RANDOM_FILLS = frozenset("rand_like randn_like bernoulli bernoulli_ normal_ uniform_ rand randn exponential_".split())
+RANDOM_FILLS = frozenset(
+    ["rand_like", "randn_like", "bernoulli", "bernoulli_", "normal_", "uniform_", "rand", "randn", "exponential_"]
+)
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.2}
 
 
@@ -70,7 +81,7 @@ def _made_up(tensor: Tensor, generator: torch.Generator) -> Tensor:
 
 def _run(program: Program, inputs: Inputs, whole_dst: int, answers: list[Tensor] | None) -> _RowPhase:
     phase = _RowPhase(inputs.num_dst, whole_dst, answers)
-    with _QuietTrace(program.name, inputs.index, phase):
+    with _QuietTrace(program, inputs.index, phase):
         message = program.message(inputs)
         if program.aggregate is not None:
             program.aggregate(message, inputs)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from shardpass.core.program import Program
 from shardpass.core.reducers import Base
 from shardpass.errors import NeedsHaloError, RefusedError
 
@@ -31,12 +32,49 @@ SCATTERS = {
 }
 REDUCE_NAMES = {"sum": "sum", "amax": "max", "amin": "min", "prod": "prod"}
 SHAPE_OPS = frozenset(
-    "view expand expand_as unsqueeze squeeze reshape contiguous clone to long detach flatten view_as alias".split()
+    [
+        "view",
+        "expand",
+        "expand_as",
+        "unsqueeze",
+        "squeeze",
+        "reshape",
+        "contiguous",
+        "clone",
+        "to",
+        "long",
+        "detach",
+        "flatten",
+        "view_as",
+        "alias",
+    ]
 )
 INDEX_OPS = frozenset(["index_select", "gather", "__getitem__", "take_along_dim"])
 HARMLESS_OPS = frozenset(
-    "size dim numel __get__ ones_like new_ones new_zeros new_full new_empty zeros_like empty_like full_like __len__ "
-    "is_floating_point is_complex ndimension stride element_size data_ptr is_contiguous nelement __repr__".split()
+    [
+        "size",
+        "dim",
+        "numel",
+        "__get__",
+        "ones_like",
+        "new_ones",
+        "new_zeros",
+        "new_full",
+        "new_empty",
+        "zeros_like",
+        "empty_like",
+        "full_like",
+        "__len__",
+        "is_floating_point",
+        "is_complex",
+        "ndimension",
+        "stride",
+        "element_size",
+        "data_ptr",
+        "is_contiguous",
+        "nelement",
+        "__repr__",
+    ]
 )
 
 
@@ -72,15 +110,33 @@ def tensors_in(args: Iterable[Any]) -> list[Tensor]:
 
 
 class EdgeTrace(TorchFunctionMode):
-    """Runs a body on a piece of the edges. Args: the program's name, the piece's index, the phase, substitutions."""
+    """Runs a body on a piece of the edges.
 
-    def __init__(self, name: str, index: Tensor, phase: Phase, substitutes: dict[int, Tensor] | None = None) -> None:
+    Args:
+        program: whose body it is.
+        index: the piece's destination index.
+        phase: what reductions become.
+        substitutes: tensors to put in the place of others, by id.
+    """
+
+    def __init__(
+        self, program: Program, index: Tensor, phase: Phase, substitutes: dict[int, Tensor] | None = None
+    ) -> None:
         super().__init__()
-        self.name, self.phase = name, phase
+        self.name, self.phase, self._order = program.name, phase, program.order
         self.substitutes = substitutes or {}
         self.count = 0
         self._index = index
         self._aliases: dict[int, Tensor] = {id(index): index}  # tensors held, so that ids stay theirs
+
+    def __enter__(self) -> EdgeTrace:
+        self._order.inside = self.name
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._order.inside = ""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -94,6 +150,11 @@ class EdgeTrace(TorchFunctionMode):
 
     def run(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Tensor]) -> Any:
         """Carry out one intercepted call."""
+        if name == "batch_norm" and kwargs.get("training", args[5] if len(args) > 5 else False):
+            raise NeedsHaloError(
+                f"{self.name}: BatchNorm in training mode inside message() needs all edges of the graph at once, so it "
+                f"cannot be computed one shard at a time. Use Options(mode='halo') for this model"
+            )
         if not any(id(t) in self._aliases for t in operands):
             return func(*args, **kwargs)
         if name in SCATTERS:
@@ -154,7 +215,8 @@ class EdgeTrace(TorchFunctionMode):
     def _scatter(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         names = ("self", "dim", "index", "src" if "index" not in name else "source", "reduce")
         bound = {**dict(zip(names, args)), **kwargs}
-        base, dim, index = bound.get("self", bound.get("input")), bound["dim"], bound["index"]
+        base: Tensor = bound["self"] if "self" in bound else bound["input"]
+        dim, index = bound["dim"], bound["index"]
         source = bound.get("src", bound.get("source"))
         if not self.is_index(index) or not isinstance(source, Tensor) or bound.get("alpha", 1) != 1:
             raise RefusedError(f"{self.name}: `{name}` is used with the destination index in an unsupported way")

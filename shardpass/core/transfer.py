@@ -78,7 +78,9 @@ class _Push(torch.autograd.Function):
     run = staticmethod(_sum_to_owners)
 
     @staticmethod
-    def forward(ctx: Any, token: Tensor, rows: Tensor, plan: HaloPlan, number: int, label: str) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, token: Tensor, rows: Tensor, plan: HaloPlan, number: int, label: str
+    ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(token)
         ctx.plan, ctx.number, ctx.label = plan, number, label
         return _sum_to_owners(rows, plan, Stream(number, 0, label)), torch.zeros_like(token)

@@ -37,9 +37,7 @@ def load(path: str | Path, comm: Communicator, options: Options | None = None) -
     _agree_on_store(comm, store, options, problem)
     assert store is not None and data is not None
     ownership = {kind: _ownership(store, kind, comm.size) for kind in store.manifest.node_types}
-    relations = {
-        kind: _relation(comm, store, data, kind, ownership, options) for kind in store.manifest.edge_types
-    }
+    relations = {kind: _relation(comm, store, data, kind, ownership, options) for kind in store.manifest.edge_types}
     fields = {kind: OwnFields(data.node_fields[kind], lambda t: t.to(comm.device)) for kind in data.node_fields}
     return ShardedGraph(
         comm,

@@ -60,7 +60,7 @@ def assignments(num_nodes: int, ranks: int, edge_index: Tensor) -> dict[str, Ten
 def shard_in_memory(
     graph: WholeGraph, owners: Tensor, comm: Communicator, options: Options | None = None
 ) -> ShardedGraph:
-    """This rank's share of `graph`, node i owned by rank ``owners[i]``. Collective; the same arguments on every rank."""
+    """This rank's share of `graph`, node i owned by rank ``owners[i]``. Collective, with the same arguments."""
     options = options or Options()
     order = torch.argsort(owners, stable=True)
     ownership = Ownership.from_counts(torch.bincount(owners, minlength=comm.size).tolist())

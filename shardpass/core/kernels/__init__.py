@@ -41,5 +41,5 @@ def gather_sum_transposed(out: Tensor, shard: Shard, grad: Tensor, weight: Tenso
 
 
 def edge_dot(shard: Shard, rows: Tensor, grad: Tensor, max_edges: int) -> Tensor:
-    """``<rows[src], grad[dst]>`` of each edge of the shard, ``[num_edges]``: the adjoint of `gather_sum` in `weight`."""
+    """``<rows[src], grad[dst]>`` of each edge, ``[num_edges]``: the adjoint of `gather_sum` in `weight`."""
     return reference.edge_dot(shard, rows, grad, max_edges)

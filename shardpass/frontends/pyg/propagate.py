@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +16,9 @@ from shardpass.core.shard import EdgeShards, build_shards
 from shardpass.errors import NeedsHaloError, RefusedError
 from shardpass.frontends.pyg.lazy import LazyEdges, Poison
 
-_INDICES = frozenset(["edge_index_i", "edge_index_j", "edge_index", "size_i", "size_j", "adj_t", "index", "ptr", "dim_size"])
+_INDICES = frozenset(
+    ["edge_index_i", "edge_index_j", "edge_index", "size_i", "size_j", "adj_t", "index", "ptr", "dim_size"]
+)
 _MAX_DERIVED = 2
 
 
@@ -72,7 +72,9 @@ class ShardedMessagePassing:
                 return self.conv.edge_update(**self.conv.inspector.collect_param_data("edge_update", given))
 
         def compute() -> Tensor:
-            program = Program(f"{self.name} edge update", parts.src, parts.dst, parts.edge, message, None, self._checked)
+            program = Program(
+                f"{self.name} edge update", parts.src, parts.dst, parts.edge, message, None, self._checked
+            )
             try:
                 return aggregate(program, edge_index.plan, self._shards(edge_index))
             except NeedsHaloError:
@@ -176,8 +178,8 @@ class Parts:
 
 
 _NO_IDS = (
-    "node ids inside message() are numbered per rank. Pass the node tensor you want to index to propagate() and take it "
-    "as an argument ending in _j or _i"
+    "node ids inside message() are numbered per rank. Pass the node tensor you want to index to propagate() and take "
+    "it as an argument ending in _j or _i"
 )
 
 

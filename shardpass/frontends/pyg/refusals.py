@@ -1,4 +1,4 @@
-"""PyG modules that mix nodes outside message passing, and would be silently wrong on a sharded graph: refused by name."""
+"""PyG modules that mix nodes outside message passing, and would be silently wrong: refused by name."""
 
 from __future__ import annotations
 

@@ -12,9 +12,10 @@ from torch_geometric.nn.conv import MessagePassing
 
 from shardpass.backends.communicator import Communicator
 from shardpass.core.calls import chained
-from shardpass.core.gradients import check_not_ddp, note_forward, sync_parameters
+from shardpass.core.gradients import note_forward, sync_parameters
 from shardpass.core.graph import ShardedGraph
 from shardpass.core.norm import replace_batch_norms
+from shardpass.core.random import decorrelate
 from shardpass.errors import RefusedError
 from shardpass.frontends.pyg.propagate import ShardedMessagePassing
 from shardpass.frontends.pyg.refusals import refuse_unsupported
@@ -40,13 +41,13 @@ def wrap(model: nn.Module, comm: Communicator, check: bool = True) -> nn.Module:
         return model
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         raise RefusedError(
-            f"{type(model).__name__} averages gradients over ranks, which shardpass sums itself: wrap the model inside it"
+            f"{type(model).__name__} averages gradients, which shardpass sums itself: wrap the model inside it"
         )
     for name, parameter in model.named_parameters():
         if isinstance(parameter, UninitializedParameter):
             raise RefusedError(
-                f"parameter {name!r} has no shape yet (a lazy layer, in_channels=-1). Give the number of input channels, "
-                f"or run the model once on a few nodes before wrap"
+                f"parameter {name!r} has no shape yet (a lazy layer, in_channels=-1). Give the number of input "
+                f"channels, or run the model once on a few nodes before wrap"
             )
     refuse_unsupported(model)
     model = replace_batch_norms(model, comm)
@@ -54,6 +55,7 @@ def wrap(model: nn.Module, comm: Communicator, check: bool = True) -> nn.Module:
         if isinstance(module, MessagePassing):
             _attach(module, name)
     sync_parameters(model, comm)
+    decorrelate(comm)
     model._shardpass_wrapped = True  # type: ignore[assignment]
     model.forward = _Forward(model, comm)  # type: ignore[method-assign]
     return model
@@ -85,8 +87,7 @@ class _Forward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self.model
-        if torch.is_grad_enabled() and model.training:
-            check_not_ddp()
+        if torch.is_grad_enabled():
             note_forward(model)
         args, kwargs = tree_map(_edge_index_of, (args, kwargs))
         return chained(self.comm, type(model).forward, model, *args, **kwargs)
