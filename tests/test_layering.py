@@ -1,0 +1,307 @@
+"""Who may import whom, and no state in modules: an AST walk over the package. See docs/design.md, "Layout"."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "shardpass"
+
+OPTIONAL = frozenset(
+    "torch_geometric dgl mpi4py numba pymetis safetensors typer rich click matplotlib sklearn scipy pandas pyarrow ogb "
+    "tqdm networkx".split()
+)
+"""Packages that may be absent. Imported at module level only where `Layer.third_party` says so."""
+
+MUTATORS = frozenset(
+    "append add update setdefault pop popitem clear extend insert remove discard sort reverse __setitem__".split()
+)
+SAFE_CALLS = frozenset(
+    "frozenset set tuple list dict range len sorted TypeVar NamedTuple namedtuple NewType ParamSpec Path timedelta "
+    "MappingProxyType property cast getattr".split()
+)
+"""Names (or last parts of dotted names) that may be called while a module is imported: they make values, no more."""
+SAFE_DOTTED = frozenset(["struct.Struct", "re.compile", "torch.iinfo", "torch.finfo", "torch.device", "torch.Size"])
+SAFE_METHODS = frozenset("split keys values items union encode format join".split())
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What the modules of one folder may import.
+
+    Args:
+        own: prefixes of shardpass modules.
+        third_party: packages besides torch, numpy and the standard library, at module level too.
+        lazy: packages that may be imported inside functions only.
+        lazy_own: prefixes of shardpass modules that may be imported inside functions only.
+    """
+
+    own: tuple[str, ...]
+    third_party: frozenset[str] = frozenset()
+    lazy: frozenset[str] = frozenset()
+    lazy_own: tuple[str, ...] = ()
+
+
+COMMUNICATOR = "shardpass.backends.communicator"
+LAYERS: dict[str, Layer] = {
+    "core": Layer(("shardpass.errors", "shardpass.core", COMMUNICATOR), lazy=frozenset(["safetensors"])),
+    "backends": Layer(("shardpass.errors", "shardpass.backends"), lazy=frozenset(["mpi4py"])),
+    "data": Layer(
+        ("shardpass.errors", "shardpass.core", "shardpass.data", COMMUNICATOR),
+        lazy=frozenset(["pymetis", "torch_geometric", "safetensors", "pyarrow", "pandas"]),
+    ),
+    "frontends/pyg": Layer(
+        ("shardpass.errors", "shardpass.core", "shardpass.frontends.pyg", COMMUNICATOR),
+        third_party=frozenset(["torch_geometric"]),
+        lazy_own=("shardpass.testing",),
+    ),
+    "frontends/dgl": Layer(
+        ("shardpass.errors", "shardpass.core", "shardpass.frontends.dgl", COMMUNICATOR),
+        lazy=frozenset(["dgl"]),
+        lazy_own=("shardpass.testing",),
+    ),
+    "frontends": Layer(()),
+    "testing": Layer(
+        ("shardpass.errors", "shardpass.core", "shardpass.backends", "shardpass.data", "shardpass.testing"),
+        lazy=frozenset(["torch_geometric", "dgl"]),
+        lazy_own=("shardpass.frontends",),
+    ),
+    "cli": Layer(("shardpass",), third_party=frozenset(["typer", "rich", "click"]), lazy=OPTIONAL),
+    "": Layer(("shardpass.backends", "shardpass.core", "shardpass.data", "shardpass.errors", "shardpass.frontends")),
+}
+"""By folder, the deepest one that fits. ``""`` is the package's own ``__init__.py`` and ``errors.py``."""
+
+
+def modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
+
+
+def layer_of(path: Path) -> Layer:
+    folder = path.relative_to(PACKAGE).parent.as_posix()
+    found = [key for key in LAYERS if key and (folder == key or folder.startswith(key + "/"))]
+    if not found and folder != ".":
+        raise AssertionError(f"{folder} is a new folder: say in tests/test_layering.py what it may import")
+    return LAYERS[max(found, key=len, default="")]
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def imports(tree: ast.Module) -> Iterator[tuple[str, int, bool]]:
+    """``(module, line, inside a function)`` of every import; ``from shardpass import x`` counts as shardpass.x."""
+
+    def visit(node: ast.AST, inside: bool) -> Iterator[tuple[str, int, bool]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                yield from ((alias.name, child.lineno, inside) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                assert child.level == 0, f"line {child.lineno}: relative import"
+                if child.module == "shardpass":
+                    yield from ((f"shardpass.{alias.name}", child.lineno, inside) for alias in child.names)
+                else:
+                    yield child.module or "", child.lineno, inside
+            else:
+                yield from visit(
+                    child, inside or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+                )
+
+    yield from visit(tree, False)
+
+
+def required(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """The packages given to `errors.require`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and dotted(node.func).split(".")[-1] == "require" and node.args:
+            first = node.args[0]
+            if isinstance(first, ast.Constant) and isinstance(first.value, str):
+                yield first.value.split(".")[0], node.lineno
+
+
+def dotted(node: ast.AST) -> str:
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return "?"
+
+
+def fits(module: str, prefixes: tuple[str, ...]) -> bool:
+    return any(module == prefix or module.startswith(prefix + ".") for prefix in prefixes)
+
+
+@pytest.mark.parametrize("path", modules(), ids=name_of)
+def test_imports_keep_to_the_layers(path: Path) -> None:
+    layer, problems = layer_of(path), []
+    for module, line, inside in imports(parse(path)):
+        package = module.split(".")[0]
+        if package in sys.stdlib_module_names or package in ("torch", "numpy"):
+            continue
+        if package == "shardpass":
+            allowed = fits(module, layer.own) or (inside and fits(module, layer.lazy_own))
+        else:
+            allowed = package in layer.third_party or (inside and package in layer.lazy)
+        if not allowed:
+            problems.append(f"line {line}: imports {module}{' inside a function' if inside else ''}")
+    problems += [
+        f"line {line}: requires {package}"
+        for package, line in required(parse(path))
+        if package not in layer.third_party | layer.lazy
+    ]
+    assert not problems, f"{name_of(path)} oversteps its layer: {problems}"
+
+
+@pytest.mark.parametrize("path", modules(), ids=name_of)
+def test_nothing_imports_the_command_line(path: Path) -> None:
+    if path.is_relative_to(PACKAGE / "cli"):
+        return
+    found = [line for module, line, _ in imports(parse(path)) if fits(module, ("shardpass.cli",))]
+    assert not found, f"{name_of(path)} imports the command line in lines {found}"
+
+
+@pytest.mark.parametrize("path", modules(), ids=name_of)
+def test_optional_packages_are_imported_where_used(path: Path) -> None:
+    allowed = layer_of(path).third_party
+    found = [
+        f"line {line}: {module}"
+        for module, line, inside in imports(parse(path))
+        if not inside and module.split(".")[0] in OPTIONAL - allowed
+    ]
+    assert not found, f"{name_of(path)} imports optional packages at module level: {found}"
+
+
+# ---- no state in modules, no work at import
+
+
+def is_type_checking(node: ast.stmt) -> bool:
+    return isinstance(node, ast.If) and dotted(node.test).endswith("TYPE_CHECKING")
+
+
+def is_main(node: ast.stmt) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Compare) and dotted(node.test.left) == "__name__"
+
+
+def is_require(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and dotted(node.value.func) == "require"
+
+
+def is_constant_name(name: str) -> bool:
+    return name in ("__all__", "__version__") or name.strip("_").isupper()
+
+
+def is_type_alias(name: str, value: ast.expr | None) -> bool:
+    """``Mode = Literal[...]``, ``State = list[Tensor]``, ``T = TypeVar("T")``: a CamelCase name for a type."""
+    made = isinstance(value, ast.Call) and dotted(value.func).split(".")[-1] in ("TypeVar", "NewType", "ParamSpec")
+    return name.lstrip("_")[:1].isupper() and (
+        made or isinstance(value, (ast.Subscript, ast.Name, ast.Attribute, ast.BinOp))
+    )
+
+
+def called(value: ast.AST) -> Iterator[ast.Call]:
+    """Calls that run when `value` is evaluated; those inside a lambda do not."""
+    if isinstance(value, ast.Lambda):
+        return
+    if isinstance(value, ast.Call):
+        yield value
+    for child in ast.iter_child_nodes(value):
+        yield from called(child)
+
+
+def is_safe_call(call: ast.Call, own_classes: set[str]) -> bool:
+    name = dotted(call.func)
+    if name in SAFE_DOTTED or name in SAFE_CALLS or name in own_classes:
+        return True
+    return isinstance(call.func, ast.Attribute) and call.func.attr in SAFE_METHODS
+
+
+def state_problems(path: Path) -> list[str]:
+    tree = parse(path)
+    own_classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+    is_cli = path.is_relative_to(PACKAGE / "cli")
+    problems = []
+    for node in tree.body:
+        if isinstance(node, (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            continue
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            continue  # a docstring
+        if is_type_checking(node) or is_main(node) or is_require(node):
+            continue
+        if not isinstance(node, (ast.Assign, ast.AnnAssign)):
+            if not (is_cli and isinstance(node, ast.Expr)):  # typer registers its commands by calls
+                problems.append(f"line {node.lineno}: a {type(node).__name__} statement runs at import")
+            continue
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        names = [n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)]
+        made_by_typer = isinstance(node.value, ast.Call) and dotted(node.value.func).startswith("typer.")
+        if is_cli and made_by_typer:
+            continue
+        for name in names:
+            if not (is_constant_name(name) or is_type_alias(name, node.value)):
+                problems.append(f"line {node.lineno}: {name!r} looks like state; constants are UPPER_CASE")
+        for call in called(node.value) if node.value is not None else ():
+            if not is_safe_call(call, own_classes) and not all(is_type_alias(name, node.value) for name in names):
+                problems.append(f"line {node.lineno}: {dotted(call.func)}() is called at import")
+    return problems
+
+
+@pytest.mark.parametrize("path", modules(), ids=name_of)
+def test_modules_hold_no_state(path: Path) -> None:
+    problems = state_problems(path)
+    assert not problems, f"{name_of(path)}: {problems}"
+
+
+@pytest.mark.parametrize("path", modules(), ids=name_of)
+def test_constants_are_not_changed(path: Path) -> None:
+    tree, problems = parse(path), []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global):
+            problems.append(f"line {node.lineno}: global {', '.join(node.names)}")
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MUTATORS:
+            owner = dotted(node.func.value)
+            if owner.split(".")[-1].strip("_").isupper() and owner[:1] != "?":
+                problems.append(f"line {node.lineno}: {owner}.{node.func.attr}()")
+        written = [*getattr(node, "targets", []), getattr(node, "target", None)]
+        for target in written if isinstance(node, (ast.Assign, ast.AugAssign, ast.Delete)) else ():
+            if isinstance(target, ast.Subscript) and dotted(target.value).split(".")[-1].strip("_").isupper():
+                problems.append(f"line {node.lineno}: an item of {dotted(target.value)} is written")
+    assert not problems, f"{name_of(path)} changes a constant: {problems}"
+
+
+# ---- the rules themselves notice what they should
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("registry = {}", "looks like state"),
+        ("THREAD = threading.Thread(target=print)", "threading.Thread() is called"),
+        ("os.environ['A'] = 'b'", "a Subscript"),
+        ("logging.basicConfig()", "Expr statement"),
+        ("for i in range(3):\n    pass", "For statement"),
+        ("VALUE = os.environ.get('A')", "os.environ.get() is called"),
+    ],
+)
+def test_state_is_noticed(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "module.py"
+    path.write_text(text)
+    problems = state_problems(path)
+    assert problems, text
+    if "Subscript" not in words:
+        assert words in problems[0]
+
+
+@pytest.mark.parametrize("text", ["A = 1", "_B = frozenset('a b'.split())", "T = TypeVar('T')", "State = list[int]"])
+def test_constants_are_allowed(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "module.py"
+    path.write_text(text)
+    assert not state_problems(path)
