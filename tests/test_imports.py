@@ -49,7 +49,10 @@ class Block:
 sys.meta_path.insert(0, Block())
 '''
 
-OPTIONAL = "torch_geometric dgl mpi4py numba pymetis safetensors typer rich click matplotlib sklearn scipy pandas pyarrow".split()
+OPTIONAL = (
+    "torch_geometric", "dgl", "mpi4py", "numba", "pymetis", "safetensors", "typer", "rich", "click", "matplotlib",
+    "sklearn", "scipy", "pandas", "pyarrow",
+)  # fmt: skip
 
 
 def python(code: str, **variables: str) -> str:
@@ -74,7 +77,8 @@ import atexit, json, logging, os, random, signal, sys, threading, warnings
 import numpy, torch, torch.distributed
 
 def state():
-    loggers = {name: logger.level for name, logger in logging.root.manager.loggerDict.items() if hasattr(logger, "level")}
+    known = logging.root.manager.loggerDict.items()
+    loggers = {name: logger.level for name, logger in known if hasattr(logger, "level")}
     return {
         "threads": sorted(t.name for t in threading.enumerate()),
         "system threads": len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 0,
