@@ -1,0 +1,1 @@
+"""The `shardpass` command. Nothing here is imported by the library."""

@@ -1,0 +1,131 @@
+"""The commands, their options and help texts. What they do is in the modules they import when called."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shardpass.cli.console import told_in_words
+
+app = typer.Typer(
+    help="Train unmodified PyG models on whole graphs too large for one memory.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.command()
+def partition(
+    input: Annotated[str, typer.Argument(help=".npz, edge list (.npy, .csv, .txt), demo:digits or demo:powerlaw.")],
+    output: Annotated[Path, typer.Argument(help="The directory to write.")],
+    parts: Annotated[int, typer.Option(help="Number of parts: the most ranks that can use the store.")] = 4,
+    method: Annotated[str, typer.Option(help="metis, random or range.")] = "metis",
+    seed: Annotated[int, typer.Option(help="Of the partitioner.")] = 0,
+    assignment: Annotated[Path | None, typer.Option(help="An .npy with the part of each node, instead.")] = None,
+    overwrite: Annotated[bool, typer.Option(help="Replace a store that is there already.")] = False,
+    features: Annotated[Path | None, typer.Option(help="Edge lists: .npy of features, [num_nodes, channels].")] = None,
+    labels: Annotated[Path | None, typer.Option(help="Edge lists: .npy of class ids, -1 for unlabelled.")] = None,
+    train_mask: Annotated[Path | None, typer.Option(help="Edge lists: .npy of booleans.")] = None,
+    val_mask: Annotated[Path | None, typer.Option(help="Edge lists: .npy of booleans.")] = None,
+    test_mask: Annotated[Path | None, typer.Option(help="Edge lists: .npy of booleans.")] = None,
+    weights: Annotated[Path | None, typer.Option(help="Edge lists: .npy of edge weights.")] = None,
+    num_nodes: Annotated[int | None, typer.Option(help="Edge lists without features, labels and masks.")] = None,
+    drop: Annotated[list[str] | None, typer.Option(help="Leave out this field (may be repeated).")] = None,
+) -> None:
+    """Cut a graph into parts and write them to a directory."""
+    from shardpass.cli.partitioning import Source, run_partition
+
+    masks = {"train_mask": train_mask, "val_mask": val_mask, "test_mask": test_mask}
+    source = Source(input, features, labels, masks, weights, num_nodes, tuple(drop or ()))
+    with told_in_words():
+        run_partition(source, output, parts, method, seed, assignment, overwrite)
+
+
+@app.command()
+def inspect(
+    store: Annotated[Path, typer.Argument(help="A directory that `shardpass partition` wrote.")],
+    ranks: Annotated[int | None, typer.Option(help="Show ranks instead of parts, for a run on this many.")] = None,
+    verify: Annotated[bool, typer.Option("--verify", help="Check every byte of every file.")] = False,
+) -> None:
+    """Show what a store holds and what its partition costs."""
+    from shardpass.cli.inspecting import run_inspect
+
+    with told_in_words():
+        run_inspect(store, ranks, verify)
+
+
+@app.command()
+def train(
+    store: Annotated[Path, typer.Argument(help="A directory that `shardpass partition` wrote.")],
+    model: Annotated[str, typer.Option(help="gcn, sage, gat, gin, pna or edgecnn (of torch_geometric.nn).")] = "sage",
+    layers: Annotated[int, typer.Option(help="Number of layers.")] = 2,
+    hidden: Annotated[int, typer.Option(help="Hidden channels.")] = 64,
+    heads: Annotated[int, typer.Option(help="Attention heads (gat).")] = 4,
+    epochs: Annotated[int, typer.Option(help="The epoch to train up to.")] = 100,
+    lr: Annotated[float, typer.Option(help="Learning rate of Adam.")] = 0.01,
+    weight_decay: Annotated[float, typer.Option(help="Weight decay of Adam.")] = 0.0,
+    dropout: Annotated[float, typer.Option(help="Dropout between layers.")] = 0.0,
+    batch_norm: Annotated[bool, typer.Option(help="BatchNorm between layers, over all ranks' nodes.")] = False,
+    mode: Annotated[str, typer.Option(help="sar (least memory), keep or halo. All give the same numbers.")] = "sar",
+    backend: Annotated[
+        str, typer.Option(help="auto: the launcher's, else threads. threads, processes, torch_distributed, mpi, local.")
+    ] = "auto",
+    ranks: Annotated[int | None, typer.Option(help="Ranks to start here, or to expect from the launcher.")] = None,
+    threads: Annotated[int, typer.Option(help="Computing threads per rank.")] = 1,
+    seed: Annotated[int, typer.Option(help="Of the parameters.")] = 0,
+    dtype: Annotated[str, typer.Option(help="float32 or float64.")] = "float32",
+    mask_prefix: Annotated[str, typer.Option(help="Before train_mask, val_mask and test_mask in field names.")] = "",
+    split: Annotated[int, typer.Option(help="The column of masks that have one per split.")] = 0,
+    eval_every: Annotated[int, typer.Option(help="Epochs between two evaluations.")] = 1,
+    log: Annotated[Path | None, typer.Option(help="JSON lines: one per epoch and a summary.")] = None,
+    checkpoint: Annotated[Path | None, typer.Option(help="The file to write while training.")] = None,
+    checkpoint_every: Annotated[int, typer.Option(help="Epochs between two checkpoints.")] = 1,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the checkpoint, on any ranks.")] = False,
+    events: Annotated[bool, typer.Option("--events", help="Print log lines instead of progress.", hidden=True)] = False,
+) -> None:
+    """Train a PyG model on the whole graph, on any number of ranks up to the number of parts.
+
+    Alone, with --ranks N, or under `mpirun -n N` or `torchrun --nproc-per-node N --no-python`.
+    """
+    from shardpass.cli.config import TrainConfig
+    from shardpass.cli.launch import choose_backend, run_ranks
+    from shardpass.cli.training import train_rank
+
+    with told_in_words():
+        chosen = choose_backend(backend, ranks)
+        config = TrainConfig(
+            store=str(store), model=model, layers=layers, hidden=hidden, heads=heads, epochs=epochs, lr=lr,
+            weight_decay=weight_decay, dropout=dropout, batch_norm=batch_norm, mode=mode,  # type: ignore[arg-type]
+            seed=seed, dtype=dtype, mask_prefix=mask_prefix, split=split, eval_every=eval_every,  # type: ignore[arg-type]
+            log=str(log) if log else None, checkpoint=str(checkpoint) if checkpoint else None,
+            checkpoint_every=checkpoint_every, resume=resume, events=events, threads=threads,
+            shared_process=chosen == "threads" and (ranks or 1) > 1,
+        )  # fmt: skip
+        run_ranks(train_rank, config, chosen, ranks)
+
+
+@app.command()
+def doctor(
+    timeout: Annotated[float, typer.Option(help="Seconds each self-test may take.")] = 90.0,
+) -> None:
+    """Say what is installed, and try every way to run several ranks."""
+    from shardpass.cli.doctor import run_doctor
+
+    raise SystemExit(run_doctor(timeout))
+
+
+@app.command()
+def demo(
+    output: Annotated[Path, typer.Option(help="The directory for the chart and the numbers.")] = Path("demo-out"),
+    ranks: Annotated[int, typer.Option(help="Ranks of the distributed runs.")] = 4,
+    nodes: Annotated[int, typer.Option(help="Nodes of the power-law graph of the second stage.")] = 100_000,
+) -> None:
+    """Train an unmodified GAT in one process and on several ranks; compare accuracy, loss and memory."""
+    from shardpass.cli.demo.stages import run_demo
+
+    with told_in_words():
+        run_demo(output, ranks, nodes)

@@ -1,0 +1,68 @@
+"""`shardpass inspect`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.progress import track
+from rich.table import Table
+
+from shardpass.cli.console import bytes_text, output
+from shardpass.data import Report, inspect, open_store
+
+_QUANTITIES = ("num_nodes", "num_edges", "num_halo_rows", "num_cut_edges", "num_bytes")
+
+
+def run_inspect(store: Path, ranks: int | None, verify: bool) -> None:
+    """Print a table of the parts or ranks of a store; check all bytes first if asked to."""
+    console = output()
+    if verify:
+        opened = open_store(store)
+        for file in track(opened.files, "verifying", console=console, disable=not console.is_terminal):
+            for key in file.record.tensors:
+                file.verify(key)
+        console.print(f"verified: every byte of {len(opened.files)} part files is as written")
+    report = inspect(store, ranks)
+    console.print(_heading(report))
+    console.print(report_table(report))
+
+
+def _heading(report: Report) -> str:
+    manifest = report.manifest
+    edges = sum(manifest.num_edges.values())
+    fields = [*_fields(manifest.node_fields), *_fields(manifest.edge_fields)]
+    return (
+        f"{report.path}: {sum(manifest.num_nodes.values()):,} nodes, {edges:,} edges, {manifest.num_parts} parts by "
+        f"{manifest.method} (seed {manifest.seed}), from {manifest.source}\n"
+        f"fields: {', '.join(fields) or 'none'}\n"
+        f"cut edges: {report.num_cut_edges:,} ({report.num_cut_edges / max(1, edges):.1%}); rows fetched per layer: "
+        f"{report.num_halo_rows:,}"
+    )
+
+
+def _fields(by_type: dict) -> list[str]:  # type: ignore[type-arg]
+    several = len(by_type) > 1
+    return [
+        f"{kind if isinstance(kind, str) else '__'.join(kind)}.{name}" if several else name
+        for kind, fields in by_type.items()
+        for name in fields
+    ]
+
+
+def report_table(report: Report) -> Table:
+    """One row per part or rank, then the balance (largest over mean) of each column."""
+    by_rank = report.ranks is not None
+    table = Table()
+    table.add_column("rank" if by_rank else "part", justify="right")
+    if by_rank:
+        table.add_column("parts")
+    for title in ("nodes", "edges", "halo rows", "cut edges", "bytes"):
+        table.add_column(title, justify="right")
+    for number, group in enumerate(report.groups):
+        span = [f"{group.parts.start}-{group.parts.stop - 1}" if len(group.parts) > 1 else f"{group.parts.start}"]
+        counts = [f"{getattr(group, name):,}" for name in _QUANTITIES[:-1]]
+        table.add_row(str(number), *(span if by_rank else []), *counts, bytes_text(group.num_bytes))
+    table.add_section()
+    balances = [f"{report.balance(name):.2f}" for name in _QUANTITIES]
+    table.add_row("balance", *([""] if by_rank else []), *balances)
+    return table

@@ -1,0 +1,125 @@
+"""Where the ranks of a command come from: the launcher that started it, or threads or processes of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from time import sleep
+from typing import Any
+
+from shardpass.backends.communicator import Communicator
+from shardpass.backends.connect import connect
+from shardpass.backends.failure import reason_of
+from shardpass.backends.launch import detect
+from shardpass.backends.spawn import spawn
+from shardpass.cli.console import EXPECTED, fail, sentence
+from shardpass.errors import InternalError, PeerFailure
+
+BACKENDS = ("auto", "threads", "processes", "torch_distributed", "mpi", "local")
+_HEAD_START = 1.0  # seconds for rank 0: an error that all ranks find is then told once
+
+
+def choose_backend(backend: str, ranks: int | None) -> str:
+    """`backend` with ``auto`` resolved: the launcher's if one started this process, else threads or a single rank.
+
+    Raises:
+        ValueError: an unknown backend, or one that contradicts the launcher or the number of ranks.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"--backend is one of {', '.join(BACKENDS)}, got {backend!r}")
+    launch = detect()
+    launched = launch.kind != "none" and launch.size > 1
+    if backend in ("threads", "processes"):
+        if launched:
+            raise ValueError(
+                f"--backend {backend} starts ranks itself, but a launcher started {launch.size} processes already "
+                f"({launch.source}={launch.size}): leave --backend away, or start the command without the launcher"
+            )
+        return backend
+    if backend != "auto":
+        return backend
+    if launched:
+        return "connect"
+    return "threads" if (ranks or 1) > 1 else "local"
+
+
+def run_ranks(work: Callable[..., Any], config: Any, backend: str, ranks: int | None) -> Any:
+    """What ``work(comm, config)`` returned on this rank, or on rank 0 where the ranks are started here.
+
+    Args:
+        work: a function at module level.
+        config: passed to it.
+        backend: from `choose_backend`.
+        ranks: number of ranks to start, or to expect from the launcher.
+    """
+    if backend in ("threads", "processes"):
+        return spawn(work, ranks or 1, backend, args=(config,))[0]  # type: ignore[arg-type]
+    comm = connect("auto" if backend == "connect" else backend, ranks=ranks)
+    try:
+        return work(comm, config)
+    except InternalError:
+        raise
+    except EXPECTED as error:
+        _end_in_words(comm, error)
+    finally:
+        comm.close()
+
+
+def _end_in_words(comm: Communicator, error: BaseException) -> None:
+    """One sentence from the rank that failed first, then the end of all ranks."""
+    if comm.size == 1:
+        fail(sentence(error))
+    if not isinstance(error, PeerFailure):  # else the rank that failed first has told why
+        if comm.rank:
+            sleep(_HEAD_START)
+        with contextlib.suppress(PeerFailure):
+            comm.abort(reason_of(error))
+    raise SystemExit(1)
+
+
+def find_program(name: str) -> str | None:
+    """The path of a program: of this Python environment first, so that it fits the packages in it, else on PATH."""
+    for folder in (sysconfig.get_path("scripts"), str(Path(sys.executable).parent)):
+        found = shutil.which(name, path=folder)
+        if found:
+            return found
+    return shutil.which(name)
+
+
+def launcher_environment() -> dict[str, str]:
+    """This process's environment for `mpirun` and `torchrun` on one machine: more ranks than cores, unbound, quiet.
+
+    Variables instead of flags, since each MPI ignores those of the others. Running as root is allowed only where this
+    process is root already (containers).
+    """
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMIX_", "PRTE_"))}
+    env |= {
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",  # Open MPI 5
+        "PRTE_MCA_hwloc_default_binding_policy": "none",
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",  # Open MPI 4
+        "OMPI_MCA_hwloc_base_binding_policy": "none",
+        "OMP_NUM_THREADS": "1",
+    }
+    if hasattr(os, "geteuid") and os.geteuid() == 0:
+        env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return env
+
+
+def launch_command(launcher: str, ranks: int, module: str) -> list[str] | None:
+    """The command that runs ``python -m module`` on `ranks` ranks, to be extended by arguments; None where impossible.
+
+    Args:
+        launcher: ``"mpirun"``, ``"torchrun"``, or ``"none"`` for a plain process.
+    """
+    if launcher == "none":
+        return [sys.executable, "-m", module]
+    if launcher == "torchrun":
+        flags = ["--standalone", "--nproc-per-node", str(ranks)]
+        return [sys.executable, "-m", "torch.distributed.run", *flags, "-m", module]
+    program = find_program("mpirun") or find_program("mpiexec")
+    return None if program is None else [program, "-n", str(ranks), sys.executable, "-m", module]

@@ -1,0 +1,24 @@
+"""`main`: the entry point of the `shardpass` command. Imports typer and rich only when called."""
+
+from __future__ import annotations
+
+import sys
+
+from shardpass.errors import MissingDependencyError, require
+
+
+def main() -> None:
+    """Run the command line; without typer or rich, one sentence with the pip command and exit code 1."""
+    try:
+        for module in ("typer", "rich"):
+            require(module, "cli", "the shardpass command")
+    except MissingDependencyError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+    from shardpass.cli.app import app
+
+    app(prog_name="shardpass")
+
+
+if __name__ == "__main__":
+    main()
