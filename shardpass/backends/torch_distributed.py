@@ -84,7 +84,6 @@ class _Job:
         self.watch: Watch | None = None
         if len(members) > 1:
             self.watch = Watch(self.new_group("watch"), rank, len(members), self.failure, ends)
-            self.watch.start()
 
     def new_group(self, path: str) -> Any:
         """Collective: a gloo group over the job's ranks, or None for one rank.
@@ -155,6 +154,8 @@ class TorchCommunicator(BaseCommunicator):
         comm = TorchCommunicator(job, own, rank, torch.device(device), job.name)
         comm.timeout = timeout
         atexit.register(comm.close)
+        if job.watch is not None:
+            job.watch.start()
         hosts = comm.all_gather_object(socket.gethostname(), "hosts")
         comm.local_ranks = tuple(r for r, host in enumerate(hosts) if host == hosts[rank])
         return comm

@@ -1,5 +1,9 @@
 """What `connect` makes of its environment."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from shardpass.backends.connect import connect
@@ -39,11 +43,8 @@ def test_the_size_is_checked(monkeypatch):
 
 def test_mpi_of_another_launcher(monkeypatch):
     pytest.importorskip("mpi4py")
-    import subprocess
-    import sys
-
     code = "from shardpass.backends.connect import connect; connect()"
-    env = {"PMI_SIZE": "3", "PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(sys.path)}
+    env = os.environ | {"PMI_SIZE": "3", "PYTHONPATH": os.pathsep.join([".", *sys.path])}
     ended = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
     assert "the launcher started 3 processes (PMI_SIZE=3)" in ended.stderr
 
