@@ -157,13 +157,13 @@ class GradientReturn:
         """`into`: the gradients of the own rows, ``[num_own_src, ...]`` each, added to in place."""
         self._plan, self._into, self._stream = plan, list(into), stream
         self._packing = Packing(into)
-        self._slots = _Slots(4, plan.comm.device)
+        self._outgoing, self._incoming = _Slots(2, plan.comm.device), _Slots(1, plan.comm.device)
         self._pending: tuple[Transfer, Tensor, Handle] | None = None
 
     def buffers(self, position: int) -> list[Tensor]:
         """Zeroed gradients ``[block.num_rows, ...]`` to fill for the block at `position`; `send` takes them away."""
         block = self._plan.blocks[position]
-        sending = self._slots.get(position % 2, self._packing.num_bytes(block.num_rows))
+        sending = self._outgoing.get(position, self._packing.num_bytes(block.num_rows))
         return self._packing.views(sending.zero_(), block.num_rows)
 
     def send(self, position: int) -> None:
@@ -173,8 +173,8 @@ class GradientReturn:
         self.finish()
         move = self._plan.schedule.transfer(self._plan.comm.rank, position - 1)
         num_send, num_recv = move.recv_stop - move.recv_start, move.send_stop - move.send_start
-        sending = self._slots.get(position % 2, self._packing.num_bytes(num_send))
-        buffer = self._slots.get(2 + position % 2, self._packing.num_bytes(num_recv))
+        sending = self._outgoing.get(position, self._packing.num_bytes(num_send))
+        buffer = self._incoming.get(0, self._packing.num_bytes(num_recv))
         handle = self._plan.comm.exchange(
             sending if num_send else None,
             move.source,

@@ -233,8 +233,9 @@ class EdgeTrace(TorchFunctionMode):
         if fill is None:
             included = op == "sum" or bool(bound.get("include_self", True))
             fill = Base(self._base_value(base, name), included)
-        value = self.phase.reduce(k, op, source.movedim(dim, 0), self._index, fill)
-        value = value.movedim(0, dim).to(base.dtype)
+        # the very tensor where it can be: the probe recognises simple messages by identity
+        value = self.phase.reduce(k, op, source.movedim(dim, 0) if dim else source, self._index, fill)
+        value = (value.movedim(0, dim) if dim else value).to(base.dtype)
         if name.endswith("_"):
             return base.copy_(value)
         return value.clone()
