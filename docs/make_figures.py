@@ -1,0 +1,120 @@
+"""Write the figures of the documentation: ``python docs/make_figures.py``. Plain SVG, the same bytes every time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+HERE = Path(__file__).parent / "figures"
+FONT = "font-family='Helvetica, Arial, sans-serif'"
+INK, FAINT = "#222222", "#999999"
+OWN, FIRST, SECOND = "#c6dbef", "#fdd0a2", "#c7e9c0"
+NUM_RANKS, PARTS_PER_RANK, CELL = 3, 2, 44
+
+
+def text(
+    x: float, y: float, words: str, size: int = 13, anchor: str = "start", color: str = INK, bold: bool = False
+) -> str:
+    weight = " font-weight='bold'" if bold else ""
+    return f"<text x='{x}' y='{y}' font-size='{size}' text-anchor='{anchor}' fill='{color}'{weight}>{words}</text>"
+
+
+def box(x: float, y: float, width: float, height: float, fill: str, stroke: str = INK, line: float = 1) -> str:
+    return (
+        f"<rect x='{x}' y='{y}' width='{width}' height='{height}' fill='{fill}' stroke='{stroke}' "
+        f"stroke-width='{line}'/>"
+    )
+
+
+def arrow(x1: float, y1: float, x2: float, y2: float) -> str:
+    return f"<line x1='{x1}' y1='{y1}' x2='{x2}' y2='{y2}' stroke='{INK}' marker-end='url(#head)'/>"
+
+
+def matrix(left: float, top: float) -> list[str]:
+    """The adjacency matrix: a row of blocks per rank, coloured by the round in which their sources are there."""
+    out, side = [], PARTS_PER_RANK * CELL
+    for rank in range(NUM_RANKS):
+        for owner in range(NUM_RANKS):
+            distance = (rank - owner) % NUM_RANKS
+            x, y = left + owner * side, top + rank * side
+            out.append(box(x, y, side, side, (OWN, FIRST, SECOND)[distance], line=2))
+            out.append(text(x + side / 2, y + side / 2 + 1, ("own", "round 1", "round 2")[distance], 14, "middle"))
+    for part in range(1, NUM_RANKS * PARTS_PER_RANK):
+        if part % PARTS_PER_RANK:
+            at, end = part * CELL, NUM_RANKS * side
+            dashes = f"stroke='{FAINT}' stroke-dasharray='3 4'"
+            out.append(f"<line x1='{left + at}' y1='{top}' x2='{left + at}' y2='{top + end}' {dashes}/>")
+            out.append(f"<line x1='{left}' y1='{top + at}' x2='{left + end}' y2='{top + at}' {dashes}/>")
+    for part in range(NUM_RANKS * PARTS_PER_RANK):
+        out.append(text(left + (part + 0.5) * CELL, top - 8, f"part {part}", 10, "middle", FAINT))
+        out.append(text(left - 8, top + (part + 0.5) * CELL + 4, f"part {part}", 10, "end", FAINT))
+    for rank in range(NUM_RANKS):
+        out.append(text(left + (rank + 0.5) * side, top - 24, f"rank {rank}", 13, "middle", bold=True))
+        out.append(text(left - 48, top + (rank + 0.5) * side + 4, f"rank {rank}", 13, "end", bold=True))
+    middle = top + NUM_RANKS * side / 2
+    out.append(text(left + NUM_RANKS * side / 2, top - 46, "source node (column)", 12, "middle"))
+    turned = text(left - 106, middle, "destination node (row)", 12, "middle")
+    out.append(turned.replace("<text ", f"<text transform='rotate(-90 {left - 106} {middle})' ", 1))
+    return out
+
+
+def rank_view(left: float, top: float) -> list[str]:
+    """How rank 0 numbers source rows, and what it does when."""
+    out = [text(left, top, "Source rows of rank 0: own first, then halo rows by owner", 13, bold=True)]
+    x = left
+    for width, color, words in ((150, OWN, "own rows"), (90, SECOND, "halo of 1"), (110, FIRST, "halo of 2")):
+        out += [box(x, top + 14, width, 30, color), text(x + width / 2, top + 34, words, 12, "middle")]
+        x += width
+    out.append(text(left, top + 62, "0", 11, "middle", FAINT))
+    out.append(text(left + 150, top + 62, "num_own", 11, "middle", FAINT))
+    out.append(text(left + 350, top + 62, "num_own + num_halo", 11, "end", FAINT))
+
+    top += 108
+    out.append(text(left, top, "Forward on rank 0: own shard, then one round per owner", 13, bold=True))
+    rows = (("rows", top + 30), ("compute", top + 80))
+    out += [text(left, y + 4, words, 12) for words, y in rows]
+    start, width = left + 68, 98
+    steps = (("own", "own shard", OWN), ("from rank 2", "round 1", FIRST), ("from rank 1", "round 2", SECOND))
+    for i, (source, words, color) in enumerate(steps):
+        x = start + i * (width + 6)
+        out += [box(x, top + 15, width, 28, color), text(x + width / 2, top + 33, source, 12, "middle")]
+        out += [box(x, top + 65, width, 28, color), text(x + width / 2, top + 83, words, 12, "middle")]
+        out.append(arrow(x + width / 2, top + 43, x + width / 2, top + 64))
+    told = (
+        "While a round is computed, the rows of the next are under way.",
+        "Mode sar drops rows after their round; backward fetches them",
+        "again and returns the gradients of halo rows to their owners.",
+    )
+    out += [text(left, top + 122 + 18 * i, words, 12) for i, words in enumerate(told)]
+    return out
+
+
+def shards() -> str:
+    body = [*matrix(150, 80), *rank_view(470, 50)]
+    head = (
+        "<defs><marker id='head' markerWidth='8' markerHeight='8' refX='7' refY='4' orient='auto'>"
+        f"<path d='M0,0 L8,4 L0,8 z' fill='{INK}'/></marker></defs>"
+    )
+    return "\n".join(
+        [
+            f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 940 370' {FONT} role='img'>",
+            "<title>Three ranks, six parts: shards are blocks of the adjacency matrix</title>",
+            head,
+            box(0, 0, 940, 370, "#ffffff", "none", 0),
+            *body,
+            "</svg>",
+            "",
+        ]
+    )
+
+
+FIGURES = {"shards.svg": shards}
+
+
+def main() -> None:
+    HERE.mkdir(exist_ok=True)
+    for name, draw in FIGURES.items():
+        (HERE / name).write_text(draw(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
