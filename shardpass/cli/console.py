@@ -20,7 +20,9 @@ EXPECTED = (ShardpassError, MissingDependencyError, ValueError, TypeError, NotIm
 def output() -> Console:
     """The console for results; made when needed, since tests and notebooks replace ``sys.stdout``."""
     # Redirected output has no width; 80 columns would cut tables off.
-    return Console(highlight=False, width=None if sys.stdout.isatty() and launcher_has_terminal() else 120)
+    if sys.stdout.isatty() and launcher_has_terminal():
+        return Console(highlight=False)
+    return Console(highlight=False, width=120, force_terminal=False)
 
 
 def launcher_has_terminal() -> bool:

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from shardpass.cli.config import TrainConfig
-from shardpass.cli.console import bytes_text, launcher_has_terminal, output
+from shardpass.cli.console import bytes_text, output
 from shardpass.core.graph import ShardedGraph
 
 _METRICS = ("train", "val", "test")
@@ -39,7 +39,7 @@ class Reporter:
         )
         if note:
             self.console.print(note)
-        if self.console.is_terminal and launcher_has_terminal():
+        if self.console.is_terminal:
             columns = (MofNCompleteColumn(), BarColumn(12), TextColumn("{task.description}"))
             self.bar = Progress(*columns, TimeRemainingColumn(), console=self.console)
             self.bar.add_task("", total=self.config.epochs, completed=self.first_epoch - 1)

@@ -38,8 +38,8 @@ def read_task(graph: ShardedGraph, config: TrainConfig) -> Task:
     if y.is_floating_point() or y.dim() != 1:
         kind = str(y.dtype).removeprefix("torch.")
         raise ValueError(
-            f"shardpass train needs one class id per node, but y is {kind} of the row shape {list(y.shape[1:])}: write a "
-            f"training script for other targets"
+            f"shardpass train needs one class id per node, but y is {kind} of the row shape {list(y.shape[1:])}: write "
+            f"a training script for other targets"
         )
     masks = {}
     for split in SPLITS:

@@ -1,0 +1,66 @@
+"""An ordinary PyG script: a GAT on one graph in one process. No shardpass in it; the demo runs it for comparison.
+
+    python plain_pyg.py GRAPH.npz HIDDEN HEADS EPOCHS LR
+
+Prints one JSON line per epoch and one at the end, as ``shardpass train --events`` does.
+"""
+
+import json
+import sys
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch_geometric.nn.models import GAT
+
+
+def resident(field: str) -> int:
+    """Bytes this process holds (VmRSS) or held at most (VmHWM)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
+
+
+def start_meter() -> int:
+    """The bytes held now; the high-water mark starts here."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+        return resident("VmRSS")
+    except OSError:
+        return -1
+
+
+def main(path: str, hidden: int, heads: int, epochs: int, lr: float) -> None:
+    """Train and print."""
+    with np.load(path) as arrays:
+        graph: dict[str, Any] = {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+    x, y, edge_index = graph["x"], graph["y"], graph["edge_index"].long()
+    torch.manual_seed(0)
+    model = GAT(x.size(1), hidden, 2, int(y.max()) + 1, heads=heads)
+    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
+    baseline = start_meter()
+    record: dict[str, Any] = {}
+    for epoch in range(1, epochs + 1):
+        start = perf_counter()
+        model.train()
+        loss = F.cross_entropy(model(x, edge_index)[graph["train_mask"]], y[graph["train_mask"]])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        record = {"event": "epoch", "epoch": epoch, "loss": loss.item(), "seconds": perf_counter() - start}
+        del loss
+        if epoch == epochs:
+            model.eval()
+            with torch.no_grad():
+                right = model(x, edge_index).argmax(1) == y
+            for split in ("train", "val", "test"):
+                record[split] = right[graph[f"{split}_mask"]].double().mean().item()
+        print(json.dumps(record), flush=True)
+    peak = [resident("VmHWM") - baseline] if baseline >= 0 else []
+    print(json.dumps({**record, "event": "summary", "peak_bytes": peak}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), float(sys.argv[5]))
