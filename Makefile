@@ -1,0 +1,64 @@
+# make demo | test | test-long | bench | docs | clean. The first call sets up .venv; later ones are quick.
+# Another interpreter: make PYTHON=python3.12 ...
+
+# Each candidate is run, not only looked up: a version manager's shim may stand for a Python that is not there.
+PYTHON ?= $(shell for p in python3.11 python3.10 python3.12 python3.13 python3; do \
+	$$p -c pass >/dev/null 2>&1 && command -v $$p && break; done)
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: help setup demo test lint docs test-long bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo       an unmodified GAT in one process and on four ranks, side by side (under 5 minutes)"
+	@echo "make test       lint, types, docs and the default tests (under 15 minutes on 2 cores)"
+	@echo "make test-long  the tests that take minutes each"
+	@echo "make bench      memory benchmark; writes benchmarks/reports/"
+	@echo "make clean      remove .venv and everything made"
+
+setup: $(VENV)/.installed
+
+$(VENV)/.created:
+	@test -n "$(PYTHON)" || { echo "no Python found: install Python 3.10 or newer, or call make PYTHON=/path/to/python"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+		|| { echo "$(PYTHON) is older than Python 3.10: call make PYTHON=/path/to/a/newer/python"; exit 1; }
+	@echo "creating $(VENV) with $(PYTHON)"
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# torch first and alone: what the later resolver finds installed, it keeps.
+$(VENV)/.torch: $(VENV)/.created constraints.txt
+	@echo "installing torch"
+	@$(PIP) torch==2.13.0
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml constraints.txt
+	@echo "installing shardpass and the tools to develop it"
+	@$(PIP) --editable '.[dev]'
+	@touch $@
+
+demo: setup
+	$(BIN)/python -m shardpass.cli demo
+
+# pytest comes last, so that its closing line does.
+test: setup lint docs
+	$(BIN)/python -m pytest -m "not long"
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+docs: setup
+	@if [ -f mkdocs.yml ]; then echo "$(BIN)/mkdocs build --strict" && $(BIN)/mkdocs build --strict --quiet; fi
+
+test-long: setup
+	$(BIN)/python -m pytest -m long --timeout=1800
+
+bench: setup
+	$(BIN)/python -m benchmarks.report
+
+clean:
+	rm -rf $(VENV) build dist site out demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
