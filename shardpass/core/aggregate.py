@@ -143,14 +143,19 @@ class _NodePhase:
 
 
 def _node_part(program: Program, call: Call, outputs: list[Tensor]) -> Tensor:
-    """Run the node part once, on one made-up edge, with the resolved reductions: ordinary autograd from here on."""
+    """Run the node part once, with the resolved reductions: ordinary autograd from here on.
+
+    It sees one made-up edge, so that code which branches on there being none behaves as usual; on a rank without
+    destinations there is none for it to end in.
+    """
     assert program.aggregate is not None
     with torch.no_grad():
-        inputs = sample_inputs(program, call.edges, call.plan.num_own_src, grads=False, count=1)
+        num_edges = min(1, call.edges.num_dst)
+        inputs = sample_inputs(program, call.edges, call.plan.num_own_src, grads=False, count=num_edges)
         inputs.num_dst = call.edges.num_dst
     message = call.structure.message
     assert message is not None
     phase = _NodePhase(outputs, call.edges.num_dst)
     with EdgeTrace(program, inputs.index, phase) as trace:
         trace.count = call.structure.num_message
-        return program.aggregate(message[:1], inputs)
+        return program.aggregate(message[:num_edges], inputs)

@@ -174,7 +174,7 @@ def sample_inputs(
     program: Program, edges: EdgeShards, num_own_src: int, grads: bool, count: int = SAMPLE_EDGES
 ) -> Inputs:
     """Inputs for `count` edges, or for one made-up edge on a rank without any. Values matter little, shapes do."""
-    count = max(1, min(count, edges.num_edges))
+    count = max(min(1, count), min(count, edges.num_edges))
     rows = torch.arange(count)
 
     def take(tensor: Tensor, limit: int) -> Tensor:
@@ -191,7 +191,7 @@ def sample_inputs(
         dst={key: take(t, edges.num_dst) for key, t in program.dst.items()},
         edge={key: take(t, edges.num_edges) for key, t in program.edge.items()},
         index=index,
-        num_dst=(count - 1) // 2 + 1,
+        num_dst=(count + 1) // 2,
     )
 
 

@@ -42,7 +42,7 @@ class Program:
         dst: whole tensors of the destination nodes, ``[num_dst, ...]``.
         edge: tensors that may have one row per edge, ``[num_edges, ...]``. Ranks agree which of them do; the others
             are left out of ``Inputs.edge``, and the body must use them whole.
-        message: edge part of the body. Treats edges independently; reduces over in-edges with torch's scatter
+        message: edge part of the body, ``[E, ...]``. Treats edges independently; reduces over in-edges with torch's scatter
             functions along ``Inputs.index`` only.
         aggregate: node part: from the message, ``[num_dst, ...]``. None: the messages themselves are the result.
         checked: signatures of this body that passed the row-wise check; kept by the frontend between calls.

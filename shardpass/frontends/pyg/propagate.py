@@ -106,10 +106,14 @@ class ShardedMessagePassing:
             with frozen:
                 given.clear()
                 given.update(collect(inputs))
-                return _with_hooks(conv, given)
+                messages = _with_hooks(conv, given)
+            dim = conv.node_dim % messages.dim()
+            return messages.movedim(dim, 0) if dim else messages
 
         def reduce(messages: Tensor, inputs: Inputs) -> Tensor:
             arguments = given if inputs.index is given.get("index") else parts.collected(inputs)
+            dim = conv.node_dim % messages.dim()
+            messages = messages.movedim(0, dim) if dim else messages
             with frozen:
                 return conv.aggregate(messages, **conv.inspector.collect_param_data("aggregate", arguments))
 
