@@ -1,0 +1,1 @@
+"""Benchmarks of speed and memory: `python -m benchmarks.run --help`, `python -m benchmarks.report`."""
