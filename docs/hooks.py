@@ -1,0 +1,116 @@
+"""mkdocs hook: a line ``::: shardpass.load`` becomes the signature and docstring of that name.
+
+Docstrings are read when the site is built, so pages cannot fall behind the code, and nothing beyond mkdocs is needed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from typing import Any
+
+DIRECTIVE = re.compile(r"^::: +(?P<name>[\w.]+)(?: +members=(?P<members>[\w,]+))?$", re.M)
+SECTION = re.compile(r"^(Args|Returns|Raises|Yields|Attributes):(.*)$")
+SHORT = (("torch.", ""), ("shardpass.backends.communicator.", ""), ("shardpass.core.graph.", ""), ("pathlib.", ""))
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    return DIRECTIVE.sub(lambda match: document(match["name"], match["members"]), markdown)
+
+
+def document(path: str, members: str | None = None) -> str:
+    """Markdown for the object at `path`, and for the named methods of a class."""
+    found = look_up(path)
+    parts = [heading(path, found, 3), prose(inspect.getdoc(found) or "")]
+    for name in (members or "").split(",") if members else ():
+        member = inspect.getattr_static(found, name)
+        member = member.fget if isinstance(member, property) else member
+        parts += [heading(f"{path}.{name}", member, 4), prose(inspect.getdoc(member) or "")]
+    return "\n\n".join(parts)
+
+
+def look_up(path: str) -> Any:
+    """The object at a dotted path.
+
+    Raises:
+        ValueError: there is none; the build fails.
+    """
+    names = path.split(".")
+    for cut in range(len(names), 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(names[:cut]))
+            for name in names[cut:]:
+                found = getattr(found, name)
+        except (ImportError, AttributeError):
+            continue
+        if inspect.ismodule(found) and cut < len(names):
+            continue
+        return found
+    raise ValueError(f"docs: there is no {path}")
+
+
+def heading(path: str, found: Any, level: int) -> str:
+    name = path.rpartition(".")[2]
+    title = f"{'#' * level} `{name}` {{ #{path} }}"
+    if not callable(found) or inspect.ismodule(found) or is_error(found) or getattr(found, "_is_protocol", False):
+        return title
+    try:
+        signature = str(inspect.signature(found)).replace("'", "").replace("self, ", "").replace("(self)", "()")
+    except (TypeError, ValueError):
+        return title
+    for long, short in SHORT:
+        signature = signature.replace(long, short)
+    return f"{title}\n\n```python\n{path}{wrapped(signature)}\n```"
+
+
+def is_error(found: Any) -> bool:
+    return inspect.isclass(found) and issubclass(found, BaseException)
+
+
+def wrapped(signature: str) -> str:
+    """A long signature with one argument per line."""
+    if len(signature) < 90:
+        return signature
+    inner, _, result = signature[1:].rpartition(")")
+    arguments, depth, current = [], 0, ""
+    for letter in inner:
+        depth += (letter in "[(") - (letter in "])")
+        if letter == "," and not depth:
+            arguments.append(current.strip())
+            current = ""
+        else:
+            current += letter
+    lines = "".join(f"    {argument},\n" for argument in [*arguments, current.strip()] if argument)
+    return f"(\n{lines}){result}"
+
+
+def prose(doc: str) -> str:
+    """A docstring as markdown: its sections become lists."""
+    doc = re.sub(r"``([^`]+)``", r"`\1`", doc)
+    out: list[str] = []
+    section = ""
+    for line in doc.splitlines():
+        match = SECTION.match(line)
+        if match:
+            section = match[1]
+            out += ["", f"**{section}:**{match[2]}", ""]
+        elif section and not line.strip():
+            out.append("")
+        elif section and not line.startswith(" "):
+            section = ""
+            out += ["", line]
+        elif section:
+            out.append(entry(line, section))
+        else:
+            out.append(line)
+    return "\n".join(out)
+
+
+def entry(line: str, section: str) -> str:
+    """One line of a section: an item that names something, or the continuation of one."""
+    text = line.strip()
+    match = re.match(r"^((?:[\w*]+(?:, )?)+): (.*)$", text)
+    if line.startswith("    ") and not line.startswith("     ") and match:
+        return f"* `{match[1]}`: {match[2]}"
+    return text if section in ("Returns", "Yields") else f"  {text}"

@@ -1,0 +1,139 @@
+"""The documentation is true: blocks marked runnable run, links resolve, the site builds without warnings."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"<!-- runnable(?P<given>[^>]*?)-->\s*```python\n(?P<code>.*?)^```", re.S | re.M)
+LINK = re.compile(r"!?\[[^\]]*\]\((?P<target>[^)\s]+)\)")
+FENCED = re.compile(r"^```.*?^```", re.S | re.M)
+
+
+def blocks(page: Path) -> list[tuple[str, str]]:
+    """``(what it is given, code)`` of each runnable block; ``<!-- runnable: data -->`` is given `data`."""
+    found = BLOCK.finditer(page.read_text(encoding="utf-8"))
+    return [(match["given"].strip(" :"), match["code"]) for match in found]
+
+
+def small_data() -> Any:
+    """A PyG graph for blocks that say ``data`` and leave open where it comes from."""
+    data_module = pytest.importorskip("torch_geometric.data")
+    generator = torch.Generator().manual_seed(0)
+    y = torch.randint(3, (120,), generator=generator)
+    mask = torch.arange(120) % 2 == 0
+    x = torch.nn.functional.one_hot(y, 8).float() + torch.randn(120, 8, generator=generator)
+    edge_index = torch.randint(120, (2, 900), generator=generator)
+    return data_module.Data(x=x, y=y, edge_index=edge_index, train_mask=mask, test_mask=~mask)
+
+
+def contract_module() -> Any:
+    spec = importlib.util.spec_from_file_location("contract", ROOT / "tests" / "backends" / "contract.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+GIVEN: dict[str, Callable[[], Any]] = {"data": small_data, "contract": contract_module}
+
+
+def runnable_pages() -> list[Path]:
+    return [page for page in PAGES if page.exists() and blocks(page)]
+
+
+@pytest.mark.parametrize("page", runnable_pages(), ids=lambda page: page.name)
+def test_runnable_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "torch_geometric" in page.read_text(encoding="utf-8") or ".pyg." in page.read_text(encoding="utf-8"):
+        pytest.importorskip("torch_geometric")
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    names: dict[str, Any] = {"__name__": "page"}
+    try:
+        for given, code in blocks(page):
+            if given:
+                names[given] = names.get(given) or GIVEN[given]()
+            exec(compile(code, f"{page.name}: {code.splitlines()[0]}", "exec"), names)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_the_pages_that_promise_to_run_do_hold_blocks() -> None:
+    names = {page.name for page in runnable_pages()}
+    assert {"README.md", "quickstart.md", "concepts.md", "layers.md", "writing-a-backend.md"} <= names
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of the headings of a page, as mkdocs and the usual hosts make them."""
+    titles = re.findall(r"^#+ +(.+)$", FENCED.sub("", page.read_text(encoding="utf-8")), re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.exists()], ids=lambda page: page.name)
+def test_links_resolve(page: Path) -> None:
+    broken = []
+    for match in LINK.finditer(FENCED.sub("", page.read_text(encoding="utf-8"))):
+        target, _, anchor = match["target"].partition("#")
+        if re.match(r"[a-z]+:", target):
+            continue
+        other = (page.parent / target).resolve() if target else page
+        if not other.exists() or (anchor and other.suffix == ".md" and anchor not in anchors(other)):
+            broken.append(match["target"])
+    assert not broken, f"{page.name}: {broken}"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.exists()], ids=lambda page: page.name)
+def test_files_that_are_named_exist(page: Path) -> None:
+    """Paths in backticks (``core/halo.py``, ``tests/backends/contract.py``) are those of files."""
+    if page.name == "CHANGELOG.md":
+        return
+    text = FENCED.sub("", page.read_text(encoding="utf-8"))
+    named = re.findall(r"`((?:shardpass/|core/|backends/|data/|frontends/|testing/|cli/|tests/|docs/)[\w/.-]+\.py)`", text)
+    missing = [name for name in named if not (ROOT / name).exists() and not (ROOT / "shardpass" / name).exists()]
+    assert not missing, f"{page.name}: {missing}"
+
+
+def test_every_public_name_is_documented() -> None:
+    import shardpass
+
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    missing = [name for name in shardpass.__all__ if f"shardpass.{name}" not in text]
+    assert not missing, f"docs/api.md lacks {missing}"
+
+
+def test_figures_are_up_to_date(tmp_path: Path) -> None:
+    spec = importlib.util.spec_from_file_location("make_figures", ROOT / "docs" / "make_figures.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for name, draw in module.FIGURES.items():
+        found = (ROOT / "docs" / "figures" / name).read_text(encoding="utf-8")
+        assert found == draw(), f"run python docs/make_figures.py: {name} is out of date"
+
+
+def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
+    for module in ("mkdocs", "material", "mkdocstrings"):
+        pytest.importorskip(module)
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")],
+        cwd=ROOT, capture_output=True, text=True, timeout=200, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    pages = list((tmp_path / "site").rglob("*.html"))
+    assert pages
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        fetched = re.findall(r"<(?:script|link)[^>]+(?:src|href)=\"?(https?://[^\">\s]+)", text)
+        outside = [url for url in fetched if not url.startswith("https://shardpass.readthedocs.io")]
+        assert not outside, f"{page.name} loads {outside}"
