@@ -42,8 +42,8 @@ class Program:
         dst: whole tensors of the destination nodes, ``[num_dst, ...]``.
         edge: tensors that may have one row per edge, ``[num_edges, ...]``. Ranks agree which of them do; the others
             are left out of ``Inputs.edge``, and the body must use them whole.
-        message: edge part of the body, ``[E, ...]``. Treats edges independently; reduces over in-edges with torch's scatter
-            functions along ``Inputs.index`` only.
+        message: edge part of the body, ``[E, ...]``. Treats edges independently; reduces over in-edges with torch's
+            scatter functions along ``Inputs.index`` only.
         aggregate: node part: from the message, ``[num_dst, ...]``. None: the messages themselves are the result.
         checked: signatures of this body that passed the row-wise check; kept by the frontend between calls.
         order: of the communicator, set by the engine: no collective call may begin while the body runs.

@@ -17,6 +17,7 @@ from shardpass.core.graph import ShardedGraph
 from shardpass.core.norm import replace_batch_norms
 from shardpass.core.random import decorrelate
 from shardpass.errors import RefusedError
+from shardpass.frontends.pyg.lazy import LazyEdges, Poison
 from shardpass.frontends.pyg.propagate import ShardedMessagePassing
 from shardpass.frontends.pyg.refusals import refuse_unsupported
 
@@ -90,7 +91,17 @@ class _Forward:
         if torch.is_grad_enabled():
             note_forward(model)
         args, kwargs = tree_map(_edge_index_of, (args, kwargs))
-        return chained(self.comm, type(model).forward, model, *args, **kwargs)
+        return chained(self.comm, self._run, *args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        return tree_map(_returned, type(self.model).forward(self.model, *args, **kwargs))
+
+
+def _returned(value: Any) -> Any:
+    """A deferred edge result is computed while the ranks are still in step; a value that is not there is said so."""
+    if isinstance(value, Poison):
+        raise RefusedError(value.reason)
+    return value.materialise() if isinstance(value, LazyEdges) else value
 
 
 def _edge_index_of(value: Any) -> Any:

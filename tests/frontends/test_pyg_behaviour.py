@@ -1,0 +1,274 @@
+"""What wrapped models do besides being exact: refusals, ordinary tooling, randomness, misuse."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+pytest.importorskip("torch_geometric")
+
+import torch_geometric.nn as gnn
+from torch.utils.checkpoint import checkpoint
+
+import shardpass as sp
+from shardpass.errors import RefusedError
+from shardpass.testing.graphs import assignments, shard_in_memory
+from shardpass.testing.parity import cotangent, differences, evaluate_sharded, evaluate_whole
+from shardpass.testing.run import run
+
+from .pyg_cases import GRAPH, LAYERS, MODELS
+
+OWNERS = assignments(GRAPH.num_nodes, 2, GRAPH.edge_index)["random"]
+
+
+def on_two_ranks(work, options=None):
+    """What `work(comm, graph)` returns on each of two ranks."""
+    return run(lambda comm: work(comm, shard_in_memory(GRAPH, OWNERS, comm, options)), 2)
+
+
+class Offender(gnn.MessagePassing):
+    """A message that is not row-wise, in several ways."""
+
+    def __init__(self, kind):
+        super().__init__(aggr="sum")
+        self.kind = kind
+
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=x, table=x)
+
+    def message(self, x_j, x_i, edge_index_j, table):
+        if self.kind == "norm":
+            return x_j / x_j.norm()
+        if self.kind == "softmax":
+            return x_j.softmax(dim=0)
+        if self.kind == "mean":
+            return x_j - x_j.mean(0)
+        if self.kind == "cumsum":
+            return x_j.cumsum(0)
+        if self.kind == "ids":
+            return x_j * edge_index_j.view(-1, 1)
+        if self.kind == "lookup":
+            return x_j + table[edge_index_j]
+        return x_j.detach().numpy()
+
+
+@pytest.mark.parametrize("mode", ["sar", "keep", "halo"])
+@pytest.mark.parametrize("kind", ["norm", "softmax", "mean", "cumsum"])
+def test_messages_that_are_not_row_wise_are_refused(kind, mode):
+    def work(comm, graph):
+        with pytest.raises(RefusedError, match=r"^Offender: the message of an edge depends on other edges"):
+            sp.pyg.wrap(Offender(kind).double(), comm)(graph.x, graph)
+
+    on_two_ranks(work, sp.Options(mode=mode))
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"), [("ids", "numbered per rank"), ("lookup", "numbered per rank"), ("numpy", "out of torch")]
+)
+def test_messages_that_use_ids_or_leave_torch_are_refused(kind, words):
+    def work(comm, graph):
+        with pytest.raises(RefusedError, match=words):
+            sp.pyg.wrap(Offender(kind).double(), comm)(graph.x, graph)
+
+    on_two_ranks(work)
+
+
+@pytest.mark.parametrize("aggr", ["median", "lstm"])
+def test_whole_neighbourhood_aggregations_are_refused_in_sequential_modes(aggr):
+    def work(comm, graph):
+        layer = gnn.SAGEConv(5, 5, aggr=aggr).double()
+        with pytest.raises(RefusedError, match=r"SAGEConv: .*mode='halo'"):
+            sp.pyg.wrap(layer, comm)(graph.x, graph)
+
+    on_two_ranks(work)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        gnn.GraphNorm(5),
+        gnn.PairNorm(),
+        gnn.InstanceNorm(5),
+        gnn.LayerNorm(5),
+        gnn.TopKPooling(5),
+        gnn.GPSConv(5, None, heads=1),
+    ],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_layers_that_mix_nodes_are_refused_by_name(layer):
+    model = torch.nn.Sequential(torch.nn.Linear(5, 5), layer)
+
+    def work(comm, graph):
+        with pytest.raises(RefusedError, match=rf"{type(layer).__name__} \(at '1'\) cannot be exact"):
+            sp.pyg.wrap(copy.deepcopy(model), comm)
+
+    on_two_ranks(work)
+
+
+def test_wrapping_keeps_names_class_and_the_ordinary_use():
+    torch.manual_seed(0)
+    plain = gnn.GAT(5, 8, 2, 4, norm="batch_norm").double()
+    expected = copy.deepcopy(plain)(GRAPH.node["x"], GRAPH.edge_index)
+
+    def work(comm, graph):
+        model = sp.pyg.wrap(copy.deepcopy(plain), comm)
+        assert list(model.state_dict()) == list(plain.state_dict()) and type(model) is gnn.GAT
+        assert sp.pyg.wrap(model, comm) is model
+        twin = copy.deepcopy(model)
+        with torch.no_grad():
+            for p in twin.parameters():
+                p.mul_(2)
+        before = model(graph.x, graph)
+        assert not torch.equal(before, twin(graph.x, graph)), "the copy must use its own parameters"
+        return model(graph.x, graph), graph.node_ids
+
+    for out, ids in on_two_ranks(work):
+        torch.testing.assert_close(out, expected[ids])
+    single = sp.pyg.wrap(copy.deepcopy(plain), sp.connect("local"))
+    torch.testing.assert_close(single(GRAPH.node["x"], GRAPH.edge_index), expected)
+
+
+def test_evaluation_without_gradients_and_in_inference_mode():
+    torch.manual_seed(0)
+    plain = gnn.GAT(5, 8, 2, 4, norm="batch_norm", dropout=0.5).double().eval()
+    expected = plain(GRAPH.node["x"], GRAPH.edge_index).detach()
+
+    def work(comm, graph):
+        model = sp.pyg.wrap(copy.deepcopy(plain), comm)
+        with torch.no_grad():
+            first = model(graph.x, graph)
+        with torch.inference_mode():
+            second = model(graph.x, graph)
+        return first, second, graph.node_ids
+
+    for first, second, ids in on_two_ranks(work):
+        torch.testing.assert_close(first, expected[ids])
+        torch.testing.assert_close(second, expected[ids])
+
+
+@pytest.mark.parametrize("mode", ["sar", "keep", "halo"])
+def test_two_backward_passes_and_checkpointing_are_exact(mode):
+    make, call = LAYERS["GATConv edges"]
+    torch.manual_seed(0)
+    model = make().double()
+    whole = evaluate_whole(model, GRAPH, call)
+
+    def twice(m, inputs, graph):
+        out = call(m, inputs, graph)
+        rows = getattr(graph, "node_ids", slice(None))
+        (out * cotangent(whole.output)[rows]).sum().backward(retain_graph=True)
+        for tensor in [*m.parameters(), *inputs.values()]:
+            tensor.grad = None
+        return out
+
+    def remembered(m, inputs, graph):
+        def body(x, edge_attr):
+            return call(m, {"x": x, "edge_attr": edge_attr}, graph)
+
+        return checkpoint(body, inputs["x"], inputs["edge_attr"], use_reentrant=False)
+
+    for variant in (twice, remembered):
+        sharded = evaluate_sharded(model, GRAPH, variant, OWNERS, 2, sp.pyg.wrap, sp.Options(mode=mode), whole)
+        assert max(differences(whole, sharded).values()) < 1e-10
+
+
+def test_double_backward_is_refused_with_a_sentence():
+    def work(comm, graph):
+        x = graph.x.clone().requires_grad_()
+        out = sp.pyg.wrap(gnn.GCNConv(5, 3).double(), comm)(x, graph)
+        with pytest.raises(RefusedError, match="double backward through a sharded call is not supported"):
+            torch.autograd.grad(out.square().sum(), x, create_graph=True)
+
+    on_two_ranks(work)
+
+
+def test_in_place_change_of_a_saved_tensor_is_noticed():
+    def work(comm, graph):
+        x = graph.x.clone().requires_grad_()
+        hidden = x * 1
+        out = sp.pyg.wrap(gnn.EdgeConv(torch.nn.Linear(10, 3)).double(), comm)(hidden, graph)
+        hidden.detach().add_(1)
+        hidden.data.add_(1)
+        with torch.no_grad():
+            hidden.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+    on_two_ranks(work)
+
+
+@pytest.mark.parametrize("mode", ["sar", "keep", "halo"])
+@pytest.mark.parametrize("name", ["GATConv", "TransformerConv"])
+def test_dropout_inside_messages_is_replayed_in_backward(name, mode):
+    """The directional derivative of the loss, with the same random numbers, against the gradient."""
+    kind = {"GATConv": gnn.GATConv, "TransformerConv": gnn.TransformerConv}[name]
+    torch.manual_seed(0)
+    layer = kind(5, 4, heads=2, dropout=0.4).double()
+    graph = shard_in_memory(
+        GRAPH, torch.zeros_like(OWNERS), sp.connect("local"), sp.Options(mode=mode, chunk_bytes=600)
+    )
+    model = sp.pyg.wrap(layer, graph.comm)
+    direction = torch.randn_like(graph.x)
+
+    def loss(x):
+        torch.manual_seed(3)
+        return model(x, graph).square().sum()
+
+    x = graph.x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(loss(x), x)
+    with torch.no_grad():
+        assert not torch.equal(loss(x), model(x, graph).square().sum()), "dropout is on"
+        step = 1e-6
+        slope = (loss(x + step * direction) - loss(x - step * direction)) / (2 * step)
+    torch.testing.assert_close((gradient * direction).sum(), slope, rtol=1e-6, atol=1e-6)
+
+
+def test_attention_weights_kept_by_a_message_are_not_available():
+    def work(comm, graph):
+        layer = sp.pyg.wrap(gnn.TransformerConv(5, 4).double(), comm)
+        assert layer(graph.x, graph).shape == (graph.num_nodes, 4)
+        with pytest.raises(RefusedError, match=r"_alpha.*not available on a sharded graph"):
+            layer(graph.x, graph, return_attention_weights=True)
+
+    on_two_ranks(work)
+
+
+def test_attention_weights_of_gat_are_those_of_the_whole_graph():
+    torch.manual_seed(0)
+    plain = gnn.GATConv(5, 4, heads=2, add_self_loops=False).double()
+    _, (_, expected) = plain(GRAPH.node["x"], GRAPH.edge_index, return_attention_weights=True)
+
+    def work(comm, graph):
+        layer = sp.pyg.wrap(copy.deepcopy(plain), comm)
+        _, (_, alpha) = layer(graph.x, graph, return_attention_weights=True)
+        torch.testing.assert_close(alpha + 0, expected[graph.edge_ids])
+
+    on_two_ranks(work)
+
+
+def test_half_precision_and_autocast_run():
+    def work(comm, graph):
+        model = sp.pyg.wrap(gnn.GAT(5, 8, 2, 4, heads=2), comm)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = model(graph.x.float(), graph)
+        out.float().sum().backward()
+        sp.sync_gradients(model, comm)
+        low = sp.pyg.wrap(gnn.GraphSAGE(5, 8, 2, 4).to(torch.bfloat16), comm)
+        low(graph.x.to(torch.bfloat16), graph).sum().backward()
+        grads = [p.grad for m in (model, low) for p in m.parameters()]
+        assert all(bool(torch.isfinite(g).all()) for g in grads)
+
+    on_two_ranks(work)
+
+
+def test_lazy_parameters_are_refused_before_training():
+    with pytest.raises(RefusedError, match="has no shape yet"):
+        sp.pyg.wrap(gnn.SAGEConv(-1, 4), sp.connect("local"))
+
+
+def test_a_model_with_every_refusable_part_names_the_first():
+    assert MODELS  # the models of the parity test are all accepted
+    with pytest.raises(RefusedError, match="HGTConv"):
+        sp.pyg.wrap(gnn.HGTConv(4, 4, (["a"], [("a", "to", "a")])), sp.connect("local"))
