@@ -56,12 +56,32 @@ def heading(path: str, found: Any, level: int) -> str:
     if not callable(found) or inspect.ismodule(found) or is_error(found) or getattr(found, "_is_protocol", False):
         return title
     try:
-        signature = str(inspect.signature(found)).replace("'", "").replace("self, ", "").replace("(self)", "()")
+        signature = plain(inspect.signature(found)).replace("self, ", "").replace("(self)", "()")
     except (TypeError, ValueError):
         return title
     for long, short in SHORT:
         signature = signature.replace(long, short)
     return f"{title}\n\n```python\n{path}{wrapped(signature)}\n```"
+
+
+class Words:
+    """An annotation that prints as its text, without quotes."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def plain(signature: inspect.Signature) -> str:
+    """A signature whose annotations, strings at run time, print without quotes."""
+
+    def words(annotation: Any) -> Any:
+        return Words(annotation) if isinstance(annotation, str) else annotation
+
+    parameters = [p.replace(annotation=words(p.annotation)) for p in signature.parameters.values()]
+    return str(signature.replace(parameters=parameters, return_annotation=words(signature.return_annotation)))
 
 
 def is_error(found: Any) -> bool:
