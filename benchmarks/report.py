@@ -129,9 +129,9 @@ def markdown(records: list[Record], date: str, where: dict[str, Any]) -> str:
         "Memory is resident memory above the loaded baseline (graph, features, labels and model in memory, before",
         "the first epoch), the largest rank's. peak: the highest point of all epochs; structure that is built at first",
         "use, gradients, Adam's state and transport buffers count. kept: what is left between epochs. transient: the",
-        "peak of the epochs after the first minus kept. The processes ran with MALLOC_MMAP_THRESHOLD_=65536, so that freed",
-        "tensors leave the resident set at once; `benchmarks/meter.py` says more. The JSON file holds every rank's",
-        "figures, and glibc's own count of the live heap between epochs (`kept_heap_bytes`) as a check of `kept`.",
+        "peak of the epochs after the first minus kept. The processes ran with MALLOC_MMAP_THRESHOLD_=65536, so that",
+        "freed tensors leave the resident set at once; `benchmarks/meter.py` says more. The JSON file holds every",
+        "rank's figures, and glibc's own count of the live heap between epochs (`kept_heap_bytes`) as a check of kept.",
         "",
         f"Machine: {where['cpu']}, {where['cores']} cores, {where['memory_gib']} GiB, {where['system']}. Python "
         f"{where['python']}, torch {where['torch']}, torch_geometric {where['torch_geometric']}, shardpass "

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch_geometric.nn.models import GAT
 
 
 def resident(field: str) -> int:
@@ -34,6 +33,8 @@ def start_meter() -> int:
 
 def main(path: str, hidden: int, heads: int, epochs: int, lr: float) -> None:
     """Train and print."""
+    from torch_geometric.nn.models import GAT
+
     with np.load(path) as arrays:
         graph: dict[str, Any] = {name: torch.from_numpy(arrays[name]) for name in arrays.files}
     x, y, edge_index = graph["x"], graph["y"], graph["edge_index"].long()

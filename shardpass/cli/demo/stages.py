@@ -23,8 +23,6 @@ from shardpass.cli.memory import exact_allocator
 from shardpass.data import partition
 from shardpass.errors import MissingDependencyError, require
 
-_PLAIN = Path(__file__).with_name("plain_pyg.py")
-
 
 @dataclass(frozen=True)
 class Setup:
@@ -98,8 +96,8 @@ def _stage(setup: Setup, graph: Arrays, folder: Path, ranks: int, launcher: str,
         partition(graph, store, ranks, "metis", overwrite=store.exists())
     words = [str(word) for word in (setup.hidden, setup.heads, setup.epochs, setup.lr)]
     env = {**os.environ, **exact_allocator(), "OMP_NUM_THREADS": str(min(4, os.cpu_count() or 1))}
-    title = "plain PyG, one process"
-    plain = follow([sys.executable, str(_PLAIN), str(file), *words], env, title, setup.epochs, console)
+    title, script = "plain PyG, one process", Path(__file__).with_name("plain_pyg.py")
+    plain = follow([sys.executable, str(script), str(file), *words], env, title, setup.epochs, console)
     command = launch_command(launcher, ranks, "shardpass.cli")
     assert command is not None
     arguments = [
