@@ -1,0 +1,418 @@
+"""Mistakes in the user's program: every rank ends within seconds, saying what happened and on which rank."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch_geometric.nn import GCNConv, LayerNorm, SAGEConv, SGConv
+
+import shardpass as sp
+from shardpass.errors import CommunicationError, DivergenceError, RefusedError, ShardpassError
+
+from .training import CLASSES, FEATURES, RANKS, Turn, train
+
+models = pytest.mark.parametrize("model", ["GCN", "GAT"])
+
+
+def twist(change):
+    """A step in which ``change(turn)`` comes first, on the culprit in the second epoch only."""
+
+    def step(turn: Turn):
+        if turn.culprit:
+            change(turn)
+        turn.step()
+
+    return step
+
+
+# ---- features and dtypes
+
+
+@models
+def test_a_rank_with_other_features(store, model):
+    def narrow(turn):
+        turn.x = turn.x[:, :4]
+
+    outcome = train(store, twist(narrow), model=model)
+    outcome.began_on(1, RuntimeError, "mat1 and mat2 shapes cannot be multiplied (15x4 and 6x8)")
+
+
+@pytest.mark.parametrize("mode", ["sar", "halo"])
+def test_other_features_where_the_layer_itself_does_not_notice(store, mode):
+    class First(nn.Module):
+        """Messages are sent before any weight is applied."""
+
+        def __init__(self):
+            super().__init__()
+            self.conv = SGConv(FEATURES, CLASSES, K=2)
+
+        def forward(self, x, edge_index):
+            return self.conv(x, edge_index)
+
+    def narrow(turn):
+        turn.x = turn.x[:, :4]
+
+    outcome = train(store, twist(narrow), model=First(), mode=mode)
+    outcome.all_say("SGConv", "rank 0", "rank 1", "[6]", "[4]", "same widths and dtypes")
+
+
+@models
+def test_a_rank_with_other_rows(store, model):
+    def cut(turn):
+        turn.x = turn.x[:-1]
+
+    outcome = train(store, twist(cut), model=model)
+    outcome.began_on(1, ValueError, "on rank 1: `", "14 rows", "expected 15 (the own")
+
+
+@models
+def test_features_of_another_dtype_than_the_model(store, model):
+    def step(turn):
+        turn.x = turn.x.double()
+        turn.clock.start()
+        turn.step()
+
+    outcome = train(store, step, model=model)
+    outcome.all_say("double != float")
+
+
+@models
+def test_a_rank_with_other_dtypes(store, model):
+    def double(turn):
+        turn.x = turn.x.double()
+
+    outcome = train(store, twist(double), model=model)
+    if model == "GAT":
+        outcome.began_on(1, RuntimeError, "double != float")
+    else:  # ranks compare notes before the weights are applied
+        outcome.all_say("Rank 0: float32", "Rank 1: float64", "same widths and dtypes")
+
+
+@models
+def test_integer_features(store, model):
+    def step(turn):
+        turn.x = turn.x.long()
+        turn.clock.start()
+        turn.step()
+
+    outcome = train(store, step, model=model)
+    assert all(isinstance(error, RuntimeError) for error in outcome.errors), outcome.words()
+    outcome.all_say("long int" if model == "GAT" else "Long")
+
+
+def test_models_that_differ(store):
+    def build(model):
+        return nn.Sequential(nn.Linear(2, 3)) if torch.rand(()) < 2 and next(turn) == 1 else model
+
+    turn = iter(range(RANKS))
+    outcome = train(store, twist_model=build)
+    outcome.all_say("the models differ", "build the same model on every rank")
+
+
+# ---- exceptions
+
+
+@models
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_exception_between_layers(store, model, where):
+    def fail(*_):
+        raise ValueError("boo")
+
+    def step(turn):
+        if turn.culprit:
+            if where == "forward":
+                turn.model.convs[1].register_forward_pre_hook(fail)
+            else:
+                turn.model.convs[0].register_forward_hook(lambda module, args, out: out.register_hook(fail) and None)
+        turn.step()
+
+    train(store, step, model=model).began_on(1, ValueError, "boo")
+
+
+@models
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_exception_inside_a_message(store, model, where):
+    def fail(*_):
+        raise ValueError("boo")
+
+    def step(turn):
+        if turn.culprit:
+            conv = turn.model.convs[1]
+            if where == "forward":
+                conv.register_message_forward_pre_hook(fail)
+            else:
+                conv.lin.weight.register_hook(fail)
+        turn.step()
+
+    train(store, step, model=model).began_on(1, ValueError, "boo")
+
+
+@models
+def test_a_tensor_changed_in_place_between_forward_and_backward(store, model):
+    def step(turn):
+        if turn.culprit:
+            kept = []
+            turn.model.convs[1].register_forward_pre_hook(lambda module, args: kept.append(args[0]))
+            turn.model.register_forward_hook(lambda *_: kept[0].data.dim() and kept[0].add_(1) and None)
+        turn.step()
+
+    def change(turn):
+        if not turn.culprit:
+            return turn.step()
+        kept = []
+        turn.model.convs[1].register_forward_pre_hook(lambda module, args: kept.append(args[0]))
+        loss = turn.loss(turn.forward())
+        kept[0].add_(1)
+        loss.backward()
+
+    outcome = train(store, change, model=model)
+    outcome.began_on(1, RuntimeError, "has been modified by an inplace operation")
+
+
+@pytest.mark.parametrize("mode", ["sar", "keep", "halo"])
+def test_a_message_input_changed_in_place(store, mode):
+    """What the engine itself has saved is watched, too."""
+
+    class Maxima(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin, self.conv = nn.Linear(FEATURES, 8), SAGEConv(8, CLASSES, aggr="max", root_weight=False)
+            self.harm = False
+
+        def forward(self, x, edge_index):
+            x = self.lin(x)
+            out = self.conv(x, edge_index)
+            if self.harm:
+                x.add_(1)
+            return out
+
+    def harm(turn):
+        turn.model.harm = True
+
+    outcome = train(store, twist(harm), model=Maxima(), mode=mode)
+    outcome.began_on(1, RuntimeError, "has been modified by an inplace operation")
+
+
+# ---- ranks that take different paths
+
+
+class Skips(nn.Module):
+    """Three layers, one of which a rank may skip; `shared` uses one and the same layer for all hidden ones."""
+
+    def __init__(self, shared=False):
+        super().__init__()
+        layers = [GCNConv(FEATURES, 8), GCNConv(8, 8), GCNConv(8, 8), GCNConv(8, CLASSES)]
+        if shared:
+            layers[2] = layers[1]
+        self.convs = nn.ModuleList(layers)
+        self.without = -1
+
+    def forward(self, x, edge_index):
+        for i, conv in enumerate(self.convs):
+            if i == self.without:
+                x = x[:, :CLASSES] if i == 3 else x
+            else:
+                x = conv(x, edge_index).relu()
+        return x
+
+
+@pytest.mark.parametrize("mode", ["sar", "halo"])
+@pytest.mark.parametrize("layer", [1, 2, 3])
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_rank_that_skips_a_layer(store, mode, layer, shared):
+    def skip(turn):
+        turn.model.without = layer
+
+    outcome = train(store, twist(skip), model=Skips(shared), mode=mode)
+    assert any(isinstance(error, DivergenceError) for error in outcome.errors), outcome.words()
+    outcome.all_say("ranks 0, 2 are in", "rank 1 is in", "depends on the rank")
+
+
+def test_a_rank_that_skips_a_layer_in_evaluation(store):
+    def step(turn):
+        turn.step()
+        turn.model.without = 1 if turn.culprit else -1
+        with torch.no_grad():
+            turn.forward()
+
+    train(store, step, model=Skips()).all_say("ranks 0, 2 are in", "rank 1 is in", "depends on the rank")
+
+
+@models
+def test_a_rank_with_fewer_epochs(store, model):
+    def step(turn):
+        if turn.comm.rank != 1 or turn.epoch < 2:
+            turn.clock.start()
+            turn.step()
+
+    outcome = train(store, step, model=model)
+    assert outcome.errors[1] is None and isinstance(outcome.raised, CommunicationError)
+    for error in (outcome.errors[0], outcome.errors[2]):
+        assert "but rank 1 has ended: it made fewer calls than the others" in str(error), outcome.words()
+    outcome.ended_in_time()
+
+
+@models
+def test_a_rank_without_backward(store, model):
+    def step(turn):
+        if not turn.culprit:
+            return turn.step()
+        turn.loss(turn.forward())
+        sp.sync_gradients(turn.model, turn.comm)
+
+    outcome = train(store, step, model=model)
+    outcome.all_say("the ranks wait for each other", "rank 1 waits in all_gather 'sync_gradients", "depends on the rank")
+
+
+def test_a_rank_whose_loss_is_no_function_of_the_model(store):
+    def step(turn):
+        if not turn.culprit:
+            return turn.step()
+        turn.loss(turn.forward())
+        torch.zeros((), requires_grad=True).backward()
+        sp.sync_gradients(turn.model, turn.comm)
+
+    train(store, step).all_say("the ranks wait for each other", "rank 1 waits in all_gather 'sync_gradients")
+
+
+# ---- gradients
+
+
+def test_gradients_summed_twice_on_one_rank(store):
+    def step(turn):
+        turn.step()
+        if turn.culprit:
+            sp.sync_gradients(turn.model, turn.comm)
+
+    train(store, step).all_say("ranks 0, 2 are in", "rank 1 is in all_gather 'sync_gradients", "depends on the rank")
+
+
+def test_gradients_summed_twice_on_all_ranks(store):
+    def step(turn):
+        turn.step()
+        turn.clock.start()
+        sp.sync_gradients(turn.model, turn.comm)
+
+    train(store, step).all_say("the gradient of 'convs.0.bias' on rank 0 was already summed", "called twice")
+
+
+def test_gradients_never_summed_on_one_rank(store):
+    def step(turn):
+        if not turn.culprit:
+            return turn.step()
+        turn.loss(turn.forward()).backward()
+        turn.optimizer.step()
+
+    outcome = train(store, step)
+    said = "the ranks are in different calls" in outcome.words() or "was not summed over ranks" in outcome.words()
+    assert said and all(outcome.errors), outcome.words()
+    outcome.all_say("rank 1", "sync_gradients")
+
+
+def test_gradients_never_summed_on_any_rank(store):
+    def step(turn):
+        loss = turn.loss(turn.forward())
+        turn.optimizer.zero_grad()
+        loss.backward()
+        turn.clock.start()
+        turn.optimizer.step()
+
+    outcome = train(store, step)
+    outcome.all_say("has changed since the last backward", "call sync_gradients(model, comm) after backward")
+
+
+@pytest.mark.parametrize("where", ["one rank", "all ranks"])
+def test_a_step_before_the_sum(store, where):
+    def step(turn):
+        if not (turn.culprit if where == "one rank" else turn.epoch == 1):
+            return turn.step()
+        loss = turn.loss(turn.forward())
+        turn.optimizer.zero_grad()
+        loss.backward()
+        turn.optimizer.step()
+        sp.sync_gradients(turn.model, turn.comm)
+
+    outcome = train(store, step)
+    rank = 1 if where == "one rank" else 0
+    outcome.all_say(f"on rank {rank} belongs to parameter values that have changed since backward", "before optimizer")
+
+
+@models
+@pytest.mark.parametrize("where", ["one rank", "all ranks"])
+def test_double_backward(store, model, where):
+    def step(turn):
+        if not (turn.culprit if where == "one rank" else turn.epoch == 1):
+            return turn.step()
+        turn.loss(turn.forward()).backward(create_graph=True)
+
+    outcome = train(store, step, model=model)
+    outcome.all_say("double backward through a sharded call is not supported", "create_graph=True")
+    if where == "one rank":
+        outcome.began_on(1, RefusedError)
+
+
+def test_reentrant_checkpointing(store):
+    class Checkpointed(Skips):
+        def forward(self, x, edge_index):
+            x = self.convs[0](x, edge_index)
+            for conv in list(self.convs)[1:]:
+                x = checkpoint(conv, x, edge_index, use_reentrant=True)
+            return x
+
+    train(store, model=Checkpointed()).all_say("use_reentrant=False")
+
+
+# ---- wrapping
+
+
+@pytest.mark.parametrize("where", ["one rank", "all ranks"])
+def test_a_module_that_cannot_be_exact(store, where):
+    class Normed(nn.Sequential):
+        pass
+
+    def build(model):
+        return Normed(LayerNorm(FEATURES)) if where == "all ranks" or next(turn) == 1 else model
+
+    turn = iter(range(RANKS))
+    outcome = train(store, twist_model=build)
+    outcome.all_say("LayerNorm (at '0') cannot be exact on a sharded graph", "mode='node'")
+
+
+def test_ddp_around_a_wrapped_model(store, tmp_path):
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    try:
+
+        def step(turn):
+            if turn.culprit:
+                turn.model = nn.parallel.DistributedDataParallel(turn.model)
+            turn.step()
+
+        outcome = train(store, step)
+    finally:
+        dist.destroy_process_group()
+    outcome.began_on(1, RefusedError, "DistributedDataParallel around the wrapped model is refused", "Remove it")
+
+
+def test_ddp_within_a_model_to_be_wrapped(store, tmp_path):
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    try:
+        outcome = train(store, twist_model=nn.parallel.DistributedDataParallel)
+    finally:
+        dist.destroy_process_group()
+    outcome.all_say("DistributedDataParallel", "call sync_gradients(model, comm)")
+
+
+def test_the_first_cause_is_shown_even_if_the_others_fail_as_well(store):
+    def step(turn):
+        if turn.culprit:
+            raise KeyError("the cause")
+        try:
+            turn.step()
+        except CommunicationError as error:
+            raise ShardpassError(f"what follows: {error}") from error
+
+    train(store, step).began_on(1, KeyError, "the cause")
