@@ -1,0 +1,59 @@
+"""Who owns which node."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardpass.core.ownership import Ownership
+
+COUNTS = st.lists(st.integers(0, 5), min_size=1, max_size=8)
+
+
+@settings(max_examples=60, deadline=None)
+@given(COUNTS)
+def test_every_id_has_one_owner_and_comes_back(counts):
+    ownership = Ownership.from_counts(counts)
+    assert ownership.num_ranks == len(counts) and ownership.num_total == sum(counts)
+    assert [ownership.num_own(r) for r in range(len(counts))] == counts
+    ids = torch.arange(sum(counts))
+    expected = [rank for rank, count in enumerate(counts) for _ in range(count)]
+    owners = ownership.owner_of(ids)
+    assert owners.tolist() == expected and owners.dtype == torch.int64
+    for rank, count in enumerate(counts):
+        rows = ownership.to_local(ids[owners == rank], rank)
+        assert rows.tolist() == list(range(count))
+        assert torch.equal(ownership.to_global(rows, rank), ids[owners == rank])
+
+
+def test_ids_keep_their_shape_and_may_be_int32():
+    ownership = Ownership((0, 0, 2, 2, 5))
+    ids = torch.tensor([[4, 0], [1, 2]], dtype=torch.int32)
+    assert ownership.owner_of(ids).tolist() == [[3, 1], [1, 3]]
+    assert ownership.owner_of(torch.empty(0, 3, dtype=torch.int64)).shape == (0, 3)
+
+
+@pytest.mark.parametrize("ids, bad", [([0, 5], 5), ([-1, 9], -1), ([7, 3], 7)])
+def test_ids_outside_are_named(ids, bad):
+    with pytest.raises(ValueError, match=rf"node id {bad} lies outside \[0, 5\); check the edge list"):
+        Ownership((0, 3, 5)).owner_of(torch.tensor(ids))
+
+
+def test_no_node_at_all():
+    ownership = Ownership((0, 0, 0))
+    assert ownership.owner_of(torch.empty(0, dtype=torch.int64)).tolist() == []
+    with pytest.raises(ValueError, match="node id 0 lies outside"):
+        ownership.owner_of(torch.tensor([0]))
+
+
+@pytest.mark.parametrize("offsets", [(), (0,), (1, 2)])
+def test_offsets_that_do_not_start_right(offsets):
+    with pytest.raises(ValueError, match="offsets start at 0 and have one more entry than there are ranks"):
+        Ownership(offsets)
+
+
+def test_decreasing_offsets():
+    with pytest.raises(ValueError, match=r"offsets never decrease, got \(0, 3, 2\)"):
+        Ownership((0, 3, 2))
