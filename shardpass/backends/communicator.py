@@ -20,14 +20,14 @@ class CallOrder:
     ``token`` is the 0-dim tensor that the latest differentiable collective call returned; the next call takes it as an
     autograd input, so that backward visits the calls of every rank in the same (reversed) order, also where a rank's
     loss does not reach a call. ``None`` outside a wrapped model's forward pass. ``calls`` counts calls, for messages.
-    ``inside`` names the message function that is running, during which no call may begin: it runs several times, and
-    not on every rank alike.
+    ``inside`` is set while a message function runs, to what watches it (it has a ``name``): no call may begin then, since
+    a message function runs several times, and not on every rank alike.
     """
 
     calls: int = 0
     token: Tensor | None = None
     active: bool = False
-    inside: str = ""
+    inside: Any = None
 
 
 class Handle(Protocol):

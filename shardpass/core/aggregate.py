@@ -17,6 +17,7 @@ from shardpass.core.call import Call
 from shardpass.core.calls import begin_call, end_call, refuse_double_backward
 from shardpass.core.forward import run_forward
 from shardpass.core.halo import HaloPlan
+from shardpass.core.norm import Moments
 from shardpass.core.probe import sample_inputs
 from shardpass.core.program import Program
 from shardpass.core.reducers import Base
@@ -61,6 +62,8 @@ def aggregate(program: Program, plan: HaloPlan, edges: EdgeShards) -> Tensor:
         *structure.captures,
     )
     end_call(plan.comm, outputs[-1])
+    for k, (count, mean, variance) in call.norm_moments.items():
+        structure.norms[k].track(Moments(count, mean, variance), [count, mean.numel()])
     if structure.edge_output:
         return outputs[0]
     return _node_part(program, call, list(outputs[:-1]))
@@ -73,6 +76,9 @@ class _Aggregate(torch.autograd.Function):
     def forward(ctx: Any, call: Call, token: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         operands = call.operands(tensors)
         result = run_forward(call, operands)
+        call.norm_moments = {
+            k: (int(result.states[k][0]), *result.values[k][0].double().unbind()) for k in call.structure.norms
+        }
         structure = call.structure
         if result.edges is not None:
             outputs, fixed = [result.edges], [] if structure.edge_differentiable else [result.edges]

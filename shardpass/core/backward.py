@@ -9,6 +9,7 @@ from torch import Tensor
 
 from shardpass.core.call import Call, Operands
 from shardpass.core.exchange import GradientReturn
+from shardpass.core.forward import ONLY
 from shardpass.core.kernels import edge_dot, gather_sum_transposed
 from shardpass.core.program import Inputs
 from shardpass.core.reducers import REDUCERS, Base, State
@@ -72,6 +73,9 @@ def run_backward(
     structure = call.structure
     for depth in range(structure.max_depth, -1, -1):
         members = structure.of_depth(depth)
+        for k in members:
+            if REDUCERS[structure.reductions[k].op].is_global:
+                gradients.reductions[k] = call.plan.comm.all_reduce(gradients.reductions[k], "sum", call.label)
         to_edges = structure.edge_output and structure.edge_depth == depth and structure.edge_differentiable
         if all(structure.reductions[k].form in ("copy", "scale") for k in members) and not to_edges:
             _run_kernels(call, operands, members, gradients)
@@ -190,11 +194,11 @@ class _Pass:
         self, phase: BackwardPhase, shard: Shard, chunk: Chunk, inputs: Inputs, message: Tensor | None
     ) -> tuple[list[Tensor], list[Tensor]]:
         outs, grads = [], []
-        window = slice(chunk.low, chunk.high)
         for k, source in phase.messages.items():
             if not source.requires_grad:
                 continue
             reduction = self.call.structure.reductions[k]
+            window = ONLY if REDUCERS[reduction.op].is_global else slice(chunk.low, chunk.high)
             value = self.values[k][window] if k in self.values else source
             state = [part[window] for part in self.states.get(k, [])]
             grad = REDUCERS[reduction.op].vjp(
@@ -218,6 +222,9 @@ class _Pass:
         targets += [("c", i, t) for i, t in enumerate(self.call.captured) if t.requires_grad]
         return targets
 
+    def _is_global(self, k: object) -> bool:
+        return REDUCERS[self.call.structure.reductions[int(str(k))].op].is_global
+
     def _add(
         self,
         kind: str,
@@ -228,7 +235,8 @@ class _Pass:
         inputs: Inputs,
         into: dict[str, Tensor],
     ) -> None:
-        gradients, window = self.gradients, slice(chunk.low, chunk.high)
+        gradients = self.gradients
+        window = ONLY if kind == "r" and self._is_global(key) else slice(chunk.low, chunk.high)
         if kind == "s":
             into[str(key)].index_add_(0, shard.src_rows[chunk.start : chunk.stop], grad)
         elif kind == "d":
@@ -265,8 +273,9 @@ class BackwardPhase:
         if k == self._last:
             raise StopPass
         if k not in self._owner.values:
-            return values.new_zeros((self.num_dst, *values.shape[1:]))
-        known = self._owner.values[k][self._window].detach()
+            shape = (1, 2) if REDUCERS[op].is_global else (self.num_dst,)
+            return values.new_zeros((*shape, *values.shape[1:]))
+        known = self._owner.values[k][ONLY if REDUCERS[op].is_global else self._window].detach()
         if reduction.differentiable and reduction.depth < self._owner.depth:
             known.requires_grad_()
         self.known[k] = known

@@ -40,6 +40,8 @@ class Call:
         gradients: the inputs (``"s:x"``, ``"d:x"``, ``"e:w"``) that require grad on some rank.
         captured: the captured tensors themselves, to be substituted when the body runs again.
         seed: of the random numbers of this call.
+        walks: how many walks over the rounds have been made.
+        norm_moments: what forward found for batch norms inside the body: edges, mean, variance.
     """
 
     program: Program
@@ -54,6 +56,7 @@ class Call:
     captured: list[Tensor]
     seed: int
     walks: int = 0
+    norm_moments: dict[int, tuple[int, Tensor, Tensor]] = field(default_factory=dict)
     autocast: tuple[bool, torch.dtype] = field(default_factory=lambda: _autocast_state())
 
     @property

@@ -60,9 +60,9 @@ def refuse_inside_message(comm: Communicator, label: str) -> None:
     Raises:
         NeedsHaloError: in ``halo`` mode the message function runs once, on all edges of the rank, and may.
     """
-    if comm.order.inside:
+    if comm.order.inside is not None:
         raise NeedsHaloError(
-            f"{comm.order.inside}: {label} inside message() needs all edges of the graph at once, so it cannot be "
+            f"{comm.order.inside.name}: {label} inside message() needs all edges of the graph at once, so it cannot be "
             f"computed one shard at a time. Use Options(mode='halo') for this model, or move it out of message()"
         )
 

@@ -14,6 +14,8 @@ from shardpass.core.shard import Chunk, Shard
 from shardpass.core.tracing import EdgeTrace, StopPass
 from shardpass.errors import DivergenceError
 
+ONLY = slice(0, 1)  # the one row of a reduction over all edges
+
 
 @dataclass
 class ForwardResult:
@@ -50,9 +52,28 @@ def run_forward(call: Call, operands: Operands) -> ForwardResult:
             _run_body(call, operands, members, stage, to_edges, result)
         for k in members:
             reduction = structure.reductions[k]
+            if REDUCERS[reduction.op].is_global:
+                _merge_ranks(call, k, result.states[k])
             value = REDUCERS[reduction.op].value(result.states[k], reduction.base)
             result.values[k] = value.to(reduction.dtype)
     return result
+
+
+def _merge_ranks(call: Call, k: int, state: State) -> None:
+    """Join the states of all ranks, in rank order, into `state`. Collective."""
+    reducer = REDUCERS[call.structure.reductions[k].op]
+    widths = [part.numel() for part in state]
+    gathered = call.plan.comm.all_gather(torch.cat([part.reshape(1, -1) for part in state], dim=1), label=call.label)
+    merged = None
+    for row in gathered:
+        theirs = [flat.view_as(part) for flat, part in zip(row[0].split(widths), state)]
+        if merged is None:
+            merged = [part.clone() for part in theirs]
+        else:
+            reducer.merge(merged, theirs)
+    assert merged is not None
+    for part, value in zip(state, merged):
+        part.copy_(value)
 
 
 def _run_kernels(call: Call, operands: Operands, members: list[int], result: ForwardResult) -> None:
@@ -120,11 +141,15 @@ class ForwardPhase:
 
     def reduce(self, k: int, op: str, values: Tensor, index: Tensor, base: Base) -> Tensor:
         reduction = self._reductions[k]
+        window = ONLY if REDUCERS[op].is_global else self._window
         if k in self._result.values:
-            return self._result.values[k][self._window]
-        answer = values.new_zeros((self.num_dst, *values.shape[1:]))
+            return self._result.values[k][window]
+        if REDUCERS[op].is_global:
+            answer = values.new_zeros((1, 2, *values.shape[1:]))
+        else:
+            answer = values.new_zeros((self.num_dst, *values.shape[1:]))
         if reduction.stage == self._stage:
-            state = [part[self._window] for part in self._result.states[k]]
+            state = [part[window] for part in self._result.states[k]]
             if reduction.leader is not None:
                 self._follow(state[0], values, index, reduction.leader)
             elif k in self._leaders:

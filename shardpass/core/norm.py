@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardpass.backends.communicator import Communicator
-from shardpass.core.calls import begin_call, end_call, refuse_double_backward, refuse_inside_message
+from shardpass.core.calls import begin_call, end_call, refuse_double_backward
 from shardpass.errors import RefusedError, ShardpassError
 
 CHUNK_BYTES = 1 << 20  # rows are processed in chunks whose temporaries stay in cache; larger ones on accelerators
@@ -44,8 +44,8 @@ class DistributedBatchNorm(nn.BatchNorm1d):
         if not self.training and self.running_mean is not None and self.running_var is not None:
             return super().forward(input)
         self._check_batch(input)
-        if self.comm is not None:
-            refuse_inside_message(self.comm, "BatchNorm in training mode")
+        if self.comm is not None and self.comm.order.inside is not None:
+            return self._inside_message(input, self.comm.order.inside)
         if self.comm is None:
             raise ShardpassError(
                 "this DistributedBatchNorm has no communicator (pickling drops it): set its .comm, or wrap the model "
@@ -58,13 +58,21 @@ class DistributedBatchNorm(nn.BatchNorm1d):
         label = f"{label} #{number}"
         with torch.no_grad():
             moments = global_moments(input.detach(), self.comm, label)
-            self._track(moments, input)
+            self.track(moments, input.shape)
         output, token = _Normalise.apply(
             token, input, self.weight, self.bias, moments.mean, moments.variance, moments.count, self.eps,
             self.comm, label,
         )  # fmt: skip
         end_call(self.comm, token)
         return output
+
+    def _inside_message(self, input: Tensor, trace: Any) -> Tensor:
+        """The normalised messages, [edges, channels]: these are some of the edges, the statistics are of all."""
+        mean, variance = trace.edge_moments(self, input)
+        output = (input - mean) * (variance + self.eps).rsqrt()
+        if self.weight is not None:
+            output = output * self.weight + self.bias
+        return output.to(input.dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedBatchNorm:
         """A copy on the same communicator."""
@@ -90,7 +98,7 @@ class DistributedBatchNorm(nn.BatchNorm1d):
             expected = "a floating point dtype" if kept is None else _name(kept.dtype)
             raise ValueError(f"expected {expected} input, found {_name(input.dtype)}: convert the input or the module")
 
-    def _track(self, moments: Moments, input: Tensor) -> None:
+    def track(self, moments: Moments, shape: Sequence[int]) -> None:
         """Update the running statistics as `torch.nn.BatchNorm1d` does."""
         track = self.training and self.track_running_stats
         share = self.momentum if self.momentum is not None else 0.0
@@ -100,7 +108,7 @@ class DistributedBatchNorm(nn.BatchNorm1d):
                 share = 1.0 / float(self.num_batches_tracked)
         if moments.count == 1:
             raise ValueError(
-                f"Expected more than 1 value per channel when training, got input size {input.shape} "
+                f"Expected more than 1 value per channel when training, got input size {list(shape)} "
                 f"(1 row on all ranks together)"
             )
         if track and moments.count and self.running_mean is not None and self.running_var is not None:

@@ -18,14 +18,16 @@ from torch import Tensor
 from shardpass.core.program import Form, Inputs, Program, Reduction, Structure
 from shardpass.core.reducers import REDUCERS, Base
 from shardpass.core.shard import EdgeShards
-from shardpass.core.tracing import EdgeTrace
+from shardpass.core.tracing import SHAPE_OPS, EdgeTrace
 from shardpass.errors import RefusedError
 
 SAMPLE_EDGES = 16
 EVERYTHING = "*"
 KEEPS_VALUES = frozenset(["view", "reshape", "unsqueeze", "contiguous", "clone", "to", "view_as"])
 SHAPE_ONLY = frozenset(["new_ones", "new_zeros", "new_full", "ones_like", "zeros_like", "full_like", "new_empty"])
-LEAVES_TORCH = frozenset(["numpy", "tolist", "__array__", "__dlpack__"])
+LEAVES_TORCH = frozenset(
+    "numpy tolist __array__ __dlpack__ item __bool__ __int__ __float__ __index__ __complex__".split()  # noqa: SIM905
+)
 
 
 class ProbePhase:
@@ -58,6 +60,8 @@ class ProbeTrace(EdgeTrace):
         self.forms: dict[int, tuple[Form, str, str]] = {}
         self.softmax: dict[int, tuple[str, int]] = {}  # tensors on the way from a gathered maximum to exp(x - maximum)
         self.captures: dict[int, Tensor] = {}
+        self.norms: dict[int, Any] = {}
+        self.reduced: list[set[str]] = []  # what the messages of each reduction depended on when it was made
         self.held: list[Tensor] = []  # keeps ids and storages from being used again
         self.leaves: dict[int, str] = {}
         self.first_node = _sequence_number()
@@ -77,10 +81,25 @@ class ProbeTrace(EdgeTrace):
         if leaf:
             self.leaves[id(tensor)] = leaf
 
+    def edge_moments(self, norm: Any, rows: Tensor) -> Tensor:
+        k = self.count
+        with torch._C.DisableTorchFunction():
+            self.reduced.append(set(self.origin(rows)))
+        moments = super().edge_moments(norm, rows)
+        self.norms[k] = norm
+        with torch._C.DisableTorchFunction():
+            self.adopt(self.phase.found[k][3], {f"r:{k}"}, f"r:{k}")  # type: ignore[attr-defined]
+            self.adopt(moments, {f"r:{k}"}, "")
+        return moments
+
     def origin(self, tensor: Tensor) -> set[str]:
         """What `tensor` depends on; enters captures on the way."""
         key = _storage(tensor)
         if key in self.depends:
+            node = tensor.grad_fn
+            if node is not None and node._sequence_nr() < self.first_node:  # shares memory with one seen before
+                self.held.append(tensor)
+                self.captures[id(tensor)] = tensor
             return self.depends[key]
         self.held.append(tensor)
         if tensor.requires_grad:
@@ -97,25 +116,50 @@ class ProbeTrace(EdgeTrace):
             depends |= self.origin(operand)
         if name in SHAPE_ONLY:
             depends = set()
+        elif name in SHAPE_OPS:  # expand_as(other) and the like: a view of the first
+            depends = self.origin(operands[0]) if operands else set()
+        origins = {_storage(operand): set(self.origin(operand)) for operand in operands}
         if name in LEAVES_TORCH and depends:
-            raise RefusedError(f"{self.name}: `{name}` inside a message leaves torch, where it cannot be followed")
+            raise RefusedError(
+                f"{self.name}: `{name}` inside a message takes values of a few edges or nodes out of torch, where they "
+                f"cannot be followed; a Python branch on them would differ from piece to piece. Use torch.where"
+            )
         before = self.count
-        out = super().run(func, name, args, kwargs, operands)
+        versions = [_version(operand) for operand in operands]
+        try:
+            out = super().run(func, name, args, kwargs, operands)
+        except RuntimeError as error:
+            if "a leaf Variable that requires grad" not in str(error):
+                raise
+            raise RefusedError(
+                f"{self.name}: `{name}` changes an input of the message (or a parameter) in place. Use the form that "
+                f"returns a new tensor"
+            ) from error
         if self.count > before:
-            result = self.phase.found[-1][3]  # type: ignore[attr-defined]
+            values, result = self.phase.found[-1][1::2]  # type: ignore[attr-defined]
+            self.reduced.append(origins[_storage(values)])
             self.adopt(result, {f"r:{before}"}, f"r:{before}")
             depends = {f"r:{before}"}
-        if _writes(name, kwargs):
-            target = args[0] if isinstance(args[0], Tensor) else out
-            self.adopt(target, depends, "")
-            self._forget(target)
+        for operand, version in zip(operands, versions):
+            if version != _version(operand) or (version < 0 and _may_write(name, kwargs, operand, out)):
+                self._written(name, operand, depends)
         if self.count > before:
             self.softmax[id(out)] = ("result", before)
         for tensor in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(tensor, Tensor):
                 self.adopt(tensor, depends, "")
-        self._follow(name, args, out)
+        if not kwargs:
+            self._follow(name, args, out)
         return out
+
+    def _written(self, name: str, target: Tensor, depends: set[str]) -> None:
+        if _storage(target) not in self.depends:
+            raise RefusedError(
+                f"{self.name}: `{name}` inside a message changes a tensor made outside it. Messages are computed "
+                f"several times and in pieces; change it in forward() instead"
+            )
+        self.adopt(target, depends, "")
+        self._forget(target)
 
     def _follow(self, name: str, args: tuple[Any, ...], out: Any) -> None:
         """Keep the expression of `out` where it is still a source tensor, an edge scalar, or their product."""
@@ -160,12 +204,20 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _writes(name: str, kwargs: dict[str, Any]) -> bool:
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _may_write(name: str, kwargs: dict[str, Any], operand: Tensor, out: Any) -> bool:
+    """Whether a call may have written into `operand`, where torch keeps no count of it (inference mode)."""
     in_place = name.endswith("_") and not name.endswith("__")
-    return in_place or name == "__setitem__" or (name.startswith("__i") and name != "__invert__") or "out" in kwargs
+    in_place = in_place or name == "__setitem__" or (name.startswith("__i") and name != "__invert__")
+    return in_place or kwargs.get("out") is operand or (out is operand and name not in KEEPS_VALUES)
 
 
 def _sequence_number() -> int:
+    if torch.is_inference_mode_enabled():
+        return 0  # no tensor requires grad there, and dependence is not relied upon (`_sources`)
     with torch.enable_grad():
         return (torch.ones((), requires_grad=True) * 1).grad_fn._sequence_nr()  # type: ignore[union-attr]
 
@@ -236,7 +288,7 @@ def _structure(
     reductions: list[Reduction] = []
     gradient_sources = set(needs_grad)
     for k, (op, values, base, _) in enumerate(phase.found):
-        depends = trace.origin(values)
+        depends = trace.reduced[k]
         differentiable = _differentiable(trace, values, gradient_sources)
         reductions.append(_reduction(program, trace, reductions, op, values, base, depends, differentiable))
         if differentiable:
@@ -263,6 +315,7 @@ def _structure(
         edge_differentiable=differentiable,
         captures=list(trace.captures.values()),
         random=random,
+        norms=trace.norms,
         message=message.detach(),
     )
 
@@ -322,7 +375,9 @@ def _leader(
     label, k = trace.softmax.get(id(values), ("", -1))
     if label != "exp" or op != "sum" or base.value or parents != {k}:
         return None
-    return k if earlier[k].op == "max" and earlier[k].tail == tuple(values.shape[1:]) else None
+    maximum = earlier[k]
+    plain = not maximum.base.included or maximum.base.value == float("-inf")  # else it is not that of the messages
+    return k if maximum.op == "max" and plain and maximum.tail == tuple(values.shape[1:]) else None
 
 
 def _differentiable(trace: ProbeTrace, value: Tensor, gradient_sources: set[str]) -> bool:

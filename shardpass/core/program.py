@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -108,6 +108,7 @@ class Structure:
         edge_depth, edge_sources, edge_differentiable: as in `Reduction`, for an edge result.
         captures: tensors that require grad, made outside the body, that it uses.
         random: the body draws random numbers.
+        norms: batch norms in the body, by the number of their reduction.
     """
 
     reductions: list[Reduction]
@@ -120,6 +121,7 @@ class Structure:
     edge_differentiable: bool
     captures: list[Tensor] = field(default_factory=list)
     random: bool = False
+    norms: dict[int, Any] = field(default_factory=dict)
     message: Tensor | None = None
 
     @property

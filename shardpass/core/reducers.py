@@ -37,6 +37,7 @@ class Reducer:
     """Base class: one message tensor ``[E, ...]``, one value ``[num_dst, ...]``."""
 
     name: str
+    is_global = False  # one result for all edges of all ranks, instead of one per destination
 
     def init(self, num_dst: int, tail: Sequence[int], like: Tensor) -> State:
         """The state of `num_dst` destinations that have seen no message."""
@@ -255,6 +256,28 @@ class Moments(Reducer):
         return (values - state[1].index_select(0, index)) * scale
 
 
+class EdgeMoments(Moments):
+    """Mean and population variance over all edges of the graph: ``[1, 2, channels]`` from ``[E, channels]``."""
+
+    is_global = True
+
+    def __init__(self) -> None:
+        super().__init__("edge_moments")
+
+    def init(self, num_dst: int, tail: Sequence[int], like: Tensor) -> State:
+        return super().init(1, tail, like)
+
+    def fill(self, state: State, values: Tensor, index: Tensor) -> None:
+        super().fill(state, values, torch.zeros_like(index))
+
+    def value(self, state: State, base: Base) -> Tensor:
+        return torch.stack([state[1], state[2] / state[0].clamp(min=1)], dim=1)
+
+    def vjp(self, values: Tensor, index: Tensor, state: State, value: Tensor, grad: Tensor, base: Base) -> Tensor:
+        count, (mean, _), (grad_mean, grad_variance) = state[0].clamp(min=1), value[0], grad[0]
+        return (grad_mean + 2 * (values - mean) * grad_variance) / count
+
+
 class SoftmaxSum(Reducer):
     """``sum_j softmax(logits)_j values_j`` in one pass (online softmax, Milakov and Gimelshein 2018).
 
@@ -306,5 +329,6 @@ REDUCERS: dict[str, Reducer] = {
         LogSumExp(),
         Moments("var"),
         Moments("std"),
+        EdgeMoments(),
     )
 }

@@ -1,7 +1,8 @@
 """Row-wise or refused: a body must treat edges independently, or cutting the edges changes the answer.
 
 The body runs on a block of made-up edges and on its two halves, with dropout and other random numbers switched off.
-Reductions are given the same values in each run, so only the edge part itself is compared.
+Reductions are given the same values in each run, so only the edge part itself is compared; and the node part, which
+must come from reductions alone. The halves have one destination more, without edges: its presence must not matter.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from shardpass.core.tracing import EdgeTrace
 from shardpass.errors import RefusedError
 
 BLOCK_EDGES = 12
+BLOCK_DST = 4
 DROPOUTS = frozenset(
     [
         "dropout",
@@ -53,7 +55,9 @@ class _RowPhase:
             state = REDUCERS[op].init(self.num_dst, values.shape[1:], values)
             REDUCERS[op].accumulate(state, values, index)
             self.answers.append(REDUCERS[op].value(state, base).to(values.dtype))
-        return self.answers[k]
+        answer = self.answers[k]
+        extra = 0 if REDUCERS[op].is_global else self.num_dst - answer.size(0)
+        return torch.cat([answer, answer[-1:].expand(extra, *answer.shape[1:])]) if extra > 0 else answer
 
 
 class _QuietTrace(EdgeTrace):
@@ -79,14 +83,15 @@ def _made_up(tensor: Tensor, generator: torch.Generator) -> Tensor:
     return tensor.index_select(0, rows.to(tensor.device))
 
 
-def _run(program: Program, inputs: Inputs, whole_dst: int, answers: list[Tensor] | None) -> _RowPhase:
+def _run(program: Program, inputs: Inputs, whole_dst: int, answers: list[Tensor] | None) -> tuple[_RowPhase, Any]:
     phase = _RowPhase(inputs.num_dst, whole_dst, answers)
+    result = None
     with _QuietTrace(program, inputs.index, phase):
         message = program.message(inputs)
         if program.aggregate is not None:
-            program.aggregate(message, inputs)
+            result = program.aggregate(message, inputs)
     phase.messages.append(message)
-    return phase
+    return phase, result
 
 
 def check_row_wise(program: Program, structure: Structure, num_dst: int) -> None:
@@ -95,36 +100,58 @@ def check_row_wise(program: Program, structure: Structure, num_dst: int) -> None
     Raises:
         RefusedError: naming the program and what to do.
     """
+    if num_dst == 0:
+        return  # tables over own nodes have no row to show; the ranks with nodes check
     generator = torch.Generator().manual_seed(0)
     whole = {
         kind: {key: _made_up(t.detach(), generator) for key, t in tensors.items()}
         for kind, tensors in (("src", program.src), ("dst", program.dst), ("edge", program.edge))
     }
     device = structure.message.device if structure.message is not None else torch.device("cpu")
-    index = (torch.arange(BLOCK_EDGES) % 4).to(device)
+    more = min(BLOCK_DST + 1, num_dst)
+    few = max(1, more - 1)
+    index = (torch.arange(BLOCK_EDGES) % few).to(device)
     state = torch.random.get_rng_state()
     with torch.no_grad():
-        full = _run(program, Inputs(**whole, index=index, num_dst=4), num_dst, None)
+        full, result = _run(program, Inputs(**whole, index=index, num_dst=few), num_dst, None)
         for part in (slice(0, BLOCK_EDGES // 2), slice(BLOCK_EDGES // 2, BLOCK_EDGES)):
             cut = {kind: {key: t[part] for key, t in tensors.items()} for kind, tensors in whole.items()}
-            half = _run(program, Inputs(**cut, index=index[part].clone(), num_dst=4), num_dst, full.answers)
+            inputs = Inputs(**cut, index=index[part].clone(), num_dst=more)
+            half, half_result = _run(program, inputs, num_dst, full.answers)
             for mine, theirs in zip(half.messages, full.messages):
-                _compare(program.name, mine, theirs, part)
+                _compare_messages(program.name, mine, theirs, part)
+            _compare_results(program.name, half_result, result)
     torch.random.set_rng_state(state)
 
 
-def _compare(name: str, half: Tensor, full: Tensor, part: slice) -> None:
-    same = full.dim() > 0 and full.size(0) == BLOCK_EDGES and half.shape == full[part].shape
-    if same and half.is_floating_point():
-        expected = full[part].double()
-        scale = expected.nan_to_num(0, 0, 0).abs().max().clamp(min=1e-6) if expected.numel() else 1.0
-        bound = TOLERANCE.get(half.dtype, 1e-3) * float(scale)
-        same = torch.allclose(half.double(), expected, rtol=0, atol=bound, equal_nan=True)
-    elif same:
-        same = torch.equal(half, full[part])
-    if not same:
+def _compare_messages(name: str, half: Tensor, full: Tensor, part: slice) -> None:
+    if not (full.dim() > 0 and full.size(0) == BLOCK_EDGES and _same(half, full[part])):
         raise RefusedError(
-            f"{name}: the message of an edge depends on other edges (for example a norm, a mean or a softmax over all "
-            f"edges inside message()), so it cannot be computed in pieces. Compute that quantity per node or per edge"
-            f" outside message() and pass it to propagate()"
+            f"{name}: the message of an edge depends on other edges or on how many there are (for example a norm, a "
+            f"mean or a softmax over all edges inside message()), so it cannot be computed in pieces. Compute that "
+            f"quantity per node or per edge outside message() and pass it to propagate()"
         )
+
+
+def _compare_results(name: str, half: Any, full: Any) -> None:
+    if not isinstance(full, Tensor):
+        return
+    for dim in range(min(half.dim(), full.dim())):
+        half = half.narrow(dim, 0, min(half.size(dim), full.size(dim)))  # without the destination it has more
+    if not _same(half, full):
+        raise RefusedError(
+            f"{name}: what aggregate() returns for a node depends on other nodes, on how many nodes or edges there are,"
+            f" or on messages other than through a reduction by `index`, so it cannot be computed in pieces. Move that "
+            f"part out of aggregate(), into forward()"
+        )
+
+
+def _same(half: Tensor, expected: Tensor) -> bool:
+    if half.shape != expected.shape or half.dtype != expected.dtype:
+        return False
+    if not half.is_floating_point():
+        return torch.equal(half, expected)
+    expected = expected.double()
+    scale = expected.nan_to_num(0, 0, 0).abs().max().clamp(min=1e-6) if expected.numel() else 1.0
+    bound = TOLERANCE.get(half.dtype, 1e-3) * float(scale)
+    return torch.allclose(half.double(), expected, rtol=0, atol=bound, equal_nan=True)

@@ -130,13 +130,13 @@ class EdgeTrace(TorchFunctionMode):
         self._aliases: dict[int, Tensor] = {id(index): index}  # tensors held, so that ids stay theirs
 
     def __enter__(self) -> EdgeTrace:
-        self._order.inside = self.name
+        self._order.inside = self
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._order.inside = ""
+        self._order.inside = None
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -151,9 +151,9 @@ class EdgeTrace(TorchFunctionMode):
     def run(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Tensor]) -> Any:
         """Carry out one intercepted call."""
         if name == "batch_norm" and kwargs.get("training", args[5] if len(args) > 5 else False):
-            raise NeedsHaloError(
-                f"{self.name}: BatchNorm in training mode inside message() needs all edges of the graph at once, so it "
-                f"cannot be computed one shard at a time. Use Options(mode='halo') for this model"
+            raise RefusedError(
+                f"{self.name}: BatchNorm in training mode inside message() takes statistics over all edges of the "
+                f"graph. Use a torch.nn.BatchNorm1d module, which wrap() replaces by one that does"
             )
         if not any(id(t) in self._aliases for t in operands):
             return func(*args, **kwargs)
@@ -178,6 +178,16 @@ class EdgeTrace(TorchFunctionMode):
             f"{self.name}: `{name}` on the destination index needs all in-edges of a node at once, so it cannot be "
             f"computed one shard at a time. Use Options(mode='halo') for this model"
         )
+
+    def edge_moments(self, norm: Any, rows: Tensor) -> Tensor:
+        """Mean and population variance of `rows` ``[E, channels]`` over all edges of all ranks: ``[2, channels]``.
+
+        Args:
+            norm: the batch norm that asks; its running statistics are updated once the result is known.
+        """
+        k, self.count = self.count, self.count + 1
+        with torch._C.DisableTorchFunction():
+            return self.phase.reduce(k, "edge_moments", rows, self._index, Base())[0].to(rows.dtype)
 
     def is_index(self, value: Any) -> bool:
         """Whether `value` is the destination index or a reshaped copy of it."""

@@ -98,7 +98,7 @@ def differences(whole: Outcome, sharded: Outcome) -> dict[str, float]:
 def _error(a: Tensor, b: Tensor) -> float:
     if a.shape != b.shape:
         return float("inf")
-    error = float((a.double() - b.double()).abs().max()) if a.numel() else 0.0
+    error = float((a.detach().double() - b.detach().double()).abs().max()) if a.numel() else 0.0
     return error if error == error else float("inf")
 
 

@@ -45,6 +45,8 @@ class Offender(gnn.MessagePassing):
             return x_j.softmax(dim=0)
         if self.kind == "mean":
             return x_j - x_j.mean(0)
+        if self.kind == "batch_norm":
+            return torch.nn.functional.batch_norm(x_j, None, None, training=True)
         if self.kind == "cumsum":
             return x_j.cumsum(0)
         if self.kind == "ids":
@@ -65,7 +67,13 @@ def test_messages_that_are_not_row_wise_are_refused(kind, mode):
 
 
 @pytest.mark.parametrize(
-    ("kind", "words"), [("ids", "numbered per rank"), ("lookup", "numbered per rank"), ("numpy", "out of torch")]
+    ("kind", "words"),
+    [
+        ("batch_norm", "BatchNorm in training mode inside message"),
+        ("ids", "numbered per rank"),
+        ("lookup", "numbered per rank"),
+        ("numpy", "out of torch"),
+    ],
 )
 def test_messages_that_use_ids_or_leave_torch_are_refused(kind, words):
     def work(comm, graph):

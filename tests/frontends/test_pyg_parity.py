@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 pytest.importorskip("torch_geometric")
 
 import shardpass as sp
-from shardpass.errors import RefusedError
 from shardpass.testing.graphs import WholeGraph, assignments
 from shardpass.testing.parity import differences, evaluate_sharded, evaluate_whole
 
@@ -18,7 +17,6 @@ from .pyg_cases import GRAPH, LAYERS, MODELS, GatedConv
 
 BOUND = 1e-10
 MODES = ("sar", "keep", "halo")
-NEEDS_HALO = {"EdgeCNN with BatchNorm"}
 
 
 def assert_exact(name, case, ranks, modes, options=None):
@@ -44,18 +42,12 @@ def test_layer_equals_the_whole_graph(name, ranks):
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_model_equals_the_whole_graph(name, ranks):
-    assert_exact(name, MODELS[name], ranks, ("halo",) if name in NEEDS_HALO else MODES)
+    assert_exact(name, MODELS[name], ranks, MODES)
 
 
 @pytest.mark.parametrize("prefetch", [0, 3])
 def test_prefetch_does_not_matter(prefetch):
     assert_exact("GATConv", LAYERS["GATConv"], 4, ("sar",), {"prefetch": prefetch, "block_rows": 2})
-
-
-@pytest.mark.parametrize("mode", ["sar", "keep"])
-def test_batch_norm_inside_message_is_refused_in_sequential_modes(mode):
-    with pytest.raises(RefusedError, match=r"EdgeConv \(convs.0\): BatchNorm in training mode inside message"):
-        assert_exact("EdgeCNN", MODELS["EdgeCNN with BatchNorm"], 2, (mode,))
 
 
 @st.composite
