@@ -127,22 +127,21 @@ class ShardedEdgeIndex(Tensor):
                 return torch.tensor(max(mine.plan.num_own_src, mine.plan.num_dst) - 1)
             if name == "__getitem__":
                 return _item(mine, args[1])
-            if name in ("unbind", "__iter__") and not kwargs and len(args) == 1:
-                rows = (_item(mine, 0), _item(mine, 1))
-                return rows if name == "unbind" else iter(rows)
+            if name == "unbind" and (*args[1:], *kwargs.values()) in ((), (0,), (-2,)):  # ``row, col = edge_index``
+                return _item(mine, 0), _item(mine, 1)
             if name in _COPIES and mine is args[0]:
                 out = func(*_plain(args), **kwargs)
                 shards = mine.shards if out.device == mine.device else None
                 return ShardedEdgeIndex.wrap(out, mine.plan, shards, mine.is_reversed)
-            if name == "flip":
+            if name == "flip" and _flips_rows(*args[1:], *kwargs.values()):
                 return ShardedEdgeIndex.wrap(func(*_plain(args), **kwargs), mine.plan, None, not mine.is_reversed)
-            if name == "index_select" and args[1] in (1, -1):
+            if name == "index_select" and mine is args[0] and kwargs.get("dim", args[1:2]) in (1, -1, (1,), (-1,)):
                 return ShardedEdgeIndex.wrap(func(*_plain(args), **kwargs), mine.plan, None, mine.is_reversed)
             if name in ("cat", "concat") and kwargs.get("dim", args[1] if len(args) > 1 else 0) in (1, -1):
+                for piece in kwargs.get("tensors", args[0] if args else ()):
+                    _check_piece(mine, piece)
                 out = func(*_plain(args), **kwargs)
                 return ShardedEdgeIndex.wrap(out, mine.plan, None, mine.is_reversed)
-            if name == "equal":
-                return func(*_plain(args), **kwargs)
         raise _refused(name, "the edge_index")
 
 
@@ -166,25 +165,26 @@ class SourceRows(Tensor):
         name = getattr(func, "__name__", "")
         mine = next(t for t in _flat(args, kwargs) if isinstance(t, SourceRows))
         first = args[0] if args else None
-        if name in ("__getitem__", "index_select") and not isinstance(first, SourceRows):
+        table = first if args else kwargs.get("input")
+        if name in ("__getitem__", "index_select") and not isinstance(table, (SourceRows, ShardedEdgeIndex)):
             return _gather_by_source(mine.plan, name, args, kwargs)
-        if name in ("scatter_add_", "scatter_add") and not isinstance(first, SourceRows):
+        if name in ("scatter_add_", "scatter_add"):
             return _scatter_to_source(mine.plan, name, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             if name == "__setitem__" and first is not mine and _only_own_rows(first, args[1]):
                 return func(*_plain(args), **kwargs)
             if name in _DESCRIBES or (name == "__get__" and _property(func) in _PROPERTIES):
                 return func(*args, **kwargs)
-            if name in _COPIES or (name in _RESHAPES and isinstance(first, SourceRows)):
+            if name in _COPIES | _RESHAPES and isinstance(first, SourceRows):
                 return SourceRows.wrap(func(*_plain(args), **kwargs), mine.plan)
             if name == "__getitem__" and isinstance(first, SourceRows):
                 return SourceRows.wrap(func(*_plain(args), **kwargs), mine.plan)
-            if name in _COMPARES and all(isinstance(a, Tensor) for a in args[:2]):
+            if name in _COMPARES and all(isinstance(a, Tensor) and a.shape == mine.shape for a in args[:2]):
                 return func(*_plain(args), **kwargs)
             if name == "max" and len(args) == 1 and not kwargs:
                 return torch.tensor(mine.plan.num_own_src - 1)
-            if name in ("stack",):
-                return ShardedEdgeIndex.wrap(func([_plain_one(t) for t in args[0]], *args[1:], **kwargs), mine.plan)
+            if name == "stack" and len(first or ()) == 2 and (*args[1:], *kwargs.values()) in ((), (0,)):
+                return _stacked(mine.plan, *first)
         raise _refused(name, "source node ids")
 
 
@@ -206,6 +206,38 @@ def _item(mine: ShardedEdgeIndex, key: Any) -> Tensor:
     raise _refused(f"__getitem__[{key!r}]", "the edge_index")
 
 
+def _flips_rows(*dims: Any) -> bool:
+    return dims in ((0,), (-2,), ((0,),), ([0],), ((-2,),), ([-2],))
+
+
+def _check_piece(mine: ShardedEdgeIndex, piece: Tensor) -> None:
+    """Refuse to join edges of another graph or direction, and plain ids other than self-loops of own nodes."""
+    if isinstance(piece, ShardedEdgeIndex):
+        if piece.plan is mine.plan and piece.is_reversed == mine.is_reversed:
+            return
+        raise RefusedError(
+            "`cat` of the edge_index of a sharded graph with its reverse, or with that of another graph: the edges "
+            "against the direction belong to other ranks. Add them before partitioning (PyG: to_undirected)"
+        )
+    plan, data = mine.plan, _plain_one(piece)
+    loops = data.dim() == 2 and data.size(0) == 2 and torch.equal(data[0], data[1])
+    if not loops or plan.num_own_src != plan.num_dst or (data.numel() and int(data.max()) >= plan.num_dst):
+        raise RefusedError(
+            "`cat` of the edge_index of a sharded graph with other ids: only self-loops of own nodes can be added in "
+            "forward, since ids are numbered per rank. Add other edges before partitioning"
+        )
+
+
+def _stacked(plan: HaloPlan, first: Tensor, second: Tensor) -> ShardedEdgeIndex:
+    """Rows put together again; which of them holds the sources is known from their types."""
+    sources = isinstance(first, SourceRows), isinstance(second, SourceRows)
+    data = torch.stack([_plain_one(first), _plain_one(second)])
+    loops = torch.equal(data[0], data[1]) and (data.numel() == 0 or int(data.max()) < plan.num_own_src)
+    if first.dim() != 1 or (all(sources) and not loops):
+        raise _refused("stack", "source node ids")
+    return ShardedEdgeIndex.wrap(data, plan, None, is_reversed=not sources[0])
+
+
 def _only_own_rows(table: Any, key: Any) -> bool:
     """Whether `key` are source rows that this rank owns (as self-loops are), and `table` has a row for each."""
     if not isinstance(key, SourceRows) or table.size(0) != key.plan.num_own_src:
@@ -214,12 +246,11 @@ def _only_own_rows(table: Any, key: Any) -> bool:
 
 
 def _gather_by_source(plan: HaloPlan, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    table = args[0]
+    bound = {**dict(zip(("input", "dim", "index"), args)), **kwargs}
     if name == "__getitem__":
-        dim, index = 0, args[1]
-    else:
-        dim, index = (*args[1:], *kwargs.values())
-    if isinstance(index, tuple):
+        bound = {"input": args[0], "dim": 0, "index": args[1]}
+    table, dim, index = bound["input"], bound["dim"], bound["index"]
+    if not isinstance(index, SourceRows):  # a tuple or list of indices
         raise _refused("__getitem__ with several indices", "source node ids")
     dim = dim % table.dim()
     if table.size(dim) == plan.num_own_src:
@@ -235,8 +266,10 @@ def _gather_by_source(plan: HaloPlan, name: str, args: tuple[Any, ...], kwargs: 
 
 
 def _scatter_to_source(plan: HaloPlan, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    bound = {**dict(zip(("self", "dim", "index", "src"), args)), **kwargs}
-    base, source, index = bound["self"], bound["src"], _plain_one(bound["index"])
+    bound = {**dict(zip(("input", "dim", "index", "src"), args)), **kwargs}
+    base, source, index = bound["input"], bound["src"], _plain_one(bound["index"])
+    if any(isinstance(t, (SourceRows, ShardedEdgeIndex)) for t in (base, source)) or not isinstance(source, Tensor):
+        raise _refused(name, "source node ids")
     dim = bound["dim"] % source.dim()
     if base.size(dim) != plan.num_own_src:
         raise RefusedError(
