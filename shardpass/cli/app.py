@@ -81,7 +81,11 @@ def train(
     mask_prefix: Annotated[str, typer.Option(help="Before train_mask, val_mask and test_mask in field names.")] = "",
     split: Annotated[int, typer.Option(help="The column of masks that have one per split.")] = 0,
     eval_every: Annotated[int, typer.Option(help="Epochs between two evaluations.")] = 1,
-    log: Annotated[Path | None, typer.Option(help="JSON lines: one per epoch and a summary.")] = None,
+    # torchrun takes --log, even after the program's name, for an abbreviation of its own options
+    log: Annotated[
+        Path | None,
+        typer.Option("--log", "--log-file", help="JSON lines: one per epoch, a summary. Under torchrun: --log-file."),
+    ] = None,
     checkpoint: Annotated[Path | None, typer.Option(help="The file to write while training.")] = None,
     checkpoint_every: Annotated[int, typer.Option(help="Epochs between two checkpoints.")] = 1,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the checkpoint, on any ranks.")] = False,

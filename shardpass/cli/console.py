@@ -22,7 +22,7 @@ def output() -> Console:
     # Redirected output has no width; 80 columns would cut tables off.
     if sys.stdout.isatty() and launcher_has_terminal():
         return Console(highlight=False)
-    return Console(highlight=False, width=120, force_terminal=False)
+    return Console(highlight=False, width=120, force_terminal=False, soft_wrap=True)
 
 
 def launcher_has_terminal() -> bool:

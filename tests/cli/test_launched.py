@@ -1,0 +1,108 @@
+"""`shardpass` as a real program: its own processes, torchrun, mpirun, a kill and a resume, the doctor."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from time import monotonic, sleep
+
+import pytest
+from cli_helpers import MODULE, epochs, launched, needs_mpirun, passed, records
+
+from shardpass.cli.launch import launch_command, launcher_environment
+
+COMMON = ("--model", "gat", "--hidden", 8, "--dtype", "float64", "--eval-every", 10)
+
+
+@pytest.fixture(scope="module")
+def curve(store: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of six epochs on three ranks (threads of this process)."""
+    return in_process(store, tmp_path_factory.mktemp("curve") / "log", 6)
+
+
+def in_process(store: Path, log: Path, last: int) -> list[float]:
+    passed("train", store, *COMMON, "--epochs", last, "--ranks", 3, "--log", log)
+    return [record["loss"] for record in epochs(log)]
+
+
+def check(run: subprocess.CompletedProcess[str], log: Path, curve: list[float], backend: str) -> None:
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert [record["loss"] for record in epochs(log)] == pytest.approx(curve, rel=1e-9)
+    summary = records(log)[-1]
+    assert summary["backend"] == backend and not summary["peak_is_of_all_ranks"]
+    assert "peak memory per rank" in run.stdout and run.stdout.count("loss") >= 6
+
+
+@pytest.mark.processes
+def test_processes(store: Path, tmp_path: Path, curve: list[float]) -> None:
+    words = ("train", store, *COMMON, "--epochs", 6, "--ranks", 2, "--backend", "processes", "--log", tmp_path / "log")
+    check(launched("none", 1, *words), tmp_path / "log", curve, "torch")
+
+
+@pytest.mark.processes
+def test_torchrun(store: Path, tmp_path: Path, curve: list[float]) -> None:
+    words = ("train", store, *COMMON, "--epochs", 6, "--log-file", tmp_path / "log")
+    check(launched("torchrun", 2, *words), tmp_path / "log", curve, "torch")
+
+
+@pytest.mark.mpi
+@needs_mpirun
+def test_mpirun(store: Path, tmp_path: Path, curve: list[float]) -> None:
+    words = ("train", store, *COMMON, "--epochs", 6, "--log", tmp_path / "log")
+    check(launched("mpirun", 4, *words), tmp_path / "log", curve, "mpi")
+
+
+@pytest.mark.mpi
+@needs_mpirun
+def test_an_error_of_all_ranks_is_told_once_and_ends_all(tmp_path: Path) -> None:
+    run = launched("mpirun", 2, "train", tmp_path / "nothere", timeout=60)
+    assert run.returncode != 0
+    assert run.stderr.count("there is no directory") == 1 and "Traceback" not in run.stderr
+
+
+@pytest.mark.mpi
+@needs_mpirun
+def test_kill_and_resume_on_another_number_of_ranks(store: Path, tmp_path: Path) -> None:
+    log, checkpoint = tmp_path / "log", tmp_path / "c.safetensors"
+    words = ("train", store, *COMMON, "--log", log, "--checkpoint", checkpoint, "--resume")
+    command = [*(launch_command("mpirun", 2, MODULE) or []), *map(str, words), "--epochs", "100000"]
+    child = subprocess.Popen(command, env=launcher_environment(), stdout=subprocess.DEVNULL, start_new_session=True)
+    try:
+        deadline = monotonic() + 90
+        while not (log.exists() and log.read_text().count("\n") >= 2):
+            assert child.poll() is None and monotonic() < deadline
+            sleep(0.02)
+    finally:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+    sleep(1.0)  # ranks that lost their mpirun end by themselves
+    before = len(epochs(log))
+    last = before + 2
+    assert "continuing from" in passed(*words, "--epochs", last, "--ranks", 3)
+    found = {record["epoch"]: record["loss"] for record in epochs(log)}
+    assert sorted(found) == list(range(1, last + 1))
+    expected = in_process(store, tmp_path / "whole", last)
+    assert [found[epoch] for epoch in sorted(found)] == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.mpi
+@pytest.mark.processes
+def test_doctor() -> None:
+    run = launched("none", 1, "doctor")
+    assert run.returncode == 0, run.stdout + run.stderr
+    for name in ("torch", "torch_geometric", "mpi4py", "pymetis", "threads", "processes (gloo)", "torchrun (gloo)"):
+        assert name in run.stdout
+    assert run.stdout.count("self-test passed") >= 3 and "healthy: all that is required works" in run.stdout
+
+
+def test_without_typer_one_sentence_with_the_pip_command(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("raise ModuleNotFoundError('no typer', name='typer')\n")
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    run = subprocess.run([sys.executable, "-m", MODULE], env=env, capture_output=True, text=True, check=False)
+    assert run.returncode == 1 and run.stdout == ""
+    assert run.stderr.strip() == (
+        "Error: the shardpass command needs the package 'typer', which is not installed: pip install 'shardpass[cli]'"
+    )

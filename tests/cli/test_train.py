@@ -1,0 +1,121 @@
+"""`shardpass train` in this process: what it logs, prints and refuses; the same losses on every number of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cli_helpers import epochs, passed, records, refused
+
+from shardpass.cli.graphs import powerlaw
+from shardpass.data import partition
+
+
+def losses(log: Path) -> list[float]:
+    return [record["loss"] for record in epochs(log)]
+
+
+def run(store: Path, log: Path, *arguments: object) -> str:
+    return passed("train", store, "--hidden", 8, "--lr", 0.02, "--log", log, "--dtype", "float64", *arguments)
+
+
+@pytest.mark.parametrize("model", ["gcn", "sage", "gat", "gin", "pna", "edgecnn"])
+def test_every_model_gives_the_same_losses_on_three_ranks_as_on_one(model: str, store: Path, tmp_path: Path) -> None:
+    for ranks in (1, 3):
+        run(store, tmp_path / f"{ranks}.jsonl", "--model", model, "--epochs", 3, "--ranks", ranks)
+    one, three = losses(tmp_path / "1.jsonl"), losses(tmp_path / "3.jsonl")
+    assert len(one) == 3 and one[2] < one[0]
+    assert three == pytest.approx(one, rel=1e-9)
+
+
+def test_log_and_output(store: Path, tmp_path: Path) -> None:
+    log = tmp_path / "deep" / "log.jsonl"
+    text = run(store, log, "--epochs", 4, "--ranks", 2, "--batch-norm", "--dropout", 0.1, "--eval-every", 2)
+    lines = epochs(log)
+    assert [line["epoch"] for line in lines] == [1, 2, 3, 4]
+    assert "test" not in lines[0] and {"train", "val", "test", "seconds", "bytes_sent"} <= set(lines[1])
+    summary = records(log)[-1]
+    assert summary["event"] == "summary" and summary["ranks"] == 2 and summary["loss"] == lines[-1]["loss"]
+    assert len(summary["peak_bytes"]) == 2 and summary["peak_is_of_all_ranks"] and summary["config"]["dropout"] == 0.1
+    assert sum(summary["nodes"]) == 600 and all(sent > 0 for sent in summary["bytes_sent"])
+    assert "2 ranks" in text and "epoch    4/4" in text and f"{lines[-1]['test']:.4f}" in text
+    assert "they share one process" in text
+
+
+def test_modes_agree(store: Path, tmp_path: Path) -> None:
+    for mode in ("sar", "keep", "halo"):
+        run(store, tmp_path / mode, "--epochs", 2, "--ranks", 4, "--mode", mode, "--model", "gat", "--eval-every", 2)
+    assert losses(tmp_path / "keep") == pytest.approx(losses(tmp_path / "sar"), rel=1e-9)
+    assert losses(tmp_path / "halo") == pytest.approx(losses(tmp_path / "sar"), rel=1e-9)
+
+
+def test_resume_on_another_number_of_ranks_continues_the_curve(store: Path, tmp_path: Path) -> None:
+    common = ("--model", "gat", "--epochs", 6, "--eval-every", 6)
+    run(store, tmp_path / "whole", *common, "--ranks", 3)
+    checkpoint = ("--checkpoint", tmp_path / "c.safetensors", "--model", "gat", "--eval-every", 6)
+    text = run(store, tmp_path / "parts", *checkpoint, "--epochs", 2, "--ranks", 4, "--resume")
+    assert "no checkpoint at" in text and "starting at epoch 1" in text
+    for ranks, last in ((2, 4), (1, 6)):
+        text = run(store, tmp_path / "parts", *checkpoint, "--epochs", last, "--ranks", ranks, "--resume")
+        assert f"at epoch {last - 1}" in text
+    assert [line["epoch"] for line in epochs(tmp_path / "parts")] == [1, 2, 3, 4, 5, 6]
+    assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-9)
+    run(store, tmp_path / "parts", *checkpoint, "--epochs", 6, "--ranks", 1, "--resume")
+    assert len(epochs(tmp_path / "parts")) == 6, "nothing is left to do"
+
+
+def test_resume_refuses_what_does_not_fit(store: Path, tmp_path: Path) -> None:
+    checkpoint = ("--checkpoint", tmp_path / "c")
+    run(store, tmp_path / "log", "--epochs", 1, *checkpoint)
+    assert "does not fit the model" in refused("train", store, "--hidden", 16, "--epochs", 2, *checkpoint, "--resume")
+    assert "give its name" in refused("train", store, "--resume")
+
+
+def test_missing_fields_are_named(tmp_path: Path) -> None:
+    arrays = powerlaw(120, 6, channels=3)
+    masks = {name: arrays.pop(name) for name in list(arrays) if name.endswith("_mask")}
+    cases = {
+        "x": ({k: v for k, v in arrays.items() if k != "x"} | masks, "has no node features: no field 'x'"),
+        "y": ({k: v for k, v in arrays.items() if k != "y"} | masks, "has no labels: no node field 'y'"),
+        "mask": (arrays, "has no node field 'train_mask' (node fields: x, y): partition with masks"),
+        "made": (arrays | {f"made_{k}": v for k, v in masks.items()}, "use --mask-prefix made_"),
+        "float": (arrays | masks | {"y": np.ones(120, np.float32)}, "needs one class id per node, but y is float32"),
+    }
+    for name, (data, words) in cases.items():
+        partition(data, tmp_path / name, 2, "random")
+        assert words in refused("train", tmp_path / name, "--ranks", 2)
+    passed("train", tmp_path / "made", "--mask-prefix", "made_", "--epochs", 1)
+
+
+def test_splits_and_unlabelled_nodes(tmp_path: Path) -> None:
+    arrays = powerlaw(120, 6, channels=3)
+    arrays["train_mask"] = np.stack([np.zeros(120, bool), arrays["train_mask"]], 1)
+    arrays["y"][arrays["test_mask"].nonzero()[0][:5]] = -1
+    partition(arrays, tmp_path / "s", 2, "random")
+    passed("train", tmp_path / "s", "--split", 1, "--epochs", 1, "--ranks", 2)
+    assert "--split is in [0, 2), got 5" in refused("train", tmp_path / "s", "--split", 5)
+    assert "cross_entropy" in refused("train", tmp_path / "s", "--split", 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--model", "foo"), "unknown model 'foo'; the models are gcn, sage, gat, gin, pna, edgecnn"),
+        (("--model", "gat", "--hidden", "6", "--heads", "4"), "--hidden 6 is not a multiple of --heads 4"),
+        (("--mode", "fast"), "mode is one of sar, keep, halo, got 'fast'"),
+        (("--backend", "smoke"), "--backend is one of auto, threads"),
+        (("--dtype", "int8"), "--dtype is float32 or float64, got 'int8'"),
+        (("--dropout", "1"), "--dropout is in [0, 1), got 1.0"),
+        (("--epochs", "0"), "--epochs is at least 1, got 0"),
+        (("--ranks", "5"), "5 ranks, but the store has 4 parts"),
+        (("--model", "edgecnn", "--batch-norm", "--ranks", "2"), "Use Options(mode='halo')"),
+        (("--backend", "mpi", "--ranks", "3"), "ranks=3, but 1 process was started; start with `mpirun -n 3`"),
+    ],
+)
+def test_refusals(arguments: tuple[str, ...], words: str, store: Path) -> None:
+    assert words in refused("train", store, *arguments)
+
+
+def test_a_store_that_is_not_there(tmp_path: Path) -> None:
+    assert "there is no directory" in refused("train", tmp_path / "nothere", "--ranks", 2)
