@@ -76,9 +76,9 @@ class _Aggregate(torch.autograd.Function):
     def forward(ctx: Any, call: Call, token: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         operands = call.operands(tensors)
         result = run_forward(call, operands)
-        call.norm_moments = {
-            k: (int(result.states[k][0]), *result.values[k][0].double().unbind()) for k in call.structure.norms
-        }
+        for k in call.structure.norms:
+            mean, variance = result.values[k][0].double().unbind()
+            call.norm_moments[k] = (int(result.states[k][0]), mean, variance)
         structure = call.structure
         if result.edges is not None:
             outputs, fixed = [result.edges], [] if structure.edge_differentiable else [result.edges]

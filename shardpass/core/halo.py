@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from shardpass.backends.communicator import Communicator
+from shardpass.core.derived import DerivedShards
 from shardpass.core.options import Options
 from shardpass.core.ownership import Ownership
 from shardpass.core.schedule import Schedule
@@ -30,6 +31,7 @@ class HaloPlan:
         send_rows: ``send_rows[p]`` own rows that rank p needs, int64; empty for this rank itself.
         schedule: the rounds.
         blocks: the source rows of the own block and then of each round, in the order of the rounds.
+        derived: shards of edge lists that layers derive from the graph's own.
     """
 
     comm: Communicator
@@ -40,6 +42,7 @@ class HaloPlan:
     send_rows: tuple[Tensor, ...]
     schedule: Schedule
     blocks: tuple[Block, ...]
+    derived: DerivedShards = field(default_factory=DerivedShards, compare=False, repr=False)
 
     @property
     def num_halo(self) -> int:

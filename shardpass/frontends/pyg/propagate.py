@@ -12,14 +12,13 @@ from shardpass.core.aggregate import aggregate
 from shardpass.core.edge_index import ShardedEdgeIndex
 from shardpass.core.halo import HaloPlan
 from shardpass.core.program import Inputs, Program
-from shardpass.core.shard import EdgeShards, build_shards
+from shardpass.core.shard import EdgeShards
 from shardpass.errors import NeedsHaloError, RefusedError
 from shardpass.frontends.pyg.lazy import LazyEdges, Poison
 
 _INDICES = frozenset(
     ["edge_index_i", "edge_index_j", "edge_index", "size_i", "size_j", "adj_t", "index", "ptr", "dim_size"]
 )
-_MAX_DERIVED = 2
 
 
 class ShardedMessagePassing:
@@ -32,11 +31,10 @@ class ShardedMessagePassing:
 
     def __init__(self, conv: MessagePassing, name: str) -> None:
         self.conv, self.name = conv, name
-        self._derived: list[tuple[Tensor, HaloPlan, EdgeShards]] = []
         self._checked: set[str] = set()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"conv": self.conv, "name": self.name, "_derived": [], "_checked": set()}
+        return {"conv": self.conv, "name": self.name, "_checked": set()}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedMessagePassing:
         from copy import deepcopy
@@ -76,7 +74,7 @@ class ShardedMessagePassing:
                 f"{self.name} edge update", parts.src, parts.dst, parts.edge, message, None, self._checked
             )
             try:
-                return aggregate(program, edge_index.plan, self._shards(edge_index))
+                return aggregate(program, edge_index.plan, shards_of(edge_index))
             except NeedsHaloError:
                 if edge_index.plan.options.mode != "halo":
                     raise
@@ -118,23 +116,10 @@ class ShardedMessagePassing:
                 return conv.aggregate(messages, **conv.inspector.collect_param_data("aggregate", arguments))
 
         program = Program(self.name, parts.src, parts.dst, parts.edge, message, reduce, self._checked)
-        out = aggregate(program, plan, self._shards(edge_index))
+        out = aggregate(program, plan, shards_of(edge_index))
         frozen.poison(self.name)
         whole = {**kwargs, "dim_size": plan.num_dst, "size_i": plan.num_dst, "size_j": plan.num_own_src}
         return conv.update(out, **conv.inspector.collect_param_data("update", whole))
-
-    def _shards(self, edge_index: ShardedEdgeIndex) -> EdgeShards:
-        """The shards of an edge list; for one derived in forward (self-loops added ...) built once and kept."""
-        if edge_index.shards is not None:
-            return edge_index.shards
-        data, plan = edge_index.plain, edge_index.plan
-        for i, (known, known_plan, shards) in enumerate(self._derived):
-            if known_plan is plan and known.shape == data.shape and torch.equal(known, data):
-                self._derived.append(self._derived.pop(i))
-                return shards
-        shards = build_shards(data[0], data[1], plan.blocks, plan.num_dst)
-        self._derived = [*self._derived, (data, plan, shards)][-_MAX_DERIVED:]
-        return shards
 
     def _refuse(self, edge_index: ShardedEdgeIndex) -> None:
         conv = self.conv
@@ -147,6 +132,14 @@ class ShardedMessagePassing:
             )
         if conv.decomposed_layers > 1:
             raise RefusedError(f"{self.name}: decomposed_layers > 1 is not supported; messages are already in pieces")
+
+
+def shards_of(edge_index: ShardedEdgeIndex) -> EdgeShards:
+    """The shards of an edge list; those of one that was derived in forward are found again by content."""
+    if edge_index.shards is not None:
+        return edge_index.shards
+    plan = edge_index.plan
+    return plan.derived.find(edge_index.plain, plan.blocks, plan.num_dst)
 
 
 class Parts:
