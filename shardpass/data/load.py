@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import asdict
 from pathlib import Path
 
@@ -57,7 +59,7 @@ def _agree_on_store(comm: Communicator, store: Store | None, options: Options, p
     """Go on only if every rank opened the same store with the same options."""
     mine = {
         "problem": "" if problem is None else str(problem),
-        "store": store.manifest.partition_fingerprint if store else "",
+        "store": _contents(store) if store else "",
         "options": asdict(options),
     }
     theirs = comm.all_gather_object(mine, label="load: store and options")
@@ -69,8 +71,15 @@ def _agree_on_store(comm: Communicator, store: Store | None, options: Options, p
         for what in ("store", "options"):
             if other[what] != theirs[0][what]:
                 raise DivergenceError(
-                    f"every rank must load the same {what}; rank 0 has {theirs[0][what]}, rank {rank} {other[what]}"
+                    f"every rank must load the same {what}: rank 0 has {theirs[0][what]}, rank {rank} has {other[what]}"
                 )
+
+
+def _contents(store: Store) -> str:
+    """What is in a store, in words that are the same for copies of it only: fields included."""
+    files = [(record.header_sha256, sorted(record.tensors.items())) for record in store.manifest.files]
+    contents = hashlib.sha256(json.dumps(files).encode()).hexdigest()
+    return f"one with partition {store.manifest.partition_fingerprint[:12]} and contents {contents[:24]}"
 
 
 def _ownership(store: Store, node_type: NodeType, ranks: int) -> Ownership:
