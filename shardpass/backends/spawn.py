@@ -12,7 +12,7 @@ import torch
 from shardpass.backends.communicator import Communicator
 from shardpass.backends.failure import reason_of
 from shardpass.backends.threads import ThreadCommunicator, ThreadWorld
-from shardpass.errors import CommunicationError
+from shardpass.errors import CommunicationError, PeerFailure
 
 T = TypeVar("T")
 _GRACE = 10.0  # seconds that the other ranks get to end after the first failure
@@ -65,10 +65,12 @@ class _Run:
         try:
             self.results[comm.rank] = fn(comm, *args)
         except BaseException as error:
+            follows = isinstance(error, PeerFailure)  # its cause is another rank's exception, which is on its way
             with self.lock:
-                if self.first is None:
+                if self.first is None or (isinstance(self.first[1], PeerFailure) and not follows):
                     self.first = (comm.rank, error)
-            self.world.fail(comm.rank, reason_of(error))
+            if not follows:
+                self.world.fail(comm.rank, reason_of(error))
         finally:
             comm.end()
 
