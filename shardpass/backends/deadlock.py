@@ -13,6 +13,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 
+from shardpass.backends.identity import SAME_CALLS
+
 _KEPT_TAGS = 64  # per peer and direction; more messages between one pair are never under way at once
 
 
@@ -116,4 +118,4 @@ def describe_circle(circle: list[int], positions: Mapping[int, Position]) -> str
     """The circle in words, the same on every rank that finds it from the same positions."""
     ranks = sorted(set(circle))
     places = "; ".join(f"rank {rank} waits in {positions[rank].text}" for rank in ranks)
-    return f"the ranks wait for each other and none can go on: {places}"
+    return f"the ranks wait for each other and none can go on: {places}. {SAME_CALLS}"

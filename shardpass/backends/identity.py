@@ -16,6 +16,10 @@ _FORMAT = struct.Struct("<4sQBBBBi8qB111s")
 _MAGIC = b"SPH1"
 _MAX_LABEL = 111
 MAX_DIMS = 8
+SAME_CALLS = (
+    "Every rank must make the same calls in the same order: look for a layer, a loss, a backward or a sync that "
+    "depends on the rank or on its own data"
+)
 HEADER_BYTES = _FORMAT.size
 
 KINDS = (
@@ -164,7 +168,7 @@ def divergence(headers: Sequence[Header], free_rows: bool) -> str | None:
     for rank, header in enumerate(headers):
         groups.setdefault(header.describe(), []).append(rank)
     places = "; ".join(f"{_ranks(ranks)} in {text}" for text, ranks in groups.items())
-    return f"the ranks are in different calls, or in one call with different arguments: {places}"
+    return f"the ranks are in different calls, or in one call with different arguments: {places}. {SAME_CALLS}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

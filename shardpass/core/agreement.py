@@ -54,6 +54,16 @@ def _names(program: Program) -> list[str]:
     ]
 
 
+def _in_words(program: Program) -> str:
+    kinds = (("source", program.src), ("destination", program.dst), ("edge", program.edge))
+    found = [
+        f"{kind} {name!r} {str(t.dtype).removeprefix('torch.')} with {list(t.shape[1:])} per row"
+        for kind, tensors in kinds
+        for name, t in sorted(tensors.items())
+    ]
+    return ", ".join(found) or "no tensors"
+
+
 def _without(program: Program, keep: list[bool]) -> Program:
     return replace(program, edge={name: program.edge[name] for name, k in zip(sorted(program.edge), keep) if k})
 
@@ -78,6 +88,7 @@ def settle(
         needs_grad = {name for name, flag in zip(names, flags) if flag}
         structure, refusal = _probe(candidate, edges, num_own_src, needs_grad)
         text = f"inputs {names}, grad {torch.is_grad_enabled()}: " + (structure.describe() if structure else "refused")
+        words = f"{_in_words(program)} (computed as {text})"
         kind = 0 if refusal is None else (1 if isinstance(refusal, NeedsHaloError) else 2)
         values = [digest(text), kind, *map(int, flags), *map(int, per_edge)]
         answers = agree(comm, f"{label}: agreement", [len(values), *values] + [0] * (64 - len(values) - 1))
@@ -93,7 +104,7 @@ def settle(
         if joined == flags and common == per_edge and all(r == rest[0] for r in rest):
             break
         flags, per_edge = joined, common
-    raise diverged(comm, label, text)
+    raise diverged(comm, label, words)
 
 
 def _probe(

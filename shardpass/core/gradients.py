@@ -55,12 +55,13 @@ def sync_parameters(model: nn.Module, comm: Communicator, bucket_bytes: int = BU
         if nn.parameter.is_lazy(tensor):
             raise ValueError(f"parameter {name!r} is not initialised yet: run the lazy module once before wrapping it")
     own = [f"{name}: {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}" for name, tensor in named]
-    for rank, other in enumerate(comm.all_gather_object(own, "sync_parameters")):
-        first = _first_difference(own, other)
+    every = comm.all_gather_object(own, "sync_parameters")
+    for rank, other in enumerate(every):
+        first = _first_difference(every[0], other)
         if first:
             raise ValueError(
-                f"the models differ: {first[0]} on rank {comm.rank}, {first[1]} on rank {rank}; build the same model "
-                f"on every rank"
+                f"the models differ: {first[0]} on rank 0, {first[1]} on rank {rank}; build the same model on "
+                f"every rank"
             )
     if comm.size > 1:
         broadcast_tensors([tensor for _, tensor in named], comm, "sync_parameters", bucket_bytes)

@@ -28,7 +28,8 @@ def _call(function: Any, rows: Tensor, plan: HaloPlan, label: str) -> Tensor:
     number, token = begin_call(comm, label)
     label = f"call {number} {label}"
     grad = torch.is_grad_enabled() and rows.requires_grad
-    text = f"{list(rows.shape[1:])} {rows.dtype} grad {torch.is_grad_enabled()}"
+    enabled = "enabled" if torch.is_grad_enabled() else "disabled"
+    text = f"{str(rows.dtype).removeprefix('torch.')} rows of shape {list(rows.shape[1:])}, gradients {enabled}"
     answers = agree(comm, label, [digest(text), int(grad)])
     if any(answer[0] != answers[0][0] for answer in answers):
         raise diverged(comm, label, text)

@@ -6,7 +6,7 @@ from torch import nn
 
 from shardpass.errors import RefusedError
 
-_STATISTICS = "its statistics run over all nodes of the graph; BatchNorm and LayerNorm(mode='node') are supported"
+_STATISTICS = "its statistics run over all nodes of the graph; use BatchNorm or LayerNorm(mode='node')"
 _POOLING = "it pools or drops nodes of the whole graph; apply it to gathered outputs (shardpass.gather)"
 _ALL_NODES = "it mixes all nodes of the graph outside message passing"
 _NEIGHBOURS = "it builds its own graph from node positions; build the graph before partitioning"
@@ -69,7 +69,7 @@ def _reason(module: nn.Module) -> str | None:
         if kind.__name__ in REFUSED:
             return REFUSED[kind.__name__]
         if kind.__name__ == "LayerNorm" and getattr(module, "mode", "graph") == "graph":
-            return _STATISTICS + "; use LayerNorm(mode='node')"
+            return _STATISTICS
         for package, reason in REFUSED_MODULES.items():
             if kind.__module__ == package or kind.__module__.startswith(package + "."):
                 return reason

@@ -42,7 +42,8 @@ def wrap(model: nn.Module, comm: Communicator, check: bool = True) -> nn.Module:
         return model
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         raise RefusedError(
-            f"{type(model).__name__} averages gradients, which shardpass sums itself: wrap the model inside it"
+            f"{type(model).__name__} averages gradients, but those of a sharded graph must be summed: wrap the "
+            f"model inside it, and call sync_gradients(model, comm) after backward"
         )
     for name, parameter in model.named_parameters():
         if isinstance(parameter, UninitializedParameter):
