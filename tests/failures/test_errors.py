@@ -53,7 +53,9 @@ def test_other_features_where_the_layer_itself_does_not_notice(store, mode):
         turn.x = turn.x[:, :4]
 
     outcome = train(store, twist(narrow), model=First(), mode=mode)
-    outcome.all_say("SGConv", "rank 0", "rank 1", "[6]", "[4]", "same widths and dtypes")
+    outcome.all_say(
+        "SGConv", "Rank 0: source 'x' float32 with [6] per row", "Rank 1: source 'x' float32 with [4] per row"
+    )
 
 
 @models
@@ -62,7 +64,10 @@ def test_a_rank_with_other_rows(store, model):
         turn.x = turn.x[:-1]
 
     outcome = train(store, twist(cut), model=model)
-    outcome.began_on(1, ValueError, "on rank 1: `", "14 rows", "expected 15 (the own")
+    if model == "GAT":
+        outcome.began_on(1, ValueError, "on rank 1: `", "14 rows", "expected 15 (the own")
+    else:  # in PyG's own arithmetic, before a message is sent
+        outcome.began_on(1, RuntimeError, "index 14 is out of bounds for dimension 0 with size 14")
 
 
 @models
@@ -85,7 +90,7 @@ def test_a_rank_with_other_dtypes(store, model):
     if model == "GAT":
         outcome.began_on(1, RuntimeError, "double != float")
     else:  # ranks compare notes before the weights are applied
-        outcome.all_say("Rank 0: float32", "Rank 1: float64", "same widths and dtypes")
+        outcome.all_say("Rank 0: float32 rows", "Rank 1: float64 rows", "same widths and dtypes")
 
 
 @models
@@ -149,13 +154,6 @@ def test_an_exception_inside_a_message(store, model, where):
 
 @models
 def test_a_tensor_changed_in_place_between_forward_and_backward(store, model):
-    def step(turn):
-        if turn.culprit:
-            kept = []
-            turn.model.convs[1].register_forward_pre_hook(lambda module, args: kept.append(args[0]))
-            turn.model.register_forward_hook(lambda *_: kept[0].data.dim() and kept[0].add_(1) and None)
-        turn.step()
-
     def change(turn):
         if not turn.culprit:
             return turn.step()
@@ -261,7 +259,9 @@ def test_a_rank_without_backward(store, model):
         sp.sync_gradients(turn.model, turn.comm)
 
     outcome = train(store, step, model=model)
-    outcome.all_say("the ranks wait for each other", "rank 1 waits in all_gather 'sync_gradients", "depends on the rank")
+    outcome.all_say(
+        "the ranks wait for each other", "rank 1 waits in all_gather 'sync_gradients", "depends on the rank"
+    )
 
 
 def test_a_rank_whose_loss_is_no_function_of_the_model(store):
@@ -304,9 +304,10 @@ def test_gradients_never_summed_on_one_rank(store):
         turn.optimizer.step()
 
     outcome = train(store, step)
-    said = "the ranks are in different calls" in outcome.words() or "was not summed over ranks" in outcome.words()
-    assert said and all(outcome.errors), outcome.words()
-    outcome.all_say("rank 1", "sync_gradients")
+    if isinstance(outcome.errors[1], DivergenceError):  # the others were in sync_gradients already
+        outcome.all_say("ranks 0, 2 are in all_gather 'sync_gradients", "rank 1 is in")
+    else:
+        outcome.began_on(1, ShardpassError, "its gradient was not summed over ranks: call sync_gradients")
 
 
 def test_gradients_never_summed_on_any_rank(store):

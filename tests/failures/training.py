@@ -173,7 +173,7 @@ def train(
 
     def work(comm: Any, clock: Clock) -> list[float]:
         turn = begin(comm, clock, store, **options)
-        for turn.epoch in range(epochs):  # noqa: B020
+        for turn.epoch in range(epochs):
             step(turn)
         return turn.losses
 
