@@ -154,33 +154,39 @@ class Extremum(Reducer):
 
 
 class Prod(Reducer):
-    """The product, kept as the product of the non-zero messages and the count of zeros, so that its vjp is exact."""
+    """The product, kept as the product of the non-zero messages and the count of zeros, so that its vjp is exact.
+
+    The count of all messages is kept too: a destination without one holds the base, as in torch.
+    """
 
     name = "prod"
 
     def init(self, num_dst: int, tail: Sequence[int], like: Tensor) -> State:
         product = like.new_ones((num_dst, *tail), dtype=accumulator_dtype(like.dtype))
-        return [product, torch.zeros_like(product, dtype=torch.int32)]
+        zeros = torch.zeros_like(product, dtype=torch.int32)
+        return [product, zeros, zeros.new_zeros((num_dst,) + (1,) * len(tail))]
 
     def accumulate(self, state: State, values: Tensor, index: Tensor) -> None:
-        product, zeros = state
+        product, zeros, count = state
         is_zero = values == 0
         factors = values.to(product.dtype).masked_fill(is_zero, 1)
         product.scatter_reduce_(0, expand_index(index, values), factors, "prod", include_self=True)
         zeros.index_add_(0, index, is_zero.to(zeros.dtype))
+        count.view(-1).index_add_(0, index, count.new_ones(index.numel()))
 
     fill = accumulate
 
     def merge(self, state: State, other: State) -> None:
         state[0] *= other[0]
         state[1] += other[1]
+        state[2] += other[2]
 
     def value(self, state: State, base: Base) -> Tensor:
-        product = state[0].masked_fill(state[1] > 0, 0)
-        return product * base.value if base.included else product
+        product = torch.where(state[1] > 0, state[0] * 0, state[0])  # times zero, not zero: NaN and infinity stay
+        return product * base.value if base.included else product.masked_fill(state[2] == 0, base.value)
 
     def vjp(self, values: Tensor, index: Tensor, state: State, value: Tensor, grad: Tensor, base: Base) -> Tensor:
-        product, zeros = (t.index_select(0, index) for t in state)
+        product, zeros = (t.index_select(0, index) for t in state[:2])
         is_zero = values == 0
         others = product / values.masked_fill(is_zero, 1)
         alone = torch.where(is_zero, zeros == 1, zeros == 0)
@@ -201,7 +207,7 @@ class LogSumExp(Reducer):
         peak, total = state
         values = values.to(peak.dtype)
         peak.scatter_reduce_(0, expand_index(index, values), values, "amax", include_self=True)
-        total.index_add_(0, index, (values - peak.index_select(0, index)).exp())
+        total.index_add_(0, index, rescale(values, peak.index_select(0, index)))
 
     def merge(self, state: State, other: State) -> None:
         peak = torch.maximum(state[0], other[0])
@@ -216,8 +222,8 @@ class LogSumExp(Reducer):
 
 
 def rescale(old_peak: Tensor, new_peak: Tensor) -> Tensor:
-    """``exp(old - new)``, 0 where nothing was seen yet (old is -inf)."""
-    return torch.where(old_peak == float("-inf"), 0, (old_peak - new_peak).exp())
+    """``exp(old - new)``, 1 where both are the same infinity."""
+    return torch.where(old_peak == new_peak, 1, (old_peak - new_peak).exp())
 
 
 class Moments(Reducer):
