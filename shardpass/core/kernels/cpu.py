@@ -23,6 +23,7 @@ def handles(rows: Tensor) -> bool:
 
 def _accumulate(out: Tensor, indptr: Tensor, columns: Tensor, rows: Tensor, weight: Tensor | None) -> None:
     table, target = rows.flatten(1).contiguous(), out.view(out.size(0), -1)
+    weight = None if weight is None else weight.to(table.dtype)
     for first in range(0, target.size(0), CHUNK_ROWS):
         last = min(first + CHUNK_ROWS, target.size(0))
         start, stop = int(indptr[first]), int(indptr[last])

@@ -37,7 +37,7 @@ def edge_dot(shard: Shard, rows: Tensor, grad: Tensor, max_edges: int) -> Tensor
     result = rows.new_empty(shard.num_edges)
     for chunk in shard.chunks(max_edges):
         span = slice(chunk.start, chunk.stop)
-        left = rows.index_select(0, shard.src_rows[span]).flatten(1)
-        right = grad[chunk.low : chunk.high].index_select(0, shard.dst_rows(chunk)).flatten(1)
+        left = rows.index_select(0, shard.src_rows[span]).unsqueeze(-1).flatten(1)
+        right = grad[chunk.low : chunk.high].index_select(0, shard.dst_rows(chunk)).unsqueeze(-1).flatten(1)
         result[span] = torch.einsum("ec,ec->e", left, right)
     return result
