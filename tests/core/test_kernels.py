@@ -1,0 +1,138 @@
+"""The fused kernels against the definition of right."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shardpass.core import kernels
+from shardpass.core.kernels import cpu, reference
+from shardpass.core.shard import Block, build_shards
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+TAILS = [(1,), (3,), (16,), (100,), (2, 3), (4, 1)]
+NUM_DST, BLOCK_ROWS = 2100, 37  # more destinations than the kernel's run of 1024
+
+
+def random_shard(num_edges=500, num_dst=NUM_DST, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    src = torch.randint(5, 5 + BLOCK_ROWS, (num_edges,), generator=generator)
+    dst = torch.randint(0, num_dst, (num_edges,), generator=generator)
+    dst[: num_edges // 5] = 3  # a hub
+    blocks = [Block(1, 0, 5), Block(0, 5, 5 + BLOCK_ROWS)]
+    return build_shards(src, dst, blocks, num_dst).shards
+
+
+def numbers(shape, dtype, seed=1):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def dense(shard, weight, transposed=False):
+    """The shard as a matrix ``[num_dst, block rows]``, float64."""
+    matrix = torch.zeros(shard.num_dst, shard.block.num_rows, dtype=torch.float64)
+    values = torch.ones(shard.num_edges, dtype=torch.float64) if weight is None else weight.double()
+    matrix.index_put_((shard.dst_rows(), shard.src_rows.long()), values, accumulate=True)
+    return matrix.t() if transposed else matrix
+
+
+def bound(dtype):
+    return {torch.float64: 1e-12, torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.4}[dtype]
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("tail", TAILS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gather_sum(dtype, tail, weighted):
+    shard = random_shard()[1]
+    weight = numbers((shard.num_edges,), dtype, 2) if weighted else None
+    wide = torch.float32 if dtype.itemsize == 2 else dtype
+    for transposed in (False, True):
+        count, into = (NUM_DST, BLOCK_ROWS) if transposed else (BLOCK_ROWS, NUM_DST)
+        name = "gather_sum_transposed" if transposed else "gather_sum"
+        rows, start = numbers((count, *tail), dtype), numbers((into, *tail), wide, 3)
+        matrix = dense(shard, weight, transposed)
+        right = start.double() + (matrix @ rows.double().flatten(1)).view(into, *tail)
+        assert cpu.handles(rows)
+        for module in (kernels, cpu, reference):
+            out = start.clone()
+            getattr(module, name)(out, shard, rows, weight)
+            torch.testing.assert_close(out.double(), right, rtol=bound(dtype), atol=bound(dtype))
+
+
+@pytest.mark.parametrize("module", [kernels, cpu, reference], ids=lambda m: m.__name__.rpartition(".")[2])
+@pytest.mark.parametrize("layout", ["transposed", "strided", "slice"])
+def test_rows_need_not_be_contiguous(module, layout):
+    shard = random_shard(200, 50)[1]
+    base = numbers((BLOCK_ROWS, 6), torch.float32)
+    if layout == "transposed":
+        rows = base.t().contiguous().t()
+    elif layout == "strided":
+        rows = numbers((BLOCK_ROWS * 2, 6), torch.float32)[::2]
+    else:
+        rows = numbers((BLOCK_ROWS, 9), torch.float32)[:, 2:8]
+    weight = numbers((shard.num_edges * 2,), torch.float32, 2)[::2]
+    out = torch.zeros(50, 6)
+    module.gather_sum(out, shard, rows, weight)
+    right = dense(shard, weight) @ rows.double()
+    torch.testing.assert_close(out.double(), right, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.float16, torch.bool, torch.int64], ids=str)
+def test_weights_of_another_dtype(weight_dtype):
+    shard = random_shard(200, 50)[1]
+    weight = (numbers((shard.num_edges,), torch.float64, 2) * 2).to(weight_dtype)
+    rows, grad = numbers((BLOCK_ROWS, 4), torch.float64), numbers((50, 4), torch.float64)
+    out, back = torch.zeros(50, 4, dtype=torch.float64), torch.zeros(BLOCK_ROWS, 4, dtype=torch.float64)
+    kernels.gather_sum(out, shard, rows, weight)
+    kernels.gather_sum_transposed(back, shard, grad, weight)
+    torch.testing.assert_close(out, dense(shard, weight) @ rows, rtol=0, atol=1e-12)
+    torch.testing.assert_close(back, dense(shard, weight, True) @ grad, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.uint8], ids=str)
+def test_rows_that_the_fused_kernel_leaves_to_the_reference(dtype):
+    shard = random_shard(200, 50)[1]
+    rows = torch.randint(0, 2, (BLOCK_ROWS, 3)).to(dtype)
+    assert not cpu.handles(rows)
+    out = torch.zeros(50, 3, dtype=torch.int64)
+    kernels.gather_sum(out, shard, rows, None)
+    assert torch.equal(out.double(), dense(shard, None) @ rows.double())
+
+
+def test_one_number_per_node_and_no_channels():
+    shard = random_shard(200, 50)[1]
+    flat, out = numbers((BLOCK_ROWS,), torch.float64), torch.zeros(50, dtype=torch.float64)
+    kernels.gather_sum(out, shard, flat, None)
+    torch.testing.assert_close(out, dense(shard, None) @ flat)
+    none = torch.zeros(50, 0)
+    kernels.gather_sum(none, shard, torch.zeros(BLOCK_ROWS, 0), None)
+    assert none.shape == (50, 0)
+
+
+@pytest.mark.parametrize("num_dst", [0, 4])
+def test_empty_shards_change_nothing(num_dst):
+    none = torch.empty(0, dtype=torch.int64)
+    for shard in build_shards(none, none, [Block(0, 0, 0), Block(1, 0, 3)], num_dst).shards:
+        out, back = torch.ones(num_dst, 2), torch.ones(shard.block.num_rows, 2)
+        kernels.gather_sum(out, shard, torch.ones(shard.block.num_rows, 2), torch.ones(0))
+        kernels.gather_sum_transposed(back, shard, torch.ones(num_dst, 2), None)
+        assert bool((out == 1).all()) and bool((back == 1).all())
+        assert kernels.edge_dot(shard, torch.ones(shard.block.num_rows, 2), torch.ones(num_dst, 2), 5).shape == (0,)
+
+
+@pytest.mark.parametrize("max_edges", [1, 7, 10_000])
+@pytest.mark.parametrize("tail", [(3,), (2, 3), ()], ids=str)
+def test_edge_dot_is_the_gradient_of_the_weight(tail, max_edges):
+    shard = random_shard(300, 50)[1]
+    rows, grad = numbers((BLOCK_ROWS, *tail), torch.float64), numbers((50, *tail), torch.float64, 4)
+    found = kernels.edge_dot(shard, rows, grad, max_edges)
+    right = (rows[shard.src_rows.long()] * grad[shard.dst_rows()]).reshape(shard.num_edges, -1).sum(1)
+    torch.testing.assert_close(found, right, rtol=0, atol=1e-12)
+
+
+def test_nan_of_a_row_without_edges_does_not_spread():
+    shard = build_shards(torch.tensor([0, 2]), torch.tensor([0, 1]), [Block(0, 0, 3)], 3).shards[0]
+    rows = torch.tensor([[1.0], [float("nan")], [2.0]])
+    out = torch.zeros(3, 1)
+    kernels.gather_sum(out, shard, rows, None)
+    assert out.view(-1).tolist() == [1.0, 2.0, 0.0]
