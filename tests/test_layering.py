@@ -28,7 +28,8 @@ MUTATORS = words("append add update setdefault pop popitem clear extend insert r
 
 SAFE_CALLS = words(
     "frozenset set tuple list dict range len sorted TypeVar NamedTuple namedtuple NewType ParamSpec Path timedelta "
-    "MappingProxyType property cast getattr slice struct.Struct re.compile torch.iinfo torch.finfo torch.device torch.Size"
+    "MappingProxyType property cast getattr slice struct.Struct re.compile "
+    "torch.iinfo torch.finfo torch.device torch.Size"
 )
 """What may be called while a module is imported: these make values and do no more."""
 SAFE_METHODS = words("split keys values items union encode format join")
