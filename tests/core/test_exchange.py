@@ -1,0 +1,272 @@
+"""The exchange: several tensors in one message, buffers used again, exact bytes, one gradient return at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shardpass.backends.recording import RecordingCommunicator
+from shardpass.core.exchange import GradientReturn, Packing, Stream, fetch_blocks
+from shardpass.core.halo import build_halo_plan
+from shardpass.core.options import Options
+from shardpass.core.ownership import Ownership
+from shardpass.errors import CommunicationError, InternalError
+from shardpass.testing.run import run
+
+SOURCES = Ownership.from_counts([5, 0, 7, 3])
+IDS = [[0, 6, 11, 14, 6], [1, 4, 5, 12, 13, 2, 3], [], [0, 7, 8, 9, 10]]  # what each rank needs
+DTYPES = [torch.bool, torch.float64, torch.uint8, torch.bfloat16, torch.int64, torch.float32, torch.float16]
+
+
+class Counting(RecordingCommunicator):
+    """A recording communicator that knows how many exchanges are under way, and how many at most."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.under_way = self.most = 0
+
+    def exchange(self, *args, **kwargs):
+        handle = super().exchange(*args, **kwargs)
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+        outer = self
+
+        class Waited:
+            def wait(self, timeout=None):
+                handle.wait(timeout)
+                outer.under_way -= 1
+
+        return Waited()
+
+
+def plan_of(comm, **options):
+    ids = torch.tensor(IDS[comm.rank], dtype=torch.int64)
+    return build_halo_plan(comm, SOURCES, ids, 2, Options(**options))[0]
+
+
+def table(dtype, width, seed):
+    """One row per node of the whole graph, all rows different."""
+    count = SOURCES.num_total
+    values = (torch.arange(count).view(-1, *[1] * len(width)) * 3 + seed).expand(count, *width)
+    return (values % 2 == 0 if dtype is torch.bool else values).to(dtype)
+
+
+def tables():
+    widths = [(3,), (2,), (), (2, 5), (1,), (0,), (7,)]
+    return [table(dtype, width, k) for k, (dtype, width) in enumerate(zip(DTYPES, widths))]
+
+
+def own(comm, tensors):
+    first, last = SOURCES.offsets[comm.rank], SOURCES.offsets[comm.rank + 1]
+    return [t[first:last] for t in tensors]
+
+
+def global_ids(plan, comm):
+    """The node of each source row."""
+    mine = list(range(SOURCES.offsets[comm.rank], SOURCES.offsets[comm.rank + 1]))
+    return mine + sorted({i for i in IDS[comm.rank] if i not in mine})
+
+
+OPTIONS = [{"mode": mode, "block_rows": rows, "prefetch": ahead} for mode in ("sar", "halo")
+           for rows in (None, 1, 2) for ahead in (0, 1, 3)]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_several_tensors_of_different_dtypes(options):
+    whole = tables()
+
+    def work(comm):
+        plan = plan_of(comm, **options)
+        ids, seen = global_ids(plan, comm), []
+        for position, block, rows in fetch_blocks(plan, own(comm, whole), Stream(1, 0, "test")):
+            assert block == plan.blocks[position] and len(rows) == len(whole)
+            for found, tensor in zip(rows, whole):
+                assert found.dtype == tensor.dtype and found.shape == (block.num_rows, *tensor.shape[1:])
+                assert torch.equal(found, tensor[ids[block.start : block.stop]])
+            seen += ids[block.start : block.stop]
+        assert sorted(seen) == sorted(ids)
+
+    run(work, 4)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_rows_stay_valid_as_long_as_promised(keep, ahead):
+    """Kept rows for ever; others until the next step, while later messages arrive as early as they can."""
+    whole = [table(torch.float64, (3,), 0)]
+
+    def work(comm):
+        plan = plan_of(comm, block_rows=1, prefetch=ahead)
+        ids, held, storages = global_ids(plan, comm), [], set()
+        for _, block, (rows,) in fetch_blocks(plan, own(comm, whole), Stream(1, 0, "test"), keep=keep):
+            comm.barrier()  # everything that is posted may have arrived
+            assert torch.equal(rows, whole[0][ids[block.start : block.stop]])
+            held.append((rows, ids[block.start : block.stop]))
+            if block.num_rows and block.owner != comm.rank:
+                storages.add(rows.untyped_storage().data_ptr())
+        if keep:
+            assert all(torch.equal(rows, whole[0][wanted]) for rows, wanted in held)
+        else:
+            assert len(storages) <= ahead + 1, "buffers are used again"
+
+    run(work, 4)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3, 50])
+def test_no_more_messages_under_way_than_allowed(ahead):
+    def work(inner):
+        comm = Counting(inner)
+        plan = plan_of(comm, block_rows=1, prefetch=ahead)
+        for _ in fetch_blocks(plan, own(comm, [table(torch.float32, (2,), 0)]), Stream(1, 0, "test")):
+            pass
+        return comm.most, comm.under_way, len(plan.schedule.rounds)
+
+    for most, left, rounds in run(work, 4):
+        assert most == min(ahead + 1, rounds) and left == 0 and rounds > 4
+
+
+def test_one_round_in_halo_mode_posts_everything():
+    def work(inner):
+        comm = Counting(inner)
+        plan = plan_of(comm, mode="halo", block_rows=1)
+        next(rounds := fetch_blocks(plan, own(comm, [table(torch.float32, (2,), 0)]), Stream(1, 0, "test")))
+        next(rounds)
+        most = comm.most
+        list(rounds)
+        return most, len(plan.schedule.rounds)
+
+    assert all(most == rounds for most, rounds in run(work, 4))
+
+
+@pytest.mark.parametrize("options", [{}, {"block_rows": 2}, {"mode": "halo"}], ids=str)
+def test_bytes_on_the_wire(options):
+    """Without tensors of odd alignment: rows times bytes per row, in both directions; nothing for empty pairs."""
+    whole = [table(torch.float64, (3,), 0), table(torch.float32, (2, 2), 1), table(torch.int64, (), 2)]
+    row_bytes = 3 * 8 + 4 * 4 + 8
+
+    def work(inner):
+        comm = RecordingCommunicator(inner)
+        plan = plan_of(comm, **options)
+        del comm.messages[:]
+        before = comm.bytes_sent
+        list(fetch_blocks(plan, own(comm, whole), Stream(1, 0, "test")))
+        fetched = comm.bytes_sent - before
+        sent = sum(m.num_bytes for m in comm.messages if m.kind == "send")
+        received = sum(m.num_bytes for m in comm.messages if m.kind == "recv")
+        assert fetched == sent == row_bytes * sum(rows.numel() for rows in plan.send_rows)
+        assert received == row_bytes * plan.num_halo
+        assert {m.peer for m in comm.messages if m.kind == "recv"} == {
+            b.owner for b in plan.blocks[1:] if b.num_rows
+        }
+        assert all(m.num_bytes for m in comm.messages)
+
+        del comm.messages[:]
+        back = GradientReturn(plan, [torch.zeros(SOURCES.num_own(comm.rank), 3)], Stream(1, 1, "back"))
+        for position in range(1, len(plan.blocks)):
+            back.buffers(position)
+            back.send(position)
+        back.finish()
+        assert sum(m.num_bytes for m in comm.messages if m.kind == "send") == 12 * plan.num_halo
+        assert sum(m.num_bytes for m in comm.messages if m.kind == "recv") == 12 * sum(map(len, plan.send_rows))
+
+    run(work, 4)
+
+
+def test_no_tensors_no_messages():
+    def work(inner):
+        comm = RecordingCommunicator(inner)
+        plan = plan_of(comm)
+        del comm.messages[:]
+        steps = [(position, rows) for position, _, rows in fetch_blocks(plan, [], Stream(1, 0, "test"))]
+        assert steps == [(position, []) for position in range(len(plan.blocks))]
+        back = GradientReturn(plan, [], Stream(1, 1, "back"))
+        back.send(1)
+        back.finish()
+        assert comm.messages == []
+
+    run(work, 4)
+
+
+def returned(comm, plan, dtype=torch.float32, pause=False):
+    """Own rows plus everything that came back, when every rank returns numbers of its own for each halo row."""
+    generator = torch.Generator().manual_seed(comm.rank)
+    into = [torch.rand(SOURCES.num_own(comm.rank), 3, generator=generator).to(dtype)]
+    start = into[0].clone()
+    back = GradientReturn(plan, into, Stream(2, 1, "back"))
+    sent = torch.zeros(plan.num_src, 3, dtype=dtype)
+    for position, block in enumerate(plan.blocks[1:], start=1):
+        (rows,) = back.buffers(position)
+        assert bool((rows == 0).all()) and rows.shape == (block.num_rows, 3)
+        rows += torch.rand(rows.shape, generator=generator).to(dtype)
+        sent[block.start : block.stop] = rows
+        if pause:
+            comm.barrier()
+        back.send(position)
+        if pause:
+            comm.barrier()
+    back.finish()
+    back.finish()  # nothing is left
+    return start, sent, into[0]
+
+
+@pytest.mark.parametrize("options", OPTIONS[:9], ids=str)
+def test_gradients_return_to_their_owners(options):
+    def work(comm):
+        plan = plan_of(comm, **options)
+        return (*returned(comm, plan, torch.float64), global_ids(plan, comm))
+
+    results = run(work, 4)
+    expected = torch.cat([r[0] for r in results])
+    for _, sent, _, ids in results:
+        expected.index_add_(0, torch.tensor(ids, dtype=torch.int64), sent)
+    torch.testing.assert_close(torch.cat([r[2] for r in results]), expected, rtol=0, atol=1e-14)
+
+
+def test_returns_are_added_in_one_order():
+    """Bit for bit the same however fast each rank is."""
+    runs = [
+        run(lambda comm: returned(comm, plan_of(comm, block_rows=1), pause=pause)[2], 4)  # noqa: B023
+        for pause in (False, True, False, True, False)
+    ]
+    for results in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results, runs[0]))
+
+
+def test_at_most_one_return_is_under_way():
+    def work(inner):
+        comm = Counting(inner)
+        returned(comm, plan_of(comm, block_rows=1, prefetch=3))
+        return comm.most, comm.under_way
+
+    assert run(work, 4) == [(1, 0)] * 4
+
+
+def test_packing_keeps_every_tensor_aligned():
+    tensors = tables()
+    packing = Packing(tensors)
+    for rows in (0, 1, 3):
+        views = packing.views(torch.zeros(packing.num_bytes(rows), dtype=torch.uint8), rows)
+        ends = []
+        for view, tensor in zip(views, tensors):
+            assert view.shape == (rows, *tensor.shape[1:]) and view.dtype == tensor.dtype
+            assert view.data_ptr() % view.itemsize == 0
+            ends.append((view.data_ptr(), view.data_ptr() + view.numel() * view.itemsize))
+        filled = [b for b in ends if b[0] < b[1]]
+        assert all(a[1] <= b[0] for a, b in zip(filled, filled[1:])), "one after the other, never overlapping"
+    assert Packing([]).num_bytes(4) == 0
+
+
+def test_tags_differ():
+    tags = {Stream(c, w, "").tag(r) for c in (0, 1, 4095) for w in (0, 1, 31) for r in (0, 1, (1 << 14) - 1)}
+    assert len(tags) == 27 and max(tags) < 2**31 and min(tags) >= 0
+    with pytest.raises(InternalError, match="round 16384 does not fit a message tag; use larger blocks"):
+        Stream(1, 1, "").tag(1 << 14)
+
+
+def test_ranks_in_different_calls_are_told():
+    def work(comm):
+        plan = plan_of(comm)
+        list(fetch_blocks(plan, own(comm, tables()), Stream(1, comm.rank == 3, f"call of rank {comm.rank == 3}")))
+
+    with pytest.raises(CommunicationError, match="call of rank"):
+        run(work, 4, timeout=10)
