@@ -14,6 +14,7 @@ import datetime
 import json
 import os
 import platform
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -43,7 +44,7 @@ def configurations(with_pyg: bool) -> list[Record]:
             {**base, "model": model, "graph": f"dense:{NODES}:{degree}", "ranks": max(RANKS), "peer": None}
             for degree in DEGREES
         ]
-    if with_pyg:
+    if with_pyg:  # last, since it needs the most memory
         found += [{**base, "model": model, "graph": DENSE, "ranks": 1, "peer": "pyg"} for model in MODELS]
     return found
 
@@ -101,8 +102,15 @@ def machine() -> dict[str, Any]:
     return {
         "cpu": cpu, "cores": os.cpu_count(), "memory_gib": round(memory / 2**20, 1), "system": platform.platform(),
         "python": platform.python_version(), "torch": torch.__version__, "torch_geometric": torch_geometric.__version__,
-        "shardpass": sp.__version__,
+        "shardpass": f"{sp.__version__} ({revision()})",
     }  # fmt: skip
+
+
+def revision() -> str:
+    """The commit that was measured, marked where files differ from it."""
+    git = ["git", "-C", str(REPORTS.parent), "describe", "--always", "--dirty", "--exclude=*"]
+    found = subprocess.run(git, capture_output=True, text=True, check=False)
+    return f"commit {found.stdout.strip()}" if found.returncode == 0 else "no git checkout"
 
 
 def _lines(path: str) -> list[str]:
