@@ -16,7 +16,7 @@ from shardpass.data.load import load
 from shardpass.data.partition import partition
 
 if TYPE_CHECKING:
-    from shardpass.frontends import pyg
+    from shardpass.frontends import pyg as pyg
 
 __version__ = "0.1.0"
 
@@ -33,7 +33,6 @@ __all__ = [
     "load_checkpoint",
     "mean",
     "partition",
-    "pyg",
     "replicated",
     "save_checkpoint",
     "seed",

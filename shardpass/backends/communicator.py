@@ -20,8 +20,8 @@ class CallOrder:
     ``token`` is the 0-dim tensor that the latest differentiable collective call returned; the next call takes it as an
     autograd input, so that backward visits the calls of every rank in the same (reversed) order, also where a rank's
     loss does not reach a call. ``None`` outside a wrapped model's forward pass. ``calls`` counts calls, for messages.
-    ``inside`` is set while a message function runs, to what watches it (it has a ``name``): no call may begin then, since
-    a message function runs several times, and not on every rank alike.
+    ``inside`` is set while a message function runs, to what watches it (it has a ``name``): no call may begin then,
+    since a message function runs several times, and not on every rank alike.
     """
 
     calls: int = 0

@@ -189,6 +189,11 @@ class SourceRows(Tensor):
 
 
 def _refused(name: str, what: str) -> RefusedError:
+    if name == "__set__":
+        return RefusedError(
+            f"changing an attribute of {what} of a sharded graph is refused. If this came from "
+            f"torch.utils.checkpoint, reentrant checkpointing is not supported: pass use_reentrant=False"
+        )
     return RefusedError(
         f"`{name}` on {what} of a sharded graph: ids are numbered per rank, so the result would differ "
         f"from that on the whole graph. Compute it before partitioning and store it as a node or edge field"

@@ -101,7 +101,6 @@ def fetch_blocks(
         position: of the block in ``plan.blocks``.
         rows: the block's rows of each tensor, ``[block.num_rows, ...]``.
     """
-    yield 0, plan.blocks[0], list(tensors)
     ahead = len(plan.schedule.rounds) if plan.options.mode == "halo" else plan.options.prefetch
     packing = Packing(tensors)
     device = plan.comm.device
@@ -109,9 +108,15 @@ def fetch_blocks(
     outgoing = _Slots(ahead + 1, device, fresh=plan.options.mode == "halo")
     waiting: deque[tuple[int, Tensor, Handle]] = deque()
     moves = plan.schedule.transfers(plan.comm.rank) if tensors else []
+
+    def post_ahead(index: int) -> None:
+        for move in moves[index + len(waiting) : index + ahead + 1]:
+            waiting.append(_post(plan, tensors, packing, move, receive, outgoing, stream))
+
+    post_ahead(0)  # the first transfers hide behind the own block
+    yield 0, plan.blocks[0], list(tensors)
     for index in range(len(plan.schedule.rounds)):
-        while moves and len(waiting) <= ahead and index + len(waiting) < len(moves):
-            waiting.append(_post(plan, tensors, packing, moves[index + len(waiting)], receive, outgoing, stream))
+        post_ahead(index)
         rows: list[Tensor] = []
         if moves:
             count, buffer, handle = waiting.popleft()

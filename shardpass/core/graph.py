@@ -78,7 +78,10 @@ def build_relation(
     device = comm.device
     src_ids, dst_rows, edge_ids = src_ids.to(device), dst_rows.to(device), edge_ids.to(device)
     plan, src_rows = build_halo_plan(comm, sources, src_ids, num_dst, options)
-    order, _ = shard_order(src_rows, dst_rows, plan.blocks)
+    if options.mode == "halo":
+        order = torch.argsort(edge_ids)  # layers that see whole neighbourhoods break ties by the order of edges
+    else:
+        order, _ = shard_order(src_rows, dst_rows, plan.blocks)  # shards are slices of edge tensors
     src_rows, dst_rows = src_rows[order], dst_rows[order]
     shards = build_shards(src_rows, dst_rows, plan.blocks, num_dst)
     edge_index = ShardedEdgeIndex.wrap(torch.stack([src_rows, dst_rows]), plan, shards)

@@ -237,7 +237,8 @@ def sample_inputs(
             sample = tensor.index_select(0, (rows % limit).to(tensor.device))
         return sample.requires_grad_() if grads and sample.is_floating_point() else sample
 
-    index = (torch.arange(count) // 2).to(edges.shards[0].indptr.device)
+    last = max(0, edges.num_dst - 1)  # no further than tables over own nodes reach
+    index = (rows // 2).clamp(max=last).to(edges.shards[0].indptr.device)
     return Inputs(
         src={key: take(t, num_own_src) for key, t in program.src.items()},
         dst={key: take(t, edges.num_dst) for key, t in program.dst.items()},

@@ -2,7 +2,8 @@
 
 The body runs on a block of made-up edges and on its two halves, with dropout and other random numbers switched off.
 Reductions are given the same values in each run, so only the edge part itself is compared; and the node part, which
-must come from reductions alone. The halves have one destination more, without edges: its presence must not matter.
+must come from reductions alone. The first half has one destination more in front, the second one more at the end, both
+without edges: their presence must not matter.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.1, torch
 class _RowPhase:
     """Notes the messages of each reduction; answers with given values, or reduces and keeps the values."""
 
-    def __init__(self, num_dst: int, whole_dst: int, answers: list[Tensor] | None) -> None:
-        self.num_dst, self.offset, self.whole_dst = num_dst, 0, whole_dst
+    def __init__(self, num_dst: int, offset: int, whole_dst: int, front: int, answers: list[Tensor] | None) -> None:
+        self.num_dst, self.offset, self.whole_dst = num_dst, offset, whole_dst
+        self.front = front  # destinations before the first of the given values
         self.given = answers is not None
         self.answers: list[Tensor] = answers if answers is not None else []
         self.messages: list[Tensor] = []
@@ -56,8 +58,10 @@ class _RowPhase:
             REDUCERS[op].accumulate(state, values, index)
             self.answers.append(REDUCERS[op].value(state, base).to(values.dtype))
         answer = self.answers[k]
-        extra = 0 if REDUCERS[op].is_global else self.num_dst - answer.size(0)
-        return torch.cat([answer, answer[-1:].expand(extra, *answer.shape[1:])]) if extra > 0 else answer
+        extra = self.num_dst - answer.size(0)
+        if extra <= 0 or REDUCERS[op].is_global:
+            return answer
+        return torch.cat([answer[-1:], answer] if self.front else [answer, answer[:1]])
 
 
 class _QuietTrace(EdgeTrace):
@@ -83,8 +87,7 @@ def _made_up(tensor: Tensor, generator: torch.Generator) -> Tensor:
     return tensor.index_select(0, rows.to(tensor.device))
 
 
-def _run(program: Program, inputs: Inputs, whole_dst: int, answers: list[Tensor] | None) -> tuple[_RowPhase, Any]:
-    phase = _RowPhase(inputs.num_dst, whole_dst, answers)
+def _run(program: Program, inputs: Inputs, phase: _RowPhase) -> tuple[_RowPhase, Any]:
     result = None
     with _QuietTrace(program, inputs.index, phase):
         message = program.message(inputs)
@@ -108,19 +111,24 @@ def check_row_wise(program: Program, structure: Structure, num_dst: int) -> None
         for kind, tensors in (("src", program.src), ("dst", program.dst), ("edge", program.edge))
     }
     device = structure.message.device if structure.message is not None else torch.device("cpu")
-    more = min(BLOCK_DST + 1, num_dst)
-    few = max(1, more - 1)
+    few = max(1, min(BLOCK_DST, num_dst - 2))
+    front, back = int(num_dst > few), int(num_dst > few + 1)
     index = (torch.arange(BLOCK_EDGES) % few).to(device)
     state = torch.random.get_rng_state()
     with torch.no_grad():
-        full, result = _run(program, Inputs(**whole, index=index, num_dst=few), num_dst, None)
-        for part in (slice(0, BLOCK_EDGES // 2), slice(BLOCK_EDGES // 2, BLOCK_EDGES)):
+        inputs = Inputs(**whole, index=index, num_dst=few)
+        full, result = _run(program, inputs, _RowPhase(few, front, num_dst, 0, None))
+        for part, before, after in (
+            (slice(0, BLOCK_EDGES // 2), front, 0),
+            (slice(BLOCK_EDGES // 2, BLOCK_EDGES), 0, back),
+        ):
             cut = {kind: {key: t[part] for key, t in tensors.items()} for kind, tensors in whole.items()}
-            inputs = Inputs(**cut, index=index[part].clone(), num_dst=more)
-            half, half_result = _run(program, inputs, num_dst, full.answers)
+            inputs = Inputs(**cut, index=index[part] + before, num_dst=few + before + after)
+            phase = _RowPhase(inputs.num_dst, front - before, num_dst, before, full.answers)
+            half, half_result = _run(program, inputs, phase)
             for mine, theirs in zip(half.messages, full.messages):
                 _compare_messages(program.name, mine, theirs, part)
-            _compare_results(program.name, half_result, result)
+            _compare_results(program.name, half_result, result, before)
     torch.random.set_rng_state(state)
 
 
@@ -133,11 +141,12 @@ def _compare_messages(name: str, half: Tensor, full: Tensor, part: slice) -> Non
         )
 
 
-def _compare_results(name: str, half: Any, full: Any) -> None:
+def _compare_results(name: str, half: Any, full: Any, front: int) -> None:
     if not isinstance(full, Tensor):
         return
     for dim in range(min(half.dim(), full.dim())):
-        half = half.narrow(dim, 0, min(half.size(dim), full.size(dim)))  # without the destination it has more
+        if half.size(dim) == full.size(dim) + 1:  # without the destination it has more
+            half = half.narrow(dim, front, full.size(dim))
     if not _same(half, full):
         raise RefusedError(
             f"{name}: what aggregate() returns for a node depends on other nodes, on how many nodes or edges there are,"

@@ -83,10 +83,10 @@ def test_messages_that_use_ids_or_leave_torch_are_refused(kind, words):
     on_two_ranks(work)
 
 
-@pytest.mark.parametrize("aggr", ["median", "lstm"])
+@pytest.mark.parametrize("aggr", ["lstm", "sort"])
 def test_whole_neighbourhood_aggregations_are_refused_in_sequential_modes(aggr):
     def work(comm, graph):
-        layer = gnn.SAGEConv(5, 5, aggr=aggr).double()
+        layer = gnn.SAGEConv(5, 5, aggr=aggr, aggr_kwargs={"k": 2} if aggr == "sort" else {}).double()
         with pytest.raises(RefusedError, match=r"SAGEConv: .*mode='halo'"):
             sp.pyg.wrap(layer, comm)(graph.x, graph)
 
@@ -280,3 +280,30 @@ def test_a_model_with_every_refusable_part_names_the_first():
     assert MODELS  # the models of the parity test are all accepted
     with pytest.raises(RefusedError, match="HGTConv"):
         sp.pyg.wrap(gnn.HGTConv(4, 4, (["a"], [("a", "to", "a")])), sp.connect("local"))
+
+
+class OwnBatchNorm(torch.nn.BatchNorm1d):
+    """A batch norm of the user's own."""
+
+
+@pytest.mark.parametrize(
+    "norm", [OwnBatchNorm(5), gnn.BatchNorm(5, allow_single_element=True)], ids=["subclass", "single"]
+)
+def test_batch_norms_that_would_use_own_rows_only_are_refused(norm):
+    with pytest.raises(RefusedError, match=r"BatchNorm1?d?.*cannot be exact"):
+        sp.pyg.wrap(norm, sp.connect("local"))
+
+
+def test_reentrant_checkpointing_is_refused_with_the_way_out():
+    def work(comm, graph):
+        layer = sp.pyg.wrap(gnn.GCNConv(5, 3).double(), comm)
+        x = graph.x.clone().requires_grad_()
+        with pytest.raises(RefusedError, match="use_reentrant=False"):
+            checkpoint(layer, x, graph.edge_index, use_reentrant=True).sum().backward()
+
+    on_two_ranks(work)
+
+
+def test_median_is_refused_since_its_ties_depend_on_a_sort_of_all_messages():
+    with pytest.raises(RefusedError, match=r"MedianAggregation \(at 'aggr_module'\) cannot be exact"):
+        sp.pyg.wrap(gnn.SAGEConv(5, 6, aggr="median"), sp.connect("local"))

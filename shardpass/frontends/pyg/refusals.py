@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from shardpass.core.norm import DistributedBatchNorm
 from shardpass.errors import RefusedError
 
 _STATISTICS = "its statistics run over all nodes of the graph; use BatchNorm or LayerNorm(mode='node')"
@@ -32,6 +33,8 @@ REFUSED: dict[str, str] = {
     "SuperGATConv": "in training it draws negative edges among all nodes",
     "ChebConv": "its largest eigenvalue is a maximum over all edges",
     "HypergraphConv": "it sends messages against the direction of the edges",
+    "QuantileAggregation": "where neighbours tie, its gradient depends on how all messages of the graph sort at once",
+    "HeteroConv": "there is no frontend for graphs with several node or edge types yet",
     "DirGNNConv": "it sends messages against the direction of the edges",
     "FusedGATConv": "it needs a CSR graph of its own",
     "CuGraphSAGEConv": "it needs a graph of its own",
@@ -73,6 +76,14 @@ def _reason(module: nn.Module) -> str | None:
         for package, reason in REFUSED_MODULES.items():
             if kind.__module__ == package or kind.__module__.startswith(package + "."):
                 return reason
-    if isinstance(module, _BATCH_NORMS):
+    if getattr(module, "allow_single_element", False):
+        return "with allow_single_element=True it behaves differently on a rank with one node; leave that option out"
+    if isinstance(module, _BATCH_NORMS) or _is_unknown_batch_norm(module):
         return _STATISTICS
     return None
+
+
+def _is_unknown_batch_norm(module: nn.Module) -> bool:
+    """Whether `module` is of a class derived from a batch norm, whose statistics `wrap` does not know how to share."""
+    known = (nn.BatchNorm1d, nn.SyncBatchNorm, DistributedBatchNorm)
+    return isinstance(module, nn.modules.batchnorm._BatchNorm) and type(module) not in known

@@ -36,7 +36,7 @@ def wrap(model: nn.Module, comm: Communicator, check: bool = True) -> nn.Module:
 
     Raises:
         RefusedError: the model holds a layer that cannot be exact on a sharded graph.
-        DivergenceError: ranks passed different models.
+        ValueError: ranks passed different models (on every rank).
     """
     if getattr(model, "_shardpass_wrapped", False):
         return model
