@@ -21,6 +21,7 @@ def main():
     comm = sp.connect()  #
     folder = "out/digits-parts"
     if comm.rank == 0 and not os.path.exists(folder):
+        os.makedirs("out", exist_ok=True)
         sp.partition(digits(), folder, parts=4)  # once, before training; usually from the command line
     comm.barrier()  #
     graph = sp.load(folder, comm)  #

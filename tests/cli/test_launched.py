@@ -52,7 +52,7 @@ def test_torchrun(store: Path, tmp_path: Path, curve: list[float]) -> None:
 @needs_mpirun
 def test_mpirun(store: Path, tmp_path: Path, curve: list[float]) -> None:
     words = ("train", store, *COMMON, "--epochs", 6, "--log", tmp_path / "log")
-    check(launched("mpirun", 4, *words), tmp_path / "log", curve, "mpi")
+    check(launched("mpirun", 2, *words), tmp_path / "log", curve, "mpi")
 
 
 @pytest.mark.mpi

@@ -109,7 +109,6 @@ def test_splits_and_unlabelled_nodes(tmp_path: Path) -> None:
         (("--dropout", "1"), "--dropout is in [0, 1), got 1.0"),
         (("--epochs", "0"), "--epochs is at least 1, got 0"),
         (("--ranks", "5"), "5 ranks, but the store has 4 parts"),
-        (("--model", "edgecnn", "--batch-norm", "--ranks", "2"), "Use Options(mode='halo')"),
         (("--backend", "mpi", "--ranks", "3"), "ranks=3, but 1 process was started; start with `mpirun -n 3`"),
     ],
 )
