@@ -244,7 +244,7 @@ def sample_inputs(
         dst={key: take(t, edges.num_dst) for key, t in program.dst.items()},
         edge={key: take(t, edges.num_edges) for key, t in program.edge.items()},
         index=index,
-        num_dst=(count + 1) // 2,
+        num_dst=min((count + 1) // 2, last + 1),
     )
 
 
