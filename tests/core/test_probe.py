@@ -1,0 +1,392 @@
+"""What one trace shows: reductions, stages, simple forms, captures; followed through views and writes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from shardpass.core.aggregate import aggregate
+from shardpass.core.options import Options
+from shardpass.core.probe import EVERYTHING, probe
+from shardpass.core.program import Program
+from shardpass.errors import RefusedError
+from shardpass.testing.graphs import assignments, awkward_graph, shard_in_memory
+from shardpass.testing.run import run
+
+GRAPH = awkward_graph(channels=4, edge_channels=3)
+OWNERS = assignments(GRAPH.num_nodes, 3, GRAPH.edge_index)["random"]
+
+
+@pytest.fixture(scope="module")
+def graph():
+    return run(lambda comm: shard_in_memory(GRAPH, OWNERS, comm), 3)[0]
+
+
+def add_up(values, index, num_dst):
+    return values.new_zeros((num_dst, *values.shape[1:])).index_add(0, index, values)
+
+
+def largest(values, index, num_dst):
+    start = values.new_zeros((num_dst, *values.shape[1:]))
+    spread = index.view(-1, *[1] * (values.dim() - 1)).expand_as(values)
+    return start.scatter_reduce(0, spread, values, "amax", include_self=False)
+
+
+def softmax(logit, index, num_dst):
+    weight = (logit - largest(logit.detach(), index, num_dst).index_select(0, index)).exp()
+    return weight / (add_up(weight, index, num_dst).index_select(0, index) + 1e-16)
+
+
+def look(graph, message, reduce=add_up, needs_grad=("s:x", "s:z", "d:x", "e:e")):
+    """The structure of a message function of ``i.src["x"], i.dst["x"], i.src["z"], i.edge["e"], i.edge["w"]``."""
+    src = {"x": graph.x, "z": graph.x[:, :1].clone()}
+    edge = {"e": graph.edge_attr, "w": graph.edge_weight}
+    tail = None if reduce is None else (lambda m, i: reduce(m, i.index, i.num_dst))
+    program = Program("Layer", src, {"x": graph.x}, edge, message, tail)
+    return probe(program, graph.relation.shards, graph.num_nodes, set(needs_grad))
+
+
+# Structure
+
+
+SIMPLE = {
+    "copy": (lambda i: i.src["x"], "copy", "x", ""),
+    "copy, reshaped there": (lambda i: i.src["x"].view(-1, 4).contiguous(), "copy", "x", ""),
+    "scaled": (lambda i: i.src["x"] * i.edge["w"].view(-1, 1), "scale", "x", "w"),
+    "scaled, other way": (lambda i: i.edge["w"].unsqueeze(-1) * i.src["x"], "scale", "x", "w"),
+    "scaled, one channel": (lambda i: i.src["z"] * i.edge["w"].view(-1, 1), "scale", "z", "w"),
+    "destination": (lambda i: i.dst["x"], "general", "", ""),
+    "doubled": (lambda i: i.src["x"] * 2, "general", "", ""),
+    "scaled twice": (lambda i: i.src["x"] * i.edge["w"].view(-1, 1) * i.edge["w"].view(-1, 1), "general", "", ""),
+    "product of sources": (lambda i: i.src["x"] * i.src["z"], "general", "", ""),
+    "edge vector": (lambda i: i.src["x"][:, :3] * i.edge["e"], "general", "", ""),
+    "edge scalar alone": (lambda i: i.edge["w"].view(-1, 1), "general", "", ""),
+    "cut": (lambda i: i.src["x"][:, :2], "general", "", ""),
+    "other dtype": (lambda i: i.src["x"].float(), "general", "", ""),
+    "column of heads": (lambda i: i.src["x"].view(-1, 2, 2), "general", "", ""),
+    "ones": (lambda i: torch.ones_like(i.src["x"]), "ones", "", ""),
+}
+
+
+@pytest.mark.parametrize("what", SIMPLE)
+def test_forms(graph, what):
+    message, form, source, weight = SIMPLE[what]
+    (reduction,) = look(graph, message).reductions
+    assert (reduction.op, reduction.form, reduction.source, reduction.weight) == ("sum", form, source, weight)
+    assert (reduction.stage, reduction.depth, reduction.parents, reduction.leader) == (0, 0, frozenset(), None)
+
+
+def changed(change):
+    def message(i):
+        y = i.src["x"].clone()
+        change(y, i)
+        return y
+
+    return message
+
+
+CHANGES = {
+    "mul_": lambda y, i: y.mul_(2),
+    "+=": lambda y, i: y.__iadd__(1),
+    "item": lambda y, i: y.__setitem__((slice(None), 0), 0.0),
+    "relu": lambda y, i: F.relu(y, inplace=True),
+    "module": lambda y, i: nn.ELU(inplace=True)(y),
+    "dropout": lambda y, i: F.dropout(y, 0.5, inplace=True),
+    "view": lambda y, i: y[:, 1:].add_(1),
+    "transposed": lambda y, i: y.t().mul_(3),
+    "copy_": lambda y, i: y.copy_(i.dst["x"]),
+    "data": lambda y, i: y.data.mul_(2),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_copy_that_was_changed_is_no_copy(graph, what):
+    (reduction,) = look(graph, changed(CHANGES[what])).reductions
+    assert reduction.form == "general" and reduction.sources == {"x"}
+
+
+def test_mean_has_one_stage(graph):
+    def mean(m, i, n):
+        return add_up(m, i, n) / add_up(torch.ones_like(m[:, :1]), i, n).clamp(min=1)
+
+    found = look(graph, lambda i: i.src["x"], mean)
+    assert [r.form for r in found.reductions] == ["copy", "ones"] and found.num_stages == 1
+    assert found.num_message == 0 and not found.reductions[1].differentiable
+
+
+def test_softmax_takes_two_stages(graph):
+    def message(i):
+        logit = (i.src["z"] + i.dst["x"][:, :1]).tanh()
+        return softmax(logit, i.index, i.num_dst) * i.src["x"]
+
+    found = look(graph, message)
+    top, total, out = found.reductions
+    assert [r.op for r in found.reductions] == ["max", "sum", "sum"] and found.num_message == 2
+    assert (top.stage, total.stage, out.stage) == (0, 0, 1) and found.num_stages == 2
+    assert total.leader == 0 and out.leader is None
+    assert (top.sources, total.sources, out.sources) == ({"z"}, {"z"}, {"x", "z"})
+    assert out.parents == {0, 1} and out.depth == 2 and not top.differentiable
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda x, m: torch.sub(x, m, alpha=0.5).exp(),
+        lambda x, m: (x - m).mul(2).exp(),
+        lambda x, m: (x - m).exp() * 2,
+        lambda x, m: (m - x).exp(),
+        lambda x, m: ((x * 2) - m).exp(),
+        lambda x, m: (x - m).exp_().add_(1),
+    ],
+)
+def test_sums_that_only_look_like_a_softmax_have_no_leader(graph, spoil):
+    def message(i):
+        top = largest(i.src["z"].detach(), i.index, i.num_dst).index_select(0, i.index)
+        return spoil(i.src["z"], top)
+
+    assert [r.leader for r in look(graph, message).reductions] == [None, None]
+
+
+@pytest.mark.parametrize("base, leads", [(0.0, False), (float("-inf"), True)])
+def test_a_maximum_that_counts_its_base_leads_only_from_minus_infinity(graph, base, leads):
+    def message(i):
+        start, index = i.src["z"].new_full((i.num_dst, 1), base), i.index.view(-1, 1)
+        top = start.scatter_reduce(0, index, i.src["z"].detach(), "amax", include_self=True)
+        return (i.src["z"] - top.index_select(0, i.index)).exp()
+
+    assert look(graph, message).reductions[1].leader == (0 if leads else None)
+
+
+def test_several_aggregators_take_one_stage(graph):
+    def several(m, i, n):
+        mean = add_up(m, i, n) / add_up(torch.ones_like(m[:, :1]), i, n).clamp(min=1)
+        square = add_up(m * m, i, n)
+        return torch.cat([mean, square - mean * mean, largest(m, i, n)], -1)
+
+    found = look(graph, lambda i: F.relu(i.src["x"] - i.dst["x"]), several)
+    assert [r.op for r in found.reductions] == ["sum", "sum", "sum", "max"] and found.num_stages == 1
+
+
+def test_nested_reductions(graph):
+    def message(i):
+        x = i.src["x"]
+        for _ in range(3):
+            x = x - add_up(x, i.index, i.num_dst).index_select(0, i.index)
+        return x
+
+    found = look(graph, message)
+    assert [r.stage for r in found.reductions] == [0, 1, 2, 3] == [r.depth for r in found.reductions]
+    assert [sorted(r.parents) for r in found.reductions] == [[], [0], [0, 1], [0, 1, 2]]
+
+
+def test_an_edge_result(graph):
+    found = look(graph, lambda i: softmax(i.src["z"], i.index, i.num_dst).squeeze(-1), None)
+    assert found.edge_output and found.edge_tail == () and found.edge_sources == {"z"} and found.edge_differentiable
+    assert found.num_stages == 2 and found.edge_depth == 2
+
+
+# Dependence
+
+
+def function_of(x):
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 2 * ctx.saved_tensors[0] * grad
+
+    return Square.apply(x)
+
+
+def stored(i):
+    out = i.dst["x"] * 0
+    out[:, :1] = i.src["z"]
+    return out
+
+
+def stored_in_view(i):
+    out = torch.zeros_like(i.dst["x"])
+    out.view(-1)[:: out.size(1)].copy_(i.src["z"].view(-1))
+    return out
+
+
+DEPENDENCE = {
+    "view": (lambda i: i.src["z"].view(-1).unsqueeze(1), {"z"}),
+    "stack": (lambda i: torch.stack([i.src["z"], i.dst["x"][:, :1]], 1).sum(1), {"z"}),
+    "cat": (lambda i: torch.cat((i.dst["x"], i.src["z"]), -1), {"z"}),
+    "split": (lambda i: i.src["x"].split(2, dim=1)[1], {"x"}),
+    "written into": (stored, {"z"}),
+    "written into a view": (stored_in_view, {"z"}),
+    "neither": (lambda i: i.dst["x"] + i.edge["w"].view(-1, 1), set()),
+    "shape only": (lambda i: i.dst["x"] + torch.zeros_like(i.src["x"]), set()),
+    "both": (lambda i: i.src["x"] * i.src["z"], {"x", "z"}),
+    "no gradient": (lambda i: (i.src["z"] > 0).to(i.dst["x"].dtype) * i.dst["x"], {"z"}),
+    "detached": (lambda i: i.src["z"].detach() * i.dst["x"], {"z"}),
+    "einsum": (lambda i: torch.einsum("ec,ed->ecd", i.src["x"], i.src["z"]), {"x", "z"}),
+}
+
+
+@pytest.mark.parametrize("what", DEPENDENCE)
+def test_what_a_pass_has_to_fetch(graph, what):
+    message, sources = DEPENDENCE[what]
+    (reduction,) = look(graph, message).reductions
+    assert reduction.sources == sources
+
+
+def test_a_custom_function_may_depend_on_everything_but_never_on_less(graph):
+    (reduction,) = look(graph, lambda i: function_of(i.src["z"])).reductions
+    assert reduction.sources >= {"z"} and EVERYTHING == "*"
+
+
+# Captures
+
+
+def gradients_match(message, parameters, reduce=add_up):
+    """Gradients of captured parameters, summed over ranks, against the whole graph."""
+
+    def whole():
+        src, dst = GRAPH.edge_index
+        out = reduce(message(GRAPH.node["x"][src]), dst, GRAPH.num_nodes)
+        return torch.autograd.grad(out.cos().sum(), parameters)
+
+    right = whole()
+
+    def work(comm):
+        graph = shard_in_memory(GRAPH, OWNERS, comm, Options(chunk_bytes=300))
+        program = Program("Layer", {"x": graph.x}, {}, {}, lambda i: message(i.src["x"]),
+                          lambda m, i: reduce(m, i.index, i.num_dst))  # fmt: skip
+        out = aggregate(program, graph.relation.plan, graph.relation.shards)
+        return torch.autograd.grad(out.cos().sum(), parameters, retain_graph=True)
+
+    found = [sum(parts) for parts in zip(*run(work, 3))]
+    for mine, theirs in zip(found, right):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
+
+
+def matrix(*shape, seed=0):
+    values = torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return nn.Parameter(values)
+
+
+def test_a_parameter():
+    w = matrix(4, 4)
+    gradients_match(lambda x: torch.tanh(x @ w), [w])
+
+
+def test_a_weight_used_twice():
+    w = matrix(4, 4)
+    gradients_match(lambda x: torch.tanh(x @ w) @ w.t() * w.diagonal(), [w])
+
+
+def test_a_module_and_a_bias():
+    layer = nn.Linear(4, 4).double()
+    gradients_match(lambda x: layer(x).relu() + layer.bias, list(layer.parameters()))
+
+
+def test_a_view_made_inside():
+    w = matrix(2, 4)
+    gradients_match(lambda x: x * w[0] + w.view(-1)[4:], [w])
+
+
+def test_a_tensor_computed_outside(graph):
+    w = matrix(4)
+    strength = w.sigmoid() * 2
+    found = look(graph, lambda i: i.src["x"] * strength)
+    assert len(found.captures) == 1 and found.captures[0] is strength
+
+
+def test_a_view_made_outside_beside_its_base(graph):
+    w = matrix(2, 4)
+    row = w[1]
+    found = look(graph, lambda i: i.src["x"] @ w.t() * row.sum())
+    assert {id(t) for t in found.captures} == {id(w), id(row)}
+
+
+def test_an_input_that_needs_no_gradient_has_none(graph):
+    found = look(graph, lambda i: i.src["z"].sigmoid(), None, needs_grad=("s:x",))
+    assert found.edge_output and not found.edge_differentiable
+
+
+def test_buffers_and_frozen_parameters_are_no_captures(graph):
+    buffer, frozen = torch.ones(4, dtype=torch.float64), matrix(4).requires_grad_(False)
+    found = look(graph, lambda i: i.src["x"] * buffer + frozen)
+    assert found.captures == [] and found.reductions[0].differentiable
+
+
+def test_captures_are_found_on_every_call_with_gradients(graph):
+    w = matrix(4)
+    with torch.no_grad():
+        assert look(graph, lambda i: i.src["x"] * w).captures == []
+    assert [t is w for t in look(graph, lambda i: i.src["x"] * w).captures] == [True]
+
+
+def test_a_parameter_given_to_a_custom_function():
+    w = matrix(4)
+    gradients_match(lambda x: x * function_of(w), [w])
+
+
+def test_what_cannot_be_followed_is_refused_or_found(graph):
+    """A tensor computed outside that only a custom Function sees: never a silently missing gradient."""
+    w = matrix(4)
+    strength = w.sigmoid()
+
+    class Scale(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, s):
+            return x.clone()  # hides `s`
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad, grad.sum(0)
+
+    with pytest.raises(RefusedError, match="uses a tensor computed outside it .* Pass it to the layer as an argument"):
+        look(graph, lambda i: Scale.apply(i.src["x"], strength))
+
+
+# Not silent
+
+
+def test_state_outside_is_refused(graph):
+    count = torch.zeros(4, dtype=torch.float64)
+
+    def message(i):
+        count.add_(i.src["x"].detach().sum(0))
+        return i.src["x"]
+
+    with pytest.raises(RefusedError, match="`add_` inside a message changes a tensor made outside it"):
+        look(graph, message)
+    assert bool(count.isfinite().all())
+
+
+@pytest.mark.parametrize("read", [bool, float, int, lambda t: t.item(), lambda t: t.tolist(), lambda t: t.numpy()])
+def test_values_are_not_read_into_python(graph, read):
+    def message(i):
+        read(i.src["x"].detach().max())
+        return i.src["x"]
+
+    with pytest.raises(RefusedError, match="inside a message takes values of a few edges or nodes out of torch"):
+        look(graph, message)
+
+
+def test_values_of_parameters_may_be(graph):
+    epsilon = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
+    assert look(graph, lambda i: i.src["x"] * float(epsilon)).reductions[0].form == "general"
+
+
+def test_random_numbers_are_noticed_and_given_back(graph):
+    state = torch.random.get_rng_state()
+    assert look(graph, lambda i: F.dropout(i.src["x"], 0.5)).random
+    assert not look(graph, lambda i: i.src["x"] * 2).random
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_inference_mode(graph):
+    with torch.inference_mode():
+        found = look(graph, changed(lambda y, i: F.relu(y, inplace=True)))
+    assert found.reductions[0].form == "general" and found.reductions[0].sources == {"x", "z"}
