@@ -184,7 +184,7 @@ class SourceRows(Tensor):
             if name == "max" and len(args) == 1 and not kwargs:
                 return torch.tensor(mine.plan.num_own_src - 1)
             if name == "stack" and len(first or ()) == 2 and (*args[1:], *kwargs.values()) in ((), (0,)):
-                return _stacked(mine.plan, *first)
+                return _stacked(mine.plan, *args[0])
         raise _refused(name, "source node ids")
 
 
