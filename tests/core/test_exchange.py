@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -155,9 +157,7 @@ def test_bytes_on_the_wire(options):
         received = sum(m.num_bytes for m in comm.messages if m.kind == "recv")
         assert fetched == sent == row_bytes * sum(rows.numel() for rows in plan.send_rows)
         assert received == row_bytes * plan.num_halo
-        assert {m.peer for m in comm.messages if m.kind == "recv"} == {
-            b.owner for b in plan.blocks[1:] if b.num_rows
-        }
+        assert {m.peer for m in comm.messages if m.kind == "recv"} == {b.owner for b in plan.blocks[1:] if b.num_rows}
         assert all(m.num_bytes for m in comm.messages)
 
         del comm.messages[:]
@@ -252,7 +252,7 @@ def test_packing_keeps_every_tensor_aligned():
             assert view.data_ptr() % view.itemsize == 0
             ends.append((view.data_ptr(), view.data_ptr() + view.numel() * view.itemsize))
         filled = [b for b in ends if b[0] < b[1]]
-        assert all(a[1] <= b[0] for a, b in zip(filled, filled[1:])), "one after the other, never overlapping"
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(filled)), "one after the other, never overlapping"
     assert Packing([]).num_bytes(4) == 0
 
 

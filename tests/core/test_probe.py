@@ -345,7 +345,7 @@ def test_what_cannot_be_followed_is_refused_or_found(graph):
         def backward(ctx, grad):
             return grad, grad.sum(0)
 
-    with pytest.raises(RefusedError, match="uses a tensor computed outside it .* Pass it to the layer as an argument"):
+    with pytest.raises(RefusedError, match=r"uses a tensor computed outside it .* Pass it to the layer as an argument"):
         look(graph, lambda i: Scale.apply(i.src["x"], strength))
 
 

@@ -198,9 +198,7 @@ def test_softmax_sum(drawn):
         reducer.fill_pair(other, logits[group], values[group], index[group])
         reducer.merge(state, other)
     a, b = logits.clone().requires_grad_(), values.clone().requires_grad_()
-    rows = [
-        (torch.softmax(a[index == r], 0).unsqueeze(-1) * b[index == r]).sum(0) for r in range(NUM_DST)
-    ]
+    rows = [(torch.softmax(a[index == r], 0).unsqueeze(-1) * b[index == r]).sum(0) for r in range(NUM_DST)]
     right = torch.stack(rows)
     value = reducer.value(state, Base())
     torch.testing.assert_close(value, right.detach(), rtol=1e-12, atol=1e-12)

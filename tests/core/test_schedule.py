@@ -17,9 +17,7 @@ def random_counts(size, seed, kind):
     draw = random.Random(seed)
     high = {"dense": 9, "sparse": 9, "empty": 0}[kind]
     keep = 0.3 if kind == "sparse" else 1.0
-    return [
-        [0 if p == q or draw.random() > keep else draw.randint(0, high) for q in range(size)] for p in range(size)
-    ]
+    return [[0 if p == q or draw.random() > keep else draw.randint(0, high) for q in range(size)] for p in range(size)]
 
 
 @pytest.mark.parametrize("block_rows", BLOCK_ROWS)

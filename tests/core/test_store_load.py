@@ -9,10 +9,10 @@ import torch
 
 pytest.importorskip("safetensors")
 
-import shardpass as sp  # noqa: E402
-from shardpass.core.transfer import halo_fetch  # noqa: E402
-from shardpass.errors import DivergenceError, PeerFailure, StoreError  # noqa: E402
-from shardpass.testing.run import run  # noqa: E402
+import shardpass as sp
+from shardpass.core.transfer import halo_fetch
+from shardpass.errors import DivergenceError, PeerFailure, StoreError
+from shardpass.testing.run import run
 
 PARTS = 4
 NUM_NODES = 23
@@ -128,7 +128,9 @@ def test_a_part_that_is_wrong_on_one_rank_ends_all(stores, tmp_path, harm):
         part.write_bytes(part.read_bytes()[:-8])
     else:
         text = bytearray(part.read_bytes())
-        text[len(text) // 2 : len(text) // 2 + 400] = bytes(b ^ 255 for b in text[len(text) // 2 : len(text) // 2 + 400])
+        text[len(text) // 2 : len(text) // 2 + 400] = bytes(
+            b ^ 255 for b in text[len(text) // 2 : len(text) // 2 + 400]
+        )
         part.write_bytes(bytes(text))
 
     def work(comm):
@@ -152,5 +154,5 @@ def test_gather_tells_wrong_rows(stores):
         graph = sp.load(stores / "random", comm)
         sp.gather(graph, graph.x[:-1] if comm.rank == 1 else graph.x)
 
-    with pytest.raises(ValueError, match="rank 1: gather takes one row per own node, expected .* rows, got"):
+    with pytest.raises(ValueError, match=r"rank 1: gather takes one row per own node, expected .* rows, got"):
         run(work, 2)

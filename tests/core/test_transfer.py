@@ -57,9 +57,8 @@ def test_each_is_the_adjoint_of_the_other(options):
 def test_against_brute_force():
     def work(comm):
         plan = plan_of(comm)
-        rows = numbers(comm, plan.num_src)
-        return numbers(comm, plan.num_own_src, seed=3), halo_fetch(numbers(comm, plan.num_own_src, seed=3), plan, "f"), \
-            rows, halo_push(rows, plan, "p")  # fmt: skip
+        own, rows = numbers(comm, plan.num_own_src, seed=3), numbers(comm, plan.num_src)
+        return own, halo_fetch(own, plan, "f"), rows, halo_push(rows, plan, "p")
 
     results = run(work, 4)
     whole = torch.cat([r[0] for r in results])
@@ -89,7 +88,8 @@ def test_dtypes_without_gradients(dtype):
     def work(comm):
         plan = plan_of(comm)
         ids = torch.arange(plan.num_own_src) + SOURCES.offsets[comm.rank]
-        assert torch.equal(halo_fetch((ids % 5).to(dtype), plan, "f"), (torch.tensor(numbering(comm.rank)) % 5).to(dtype))
+        right = (torch.tensor(numbering(comm.rank)) % 5).to(dtype)
+        assert torch.equal(halo_fetch((ids % 5).to(dtype), plan, "f"), right)
 
     run(work, 4)
 
