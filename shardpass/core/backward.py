@@ -176,8 +176,10 @@ class _Pass:
             inputs = call.inputs(self.operands, shard, chunk, rows, leaves=True)
             phase = BackwardPhase(self, chunk)
             message = None
+            expected = {id(t) for rows in (inputs.src, inputs.dst, inputs.edge) for t in rows.values()}
+            expected |= {id(t) for t in (*leaves, *call.captured)}
             try:
-                with call.scope(position, chunk), EdgeTrace(program, inputs.index, phase, substitutes):
+                with call.scope(position, chunk), EdgeTrace(program, inputs.index, phase, substitutes, expected):
                     message = program.message(inputs)
                     if program.aggregate is not None:
                         program.aggregate(message, inputs)

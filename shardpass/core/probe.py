@@ -18,7 +18,7 @@ from torch import Tensor
 from shardpass.core.program import Form, Inputs, Program, Reduction, Structure
 from shardpass.core.reducers import REDUCERS, Base
 from shardpass.core.shard import EdgeShards
-from shardpass.core.tracing import SHAPE_OPS, EdgeTrace
+from shardpass.core.tracing import SHAPE_OPS, EdgeTrace, sequence_number
 from shardpass.errors import RefusedError
 
 SAMPLE_EDGES = 16
@@ -26,7 +26,7 @@ EVERYTHING = "*"
 KEEPS_VALUES = frozenset(["view", "reshape", "unsqueeze", "contiguous", "clone", "to", "view_as"])
 SHAPE_ONLY = frozenset(["new_ones", "new_zeros", "new_full", "ones_like", "zeros_like", "full_like", "new_empty"])
 LEAVES_TORCH = frozenset(
-    "numpy tolist __array__ __dlpack__ item __bool__ __int__ __float__ __index__ __complex__".split()  # noqa: SIM905
+    "numpy tolist __array__ __dlpack__ item __bool__ __int__ __float__ __index__ __complex__".split()
 )
 
 
@@ -64,7 +64,7 @@ class ProbeTrace(EdgeTrace):
         self.reduced: list[set[str]] = []  # what the messages of each reduction depended on when it was made
         self.held: list[Tensor] = []  # keeps ids and storages from being used again
         self.leaves: dict[int, str] = {}
-        self.first_node = _sequence_number()
+        self.first_node = sequence_number()
         for kind, rows in (("s", inputs.src), ("d", inputs.dst), ("e", inputs.edge)):
             for key, tensor in rows.items():
                 self.adopt(tensor, {f"{kind}:{key}"}, f"{kind}:{key}")
@@ -213,13 +213,6 @@ def _may_write(name: str, kwargs: dict[str, Any], operand: Tensor, out: Any) -> 
     in_place = name.endswith("_") and not name.endswith("__")
     in_place = in_place or name == "__setitem__" or (name.startswith("__i") and name != "__invert__")
     return in_place or kwargs.get("out") is operand or (out is operand and name not in KEEPS_VALUES)
-
-
-def _sequence_number() -> int:
-    if torch.is_inference_mode_enabled():
-        return 0  # no tensor requires grad there, and dependence is not relied upon (`_sources`)
-    with torch.enable_grad():
-        return (torch.ones((), requires_grad=True) * 1).grad_fn._sequence_nr()  # type: ignore[union-attr]
 
 
 def sample_inputs(

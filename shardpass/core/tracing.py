@@ -98,6 +98,14 @@ class Phase(Protocol):
         ...
 
 
+def sequence_number() -> int:
+    """The number autograd gives to the next node: nodes made before have smaller ones."""
+    if torch.is_inference_mode_enabled():
+        return 0
+    with torch.enable_grad():
+        return (torch.ones((), requires_grad=True) * 1).grad_fn._sequence_nr()  # type: ignore[union-attr]
+
+
 def tensors_in(args: Iterable[Any]) -> list[Tensor]:
     """The tensors among arguments, looked for one list or tuple deep."""
     found = []
@@ -117,14 +125,23 @@ class EdgeTrace(TorchFunctionMode):
         index: the piece's destination index.
         phase: what reductions become.
         substitutes: tensors to put in the place of others, by id.
+        expected: when the body runs again, ids of the tensors that require grad and were there before it; a body that
+            uses another one is refused, since its gradient would be lost. None: any may be used.
     """
 
     def __init__(
-        self, program: Program, index: Tensor, phase: Phase, substitutes: dict[int, Tensor] | None = None
+        self,
+        program: Program,
+        index: Tensor,
+        phase: Phase,
+        substitutes: dict[int, Tensor] | None = None,
+        expected: set[int] | None = None,
     ) -> None:
         super().__init__()
         self.name, self.phase, self._order = program.name, phase, program.order
         self.substitutes = substitutes or {}
+        self._expected = expected
+        self._first_node = sequence_number() if expected is not None else 0
         self.count = 0
         self._index = index
         self._aliases: dict[int, Tensor] = {id(index): index}  # tensors held, so that ids stay theirs
@@ -146,6 +163,8 @@ class EdgeTrace(TorchFunctionMode):
         if self.substitutes:
             args, kwargs = self._substituted(args, kwargs)
         operands = tensors_in((*args, *kwargs.values()))
+        if self._expected is not None:
+            self._check_expected(operands)
         return self.run(func, name, args, kwargs, operands)
 
     def run(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Tensor]) -> Any:
@@ -178,6 +197,18 @@ class EdgeTrace(TorchFunctionMode):
             f"{self.name}: `{name}` on the destination index needs all in-edges of a node at once, so it cannot be "
             f"computed one shard at a time. Use Options(mode='halo') for this model"
         )
+
+    def _check_expected(self, operands: list[Tensor]) -> None:
+        assert self._expected is not None
+        for tensor in operands:
+            if tensor.requires_grad and id(tensor) not in self._expected:
+                node = tensor.grad_fn
+                if node is None or node._sequence_nr() < self._first_node:
+                    raise RefusedError(
+                        f"{self.name}: in backward the message uses a tensor of shape {list(tensor.shape)} that it did "
+                        f"not use in forward: the layer keeps it on itself, and was called again or changed since. "
+                        f"Pass it to propagate() as an argument"
+                    )
 
     def edge_moments(self, norm: Any, rows: Tensor) -> Tensor:
         """Mean and population variance of `rows` ``[E, channels]`` over all edges of all ranks: ``[2, channels]``.

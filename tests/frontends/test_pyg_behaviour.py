@@ -18,7 +18,7 @@ from shardpass.testing.graphs import assignments, shard_in_memory
 from shardpass.testing.parity import cotangent, differences, evaluate_sharded, evaluate_whole
 from shardpass.testing.run import run
 
-from .pyg_cases import GRAPH, LAYERS, MODELS
+from .pyg_cases import GRAPH, LAYERS, MODELS, GatedConv
 
 OWNERS = assignments(GRAPH.num_nodes, 2, GRAPH.edge_index)["random"]
 
@@ -307,3 +307,24 @@ def test_reentrant_checkpointing_is_refused_with_the_way_out():
 def test_median_is_refused_since_its_ties_depend_on_a_sort_of_all_messages():
     with pytest.raises(RefusedError, match=r"MedianAggregation \(at 'aggr_module'\) cannot be exact"):
         sp.pyg.wrap(gnn.SAGEConv(5, 6, aggr="median"), sp.connect("local"))
+
+
+def test_a_layer_called_twice_that_keeps_a_tensor_on_itself_is_refused_in_backward():
+    """Backward runs the message again; by then the layer holds the tensor of the second call."""
+
+    class Twice(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = GatedConv(5, 3)
+
+        def forward(self, x, edge_index, edge_attr):
+            return self.conv(self.conv(x, edge_index, edge_attr), edge_index, edge_attr)
+
+    def work(comm, graph):
+        out = sp.pyg.wrap(Twice().double(), comm)(graph.x, graph, graph.edge_attr)
+        with pytest.raises(
+            RefusedError, match=r"GatedConv \(conv\): in backward the message uses a tensor of shape \[5\]"
+        ):
+            out.sum().backward()
+
+    on_two_ranks(work)
