@@ -127,6 +127,41 @@ def test_no_more_messages_under_way_than_allowed(ahead):
         assert most == min(ahead + 1, rounds) and left == 0 and rounds > 4
 
 
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_messages_under_way_have_buffers_of_their_own(ahead):
+    """A transport may read what is sent until the wait; then the buffer is used again."""
+
+    class Watching(RecordingCommunicator):
+        def __init__(self, inner):
+            super().__init__(inner)
+            self.busy, self.seen = [], set()
+
+        def exchange(self, send, to, recv, source, tag, label=""):
+            mine = [t.untyped_storage().data_ptr() for t in (send, recv) if t is not None and t.numel()]
+            assert not set(mine) & {p for other in self.busy for p in other}
+            self.busy.append(mine)
+            self.seen |= set(mine)
+            handle, busy = super().exchange(send, to, recv, source, tag, label), self.busy
+
+            class Waited:
+                def wait(self, timeout=None):
+                    handle.wait(timeout)
+                    busy.remove(mine)
+
+            return Waited()
+
+    def work(inner):
+        comm = Watching(inner)
+        plan = plan_of(comm, block_rows=1, prefetch=ahead)
+        list(fetch_blocks(plan, own(comm, [table(torch.float32, (2,), 0)]), Stream(1, 0, "test")))
+        assert len(comm.seen) <= 2 * (ahead + 1)
+        comm.seen.clear()
+        returned(comm, plan)
+        assert len(comm.seen) <= 3
+
+    run(work, 4)
+
+
 def test_one_round_in_halo_mode_posts_everything():
     def work(inner):
         comm = Counting(inner)

@@ -331,6 +331,22 @@ def test_a_parameter_given_to_a_custom_function():
     gradients_match(lambda x: x * function_of(w), [w])
 
 
+def test_a_parameter_that_only_autograd_knows_of():
+    """No function that the trace sees takes it; the graph behind the message leads to it."""
+
+    class Shift(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, s):
+            return x + 1
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad, grad.sum(0)
+
+    w = matrix(4)
+    gradients_match(lambda x: Shift.apply(x, w), [w])
+
+
 def test_what_cannot_be_followed_is_refused_or_found(graph):
     """A tensor computed outside that only a custom Function sees: never a silently missing gradient."""
     w = matrix(4)

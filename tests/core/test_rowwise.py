@@ -9,7 +9,9 @@ from torch import nn
 
 from shardpass.core.aggregate import aggregate
 from shardpass.core.options import Options
+from shardpass.core.probe import probe
 from shardpass.core.program import Program
+from shardpass.core.rowwise import check_row_wise
 from shardpass.errors import RefusedError
 from shardpass.testing.graphs import WholeGraph, assignments, awkward_graph, shard_in_memory
 from shardpass.testing.run import run
@@ -277,6 +279,10 @@ def test_every_rank_is_told():
 
 def test_the_generator_is_left_as_it_was():
     torch.manual_seed(3)
+    graph = run(lambda comm: shard_in_memory(GRAPH, torch.zeros(GRAPH.num_nodes, dtype=torch.int64), comm), 1)[0]
+    program = Program("T", {"x": graph.x}, {}, {}, lambda i: i.src["x"] * torch.rand_like(i.src["x"]),
+                      lambda m, i: add_up(m, i.index, i.num_dst))  # fmt: skip
+    structure = probe(program, graph.relation.shards, graph.num_nodes, {"s:x"})
     before = torch.random.get_rng_state()
-    sharded(lambda m: m.x_j * 2, ranks=1)
+    check_row_wise(program, structure, graph.num_nodes)
     assert torch.equal(torch.random.get_rng_state(), before)
