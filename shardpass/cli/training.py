@@ -88,10 +88,11 @@ class Run:
             if epoch % config.eval_every == 0 or epoch == config.epochs:
                 record.update(self.evaluate())
                 self._note_best(record)
-            if config.checkpoint and (epoch % config.checkpoint_every == 0 or epoch == config.epochs):
-                self.save(epoch)
             if reporter:
                 reporter.epoch(record)
+            # After the log line: a kill between the two repeats an epoch in the log instead of losing it.
+            if config.checkpoint and (epoch % config.checkpoint_every == 0 or epoch == config.epochs):
+                self.save(epoch)
         return record
 
     def _note_best(self, record: Record) -> None:
