@@ -51,7 +51,7 @@ def aggregate(program: Program, plan: HaloPlan, edges: EdgeShards) -> Tensor:
         edge_names=sorted(program.edge),
         gradients=gradients,
         captured=structure.captures,
-        seed=int(torch.randint(2**62, ())) if structure.random else 0,
+        seed=int(torch.randint(2**62, ())) if structure.random or structure.drops else number,
     )
     outputs = _Aggregate.apply(
         call,

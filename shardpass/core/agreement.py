@@ -86,7 +86,8 @@ def settle(
     for _ in range(_ATTEMPTS):
         candidate = _without(program, per_edge)
         needs_grad = {name for name, flag in zip(names, flags) if flag}
-        structure, refusal = _probe(candidate, edges, num_own_src, needs_grad)
+        with comm.random_lock():  # the probe looks at the state of a generator that threads share
+            structure, refusal = _probe(candidate, edges, num_own_src, needs_grad)
         text = f"inputs {names}, grad {torch.is_grad_enabled()}: " + (structure.describe() if structure else "refused")
         words = f"{_in_words(program)} (computed as {text})"
         kind = 0 if refusal is None else (1 if isinstance(refusal, NeedsHaloError) else 2)
@@ -98,7 +99,7 @@ def settle(
         _raise_refusal(comm, label, refusal, [answer[2] for answer in answers])
         if any(answer[0] != len(values) for answer in answers):
             break
-        rest = [answer[3 : 2 + len(values)] for answer in answers]
+        rest = [answer[3 : 1 + len(values)] for answer in answers]
         joined = [any(column) for column in zip(*(r[: len(flags)] for r in rest))] if flags else []
         common = [all(column) for column in zip(*(r[len(flags) :] for r in rest))] if per_edge else []
         if joined == flags and common == per_edge and all(r == rest[0] for r in rest):

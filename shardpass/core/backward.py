@@ -179,7 +179,9 @@ class _Pass:
             expected = {id(t) for rows in (inputs.src, inputs.dst, inputs.edge) for t in rows.values()}
             expected |= {id(t) for t in (*leaves, *call.captured)}
             try:
-                with call.scope(position, chunk), EdgeTrace(program, inputs.index, phase, substitutes, expected):
+                generator = call.generator(position, chunk)
+                trace = EdgeTrace(program, inputs.index, phase, substitutes, expected, generator)
+                with call.scope(position, chunk), trace:
                     message = program.message(inputs)
                     if program.aggregate is not None:
                         program.aggregate(message, inputs)

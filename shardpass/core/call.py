@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 
@@ -146,6 +146,13 @@ class Call:
             return tensor.detach().requires_grad_()
         return tensor
 
+    def generator(self, position: int, chunk: Chunk) -> Callable[[], torch.Generator]:
+        """Makes the generator of a chunk's dropout, the same in every pass."""
+        return lambda: torch.Generator(self.plan.comm.device).manual_seed(self._seed_of(position, chunk))
+
+    def _seed_of(self, position: int, chunk: Chunk) -> int:
+        return hash((self.seed, position, chunk.start)) & (2**63 - 1)
+
     def scope(self, position: int, chunk: Chunk) -> AbstractContextManager[None]:
         """The conditions under which the body runs, the same in every pass: random numbers, autocast."""
         return self._scope(position, chunk)
@@ -160,7 +167,7 @@ class Call:
             if self.structure.random:
                 stack.enter_context(self.plan.comm.random_lock())
                 stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
-                torch.manual_seed(hash((self.seed, position, chunk.start)) & (2**63 - 1))
+                torch.manual_seed(self._seed_of(position, chunk))
             yield
 
 

@@ -111,7 +111,8 @@ def _run_chunk(
     program = call.program
     inputs = call.inputs(operands, shard, chunk, rows)
     try:
-        with call.scope(position, chunk), EdgeTrace(program, inputs.index, phase) as trace:
+        trace = EdgeTrace(program, inputs.index, phase, generator=call.generator(position, chunk))
+        with call.scope(position, chunk), trace:
             message = program.message(inputs)
             if program.aggregate is not None:
                 program.aggregate(message, inputs)

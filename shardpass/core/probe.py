@@ -55,7 +55,8 @@ class ProbeTrace(EdgeTrace):
     """An `EdgeTrace` that also follows dependence, simple expressions, and captures."""
 
     def __init__(self, program: Program, inputs: Inputs, phase: ProbePhase) -> None:
-        super().__init__(program, inputs.index, phase)
+        device = inputs.index.device
+        super().__init__(program, inputs.index, phase, generator=lambda: torch.Generator(device).manual_seed(0))
         self.depends: dict[int, set[str]] = {}
         self.forms: dict[int, tuple[Form, str, str]] = {}
         self.softmax: dict[int, tuple[str, int]] = {}  # tensors on the way from a gathered maximum to exp(x - maximum)
@@ -308,6 +309,7 @@ def _structure(
         edge_sources=sources,
         edge_differentiable=differentiable,
         captures=list(trace.captures.values()),
+        drops=trace.drops,
         random=random,
         norms=trace.norms,
         message=message.detach(),

@@ -107,7 +107,8 @@ class Structure:
         edge_tail, edge_dtype: of the message when it is the result, else None.
         edge_depth, edge_sources, edge_differentiable: as in `Reduction`, for an edge result.
         captures: tensors that require grad, made outside the body, that it uses.
-        random: the body draws random numbers.
+        drops: the body uses dropout, for which every piece of edges has a generator of its own.
+        random: the body draws other random numbers.
         norms: batch norms in the body, by the number of their reduction.
     """
 
@@ -120,6 +121,7 @@ class Structure:
     edge_sources: frozenset[str]
     edge_differentiable: bool
     captures: list[Tensor] = field(default_factory=list)
+    drops: bool = False
     random: bool = False
     norms: dict[int, Any] = field(default_factory=dict)
     message: Tensor | None = None

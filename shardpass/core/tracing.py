@@ -11,7 +11,7 @@ counting, comparing) is refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -127,6 +127,8 @@ class EdgeTrace(TorchFunctionMode):
         substitutes: tensors to put in the place of others, by id.
         expected: when the body runs again, ids of the tensors that require grad and were there before it; a body that
             uses another one is refused, since its gradient would be lost. None: any may be used.
+        generator: makes the generator from which dropout inside the body draws, the same whenever this piece runs.
+            None: torch's own, which ranks that are threads share.
     """
 
     def __init__(
@@ -136,11 +138,15 @@ class EdgeTrace(TorchFunctionMode):
         phase: Phase,
         substitutes: dict[int, Tensor] | None = None,
         expected: set[int] | None = None,
+        generator: Callable[[], torch.Generator] | None = None,
     ) -> None:
         super().__init__()
         self.name, self.phase, self._order = program.name, phase, program.order
         self.substitutes = substitutes or {}
         self._expected = expected
+        self._make_generator = generator
+        self._generator: torch.Generator | None = None
+        self.drops = False
         self._first_node = sequence_number() if expected is not None else 0
         self.count = 0
         self._index = index
@@ -174,6 +180,8 @@ class EdgeTrace(TorchFunctionMode):
                 f"{self.name}: BatchNorm in training mode inside message() takes statistics over all edges of the "
                 f"graph. Use a torch.nn.BatchNorm1d module, which wrap() replaces by one that does"
             )
+        if name == "dropout" and self._make_generator is not None:
+            return self._dropout(*args, **kwargs)
         if not any(id(t) in self._aliases for t in operands):
             return func(*args, **kwargs)
         if name in SCATTERS:
@@ -197,6 +205,18 @@ class EdgeTrace(TorchFunctionMode):
             f"{self.name}: `{name}` on the destination index needs all in-edges of a node at once, so it cannot be "
             f"computed one shard at a time. Use Options(mode='halo') for this model"
         )
+
+    def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        """`torch.nn.functional.dropout` from a generator of this piece's own."""
+        if not training or p == 0:
+            return input
+        self.drops = True
+        if self._generator is None:
+            assert self._make_generator is not None
+            self._generator = self._make_generator()
+        kept = torch.empty_like(input).bernoulli_(1 - p, generator=self._generator)
+        scaled = kept if p == 1 else kept.div_(1 - p)
+        return input.mul_(scaled) if inplace else input * scaled
 
     def _check_expected(self, operands: list[Tensor]) -> None:
         assert self._expected is not None

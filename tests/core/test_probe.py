@@ -397,8 +397,11 @@ def test_values_of_parameters_may_be(graph):
 
 def test_random_numbers_are_noticed_and_given_back(graph):
     state = torch.random.get_rng_state()
-    assert look(graph, lambda i: F.dropout(i.src["x"], 0.5)).random
-    assert not look(graph, lambda i: i.src["x"] * 2).random
+    assert look(graph, lambda i: torch.randn_like(i.src["x"]) * i.src["x"]).random
+    dropped = look(graph, lambda i: F.dropout(i.src["x"], 0.5))
+    assert dropped.drops and not dropped.random
+    plain = look(graph, lambda i: F.dropout(i.src["x"] * 2, 0.5, training=False))
+    assert not plain.random and not plain.drops
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
