@@ -12,7 +12,9 @@ import contextlib
 import re
 import socket
 import threading
+from collections.abc import Iterable
 from datetime import timedelta
+from time import monotonic
 from typing import Any
 
 import torch
@@ -33,6 +35,7 @@ from shardpass.backends.watch import Watch, break_group
 from shardpass.errors import CommunicationError, DivergenceError
 
 _EXPLAIN_SECONDS = 5.0  # how long the reason of a closed connection may take around the ring
+_ENDED_SECONDS = 1.0  # how long a failure may take that is more of a reason than a rank which has ended in peace
 
 
 class _Transfer:
@@ -84,6 +87,20 @@ class _Job:
         self.watch: Watch | None = None
         if len(members) > 1:
             self.watch = Watch(self.new_group("watch"), rank, len(members), self.failure, ends)
+
+    def note_end(self) -> None:
+        """Tell whoever still waits for this rank that it has ended in peace."""
+        if not self.failure.happened.is_set():
+            with contextlib.suppress(RuntimeError):  # rank 0, which may hold the store, has ended already
+                self.notes.set(f"{self.name} ended {self.rank}", "1")
+
+    def ended(self, ranks: Iterable[int]) -> list[int]:
+        """Those of ``ranks`` that have ended in peace, as far as that can be known."""
+        before = (self.rank - 1) % len(self.members)
+        found = [before] if self.watch is not None and self.watch.predecessor_ended and before in ranks else []
+        with contextlib.suppress(RuntimeError):
+            found += [rank for rank in ranks if self.notes.check([f"{self.name} ended {rank}"])]
+        return found
 
     def new_group(self, path: str) -> Any:
         """Collective: a gloo group over the job's ranks, or None for one rank.
@@ -211,7 +228,14 @@ class TorchCommunicator(BaseCommunicator):
         self.failure.set(DivergenceError, text)
 
     def _explain_lost(self, peer: int) -> CommunicationError | None:
-        self.failure.happened.wait(_EXPLAIN_SECONDS)
+        deadline = monotonic() + _EXPLAIN_SECONDS
+        while monotonic() < deadline and not self.failure.happened.wait(0.05):
+            concerned = self._job.ended([peer] if peer >= 0 else range(self.size))
+            if concerned and not self.failure.happened.wait(_ENDED_SECONDS):
+                place = "" if self._where is None else f" waits in {self._where.text}, but"
+                return CommunicationError(
+                    f"rank {self.rank}{place or ':'} rank {concerned[0]} has ended: it made fewer calls than the others"
+                )
         return self.failure.error()
 
     def break_connections(self) -> None:
@@ -269,6 +293,7 @@ class TorchCommunicator(BaseCommunicator):
             return
         atexit.unregister(self.close)
         if self._job.watch is not None:
+            self._job.note_end()
             self._job.watch.close()
         if self._job.owns_default and dist.is_initialized():
             dist.destroy_process_group()

@@ -64,6 +64,7 @@ class Watch:
         self._ends_process = ends_process
         self._closing = threading.Event()
         self._seen: set[str] = set()
+        self.predecessor_ended = False  # in peace
         self._lock = threading.Lock()
         self._comms: weakref.WeakValueDictionary[str, TorchCommunicator] = weakref.WeakValueDictionary()
         self._threads = [
@@ -132,6 +133,7 @@ class Watch:
                 return
             record = json.loads(bytes(buffer.numpy().tobytes()).decode(errors="replace").rstrip())
             if record["kind"] == "closed":
+                self.predecessor_ended = True
                 return
             self.tell(record["kind"], record["text"], record["path"])
 
