@@ -35,7 +35,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch:
     """The launch that ``environ`` (default: this process's) tells of.
 
     Raises:
-        ValueError: when torchrun's variables are incomplete.
+        ValueError: when torchrun's variables are incomplete, or contradict each other.
     """
     env = os.environ if environ is None else environ
     if "RANK" in env and "WORLD_SIZE" in env:
@@ -49,15 +49,28 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch:
 
 
 def _torchrun(env: Mapping[str, str]) -> Launch:
-    size = int(env["WORLD_SIZE"])
+    rank, size = _integer(env, "RANK"), _integer(env, "WORLD_SIZE")
+    if not 0 <= rank < size:
+        raise ValueError(
+            f"RANK={rank} and WORLD_SIZE={size} are set, but ranks are numbered from 0 to WORLD_SIZE - 1: correct "
+            f"them, start with torchrun, or unset both to run one process"
+        )
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
     if missing and size > 1:
         raise ValueError(
-            f"RANK={env['RANK']} and WORLD_SIZE={size} are set, but not {' and '.join(missing)}: set the address and "
+            f"RANK={rank} and WORLD_SIZE={size} are set, but not {' and '.join(missing)}: set the address and "
             f"port where rank 0 is reached, or start with torchrun, which does"
         )
-    host, port = env.get("MASTER_ADDR", ""), int(env.get("MASTER_PORT", "0"))
-    return Launch("torchrun", size, int(env["RANK"]), host, port, "WORLD_SIZE")
+    host, port = env.get("MASTER_ADDR", ""), _integer(env, "MASTER_PORT", "0")
+    return Launch("torchrun", size, rank, host, port, "WORLD_SIZE")
+
+
+def _integer(env: Mapping[str, str], name: str, otherwise: str = "") -> int:
+    text = env.get(name, otherwise)
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"the environment variable {name} is {text!r}, but it must be an integer") from None
 
 
 def _srun(env: Mapping[str, str]) -> Launch:
