@@ -1,0 +1,214 @@
+"""Faults in processes: spawned, started by hand, by torchrun and by mpirun."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from backends import launchers
+from backends.launchers import free_port, needs_mpi
+
+import shardpass as sp
+from shardpass.data import verify
+from shardpass.errors import CommunicationError, DivergenceError
+
+from .training import LIMIT, Clock, begin
+
+pytestmark = pytest.mark.processes
+PROGRAM = Path(__file__).with_name("program.py")
+RANKS = 3
+ALL = ["bare", "torchrun", pytest.param("mpirun", marks=[needs_mpi, pytest.mark.mpi])]
+START = 120.0  # seconds that launchers and imports may take before the fault, on a busy machine
+
+
+def run(monkeypatch, store, launcher, what, ranks=RANKS, **env):
+    """The launcher's run, and the seconds from the fault to the end of its last process."""
+    monkeypatch.setattr(launchers, "PROGRAM", PROGRAM)
+    ended = launchers.launch(launcher, ranks, what, limit=START, STORE=str(store), **env)
+    end = time.time()
+    faults = re.findall(r"fault at ([\d.]+)", ended.text)
+    assert faults or what == "slow", ended.text
+    verify(store)
+    return ended, end - float(faults[-1]) if faults else ended.seconds
+
+
+def ends_with(monkeypatch, store, launcher, what, *words, **env):
+    ended, seconds = run(monkeypatch, store, launcher, what, **env)
+    assert ended.code != 0 and "did not end in time" not in ended.text, ended.text
+    assert seconds < LIMIT, f"{seconds:.1f} s\n{ended.text}"
+    for word in words:
+        assert re.search(word, ended.text), f"not said: {word}\n{ended.text}"
+    return ended
+
+
+@pytest.mark.parametrize("launcher", ALL)
+@pytest.mark.parametrize("what", ["kill", pytest.param("kill in backward", marks=pytest.mark.long)])
+def test_a_rank_killed_in_the_middle_of_an_epoch(monkeypatch, store, launcher, what):
+    ended = ends_with(monkeypatch, store, launcher, what)
+    assert "is done" not in ended.text
+    if launcher == "bare":
+        assert ended.text.count("PeerFailure: rank 1 died first: its process ended without a word") == 2, ended.text
+    elif launcher == "torchrun":
+        assert re.search(r"rank 1 died first|local_rank: 1\b.*SIGKILL|rank *: 1 ", ended.text, re.DOTALL), ended.text
+    else:
+        assert re.search(r"rank 1 .*signal 9|Process rank: \S+?,? ?1\b.*\n.*Killed|Killed", ended.text), ended.text
+
+
+@pytest.mark.parametrize("launcher", [pytest.param("bare", marks=pytest.mark.long), *ALL[1:]])
+def test_an_exception_in_backward(monkeypatch, store, launcher):
+    ended = ends_with(monkeypatch, store, launcher, "raise", "shardpass: rank 1 failed first: ValueError: boo")
+    assert "is done" not in ended.text
+    if launcher == "bare":
+        assert ended.text.count("PeerFailure: rank 1 failed first: ValueError: boo") == 2, ended.text
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", ALL)
+def test_other_features_on_a_rank(monkeypatch, store, launcher):
+    ends_with(
+        monkeypatch, store, launcher, "width", "rank 1 failed first: RuntimeError: mat1 and mat2 shapes cannot be"
+    )
+
+
+@pytest.mark.parametrize("launcher", [pytest.param("bare", marks=pytest.mark.long), *ALL[1:]])
+def test_ranks_that_take_different_paths(monkeypatch, store, launcher):
+    ended, _ = run(monkeypatch, store, launcher, "divergences")
+    assert ended.code == 0 and ended.text.count("is done") == RANKS, ended.text
+    for what, words in (
+        ("skip", "ranks 0, 2 are in all_gather 'call .*; rank 1 is in all_gather 'cross_entropy'"),
+        ("no backward", "the ranks wait for each other.* rank 1 waits in all_gather 'sync_gradients"),
+        ("sync twice", "ranks 0, 2 are in all_gather 'call .*; rank 1 is in all_gather 'sync_gradients"),
+    ):
+        for rank in range(RANKS):
+            said = re.search(f"{what} on rank {rank} after ([0-9.]+) s: .*{words}.* depends on the rank", ended.text)
+            assert said and float(said[1]) < LIMIT, f"{what} on rank {rank}\n{ended.text}"
+
+
+@pytest.mark.parametrize("launcher", [pytest.param("bare", marks=pytest.mark.long), *ALL[1:]])
+def test_a_slow_rank_is_waited_for_and_one_with_fewer_epochs_is_named(monkeypatch, store, launcher):
+    words = ["rank [02] waits in all_gather 'call 9 .*, but rank 1 has ended: it made fewer calls than the others"]
+    ended = ends_with(monkeypatch, store, launcher, "slow, then fewer epochs", *words, SLOW_SECONDS="4")
+    assert ended.text.count("has done epoch 1") == RANKS, ended.text
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", ALL)
+def test_a_rank_slow_for_a_minute_is_waited_for(monkeypatch, store, launcher):
+    monkeypatch.setattr(sys.modules[__name__], "START", 240.0)
+    ended, _ = run(monkeypatch, store, launcher, "slow", SLOW_SECONDS="60")
+    assert ended.code == 0 and ended.text.count("is done") == RANKS, ended.text
+
+
+@pytest.mark.parametrize(
+    "launcher", ["torchrun", *(pytest.param(p, marks=pytest.mark.long) for p in ("bare", "mpirun"))]
+)
+def test_more_ranks_expected_than_started(monkeypatch, store, launcher):
+    ends_with(monkeypatch, store, launcher, "too many expected", "ranks=5, but 2 processes were started", ranks=2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", ALL[1:])
+def test_a_missing_part_file(monkeypatch, store, tmp_path, launcher):
+    copy = shutil.copytree(store, tmp_path / "copy")
+    (copy / "part-00003.safetensors").unlink()
+    monkeypatch.setattr(launchers, "PROGRAM", PROGRAM)
+    ended = launchers.launch(launcher, RANKS, "-", limit=START, STORE=str(copy))
+    assert ended.code != 0 and "part-00003.safetensors cannot be read (No such file or directory)" in ended.text
+
+
+# ---- ranks that cannot meet
+
+
+def alone(rank, world, port, store, limit):
+    """One process with torchrun's variables, and nobody else; its output and the seconds from the fault."""
+    env = {name: value for name, value in os.environ.items() if name not in launchers._LAUNCHER_VARIABLES}
+    env |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    env |= {"STORE": str(store), "SHARDPASS_CONNECT_TIMEOUT": str(limit), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(PROGRAM), "alone", "-"]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def test_an_address_nobody_listens_at(store):
+    child = alone(1, 2, free_port(), store, 3)
+    text, _ = child.communicate(timeout=START)
+    seconds = time.time() - float(re.search(r"fault at ([\d.]+)", text).group(1))
+    assert child.returncode != 0 and seconds < LIMIT, f"{seconds:.1f} s\n{text}"
+    assert re.search(r"rank 1 of 2 could not reach rank 0 at 127.0.0.1:\d+ within 3 s", text), text
+    assert "Check the address (MASTER_ADDR, MASTER_PORT)" in text
+
+
+def test_a_rank_that_was_never_started(store):
+    port = free_port()
+    children = [alone(rank, 3, port, store, 8) for rank in (0, 1)]
+    for rank, child in enumerate(children):
+        text, _ = child.communicate(timeout=START)
+        seconds = time.time() - float(re.search(r"fault at ([\d.]+)", text).group(1))
+        assert child.returncode != 0 and seconds < LIMIT + 8, f"{seconds:.1f} s\n{text}"
+        assert re.search(f"rank {rank} waited 8 s at 127.0.0.1:{port}, but of 3 ranks these did not come: 2", text), (
+            text
+        )
+
+
+MEETING = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"RANK": "2", "WORLD_SIZE": "2", **MEETING}, "RANK=2 and WORLD_SIZE=2 are set, but ranks are numbered from 0"),
+        ({"RANK": "0", "WORLD_SIZE": "0", **MEETING}, "RANK=0 and WORLD_SIZE=0 are set"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "not MASTER_ADDR and MASTER_PORT: .* start with torchrun"),
+        ({"RANK": "one", "WORLD_SIZE": "2", **MEETING}, "the environment variable RANK is 'one'"),
+        ({"RANK": "0", "WORLD_SIZE": "2", **MEETING, "MASTER_PORT": "http"}, "variable MASTER_PORT is 'http'"),
+    ],
+)
+def test_an_environment_that_contradicts_itself(monkeypatch, variables, words):
+    for name in launchers._LAUNCHER_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    start = time.monotonic()
+    with pytest.raises(ValueError, match=words):
+        sp.connect()
+    assert time.monotonic() - start < LIMIT
+
+
+# ---- spawned processes
+
+
+def train_and_fail(comm, store, what):
+    turn = begin(comm, Clock(), store)
+    turn.step()
+    if comm.rank == 1:
+        print(f"fault at {time.time():.3f}", flush=True)
+        if what == "kill":
+            turn.model.convs[1].register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        if what == "no backward":
+            turn.loss(turn.forward())
+            sp.sync_gradients(turn.model, comm)
+    turn.step()
+    turn.step()
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "words"),
+    [
+        ("kill", CommunicationError, "rank 1 failed first: its process was ended by SIGKILL"),
+        pytest.param(
+            "no backward", DivergenceError, "rank 1 waits in all_gather 'sync_gradients", marks=pytest.mark.long
+        ),
+    ],
+)
+def test_spawned_processes(store, capfd, what, kind, words):
+    import multiprocessing
+
+    with pytest.raises(kind, match=words):
+        sp.spawn(train_and_fail, RANKS, "processes", args=(store, what))
+    seconds = time.time() - float(re.findall(r"fault at ([\d.]+)", capfd.readouterr().out)[-1])
+    assert seconds < LIMIT and not multiprocessing.active_children()
+    verify(store)
