@@ -61,14 +61,14 @@ def of(records: list[Record], **wanted: Any) -> list[Record]:
 
 def by_degree(records: list[Record], model: str) -> list[Record]:
     """The records of the second claim, by ascending degree."""
-    return [of(records, model=model, graph=f"dense:{NODES}:{d}", ranks=max(RANKS), peer=None)[0] for d in DEGREES]
+    return [of(records, model=model, graph=f"dense:{NODES}:{d}", world=max(RANKS), peer=None)[0] for d in DEGREES]
 
 
 def findings(records: list[Record]) -> list[str]:
     """One sentence per claim and model: the measured figures, and whether they bear the claim out."""
     out = []
     for model in MODELS:
-        one, four = (of(records, model=model, graph=DENSE, ranks=ranks, peer=None)[0] for ranks in (1, max(RANKS)))
+        one, four = (of(records, model=model, graph=DENSE, world=ranks, peer=None)[0] for ranks in (1, max(RANKS)))
         ratio = largest(four, "peak_bytes") / largest(one, "peak_bytes")
         verdict = "holds" if ratio <= 1 / 3 else "does NOT hold"
         out.append(
@@ -86,7 +86,7 @@ def findings(records: list[Record]) -> list[str]:
         )
     for model in MODELS:
         for peer in of(records, model=model, peer="pyg"):
-            four = of(records, model=model, graph=DENSE, ranks=max(RANKS), peer=None)[0]
+            four = of(records, model=model, graph=DENSE, world=max(RANKS), peer=None)[0]
             times = largest(peer, "peak_bytes") / largest(four, "peak_bytes")
             out.append(
                 f"{model}: plain PyG in one process needs {largest(peer, 'peak_bytes'):.0f} MiB on the same graph, "
@@ -100,7 +100,7 @@ def machine() -> dict[str, Any]:
     cpu = next((line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "?")
     memory = next((int(line.split()[1]) for line in _lines("/proc/meminfo") if line.startswith("MemTotal")), 0)
     return {
-        "cpu": cpu, "cores": os.cpu_count(), "memory_gib": round(memory / 2**20, 1), "system": platform.platform(),
+        "cpu": cpu, "cores": os.cpu_count(), "memory_gib": round(memory / 2**20, 1), "system": " ".join((platform.system(), *platform.libc_ver())),
         "python": platform.python_version(), "torch": torch.__version__, "torch_geometric": torch_geometric.__version__,
         "shardpass": f"{sp.__version__} ({revision()})",
     }  # fmt: skip
@@ -159,7 +159,7 @@ def chart(records: list[Record], path: Path) -> None:
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     for model, marker in zip(MODELS, "os"):
-        runs = [of(records, model=model, graph=DENSE, ranks=ranks, peer=None)[0] for ranks in RANKS]
+        runs = [of(records, model=model, graph=DENSE, world=ranks, peer=None)[0] for ranks in RANKS]
         left.plot(RANKS, [largest(run, "peak_bytes") for run in runs], marker=marker, label=model)
         series = by_degree(records, model)
         edges = [run["num_edges"] / 1e6 for run in series]
@@ -173,28 +173,33 @@ def chart(records: list[Record], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
+def measure_all(with_pyg: bool) -> Record:
+    """The date, the machine, and a record per configuration."""
+    where, records = machine(), []  # the machine first: files may change while this runs
+    with tempfile.TemporaryDirectory() as scratch:
+        bench = Bench(Path(scratch))
+        for config in configurations(with_pyg):
+            records.append(bench.measure(config, max(RANKS), ("memory",)))
+            print(" | ".join(row(records[-1])), file=sys.stderr, flush=True)
+    return {"date": datetime.date.today().isoformat(), "machine": where, "records": records}
+
+
 def main() -> None:
     """Measure, then write the report; exit code 1 if a claim does not hold."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--without-pyg", action="store_true", help="leave plain PyG out")
     parser.add_argument("--output", type=Path, default=REPORTS)
+    parser.add_argument("--again", type=Path, metavar="JSON", help="write the report of earlier measurements again")
     args = parser.parse_args()
-    records = []
-    with tempfile.TemporaryDirectory() as scratch:
-        bench = Bench(Path(scratch))
-        for config in configurations(not args.without_pyg):
-            records.append(bench.measure(config, max(RANKS), ("memory",)))
-            print(" | ".join(row(records[-1])), file=sys.stderr, flush=True)
-    date = datetime.date.today().isoformat()
+    found = json.loads(args.again.read_text()) if args.again else measure_all(not args.without_pyg)
     args.output.mkdir(parents=True, exist_ok=True)
-    where = machine()
-    stem = args.output / f"memory-{date}"
-    stem.with_suffix(".json").write_text(json.dumps({"machine": where, "records": records}, indent=1) + "\n")
-    stem.with_suffix(".md").write_text(markdown(records, date, where))
-    chart(records, stem.with_suffix(".png"))
-    print("\n".join(findings(records)))
+    stem = args.output / f"memory-{found['date']}"
+    stem.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+    stem.with_suffix(".md").write_text(markdown(found["records"], found["date"], found["machine"]))
+    chart(found["records"], stem.with_suffix(".png"))
+    print("\n".join(findings(found["records"])))
     print(f"wrote {stem}.md, .json and .png")
-    raise SystemExit(any("NOT" in text for text in findings(records)))
+    raise SystemExit(any("NOT" in text for text in findings(found["records"])))
 
 
 if __name__ == "__main__":

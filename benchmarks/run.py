@@ -50,7 +50,7 @@ class Bench:
         return npz, store
 
     def measure(self, config: Record, parts: int = 4, what: tuple[str, ...] = ("memory", "time")) -> Record:
-        """The record of a configuration: its own fields and what was measured.
+        """The record of a configuration: its own fields, what was measured (`ranks`: of each rank), and `world`.
 
         Args:
             config: graph, model, ranks, mode, backend, epochs, peer.
@@ -67,7 +67,11 @@ class Bench:
             if "memory" not in found:
                 for name in [name for name in figures if name.endswith("bytes") and name != "bytes_sent"]:
                     figures.pop(name)
-        return {**{key: value for key, value in config.items() if key not in ("npz", "store")}, **result}
+        return {
+            **{key: value for key, value in config.items() if key not in ("npz", "store")},
+            **result,
+            "world": config["ranks"],
+        }
 
 
 def _child(config: Record, env: dict[str, str]) -> Record:

@@ -1,0 +1,59 @@
+"""The benchmark programs: graphs, one small measurement with its peer, and what the report makes of figures."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # benchmarks/ is not installed
+
+from benchmarks import report
+from benchmarks.graphs import make_graph, rmat_edges
+from benchmarks.run import Bench, row
+
+
+def test_graphs() -> None:
+    edges = rmat_edges(1000, 10)
+    src, dst = edges.astype(np.int64)
+    assert edges.shape == (2, 11_000) and set(src * 1000 + dst) == set(dst * 1000 + src)
+    graph = make_graph("dense:300:7")
+    assert graph["edge_index"].shape == (2, 2100) and graph["x"].shape == (300, 128)
+    assert (make_graph("dense:300:7")["edge_index"] == graph["edge_index"]).all()
+    with pytest.raises(ValueError, match="unknown graph 'thin:3'; expected 50k30"):
+        make_graph("thin:3")
+
+
+@pytest.mark.processes
+def test_a_measurement_and_its_peer_agree_on_the_losses(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    base = {"graph": "dense:300:7", "model": "sage", "mode": "sar", "backend": "processes", "epochs": 2}
+    ours = bench.measure({**base, "ranks": 2, "peer": None}, 2, ("memory",))
+    peer = bench.measure({**base, "ranks": 1, "peer": "pyg"}, 2, ("memory",))
+    assert ours["losses"] == pytest.approx(peer["losses"], rel=1e-4)
+    assert ours["world"] == len(ours["ranks"]) == 2 and ours["num_edges"] == 2100
+    for figures in ours["ranks"]:
+        assert figures["peak_bytes"] > 0 and figures["bytes_sent"] > 0 and "cpu_seconds" not in figures
+    assert len(row(ours)) == 10
+    json.dumps(ours)
+
+
+def test_the_report_tells_what_holds_and_what_does_not(tmp_path: Path) -> None:
+    records = []
+    for config in report.configurations(with_pyg=True):
+        ranks, degree = config["ranks"], int(config["graph"].split(":")[2])
+        grows = degree if config["model"] == "gat" else 0
+        figures: dict[str, Any] = dict.fromkeys(("kept_bytes", "bytes_sent"), 0)
+        figures |= {"peak_bytes": (100 << 20) // ranks, "transient_bytes": (50 + grows) << 20}
+        filled = {"world": ranks, "ranks": [figures] * ranks, "num_edges": 20_000 * degree, "losses": [1.0]}
+        records.append({**config, **filled})
+    verdicts = ["does NOT hold" if "NOT" in text else "holds" for text in report.findings(records)[:4]]
+    assert verdicts == ["holds", "holds", "holds", "does NOT hold"]
+    text = report.markdown(records, "2000-01-01", report.machine())
+    assert text.count("| gat |") == 8 and "python -m benchmarks.report" in text
+    report.chart(records, tmp_path / "chart.png")
+    assert (tmp_path / "chart.png").stat().st_size > 10_000
