@@ -99,8 +99,9 @@ def machine() -> dict[str, Any]:
     """Where the figures come from."""
     cpu = next((line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "?")
     memory = next((int(line.split()[1]) for line in _lines("/proc/meminfo") if line.startswith("MemTotal")), 0)
+    system = " ".join((platform.system(), *platform.libc_ver()))
     return {
-        "cpu": cpu, "cores": os.cpu_count(), "memory_gib": round(memory / 2**20, 1), "system": " ".join((platform.system(), *platform.libc_ver())),
+        "cpu": cpu, "cores": os.cpu_count(), "memory_gib": round(memory / 2**20, 1), "system": system,
         "python": platform.python_version(), "torch": torch.__version__, "torch_geometric": torch_geometric.__version__,
         "shardpass": f"{sp.__version__} ({revision()})",
     }  # fmt: skip
