@@ -14,7 +14,7 @@ from torch import Tensor
 from shardpass.core.shard import Block, EdgeShards, build_shards, smallest_index_dtype
 
 _MOST = 4
-_COMPARED_EDGES = 1 << 20
+_COMPARED_EDGES = 1 << 16
 
 
 class DerivedShards:

@@ -110,10 +110,10 @@ def test_functions_that_cannot_be_sent():
 
 
 PARENT = """
-import sys, time
+import os, sys, time
 from shardpass.backends.spawn import spawn
 def wait(comm):
-    print("up", flush=True)
+    os.write(1, b"up\n")  # one write: lines of two processes must not mix
     time.sleep(60)
 if __name__ == "__main__":
     spawn(wait, 2, "processes")
