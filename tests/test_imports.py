@@ -66,7 +66,8 @@ def python(code: str, **variables: str) -> str:
 
 
 def test_import_with_torch_and_numpy_alone() -> None:
-    out = python(BLOCK + "from shardpass import *; import shardpass; print(set(shardpass.__all__) - set(dir(shardpass)))")
+    code = "from shardpass import *; import shardpass; print(set(shardpass.__all__) - set(dir(shardpass)))"
+    out = python(BLOCK + code)
     assert out.strip() == "set()"
 
 
