@@ -1,12 +1,14 @@
-"""Shards of edge lists that a layer derives from a graph's own in forward (self-loops added, edges masked).
+"""Edge lists that a layer derives from a graph's own in forward (self-loops added, edges masked), and their shards.
 
 Deriving is cheap, sharding the result is not, and layers derive the same list in every forward: so the shards are kept,
-shared by all layers, and found again by content. No communication: a derived list uses the same halo.
+shared by all layers, and found again. No communication: a derived list uses the same halo. Where all that was done is
+dropping edges and adding some, the list is kept as that, and its numbers are made only if something reads them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,27 +19,82 @@ _MOST = 4
 _COMPARED_EDGES = 1 << 16
 
 
+@dataclass(frozen=True)
+class Derivation:
+    """An edge list as what was done to another one.
+
+    Args:
+        base: ``[2, E]``, never written to.
+        kept: ``[E]`` bool, the edges that stayed; None: all.
+        added: ``[2, k]`` each, appended in order.
+        num_edges: of the result.
+    """
+
+    base: Tensor
+    kept: Tensor | None
+    added: tuple[Tensor, ...]
+    num_edges: int
+
+    @staticmethod
+    def of(base: Tensor) -> Derivation:
+        """`base` itself."""
+        return Derivation(base, None, (), base.size(1))
+
+    def masked(self, kept: Tensor) -> Derivation:
+        """With only the edges of the base for which `kept` is true."""
+        return replace(self, kept=kept.clone(), num_edges=int(kept.sum()))
+
+    def extended(self, edges: Sequence[Tensor]) -> Derivation:
+        """With `edges` appended."""
+        return replace(self, added=(*self.added, *edges), num_edges=self.num_edges + sum(e.size(1) for e in edges))
+
+    def row(self, index: int) -> Tensor:
+        """Row 0 or 1 of the list, ``[num_edges]``."""
+        first = self.base[index] if self.kept is None else self.base[index][self.kept]
+        return torch.cat([first, *(edges[index] for edges in self.added)])
+
+    def whole(self) -> Tensor:
+        """The list, ``[2, num_edges]``."""
+        return torch.stack([self.row(0), self.row(1)])
+
+    def same(self, other: Derivation) -> bool:
+        """Whether `other` is known to be the same list: the same base (not an equal one), the same edits."""
+        return (
+            self.num_edges == other.num_edges
+            and self.base.data_ptr() == other.base.data_ptr()
+            and self.base.shape == other.base.shape
+            and (self.kept is None) == (other.kept is None)
+            and (self.kept is None or other.kept is None or torch.equal(self.kept, other.kept))
+            and len(self.added) == len(other.added)
+            and all(torch.equal(a, b) for a, b in zip(self.added, other.added))
+        )
+
+
 class DerivedShards:
     """The last few derived edge lists of one graph, least recently used dropped."""
 
     def __init__(self) -> None:
-        self._known: list[tuple[Tensor, EdgeShards]] = []
+        self._known: list[tuple[Tensor | Derivation, EdgeShards]] = []
 
-    def find(self, edge_index: Tensor, blocks: Sequence[Block], num_dst: int) -> EdgeShards:
-        """The shards of `edge_index` ``[2, num_edges]``, in own-first source rows and own destination rows."""
+    def find(self, edges: Tensor | Derivation, blocks: Sequence[Block], num_dst: int) -> EdgeShards:
+        """The shards of `edges` ``[2, num_edges]``, in own-first source rows and own destination rows."""
         for position, (known, shards) in enumerate(self._known):
-            if _same(known, edge_index):
+            if _same(known, edges):
                 self._known.append(self._known.pop(position))
                 return shards
-        shards = build_shards(edge_index[0], edge_index[1], blocks, num_dst)
-        largest = max([num_dst, *(block.stop for block in blocks)])
-        compact = edge_index.to(smallest_index_dtype(largest), copy=True)
-        self._known = [*self._known, (compact, shards)][-_MOST:]
+        rows = (edges.row(0), edges.row(1)) if isinstance(edges, Derivation) else (edges[0], edges[1])
+        shards = build_shards(*rows, blocks, num_dst)
+        if isinstance(edges, Tensor):
+            largest = max([num_dst, *(block.stop for block in blocks)])
+            edges = edges.to(smallest_index_dtype(largest), copy=True)
+        self._known = [*self._known, (edges, shards)][-_MOST:]
         return shards
 
 
-def _same(known: Tensor, edge_index: Tensor) -> bool:
-    if known.shape != edge_index.shape or known.device != edge_index.device:
+def _same(known: Tensor | Derivation, edges: Tensor | Derivation) -> bool:
+    if isinstance(known, Derivation) or isinstance(edges, Derivation):
+        return isinstance(known, Derivation) and isinstance(edges, Derivation) and known.same(edges)
+    if known.shape != edges.shape or known.device != edges.device:
         return False
-    chunks = zip(known.split(_COMPARED_EDGES, dim=1), edge_index.split(_COMPARED_EDGES, dim=1))
+    chunks = zip(known.split(_COMPARED_EDGES, dim=1), edges.split(_COMPARED_EDGES, dim=1))
     return all(torch.equal(a.to(b.dtype), b) for a, b in chunks)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardpass.core.derived import Derivation
 from shardpass.core.halo import HaloPlan
 from shardpass.core.shard import EdgeShards
 from shardpass.core.transfer import halo_fetch, halo_push
@@ -94,18 +95,27 @@ class ShardedEdgeIndex(Tensor):
     plan: HaloPlan
     shards: EdgeShards | None  # of exactly this edge list, where known
     is_reversed: bool
+    derivation: Derivation | None  # how the numbers are made, where they are not stored
 
     @staticmethod
     def wrap(data: Tensor, plan: HaloPlan, shards: EdgeShards | None = None, is_reversed: bool = False) -> Any:
         """`data` ``[2, num_edges]`` int64 as the stand-in of the graph behind `plan`."""
         out = data.as_subclass(ShardedEdgeIndex)
-        out.plan, out.shards, out.is_reversed = plan, shards, is_reversed
+        out.plan, out.shards, out.is_reversed, out.derivation = plan, shards, is_reversed, None
+        return out
+
+    @staticmethod
+    def derived(derivation: Derivation, mine: ShardedEdgeIndex) -> Any:
+        """The stand-in for a list derived from `mine`; it has the shape but no numbers until something reads them."""
+        shape = derivation.base.new_zeros((2, 1)).expand(2, derivation.num_edges)
+        out = ShardedEdgeIndex.wrap(shape, mine.plan, None, mine.is_reversed)
+        out.derivation = derivation
         return out
 
     @property
     def plain(self) -> Tensor:
         """The numbers, as an ordinary tensor."""
-        return self.as_subclass(Tensor)
+        return self.as_subclass(Tensor) if self.derivation is None else self.derivation.whole()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("the edge_index of a sharded graph belongs to its process; save the store's path instead")
@@ -121,6 +131,8 @@ class ShardedEdgeIndex(Tensor):
         name = getattr(func, "__name__", "")
         mine = next(t for t in _flat(args, kwargs) if isinstance(t, ShardedEdgeIndex))
         with torch._C.DisableTorchFunctionSubclass():
+            if name in ("__repr__", "__str__", "__format__"):
+                return func(*_plain(args), **kwargs)
             if name in _DESCRIBES or (name == "__get__" and _property(func) in _PROPERTIES):
                 return func(*args, **kwargs)
             if name == "max" and len(args) == 1 and not kwargs:  # PyG asks so for the number of nodes
@@ -130,6 +142,8 @@ class ShardedEdgeIndex(Tensor):
             if name == "unbind" and (*args[1:], *kwargs.values()) in ((), (0,), (-2,)):  # ``row, col = edge_index``
                 return _item(mine, 0), _item(mine, 1)
             if name in _COPIES and mine is args[0]:
+                if mine.derivation is not None and name in ("clone", "contiguous", "detach", "long", "alias"):
+                    return mine  # nothing can be written into it
                 out = func(*_plain(args), **kwargs)
                 shards = mine.shards if out.device == mine.device else None
                 return ShardedEdgeIndex.wrap(out, mine.plan, shards, mine.is_reversed)
@@ -138,8 +152,12 @@ class ShardedEdgeIndex(Tensor):
             if name == "index_select" and mine is args[0] and kwargs.get("dim", args[1:2]) in (1, -1, (1,), (-1,)):
                 return ShardedEdgeIndex.wrap(func(*_plain(args), **kwargs), mine.plan, None, mine.is_reversed)
             if name in ("cat", "concat") and kwargs.get("dim", args[1] if len(args) > 1 else 0) in (1, -1):
-                for piece in kwargs.get("tensors", args[0] if args else ()):
+                pieces = kwargs.get("tensors", args[0] if args else ())
+                for piece in pieces:
                     _check_piece(mine, piece)
+                if mine is pieces[0]:
+                    start = mine.derivation or Derivation.of(mine.plain)
+                    return ShardedEdgeIndex.derived(start.extended([_plain_one(p) for p in pieces[1:]]), mine)
                 out = func(*_plain(args), **kwargs)
                 return ShardedEdgeIndex.wrap(out, mine.plan, None, mine.is_reversed)
         raise _refused(name, "the edge_index")
@@ -201,13 +219,15 @@ def _refused(name: str, what: str) -> RefusedError:
 
 
 def _item(mine: ShardedEdgeIndex, key: Any) -> Tensor:
-    data = mine.plain
     if isinstance(key, int) and not isinstance(key, bool):
-        row = data[key]
+        row = mine.plain[key] if mine.derivation is None else mine.derivation.row(key)
         is_source = (key % 2 == 0) != mine.is_reversed
         return SourceRows.wrap(row, mine.plan) if is_source else row
     if isinstance(key, tuple) and len(key) == 2 and key[0] == slice(None) and not isinstance(key[1], int):
-        return ShardedEdgeIndex.wrap(data[:, _plain_one(key[1])], mine.plan, None, mine.is_reversed)
+        edges = _plain_one(key[1])
+        if mine.derivation is None and isinstance(edges, Tensor) and edges.dtype == torch.bool:
+            return ShardedEdgeIndex.derived(Derivation.of(mine.plain).masked(edges), mine)
+        return ShardedEdgeIndex.wrap(mine.plain[:, edges], mine.plan, None, mine.is_reversed)
     raise _refused(f"__getitem__[{key!r}]", "the edge_index")
 
 
@@ -300,7 +320,9 @@ def _flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
 
 
 def _plain_one(value: Any) -> Any:
-    return value.as_subclass(Tensor) if isinstance(value, (ShardedEdgeIndex, SourceRows)) else value
+    if isinstance(value, ShardedEdgeIndex):
+        return value.plain
+    return value.as_subclass(Tensor) if isinstance(value, SourceRows) else value
 
 
 def _plain(args: tuple[Any, ...]) -> tuple[Any, ...]:

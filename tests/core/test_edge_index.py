@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.overrides import get_overridable_functions
 
+from shardpass.backends.connect import connect
 from shardpass.core.edge_index import ShardedEdgeIndex, SourceRows
 from shardpass.errors import RefusedError
 from shardpass.testing.graphs import assignments, awkward_graph, shard_in_memory
@@ -313,3 +314,24 @@ def test_results_stay_stand_ins(sharded):
         assert isinstance(view, SourceRows) and view.plan is row.plan
     assert isinstance(sharded.edge_index[:, :4], ShardedEdgeIndex)
     assert type(torch.zeros_like(row)) is torch.Tensor
+
+
+def test_a_derived_list_holds_no_numbers_until_they_are_read():
+    comm = connect("local")
+    graph = shard_in_memory(GRAPH, torch.zeros(GRAPH.num_nodes, dtype=torch.int64), comm)
+    index = graph.edge_index
+    mask = index[0] != index[1]
+    loops = torch.arange(graph.num_nodes).repeat(2, 1)
+    derived = torch.cat([index[:, mask], loops], dim=1)
+    expected = torch.cat([index.plain[:, mask], loops], dim=1)
+    assert derived.as_subclass(torch.Tensor).untyped_storage().nbytes() <= 64
+    assert derived.shape == expected.shape and torch.equal(derived.plain, expected)
+    assert torch.equal(derived[1], expected[1]) and torch.equal(derived[0].as_subclass(torch.Tensor), expected[0])
+    mask.fill_(True)  # what the caller does with its mask later does not matter
+    assert torch.equal(derived.plain, expected)
+    plan = index.plan
+    shards = plan.derived.find(derived.derivation, plan.blocks, plan.num_dst)
+    again = torch.cat([index[:, index[0] != index[1]], loops], dim=1)
+    assert plan.derived.find(again.derivation, plan.blocks, plan.num_dst) is shards
+    other = torch.cat([index[:, index[0] == index[1]], loops], dim=1)
+    assert plan.derived.find(other.derivation, plan.blocks, plan.num_dst) is not shards

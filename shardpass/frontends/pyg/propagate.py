@@ -135,11 +135,12 @@ class ShardedMessagePassing:
 
 
 def shards_of(edge_index: ShardedEdgeIndex) -> EdgeShards:
-    """The shards of an edge list; those of one that was derived in forward are found again by content."""
+    """The shards of an edge list; those of one that was derived in forward are found again."""
     if edge_index.shards is not None:
         return edge_index.shards
     plan = edge_index.plan
-    return plan.derived.find(edge_index.plain, plan.blocks, plan.num_dst)
+    edges = edge_index.plain if edge_index.derivation is None else edge_index.derivation
+    return plan.derived.find(edges, plan.blocks, plan.num_dst)
 
 
 class Parts:
