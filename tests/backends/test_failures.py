@@ -113,7 +113,7 @@ PARENT = """
 import os, sys, time
 from shardpass.backends.spawn import spawn
 def wait(comm):
-    os.write(1, b"up\n")  # one write: lines of two processes must not mix
+    os.write(1, b"up\\n")  # one write: lines of two processes must not mix
     time.sleep(60)
 if __name__ == "__main__":
     spawn(wait, 2, "processes")
