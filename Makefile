@@ -12,8 +12,8 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo       an unmodified GAT in one process and on four ranks, side by side (under 5 minutes)"
-	@echo "make test       lint, types, docs and the default tests (under 15 minutes on 2 cores)"
+	@echo "make demo       an unmodified GAT in one process and on four ranks, side by side"
+	@echo "make test       lint, types, docs and the default tests"
 	@echo "make test-long  the tests that take minutes each"
 	@echo "make bench      memory benchmark; writes benchmarks/reports/"
 	@echo "make clean      remove .venv and everything made"
