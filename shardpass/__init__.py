@@ -1,13 +1,16 @@
-"""Train unmodified PyG and DGL models on whole graphs too large for one memory. See ``docs/`` for a tour."""
+"""Train unmodified PyG models on whole graphs too large for one memory (DGL: planned). ``docs/`` holds a tour."""
 
 from typing import TYPE_CHECKING, Any
 
 from shardpass.backends.communicator import Communicator
 from shardpass.backends.connect import connect
 from shardpass.backends.spawn import spawn
+from shardpass.core.calls import all_reduce_sum
 from shardpass.core.checkpoint import load_checkpoint, save_checkpoint
-from shardpass.core.gradients import sync_gradients, sync_parameters
+from shardpass.core.embedding import NodeEmbedding
+from shardpass.core.gradients import clip_grad_norm, sync_gradients, sync_parameters
 from shardpass.core.graph import ShardedGraph, gather
+from shardpass.core.hetero_graph import ShardedHeteroGraph
 from shardpass.core.objective import accuracy, cross_entropy, mean, replicated, sum, total
 from shardpass.core.options import Options
 from shardpass.core.random import seed
@@ -22,9 +25,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Communicator",
+    "NodeEmbedding",
     "Options",
     "ShardedGraph",
+    "ShardedHeteroGraph",
     "accuracy",
+    "all_reduce_sum",
+    "clip_grad_norm",
     "connect",
     "cross_entropy",
     "gather",

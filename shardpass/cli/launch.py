@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import shutil
 import sys
 import sysconfig
@@ -89,6 +90,16 @@ def find_program(name: str) -> str | None:
         if found:
             return found
     return shutil.which(name)
+
+
+def typed_command() -> str:
+    """What to type in this shell for the ``shardpass`` of this Python environment, whether it is active or not."""
+    program, active = find_program("shardpass"), shutil.which("shardpass")
+    if program is not None and active is not None and os.path.samefile(program, active):
+        return "shardpass"
+    words = [sys.executable, "-m", "shardpass.cli"] if program is None else [program]
+    inside = os.path.relpath(words[0])
+    return shlex.join([words[0] if inside.startswith("..") else inside, *words[1:]])
 
 
 def launcher_environment() -> dict[str, str]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shardpass.core.agreement import settle
+from shardpass.core.at_once import aggregate_at_once
 from shardpass.core.backward import needed_values, run_backward
 from shardpass.core.call import Call
 from shardpass.core.calls import begin_call, end_call, refuse_double_backward
@@ -23,6 +24,7 @@ from shardpass.core.program import Program
 from shardpass.core.reducers import Base
 from shardpass.core.shard import EdgeShards
 from shardpass.core.tracing import EdgeTrace
+from shardpass.errors import NeedsHaloError
 
 
 def aggregate(program: Program, plan: HaloPlan, edges: EdgeShards) -> Tensor:
@@ -38,7 +40,14 @@ def aggregate(program: Program, plan: HaloPlan, edges: EdgeShards) -> Tensor:
     number, token = begin_call(plan.comm, program.name)
     program = replace(program, order=plan.comm.order)
     label = f"call {number} {program.name}"
-    program, structure, gradients = settle(plan.comm, label, program, edges, plan.num_own_src)
+    try:
+        program, structure, gradients = settle(plan.comm, label, program, edges, plan.num_own_src)
+    except NeedsHaloError:
+        if plan.options.mode != "halo":
+            raise
+        return aggregate_at_once(program, plan, edges, label)
+    if program.watch is not None:
+        program.watch(structure)
     first: dict[int, str] = {}
     call = Call(
         program=replace(program, src={}, dst={}, edge={}),

@@ -81,6 +81,7 @@ def start_chain(comm: Communicator) -> bool:
     if comm.order.active:
         return False
     comm.order.active = True
+    comm.order.forwards += 1
     comm.order.token = _new_token(comm) if torch.is_grad_enabled() else None
     return True
 

@@ -24,6 +24,8 @@ from shardpass.errors import CheckpointError
 
 FORMAT = 1
 Optimizer = torch.optim.Optimizer
+Span = tuple[int, int, int]
+"""First and last row (exclusive) of this rank, and rows of all ranks."""
 
 
 def save_checkpoint(
@@ -82,7 +84,8 @@ def load_checkpoint(
         comm: the ranks.
         model: with the names, shapes and dtypes of the saved one.
         optimizer: of the saved class, over parameters of the saved shapes; None leaves the saved state unused.
-        graph: refused if the checkpoint was written for another graph or partition; not compared if None.
+        graph: refused if the checkpoint was written for another graph or partition; not compared if None, which is
+            refused for a model with rows owned by ranks (`NodeEmbedding`).
 
     Returns:
         ``{"epoch": ..., "extra": ..., "random": ...}``; random is ``"restored"``, or ``"derived"`` when the number of
@@ -95,24 +98,64 @@ def load_checkpoint(
     read: dict[str, Tensor] = {}
     manifest = _agreed(comm, lambda: read_file(Path(path), read) if comm.rank == 0 else None)
     manifest = comm.all_gather_object(manifest, "checkpoint manifest")[0]
-    _agreed(comm, lambda: _validate(Path(path), manifest, comm, model, optimizer, graph))
-    tensors = _passed_on(manifest, read, comm)
+    spans = _spans(model, optimizer, comm)
+    _agreed(comm, lambda: _validate(Path(path), manifest, model, optimizer, graph, spans))
+    tensors = _passed_on(manifest, read, comm, spans)
     _agreed(comm, lambda: _restore(manifest, tensors, model, optimizer))
     same = _continue_random(manifest, tensors, comm)
     extra = decode(manifest["extra"], tensors)
     return {"epoch": manifest["epoch"], "extra": extra, "random": "restored" if same else "derived"}
 
 
-def _passed_on(manifest: dict[str, Any], read: dict[str, Tensor], comm: Communicator) -> dict[str, Tensor]:
-    """All tensors of the file, and under their plain names those that belong to this rank. Collective."""
-    tensors = {
-        name: read[name] if comm.rank == 0 else torch.empty(shape, dtype=getattr(torch, dtype))
-        for name, (dtype, shape) in manifest["tensors"].items()
-    }
-    broadcast_tensors(list(tensors.values()), comm, "load_checkpoint")
-    for name in manifest["local"]:
-        tensors[name] = tensors[f"{name}@{comm.rank % manifest['ranks']}"]
-    return tensors
+def _passed_on(
+    manifest: dict[str, Any], read: dict[str, Tensor], comm: Communicator, spans: dict[str, Span]
+) -> dict[str, Tensor]:
+    """The tensors of the file; of those with rows owned by ranks, the rows of this one. Collective."""
+    tensors: dict[str, Tensor] = {}
+    pieces: dict[str, list[Tensor]] = {name: [] for name in manifest["local"]}
+    first = dict.fromkeys(manifest["local"], 0)
+    for name, (dtype, shape) in manifest["tensors"].items():
+        whole = read[name] if comm.rank == 0 else torch.empty(shape, dtype=getattr(torch, dtype))
+        broadcast_tensors([whole], comm, "load_checkpoint")
+        table, _, rank = name.rpartition("@")
+        if table not in pieces:
+            tensors[name] = whole
+        elif table.startswith("random/"):
+            tensors[name] = whole
+            if int(rank) == comm.rank % manifest["ranks"]:
+                tensors[table] = whole
+        elif _span_of(table, spans) is not None:
+            start, stop, _ = _span_of(table, spans) or (0, 0, 0)
+            low, high = max(start, first[table]), min(stop, first[table] + len(whole))
+            pieces[table].append(whole[max(0, low - first[table]) : max(0, high - first[table])].clone())
+            first[table] += len(whole)
+    return tensors | {name: torch.cat(parts) for name, parts in pieces.items() if parts}
+
+
+def _spans(model: nn.Module, optimizer: Optimizer | None, comm: Communicator) -> dict[str, Span]:
+    """Rows of this rank in tables owned by ranks, by the beginning of the names under which they are saved. Collective.
+
+    Ranks own contiguous runs of the same order of nodes, so that their rows one after the other are the same table
+    for any number of ranks.
+    """
+    named = model.named_parameters(remove_duplicate=False)
+    counts = {f"model/{name}": len(p) for name, p in named if getattr(p, "shardpass_local", False)}
+    for index, parameter in enumerate(_optimized(optimizer) if optimizer else []):
+        if getattr(parameter, "shardpass_local", False):
+            counts[f"optimizer/state/{index}/"] = len(parameter)
+    every = comm.all_gather_object(counts, "checkpoint rows")
+    spans = {}
+    for name, count in counts.items():
+        rows = [other.get(name, 0) for other in every]
+        start = sum(rows[: comm.rank])
+        spans[name] = (start, start + count, sum(rows))
+    return spans
+
+
+def _span_of(name: str, spans: dict[str, Span]) -> Span | None:
+    return next(
+        (s for prefix, s in spans.items() if name == prefix or (prefix[-1] == "/" and name.startswith(prefix))), None
+    )
 
 
 def _continue_random(manifest: dict[str, Any], tensors: dict[str, Tensor], comm: Communicator) -> bool:
@@ -185,7 +228,12 @@ def _fingerprints(graph: Any) -> tuple[str | None, str | None]:
 
 
 def _validate(
-    path: Path, manifest: dict[str, Any], comm: Communicator, model: nn.Module, optimizer: Optimizer | None, graph: Any
+    path: Path,
+    manifest: dict[str, Any],
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    graph: Any,
+    spans: dict[str, Span],
 ) -> None:
     """Raise CheckpointError if the checkpoint does not fit what it is loaded into."""
     what = f"the checkpoint {str(path)!r}"
@@ -195,17 +243,19 @@ def _validate(
         if None not in (found, manifest[kind]) and found != manifest[kind]:
             raise CheckpointError(f"{what} was written for another {kind}: {manifest[kind]}, this is {found}")
     local = [name for name in manifest["local"] if not name.startswith("random/")]
-    if local and manifest["ranks"] != comm.size:
+    if local and (_fingerprints(graph)[1] is None or manifest["partition"] is None):
         raise CheckpointError(
-            f"{what} holds rows owned by {manifest['ranks']} ranks ({local[0]}), which cannot be loaded on {comm.size} "
-            f"yet: run on {manifest['ranks']} ranks"
+            f"{what} holds rows owned by ranks ({local[0]}), which belong to the nodes of one partition: pass graph= "
+            f"to save_checkpoint and to load_checkpoint, so that they can be compared"
         )
     own = {name: describe(value) for name, value in model.state_dict().items()}
     saved = {}
     for name, tree in manifest["model"]["dict"]:
         stored = tree["tensor"] if isinstance(tree, dict) and "tensor" in tree else None
-        stored = f"{stored}@{comm.rank}" if stored in local else stored
-        saved[name] = "{} {}".format(*manifest["tensors"][stored]) if stored else "no tensor"
+        if stored is not None and stored in local:
+            saved[name] = _table(stored, manifest, spans)
+        else:
+            saved[name] = "{} {}".format(*manifest["tensors"][stored]) if stored else "no tensor"
     for name in [*own, *saved]:
         if own.get(name) != saved.get(name):
             raise CheckpointError(
@@ -214,6 +264,15 @@ def _validate(
             )
     if optimizer is not None:
         _validate_optimizer(what, manifest["optimizer"], optimizer, bool(local))
+
+
+def _table(name: str, manifest: dict[str, Any], spans: dict[str, Span]) -> str:
+    """A saved table as this rank's rows of it would be described; the whole, where the tables differ in length."""
+    parts = [manifest["tensors"][f"{name}@{rank}"] for rank in range(manifest["ranks"])]
+    dtype, (_, *tail) = parts[0]
+    saved = sum(shape[0] for _, shape in parts)
+    start, stop, total = _span_of(name, spans) or (0, saved, saved)
+    return f"{dtype} {[stop - start if total == saved else saved, *tail]}"
 
 
 def _validate_optimizer(what: str, saved: dict[str, Any] | None, optimizer: Optimizer, local: bool) -> None:

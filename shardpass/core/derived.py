@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from shardpass.core.shard import Block, EdgeShards, build_shards, smallest_index_dtype
 
-_MOST = 4
+_MOST_LISTS, _MOST_EDGES = 32, 4  # lists; and edges together, as a multiple of those of the longest list
 _COMPARED_EDGES = 1 << 16
 
 
@@ -46,7 +47,8 @@ class Derivation:
 
     def extended(self, edges: Sequence[Tensor]) -> Derivation:
         """With `edges` appended."""
-        return replace(self, added=(*self.added, *edges), num_edges=self.num_edges + sum(e.size(1) for e in edges))
+        added = (*self.added, *(e.clone() for e in edges))
+        return replace(self, added=added, num_edges=self.num_edges + sum(e.size(1) for e in edges))
 
     def row(self, index: int) -> Tensor:
         """Row 0 or 1 of the list, ``[num_edges]``."""
@@ -63,6 +65,7 @@ class Derivation:
             self.num_edges == other.num_edges
             and self.base.data_ptr() == other.base.data_ptr()
             and self.base.shape == other.base.shape
+            and self.base.stride() == other.base.stride()
             and (self.kept is None) == (other.kept is None)
             and (self.kept is None or other.kept is None or torch.equal(self.kept, other.kept))
             and len(self.added) == len(other.added)
@@ -70,25 +73,54 @@ class Derivation:
         )
 
 
-class DerivedShards:
-    """The last few derived edge lists of one graph, least recently used dropped."""
+Value = TypeVar("Value")
+
+
+class KnownLists(Generic[Value]):
+    """Something kept for each of the last few edge lists of one graph; least recently used dropped."""
 
     def __init__(self) -> None:
-        self._known: list[tuple[Tensor | Derivation, EdgeShards]] = []
+        self._known: list[tuple[Tensor | Derivation, Value]] = []
+        self.count = 0  # of all that were ever kept
+
+    def find(self, edges: Tensor | Derivation) -> Value | None:
+        """What is kept for a list equal to `edges` ``[2, num_edges]``; None where there is none."""
+        for position, (known, value) in enumerate(self._known):
+            if _same(known, edges):
+                self._known.append(self._known.pop(position))
+                return value
+        return None
+
+    def keep(self, edges: Tensor | Derivation, value: Value) -> Value:
+        """`value`, kept for `edges`."""
+        if isinstance(edges, Tensor):
+            largest = int(edges.max()) if edges.numel() else 0
+            edges = edges.to(smallest_index_dtype(largest), copy=True)
+        self._known.append((edges, value))
+        sizes = [_num_edges(known) for known, _ in self._known]
+        while len(sizes) > _MOST_LISTS or sum(sizes) > _MOST_EDGES * max(sizes):
+            del self._known[0], sizes[0]
+        self.count += 1
+        return value
+
+
+class DerivedShards:
+    """The shards of the last few derived edge lists of one graph."""
+
+    def __init__(self) -> None:
+        self._known: KnownLists[EdgeShards] = KnownLists()
 
     def find(self, edges: Tensor | Derivation, blocks: Sequence[Block], num_dst: int) -> EdgeShards:
         """The shards of `edges` ``[2, num_edges]``, in own-first source rows and own destination rows."""
-        for position, (known, shards) in enumerate(self._known):
-            if _same(known, edges):
-                self._known.append(self._known.pop(position))
-                return shards
+        known = self._known.find(edges)
+        if known is not None:
+            return known
         rows = (edges.row(0), edges.row(1)) if isinstance(edges, Derivation) else (edges[0], edges[1])
-        shards = build_shards(*rows, blocks, num_dst)
-        if isinstance(edges, Tensor):
-            largest = max([num_dst, *(block.stop for block in blocks)])
-            edges = edges.to(smallest_index_dtype(largest), copy=True)
-        self._known = [*self._known, (edges, shards)][-_MOST:]
-        return shards
+        return self._known.keep(edges, build_shards(*rows, blocks, num_dst))
+
+
+def _num_edges(edges: Tensor | Derivation) -> int:
+    return edges.num_edges if isinstance(edges, Derivation) else edges.size(1)
 
 
 def _same(known: Tensor | Derivation, edges: Tensor | Derivation) -> bool:

@@ -8,6 +8,7 @@ scattering onto it is a differentiable push to the owners. Any other use is refu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -90,32 +91,58 @@ _PROPERTIES = frozenset(
 
 
 class ShardedEdgeIndex(Tensor):
-    """``edge_index`` of a sharded graph, or one derived from it by adding, removing or reordering edges."""
+    """``edge_index`` of a sharded graph, or one derived from it by adding, removing, reordering or flipping edges.
+
+    The numbers are stored sources first. A flipped one stores the same and is marked `is_reversed`.
+    """
 
     plan: HaloPlan
     shards: EdgeShards | None  # of exactly this edge list, where known
     is_reversed: bool
     derivation: Derivation | None  # how the numbers are made, where they are not stored
+    flow: Any  # the `LayerFlow` that says which nodes are computed; None: all
 
     @staticmethod
-    def wrap(data: Tensor, plan: HaloPlan, shards: EdgeShards | None = None, is_reversed: bool = False) -> Any:
-        """`data` ``[2, num_edges]`` int64 as the stand-in of the graph behind `plan`."""
+    def wrap(
+        data: Tensor, plan: HaloPlan, shards: EdgeShards | None = None, is_reversed: bool = False, flow: Any = None
+    ) -> Any:
+        """`data` ``[2, num_edges]`` int64, sources first, as the stand-in of the graph behind `plan`."""
         out = data.as_subclass(ShardedEdgeIndex)
-        out.plan, out.shards, out.is_reversed, out.derivation = plan, shards, is_reversed, None
+        out.plan, out.shards, out.is_reversed, out.derivation, out.flow = plan, shards, is_reversed, None, flow
         return out
 
     @staticmethod
     def derived(derivation: Derivation, mine: ShardedEdgeIndex) -> Any:
         """The stand-in for a list derived from `mine`; it has the shape but no numbers until something reads them."""
         shape = derivation.base.new_zeros((2, 1)).expand(2, derivation.num_edges)
-        out = ShardedEdgeIndex.wrap(shape, mine.plan, None, mine.is_reversed)
+        out = ShardedEdgeIndex.wrap(shape, mine.plan, None, mine.is_reversed, mine.flow)
         out.derivation = derivation
         return out
 
     @property
-    def plain(self) -> Tensor:
-        """The numbers, as an ordinary tensor."""
+    def edges(self) -> Tensor | Derivation:
+        """The edge list sources first, as numbers ``[2, num_edges]`` or as what was done to others."""
+        return self.as_subclass(Tensor) if self.derivation is None else self.derivation
+
+    @property
+    def sources_first(self) -> Tensor:
+        """The numbers, whatever the direction: sources in row 0, destinations in row 1."""
         return self.as_subclass(Tensor) if self.derivation is None else self.derivation.whole()
+
+    @property
+    def plain(self) -> Tensor:
+        """The numbers as they look from outside, as an ordinary tensor."""
+        return self.sources_first.flip(0) if self.is_reversed else self.sources_first
+
+    def flipped(self) -> ShardedEdgeIndex:
+        """The same edges with the rows exchanged; nothing is copied."""
+        out = ShardedEdgeIndex.wrap(self.as_subclass(Tensor), self.plan, self.shards, not self.is_reversed, self.flow)
+        out.derivation = self.derivation
+        return out
+
+    def _of(self, data: Tensor) -> ShardedEdgeIndex:
+        """Other numbers, sources first, in the same direction."""
+        return ShardedEdgeIndex.wrap(data, self.plan, None, self.is_reversed, self.flow)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("the edge_index of a sharded graph belongs to its process; save the store's path instead")
@@ -141,25 +168,16 @@ class ShardedEdgeIndex(Tensor):
                 return _item(mine, args[1])
             if name == "unbind" and (*args[1:], *kwargs.values()) in ((), (0,), (-2,)):  # ``row, col = edge_index``
                 return _item(mine, 0), _item(mine, 1)
+            if name == "view_as" and args[0] is mine is args[1]:  # so backward hooks of modules look at arguments
+                return mine.flipped().flipped()
             if name in _COPIES and mine is args[0]:
-                if mine.derivation is not None and name in ("clone", "contiguous", "detach", "long", "alias"):
-                    return mine  # nothing can be written into it
-                out = func(*_plain(args), **kwargs)
-                shards = mine.shards if out.device == mine.device else None
-                return ShardedEdgeIndex.wrap(out, mine.plan, shards, mine.is_reversed)
+                return _copied(mine, func, name, args, kwargs)
             if name == "flip" and _flips_rows(*args[1:], *kwargs.values()):
-                return ShardedEdgeIndex.wrap(func(*_plain(args), **kwargs), mine.plan, None, not mine.is_reversed)
+                return mine.flipped()
             if name == "index_select" and mine is args[0] and kwargs.get("dim", args[1:2]) in (1, -1, (1,), (-1,)):
-                return ShardedEdgeIndex.wrap(func(*_plain(args), **kwargs), mine.plan, None, mine.is_reversed)
+                return mine._of(func(mine.sources_first, *_plain(args[1:]), **kwargs))
             if name in ("cat", "concat") and kwargs.get("dim", args[1] if len(args) > 1 else 0) in (1, -1):
-                pieces = kwargs.get("tensors", args[0] if args else ())
-                for piece in pieces:
-                    _check_piece(mine, piece)
-                if mine is pieces[0]:
-                    start = mine.derivation or Derivation.of(mine.plain)
-                    return ShardedEdgeIndex.derived(start.extended([_plain_one(p) for p in pieces[1:]]), mine)
-                out = func(*_plain(args), **kwargs)
-                return ShardedEdgeIndex.wrap(out, mine.plan, None, mine.is_reversed)
+                return _joined(mine, kwargs.get("tensors", args[0] if args else ()))
         raise _refused(name, "the edge_index")
 
 
@@ -218,16 +236,36 @@ def _refused(name: str, what: str) -> RefusedError:
     )
 
 
+def _copied(mine: ShardedEdgeIndex, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if mine.derivation is not None and name in ("clone", "contiguous", "detach", "long", "alias"):
+        return mine  # nothing can be written into it
+    out = func(mine.sources_first, *args[1:], **kwargs)
+    shards = mine.shards if out.device == mine.device else None
+    return ShardedEdgeIndex.wrap(out, mine.plan, shards, mine.is_reversed, mine.flow)
+
+
+def _joined(mine: ShardedEdgeIndex, pieces: Sequence[Tensor]) -> ShardedEdgeIndex:
+    for piece in pieces:
+        _check_piece(mine, piece)
+    data = [piece.sources_first if isinstance(piece, ShardedEdgeIndex) else _plain_one(piece) for piece in pieces]
+    if mine is pieces[0]:
+        start = mine.derivation or Derivation.of(mine.sources_first)
+        return ShardedEdgeIndex.derived(start.extended(data[1:]), mine)
+    return mine._of(torch.cat(data, dim=1))
+
+
 def _item(mine: ShardedEdgeIndex, key: Any) -> Tensor:
-    if isinstance(key, int) and not isinstance(key, bool):
-        row = mine.plain[key] if mine.derivation is None else mine.derivation.row(key)
-        is_source = (key % 2 == 0) != mine.is_reversed
-        return SourceRows.wrap(row, mine.plan) if is_source else row
+    if isinstance(key, int) and not isinstance(key, bool) and -2 <= key < 2:
+        stored = (key % 2) ^ int(mine.is_reversed)
+        row = mine.sources_first[stored] if mine.derivation is None else mine.derivation.row(stored)
+        return SourceRows.wrap(row, mine.plan) if stored == 0 else row
     if isinstance(key, tuple) and len(key) == 2 and key[0] == slice(None) and not isinstance(key[1], int):
         edges = _plain_one(key[1])
+        if isinstance(edges, slice) and edges != slice(None):
+            raise _refused("a slice [:, a:b]", "the edge_index")
         if mine.derivation is None and isinstance(edges, Tensor) and edges.dtype == torch.bool:
-            return ShardedEdgeIndex.derived(Derivation.of(mine.plain).masked(edges), mine)
-        return ShardedEdgeIndex.wrap(mine.plain[:, edges], mine.plan, None, mine.is_reversed)
+            return ShardedEdgeIndex.derived(Derivation.of(mine.sources_first).masked(edges), mine)
+        return mine._of(mine.sources_first[:, edges])
     raise _refused(f"__getitem__[{key!r}]", "the edge_index")
 
 
@@ -256,11 +294,11 @@ def _check_piece(mine: ShardedEdgeIndex, piece: Tensor) -> None:
 def _stacked(plan: HaloPlan, first: Tensor, second: Tensor) -> ShardedEdgeIndex:
     """Rows put together again; which of them holds the sources is known from their types."""
     sources = isinstance(first, SourceRows), isinstance(second, SourceRows)
-    data = torch.stack([_plain_one(first), _plain_one(second)])
+    data = torch.stack([_plain_one(first), _plain_one(second)])  # as they look from outside
     loops = torch.equal(data[0], data[1]) and (data.numel() == 0 or int(data.max()) < plan.num_own_src)
     if first.dim() != 1 or (all(sources) and not loops):
         raise _refused("stack", "source node ids")
-    return ShardedEdgeIndex.wrap(data, plan, None, is_reversed=not sources[0])
+    return ShardedEdgeIndex.wrap(data if sources[0] else data.flip(0), plan, None, is_reversed=not sources[0])
 
 
 def _only_own_rows(table: Any, key: Any) -> bool:

@@ -104,24 +104,26 @@ def fetch_blocks(
     ahead = len(plan.schedule.rounds) if plan.options.mode == "halo" else plan.options.prefetch
     packing = Packing(tensors)
     device = plan.comm.device
+    under_way = max(1, ahead)
     receive = _Slots(ahead + 1, device, fresh=keep or plan.options.mode == "halo")
-    outgoing = _Slots(ahead + 1, device, fresh=plan.options.mode == "halo")
+    outgoing = _Slots(under_way, device, fresh=plan.options.mode == "halo")
     waiting: deque[tuple[int, Tensor, Handle]] = deque()
     moves = plan.schedule.transfers(plan.comm.rank) if tensors else []
 
-    def post_ahead(index: int) -> None:
-        for move in moves[index + len(waiting) : index + ahead + 1]:
+    def post(first: int, stop: int) -> None:
+        for move in moves[first + len(waiting) : stop]:
             waiting.append(_post(plan, tensors, packing, move, receive, outgoing, stream))
 
-    post_ahead(0)  # the first transfers hide behind the own block
+    post(0, under_way)  # the first transfers hide behind the own block
     yield 0, plan.blocks[0], list(tensors)
     for index in range(len(plan.schedule.rounds)):
-        post_ahead(index)
         rows: list[Tensor] = []
         if moves:
+            post(index, index + 1)
             count, buffer, handle = waiting.popleft()
-            handle.wait()
+            handle.wait()  # its message has gone too, so the next may use its buffer
             rows = packing.views(buffer, count)
+            post(index + 1, index + 1 + ahead)
         yield index + 1, plan.blocks[index + 1], rows
 
 

@@ -43,7 +43,7 @@ def run_forward(call: Call, operands: Operands) -> ForwardResult:
             like = torch.empty(0, dtype=reduction.dtype, device=device)
             result.states[k] = REDUCERS[reduction.op].init(edges.num_dst, reduction.tail, like)
         if to_edges:
-            result.edges = torch.empty(
+            result.edges = torch.zeros(  # some edges may be left out
                 (edges.num_edges, *(structure.edge_tail or ())), dtype=structure.edge_dtype, device=device
             )
         if all(structure.reductions[k].form in ("copy", "scale") for k in members) and not to_edges:

@@ -101,6 +101,44 @@ def sync_gradients(model: nn.Module, comm: Communicator, bucket_bytes: int = BUC
             watch.version = None
 
 
+def clip_grad_norm(model: nn.Module, max_norm: float, comm: Communicator) -> Tensor:
+    """The 2-norm of all gradients, 0-dim float64, which are then scaled in place to at most `max_norm`. Collective.
+
+    Call it after `sync_gradients`. Gradients of rows owned by ranks (`NodeEmbedding`) are those of all ranks, and every
+    rank scales by the same factor; `torch.nn.utils.clip_grad_norm_` would see each rank's own rows. Without such rows
+    the two do the same.
+
+    Args:
+        model: the same architecture on every rank.
+        max_norm: the largest norm that is left.
+        comm: the ranks.
+
+    Raises:
+        ShardpassError: on every rank, if gradients were not summed over ranks yet on one.
+    """
+    sums = torch.zeros(2, dtype=torch.float64, device=comm.device)  # squares of own rows; gradients not summed yet
+    shared = torch.zeros((), dtype=torch.float64, device=comm.device)
+    for parameter in model.parameters():
+        if parameter.grad is None:
+            continue
+        square = torch.linalg.vector_norm(parameter.grad.detach().double()).square().to(comm.device)
+        if getattr(parameter, "shardpass_local", False):
+            sums[0] += square
+            continue
+        shared += square
+        watch = _watch(parameter)
+        sums[1] += int(watch is not None and watch.version is not None)
+    squares, unsummed = comm.all_reduce(sums, "sum", "clip_grad_norm").unbind()
+    if unsummed:
+        raise ShardpassError("clip_grad_norm: gradients are not summed over ranks yet; call sync_gradients before it")
+    norm = (shared + squares).sqrt()
+    factor = float((max_norm / (norm + 1e-6)).clamp(max=1.0))  # as torch does
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.detach().mul_(factor)
+    return norm
+
+
 def note_forward(model: nn.Module) -> None:
     """Watch the parameters' gradients from now on. For the wrapper, at every outermost forward. Not collective.
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from shardpass.backends.communicator import Communicator
+from shardpass.core.batch_index import BatchIndex
 from shardpass.core.edge_index import ShardedEdgeIndex
+from shardpass.core.flow import message_flow
 from shardpass.core.halo import HaloPlan, build_halo_plan
 from shardpass.core.options import Options
 from shardpass.core.ownership import EDGE, NODE, EdgeType, NodeType, Ownership
@@ -67,6 +69,7 @@ def build_relation(
     edge_ids: Tensor,
     fields: Mapping[str, Tensor],
     options: Options,
+    ends: tuple[NodeType, NodeType] | None = None,
 ) -> Relation:
     """The edges of one type, sharded. Collective; `sources` and `options` must be the same on every rank.
 
@@ -74,10 +77,12 @@ def build_relation(
         src_ids: global source id of each edge, ``[num_edges]`` int64.
         dst_rows: own destination row of each edge, ``[num_edges]`` int64.
         edge_ids, fields: per edge, in the same order as `src_ids`.
+        ends: the types of sources and destinations, for telling edges of another type.
     """
     device = comm.device
     src_ids, dst_rows, edge_ids = src_ids.to(device), dst_rows.to(device), edge_ids.to(device)
     plan, src_rows = build_halo_plan(comm, sources, src_ids, num_dst, options)
+    plan = replace(plan, ends=ends)
     if options.mode == "halo":
         order = torch.argsort(edge_ids)  # layers that see whole neighbourhoods break ties by the order of edges
     else:
@@ -138,7 +143,7 @@ class ShardedGraph:
         if not self.is_homogeneous:
             raise ValueError(
                 f"`{what}` is for graphs of one node and one edge type; this one has the node types {self.node_types} "
-                f"and the edge types {self.edge_types}"
+                f"and the edge types {self.edge_types}: name one, as in graph[type]"
             )
 
     @property
@@ -179,10 +184,34 @@ class ShardedGraph:
         """The stand-in for ``edge_index``, ``[2, num_edges]``."""
         return self.relation.edge_index
 
+    def layers(self, nodes: Tensor, num_layers: int) -> list[ShardedEdgeIndex]:
+        """An ``edge_index`` for each layer of a model that is asked for the outputs of `nodes` only. Collective.
+
+        A layer called with its one leaves out the nodes, and the halo rows, that none of `nodes` needs. The outputs of
+        `nodes` are those of the whole graph, if nothing but message passing and row-wise code is between the layers;
+        rows of other nodes are without meaning. Norms over all nodes are refused.
+
+        Args:
+            nodes: own rows, ``[num_nodes]`` bool.
+            num_layers: of the model, the same on every rank.
+        """
+        if nodes.dtype != torch.bool or nodes.shape != (self.num_nodes,):
+            raise ValueError(
+                f"rank {self.comm.rank}: layers takes a mask over own nodes, expected bool [{self.num_nodes}], got "
+                f"{nodes.dtype} {list(nodes.shape)}"
+            )
+        relation = self.relation
+        flows = message_flow(self.edge_index, self.ownership[NODE], nodes.to(self.comm.device), num_layers)
+        numbers = relation.edge_index.sources_first
+        return [ShardedEdgeIndex.wrap(numbers, relation.plan, relation.shards, flow=flow) for flow in flows]
+
     @cached_property
-    def batch(self) -> Tensor:
-        """The graph of each own node: all zeros, since a sharded graph is one graph."""
-        return torch.zeros(self.num_nodes, dtype=torch.int64, device=self.comm.device)
+    def batch(self) -> BatchIndex:
+        """The graph of each own node: all zeros, since a sharded graph is one graph.
+
+        Pooling, norms and softmax over it take in the nodes of all ranks; they are collective and differentiable.
+        """
+        return BatchIndex.of(self.num_nodes, self.comm)
 
     @property
     def num_nodes(self) -> int:
@@ -229,35 +258,52 @@ class ShardedGraph:
         return self._node_ids[NODE]
 
     @property
+    def node_ids_dict(self) -> dict[NodeType, Tensor]:
+        """Original id of each own node, by type."""
+        return dict(self._node_ids)
+
+    @property
     def edge_ids(self) -> Tensor:
         """Original position of each own edge, ``[num_edges]`` int64."""
         return self.relation.edge_ids
 
+    def ids_of(self, node_type: NodeType | None = None) -> tuple[Tensor, int]:
+        """Original ids of own nodes of a type (None: the only one), and how many nodes the whole graph has of it."""
+        if node_type is None and len(self.ownership) == 1:
+            node_type = next(iter(self.ownership))
+        if node_type not in self.ownership:
+            raise ValueError(f"node_type={node_type!r}; expected one of the types of this graph: {self.node_types}")
+        return self._node_ids[node_type], self.ownership[node_type].num_total
 
-def gather(graph: ShardedGraph, rows: Tensor) -> Tensor | None:
+
+def gather(graph: ShardedGraph, rows: Tensor, node_type: NodeType | None = None) -> Tensor | None:
     """Own rows of every rank in the original node order, on rank 0; None on the others. Collective.
 
     Args:
-        graph: of one node type.
         rows: ``[num_nodes, ...]``, one row per own node; the same dtype and trailing shape on every rank.
+        node_type: of the nodes; needed where the graph has several.
 
     Returns:
         ``[total_nodes, ...]`` on rank 0.
+
+    Raises:
+        ValueError: another number of rows, or a node type that is missing or unknown.
     """
-    if rows.size(0) != graph.num_nodes:
+    ids, total = graph.ids_of(node_type)
+    if rows.size(0) != ids.numel():
         raise ValueError(
-            f"rank {graph.comm.rank}: gather takes one row per own node, expected {graph.num_nodes} rows, "
+            f"rank {graph.comm.rank}: gather takes one row per own node, expected {ids.numel()} rows, "
             f"got {rows.size(0)}"
         )
     root = graph.comm.rank == 0
     empty = rows.new_empty((0, *rows.shape[1:]))
-    ids = graph.node_ids.to(graph.comm.device)
+    ids = ids.to(graph.comm.device)
     to_root = [rows.detach().contiguous()] + [empty] * (graph.comm.size - 1)
     parts = graph.comm.all_to_all(to_root, label="gather rows")
     id_parts = graph.comm.all_to_all([ids] + [ids[:0]] * (graph.comm.size - 1), label="gather ids")
     if not root:
         return None
-    out = rows.new_empty((graph.total_nodes, *rows.shape[1:]))
+    out = rows.new_empty((total, *rows.shape[1:]))
     for part, part_ids in zip(parts, id_parts):
         out[part_ids] = part
     return out

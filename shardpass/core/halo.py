@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardpass.backends.communicator import Communicator
-from shardpass.core.derived import DerivedShards
+from shardpass.core.derived import DerivedShards, KnownLists
 from shardpass.core.options import Options
-from shardpass.core.ownership import Ownership
+from shardpass.core.ownership import NodeType, Ownership
 from shardpass.core.schedule import Schedule
 from shardpass.core.shard import Block
 from shardpass.errors import InternalError
@@ -32,6 +33,9 @@ class HaloPlan:
         schedule: the rounds.
         blocks: the source rows of the own block and then of each round, in the order of the rounds.
         derived: shards of edge lists that layers derive from the graph's own.
+        reversed: the same lists against their direction, where some layer wanted that.
+        ends: the types of sources and destinations, where they are known.
+        unions: the unions with other relations that begin with this one, see `core/union.py`.
     """
 
     comm: Communicator
@@ -43,6 +47,9 @@ class HaloPlan:
     schedule: Schedule
     blocks: tuple[Block, ...]
     derived: DerivedShards = field(default_factory=DerivedShards, compare=False, repr=False)
+    reversed: KnownLists[Any] = field(default_factory=KnownLists, compare=False, repr=False)
+    ends: tuple[NodeType, NodeType] | None = None
+    unions: list[Any] = field(default_factory=list, compare=False, repr=False)
 
     @property
     def num_halo(self) -> int:

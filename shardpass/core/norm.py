@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,13 +11,14 @@ from torch import Tensor, nn
 
 from shardpass.backends.communicator import Communicator
 from shardpass.core.calls import begin_call, end_call, refuse_double_backward
-from shardpass.errors import RefusedError, ShardpassError
+from shardpass.core.on_ranks import OnRanks
+from shardpass.errors import RefusedError
 
 CHUNK_BYTES = 1 << 20  # rows are processed in chunks whose temporaries stay in cache; larger ones on accelerators
 ACCELERATOR_CHUNK_BYTES = 1 << 26
 
 
-class DistributedBatchNorm(nn.BatchNorm1d):
+class DistributedBatchNorm(OnRanks, nn.BatchNorm1d):
     """`torch.nn.BatchNorm1d` whose training statistics are those of the rows of all ranks together.
 
     Parameters, buffers and ``state_dict`` keys are BatchNorm1d's. With batch statistics, forward and backward are
@@ -27,8 +27,6 @@ class DistributedBatchNorm(nn.BatchNorm1d):
     (evaluation) nothing is communicated. The gradients of weight and bias are local-partial: `sync_gradients` sums
     them. Only ``[rows, channels]`` inputs are accepted.
     """
-
-    comm: Communicator | None
 
     def __init__(self, num_features: int, comm: Communicator, **options: Any) -> None:
         """Args: as `torch.nn.BatchNorm1d`, and `comm`, the ranks whose rows form the batch."""
@@ -46,24 +44,24 @@ class DistributedBatchNorm(nn.BatchNorm1d):
         self._check_batch(input)
         if self.comm is not None and self.comm.order.inside is not None:
             return self._inside_message(input, self.comm.order.inside)
-        if self.comm is None:
-            raise ShardpassError(
-                "this DistributedBatchNorm has no communicator (pickling drops it): set its .comm, or wrap the model "
-                "again, before training"
-            )
-        if self.comm.size == 1:
+        comm = self.ranks()
+        if comm.size == 1:
             return super().forward(input)  # torch's fused kernel: the same statistics
+        if comm.order.made_up:
+            return torch.cat([self._normalised(input[:0], comm), torch.zeros_like(input)])
+        return self._normalised(input, comm)
+
+    def _normalised(self, input: Tensor, comm: Communicator) -> Tensor:
         label = f"batch norm over {input.shape[1]} channels of {_name(input.dtype)}"
-        number, token = begin_call(self.comm, label)
+        number, token = begin_call(comm, label)
         label = f"{label} #{number}"
         with torch.no_grad():
-            moments = global_moments(input.detach(), self.comm, label)
+            moments = global_moments(input.detach(), comm, label)
             self.track(moments, input.shape)
         output, token = _Normalise.apply(
-            token, input, self.weight, self.bias, moments.mean, moments.variance, moments.count, self.eps,
-            self.comm, label,
+            token, input, self.weight, self.bias, moments.mean, moments.variance, moments.count, self.eps, comm, label,
         )  # fmt: skip
-        end_call(self.comm, token)
+        end_call(comm, token)
         return output
 
     def _inside_message(self, input: Tensor, trace: Any) -> Tensor:
@@ -73,17 +71,6 @@ class DistributedBatchNorm(nn.BatchNorm1d):
         if self.weight is not None:
             output = output * self.weight + self.bias
         return output.to(input.dtype)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedBatchNorm:
-        """A copy on the same communicator."""
-        copied = memo[id(self)] = self.__class__.__new__(self.__class__)
-        memo[id(self.comm)] = self.comm
-        copied.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
-        return copied
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What pickle keeps: everything but the communicator."""
-        return {**self.__dict__, "comm": None}
 
     def _check_batch(self, input: Tensor) -> None:
         if input.dim() == 3:

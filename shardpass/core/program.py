@@ -23,6 +23,7 @@ class Inputs:
         edge: rows of edge tensors, ``[E, ...]`` each.
         index: destination of each edge, ``[E]`` int64, counted inside the piece: in ``[0, num_dst)``.
         num_dst: destinations in the piece.
+        max_degree: the largest in-degree of the whole graph, where all in-edges are here at once; else None.
     """
 
     src: dict[str, Tensor]
@@ -30,6 +31,7 @@ class Inputs:
     edge: dict[str, Tensor]
     index: Tensor
     num_dst: int
+    max_degree: int | None = None
 
 
 @dataclass
@@ -45,7 +47,9 @@ class Program:
         message: edge part of the body, ``[E, ...]``. Treats edges independently; reduces over in-edges with torch's
             scatter functions along ``Inputs.index`` only.
         aggregate: node part: from the message, ``[num_dst, ...]``. None: the messages themselves are the result.
+        node_dim: dimension of destinations in what `aggregate` returns.
         checked: signatures of this body that passed the row-wise check; kept by the frontend between calls.
+        watch: told the structure once ranks agree on it.
         order: of the communicator, set by the engine: no collective call may begin while the body runs.
     """
 
@@ -55,7 +59,9 @@ class Program:
     edge: dict[str, Tensor]
     message: Callable[[Inputs], Tensor]
     aggregate: Callable[[Tensor, Inputs], Tensor] | None
+    node_dim: int = 0
     checked: set[str] = field(default_factory=set)
+    watch: Callable[[Structure], None] | None = None
     order: CallOrder = field(default_factory=CallOrder)
 
 
@@ -160,5 +166,5 @@ class Structure:
         ]
         if self.edge_output:
             parts.append(f"edges {list(self.edge_tail or ())} {self.edge_dtype} of {sorted(self.edge_sources)}")
-        parts.append(f"captures {[(tuple(t.shape), str(t.dtype)) for t in self.captures]}")
+        parts.append(f"captures {[(t.dim(), tuple(t.shape[1:]), str(t.dtype)) for t in self.captures]}")
         return "; ".join(parts)

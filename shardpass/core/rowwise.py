@@ -15,25 +15,14 @@ from torch import Tensor
 
 from shardpass.core.program import Inputs, Program, Structure
 from shardpass.core.reducers import REDUCERS, Base
-from shardpass.core.tracing import EdgeTrace
+from shardpass.core.tracing import DROPOUTS, EdgeTrace
 from shardpass.errors import RefusedError
 
 BLOCK_EDGES = 12
 BLOCK_DST = 4
-DROPOUTS = frozenset(
-    [
-        "dropout",
-        "dropout_",
-        "alpha_dropout",
-        "alpha_dropout_",
-        "feature_alpha_dropout",
-        "feature_dropout",
-        "dropout1d",
-        "dropout2d",
-    ]
-)
 RANDOM_FILLS = frozenset(
-    ["rand_like", "randn_like", "bernoulli", "bernoulli_", "normal_", "uniform_", "rand", "randn", "exponential_"]
+    "rand_like randn_like bernoulli bernoulli_ normal normal_ uniform_ rand randn exponential_ randint randint_like "
+    "multinomial poisson log_normal_ cauchy_ geometric_ random_".split()
 )
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.2}
 
@@ -116,14 +105,14 @@ def check_row_wise(program: Program, structure: Structure, num_dst: int) -> None
     index = (torch.arange(BLOCK_EDGES) % few).to(device)
     state = torch.random.get_rng_state()
     with torch.no_grad():
-        inputs = Inputs(**whole, index=index, num_dst=few)
+        inputs = Inputs(whole["src"], whole["dst"], whole["edge"], index, few)
         full, result = _run(program, inputs, _RowPhase(few, front, num_dst, 0, None))
         for part, before, after in (
             (slice(0, BLOCK_EDGES // 2), front, 0),
             (slice(BLOCK_EDGES // 2, BLOCK_EDGES), 0, back),
         ):
             cut = {kind: {key: t[part] for key, t in tensors.items()} for kind, tensors in whole.items()}
-            inputs = Inputs(**cut, index=index[part] + before, num_dst=few + before + after)
+            inputs = Inputs(cut["src"], cut["dst"], cut["edge"], index[part] + before, few + before + after)
             phase = _RowPhase(inputs.num_dst, front - before, num_dst, before, full.answers)
             half, half_result = _run(program, inputs, phase)
             for mine, theirs in zip(half.messages, full.messages):

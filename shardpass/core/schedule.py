@@ -105,7 +105,7 @@ class Schedule:
     def simulate(self, prefetch: int = 1, synchronous: bool = True) -> int:
         """Run every rank step by step and return the most receive buffers any rank held at once.
 
-        A rank posts the receive and the send of its next `prefetch` rounds, then waits for the oldest. With
+        A rank has at most `prefetch` rounds under way (one, for 0: the one it waits for) and uses one more. With
         `synchronous` sends complete only once the matching receive is posted (the harshest legal transport).
 
         Raises:
@@ -116,10 +116,11 @@ class Schedule:
         while min(done) < total:
             progressed = False
             for rank in range(self.size):
-                while posted[rank] < min(total, done[rank] + 1 + prefetch):
+                while posted[rank] < min(total, done[rank] + max(1, prefetch)):
                     posted[rank] += 1
                     progressed = True
-                most = max(most, posted[rank] - done[rank])
+                in_use = min(1, done[rank], prefetch)
+                most = max(most, posted[rank] - done[rank] + in_use)
                 if done[rank] < total and self._complete(rank, done[rank], posted, synchronous):
                     done[rank] += 1
                     progressed = True

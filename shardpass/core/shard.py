@@ -123,11 +123,13 @@ class EdgeShards:
         shards: one per block, in the order of the rounds, the own block first; some may have no edges.
         num_dst: destination rows of this rank.
         num_edges: edges of this rank.
+        largest_degree: of any own node, where some edges are left out of the shards; None: as the shards say.
     """
 
     shards: tuple[Shard, ...]
     num_dst: int
     num_edges: int
+    largest_degree: int | None = None
 
     def degrees(self) -> Tensor:
         """In-degree of each destination row, ``[num_dst]``, int64."""

@@ -76,6 +76,18 @@ HARMLESS_OPS = frozenset(
         "__repr__",
     ]
 )
+DROPOUTS = frozenset(
+    [
+        "dropout",
+        "dropout_",
+        "alpha_dropout",
+        "alpha_dropout_",
+        "feature_alpha_dropout",
+        "feature_dropout",
+        "dropout1d",
+        "dropout2d",
+    ]
+)
 
 
 class StopPass(BaseException):
@@ -180,6 +192,8 @@ class EdgeTrace(TorchFunctionMode):
                 f"{self.name}: BatchNorm in training mode inside message() takes statistics over all edges of the "
                 f"graph. Use a torch.nn.BatchNorm1d module, which wrap() replaces by one that does"
             )
+        if name in DROPOUTS and self._order.quiet:
+            return args[0] if args else kwargs["input"]
         if name == "dropout" and self._make_generator is not None:
             return self._dropout(*args, **kwargs)
         if not any(id(t) in self._aliases for t in operands):

@@ -1,30 +1,41 @@
-"""Halo fetch and push as differentiable calls: each is the other's adjoint."""
+"""Rows carried between ranks as differentiable calls; halo fetch and push are each other's adjoint."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardpass.backends.communicator import Communicator
 from shardpass.core.agreement import agree, digest, diverged
 from shardpass.core.calls import begin_call, end_call, refuse_double_backward
 from shardpass.core.exchange import GradientReturn, Stream, fetch_blocks
 from shardpass.core.halo import HaloPlan
 
+Carrier = Callable[[Tensor, Stream], Tensor]
+
 
 def halo_fetch(own: Tensor, plan: HaloPlan, label: str) -> Tensor:
     """Own rows ``[num_own_src, ...]`` followed by the halo rows: ``[num_src, ...]``. Collective, differentiable."""
-    return own if not plan.schedule.rounds else _call(_Fetch, own, plan, label)
+    if not plan.schedule.rounds:
+        return own
+    return carry(plan.comm, own, label, lambda t, s: _gather(t, plan, s), lambda t, s: _sum_to_owners(t, plan, s))
 
 
 def halo_push(rows: Tensor, plan: HaloPlan, label: str) -> Tensor:
     """Rows ``[num_src, ...]`` summed into their owners: ``[num_own_src, ...]``. Collective, differentiable."""
-    return rows if not plan.schedule.rounds else _call(_Push, rows, plan, label)
+    if not plan.schedule.rounds:
+        return rows
+    return carry(plan.comm, rows, label, lambda t, s: _sum_to_owners(t, plan, s), lambda t, s: _gather(t, plan, s))
 
 
-def _call(function: Any, rows: Tensor, plan: HaloPlan, label: str) -> Tensor:
-    comm = plan.comm
+def carry(comm: Communicator, rows: Tensor, label: str, there: Carrier, back: Carrier) -> Tensor:
+    """``there(rows)`` as one differentiable call with the adjoint `back`. Collective, in backward too.
+
+    Every rank must pass rows of the same dtype and trailing shape.
+    """
     number, token = begin_call(comm, label)
     label = f"call {number} {label}"
     grad = torch.is_grad_enabled() and rows.requires_grad
@@ -35,8 +46,8 @@ def _call(function: Any, rows: Tensor, plan: HaloPlan, label: str) -> Tensor:
         raise diverged(comm, label, text)
     if not any(answer[1] for answer in answers):
         with torch.no_grad():
-            return function.run(rows, plan, Stream(number, 0, label))
-    out, token = function.apply(token, rows, plan, number, label)
+            return there(rows, Stream(number, 0, label))
+    out, token = _Carry.apply(token, rows, there, back, number, label)
     end_call(comm, token)
     return out
 
@@ -58,37 +69,20 @@ def _sum_to_owners(rows: Tensor, plan: HaloPlan, stream: Stream) -> Tensor:
     return own
 
 
-class _Fetch(torch.autograd.Function):
-    run = staticmethod(_gather)
-
-    @staticmethod
-    def forward(ctx: Any, token: Tensor, own: Tensor, plan: HaloPlan, number: int, label: str) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(token)
-        ctx.plan, ctx.number, ctx.label = plan, number, label
-        return _gather(own, plan, Stream(number, 0, label)), torch.zeros_like(token)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_double_backward(ctx.label)
-        (token,) = ctx.saved_tensors
-        summed = _sum_to_owners(grads[0], ctx.plan, Stream(ctx.number, 1, ctx.label + " backward"))
-        return torch.zeros_like(token), summed, None, None, None
-
-
-class _Push(torch.autograd.Function):
-    run = staticmethod(_sum_to_owners)
+class _Carry(torch.autograd.Function):
+    """Inputs: token, rows, the carrier, its adjoint, number and label of the call. Outputs: rows, token."""
 
     @staticmethod
     def forward(
-        ctx: Any, token: Tensor, rows: Tensor, plan: HaloPlan, number: int, label: str
+        ctx: Any, token: Tensor, rows: Tensor, there: Carrier, back: Carrier, number: int, label: str
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(token)
-        ctx.plan, ctx.number, ctx.label = plan, number, label
-        return _sum_to_owners(rows, plan, Stream(number, 0, label)), torch.zeros_like(token)
+        ctx.back, ctx.number, ctx.label = back, number, label
+        return there(rows, Stream(number, 0, label)), torch.zeros_like(token)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward(ctx.label)
         (token,) = ctx.saved_tensors
-        rows = _gather(grads[0], ctx.plan, Stream(ctx.number, 1, ctx.label + " backward"))
-        return torch.zeros_like(token), rows, None, None, None
+        rows = ctx.back(grads[0], Stream(ctx.number, 1, ctx.label + " backward"))
+        return torch.zeros_like(token), rows, None, None, None, None

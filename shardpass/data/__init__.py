@@ -1,5 +1,6 @@
 """Graphs on disk: readers, partitioners, and the store that ranks load their parts from."""
 
+from shardpass.data.flow import LayerReport, inspect_layers
 from shardpass.data.inspect import GroupReport, Report, inspect, verify
 from shardpass.data.manifest import FieldInfo, Manifest
 from shardpass.data.merge import RankData, RankEdges, merge_parts, parts_of_rank
@@ -15,6 +16,7 @@ __all__ = [
     "EdgeType",
     "FieldInfo",
     "GroupReport",
+    "LayerReport",
     "Manifest",
     "NodeType",
     "PartData",
@@ -25,6 +27,7 @@ __all__ = [
     "Report",
     "Store",
     "inspect",
+    "inspect_layers",
     "merge_parts",
     "open_store",
     "partition",

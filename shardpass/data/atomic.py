@@ -30,7 +30,10 @@ def check_target(path: Path, overwrite: bool) -> None:
     if foreign:
         raise StoreError(f"{path} holds other files ({foreign[0]}) and will not be replaced; choose another path")
     if entries and not overwrite:
-        raise StoreError(f"{path} already holds a store; pass overwrite=True to replace it, or choose another path")
+        raise StoreError(
+            f"{path} already holds a store; pass overwrite=True to replace it, or choose another path. Partition once, "
+            f"in one process, before training: not in a script that every rank runs"
+        )
 
 
 @contextlib.contextmanager

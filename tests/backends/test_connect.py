@@ -3,9 +3,12 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from shardpass.backends import connect as connect_module
 from shardpass.backends.connect import connect
 from shardpass.backends.launch import detect, first_host
 from shardpass.backends.local import LocalCommunicator
@@ -84,3 +87,54 @@ def test_the_order_of_detection():
     assert detect(torchrun | {"OMPI_COMM_WORLD_SIZE": "3"}).kind == "torchrun"
     assert detect({"OMPI_COMM_WORLD_SIZE": "3", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "3"}).kind == "mpi"
     assert detect({}).kind == "none"
+
+
+@pytest.mark.parametrize(
+    ("before", "cores", "others", "here", "variable", "after"),
+    [
+        (8, range(8), [range(8)] * 3, (0, 1, 2, 3), None, 2),
+        (8, range(8), [range(8)] * 3, (0, 1), None, 4),  # the others are on another host
+        (8, range(8), [range(8)] * 3, (0,), None, 8),
+        (2, range(2), [range(2)] * 3, (0, 1, 2, 3), None, 1),  # more ranks than cores
+        (4, range(4), [range(4, 8)], (0, 1), None, 4),  # the launcher has bound each rank to cores of its own
+        (1, range(8), [range(8)], (0, 1), None, 1),  # the user asked for one
+        (8, range(8), [range(8)], (0, 1), "8", 8),
+    ],
+)
+def test_ranks_on_one_host_divide_its_cores(monkeypatch, before, cores, others, here, variable, after):
+    def gather(mask, label):
+        return [mask, *(hex(sum(1 << core for core in cores)) for cores in others)]
+
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if variable:
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    found = [before]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: found[-1])
+    monkeypatch.setattr(torch, "set_num_threads", found.append)
+    monkeypatch.setattr(connect_module, "_usable_cores", lambda: set(cores))
+    connect_module._share_cores(SimpleNamespace(rank=0, local_ranks=here, all_gather_object=gather))
+    assert found[-1] == after
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("variable", [None, "2"])
+def test_processes_divide_the_cores_when_they_connect(variable):
+    code = (
+        "import shardpass, torch; before = torch.get_num_threads(); comm = shardpass.connect(); "
+        "print(before, torch.get_num_threads(), len(comm.local_ranks)); comm.close()"
+    )
+    env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    env |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    env |= {"OMP_NUM_THREADS": variable} if variable else {}
+    command = [sys.executable, "-c", code]
+    children = [subprocess.Popen(command, env=env | {"RANK": rank}, stdout=subprocess.PIPE, text=True) for rank in "01"]
+    for child in children:
+        before, after, ranks = map(int, child.communicate(timeout=90)[0].split())
+        cores = len(connect_module._usable_cores())
+        assert ranks == 2 and after == (2 if variable else min(before, max(1, cores // 2)))
+
+
+def test_a_single_process_keeps_its_threads(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: pytest.fail("changed"))
+    connect().close()

@@ -110,8 +110,9 @@ def test_functions_that_cannot_be_sent():
 
 
 PARENT = """
-import os, sys, time
+import os, signal, sys, time
 from shardpass.backends.spawn import spawn
+signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background jobs with it ignored
 def wait(comm):
     os.write(1, b"up\\n")  # one write: lines of two processes must not mix
     time.sleep(60)

@@ -12,7 +12,7 @@ from time import monotonic, sleep
 import pytest
 from cli_helpers import MODULE, epochs, launched, needs_mpirun, passed, records
 
-from shardpass.cli.launch import launch_command, launcher_environment
+from shardpass.cli.launch import launch_command, launcher_environment, typed_command
 
 COMMON = ("--model", "gat", "--hidden", 8, "--dtype", "float64", "--eval-every", 10)
 
@@ -95,7 +95,18 @@ def test_doctor() -> None:
     assert run.returncode == 0, run.stdout + run.stderr
     for name in ("torch", "torch_geometric", "mpi4py", "pymetis", "threads", "processes (gloo)", "torchrun (gloo)"):
         assert name in run.stdout
+    assert "dgl" not in run.stdout and "numba" not in run.stdout, "nothing uses them yet"
     assert run.stdout.count("self-test passed") >= 3 and "healthy: all that is required works" in run.stdout
+
+
+@pytest.mark.parametrize("active", [True, False])
+def test_the_command_that_the_demo_ends_with_works_as_typed(active: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = [str(Path(sys.executable).parent)] if active else []
+    monkeypatch.setenv("PATH", os.pathsep.join([*folders, "/usr/bin", "/bin"]))
+    typed = typed_command()
+    assert typed == "shardpass" or not active
+    run = subprocess.run(f"{typed} --help", shell=True, capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0 and "whole graphs" in run.stdout, run.stderr
 
 
 def test_without_typer_one_sentence_with_the_pip_command(tmp_path: Path) -> None:
@@ -104,5 +115,6 @@ def test_without_typer_one_sentence_with_the_pip_command(tmp_path: Path) -> None
     run = subprocess.run([sys.executable, "-m", MODULE], env=env, capture_output=True, text=True, check=False)
     assert run.returncode == 1 and run.stdout == ""
     assert run.stderr.strip() == (
-        "Error: the shardpass command needs the package 'typer', which is not installed: pip install 'shardpass[cli]'"
+        "Error: the shardpass command needs the package 'typer', which is not installed: pip install typer rich "
+        "(shardpass's extra 'cli')"
     )

@@ -10,7 +10,7 @@ from cli_helpers import cli, passed, refused
 
 import shardpass as sp
 from shardpass.cli.graphs import digits, powerlaw
-from shardpass.data import open_store
+from shardpass.data import inspect_layers, open_store
 
 
 def test_npz_is_partitioned(tmp_path: Path) -> None:
@@ -74,9 +74,30 @@ def test_inspect_shows_parts_ranks_and_verifies(store: Path) -> None:
         assert f"{group.num_halo_rows:,}" in text
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_inspect_layers_counts_what_a_run_needs(store: Path, ranks: int) -> None:
+    def counts(comm: sp.Communicator) -> list[tuple[int, int, int]]:
+        graph = sp.load(store, comm)
+        layers = graph.layers(graph.train_mask, 2)
+        return [
+            (int(e.flow.needed.sum()), int(e.flow.needed[e[1]].sum()), e.flow.plan.num_halo)  # nodes, edges, halo rows
+            for e in layers
+        ]
+
+    by_rank = sp.spawn(counts, ranks)
+    expected = [tuple(sum(column) for column in zip(*layer)) for layer in zip(*by_rank)]
+    found = inspect_layers(store, "train_mask", 2, ranks)
+    assert [(layer.nodes, layer.edges, layer.halo_rows) for layer in found] == expected
+    assert expected[1] < expected[0]
+    text = passed("inspect", store, "--ranks", ranks, "--layers", 2)
+    assert all(f"{number:,} (" in text for layer in expected for number in layer)
+
+
 def test_inspect_refuses(store: Path, tmp_path: Path) -> None:
     assert "9 ranks, but the store has 4 parts" in refused("inspect", store, "--ranks", 9)
     assert "there is no directory" in refused("inspect", tmp_path / "nothere")
+    words = refused("inspect", store, "--layers", 2, "--mask", "y")
+    assert "has no node mask 'y'; there are: " in words and "train_mask" in words
 
 
 def test_inspect_names_an_altered_file(tmp_path: Path) -> None:

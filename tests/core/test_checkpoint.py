@@ -124,6 +124,13 @@ def test_on_another_number_of_ranks_the_random_state_is_derived_reproducibly(tmp
     assert first == second
 
 
+class Partition:
+    fingerprint, partition_fingerprint = "of a graph", "of a partition"
+
+
+PARTITION = Partition()
+
+
 class Table(nn.Module):
     def __init__(self, num_rows, value):
         super().__init__()
@@ -144,22 +151,42 @@ def table_step(comm, value):
 def test_rows_owned_by_ranks_are_kept_per_rank(tmp_path):
     def body(comm):
         model, optimizer = table_step(comm, comm.rank)
-        save_checkpoint(tmp_path / "a", comm, model, optimizer)
+        save_checkpoint(tmp_path / "a", comm, model, optimizer, graph=PARTITION)
         other, other_optimizer = table_step(comm, 7)
-        load_checkpoint(tmp_path / "a", comm, other, other_optimizer)
+        with pytest.raises(CheckpointError, match="belong to the nodes of one partition: pass graph="):
+            load_checkpoint(tmp_path / "a", comm, other, other_optimizer)
+        load_checkpoint(tmp_path / "a", comm, other, other_optimizer, graph=PARTITION)
         assert torch.equal(other.table, model.table)
         left, right = optimizer.state[model.table], other_optimizer.state[other.table]
         return all(torch.equal(left[key], right[key]) for key in ("step", "exp_avg", "exp_avg_sq"))
 
     assert all(run(body, 3))
 
-    def elsewhere(comm):
-        with pytest.raises(
-            CheckpointError, match=r"rows owned by 3 ranks \(model/table\), .* on 2 yet: run on 3 ranks"
-        ):
-            load_checkpoint(tmp_path / "a", comm, Table(comm.rank + 1, 0))
 
-    run(elsewhere, 2)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_rows_owned_by_ranks_load_on_any_number_of_ranks(tmp_path, ranks):
+    def save(comm):
+        model, optimizer = table_step(comm, comm.rank)
+        save_checkpoint(tmp_path / "a", comm, model, optimizer, graph=PARTITION)
+        return model.table.detach(), optimizer.state[model.table]["exp_avg"]
+
+    saved = run(save, 3)
+    share = {1: [6], 2: [1, 5], 4: [2, 0, 3, 1]}[ranks]
+
+    def elsewhere(comm):
+        model = Table(share[comm.rank], 0)
+        optimizer = torch.optim.Adam(model.parameters())
+        load_checkpoint(tmp_path / "a", comm, model, optimizer, graph=PARTITION)
+        return model.table.detach(), optimizer.state[model.table]["exp_avg"]
+
+    for mine, theirs in zip(zip(*saved), zip(*run(elsewhere, ranks))):
+        assert torch.equal(torch.cat(mine), torch.cat(theirs))
+
+    def of_another_length(comm):
+        with pytest.raises(CheckpointError, match=r"'table' is float32 \[6, 2\] in the checkpoint, float32 \[5, 2\]"):
+            load_checkpoint(tmp_path / "a", comm, Table(5, 0), graph=PARTITION)
+
+    run(of_another_length, ranks)
 
 
 def write(path, ranks=2, **options):

@@ -9,7 +9,8 @@ from torch import nn
 
 from shardpass.core.aggregate import aggregate
 from shardpass.core.options import Options
-from shardpass.core.probe import EVERYTHING, probe
+from shardpass.core.probe import probe
+from shardpass.core.probe_trace import EVERYTHING
 from shardpass.core.program import Program
 from shardpass.errors import RefusedError
 from shardpass.testing.graphs import assignments, awkward_graph, shard_in_memory

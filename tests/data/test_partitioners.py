@@ -104,5 +104,5 @@ def test_wrong_arguments(tmp_path):
 
 def test_missing_pymetis(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "pymetis", None)
-    with pytest.raises(ImportError, match=r"needs the package 'pymetis', .* pip install 'shardpass\[metis\]'"):
+    with pytest.raises(ImportError, match=r"needs the package 'pymetis', .* pip install pymetis .*method='random'"):
         assign(awkward(), 2, "metis")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -18,7 +20,7 @@ from rich.table import Table
 from shardpass.cli.console import bytes_text, output
 from shardpass.cli.demo.child import Record, follow, losses, seconds_per_epoch
 from shardpass.cli.graphs import Arrays, digits, powerlaw
-from shardpass.cli.launch import find_program, launch_command, launcher_environment
+from shardpass.cli.launch import find_program, launch_command, launcher_environment, typed_command
 from shardpass.cli.memory import exact_allocator
 from shardpass.data import partition
 from shardpass.errors import MissingDependencyError, require
@@ -70,10 +72,10 @@ def run_demo(folder: Path, ranks: int, num_nodes: int) -> None:
     (folder / "demo.json").write_text(json.dumps(numbers, indent=1) + "\n")
     console.print(_shown(first, second, ranks))
     console.print(f"Files: {folder / 'demo.json'} (all numbers), {chart} (peak memory), {folder}/*-parts (the graphs).")
-    console.print(
-        f"Next: shardpass train {folder}/digits-parts --model gat --ranks 2, or shardpass doctor; the whole demo took "
-        f"{perf_counter() - start:.0f} s."
-    )
+    console.print(f"The whole demo took {perf_counter() - start:.0f} s. Next:")
+    command, store = typed_command(), shlex.quote(str(folder / "digits-parts"))
+    console.print(f"  {command} train {store} --model gat --ranks {min(2, ranks)}", markup=False, soft_wrap=True)
+    console.print(f"  {command} doctor", markup=False, soft_wrap=True)
 
 
 def choose_launcher(console: Console) -> str:
@@ -124,12 +126,13 @@ def comparison(both: Both, ranks: int) -> Table:
     table.add_row("seconds per epoch (training)", *(f"{seconds_per_epoch(side):.2f}" for side in sides))
     peaks = (_peak(both.plain), "the largest " + _peak(both.sharded))
     table.add_row("peak memory above the loaded graph", *peaks)
+    table.add_row("the same, all processes together", *(_peak(side, sum) for side in sides))
     return table
 
 
-def _peak(records: list[Record]) -> str:
+def _peak(records: list[Record], of: Callable[[list[int]], int] = max) -> str:
     peaks = records[-1]["peak_bytes"]
-    return bytes_text(max(peaks)) if peaks else "unknown here"
+    return bytes_text(of(peaks)) if peaks else "unknown here"
 
 
 def _shown(first: Both, second: Both, ranks: int) -> str:
@@ -137,8 +140,13 @@ def _shown(first: Both, second: Both, ranks: int) -> str:
     text = f"Shown: an unmodified GAT gives the same losses in one process and on {ranks} ranks (largest gap {gap:.1e})"
     plain, sharded = second.plain[-1]["peak_bytes"], second.sharded[-1]["peak_bytes"]
     if plain and sharded:
-        text += f", with {max(plain) / max(1, max(sharded)):.1f} times less peak memory per rank on the larger graph"
-    return text + "."
+        largest, together = max(sharded) / max(1, *plain), sum(sharded) / max(1, *plain)
+        text += (
+            f".\nOn the larger graph, peak memory relative to plain PyG: all {ranks} ranks together {together:.2f} "
+            f"(messages are made in chunks), the largest rank {largest:.2f} (and ranks share the graph)"
+        )
+    slower = seconds_per_epoch(second.sharded) / seconds_per_epoch(second.plain)
+    return f"{text}.\nTime of an epoch relative to plain PyG there: {slower:.1f}, on {os.cpu_count()} cores."
 
 
 def _numbers(stages: dict[str, Both], num_nodes: int, num_edges: int, ranks: int) -> dict[str, Any]:

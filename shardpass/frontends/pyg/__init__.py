@@ -4,6 +4,7 @@ from shardpass.errors import require
 
 require("torch_geometric", "pyg", "the PyG frontend")
 
+from shardpass.frontends.pyg.attention import gather_attention  # noqa: E402
 from shardpass.frontends.pyg.wrap import wrap  # noqa: E402
 
-__all__ = ["wrap"]
+__all__ = ["gather_attention", "wrap"]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from shardpass.core.shard import EdgeShards
 from shardpass.errors import RefusedError
 
 if TYPE_CHECKING:
@@ -21,23 +22,55 @@ class LazyEdges(Tensor):
     Any other use computes it whole.
     """
 
+    title: str
     parts: Parts
     message: Callable[..., Tensor]
+    shards: EdgeShards  # of the edges, in the direction of the messages
+    with_grad: bool  # whether gradients were enabled when it was made
+    versions: list[int]  # of the tensors it is made of
     _compute: Callable[[], Tensor]
     _value: Tensor | None
+    _drawn: bool  # computed once already, inside a message, with random numbers
 
     @staticmethod
-    def make(parts: Parts, message: Callable[..., Tensor], compute: Callable[[], Tensor]) -> Any:
+    def make(
+        name: str, parts: Parts, message: Callable[..., Tensor], compute: Callable[[], Tensor], shards: EdgeShards
+    ) -> Any:
         """A stand-in for what `compute` returns; `message` gives its rows for some edges."""
         out = torch.empty(0).as_subclass(LazyEdges)
-        out.parts, out.message, out._compute, out._value = parts, message, compute, None
+        out.title, out.parts, out.message, out._compute, out._value = name, parts, message, compute, None
+        out.shards, out.with_grad, out._drawn = shards, torch.is_grad_enabled(), False
+        out.versions = _versions(parts)
         return out
+
+    def may_be_fused(self, shards: EdgeShards) -> bool:
+        """Whether a message over `shards` may compute it on the way: then it has the same value as computed before."""
+        self._refuse_changes()
+        return self._value is None and self.shards is shards and self.with_grad == torch.is_grad_enabled()
+
+    def fused(self, random: bool) -> None:
+        """Note that a message has computed it; `random`: with random numbers, which another use would draw anew."""
+        self._drawn = self._drawn or random
 
     def materialise(self) -> Tensor:
         """The edge tensor, ``[num_edges, ...]``. Collective on the first use."""
         if self._value is None:
-            self._value = self._compute()
+            self._refuse_changes()
+            with torch.set_grad_enabled(self.with_grad):
+                self._value = self._compute()
         return self._value
+
+    def _refuse_changes(self) -> None:
+        if self._drawn:
+            raise RefusedError(
+                f"{self.title}: the result of edge_updater is used a second time, but it holds random numbers "
+                f"(dropout) that were drawn inside the message. Switch dropout off for this call (eval), or use it once"
+            )
+        if self._value is None and self.versions != _versions(self.parts):
+            raise RefusedError(
+                f"{self.title}: a tensor given to edge_updater was changed in place before its result was used. Use "
+                f"the form that returns a new tensor"
+            )
 
     @classmethod
     def __torch_function__(
@@ -51,6 +84,11 @@ class LazyEdges(Tensor):
             return value
 
         return func(*(real(a) for a in args), **{k: real(v) for k, v in (kwargs or {}).items()})
+
+
+def _versions(parts: Parts) -> list[int]:
+    tensors = [t for group in (parts.src, parts.dst, parts.edge) for t in group.values()]
+    return [t._version for t in tensors if not t.is_inference()]
 
 
 class Poison(Tensor):

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch_geometric.nn.conv import MessagePassing
 
 from shardpass.core.aggregate import aggregate
+from shardpass.core.agreement import agree
 from shardpass.core.edge_index import ShardedEdgeIndex
 from shardpass.core.halo import HaloPlan
-from shardpass.core.program import Inputs, Program
+from shardpass.core.program import Inputs, Program, Structure
+from shardpass.core.reverse import ReversedEdges, reversed_edges
 from shardpass.core.shard import EdgeShards
-from shardpass.errors import NeedsHaloError, RefusedError
+from shardpass.errors import RefusedError
+from shardpass.frontends.pyg.dense import whole_neighbourhoods
+from shardpass.frontends.pyg.frozen import Frozen
 from shardpass.frontends.pyg.lazy import LazyEdges, Poison
 
 _INDICES = frozenset(
     ["edge_index_i", "edge_index_j", "edge_index", "size_i", "size_j", "adj_t", "index", "ptr", "dim_size"]
 )
+_HELD = frozenset(["_edge_type"])
+"""Edge tensors that a layer holds as attributes while it runs, for a message hook: `to_hetero_with_bases` does so."""
 
 
 class ShardedMessagePassing:
@@ -31,10 +41,11 @@ class ShardedMessagePassing:
 
     def __init__(self, conv: MessagePassing, name: str) -> None:
         self.conv, self.name = conv, name
-        self._checked: set[str] = set()
+        self._checked: dict[bool, set[str]] = {}
+        self._hooks: list[int] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"conv": self.conv, "name": self.name, "_checked": set()}
+        return {"conv": self.conv, "name": self.name, "_checked": {}, "_hooks": []}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedMessagePassing:
         from copy import deepcopy
@@ -42,27 +53,33 @@ class ShardedMessagePassing:
         return ShardedMessagePassing(deepcopy(self.conv, memo), self.name)
 
     def propagate(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Tensor:
-        """`MessagePassing.propagate` on a sharded graph; PyG's own on anything else."""
-        original = type(self.conv).propagate
-        if not isinstance(edge_index, ShardedEdgeIndex):
-            return original(self.conv, edge_index, size=size, **kwargs)
+        """`MessagePassing.propagate` on a sharded graph."""
+        for hook in self.conv._propagate_forward_pre_hooks.values():
+            changed = hook(self.conv, (edge_index, size, kwargs))
+            edge_index, size, kwargs = (edge_index, size, kwargs) if changed is None else changed
         self._refuse(edge_index)
-        try:
-            return self._propagate(edge_index, kwargs)
-        except NeedsHaloError:
-            if edge_index.plan.options.mode != "halo":
-                raise
-            kwargs = {k: v.materialise() if isinstance(v, LazyEdges) else v for k, v in kwargs.items()}
-            return original(self.conv, edge_index, size=size, **kwargs)
+        out = self._propagate(edge_index, kwargs)
+        for hook in self.conv._propagate_forward_hooks.values():
+            changed = hook(self.conv, (edge_index, size, kwargs), out)
+            out = out if changed is None else changed
+        return out
 
     def edge_updater(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Tensor:
         """`MessagePassing.edge_updater`: deferred into the propagate that follows, or computed on first other use."""
-        original = type(self.conv).edge_updater
-        if not isinstance(edge_index, ShardedEdgeIndex):
-            return original(self.conv, edge_index, size=size, **kwargs)
+        for hook in self.conv._edge_update_forward_pre_hooks.values():
+            changed = hook(self.conv, (edge_index, size, kwargs))
+            edge_index, size, kwargs = (edge_index, size, kwargs) if changed is None else changed
         self._refuse(edge_index)
-        parts = _split(self.conv, self.name, self.conv._edge_user_args, edge_index.plan, kwargs)
-        frozen = _Frozen(self.conv)
+        out = self._deferred(edge_index, kwargs)
+        for hook in self.conv._edge_update_forward_hooks.values():
+            changed = hook(self.conv, (edge_index, size, kwargs), out)
+            out = out if changed is None else changed
+        return out
+
+    def _deferred(self, edge_index: ShardedEdgeIndex, kwargs: dict[str, Any]) -> Any:
+        direction = Direction.of(self.conv, self.name, edge_index)
+        parts = _split(self.conv, self.name, self.conv._edge_user_args, direction, kwargs)
+        frozen = Frozen(self.conv)
 
         def message(inputs: Inputs, prefix: str = "") -> Tensor:
             given = parts.collected(inputs, prefix)
@@ -71,26 +88,31 @@ class ShardedMessagePassing:
 
         def compute() -> Tensor:
             program = Program(
-                f"{self.name} edge update", parts.src, parts.dst, parts.edge, message, None, self._checked
+                f"{self.name} edge update", parts.src, parts.dst, parts.edge, message, None, checked=self._passed()
             )
-            try:
-                return aggregate(program, edge_index.plan, shards_of(edge_index))
-            except NeedsHaloError:
-                if edge_index.plan.options.mode != "halo":
-                    raise
-                return original(self.conv, edge_index, size=size, **kwargs)
+            return direction.from_edges(aggregate(program, direction.plan, direction.shards))
 
-        return LazyEdges.make(parts, message, compute)
+        return LazyEdges.make(self.name, parts, message, compute, direction.shards)
+
+    def _passed(self) -> set[str]:
+        """The signatures that passed the row-wise check in this training mode."""
+        return self._checked.setdefault(self.conv.training, set())
 
     def _propagate(self, edge_index: ShardedEdgeIndex, kwargs: dict[str, Any]) -> Tensor:
-        conv, plan = self.conv, edge_index.plan
-        lazy = {name: value for name, value in kwargs.items() if isinstance(value, LazyEdges)}
+        conv, direction = self.conv, Direction.of(self.conv, self.name, edge_index)
+        plan = direction.plan
+        lazy = {k: v for k, v in kwargs.items() if isinstance(v, LazyEdges) and v.may_be_fused(direction.shards)}
         wanted = conv.inspector.get_flat_param_names(["message", "aggregate"], exclude=list(conv.special_args))
-        parts = _split(conv, self.name, wanted, plan, {k: v for k, v in kwargs.items() if k not in lazy})
+        held = {name: value for name in _HELD if isinstance(value := vars(conv).get(name), Tensor)}
+        given_now = {k: v for k, v in kwargs.items() if k not in lazy} | held
+        parts = _split(conv, self.name, [*wanted, *held], direction, given_now)
         lazy = {name: value for name, value in lazy.items() if name in wanted}
         for name, value in lazy.items():
             parts.absorb(f"{name}:", value.parts)
-        frozen = _Frozen(conv)
+        frozen = Frozen(conv)
+        hooks = [*conv._message_forward_pre_hooks, *conv._message_forward_hooks, *conv._aggregate_forward_pre_hooks]
+        if hooks != self._hooks:  # what was found row-wise was so without them
+            self._checked, self._hooks = {}, hooks
 
         def collect(inputs: Inputs) -> dict[str, Any]:
             given = parts.collected(inputs)
@@ -104,7 +126,8 @@ class ShardedMessagePassing:
             with frozen:
                 given.clear()
                 given.update(collect(inputs))
-                messages = _with_hooks(conv, given)
+                with _holding(conv, {name: given[name] for name in held}):
+                    messages = _with_hooks(conv, given)
             dim = conv.node_dim % messages.dim()
             return messages.movedim(dim, 0) if dim else messages
 
@@ -112,35 +135,102 @@ class ShardedMessagePassing:
             arguments = given if inputs.index is given.get("index") else parts.collected(inputs)
             dim = conv.node_dim % messages.dim()
             messages = messages.movedim(0, dim) if dim else messages
-            with frozen:
-                return conv.aggregate(messages, **conv.inspector.collect_param_data("aggregate", arguments))
+            with frozen, whole_neighbourhoods(conv, inputs.max_degree):
+                return _with_aggregate_hooks(conv, messages, arguments)
 
-        program = Program(self.name, parts.src, parts.dst, parts.edge, message, reduce, self._checked)
-        out = aggregate(program, plan, shards_of(edge_index))
+        program = Program(
+            self.name, parts.src, parts.dst, parts.edge, message, reduce, conv.node_dim, checked=self._passed()
+        )
+        program.watch = partial(_note_fused, list(lazy.values()))
+        if edge_index.flow is not None:
+            edge_index.flow.note(self.name, plan.comm.order, parts.src)
+        out = aggregate(program, plan, direction.shards)
         frozen.poison(self.name)
         whole = {**kwargs, "dim_size": plan.num_dst, "size_i": plan.num_dst, "size_j": plan.num_own_src}
         return conv.update(out, **conv.inspector.collect_param_data("update", whole))
 
-    def _refuse(self, edge_index: ShardedEdgeIndex) -> None:
+    def _refuse(self, edge_index: Any) -> None:
         conv = self.conv
+        if not isinstance(edge_index, ShardedEdgeIndex):
+            raise RefusedError(
+                f"{self.name}: edge_index is an ordinary {type(edge_index).__name__}, but nodes of a sharded graph are "
+                f"numbered anew on every rank. Pass the graph that shardpass.load returned where edge_index went. For "
+                f"an ordinary graph, load the state_dict into a model that is not wrapped"
+            )
+        order = edge_index.plan.comm.order
+        if order.hidden:
+            if edge_index.flow is not None:
+                raise RefusedError(f"{self.name}: pass what graph.layers returned as an argument of the wrapped model")
+            order.hidden = False
+            if edge_index.plan.comm.rank == 0:
+                warnings.warn(
+                    f"{self.name} runs without the self-check: the graph is not among the arguments of the wrapped "
+                    f"model (it is kept on the model, or inside an object). Pass it as an argument of its own, once",
+                    stacklevel=4,
+                )
         if conv.explain:
             raise RefusedError(f"{self.name}: explanations are not supported on a sharded graph; set explain=False")
-        if conv.flow != "source_to_target" or edge_index.is_reversed:
+
+
+@dataclass(frozen=True)
+class Direction:
+    """The edges of one call in the direction of its messages: ordinary ones, or those of a reversed list.
+
+    Args:
+        name: of the layer.
+        plan, shards: of the edges in that direction.
+        against: what carries edge tensors between the two directions; None where messages follow the edges.
+    """
+
+    name: str
+    plan: HaloPlan
+    shards: EdgeShards
+    against: ReversedEdges | None
+
+    @classmethod
+    def of(cls, conv: MessagePassing, name: str, edge_index: ShardedEdgeIndex) -> Direction:
+        """The direction in which `conv` sends messages over `edge_index`. Collective where it is against the edges."""
+        follows = conv.flow == "source_to_target"
+        flow = edge_index.flow
+        if follows != edge_index.is_reversed:
+            return cls(name, edge_index.plan if flow is None else flow.plan, shards_of(edge_index), None)
+        if flow is not None:
             raise RefusedError(
-                f"{self.name}: messages against the direction of the edges are not supported on a sharded graph. "
-                f"Partition the graph with its edges reversed instead"
+                f"{name}: messages against the edges are not supported with graph.layers(); use the graph"
             )
-        if conv.decomposed_layers > 1:
-            raise RefusedError(f"{self.name}: decomposed_layers > 1 is not supported; messages are already in pieces")
+        against = reversed_edges(edge_index, name)
+        return cls(name, against.edge_index.plan, shards_of(against.edge_index), against)
+
+    def to_edges(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The edge tensors of a call in the order of `shards`. Those are edge tensors that are so on every rank."""
+        against = self.against
+        if against is None or not tensors:
+            return tensors
+        names = sorted(tensors)
+        mine = [int(tensors[n].size(0) == against.num_old) for n in names]
+        answers = agree(self.plan.comm, f"{self.name}: edge tensors", [len(names), *mine])
+        common = {n for n, *flags in zip(names, *(answer[1:] for answer in answers)) if all(flags)}
+        return {n: against.to_new(t, f"{self.name}: {n}") if n in common else t for n, t in sorted(tensors.items())}
+
+    def from_edges(self, rows: Tensor) -> Tensor:
+        """A result per edge in the order of the edge list that the layer was given."""
+        return rows if self.against is None else self.against.to_old(rows, f"{self.name}: edge result")
+
+
+def _note_fused(lazy: list[LazyEdges], structure: Structure) -> None:
+    for value in lazy:
+        value.fused(structure.drops or structure.random)
 
 
 def shards_of(edge_index: ShardedEdgeIndex) -> EdgeShards:
     """The shards of an edge list; those of one that was derived in forward are found again."""
+    if edge_index.flow is not None:
+        found: EdgeShards = edge_index.flow.shards_of(edge_index)
+        return found
     if edge_index.shards is not None:
         return edge_index.shards
     plan = edge_index.plan
-    edges = edge_index.plain if edge_index.derivation is None else edge_index.derivation
-    return plan.derived.find(edges, plan.blocks, plan.num_dst)
+    return plan.derived.find(edge_index.edges, plan.blocks, plan.num_dst)
 
 
 class Parts:
@@ -181,32 +271,40 @@ _NO_IDS = (
 )
 
 
-def _split(conv: MessagePassing, name: str, wanted: Any, plan: HaloPlan, kwargs: dict[str, Any]) -> Parts:
+def _split(conv: MessagePassing, name: str, wanted: Any, direction: Direction, kwargs: dict[str, Any]) -> Parts:
     parts = Parts(conv.node_dim)
+    kwargs = {k: v.materialise() if isinstance(v, LazyEdges) else v for k, v in kwargs.items()}
     for argument in sorted(wanted):
         if argument in _INDICES:
             continue
         if argument.endswith(("_i", "_j")):
             source = argument.endswith("_j")
-            _place_node_argument(parts, argument, source, conv, name, plan, kwargs)
+            _place_node_argument(parts, argument, source, conv, name, direction, kwargs)
         elif argument in kwargs:
             value = kwargs[argument]
             if isinstance(value, Tensor) and value.dim() > 0:
                 parts.edge[argument] = value
             else:
                 parts.rest[argument] = value
+    parts.edge = direction.to_edges(parts.edge)
     return parts
 
 
 def _place_node_argument(
-    parts: Parts, argument: str, source: bool, conv: MessagePassing, name: str, plan: HaloPlan, kwargs: dict[str, Any]
+    parts: Parts,
+    argument: str,
+    source: bool,
+    conv: MessagePassing,
+    name: str,
+    direction: Direction,
+    kwargs: dict[str, Any],
 ) -> None:
-    base = argument[:-2]
+    base, plan = argument[:-2], direction.plan
     if base not in kwargs:
         return
     value = kwargs[base]
     if isinstance(value, (tuple, list)):
-        value = value[0 if source else 1]
+        value = value[0 if source else 1]  # whatever the flow: so does the code that PyG generates
     if not isinstance(value, Tensor):
         parts.rest[argument] = value
         return
@@ -235,27 +333,27 @@ def _with_hooks(conv: MessagePassing, given: dict[str, Any]) -> Tensor:
     return out
 
 
-class _Frozen:
-    """Training flags as they were in forward, while a body runs again; and what the body left on the layer."""
+def _with_aggregate_hooks(conv: MessagePassing, messages: Tensor, given: dict[str, Any]) -> Tensor:
+    arguments = conv.inspector.collect_param_data("aggregate", given)
+    for hook in conv._aggregate_forward_pre_hooks.values():
+        changed = hook(conv, (arguments,))
+        if changed is not None:
+            arguments = changed[0] if isinstance(changed, tuple) else changed
+    out: Tensor = conv.aggregate(messages, **arguments)
+    for hook in conv._aggregate_forward_hooks.values():
+        changed = hook(conv, (arguments,), out)
+        out = out if changed is None else changed
+    return out
 
-    def __init__(self, conv: MessagePassing) -> None:
-        self._flags = [(module, module.training) for module in conv.modules()]
-        self._conv = conv
-        self._before = {key: value for key, value in vars(conv).items() if isinstance(value, Tensor)}
-        self._exits: list[list[tuple[torch.nn.Module, bool]]] = []
 
-    def __enter__(self) -> None:
-        self._exits.append([(m, m.training) for m, flag in self._flags if m.training != flag])
-        for module, flag in self._flags:
-            module.training = flag
-
-    def __exit__(self, *error: object) -> None:
-        for module, flag in self._exits.pop():
-            module.training = flag
-
-    def poison(self, name: str) -> None:
-        """Replace tensors that the body stored on the layer: they hold the last chunk only."""
-        for key, value in list(vars(self._conv).items()):
-            if isinstance(value, Tensor) and value is not self._before.get(key) and not isinstance(value, Poison):
-                reason = f"{name}: `{key}`, set inside message(), is not available on a sharded graph: it would hold "
-                setattr(self._conv, key, Poison.make(reason + "the last few edges only"))
+@contextmanager
+def _holding(conv: MessagePassing, tensors: dict[str, Tensor]) -> Iterator[None]:
+    """The layer holds `tensors` as attributes, in place of those for all edges that it holds in forward."""
+    before = {name: vars(conv)[name] for name in tensors if name in vars(conv)}
+    vars(conv).update(tensors)
+    try:
+        yield
+    finally:
+        for name in tensors:
+            del vars(conv)[name]
+        vars(conv).update(before)

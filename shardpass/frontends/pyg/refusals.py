@@ -2,54 +2,45 @@
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Iterator
+from typing import Any
 
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from shardpass.backends.communicator import Communicator
+from shardpass.core.batch_index import BatchIndex
+from shardpass.core.edge_index import ShardedEdgeIndex
+from shardpass.core.graph import ShardedGraph
 from shardpass.core.norm import DistributedBatchNorm
+from shardpass.core.on_ranks import OnRanks
 from shardpass.errors import RefusedError
+from shardpass.frontends.pyg import attention, models, modules, private
+from shardpass.frontends.pyg.norms import is_unknown_norm
 
-_STATISTICS = "its statistics run over all nodes of the graph; use BatchNorm or LayerNorm(mode='node')"
-_POOLING = "it pools or drops nodes of the whole graph; apply it to gathered outputs (shardpass.gather)"
-_ALL_NODES = "it mixes all nodes of the graph outside message passing"
+_STATISTICS = (
+    "its statistics run over all nodes of the graph. Norms of torch_geometric.nn and BatchNorm1d are exact, but not "
+    "classes derived from them"
+)
 _NEIGHBOURS = "it builds its own graph from node positions; build the graph before partitioning"
 
 REFUSED: dict[str, str] = {
-    "GraphNorm": _STATISTICS,
-    "InstanceNorm": _STATISTICS,
-    "PairNorm": _STATISTICS,
-    "MeanSubtractionNorm": _STATISTICS,
-    "GraphSizeNorm": _STATISTICS,
-    "DiffGroupNorm": _STATISTICS,
-    "HeteroBatchNorm": _STATISTICS,
-    "HeteroLayerNorm": _STATISTICS,
-    "GPSConv": "its global attention runs over all nodes",
-    "HANConv": "its semantic attention takes a mean over all nodes of a type",
-    "HGTConv": "it does arithmetic on node ids",
     "GravNetConv": _NEIGHBOURS,
     "DynamicEdgeConv": _NEIGHBOURS,
     "XConv": _NEIGHBOURS,
+    "SplineConv": "it needs pyg-lib, which was not at hand when layers were proved exact",
     "WLConv": "it sorts and hashes whole neighbourhoods",
     "PANConv": "it multiplies whole adjacency matrices",
     "MeshCNNConv": "its message relies on edges that come in groups of four",
     "SuperGATConv": "in training it draws negative edges among all nodes",
-    "ChebConv": "its largest eigenvalue is a maximum over all edges",
-    "HypergraphConv": "it sends messages against the direction of the edges",
-    "QuantileAggregation": "where neighbours tie, its gradient depends on how all messages of the graph sort at once",
-    "HeteroConv": "there is no frontend for graphs with several node or edge types yet",
-    "DirGNNConv": "it sends messages against the direction of the edges",
     "FusedGATConv": "it needs a CSR graph of its own",
     "CuGraphSAGEConv": "it needs a graph of its own",
     "CuGraphGATConv": "it needs a graph of its own",
     "CuGraphRGCNConv": "it needs a graph of its own",
+    **modules.REFUSED,
+    **models.REFUSED,
 }
-REFUSED_MODULES = {
-    "torch_geometric.nn.pool": _POOLING,
-    "torch_geometric.nn.unpool": _POOLING,
-    "torch_geometric.nn.dense.diff_pool": _POOLING,
-    "torch_geometric.nn.kge": _ALL_NODES,
-    "torch_geometric.nn.attention": _ALL_NODES,
-    "torch_geometric.nn.glob": _POOLING,
-}
-_BATCH_NORMS = (nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+_TORCH_NORMS = (nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
 def refuse_unsupported(model: nn.Module) -> None:
@@ -65,21 +56,84 @@ def refuse_unsupported(model: nn.Module) -> None:
             raise RefusedError(f"{type(module).__name__}{where} cannot be exact on a sharded graph: {reason}")
 
 
-def _reason(module: nn.Module) -> str | None:
-    for kind in type(module).__mro__:
-        if not kind.__module__.startswith("torch_geometric."):
+def refuse_node_tables(model: nn.Module, comm: Communicator, args: Any, kwargs: Any) -> None:
+    """Raise if a parameter has a row per node of the graph that `model` is called with. Collective.
+
+    Raises:
+        RefusedError: naming the parameter; on every rank.
+    """
+    leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, (ShardedGraph, ShardedEdgeIndex))]
+    plans = [r.plan for leaf in leaves if isinstance(leaf, ShardedGraph) for r in leaf.relations.values()]
+    plans += [leaf.plan for leaf in leaves if isinstance(leaf, ShardedEdgeIndex)]
+    own = [count for plan in plans for count in (plan.num_own_src, plan.num_dst)]
+    totals = [sum(column) for column in zip(*comm.all_gather_object(own, "nodes of the graph"))]
+    for name, parameter in _tables(model):
+        if parameter.size(0) in totals:
+            raise RefusedError(
+                f"parameter or buffer {name!r} {list(parameter.shape)} has a row for each of the {parameter.size(0)} "
+                f"nodes of the graph, but a rank holds its own only, in another order. Use "
+                f"shardpass.NodeEmbedding(graph, {parameter.size(1)}) in its place, or a node field; "
+                f"if the two numbers are equal by chance, change the width"
+            )
+
+
+def refuse_norms_of_some_nodes(model: nn.Module, args: Any, kwargs: Any) -> None:
+    """Raise if `model` is called with `graph.layers` and has a part that combines all nodes, or remembers its edges.
+
+    Raises:
+        RefusedError: naming the part.
+    """
+    leaves = tree_leaves((args, kwargs))
+    if not any(isinstance(leaf, ShardedEdgeIndex) and leaf.flow is not None for leaf in leaves):
+        return
+    if any(isinstance(leaf, BatchIndex) for leaf in leaves):
+        raise RefusedError(
+            "graph.batch together with graph.layers: a readout takes all nodes, but nodes that are not needed are left "
+            "out. Call the model with the graph"
+        )
+    for name, module in model.named_modules():
+        if getattr(module, "cached", False):
+            raise RefusedError(
+                f"{name}: {type(module).__name__} with cached=True would keep the edges of one of graph.layers for "
+                f"other calls. Make it with cached=False, or call the model with the graph"
+            )
+        on_ranks = isinstance(module, (OnRanks, DistributedBatchNorm))
+        if on_ranks and (module.training or getattr(module, "running_mean", None) is None):
+            raise RefusedError(
+                f"{name}: {type(module).__name__} takes the statistics of all nodes, but graph.layers leaves out nodes "
+                f"that are not needed. Call the model with the graph, or use a norm of single rows (LayerNorm)"
+            )
+
+
+def _tables(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Tensors that may be tables by node: of embeddings and containers, and those that a user's own class holds."""
+    for prefix, module in model.named_modules():
+        known = type(module).__module__.startswith(("torch.", "torch_geometric."))
+        if known and not isinstance(module, (nn.Embedding, nn.ParameterDict, nn.ParameterList)):
             continue
-        if kind.__name__ in REFUSED:
-            return REFUSED[kind.__name__]
-        if kind.__name__ == "LayerNorm" and getattr(module, "mode", "graph") == "graph":
-            return _STATISTICS
-        for package, reason in REFUSED_MODULES.items():
-            if kind.__module__ == package or kind.__module__.startswith(package + "."):
+        tensors = [*module.named_parameters(prefix, recurse=False), *module.named_buffers(prefix, recurse=False)]
+        for name, tensor in tensors:
+            if tensor.dim() > 1 and not getattr(tensor, "shardpass_local", False):
+                yield name, tensor
+
+
+def _reason(module: nn.Module) -> str | None:
+    if isinstance(module, OnRanks):
+        return None  # of a model that was wrapped before
+    if attention.reason_to_refuse(module):
+        return attention.reason_to_refuse(module)
+    for kind in type(module).__mro__:
+        if kind.__module__.startswith("torch_geometric."):
+            reason = REFUSED.get(kind.__name__) or modules.reason_to_refuse(kind)
+            reason = reason or models.reason_to_refuse(kind, module)
+            if reason:
                 return reason
-    if getattr(module, "allow_single_element", False):
-        return "with allow_single_element=True it behaves differently on a rank with one node; leave that option out"
-    if isinstance(module, _BATCH_NORMS) or _is_unknown_batch_norm(module):
+    if isinstance(module, _TORCH_NORMS) or _is_unknown_batch_norm(module) or is_unknown_norm(module):
         return _STATISTICS
+    if any(getattr(module, name, None) is not None for name in private.CACHES):
+        return (
+            "with cached=True it keeps the graph it was called with before wrap; make it anew, or set its cache to None"
+        )
     return None
 
 

@@ -2,37 +2,49 @@
 
 from __future__ import annotations
 
+import copy
+import sys
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch_geometric.nn.conv import MessagePassing
 
 from shardpass.backends.communicator import Communicator
 from shardpass.core.calls import chained
+from shardpass.core.edge_index import ShardedEdgeIndex
 from shardpass.core.gradients import note_forward, sync_parameters
 from shardpass.core.graph import ShardedGraph
+from shardpass.core.hetero_graph import ShardedHeteroGraph
 from shardpass.core.norm import replace_batch_norms
 from shardpass.core.random import decorrelate
 from shardpass.errors import RefusedError
+from shardpass.frontends.pyg.adapt import adapt
+from shardpass.frontends.pyg.attention import distribute_attention
+from shardpass.frontends.pyg.check import check_model, copy_for_check
+from shardpass.frontends.pyg.hetero import adapt_hetero, check_types
 from shardpass.frontends.pyg.lazy import LazyEdges, Poison
+from shardpass.frontends.pyg.methods import adapt_methods, methods_to_run
+from shardpass.frontends.pyg.norms import distribute_norms
 from shardpass.frontends.pyg.propagate import ShardedMessagePassing
-from shardpass.frontends.pyg.refusals import refuse_unsupported
+from shardpass.frontends.pyg.refusals import refuse_node_tables, refuse_norms_of_some_nodes, refuse_unsupported
 
 
 def wrap(model: nn.Module, comm: Communicator, check: bool = True) -> nn.Module:
     """`model`, ready to be called with a `ShardedGraph` where ``edge_index`` went. Changed in place. Collective.
 
-    Parameters and buffers are broadcast from rank 0. Message passing is carried out by the engine, BatchNorm uses the
+    Parameters and buffers are broadcast from rank 0. Message passing is carried out by the engine, norms use the
     statistics of all ranks' nodes, and layers that cannot be exact are refused by name. Parameter names, ``state_dict``
-    keys and the class of the model stay; with an ordinary ``edge_index`` it still runs as before, on one rank.
+    keys and the class of the model stay. An ordinary ``edge_index`` is refused from then on: ids are numbered anew.
 
     Args:
         model: any PyG model; every rank must pass the same one.
         comm: the ranks that share the graph.
-        check: reserved for the self-check on a small random graph.
+        check: before the first forward, run copies of the model on a small random graph, whole and in pieces, and
+            refuse on a difference (see `shardpass.frontends.pyg.check`). Where it cannot run, it warns and says why.
 
     Raises:
         RefusedError: the model holds a layer that cannot be exact on a sharded graph.
@@ -40,6 +52,27 @@ def wrap(model: nn.Module, comm: Communicator, check: bool = True) -> nn.Module:
     """
     if getattr(model, "_shardpass_wrapped", False):
         return model
+    _refuse_as_built(model)
+    refuse_unsupported(model)
+    pristine = copy_for_check(model) if check else None
+    model = replace_batch_norms(model, comm)
+    distribute_norms(model, comm)
+    distribute_attention(model, comm)
+    for name, module in model.named_modules():
+        if isinstance(module, MessagePassing):
+            _attach(module, name)
+        adapt(module, comm)
+        adapt_methods(module, comm)
+    adapt_hetero(model, comm)
+    sync_parameters(model, comm)
+    decorrelate(comm)
+    _make_outermost(model, comm, pristine)
+    if isinstance(model, torch.fx.GraphModule):  # as to_hetero makes them; their copies lose attributes
+        model._register_deepcopy_hook(partial(_make_outermost, comm=comm))
+    return model
+
+
+def _refuse_as_built(model: nn.Module) -> None:
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         raise RefusedError(
             f"{type(model).__name__} averages gradients, but those of a sharded graph must be summed: wrap the "
@@ -51,16 +84,20 @@ def wrap(model: nn.Module, comm: Communicator, check: bool = True) -> nn.Module:
                 f"parameter {name!r} has no shape yet (a lazy layer, in_channels=-1). Give the number of input "
                 f"channels, or run the model once on a few nodes before wrap"
             )
-    refuse_unsupported(model)
-    model = replace_batch_norms(model, comm)
     for name, module in model.named_modules():
-        if isinstance(module, MessagePassing):
-            _attach(module, name)
-    sync_parameters(model, comm)
-    decorrelate(comm)
+        if isinstance(getattr(module, "_orig_mod", None), nn.Module) and _passes_messages(module):
+            raise RefusedError(
+                f"{name or 'the model'} is compiled and holds layers that pass messages, in which ranks communicate: "
+                f"wrap the model first, then compile it (its layers run as they are) or its dense parts"
+            )
+
+
+def _make_outermost(model: nn.Module, comm: Communicator, pristine: nn.Module | None = None) -> None:
     model._shardpass_wrapped = True  # type: ignore[assignment]
-    model.forward = _Forward(model, comm)  # type: ignore[method-assign]
-    return model
+    unchecked = _Unchecked(pristine)
+    for name in ("forward", *methods_to_run(model)):
+        setattr(model, name, _Forward(model, comm, unchecked, name))
+    model.__prepare_scriptable__ = _refuse_script  # type: ignore[assignment]
 
 
 def _attach(conv: MessagePassing, name: str) -> None:
@@ -69,6 +106,24 @@ def _attach(conv: MessagePassing, name: str) -> None:
     conv.propagate = _Method(engine, "propagate")  # type: ignore[method-assign]
     if conv.inspector.implements("edge_update"):
         conv.edge_updater = _Method(engine, "edge_updater")  # type: ignore[method-assign]
+
+
+def _passes_messages(model: nn.Module) -> bool:
+    return any(isinstance(module, MessagePassing) for module in model.modules())
+
+
+def _keep_attached(model: nn.Module) -> None:
+    """Refuse explanations; put the engine back where PyG took it out, as setting ``explain`` on a layer does."""
+    for name, module in model.named_modules():
+        if not isinstance(module, MessagePassing):
+            continue
+        if module.explain:
+            raise RefusedError(
+                f"{type(module).__name__} ({name}): explanations are not supported on a sharded graph; set "
+                f"explain=False, or load the state_dict into a model that is not wrapped"
+            )
+        if not isinstance(vars(module).get("propagate"), _Method):
+            _attach(module, name)
 
 
 class _Method:
@@ -81,21 +136,84 @@ class _Method:
         return getattr(self.engine, self.name)(*args, **kwargs)
 
 
-class _Forward:
-    """The outermost forward: turns graphs into ``edge_index`` and ties the call into one order of backward."""
+class _Unchecked:
+    """The copy for the self-check until the first call on a graph in each training mode, whichever method it is."""
 
-    def __init__(self, model: nn.Module, comm: Communicator) -> None:
-        self.model, self.comm = model, comm
+    def __init__(self, pristine: nn.Module | None) -> None:
+        self.pristine = pristine
+        self.seen: set[bool] = set()
+
+    def taken(self, training: bool) -> nn.Module | None:
+        """The copy, for the check in this training mode; not held here once both modes were checked."""
+        pristine = self.pristine
+        self.seen.add(training)
+        if len(self.seen) == 2:
+            self.pristine = None
+        return pristine
+
+
+class _Forward:
+    """An outermost method: turns graphs into ``edge_index`` and ties the call into one order of backward."""
+
+    def __init__(self, model: nn.Module, comm: Communicator, unchecked: _Unchecked, method: str) -> None:
+        self.model, self.comm, self.unchecked, self.method = model, comm, unchecked, method
+        self.adapted = vars(model).get(method)  # by `adapt_hetero` or `adapt_methods`
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        dynamo = sys.modules.get("torch._dynamo")  # loaded by torch.compile
+        return (dynamo.disable(self._call) if dynamo is not None else self._call)(*args, **kwargs)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.jit.is_tracing():
+            raise RefusedError(_NO_SCRIPT)
         model = self.model
-        if torch.is_grad_enabled():
+        _keep_attached(model)
+        given = _has_graph((args, kwargs))
+        if given and model.training not in self.unchecked.seen:
+            self._first_call(args, kwargs)
+        if not self.comm.order.active:
+            self.comm.order.hidden = not given and self.unchecked.pristine is not None
+        refuse_norms_of_some_nodes(model, args, kwargs)
+        if torch.is_grad_enabled() and not self.comm.order.active:
             note_forward(model)
         args, kwargs = tree_map(_edge_index_of, (args, kwargs))
+        check_types((*args, *kwargs.values()), self.comm)
         return chained(self.comm, self._run, *args, **kwargs)
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a wrapped model holds a communicator, which belongs to its process: save model.state_dict() (or "
+            "shardpass.save_checkpoint), and wrap a new model before it is loaded"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Forward:
+        copied = memo[id(self)] = _Forward.__new__(_Forward)
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        return copied
+
+    def _first_call(self, args: Any, kwargs: Any) -> None:
+        pristine = self.unchecked.taken(self.model.training)
+        refuse_node_tables(self.model, self.comm, args, kwargs)
+        if pristine is not None:
+            check_model(pristine, self.model, self.comm, args, kwargs, self.method)
+
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        return tree_map(_returned, type(self.model).forward(self.model, *args, **kwargs))
+        method = self.adapted or partial(getattr(type(self.model), self.method), self.model)
+        return tree_map(_returned, method(*args, **kwargs))
+
+
+_NO_SCRIPT = (
+    "a wrapped model cannot be scripted or traced, since ranks communicate in it: save its state_dict and load that "
+    "into a model that is not wrapped, or torch.compile its dense parts, as in model.mlp = torch.compile(model.mlp)"
+)
+
+
+def _refuse_script() -> Any:
+    raise RefusedError(_NO_SCRIPT)
+
+
+def _has_graph(values: Any) -> bool:
+    return any(isinstance(leaf, (ShardedGraph, ShardedEdgeIndex)) for leaf in tree_leaves(values))
 
 
 def _returned(value: Any) -> Any:
@@ -106,4 +224,6 @@ def _returned(value: Any) -> Any:
 
 
 def _edge_index_of(value: Any) -> Any:
+    if isinstance(value, ShardedHeteroGraph):
+        return value.edge_index_dict
     return value.edge_index if isinstance(value, ShardedGraph) else value

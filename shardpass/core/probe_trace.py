@@ -1,0 +1,212 @@
+"""What a probe sees: an `EdgeTrace` that follows dependence, simple expressions and captures.
+
+[Note: how dependence is followed]
+Dependence is tracked per storage through every call the trace sees; a tensor of unknown origin that autograd says was
+made inside counts as depending on everything. Tensors that require grad and were made outside are captures: they become
+inputs of the call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardpass.core.program import Form, Inputs, Program
+from shardpass.core.reducers import REDUCERS, Base
+from shardpass.core.tracing import SHAPE_OPS, EdgeTrace, sequence_number
+from shardpass.errors import RefusedError
+
+EVERYTHING = "*"
+KEEPS_VALUES = frozenset(["view", "reshape", "unsqueeze", "contiguous", "clone", "to", "view_as"])
+SHAPE_ONLY = frozenset(["new_ones", "new_zeros", "new_full", "ones_like", "zeros_like", "full_like", "new_empty"])
+LEAVES_TORCH = frozenset(
+    "numpy tolist __array__ __dlpack__ item __bool__ __int__ __float__ __index__ __complex__".split()
+)
+
+
+class ProbePhase:
+    """Reduces the sample's own messages and hands the result back as a fresh leaf."""
+
+    def __init__(self, num_dst: int, whole_dst: int) -> None:
+        self.num_dst, self.offset, self.whole_dst = num_dst, 0, whole_dst
+        self.found: list[tuple[str, Tensor, Base, Tensor]] = []
+
+    def known_base(self, k: int) -> Base | None:
+        return None
+
+    def reduce(self, k: int, op: str, values: Tensor, index: Tensor, base: Base) -> Tensor:
+        reducer = REDUCERS[op]
+        state = reducer.init(self.num_dst, values.shape[1:], values.detach())
+        reducer.accumulate(state, values.detach(), index)
+        result = reducer.value(state, base).to(values.dtype)
+        if result.is_floating_point():
+            result = result.requires_grad_()
+        self.found.append((op, values, base, result))
+        return result
+
+
+class ProbeTrace(EdgeTrace):
+    """An `EdgeTrace` that also follows dependence, simple expressions, and captures."""
+
+    def __init__(self, program: Program, inputs: Inputs, phase: ProbePhase) -> None:
+        device = inputs.index.device
+        super().__init__(program, inputs.index, phase, generator=lambda: torch.Generator(device).manual_seed(0))
+        self.depends: dict[int, set[str]] = {}
+        self.forms: dict[int, tuple[Form, str, str]] = {}
+        self.softmax: dict[int, tuple[str, int]] = {}  # tensors on the way from a gathered maximum to exp(x - maximum)
+        self.captures: dict[int, Tensor] = {}
+        self.norms: dict[int, Any] = {}
+        self.reduced: list[set[str]] = []  # what the messages of each reduction depended on when it was made
+        self.held: list[Tensor] = []  # keeps ids and storages from being used again
+        self.leaves: dict[int, str] = {}
+        self.first_node = sequence_number()
+        for kind, rows in (("s", inputs.src), ("d", inputs.dst), ("e", inputs.edge)):
+            for key, tensor in rows.items():
+                self.adopt(tensor, {f"{kind}:{key}"}, f"{kind}:{key}")
+                if kind == "s":
+                    self.forms[id(tensor)] = ("copy", key, "")
+                elif kind == "e" and tensor.numel() == tensor.size(0):
+                    self.forms[id(tensor)] = ("scale", "", key)
+        self.adopt(inputs.index, set(), "")
+
+    def adopt(self, tensor: Tensor, depends: set[str], leaf: str) -> None:
+        """Enter a tensor made by the probe."""
+        self.held.append(tensor)
+        self.depends.setdefault(_storage(tensor), set()).update(depends)
+        if leaf:
+            self.leaves[id(tensor)] = leaf
+
+    def edge_moments(self, norm: Any, rows: Tensor) -> Tensor:
+        k = self.count
+        with torch._C.DisableTorchFunction():
+            self.reduced.append(set(self.origin(rows)))
+        moments = super().edge_moments(norm, rows)
+        self.norms[k] = norm
+        with torch._C.DisableTorchFunction():
+            self.adopt(self.phase.found[k][3], {f"r:{k}"}, f"r:{k}")  # type: ignore[attr-defined]
+            self.adopt(moments, {f"r:{k}"}, "")
+        return moments
+
+    def origin(self, tensor: Tensor) -> set[str]:
+        """What `tensor` depends on; enters captures on the way."""
+        key = _storage(tensor)
+        if key in self.depends:
+            node = tensor.grad_fn
+            if node is not None and node._sequence_nr() < self.first_node:  # shares memory with one seen before
+                self.held.append(tensor)
+                self.captures[id(tensor)] = tensor
+            return self.depends[key]
+        self.held.append(tensor)
+        if tensor.requires_grad:
+            node = tensor.grad_fn
+            if node is not None and node._sequence_nr() >= self.first_node:
+                self.depends[key] = {EVERYTHING}
+                return self.depends[key]
+            self.captures[id(tensor)] = tensor
+        return set()
+
+    def run(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Tensor]) -> Any:
+        depends: set[str] = set()
+        for operand in operands:
+            depends |= self.origin(operand)
+        if name in SHAPE_ONLY:
+            depends = set()
+        elif name in SHAPE_OPS:  # expand_as(other) and the like: a view of the first
+            depends = self.origin(operands[0]) if operands else set()
+        origins = {_storage(operand): set(self.origin(operand)) for operand in operands}
+        if name in LEAVES_TORCH and depends:
+            raise RefusedError(
+                f"{self.name}: `{name}` inside a message takes values of a few edges or nodes out of torch, where they "
+                f"cannot be followed; a Python branch on them would differ from piece to piece. Use torch.where"
+            )
+        before = self.count
+        versions = [_version(operand) for operand in operands]
+        try:
+            out = super().run(func, name, args, kwargs, operands)
+        except RuntimeError as error:
+            if "a leaf Variable that requires grad" not in str(error):
+                raise
+            raise RefusedError(
+                f"{self.name}: `{name}` changes an input of the message (or a parameter) in place. Use the form that "
+                f"returns a new tensor"
+            ) from error
+        if self.count > before:
+            values, result = self.phase.found[-1][1::2]  # type: ignore[attr-defined]
+            self.reduced.append(origins[_storage(values)])
+            self.adopt(result, {f"r:{before}"}, f"r:{before}")
+            depends = {f"r:{before}"}
+        for operand, version in zip(operands, versions):
+            if version != _version(operand) or (version < 0 and _may_write(name, kwargs, operand, out)):
+                self._written(name, operand, depends)
+        if self.count > before:
+            self.softmax[id(out)] = ("result", before)
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, Tensor):
+                self.adopt(tensor, depends, "")
+        if not kwargs:
+            self._follow(name, args, out)
+        return out
+
+    def _written(self, name: str, target: Tensor, depends: set[str]) -> None:
+        if _storage(target) not in self.depends:
+            raise RefusedError(
+                f"{self.name}: `{name}` inside a message changes a tensor made outside it. Messages are computed "
+                f"several times and in pieces; change it in forward() instead"
+            )
+        self.adopt(target, depends, "")
+        self._forget(target)
+
+    def _follow(self, name: str, args: tuple[Any, ...], out: Any) -> None:
+        """Keep the expression of `out` where it is still a source tensor, an edge scalar, or their product."""
+        if not isinstance(out, Tensor) or not args or not isinstance(args[0], Tensor):
+            return
+        self._follow_softmax(name, args, out)
+        first = self.forms.get(id(args[0]))
+        if name in KEEPS_VALUES and first is not None and out.dtype == args[0].dtype:
+            scalar = first[0] == "scale" and not first[1]
+            if (scalar and out.dim() and out.size(0) == out.numel()) or (not scalar and out.shape == args[0].shape):
+                self.forms[id(out)] = first
+        elif name in ("mul", "__mul__", "__rmul__") and len(args) == 2 and isinstance(args[1], Tensor):
+            pair = [first, self.forms.get(id(args[1]))]
+            copies = [f for f in pair if f is not None and f[0] == "copy"]
+            scales = [f for f in pair if f is not None and f[0] == "scale" and not f[1]]
+            if len(copies) == len(scales) == 1:
+                copied = args[pair.index(copies[0])]
+                if out.shape == copied.shape and out.dtype == copied.dtype:
+                    self.forms[id(out)] = ("scale", copies[0][1], scales[0][2])
+
+    def _follow_softmax(self, name: str, args: tuple[Any, ...], out: Tensor) -> None:
+        label, k = self.softmax.get(id(args[0]), ("", -1))
+        if name == "index_select" and label == "result":
+            self.softmax[id(out)] = ("gathered", k)
+        elif name in ("sub", "__sub__") and len(args) == 2 and isinstance(args[1], Tensor):
+            label, k = self.softmax.get(id(args[1]), ("", -1))
+            found = self.phase.found  # type: ignore[attr-defined]
+            if label == "gathered" and _storage(found[k][1]) == _storage(args[0]) and out.shape == args[0].shape:
+                self.softmax[id(out)] = ("shifted", k)
+        elif name == "exp" and label == "shifted":
+            self.softmax[id(out)] = ("exp", k)
+
+    def _forget(self, target: Tensor) -> None:
+        storage = _storage(target)
+        for tensor in self.held:
+            if _storage(tensor) == storage:
+                self.forms.pop(id(tensor), None)
+                self.softmax.pop(id(tensor), None)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _may_write(name: str, kwargs: dict[str, Any], operand: Tensor, out: Any) -> bool:
+    """Whether a call may have written into `operand`, where torch keeps no count of it (inference mode)."""
+    in_place = name.endswith("_") and not name.endswith("__")
+    in_place = in_place or name == "__setitem__" or (name.startswith("__i") and name != "__invert__")
+    return in_place or kwargs.get("out") is operand or (out is operand and name not in KEEPS_VALUES)

@@ -1,0 +1,72 @@
+"""What `ShardedGraph.layers` would save: the nodes, edges and halo rows that each layer needs for some wanted nodes."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardpass.data.merge import parts_of_rank
+from shardpass.data.raw import EDGE, NODE
+from shardpass.data.store import Store, open_store
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One layer: `nodes` it computes, `edges` into them, `halo_rows` that all groups together fetch for them."""
+
+    nodes: int
+    edges: int
+    halo_rows: int
+
+
+def inspect_layers(
+    path: str | os.PathLike[str], mask: str, num_layers: int, ranks: int | None = None
+) -> list[LayerReport]:
+    """What each of `num_layers` layers needs for the nodes of a stored boolean field, the first layer first.
+
+    Args:
+        path: a store of one node and one edge type.
+        mask: the name of the node field, for example ``"train_mask"``.
+        num_layers: of the model.
+        ranks: count halo rows between this many ranks; None: between parts.
+
+    Raises:
+        StoreError: the store cannot be opened or is altered.
+        ValueError: several types, no such field, a field that is no mask, or more ranks than parts.
+    """
+    store = open_store(path)
+    if list(store.manifest.num_edges) != [EDGE] or list(store.manifest.num_nodes) != [NODE]:
+        raise ValueError(f"{store.path}: layers can be inspected for graphs of one node and one edge type")
+    info = store.manifest.node_fields[NODE].get(mask)
+    if info is None or info.dtype != torch.bool or info.shape:
+        masks = [name for name, i in store.manifest.node_fields[NODE].items() if i.dtype == torch.bool and not i.shape]
+        raise ValueError(f"{store.path} has no node mask {mask!r}; there are: {', '.join(masks) or 'none'}")
+    wanted = store.node_fields(NODE, range(store.num_parts))[mask].clone()
+    count = store.num_parts if ranks is None else ranks
+    groups = [parts_of_rank(store.num_parts, count, group) for group in range(count)]
+    reports: list[LayerReport] = []
+    for _ in range(num_layers):
+        report, wanted = _layer(store, groups, wanted)
+        reports.insert(0, report)
+    return reports
+
+
+def _layer(store: Store, groups: list[range], wanted: Tensor) -> tuple[LayerReport, Tensor]:
+    """What a layer needs to compute the nodes `wanted`, and the nodes that it reads or computes."""
+    offsets = store.manifest.offsets[NODE]
+    read = wanted.clone()
+    num_edges = num_halo = 0
+    for parts in groups:
+        remote = torch.zeros(wanted.numel(), dtype=torch.bool)
+        for part in parts:
+            edges = store.part_edges(EDGE, part)
+            src = edges.src[wanted[edges.dst.long() + offsets[part]]].long()
+            num_edges += src.numel()
+            remote[src] = True
+        read |= remote
+        remote[offsets[parts.start] : offsets[parts.stop]] = False
+        num_halo += int(remote.sum())
+    return LayerReport(int(wanted.sum()), num_edges, num_halo), read

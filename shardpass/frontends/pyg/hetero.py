@@ -1,0 +1,236 @@
+"""PyG's layers and models over several node types. Their own code runs; single helpers of it are exchanged for ours.
+
+`HeteroConv` and `to_hetero` need nothing: they call an ordinary layer per edge type. Three others reach across types or
+ranks outside message passing: HGT and `to_hetero_with_bases` put the nodes of all types into one tensor and shift ids
+to match, and HAN takes a mean over all nodes of a type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch_geometric.nn import to_hetero_with_bases_transformer as bases
+from torch_geometric.nn.conv import HANConv, HGTConv, RGCNConv
+
+from shardpass.backends.communicator import Communicator
+from shardpass.core.agreement import agree, digest, diverged
+from shardpass.core.calls import all_reduce_sum
+from shardpass.core.edge_index import ShardedEdgeIndex
+from shardpass.core.graph import ShardedGraph
+from shardpass.core.ownership import EdgeType, NodeType
+from shardpass.core.reverse import reversed_edges
+from shardpass.core.union import Piece, union
+from shardpass.errors import RefusedError
+
+
+def adapt_hetero(model: nn.Module, comm: Communicator) -> None:
+    """Make the parts of `model` that reach across node types right on a sharded graph. In place.
+
+    Raises:
+        RefusedError: a layer derived from one of these has a forward of its own.
+    """
+    for name, module in model.named_modules():
+        title = f"{type(module).__name__} ({name})" if name else type(module).__name__
+        if isinstance(module, HGTConv):
+            module.forward = HGTForward(_known(module, HGTConv, title), title)
+        elif isinstance(module, HANConv):
+            module.forward = HANForward(_known(module, HANConv, title), title, comm)
+        elif isinstance(module, RGCNConv):
+            module.register_forward_pre_hook(_refuse_numbered_nodes, with_kwargs=True)
+        elif isinstance(module, torch.fx.GraphModule):
+            _exchange_in_graph(module)
+
+
+def _known(module: Any, kind: type[nn.Module], title: str) -> Any:
+    if type(module).forward is not kind.forward:
+        raise RefusedError(
+            f"{title} cannot be exact on a sharded graph: its forward is not that of PyG's {kind.__name__}, which "
+            f"reaches across node types outside message passing"
+        )
+    return module
+
+
+def _refuse_numbered_nodes(conv: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Without `x`, `RGCNConv` numbers the nodes itself, and has a row of weights for each."""
+    given = signature(type(conv).forward).bind(conv, *args, **kwargs).arguments
+    x = given["x"]
+    sharded = isinstance(given["edge_index"], (ShardedGraph, ShardedEdgeIndex))
+    if sharded and (x[0] if isinstance(x, tuple) else x) is None:
+        raise RefusedError(
+            f"{type(conv).__name__} without x numbers the nodes from 0 on every rank; pass x=graph.node_ids, the "
+            f"original number of each own node"
+        )
+
+
+def exchanged(function: Any, **helpers: Any) -> Callable[..., Any]:
+    """`function` itself, with other meanings for some global names in it. The module it comes from stays as it is."""
+    names = {**function.__globals__, **helpers}
+    return FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+
+
+def is_sharded(edge_index_dict: Any) -> bool:
+    """Whether a dict holds edges of a sharded graph."""
+    return isinstance(edge_index_dict, Mapping) and any(
+        isinstance(value, ShardedEdgeIndex) for value in edge_index_dict.values()
+    )
+
+
+def check_types(values: Sequence[Any], comm: Communicator) -> None:
+    """Raise if the arguments of a model do not fit together by type. Collective where they hold sharded edges by type.
+
+    Raises:
+        RefusedError, ValueError: see `check_edges_by_type`.
+        DivergenceError: ranks pass other types, or in another order, in which layers would communicate.
+    """
+    by_type = [value for value in values if isinstance(value, Mapping)]
+    if not any(is_sharded(value) for value in by_type):
+        return
+    for value in by_type:
+        check_edges_by_type(value)
+    text = "arguments of the types " + "; ".join(str(list(value)) for value in by_type)
+    answers = agree(comm, "types of the arguments", [digest(text)])
+    if any(answer != answers[0] for answer in answers):
+        raise diverged(comm, "types of the arguments", text)
+
+
+def check_edges_by_type(edge_index_dict: Any) -> None:
+    """Raise if edges of a sharded graph stand under the wrong type, or beside ordinary ones.
+
+    Raises:
+        RefusedError: some of the edges are ordinary tensors, whose ids mean nothing here.
+        ValueError: the nodes at the ends are of other types than the key says.
+    """
+    if not is_sharded(edge_index_dict):
+        return
+    for kind, value in edge_index_dict.items():
+        if not isinstance(value, ShardedEdgeIndex):
+            raise RefusedError(
+                f"the edges of {kind} are {type(value).__name__}, while others are of a sharded graph: take them all "
+                f"from graph.edge_index_dict"
+            )
+        ends = value.plan.ends
+        if ends is None or not (isinstance(kind, tuple) and len(kind) == 3):
+            continue
+        ends = (ends[1], ends[0]) if value.is_reversed else ends
+        if (kind[0], kind[2]) != ends:
+            raise ValueError(f"the edges under {kind} go from {ends[0]!r} to {ends[1]!r}; expected edges of that type")
+
+
+def _check_rows(rows: Mapping[NodeType, int], kind: EdgeType, edges: ShardedEdgeIndex, title: str) -> None:
+    ends = (kind[2], kind[0]) if edges.is_reversed else (kind[0], kind[2])
+    for end, expected in zip(ends, (edges.plan.num_own_src, edges.plan.num_dst)):
+        if rows[end] != expected:
+            raise ValueError(
+                f"{title} on rank {edges.plan.comm.rank}: the tensor of {end!r} has {rows[end]} rows; the edges {kind} "
+                f"need {expected} (the own nodes)"
+            )
+
+
+class HGTForward:
+    """`HGTConv.forward` with ids shifted by type replaced by a union of relations."""
+
+    def __init__(self, conv: HGTConv, title: str) -> None:
+        self.conv, self.title = conv, title
+
+    def __call__(self, x_dict: dict[NodeType, Tensor], edge_index_dict: dict[EdgeType, Any]) -> Any:
+        original = type(self.conv).forward
+        if not is_sharded(edge_index_dict):
+            return original(self.conv, x_dict, edge_index_dict)
+        check_edges_by_type(edge_index_dict)
+        unknown = [kind for kind in edge_index_dict if kind not in self.conv.edge_types_map]
+        if unknown:
+            raise ValueError(f"{self.title}: {unknown} are not edge types of this layer: {self.conv.edge_types}")
+        rows = {kind: x.size(0) for kind, x in x_dict.items()}
+
+        def construct(
+            edges: dict[EdgeType, Any],
+            src_start: dict[EdgeType, int],
+            dst_start: dict[NodeType, int],
+            edge_attr_dict: Any,
+            num_nodes: int,
+        ) -> tuple[ShardedEdgeIndex, Tensor]:
+            for kind in src_start:
+                _check_rows(rows, kind, edges[kind], self.title)
+            pieces = [Piece(edges[kind], start, dst_start[kind[-1]]) for kind, start in src_start.items()]
+            weights = [edge_attr_dict["__".join(kind)].expand(edges[kind].size(1), -1) for kind in src_start]
+            num_dst = sum(rows[kind] for kind in dst_start)
+            return union(pieces, num_nodes, num_dst, self.title), torch.cat(weights)
+
+        # HGTConv relies on the order of its own edge types
+        ordered = {kind: edge_index_dict[kind] for kind in self.conv.edge_types if kind in edge_index_dict}
+        for kind, edges in ordered.items():
+            if edges.is_reversed:  # no edge tensors that would have to follow
+                ordered[kind] = reversed_edges(edges, self.title).edge_index
+        return exchanged(original, construct_bipartite_edge_index=construct)(self.conv, x_dict, ordered)
+
+
+class HANForward:
+    """`HANConv.forward` with the mean over own nodes replaced by one over the nodes of all ranks."""
+
+    def __init__(self, conv: HANConv, title: str, comm: Communicator) -> None:
+        self.conv, self.title, self.comm = conv, title, comm
+
+    def __call__(
+        self, x_dict: dict[NodeType, Tensor], edge_index_dict: dict[EdgeType, Any], *args: Any, **kw: Any
+    ) -> Any:
+        original = type(self.conv).forward
+        if not is_sharded(edge_index_dict):
+            return original(self.conv, x_dict, edge_index_dict, *args, **kw)
+        check_edges_by_type(edge_index_dict)
+        return exchanged(original, group=self._group)(self.conv, x_dict, edge_index_dict, *args, **kw)
+
+    def _group(self, xs: list[Tensor], q: Tensor, k_lin: nn.Module) -> tuple[Tensor | None, Tensor | None]:
+        """What PyG's `group` returns on the whole graph: own rows ``[num_nodes, channels]``, and the same attention."""
+        if not xs:
+            return None, None
+        out = torch.stack(xs)  # [num_edge_types, num_nodes, channels]
+        own = torch.tensor([out.size(1)], device=self.comm.device)
+        count = int(self.comm.all_reduce(own, "sum", f"{self.title}: number of nodes"))
+        if not count:
+            return out.view(0, out.size(-1)), None
+        scores = torch.tanh(k_lin(out)).sum(1, dtype=torch.promote_types(out.dtype, torch.float32))
+        mean = all_reduce_sum(scores, self.comm, f"{self.title}: semantic attention") / count
+        attention = (q * mean.to(out.dtype)).sum(-1).softmax(dim=0)
+        return (attention.view(len(xs), 1, 1) * out).sum(0), attention
+
+
+class NodeOffsets(dict[NodeType, int]):
+    """Where the rows of each node type begin in the tensor of all types; `rows` says how many there are."""
+
+    rows: dict[NodeType, int]
+
+
+def node_offsets(x_dict: dict[NodeType, Tensor], type2id: dict[NodeType, int]) -> NodeOffsets:
+    """PyG's ``get_node_offset_dict``, which leaves out how many rows the last type has."""
+    found = NodeOffsets(bases.get_node_offset_dict(x_dict, type2id))
+    found.rows = {kind: x_dict[kind].size(-2) for kind in type2id}
+    return found
+
+
+def group_edges(values: dict[EdgeType, Any], type2id: dict[EdgeType, int], offsets: NodeOffsets | None = None) -> Any:
+    """PyG's ``group_edge_placeholder``; the edges of a sharded graph become a union of relations. Collective then."""
+    if not is_sharded(values) or len(type2id) == 1:
+        return bases.group_edge_placeholder(values, type2id, offsets)
+    title = "to_hetero_with_bases"
+    if offsets is None:
+        raise ValueError(f"{title}: a node-level argument must come before edge_index in the forward of the model")
+    for kind in type2id:
+        _check_rows(offsets.rows, kind, values[kind], title)
+    pieces = [Piece(values[kind], offsets[kind[0]], offsets[kind[2]]) for kind in type2id]
+    total = sum(offsets.rows.values())
+    return union(pieces, total, total, title)
+
+
+def _exchange_in_graph(model: torch.fx.GraphModule) -> None:
+    """Exchange the helpers that `to_hetero_with_bases` wrote into a model."""
+    ours = {bases.get_node_offset_dict: node_offsets, bases.group_edge_placeholder: group_edges}
+    found = [node for node in model.graph.nodes if node.op == "call_function" and node.target in ours]
+    for node in found:
+        node.target = ours[node.target]
+    if found:
+        model.recompile()

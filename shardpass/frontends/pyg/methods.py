@@ -1,0 +1,146 @@
+"""The methods of PyG's models besides ``forward``: called with a graph as ``forward`` is, guarded, or refused by name.
+
+A method that averages over own rows, or looks up ids of the whole graph among them, would be silently wrong. So each
+public method of an exact model has a line below, or is right on own rows as it is: the tests list which are.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+from torch import nn
+
+from shardpass.backends.communicator import Communicator
+from shardpass.core.batch_index import BatchIndex
+from shardpass.core.edge_index import ShardedEdgeIndex
+from shardpass.errors import RefusedError
+from shardpass.frontends.pyg import model_parts
+from shardpass.frontends.pyg.adapt import Replacement
+
+_SAMPLED = "must be left out: it speaks of sampled neighbours, but a sharded graph is trained whole"
+_EDGES = "must be left out or be the graph: it holds ids of the whole graph, but the rows here are own ones"
+_BATCH = "must be graph.batch, so that the readout takes in the nodes of all ranks"
+_LOADER = (
+    "it samples neighbours from a graph in one piece; call the model with the graph in eval mode under no_grad(), "
+    "which computes every layer once for all nodes"
+)
+_NEGATIVES = (
+    "it draws negative edges among own nodes and averages over own edges; call shardpass.mean on the values of "
+    "decode() or discriminate() for the graph, and score negative pairs on outputs that shardpass.gather put together"
+)
+_ALL_PAIRS = "it scores all pairs of nodes, but a rank holds its own; score outputs that shardpass.gather put together"
+_OWN_MEAN = "it averages over own rows only; call shardpass.mean on the values of single rows"
+_GATHERED = "it evaluates own rows only; call it on an unwrapped model with outputs that shardpass.gather put together"
+_BEFORE = "a rank holds some rows only; compute it before partition and store it as a field"
+
+REFUSED_METHODS: dict[str, dict[str, str]] = {
+    "BasicGNN": {"inference": _LOADER, "inference_per_layer": _LOADER},
+    "RECT_L": {"get_semantic_labels": _BEFORE},
+    "LightGCN": {"recommend": _ALL_PAIRS, "link_pred_loss": _OWN_MEAN, "recommendation_loss": _OWN_MEAN},
+    "SignedGCN": {
+        "split_edges": _BEFORE,
+        "create_spectral_features": _BEFORE,
+        "loss": _NEGATIVES,
+        "nll_loss": _NEGATIVES,
+        "pos_embedding_loss": _NEGATIVES,
+        "neg_embedding_loss": _NEGATIVES,
+        "test": _GATHERED,
+    },
+    "InnerProductDecoder": {"forward_all": _ALL_PAIRS},
+    "GAE": {"recon_loss": _NEGATIVES, "test": _GATHERED},
+    "ARLinkPredictor": {"calculate_r_fraction": _OWN_MEAN},
+}
+"""By the name of a class of nn.models: methods that raise, with the reason and what to do."""
+
+REPLACED_METHODS: dict[str, dict[str, Callable[[nn.Module, Communicator], Replacement]]] = {
+    "LabelPropagation": {"forward": model_parts.LabelPropagationForward},
+    "CorrectAndSmooth": {"correct": model_parts.Correct},
+    "AttentiveFP": {"forward": model_parts.AttentiveFPForward},
+    "VGAE": {"kl_loss": model_parts.KlLoss},
+    "ARGA": {"reg_loss": model_parts.RegLoss, "discriminator_loss": model_parts.DiscriminatorLoss},
+}
+"""Methods that look at all nodes, and what takes their place."""
+
+GUARDED: dict[str, dict[str, dict[str, str]]] = {
+    "BasicGNN": {"forward": {"num_sampled_nodes_per_hop": _SAMPLED, "num_sampled_edges_per_hop": _SAMPLED}},
+    "AttentiveFP": {"forward": {"batch": _BATCH}},
+    "NeuralFingerprint": {"forward": {"batch": _BATCH}},
+    "LightGCN": {"forward": {"edge_label_index": _EDGES}, "predict_link": {"edge_label_index": _EDGES}},
+    "SignedGCN": {"discriminate": {"edge_index": _EDGES}},
+    "InnerProductDecoder": {"forward": {"edge_index": _EDGES}},
+    "ARLinkPredictor": {"forward": {"edge_index": _EDGES}, "decode": {"edge_index": _EDGES}},
+}
+"""Arguments of methods that must be left out, or come from the sharded graph, with the reason."""
+
+CALLED_WITH_A_GRAPH: dict[str, tuple[str, ...]] = {
+    "CorrectAndSmooth": ("correct", "smooth"),
+    "RECT_L": ("embed",),
+    "InvertibleModule": ("inverse",),
+    "LightGCN": ("get_embedding", "predict_link"),
+    "SignedGCN": ("discriminate",),
+    "GAE": ("encode", "decode"),
+    "ARLinkPredictor": ("decode",),
+}
+"""Methods besides ``forward`` that run as ``forward`` does when they are called on the wrapped model itself."""
+
+
+def adapt_methods(module: nn.Module, comm: Communicator) -> None:
+    """Refuse, replace and guard the methods of `module` as its class wants it. What a subclass overrides is its own."""
+    for name, reason in _own(module, REFUSED_METHODS):
+        setattr(module, name, _Refusing(type(module).__name__, name, reason))
+    for name, replacement in _own(module, REPLACED_METHODS):
+        setattr(module, name, replacement(module, comm))
+    for name, arguments in _own(module, GUARDED):
+        setattr(module, name, _Guarded(module, comm, name, arguments))
+
+
+def methods_to_run(module: nn.Module) -> list[str]:
+    """The methods of `module` besides ``forward`` that are called with a graph as ``forward`` is."""
+    return [name for kind in type(module).__mro__ for name in CALLED_WITH_A_GRAPH.get(_name(kind), ())]
+
+
+def _own(module: nn.Module, table: dict[str, dict[str, Any]]) -> list[tuple[str, Any]]:
+    """The entries of `table` for the methods that `module` has from a class of PyG."""
+    found = [(kind, name, what) for kind in type(module).__mro__ for name, what in table.get(_name(kind), {}).items()]
+    return [(name, what) for kind, name, what in found if getattr(type(module), name) is getattr(kind, name)]
+
+
+def _name(kind: type) -> str:
+    return kind.__name__ if kind.__module__.startswith("torch_geometric.nn.models.") else ""
+
+
+class _Refusing:
+    """A method that raises `RefusedError`, whatever it is called with."""
+
+    def __init__(self, kind: str, name: str, reason: str) -> None:
+        self.kind, self.name, self.reason = kind, name, reason
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise RefusedError(f"{self.kind}.{self.name}() cannot be exact on a sharded graph: {self.reason}")
+
+
+class _Guarded(Replacement):
+    """A method whose arguments are looked at before it runs."""
+
+    def __init__(self, module: nn.Module, comm: Communicator, name: str, arguments: dict[str, str]) -> None:
+        super().__init__(module, comm)
+        self.name, self.arguments = name, arguments
+        self.inner = vars(module).get(name)  # what took the place of the method
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Guarded:
+        copied = memo[id(self)] = _Guarded.__new__(_Guarded)
+        vars(copied).update(deepcopy(vars(self), memo))
+        return copied
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        original = getattr(type(self.module), self.name)
+        given = inspect.signature(original).bind(self.module, *args, **kwargs).arguments
+        for argument, reason in self.arguments.items():
+            value = given.get(argument)
+            fits = isinstance(value, BatchIndex) if reason == _BATCH else value is None
+            if not fits and not (reason == _EDGES and isinstance(value, ShardedEdgeIndex)):
+                raise RefusedError(f"{type(self.module).__name__}.{self.name}(): `{argument}` {reason}")
+        return self.inner(*args, **kwargs) if self.inner is not None else original(self.module, *args, **kwargs)

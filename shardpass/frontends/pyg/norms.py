@@ -1,0 +1,256 @@
+"""PyG's norms over a graph with the statistics of all ranks' nodes.
+
+Each class here is a subclass of the norm it stands for: parameters, buffers, ``state_dict`` keys and options are its
+own. `distribute_norms` changes the class of a norm in place, so it stays the same object. With batch statistics
+forward and backward are collective: every rank calls them in the same order. ``batch`` is None or ``graph.batch``
+(a sharded graph is one graph). On one rank PyG's own code runs. How a norm sees its rows inside ``message()`` is
+decided by the engine: in ``halo`` mode they are all edges of all ranks; in pieces it is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch_geometric.nn as gnn
+from torch import Tensor, nn
+
+from shardpass.backends.communicator import Communicator
+from shardpass.core.batch_index import BatchIndex
+from shardpass.core.calls import refuse_inside_message
+from shardpass.core.norm import global_moments
+from shardpass.core.on_ranks import OnRanks
+from shardpass.core.statistics import row_moments, shifted, total_rows
+from shardpass.errors import RefusedError
+
+
+class DistributedNorm(OnRanks):
+    """What the norms over one graph share: the meaning of ``batch``, and who takes part."""
+
+    def forward(
+        self, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None, dim_size: int | None = None
+    ) -> Tensor:
+        """The normalised rows, ``[num_own, channels]``. Collective where statistics are taken.
+
+        Args:
+            x: own rows, ``[num_own, channels]``.
+            batch: None, ``graph.batch``, or zeros.
+            batch_size, dim_size: None or 1.
+
+        Raises:
+            RefusedError: `batch` or `batch_size` speak of several graphs; a message runs in pieces.
+        """
+        comm, name = self.ranks(), type(self).__bases__[-1].__name__
+        refuse_inside_message(comm, name)
+        if not self.takes_statistics():
+            return super().forward(x)  # type: ignore[misc, no-any-return]
+        if comm.size == 1:
+            plain = batch.plain if isinstance(batch, BatchIndex) else batch
+            return super().forward(x, plain, dim_size or batch_size)  # type: ignore[misc, no-any-return]
+        several = batch is not None and not isinstance(batch, BatchIndex) and bool(batch.any())
+        if several or (dim_size or batch_size or 1) != 1:
+            raise RefusedError(
+                f"{name}: `batch` speaks of several graphs, but a sharded graph is one graph; pass graph.batch or None"
+            )
+        weight = getattr(self, "weight", None)
+        if weight is not None:
+            x = x.to(torch.promote_types(x.dtype, weight.dtype))  # as under autocast
+        if comm.order.made_up:  # that row does not count
+            return torch.cat([self.normalised(x[:0], batch is not None, comm), torch.zeros_like(x)])
+        return self.normalised(x, batch is not None, comm)
+
+    def takes_statistics(self) -> bool:
+        """Whether this call computes statistics of the rows it is given, rather than using running ones."""
+        return True
+
+    def normalised(self, x: Tensor, batch_given: bool, comm: Communicator) -> Tensor:
+        """The normalised rows of `x`, ``[num_own, channels]``. Collective."""
+        raise NotImplementedError
+
+
+def _affine(norm: Any, scale: Tensor) -> tuple[Tensor, Tensor | None]:
+    """`scale` times the weight of `norm`, and its bias, in float64; as they are where it has none."""
+    if norm.weight is None or norm.bias is None:
+        return scale, None
+    return scale * norm.weight.double(), norm.bias.double()
+
+
+class DistributedGraphNorm(DistributedNorm, gnn.GraphNorm):
+    """`torch_geometric.nn.GraphNorm` over the nodes of all ranks (Cai et al., ICML 2021, arXiv 2009.03294)."""
+
+    def normalised(self, x: Tensor, batch_given: bool, comm: Communicator) -> Tensor:
+        """See `DistributedNorm`; the mean of ``(x - a m)^2`` is ``var + ((1 - a) m)^2``."""
+        _, mean, variance = row_moments(x, comm)
+        share = self.mean_scale.double()
+        variance = variance + ((1 - share) * mean).square()
+        return shifted(x, share * mean, *_affine(self, (variance + self.eps).rsqrt()))
+
+
+class DistributedInstanceNorm(DistributedNorm, gnn.InstanceNorm):
+    """`torch_geometric.nn.InstanceNorm` over the nodes of all ranks (Ulyanov et al., arXiv 1607.08022).
+
+    With running statistics (evaluation) nothing is communicated.
+    """
+
+    def takes_statistics(self) -> bool:
+        """See `DistributedNorm`."""
+        return self.training or not self.track_running_stats
+
+    def normalised(self, x: Tensor, batch_given: bool, comm: Communicator) -> Tensor:
+        """See `DistributedNorm`. Running statistics are updated by the same bits on every rank."""
+        count, mean, variance = row_moments(x, comm)
+        if count == 1 and not batch_given:
+            raise ValueError(
+                f"Expected more than 1 spatial element when training, got input size {[1, *x.shape[::-1]]}"
+            )
+        with torch.no_grad():
+            unbiased = variance * (count / max(count - 1, 1))
+            for running, found in ((self.running_mean, mean), (self.running_var, unbiased)):
+                if running is not None:
+                    running.mul_(1 - self.momentum).add_((self.momentum * found).to(running.dtype))
+        return shifted(x, mean, *_affine(self, (variance + self.eps).rsqrt()))
+
+
+class DistributedLayerNorm(DistributedNorm, gnn.LayerNorm):
+    """`torch_geometric.nn.LayerNorm` with ``mode="graph"``: over all channels of all nodes of all ranks."""
+
+    def normalised(self, x: Tensor, batch_given: bool, comm: Communicator) -> Tensor:
+        """See `DistributedNorm`. As in PyG, eps is added to the deviation without `batch`, to the variance with it."""
+        _, means, variances = row_moments(x, comm)
+        mean = means.mean()
+        variance = (variances + (means - mean).square()).mean()
+        if batch_given:
+            inverse = (variance + self.eps).rsqrt()
+        else:  # torch's std has gradient 0 at 0
+            deviation = torch.where(variance > 0, variance, torch.ones_like(variance)).sqrt() * (variance > 0)
+            inverse = (deviation + self.eps).reciprocal()
+        return shifted(x, mean, *_affine(self, inverse))
+
+
+class DistributedPairNorm(DistributedNorm, gnn.PairNorm):
+    """`torch_geometric.nn.PairNorm` over the nodes of all ranks (Zhao and Akoglu, ICLR 2020, arXiv 1909.12223)."""
+
+    def normalised(self, x: Tensor, batch_given: bool, comm: Communicator) -> Tensor:
+        """See `DistributedNorm`; the mean square length of centred rows is the sum of the channels' variances."""
+        _, mean, variance = row_moments(x, comm)
+        if not self.scale_individually:
+            return shifted(x, mean, self.scale * (self.eps + variance.sum()).rsqrt())
+        centred = shifted(x, mean, torch.ones_like(mean))
+        return self.scale * centred / (self.eps + centred.norm(2, -1, keepdim=True))
+
+
+class DistributedMeanSubtractionNorm(DistributedNorm, gnn.MeanSubtractionNorm):
+    """`torch_geometric.nn.MeanSubtractionNorm` over the nodes of all ranks (Yang et al., arXiv 2003.13663)."""
+
+    def normalised(self, x: Tensor, batch_given: bool, comm: Communicator) -> Tensor:
+        """See `DistributedNorm`."""
+        _, mean, _ = row_moments(x, comm)
+        return shifted(x, mean, torch.ones_like(mean))
+
+
+class DistributedGraphSizeNorm(DistributedNorm, gnn.GraphSizeNorm):
+    """`torch_geometric.nn.GraphSizeNorm` with the number of nodes of all ranks (Dwivedi et al., arXiv 2003.00982)."""
+
+    def normalised(self, x: Tensor, batch_given: bool, comm: Communicator) -> Tensor:
+        """See `DistributedNorm`. Nothing travels in backward."""
+        return x * max(1, sum(total_rows(x, comm))) ** -0.5
+
+
+class DistributedSingleBatchNorm(OnRanks, gnn.BatchNorm):
+    """`torch_geometric.nn.BatchNorm` with ``allow_single_element``: a graph of one node uses running statistics."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The normalised rows, ``[num_own, channels]``. Collective in training.
+
+        Raises:
+            RefusedError: every one of several ranks holds one row. If that is the output of a readout, the whole graph
+                has one row, else as many as there are ranks; the two cannot be told apart.
+        """
+        comm = self.ranks()
+        refuse_inside_message(comm, "BatchNorm with allow_single_element")
+        if not self.training:
+            return self.module(x)  # type: ignore[no-any-return]
+        counts = total_rows(x[:0] if comm.order.made_up else x, comm)
+        if comm.size > 1 and set(counts) == {1}:
+            raise RefusedError(
+                "BatchNorm(allow_single_element=True) of one row on every rank: one graph-level row and one node per "
+                "rank look alike. Leave that option out, or normalise before the readout"
+            )
+        return gnn.BatchNorm.forward(self, x) if sum(counts) <= 1 else self.module(x)  # type: ignore[no-any-return]
+
+
+class DistributedHeteroBatchNorm(OnRanks, gnn.HeteroBatchNorm):
+    """`torch_geometric.nn.HeteroBatchNorm` over the rows of each type on all ranks.
+
+    As in PyG, no gradient passes through its statistics, and the running variance is the biased one.
+    """
+
+    def forward(self, x: Tensor, type_vec: Tensor) -> Tensor:
+        """The normalised rows, ``[num_own, channels]``. Collective with batch statistics, not in backward.
+
+        Args:
+            x: own rows, ``[num_own, channels]``.
+            type_vec: the type of each row, ``[num_own]`` in ``[0, num_types)``.
+        """
+        comm = self.ranks()
+        refuse_inside_message(comm, "HeteroBatchNorm")
+        if comm.size == 1 or (not self.training and self.track_running_stats):
+            return super().forward(x, type_vec)  # type: ignore[no-any-return]
+        mean, variance = self._moments(x, type_vec, comm)
+        mean, variance = mean.to(x.dtype), variance.to(x.dtype)
+        out = (x - mean[type_vec]) / variance.clamp(self.eps).sqrt()[type_vec]
+        return out * self.weight[type_vec] + self.bias[type_vec] if self.affine else out
+
+    @torch.no_grad()
+    def _moments(self, x: Tensor, type_vec: Tensor, comm: Communicator) -> tuple[Tensor, Tensor]:
+        """Mean and biased variance of each type, float64 ``[num_types, channels]``; updates the running ones."""
+        rows = x[:0] if comm.order.made_up else x
+        kinds = type_vec[: rows.size(0)]
+        found = [global_moments(rows[kinds == k], comm, f"moments of type {k}") for k in range(self.num_types)]
+        mean, variance = torch.stack([m.mean for m in found]), torch.stack([m.variance for m in found])
+        if self.training and self.track_running_stats:
+            share = self.momentum
+            if share is None:
+                self.num_batches_tracked.add_(1)
+                share = 1.0 / float(self.num_batches_tracked)
+            seen = torch.tensor([m.count > 0 for m in found], device=x.device)
+            for running, values in ((self.running_mean, mean), (self.running_var, variance)):
+                running[seen] = (1 - share) * running[seen] + (share * values[seen]).to(running.dtype)
+        return mean, variance
+
+
+DISTRIBUTED: dict[type[nn.Module], Any] = {
+    gnn.BatchNorm: DistributedSingleBatchNorm,
+    gnn.GraphNorm: DistributedGraphNorm,
+    gnn.GraphSizeNorm: DistributedGraphSizeNorm,
+    gnn.HeteroBatchNorm: DistributedHeteroBatchNorm,
+    gnn.InstanceNorm: DistributedInstanceNorm,
+    gnn.LayerNorm: DistributedLayerNorm,
+    gnn.MeanSubtractionNorm: DistributedMeanSubtractionNorm,
+    gnn.PairNorm: DistributedPairNorm,
+}
+
+
+def distribute_norms(model: nn.Module, comm: Communicator) -> None:
+    """Give every PyG norm of `model` over a graph its distributed class, in place. Not collective.
+
+    Exactly the types in `DISTRIBUTED`; subclasses are left alone. Norms that are right on own rows as they are
+    (``LayerNorm(mode="node")``, ``BatchNorm``, whose inner norm is replaced) keep their class.
+    """
+    for module in model.modules():
+        if type(module) in DISTRIBUTED and _is_over_graph(module, type(module)):
+            module.comm = comm  # type: ignore[assignment]
+            module.__class__ = DISTRIBUTED[type(module)]
+
+
+def is_unknown_norm(module: nn.Module) -> bool:
+    """Whether `module` is of a class derived from a norm over a graph: `distribute_norms` leaves such a class alone."""
+    bases = [kind for kind in DISTRIBUTED if isinstance(module, kind) and type(module) is not kind]
+    return any(_is_over_graph(module, kind) for kind in bases)
+
+
+def _is_over_graph(module: Any, kind: type[nn.Module]) -> bool:
+    """Whether `module`, a `kind`, takes statistics of all nodes itself."""
+    if kind is gnn.LayerNorm:
+        return bool(module.mode == "graph")
+    return bool(module.allow_single_element) if kind is gnn.BatchNorm else True

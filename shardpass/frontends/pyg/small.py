@@ -1,0 +1,200 @@
+"""The arguments of a model's call, made over for a small random graph: whole, or one rank's share of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import MappingKey, tree_flatten_with_path, tree_unflatten
+
+from shardpass.backends.communicator import Communicator
+from shardpass.core.batch_index import BatchIndex
+from shardpass.core.edge_index import ShardedEdgeIndex
+from shardpass.core.graph import ShardedGraph
+from shardpass.core.hetero_graph import ShardedHeteroGraph
+from shardpass.core.options import Options
+from shardpass.core.ownership import EDGE, NODE, EdgeType, NodeType
+
+Kind = NodeType | EdgeType
+_NODES, _EDGES = (23, 19, 29, 17, 31), (97, 83, 109, 71, 127)
+
+
+class CannotCheckError(Exception):
+    """The call cannot be made over, with the reason."""
+
+
+@dataclass
+class Argument:
+    """One leaf of the arguments: `kind` is the node or edge type whose rows it holds, None for a constant.
+
+    `role` is ``"graph"``, ``"edge_index"``, ``"batch"``, ``"rows"`` or ``"constant"``; `value` the rows of the whole
+    small graph, or the constant.
+    """
+
+    role: str
+    kind: Any
+    value: Any
+
+
+class SmallCall:
+    """A call on a small random graph with the types of the real one.
+
+    Args:
+        args, kwargs: of the call on this rank's share of the real graph.
+        method: of the model that is called.
+        dtype: of all floating point arguments.
+
+    Raises:
+        CannotCheckError: they cannot be made over.
+    """
+
+    def __init__(self, args: Any, kwargs: Any, method: str = "forward", dtype: torch.dtype = torch.float64) -> None:
+        self.method, self.dtype = method, dtype
+        leaves, self._structure = tree_flatten_with_path((args, kwargs))
+        self._generator = torch.Generator().manual_seed(0)
+        real_nodes, real_edges = _real_sizes(leaves)
+        self.num_nodes: dict[NodeType, int] = _numbers(real_nodes, _NODES, "node")
+        num_edges: dict[EdgeType, int] = _numbers(real_edges, _EDGES, "edge")
+        self.edges = {kind: self._random_edges(kind, count) for kind, count in num_edges.items()}
+        self.counts: dict[Any, int] = {**self.num_nodes, **num_edges}
+        self.is_homogeneous = list(self.edges) == [EDGE]
+        real: dict[Any, int] = {**real_nodes, **real_edges}
+        self._arguments = [self._argument(path, leaf, real) for path, leaf in leaves]
+        self.owners = {kind: self._drawn(3, count) for kind, count in self.num_nodes.items()}
+
+    def whole(self, grads: bool) -> tuple[Any, Any, list[Tensor]]:
+        """``(args, kwargs, inputs)`` on the whole small graph; `inputs` are the floating point leaves."""
+        edges = self.edges[EDGE] if self.is_homogeneous else dict(self.edges)
+        inputs: list[Tensor] = []
+        values: list[Any] = []
+        for argument in self._arguments:
+            if argument.role == "graph":
+                values.append(edges)
+            elif argument.role == "edge_index":
+                values.append(self.edges[argument.kind])
+            else:
+                values.append(_leaf(argument, argument.value, grads, inputs))
+        args, kwargs = tree_unflatten(values, self._structure)
+        return args, kwargs, inputs
+
+    def sharded(
+        self, comm: Communicator, options: Options, grads: bool
+    ) -> tuple[Any, Any, list[Tensor], dict[Any, Tensor]]:
+        """``(args, kwargs, inputs, ids)`` of one rank; `ids` are its rows of every node and edge type. Collective."""
+        graph = self._shard(comm, options)
+        ids = _ids(graph)
+        inputs: list[Tensor] = []
+        values: list[Any] = []
+        for argument in self._arguments:
+            if argument.role == "graph":
+                values.append(graph)
+            elif argument.role == "edge_index":
+                values.append(graph.relations[argument.kind].edge_index)
+            elif argument.role == "batch":
+                values.append(graph.batch)
+            else:
+                own = argument.value if argument.kind is None else argument.value[ids[argument.kind]]
+                values.append(_leaf(argument, own, grads, inputs))
+        args, kwargs = tree_unflatten(values, self._structure)
+        return args, kwargs, inputs, ids
+
+    @property
+    def input_kinds(self) -> list[Any]:
+        """The node or edge type of each of the inputs."""
+        return [a.kind for a in self._arguments if a.role == "rows" and a.value.is_floating_point()]
+
+    def _shard(self, comm: Communicator, options: Options) -> ShardedGraph:
+        from shardpass.testing.graphs import WholeGraph, shard_in_memory
+        from shardpass.testing.hetero import WholeHeteroGraph, shard_hetero_in_memory
+
+        if self.is_homogeneous:
+            return shard_in_memory(WholeGraph(self.num_nodes[NODE], self.edges[EDGE]), self.owners[NODE], comm, options)
+        return shard_hetero_in_memory(WholeHeteroGraph(self.num_nodes, self.edges), self.owners, comm, options)
+
+    def _drawn(self, limit: int, count: int) -> Tensor:
+        return torch.randint(0, limit, (count,), generator=self._generator)
+
+    def _random_edges(self, kind: EdgeType, count: int) -> Tensor:
+        edges = torch.stack([self._drawn(self.num_nodes[end], count) for end in (kind[0], kind[2])])
+        edges[:, :2] = edges[:, 2:4]  # duplicates
+        if kind[0] == kind[2]:
+            edges[1, 4:6] = edges[0, 4:6]  # self-loops
+        edges[1, -1] = self.num_nodes[kind[2]] - 1  # from the largest id, layers guess the number of nodes
+        return edges[:, torch.argsort(edges[1], stable=True)]  # as aggregations with an order want them
+
+    def _argument(self, path: Any, leaf: Any, real: dict[Any, int]) -> Argument:
+        keys = [entry.key for entry in path if isinstance(entry, MappingKey) and entry.key in self.counts]
+        if isinstance(leaf, ShardedGraph):
+            return Argument("graph", None, None)
+        if isinstance(leaf, ShardedEdgeIndex):
+            if leaf.is_reversed or leaf.derivation is not None:
+                raise CannotCheckError("it is called with an edge_index that was changed outside it")
+            return Argument("edge_index", keys[-1] if keys else EDGE, None)
+        if isinstance(leaf, BatchIndex):
+            return Argument("batch", NODE, torch.zeros(self.num_nodes[NODE], dtype=torch.int64))
+        if not isinstance(leaf, Tensor):
+            return Argument("constant", None, leaf)
+        kind = keys[-1] if keys else _kind_of(leaf, real)
+        if kind is None:
+            return Argument("constant", None, self._cast(leaf.detach().cpu()))
+        return Argument("rows", kind, self._rows(leaf.detach().cpu(), self.counts[kind]))
+
+    def _rows(self, real: Tensor, count: int) -> Tensor:
+        """`count` rows drawn from the real ones, floating point ones stretched a little each."""
+        rows = real[self._drawn(real.size(0), count)] if real.size(0) else real.new_zeros((count, *real.shape[1:]))
+        if not rows.is_floating_point():
+            return rows
+        factors = torch.rand(rows.shape, generator=self._generator, dtype=torch.float64) + 0.5
+        return self._cast(rows.double() * factors if bool(rows.any()) else factors)
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+
+
+def _real_sizes(leaves: list[Any]) -> tuple[dict[NodeType, int], dict[EdgeType, int]]:
+    """Own nodes and own edges of the real graph, by type, from the stand-ins among the arguments."""
+    nodes: dict[NodeType, int] = {}
+    edges: dict[EdgeType, int] = {}
+    for path, leaf in leaves:
+        if isinstance(leaf, ShardedHeteroGraph):
+            nodes |= leaf.num_nodes_dict
+            edges |= {kind: relation.shards.num_edges for kind, relation in leaf.relations.items()}
+        elif isinstance(leaf, (ShardedGraph, ShardedEdgeIndex)):
+            index = leaf.edge_index if isinstance(leaf, ShardedGraph) else leaf
+            keys = [entry.key for entry in path if isinstance(entry, MappingKey) and isinstance(entry.key, tuple)]
+            kind = keys[-1] if keys else EDGE
+            if not keys and index.plan.num_own_src != index.plan.num_dst:
+                raise CannotCheckError("it is called with one edge type of a graph of several")
+            nodes |= {kind[0]: index.plan.num_own_src, kind[2]: index.plan.num_dst}
+            edges[kind] = index.size(1)
+    return nodes, edges
+
+
+def _numbers(real: dict[Any, int], numbers: tuple[int, ...], what: str) -> dict[Any, int]:
+    if len(real) > 40:
+        raise CannotCheckError(f"the graph has {len(real)} {what} types")
+    return {kind: numbers[i % 5] + 150 * (i // 5) for i, kind in enumerate(real)}
+
+
+def _kind_of(tensor: Tensor, real: dict[Any, int]) -> Any:
+    if tensor.dim() == 0:
+        return None
+    fits = [kind for kind, count in real.items() if count == tensor.size(0)]
+    if len(fits) > 1:
+        raise CannotCheckError(f"an argument with {tensor.size(0)} rows may belong to any of {fits}")
+    return fits[0] if fits else None
+
+
+def _ids(graph: ShardedGraph) -> dict[Any, Tensor]:
+    if isinstance(graph, ShardedHeteroGraph):
+        return {**graph.node_ids_dict, **{kind: relation.edge_ids for kind, relation in graph.relations.items()}}
+    return {NODE: graph.node_ids, EDGE: graph.edge_ids}
+
+
+def _leaf(argument: Argument, value: Any, grads: bool, inputs: list[Tensor]) -> Any:
+    if argument.role != "rows" or not value.is_floating_point():
+        return value.clone() if isinstance(value, Tensor) else value
+    inputs.append(value.detach().clone().requires_grad_(grads))
+    return inputs[-1].clone()  # which the model may change in place

@@ -1,0 +1,133 @@
+"""Runs the parity check of every layer of `torch_geometric.nn.conv` and writes the table docs/pyg-layers.md.
+
+    python -m tests.frontends.layer_table [--ranks 1 2 3 4]
+
+Takes some minutes. A layer whose largest error is above 1e-10 ends the run with an error, and no table is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch_geometric
+import torch_geometric.nn.conv as pyg_convs
+from rich.progress import track
+
+import shardpass as sp
+from shardpass.frontends.pyg.refusals import REFUSED
+from shardpass.testing.graphs import assignments
+from shardpass.testing.hetero import evaluate_sharded_hetero, evaluate_whole_hetero, hetero_assignments
+from shardpass.testing.parity import differences, evaluate_sharded, evaluate_whole
+
+from . import hetero_cases
+from .conv_cases import CONVS, KERNEL, ONE_PASS_SOFTMAX, ONE_SHOT, SORTED
+from .pyg_cases import GRAPH
+
+BOUND = 1e-10
+MODES = ("sar", "keep", "halo")
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "pyg-layers.md"
+HEAD = """# Layers of PyG, one by one
+
+Every class of `torch_geometric.nn.conv`: exact in the modes shown, or refused by name. Made by
+`python -m tests.frontends.layer_table`, which runs each layer on a small awkward graph (self-loops, duplicate edges,
+isolated nodes, ties; an empty part, a rank without edges) in one process and on {ranks} ranks, in float64, and compares
+outputs and the gradients of inputs, edge tensors and parameters.
+
+{versions}. Largest error of all: {largest:.0e}; the bound is 1e-10.
+
+*kernel*: messages are source rows, or those times an edge scalar, whatever the code looks like; fused kernels compute
+them. *softmax*: edge softmax in one pass over the source blocks. *traced*: the layer's own message function, run on a
+chunk of edges at a time. *at once*: needs whole neighbourhoods, so the message function runs once on all edges of a
+rank, with all halo rows there: `halo` mode only; `sar` and `keep` refuse it by name.
+
+| layer | modes | computed as | largest error |
+|---|---|---|---|
+"""
+
+
+def largest_error(case: Any, graph: Any, modes: tuple[str, ...], ranks: list[int]) -> float:
+    """Of a layer on one node type, over all modes, ranks and assignments."""
+    make, call = case
+    torch.manual_seed(0)
+    model, worst = make().double(), 0.0
+    whole = evaluate_whole(model, graph, call)
+    for count in ranks:
+        for owners in assignments(graph.num_nodes, count, graph.edge_index).values():
+            for mode in modes:
+                options = sp.Options(mode=mode, chunk_bytes=700)
+                found = evaluate_sharded(model, graph, call, owners, count, _wrap, options, whole)
+                worst = max(worst, *differences(whole, found).values())
+    return worst
+
+
+def largest_hetero_error(case: Any, ranks: list[int]) -> float:
+    """Of a layer on several node types."""
+    make, call = case
+    torch.manual_seed(0)
+    model, worst = make().double(), 0.0
+    graph = hetero_cases.GRAPH
+    whole = evaluate_whole_hetero(model, graph, call)
+    for count in ranks:
+        for owners in hetero_assignments(graph, count).values():
+            for mode in MODES:
+                options = sp.Options(mode=mode, chunk_bytes=700)
+                found = evaluate_sharded_hetero(model, graph, call, owners, count, _wrap, options, whole)
+                worst = max(worst, *differences(whole, found).values())
+    return worst
+
+
+def _wrap(model: torch.nn.Module, comm: sp.Communicator) -> torch.nn.Module:
+    return sp.pyg.wrap(model, comm, check=False)
+
+
+def rows(ranks: list[int]) -> tuple[dict[str, list[str]], float]:
+    """Table rows by class, and the largest error of all."""
+    found: dict[str, list[str]] = defaultdict(list)
+    jobs = [(n, c, "at once" if n in ONE_SHOT else _path(n)) for n, c in {**CONVS, **ONE_SHOT}.items()]
+    jobs += [(name, case, "several types") for name, case in hetero_cases.LAYERS.items()]
+    top = 0.0
+    for name, case, path in track(jobs, "layers"):
+        if path == "several types":
+            error = largest_hetero_error(case, ranks)
+        elif path == "at once":
+            error = largest_error(case, SORTED, ("halo",), ranks)
+        else:
+            error = largest_error(case, GRAPH, MODES, ranks)
+        if not error <= BOUND:
+            raise SystemExit(f"{name} is not exact: {error:.1e}")
+        top = max(top, error)
+        modes = "halo" if path == "at once" else ", ".join(MODES)
+        found[name.split()[0]].append(f"| {name} | {modes} | {path} | {error:.0e} |")
+    return found, top
+
+
+def _path(name: str) -> str:
+    return "kernel" if name in KERNEL else ("softmax" if name in ONE_PASS_SOFTMAX else "traced")
+
+
+def page(ranks: list[int]) -> str:
+    """The page."""
+    found, top = rows(ranks)
+    versions = f"PyG {torch_geometric.__version__}, torch {torch.__version__}, Python {platform.python_version()}"
+    text = HEAD.format(ranks=", ".join(map(str, ranks)), versions=versions, largest=top)
+    classes = [name for name in pyg_convs.__all__ if name != "MessagePassing"]
+    text += "\n".join(line for name in [*classes, "user's"] for line in found.get(name, []))
+    text += "\n\n## Refused by name\n\n| layer | reason |\n|---|---|\n"
+    for name in classes:
+        kinds = [kind.__name__ for kind in getattr(pyg_convs, name).__mro__]
+        reason = next((REFUSED[kind] for kind in kinds if kind in REFUSED), None)
+        if reason is not None:
+            text += f"| {name} | {reason} |\n"
+    return text
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3, 4])
+    PAGE.write_text(page(parser.parse_args().ranks))
+    print(f"wrote {PAGE}")

@@ -1,0 +1,188 @@
+"""Attention over all nodes of the graph equals that on the whole graph."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+pytest.importorskip("torch_geometric")
+
+import torch_geometric.nn as gnn
+from torch_geometric.nn.attention import PerformerAttention, PolynormerAttention, QFormer, SGFormerAttention
+from torch_geometric.nn.models import Polynormer, SGFormer
+
+import shardpass as sp
+from shardpass.errors import RefusedError
+from shardpass.frontends.pyg import modules
+from shardpass.testing.graphs import assignments, shard_in_memory
+from shardpass.testing.parity import differences, evaluate_sharded, evaluate_whole
+from shardpass.testing.run import run
+
+from .pyg_cases import GRAPH
+from .ranks import ONE_TO_FOUR
+
+BOUND = 1e-10
+N = GRAPH.num_nodes
+
+
+@pytest.fixture(autouse=True)
+def _float64_by_default():
+    """SGFormerAttention makes ones of the default dtype."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+class Dense(torch.nn.Module):
+    """Attention alone, as a user calls it: own rows as a batch of one graph."""
+
+    def __init__(self, attention):
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, x, edge_index, batch=None):
+        return self.attention(x.unsqueeze(0)).squeeze(0)
+
+
+def gps(**kwargs):
+    return gnn.GPSConv(6, gnn.GCNConv(6, 6), heads=2, **kwargs)
+
+
+class AroundGPS(torch.nn.Module):
+    """Two layers of it."""
+
+    def __init__(self, **kwargs):
+        super().__init__()
+        self.lin, self.first, self.second = torch.nn.Linear(5, 6), gps(**kwargs), gps(**kwargs)
+
+    def forward(self, x, edge_index, batch=None):
+        return self.second(self.first(self.lin(x), edge_index, batch), edge_index, batch)
+
+
+CASES = {
+    "GPSConv performer": lambda: AroundGPS(attn_type="performer"),
+    "GPSConv performer, graph norm": lambda: AroundGPS(attn_type="performer", norm="graph_norm"),
+    "GPSConv performer, layer norm": lambda: AroundGPS(attn_type="performer", norm="layer_norm"),
+    "GPSConv multihead": lambda: sp.pyg.gather_attention(AroundGPS()),
+    "GPSConv multihead, no norm": lambda: sp.pyg.gather_attention(AroundGPS(norm=None)),
+    "SGFormer": lambda: SGFormer(5, 6, 4, trans_num_heads=2, trans_dropout=0.0, gnn_dropout=0.0),
+    "Polynormer local": lambda: Polynormer(5, 6, 4, 2, 2, in_dropout=0.0, dropout=0.0, global_dropout=0.0, heads=2),
+    "Polynormer global": lambda: globally(
+        Polynormer(5, 6, 4, 2, 2, in_dropout=0.0, dropout=0.0, global_dropout=0.0, qk_shared=False)
+    ),
+    "PerformerAttention": lambda: Dense(PerformerAttention(5, 1, head_channels=8, qkv_bias=True)),
+    "SGFormerAttention": lambda: Dense(SGFormerAttention(5, 1, 8)),
+    "PolynormerAttention": lambda: Dense(PolynormerAttention(5, 2, 4, qk_shared=True)),
+}
+NEED_BATCH = ("SGFormer", "Polynormer local", "Polynormer global")
+
+
+def globally(model):
+    model._global = True
+    return model
+
+
+def without_batch(m, inputs, graph):
+    return m(inputs["x"], graph)
+
+
+def with_batch(m, inputs, graph):
+    return m(inputs["x"], graph, torch.zeros(N, dtype=torch.long) if isinstance(graph, torch.Tensor) else graph.batch)
+
+
+def unchecked(model, comm):
+    """Without the self-check, which would do much the same once more."""
+    return sp.pyg.wrap(model, comm, check=False)
+
+
+def assert_exact(name, ranks, call, training=True):
+    torch.manual_seed(0)
+    model = CASES[name]().double().train(training)
+    whole = evaluate_whole(model, GRAPH, call)
+    for where, owners in assignments(N, ranks, GRAPH.edge_index).items():
+        sharded = evaluate_sharded(model, GRAPH, call, owners, ranks, unchecked, sp.Options(), whole)
+        wrong = {key: error for key, error in differences(whole, sharded).items() if not error <= BOUND}
+        assert not wrong, f"{name}, {ranks} ranks, {where}: {wrong}"
+
+
+@pytest.mark.parametrize("ranks", ONE_TO_FOUR)
+@pytest.mark.parametrize("name", CASES)
+def test_attention_with_the_batch_of_the_graph(name, ranks):
+    assert_exact(name, ranks, with_batch)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in NEED_BATCH])
+def test_attention_without_batch(name, ranks):
+    assert_exact(name, ranks, without_batch)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_evaluation(name):
+    assert_exact(name, 3, with_batch, training=False)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_self_check_accepts_it(name, recwarn):
+    owners = assignments(N, 2, GRAPH.edge_index)["random"]
+    make = CASES[name]
+
+    def work(comm):
+        graph = shard_in_memory(GRAPH, owners, comm)
+        sp.pyg.wrap(make().double(), comm)(graph.x, graph, graph.batch)
+
+    run(work, 2)
+    assert not [warning for warning in recwarn if "self-check" in str(warning.message)]
+
+
+def test_every_attention_of_the_table_is_tested():
+    tested = {type(module).__name__ for make in CASES.values() for module in make().modules()}
+    assert tested >= modules.ATTENTION
+
+
+def test_attention_over_all_pairs_is_refused_unless_asked_for():
+    with pytest.raises(RefusedError, match=r"GPSConv cannot be exact .* shardpass\.pyg\.gather_attention\(model\)"):
+        sp.pyg.wrap(gps(), sp.connect("local"))
+    wrapped = sp.pyg.wrap(sp.pyg.gather_attention(gps()), sp.connect("local"))
+    assert isinstance(wrapped, gnn.GPSConv) and list(wrapped.state_dict()) == list(gps().state_dict())
+
+
+class OwnGPS(gnn.GPSConv):
+    """A layer of the user's own."""
+
+
+class OwnAttention(torch.nn.MultiheadAttention):
+    """An attention of the user's own."""
+
+
+def test_classes_derived_from_attention_are_refused():
+    replaced = sp.pyg.gather_attention(gps())
+    replaced.attn = OwnAttention(6, 2)
+    for model in (sp.pyg.gather_attention(OwnGPS(6, None, heads=2)), replaced):
+        with pytest.raises(RefusedError, match="not classes derived from them"):
+            sp.pyg.wrap(model, sp.connect("local"))
+    with pytest.raises(RefusedError, match="QFormer"):
+        sp.pyg.wrap(QFormer(8, 8, 8, 1, 1), sp.connect("local"))
+
+
+def test_several_graphs_are_refused():
+    def work(comm):
+        attention = sp.pyg.wrap(SGFormerAttention(5, 1, 8), comm)
+        with pytest.raises(RefusedError, match=r"takes own rows as \[1, num_own, channels\]"):
+            attention(torch.randn(2, 3, 5))
+
+    run(work, 2)
+
+
+def test_a_new_projection_is_the_same_on_every_rank():
+    def work(comm):
+        attention = sp.pyg.wrap(PerformerAttention(6, 2), comm)
+        before = attention.fast_attn.projection_matrix.clone()
+        attention.redraw_projection_matrix()
+        assert not torch.equal(before, attention.fast_attn.projection_matrix)
+        return copy.deepcopy(attention).fast_attn.projection_matrix
+
+    first, *others = run(work, 3)
+    assert all(torch.equal(first, other) for other in others)

@@ -1,0 +1,173 @@
+"""NodeEmbedding: tables whose rows are owned by ranks train as the whole table does in one process."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+pytest.importorskip("torch_geometric")
+
+import torch.nn.functional as F
+import torch_geometric.nn as gnn
+from torch import nn
+
+import shardpass as sp
+from shardpass.errors import RefusedError
+from shardpass.testing.graphs import assignments, shard_in_memory
+from shardpass.testing.hetero import awkward_hetero_graph, hetero_assignments, shard_hetero_in_memory
+from shardpass.testing.run import run
+
+from .pyg_cases import GRAPH
+from .ranks import ONE_TWO_FOUR
+
+Y = torch.arange(GRAPH.num_nodes) % 4
+EPOCHS = 20
+
+
+class Featureless(nn.Module):
+    """A graph without features: rows to be learned, in the manner of R-GCN."""
+
+    def __init__(self, table):
+        super().__init__()
+        self.table = table
+        self.convs = nn.ModuleList([gnn.RGCNConv(6, 8, 2), gnn.RGCNConv(8, 4, 2)])
+
+    def forward(self, edge_index, edge_type):
+        h = self.convs[0](self.table.weight, edge_index, edge_type).relu()
+        return self.convs[1](h, edge_index, edge_type)
+
+
+class Recommender(gnn.LightGCN):
+    """LightGCN with its table given."""
+
+    def __init__(self, table):
+        super().__init__(GRAPH.num_nodes, 6, 3)
+        self.embedding = table
+
+    def forward(self, edge_index, edge_type):
+        return self.get_embedding(edge_index)
+
+
+def trained(model, edge_index, edge_type, loss_of, step):
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    losses = []
+    for _ in range(EPOCHS):
+        optimizer.zero_grad()
+        loss = loss_of(model(edge_index, edge_type))
+        loss.backward()
+        step()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.parametrize("make", [Featureless, Recommender])
+@pytest.mark.parametrize("ranks", ONE_TWO_FOUR)
+@pytest.mark.parametrize("mode", ["sar", "halo"])
+def test_training_equals_that_of_the_whole_table(make, ranks, mode):
+    owners = assignments(GRAPH.num_nodes, ranks, GRAPH.edge_index)["random"]
+    edge_type = torch.arange(GRAPH.edge_index.size(1)) % 2
+
+    def work(comm):
+        graph = shard_in_memory(GRAPH, owners, comm, sp.Options(mode=mode))
+        with sp.seed(0, comm):
+            table = sp.NodeEmbedding(graph, 6, dtype=torch.float64)
+            model = make(table).double()
+        first = table.weight.detach().clone()
+        sp.pyg.wrap(model, comm)
+        everyone = torch.ones(graph.num_nodes, dtype=torch.bool)
+        losses = trained(
+            model,
+            graph,
+            edge_type[graph.edge_ids],
+            lambda h: sp.cross_entropy(h[:, :4], Y[graph.node_ids], everyone, comm),
+            lambda: sp.sync_gradients(model, comm),
+        )
+        return losses, first, graph.node_ids
+
+    results = run(work, ranks)
+    rows = torch.empty(GRAPH.num_nodes, 6, dtype=torch.float64)
+    for _, first, ids in results:
+        rows[ids] = first
+    torch.manual_seed(0)
+    torch.randint(2**62, ())
+    whole = make(nn.Embedding.from_pretrained(rows, freeze=False)).double()
+    expected = trained(whole, GRAPH.edge_index, edge_type, lambda h: F.cross_entropy(h[:, :4], Y), lambda: None)
+    assert expected[-1] < 0.8 * expected[0]
+    torch.testing.assert_close(torch.tensor(results[0][0]), torch.tensor(expected), rtol=1e-9, atol=0)
+
+
+def test_first_values_do_not_depend_on_the_number_of_ranks():
+    found = []
+    for ranks in (1, 3):
+        owners = assignments(GRAPH.num_nodes, ranks, GRAPH.edge_index)["random"]
+
+        def work(comm, owners=owners):
+            graph = shard_in_memory(GRAPH, owners, comm)
+            with sp.seed(5, comm):
+                return sp.NodeEmbedding(graph, 3).weight.detach(), graph.node_ids
+
+        rows = torch.empty(GRAPH.num_nodes, 3)
+        for weight, ids in run(work, ranks):
+            rows[ids] = weight
+        found.append(rows)
+    assert torch.equal(*found)
+    assert abs(float(found[0].std()) - 1) < 0.3 and len(torch.unique(found[0])) == found[0].numel()
+
+
+def test_types_have_tables_of_their_own():
+    graph = awkward_hetero_graph()
+    owners = hetero_assignments(graph, 2)["random"]
+
+    def work(comm):
+        sharded = shard_hetero_in_memory(graph, owners, comm)
+        table = sp.NodeEmbedding(sharded, 4, "author")
+        assert table().shape == (sharded["author"].num_nodes, 4) and table.total_nodes == 14
+        with pytest.raises(ValueError, match="node_type is one of"):
+            sp.NodeEmbedding(sharded, 4)
+        with pytest.raises(ValueError, match="got 'editor'"):
+            sp.NodeEmbedding(sharded, 4, "editor")
+
+    run(work, 2)
+
+
+def test_copies_and_double_keep_the_rows_local():
+    def work(comm):
+        graph = shard_in_memory(GRAPH, torch.arange(GRAPH.num_nodes) % 2, comm)
+        table = copy.deepcopy(sp.NodeEmbedding(graph, 3)).double()
+        assert table.weight.shardpass_local and "of 41 'node' rows" in repr(table)
+
+    run(work, 2)
+
+
+class OwnTable(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rows, self.conv = nn.Parameter(torch.randn(GRAPH.num_nodes, 5)), gnn.GCNConv(5, 4)
+
+    def forward(self, x, edge_index):
+        return self.conv(self.rows, edge_index)
+
+
+class Embedded(OwnTable):
+    def __init__(self):
+        super().__init__()
+        del self.rows
+        self.table = nn.Embedding(GRAPH.num_nodes, 5)
+
+    def forward(self, x, edge_index):
+        return self.conv(self.table.weight, edge_index)
+
+
+@pytest.mark.parametrize("make", [OwnTable, Embedded])
+@pytest.mark.parametrize("check", [True, False])
+def test_other_tables_by_node_are_refused(make, check):
+    def work(comm):
+        graph = shard_in_memory(GRAPH, torch.arange(GRAPH.num_nodes) % 2, comm)
+        model = sp.pyg.wrap(make(), comm, check=check)
+        with pytest.raises(RefusedError, match=r"a row for each of the 41 nodes .*NodeEmbedding\(graph, 5\) in its"):
+            model(graph.x.float(), graph)
+
+    run(work, 2)

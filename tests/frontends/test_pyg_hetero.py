@@ -1,0 +1,327 @@
+"""Graphs of several types: models equal themselves on the whole graph, float64, 1e-10, all modes and ranks."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from functools import partial
+
+import pytest
+import torch
+
+pytest.importorskip("torch_geometric")
+
+import torch_geometric.nn as gnn
+
+import shardpass as sp
+from shardpass.errors import DivergenceError, RefusedError
+from shardpass.testing.hetero import (
+    evaluate_sharded_hetero,
+    evaluate_whole_hetero,
+    hetero_assignments,
+    shard_hetero_in_memory,
+)
+from shardpass.testing.parity import cotangent, differences
+from shardpass.testing.run import run
+
+from .hetero_cases import GRAPH, LAYERS, METADATA, MODELS, TwoLayers, by_type
+from .ranks import ONE_TO_FOUR, ONE_TWO_FOUR
+
+BOUND = 1e-10
+MODES = ("sar", "keep", "halo")
+WRAP = partial(sp.pyg.wrap, check=False)  # the self-check has a test of its own
+CITES, WRITES, BY = METADATA[1][:3]
+
+
+def assert_exact(name, case, ranks, every=True, options=None):
+    """In all modes on all assignments; or, without `every`, each mode on one of them, another one for each `ranks`."""
+    make, call = case
+    torch.manual_seed(0)
+    model = make().double()
+    whole = evaluate_whole_hetero(model, GRAPH, call)
+    for i, (where, owners) in enumerate(hetero_assignments(GRAPH, ranks).items()):
+        for mode in MODES if every or ranks == 1 else (MODES[(i + ranks) % 3],):
+            chosen = sp.Options(mode=mode, **(options or {}))
+            sharded = evaluate_sharded_hetero(model, GRAPH, call, owners, ranks, WRAP, chosen, whole)
+            wrong = {key: error for key, error in differences(whole, sharded).items() if not error <= BOUND}
+            assert not wrong, f"{name}, {ranks} ranks, {where}, {mode}: {wrong}"
+
+
+@pytest.mark.parametrize("ranks", ONE_TO_FOUR)
+@pytest.mark.parametrize("name", LAYERS)
+def test_layer_equals_the_whole_graph(name, ranks):
+    # few edges per chunk and, on three ranks, few rows per fetch: every boundary is crossed
+    small = {"chunk_bytes": 700, "block_rows": 3 if ranks == 3 else None}
+    assert_exact(name, LAYERS[name], ranks, every=ranks == 4, options=small)
+
+
+@pytest.mark.parametrize("ranks", ONE_TWO_FOUR)
+@pytest.mark.parametrize("name", MODELS)
+def test_model_equals_the_whole_graph(name, ranks):
+    assert_exact(name, MODELS[name], ranks, every=ranks == 4)
+
+
+@pytest.mark.parametrize("name", [*LAYERS, *MODELS])
+def test_the_self_check_accepts_the_model_without_a_warning(name):
+    make, call = {**LAYERS, **MODELS}[name]
+    model = make().double()  # here, since torch.fx patches all modules while it traces one
+
+    def work(comm, graph):
+        fields = {kind: dict(graph[kind]) for kind in (*METADATA[0], *METADATA[1])}
+        call(sp.pyg.wrap(copy.deepcopy(model), comm), fields, graph)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*self-check.*")
+        on_two_ranks(work)
+
+
+def on_two_ranks(work, where="random"):
+    """What `work(comm, graph)` returns on each of two ranks."""
+    owners = hetero_assignments(GRAPH, 2)[where]
+    return run(lambda comm: work(comm, shard_hetero_in_memory(GRAPH, owners, comm)), 2)
+
+
+@pytest.mark.parametrize("name", ["HGT", "HAN", "to_hetero SAGE"])
+def test_every_rank_answers_in_backward_whatever_types_its_loss_reaches(name):
+    make, call = MODELS[name]
+    torch.manual_seed(0)
+    model = make().double()
+    used = ["paper", "venue"]  # by the loss of rank 0 and of rank 1
+
+    def work(comm, graph):
+        mine, kind = sp.pyg.wrap(copy.deepcopy(model), comm), used[comm.rank]
+        out = call(mine, {k: {"x": x} for k, x in graph.x_dict.items()}, graph)[kind]
+        whole = torch.empty(GRAPH.num_nodes[kind], out.size(1), dtype=torch.float64)
+        (out * cotangent(whole)[graph[kind].node_ids]).sum().backward()
+        sp.sync_gradients(mine, comm)
+        return {n: p.grad for n, p in mine.named_parameters() if p.grad is not None}, graph.node_ids_dict
+
+    (found, ids), (_, other_ids) = on_two_ranks(work)
+    out = call(model, GRAPH.node, dict(GRAPH.edges))
+    loss = sum(
+        (out[kind] * cotangent(torch.empty_like(out[kind])))[rows[kind]].sum()
+        for kind, rows in zip(used, (ids, other_ids), strict=True)
+    )
+    loss.backward()
+    expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    for parameter, grad in expected.items():
+        torch.testing.assert_close(found[parameter], grad, rtol=0, atol=BOUND)
+
+
+def test_a_union_of_relations_is_made_once_for_all_layers_and_calls():
+    def work(comm, graph):
+        model = sp.pyg.wrap(TwoLayers(lambda i, o: gnn.HGTConv(i, o, METADATA)).double(), comm)
+        for _ in range(3):
+            model(graph.x_dict, graph)
+        plans = [relation.plan for relation in graph.relations.values()]
+        return sum(len(plan.unions) for plan in plans), plans[0].unions[0].edge_index.plan.num_halo, graph.num_halo
+
+    for count, halo_of_union, halo in on_two_ranks(work):
+        assert count == 1 and halo_of_union == halo  # HGT keeps a row per relation
+
+
+def test_hgt_takes_relations_in_any_order():
+    """PyG itself needs them in the order of the metadata."""
+    torch.manual_seed(0)
+    plain = gnn.HGTConv(5, 4, METADATA).double()
+    expected = plain(by_type(GRAPH.node, "x"), GRAPH.edges)
+
+    def work(comm, graph):
+        model = WRAP(copy.deepcopy(plain), comm)
+        out = model(graph.x_dict, dict(reversed(list(graph.edge_index_dict.items()))))
+        for kind, rows in graph.node_ids_dict.items():
+            torch.testing.assert_close(out[kind], expected[kind][rows], rtol=0, atol=BOUND)
+
+    on_two_ranks(work)
+
+
+def test_semantic_attention_is_that_of_the_whole_graph():
+    torch.manual_seed(0)
+    plain = gnn.HANConv(5, 4, METADATA).double()
+    _, expected = plain(by_type(GRAPH.node, "x"), GRAPH.edges, return_semantic_attention_weights=True)
+
+    def work(comm, graph):
+        model = sp.pyg.wrap(copy.deepcopy(plain), comm)
+        _, found = model(graph.x_dict, graph, return_semantic_attention_weights=True)
+        for kind in expected:
+            torch.testing.assert_close(found[kind], expected[kind], rtol=0, atol=BOUND)
+
+    on_two_ranks(work, "types apart")
+
+
+LAZY = {
+    "HeteroConv": lambda: gnn.HeteroConv({kind: gnn.SAGEConv((-1, -1), 4) for kind in METADATA[1]}),
+    "HGTConv": lambda: gnn.HGTConv(-1, 4, METADATA),
+    "to_hetero": lambda: gnn.to_hetero(gnn.GraphSAGE((-1, -1), 6, 2, 4), METADATA),
+}
+
+
+@pytest.mark.parametrize("name", LAZY)
+def test_lazy_layers_take_their_widths_from_a_call_on_made_up_nodes(name):
+    lazy = LAZY[name]().double()
+
+    def work(comm, graph):
+        model = copy.deepcopy(lazy)
+        with pytest.raises(RefusedError, match="has no shape yet"):
+            sp.pyg.wrap(model, comm)
+        with torch.no_grad():
+            nodes = {kind: torch.zeros(2, width).double() for kind, width in graph.num_features.items()}
+            model(nodes, {kind: torch.zeros(2, 1, dtype=torch.long) for kind in graph.edge_types})
+        out = sp.pyg.wrap(model, comm)(graph.x_dict, graph)
+        assert {kind: len(rows) for kind, rows in out.items()} == graph.num_nodes_dict
+
+    on_two_ranks(work, "types apart")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_copy_of_a_wrapped_model_is_wrapped_and_uses_its_own_parameters(name):
+    make, call = MODELS[name]
+    plain = make().double()
+
+    def work(comm, graph):
+        fields = {kind: dict(graph[kind]) for kind in (*METADATA[0], *METADATA[1])}
+        model = sp.pyg.wrap(copy.deepcopy(plain), comm)
+        twin = copy.deepcopy(model)
+        assert sp.pyg.wrap(twin, comm) is twin and list(twin.state_dict()) == list(model.state_dict())
+        with torch.no_grad():
+            for parameter in twin.parameters():
+                parameter.mul_(2)
+        mine, other = call(model, fields, graph), call(twin, fields, graph)
+        assert not any(torch.equal(mine[kind], other[kind]) for kind in mine if mine[kind].numel())
+        torch.stack([rows.sum() for rows in other.values()]).sum().backward()
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+    on_two_ranks(work)
+
+
+@pytest.mark.parametrize("name", ["HGTConv", "HANConv", "HeteroConv SAGE"])
+def test_ordinary_tensors_are_refused(name):
+    make, call = LAYERS[name]
+    with pytest.raises(RefusedError, match="Pass the graph that shardpass"):
+        call(sp.pyg.wrap(make().double(), sp.connect("local")), GRAPH.node, dict(GRAPH.edges))
+
+
+def _misuse(change):
+    """What each model says on rank 0 to ``change(edge_index_dict, x_dict)``."""
+
+    def work(comm, graph):
+        found = []
+        for name in ("HeteroConv SAGE", "HGTConv", "HANConv"):
+            model = sp.pyg.wrap(LAYERS[name][0]().double(), comm)
+            edges, nodes = graph.edge_index_dict, graph.x_dict
+            change(edges, nodes)
+            with pytest.raises((ValueError, RefusedError, KeyError, AttributeError, TypeError)) as error:
+                model(nodes, edges)
+            found.append(str(error.value))
+        return found
+
+    return on_two_ranks(work)[0]
+
+
+def test_ordinary_edges_beside_sharded_ones_are_refused():
+    def change(edges, nodes):
+        edges[WRITES] = torch.zeros(2, 3, dtype=torch.long)
+
+    assert all("take them all from graph.edge_index_dict" in words for words in _misuse(change))
+
+
+def test_edges_under_the_name_of_another_type_are_told():
+    def change(edges, nodes):
+        edges[WRITES] = edges[BY]
+
+    assert all("go from 'paper' to 'author'; expected edges of that type" in words for words in _misuse(change))
+
+
+def test_rows_of_another_type_are_told():
+    def change(edges, nodes):
+        nodes["author"] = torch.zeros(1, 5).double()
+
+    assert all("expected" in words or "need" in words for words in _misuse(change))
+
+
+def test_a_missing_type_is_an_error_on_every_rank():
+    def change(edges, nodes):
+        del nodes["venue"]
+
+    _misuse(change)
+
+
+@pytest.mark.parametrize("which", ["nodes", "edges"])
+def test_ranks_that_pass_types_in_another_order_are_told(which):
+    """HANConv communicates in that order, on tensors that look alike."""
+
+    def work(comm, graph):
+        model = sp.pyg.wrap(gnn.HANConv(5, 4, METADATA).double(), comm, check=False)
+        nodes, edges = graph.x_dict, graph.edge_index_dict
+        if comm.rank == 1 and which == "nodes":
+            nodes = dict(reversed(list(nodes.items())))
+        if comm.rank == 1 and which == "edges":
+            edges = dict(reversed(list(edges.items())))
+        with pytest.raises(DivergenceError, match=r"types of the arguments: ranks disagree"):
+            model(nodes, edges)
+
+    on_two_ranks(work)
+
+
+def test_an_edge_type_that_hgt_does_not_know_is_told():
+    def work(comm, graph):
+        model = sp.pyg.wrap(gnn.HGTConv(5, 4, (METADATA[0], [CITES])).double(), comm)
+        with pytest.raises(ValueError, match=r"are not edge types of this layer"):
+            model(graph.x_dict, graph)
+
+    on_two_ranks(work)
+
+
+def test_hgt_takes_relations_against_their_direction():
+    torch.manual_seed(0)
+    plain = gnn.HGTConv(5, 4, METADATA).double()
+    edges = {**GRAPH.edges, BY: GRAPH.edges[WRITES].flip(0)}
+    expected = plain(by_type(GRAPH.node, "x"), edges)
+
+    def work(comm, graph):
+        model = sp.pyg.wrap(copy.deepcopy(plain), comm)
+        out = model(graph.x_dict, {**graph.edge_index_dict, BY: graph[WRITES].edge_index.flip(0)})
+        for kind, rows in graph.node_ids_dict.items():
+            torch.testing.assert_close(out[kind], expected[kind][rows], rtol=0, atol=BOUND)
+
+    on_two_ranks(work)
+
+
+def test_reversed_relations_are_refused_by_bases_with_the_way_out():
+    plain = MODELS["to_hetero_with_bases SAGE"][0]().double()
+
+    def work(comm, graph):
+        model = sp.pyg.wrap(copy.deepcopy(plain), comm)
+        with pytest.raises(RefusedError, match="ToUndirected"):
+            model(graph.x_dict, {**graph.edge_index_dict, BY: graph[WRITES].edge_index.flip(0)})
+
+    on_two_ranks(work)
+
+
+class OwnHAN(gnn.HANConv):
+    """A forward of the user's own, which hides the mean over nodes."""
+
+    def forward(self, x_dict, edge_index_dict):
+        return super().forward(x_dict, edge_index_dict)
+
+
+def test_derived_layers_with_a_forward_of_their_own_are_refused():
+    with pytest.raises(RefusedError, match="OwnHAN cannot be exact"):
+        sp.pyg.wrap(OwnHAN(5, 4, METADATA), sp.connect("local"))
+
+
+def test_rgcn_that_would_number_the_nodes_itself_is_refused():
+    def work(comm, graph):
+        model = sp.pyg.wrap(gnn.RGCNConv(23, 4, 2).double(), comm)
+        edges = graph[CITES]
+        kinds = edges.edge_ids % 2
+        with pytest.raises(RefusedError, match=r"pass x=graph.node_ids"):
+            model(None, edges.edge_index, kinds)
+        return model(graph["paper"].node_ids, edges.edge_index, kinds), graph["paper"].node_ids, model.state_dict()
+
+    results = on_two_ranks(work)
+    plain = gnn.RGCNConv(23, 4, 2).double()
+    plain.load_state_dict(results[0][2])
+    expected = plain(None, GRAPH.edges[CITES], torch.arange(60) % 2)
+    for out, ids, _ in results:
+        torch.testing.assert_close(out, expected[ids], rtol=0, atol=BOUND)

@@ -1,0 +1,305 @@
+"""PyG's norms with the statistics of all ranks' nodes equal the unmodified norm on the whole graph."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+pytest.importorskip("torch_geometric")
+
+import torch_geometric.nn as gnn
+
+import shardpass as sp
+from shardpass.core.batch_index import BatchIndex
+from shardpass.errors import RefusedError, ShardpassError
+from shardpass.frontends.pyg.norms import DISTRIBUTED
+from shardpass.testing.graphs import assignments, shard_in_memory
+from shardpass.testing.parity import differences, evaluate_sharded, evaluate_whole
+from shardpass.testing.run import run
+
+from .pyg_cases import GRAPH
+from .ranks import ONE_TO_FOUR, ONE_TWO_FOUR
+
+BOUND = 1e-10
+N = GRAPH.num_nodes
+KINDS = torch.arange(N) % 3  # of four types: one has no rows anywhere
+KINDS[:7] = 2
+WITH_BATCH = {
+    "GraphNorm": lambda: gnn.GraphNorm(5),
+    "InstanceNorm": lambda: gnn.InstanceNorm(5),
+    "InstanceNorm affine, tracked": lambda: gnn.InstanceNorm(5, affine=True, track_running_stats=True, momentum=0.3),
+    "LayerNorm": lambda: gnn.LayerNorm(5),
+    "LayerNorm eps": lambda: gnn.LayerNorm(5, eps=0.1, affine=False),
+    "LayerNorm node": lambda: gnn.LayerNorm(5, mode="node"),
+    "PairNorm": lambda: gnn.PairNorm(scale=2.0),
+    "PairNorm individually": lambda: gnn.PairNorm(scale_individually=True, eps=0.01),
+    "MeanSubtractionNorm": gnn.MeanSubtractionNorm,
+    "GraphSizeNorm": gnn.GraphSizeNorm,
+}
+PLAIN = {
+    "BatchNorm": lambda: gnn.BatchNorm(5),
+    "BatchNorm cumulative": lambda: gnn.BatchNorm(5, momentum=None, affine=False),
+    "BatchNorm untracked": lambda: gnn.BatchNorm(5, track_running_stats=False),
+    "BatchNorm single": lambda: gnn.BatchNorm(5, allow_single_element=True),
+    "DiffGroupNorm": lambda: gnn.DiffGroupNorm(5, groups=3, lamda=0.5),
+    "DiffGroupNorm untracked": lambda: gnn.DiffGroupNorm(5, 2, affine=False, track_running_stats=False),
+    "HeteroBatchNorm": lambda: gnn.HeteroBatchNorm(5, 4),
+    "HeteroBatchNorm cumulative": lambda: gnn.HeteroBatchNorm(5, 4, momentum=None, affine=False),
+    "HeteroBatchNorm untracked": lambda: gnn.HeteroBatchNorm(5, 4, track_running_stats=False),
+    "HeteroLayerNorm": lambda: gnn.HeteroLayerNorm(5, 4),
+    "MessageNorm": lambda: gnn.MessageNorm(learn_scale=True),
+}
+
+
+class Around(torch.nn.Module):
+    """A layer before, the norm, a layer after: gradients pass through the statistics from both sides."""
+
+    def __init__(self, norm, batch=None):
+        super().__init__()
+        self.before, self.norm, self.after = torch.nn.Linear(5, 5), norm, torch.nn.Linear(5, 3)
+        self.batch = batch
+
+    def forward(self, x, graph, kinds):
+        h = self.before(x)
+        if isinstance(self.norm, gnn.MessageNorm):
+            h = self.norm(x, h)
+        elif isinstance(self.norm, (gnn.HeteroBatchNorm, gnn.HeteroLayerNorm)):
+            h = self.norm(h, kinds)
+        else:
+            h = self.norm(h, self.batch) if self.batch is not None else self.norm(h)
+        return self.after(h.relu())
+
+
+def perturbed(norm):
+    """Parameters and running statistics that are not the neutral ones."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for tensor in [*norm.parameters(), *norm.buffers()]:
+            if tensor.is_floating_point():
+                tensor.add_(torch.rand(tensor.shape, generator=generator) * 0.5)
+    return norm
+
+
+def call_without_batch(model, inputs, graph):
+    whole = isinstance(graph, torch.Tensor)
+    kinds = KINDS if whole else KINDS[graph.node_ids]
+    return model(inputs["x"] + 3, graph, kinds)
+
+
+def call_with_batch(model, inputs, graph):
+    model.batch = torch.zeros(N, dtype=torch.long) if isinstance(graph, torch.Tensor) else graph.batch
+    return call_without_batch(model, inputs, graph)
+
+
+def unchecked(model, comm):
+    """Without the self-check, which would do much the same once more."""
+    return sp.pyg.wrap(model, comm, check=False)
+
+
+def assert_exact(name, norm, call, ranks, training):
+    torch.manual_seed(0)
+    model = Around(perturbed(norm)).double().train(training)
+    whole = evaluate_whole(model, GRAPH, call)
+    whole.buffers = {key: value.detach() for key, value in whole.buffers.items()}
+    for where, owners in assignments(N, ranks, GRAPH.edge_index).items():
+        sharded = evaluate_sharded(model, GRAPH, call, owners, ranks, unchecked, sp.Options(), whole)
+        wrong = {key: error for key, error in differences(whole, sharded).items() if not error <= BOUND}
+        assert not wrong, f"{name}, {ranks} ranks, {where}, training={training}: {wrong}"
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("ranks", ONE_TO_FOUR)
+@pytest.mark.parametrize("name", [*WITH_BATCH, *PLAIN])
+def test_norm_without_batch(name, ranks, training):
+    assert_exact(name, {**WITH_BATCH, **PLAIN}[name](), call_without_batch, ranks, training)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("ranks", ONE_TO_FOUR)
+@pytest.mark.parametrize("name", WITH_BATCH)
+def test_norm_with_the_batch_of_the_graph(name, ranks, training):
+    assert_exact(name, WITH_BATCH[name](), call_with_batch, ranks, training)
+
+
+def test_every_norm_that_is_swapped_is_tested_here():
+    tested = {type(make()) for make in {**WITH_BATCH, **PLAIN}.values()}
+    assert set(DISTRIBUTED) <= tested
+
+
+def test_state_and_class_look_as_before():
+    for make in {**WITH_BATCH, **PLAIN}.values():
+        plain = make()
+        comm = sp.connect("local")
+        wrapped = sp.pyg.wrap(copy.deepcopy(plain), comm)
+        assert isinstance(wrapped, type(plain))
+        assert list(wrapped.state_dict()) == list(plain.state_dict())
+        wrapped.load_state_dict(plain.state_dict())
+        twin = copy.deepcopy(wrapped)
+        assert getattr(twin, "comm", comm) is comm
+
+
+def test_a_pickled_norm_says_what_it_lacks():
+    model = Around(gnn.GraphNorm(5))
+    sp.pyg.wrap(torch.nn.Sequential(model), sp.connect("local"))
+    norm = pickle.loads(pickle.dumps(model.norm))
+    with pytest.raises(ShardpassError, match="has no communicator"):
+        norm(torch.randn(3, 5))
+
+
+def test_evaluation_with_running_statistics_does_not_communicate():
+    def work(comm):
+        model = sp.pyg.wrap(gnn.InstanceNorm(5, track_running_stats=True).eval(), comm)
+        calls = comm.order.calls
+        if comm.rank == 0:  # nobody else takes part
+            model(torch.randn(3, 5), BatchIndex.of(3, comm))
+        assert comm.order.calls == calls
+
+    run(work, 2)
+
+
+def test_float32_statistics_are_stable():
+    torch.manual_seed(0)
+    x = torch.randn(4000, 5) + 3e4
+    x = (x * 64).round() / 64  # so that the sum is all that rounds
+    ids = torch.arange(4000)
+    split = [0, 1000, 2900, 100]
+    for make in (lambda: gnn.GraphNorm(5), lambda: gnn.InstanceNorm(5), lambda: gnn.LayerNorm(5), gnn.PairNorm):
+        expected = make().double()(x.double()).detach()
+
+        def work(comm, make=make):
+            rows = ids.split(split)[comm.rank]
+            return sp.pyg.wrap(make(), comm)(x[rows])
+
+        found = torch.cat(run(work, 4)).detach()
+        assert found.dtype == torch.float32
+        assert float((found - expected).abs().max()) < 1e-5, make
+
+
+def test_a_mixture_of_dtypes_gives_what_pyg_gives():
+    def work(comm):
+        return sp.pyg.wrap(gnn.GraphNorm(5), comm)(torch.randn(6, 5).to(torch.bfloat16)).dtype
+
+    assert run(work, 2) == [torch.float32] * 2
+    assert gnn.GraphNorm(5)(torch.randn(6, 5).to(torch.bfloat16)).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((torch.arange(4) // 2,), "a sharded graph is one graph"),
+        ((torch.zeros(4, dtype=torch.long), 3), "a sharded graph is one graph"),
+    ],
+)
+def test_several_graphs_are_refused(arguments, words):
+    def work(comm):
+        with pytest.raises(RefusedError, match=f"^GraphNorm: .*{words}"):
+            sp.pyg.wrap(gnn.GraphNorm(5), comm)(torch.randn(4, 5), *arguments)
+
+    run(work, 2)
+
+
+def test_zeros_are_the_batch_of_one_graph():
+    def work(comm):
+        norm = sp.pyg.wrap(gnn.LayerNorm(5), comm)
+        x = torch.randn(4, 5)
+        return norm(x, torch.zeros(4, dtype=torch.long)), norm(x, BatchIndex.of(4, comm))
+
+    for ordinary, stand_in in run(work, 2):
+        assert torch.equal(ordinary, stand_in)
+
+
+def test_three_dimensions_are_refused():
+    def work(comm):
+        with pytest.raises(RefusedError, match="flatten first"):
+            sp.pyg.wrap(gnn.PairNorm(), comm)(torch.randn(4, 2, 5))
+
+    run(work, 2)
+
+
+class OwnGraphNorm(gnn.GraphNorm):
+    """A norm of the user's own."""
+
+
+@pytest.mark.parametrize("norm", [OwnGraphNorm(5), torch.nn.InstanceNorm1d(5)], ids=["subclass", "torch"])
+def test_norms_that_would_use_own_rows_only_are_refused(norm):
+    with pytest.raises(RefusedError, match="its statistics run over all nodes"):
+        sp.pyg.wrap(torch.nn.Sequential(norm), sp.connect("local"))
+
+
+def test_a_single_node_on_all_ranks():
+    torch.manual_seed(0)
+    single = perturbed(gnn.BatchNorm(5, allow_single_element=True))
+    row = torch.randn(1, 5)
+    expected = single(row)
+
+    def work(comm):
+        norm = sp.pyg.wrap(copy.deepcopy(single), comm)
+        out = norm(row[: comm.rank])  # on the second rank
+        with pytest.raises(ValueError, match="more than 1 spatial element"):
+            sp.pyg.wrap(gnn.InstanceNorm(5), comm)(row[: comm.rank])
+        with pytest.raises(RefusedError, match="one graph-level row and one node per rank look alike"):
+            norm(row)
+        return out
+
+    torch.testing.assert_close(torch.cat(run(work, 2)), expected)
+
+
+class InMessage(gnn.MessagePassing):
+    """A norm over all edges of the graph."""
+
+    def __init__(self):
+        super().__init__(aggr="sum")
+        self.norm = gnn.GraphNorm(5)
+
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=x)
+
+    def message(self, x_j):
+        return self.norm(x_j)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_norm_inside_a_message_is_never_one_of_a_piece(ranks):
+    owners = assignments(N, ranks, GRAPH.edge_index)["random"]
+
+    def work(comm):
+        graph = shard_in_memory(GRAPH, owners, comm)
+        with pytest.raises(RefusedError, match="mode='halo'"):
+            sp.pyg.wrap(InMessage().double(), comm)(graph.x, graph)
+
+    run(work, ranks)
+
+
+@pytest.mark.parametrize("ranks", ONE_TO_FOUR)
+def test_a_norm_inside_a_message_is_over_all_edges_in_halo_mode(ranks):
+    model = InMessage().double()
+
+    def call(m, inputs, graph):
+        return m(inputs["x"], graph)
+
+    whole = evaluate_whole(model, GRAPH, call)
+    for where, owners in assignments(N, ranks, GRAPH.edge_index).items():
+        options = sp.Options(mode="halo")
+        sharded = evaluate_sharded(model, GRAPH, call, owners, ranks, sp.pyg.wrap, options, whole)
+        assert max(differences(whole, sharded).values()) <= BOUND, where
+
+
+@pytest.mark.parametrize("ranks", ONE_TWO_FOUR)
+@pytest.mark.parametrize("norm", ["graph_norm", "pair_norm", "layer_norm", "instance_norm", "diff_group_norm"])
+def test_models_with_norms(norm, ranks):
+    torch.manual_seed(0)
+    norm_kwargs = {"groups": 2} if norm == "diff_group_norm" else None
+    model = gnn.GIN(5, 8, 2, 4, norm=norm, norm_kwargs=norm_kwargs).double()
+
+    def call(m, inputs, graph):
+        batch = torch.zeros(N, dtype=torch.long) if isinstance(graph, torch.Tensor) else graph.batch
+        return m(inputs["x"], graph, batch=batch) if m.supports_norm_batch else m(inputs["x"], graph)
+
+    whole = evaluate_whole(model, GRAPH, call)
+    whole.buffers = {key: value.detach() for key, value in whole.buffers.items()}
+    for owners in assignments(N, ranks, GRAPH.edge_index).values():
+        sharded = evaluate_sharded(model, GRAPH, call, owners, ranks, sp.pyg.wrap, sp.Options(), whole)
+        assert max(differences(whole, sharded).values()) <= BOUND

@@ -1,0 +1,313 @@
+"""Readouts over ``graph.batch`` equal those of the whole graph: values, gradients of inputs and of parameters."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+pytest.importorskip("torch_geometric")
+
+import torch_geometric.nn as gnn
+from torch_geometric.utils import degree, scatter, softmax, to_dense_batch
+
+import shardpass as sp
+from shardpass.core.batch_index import BatchIndex
+from shardpass.errors import RefusedError
+from shardpass.frontends.pyg import modules
+from shardpass.testing.graphs import assignments, shard_in_memory
+from shardpass.testing.parity import cotangent
+from shardpass.testing.run import run
+
+from .pyg_cases import GRAPH
+from .ranks import ONE_TO_FOUR
+
+BOUND = 1e-10
+N = GRAPH.num_nodes
+HISTOGRAM = torch.tensor([0, 3, 4, 5])
+EXACT = {
+    "SumAggregation": gnn.SumAggregation,
+    "MeanAggregation": gnn.MeanAggregation,
+    "MaxAggregation": gnn.MaxAggregation,
+    "MinAggregation": gnn.MinAggregation,
+    "MulAggregation": gnn.MulAggregation,
+    "VarAggregation": gnn.VarAggregation,
+    "VarAggregation semi": lambda: gnn.VarAggregation(semi_grad=True),
+    "StdAggregation": gnn.StdAggregation,
+    "SoftmaxAggregation": lambda: gnn.SoftmaxAggregation(learn=True, channels=5),
+    "SoftmaxAggregation semi": lambda: gnn.SoftmaxAggregation(t=0.5, semi_grad=True),
+    "PowerMeanAggregation": lambda: gnn.PowerMeanAggregation(learn=True),
+    "MultiAggregation": lambda: gnn.MultiAggregation(["mean", "max", "std", "softmax"]),
+    "MultiAggregation attn": lambda: gnn.MultiAggregation(
+        ["mean", "max"], mode="attn", mode_kwargs={"in_channels": 5, "out_channels": 4, "num_heads": 2}
+    ),
+    "MultiAggregation fused": lambda: gnn.MultiAggregation(["mean", "max", "std", "var", "sum", "mul", "min"]),
+    "DegreeScalerAggregation": lambda: gnn.DegreeScalerAggregation(
+        ["mean", "max"],
+        ["identity", "amplification", "attenuation", "linear", "inverse_linear"],
+        HISTOGRAM,
+        train_norm=True,
+    ),
+    "AttentionalAggregation": lambda: gnn.AttentionalAggregation(torch.nn.Linear(5, 1), torch.nn.Linear(5, 3)),
+    "AttentionalAggregation channels": lambda: gnn.AttentionalAggregation(gnn.MLP([5, 4, 5], norm="graph_norm")),
+    "Set2Set": lambda: gnn.Set2Set(5, processing_steps=3),
+    "DeepSetsAggregation": lambda: gnn.DeepSetsAggregation(torch.nn.Linear(5, 4), torch.nn.Linear(4, 3)),
+    "VariancePreservingAggregation": gnn.VariancePreservingAggregation,
+}
+POOLS = {
+    "global_add_pool": gnn.global_add_pool,
+    "global_mean_pool": gnn.global_mean_pool,
+    "global_max_pool": gnn.global_max_pool,
+    "softmax": lambda h, batch: gnn.global_add_pool(softmax(h, batch) * h, batch),
+    "deviation from the mean": lambda h, batch: gnn.global_add_pool(
+        (h - gnn.global_mean_pool(h, batch)[batch]) ** 4, batch
+    ),
+    "some of the nodes": lambda h, batch: gnn.global_mean_pool(h[h[:, 0] > 0], batch[h[:, 0] > 0]),
+    "degree": lambda h, batch: gnn.global_add_pool(h, batch) / degree(batch, dtype=h.dtype).view(-1, 1),
+    "bincount": lambda h, batch: gnn.global_add_pool(h, batch) / torch.bincount(batch).view(-1, 1),
+    "index_add": lambda h, batch: h.new_zeros(1, h.size(1)).index_add(0, batch, h),
+    "two tables": lambda h, batch: scatter(h.t(), batch, dim=1, reduce="max").t(),
+}
+
+
+class Readout(torch.nn.Module):
+    """A layer, a readout, and a head; what the head gives is also handed back to the nodes."""
+
+    def __init__(self, readout, ties):
+        super().__init__()
+        self.conv, self.readout, self.ties = gnn.GraphConv(5, 5), readout, ties
+        self.head = torch.nn.LazyLinear(5)
+
+    def forward(self, x, graph, batch):
+        h = self.conv(x, graph)
+        h = h.relu().round(decimals=0) * h if self.ties else h  # zeros, which tie
+        pooled = self.head(self.readout(h, batch))
+        return pooled, self.conv(x + pooled[batch], graph)
+
+
+def evaluate(model, x, graph, batch, ids, comm):
+    """Values and gradients of a loss that is partly of the graph, partly of the nodes."""
+    x = x.clone().requires_grad_()
+    pooled, rows = model(x, graph, batch)
+    weights = cotangent(torch.empty(N, 5, dtype=torch.float64))[ids]
+    loss = sp.replicated((pooled * cotangent(pooled)).sum(), comm)
+    (loss + (rows * weights).sum()).backward()
+    grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+    return pooled.detach(), rows.detach(), x.grad, grads
+
+
+def whole_and_model(readout, ties):
+    torch.manual_seed(0)
+    model = Readout(readout, ties).double()
+    batch = torch.zeros(N, dtype=torch.long)
+    with torch.no_grad():
+        model(GRAPH.node["x"], GRAPH.edge_index, batch)  # gives the head its shape
+    comm = sp.connect("local")
+    return evaluate(copy.deepcopy(model), GRAPH.node["x"], GRAPH.edge_index, batch, torch.arange(N), comm), model
+
+
+def assert_exact(readout, ranks, ties=False):
+    (pooled, rows, grad_x, grads), model = whole_and_model(readout, ties)
+    for where, owners in assignments(N, ranks, GRAPH.edge_index).items():
+
+        def work(comm, owners=owners):
+            graph = shard_in_memory(GRAPH, owners, comm)
+            mine = sp.pyg.wrap(copy.deepcopy(model), comm, check=False)
+            return graph.node_ids, evaluate(mine, graph.x, graph, graph.batch, graph.node_ids, comm)
+
+        results = run(work, ranks)
+        found_rows, found_grad = torch.full_like(rows, float("nan")), torch.full_like(grad_x, float("nan"))
+        for ids, (own_pooled, own_rows, own_grad, _) in results:
+            assert torch.equal(own_pooled, results[0][1][0]), "the same bits on every rank"
+            found_rows[ids], found_grad[ids] = own_rows, own_grad
+        pairs = {"pooled": (results[0][1][0], pooled), "rows": (found_rows, rows), "grad x": (found_grad, grad_x)}
+        for name, grad in grads.items():
+            pairs[f"grad {name}"] = (sum(result[1][3][name] for result in results), grad)
+        wrong = {
+            k: float((a - b).abs().max()) for k, (a, b) in pairs.items() if not float((a - b).abs().max()) <= BOUND
+        }
+        assert not wrong, f"{where}: {wrong}"
+
+
+@pytest.mark.parametrize("ranks", ONE_TO_FOUR)
+@pytest.mark.parametrize("name", EXACT)
+def test_aggregation_as_readout(name, ranks):
+    assert_exact(EXACT[name](), ranks)
+
+
+class Called(torch.nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, h, batch):
+        return self.function(h, batch)
+
+
+@pytest.mark.parametrize("ranks", ONE_TO_FOUR)
+@pytest.mark.parametrize("name", POOLS)
+def test_pooling_function(name, ranks):
+    assert_exact(Called(POOLS[name]), ranks)
+
+
+@pytest.mark.parametrize("ranks", ONE_TO_FOUR)
+@pytest.mark.parametrize("name", ["MaxAggregation", "MinAggregation", "MulAggregation"])
+def test_ties_and_zeros_share_the_gradient_as_on_the_whole_graph(name, ranks):
+    assert_exact(EXACT[name](), ranks, ties=True)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_the_self_check_accepts_it(name, recwarn):
+    owners = assignments(N, 2, GRAPH.edge_index)["random"]
+    _, model = whole_and_model(EXACT[name](), ties=False)
+
+    def work(comm):
+        graph = shard_in_memory(GRAPH, owners, comm)
+        sp.pyg.wrap(copy.deepcopy(model), comm)(graph.x, graph, graph.batch)
+
+    run(work, 2)
+    assert not [warning for warning in recwarn if "self-check" in str(warning.message)]
+
+
+def test_every_readout_of_the_table_is_tested():
+    tested = {kind.__name__ for make in EXACT.values() for kind in map(type, make().modules())}
+    assert tested | {"Aggregation"} >= modules.READOUTS  # the abstract base
+
+
+WHOLE_SETS = {
+    "LSTMAggregation": lambda: gnn.LSTMAggregation(5, 5),
+    "GRUAggregation": lambda: gnn.GRUAggregation(5, 5),
+    "SortAggregation": lambda: gnn.SortAggregation(3),
+    "MedianAggregation": gnn.MedianAggregation,
+    "QuantileAggregation": lambda: gnn.QuantileAggregation(0.3),
+    "MLPAggregation": lambda: gnn.MLPAggregation(5, 5, 41, num_layers=1),
+    "LCMAggregation": lambda: gnn.LCMAggregation(5, 5),
+    "SetTransformerAggregation": lambda: gnn.SetTransformerAggregation(5),
+    "GraphMultisetTransformer": lambda: gnn.GraphMultisetTransformer(5, k=2),
+    "PatchTransformerAggregation": lambda: gnn.PatchTransformerAggregation(5, 5, 4, 8),
+    "EquilibriumAggregation": lambda: gnn.EquilibriumAggregation(5, 5, [4]),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE_SETS)
+def test_aggregations_that_need_all_nodes_in_one_place_are_refused_when_called(name):
+    def work(comm):
+        module = sp.pyg.wrap(WHOLE_SETS[name](), comm)
+        with pytest.raises(RefusedError, match=r"on the batch of a sharded graph|double backward"):
+            module(torch.randn(4, 5), BatchIndex.of(4, comm))
+
+    run(work, 2)
+
+
+@pytest.mark.parametrize(
+    ("use", "words"),
+    [
+        (lambda x, b: to_dense_batch(x, b), "indexed by the batch|`.*` on the batch"),
+        (lambda x, b: b + 1, "`.*add.*` on the batch of a sharded graph"),
+        (lambda x, b: torch.cat([b, b]), "`cat` on the batch"),
+        (lambda x, b: b.unique(), "on the batch"),
+        (lambda x, b: b[:-1], "`__getitem__` on the batch"),
+        (lambda x, b: b.tolist(), "`tolist` on the batch"),
+        (lambda x, b: b.argsort(), "`argsort` on the batch"),
+        (lambda x, b: x[b], r"a tensor of shape \[4, 5\] is indexed by the batch"),
+        (lambda x, b: gnn.global_add_pool(x, b, size=3), "onto 3 graphs: a sharded graph is one graph"),
+        (lambda x, b: scatter(x, b, reduce="any"), r"`scatter_` on the batch"),
+        (lambda x, b: x.new_zeros(1, 5).index_add(0, b, x[:2]), "one row for each of the 4 own nodes"),
+        (lambda x, b: scatter((x > 0).long(), b, reduce="max"), "the max of integers over all nodes"),
+        (lambda x, b: x.new_zeros(4, 1).scatter_add_(1, b.view(-1, 1).expand(4, 5), x), "along dimension 1"),
+    ],
+)
+def test_what_is_not_a_reduction_is_refused_by_name(use, words):
+    def work(comm):
+        with pytest.raises(RefusedError, match=words):
+            use(torch.randn(4, 5), BatchIndex.of(4, comm))
+
+    run(work, 2)
+
+
+def test_the_batch_looks_like_a_tensor():
+    def work(comm):
+        batch = BatchIndex.of(3 * comm.rank, comm)
+        assert batch.shape == (3 * comm.rank,) and batch.dtype == torch.long and len(batch) == 3 * comm.rank
+        assert int(batch.max()) == 0 and batch.numel() > 0, "also on a rank without nodes"
+        assert "0" in repr(BatchIndex.of(2, comm)) and bool((batch == 0).all()) and copy.deepcopy(batch) is batch
+        assert isinstance(batch.clone().long().to("cpu").view(-1, 1), BatchIndex)
+        assert torch.bincount(batch, minlength=3).tolist() == [3, 0, 0]
+        with pytest.raises(TypeError, match="belongs to its process"):
+            copy.copy(batch)
+
+    run(work, 2)
+
+
+def test_counts_do_not_communicate_in_backward():
+    def work(comm):
+        total = degree(BatchIndex.of(3, comm), dtype=torch.float32)
+        return total.requires_grad, total.tolist()
+
+    assert run(work, 2) == [(False, [6.0])] * 2
+
+
+def test_a_rank_that_does_not_use_the_pooled_value_takes_part_in_backward():
+    def work(comm):
+        x = torch.ones(2, 5).requires_grad_()
+        model = sp.pyg.wrap(Called(lambda h, batch: (h * 2, gnn.global_mean_pool(h, batch))), comm)
+        rows, pooled = model(x, BatchIndex.of(2, comm))
+        (pooled.sum() if comm.rank else rows.sum()).backward()
+        return x.grad
+
+    first, second = run(work, 2)
+    assert torch.equal(first, torch.full((2, 5), 2.25)) and torch.equal(second, torch.full((2, 5), 0.25))
+
+
+def test_pooling_outside_the_wrapped_model_is_exact_too():
+    x = GRAPH.node["x"].clone().requires_grad_()
+    (gnn.global_max_pool(x, torch.zeros(N, dtype=torch.long)) ** 2).sum().backward()
+    owners = assignments(N, 3, GRAPH.edge_index)["empty part"]
+
+    def work(comm):
+        graph = shard_in_memory(GRAPH, owners, comm)
+        own = graph.x.clone().requires_grad_()
+        sp.replicated((gnn.global_max_pool(own, graph.batch) ** 2).sum(), comm).backward()
+        torch.testing.assert_close(own.grad, x.grad[graph.node_ids], rtol=0, atol=BOUND)
+
+    run(work, 3)
+
+
+def test_half_precision_accumulates_in_float32():
+    def work(comm):
+        x = torch.full((4000, 1), 1.0, dtype=torch.bfloat16)
+        return float(gnn.global_add_pool(x, BatchIndex.of(4000, comm)))
+
+    assert run(work, 2) == [8000.0] * 2
+
+
+@pytest.mark.parametrize(
+    "readout",
+    [
+        lambda h, batch: gnn.global_mean_pool(h, None),
+        lambda h, batch: gnn.SumAggregation()(h),
+        lambda h, batch: h.amax(0),
+    ],
+    ids=["pool", "aggregation", "torch"],
+)
+def test_a_readout_of_own_rows_is_found_by_the_self_check(readout):
+    owners = assignments(N, 2, GRAPH.edge_index)["random"]
+
+    class WithReadout(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.readout = gnn.GCNConv(5, 4), Called(readout)
+
+        def forward(self, x, edge_index, batch):
+            h = self.conv(x, edge_index)
+            return h + self.readout(h, batch)
+
+    def work(comm):
+        graph = shard_in_memory(GRAPH, owners, comm)
+        with pytest.raises(RefusedError, match=r"self-check: .* The first part whose output differs is 'readout'"):
+            sp.pyg.wrap(WithReadout().double(), comm)(graph.x, graph, graph.batch)
+
+    run(work, 2)

@@ -1,0 +1,504 @@
+"""Ordinary tooling of torch and PyG on wrapped models: it works as on the whole graph, or is refused in words."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import io
+import pickle
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+
+pytest.importorskip("torch_geometric")
+
+import torch_geometric.nn as gnn
+from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.nn.utils import parametrizations
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
+from torch_geometric.explain import Explainer, GNNExplainer
+
+import shardpass as sp
+from shardpass.errors import RefusedError, ShardpassError
+from shardpass.testing.graphs import assignments, shard_in_memory
+from shardpass.testing.parity import cotangent, differences, evaluate_sharded, evaluate_whole
+from shardpass.testing.run import run
+
+from .pyg_cases import GRAPH, GatedConv, _attr, _plain, mlp
+from .test_pyg_convs import UNCHECKED
+
+RANKS = 3
+OWNERS = assignments(GRAPH.num_nodes, RANKS, GRAPH.edge_index)["random"]
+OPTIONS = sp.Options(chunk_bytes=700)
+
+
+class Model(nn.Module):
+    """A layer, BatchNorm, dense parts, and a message with an MLP."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.mlp = gnn.GATConv(5, 8, heads=2, concat=False), nn.BatchNorm1d(8), mlp(8, 6)
+        self.last = gnn.EdgeConv(mlp(12, 3))
+
+    def forward(self, x, edge_index):
+        return self.last(self.mlp(self.norm(self.conv(x, edge_index)).relu()), edge_index)
+
+
+def made(make=Model):
+    torch.manual_seed(0)
+    return make().double()
+
+
+def on_ranks(work, ranks=RANKS):
+    """What ``work(comm, graph)`` gives on each rank."""
+    owners = assignments(GRAPH.num_nodes, ranks, GRAPH.edge_index)["random"]
+    return run(lambda comm: work(comm, shard_in_memory(GRAPH, owners, comm, OPTIONS)), ranks)
+
+
+def loss_of(out, ids=slice(None)):
+    """The share of one rank in the same linear objective."""
+    weights = cotangent(torch.empty(GRAPH.num_nodes, out.size(1), dtype=torch.float64))
+    return (out * weights[ids].to(out.dtype)).sum()
+
+
+def assert_exact(plain, call=_plain, prepare=lambda model: model, bound=1e-10, inputs=True):
+    """`call` gives the same on ranks, after `prepare` of the wrapped model, as on the whole graph without it."""
+    whole = evaluate_whole(plain, GRAPH, call)
+    sharded = evaluate_sharded(
+        plain, GRAPH, call, OWNERS, RANKS, lambda m, comm: prepare(UNCHECKED(m, comm)), OPTIONS, whole
+    )
+    errors = differences(whole, sharded)
+    assert max(e for name, e in errors.items() if inputs or not name.startswith("inputs")) < bound, errors
+
+
+# copies, state and files
+
+
+def test_copies_before_and_after_the_first_forward_are_checked_once(monkeypatch):
+    checked, wrap_module = [], importlib.import_module("shardpass.frontends.pyg.wrap")
+    plain = made()
+    real = wrap_module.check_model
+    monkeypatch.setattr(wrap_module, "check_model", lambda *args: (checked.append(args[2].rank), real(*args)))
+
+    def work(comm, graph):
+        model = sp.pyg.wrap(copy.deepcopy(plain), comm)
+        early = copy.deepcopy(model)
+        outputs = [model(graph.x, graph), model(graph.x, graph)]
+        late = copy.deepcopy(model)
+        outputs += [late(graph.x, graph), early(graph.x, graph), copy.deepcopy(late)(graph.x, graph)]
+        assert all(torch.equal(out, outputs[0]) for out in outputs[1:])
+
+    on_ranks(work)
+    assert sorted(checked) == [0, 0, 1, 1, 2, 2]  # the model and the copy from before its first forward
+
+
+def test_a_copy_of_a_sequential_runs():
+    layers = [(gnn.GCNConv(5, 8), "x, e -> x"), nn.ReLU(), (gnn.GCNConv(8, 3), "x, e -> x")]
+    plain = made(lambda: gnn.Sequential("x, e", layers))
+
+    def work(comm, graph):
+        model = UNCHECKED(copy.deepcopy(plain), comm)
+        out = model(graph.x, graph)
+        twin = copy.deepcopy(model)
+        with torch.no_grad():
+            next(twin.parameters()).zero_()
+        assert torch.equal(model(graph.x, graph), out)
+        assert twin(graph.x, graph).shape == out.shape
+
+    on_ranks(work)
+
+
+SCRIPT = """
+import torch, torch_geometric.nn as gnn, shardpass as sp
+from shardpass.testing.graphs import awkward_graph, shard_in_memory
+comm, whole = sp.connect("local"), awkward_graph()
+graph = shard_in_memory(whole, torch.zeros(whole.num_nodes, dtype=torch.int64), comm)
+model = gnn.Sequential("x, e", [(gnn.GCNConv(5, 8), "x, e -> x")]).double()
+print(tuple(sp.pyg.wrap(model, comm)(graph.x, graph).shape))
+"""
+
+
+@pytest.mark.processes
+def test_a_script_that_sequential_imports_again_does_not_wait_for_itself(tmp_path):
+    path = tmp_path / "train_me.py"
+    path.write_text(SCRIPT)
+    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "(41, 8)" and "without the self-check: gnn.Sequential imports" in done.stderr
+
+
+def test_state_travels_between_wrapped_and_unwrapped_models():
+    plain = made()
+    torch.manual_seed(5)
+    other = Model().double()
+    expected = other(GRAPH.node["x"], GRAPH.edge_index)
+
+    def work(comm, graph):
+        model = UNCHECKED(copy.deepcopy(plain), comm)
+        assert list(model.state_dict()) == list(plain.state_dict())
+        buffer = io.BytesIO()
+        torch.save(other.state_dict(), buffer)
+        buffer.seek(0)
+        model.load_state_dict(torch.load(buffer, weights_only=True))
+        back = Model().double()
+        back.load_state_dict(model.state_dict())
+        torch.testing.assert_close(back.last.nn[0].weight, other.last.nn[0].weight)
+        return model(graph.x, graph), graph.node_ids
+
+    for out, ids in on_ranks(work):
+        torch.testing.assert_close(out, expected[ids])
+
+
+def test_a_wrapped_model_is_not_pickled_and_says_what_to_do():
+    model = UNCHECKED(made(), sp.connect("local"))
+    for save in (pickle.dumps, lambda m: torch.save(m, io.BytesIO())):
+        with pytest.raises(TypeError, match=r"save model.state_dict\(\) \(or shardpass.save_checkpoint\)"):
+            save(model)
+
+
+# precision and modes of autograd
+
+
+def test_autocast_is_close_to_float32_and_alike_on_one_and_on_three_ranks():
+    plain = made(lambda: gnn.GAT(5, 8, 2, 3, heads=2, norm="layer_norm", act="gelu")).float()
+
+    def step(low):
+        def work(comm, graph):
+            model = UNCHECKED(copy.deepcopy(plain), comm)
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=low):
+                out = model(graph.x.float(), graph)
+            loss_of(out.float(), graph.node_ids).backward()
+            sp.sync_gradients(model, comm)
+            return out.float().detach(), graph.node_ids, [p.grad for p in model.parameters()]
+
+        return work
+
+    def gathered(low, ranks):
+        rows = torch.empty(GRAPH.num_nodes, 3)
+        results = on_ranks(step(low), ranks)
+        for out, ids, _ in results:
+            rows[ids] = out
+        return rows, torch.cat([grad.flatten() for grad in results[0][2]])
+
+    full, low, pieces = gathered(False, 1), gathered(True, 1), gathered(True, 3)
+    for exact, one, three in zip(full, low, pieces):
+        scale = exact.norm()
+        assert (one - exact).norm() < 0.1 * scale and (three - exact).norm() < 0.1 * scale
+        assert (one - three).norm() < 0.1 * scale and one.norm() > 0.5 * scale
+
+
+def test_gradients_accumulate_over_two_forwards():
+    def twice(m, i, g):
+        first = m(i["x"], g)
+        return first + m(i["x"] * 0.5, g)
+
+    assert_exact(made(lambda: gnn.SAGEConv(5, 4)), twice)
+
+    plain = made(lambda: gnn.SAGEConv(5, 4))
+
+    def work(comm, graph):
+        model = UNCHECKED(copy.deepcopy(plain), comm)
+        for factor in (1.0, 2.0):  # two backward passes, then one sync
+            (model(graph.x * factor, graph).sum()).backward()
+        sp.sync_gradients(model, comm)
+        return model.lin_l.weight.grad
+
+    whole = copy.deepcopy(plain)
+    for factor in (1.0, 2.0):
+        whole(GRAPH.node["x"] * factor, GRAPH.edge_index).sum().backward()
+    for grad in on_ranks(work):
+        torch.testing.assert_close(grad, whole.lin_l.weight.grad)
+
+
+def test_a_checkpointed_layer_within_a_model():
+    class Remembering(Model):
+        def forward(self, x, edge_index):
+            h = checkpoint(self.conv, x, edge_index, use_reentrant=False)
+            return self.last(self.mlp(h), edge_index)
+
+    assert_exact(made(Remembering))
+
+
+@pytest.mark.parametrize("mode", ["sar", "keep", "halo"])
+def test_saved_tensor_hooks(mode):
+    def on_cpu(m, i, g):
+        with save_on_cpu():
+            return m(i["x"], g)
+
+    def packed(m, i, g):
+        with saved_tensors_hooks(lambda t: t.numpy().copy(), torch.from_numpy):
+            return m(i["x"], g)
+
+    plain = made(lambda: gnn.TransformerConv(5, 4, heads=2))
+    for call in (on_cpu, packed):
+        whole = evaluate_whole(plain, GRAPH, call)
+        options = sp.Options(mode=mode, chunk_bytes=700)
+        sharded = evaluate_sharded(plain, GRAPH, call, OWNERS, RANKS, UNCHECKED, options, whole)
+        assert max(differences(whole, sharded).values()) < 1e-10
+
+
+# compilers
+
+
+def compiled(module):
+    return torch.compile(module, backend="aot_eager")
+
+
+def test_compiled_dense_parts_before_and_after_wrap():
+    def before(m):
+        m.mlp, m.last.nn = compiled(m.mlp), compiled(m.last.nn)
+        return m
+
+    plain = made()
+    whole = plain(GRAPH.node["x"], GRAPH.edge_index)
+    graph = shard_in_memory(GRAPH, torch.zeros(GRAPH.num_nodes, dtype=torch.int64), sp.connect("local"), OPTIONS)
+    for prepare in (
+        lambda m: UNCHECKED(before(m), graph.comm),
+        lambda m: before(UNCHECKED(m, graph.comm)),
+        lambda m: compiled(UNCHECKED(m, graph.comm)),  # its layers run as they are
+    ):
+        model = prepare(copy.deepcopy(plain))
+        out = model(graph.x, graph)
+        out.sum().backward()
+        torch.testing.assert_close(out, whole[graph.node_ids])
+        assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_model_that_was_compiled_is_refused_in_words():
+    with pytest.raises(RefusedError, match="wrap the model first, then compile it"):
+        sp.pyg.wrap(compiled(made()), sp.connect("local"))
+
+
+def test_script_and_trace_are_refused_in_words():
+    comm = sp.connect("local")
+    graph = shard_in_memory(GRAPH, torch.zeros(GRAPH.num_nodes, dtype=torch.int64), comm)
+    model = UNCHECKED(made(), comm)
+    with pytest.raises(RefusedError, match="cannot be scripted or traced"):
+        torch.jit.script(model)
+    with warnings.catch_warnings(), pytest.raises(RefusedError, match="cannot be scripted or traced"):
+        warnings.simplefilter("ignore")
+        torch.jit.trace(model, (graph.x, graph.edge_index))
+
+
+# hooks
+
+
+def test_module_hooks_are_called_once_per_forward():
+    plain = made()
+
+    def work(comm, graph):
+        model, seen = UNCHECKED(copy.deepcopy(plain), comm), []
+        model.register_forward_pre_hook(lambda m, args: seen.append("before"))
+        model.register_forward_hook(lambda m, args, out: seen.append("after") or out * 2)
+        for name in ("conv", "last"):
+            part = getattr(model, name)
+            part.register_forward_pre_hook(lambda m, args, name=name: seen.append(name))
+            part.register_full_backward_hook(lambda m, gi, go, name=name: seen.append(f"{name} backward"))
+        model.register_full_backward_hook(lambda m, gi, go: seen.append("backward"))
+        x = graph.x.clone().requires_grad_()
+        out = model(x, graph)
+        loss_of(out, graph.node_ids).backward()
+        assert seen[:4] == ["before", "conv", "last", "after"]
+        assert sorted(seen[4:]) == ["backward", "conv backward", "last backward"]
+        return out.detach(), x.grad, graph.node_ids
+
+    x = GRAPH.node["x"].clone().requires_grad_()
+    whole = plain(x, GRAPH.edge_index) * 2
+    loss_of(whole).backward()
+    for out, grad, ids in on_ranks(work):
+        torch.testing.assert_close(out, whole[ids].detach())
+        torch.testing.assert_close(grad, x.grad[ids])
+
+
+HOOKS = {
+    "message": lambda c: c.register_message_forward_hook(lambda c, i, out: out * 2 + out.tanh()),
+    "message pre": lambda c: c.register_message_forward_pre_hook(lambda c, i: {**i[0], "x_j": i[0]["x_j"] * 3}),
+    "aggregate": lambda c: c.register_aggregate_forward_hook(lambda c, i, out: out * 2 + out.tanh()),
+    "aggregate pre": lambda c: c.register_aggregate_forward_pre_hook(lambda c, i: None),
+    "propagate": lambda c: c.register_propagate_forward_hook(lambda c, i, out: out * 2 + out.tanh()),
+    "propagate pre": lambda c: c.register_propagate_forward_pre_hook(
+        lambda c, i: (i[0], i[1], {**i[2], "edge_attr": i[2]["edge_attr"] * 3})
+    ),
+    "edge update": lambda c: c.register_edge_update_forward_hook(lambda c, i, out: out * 2),
+    "edge update pre": lambda c: c.register_edge_update_forward_pre_hook(
+        lambda c, i: (i[0], i[1], {**i[2], "edge_attr": i[2]["edge_attr"] * 3})
+    ),
+}
+
+
+@pytest.mark.parametrize("when", ["before wrap", "after wrap"])
+@pytest.mark.parametrize("name", HOOKS)
+def test_message_passing_hooks_are_honoured(name, when):
+    update = name.startswith("edge update")
+    make = (lambda: gnn.GATConv(5, 4, edge_dim=3)) if update else (lambda: GatedConv(5, 3))
+    plain = made(make)
+    hooked = copy.deepcopy(plain)
+    HOOKS[name](hooked)
+    unhooked = evaluate_whole(plain, GRAPH, _attr).output
+    whole = evaluate_whole(hooked, GRAPH, _attr)
+    assert name == "aggregate pre" or not torch.allclose(whole.output, unhooked)
+
+    def wrap(model, comm):
+        model = UNCHECKED(model, comm)
+        if when == "after wrap":
+            HOOKS[name](model)
+        return model
+
+    start = plain if when == "after wrap" else hooked
+    sharded = evaluate_sharded(start, GRAPH, _attr, OWNERS, RANKS, wrap, OPTIONS, whole)
+    assert max(differences(whole, sharded).values()) < 1e-10
+
+
+def test_a_hook_added_later_is_checked_anew():
+    def work(comm, graph):
+        conv = UNCHECKED(made(lambda: gnn.EdgeConv(mlp(10, 3))), comm)
+        conv(graph.x, graph)
+        conv.register_message_forward_hook(lambda c, i, out: out / out.norm())
+        with pytest.raises(RefusedError, match="the message of an edge depends on other edges"):
+            conv(graph.x, graph)
+
+    on_ranks(work)
+
+
+# parameters
+
+
+def test_precision_freezing_and_apply_after_wrap():
+    def work(comm, graph):
+        model = UNCHECKED(Model(), comm).double()
+        model.apply(lambda m: m.weight.data.fill_(0.25) if isinstance(m, nn.Linear) else None)
+        model.mlp.requires_grad_(False)
+        model(graph.x, graph).sum().backward()
+        sp.sync_gradients(model, comm)
+        assert model.mlp[0].weight.grad is None and model.conv.att_src.grad is not None
+        low = UNCHECKED(made(lambda: gnn.SAGEConv(5, 4)), comm).half()
+        assert low(graph.x.half(), graph).dtype == torch.float16
+
+    on_ranks(work)
+
+
+@pytest.mark.parametrize("how", [parametrizations.weight_norm, parametrizations.orthogonal])
+def test_parametrised_weights_in_messages(how):
+    assert_exact(made(lambda: gnn.EdgeConv(how(nn.Linear(10, 4)))), bound=1e-9)
+
+
+def test_spectral_norm_is_exact_outside_messages_and_refused_inside():
+    class Dense(Model):
+        def __init__(self):
+            super().__init__()
+            self.mlp[0] = parametrizations.spectral_norm(self.mlp[0])
+
+    assert_exact(made(Dense))
+    inside = made(lambda: gnn.EdgeConv(parametrizations.spectral_norm(nn.Linear(10, 4))))
+    assert_exact(copy.deepcopy(inside).eval())
+
+    def work(comm, graph):
+        with pytest.raises(RefusedError, match="inside a message changes a tensor made outside it"):
+            UNCHECKED(copy.deepcopy(inside), comm)(graph.x, graph)
+
+    on_ranks(work)
+
+
+class WithTable(nn.Module):
+    def __init__(self, table):
+        super().__init__()
+        self.table, self.conv = table, gnn.GCNConv(5, 4)
+
+    def forward(self, edge_index):
+        return self.conv(self.table.weight, edge_index)
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 1e6])
+def test_clip_grad_norm_counts_rows_owned_by_ranks_once(max_norm):
+    def work(comm, graph):
+        with sp.seed(0, comm):
+            model = WithTable(sp.NodeEmbedding(graph, 5, dtype=torch.float64)).double()
+        first = model.table.weight.detach().clone()
+        UNCHECKED(model, comm)
+        loss_of(model(graph), graph.node_ids).backward()
+        with pytest.raises(ShardpassError, match="call sync_gradients before it"):
+            sp.clip_grad_norm(model, max_norm, comm)
+        sp.sync_gradients(model, comm)
+        norm = sp.clip_grad_norm(model, max_norm, comm)
+        torch.optim.SGD(model.parameters(), lr=0.1, foreach=True).step()
+        grads = (model.table.weight.grad, model.conv.lin.weight.grad, model.conv.lin.weight.detach().clone())
+        return norm, graph.node_ids, first, *grads, model.conv.state_dict()
+
+    results = on_ranks(work)
+    rows = torch.empty(GRAPH.num_nodes, 5, dtype=torch.float64)
+    for _, ids, first, *_ in results:
+        rows[ids] = first
+    whole = WithTable(nn.Embedding.from_pretrained(rows, freeze=False)).double()
+    start = copy.deepcopy(results[0][-1])
+    start["lin.weight"] = results[0][5] + 0.1 * results[0][4]  # before the step
+    start["bias"] = torch.zeros(4, dtype=torch.float64)
+    whole.conv.load_state_dict(start)
+    out = whole(GRAPH.edge_index)
+    loss_of(out).backward()
+    expected = nn.utils.clip_grad_norm_(whole.parameters(), max_norm)
+    for norm, ids, _, table_grad, grad, *_ in results:
+        torch.testing.assert_close(norm, expected)
+        torch.testing.assert_close(table_grad, whole.table.weight.grad[ids])
+        torch.testing.assert_close(grad, whole.conv.lin.weight.grad)
+
+
+def test_training_with_clipping_foreach_and_ema_equals_the_whole_graph():
+    def trained(model, step, x, edge_index, objective):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=True)
+        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        for _ in range(4):
+            optimizer.zero_grad(set_to_none=True)
+            objective(model(x, edge_index)).backward()
+            step(model)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+            optimizer.step()
+            average.update_parameters(model)
+        average.eval()
+        with torch.no_grad():
+            return average(x, edge_index)
+
+    plain = made()
+
+    def work(comm, graph):
+        model = UNCHECKED(copy.deepcopy(plain), comm)
+        objective = lambda out: sp.mean(out.square().sum(1), None, comm)  # noqa: E731
+        out = trained(model, lambda m: sp.sync_gradients(m, comm), graph.x, graph, objective)
+        return out, graph.node_ids
+
+    expected = trained(
+        copy.deepcopy(plain), lambda m: None, GRAPH.node["x"], GRAPH.edge_index, lambda out: out.square().sum() / 41
+    )
+    for out, ids in on_ranks(work):
+        torch.testing.assert_close(out, expected[ids], rtol=0, atol=1e-7)
+
+
+# explanations
+
+
+def test_explanations_are_refused_and_leave_the_model_as_it_was():
+    def work(comm, graph):
+        model = UNCHECKED(made(), comm)
+        before = model(graph.x, graph)
+        model.last.explain = True
+        with pytest.raises(RefusedError, match=r"EdgeConv \(last\): explanations are not supported"):
+            model(graph.x, graph)
+        model.last.explain = False  # PyG puts its own propagate back
+        assert torch.equal(model(graph.x, graph), before)
+
+    on_ranks(work)
+
+
+def test_the_explainer_is_refused_by_name():
+    comm = sp.connect("local")
+    graph = shard_in_memory(GRAPH, torch.zeros(GRAPH.num_nodes, dtype=torch.int64), comm)
+    explainer = Explainer(
+        UNCHECKED(made(), comm), GNNExplainer(epochs=1), explanation_type="model", node_mask_type="attributes",
+        edge_mask_type="object",
+        model_config={"mode": "multiclass_classification", "task_level": "node", "return_type": "raw"},
+    )  # fmt: skip
+    with pytest.raises(RefusedError, match="explanations are not supported on a sharded graph"):
+        explainer(graph.x, graph.edge_index)
