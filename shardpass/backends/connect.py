@@ -208,19 +208,21 @@ def _meet(launch: Launch, limit: float) -> Any:
         ) from error
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.PrefixStore(f"shardpass attempt {attempt}", store)
-    store.set(f"hello {launch.rank}", "hello")
     missing = list(range(launch.size))
-    while True:
-        missing = [rank for rank in missing if not store.check([f"hello {rank}"])]
-        if not missing:
-            return store
-        if monotonic() - start > limit:
-            shown = ", ".join(str(rank) for rank in missing[:8])
-            raise CommunicationError(
-                f"rank {launch.rank} waited {limit:.0f} s at {address}, but of {launch.size} ranks these did not come: "
-                f"{shown}. Were they started with this address? {TIMEOUT_VARIABLE} gives slow starters more seconds"
-            )
-        sleep(0.02)
+    try:
+        store.set(f"hello {launch.rank}", "hello")
+        while missing and monotonic() - start <= limit:
+            missing = [rank for rank in missing if not store.check([f"hello {rank}"])]
+            sleep(0.02 * bool(missing))
+    except RuntimeError:  # rank 0 keeps the store: its own time to wait was over, or it has ended
+        missing = [rank for rank in missing if rank != 0] or [0]
+    if not missing:
+        return store
+    waited, shown = monotonic() - start, ", ".join(str(rank) for rank in missing[:8])
+    raise CommunicationError(
+        f"rank {launch.rank} waited {waited:.0f} s at {address}, but of {launch.size} ranks these did not come: "
+        f"{shown}. Were they started with this address? {TIMEOUT_VARIABLE} gives slow starters more seconds"
+    )
 
 
 # ---- the end ----

@@ -36,27 +36,34 @@ _TYPES = {
 
 
 class _Request:
-    """One MPI request of ``comm``."""
+    """One MPI request of ``comm``.
+
+    MPI goes on reading and writing the buffer of a request until it is complete, also after its wait was given up (a
+    timeout, a divergence): until then the job holds it.
+    """
 
     def __init__(
         self, comm: MpiCommunicator, request: Any, buffer: Any, place: tuple[int, bool, int] | None = None
     ) -> None:
         self._comm = comm
         self._request = request
-        self._buffer = buffer  # kept alive until done
+        self._buffer = buffer
         self._place = place
+        comm.under_way.add(self)
 
     def wait(self, timeout: float) -> None:
         """See `Pending.wait`."""
         self._comm.block(self._request.Test, timeout)
+        self._comm.under_way.discard(self)
         if self._place is not None:
             self._comm.slots.release(self._place)
 
 
 class _Notes:
-    """Short messages between the ranks of a job beside their calls: divergences, positions, ends.
+    """What the communicators of a job share: the requests under way, and short messages beside the ranks' calls.
 
-    They are read while a rank waits. Nobody waits for a note to be read.
+    The messages tell of divergences, positions and ends. They are read while a rank waits. Nobody waits for one to be
+    read.
     """
 
     def __init__(self, mpi: Any, channel: Any) -> None:
@@ -64,6 +71,7 @@ class _Notes:
         self._channel = channel
         self._sent: list[tuple[Any, bytes]] = []
         self.comms: dict[str, MpiCommunicator] = {}
+        self.under_way: set[_Request] = set()
         self.ended: dict[int, float] = {}
 
     def send(self, kind: str, path: str, text: str) -> None:
@@ -106,6 +114,7 @@ class MpiCommunicator(BaseCommunicator):
         self._others: dict[int, Position] = {}
         self._published = False
         self.slots = SlotTable()
+        self.under_way = notes.under_way
         self.path = path
         notes.comms[path] = self
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import gc
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -281,3 +283,25 @@ def check_a_wait_can_time_out(comm: Any) -> None:
         text = raises(CommunicationError, "call 2 round 1", lambda: handle.wait(timeout=0.3))
         assert "rank 1" in text and "tag 9" in text
     comm.barrier("late")
+
+
+def check_a_wait_given_up_writes_nowhere(comm: Any) -> None:
+    """A message that comes after its receiver has given up does not land in memory that has a new owner by then."""
+    if comm.size == 1:
+        return
+    twin = comm.duplicate("given up")
+    num = 200_000
+    if comm.rank == 0:
+        recv = torch.zeros(num)
+        handle = twin.exchange(None, 1, recv, 1, 9, "given up")
+        raises(CommunicationError, "given up", lambda: handle.wait(timeout=0.1))
+        del recv, handle
+        gc.collect()
+        owners = [torch.full((num,), 7.0) for _ in range(4)]
+    comm.barrier("given up")
+    if comm.rank == 1:
+        with contextlib.suppress(CommunicationError):
+            twin.exchange(torch.full((num,), 3.0), 0, None, 0, 9, "given up").wait(timeout=0.2)
+    comm.barrier("sent")
+    if comm.rank == 0:
+        assert all((owner == 7).all() for owner in owners)
