@@ -1,4 +1,4 @@
-"""Train unmodified PyG models on whole graphs too large for one memory (DGL: planned). ``docs/`` holds a tour."""
+"""Train unmodified PyG and DGL models on whole graphs too large for one memory. ``docs/`` holds a tour."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from shardpass.data.load import load
 from shardpass.data.partition import partition
 
 if TYPE_CHECKING:
+    from shardpass.frontends import dgl as dgl
     from shardpass.frontends import pyg as pyg
 
 __version__ = "0.1.0"
@@ -52,8 +53,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "pyg":  # imports PyG, so only when asked for
+    if name in ("pyg", "dgl"):  # import PyG and DGL, so only when asked for
         import importlib
 
-        return importlib.import_module("shardpass.frontends.pyg")
+        return importlib.import_module(f"shardpass.frontends.{name}")
     raise AttributeError(f"module 'shardpass' has no attribute {name!r}")

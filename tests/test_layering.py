@@ -67,8 +67,7 @@ LAYERS: dict[str, Layer] = {
     ),
     "frontends/dgl": Layer(
         ("shardpass.errors", "shardpass.core", "shardpass.frontends.dgl", COMMUNICATOR),
-        lazy=frozenset(["dgl"]),
-        lazy_own=("shardpass.testing",),
+        third_party=frozenset(["dgl"]),
     ),
     "frontends": Layer(()),
     "testing": Layer(

@@ -48,6 +48,7 @@ def aggregate(program: Program, plan: HaloPlan, edges: EdgeShards) -> Tensor:
         return aggregate_at_once(program, plan, edges, label)
     if program.watch is not None:
         program.watch(structure)
+    program = program.of_what_is_read(structure)
     first: dict[int, str] = {}
     call = Call(
         program=replace(program, src={}, dst={}, edge={}),

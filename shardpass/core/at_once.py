@@ -7,7 +7,8 @@ told from tables of the same length, so ranks agree on them as they do for shard
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,14 +24,46 @@ from shardpass.core.transfer import halo_fetch
 from shardpass.errors import NeedsHaloError, RefusedError
 
 
-def aggregate_at_once(program: Program, plan: HaloPlan, edges: EdgeShards, label: str) -> Tensor:
-    """What `aggregate` returns, from one run of the body on all edges. Collective, in backward too.
+@dataclass
+class AtOnce:
+    """All edges of the rank, sorted by destination, and what a body computes on them.
 
-    The body sees the edges sorted by destination, those of one destination in the order of the edge list. A rank
-    without edges runs it on one made-up edge into a destination of its own, which is dropped afterwards.
+    Args:
+        inputs: what the body saw; on a rank without edges one made-up edge, into one more destination.
+        positions: of the edges in the edge list.
+        made_up: whether the edge is made up.
+        messages: what the body returned.
     """
+
+    inputs: Inputs
+    positions: Tensor
+    made_up: bool
+    messages: Any = None
+
+    def padded(self, rows: Tensor) -> Tensor:
+        """`rows` ``[num_dst, ...]`` of destinations, with one for the made-up destination if there is one."""
+        return torch.cat([rows, rows.new_zeros((1, *rows.shape[1:]))]) if self.made_up else rows
+
+
+def inputs_at_once(
+    program: Program,
+    plan: HaloPlan,
+    edges: EdgeShards,
+    label: str,
+    body: Callable[[Inputs], Any],
+    places: Tensor | None = None,
+) -> AtOnce:
+    """All edges with the rows they need, and what `body` makes of them. Collective, in backward too.
+
+    Args:
+        program: which inputs there are; its message is `body`'s, or is replaced by it for the checks.
+        body: of the messages: a tensor, or a dict of tensors with a row per edge.
+        places: of the edges among those of their destination, ``[num_edges]``; None: by the order of the edge list.
+    """
+    if program.reads is not None:
+        program = replace(program, message=lambda inputs: _side_by_side(body(inputs)))
     program = _with_edge_tensors(program, plan, edges, label)
-    src_rows, dst_rows, positions = _edges_by_destination(edges)
+    src_rows, dst_rows, positions = _edges_by_destination(edges, places)
     degree = edges.largest_degree
     most = degree if degree is not None else (int(edges.degrees().max()) if edges.num_edges else 0)
     most = max(answer[0] for answer in agree(plan.comm, f"{label}: largest in-degree", [most]))
@@ -43,21 +76,44 @@ def aggregate_at_once(program: Program, plan: HaloPlan, edges: EdgeShards, label
         num_dst=edges.num_dst,
         max_degree=most,
     )
-    made_up = src_rows.numel() == 0
-    if made_up:
-        inputs = _with_made_up_edge(inputs)
-    plan.comm.order.made_up = made_up
+    found = AtOnce(inputs, positions, src_rows.numel() == 0)
+    if found.made_up:
+        found.inputs = _with_made_up_edge(inputs)
+    plan.comm.order.made_up = found.made_up
     try:
-        with _Guard(program.name, inputs.index):
-            out = program.message(inputs)
-        if program.aggregate is not None:
-            out = program.aggregate(out, inputs)
+        with _Guard(program.name, found.inputs.index):
+            found.messages = body(found.inputs)
     finally:
         plan.comm.order.made_up = False
+    return found
+
+
+def _side_by_side(messages: Any) -> Tensor:
+    """The tensors of a dict as one, ``[E, columns]``, for the checks that look at one."""
+    if isinstance(messages, Tensor):
+        return messages
+    kinds = [tensor.dtype for tensor in messages.values()]
+    widest = next((kind for kind in kinds if kind.is_floating_point), torch.float64)
+    return torch.cat([tensor.reshape(tensor.size(0), -1).to(widest) for tensor in messages.values()], dim=1)
+
+
+def aggregate_at_once(program: Program, plan: HaloPlan, edges: EdgeShards, label: str) -> Tensor:
+    """What `aggregate` returns, from one run of the body on all edges. Collective, in backward too.
+
+    The body sees the edges sorted by destination, those of one destination in the order of the edge list. A rank
+    without edges runs it on one made-up edge into a destination of its own, which is dropped afterwards.
+    """
+    found = inputs_at_once(program, plan, edges, label, program.message)
+    out = found.messages
     if program.aggregate is None:
         whole = out.new_zeros((edges.num_edges, *out.shape[1:]))
-        return whole if made_up else whole.index_copy(0, positions, out)
-    return out.narrow(program.node_dim, 0, edges.num_dst) if made_up else out
+        return whole if found.made_up else whole.index_copy(0, found.positions, out)
+    plan.comm.order.made_up = found.made_up
+    try:
+        out = program.aggregate(out, found.inputs)
+    finally:
+        plan.comm.order.made_up = False
+    return out.narrow(program.node_dim, 0, edges.num_dst) if found.made_up else out
 
 
 class _Guard(TorchFunctionMode):
@@ -92,7 +148,8 @@ def _with_edge_tensors(program: Program, plan: HaloPlan, edges: EdgeShards, labe
     """`program` with those tensors as edge tensors that every rank finds to be so; its message is checked if it can."""
     try:
         messages = replace(program, aggregate=None)
-        return replace(program, edge=settle(plan.comm, label, messages, edges, plan.num_own_src)[0].edge)
+        settled, structure, _ = settle(plan.comm, label, messages, edges, plan.num_own_src)
+        return replace(program, edge=settled.edge).of_what_is_read(structure)
     except NeedsHaloError:
         names = sorted(program.edge)
         mine = [int(program.edge[n].dim() > 0 and program.edge[n].size(0) == edges.num_edges) for n in names]
@@ -101,7 +158,7 @@ def _with_edge_tensors(program: Program, plan: HaloPlan, edges: EdgeShards, labe
         return replace(program, edge={n: program.edge[n] for n, per_edge in zip(names, common) if per_edge})
 
 
-def _edges_by_destination(edges: EdgeShards) -> tuple[Tensor, Tensor, Tensor]:
+def _edges_by_destination(edges: EdgeShards, places: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """``(source rows, destination rows, positions in the edge list)``, ``[num_edges]`` int64 each."""
     src, dst, positions = [], [], []
     for shard in edges.shards:
@@ -112,7 +169,7 @@ def _edges_by_destination(edges: EdgeShards) -> tuple[Tensor, Tensor, Tensor]:
             torch.arange(rows.start, rows.stop, device=dst[-1].device) if isinstance(rows, slice) else rows
         )
     src_rows, dst_rows, position = torch.cat(src), torch.cat(dst), torch.cat(positions)
-    order = torch.argsort(position)
+    order = torch.argsort(position if places is None else places[position])
     order = order[torch.argsort(dst_rows[order], stable=True)]
     return src_rows[order], dst_rows[order], position[order]
 

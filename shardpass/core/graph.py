@@ -267,6 +267,14 @@ class ShardedGraph:
         """Original position of each own edge, ``[num_edges]`` int64."""
         return self.relation.edge_ids
 
+    def fields_of(self, node_type: NodeType) -> OwnFields:
+        """Every stored field of the nodes of a type, own rows."""
+        return self._node_fields[node_type]
+
+    def total_edges_of(self, edge_type: EdgeType) -> int:
+        """Edges of a type in the whole graph."""
+        return self._total_edges[edge_type]
+
     def ids_of(self, node_type: NodeType | None = None) -> tuple[Tensor, int]:
         """Original ids of own nodes of a type (None: the only one), and how many nodes the whole graph has of it."""
         if node_type is None and len(self.ownership) == 1:

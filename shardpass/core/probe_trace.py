@@ -89,6 +89,16 @@ class ProbeTrace(EdgeTrace):
             self.adopt(moments, {f"r:{k}"}, "")
         return moments
 
+    def first_extremum(self, op: str, values: Tensor, places: Tensor, base: float = 0.0) -> Tensor:
+        k = self.count
+        with torch._C.DisableTorchFunction():
+            self.reduced.append(set(self.origin(values)))
+        result = super().first_extremum(op, values, places, base)
+        with torch._C.DisableTorchFunction():
+            self.adopt(self.phase.found[k][3], {f"r:{k}"}, f"r:{k}")  # type: ignore[attr-defined]
+            self.adopt(result, {f"r:{k}"}, "")
+        return result
+
     def origin(self, tensor: Tensor) -> set[str]:
         """What `tensor` depends on; enters captures on the way."""
         key = _storage(tensor)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -50,6 +50,8 @@ class Program:
         node_dim: dimension of destinations in what `aggregate` returns.
         checked: signatures of this body that passed the row-wise check; kept by the frontend between calls.
         watch: told the structure once ranks agree on it.
+        reads: inputs (``"s:x"``, ``"d:x"``, ``"e:w"``) that the body has read, entered by itself as it runs: others are
+            not gathered. None: all are read.
         order: of the communicator, set by the engine: no collective call may begin while the body runs.
     """
 
@@ -62,7 +64,20 @@ class Program:
     node_dim: int = 0
     checked: set[str] = field(default_factory=set)
     watch: Callable[[Structure], None] | None = None
+    reads: set[str] | None = None
     order: CallOrder = field(default_factory=CallOrder)
+
+    def of_what_is_read(self, structure: Structure) -> Program:
+        """This program without the inputs that its body does not read."""
+        if self.reads is None:
+            return self
+        members = list(range(len(structure.reductions)))
+        read = self.reads | {f"s:{name}" for name in structure.sources_of(members, with_edges=True)}
+        src, dst, edge = (
+            {name: tensor for name, tensor in tensors.items() if f"{kind}:{name}" in read}
+            for kind, tensors in (("s", self.src), ("d", self.dst), ("e", self.edge))
+        )
+        return replace(self, src=src, dst=dst, edge=edge)
 
 
 Form = Literal["general", "ones", "copy", "scale"]

@@ -153,6 +153,45 @@ class Extremum(Reducer):
         return (values == value.index_select(0, index)) * (grad / ties).index_select(0, index)
 
 
+class FirstExtremum(Reducer):
+    """max or min where the whole gradient goes to the first of the tied messages, as in DGL.
+
+    Messages are pairs ``[E, ..., 2]`` of a value and its place in the order of edges; so is the result.
+    """
+
+    def __init__(self, op: str) -> None:
+        self.name = f"first_{op}"
+        self._extremum = Extremum(op)
+
+    def init(self, num_dst: int, tail: Sequence[int], like: Tensor) -> State:
+        best = self._extremum.init(num_dst, tail[:-1], like)[0]
+        return [best, torch.full_like(best, float("inf"))]
+
+    def fill(self, state: State, values: Tensor, index: Tensor) -> None:
+        best, first = state
+        values, places = values.unbind(-1)
+        best.scatter_reduce_(0, expand_index(index, values), values, "a" + self._extremum.name, include_self=True)
+        places = places.masked_fill(values != best.index_select(0, index), float("inf"))
+        first.scatter_reduce_(0, expand_index(index, places), places, "amin", include_self=True)
+
+    def merge(self, state: State, other: State) -> None:
+        best, first = state
+        new = torch.maximum(best, other[0]) if self._extremum.name == "max" else torch.minimum(best, other[0])
+        lost = float("inf")
+        mine, theirs = first.masked_fill(best != new, lost), other[1].masked_fill(other[0] != new, lost)
+        first.copy_(torch.minimum(mine, theirs))
+        best.copy_(new)
+
+    def value(self, state: State, base: Base) -> Tensor:
+        best, first = state
+        return torch.stack([best.masked_fill(first.isinf() & (best == best), base.value), first], dim=-1)
+
+    def vjp(self, values: Tensor, index: Tensor, state: State, value: Tensor, grad: Tensor, base: Base) -> Tensor:
+        won = (values == value.index_select(0, index)).all(-1)
+        grad = grad[..., 0].index_select(0, index) * won
+        return torch.stack([grad, torch.zeros_like(grad)], dim=-1)
+
+
 class Prod(Reducer):
     """The product, kept as the product of the non-zero messages and the count of zeros, so that its vjp is exact.
 
@@ -331,6 +370,8 @@ REDUCERS: dict[str, Reducer] = {
         Mean(),
         Extremum("max"),
         Extremum("min"),
+        FirstExtremum("max"),
+        FirstExtremum("min"),
         Prod(),
         LogSumExp(),
         Moments("var"),

@@ -254,6 +254,21 @@ class EdgeTrace(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             return self.phase.reduce(k, "edge_moments", rows, self._index, Base())[0].to(rows.dtype)
 
+    def first_extremum(self, op: str, values: Tensor, places: Tensor, base: float = 0.0) -> Tensor:
+        """The largest or smallest of `values` ``[E, ...]`` per destination: ``[num_dst, ...]``.
+
+        Args:
+            op: ``max`` or ``min``.
+            places: of the edges in an order of each destination's edges, ``[E]``; the gradient goes to the first tie.
+            base: what a destination without a message holds.
+        """
+        k, self.count = self.count, self.count + 1
+        with torch._C.DisableTorchFunction():
+            dtype = torch.promote_types(values.dtype, torch.float32)
+            places = places.to(dtype).view(-1, *[1] * (values.dim() - 1)).expand_as(values)
+            pair = torch.stack([values.to(dtype), places], dim=-1)
+            return self.phase.reduce(k, f"first_{op}", pair, self._index, Base(base))[..., 0].to(values.dtype)
+
     def is_index(self, value: Any) -> bool:
         """Whether `value` is the destination index or a reshaped copy of it."""
         return isinstance(value, Tensor) and id(value) in self._aliases

@@ -1,0 +1,80 @@
+"""The part of DGLGraph that a sharded graph does not offer: every member raises one sentence that says what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dgl import DGLError, DGLGraph
+
+from shardpass.errors import RefusedError
+
+
+class ClosedMemberError(RefusedError, DGLError, AttributeError):
+    """A member that a sharded graph does not offer. An AttributeError, so that ``hasattr`` tells the truth."""
+
+
+_ADVICE = (
+    (
+        "change the graph before partitioning it",
+        "add_edges add_nodes add_self_loop remove_edges remove_nodes remove_self_loop reorder_graph reverse to_simple "
+        "line_graph subgraph edge_subgraph node_subgraph in_subgraph out_subgraph khop_in_subgraph khop_out_subgraph "
+        "edge_type_subgraph node_type_subgraph set_batch_num_nodes set_batch_num_edges",
+    ),
+    (
+        "ids are numbered per rank; graph.ndata[dgl.NID] and graph.edata[dgl.EID] hold the original ones",
+        "all_edges edge_ids find_edges has_edges_between has_nodes in_edges out_edges predecessors successors "
+        "filter_nodes filter_edges",
+    ),
+    (
+        "sample in one process, or use the whole graph",
+        "sample_etype_neighbors sample_labors sample_neighbors sample_neighbors_biased sample_neighbors_fused "
+        "select_topk global_uniform_negative_sampling get_node_storage get_edge_storage",
+    ),
+    (
+        "it needs the structure of the whole graph; compute it before partitioning and store it as a field",
+        "adj adj_external adj_tensors adjacency_matrix inc incidence_matrix is_multigraph to_networkx to_cugraph "
+        "metagraph is_unibipartite",
+    ),
+    ("use update_all or apply_edges", "prop_edges prop_nodes pull push send_and_recv"),
+    ("it belongs to its process", "shared_memory pin_memory_ unpin_memory_ is_pinned record_stream"),
+    ("set every row of the field instead", "set_n_initializer set_e_initializer"),
+    ("ids are int64, and formats are the engine's own", "astype int long create_formats_ formats"),
+    ("pass the device to shardpass.connect(device=...)", "cpu to"),
+    ("a sharded graph is one graph; graph.num_edges() counts this rank's edges", "batch_num_edges"),
+)
+
+
+def advice_for(member: str) -> str:
+    """What to do instead of using a member of DGLGraph."""
+    return next((advice for advice, names in _ADVICE if member in names.split()), "use another member")
+
+
+def refused(what: str, advice: str) -> ClosedMemberError:
+    """The error for something that a sharded graph does not offer."""
+    return ClosedMemberError(
+        f"{what} is not available on a sharded graph, of which this rank holds only the in-edges of its own nodes: "
+        f"{advice}"
+    )
+
+
+class Closed(DGLGraph):
+    """A DGLGraph by type only: whatever public member a subclass does not define is refused by name."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        return object.__new__(cls)
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith("__") and _is_inherited(type(self), name):
+            raise refused(f"DGLGraph.{name}", advice_for(name))
+        return super().__getattribute__(name)
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a sharded graph belongs to its process: save the store's path and load it again")
+
+
+def _is_inherited(kind: type, name: str) -> bool:
+    """Whether `name` is found in DGLGraph before any class of ours."""
+    for base in kind.__mro__:
+        if name in base.__dict__:
+            return base is DGLGraph
+    return False

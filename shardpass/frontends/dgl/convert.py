@@ -1,0 +1,40 @@
+"""From the engine's graph to what stands for a DGLGraph."""
+
+from __future__ import annotations
+
+from shardpass.core.graph import ShardedGraph
+from shardpass.core.ownership import EDGE, NODE, EdgeType, NodeType
+from shardpass.frontends.dgl.graph import ShardedDGLGraph
+from shardpass.frontends.dgl.structure import CanonicalType, Edges, Nodes
+
+DGL_NODE = "_N"
+DGL_EDGE: CanonicalType = ("_N", "_E", "_N")
+
+
+def graph(sharded: ShardedGraph) -> ShardedDGLGraph:
+    """`sharded` (from `shardpass.load`) as what stands for a DGLGraph. Collective: out-degrees are counted.
+
+    Stored node and edge fields are in its data under their names, original ids under ``dgl.NID`` and ``dgl.EID``.
+    """
+    nodes = {
+        _node_type(kind): Nodes(
+            owned.num_own(sharded.comm.rank),
+            owned.num_total,
+            sharded.node_ids_dict[kind].to(sharded.comm.device),
+            sharded.fields_of(kind),
+        )
+        for kind, owned in sharded.ownership.items()
+    }
+    edges = {}
+    for kind, relation in sharded.relations.items():
+        canonical = _edge_type(kind)
+        edges[canonical] = Edges.of(canonical, relation, sharded.total_edges_of(kind))
+    return ShardedDGLGraph(sharded.comm, nodes, nodes, edges)
+
+
+def _node_type(kind: NodeType) -> NodeType:
+    return DGL_NODE if kind == NODE else kind
+
+
+def _edge_type(kind: EdgeType) -> CanonicalType:
+    return DGL_EDGE if kind == EDGE else kind

@@ -1,0 +1,102 @@
+"""Node and edge data by name, as DGL's frames: a dict of tensors that checks their number of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from dgl import DGLError
+from torch import Tensor
+
+
+class Frame(MutableMapping[str, Tensor]):
+    """The data of this rank's nodes or edges of one type.
+
+    Args:
+        num_rows: that every tensor has.
+        what: ``"nodes"`` or ``"edges"``, for messages.
+        stored: fields of the graph's store, each read when it is first asked for.
+    """
+
+    def __init__(self, num_rows: int, what: str, stored: Mapping[str, Tensor]) -> None:
+        self.num_rows, self.what = num_rows, what
+        self._stored: dict[str, Mapping[str, Tensor]] = dict.fromkeys(stored, stored)
+        self._data: dict[str, Tensor] = {}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.num_rows} {self.what}: {', '.join(self)})"
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name in self._data:
+            return self._data[name]
+        if name not in self._stored:
+            raise KeyError(f"no field {name!r} of these {self.what}; there are: {', '.join(self) or 'none'}")
+        return self._stored[name][name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if isinstance(value, Mapping):
+            raise DGLError(f"field {name!r}: a dict of tensors is for graphs of several types; pass a tensor")
+        value = torch.as_tensor(value)
+        rows = value.size(0) if value.dim() else 0
+        if not value.dim() or rows != self.num_rows:
+            raise DGLError(
+                f"Expect number of features to match number of {self.what} (len(u)). Got {rows} and {self.num_rows} "
+                f"instead: field {name!r} must have a row for each of this rank's own {self.what}"
+            )
+        self._data[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        if name not in self:
+            raise KeyError(name)
+        self._data.pop(name, None)
+        self._stored.pop(name, None)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._data or name in self._stored
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**self._stored, **self._data})
+
+    def __len__(self) -> int:
+        return len({**self._stored, **self._data})
+
+    def clone(self) -> Frame:
+        """Another frame of the same tensors: what is set in one is not seen in the other."""
+        other = type(self)(self.num_rows, self.what, {})
+        other._stored, other._data = dict(self._stored), dict(self._data)
+        return other
+
+
+class FramesByType(MutableMapping[str, dict[Any, Tensor]]):
+    """The data of several types: ``frames["h"]`` is a dict of the types that have the field, as in DGL."""
+
+    def __init__(self, frames: dict[Any, Frame]) -> None:
+        self._frames = frames
+
+    def __getitem__(self, name: str) -> dict[Any, Tensor]:
+        found = {kind: frame[name] for kind, frame in self._frames.items() if name in frame}
+        if not found:
+            raise KeyError(name)
+        return found
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if not isinstance(value, Mapping):
+            raise DGLError(f"field {name!r}: the graph has several types; pass a dict of tensors by type")
+        for kind, tensor in value.items():
+            if kind not in self._frames:
+                raise DGLError(f"field {name!r}: no type {kind!r}; there are: {list(self._frames)}")
+            self._frames[kind][name] = tensor
+
+    def __delitem__(self, name: str) -> None:
+        holders = [frame for frame in self._frames.values() if name in frame]
+        if not holders:
+            raise KeyError(name)
+        for frame in holders:
+            del frame[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys(name for frame in self._frames.values() for name in frame))
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))

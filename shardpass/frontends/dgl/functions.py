@@ -1,0 +1,82 @@
+"""DGL's built-in message functions as bodies for the engine: which operands they read, what they compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from dgl import DGLError
+from dgl.function.base import BuiltinFunction, TargetCode
+from dgl.function.message import BinaryMessageFunction, CopyMessageFunction
+from torch import Tensor
+
+from shardpass.core.program import Inputs
+from shardpass.errors import RefusedError
+
+_SIDES = {TargetCode.SRC: "s", TargetCode.DST: "d", TargetCode.EDGE: "e"}
+REDUCERS = ("sum", "mean", "max", "min")
+
+
+def is_builtin(function: Any) -> bool:
+    """Whether `function` is one of ``dgl.function``."""
+    return isinstance(function, BuiltinFunction)
+
+
+def operands(function: Any) -> list[tuple[str, str]]:
+    """``(side, field)`` of each operand of a built-in message function; side is ``s``, ``d`` or ``e``."""
+    if isinstance(function, CopyMessageFunction):
+        return [(_SIDES[function.target], function.in_field)]
+    if isinstance(function, BinaryMessageFunction):
+        return [(_SIDES[function.lhs], function.lhs_field), (_SIDES[function.rhs], function.rhs_field)]
+    raise RefusedError(f"{function!r} is not a message function that shardpass knows; write it as a function of edges")
+
+
+def reducer_of(function: Any, out_field: str | None) -> str:
+    """The name of a built-in reduce function whose message field is `out_field` (None: not checked)."""
+    if function.name not in REDUCERS:
+        raise RefusedError(f"the reduce function {function.name!r} is not supported; known are {', '.join(REDUCERS)}")
+    if out_field is not None and out_field != function.msg_field:
+        raise DGLError(
+            f"Invalid message and reduce function pair: the message is written to {out_field!r}, but "
+            f"{function.name} reads {function.msg_field!r}. They must be the same field"
+        )
+    return str(function.name)
+
+
+def message_of(function: Any) -> Callable[[Inputs], Tensor]:
+    """What a built-in message function computes on some edges, ``[E, ...]``."""
+    reads = operands(function)
+
+    def message(inputs: Inputs) -> Tensor:
+        rows = [{"s": inputs.src, "d": inputs.dst, "e": inputs.edge}[side][name] for side, name in reads]
+        if len(rows) == 1:
+            return rows[0]
+        return _OPERATIONS[function.binary_op](*_same_dims(*rows))
+
+    return message
+
+
+def _same_dims(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """DGL broadcasts trailing dimensions: ones are put in after the first dimension of the shorter."""
+    if left.dim() == right.dim():
+        return left, right
+    dims = max(left.dim(), right.dim())
+
+    def padded(tensor: Tensor) -> Tensor:
+        return tensor.reshape(tensor.size(0), *[1] * (dims - tensor.dim()), *tensor.shape[1:])
+
+    return padded(left), padded(right)
+
+
+def _dot(left: Tensor, right: Tensor) -> Tensor:
+    return (left * right).sum(-1, keepdim=True)
+
+
+_OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "add": torch.add,
+    "sub": torch.sub,
+    "mul": torch.mul,
+    "div": torch.div,
+    "dot": _dot,
+}

@@ -1,0 +1,497 @@
+"""What stands for a DGLGraph: one rank's share of a graph, as unmodified DGL code expects a graph to look."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import dgl
+import torch
+from dgl import DGLError
+from dgl.base import ALL, is_all
+from torch import Tensor
+
+from shardpass.backends.communicator import Communicator
+from shardpass.frontends.dgl.closed import Closed, refused
+from shardpass.frontends.dgl.frames import Frame, FramesByType
+from shardpass.frontends.dgl.functions import is_builtin
+from shardpass.frontends.dgl.mailbox import reduced_by_user, warn_once
+from shardpass.frontends.dgl.messages import MessagePassing, without_infinity
+from shardpass.frontends.dgl.numbers import NodeCounts, OwnCount, OwnEdgeCount
+from shardpass.frontends.dgl.structure import CanonicalType, Edges, Nodes, NodeType
+from shardpass.frontends.dgl.udf import LazyFields, ShardedNodeBatch
+from shardpass.frontends.dgl.views import DataViews
+
+
+class Frames(NamedTuple):
+    """Data by node type, and by canonical edge type."""
+
+    nodes: dict[NodeType, Frame]
+    edges: dict[CanonicalType, Frame]
+
+
+class ShardedDGLGraph(Closed):
+    """One rank's share of a graph where a DGLGraph goes.
+
+    Node data hold own rows ``[num_own, ...]``, edge data the edges into own nodes, in the order of
+    ``graph.edata[dgl.EID]``. ``update_all`` and ``apply_edges`` are collective: every rank calls them in one order.
+    What is not offered raises `ClosedMemberError`.
+
+    Args:
+        comm: the ranks that share the graph.
+        sources, destinations: nodes by type; the same dict unless the graph is a block.
+        edges: by canonical type.
+        is_block: whether sources and destinations are different sets of nodes.
+    """
+
+    is_block = False
+
+    def __init__(
+        self,
+        comm: Communicator,
+        sources: dict[NodeType, Nodes],
+        destinations: dict[NodeType, Nodes],
+        edges: dict[CanonicalType, Edges],
+        is_block: bool = False,
+    ) -> None:
+        self.comm, self.is_block = comm, is_block
+        self._sources, self._destinations, self._edges = sources, destinations, edges
+        self._src_frames = {kind: _frame(nodes, dgl.NID) for kind, nodes in sources.items()}
+        self._dst_frames = self._src_frames
+        if is_block:
+            self._dst_frames = {kind: _frame(nodes, dgl.NID) for kind, nodes in destinations.items()}
+        self._edge_frames = {kind: _frame(edge, dgl.EID) for kind, edge in edges.items()}
+        self._checked: dict[Any, set[str]] = {}
+        self._warned: set[str] = set()
+
+    def __repr__(self) -> str:
+        nodes = {kind: f"{nodes.num} of {nodes.total}" for kind, nodes in self._destinations.items()}
+        edges = {kind: f"{edge.num} of {edge.total}" for kind, edge in self._edges.items()}
+        return f"{type(self).__name__}(rank {self.comm.rank} of {self.comm.size}: nodes {nodes}, edges {edges})"
+
+    @property
+    def frames(self) -> Frames:
+        """The data by type, for code of this frontend."""
+        return Frames({**self._dst_frames, **self._src_frames}, dict(self._edge_frames))
+
+    def nodes_type(self, ntype: NodeType | None) -> NodeType:
+        """The type of destination nodes that is meant; None: the only one."""
+        kind: NodeType = self._one(self._destinations, ntype, "Node")
+        return kind
+
+    def mfgs(self, nodes: Any, num_layers: int, keep_seeds: bool = True) -> list[ShardedDGLGraph]:
+        """A block for each layer of a model that is asked for the outputs of `nodes` only. Collective; see `mfgs`."""
+        from shardpass.frontends.dgl.blocks import mfgs
+
+        if self.is_block:
+            raise refused("mfgs of a block", "make them from the graph")
+        return mfgs(self, nodes, num_layers, keep_seeds)
+
+    def nodes_of(self, ntype: NodeType | None) -> Nodes:
+        """The destination nodes of a type; None: of the only one."""
+        return self._destinations[self._one(self._destinations, ntype, "Node")]
+
+    def edges_of(self, etype: Any) -> Edges:
+        """The structure of the edges of a type; None: of the only one."""
+        return self._edges[self.to_canonical_etype(etype)]
+
+    # ---- types
+
+    @property
+    def srctypes(self) -> list[NodeType]:
+        """Types of source nodes."""
+        return list(self._sources)
+
+    @property
+    def dsttypes(self) -> list[NodeType]:
+        """Types of destination nodes."""
+        return list(self._destinations)
+
+    @property
+    def ntypes(self) -> list[NodeType]:
+        """Types of nodes; of a block those of its sources, then of its destinations, as in DGL."""
+        return [*self._sources, *self._destinations] if self.is_block else list(self._sources)
+
+    @property
+    def canonical_etypes(self) -> list[CanonicalType]:
+        """(source type, edge type, destination type) of each type of edges."""
+        return list(self._edges)
+
+    @property
+    def etypes(self) -> list[str]:
+        """The edge types, in the order of `canonical_etypes`."""
+        return [kind[1] for kind in self._edges]
+
+    @property
+    def is_homogeneous(self) -> bool:
+        """Whether there is one type of nodes and one of edges."""
+        return len(self._sources) == len(self._edges) == 1 and not self.is_block
+
+    def to_canonical_etype(self, etype: Any) -> CanonicalType:
+        """The canonical type that `etype` (a name, a canonical type, or None for the only one) means."""
+        if etype is None:
+            if len(self._edges) != 1:
+                raise DGLError("Edge type name must be specified if there are more than one edge types.")
+            return next(iter(self._edges))
+        found = [kind for kind in self._edges if etype in (kind, kind[1])]
+        if len(found) != 1:
+            problem = "is ambiguous" if found else "does not exist"
+            raise DGLError(f"Edge type {etype!r} {problem}; there are: {self.canonical_etypes}")
+        return found[0]
+
+    def get_etype_id(self, etype: Any) -> int:
+        """Position of an edge type in `canonical_etypes`."""
+        return self.canonical_etypes.index(self.to_canonical_etype(etype))
+
+    def get_ntype_id(self, ntype: NodeType | None) -> int:
+        """Position of a node type in `ntypes`."""
+        return self.ntypes.index(self._one(self._sources | self._destinations, ntype, "Node"))
+
+    def get_ntype_id_from_src(self, ntype: NodeType | None) -> int:
+        """Position of a type in `srctypes`."""
+        return self.srctypes.index(self._one(self._sources, ntype, "SRC node"))
+
+    def get_ntype_id_from_dst(self, ntype: NodeType | None) -> int:
+        """Position of a type in `dsttypes`."""
+        return self.dsttypes.index(self._one(self._destinations, ntype, "DST node"))
+
+    @staticmethod
+    def _one(known: dict[Any, Any], kind: Any, what: str) -> Any:
+        if kind is None:
+            if len(known) != 1:
+                raise DGLError(f"{what} type name must be specified if there are more than one: {list(known)}")
+            return next(iter(known))
+        if kind not in known:
+            raise DGLError(f"{what} type {kind!r} does not exist; there are: {list(known)}")
+        return kind
+
+    # ---- sizes
+
+    @staticmethod
+    def _count(known: dict[Any, Any], kind: Any, what: str) -> int:
+        chosen = known.values() if kind is None else [known[ShardedDGLGraph._one(known, kind, what)]]
+        counted = OwnEdgeCount if what == "Edge" else OwnCount
+        found: int = counted.of(sum(one.num for one in chosen), sum(one.total for one in chosen))
+        return found
+
+    def num_src_nodes(self, ntype: NodeType | None = None) -> int:
+        """Own source nodes of a type; None: of all."""
+        return self._count(self._sources, ntype, "SRC node")
+
+    def num_dst_nodes(self, ntype: NodeType | None = None) -> int:
+        """Own destination nodes of a type; None: of all."""
+        return self._count(self._destinations, ntype, "DST node")
+
+    def num_nodes(self, ntype: NodeType | None = None) -> int:
+        """Own nodes of a type; None: of all."""
+        if self.is_block and ntype is None:
+            everything = {("src", k): n for k, n in self._sources.items()}
+            return self._count({**everything, **self._destinations}, None, "Node")
+        return self._count(self._sources if ntype in self._sources else self._destinations, ntype, "Node")
+
+    def num_edges(self, etype: Any = None) -> int:
+        """Own edges of a type; None: of all."""
+        kind = None if etype is None else self.to_canonical_etype(etype)
+        return self._count(self._edges, kind, "Edge")
+
+    number_of_src_nodes, number_of_dst_nodes = num_src_nodes, num_dst_nodes
+    number_of_nodes, number_of_edges = num_nodes, num_edges
+
+    def in_degrees(self, v: Any = ALL, etype: Any = None) -> Tensor:
+        """In-degree of own destination nodes, ``[num_own]`` int64; of rows `v` only."""
+        degrees = self._edges[self.to_canonical_etype(etype)].in_degrees
+        return degrees if is_all(v) else degrees[v]
+
+    def out_degrees(self, u: Any = ALL, etype: Any = None) -> Tensor:
+        """Out-degree of own source nodes in the whole graph, ``[num_own]`` int64; of rows `u` only."""
+        degrees = self._edges[self.to_canonical_etype(etype)].out_degrees
+        return degrees if is_all(u) else degrees[u]
+
+    @property
+    def batch_size(self) -> int:
+        """A sharded graph is one graph."""
+        return 1
+
+    def batch_num_nodes(self, ntype: NodeType | None = None) -> Tensor:
+        """Nodes of the one graph: as a size this rank's, as a divisor those of all ranks; see `NodeCounts`."""
+        nodes = self.nodes_of(ntype)
+        return NodeCounts.of(nodes.num, nodes.total)
+
+    @property
+    def device(self) -> torch.device:
+        """Of all tensors."""
+        return self.comm.device
+
+    @property
+    def idtype(self) -> torch.dtype:
+        """Of node and edge ids."""
+        return torch.int64
+
+    # ---- data
+
+    @property
+    def srcdata(self) -> Any:
+        """Data of source nodes."""
+        return _view(self._src_frames)
+
+    @property
+    def dstdata(self) -> Any:
+        """Data of destination nodes."""
+        return _view(self._dst_frames)
+
+    @property
+    def ndata(self) -> Any:
+        """Data of nodes."""
+        if self.is_block:
+            raise refused("ndata of a block", "use srcdata or dstdata")
+        if len(self.ntypes) > 1:
+            return FramesByType({**self._src_frames, **self._dst_frames})
+        return _view(self._src_frames)
+
+    @property
+    def edata(self) -> Any:
+        """Data of edges."""
+        return _view(self._edge_frames)
+
+    @property
+    def nodes(self) -> DataViews:
+        """``nodes["type"].data``."""
+        if self.is_block:
+            raise refused("nodes of a block", "use srcnodes or dstnodes")
+        return DataViews("nodes", {**self._dst_frames, **self._src_frames}, lambda kind: kind)
+
+    @property
+    def srcnodes(self) -> DataViews:
+        """``srcnodes["type"].data``."""
+        return DataViews("srcnodes", self._src_frames, lambda kind: kind)
+
+    @property
+    def dstnodes(self) -> DataViews:
+        """``dstnodes["type"].data``."""
+        return DataViews("dstnodes", self._dst_frames, lambda kind: kind)
+
+    @property
+    def edges(self) -> DataViews:
+        """``edges["type"].data``."""
+        return DataViews("edges", self._edge_frames, self.to_canonical_etype)
+
+    def node_attr_schemes(self, ntype: NodeType | None = None) -> dict[str, Any]:
+        """Shape and dtype of each field of a node type."""
+        return _schemes(self._src_frames[self._one(self._src_frames, ntype, "Node")])
+
+    def edge_attr_schemes(self, etype: Any = None) -> dict[str, Any]:
+        """Shape and dtype of each field of an edge type."""
+        return _schemes(self._edge_frames[self.to_canonical_etype(etype)])
+
+    @contextmanager
+    def local_scope(self) -> Iterator[None]:
+        """Within, data set on this graph is forgotten on leaving."""
+        kept = self._src_frames, self._dst_frames, self._edge_frames
+        self._clone_frames()
+        try:
+            yield
+        finally:
+            self._src_frames, self._dst_frames, self._edge_frames = kept
+
+    def local_var(self) -> ShardedDGLGraph:
+        """The same graph with data of its own."""
+        other = self._copy()
+        other._clone_frames()
+        return other
+
+    def clone(self) -> ShardedDGLGraph:
+        """As `local_var`: the structure is never changed."""
+        return self.local_var()
+
+    def _copy(self) -> ShardedDGLGraph:
+        other: ShardedDGLGraph = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        return other
+
+    def _clone_frames(self) -> None:
+        src = {kind: frame.clone() for kind, frame in self._src_frames.items()}
+        if self.is_block:
+            self._dst_frames = {kind: frame.clone() for kind, frame in self._dst_frames.items()}
+        else:  # a type that is source and destination has one frame
+            same = {id(frame): src[kind] for kind, frame in self._src_frames.items()}
+            self._dst_frames = {k: same.get(id(frame)) or frame.clone() for k, frame in self._dst_frames.items()}
+        self._src_frames = src
+        self._edge_frames = {kind: frame.clone() for kind, frame in self._edge_frames.items()}
+
+    def __getitem__(self, key: Any) -> ShardedDGLGraph:
+        """The graph of the edges of one type, which shares data and structure with this one."""
+        if isinstance(key, tuple) and any(isinstance(part, slice) for part in key):
+            wanted = [kind for kind in self._edges if all(isinstance(p, slice) or p == k for p, k in zip(key, kind))]
+            if len(wanted) != 1:
+                raise DGLError(f"{key} means {len(wanted)} edge types of {self.canonical_etypes}; name one")
+            key = wanted[0]
+        kind = self.to_canonical_etype(key)
+        other = self._copy()
+        src, _, dst = kind
+        other._sources, other._destinations = {src: self._sources[src]}, {dst: self._destinations[dst]}
+        other._edges = {kind: self._edges[kind]}
+        other._src_frames, other._dst_frames = {src: self._src_frames[src]}, {dst: self._dst_frames[dst]}
+        other._edge_frames = {kind: self._edge_frames[kind]}
+        return other
+
+    @property
+    def _graph(self) -> Any:
+        """The index on which DGL's own kernels run: the in-edges of own nodes."""
+        if len(self._edges) != 1:
+            raise refused("a DGL kernel over several edge types", "use graph[etype] for one of them")
+        return next(iter(self._edges.values())).index
+
+    # ---- message passing
+
+    def _passing(self, kind: CanonicalType) -> MessagePassing:
+        frames = self._src_frames[kind[0]], self._dst_frames[kind[2]], self._edge_frames[kind]
+        return MessagePassing(self._edges[kind], *frames, self._checked)
+
+    def _reduced(
+        self, kind: CanonicalType, message: Any, reducer: Any, empty: float | None = None
+    ) -> dict[str, Tensor]:
+        passing = self._passing(kind)
+        if is_builtin(reducer):
+            return passing.reduced(message, reducer, empty)
+        warn_once(passing, self._warned)
+        return reduced_by_user(passing, message, reducer)
+
+    def update_all(self, message_func: Any, reduce_func: Any, apply_node_func: Any = None, etype: Any = None) -> None:
+        """Send messages along all edges of a type and set what the destinations make of them. Collective.
+
+        Args:
+            message_func: of ``dgl.function``, or a function of edges that returns a dict of fields.
+            reduce_func: of ``dgl.function`` (computed part by part), or a function of nodes, for which all halo rows
+                are fetched at once.
+            apply_node_func: a function of the destination nodes, for what is set.
+            etype: needed where there are several, unless both functions are of ``dgl.function``.
+        """
+        if etype is None and len(self._edges) > 1:
+            if not is_builtin(message_func) or not is_builtin(reduce_func) or reduce_func.name == "mean":
+                raise DGLError(
+                    "update_all over several edge types takes built-in functions, and no mean: name an etype"
+                )
+            types = dict.fromkeys(self._edges, (message_func, reduce_func))
+            return self.multi_update_all(types, reduce_func.name, apply_node_func)
+        kind = self.to_canonical_etype(etype)
+        found = self._reduced(kind, message_func, reduce_func)
+        self._set(kind[2], self._applied(kind[2], apply_node_func, found))
+
+    def multi_update_all(self, etype_dict: dict[Any, Any], cross_reducer: Any, apply_node_func: Any = None) -> None:
+        """`update_all` for several edge types, whose results are merged by `cross_reducer`. Collective.
+
+        Args:
+            etype_dict: (message function, reduce function[, apply function]) by edge type; the same order on all ranks.
+            cross_reducer: ``sum``, ``mean``, ``min``, ``max``, ``stack``, or a function of a list of tensors.
+        """
+        results: dict[NodeType, list[tuple[int, dict[str, Tensor]]]] = {}
+        clip = False
+        for etype, functions in etype_dict.items():
+            kind = self.to_canonical_etype(etype)
+            message, reducer, *rest = functions
+            extremum = is_builtin(reducer) and reducer.name in ("max", "min")
+            empty = {"max": float("-inf"), "min": float("inf")}[reducer.name] if extremum else None
+            found = self._reduced(kind, message, reducer, empty)
+            found = self._applied(kind[2], rest[0] if rest else None, found)
+            results.setdefault(kind[2], []).append((self.get_etype_id(kind), found))
+            clip = extremum  # DGL looks at the last reduce function
+        for ntype, parts in results.items():
+            merged = _merged(parts, cross_reducer)
+            if clip:
+                merged = {name: without_infinity(value) for name, value in merged.items()}
+            self._set(ntype, merged)
+            if apply_node_func is not None:
+                self.apply_nodes(apply_node_func, ntype=ntype)
+
+    def apply_edges(self, func: Any, edges: Any = ALL, etype: Any = None) -> None:
+        """Set fields of edges from what `func` computes on them. Collective.
+
+        Args:
+            func: of ``dgl.function``, or a function of edges that returns a dict of fields.
+            edges: positions of own edges (the same call on every rank, with its own); default: all.
+            etype: needed where there are several.
+        """
+        kind = self.to_canonical_etype(etype)
+        passing, frame = self._passing(kind), self._edge_frames[kind]
+        if is_all(edges):
+            frame.update(passing.per_edge(func))
+            return
+        chosen = torch.as_tensor(edges, device=self.device)
+        chosen = chosen.nonzero().view(-1) if chosen.dtype == torch.bool else chosen.to(torch.int64)
+        chosen = torch.unique(chosen)
+        for name, rows in passing.per_edge(func, chosen).items():
+            if name in frame:
+                rows = frame[name].index_copy(0, chosen, rows[chosen])
+            frame[name] = rows
+
+    def apply_nodes(
+        self, func: Callable[[Any], dict[str, Tensor]], v: Any = ALL, ntype: NodeType | None = None
+    ) -> None:
+        """Set fields of own nodes from what `func` computes on them; of rows `v` only. Not collective."""
+        kind = self._one(self._dst_frames, ntype, "Node")
+        frame = self._dst_frames[kind]
+        rows = torch.arange(frame.num_rows, device=self.device)
+        if not is_all(v):
+            rows = torch.as_tensor(v, device=self.device)
+        batch = ShardedNodeBatch(self, rows, kind, LazyFields(frame, lambda t: t if is_all(v) else t[rows]))
+        for name, value in func(batch).items():
+            if not is_all(v):
+                whole = frame[name] if name in frame else value.new_zeros((frame.num_rows, *value.shape[1:]))
+                value = whole.index_copy(0, rows, value)
+            frame[name] = value
+
+    def _applied(self, ntype: NodeType, func: Any, found: dict[str, Tensor]) -> dict[str, Tensor]:
+        if func is None:
+            return found
+        frame = self._dst_frames[ntype].clone()
+        frame.update(found)
+        rows = torch.arange(frame.num_rows, device=self.device)
+        return {**found, **func(ShardedNodeBatch(self, rows, ntype, LazyFields(frame, lambda t: t)))}
+
+    def _set(self, ntype: NodeType, fields: dict[str, Tensor]) -> None:
+        self._dst_frames[ntype].update(fields)
+
+
+def _frame(part: Nodes | Edges, id_field: str) -> Frame:
+    frame = Frame(part.num, "nodes" if isinstance(part, Nodes) else "edges", part.fields)
+    frame[id_field] = part.ids
+    return frame
+
+
+def _view(frames: dict[Any, Frame]) -> Any:
+    return next(iter(frames.values())) if len(frames) == 1 else FramesByType(frames)
+
+
+def _schemes(frame: Frame) -> dict[str, Any]:
+    return {name: (tuple(tensor.shape[1:]), tensor.dtype) for name, tensor in frame.items()}
+
+
+_MERGERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda stacked: stacked.sum(0),
+    "mean": lambda stacked: stacked.mean(0),
+    "max": lambda stacked: stacked.max(0)[0],
+    "min": lambda stacked: stacked.min(0)[0],
+}
+
+
+def _merged(parts: list[tuple[int, dict[str, Tensor]]], cross_reducer: Any) -> dict[str, Tensor]:
+    """The results of several edge types for one node type, merged as DGL's ``multi_update_all`` does."""
+    if len(parts) == 1 and cross_reducer != "stack":
+        return parts[0][1]
+    if not callable(cross_reducer) and cross_reducer not in (*_MERGERS, "stack"):
+        raise DGLError(
+            f"the cross type reducer is {cross_reducer!r}; expected {', '.join(_MERGERS)}, stack or a function"
+        )
+    if cross_reducer == "stack":
+        parts = sorted(parts, key=lambda part: part[0])
+    merged = {}
+    for name in dict.fromkeys(name for _, fields in parts for name in fields):
+        found = [fields[name] for _, fields in parts if name in fields]
+        if callable(cross_reducer):
+            merged[name] = cross_reducer(found)
+        elif cross_reducer == "stack":
+            merged[name] = torch.stack(found, 1)
+        else:
+            merged[name] = _MERGERS[cross_reducer](torch.stack(found)) if len(found) > 1 else found[0]
+    return merged

@@ -1,0 +1,173 @@
+"""DGL modules that need more than message passing: their unmodified code, with a few of the names it uses replaced.
+
+Each is given a class derived from its own, so it stays the same object with the same parameters.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import dgl.function as fn
+import dgl.nn.pytorch as dnn
+import torch
+from torch import Tensor, nn
+
+from shardpass.core.transfer import halo_push
+from shardpass.frontends.dgl import readouts
+from shardpass.frontends.dgl.closed import refused
+from shardpass.frontends.dgl.graph import ShardedDGLGraph
+
+
+def with_names(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
+    """The code of `function`, in which the global `names` mean something else."""
+    return types.FunctionType(
+        function.__code__, {**function.__globals__, **names}, function.__name__, function.__defaults__,
+        function.__closure__,
+    )  # fmt: skip
+
+
+class _Reversed:
+    """The reversed graph, as EdgeWeightNorm uses it: sums of an edge field over the out-edges of own nodes."""
+
+    def __init__(self, graph: ShardedDGLGraph) -> None:
+        self._edges = graph.edges_of(None)
+        self.edata: dict[str, Tensor] = {}
+        self.dstdata: dict[str, Tensor] = {}
+
+    def update_all(self, message: Any, reducer: Any) -> None:
+        """``copy_e`` and ``sum`` only. Collective."""
+        if message.name != "copy_e" or reducer.name != "sum":
+            raise refused("a reversed graph", "reverse the graph before partitioning it")
+        rows, edges = self.edata[message.in_field], self._edges
+        sums = rows.new_zeros((edges.plan.num_src, *rows.shape[1:])).index_add(0, edges.src_rows, rows)
+        self.dstdata[reducer.out_field] = halo_push(sums, edges.plan, "sums over out-edges")
+
+
+class ShardedEdgeWeightNorm(dnn.EdgeWeightNorm):
+    """`dgl.nn.EdgeWeightNorm`, with sums over the out-edges on all ranks."""
+
+    def forward(self, graph: ShardedDGLGraph, edge_weight: Tensor) -> Tensor:
+        """Normalised weights, ``[num_edges]``. Collective.
+
+        Raises:
+            DGLError: a weight is not positive (with ``norm="both"``).
+        """
+        return with_names(dnn.EdgeWeightNorm.forward, reverse=_Reversed)(self, graph, edge_weight)
+
+
+class _NormalisesWeights:
+    """Layers that make an EdgeWeightNorm in forward."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        original = type(self).__mro__[2].forward  # type: ignore[attr-defined]
+        return with_names(original, EdgeWeightNorm=ShardedEdgeWeightNorm)(self, *args, **kwargs)
+
+
+class ShardedAPPNPConv(_NormalisesWeights, dnn.APPNPConv):
+    """`dgl.nn.APPNPConv`."""
+
+
+class ShardedGCN2Conv(_NormalisesWeights, dnn.GCN2Conv):
+    """`dgl.nn.GCN2Conv`."""
+
+
+class ShardedSGConv(_NormalisesWeights, dnn.SGConv):
+    """`dgl.nn.SGConv`."""
+
+
+class ShardedTAGConv(_NormalisesWeights, dnn.TAGConv):
+    """`dgl.nn.TAGConv`."""
+
+
+class _ReadsOut:
+    """Readouts."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        names = ("sum_nodes", "mean_nodes", "max_nodes", "softmax_nodes", "broadcast_nodes")
+        original = type(self).__mro__[2].forward  # type: ignore[attr-defined]
+        return with_names(original, **{name: getattr(readouts, name) for name in names})(self, *args, **kwargs)
+
+
+class ShardedSumPooling(_ReadsOut, dnn.SumPooling):
+    """`dgl.nn.SumPooling` over the nodes of all ranks."""
+
+
+class ShardedAvgPooling(_ReadsOut, dnn.AvgPooling):
+    """`dgl.nn.AvgPooling` over the nodes of all ranks."""
+
+
+class ShardedMaxPooling(_ReadsOut, dnn.MaxPooling):
+    """`dgl.nn.MaxPooling` over the nodes of all ranks."""
+
+
+class ShardedGlobalAttentionPooling(_ReadsOut, dnn.GlobalAttentionPooling):
+    """`dgl.nn.GlobalAttentionPooling` over the nodes of all ranks."""
+
+
+class ShardedSet2Set(_ReadsOut, dnn.Set2Set):
+    """`dgl.nn.Set2Set` over the nodes of all ranks."""
+
+
+class ShardedWeightAndSum(_ReadsOut, dnn.WeightAndSum):
+    """`dgl.nn.WeightAndSum` over the nodes of all ranks."""
+
+
+class ShardedChebConv(_ReadsOut, dnn.ChebConv):
+    """`dgl.nn.ChebConv`: `lambda_max` is broadcast to own nodes."""
+
+
+class ShardedTypedLinear(dnn.TypedLinear):
+    """`dgl.nn.TypedLinear`: edges of a part are not sorted by type, whatever the caller says of the whole list."""
+
+    def forward(self, x: Tensor, x_type: Tensor, sorted_by_type: bool = False) -> Tensor:
+        """Rows of `x` times the matrix of their type."""
+        return super().forward(x, x_type, False)
+
+
+class ShardedGatedGraphConv(dnn.GatedGraphConv):
+    """`dgl.nn.GatedGraphConv`: its code skips edge types that have no edges, which differs from rank to rank."""
+
+    def forward(self, graph: ShardedDGLGraph, feat: Tensor, etypes: Tensor | None = None) -> Tensor:
+        """Updated own rows, ``[num_own, out_feats]``. Collective."""
+        if etypes is None:
+            return super().forward(graph, feat)
+        if etypes.numel() and not bool(((etypes >= 0) & (etypes < self._n_etypes)).all()):
+            raise ValueError(f"edge type indices out of range [0, {self._n_etypes})")
+        chosen = [(etypes == kind).nonzero().view(-1) for kind in range(self._n_etypes)]
+        feat = torch.cat([feat, feat.new_zeros(feat.size(0), self._out_feats - feat.size(1))], -1)
+        with graph.local_scope():
+            for _ in range(self._n_steps):
+                graph.ndata["h"] = feat
+                for linear, edges in zip(self.linears, chosen):
+                    graph.apply_edges(lambda batch, linear=linear: {"m": linear(batch.src["h"])}, edges)
+                graph.update_all(fn.copy_e("m", "m"), fn.sum("m", "a"))
+                feat = self.gru(graph.ndata["a"], feat)
+        return feat
+
+
+ADAPTED: dict[type[nn.Module], type[nn.Module]] = {
+    dnn.APPNPConv: ShardedAPPNPConv,
+    dnn.AvgPooling: ShardedAvgPooling,
+    dnn.ChebConv: ShardedChebConv,
+    dnn.EdgeWeightNorm: ShardedEdgeWeightNorm,
+    dnn.GCN2Conv: ShardedGCN2Conv,
+    dnn.GatedGraphConv: ShardedGatedGraphConv,
+    dnn.GlobalAttentionPooling: ShardedGlobalAttentionPooling,
+    dnn.MaxPooling: ShardedMaxPooling,
+    dnn.SGConv: ShardedSGConv,
+    dnn.Set2Set: ShardedSet2Set,
+    dnn.SumPooling: ShardedSumPooling,
+    dnn.TAGConv: ShardedTAGConv,
+    dnn.TypedLinear: ShardedTypedLinear,
+    dnn.WeightAndSum: ShardedWeightAndSum,
+}
+
+
+def adapt(model: nn.Module) -> None:
+    """Give the modules of `model` that need it their sharded class, in place. Exactly the types in `ADAPTED`."""
+    for module in model.modules():
+        kind = ADAPTED.get(type(module))
+        if kind is not None:
+            module.__class__ = kind

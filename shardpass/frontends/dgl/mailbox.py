@@ -1,0 +1,73 @@
+"""User-defined reduce functions: all messages of a node at once, nodes of one degree together, as DGL runs them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardpass.core.at_once import AtOnce, inputs_at_once
+from shardpass.core.calls import begin_call
+from shardpass.frontends.dgl.frames import Frame
+from shardpass.frontends.dgl.messages import MessagePassing
+from shardpass.frontends.dgl.udf import LazyFields, ShardedNodeBatch, frozen
+
+
+def reduced_by_user(
+    passing: MessagePassing, message: Any, reducer: Callable[[Any], dict[str, Tensor]]
+) -> dict[str, Tensor]:
+    """What `reducer` makes of the messages in each node's mailbox: ``{field: [num_dst, ...]}``. Collective.
+
+    All halo rows are fetched at once. Nodes of one in-degree are reduced together; the messages of a node are in the
+    order of original edge ids; a node without messages holds 0.
+    """
+    edges, plan = passing.edges, passing.edges.plan
+    program, body = passing.program_of(message)
+    number, _ = begin_call(plan.comm, program.name)
+    everything = inputs_at_once(program, plan, edges.shards, f"call {number} {program.name}", body, edges.places)
+    messages, index = everything.messages, everything.inputs.index
+    reducer = frozen(reducer)
+    degrees = torch.bincount(index, minlength=everything.inputs.num_dst)
+    starts = torch.cumsum(degrees, 0) - degrees
+    canonical = edges.canonical
+    found: list[dict[str, Tensor]] = []
+    nodes: list[Tensor] = []
+    for degree in torch.unique(degrees[degrees > 0]).tolist():
+        chosen = (degrees == degree).nonzero().view(-1)
+        rows = (starts[chosen].unsqueeze(1) + torch.arange(degree, device=chosen.device)).view(-1)
+        mail = {name: value[rows].view(len(chosen), degree, *value.shape[1:]) for name, value in messages.items()}
+        batch = ShardedNodeBatch(None, chosen, canonical[2], _rows_of(passing.dst, everything, chosen), msgs=mail)
+        plan.comm.order.made_up = everything.made_up
+        try:
+            found.append(dict(reducer(batch)))
+        finally:
+            plan.comm.order.made_up = False
+        nodes.append(chosen)
+    order = torch.cat(nodes)
+    result = {}
+    for name in found[0]:
+        rows = torch.cat([part[name] for part in found])
+        whole = rows.new_zeros((everything.inputs.num_dst, *rows.shape[1:])).index_copy(0, order, rows)
+        result[name] = whole[: edges.plan.num_dst]
+    return result
+
+
+def _rows_of(frame: Frame, everything: AtOnce, chosen: Tensor) -> LazyFields:
+    return LazyFields(frame, lambda rows: everything.padded(rows)[chosen])
+
+
+def warn_once(passing: MessagePassing, warned: set[str]) -> None:
+    """Say, once per edge type and on one rank, what a user-defined reduce function costs."""
+    plan = passing.edges.plan
+    key = str(passing.edges.canonical)
+    if key in warned or plan.comm.rank != 0 or plan.options.mode == "halo":
+        return
+    warned.add(key)
+    warnings.warn(
+        f"a user-defined reduce function needs all messages of a node at once: rank 0 fetches {plan.num_halo} halo "
+        f"rows together and holds {passing.edges.num} messages, whatever the mode. Built-in reduce functions do not",
+        stacklevel=5,
+    )

@@ -1,0 +1,135 @@
+"""``update_all`` and ``apply_edges`` of one edge type, as programs for the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardpass.core.aggregate import aggregate
+from shardpass.core.program import Inputs, Program
+from shardpass.core.shard import EdgeShards
+from shardpass.frontends.dgl.frames import Frame
+from shardpass.frontends.dgl.functions import is_builtin, message_of, operands, reducer_of
+from shardpass.frontends.dgl.structure import Edges
+from shardpass.frontends.dgl.udf import EdgeFunction, Packing
+
+_PLACES = "place of the edge"
+_EXTREMA = ("max", "min")
+
+
+class MessagePassing:
+    """Message passing over the edges of one type.
+
+    Args:
+        edges: the structure.
+        src, dst, edata: the data of their sources, destinations and themselves.
+        checked: signatures of user-defined bodies that passed the row-wise check, by function.
+    """
+
+    def __init__(self, edges: Edges, src: Frame, dst: Frame, edata: Frame, checked: dict[Any, set[str]]) -> None:
+        self.edges, self.src, self.dst, self.edata, self.checked = edges, src, dst, edata, checked
+
+    def reduced(self, message: Any, reducer: Any, empty: float | None = None) -> dict[str, Tensor]:
+        """What a built-in `reducer` makes of the messages: ``{field: [num_dst, ...]}``. Collective.
+
+        Args:
+            empty: what a destination without messages holds under max and min; None: 0, as after DGL's update_all.
+        """
+        op = reducer_of(reducer, message.out_field if is_builtin(message) else None)
+        program, body = self._program(message, f"{op} of ")
+
+        def only(inputs: Inputs) -> Tensor:
+            found = body(inputs)
+            if reducer.msg_field not in found:
+                raise KeyError(f"the reduce function reads {reducer.msg_field!r}, but the message has {sorted(found)}")
+            return found[reducer.msg_field]
+
+        program.message = only
+        if op in _EXTREMA:
+            program.edge[_PLACES] = self.edges.places
+            if program.reads is not None:
+                program.reads.add(f"e:{_PLACES}")
+            program.aggregate = self._extremum(op, empty or 0.0)
+        else:
+            program.aggregate = _sum
+        out = aggregate(program, self.edges.plan, self.edges.shards)
+        if op == "mean":
+            degrees = self.edges.in_degrees.clamp(min=1).to(out.dtype)
+            out = out / degrees.view(-1, *[1] * (out.dim() - 1))
+        if op in _EXTREMA and empty is None:
+            out = without_infinity(out)
+        return {reducer.out_field: out}
+
+    def per_edge(self, message: Any, chosen: Tensor | None = None) -> dict[str, Tensor]:
+        """What a message function gives for every own edge: ``{field: [num_edges, ...]}``. Collective.
+
+        Args:
+            chosen: positions of the edges to compute; the rows of others are 0.
+        """
+        shards = self.edges.shards if chosen is None else self.edges.only(chosen)
+        packing, found = Packing(), {}
+        done: set[torch.dtype] = set()
+        only: torch.dtype | None = None
+        while True:
+            found.update(self._packed(message, shards, packing, only))
+            done |= {value.dtype for value in found.values()}
+            left = [dtype for dtype in packing.dtypes.values() if dtype not in done]
+            if not left:
+                return {name: found[name] for name in packing.dtypes}
+            only = left[0]
+
+    def _packed(
+        self, message: Any, shards: EdgeShards, packing: Packing, only: torch.dtype | None
+    ) -> dict[str, Tensor]:
+        program, body = self._program(message, "edges of ")
+        program.message = lambda inputs: packing.pack(body(inputs), only)
+        return packing.unpack(aggregate(program, self.edges.plan, shards))
+
+    def program_of(self, message: Any) -> tuple[Program, Callable[[Inputs], dict[str, Tensor]]]:
+        """A program that reads what `message` reads, and what it computes on some edges, by field."""
+        return self._program(message, "mailbox of ")
+
+    def _program(self, message: Any, what: str) -> tuple[Program, Callable[[Inputs], dict[str, Tensor]]]:
+        canonical = self.edges.canonical
+        where = "" if canonical[1] == "_E" else f" over {canonical[1]!r}"
+        frames = {"s": self.src, "d": self.dst, "e": self.edata}
+        if is_builtin(message):
+            read: dict[str, dict[str, Tensor]] = {"s": {}, "d": {}, "e": {}}
+            for side, name in operands(message):
+                read[side][name] = frames[side][name]
+            computed = message_of(message)
+            name = f"{what}{message.name}{where}"
+            program = Program(name, read["s"], read["d"], read["e"], computed, None)
+            program.checked = self.checked.setdefault(message.name, set())
+            return program, lambda inputs: {message.out_field: computed(inputs)}
+        reads: set[str] = set()
+        function = EdgeFunction(message, canonical, reads)
+        src, dst, edge = (dict(frame) for frame in frames.values())
+        program = Program(f"{what}{function.name}{where}", src, dst, edge, _unset, None)
+        program.reads = reads
+        return program, function
+
+    def _extremum(self, op: str, empty: float) -> Callable[[Tensor, Inputs], Tensor]:
+        order = self.edges.plan.comm.order
+
+        def extremum(messages: Tensor, inputs: Inputs) -> Tensor:
+            found: Tensor = order.inside.first_extremum(op, messages, inputs.edge[_PLACES], empty)
+            return found
+
+        return extremum
+
+
+def _unset(inputs: Inputs) -> Tensor:
+    raise AssertionError("the message is set by whoever made the program")
+
+
+def _sum(messages: Tensor, inputs: Inputs) -> Tensor:
+    return messages.new_zeros((inputs.num_dst, *messages.shape[1:])).index_add(0, inputs.index, messages)
+
+
+def without_infinity(rows: Tensor) -> Tensor:
+    """DGL's rule for destinations without messages under max and min: infinite values become 0."""
+    return torch.where(torch.isinf(rows), torch.zeros_like(rows), rows) if rows.is_floating_point() else rows

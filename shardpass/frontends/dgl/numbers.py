@@ -1,0 +1,109 @@
+"""Counts that are a rank's own as sizes, but speak for the whole graph where code asks about it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardpass.frontends.dgl.closed import refused
+
+
+class OwnCount(int):
+    """How many nodes or edges this rank has. Whether there are any is answered for all ranks together.
+
+    Layers branch on there being none (``if graph.num_nodes() > 0``); a rank without any, in a graph that has some, must
+    take the branch that the others take. ``==`` compares this rank's number: that is how shapes are checked.
+    """
+
+    total: int
+
+    @classmethod
+    def of(cls, own: int, total: int) -> Any:
+        """`own` on this rank, `total` on all ranks."""
+        count = cls(own)
+        count.total = total
+        return count
+
+    def against(self, other: Any) -> int:
+        """What is compared with `other`."""
+        return self.total if isinstance(other, int) and other == 0 else int(self)
+
+    def __gt__(self, other: Any) -> bool:
+        return self.against(other) > other
+
+    def __ge__(self, other: Any) -> bool:
+        return self.against(other) >= other
+
+    def __lt__(self, other: Any) -> bool:
+        return self.against(other) < other
+
+    def __le__(self, other: Any) -> bool:
+        return self.against(other) <= other
+
+    def __bool__(self) -> bool:
+        return self.total != 0
+
+
+class OwnEdgeCount(OwnCount):
+    """How many edges this rank has; ``== 0`` asks for all ranks too, since that is how loops skip empty edge types."""
+
+    def __eq__(self, other: object) -> bool:
+        return self.against(other) == other
+
+    def __ne__(self, other: object) -> bool:
+        return self.against(other) != other
+
+    def __hash__(self) -> int:
+        return hash(int(self))
+
+
+class NodeCounts(Tensor):
+    """What ``graph.batch_num_nodes()`` gives: ``[1]``, the nodes of the one graph.
+
+    Layers use it in two ways. As a size (of a tensor of ones, as the number of repetitions) it is this rank's number of
+    nodes; as a divisor (graph norms divide by it) it is that of all ranks. Any other use is refused, since it would
+    mean one of the two.
+    """
+
+    own: int
+    total: int
+
+    @staticmethod
+    def of(own: int, total: int, scalar: bool = False) -> Any:
+        """`own` nodes on this rank, `total` on all."""
+        counts = torch.tensor(own if scalar else [own]).as_subclass(NodeCounts)
+        counts.own, counts.total = own, total
+        return counts
+
+    def __iter__(self) -> Any:
+        return iter([NodeCounts.of(self.own, self.total, scalar=True)])
+
+    def __index__(self) -> int:
+        return self.own
+
+    def __len__(self) -> int:
+        return 1
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        mine = [a for a in (*args, *kwargs.values()) if isinstance(a, NodeCounts)]
+        with torch._C.DisableTorchFunctionSubclass():
+            if name in ("true_divide", "div", "__truediv__", "divide") and mine == [args[1]]:
+                return func(args[0], mine[0].total, *args[2:], **kwargs)
+            if name in ("ones", "zeros", "full", "new_ones", "new_zeros", "new_full"):
+                args = tuple(a.own if isinstance(a, NodeCounts) else a for a in args)
+                return func(*args, **kwargs)
+            if name == "repeat_interleave" and len(mine) == 1 and args[0] is not mine[0]:
+                args = tuple(torch.tensor([a.own]) if isinstance(a, NodeCounts) else a for a in args)
+                return func(*args, **kwargs)
+            if name in ("__repr__", "__get__", "size", "dim", "is_floating_point", "__format__", "__len__"):
+                return func(*args, **kwargs)
+        raise refused(
+            f"`{name}` on graph.batch_num_nodes()",
+            "it is a size on this rank but a divisor over all; readouts are shardpass.dgl.sum_nodes and its like, or "
+            "the modules of dgl.nn in a wrapped model",
+        )

@@ -1,0 +1,67 @@
+"""Readouts over the nodes of all ranks, under the names and with the arguments of DGL's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardpass.core.calls import all_reduce_sum
+from shardpass.core.readout import reduce_rows
+from shardpass.errors import RefusedError
+from shardpass.frontends.dgl.graph import ShardedDGLGraph
+
+
+def sum_nodes(graph: ShardedDGLGraph, feat: str, weight: str | None = None, *, ntype: str | None = None) -> Tensor:
+    """The sum of a node field over all nodes, ``[1, ...]``, the same on every rank. Collective, in backward too.
+
+    Args:
+        graph: a sharded graph.
+        feat: the field, own rows; `weight` names one that multiplies it.
+        ntype: of the nodes; None: the only one.
+    """
+    return reduce_rows(_weighted(graph, feat, weight, ntype), "sum", graph.comm).unsqueeze(0)
+
+
+def mean_nodes(graph: ShardedDGLGraph, feat: str, weight: str | None = None, *, ntype: str | None = None) -> Tensor:
+    """The mean over all nodes, ``[1, ...]``; see `sum_nodes`."""
+    total = graph.nodes_of(ntype).total
+    return sum_nodes(graph, feat, weight, ntype=ntype) / max(1, total)
+
+
+def max_nodes(graph: ShardedDGLGraph, feat: str, weight: str | None = None, *, ntype: str | None = None) -> Tensor:
+    """The maximum over all nodes, ``[1, ...]``; see `sum_nodes`. The gradient goes to the first node that has it."""
+    rows = _weighted(graph, feat, weight, ntype)
+    comm, ids = graph.comm, graph.nodes_of(ntype).ids
+    with torch.no_grad():
+        best = reduce_rows(rows.detach(), "max", comm)
+        shaped = ids.view(-1, *[1] * (rows.dim() - 1)).to(torch.float64)
+        places = torch.where(rows == best, shaped, float("inf"))
+        first = reduce_rows(places, "min", comm)
+        won = places == first
+    return all_reduce_sum(torch.where(won, rows, 0).sum(0), comm, "max over all nodes").unsqueeze(0)
+
+
+def softmax_nodes(graph: ShardedDGLGraph, feat: str, *, ntype: str | None = None) -> Tensor:
+    """Softmax of a node field over all nodes, ``[num_own, ...]``; see `sum_nodes`."""
+    rows = _weighted(graph, feat, None, ntype)
+    with torch.no_grad():
+        peak = reduce_rows(rows.detach(), "max", graph.comm)
+    exponentials = (rows - peak).exp()
+    return exponentials / reduce_rows(exponentials, "sum", graph.comm)
+
+
+def broadcast_nodes(graph: ShardedDGLGraph, graph_feat: Tensor, *, ntype: str | None = None) -> Tensor:
+    """`graph_feat` ``[1, ...]`` for each own node, ``[num_own, ...]``. Not collective."""
+    if graph_feat.size(0) != 1:
+        graph_feat = graph_feat.unsqueeze(0)
+    return graph_feat.expand(graph.nodes_of(ntype).num, *graph_feat.shape[1:])
+
+
+def _weighted(graph: Any, feat: str, weight: str | None, ntype: str | None) -> Tensor:
+    if not isinstance(graph, ShardedDGLGraph):
+        raise RefusedError(f"readouts of shardpass take a sharded graph, not {type(graph).__name__}: use dgl's own")
+    data = graph.dstnodes[ntype].data
+    rows = data[feat] if weight is None else data[feat] * data[weight]
+    return rows

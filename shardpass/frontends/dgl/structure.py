@@ -1,0 +1,115 @@
+"""What this rank knows of the edges of one type: shards, halo, ids, degrees. Never changed once made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardpass.core.graph import Relation
+from shardpass.core.halo import HaloPlan
+from shardpass.core.shard import EdgeShards, build_shards
+from shardpass.core.transfer import halo_push
+from shardpass.frontends.dgl.index import LocalIndex
+
+NodeType = str
+CanonicalType = tuple[str, str, str]
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """This rank's nodes of one type.
+
+    Args:
+        num: own nodes; `total` those of all ranks.
+        ids: original id of each, ``[num]`` int64.
+        fields: stored tensors, own rows.
+    """
+
+    num: int
+    total: int
+    ids: Tensor
+    fields: Mapping[str, Tensor]
+
+
+@dataclass
+class Edges:
+    """This rank's edges of one type: those that end in its own nodes.
+
+    Args:
+        canonical: (source type, edge type, destination type).
+        plan: the halo of their sources.
+        shards: the edges by source block.
+        src_rows: own-first source row of each edge, ``[num]`` int64; `dst_rows` its own destination row.
+        ids: original id of each edge, ``[num]`` int64.
+        total: edges of this type on all ranks.
+        fields: stored tensors, in the order of the edges.
+        out_degrees: of the own source nodes in the whole graph, ``[num_own_src]`` int64.
+    """
+
+    canonical: CanonicalType
+    plan: HaloPlan
+    shards: EdgeShards
+    src_rows: Tensor
+    dst_rows: Tensor
+    ids: Tensor
+    total: int
+    fields: Mapping[str, Tensor]
+    out_degrees: Tensor
+    _subsets: list[tuple[Tensor, EdgeShards]] = field(default_factory=list, repr=False)
+
+    @staticmethod
+    def of(canonical: CanonicalType, relation: Relation, total: int) -> Edges:
+        """The edges of a core relation. Collective: out-degrees are counted here, not when they are asked for."""
+        src_rows, dst_rows = relation.edge_index.sources_first
+        plan = relation.plan
+        counts = torch.bincount(src_rows, minlength=plan.num_src).to(torch.float64)
+        with torch.no_grad():
+            degrees = halo_push(counts, plan, f"out-degrees of {canonical}").to(torch.int64)
+        return Edges(
+            canonical, plan, relation.shards, src_rows, dst_rows, relation.edge_ids, total, relation.fields, degrees
+        )
+
+    @property
+    def num(self) -> int:
+        """Own edges."""
+        return self.ids.numel()
+
+    @cached_property
+    def in_degrees(self) -> Tensor:
+        """Of the own destination nodes, ``[num_dst]`` int64."""
+        return self.shards.degrees()
+
+    @cached_property
+    def places(self) -> Tensor:
+        """Place of each edge among those of its destination in the order of original ids, ``[num]`` int64."""
+        order = torch.argsort(self.ids)
+        order = order[torch.argsort(self.dst_rows[order], stable=True)]
+        starts = torch.cumsum(self.in_degrees, 0) - self.in_degrees
+        places = torch.empty_like(order)
+        places[order] = torch.arange(order.numel(), device=order.device) - starts[self.dst_rows[order]]
+        return places
+
+    @cached_property
+    def index(self) -> Any:
+        """A DGL graph index of the own edges, for kernels that need destinations and edges only."""
+        return LocalIndex.of(self.src_rows, self.dst_rows, self.plan)
+
+    def only(self, chosen: Tensor) -> EdgeShards:
+        """The shards of some of the edges, which keep their rows in edge tensors; the last few are kept.
+
+        Args:
+            chosen: positions of edges, int64.
+        """
+        for known, shards in self._subsets:
+            if known.shape == chosen.shape and torch.equal(known, chosen):
+                return shards
+        found = build_shards(self.src_rows[chosen], self.dst_rows[chosen], self.plan.blocks, self.plan.num_dst)
+        rows = tuple(replace(shard, edge_rows=chosen[shard.edge_rows]) for shard in found.shards)
+        shards = EdgeShards(rows, found.num_dst, self.num)
+        self._subsets[:] = [*self._subsets[-7:], (chosen.clone(), shards)]
+        return shards

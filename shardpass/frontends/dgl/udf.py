@@ -1,0 +1,155 @@
+"""User-defined message and reduce functions: what they see of edges and nodes, and how they are run again later."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any, NoReturn
+
+import torch
+from dgl.udf import EdgeBatch, NodeBatch
+from torch import Tensor
+
+from shardpass.core.program import Inputs
+from shardpass.errors import RefusedError
+from shardpass.frontends.dgl.closed import refused
+
+
+class LazyFields(MutableMapping[str, Tensor]):
+    """Fields that a user's function may read, each made when it is. It may set fields for itself, as DGL allows.
+
+    Args:
+        rows: the fields as they are.
+        made: from the field, what the function sees.
+        note: told the name of every field that is read.
+    """
+
+    def __init__(
+        self, rows: Mapping[str, Tensor], made: Callable[[Tensor], Tensor], note: Callable[[str], None] | None = None
+    ) -> None:
+        self._rows, self._made, self._note = rows, made, note
+        self._own: dict[str, Tensor] = {}
+        self._gone: set[str] = set()
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._own:
+            if name in self._gone:
+                raise KeyError(name)
+            self._own[name] = self._made(self._rows[name])
+            if self._note is not None:
+                self._note(name)
+        return self._own[name]
+
+    def __setitem__(self, name: str, value: Tensor) -> None:
+        self._own[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        self._own.pop(name, None)
+        self._gone.add(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(name for name in {**self._rows, **self._own} if name in self._own or name not in self._gone)
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
+class ShardedEdgeBatch(EdgeBatch):
+    """Some edges, as a user's message function sees them."""
+
+    def edges(self) -> NoReturn:
+        """Refused: numbers of nodes and edges are this rank's own."""
+        raise refused(
+            "edges.edges() in a message function", "put the ids you need into srcdata, dstdata or edata before"
+        )
+
+
+class ShardedNodeBatch(NodeBatch):
+    """Some nodes, as a user's reduce or apply function sees them."""
+
+    def nodes(self) -> NoReturn:
+        """Refused: numbers of nodes are this rank's own."""
+        raise refused("nodes.nodes() in a user's function", "read graph.ndata[dgl.NID] there, the original ids")
+
+
+class EdgeFunction:
+    """A user's function of edges as a body: every run gives the fields it returns, by name.
+
+    Args:
+        function: of an `EdgeBatch`.
+        canonical: the type of the edges.
+        reads: where the inputs it reads are noted, as `Program.reads`.
+    """
+
+    def __init__(self, function: Callable[[Any], dict[str, Tensor]], canonical: Any, reads: set[str]) -> None:
+        self.function, self.canonical, self.reads = frozen(function), canonical, reads
+        self.name = getattr(function, "__qualname__", None) or type(function).__name__
+
+    def __call__(self, inputs: Inputs) -> dict[str, Tensor]:
+        def fields(kind: str, rows: dict[str, Tensor]) -> LazyFields:
+            return LazyFields(rows, lambda tensor: tensor, lambda name: self.reads.add(f"{kind}:{name}"))
+
+        places = torch.arange(inputs.index.numel(), device=inputs.index.device)
+        batch = ShardedEdgeBatch(
+            None, places, self.canonical, fields("s", inputs.src), fields("e", inputs.edge), fields("d", inputs.dst)
+        )
+        try:
+            found = self.function(batch)
+        except KeyError as error:
+            known = {side: sorted(rows) for side, rows in vars(inputs).items() if isinstance(rows, dict)}
+            raise KeyError(f"the message function {self.name} reads {error}, but there are {known}") from error
+        if not isinstance(found, Mapping) or not found:
+            raise RefusedError(f"the message function {self.name} must return a dict of fields, not {type(found)}")
+        count = inputs.index.numel()
+        for name, value in found.items():
+            if not isinstance(value, Tensor) or value.dim() == 0 or value.size(0) != count:
+                shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                raise RefusedError(
+                    f"the message function {self.name} returns {name!r} of the shape {shape} for {count} edges; "
+                    f"expected a tensor with a row for each of them"
+                )
+        return dict(found)
+
+
+def frozen(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` with what its closure holds now: backward runs it again, when a loop variable may have moved on."""
+    if not isinstance(function, types.FunctionType) or not function.__closure__:
+        return function
+
+    def cell(kept: Any) -> Any:
+        try:
+            return types.CellType(kept.cell_contents)
+        except ValueError:  # not assigned yet
+            return kept
+
+    cells = tuple(cell(kept) for kept in function.__closure__)
+    copy = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
+    copy.__kwdefaults__, copy.__qualname__ = function.__kwdefaults__, function.__qualname__
+    copy.__dict__.update(function.__dict__)
+    return copy
+
+
+class Packing:
+    """Several fields as one tensor: of one dtype, side by side. What is packed first decides names and shapes."""
+
+    def __init__(self) -> None:
+        self._layout: list[tuple[str, torch.Size]] = []
+        self.dtypes: dict[str, torch.dtype] = {}
+
+    def pack(self, fields: Mapping[str, Tensor], only: torch.dtype | None = None) -> Tensor:
+        """The fields of the dtype `only` (None: that of the first one) as ``[E, columns]``, or the one as it is."""
+        self.dtypes = {name: tensor.dtype for name, tensor in fields.items()}
+        only = only or next(iter(fields.values())).dtype
+        chosen = {name: tensor for name, tensor in fields.items() if tensor.dtype == only}
+        self._layout = [(name, tensor.shape[1:]) for name, tensor in chosen.items()]
+        if len(chosen) == 1:
+            return next(iter(chosen.values()))
+        return torch.cat([tensor.reshape(tensor.size(0), -1) for tensor in chosen.values()], dim=1)
+
+    def unpack(self, packed: Tensor) -> dict[str, Tensor]:
+        """The fields, by name."""
+        if len(self._layout) == 1:
+            return {self._layout[0][0]: packed}
+        widths = [shape.numel() for _, shape in self._layout]
+        parts = packed.split(widths, dim=1)
+        return {name: part.reshape(-1, *shape) for (name, shape), part in zip(self._layout, parts)}

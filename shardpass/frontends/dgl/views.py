@@ -1,0 +1,49 @@
+"""``graph.nodes["paper"].data`` and its like."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from shardpass.frontends.dgl.closed import refused
+from shardpass.frontends.dgl.frames import Frame
+
+
+@dataclass(frozen=True)
+class DataView:
+    """The nodes or edges of one type."""
+
+    data: Frame
+
+
+class DataViews:
+    """What ``graph.nodes``, ``srcnodes``, ``dstnodes`` and ``edges`` are: data by type.
+
+    Args:
+        name: of the property, for messages.
+        frames: by type.
+        canonical: the key in `frames` that a type means.
+    """
+
+    def __init__(self, name: str, frames: dict[Any, Frame], canonical: Callable[[Any], Any]) -> None:
+        self._name, self._frames, self._canonical = name, frames, canonical
+
+    def __getitem__(self, kind: Any) -> DataView:
+        if kind is None and len(self._frames) == 1:
+            return DataView(next(iter(self._frames.values())))
+        kind = self._canonical(kind)
+        if kind not in self._frames:
+            raise KeyError(f"{self._name}: no type {kind!r}; there are: {list(self._frames)}")
+        return DataView(self._frames[kind])
+
+    @property
+    def data(self) -> Any:
+        """The data of the only type."""
+        return self[None].data
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise refused(
+            f"graph.{self._name}()",
+            "ids are numbered per rank; graph.ndata[dgl.NID] and graph.edata[dgl.EID] hold the original ones",
+        )

@@ -1,0 +1,106 @@
+"""`wrap`: make an unmodified DGL model run on a sharded graph."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import torch
+from dgl import DGLGraph
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+from torch.utils._pytree import tree_leaves, tree_map
+
+from shardpass.backends.communicator import Communicator
+from shardpass.core.calls import chained
+from shardpass.core.gradients import note_forward, sync_parameters
+from shardpass.core.graph import ShardedGraph
+from shardpass.core.norm import replace_batch_norms
+from shardpass.core.random import decorrelate
+from shardpass.errors import RefusedError
+from shardpass.frontends.dgl.convert import graph as to_dgl
+from shardpass.frontends.dgl.graph import ShardedDGLGraph
+from shardpass.frontends.dgl.layers import adapt
+from shardpass.frontends.dgl.refusals import refuse_unsupported
+
+
+def wrap(model: nn.Module, comm: Communicator) -> nn.Module:
+    """`model`, ready to be called with a sharded graph where its DGLGraph went. Changed in place. Collective.
+
+    The graph may be what `shardpass.load` returns or what `shardpass.dgl.graph` made of it. Parameters and buffers are
+    broadcast from rank 0. Norms and readouts take in the nodes of all ranks, and layers that cannot be exact are
+    refused by name. Parameter names and ``state_dict`` keys stay.
+
+    Args:
+        model: any DGL model; every rank must pass the same one.
+        comm: the ranks that share the graph.
+
+    Raises:
+        RefusedError: the model holds a layer that cannot be exact on a sharded graph.
+        ValueError: ranks passed different models (on every rank).
+    """
+    if getattr(model, "_shardpass_wrapped", False):
+        return model
+    _refuse_as_built(model)
+    refuse_unsupported(model)
+    model = replace_batch_norms(model, comm)
+    adapt(model)
+    sync_parameters(model, comm)
+    decorrelate(comm)
+    model._shardpass_wrapped = True  # type: ignore[assignment]
+    model.forward = _Forward(model, comm)
+    return model
+
+
+def _refuse_as_built(model: nn.Module) -> None:
+    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        raise RefusedError(
+            f"{type(model).__name__} averages gradients, but those of a sharded graph must be summed: wrap the "
+            f"model inside it, and call sync_gradients(model, comm) after backward"
+        )
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise RefusedError(f"parameter {name!r} has no shape yet (a lazy layer): run the model once before wrap")
+
+
+class _Forward:
+    """The outermost forward: turns graphs of the engine into DGL's, and ties the call into one order of backward."""
+
+    def __init__(self, model: nn.Module, comm: Communicator) -> None:
+        self.model, self.comm = model, comm
+        self._graphs: list[tuple[ShardedGraph, ShardedDGLGraph]] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves = tree_leaves((args, kwargs))
+        if any(isinstance(leaf, DGLGraph) and not isinstance(leaf, ShardedDGLGraph) for leaf in leaves):
+            raise RefusedError(
+                f"{type(self.model).__name__} is wrapped, but was called with an ordinary DGLGraph: nodes of a sharded "
+                f"graph are numbered anew on every rank. Pass the graph that shardpass.load returned; for an ordinary "
+                f"graph, load the state_dict into a model that is not wrapped"
+            )
+        if torch.is_grad_enabled() and not self.comm.order.active:
+            note_forward(self.model)
+        args, kwargs = tree_map(self._graph_of, (args, kwargs))
+        return chained(self.comm, partial(type(self.model).forward, self.model), *args, **kwargs)
+
+    def _graph_of(self, value: Any) -> Any:
+        if not isinstance(value, ShardedGraph):
+            return value
+        for known, made in self._graphs:
+            if known is value:
+                return made.local_var()
+        made = to_dgl(value)
+        self._graphs = [*self._graphs[-3:], (value, made)]
+        return made.local_var()
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a wrapped model holds a communicator, which belongs to its process: save model.state_dict() (or "
+            "shardpass.save_checkpoint), and wrap a new model before it is loaded"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Forward:
+        copied = memo[id(self)] = _Forward.__new__(_Forward)
+        vars(copied).update(model=copy.deepcopy(self.model, memo), comm=self.comm, _graphs=[])
+        return copied
