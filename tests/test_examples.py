@@ -13,6 +13,7 @@ import pytest
 from shardpass.cli.launch import find_program, launcher_environment
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+ACM = Path(__file__).resolve().parents[2] / "shared" / "data" / "acm_hetero.npz"
 LAUNCHERS = {
     "python": [sys.executable],
     "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
@@ -63,6 +64,46 @@ def test_hetero(launcher: str, ranks: int, folder: Path) -> None:
     text = run([*LAUNCHERS[launcher], str(EXAMPLES / "hetero.py")], folder)
     found = re.search(r"loss ([0-9.]+), test accuracy ([0-9.]+) on (\d+) rank", text)
     assert found and float(found[1]) < 0.15 and float(found[2]) > 0.9 and int(found[3]) == ranks
+
+
+DGL_EXAMPLES = {
+    "train_dgl": (r"SAGE: .* accuracy ([0-9.]+) on (\d+) rank[^$]*GAT: .* accuracy ([0-9.]+) on", [0.968, 0.964]),
+    "dgl_appnp": (r"accuracy ([0-9.]+) on (\d+) rank", [0.9785]),
+    "dgl_correct_and_smooth": (r"([0-9.]+) of the MLP, [0-9.]+ smoothed on (\d+) rank", [0.919]),
+    "dgl_sign": (r"accuracy ([0-9.]+) on (\d+) rank", [0.977]),
+    "dgl_rgcn": (r"accuracy ([0-9.]+) on (\d+) rank", [0.867]),
+}
+
+
+@pytest.mark.parametrize(
+    ("launcher", "ranks"),
+    [("python", 1), pytest.param("torchrun", 2, marks=[pytest.mark.processes, pytest.mark.long])],
+)
+@pytest.mark.parametrize("name", DGL_EXAMPLES)
+def test_dgl(name: str, launcher: str, ranks: int, folder: Path) -> None:
+    pytest.importorskip("dgl")
+    arguments = [str(ACM), "paper"] if name == "dgl_rgcn" else []
+    if arguments and not ACM.exists():
+        pytest.skip("the ACM graph is not here")
+    text = run([*LAUNCHERS[launcher], str(EXAMPLES / f"{name}.py"), *arguments], folder)
+    pattern, accuracies = DGL_EXAMPLES[name]
+    found = re.search(pattern, text)
+    assert found and int(found[2]) == ranks, text
+    assert [float(found[1]), *map(float, found.groups()[2:])] == pytest.approx(accuracies, abs=0.006)
+
+
+def test_dgl_correct_and_smooth_helps(folder: Path) -> None:
+    pytest.importorskip("dgl")
+    text = run([sys.executable, str(EXAMPLES / "dgl_correct_and_smooth.py")], folder)
+    found = re.search(r"([0-9.]+) smoothed", text)
+    assert found and float(found[1]) == pytest.approx(0.975, abs=0.005)
+
+
+def test_dgl_inference(folder: Path) -> None:
+    pytest.importorskip("dgl")
+    text = run([sys.executable, str(EXAMPLES / "dgl_inference.py")], folder)
+    found = re.search(r"largest difference ([0-9.e+-]+) on 4 ranks", text)
+    assert found and float(found[1]) < 1e-5
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
