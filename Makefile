@@ -44,6 +44,8 @@ demo: setup
 
 # pytest comes last, so that its closing line does.
 test: setup lint docs
+	@$(BIN)/python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("dgl") is None)' \
+		|| echo "no dgl for $$($(BIN)/python --version): its tests are skipped; make PYTHON=python3.11 runs them"
 	$(BIN)/python -m pytest -m "not long"
 
 lint: setup

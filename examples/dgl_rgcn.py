@@ -1,10 +1,8 @@
 """R-GCN with DGL's HeteroGraphConv on a graph of several types, such as ACM (papers, authors, subjects).
 
-    python examples/dgl_rgcn.py acm_hetero.npz paper
     mpirun -n 4 python examples/dgl_rgcn.py acm_hetero.npz paper
 
-The file holds ``edge_index/<src>__<rel>__<dst>``, ``x/<type>``, ``y/<type>`` and masks; the type with labels is named.
-"""
+The file holds ``edge_index/<src>__<rel>__<dst>``, ``x/<type>``, ``y/<type>`` and masks; the type with labels is named."""
 
 import sys
 from dataclasses import replace

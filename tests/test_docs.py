@@ -39,6 +39,14 @@ def small_data() -> Any:
     return data_module.Data(x=x, y=y, edge_index=edge_index, train_mask=mask, test_mask=~mask)
 
 
+def small_dgl_graph() -> Any:
+    """The same graph as DGL's, with DGL's names."""
+    data, dgl = small_data(), pytest.importorskip("dgl")
+    g = dgl.graph(tuple(data.edge_index), num_nodes=120)
+    g.ndata.update(feat=data.x, label=data.y, train_mask=data.train_mask)
+    return g
+
+
 def contract_module() -> Any:
     spec = importlib.util.spec_from_file_location("contract", ROOT / "tests" / "backends" / "contract.py")
     assert spec is not None and spec.loader is not None
@@ -47,7 +55,7 @@ def contract_module() -> Any:
     return module
 
 
-GIVEN: dict[str, Callable[[], Any]] = {"data": small_data, "contract": contract_module}
+GIVEN: dict[str, Callable[[], Any]] = {"data": small_data, "contract": contract_module, "g": small_dgl_graph}
 
 
 def runnable_pages() -> list[Path]:
@@ -74,7 +82,7 @@ def test_runnable_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_the_pages_that_promise_to_run_do_hold_blocks() -> None:
     names = {page.name for page in runnable_pages()}
-    assert {"README.md", "quickstart.md", "concepts.md", "layers.md", "writing-a-backend.md"} <= names
+    assert {"README.md", "quickstart.md", "concepts.md", "layers.md", "dgl.md", "writing-a-backend.md"} <= names
 
 
 def anchors(page: Path) -> set[str]:

@@ -17,7 +17,7 @@ def graph(sharded: ShardedGraph) -> ShardedDGLGraph:
     Stored node and edge fields are in its data under their names, original ids under ``dgl.NID`` and ``dgl.EID``.
     """
     nodes = {
-        _node_type(kind): Nodes(
+        node_type(kind): Nodes(
             owned.num_own(sharded.comm.rank),
             owned.num_total,
             sharded.node_ids_dict[kind].to(sharded.comm.device),
@@ -27,14 +27,18 @@ def graph(sharded: ShardedGraph) -> ShardedDGLGraph:
     }
     edges = {}
     for kind, relation in sharded.relations.items():
-        canonical = _edge_type(kind)
+        canonical = edge_type(kind)
         edges[canonical] = Edges.of(canonical, relation, sharded.total_edges_of(kind))
-    return ShardedDGLGraph(sharded.comm, nodes, nodes, edges)
+    made = ShardedDGLGraph(sharded.comm, nodes, nodes, edges)
+    made.core = sharded
+    return made
 
 
-def _node_type(kind: NodeType) -> NodeType:
+def node_type(kind: NodeType) -> NodeType:
+    """DGL's name of a node type: its own for that of a homogeneous graph."""
     return DGL_NODE if kind == NODE else kind
 
 
-def _edge_type(kind: EdgeType) -> CanonicalType:
+def edge_type(kind: EdgeType) -> CanonicalType:
+    """DGL's name of an edge type: its own for that of a homogeneous graph."""
     return DGL_EDGE if kind == EDGE else kind

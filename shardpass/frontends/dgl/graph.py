@@ -13,6 +13,7 @@ from dgl.base import ALL, is_all
 from torch import Tensor
 
 from shardpass.backends.communicator import Communicator
+from shardpass.core.graph import ShardedGraph
 from shardpass.frontends.dgl.closed import Closed, refused
 from shardpass.frontends.dgl.frames import Frame, FramesByType
 from shardpass.frontends.dgl.functions import is_builtin
@@ -46,6 +47,8 @@ class ShardedDGLGraph(Closed):
     """
 
     is_block = False
+    core: ShardedGraph | None = None
+    """The engine's graph that this stands for; None for blocks and for single edge types of it."""
 
     def __init__(
         self,
@@ -74,6 +77,12 @@ class ShardedDGLGraph(Closed):
     def frames(self) -> Frames:
         """The data by type, for code of this frontend."""
         return Frames({**self._dst_frames, **self._src_frames}, dict(self._edge_frames))
+
+    @property
+    def lacks_rows(self) -> bool:
+        """Whether this rank has no nodes or no edges of some type."""
+        nodes = [*self._sources.values(), *self._destinations.values()]
+        return any(part.num == 0 for part in nodes) or any(part.num == 0 for part in self._edges.values())
 
     def nodes_type(self, ntype: NodeType | None) -> NodeType:
         """The type of destination nodes that is meant; None: the only one."""
@@ -328,6 +337,7 @@ class ShardedDGLGraph(Closed):
             key = wanted[0]
         kind = self.to_canonical_etype(key)
         other = self._copy()
+        other.core = self.core if len(self._edges) == 1 else None
         src, _, dst = kind
         other._sources, other._destinations = {src: self._sources[src]}, {dst: self._destinations[dst]}
         other._edges = {kind: self._edges[kind]}

@@ -13,7 +13,9 @@ import dgl.function as fn
 import dgl.nn.pytorch as dnn
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
+from shardpass.core.agreement import agree
 from shardpass.core.transfer import halo_push
 from shardpass.frontends.dgl import readouts
 from shardpass.frontends.dgl.closed import refused
@@ -118,6 +120,19 @@ class ShardedChebConv(_ReadsOut, dnn.ChebConv):
     """`dgl.nn.ChebConv`: `lambda_max` is broadcast to own nodes."""
 
 
+class ShardedLabelPropagation(dnn.LabelPropagation):
+    """`dgl.nn.LabelPropagation`: the number of classes is that of the labels of all ranks."""
+
+    def forward(self, g: ShardedDGLGraph, labels: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Propagated labels of own nodes, ``[num_own, classes]``. Collective."""
+        largest = int(labels.max()) if labels.numel() else -1
+        classes = 1 + max(answer[0] for answer in agree(g.comm, "classes of LabelPropagation", [largest]))
+        names = types.SimpleNamespace(
+            one_hot=lambda ids: functional.one_hot(ids, classes), normalize=functional.normalize
+        )
+        return with_names(dnn.LabelPropagation.forward, F=names)(self, g, labels, mask)
+
+
 class ShardedTypedLinear(dnn.TypedLinear):
     """`dgl.nn.TypedLinear`: edges of a part are not sorted by type, whatever the caller says of the whole list."""
 
@@ -155,6 +170,7 @@ ADAPTED: dict[type[nn.Module], type[nn.Module]] = {
     dnn.GCN2Conv: ShardedGCN2Conv,
     dnn.GatedGraphConv: ShardedGatedGraphConv,
     dnn.GlobalAttentionPooling: ShardedGlobalAttentionPooling,
+    dnn.LabelPropagation: ShardedLabelPropagation,
     dnn.MaxPooling: ShardedMaxPooling,
     dnn.SGConv: ShardedSGConv,
     dnn.Set2Set: ShardedSet2Set,

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dis
+import sys
+from functools import lru_cache
+from types import CodeType
 from typing import Any
 
 import torch
@@ -47,16 +51,28 @@ class OwnCount(int):
 
 
 class OwnEdgeCount(OwnCount):
-    """How many edges this rank has; ``== 0`` asks for all ranks too, since that is how loops skip empty edge types."""
+    """How many edges this rank has; ``== 0`` asks for all ranks too, since that is how loops skip empty edge types.
+
+    Only where the 0 is written in the code: ``edge_weight.shape[0] == graph.num_edges()`` compares numbers of rows.
+    """
 
     def __eq__(self, other: object) -> bool:
-        return self.against(other) == other
+        frame = sys._getframe(1)
+        return (self.total if _beside_a_zero(frame.f_code, frame.f_lasti) else int(self)) == other
 
     def __ne__(self, other: object) -> bool:
-        return self.against(other) != other
+        frame = sys._getframe(1)
+        return (self.total if _beside_a_zero(frame.f_code, frame.f_lasti) else int(self)) != other
 
     def __hash__(self) -> int:
         return hash(int(self))
+
+
+@lru_cache(maxsize=1024)
+def _beside_a_zero(code: CodeType, position: int) -> bool:
+    """Whether the comparison at `position` of `code` has a literal 0 as its right operand."""
+    before = [step for step in dis.get_instructions(code) if step.offset < position and step.opname != "CACHE"]
+    return bool(before) and before[-1].opname == "LOAD_CONST" and before[-1].argval == 0
 
 
 class NodeCounts(Tensor):

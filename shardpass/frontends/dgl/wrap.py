@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import warnings
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,14 +20,17 @@ from shardpass.core.gradients import note_forward, sync_parameters
 from shardpass.core.graph import ShardedGraph
 from shardpass.core.norm import replace_batch_norms
 from shardpass.core.random import decorrelate
+from shardpass.core.selfcheck.check import check_model, copy_for_check
 from shardpass.errors import RefusedError
+from shardpass.frontends.dgl.check import checked_by
 from shardpass.frontends.dgl.convert import graph as to_dgl
+from shardpass.frontends.dgl.empty import EmptyRows
 from shardpass.frontends.dgl.graph import ShardedDGLGraph
 from shardpass.frontends.dgl.layers import adapt
 from shardpass.frontends.dgl.refusals import refuse_unsupported
 
 
-def wrap(model: nn.Module, comm: Communicator) -> nn.Module:
+def wrap(model: nn.Module, comm: Communicator, check: bool = True) -> nn.Module:
     """`model`, ready to be called with a sharded graph where its DGLGraph went. Changed in place. Collective.
 
     The graph may be what `shardpass.load` returns or what `shardpass.dgl.graph` made of it. Parameters and buffers are
@@ -35,6 +40,9 @@ def wrap(model: nn.Module, comm: Communicator) -> nn.Module:
     Args:
         model: any DGL model; every rank must pass the same one.
         comm: the ranks that share the graph.
+        check: before the first forward on a graph, run copies of the model on a small random graph, whole and in
+            pieces, and refuse on a difference (see `shardpass.core.selfcheck`). Where it cannot run, it warns and says
+            why.
 
     Raises:
         RefusedError: the model holds a layer that cannot be exact on a sharded graph.
@@ -44,13 +52,18 @@ def wrap(model: nn.Module, comm: Communicator) -> nn.Module:
         return model
     _refuse_as_built(model)
     refuse_unsupported(model)
+    pristine = copy_for_check(model) if check else None
     model = replace_batch_norms(model, comm)
     adapt(model)
     sync_parameters(model, comm)
     decorrelate(comm)
     model._shardpass_wrapped = True  # type: ignore[assignment]
-    model.forward = _Forward(model, comm)
+    model.forward = _Forward(model, comm, pristine)
     return model
+
+
+def _unchecked(model: nn.Module, comm: Communicator) -> nn.Module:
+    return wrap(model, comm, check=False)
 
 
 def _refuse_as_built(model: nn.Module) -> None:
@@ -67,8 +80,9 @@ def _refuse_as_built(model: nn.Module) -> None:
 class _Forward:
     """The outermost forward: turns graphs of the engine into DGL's, and ties the call into one order of backward."""
 
-    def __init__(self, model: nn.Module, comm: Communicator) -> None:
-        self.model, self.comm = model, comm
+    def __init__(self, model: nn.Module, comm: Communicator, pristine: nn.Module | None = None) -> None:
+        self.model, self.comm, self._pristine = model, comm, pristine
+        self._checked: set[bool] = set()
         self._graphs: list[tuple[ShardedGraph, ShardedDGLGraph]] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -79,10 +93,32 @@ class _Forward:
                 f"graph are numbered anew on every rank. Pass the graph that shardpass.load returned; for an ordinary "
                 f"graph, load the state_dict into a model that is not wrapped"
             )
+        if self._pristine is not None and self.model.training not in self._checked:
+            self._check(args, kwargs, leaves)
         if torch.is_grad_enabled() and not self.comm.order.active:
             note_forward(self.model)
         args, kwargs = tree_map(self._graph_of, (args, kwargs))
-        return chained(self.comm, partial(type(self.model).forward, self.model), *args, **kwargs)
+        graphs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ShardedDGLGraph)]
+        with EmptyRows() if any(graph.lacks_rows for graph in graphs) else nullcontext():
+            return chained(self.comm, partial(type(self.model).forward, self.model), *args, **kwargs)
+
+    def _check(self, args: Any, kwargs: Any, leaves: list[Any]) -> None:
+        """The self-check, at the first call on a graph in each training mode. Collective."""
+        if not any(isinstance(leaf, (ShardedGraph, ShardedDGLGraph)) for leaf in leaves):
+            return
+        self._checked.add(self.model.training)
+        if any(isinstance(leaf, ShardedDGLGraph) and leaf.core is None for leaf in leaves):
+            if self.comm.rank == 0:
+                warnings.warn(
+                    f"{type(self.model).__name__} runs without the self-check: it is called with blocks or a part of a "
+                    f"graph",
+                    stacklevel=4,
+                )
+            return
+        assert self._pristine is not None
+        check_model(checked_by(_unchecked), self._pristine, self.model, self.comm, args, kwargs)
+        if len(self._checked) == 2:
+            self._pristine = None
 
     def _graph_of(self, value: Any) -> Any:
         if not isinstance(value, ShardedGraph):
@@ -103,4 +139,5 @@ class _Forward:
     def __deepcopy__(self, memo: dict[int, Any]) -> _Forward:
         copied = memo[id(self)] = _Forward.__new__(_Forward)
         vars(copied).update(model=copy.deepcopy(self.model, memo), comm=self.comm, _graphs=[])
+        vars(copied).update(_pristine=self._pristine, _checked=set(self._checked))
         return copied

@@ -21,10 +21,11 @@ from shardpass.core.graph import ShardedGraph
 from shardpass.core.hetero_graph import ShardedHeteroGraph
 from shardpass.core.norm import replace_batch_norms
 from shardpass.core.random import decorrelate
+from shardpass.core.selfcheck.check import check_model
 from shardpass.errors import RefusedError
 from shardpass.frontends.pyg.adapt import adapt
 from shardpass.frontends.pyg.attention import distribute_attention
-from shardpass.frontends.pyg.check import check_model, copy_for_check
+from shardpass.frontends.pyg.check import checked_by, copy_of_model
 from shardpass.frontends.pyg.hetero import adapt_hetero, check_types
 from shardpass.frontends.pyg.lazy import LazyEdges, Poison
 from shardpass.frontends.pyg.methods import adapt_methods, methods_to_run
@@ -44,7 +45,7 @@ def wrap(model: nn.Module, comm: Communicator, check: bool = True) -> nn.Module:
         model: any PyG model; every rank must pass the same one.
         comm: the ranks that share the graph.
         check: before the first forward, run copies of the model on a small random graph, whole and in pieces, and
-            refuse on a difference (see `shardpass.frontends.pyg.check`). Where it cannot run, it warns and says why.
+            refuse on a difference (see `shardpass.core.selfcheck`). Where it cannot run, it warns and says why.
 
     Raises:
         RefusedError: the model holds a layer that cannot be exact on a sharded graph.
@@ -54,7 +55,7 @@ def wrap(model: nn.Module, comm: Communicator, check: bool = True) -> nn.Module:
         return model
     _refuse_as_built(model)
     refuse_unsupported(model)
-    pristine = copy_for_check(model) if check else None
+    pristine = copy_of_model(model) if check else None
     model = replace_batch_norms(model, comm)
     distribute_norms(model, comm)
     distribute_attention(model, comm)
@@ -70,6 +71,10 @@ def wrap(model: nn.Module, comm: Communicator, check: bool = True) -> nn.Module:
     if isinstance(model, torch.fx.GraphModule):  # as to_hetero makes them; their copies lose attributes
         model._register_deepcopy_hook(partial(_make_outermost, comm=comm))
     return model
+
+
+def _unchecked(model: nn.Module, comm: Communicator) -> nn.Module:
+    return wrap(model, comm, check=False)
 
 
 def _refuse_as_built(model: nn.Module) -> None:
@@ -195,7 +200,7 @@ class _Forward:
         pristine = self.unchecked.taken(self.model.training)
         refuse_node_tables(self.model, self.comm, args, kwargs)
         if pristine is not None:
-            check_model(pristine, self.model, self.comm, args, kwargs, self.method)
+            check_model(checked_by(_unchecked), pristine, self.model, self.comm, args, kwargs, self.method)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         method = self.adapted or partial(getattr(type(self.model), self.method), self.model)

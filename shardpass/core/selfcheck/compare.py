@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardpass.frontends.pyg.small import SmallCall
+from shardpass.core.selfcheck.small import SmallCall
 
 _TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
 _SKIP = "wrap(model, comm, check=False) leaves the check out"

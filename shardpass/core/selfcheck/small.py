@@ -16,6 +16,7 @@ from shardpass.core.graph import ShardedGraph
 from shardpass.core.hetero_graph import ShardedHeteroGraph
 from shardpass.core.options import Options
 from shardpass.core.ownership import EDGE, NODE, EdgeType, NodeType
+from shardpass.core.selfcheck.frontend import Fields, Frontend
 
 Kind = NodeType | EdgeType
 _NODES, _EDGES = (23, 19, 29, 17, 31), (97, 83, 109, 71, 127)
@@ -42,6 +43,7 @@ class SmallCall:
     """A call on a small random graph with the types of the real one.
 
     Args:
+        frontend: that runs it.
         args, kwargs: of the call on this rank's share of the real graph.
         method: of the model that is called.
         dtype: of all floating point arguments.
@@ -50,28 +52,33 @@ class SmallCall:
         CannotCheckError: they cannot be made over.
     """
 
-    def __init__(self, args: Any, kwargs: Any, method: str = "forward", dtype: torch.dtype = torch.float64) -> None:
-        self.method, self.dtype = method, dtype
+    def __init__(
+        self,
+        frontend: Frontend,
+        args: Any,
+        kwargs: Any,
+        method: str = "forward",
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
+        self.frontend, self.method, self.dtype = frontend, method, dtype
         leaves, self._structure = tree_flatten_with_path((args, kwargs))
         self._generator = torch.Generator().manual_seed(0)
-        real_nodes, real_edges = _real_sizes(leaves)
+        real_nodes, real_edges = _real_sizes(leaves, frontend)
         self.num_nodes: dict[NodeType, int] = _numbers(real_nodes, _NODES, "node")
         num_edges: dict[EdgeType, int] = _numbers(real_edges, _EDGES, "edge")
         self.edges = {kind: self._random_edges(kind, count) for kind, count in num_edges.items()}
         self.counts: dict[Any, int] = {**self.num_nodes, **num_edges}
-        self.is_homogeneous = list(self.edges) == [EDGE]
         real: dict[Any, int] = {**real_nodes, **real_edges}
         self._arguments = [self._argument(path, leaf, real) for path, leaf in leaves]
         self.owners = {kind: self._drawn(3, count) for kind, count in self.num_nodes.items()}
 
     def whole(self, grads: bool) -> tuple[Any, Any, list[Tensor]]:
         """``(args, kwargs, inputs)`` on the whole small graph; `inputs` are the floating point leaves."""
-        edges = self.edges[EDGE] if self.is_homogeneous else dict(self.edges)
         inputs: list[Tensor] = []
         values: list[Any] = []
         for argument in self._arguments:
             if argument.role == "graph":
-                values.append(edges)
+                values.append(self.frontend.whole(self.num_nodes, dict(self.edges), argument.value))
             elif argument.role == "edge_index":
                 values.append(self.edges[argument.kind])
             else:
@@ -83,13 +90,14 @@ class SmallCall:
         self, comm: Communicator, options: Options, grads: bool
     ) -> tuple[Any, Any, list[Tensor], dict[Any, Tensor]]:
         """``(args, kwargs, inputs, ids)`` of one rank; `ids` are its rows of every node and edge type. Collective."""
-        graph = self._shard(comm, options)
+        graph = self.frontend.shard(self.num_nodes, self.edges, self.owners, comm, options)
         ids = _ids(graph)
         inputs: list[Tensor] = []
         values: list[Any] = []
         for argument in self._arguments:
             if argument.role == "graph":
-                values.append(graph)
+                fields = {k: {n: t[ids[k]] for n, t in named.items()} for k, named in argument.value.items()}
+                values.append(self.frontend.sharded(graph, fields))
             elif argument.role == "edge_index":
                 values.append(graph.relations[argument.kind].edge_index)
             elif argument.role == "batch":
@@ -105,14 +113,6 @@ class SmallCall:
         """The node or edge type of each of the inputs."""
         return [a.kind for a in self._arguments if a.role == "rows" and a.value.is_floating_point()]
 
-    def _shard(self, comm: Communicator, options: Options) -> ShardedGraph:
-        from shardpass.testing.graphs import WholeGraph, shard_in_memory
-        from shardpass.testing.hetero import WholeHeteroGraph, shard_hetero_in_memory
-
-        if self.is_homogeneous:
-            return shard_in_memory(WholeGraph(self.num_nodes[NODE], self.edges[EDGE]), self.owners[NODE], comm, options)
-        return shard_hetero_in_memory(WholeHeteroGraph(self.num_nodes, self.edges), self.owners, comm, options)
-
     def _drawn(self, limit: int, count: int) -> Tensor:
         return torch.randint(0, limit, (count,), generator=self._generator)
 
@@ -121,13 +121,15 @@ class SmallCall:
         edges[:, :2] = edges[:, 2:4]  # duplicates
         if kind[0] == kind[2]:
             edges[1, 4:6] = edges[0, 4:6]  # self-loops
+        if self.frontend.every_node:
+            edges[1, : self.num_nodes[kind[2]]] = torch.arange(self.num_nodes[kind[2]])
         edges[1, -1] = self.num_nodes[kind[2]] - 1  # from the largest id, layers guess the number of nodes
         return edges[:, torch.argsort(edges[1], stable=True)]  # as aggregations with an order want them
 
     def _argument(self, path: Any, leaf: Any, real: dict[Any, int]) -> Argument:
         keys = [entry.key for entry in path if isinstance(entry, MappingKey) and entry.key in self.counts]
-        if isinstance(leaf, ShardedGraph):
-            return Argument("graph", None, None)
+        if self.frontend.core_of(leaf) is not None:
+            return Argument("graph", None, self._fields(leaf))
         if isinstance(leaf, ShardedEdgeIndex):
             if leaf.is_reversed or leaf.derivation is not None:
                 raise CannotCheckError("it is called with an edge_index that was changed outside it")
@@ -141,6 +143,13 @@ class SmallCall:
             return Argument("constant", None, self._cast(leaf.detach().cpu()))
         return Argument("rows", kind, self._rows(leaf.detach().cpu(), self.counts[kind]))
 
+    def _fields(self, graph: Any) -> Fields:
+        """Fields of the small graph, in place of those that the model may read from the real one."""
+        return {
+            kind: {name: self._rows(real.detach().cpu(), self.counts[kind]) for name, real in named.items()}
+            for kind, named in self.frontend.fields_of(graph).items()
+        }
+
     def _rows(self, real: Tensor, count: int) -> Tensor:
         """`count` rows drawn from the real ones, floating point ones stretched a little each."""
         rows = real[self._drawn(real.size(0), count)] if real.size(0) else real.new_zeros((count, *real.shape[1:]))
@@ -153,11 +162,12 @@ class SmallCall:
         return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
 
-def _real_sizes(leaves: list[Any]) -> tuple[dict[NodeType, int], dict[EdgeType, int]]:
+def _real_sizes(leaves: list[Any], frontend: Frontend) -> tuple[dict[NodeType, int], dict[EdgeType, int]]:
     """Own nodes and own edges of the real graph, by type, from the stand-ins among the arguments."""
     nodes: dict[NodeType, int] = {}
     edges: dict[EdgeType, int] = {}
-    for path, leaf in leaves:
+    for path, given in leaves:
+        leaf = frontend.core_of(given) or given
         if isinstance(leaf, ShardedHeteroGraph):
             nodes |= leaf.num_nodes_dict
             edges |= {kind: relation.shards.num_edges for kind, relation in leaf.relations.items()}

@@ -1,0 +1,33 @@
+"""A rank without nodes or edges runs the same code as the others, on tensors without rows."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+_RESHAPES = (Tensor.view, Tensor.reshape, torch.reshape)
+
+
+class EmptyRows(TorchFunctionMode):
+    """Makes ``h.view(len(h), -1, 4)`` of no rows what it is of one: torch cannot tell what the -1 stands for."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _RESHAPES and args and isinstance(args[0], Tensor) and args[0].numel() == 0:
+            args = _with_sizes(args[0], args[1:])
+        return func(*args, **(kwargs or {}))
+
+
+def _with_sizes(tensor: Tensor, sizes: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments of a reshape of `tensor`, in which a -1 beside a 0 is what it would be if there were one row."""
+    shape = list(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else list(sizes)
+    if not all(isinstance(size, int) for size in shape) or shape.count(-1) != 1 or 0 not in shape:
+        return (tensor, *sizes)
+    one_row = prod(max(1, size) for size in tensor.shape)
+    known = prod(max(1, size) for size in shape if size != -1)
+    if one_row % known:
+        return (tensor, *sizes)
+    return (tensor, [one_row // known if size == -1 else int(size) for size in shape])
