@@ -1,0 +1,125 @@
+"""Parity of DGL code: on a whole DGLGraph in one process, and on what stands for one on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import dgl
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardpass as sp
+from shardpass.frontends.dgl.graph import ShardedDGLGraph
+from shardpass.testing.graphs import WholeGraph, assignments, awkward_graph
+from shardpass.testing.parity import Caller, Outcome, differences, evaluate_sharded, evaluate_whole
+
+Inputs = dict[str, Tensor]
+Call = Callable[[nn.Module, Any, Inputs], Tensor]
+"""``call(model, graph, inputs)``, with a DGLGraph or what stands for one."""
+Case = tuple[Callable[[], nn.Module], Call]
+GRAPH: WholeGraph = awkward_graph(channels=5, edge_channels=3)
+_GENERATOR = torch.Generator().manual_seed(3)
+
+
+def _with_edges(edge_index: Tensor, rows: Tensor) -> WholeGraph:
+    return WholeGraph(
+        GRAPH.num_nodes, edge_index, GRAPH.node, {name: field[rows] for name, field in GRAPH.edge.items()}
+    )
+
+
+_LOOPS = torch.arange(GRAPH.num_nodes)
+_ENDS = torch.cat([GRAPH.edge_index, _LOOPS.expand(2, -1)], 1)
+LOOPED = _with_edges(_ENDS, torch.cat([torch.arange(GRAPH.edge_index.size(1)), _LOOPS]))
+"""With a self-loop at every node, for layers that refuse nodes without in-edges."""
+_PROPER = (GRAPH.edge_index[0] != GRAPH.edge_index[1]).nonzero().view(-1)
+LOOPLESS = _with_edges(GRAPH.edge_index[:, _PROPER], _PROPER)
+"""Without self-loops, for layers that divide by the distance of the two ends."""
+NUM_EDGES = _ENDS.size(1)
+SIGNS = torch.randn(NUM_EDGES, generator=_GENERATOR, dtype=torch.float64)
+MODES = ("sar", "keep", "halo")
+BOUND = 1e-10
+UNCHECKED = partial(sp.dgl.wrap, check=False)  # the self-check has tests of its own
+
+
+@pytest.fixture(autouse=True)
+def float64() -> Iterator[None]:
+    """For modules that import it: DGL makes some tensors in the default dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+def dgl_graph(edges: Any, num_nodes: int = GRAPH.num_nodes) -> Any:
+    """What a model is called with: a DGLGraph of an ``edge_index``, or what stands for one of a sharded graph."""
+    if isinstance(edges, sp.ShardedGraph):
+        return sp.dgl.graph(edges)
+    return dgl.graph((edges[0], edges[1]), num_nodes=num_nodes)
+
+
+def caller(call: Call, num_nodes: int = GRAPH.num_nodes) -> Caller:
+    """`call` as the parity check wants it."""
+    return lambda model, inputs, edges: call(model, dgl_graph(edges, num_nodes), inputs)
+
+
+def errors(whole: Outcome, sharded: Outcome) -> dict[str, float]:
+    """The largest error of every tensor, relative to its largest entry where that is above 1."""
+    sizes = {"output": whole.output}
+    for kind in ("inputs", "parameters", "buffers"):
+        sizes |= {f"{kind}.{name}": tensor for name, tensor in getattr(whole, kind).items()}
+    found = differences(whole, sharded)
+    return {n: e / max(1.0, float(sizes[n].abs().max()) if sizes[n].numel() else 1.0) for n, e in found.items()}
+
+
+def own(rows: Tensor, g: Any) -> Tensor:
+    """The own rows of a node tensor of the whole graph."""
+    return rows[g.ndata[dgl.NID]] if dgl.NID in g.ndata else rows
+
+
+def edges(rows: Tensor, g: Any) -> Tensor:
+    """The own edges of an edge tensor of the whole graph."""
+    return rows[g.edata[dgl.EID]] if dgl.EID in g.edata else rows[: g.num_edges()]
+
+
+def onto_nodes(rows: Tensor, g: Any) -> Tensor:
+    """Edge rows ``[num_edges, ...]`` summed at destinations as ``[num_nodes, columns]``, each with a factor of its own.
+
+    No message passing: what is compared stays what it was.
+    """
+    ends = g.edges_of(None).dst_rows if isinstance(g, ShardedDGLGraph) else g.edges()[1]
+    flat = rows.reshape(rows.size(0), rows.shape[1:].numel())
+    return flat.new_zeros(g.num_nodes(), flat.size(1)).index_add(0, ends, flat * edges(SIGNS, g).unsqueeze(1))
+
+
+def largest_error(
+    case: Case,
+    graph: WholeGraph = GRAPH,
+    ranks: int = 3,
+    modes: tuple[tuple[str, ...], ...] = (("sar",), ("keep",), ("halo",)),
+    bound: float = BOUND,
+    chunk_bytes: int = 512,
+) -> float:
+    """Of a case over all assignments; an assertion says where it is above `bound`.
+
+    Args:
+        case: how to make and call the model.
+        modes: of the first, second, ... assignment.
+    """
+    make, call = case
+    torch.manual_seed(0)
+    model, worst, call = make().double(), 0.0, caller(call, graph.num_nodes)
+    whole = evaluate_whole(model, graph, call)
+    for (where, owners), several in zip(assignments(graph.num_nodes, ranks, graph.edge_index).items(), modes):
+        for mode in several:
+            options = sp.Options(mode=mode, chunk_bytes=chunk_bytes)
+            found = evaluate_sharded(model, graph, call, owners, ranks, UNCHECKED, options, whole)
+            wrong = {key: error for key, error in errors(whole, found).items() if not error <= bound}
+            assert not wrong, f"{ranks} ranks, {where}, {mode}: {wrong}"
+            worst = max(worst, *errors(whole, found).values())
+    return worst
+
+
+EVERY_MODE = (MODES,) * 3

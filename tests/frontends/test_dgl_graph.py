@@ -1,0 +1,334 @@
+"""What stands for a DGLGraph: built-in message passing, data, scopes, counts and degrees, as on the whole graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("dgl")
+
+import dgl
+import dgl.function as fn
+from dgl.nn.functional import edge_softmax
+from torch import nn
+
+import shardpass as sp
+from shardpass.errors import RefusedError
+from shardpass.frontends.dgl.numbers import OwnCount, OwnEdgeCount
+from shardpass.testing.graphs import assignments, shard_in_memory
+from shardpass.testing.run import run
+
+from .dgl_parity import EVERY_MODE, GRAPH, dgl_graph, edges, float64, largest_error, onto_nodes, own  # noqa: F401
+
+SPREAD = assignments(GRAPH.num_nodes, 3, GRAPH.edge_index)["no edges"]
+REDUCERS = (fn.sum, fn.mean, fn.max, fn.min)
+SIDES = [("u", "v"), ("v", "u"), ("u", "e"), ("e", "u"), ("v", "e"), ("e", "v")]
+BINARY = {f"{a}_{op}_{b}": getattr(fn, f"{a}_{op}_{b}") for op in ("add", "sub", "mul", "div", "dot") for a, b in SIDES}
+
+
+class Model(nn.Module):
+    """A function of (model, graph, inputs) with a few parameters."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function, self.lin, self.scale = function, nn.Linear(5, 5), nn.Parameter(torch.tensor([0.7, 1.3]))
+
+    def forward(self, g, i):
+        with g.local_scope():
+            return self.function(self, g, i)
+
+
+def of(function):
+    """A case of `function`."""
+    return (lambda: Model(function)), lambda m, g, i: m(g, i)
+
+
+def sharded(work, owners=SPREAD, ranks=3, options=None):
+    """What ``work(graph, comm)`` gives on each rank."""
+    return run(lambda comm: work(sp.dgl.graph(shard_in_memory(GRAPH, owners, comm, options)), comm), ranks)
+
+
+def rows(out):
+    return out.reshape(out.size(0), out.shape[1:].numel())
+
+
+def builtin(make, shapes, reducers=REDUCERS, per_edge=True):
+    """All reducers of a built-in message, and its edges. `shapes`: of the u, v and e operands."""
+
+    def function(m, g, i):
+        wide = torch.cat([i["x"], m.lin(i["x"])[:, :1]], 1).abs() + 0.5
+        attr = torch.cat([i["edge_attr"], i["edge_attr"].flip(1)], 1).abs() + 0.5
+        found = {"u": wide, "v": wide.flip(1) * 1.1, "e": attr}
+        found = {side: rows[:, : shapes[side].numel()].reshape(-1, *shapes[side]) for side, rows in found.items()}
+        g.srcdata["u"], g.dstdata["v"], g.edata["e"] = found["u"], found["v"], found["e"]
+        outs = []
+        for reducer in reducers:
+            g.update_all(make("m"), reducer("m", "out"))
+            outs.append(rows(g.dstdata["out"]))
+        if per_edge:
+            g.apply_edges(make("per edge"))
+            outs.append(onto_nodes(g.edata["per edge"], g))
+        return torch.cat(outs, 1)
+
+    return of(function)
+
+
+def binary(name, shapes):
+    return builtin(lambda out: BINARY[name](name[0], name[-1], out), shapes)
+
+
+SAME = dict.fromkeys("uve", torch.Size([3]))
+
+
+@pytest.mark.parametrize("name", BINARY)
+def test_builtin_messages(name):
+    largest_error(binary(name, SAME), modes=((), (), ("sar",)))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", BINARY)
+def test_builtin_messages_in_every_mode(name, ranks):
+    largest_error(binary(name, SAME), ranks=ranks, modes=EVERY_MODE)
+
+
+@pytest.mark.parametrize("make", [lambda m: fn.copy_u("u", m), lambda m: fn.copy_e("e", m)], ids=["u", "e"])
+def test_copies(make):
+    largest_error(builtin(make, SAME, per_edge=make("m").name == "copy_u"))
+
+
+SHAPES = {
+    "a column": {"u": [2, 3], "v": [2, 3], "e": [2, 1]},
+    "fewer dimensions": {"u": [2, 3], "v": [3], "e": [1]},
+    "both ways": {"u": [2, 1], "v": [1, 3], "e": [2, 1]},
+    "numbers": {"u": [], "v": [], "e": []},
+    "rows and numbers": {"u": [3], "v": [3], "e": []},
+}
+
+
+@pytest.mark.parametrize("name", ["u_mul_e", "e_sub_v", "v_div_u"])
+@pytest.mark.parametrize("shapes", SHAPES)
+def test_broadcasting(shapes, name):
+    sizes = {side: torch.Size(shape) for side, shape in SHAPES[shapes].items()}
+    largest_error(binary(name, sizes), modes=((), ("sar",), ()))
+
+
+def test_messages_that_dgl_refuses_are_refused():
+    def work(g, comm):
+        g.srcdata["u"], g.dstdata["v"] = torch.rand(g.num_nodes()), torch.rand(g.num_nodes())
+        g.update_all(fn.u_dot_v("u", "v", "m"), fn.sum("m", "out"))
+
+    with pytest.raises((RefusedError, dgl.DGLError)):
+        sharded(work)
+    with pytest.raises(dgl.DGLError, match="same field"):
+        sharded(lambda g, comm: g.update_all(fn.copy_u("x", "m"), fn.sum("other", "out")))
+    with pytest.raises(KeyError, match="nothing"):
+        sharded(lambda g, comm: g.update_all(fn.copy_u("nothing", "m"), fn.sum("m", "out")))
+
+
+def test_edge_softmax_is_dgls_own():
+    def function(m, g, i):
+        g.ndata["x"] = m.lin(i["x"])
+        g.apply_edges(fn.u_dot_v("x", "x", "score"))
+        g.edata["a"] = edge_softmax(g, g.edata["score"] * i["edge_weight"].unsqueeze(1))
+        g.update_all(fn.u_mul_e("x", "a", "m"), fn.sum("m", "out"))
+        return torch.cat([g.ndata["out"], onto_nodes(g.edata["a"], g)], 1)
+
+    largest_error(of(function))
+
+
+def test_extrema_give_the_whole_gradient_to_one_edge():
+    """Of tied messages the one with the smallest edge id, wherever its source is."""
+
+    def function(m, g, i):
+        g.ndata["x"] = i["x"].sign() * (1 + 0 * m.scale[0])
+        g.update_all(fn.copy_u("x", "m"), fn.max("m", "a"))
+        g.update_all(fn.copy_u("x", "m"), fn.min("m", "b"))
+        g.edata["w"] = i["edge_attr"].round()
+        g.update_all(fn.copy_e("w", "m"), fn.max("m", "c"))
+        return torch.cat([g.ndata["a"], g.ndata["b"] * 2, g.ndata["c"] * 3], 1)
+
+    def straight(m, g, i):
+        g.ndata["x"] = torch.where(i["x"] > 0, 1.0, -1.0) + 0.0 * i["x"]  # a sign that lets gradients through
+        out = []
+        for scaled in (1.0, 0.0):
+            g.ndata["y"] = g.ndata["x"] + (i["x"] - i["x"].detach()) * scaled
+            g.update_all(fn.copy_u("y", "m"), fn.max("m", "out"))
+            out.append(g.ndata["out"])
+        return torch.cat(out, 1)
+
+    for case in (of(function), of(straight)):
+        largest_error(case, modes=EVERY_MODE)
+
+
+def test_edges_in_part():
+    """apply_edges on some edges leaves the rows of the others; a rank may have none of them."""
+
+    def function(m, g, i):
+        g.ndata["x"] = m.lin(i["x"])
+        third = edges(torch.arange(300) % 3, g)
+        g.edata["w"] = i["edge_attr"]
+        g.apply_edges(lambda e: {"a": e.src["x"] - e.dst["x"]}, (third == 1).nonzero().view(-1))
+        g.apply_edges(fn.u_mul_v("x", "x", "a"), (third == 2).nonzero().view(-1))
+        g.apply_edges(
+            lambda e: {"w": e.data["w"] * e.src["x"][:, :3]}, (edges(torch.arange(300), g) == 17).nonzero().view(-1)
+        )
+        g.update_all(fn.copy_e("a", "m"), fn.sum("m", "out"))
+        return torch.cat([g.ndata["out"], onto_nodes(g.edata["a"], g), onto_nodes(g.edata["w"], g)], 1)
+
+    largest_error(of(function), modes=EVERY_MODE)
+
+
+def test_nodes_in_part_and_apply_functions():
+    def function(m, g, i):
+        g.ndata["x"] = i["x"]
+        chosen = (own(torch.arange(41), g) % 3 == 0).nonzero().view(-1)
+        g.apply_nodes(lambda n: {"x": n.data["x"] * 2, "y": m.lin(n.data["x"])}, chosen)
+        g.apply_nodes(lambda n: {"z": n.data["x"].sum(1) + n.data["y"][:, 0]})
+        g.update_all(
+            fn.copy_u("x", "m"), fn.sum("m", "h"), lambda n: {"h": m.lin(n.data["h"]) + n.data["y"], "k": n.data["h"]}
+        )
+        return torch.cat([g.ndata["x"], g.ndata["y"], g.ndata["z"].unsqueeze(1), g.ndata["h"], g.ndata["k"]], 1)
+
+    largest_error(of(function), modes=EVERY_MODE)
+
+
+def test_degrees_are_those_of_the_whole_graph():
+    whole = dgl.graph(tuple(GRAPH.edge_index), num_nodes=GRAPH.num_nodes)
+
+    def work(g, comm):
+        ids = g.ndata[dgl.NID]
+        assert torch.equal(g.in_degrees(), whole.in_degrees()[ids])
+        assert torch.equal(g.out_degrees(), whole.out_degrees()[ids])
+        some = torch.arange(g.num_nodes())[::2]
+        assert torch.equal(g.in_degrees(some), whole.in_degrees()[ids][::2])
+        assert torch.equal(g.out_degrees(some, etype="_E"), whole.out_degrees()[ids][::2])
+
+    for owners in assignments(GRAPH.num_nodes, 3, GRAPH.edge_index).values():
+        sharded(work, owners)
+
+
+def test_data_of_the_store_is_there_with_original_ids():
+    def work(g, comm):
+        assert torch.equal(g.ndata["x"], GRAPH.node["x"][g.ndata[dgl.NID]])
+        assert torch.equal(g.edata["edge_attr"], GRAPH.edge["edge_attr"][g.edata[dgl.EID]])
+        assert set(g.ndata) == {"x", dgl.NID} and "x" in g.ndata and "nothing" not in g.ndata
+        assert g.node_attr_schemes()["x"].shape == (5,) if hasattr(g.node_attr_schemes()["x"], "shape") else True
+        with pytest.raises(KeyError, match="nothing"):
+            g.ndata["nothing"]
+        with pytest.raises(dgl.DGLError, match="own"):
+            g.ndata["short"] = torch.zeros(g.num_nodes() + 1)
+        with pytest.raises(dgl.DGLError, match="own"):
+            g.edata["whole"] = torch.zeros(GRAPH.edge_index.size(1))
+        return g.ndata[dgl.NID], g.edata[dgl.EID]
+
+    nodes, eids = (torch.cat(parts).sort()[0] for parts in zip(*sharded(work)))
+    assert torch.equal(nodes, torch.arange(41)) and torch.equal(eids, torch.arange(220))
+
+
+def test_the_views_of_data_are_one():
+    def work(g, comm):
+        h, w = torch.rand(g.num_nodes(), 2), torch.rand(g.num_edges())
+        g.nodes["_N"].data["a"] = h
+        g.srcdata["b"] = h
+        g.dstnodes["_N"].data["c"] = h
+        g.nodes[None].data["d"] = h
+        for view in (g.ndata, g.srcdata, g.dstdata, g.nodes["_N"].data, g.srcnodes["_N"].data, g.nodes.data):
+            assert all(view[name] is h for name in "abcd")
+        g.edges["_E"].data["w"] = w
+        assert g.edata["w"] is w and g.edges["_N", "_E", "_N"].data["w"] is w and g["_E"].edata["w"] is w
+        assert g.ndata.pop("d") is h and "d" not in g.srcdata
+        del g.edata["w"]
+        assert "w" not in g.edata
+        g.ndata.update({"e": h, "f": h})
+        assert g.srcdata["f"] is h
+
+    sharded(work)
+
+
+@pytest.mark.parametrize("raised", [False, True])
+def test_scopes_forget_what_was_set(raised):
+    def work(g, comm):
+        kept = g.ndata["x"]
+        g.edata["w"] = w = torch.rand(g.num_edges())
+        with pytest.raises(ZeroDivisionError) if raised else g.local_scope(), g.local_scope():
+            g.ndata["x"] = kept * 2
+            g.ndata["y"] = kept
+            g["_E"].edata["w"] = w * 2
+            del g.edata["edge_attr"]
+            assert torch.equal(g.srcdata["x"], kept * 2)
+            if raised:
+                raise ZeroDivisionError
+        assert g.ndata["x"] is kept and "y" not in g.ndata and g.edata["w"] is w and "edge_attr" in g.edata
+        other = g.local_var()
+        other.ndata["y"] = kept
+        other.edata.clear()
+        assert "y" not in g.ndata and g.edata["w"] is w and other.num_nodes() == g.num_nodes()
+
+    sharded(work)
+
+
+def test_what_kind_of_graph_it_is():
+    def work(g, comm):
+        assert isinstance(g, dgl.DGLGraph) and g.is_homogeneous and not g.is_block
+        assert g.ntypes == g.srctypes == g.dsttypes == ["_N"] and g.etypes == ["_E"]
+        assert g.canonical_etypes == [("_N", "_E", "_N")] and g.to_canonical_etype("_E") == ("_N", "_E", "_N")
+        assert g.get_ntype_id("_N") == g.get_etype_id("_E") == g.get_etype_id(None) == 0
+        assert g.idtype == torch.int64 and g.device == torch.device("cpu") and g.batch_size == 1
+        with pytest.raises(dgl.DGLError, match="paper"):
+            g.num_nodes("paper")
+        with pytest.raises(dgl.DGLError, match="cites"):
+            g.update_all(fn.copy_u("x", "m"), fn.sum("m", "h"), etype="cites")
+        return int(g.num_nodes()), int(g.num_src_nodes()), int(g.number_of_dst_nodes()), int(g.num_edges())
+
+    nodes, sources, destinations, num_edges = zip(*sharded(work))
+    assert sum(nodes) == sum(sources) == sum(destinations) == 41 and sum(num_edges) == 220 and 0 in num_edges
+
+
+def test_counts_are_own_sizes_but_whether_there_are_any_is_asked_of_all():
+    questions = [  # not in an assert, which pytest rewrites
+        lambda count: bool(count),
+        lambda count: count > 0,
+        lambda count: 0 < count,  # noqa: SIM300
+        lambda count: count != 0,
+        lambda count: not count == 0,  # noqa: SIM201
+        lambda count: not count <= 0,
+    ]
+    none, some, never = (OwnEdgeCount.of(own, total) for own, total in ((0, 5), (3, 5), (0, 0)))
+    for any_edges in questions:
+        assert [any_edges(count) for count in (none, some, never)] == [True, True, False]
+    rows = torch.zeros(0, 4)
+    assert rows.shape[0] == none and none == rows.shape[0] and some != rows.shape[0] and some == 3
+    assert torch.zeros(none, 2).shape == (0, 2) and list(range(some)) == [0, 1, 2] and some + 1 == 4
+    assert {none: 1}[0] == 1 and max(some, 0) == 3
+    nodes = OwnCount.of(0, 7)
+    assert nodes and nodes > 0 and nodes == rows.shape[0] and {nodes: 1}[0] == 1
+
+
+def test_numbers_of_nodes_are_sizes_or_divisors_and_nothing_else():
+    def work(g, comm):
+        counts = g.batch_num_nodes()
+        assert (torch.ones(4) / counts).eq(1 / 41).all() and torch.div(1.0, counts).eq(1 / 41).all()
+        assert torch.repeat_interleave(torch.ones(1, 2), counts, 0).size(0) == g.num_nodes()
+        assert [torch.ones(n, 1).size(0) for n in counts] == [g.num_nodes()] and len(counts) == 1
+        refused = [
+            lambda: counts + 1,
+            lambda: counts.sum(),
+            lambda: counts.float(),
+            lambda: counts.tolist(),
+            lambda: counts.item(),
+            lambda: int(counts),
+            lambda: counts.max(),
+            lambda: 1 / counts.double(),
+            lambda: torch.cat([counts, counts]),
+            lambda: torch.cumsum(counts, 0),
+            lambda: counts == 41,
+            lambda: counts / 2,
+            lambda: dgl.ops.segment_reduce(counts, g.ndata["x"]),
+            lambda: g.batch_num_edges(),
+        ]
+        for index, use in enumerate(refused):
+            with pytest.raises(RefusedError):
+                print(index, use())
+
+    sharded(work, assignments(41, 3, GRAPH.edge_index)["random"])
