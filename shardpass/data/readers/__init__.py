@@ -1,6 +1,7 @@
 """Readers: everything that can be partitioned, as one checked `RawGraph`."""
 
+from shardpass.data.readers.dgl_partition import DglPartition, read_dgl_partition
 from shardpass.data.readers.dispatch import read
 from shardpass.data.readers.edge_list import read_edge_list
 
-__all__ = ["read", "read_edge_list"]
+__all__ = ["DglPartition", "read", "read_dgl_partition", "read_edge_list"]

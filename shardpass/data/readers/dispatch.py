@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from shardpass.data.raw import RawGraph
+from shardpass.data.readers.dgl import is_dgl, read_dgl
+from shardpass.data.readers.dgl_partition import read_dgl_partition
 from shardpass.data.readers.mapping import read_mapping
 from shardpass.data.readers.npz import read_npz
 from shardpass.data.readers.pyg import is_pyg, read_data, read_hetero
 
 _KNOWN = (
-    "a PyG Data or HeteroData, a path to .npz, a dict of arrays, or a RawGraph "
-    "(shardpass.data.read_edge_list makes one of an edge list with features)"
+    "a PyG Data or HeteroData, a DGLGraph, a path to .npz or to the .json of a DGL partition, a dict of arrays, "
+    "or a RawGraph (shardpass.data.read_edge_list makes one of an edge list with features)"
 )
 
 
@@ -23,8 +25,9 @@ def read(data: Any, *, drop: Sequence[str] = ()) -> RawGraph:
     """The graph in `data`, checked, with its original node ids and edge order.
 
     Args:
-        data: a PyG `Data` or `HeteroData`, the path of an `.npz` (see `read_npz`), a dict of arrays (see
-            `read_mapping`) or a `RawGraph`. All fields are kept; one that can be placed nowhere is an error.
+        data: a PyG `Data` or `HeteroData`, a `DGLGraph`, the path of an `.npz` (see `read_npz`) or of the `.json` of a
+            DGL partition (see `read_dgl_partition`), a dict of arrays (see `read_mapping`) or a `RawGraph`. All fields
+            are kept; one that can be placed nowhere is an error.
         drop: names of fields to leave out.
 
     Raises:
@@ -50,16 +53,22 @@ def _read(data: Any, drop: Sequence[str]) -> RawGraph:
         return read_hetero(data, drop)
     if is_pyg(data, "Data"):
         return read_data(data, drop)
+    if is_dgl(data):
+        return read_dgl(data)
     if isinstance(data, Mapping):
         return read_mapping({key: values for key, values in data.items() if key not in drop})
     raise TypeError(f"cannot read a graph from a {type(data).__name__}; expected {_KNOWN}")
 
 
 def _read_path(path: Path) -> RawGraph:
+    if path.is_dir():
+        raise ValueError(f"{path} is a directory; of a DGL partition pass the .json in it")
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
     if path.suffix == ".npz":
         return read_npz(path)
+    if path.suffix == ".json":
+        return read_dgl_partition(path).graph
     if path.suffix in (".npy", ".csv", ".txt"):
         raise ValueError(
             f"{path}: an edge list alone does not tell the number of nodes; "
