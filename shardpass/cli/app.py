@@ -20,9 +20,17 @@ app = typer.Typer(
 
 @app.command()
 def partition(
-    input: Annotated[str, typer.Argument(help=".npz, edge list (.npy, .csv, .txt), demo:digits or demo:powerlaw.")],
+    input: Annotated[
+        str,
+        typer.Argument(
+            help=".npz, .json of a DGL partition, edge list (.npy, .csv, .txt), demo:digits or demo:powerlaw."
+        ),
+    ],
     output: Annotated[Path, typer.Argument(help="The directory to write.")],
-    parts: Annotated[int, typer.Option(help="Number of parts: the most ranks that can use the store.")] = 4,
+    parts: Annotated[
+        int | None,
+        typer.Option(help="Number of parts: the most ranks that can use the store [default: 4; of a .json its own]."),
+    ] = None,
     method: Annotated[str, typer.Option(help="metis, random or range.")] = "metis",
     seed: Annotated[int, typer.Option(help="Of the partitioner.")] = 0,
     assignment: Annotated[Path | None, typer.Option(help="An .npy with the part of each node, instead.")] = None,

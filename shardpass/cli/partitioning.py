@@ -15,6 +15,7 @@ from shardpass.cli.graphs import demo_graph
 from shardpass.data import inspect, partition, read, read_edge_list
 
 _EDGE_LISTS = (".npy", ".csv", ".txt")
+_PARTS = 4
 _STAGES = {"read": "reading", "assign": "assigning nodes to parts", "write": "writing parts"}
 
 
@@ -57,7 +58,7 @@ class Source:
 
 
 def run_partition(
-    source: Source, target: Path, parts: int, method: str, seed: int, assignment: Path | None, overwrite: bool
+    source: Source, target: Path, parts: int | None, method: str, seed: int, assignment: Path | None, overwrite: bool
 ) -> None:
     """Partition with progress shown, then say what was written."""
     console = output()
@@ -72,6 +73,8 @@ def run_partition(
 
         progress("read", 0, 1)
         graph = source.read()
+        if parts is None and graph.division is None:
+            parts = _PARTS
         part_of = None if assignment is None else np.load(assignment, allow_pickle=False)
         partition(graph, target, parts, method, assignment=part_of, seed=seed, overwrite=overwrite, progress=progress)
     report = inspect(target)
@@ -79,6 +82,7 @@ def run_partition(
     cut = report.num_cut_edges / edges if edges else 0.0
     size = sum(group.num_bytes for group in report.groups)
     console.print(
-        f"wrote {target}: {sum(report.manifest.num_nodes.values()):,} nodes and {edges:,} edges in {parts} parts, "
+        f"wrote {target}: {sum(report.manifest.num_nodes.values()):,} nodes and {edges:,} edges in "
+        f"{report.manifest.num_parts} parts, "
         f"{cut:.1%} of the edges cut, {bytes_text(size)}"
     )

@@ -241,6 +241,8 @@ class ShardedGraph:
     @property
     def num_features(self) -> int:
         """Channels of ``x``."""
+        if "x" not in self.node and "feat" in self.node:
+            raise KeyError("features are stored as 'feat', not 'x': use graph.node['feat'].size(1)")
         x = self.node["x"]
         return 1 if x.dim() == 1 else x.size(-1)
 
@@ -248,7 +250,8 @@ class ShardedGraph:
     def num_classes(self) -> int:
         """Classes of ``y``: columns of a float matrix, or the largest label of the whole graph plus one."""
         if self._num_classes is None:
-            raise ValueError("this graph has no labels: no node field 'y' is stored")
+            named = "; store 'label' under that name, or give the number yourself" if "label" in self.node else ""
+            raise ValueError(f"this graph has no labels: no node field 'y' is stored{named}")
         return self._num_classes
 
     @property

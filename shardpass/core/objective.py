@@ -227,6 +227,9 @@ def _check_mask(name: str, mask: Tensor | None, num_own: int) -> str | None:
         if len(mask) == num_own:
             return None
         return f"{name}: the bool mask must have one entry per own node, {num_own}, found {len(mask)}"
+    looks_so = len(mask) == num_own > 2 and bool((mask.long() >> 1 == 0).all())
+    if mask.dtype == torch.uint8 or looks_so:  # DGL writes booleans to files as uint8
+        return f"{name}: mask is {_describe(mask)}, which reads as row numbers but looks like a mask: use mask.bool()"
     if len(mask) and not (int(mask.min()) >= 0 and int(mask.max()) < num_own):
         return f"{name}: row numbers in mask must be in [0, {num_own}), found {int(mask.min())} to {int(mask.max())}"
     return None

@@ -27,7 +27,7 @@ _INT32_LIMIT = 2**31 - 1
 def partition(
     data: Any,
     path: str | os.PathLike[str],
-    parts: int,
+    parts: int | None = None,
     method: str = "metis",
     *,
     assignment: Any = None,
@@ -41,9 +41,11 @@ def partition(
     rows, so memory holds the edges and a few blocks besides what `data` holds itself.
 
     Args:
-        data: a PyG `Data` or `HeteroData`, a path, a dict of arrays or a `RawGraph`; see `shardpass.data.read`.
+        data: a PyG `Data` or `HeteroData`, a `DGLGraph`, a path, a dict of arrays or a `RawGraph`; see
+            `shardpass.data.read`.
         path: the directory to write.
         parts: number of parts; the largest number of ranks that can use the store. May exceed the number of nodes.
+            None: the parts that `data` is cut into already, as a DGL partition directory is.
         method: "metis", "random", or "range" (contiguous original ids).
         assignment: instead of a method, the part of each node: integers in `[0, parts)`, or a dict of them
             with an array per node type.
@@ -56,19 +58,33 @@ def partition(
         ValueError, TypeError: a graph or an argument that is not right, in words.
     """
     target = Path(os.path.abspath(path))
-    num_parts = operator.index(parts)
+    if parts is not None:
+        parts = operator.index(parts)
     report = progress or (lambda stage, done, total: None)
     check_target(target, overwrite)
     report("read", 0, 1)
     graph = read(data)
     report("read", 1, 1)
     report("assign", 0, 1)
-    layout = lay_out(assign(graph, num_parts, method, assignment, seed), num_parts)
+    if parts is None:
+        parts, assignment = _division(graph, assignment)
+    layout = lay_out(assign(graph, parts, method, assignment, seed), parts)
     report("assign", 1, 1)
     with new_directory(target, overwrite) as directory:
         manifest = _write(graph, layout, directory, GIVEN if assignment is not None else method, seed, report)
         write_manifest(manifest, directory / MANIFEST_NAME)
     return manifest
+
+
+def _division(graph: RawGraph, assignment: Any) -> tuple[int, Any]:
+    """The parts that a graph came with."""
+    if graph.division is None:
+        raise ValueError(
+            f"how many parts? Pass parts=...: the graph ({graph.source or 'given'}) is not cut into parts already"
+        )
+    if assignment is not None:
+        raise ValueError("an assignment of your own needs its number of parts: pass parts=... as well")
+    return graph.division.parts, graph.division.part_of
 
 
 def _write(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +38,13 @@ class EdgeArrays:
     dst: Any
 
 
+class Division(NamedTuple):
+    """A partition that a graph came with: how many parts, and the part of each node by type."""
+
+    parts: int
+    part_of: Mapping[NodeType, Tensor]
+
+
 @dataclass(frozen=True)
 class RawGraph:
     """A whole graph as it was read: original node ids, original edge order.
@@ -49,6 +56,7 @@ class RawGraph:
         edge_fields: per edge type, arrays with one row per edge.
         graph_fields: numbers and strings that belong to the graph as a whole.
         source: where the graph came from, in words; kept in the store's manifest.
+        division: the partition that the graph came with, if it did.
     """
 
     num_nodes: Mapping[NodeType, int]
@@ -57,6 +65,7 @@ class RawGraph:
     edge_fields: Mapping[EdgeType, Mapping[str, Any]] = field(default_factory=dict)
     graph_fields: Mapping[str, Scalar] = field(default_factory=dict)
     source: str = ""
+    division: Division | None = None
 
     @property
     def num_edges(self) -> dict[EdgeType, int]:
@@ -96,7 +105,8 @@ class RawGraph:
         for name, value in self.graph_fields.items():
             if not isinstance(value, bool | int | float | str):
                 raise TypeError(f"graph field {name!r} is a {type(value).__name__}; expected a number or a string")
-        return RawGraph(dict(self.num_nodes), edges, node_fields, edge_fields, dict(self.graph_fields), self.source)
+        graph_fields = dict(self.graph_fields)
+        return RawGraph(dict(self.num_nodes), edges, node_fields, edge_fields, graph_fields, self.source, self.division)
 
     def _checked_edges(self, kind: EdgeType, arrays: EdgeArrays) -> EdgeArrays:
         if not (isinstance(kind, tuple) and len(kind) == 3):

@@ -200,6 +200,8 @@ TRUE = torch.ones(3, dtype=torch.bool)
         (LOGITS, BAD, TRUE[:2], "bool mask must have one entry per own node, 3, found 2"),
         (LOGITS, BAD, torch.ones(3), r"mask must be a bool tensor \[3\] or own row numbers, found float32 \[3\]"),
         (LOGITS, BAD, [0, 1], "mask must be a bool tensor .* found list"),
+        (LOGITS, BAD, torch.tensor([1, 0, 1]), r"looks like a mask: use mask.bool\(\)"),
+        (LOGITS, BAD, torch.tensor([1], dtype=torch.uint8), r"looks like a mask: use mask.bool\(\)"),
         (LOGITS, BAD, torch.tensor([0, 3]), r"row numbers in mask must be in \[0, 3\), found 0 to 3"),
         (LOGITS, torch.tensor([0, -1, -1]), TRUE, r"2 of 3 masked nodes have no label \(y = -1\); leave them out"),
         (LOGITS, torch.tensor([0, 4, 1]), TRUE, r"class ids must be in \[0, 4\), found 4"),

@@ -263,6 +263,18 @@ class TestPartition:
                 assert sorted(share["nodes"][kind]["feat"].tolist()) == sorted(rows.tolist())
                 assert torch.equal(known.assignment[kind][ids], torch.full_like(ids, part, dtype=torch.int32))
 
+    def test_the_partition_is_kept_without_a_word(self, tmp_path: Path) -> None:
+        written = write(tmp_path / "dgl", hetero(), 3)
+        known = written.known()
+        manifest = sp.partition(known.graph, tmp_path / "a", known.num_parts, assignment=known.assignment)
+        kept = sp.partition(written.path, tmp_path / "b", assignment=None)
+        assert kept.num_parts == 3 and kept.method == manifest.method == "given"
+        assert [len(set(part)) for part in kept.offsets.values()] and kept.offsets == manifest.offsets
+        with pytest.raises(ValueError, match="how many parts"):
+            sp.partition(known.graph, tmp_path / "c")
+        with pytest.raises(ValueError, match="pass parts"):
+            sp.partition(written.path, tmp_path / "c", assignment=known.assignment)
+
     def test_another_partition_of_the_files(self, tmp_path: Path) -> None:
         written = write(tmp_path / "dgl", homogeneous(), 2)
         sp.partition(written.path, tmp_path / "store", 4, method="random")
