@@ -142,7 +142,7 @@ def compare(comm: sp.Communicator, options: argparse.Namespace, folder: str) -> 
     if comm.rank == 0:
         sp.partition(options.graph, store, ranks, "random")
     found: dict[str, list[float]] = {"pyg": [], "shardpass": []}
-    for seed in range(options.seeds):
+    for seed in range(options.first_seed, options.first_seed + options.seeds):
         arguments = (options.model, store, seed, options.masks)
         if comm.rank == 0:
             found["pyg"].append(train_plain(options.model, options.graph, seed, options.masks))
@@ -164,6 +164,7 @@ def main() -> None:
     parser.add_argument("graph", type=Path)
     parser.add_argument("--model", choices=["gcn", "gat", "deep"], default="gcn")
     parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=2, help="without a launcher")
     parser.add_argument("--backend", choices=["threads", "processes"], default="threads", help="without a launcher")
     parser.add_argument("--masks", default="", help="what the names of the three masks begin with")
