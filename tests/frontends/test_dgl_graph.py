@@ -9,6 +9,7 @@ pytest.importorskip("dgl")
 
 import dgl
 import dgl.function as fn
+from dgl import DGLError
 from dgl.nn.functional import edge_softmax
 from torch import nn
 
@@ -120,6 +121,15 @@ def test_messages_that_dgl_refuses_are_refused():
 
     with pytest.raises((RefusedError, dgl.DGLError)):
         sharded(work)
+    for reducer in REDUCERS:
+        for message in (fn.copy_u("n", "m"), lambda e: {"m": e.src["n"] > 0}):
+
+            def integers(g, comm, message=message, reducer=reducer):
+                g.ndata["n"] = torch.arange(g.num_nodes())
+                g.update_all(message, reducer("m", "out"))
+
+            with pytest.raises(RefusedError, match="floating point"):
+                sharded(integers)
     with pytest.raises(dgl.DGLError, match="same field"):
         sharded(lambda g, comm: g.update_all(fn.copy_u("x", "m"), fn.sum("other", "out")))
     with pytest.raises(KeyError, match="nothing"):
@@ -177,6 +187,12 @@ def test_edges_in_part():
         return torch.cat([g.ndata["out"], onto_nodes(g.edata["a"], g), onto_nodes(g.edata["w"], g)], 1)
 
     largest_error(of(function), modes=EVERY_MODE)
+
+
+@pytest.mark.parametrize("wrong", [(torch.tensor([0]), torch.tensor([1])), (0, 1), [-1], [220], torch.tensor([0, 220])])
+def test_edges_that_are_not_own_positions_are_refused(wrong):
+    with pytest.raises(DGLError, match="own"):
+        sharded(lambda g, comm: g.apply_edges(fn.u_add_v("x", "x", "s"), wrong))
 
 
 def test_nodes_in_part_and_apply_functions():

@@ -206,9 +206,13 @@ CASES = {
 ON_FULL = ("SAGEConv weighted", "mixed", "own aggregate", "update_all over", "multi_update_all of m")
 
 
+def graph_of(name):
+    return FULL if name.startswith(ON_FULL) else GRAPH
+
+
 def assert_exact(name, ranks, modes):
     make, call = CASES[name]
-    graph = FULL if name.startswith(ON_FULL) else GRAPH
+    graph = graph_of(name)
     torch.manual_seed(0)
     model = make().double()
     whole = evaluate_whole_hetero(model, graph, call)
