@@ -122,6 +122,14 @@ def _wide_attr(m: nn.Module, g: Any, i: Inputs) -> Tensor:
     return m(g, wide(i), i["edge_attr"])
 
 
+def _reversible(m: nn.Module, g: Any, i: Inputs) -> Tensor:
+    return m(g, wide(i)) * 1.0  # DGL frees its output in backward
+
+
+def _reversible_edges(m: nn.Module, g: Any, i: Inputs) -> Tensor:
+    return m(g, wide(i), i["edge_attr"]) * 1.0
+
+
 def _directed(m: nn.Module, g: Any, i: Inputs) -> Tensor:
     return m(g, wide(i), eig_vec=own(POSITIONS, g))
 
@@ -193,6 +201,17 @@ class Scores(nn.Module):
             g.apply_edges(lambda batch: {"u": batch.src["h"], "v": batch.dst["h"]})
             kinds = (edges(TYPES, g),) if self.typed else ()
             return onto_nodes(self.scorer(g.edata["u"], g.edata["v"], *kinds), g)
+
+
+class _Weighted(nn.Module):
+    """A residual attention layer over edges with one feature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = dnn.EdgeGATConv(2, 1, 2, 1, **ZERO)
+
+    def forward(self, g: Any, x: Tensor, attr: Tensor) -> Tensor:
+        return self.conv(g, x, attr).squeeze(1)
 
 
 def _batch_norms(width: int = 6) -> nn.Module:
@@ -297,6 +316,8 @@ CONVS: dict[str, Case] = {
     "LabelPropagation multi-label": (lambda: dnn.LabelPropagation(2, 0.5, clamp=False), _multi_labels),
     **{f"JumpingKnowledge {mode}": (lambda mode=mode: Jumping(mode), _plain) for mode in ("cat", "max", "lstm")},
     "Sequential": (lambda: dnn.Sequential(dnn.GraphConv(5, 6, **ZERO), dnn.GATConv(6, 4, 2, **ZERO)), _plain),
+    "GroupRevRes": (lambda: dnn.GroupRevRes(dnn.GraphConv(3, 3, **ZERO), 2), _reversible),
+    "GroupRevRes edges": (lambda: dnn.GroupRevRes(_Weighted(), 3), _reversible_edges),
     "EdgePredictor": (lambda: Scores(dnn.EdgePredictor("cos", 4, 3), typed=False), _plain),
     "TransE": (lambda: Scores(dnn.TransE(3, 4)), _plain),
     "TransR": (lambda: Scores(dnn.TransR(3, 2, 4)), _plain),

@@ -238,7 +238,8 @@ def test_models_that_cannot_be_wrapped():
     with pytest.raises(RefusedError, match="averages gradients"):
         sp.dgl.wrap(nn.DataParallel(nn.Linear(2, 2)), comm)
     with pytest.raises(RefusedError, match=r"^GroupRevRes \(at 'layer'\)"):
-        sp.dgl.wrap(nn.ModuleDict({"layer": dnn.GroupRevRes(dnn.GraphConv(4, 4), 2)}), comm)
+        inner = dnn.GINConv(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+        sp.dgl.wrap(nn.ModuleDict({"layer": dnn.GroupRevRes(inner, 2)}), comm)
 
 
 def test_without_gradients():
