@@ -69,6 +69,17 @@ LAYERS: dict[str, Layer] = {
         ("shardpass.errors", "shardpass.core", "shardpass.frontends.dgl", COMMUNICATOR),
         third_party=frozenset(["dgl"]),
     ),
+    "frontends/sar": Layer(
+        (
+            "shardpass.errors",
+            "shardpass.core",
+            "shardpass.backends",
+            "shardpass.data",
+            "shardpass.frontends.dgl",
+            "shardpass.frontends.sar",
+        ),
+        third_party=frozenset(["dgl"]),
+    ),
     "frontends": Layer(()),
     "testing": Layer(
         ("shardpass.errors", "shardpass.core", "shardpass.backends", "shardpass.data", "shardpass.testing"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dgl.nn.pytorch import GroupRevRes
 from torch import nn
 
 from shardpass.core.norm import DistributedBatchNorm
@@ -16,7 +17,7 @@ _WALKS = "it walks over the whole graph; use one process"
 _DENSE = "it takes a dense adjacency matrix, not a graph"
 _PAIRS = "it relates all pairs of nodes of a graph"
 _CUDA = "it needs a graph and kernels of cuGraph's own"
-_GROUPS = "it frees and recomputes its inputs inside backward, where ranks would communicate out of step"
+_GROUPS = "a BatchNorm inside it updates its running statistics once per pass over the layer; use LayerNorm there"
 
 REFUSED: dict[str, str] = {
     "TWIRLSConv": "it changes the graph in forward; use TWIRLSUnfoldingAndAttention on a graph with self-loops",
@@ -26,7 +27,6 @@ REFUSED: dict[str, str] = {
     "DenseChebConv": _DENSE,
     "DenseGraphConv": _DENSE,
     "DenseSAGEConv": _DENSE,
-    "GroupRevRes": _GROUPS,
     "GNNExplainer": _EXPLAINS,
     "HeteroGNNExplainer": _EXPLAINS,
     "SubgraphX": _EXPLAINS,
@@ -76,6 +76,9 @@ def reason_to_refuse(module: nn.Module) -> str | None:
     for kind in type(module).__mro__:
         if kind.__module__.startswith("dgl.") and kind.__name__ in REFUSED:
             return REFUSED[kind.__name__]
-    known = (nn.BatchNorm1d, nn.SyncBatchNorm, DistributedBatchNorm)
-    derived = isinstance(module, nn.modules.batchnorm._BatchNorm) and type(module) not in known
+    norms = nn.modules.batchnorm._BatchNorm
+    if isinstance(module, GroupRevRes) and any(isinstance(part, norms) for part in module.modules()):
+        return _GROUPS
+    known = type(module) in (nn.BatchNorm1d, nn.SyncBatchNorm) or isinstance(module, DistributedBatchNorm)
+    derived = isinstance(module, nn.modules.batchnorm._BatchNorm) and not known
     return _STATISTICS if derived or isinstance(module, _TORCH_NORMS) else None

@@ -1,0 +1,81 @@
+"""The documented names of SAR (IntelLabs): ``from shardpass.frontends import sar`` instead of ``import sar``."""
+
+from typing import Any
+
+from shardpass.errors import RefusedError, require
+
+require("dgl", "dgl", "the SAR frontend")
+
+from shardpass.frontends.sar import comm, core  # noqa: E402
+from shardpass.frontends.sar._state import Config  # noqa: E402
+from shardpass.frontends.sar.comm import (  # noqa: E402
+    comm_device,
+    gather_grads,
+    initialize_comms,
+    is_initialized,
+    nfs_ip_init,
+    rank,
+    sync_params,
+    world_size,
+)
+from shardpass.frontends.sar.common_tuples import PartitionData, ShardEdgesAndFeatures  # noqa: E402
+from shardpass.frontends.sar.construct_shard_manager import (  # noqa: E402
+    construct_full_graph,
+    construct_mfgs,
+    convert_dist_graph,
+)
+from shardpass.frontends.sar.data_loading import (  # noqa: E402
+    load_dgl_partition_data,
+    load_dgl_partition_data_from_graph,
+    suffix_key_lookup,
+)
+from shardpass.frontends.sar.graphshard import DistributedBlock, GraphShardManager  # noqa: E402
+from shardpass.frontends.sar.logging_setup import logging_setup  # noqa: E402
+from shardpass.frontends.sar.modules import (  # noqa: E402
+    DistributedBN1D,
+    RelGraphConv,
+    edge_softmax,
+    message_has_parameters,
+    patch_dgl,
+    patched_edge_softmax,
+)
+
+__all__ = [
+    "Config",
+    "DistributedBN1D",
+    "DistributedBlock",
+    "GraphShardManager",
+    "PartitionData",
+    "RelGraphConv",
+    "ShardEdgesAndFeatures",
+    "comm",
+    "comm_device",
+    "construct_full_graph",
+    "construct_mfgs",
+    "convert_dist_graph",
+    "core",
+    "edge_softmax",
+    "gather_grads",
+    "initialize_comms",
+    "is_initialized",
+    "load_dgl_partition_data",
+    "load_dgl_partition_data_from_graph",
+    "logging_setup",
+    "message_has_parameters",
+    "nfs_ip_init",
+    "patch_dgl",
+    "patched_edge_softmax",
+    "rank",
+    "suffix_key_lookup",
+    "sync_params",
+    "world_size",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("DataLoader", "DistNeighborSampler"):
+        raise RefusedError(
+            f"sar.{name}: sampling over a sharded graph is not there yet; train on the whole graph, or on the "
+            f"neighbourhoods of some nodes with sar.construct_mfgs"
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

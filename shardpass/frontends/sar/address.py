@@ -1,0 +1,138 @@
+"""How ranks learn the address of rank 0: network interfaces, and a file on a shared file system."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from time import monotonic, sleep
+
+from shardpass.backends.connect import TIMEOUT_VARIABLE
+from shardpass.errors import CommunicationError
+from shardpass.frontends.sar._state import STATE
+
+SOCKET_VARIABLE = "SAR_SOCKET_NAME"
+_SIOCGIFADDR = 0x8915
+_POLL_SECONDS = 0.1
+
+
+def nfs_ip_init(_rank: int, ip_file: str) -> str:
+    """The IP address of rank 0, which rank 0 writes to `ip_file` and the others read there. Returns once it is known.
+
+    The file may be on any file system that all ranks see. What an earlier run has left in it is not used: a rank takes
+    an address only if rank 0 of a run that is just starting answers there. Rank 0 removes the file when all ranks have
+    come (`initialize_comms`).
+
+    Args:
+        _rank: of this process.
+        ip_file: path of the file; the same on all ranks.
+
+    Raises:
+        CommunicationError: no rank 0 of a starting run was found within ``SHARDPASS_CONNECT_TIMEOUT`` (60) seconds.
+    """
+    path = Path(ip_file)
+    if _rank == 0:
+        return _publish(path)
+    return _find(path, _rank, float(os.environ.get(TIMEOUT_VARIABLE, "60")))
+
+
+def own_ip() -> str:
+    """The IPv4 address of this host: of the interface in ``SAR_SOCKET_NAME``, else the one that reaches other hosts.
+
+    Raises:
+        ValueError: there is no such interface, or it has no IPv4 address.
+    """
+    name = os.environ.get(SOCKET_VARIABLE)
+    if name:
+        return address_of(name)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        probe.connect(("192.0.2.1", 9))  # sends nothing: only asks which interface would be used
+        return str(probe.getsockname()[0])
+    return "127.0.0.1"
+
+
+def address_of(interface: str) -> str:
+    """The IPv4 address of a network interface of this host.
+
+    Raises:
+        ValueError: there is none; the interfaces of this host are named.
+    """
+    known = [name for _, name in socket.if_nameindex()]
+    if interface not in known:
+        raise ValueError(
+            f"{SOCKET_VARIABLE}={interface!r} is no network interface of {socket.gethostname()}, which has: "
+            f"{', '.join(known)}"
+        )
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        except OSError as error:
+            raise ValueError(f"{SOCKET_VARIABLE}={interface!r} has no IPv4 address: {error.strerror}") from error
+    return socket.inet_ntoa(found[20:24])
+
+
+def _publish(path: Path) -> str:
+    """Write this host's address, and answer on a port of it until all ranks have come."""
+    ip, token = own_ip(), secrets.token_hex(16)
+    listener = socket.create_server((ip, 0), backlog=128)
+    threading.Thread(target=_answer, args=(listener, token), name="shardpass nfs_ip_init", daemon=True).start()
+    temporary = path.with_name(f"{path.name}.{token}")
+    temporary.write_text(f"{ip}\n{listener.getsockname()[1]} {token}\n", encoding="utf-8")
+    os.replace(temporary, path)
+
+    def end() -> None:
+        with contextlib.suppress(OSError):
+            listener.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closing alone would not
+        listener.close()
+        if any(found == token for _, _, found in _read(path)):
+            path.unlink(missing_ok=True)
+
+    STATE.on_connected.append(end)
+    return ip
+
+
+def _answer(listener: socket.socket, token: str) -> None:
+    with contextlib.suppress(OSError):  # it was closed
+        while True:
+            peer, _ = listener.accept()
+            with peer, contextlib.suppress(OSError):
+                peer.sendall(token.encode())
+
+
+def _find(path: Path, rank: int, limit: float) -> str:
+    deadline, stale = monotonic() + limit, ""
+    while monotonic() < deadline:
+        for ip, port, token in _read(path):
+            if _answers(ip, port, token):
+                return ip
+            stale = ip
+        sleep(_POLL_SECONDS)
+    if stale:
+        found = f"names {stale}, where no starting rank 0 answers: it was left by an earlier run"
+    else:
+        found = "was written by something else" if path.exists() else "does not exist"
+    raise CommunicationError(
+        f"rank {rank} waited {limit:.0f} s for rank 0 to write its address, but {path} {found}. Was rank 0 started "
+        f"with this file, and do all ranks see it? {TIMEOUT_VARIABLE} gives slow starters more seconds"
+    )
+
+
+def _read(path: Path) -> Iterator[tuple[str, int, str]]:
+    """What is in the file, if `nfs_ip_init` wrote it."""
+    with contextlib.suppress(OSError, ValueError):
+        ip, port, token = path.read_text(encoding="utf-8").split()
+        yield ip, int(port), token
+
+
+def _answers(ip: str, port: int, token: str) -> bool:
+    try:
+        with socket.create_connection((ip, port), timeout=2.0) as peer:
+            return peer.recv(len(token)) == token.encode()
+    except OSError:
+        return False

@@ -1,0 +1,230 @@
+"""Ranks, parameters and gradients under SAR's names."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardpass.backends.connect import connect
+from shardpass.core.gradients import sync_gradients, sync_parameters
+from shardpass.frontends.sar._state import STATE, communicator
+from shardpass.frontends.sar.address import SOCKET_VARIABLE, address_of, nfs_ip_init
+from shardpass.frontends.sar.ordered import make_ready
+
+__all__ = [
+    "all_reduce",
+    "backend",
+    "comm_device",
+    "gather_grads",
+    "initialize_comms",
+    "is_initialized",
+    "master_ip",
+    "master_port",
+    "nfs_ip_init",
+    "rank",
+    "sync_params",
+    "world_size",
+]
+
+BACKENDS = ("gloo", "mpi", "nccl", "ccl")
+
+
+def initialize_comms(
+    rank: int,
+    world_size: int,
+    master_ip_address: str,
+    backend: str,
+    comm_device: torch.device | str | None = None,
+    master_port_number: int = 12345,
+    *,
+    _comm_device: torch.device | str | None = None,
+) -> None:
+    """Join the other ranks. Collective; a second call with the same rank and size does nothing.
+
+    A ``torch.distributed`` process group that exists already is used. Otherwise one is made at the given address, but
+    for ``"mpi"``, which uses the ranks of mpirun through mpi4py. ``"ccl"`` and ``"nccl"`` are accepted; messages of
+    graphs travel over gloo with every backend but ``"mpi"``, those of GPUs staged over the CPU. The environment
+    variable ``SAR_SOCKET_NAME`` names the network interface to use.
+
+    Args:
+        rank, world_size: of this process, and how many there are.
+        master_ip_address, master_port_number: where rank 0 is reached; unused for ``"mpi"``.
+        backend: ``"gloo"``, ``"mpi"``, ``"nccl"`` or ``"ccl"``.
+        comm_device: what `comm_device` answers; default: the CPU, or the current GPU for ``"nccl"``.
+
+    Raises:
+        ValueError: an unknown backend, or a rank or size that differs from that of the launcher or of an earlier call.
+        CommunicationError: the other ranks do not come within ``SHARDPASS_CONNECT_TIMEOUT`` (60) seconds; it names
+            them.
+    """
+    _check(rank, world_size, backend)
+    if STATE.comm is not None:
+        _check_same(rank, world_size, STATE.comm.rank, STATE.comm.size, "initialize_comms was called before")
+        return
+    _use_interface()
+    wanted = comm_device if comm_device is not None else _comm_device
+    device = _device(backend) if wanted is None else torch.device(wanted)
+    if backend == "mpi":
+        comm = connect("mpi", ranks=world_size)
+    else:
+        with _environment(_launch(rank, world_size, master_ip_address, master_port_number)):
+            comm = connect("torch_distributed", device=_device(backend))
+    _check_same(rank, world_size, comm.rank, comm.size, "the launcher or the process group says")
+    comm.device = torch.device("cpu")  # until a graph tells on which device its tensors are
+    STATE.comm, STATE.comm_device, STATE.backend = comm, device, backend
+    STATE.master_ip, STATE.master_port = master_ip_address, master_port_number
+    comm.barrier("initialize_comms")
+    while STATE.on_connected:
+        STATE.on_connected.pop()()
+    logging.getLogger("shardpass.sar").info("rank %d of %d has joined over %s", rank, world_size, type(comm).__name__)
+
+
+def _check(rank: Any, world_size: Any, backend: Any) -> None:
+    if not isinstance(rank, int) or not isinstance(world_size, int) or not 0 <= rank < world_size:
+        raise ValueError(
+            f"initialize_comms: rank {rank!r} of {world_size!r}; expected integers, 0 <= rank < world_size"
+        )
+    if backend not in BACKENDS:
+        raise ValueError(f"initialize_comms: the backend is {backend!r}; expected one of {', '.join(BACKENDS)}")
+
+
+def _check_same(rank: int, size: int, known_rank: int, known_size: int, who: str) -> None:
+    if (rank, size) != (known_rank, known_size):
+        raise ValueError(
+            f"initialize_comms: this process is to be rank {rank} of {size}, but {who}: rank {known_rank} of "
+            f"{known_size}. Pass those"
+        )
+
+
+def _use_interface() -> None:
+    name = os.environ.get(SOCKET_VARIABLE)
+    if name:
+        address_of(name)
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
+            os.environ[variable] = name
+
+
+def _device(backend: str) -> torch.device:
+    if backend == "nccl" and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _launch(rank: int, world_size: int, ip: str, port: int) -> dict[str, str | None]:
+    """Variables by which `connect` finds the ranks at the given address, whatever launcher there is."""
+    found: dict[str, str | None] = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": ip,
+        "MASTER_PORT": str(port),
+    }
+    if any(os.environ.get(name) != found[name] for name in ("MASTER_ADDR", "MASTER_PORT")):
+        found["TORCHELASTIC_USE_AGENT_STORE"] = None  # the store of torchrun is at another address
+    return found
+
+
+@contextlib.contextmanager
+def _environment(changes: Mapping[str, str | None]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in changes}
+    _set(changes)
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def _set(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def is_initialized() -> bool:
+    """Whether `initialize_comms` was called."""
+    return STATE.comm is not None
+
+
+def rank() -> int:
+    """The rank of this process."""
+    return communicator().rank
+
+
+def world_size() -> int:
+    """How many ranks there are."""
+    return communicator().size
+
+
+def comm_device() -> torch.device:
+    """The communication device passed to `initialize_comms`. Graphs do not use it: transports stage what they must."""
+    communicator()
+    return STATE.comm_device
+
+
+def backend() -> str:
+    """The backend passed to `initialize_comms`."""
+    communicator()
+    return STATE.backend
+
+
+def master_ip() -> str:
+    """The address passed to `initialize_comms`."""
+    communicator()
+    return STATE.master_ip
+
+
+def master_port() -> int:
+    """The port passed to `initialize_comms`."""
+    communicator()
+    return STATE.master_port
+
+
+def sync_params(model: nn.Module) -> None:
+    """Give every rank the parameters and buffers of rank 0, and make the model ready for sharded graphs. Collective.
+
+    Ready means: modules of ``dgl.nn`` that need more than message passing are adapted, or refused by name, and backward
+    of the model visits every call of its forward on every rank, whatever part of its outputs the rank's loss uses.
+
+    Raises:
+        ValueError: ranks passed different models (on every rank).
+        RefusedError: the model holds a layer that cannot be exact on a sharded graph.
+    """
+    make_ready(model)
+    sync_parameters(model, communicator())
+
+
+def gather_grads(model: nn.Module) -> None:
+    """Sum the gradients of the parameters over ranks, in place. Collective; once per step, after backward.
+
+    A parameter that has a gradient on some rank gets one on every rank.
+
+    Raises:
+        ShardpassError: on every rank, if a gradient was summed before, backward added to a summed one, or a parameter
+            changed since backward.
+    """
+    sync_gradients(model, communicator())
+
+
+def all_reduce(red_tensor: Tensor, op: Any = "sum", move_to_comm_device: bool = True) -> None:
+    """Reduce `red_tensor` over ranks, in place. Collective. No gradient flows through it.
+
+    Args:
+        red_tensor: on any device; the same shape and dtype on every rank.
+        op: of ``torch.distributed.ReduceOp`` (SUM, MAX, MIN, PRODUCT) or its name.
+        move_to_comm_device: accepted; tensors are moved where they must be.
+    """
+    name = str(op).split(".")[-1].lower()
+    name = {"product": "prod"}.get(name, name)
+    if name not in ("sum", "max", "min", "prod"):
+        raise ValueError(f"all_reduce: the operation is {op!r}; expected SUM, MAX, MIN or PRODUCT")
+    comm = communicator()
+    with torch.no_grad():
+        reduced = comm.all_reduce(red_tensor.detach().contiguous().to(comm.device), name, "all_reduce")  # type: ignore[arg-type]
+        red_tensor.copy_(reduced)

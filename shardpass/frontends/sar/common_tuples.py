@@ -1,0 +1,50 @@
+"""What a rank has of a partition, as plain data."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+CanonicalType = tuple[str, str, str]
+
+
+class ShardEdgesAndFeatures(NamedTuple):
+    """The edges from the nodes of one part into this rank's nodes.
+
+    Attributes:
+        edges: (source ids, destination ids), int64 [num_edges] each, in the numbering of `PartitionData.node_ranges`.
+            Where there are several edge types, sorted by type.
+        edge_features: tensors with a row per edge. ``_ID`` (``dgl.EID``): its number within its type, as DGL gave it
+            when it partitioned the graph. ``_TYPE`` (``dgl.ETYPE``), where there are several types: its index in
+            `PartitionData.edge_type_names`. ``<source type>:<edge type>:<destination type>/<name>``: a stored feature,
+            with a row for each of the edges of that type only.
+    """
+
+    edges: tuple[Tensor, Tensor]
+    edge_features: dict[str, Tensor]
+
+
+class PartitionData(NamedTuple):
+    """This rank's part of a graph.
+
+    Nodes are numbered part by part, and within a part type by type: that is what ids mean here.
+
+    Attributes:
+        node_ranges: (first id, end) of each part's nodes.
+        shard_edges_and_features: for each part, the edges from its nodes into this rank's nodes.
+        node_features: by ``<node type>/<name>``, a row for each of this rank's nodes of the type. ``_TYPE``
+            (``dgl.NTYPE``), where there are several types: the index in `node_type_names` of each of this rank's nodes.
+        node_type_names: the node types, in the order of their nodes within a part.
+        edge_type_names: (source type, edge type, destination type) of each edge type.
+        node_type_ranges: (first id, end) of each part's nodes of each type; empty: there is one type, which has all.
+        own_partition_idx: which part is this rank's; -1: the one numbered as the rank.
+    """
+
+    node_ranges: list[tuple[int, int]]
+    shard_edges_and_features: list[ShardEdgesAndFeatures]
+    node_features: dict[str, Tensor]
+    node_type_names: list[str]
+    edge_type_names: list[CanonicalType]
+    node_type_ranges: dict[str, list[tuple[int, int]]] = {}
+    own_partition_idx: int = -1

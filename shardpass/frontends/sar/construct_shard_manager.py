@@ -1,0 +1,170 @@
+"""Graphs made of this rank's `PartitionData`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardpass.backends.communicator import Communicator
+from shardpass.core.graph import build_relation
+from shardpass.core.options import Options
+from shardpass.core.ownership import Ownership
+from shardpass.errors import DivergenceError, PeerFailure
+from shardpass.frontends.dgl.structure import Edges, Nodes
+from shardpass.frontends.sar._state import Config, communicator, options
+from shardpass.frontends.sar.common_tuples import CanonicalType, PartitionData
+from shardpass.frontends.sar.data_loading import load_dgl_partition_data_from_graph
+from shardpass.frontends.sar.graphshard import GraphShardManager, blocks_of
+from shardpass.frontends.sar.homogeneous import merged
+from shardpass.frontends.sar.own_part import EdgeList, OwnPart, own_part, schemas, take_over
+
+LARGEST_MESSAGE = 1 << 30
+
+
+def construct_full_graph(partition_data: PartitionData, homogeneous: bool = False) -> GraphShardManager:
+    """The whole graph, of which this rank holds its part. Collective.
+
+    Node and edge types are kept, and stored features are in its data by name. `Config` is read now and kept.
+
+    Args:
+        partition_data: of this rank, from `load_dgl_partition_data`; rank r has part r.
+        homogeneous: put all nodes into one type and all edges into one, as ``dgl.to_homogeneous`` does, with their
+            types in ``ndata[dgl.NTYPE]`` and ``edata[dgl.ETYPE]``: for `RelGraphConv`. Nodes are in the order of
+            `suffix_key_lookup` with ``type_list``. Features that all types have alike come along.
+
+    Raises:
+        ValueError: the partition does not fit the ranks, or the data contradict each other (on the rank that found it;
+            the others say which).
+        DivergenceError: ranks hold parts of different partitions, or differ in `Config`.
+    """
+    comm, chosen, part, problem = communicator(), Options(), None, None
+    try:
+        chosen = options()
+        part = own_part(partition_data, comm.rank, comm.size)
+    except (ValueError, TypeError) as error:
+        problem = error
+    part = _agreed(comm, partition_data, chosen, homogeneous, part, problem)
+    comm.device = part.device  # tensors of the graph are there, and everything else follows them
+    if hasattr(comm, "max_message_bytes"):
+        comm.max_message_bytes = min(4 * Config.max_collective_size or LARGEST_MESSAGE, LARGEST_MESSAGE)
+    return _graph(comm, part, chosen)
+
+
+def construct_mfgs(
+    partition_data: PartitionData,
+    seed_nodes: Tensor,
+    num_layers: int,
+    keep_seed_nodes: bool = True,
+    homogeneous: bool = False,
+) -> list[GraphShardManager]:
+    """A block (message flow graph) for each layer of a model that is asked for some nodes only. Collective.
+
+    The first layer's comes first; it takes the rows ``blocks[0].input_nodes`` of this rank's part. The last one gives
+    the seeds in ascending order, ``blocks[-1].seeds``.
+
+    Args:
+        partition_data: of this rank.
+        seed_nodes: ids of own nodes in the numbering of `PartitionData.node_ranges`, which is rows of the part plus
+            ``node_ranges[rank][0]``. May be empty on a rank.
+        num_layers: the same on every rank.
+        keep_seed_nodes: whether destinations of a layer are among its sources also where no edge begins in them.
+        homogeneous: see `construct_full_graph`.
+
+    Raises:
+        ValueError: seeds that are not this rank's; otherwise as `construct_full_graph`.
+    """
+    graph = construct_full_graph(partition_data, homogeneous)
+    rank = graph.comm.rank
+    seeds = torch.unique(torch.as_tensor(seed_nodes).to(torch.int64)).to(graph.device)
+    ranges = dict(partition_data.node_type_ranges)
+    if homogeneous or not ranges:
+        ranges = {graph.ntypes[0]: partition_data.node_ranges}
+    rows = {kind: seeds[(seeds >= own[rank][0]) & (seeds < own[rank][1])] for kind, own in ranges.items()}
+    found = sum(part.numel() for part in rows.values())
+    wrong = [int(seeds.numel() != found)]
+    everywhere = graph.comm.all_gather_object(wrong, "construct_mfgs: seeds")
+    if wrong[0]:
+        start, end = partition_data.node_ranges[rank]
+        raise ValueError(
+            f"rank {rank}: {seeds.numel() - found} of the seed nodes are not its own; expected ids in [{start}, {end})"
+            f", which are rows of its part plus partition_data.node_ranges[{rank}][0]"
+        )
+    if [1] in everywhere:
+        raise PeerFailure(f"rank {everywhere.index([1])} passed seed nodes to construct_mfgs that are not its own")
+    own_rows = {kind: part - ranges[kind][rank][0] for kind, part in rows.items()}
+    return blocks_of(graph, own_rows, num_layers, keep_seed_nodes)
+
+
+def convert_dist_graph(dist_graph: Any) -> GraphShardManager:
+    """The graph of a ``dgl.distributed.DistGraph``, with its features. Collective.
+
+    The part that belongs to this process must be numbered as its rank.
+    """
+    return construct_full_graph(load_dgl_partition_data_from_graph(dist_graph, communicator().device))
+
+
+def _agreed(
+    comm: Communicator, data: PartitionData, chosen: Options, homogeneous: bool, part: OwnPart | None,
+    problem: Exception | None,
+) -> OwnPart:  # fmt: skip
+    """The part to build the graph of, if every rank has its own of one partition, with the same choices."""
+    mine = {
+        "problem": "" if problem is None else str(problem),
+        "partition": json.dumps([data.node_type_names, data.edge_type_names, data.node_ranges, data.node_type_ranges]),
+        "Config": f"{chosen}, max_collective_size={Config.max_collective_size}",
+        "homogeneous": str(homogeneous),
+        "stored": schemas(part) if part else {},
+    }
+    theirs = comm.all_gather_object(mine, "construct_full_graph")
+    if problem is not None:
+        raise problem
+    for rank, other in enumerate(theirs):
+        if other["problem"]:
+            raise PeerFailure(f"rank {rank} could not construct the graph: {other['problem']}")
+        for what in ("partition", "Config", "homogeneous"):
+            if other[what] != theirs[0][what]:
+                raise DivergenceError(
+                    f"every rank must construct with the same {what}: rank 0 has {theirs[0][what][:400]}, rank {rank} "
+                    f"has {other[what][:400]}"
+                )
+    assert part is not None
+    stored = [other["stored"] for other in theirs]
+    take_over(part, stored, comm.rank)
+    return merged(part, stored) if homogeneous else part
+
+
+def _graph(comm: Communicator, part: OwnPart, chosen: Options) -> GraphShardManager:
+    owned = {kind: Ownership.from_counts([end - start for start, end in ends]) for kind, ends in part.ranges.items()}
+    nodes = {}
+    for kind, ownership in owned.items():
+        fields = {name: rows.to(comm.device) for name, rows in part.node_fields[kind].items()}
+        first, count = ownership.offsets[comm.rank], ownership.num_own(comm.rank)
+        nodes[kind] = Nodes(count, ownership.num_total, _ids(fields, first, count).to(comm.device), fields)
+    edges = {kind: _edges(comm, kind, listed, owned, chosen) for kind, listed in part.edges.items()}
+    return GraphShardManager(comm, nodes, nodes, edges)
+
+
+def _edges(
+    comm: Communicator, kind: CanonicalType, listed: EdgeList, owned: Mapping[str, Ownership], chosen: Options
+) -> Edges:
+    source, _, target = kind
+    offsets = torch.tensor(owned[source].offsets, device=listed.parts.device)
+    ids = _ids(listed.fields, None, listed.ids)
+    relation = build_relation(
+        comm, owned[source], listed.src_rows + offsets[listed.parts], listed.dst_rows, owned[target].num_own(comm.rank),
+        ids, listed.fields, chosen, (source, target),
+    )  # fmt: skip
+    total = sum(comm.all_gather_object(listed.src_rows.numel(), f"edges of {kind}"))
+    return Edges.of(kind, relation, total)
+
+
+def _ids(fields: Mapping[str, Tensor], first: int | None, otherwise: Any) -> Tensor:
+    """Original ids where they are stored, else those that DGL gave."""
+    stored = fields.get("orig_id")
+    if stored is not None and stored.dim() == 1 and not stored.is_floating_point():
+        return stored.to(torch.int64)
+    return otherwise if first is None else torch.arange(first, first + otherwise)

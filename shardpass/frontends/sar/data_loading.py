@@ -1,0 +1,298 @@
+"""A rank's part of a graph that DGL partitioned, from its directory or from a DistGraph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import dgl
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardpass.data.readers.dgl_config import Config, read_config
+from shardpass.data.readers.dgl_files import PartGraph, Stored, read_part_graph, read_tensors
+from shardpass.frontends.sar.common_tuples import CanonicalType, PartitionData, ShardEdgesAndFeatures
+
+ORIGINAL = "orig_id"
+
+
+class InEdges(NamedTuple):
+    """The edges into this rank's nodes: both ends' ids, the index of its type, and its number within the type."""
+
+    src: Tensor
+    dst: Tensor
+    kinds: Tensor
+    numbers: Tensor
+
+
+def load_dgl_partition_data(
+    partition_json_file: str, own_partition_idx: int, device: torch.device | str = "cpu"
+) -> PartitionData:
+    """One part of a graph that ``dgl.distributed.partition_graph`` wrote. Not collective.
+
+    Only the files of that part are read, and no package of DGL's is needed for it. All node and edge features are kept,
+    original ids (``orig_id``) among them where they are stored. DGL stores booleans as uint8: features with
+    ``mask`` in their name that hold zeros and ones come back as booleans.
+
+    Args:
+        partition_json_file: the JSON that partition_graph wrote.
+        own_partition_idx: the part to load: the rank of the caller.
+        device: of the edges and their features, and so of the graph made of them. Node features are on the CPU.
+
+    Raises:
+        ValueError: no such part; a file that is missing, cut short or altered (it is named).
+    """
+    config = read_config(Path(partition_json_file))
+    num_parts, part = config.nodes.num_parts, own_partition_idx
+    if not 0 <= part < num_parts:
+        raise ValueError(f"{config.path} has the parts 0 to {num_parts - 1}, no part {part}; pass the rank")
+    ranges = _type_ranges(config)
+    graph = read_part_graph(config.parts[part].graph)
+    labels = [":".join(kind) for kind in config.edge_types]
+    counts = [_size(config.edges.rows(number, part)) for number in range(len(labels))]
+    features = _features(config.parts[part].edge_fields, labels, counts)
+    starts = [config.edges.rows(number, part).start for number in range(len(labels))]
+    edges = _in_edges(config, part, graph)
+    merged = _merged(ranges)
+    return PartitionData(
+        merged,
+        split(edges, merged, _by_kind(features, labels), starts, torch.device(device)),
+        _node_features(config, part, graph),
+        list(config.node_types),
+        list(config.edge_types),
+        ranges,
+        part,
+    )
+
+
+def split(
+    edges: InEdges,
+    node_ranges: Sequence[tuple[int, int]],
+    features: Sequence[dict[str, Tensor]],
+    starts: Sequence[int],
+    device: torch.device,
+) -> list[ShardEdgesAndFeatures]:
+    """The edges by the part of their source, sorted by type, then number.
+
+    Args:
+        edges: into this rank's nodes.
+        node_ranges: of all parts.
+        features: of each type by full name, rows by number less `starts` of the type.
+        starts: the lowest number of each type.
+        device: of the result.
+    """
+    order = np.lexsort((edges.numbers.numpy(), edges.kinds.numpy()))
+    src, dst, kinds, numbers = (tensor[torch.from_numpy(order)] for tensor in edges)
+    shards = []
+    for start, end in node_ranges:
+        mine = ((src >= start) & (src < end)).nonzero().view(-1)
+        found: dict[str, Tensor] = {dgl.EID: numbers[mine].to(device)}
+        if len(features) > 1:
+            found[dgl.ETYPE] = kinds[mine].to(device)
+        for kind, rows_of in enumerate(features):
+            rows = numbers[mine[kinds[mine] == kind]] - starts[kind]
+            found |= {name: tensor[rows].to(device) for name, tensor in rows_of.items()}
+        shards.append(ShardEdgesAndFeatures((src[mine].to(device), dst[mine].to(device)), found))
+    return shards
+
+
+def _type_ranges(config: Config) -> dict[str, list[tuple[int, int]]]:
+    """First id and end of the nodes of each type in each part; DGL numbers part by part, type by type."""
+    ranges: dict[str, list[tuple[int, int]]] = {kind: [] for kind in config.node_types}
+    position = 0
+    for part in range(config.nodes.num_parts):
+        for number, kind in enumerate(config.node_types):
+            size = _size(config.nodes.rows(number, part))
+            ranges[kind].append((position, position + size))
+            ends = np.array([position, position + size - 1][: 2 * (size > 0)])
+            found_kinds, _, found_parts = config.nodes.locate(ends, config.path)
+            if (found_kinds != number).any() or (found_parts != part).any():
+                raise ValueError(
+                    f"{config.path} is altered: its node ids do not go part by part, and within a part type by type"
+                )
+            position += size
+    return ranges
+
+
+def _merged(ranges: Mapping[str, Sequence[tuple[int, int]]]) -> list[tuple[int, int]]:
+    return [(min(a for a, _ in ends), max(b for _, b in ends)) for ends in zip(*ranges.values())]
+
+
+def _size(rows: slice) -> int:
+    return int(rows.stop - rows.start)
+
+
+def _in_edges(config: Config, part: int, graph: PartGraph) -> InEdges:
+    path = config.parts[part].graph
+    ids = _numbers(graph.node_data, "_ID", path)
+    inner = np.flatnonzero(_numbers(graph.edge_data, "inner_edge", path))
+    kinds, numbers, owners = config.edges.locate(_numbers(graph.edge_data, "_ID", path)[inner], path)
+    src, dst = ids[graph.src[inner]], ids[graph.dst[inner]]
+    wrong = (owners != part).any() or inner.size != config.edges.count(part)
+    if wrong or (config.nodes.locate(dst, path)[2] != part).any():
+        raise ValueError(
+            f"{path} is altered or belongs to another partition: its inner edges are not the edges into its inner "
+            f"nodes that {config.path.name} gives to part {part}"
+        )
+    return InEdges(*(torch.from_numpy(array.astype(np.int64)) for array in (src, dst, kinds, numbers)))
+
+
+def _node_features(config: Config, part: int, graph: PartGraph) -> dict[str, Tensor]:
+    files, types = config.parts[part], config.node_types
+    counts = [_size(config.nodes.rows(number, part)) for number in range(len(types))]
+    found = _features(files.node_fields, types, counts)
+    ids = _numbers(graph.node_data, "_ID", files.graph)
+    inner = np.flatnonzero(_numbers(graph.node_data, "inner_node", files.graph))
+    inner = inner[ids[inner].argsort()]
+    if inner.size != sum(counts):
+        raise ValueError(f"{files.graph} has {inner.size} inner nodes; {config.path.name} gives it {sum(counts)}")
+    if len(types) > 1:
+        found[dgl.NTYPE] = torch.repeat_interleave(torch.arange(len(types)), torch.tensor(counts))
+    elif ORIGINAL in graph.node_data:
+        found.setdefault(f"{types[0]}/{ORIGINAL}", _tensor(graph.node_data[ORIGINAL])[torch.from_numpy(inner)])
+    return found
+
+
+def _features(path: Path, labels: Sequence[str], counts: Sequence[int]) -> dict[str, Tensor]:
+    """What is stored of a part's own nodes or edges, by ``<label>/<name>``."""
+    found = dict(read_tensors(path))
+    originals = path.with_name("orig_nids.dgl" if path.name.startswith("node") else "orig_eids.dgl")
+    if originals.exists():
+        for label, stored in read_tensors(originals).items():
+            found.setdefault(f"{label}/{ORIGINAL}", stored)
+    features = {}
+    for name, stored in found.items():
+        owners = [number for number, label in enumerate(labels) if name.startswith(f"{label}/")]
+        if not owners:
+            raise ValueError(f"{path}: {name!r} belongs to no type; expected <type>/<name> with one of {list(labels)}")
+        owner = max(owners, key=lambda number: len(labels[number]))  # a type's name may hold a slash
+        count = counts[owner]
+        if stored.values.shape[:1] != (count,):
+            raise ValueError(f"{path} is altered: {name!r} is {list(stored.values.shape)}; expected {count} rows")
+        features[name] = _as_mask(name[len(labels[owner]) :], _tensor(stored))
+    return features
+
+
+def _by_kind(features: Mapping[str, Tensor], labels: Sequence[str]) -> list[dict[str, Tensor]]:
+    return [{name: t for name, t in features.items() if name.startswith(f"{label}/")} for label in labels]
+
+
+def _as_mask(name: str, rows: Tensor) -> Tensor:
+    """`rows` as booleans where they were before DGL stored them as uint8, which would be taken for row numbers."""
+    was_mask = "mask" in name and rows.dtype == torch.uint8 and (not rows.numel() or int(rows.max()) <= 1)
+    return rows.view(torch.bool) if was_mask else rows
+
+
+def _tensor(stored: Stored) -> Tensor:
+    return torch.from_numpy(np.array(stored.values)).view(stored.dtype)
+
+
+def _numbers(data: Mapping[str, Stored], name: str, path: Path) -> np.ndarray:
+    values = data[name].values if name in data else np.empty((0, 0))
+    if values.ndim != 1 or values.dtype.kind not in "iu":
+        raise ValueError(f"{path} holds no integers {name!r}, which the parts of a DGL partition have")
+    return values
+
+
+def load_dgl_partition_data_from_graph(graph: Any, device: torch.device | str = "cpu") -> PartitionData:
+    """The part of a ``dgl.distributed.DistGraph`` that belongs to this process. Not collective.
+
+    All node and edge features of the DistGraph come along. Args and result otherwise as `load_dgl_partition_data`.
+    """
+    book, local = graph.get_partition_book(), graph.local_partition
+    part, node_types = int(book.partid), list(graph.ntypes)
+    edge_types: list[CanonicalType] = [tuple(kind) for kind in graph.canonical_etypes]
+    ranges = {kind: [_homogenised(book, index, kind) for index in range(book.num_partitions())] for kind in node_types}
+    inner = local.edata["inner_edge"].bool()
+    ids = local.ndata[dgl.NID]
+    src, dst = local.edges(order="eid")
+    kinds, numbers = book.map_to_per_etype(local.edata[dgl.EID][inner])
+    edges = InEdges(ids[src[inner]], ids[dst[inner]], kinds.to(torch.int64), numbers)
+    node_features = _pulled(graph.nodes, node_types, node_types, lambda kind: book.partid2nids(part, kind))
+    if len(node_types) > 1:
+        counts = [ranges[kind][part][1] - ranges[kind][part][0] for kind in node_types]
+        node_features[dgl.NTYPE] = torch.repeat_interleave(torch.arange(len(node_types)), torch.tensor(counts))
+    labels = [":".join(kind) for kind in edge_types]
+    own = {kind: book.partid2eids(part, kind) for kind in edge_types}
+    features = _pulled(graph.edges, edge_types, labels, own.__getitem__)
+    starts = [int(own[kind][0]) if own[kind].numel() else 0 for kind in edge_types]
+    merged = _merged(ranges)
+    shards = split(edges, merged, _by_kind(features, labels), starts, torch.device(device))
+    return PartitionData(merged, shards, node_features, node_types, edge_types, ranges, part)
+
+
+def _homogenised(book: Any, part: int, kind: str) -> tuple[int, int]:
+    numbers = book.partid2nids(part, kind)
+    if not numbers.numel():
+        return 0, 0
+    first = int(book.map_to_homo_nid(numbers[:1], kind)[0])
+    return first, first + numbers.numel()
+
+
+def _pulled(views: Any, kinds: Sequence[Any], labels: Sequence[str], rows_of: Any) -> dict[str, Tensor]:
+    """This rank's rows of the distributed tensors of each type."""
+    found = {}
+    for kind, label in zip(kinds, labels):
+        for name, tensor in views[kind].data.items():
+            found[f"{label}/{name}"] = _as_mask(name, tensor[rows_of(kind)])
+    return found
+
+
+def suffix_key_lookup(
+    feature_dict: Mapping[str, Tensor],
+    key: str,
+    expand_to_all: bool = True,
+    type_list: Sequence[str | CanonicalType] | None = None,
+) -> Tensor:
+    """The feature `key` of `feature_dict`, whose names begin with a type: ``feat`` finds ``paper/feat``, not ``xfeat``.
+
+    Args:
+        feature_dict: `PartitionData.node_features` or the like.
+        key: a name without its type, or a full name.
+        expand_to_all: with a `type_list`, put in zeros for the nodes of types that lack the feature; otherwise such
+            types are left out.
+        type_list: the types whose rows follow one another in the result (`PartitionData.node_type_names`); None: the
+            one type that has the feature.
+
+    Raises:
+        KeyError: there is no such feature.
+        ValueError: several types have it and there is no `type_list`; their rows differ in shape or dtype; the number
+            of nodes of a type that lacks it cannot be told.
+    """
+    known = ", ".join(sorted(feature_dict)) or "none"
+    matches = [name for name in feature_dict if name == key or name.endswith(f"/{key}")]
+    if not matches:
+        raise KeyError(f"no feature is called {key!r}; there are: {known}")
+    if key in feature_dict or type_list is None:
+        if key not in feature_dict and len(matches) > 1:
+            raise ValueError(f"{key!r} means {', '.join(matches)}: pass one of them, or the type_list to join them")
+        return feature_dict[key if key in feature_dict else matches[0]]
+    labels = [kind if isinstance(kind, str) else ":".join(kind) for kind in type_list]
+    present = {label: feature_dict[f"{label}/{key}"] for label in labels if f"{label}/{key}" in feature_dict}
+    if not present:
+        raise KeyError(f"none of the types {labels} has a feature {key!r}; there are: {known}")
+    first = next(iter(present.values()))
+    parts = []
+    for number, label in enumerate(labels):
+        if label in present:
+            parts.append(present[label])
+        elif expand_to_all:
+            parts.append(first.new_zeros((_count(feature_dict, label, number), *first.shape[1:])))
+    kinds = {f"{str(part.dtype).removeprefix('torch.')} rows of shape {list(part.shape[1:])}" for part in parts}
+    if len(kinds) > 1:
+        raise ValueError(f"{key!r} differs between the types {labels}: {' and '.join(sorted(kinds))}")
+    return torch.cat(parts)
+
+
+def _count(features: Mapping[str, Tensor], label: str, number: int) -> int:
+    """How many nodes of a type there are, from what else is known of them."""
+    if dgl.NTYPE in features:
+        return int((features[dgl.NTYPE] == number).sum())
+    for name, tensor in features.items():
+        if name.startswith(f"{label}/"):
+            return tensor.size(0)
+    raise ValueError(
+        f"the number of nodes of type {label!r} is not known: there is neither {dgl.NTYPE!r} nor a feature"
+    )
