@@ -90,6 +90,12 @@ _PROPERTIES = frozenset(
 )
 
 
+_COUNTS = frozenset(
+    ["any", "all", "sum", "mean", "max", "min", "item", "tolist", "count_nonzero", "__bool__", "__len__"]
+)
+_OF_DATA = frozenset("x y edge_index edge_attr edge_weight edge_type batch x_dict num_nodes".split())
+
+
 class ShardedEdgeIndex(Tensor):
     """``edge_index`` of a sharded graph, or one derived from it by adding, removing, reordering or flipping edges.
 
@@ -139,6 +145,14 @@ class ShardedEdgeIndex(Tensor):
         out = ShardedEdgeIndex.wrap(self.as_subclass(Tensor), self.plan, self.shards, not self.is_reversed, self.flow)
         out.derivation = self.derivation
         return out
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OF_DATA:
+            raise AttributeError(
+                f"the model's forward reads `.{name}` of the graph, but a wrapped model is given edge_index where the "
+                f"graph goes: let forward take (x, edge_index), and call model(graph.x, graph)"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _of(self, data: Tensor) -> ShardedEdgeIndex:
         """Other numbers, sources first, in the same direction."""
@@ -216,12 +230,32 @@ class SourceRows(Tensor):
             if name == "__getitem__" and isinstance(first, SourceRows):
                 return SourceRows.wrap(func(*_plain(args), **kwargs), mine.plan)
             if name in _COMPARES and all(isinstance(a, Tensor) and a.shape == mine.shape for a in args[:2]):
-                return func(*_plain(args), **kwargs)
+                return func(*_plain(args), **kwargs).as_subclass(EdgeMask)
             if name == "max" and len(args) == 1 and not kwargs:
                 return torch.tensor(mine.plan.num_own_src - 1)
             if name == "stack" and len(first or ()) == 2 and (*args[1:], *kwargs.values()) in ((), (0,)):
                 return _stacked(mine.plan, *args[0])
         raise _refused(name, "source node ids")
+
+
+class EdgeMask(Tensor):
+    """Which own edges are self-loops, or not. It selects edges; whether there are any is a question to all ranks."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _COUNTS and args and isinstance(args[0], EdgeMask):
+            raise RefusedError(
+                f"`{name}` of a mask of this rank's edges (self-loops): other ranks hold other edges and would get "
+                f"another answer. Find out before partitioning, or count over all ranks with shardpass.total"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.dtype == torch.bool and type(out) is Tensor and name != "__get__":
+            return out.as_subclass(EdgeMask)
+        return out
 
 
 def _refused(name: str, what: str) -> RefusedError:
@@ -286,8 +320,9 @@ def _check_piece(mine: ShardedEdgeIndex, piece: Tensor) -> None:
     loops = data.dim() == 2 and data.size(0) == 2 and torch.equal(data[0], data[1])
     if not loops or plan.num_own_src != plan.num_dst or (data.numel() and int(data.max()) >= plan.num_dst):
         raise RefusedError(
-            "`cat` of the edge_index of a sharded graph with other ids: only self-loops of own nodes can be added in "
-            "forward, since ids are numbered per rank. Add other edges before partitioning"
+            f"`cat` of the edge_index of a sharded graph with other ids: only self-loops of own nodes can be added in "
+            f"forward, since ids are numbered per rank. Add other edges before partitioning. If a layer adds the "
+            f"self-loops: rank {plan.comm.rank} owns {plan.num_dst} nodes, has x as many rows (graph.x)?"
         )
 
 

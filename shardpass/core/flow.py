@@ -30,11 +30,15 @@ class LayerFlow:
         needed: the own destination rows it computes, ``[num_dst]`` bool.
         plan: the halo of the edges into them.
         new_rows: for each source row of the whole plan its row in `plan`, or -1, ``[num_src]`` int64.
+        number: of the layer, from 0.
+        progress: the last layer of each forward, shared by the layers.
     """
 
     needed: Tensor
     plan: HaloPlan
     new_rows: Tensor
+    number: int
+    progress: dict[int, int]
     _known: KnownLists[EdgeShards] = field(default_factory=KnownLists, compare=False, repr=False)
     _used: dict[int, set[int]] = field(default_factory=dict, compare=False, repr=False)
 
@@ -43,8 +47,16 @@ class LayerFlow:
 
         Raises:
             RefusedError: they are not those of an earlier message of this forward, so may have been made from its
-                result, of which only the needed rows are computed.
+                result, of which only the needed rows are computed; or a later layer came before this one.
         """
+        last = self.progress.get(order.forwards, -1)
+        if self.number < last:
+            raise RefusedError(
+                f"{name} was given number {self.number} of graph.layers after number {last}: a layer computes "
+                f"only what the layers after it need. Use them in their order, the first layer's first"
+            )
+        self.progress.clear()
+        self.progress[order.forwards] = self.number
         mine = {t.data_ptr() for t in sources.values() if t.numel()}
         known = self._used.get(order.forwards)
         if known is None:
@@ -84,13 +96,14 @@ def message_flow(edge_index: ShardedEdgeIndex, sources: Ownership, wanted: Tenso
     own_ids = sources.to_global(torch.arange(plan.num_own_src, device=wanted.device), plan.comm.rank)
     ids = halo_fetch(own_ids, plan, "layers: ids")
     flows: list[LayerFlow] = []
-    for _ in range(num_layers):
+    progress: dict[int, int] = {}
+    for number in reversed(range(num_layers)):
         kept = wanted[dst_rows]
         smaller, rows = build_halo_plan(plan.comm, sources, ids[src_rows[kept]], plan.num_dst, plan.options)
         new_rows = torch.full((plan.num_src,), -1, device=wanted.device)
         new_rows[: plan.num_own_src] = torch.arange(plan.num_own_src, device=wanted.device)
         new_rows[src_rows[kept]] = rows
-        flows.insert(0, LayerFlow(wanted, smaller, new_rows))
+        flows.insert(0, LayerFlow(wanted, smaller, new_rows, number, progress))
         read = torch.zeros(plan.num_src, device=wanted.device)
         read[src_rows[kept]] = 1
         wanted = wanted | (halo_push(read, plan, "layers: nodes that are read") > 0)

@@ -28,7 +28,8 @@ def load(path: str | Path, comm: Communicator, options: Options | None = None) -
 
     Raises:
         ValueError: more ranks than parts.
-        StoreError: the store is missing, torn or altered (on the rank that found it; the others say which).
+        StoreError: the store is missing, torn or altered (on the rank that found it; the others say which). Fields are
+            verified when they are first read, or all of them by ``shardpass inspect --verify``.
         DivergenceError: ranks passed different stores or options.
     """
     options = options or Options()

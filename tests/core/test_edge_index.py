@@ -112,7 +112,7 @@ def test_self_loops_of_pyg_as_they_are():
         added, _ = utils.add_self_loops(index, graph.edge_attr, fill_value="mean", num_nodes=n)
         remaining, weight = utils.add_remaining_self_loops(index, graph.edge_weight, 7.0, n)
         assert attr.size(0) == removed.size(1)
-        return removed.size(1), added.size(1), remaining.size(1), weight.sum(), utils.contains_self_loops(index)
+        return removed.size(1), added.size(1), remaining.size(1), weight.sum()
 
     class Whole:
         edge_index, num_nodes = GRAPH.edge_index, GRAPH.num_nodes
@@ -121,6 +121,19 @@ def test_self_loops_of_pyg_as_they_are():
     right, results = count(Whole), on_ranks(count)
     for k in range(4):
         torch.testing.assert_close(torch.as_tensor(sum(r[k] for r in results)), torch.as_tensor(right[k]))
+
+
+@pytest.mark.parametrize("ask", [
+    lambda e: (e[0] == e[1]).any(),
+    lambda e: bool((e[0] != e[1]).all()),
+    lambda e: int((e[0] == e[1]).sum()),
+    lambda e: (~(e[0] == e[1]) & (e[1] > 3)).sum(),
+])  # fmt: skip
+def test_whether_there_are_self_loops_is_a_question_to_all_ranks(ask):
+    with pytest.raises(RefusedError, match="mask of this rank's edges"):
+        on_ranks(lambda graph: ask(graph.edge_index))
+    selected = on_ranks(lambda g: g.edge_attr[g.edge_index[0] == g.edge_index[1]].size(0))
+    assert sum(selected) == int((GRAPH.edge_index[0] == GRAPH.edge_index[1]).sum())
 
 
 def test_derived_edge_lists_stay_what_they_are(sharded):

@@ -160,6 +160,19 @@ def test_several_hops_over_one_edge_index_are_refused(layer):
     run(work, 2)
 
 
+def test_layers_in_another_order_are_refused():
+    def work(comm):
+        graph = shard_in_memory(GRAPH, torch.arange(GRAPH.num_nodes) % comm.size, comm)
+        model = sp.pyg.wrap(PerLayer(gnn.SAGEConv), comm, check=False).double()
+        layers = graph.layers(WANTED[graph.node_ids], 3)
+        model(graph.x, layers)  # and again, in the right order
+        model(graph.x, layers)
+        with pytest.raises(RefusedError, match="number 1 of graph.layers after number 2"):
+            model(graph.x, layers[::-1])
+
+    run(work, 2)
+
+
 def test_siblings_over_one_edge_index_are_not_hops():
     def work(comm):
         graph = shard_in_memory(GRAPH, torch.arange(GRAPH.num_nodes) % 2, comm)

@@ -15,6 +15,7 @@ from torch_geometric.nn.conv import MessagePassing
 from shardpass.core.aggregate import aggregate
 from shardpass.core.agreement import agree
 from shardpass.core.edge_index import ShardedEdgeIndex
+from shardpass.core.graph import ShardedGraph
 from shardpass.core.halo import HaloPlan
 from shardpass.core.program import Inputs, Program, Structure
 from shardpass.core.reverse import ReversedEdges, reversed_edges
@@ -151,6 +152,11 @@ class ShardedMessagePassing:
 
     def _refuse(self, edge_index: Any) -> None:
         conv = self.conv
+        if isinstance(edge_index, ShardedGraph):
+            raise RefusedError(
+                f"{self.name}: only the wrapped model itself is called with the graph; its layers and other "
+                f"methods are called with graph.edge_index"
+            )
         if not isinstance(edge_index, ShardedEdgeIndex):
             raise RefusedError(
                 f"{self.name}: edge_index is an ordinary {type(edge_index).__name__}, but nodes of a sharded graph are "
