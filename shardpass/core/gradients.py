@@ -71,8 +71,8 @@ def sync_parameters(model: nn.Module, comm: Communicator, bucket_bytes: int = BU
 def sync_gradients(model: nn.Module, comm: Communicator, bucket_bytes: int = BUCKET_BYTES) -> None:
     """Sum the gradients of the parameters over ranks, in place. Collective; once per step, after the last backward.
 
-    A parameter that has a gradient on some rank gets one on every rank; one that has none anywhere keeps None. (Backward
-    through a wrapped model gives zeros to parameters that the loss does not reach.)
+    A parameter that has a gradient on some rank gets one on every rank; one that has none anywhere keeps None (backward
+    through a wrapped model gives zeros to parameters that the loss does not reach).
     Parameters marked ``shardpass_local`` are left alone. Buckets are summed in a fixed order.
 
     Args:

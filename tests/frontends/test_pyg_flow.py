@@ -167,7 +167,7 @@ def test_layers_in_another_order_are_refused():
         layers = graph.layers(WANTED[graph.node_ids], 3)
         model(graph.x, layers)  # and again, in the right order
         model(graph.x, layers)
-        with pytest.raises(RefusedError, match="number 1 of graph.layers after number 2"):
+        with pytest.raises(RefusedError, match=r"number 1 of graph\.layers after number 2"):
             model(graph.x, layers[::-1])
 
     run(work, 2)
