@@ -45,8 +45,8 @@ edges, isolated nodes, ties; an empty part, a rank without edges) in one process
 compares outputs and the gradients of inputs, edge tensors and parameters, and buffers, with those of DGL on the whole
 graph.
 
-{versions}. Largest error of all in float64: {largest:.0e}, relative to the largest entry where that is above 1; the
-bound is 1e-10.
+{versions}.
+Largest error of all in float64: {largest:.0e}, relative to the largest entry where that is above 1; the bound is 1e-10.
 
 *at once*: the layer has a reduce function of its own, which sees all messages of a node together. It is exact in every
 mode, but the halo rows of that call are fetched together and all its messages are held, whatever the mode; a warning

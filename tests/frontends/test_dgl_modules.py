@@ -26,7 +26,7 @@ from shardpass.testing.graphs import assignments, shard_in_memory
 from shardpass.testing.parity import cotangent
 from shardpass.testing.run import run
 
-from .dgl_cases import CONVS, ZERO
+from .dgl_cases import CONVS, ZERO, graph_of
 from .dgl_parity import EVERY_MODE, GRAPH, UNCHECKED, float64, largest_error  # noqa: F401
 
 PARTS = {
@@ -202,6 +202,37 @@ def test_names_of_parameters_stay(name):
     assert all(torch.equal(value, before[key]) for key, value in wrapped.state_dict().items())
     CONVS[name][0]().load_state_dict(wrapped.state_dict())
     assert sp.dgl.wrap(wrapped, sp.connect("local")) is wrapped
+
+
+QUICK = ("RelGraphConv presorted", "HGTConv presorted", "GroupRevRes", "EdgeWeightNorm both", "LabelPropagation")
+
+
+@pytest.mark.filterwarnings("error:.*self-check")
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.long) for name in CONVS if name not in QUICK)]
+)
+def test_the_self_check_passes_every_layer(name):
+    (make, call), graph = CONVS[name], graph_of(name)
+    model = make().double()
+
+    def work(comm):
+        share = shard_in_memory(graph, OWNERS % 2, comm)
+        call(sp.dgl.wrap(copy.deepcopy(model), comm), sp.dgl.graph(share), {**dict(share.node), **dict(share.edge)})
+
+    run(work, 2)
+
+
+@pytest.mark.filterwarnings("error:.*self-check")
+@pytest.mark.parametrize("name", READOUTS)
+def test_the_self_check_passes_every_readout(name):
+    make, call = READOUTS[name]
+    model = make().double()
+
+    def work(comm, graph):
+        wrapped, g = sp.dgl.wrap(copy.deepcopy(model), comm), sp.dgl.graph(graph)
+        call(wrapped, g, {"x": g.ndata["x"]})
+
+    sharded(work, 2)
 
 
 def test_a_copy_of_a_wrapped_model_is_one_of_its_own():
