@@ -27,7 +27,6 @@ from shardpass.frontends.sar.construct_shard_manager import (  # noqa: E402
 from shardpass.frontends.sar.data_loading import (  # noqa: E402
     load_dgl_partition_data,
     load_dgl_partition_data_from_graph,
-    suffix_key_lookup,
 )
 from shardpass.frontends.sar.graphshard import DistributedBlock, GraphShardManager  # noqa: E402
 from shardpass.frontends.sar.logging_setup import logging_setup  # noqa: E402
@@ -39,6 +38,7 @@ from shardpass.frontends.sar.modules import (  # noqa: E402
     patch_dgl,
     patched_edge_softmax,
 )
+from shardpass.frontends.sar.suffix_lookup import suffix_key_lookup  # noqa: E402
 
 __all__ = [
     "Config",

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardpass.backends.communicator import Communicator
 from shardpass.backends.connect import connect
 from shardpass.core.gradients import sync_gradients, sync_parameters
 from shardpass.frontends.sar._state import STATE, communicator
@@ -70,19 +71,24 @@ def initialize_comms(
     _use_interface()
     wanted = comm_device if comm_device is not None else _comm_device
     device = _device(backend) if wanted is None else torch.device(wanted)
-    if backend == "mpi":
-        comm = connect("mpi", ranks=world_size)
-    else:
-        with _environment(_launch(rank, world_size, master_ip_address, master_port_number)):
-            comm = connect("torch_distributed", device=_device(backend))
-    _check_same(rank, world_size, comm.rank, comm.size, "the launcher or the process group says")
-    comm.device = torch.device("cpu")  # until a graph tells on which device its tensors are
+    comm = _connected(rank, world_size, master_ip_address, master_port_number, backend)
     STATE.comm, STATE.comm_device, STATE.backend = comm, device, backend
     STATE.master_ip, STATE.master_port = master_ip_address, master_port_number
     comm.barrier("initialize_comms")
     while STATE.on_connected:
         STATE.on_connected.pop()()
     logging.getLogger("shardpass.sar").info("rank %d of %d has joined over %s", rank, world_size, type(comm).__name__)
+
+
+def _connected(rank: int, world_size: int, ip: str, port: int, backend: str) -> Communicator:
+    if backend == "mpi":
+        comm = connect("mpi", ranks=world_size)
+    else:
+        with _environment(_launch(rank, world_size, ip, port)):
+            comm = connect("torch_distributed", device=_device(backend))
+    _check_same(rank, world_size, comm.rank, comm.size, "the launcher or the process group says")
+    comm.device = torch.device("cpu")  # until a graph tells on which device its tensors are
+    return comm
 
 
 def _check(rank: Any, world_size: Any, backend: Any) -> None:

@@ -78,25 +78,29 @@ def construct_mfgs(
         ValueError: seeds that are not this rank's; otherwise as `construct_full_graph`.
     """
     graph = construct_full_graph(partition_data, homogeneous)
+    return blocks_of(graph, _own_rows(graph, partition_data, seed_nodes), num_layers, keep_seed_nodes)
+
+
+def _own_rows(graph: GraphShardManager, data: PartitionData, seed_nodes: Tensor) -> dict[str, Tensor]:
+    """The seeds as rows of this rank's part, ascending, by node type of the graph. Collective."""
     rank = graph.comm.rank
     seeds = torch.unique(torch.as_tensor(seed_nodes).to(torch.int64)).to(graph.device)
-    ranges = dict(partition_data.node_type_ranges)
-    if homogeneous or not ranges:
-        ranges = {graph.ntypes[0]: partition_data.node_ranges}
+    ranges = dict(data.node_type_ranges)
+    if len(graph.ntypes) == 1:
+        ranges = {graph.ntypes[0]: data.node_ranges}
     rows = {kind: seeds[(seeds >= own[rank][0]) & (seeds < own[rank][1])] for kind, own in ranges.items()}
-    found = sum(part.numel() for part in rows.values())
-    wrong = [int(seeds.numel() != found)]
-    everywhere = graph.comm.all_gather_object(wrong, "construct_mfgs: seeds")
-    if wrong[0]:
-        start, end = partition_data.node_ranges[rank]
+    num_foreign = seeds.numel() - sum(part.numel() for part in rows.values())
+    everywhere = graph.comm.all_gather_object(num_foreign, "construct_mfgs: seeds")
+    if num_foreign:
+        start, end = data.node_ranges[rank]
         raise ValueError(
-            f"rank {rank}: {seeds.numel() - found} of the seed nodes are not its own; expected ids in [{start}, {end})"
-            f", which are rows of its part plus partition_data.node_ranges[{rank}][0]"
+            f"rank {rank}: {num_foreign} of the seed nodes are not its own; expected ids in [{start}, {end}), which "
+            f"are rows of its part plus partition_data.node_ranges[{rank}][0]"
         )
-    if [1] in everywhere:
-        raise PeerFailure(f"rank {everywhere.index([1])} passed seed nodes to construct_mfgs that are not its own")
-    own_rows = {kind: part - ranges[kind][rank][0] for kind, part in rows.items()}
-    return blocks_of(graph, own_rows, num_layers, keep_seed_nodes)
+    if any(everywhere):
+        other = next(other for other, count in enumerate(everywhere) if count)
+        raise PeerFailure(f"rank {other} passed seed nodes to construct_mfgs that are not its own")
+    return {kind: part - ranges[kind][rank][0] for kind, part in rows.items()}
 
 
 def convert_dist_graph(dist_graph: Any) -> GraphShardManager:

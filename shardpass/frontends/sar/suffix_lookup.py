@@ -1,0 +1,76 @@
+"""Features by their name without the type that partitioning puts before it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import dgl
+import torch
+from torch import Tensor
+
+from shardpass.frontends.sar.common_tuples import CanonicalType
+
+
+def suffix_key_lookup(
+    feature_dict: Mapping[str, Tensor],
+    key: str,
+    expand_to_all: bool = True,
+    type_list: Sequence[str | CanonicalType] | None = None,
+) -> Tensor:
+    """The feature `key` of `feature_dict`, whose names begin with a type: ``feat`` finds ``paper/feat``, not ``xfeat``.
+
+    Args:
+        feature_dict: `PartitionData.node_features` or the like.
+        key: a name without its type, or a full name.
+        expand_to_all: with a `type_list`, put in zeros for the nodes of types that lack the feature; otherwise such
+            types are left out.
+        type_list: the types whose rows follow one another in the result (`PartitionData.node_type_names`); None: the
+            one type that has the feature.
+
+    Raises:
+        KeyError: there is no such feature.
+        ValueError: several types have it and there is no `type_list`; their rows differ in shape or dtype; the number
+            of nodes of a type that lacks it cannot be told.
+    """
+    known = ", ".join(sorted(feature_dict)) or "none"
+    matches = [name for name in feature_dict if name == key or name.endswith(f"/{key}")]
+    if not matches:
+        raise KeyError(f"no feature is called {key!r}; there are: {known}")
+    if key in feature_dict:
+        return feature_dict[key]
+    if type_list is None:
+        if len(matches) > 1:
+            raise ValueError(f"{key!r} means {', '.join(matches)}: pass one of them, or the type_list to join them")
+        return feature_dict[matches[0]]
+    labels = [kind if isinstance(kind, str) else ":".join(kind) for kind in type_list]
+    if not any(f"{label}/{key}" in feature_dict for label in labels):
+        raise KeyError(f"none of the types {labels} has a feature {key!r}; there are: {known}")
+    return _joined(feature_dict, key, labels, expand_to_all)
+
+
+def _joined(features: Mapping[str, Tensor], key: str, labels: Sequence[str], expand: bool) -> Tensor:
+    """The rows of the types one after the other, with zeros for those that lack the feature or without them."""
+    present = {label: features[f"{label}/{key}"] for label in labels if f"{label}/{key}" in features}
+    first = next(iter(present.values()))
+    parts = []
+    for number, label in enumerate(labels):
+        if label in present:
+            parts.append(present[label])
+        elif expand:
+            parts.append(first.new_zeros((_count(features, label, number), *first.shape[1:])))
+    kinds = {f"{str(part.dtype).removeprefix('torch.')} rows of shape {list(part.shape[1:])}" for part in parts}
+    if len(kinds) > 1:
+        raise ValueError(f"{key!r} differs between the types {list(labels)}: {' and '.join(sorted(kinds))}")
+    return torch.cat(parts)
+
+
+def _count(features: Mapping[str, Tensor], label: str, number: int) -> int:
+    """How many nodes of a type there are, from what else is known of them."""
+    if dgl.NTYPE in features:
+        return int((features[dgl.NTYPE] == number).sum())
+    for name, tensor in features.items():
+        if name.startswith(f"{label}/"):
+            return tensor.size(0)
+    raise ValueError(
+        f"the number of nodes of type {label!r} is not known: there is neither {dgl.NTYPE!r} nor a feature"
+    )
