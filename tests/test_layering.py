@@ -68,6 +68,7 @@ LAYERS: dict[str, Layer] = {
     "frontends/dgl": Layer(
         ("shardpass.errors", "shardpass.core", "shardpass.frontends.dgl", COMMUNICATOR),
         third_party=frozenset(["dgl"]),
+        lazy_own=("shardpass.testing",),
     ),
     "frontends/sar": Layer(
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -347,7 +348,13 @@ class ShardedDGLGraph(Closed):
 
     @property
     def _graph(self) -> Any:
-        """The index on which DGL's own kernels run: the in-edges of own nodes."""
+        """The index on which DGL's own kernels run: the in-edges of own nodes.
+
+        For `dgl.ops` only: given this index, DGL's functions in C would read the rank's edges as a whole graph.
+        """
+        caller = sys._getframe(2)  # through `Closed.__getattribute__`
+        if not caller.f_globals.get("__name__", "").startswith("dgl.ops."):
+            raise refused(f"the structure that {caller.f_code.co_name}() reads", "do that before partitioning")
         if len(self._edges) != 1:
             raise refused("a DGL kernel over several edge types", "use graph[etype] for one of them")
         return next(iter(self._edges.values())).index
@@ -427,9 +434,16 @@ class ShardedDGLGraph(Closed):
         if is_all(edges):
             frame.update(passing.per_edge(func))
             return
+        if isinstance(edges, tuple):
+            raise refused("apply_edges on (source, destination) pairs", "pass positions of this rank's own edges")
         chosen = torch.as_tensor(edges, device=self.device)
         chosen = chosen.nonzero().view(-1) if chosen.dtype == torch.bool else chosen.to(torch.int64)
         chosen = torch.unique(chosen)
+        if chosen.numel() and not 0 <= int(chosen[0]) <= int(chosen[-1]) < frame.num_rows:
+            raise DGLError(
+                f"apply_edges: positions of own edges in [0, {frame.num_rows}) are expected on rank {self.comm.rank}; "
+                f"ids of the whole graph are in graph.edata[dgl.EID]"
+            )
         for name, rows in passing.per_edge(func, chosen).items():
             if name in frame:
                 rows = frame[name].index_copy(0, chosen, rows[chosen])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import dgl.function as fn
@@ -14,11 +15,13 @@ import dgl.nn.pytorch as dnn
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from shardpass.core.agreement import agree
 from shardpass.core.transfer import halo_push
 from shardpass.frontends.dgl import readouts
 from shardpass.frontends.dgl.closed import refused
+from shardpass.frontends.dgl.empty import EmptyRows
 from shardpass.frontends.dgl.graph import ShardedDGLGraph
 
 
@@ -133,6 +136,22 @@ class ShardedLabelPropagation(dnn.LabelPropagation):
         return with_names(dnn.LabelPropagation.forward, F=names)(self, g, labels, mask)
 
 
+class ShardedGroupRevRes(dnn.GroupRevRes):
+    """`dgl.nn.GroupRevRes`: backward computes the layer again from its input, which is kept, not from its output.
+
+    DGL's own frees and recovers the input inside a backward, where ranks would communicate out of step.
+    """
+
+    def forward(self, g: ShardedDGLGraph, x: Tensor, *args: Any) -> Tensor:
+        """Updated own rows, in the shape of `x`. Collective."""
+
+        def layer(x: Tensor, *args: Any) -> Any:
+            with EmptyRows() if getattr(g, "lacks_rows", False) else nullcontext():
+                return self._forward(g, x, *args)
+
+        return checkpoint(layer, x, *args, use_reentrant=False)
+
+
 class ShardedTypedLinear(dnn.TypedLinear):
     """`dgl.nn.TypedLinear`: edges of a part are not sorted by type, whatever the caller says of the whole list."""
 
@@ -170,6 +189,7 @@ ADAPTED: dict[type[nn.Module], type[nn.Module]] = {
     dnn.GCN2Conv: ShardedGCN2Conv,
     dnn.GatedGraphConv: ShardedGatedGraphConv,
     dnn.GlobalAttentionPooling: ShardedGlobalAttentionPooling,
+    dnn.GroupRevRes: ShardedGroupRevRes,
     dnn.LabelPropagation: ShardedLabelPropagation,
     dnn.MaxPooling: ShardedMaxPooling,
     dnn.SGConv: ShardedSGConv,
@@ -187,3 +207,14 @@ def adapt(model: nn.Module) -> None:
         kind = ADAPTED.get(type(module))
         if kind is not None:
             module.__class__ = kind
+
+
+def adapt_for_check(model: nn.Module) -> None:
+    """Adapt, in place, the modules that the self-check cannot run on a whole graph as they are.
+
+    Its graph is not sorted by type, whatever `presorted` says of the user's; and it looks at inputs and outputs that
+    GroupRevRes frees.
+    """
+    for module in model.modules():
+        if type(module) in (dnn.TypedLinear, dnn.GroupRevRes):
+            module.__class__ = ADAPTED[type(module)]

@@ -13,7 +13,7 @@ from shardpass.core.at_once import AtOnce, inputs_at_once
 from shardpass.core.calls import begin_call
 from shardpass.frontends.dgl.frames import Frame
 from shardpass.frontends.dgl.messages import MessagePassing
-from shardpass.frontends.dgl.udf import LazyFields, ShardedNodeBatch, frozen
+from shardpass.frontends.dgl.udf import LazyFields, ShardedNodeBatch
 
 
 def reduced_by_user(
@@ -29,7 +29,6 @@ def reduced_by_user(
     number, _ = begin_call(plan.comm, program.name)
     everything = inputs_at_once(program, plan, edges.shards, f"call {number} {program.name}", body, edges.places)
     messages, index = everything.messages, everything.inputs.index
-    reducer = frozen(reducer)
     degrees = torch.bincount(index, minlength=everything.inputs.num_dst)
     starts = torch.cumsum(degrees, 0) - degrees
     canonical = edges.canonical

@@ -11,6 +11,7 @@ from torch import Tensor
 from shardpass.core.aggregate import aggregate
 from shardpass.core.program import Inputs, Program
 from shardpass.core.shard import EdgeShards
+from shardpass.errors import RefusedError
 from shardpass.frontends.dgl.frames import Frame
 from shardpass.frontends.dgl.functions import is_builtin, message_of, operands, reducer_of
 from shardpass.frontends.dgl.structure import Edges
@@ -45,7 +46,10 @@ class MessagePassing:
             found = body(inputs)
             if reducer.msg_field not in found:
                 raise KeyError(f"the reduce function reads {reducer.msg_field!r}, but the message has {sorted(found)}")
-            return found[reducer.msg_field]
+            rows = found[reducer.msg_field]
+            if not rows.is_floating_point():
+                raise RefusedError(f"{op} of messages of {rows.dtype}: DGL reduces floating point only; convert them")
+            return rows
 
         program.message = only
         if op in _EXTREMA:

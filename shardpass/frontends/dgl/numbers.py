@@ -71,8 +71,9 @@ class OwnEdgeCount(OwnCount):
 @lru_cache(maxsize=1024)
 def _beside_a_zero(code: CodeType, position: int) -> bool:
     """Whether the comparison at `position` of `code` has a literal 0 as its right operand."""
-    before = [step for step in dis.get_instructions(code) if step.offset < position and step.opname != "CACHE"]
-    return bool(before) and before[-1].opname == "LOAD_CONST" and before[-1].argval == 0
+    steps = [step for step in dis.get_instructions(code) if step.offset <= position and step.opname != "CACHE"]
+    compares = len(steps) > 1 and steps[-1].opname == "COMPARE_OP"  # not a look-up in a dict
+    return compares and steps[-2].opname == "LOAD_CONST" and steps[-2].argval == 0
 
 
 class NodeCounts(Tensor):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from dgl.udf import EdgeBatch, NodeBatch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardpass.core.program import Inputs
 from shardpass.errors import RefusedError
@@ -112,21 +113,46 @@ class EdgeFunction:
 
 
 def frozen(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` with what its closure holds now: backward runs it again, when a loop variable may have moved on."""
-    if not isinstance(function, types.FunctionType) or not function.__closure__:
+    """`function` with what it holds now: backward runs it again, when a loop variable or a setting may have moved on.
+
+    That is what closures hold, what `functools.partial` holds, and the attributes of modules in closures and of the
+    object whose method it is.
+    """
+    if isinstance(function, types.MethodType):
+        return types.MethodType(frozen(function.__func__), _snapshot(function.__self__))
+    if isinstance(function, partial):
+        return partial(frozen(function.func), *function.args, **function.keywords)
+    if not isinstance(function, types.FunctionType):
+        return _snapshot(function)
+    if not function.__closure__:
         return function
 
     def cell(kept: Any) -> Any:
         try:
-            return types.CellType(kept.cell_contents)
+            held = kept.cell_contents
         except ValueError:  # not assigned yet
             return kept
+        return types.CellType(_snapshot(held) if isinstance(held, nn.Module) else held)
 
     cells = tuple(cell(kept) for kept in function.__closure__)
     copy = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
     copy.__kwdefaults__, copy.__qualname__ = function.__kwdefaults__, function.__qualname__
     copy.__dict__.update(function.__dict__)
     return copy
+
+
+def _snapshot(held: Any) -> Any:
+    """An object with the attributes of `held` as they are now, and its parameters and buffers themselves."""
+    if isinstance(held, torch.jit.ScriptModule) or type(held).__new__ is not object.__new__:
+        return held
+    attributes = getattr(held, "__dict__", None)
+    if isinstance(held, type) or not attributes:
+        return held
+    other = object.__new__(type(held))
+    other.__dict__.update(attributes)
+    if isinstance(held, nn.Module):
+        other.__dict__["_modules"] = {name: _snapshot(module) for name, module in held._modules.items()}
+    return other
 
 
 class Packing:

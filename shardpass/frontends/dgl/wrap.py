@@ -26,7 +26,7 @@ from shardpass.frontends.dgl.check import checked_by
 from shardpass.frontends.dgl.convert import graph as to_dgl
 from shardpass.frontends.dgl.empty import EmptyRows
 from shardpass.frontends.dgl.graph import ShardedDGLGraph
-from shardpass.frontends.dgl.layers import adapt
+from shardpass.frontends.dgl.layers import adapt, adapt_for_check
 from shardpass.frontends.dgl.refusals import refuse_unsupported
 
 
@@ -53,6 +53,8 @@ def wrap(model: nn.Module, comm: Communicator, check: bool = True) -> nn.Module:
     _refuse_as_built(model)
     refuse_unsupported(model)
     pristine = copy_for_check(model) if check else None
+    if pristine is not None:
+        adapt_for_check(pristine)
     model = replace_batch_norms(model, comm)
     adapt(model)
     sync_parameters(model, comm)
