@@ -2,7 +2,7 @@
 
     mpirun -n 4 python examples/dgl_rgcn.py acm_hetero.npz paper
 
-The file holds ``edge_index/<src>__<rel>__<dst>``, ``x/<type>``, ``y/<type>`` and masks; the type with labels is named."""
+In the file: ``edge_index/<src>__<rel>__<dst>``, ``x/<type>``, ``y/<type>``, masks; the type with labels is named."""
 
 import sys
 from dataclasses import replace
