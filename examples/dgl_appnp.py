@@ -28,7 +28,8 @@ def main():
     comm.barrier()
     graph = sp.load("appnp-parts", comm)
     with sp.seed(0, comm):
-        model = sp.dgl.wrap(APPNP(graph.num_features, graph.num_classes), comm)
+        model = APPNP(graph.num_features, graph.num_classes)
+    sp.dgl.wrap(model, comm)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=5e-4)
     for _ in range(60):
         logits = model(graph, graph.x)

@@ -43,7 +43,8 @@ def main(path, target):
     graph = sp.load("rgcn-parts", comm)
     nodes = graph[target]
     with sp.seed(0, comm):
-        model = sp.dgl.wrap(RGCN(graph, target), comm)
+        model = RGCN(graph, target)
+    sp.dgl.wrap(model, comm)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=5e-4)
     for _ in range(60):
         loss = sp.cross_entropy(model(graph, graph.x_dict), nodes.y, nodes.train_mask, comm)

@@ -1,8 +1,7 @@
 """Train an unmodified PyG model on a graph of two node types: handwritten digits, and the pixels that are lit in them.
 
-    python examples/hetero.py
-    mpirun -n 4 python examples/hetero.py
-Two node types, three relations, and a layer per relation.
+python examples/hetero.py
+mpirun -n 4 python examples/hetero.py
 """
 
 import torch
@@ -42,7 +41,8 @@ def main():
     graph = sp.load("pixel-parts", comm)
     images = graph["image"]  # own nodes of this type
     with sp.seed(0, comm):
-        model = sp.pyg.wrap(Model(graph.num_features, graph.edge_types, images.num_classes), comm)
+        model = Model(graph.num_features, graph.edge_types, images.num_classes)
+    sp.pyg.wrap(model, comm)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for _ in range(30):
         logits = model(graph.x_dict, graph)  # graph, where edge_index_dict went

@@ -43,7 +43,8 @@ def main():
     graph = sp.load(folder, comm)  #
     for Model in (SAGE, GAT):
         with sp.seed(0, comm):  #
-            model = sp.dgl.wrap(Model(graph.num_features, 64, graph.num_classes), comm)  #
+            model = Model(graph.num_features, 64, graph.num_classes)
+        sp.dgl.wrap(model, comm)  #
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
         for _ in range(40):
             loss = sp.cross_entropy(model(graph, graph.x), graph.y, graph.train_mask, comm)  # graph: the DGLGraph

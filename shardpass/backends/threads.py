@@ -209,6 +209,11 @@ class ThreadCommunicator(BaseCommunicator):
         return result
 
     def _raw_gather(self, block: bytes, timeout: float) -> list[bytes]:
+        if self.size > 1 and self._world.random._is_owned():  # type: ignore[attr-defined]
+            raise CommunicationError(
+                f"rank {self.rank} calls the other ranks while it holds torch's random generator, which they wait for: "
+                f"a `with shardpass.seed(...)` block must not communicate. Build the model inside it, wrap it after"
+            )
         return list(self._meet(block, lambda blocks: [blocks] * self.size, timeout))
 
     def _raw_reduce(self, tensor: Tensor, op: str, timeout: float) -> None:
