@@ -1,5 +1,4 @@
 """R-GCN with DGL's HeteroGraphConv on a graph of several types, such as ACM (papers, authors, subjects).
-
     mpirun -n 4 python examples/dgl_rgcn.py acm_hetero.npz paper
 
 In the file: ``edge_index/<src>__<rel>__<dst>``, ``x/<type>``, ``y/<type>``, masks; the type with labels is named."""

@@ -35,9 +35,8 @@ class GAT(torch.nn.Module):
 def main():
     torch.set_num_threads(1)
     comm = sp.connect()  #
-    folder = "out/digits-parts"
+    folder = "digits-parts"
     if comm.rank == 0 and not os.path.exists(folder):
-        os.makedirs("out", exist_ok=True)
         sp.partition(digits(), folder, parts=4)  # a DGLGraph, or the .json of a DGL partition, can be given as well
     comm.barrier()  #
     graph = sp.load(folder, comm)  #
