@@ -9,6 +9,7 @@ import torch
 from shardpass.backends.recording import RecordingCommunicator
 from shardpass.backends.spawn import spawn
 from shardpass.backends.threads import ThreadWorld
+from shardpass.core.random import seed
 from shardpass.errors import CommunicationError, DivergenceError, PeerFailure
 from shardpass.testing.run import run
 
@@ -151,3 +152,13 @@ def test_refusals():
         spawn(contract.run_all, 0)
     with pytest.raises(ValueError, match="known are 'threads' and 'processes'"):
         spawn(contract.run_all, 2, "fork")
+
+
+def test_a_collective_call_while_the_generator_is_held_is_told():
+    def inside(comm):
+        with seed(0, comm):
+            comm.barrier("inside")
+
+    with pytest.raises(CommunicationError, match=r"a `with shardpass.seed\(...\)` block must not communicate"):
+        run(inside, 2)
+    run(inside, 1)
