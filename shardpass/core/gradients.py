@@ -13,6 +13,7 @@ Hooks are neither pickled nor copied with a parameter, so what a watch knows is 
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -55,17 +56,35 @@ def sync_parameters(model: nn.Module, comm: Communicator, bucket_bytes: int = BU
         if nn.parameter.is_lazy(tensor):
             raise ValueError(f"parameter {name!r} is not initialised yet: run the lazy module once before wrapping it")
     own = [f"{name}: {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}" for name, tensor in named]
-    every = comm.all_gather_object(own, "sync_parameters")
-    for rank, other in enumerate(every):
-        first = _first_difference(every[0], other)
+    every = comm.all_gather_object([own, _settings(model)], "sync_parameters")
+    for rank, (other, settings) in enumerate(every):
+        first = _first_difference(every[0][0], other)
         if first:
             raise ValueError(
                 f"the models differ: {first[0]} on rank 0, {first[1]} on rank {rank}; build the same model on "
                 f"every rank"
             )
+        first = _first_difference(every[0][1], settings)
+        if first and comm.rank == 0:
+            warnings.warn(
+                f"the models differ in a setting: {first[0]} on rank 0, {first[1]} on rank {rank}. If the model "
+                f"computes with it, ranks compute different things: build the same model on every rank",
+                stacklevel=3,
+            )
     if comm.size > 1:
         broadcast_tensors([tensor for _, tensor in named], comm, "sync_parameters", bucket_bytes)
     forget_gradients(model)
+
+
+def _settings(model: nn.Module) -> list[str]:
+    """Numbers, strings and functions that modules hold as attributes, as ``name: value``."""
+    found = []
+    for prefix, module in model.named_modules():
+        for key, value in sorted(vars(module).items()):
+            shown = value if isinstance(value, (bool, int, float, str)) else getattr(value, "__qualname__", None)
+            if shown is not None and not key.startswith("_"):
+                found.append(f"{prefix}.{key}".lstrip(".") + f": {shown}")
+    return found
 
 
 def sync_gradients(model: nn.Module, comm: Communicator, bucket_bytes: int = BUCKET_BYTES) -> None:

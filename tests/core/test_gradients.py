@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -328,3 +329,17 @@ def test_an_inner_model_may_be_synced_through_the_outer_one():
         return True
 
     assert all(run(body, 2))
+
+
+def test_models_that_differ_in_a_setting_are_told():
+    def work(comm):
+        model = nn.Sequential(nn.Linear(2, 2), nn.LeakyReLU(0.1 + 0.1 * comm.rank))
+        gradients.sync_parameters(model, comm)
+
+    with pytest.warns(
+        UserWarning, match=r"differ in a setting: 1.negative_slope: 0.1 on rank 0, 1.negative_slope: 0.2"
+    ):
+        run(work, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(lambda comm: gradients.sync_parameters(nn.Sequential(nn.Linear(2, 2), nn.LeakyReLU(0.1)), comm), 2)
