@@ -83,7 +83,7 @@ def test_copies_before_and_after_the_first_forward_are_checked_once(monkeypatch)
     checked, wrap_module = [], importlib.import_module("shardpass.frontends.pyg.wrap")
     plain = made()
     real = wrap_module.check_model
-    monkeypatch.setattr(wrap_module, "check_model", lambda *args: (checked.append(args[2].rank), real(*args)))
+    monkeypatch.setattr(wrap_module, "check_model", lambda *args: (checked.append(args[3].rank), real(*args)))
 
     def work(comm, graph):
         model = sp.pyg.wrap(copy.deepcopy(plain), comm)
