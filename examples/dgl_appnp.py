@@ -31,7 +31,7 @@ def main():
         model = APPNP(graph.num_features, graph.num_classes)
     sp.dgl.wrap(model, comm)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=5e-4)
-    for _ in range(60):
+    for _ in range(40):
         logits = model(graph, graph.x)
         loss = sp.cross_entropy(logits, graph.y, graph.train_mask, comm)
         optimizer.zero_grad()
