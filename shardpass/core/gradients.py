@@ -191,6 +191,25 @@ def forget_gradients(model: nn.Module) -> None:
             watch.version = None
 
 
+def refuse_as_built(model: nn.Module) -> None:
+    """Raise if `model` cannot be wrapped as it is built.
+
+    Raises:
+        RefusedError: it averages gradients over ranks, or a parameter has no shape yet.
+    """
+    if isinstance(model, (DistributedDataParallel, nn.DataParallel)):
+        raise RefusedError(
+            f"{type(model).__name__} averages gradients, but those of a sharded graph must be summed: wrap the "
+            f"model inside it, and call sync_gradients(model, comm) after backward"
+        )
+    for name, parameter in model.named_parameters():
+        if nn.parameter.is_lazy(parameter):
+            raise RefusedError(
+                f"parameter {name!r} has no shape yet (a lazy layer, in_channels=-1). Give the number of input "
+                f"channels, or run the model once on a few nodes before wrap"
+            )
+
+
 def check_not_ddp() -> None:
     """Raise if the caller runs inside the forward of DistributedDataParallel. For the wrapper's forward.
 

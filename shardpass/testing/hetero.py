@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from shardpass.backends.communicator import Communicator
-from shardpass.core.graph import OwnFields, build_relation
+from shardpass.core.graph import OwnFields, ShardedGraph, build_relation
 from shardpass.core.hetero_graph import ShardedHeteroGraph
 from shardpass.core.options import Options
-from shardpass.core.ownership import EdgeType, NodeType, Ownership
+from shardpass.core.ownership import EDGE, NODE, EdgeType, NodeType, Ownership
+from shardpass.testing.graphs import WholeGraph, shard_in_memory
 from shardpass.testing.parity import Outcome, cotangent
 from shardpass.testing.run import run
 
@@ -194,3 +195,16 @@ def _grads(inputs: Tensors) -> dict[str, Tensor]:
 
 def _grad(tensor: Tensor) -> Tensor:
     return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad.clone()
+
+
+def shard_by_type(
+    num_nodes: dict[Any, int],
+    edges: dict[Any, Tensor],
+    owners: dict[Any, Tensor],
+    comm: Communicator,
+    options: Options,
+) -> ShardedGraph:
+    """This rank's share of a graph without fields, given by type; a homogeneous one is the graph of one type."""
+    if list(edges) == [EDGE]:
+        return shard_in_memory(WholeGraph(num_nodes[NODE], edges[EDGE]), owners[NODE], comm, options)
+    return shard_hetero_in_memory(WholeHeteroGraph(num_nodes, edges), owners, comm, options)

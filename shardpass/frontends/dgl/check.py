@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from shardpass.backends.communicator import Communicator
 from shardpass.core.graph import ShardedGraph
-from shardpass.core.options import Options
-from shardpass.core.ownership import EDGE, NODE
 from shardpass.core.selfcheck.frontend import Fields, Frontend
 from shardpass.frontends.dgl.convert import edge_type, graph, node_type
 from shardpass.frontends.dgl.graph import ShardedDGLGraph
@@ -19,12 +17,13 @@ from shardpass.frontends.dgl.graph import ShardedDGLGraph
 
 def checked_by(wrap: Callable[[nn.Module, Communicator], nn.Module]) -> Frontend:
     """What the self-check asks of this frontend, whose models are wrapped by `wrap`."""
+    from shardpass.testing.hetero import shard_by_type
     from shardpass.testing.run import run
 
     return Frontend(
         wrap=wrap,
         run=run,
-        shard=_shard,
+        shard=shard_by_type,
         core_of=core_of,
         fields_of=_fields_of,
         whole=_whole,
@@ -70,18 +69,3 @@ def _sharded(share: ShardedGraph, fields: Fields) -> ShardedDGLGraph:
         is_edge = kind in share.edge_types
         (frames.edges[edge_type(kind)] if is_edge else frames.nodes[node_type(kind)]).update(named)
     return made
-
-
-def _shard(
-    num_nodes: dict[Any, int],
-    edges: dict[Any, Tensor],
-    owners: dict[Any, Tensor],
-    comm: Communicator,
-    options: Options,
-) -> ShardedGraph:
-    from shardpass.testing.graphs import WholeGraph, shard_in_memory
-    from shardpass.testing.hetero import WholeHeteroGraph, shard_hetero_in_memory
-
-    if list(edges) == [EDGE]:
-        return shard_in_memory(WholeGraph(num_nodes[NODE], edges[EDGE]), owners[NODE], comm, options)
-    return shard_hetero_in_memory(WholeHeteroGraph(num_nodes, edges), owners, comm, options)

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from dgl import DGLGraph
 from torch import nn
-from torch.nn.parameter import UninitializedParameter
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardpass.backends.communicator import Communicator
 from shardpass.core.calls import chained
-from shardpass.core.gradients import note_forward, sync_parameters
+from shardpass.core.gradients import note_forward, refuse_as_built, sync_parameters
 from shardpass.core.graph import ShardedGraph
 from shardpass.core.norm import replace_batch_norms
 from shardpass.core.random import decorrelate
@@ -50,7 +49,7 @@ def wrap(model: nn.Module, comm: Communicator, check: bool = True) -> nn.Module:
     """
     if getattr(model, "_shardpass_wrapped", False):
         return model
-    _refuse_as_built(model)
+    refuse_as_built(model)
     refuse_unsupported(model)
     pristine = copy_for_check(model) if check else None
     if pristine is not None:
@@ -66,17 +65,6 @@ def wrap(model: nn.Module, comm: Communicator, check: bool = True) -> nn.Module:
 
 def _unchecked(model: nn.Module, comm: Communicator) -> nn.Module:
     return wrap(model, comm, check=False)
-
-
-def _refuse_as_built(model: nn.Module) -> None:
-    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-        raise RefusedError(
-            f"{type(model).__name__} averages gradients, but those of a sharded graph must be summed: wrap the "
-            f"model inside it, and call sync_gradients(model, comm) after backward"
-        )
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, UninitializedParameter):
-            raise RefusedError(f"parameter {name!r} has no shape yet (a lazy layer): run the model once before wrap")
 
 
 class _Forward:

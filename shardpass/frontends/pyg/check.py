@@ -12,8 +12,7 @@ from torch_geometric.nn import Sequential
 
 from shardpass.backends.communicator import Communicator
 from shardpass.core.graph import ShardedGraph
-from shardpass.core.options import Options
-from shardpass.core.ownership import EDGE, NODE
+from shardpass.core.ownership import EDGE
 from shardpass.core.selfcheck.check import copy_for_check
 from shardpass.core.selfcheck.frontend import Fields, Frontend
 
@@ -39,12 +38,13 @@ def _being_imported(model: nn.Module) -> bool:
 
 def checked_by(wrap: Callable[[nn.Module, Communicator], nn.Module]) -> Frontend:
     """What the self-check asks of this frontend, whose models are wrapped by `wrap`."""
+    from shardpass.testing.hetero import shard_by_type
     from shardpass.testing.run import run
 
     return Frontend(
         wrap=wrap,
         run=run,
-        shard=_shard,
+        shard=shard_by_type,
         core_of=lambda value: value if isinstance(value, ShardedGraph) else None,
         fields_of=lambda graph: {},
         whole=_whole,
@@ -54,18 +54,3 @@ def checked_by(wrap: Callable[[nn.Module, Communicator], nn.Module]) -> Frontend
 
 def _whole(num_nodes: dict[Any, int], edges: dict[Any, Tensor], fields: Fields) -> Any:
     return edges[EDGE] if list(edges) == [EDGE] else edges
-
-
-def _shard(
-    num_nodes: dict[Any, int],
-    edges: dict[Any, Tensor],
-    owners: dict[Any, Tensor],
-    comm: Communicator,
-    options: Options,
-) -> ShardedGraph:
-    from shardpass.testing.graphs import WholeGraph, shard_in_memory
-    from shardpass.testing.hetero import WholeHeteroGraph, shard_hetero_in_memory
-
-    if list(edges) == [EDGE]:
-        return shard_in_memory(WholeGraph(num_nodes[NODE], edges[EDGE]), owners[NODE], comm, options)
-    return shard_hetero_in_memory(WholeHeteroGraph(num_nodes, edges), owners, comm, options)

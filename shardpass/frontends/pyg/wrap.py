@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedParameter
 from torch.utils._pytree import tree_leaves, tree_map
 from torch_geometric.nn.conv import MessagePassing
 
 from shardpass.backends.communicator import Communicator
 from shardpass.core.calls import chained
 from shardpass.core.edge_index import ShardedEdgeIndex
-from shardpass.core.gradients import note_forward, sync_parameters
+from shardpass.core.gradients import note_forward, refuse_as_built, sync_parameters
 from shardpass.core.graph import ShardedGraph
 from shardpass.core.hetero_graph import ShardedHeteroGraph
 from shardpass.core.norm import replace_batch_norms
@@ -78,17 +77,7 @@ def _unchecked(model: nn.Module, comm: Communicator) -> nn.Module:
 
 
 def _refuse_as_built(model: nn.Module) -> None:
-    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-        raise RefusedError(
-            f"{type(model).__name__} averages gradients, but those of a sharded graph must be summed: wrap the "
-            f"model inside it, and call sync_gradients(model, comm) after backward"
-        )
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, UninitializedParameter):
-            raise RefusedError(
-                f"parameter {name!r} has no shape yet (a lazy layer, in_channels=-1). Give the number of input "
-                f"channels, or run the model once on a few nodes before wrap"
-            )
+    refuse_as_built(model)
     for name, module in model.named_modules():
         if isinstance(getattr(module, "_orig_mod", None), nn.Module) and _passes_messages(module):
             raise RefusedError(
