@@ -1,0 +1,170 @@
+"""Types, counts and degrees of a sharded graph, under the names that DGLGraph has for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from dgl import DGLError
+from dgl.base import ALL, is_all
+from torch import Tensor
+
+from shardpass.backends.communicator import Communicator
+from shardpass.frontends.dgl.closed import Closed
+from shardpass.frontends.dgl.numbers import NodeCounts, OwnCount, OwnEdgeCount
+from shardpass.frontends.dgl.structure import CanonicalType, Edges, Nodes, NodeType
+
+
+class TypedGraph(Closed):
+    """What a sharded graph says about its structure. Nothing here communicates or is ever changed."""
+
+    comm: Communicator
+    is_block = False
+    _sources: dict[NodeType, Nodes]
+    _destinations: dict[NodeType, Nodes]
+    _edges: dict[CanonicalType, Edges]
+
+    def nodes_type(self, ntype: NodeType | None) -> NodeType:
+        """The type of destination nodes that is meant; None: the only one."""
+        kind: NodeType = self._one(self._destinations, ntype, "Node")
+        return kind
+
+    def nodes_of(self, ntype: NodeType | None) -> Nodes:
+        """The destination nodes of a type; None: of the only one."""
+        return self._destinations[self._one(self._destinations, ntype, "Node")]
+
+    def edges_of(self, etype: Any) -> Edges:
+        """The structure of the edges of a type; None: of the only one."""
+        return self._edges[self.to_canonical_etype(etype)]
+
+    # ---- types
+
+    @property
+    def srctypes(self) -> list[NodeType]:
+        """Types of source nodes."""
+        return list(self._sources)
+
+    @property
+    def dsttypes(self) -> list[NodeType]:
+        """Types of destination nodes."""
+        return list(self._destinations)
+
+    @property
+    def ntypes(self) -> list[NodeType]:
+        """Types of nodes; of a block those of its sources, then of its destinations, as in DGL."""
+        return [*self._sources, *self._destinations] if self.is_block else list(self._sources)
+
+    @property
+    def canonical_etypes(self) -> list[CanonicalType]:
+        """(source type, edge type, destination type) of each type of edges."""
+        return list(self._edges)
+
+    @property
+    def etypes(self) -> list[str]:
+        """The edge types, in the order of `canonical_etypes`."""
+        return [kind[1] for kind in self._edges]
+
+    @property
+    def is_homogeneous(self) -> bool:
+        """Whether there is one type of nodes and one of edges."""
+        return len(self._sources) == len(self._edges) == 1 and not self.is_block
+
+    def to_canonical_etype(self, etype: Any) -> CanonicalType:
+        """The canonical type that `etype` (a name, a canonical type, or None for the only one) means."""
+        if etype is None:
+            if len(self._edges) != 1:
+                raise DGLError("Edge type name must be specified if there are more than one edge types.")
+            return next(iter(self._edges))
+        found = [kind for kind in self._edges if etype in (kind, kind[1])]
+        if len(found) != 1:
+            problem = "is ambiguous" if found else "does not exist"
+            raise DGLError(f"Edge type {etype!r} {problem}; there are: {self.canonical_etypes}")
+        return found[0]
+
+    def get_etype_id(self, etype: Any) -> int:
+        """Position of an edge type in `canonical_etypes`."""
+        return self.canonical_etypes.index(self.to_canonical_etype(etype))
+
+    def get_ntype_id(self, ntype: NodeType | None) -> int:
+        """Position of a node type in `ntypes`."""
+        return self.ntypes.index(self._one(self._sources | self._destinations, ntype, "Node"))
+
+    def get_ntype_id_from_src(self, ntype: NodeType | None) -> int:
+        """Position of a type in `srctypes`."""
+        return self.srctypes.index(self._one(self._sources, ntype, "SRC node"))
+
+    def get_ntype_id_from_dst(self, ntype: NodeType | None) -> int:
+        """Position of a type in `dsttypes`."""
+        return self.dsttypes.index(self._one(self._destinations, ntype, "DST node"))
+
+    @staticmethod
+    def _one(known: dict[Any, Any], kind: Any, what: str) -> Any:
+        if kind is None:
+            if len(known) != 1:
+                raise DGLError(f"{what} type name must be specified if there are more than one: {list(known)}")
+            return next(iter(known))
+        if kind not in known:
+            raise DGLError(f"{what} type {kind!r} does not exist; there are: {list(known)}")
+        return kind
+
+    # ---- sizes
+
+    @staticmethod
+    def _count(known: dict[Any, Any], kind: Any, what: str) -> int:
+        chosen = known.values() if kind is None else [known[TypedGraph._one(known, kind, what)]]
+        counted = OwnEdgeCount if what == "Edge" else OwnCount
+        found: int = counted.of(sum(one.num for one in chosen), sum(one.total for one in chosen))
+        return found
+
+    def num_src_nodes(self, ntype: NodeType | None = None) -> int:
+        """Own source nodes of a type; None: of all."""
+        return self._count(self._sources, ntype, "SRC node")
+
+    def num_dst_nodes(self, ntype: NodeType | None = None) -> int:
+        """Own destination nodes of a type; None: of all."""
+        return self._count(self._destinations, ntype, "DST node")
+
+    def num_nodes(self, ntype: NodeType | None = None) -> int:
+        """Own nodes of a type; None: of all."""
+        if self.is_block and ntype is None:
+            everything = {("src", k): n for k, n in self._sources.items()}
+            return self._count({**everything, **self._destinations}, None, "Node")
+        return self._count(self._sources if ntype in self._sources else self._destinations, ntype, "Node")
+
+    def num_edges(self, etype: Any = None) -> int:
+        """Own edges of a type; None: of all."""
+        kind = None if etype is None else self.to_canonical_etype(etype)
+        return self._count(self._edges, kind, "Edge")
+
+    number_of_src_nodes, number_of_dst_nodes = num_src_nodes, num_dst_nodes
+    number_of_nodes, number_of_edges = num_nodes, num_edges
+
+    def in_degrees(self, v: Any = ALL, etype: Any = None) -> Tensor:
+        """In-degree of own destination nodes, ``[num_own]`` int64; of rows `v` only."""
+        degrees = self._edges[self.to_canonical_etype(etype)].in_degrees
+        return degrees if is_all(v) else degrees[v]
+
+    def out_degrees(self, u: Any = ALL, etype: Any = None) -> Tensor:
+        """Out-degree of own source nodes in the whole graph, ``[num_own]`` int64; of rows `u` only."""
+        degrees = self._edges[self.to_canonical_etype(etype)].out_degrees
+        return degrees if is_all(u) else degrees[u]
+
+    @property
+    def batch_size(self) -> int:
+        """A sharded graph is one graph."""
+        return 1
+
+    def batch_num_nodes(self, ntype: NodeType | None = None) -> Tensor:
+        """Nodes of the one graph: as a size this rank's, as a divisor those of all ranks; see `NodeCounts`."""
+        nodes = self.nodes_of(ntype)
+        return NodeCounts.of(nodes.num, nodes.total)
+
+    @property
+    def device(self) -> torch.device:
+        """Of all tensors."""
+        return self.comm.device
+
+    @property
+    def idtype(self) -> torch.dtype:
+        """Of node and edge ids."""
+        return torch.int64
