@@ -22,9 +22,10 @@ from shardpass.errors import RefusedError
 
 _DESCRIBES = frozenset(
     (
-        "size dim numel stride __len__ is_floating_point is_complex is_signed ndimension nelement element_size get_device "
-        "is_contiguous data_ptr __repr__ __str__ __format__ __hash__ storage_offset is_inference new_ones new_zeros "
-        "new_full new_empty ones_like zeros_like full_like empty_like rand_like requires_grad_ is_same_size"
+        "size dim numel stride __len__ is_floating_point is_complex is_signed ndimension nelement element_size "
+        "get_device is_contiguous data_ptr __repr__ __str__ __format__ __hash__ storage_offset is_inference "
+        "new_ones new_zeros new_full new_empty ones_like zeros_like full_like empty_like rand_like requires_grad_ "
+        "is_same_size"
     ).split()
 )
 _COPIES = frozenset(["clone", "contiguous", "detach", "to", "long", "cpu", "cuda", "alias"])
@@ -33,7 +34,8 @@ _COMPARES = frozenset(["eq", "ne", "__eq__", "__ne__"])
 _PROPERTIES = frozenset(
     (
         "shape dtype device layout is_cuda is_sparse is_sparse_csr ndim requires_grad is_leaf grad_fn is_quantized "
-        "is_meta is_mps is_nested is_mkldnn is_cpu is_xpu itemsize nbytes names grad output_nr _version is_vulkan is_ipu"
+        "is_meta is_mps is_nested is_mkldnn is_cpu is_xpu itemsize nbytes names grad output_nr _version is_vulkan "
+        "is_ipu"
     ).split()
 )
 
