@@ -13,7 +13,8 @@ from torch import Tensor
 
 from shardpass.core.agreement import settle
 from shardpass.core.at_once import aggregate_at_once
-from shardpass.core.backward import needed_values, run_backward
+from shardpass.core.attention import attention_gradients, run_attention
+from shardpass.core.backward import needed_values, run_backward, zero_gradients
 from shardpass.core.call import Call
 from shardpass.core.calls import begin_call, end_call, refuse_double_backward
 from shardpass.core.forward import run_forward
@@ -46,6 +47,8 @@ def aggregate(program: Program, plan: HaloPlan, edges: EdgeShards) -> Tensor:
         if plan.options.mode != "halo":
             raise
         return aggregate_at_once(program, plan, edges, label)
+    if not plan.options.fuse_attention:
+        structure.attention = None
     if program.watch is not None:
         program.watch(structure)
     program = program.of_what_is_read(structure)
@@ -85,7 +88,8 @@ class _Aggregate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, token: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         operands = call.operands(tensors)
-        result = run_forward(call, operands)
+        attention = call.structure.attention
+        result = run_forward(call, operands) if attention is None else run_attention(call, operands, attention)
         for k in call.structure.norms:
             mean, variance = result.values[k][0].double().unbind()
             call.norm_moments[k] = (int(result.states[k][0]), mean, variance)
@@ -133,7 +137,13 @@ class _Aggregate(torch.autograd.Function):
                 for k, r in enumerate(structure.reductions)
                 if r.differentiable and k in values
             }
-        found = run_backward(call, operands, values, states, by_reduction, grad_edges)
+        found = zero_gradients(call, operands, by_reduction, grad_edges)
+        attention = structure.attention
+        if attention is None:
+            run_backward(call, operands, values, states, found)
+        else:
+            (log_sum,) = states[attention.maximum]
+            attention_gradients(call, operands, attention, values[attention.output], log_sum, found)
         results: list[Tensor | None] = [
             *(found.src.get(name) for name in call.src_names),
             *(found.dst.get(name) for name in call.dst_names),

@@ -32,6 +32,8 @@ class Gradients:
 def needed_values(call: Call) -> tuple[list[int], list[int]]:
     """``(values, states)``: the reductions whose value, and whose state, backward reads."""
     structure = call.structure
+    if structure.attention is not None:
+        return [structure.attention.output], [structure.attention.maximum]
     values: set[int] = set()
     for reduction in structure.reductions:
         if reduction.differentiable:
@@ -42,18 +44,10 @@ def needed_values(call: Call) -> tuple[list[int], list[int]]:
     return sorted(values | set(states)), states
 
 
-def run_backward(
-    call: Call,
-    operands: Operands,
-    values: dict[int, Tensor],
-    states: dict[int, State],
-    grad_reductions: dict[int, Tensor],
-    grad_edges: Tensor | None,
+def zero_gradients(
+    call: Call, operands: Operands, grad_reductions: dict[int, Tensor], grad_edges: Tensor | None
 ) -> Gradients:
-    """The gradients of all inputs. Collective: every rank runs it, whatever its own loss reached.
-
-    Gradients of source rows arrive from all ranks and are whole; those of captures are this rank's share.
-    """
+    """Gradients to be added to: zeros for each input that needs them, and those of the outputs."""
 
     def zeros(kind: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return {
@@ -62,14 +56,25 @@ def run_backward(
             if f"{kind}:{name}" in call.gradients
         }
 
-    gradients = Gradients(
+    alone = call.structure.max_depth == 0 or call.structure.attention is not None
+    return Gradients(
         src={n: t for n, t in zeros("s", operands.src).items() if call.canonical[n] == n},
         dst=zeros("d", operands.dst),
         edge=zeros("e", operands.edge),
         captures=[None] * len(operands.captures),
-        reductions={k: g.clone() for k, g in grad_reductions.items()},
+        # deeper reductions add to those they hang on
+        reductions=dict(grad_reductions) if alone else {k: g.clone() for k, g in grad_reductions.items()},
         edges=grad_edges,
     )
+
+
+def run_backward(
+    call: Call, operands: Operands, values: dict[int, Tensor], states: dict[int, State], gradients: Gradients
+) -> None:
+    """Add the gradients of all inputs. Collective: every rank runs it, whatever its own loss reached.
+
+    Gradients of source rows arrive from all ranks and are whole; those of captures are this rank's share.
+    """
     structure = call.structure
     for depth in range(structure.max_depth, -1, -1):
         members = structure.of_depth(depth)
@@ -81,14 +86,13 @@ def run_backward(
             _run_kernels(call, operands, members, gradients)
         else:
             _Pass(call, operands, values, states, members, depth, to_edges, gradients).run()
-    return gradients
 
 
 def _run_kernels(call: Call, operands: Operands, members: list[int], gradients: Gradients) -> None:
     """Linear messages: the transposed kernel gives source gradients without fetching anything."""
     reductions = [call.structure.reductions[k] for k in members]
     weighted = [r for r in reductions if r.weight in gradients.edge]
-    returned = _Returned(call, gradients, sorted({r.source for r in reductions}))
+    returned = Returned(call, gradients, sorted({r.source for r in reductions}))
     max_edges = call.chunk_edges(operands)
     if not weighted and not returned.names:
         return
@@ -110,7 +114,7 @@ def _add_rows(shard: Shard, target: Tensor, rows: Tensor, chunk: Chunk | None = 
     shard.put(target, old + rows.reshape(old.shape), chunk)
 
 
-class _Returned:
+class Returned:
     """Where the source gradients of each block go: own rows straight into the result, halo rows back to owners."""
 
     def __init__(self, call: Call, gradients: Gradients, names: list[str]) -> None:
@@ -121,7 +125,7 @@ class _Returned:
         self._return = GradientReturn(call.plan, self._own, call.stream())
         self._position = 0
 
-    def block(self, position: int) -> _Returned:
+    def block(self, position: int) -> Returned:
         self._position = position
         return self
 
@@ -158,7 +162,7 @@ class _Pass:
     def run(self) -> None:
         call = self.call
         names = call.structure.sources_of(self.members, with_edges=self.to_edges)
-        returned = _Returned(call, self.gradients, names)
+        returned = Returned(call, self.gradients, names)
         max_edges = call.chunk_edges(self.operands)
         for position, shard, rows in call.walk(self.operands, names):
             with returned.block(position) as into:
@@ -181,7 +185,7 @@ class _Pass:
             try:
                 generator = call.generator(position, chunk)
                 trace = EdgeTrace(program, inputs.index, phase, substitutes, expected, generator)
-                with call.scope(position, chunk), trace:
+                with call.scope(position, chunk.start), trace:
                     message = program.message(inputs)
                     if program.aggregate is not None:
                         program.aggregate(message, inputs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -127,6 +127,27 @@ class Call:
         """
         index = shard.dst_rows(chunk)
         source = shard.src_rows[chunk.start : chunk.stop]
+        window = slice(chunk.low, chunk.high)
+        places = shard.places(slice(chunk.start, chunk.stop))
+        found = self.gathered(operands, source, index, places, rows, leaves, window)
+        found.num_dst = chunk.high - chunk.low
+        return found
+
+    def gathered(
+        self,
+        operands: Operands,
+        source: Tensor,
+        index: Tensor,
+        places: slice | Tensor,
+        rows: dict[str, Tensor],
+        leaves: bool = False,
+        window: slice = slice(None),
+    ) -> Inputs:
+        """What the body sees of edges given by their rows of the block, destinations, and places in the edge list.
+
+        Args:
+            window: the destination rows that `index` counts in.
+        """
         src = {}
         for name, tensor in operands.src.items():
             if name in rows:
@@ -135,11 +156,10 @@ class Call:
                 filler = float("nan") if tensor.is_floating_point() else 0
                 src[name] = tensor.new_full((1, *tensor.shape[1:]), filler).expand(source.numel(), *tensor.shape[1:])
         dst = {
-            name: self._leaf("d:" + name, t[chunk.low : chunk.high].index_select(0, index), leaves)
-            for name, t in operands.dst.items()
+            name: self._leaf("d:" + name, t[window].index_select(0, index), leaves) for name, t in operands.dst.items()
         }
-        edge = {name: self._leaf("e:" + name, shard.select(t, chunk), leaves) for name, t in operands.edge.items()}
-        return Inputs(src, dst, edge, index, chunk.high - chunk.low)
+        edge = {name: self._leaf("e:" + name, t[places], leaves) for name, t in operands.edge.items()}
+        return Inputs(src, dst, edge, index, self.edges.num_dst)
 
     def _leaf(self, key: str, tensor: Tensor, leaves: bool) -> Tensor:
         if leaves and key in self.gradients and tensor.is_floating_point():
@@ -148,17 +168,15 @@ class Call:
 
     def generator(self, position: int, chunk: Chunk) -> Callable[[], torch.Generator]:
         """Makes the generator of a chunk's dropout, the same in every pass."""
-        return lambda: torch.Generator(self.plan.comm.device).manual_seed(self._seed_of(position, chunk))
+        return lambda: torch.Generator(self.plan.comm.device).manual_seed(self.seed_of(position, chunk.start))
 
-    def _seed_of(self, position: int, chunk: Chunk) -> int:
-        return hash((self.seed, position, chunk.start)) & (2**63 - 1)
-
-    def scope(self, position: int, chunk: Chunk) -> AbstractContextManager[None]:
-        """The conditions under which the body runs, the same in every pass: random numbers, autocast."""
-        return self._scope(position, chunk)
+    def seed_of(self, position: int, first_edge: int = 0) -> int:
+        """A seed for the edges of the block at `position` from `first_edge` on, the same in every pass."""
+        return hash((self.seed, position, first_edge)) & (2**63 - 1)
 
     @contextmanager
-    def _scope(self, position: int, chunk: Chunk) -> Iterator[None]:
+    def scope(self, position: int = 0, first_edge: int = 0) -> Iterator[None]:
+        """The conditions under which the body runs, the same in every pass: random numbers, autocast."""
         with ExitStack() as stack:
             enabled, dtype = self.autocast
             device = self.plan.comm.device
@@ -167,7 +185,7 @@ class Call:
             if self.structure.random:
                 stack.enter_context(self.plan.comm.random_lock())
                 stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
-                torch.manual_seed(self._seed_of(position, chunk))
+                torch.manual_seed(self.seed_of(position, first_edge))
             yield
 
 

@@ -112,7 +112,7 @@ def _run_chunk(
     inputs = call.inputs(operands, shard, chunk, rows)
     try:
         trace = EdgeTrace(program, inputs.index, phase, generator=call.generator(position, chunk))
-        with call.scope(position, chunk), trace:
+        with call.scope(position, chunk.start), trace:
             message = program.message(inputs)
             if program.aggregate is not None:
                 program.aggregate(message, inputs)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from shardpass.core.probe_trace import EVERYTHING, ProbePhase, ProbeTrace
-from shardpass.core.program import Inputs, Program, Reduction, Structure
+from shardpass.core.program import Attention, Inputs, Program, Reduction, Structure
+from shardpass.core.recognise import GENERAL, attention_of, leading_maximum, simple_form
 from shardpass.core.reducers import Base
 from shardpass.core.shard import EdgeShards
 from shardpass.errors import RefusedError
@@ -117,7 +118,14 @@ def _structure(
         random=random,
         norms=trace.norms,
         message=message.detach(),
+        attention=None if random or program.aggregate is None else _attention(program, trace, reductions),
     )
+
+
+def _attention(program: Program, trace: ProbeTrace, reductions: list[Reduction]) -> Attention | None:
+    tails = {name: tuple(tensor.shape[1:]) for name, tensor in program.src.items()}
+    messages = [trace.messages.get(k) for k in range(len(reductions))]
+    return attention_of(reductions, messages, tails, trace.num_drops)
 
 
 def _parents(depends: set[str], count: int) -> frozenset[int]:
@@ -145,12 +153,15 @@ def _reduction(
     parents = _parents(depends, len(earlier))
     depth = 1 + max((earlier[k].depth for k in parents), default=-1)
     stage = 1 + max((earlier[k].stage for k in parents), default=-1)
-    form, source, weight = trace.forms.get(id(values), ("general", "", ""))
-    if op != "sum" or base.value or (form == "scale" and not source) or values.dim() < 1:
-        form, source, weight = "general", "", ""
+    expr = trace.messages.get(len(earlier))
+    tails = {name: tuple(tensor.shape[1:]) for name, tensor in program.src.items()}
+    form, source, weight = simple_form(expr, tails) if op == "sum" and not base.value else GENERAL
     if form == "general" and op == "sum" and not base.value and not depends and bool((values == 1).all()):
         form = "ones"
-    leader = _leader(trace, values, op, base, earlier, parents)
+    leader = None
+    if op == "sum" and not base.value:
+        leader = leading_maximum(expr, [trace.messages.get(k) for k in range(len(earlier))], earlier)
+        leader = leader if parents == {leader} else None
     return Reduction(
         op=op,
         base=base,
@@ -166,18 +177,6 @@ def _reduction(
         source=source,
         weight=weight,
     )
-
-
-def _leader(
-    trace: ProbeTrace, values: Tensor, op: str, base: Base, earlier: list[Reduction], parents: frozenset[int]
-) -> int | None:
-    """The max reduction m where `values` is ``exp(x - m[index])``: such a sum can be rescaled as the maximum grows."""
-    label, k = trace.softmax.get(id(values), ("", -1))
-    if label != "exp" or op != "sum" or base.value or parents != {k}:
-        return None
-    maximum = earlier[k]
-    plain = not maximum.base.included or maximum.base.value == float("-inf")  # else it is not that of the messages
-    return k if maximum.op == "max" and plain and maximum.tail == tuple(values.shape[1:]) else None
 
 
 def _differentiable(trace: ProbeTrace, value: Tensor, gradient_sources: set[str]) -> bool:

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardpass.core.program import Form, Inputs, Program
+from shardpass.core.expression import DESTINATION, EDGE, KEEPS_VALUES, SOURCE, Expr, apply, opaque
+from shardpass.core.program import Inputs, Program
 from shardpass.core.reducers import REDUCERS, Base
 from shardpass.core.tracing import SHAPE_OPS, EdgeTrace, sequence_number
 from shardpass.errors import RefusedError
 
 EVERYTHING = "*"
-KEEPS_VALUES = frozenset(["view", "reshape", "unsqueeze", "contiguous", "clone", "to", "view_as"])
+KINDS = {"s": SOURCE, "d": DESTINATION, "e": EDGE}
 SHAPE_ONLY = frozenset(["new_ones", "new_zeros", "new_full", "ones_like", "zeros_like", "full_like", "new_empty"])
 LEAVES_TORCH = frozenset(
     "numpy tolist __array__ __dlpack__ item __bool__ __int__ __float__ __index__ __complex__".split()
@@ -54,8 +55,9 @@ class ProbeTrace(EdgeTrace):
         device = inputs.index.device
         super().__init__(program, inputs.index, phase, generator=lambda: torch.Generator(device).manual_seed(0))
         self.depends: dict[int, set[str]] = {}
-        self.forms: dict[int, tuple[Form, str, str]] = {}
-        self.softmax: dict[int, tuple[str, int]] = {}  # tensors on the way from a gathered maximum to exp(x - maximum)
+        self.exprs: dict[int, Expr] = {}  # of tensors, by id
+        self.messages: dict[int, Expr] = {}  # of reductions, by number, as they were when they were reduced
+        self.num_drops = 0
         self.captures: dict[int, Tensor] = {}
         self.norms: dict[int, Any] = {}
         self.reduced: list[set[str]] = []  # what the messages of each reduction depended on when it was made
@@ -65,10 +67,7 @@ class ProbeTrace(EdgeTrace):
         for kind, rows in (("s", inputs.src), ("d", inputs.dst), ("e", inputs.edge)):
             for key, tensor in rows.items():
                 self.adopt(tensor, {f"{kind}:{key}"}, f"{kind}:{key}")
-                if kind == "s":
-                    self.forms[id(tensor)] = ("copy", key, "")
-                elif kind == "e" and tensor.numel() == tensor.size(0):
-                    self.forms[id(tensor)] = ("scale", "", key)
+                self.exprs[id(tensor)] = Expr(KINDS[kind], (key,), tuple(tensor.shape[1:]))
         self.adopt(inputs.index, set(), "")
 
     def adopt(self, tensor: Tensor, depends: set[str], leaf: str) -> None:
@@ -145,18 +144,21 @@ class ProbeTrace(EdgeTrace):
         if self.count > before:
             values, result = self.phase.found[-1][1::2]  # type: ignore[attr-defined]
             self.reduced.append(origins[_storage(values)])
+            self.messages[before] = self.expr(values)
             self.adopt(result, {f"r:{before}"}, f"r:{before}")
             depends = {f"r:{before}"}
+        changed = False
         for operand, version in zip(operands, versions):
             if version != _version(operand) or (version < 0 and _may_write(name, kwargs, operand, out)):
                 self._written(name, operand, depends)
-        if self.count > before:
-            self.softmax[id(out)] = ("result", before)
+                changed = True
         for tensor in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(tensor, Tensor):
                 self.adopt(tensor, depends, "")
-        if not kwargs:
-            self._follow(name, args, out)
+        if self.count > before:
+            self.exprs[id(out)] = Expr("reduced", (before,), tuple(out.shape[1:]))
+        elif isinstance(out, Tensor) and id(out) not in self.exprs and not changed:
+            self._follow(name, args, kwargs, out)
         return out
 
     def _written(self, name: str, target: Tensor, depends: set[str]) -> None:
@@ -168,43 +170,32 @@ class ProbeTrace(EdgeTrace):
         self.adopt(target, depends, "")
         self._forget(target)
 
-    def _follow(self, name: str, args: tuple[Any, ...], out: Any) -> None:
-        """Keep the expression of `out` where it is still a source tensor, an edge scalar, or their product."""
-        if not isinstance(out, Tensor) or not args or not isinstance(args[0], Tensor):
-            return
-        self._follow_softmax(name, args, out)
-        first = self.forms.get(id(args[0]))
-        if name in KEEPS_VALUES and first is not None and out.dtype == args[0].dtype:
-            scalar = first[0] == "scale" and not first[1]
-            if (scalar and out.dim() and out.size(0) == out.numel()) or (not scalar and out.shape == args[0].shape):
-                self.forms[id(out)] = first
-        elif name in ("mul", "__mul__", "__rmul__") and len(args) == 2 and isinstance(args[1], Tensor):
-            pair = [first, self.forms.get(id(args[1]))]
-            copies = [f for f in pair if f is not None and f[0] == "copy"]
-            scales = [f for f in pair if f is not None and f[0] == "scale" and not f[1]]
-            if len(copies) == len(scales) == 1:
-                copied = args[pair.index(copies[0])]
-                if out.shape == copied.shape and out.dtype == copied.dtype:
-                    self.forms[id(out)] = ("scale", copies[0][1], scales[0][2])
+    def expr(self, tensor: Tensor) -> Expr:
+        """What `tensor` is made of."""
+        found = self.exprs.get(id(tensor))
+        if found is None and _storage(tensor) not in self.depends:
+            self.held.append(tensor)
+            found = Expr("outside", (id(tensor),), tuple(tensor.shape[1:]))
+        return found or opaque(tensor, _storage(tensor))
 
-    def _follow_softmax(self, name: str, args: tuple[Any, ...], out: Tensor) -> None:
-        label, k = self.softmax.get(id(args[0]), ("", -1))
-        if name == "index_select" and label == "result":
-            self.softmax[id(out)] = ("gathered", k)
-        elif name in ("sub", "__sub__") and len(args) == 2 and isinstance(args[1], Tensor):
-            label, k = self.softmax.get(id(args[1]), ("", -1))
-            found = self.phase.found  # type: ignore[attr-defined]
-            if label == "gathered" and _storage(found[k][1]) == _storage(args[0]) and out.shape == args[0].shape:
-                self.softmax[id(out)] = ("shifted", k)
-        elif name == "exp" and label == "shifted":
-            self.softmax[id(out)] = ("exp", k)
+    def _follow(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> None:
+        if name == "dropout":
+            self.num_drops += 1
+        gathers = name == "__getitem__" and self.is_index(args[1])
+        if name == "index_select" and len(args) == 3 and self.is_index(args[2]):
+            gathers = args[1] in (0, -args[0].dim())
+        if gathers and args[0].dim() and not kwargs:
+            found: Expr | None = Expr("gather", (self.expr(args[0]),), tuple(out.shape[1:]))
+        else:
+            found = apply(name, args, kwargs, out, self.expr)
+        if found is not None:
+            self.exprs[id(out)] = found
 
     def _forget(self, target: Tensor) -> None:
         storage = _storage(target)
         for tensor in self.held:
             if _storage(tensor) == storage:
-                self.forms.pop(id(tensor), None)
-                self.softmax.pop(id(tensor), None)
+                self.exprs.pop(id(tensor), None)
 
 
 def _storage(tensor: Tensor) -> int:

@@ -117,6 +117,42 @@ class Reduction:
     weight: str = ""
 
 
+@dataclass(frozen=True)
+class AdditiveScore:
+    """``leaky_relu(source[j] + destination[i], slope)`` of node tensors with a number per head (GATConv)."""
+
+    source: str
+    destination: str
+    slope: float
+
+
+@dataclass(frozen=True)
+class Attention:
+    """A body that is one softmax-weighted sum of a source tensor.
+
+    Args:
+        maximum, total, output: its three reductions: largest score, sum of weights, weighted sum.
+        value: the source tensor.
+        heads: scores of an edge.
+        eps: added to the sum of weights.
+        dropout: probability with which a weight is dropped.
+        score: the closed form of the scores; None: whatever the body computes.
+    """
+
+    maximum: int
+    total: int
+    output: int
+    value: str
+    heads: int
+    eps: float
+    dropout: float
+    score: AdditiveScore | None
+
+    @property
+    def members(self) -> tuple[int, int, int]:
+        return self.maximum, self.total, self.output
+
+
 @dataclass
 class Structure:
     """What one trace of a body shows; equal on every rank but for `captures` and `hidden`, which equal in number.
@@ -131,6 +167,7 @@ class Structure:
         drops: the body uses dropout, for which every piece of edges has a generator of its own.
         random: the body draws other random numbers.
         norms: batch norms in the body, by the number of their reduction.
+        attention: what the whole body is, where it is that.
     """
 
     reductions: list[Reduction]
@@ -146,6 +183,7 @@ class Structure:
     random: bool = False
     norms: dict[int, Any] = field(default_factory=dict)
     message: Tensor | None = None
+    attention: Attention | None = None
 
     @property
     def edge_output(self) -> bool:
@@ -179,6 +217,8 @@ class Structure:
             f"{r.source}{'*' + r.weight if r.weight else ''}{'' if r.differentiable else ' constant'}"
             for r in self.reductions
         ]
+        if self.attention:
+            parts.append(str(self.attention))
         if self.edge_output:
             parts.append(f"edges {list(self.edge_tail or ())} {self.edge_dtype} of {sorted(self.edge_sources)}")
         parts.append(f"captures {[(t.dim(), tuple(t.shape[1:]), str(t.dtype)) for t in self.captures]}")

@@ -85,6 +85,26 @@ def set_random_state(states: dict[str, Tensor]) -> None:
         torch.cuda.set_rng_state(states["cuda"].cpu())
 
 
+def dropout_factors(seed: int, edges: Tensor, heads: int, p: float, dtype: torch.dtype) -> Tensor:
+    """What dropout multiplies with: 0 with probability `p`, else ``1 / (1 - p)``; ``[len(edges), heads]``.
+
+    Each number depends on the seed, the edge and the head alone, so it is the same in whatever order and pieces edges
+    are processed. Source: the finaliser of SplitMix64 (Steele, Lea, Flood 2014) over a counter.
+    """
+    counter = edges.to(torch.int64).view(-1, 1) * heads + torch.arange(heads, device=edges.device)
+    bits = (counter * _signed(0x9E3779B97F4A7C15)).add_(_signed(seed))
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        bits.bitwise_xor_((bits >> shift) & ((1 << (64 - shift)) - 1)).mul_(_signed(factor))
+    bits.bitwise_xor_((bits >> 31) & ((1 << 33) - 1))
+    kept = (bits & ((1 << 53) - 1)) >= int(p * (1 << 53))
+    return kept.to(dtype).div_(1 - p)
+
+
+def _signed(bits: int) -> int:
+    """The int64 with the same 64 bits."""
+    return (bits + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
 @contextmanager
 def _seeded(seed: int, comm: Communicator) -> Iterator[None]:
     with comm.random_lock():

@@ -31,6 +31,19 @@ class Chunk(NamedTuple):
     high: int
 
 
+def cut(indptr: Tensor, num_edges: int, max_edges: int) -> list[Chunk]:
+    """Edges grouped by `indptr` cut into runs of at most `max_edges`; ``low`` and ``high`` are rows of `indptr`.
+
+    A row with more edges than that is cut as well; every reduction merges across the cut.
+    """
+    starts = torch.arange(0, num_edges, max_edges)
+    stops = (starts + max_edges).clamp(max=num_edges)
+    pointers = indptr.to(device="cpu", dtype=torch.int64)
+    lows = torch.searchsorted(pointers, starts, right=True) - 1
+    highs = torch.searchsorted(pointers, stops - 1, right=True)
+    return [Chunk(*bounds) for bounds in torch.stack([starts, stops, lows, highs], 1).tolist()]
+
+
 def smallest_index_dtype(largest: int) -> torch.dtype:
     """int32 where ids up to `largest` fit, else int64."""
     return torch.int32 if largest < 2**31 else torch.int64
@@ -74,16 +87,17 @@ class Shard:
         return torch.repeat_interleave(rows, bounds[1:] - bounds[:-1], output_size=chunk.stop - chunk.start)
 
     def chunks(self, max_edges: int) -> list[Chunk]:
-        """The shard's edges cut into runs of at most `max_edges`, in destination order.
+        """The shard's edges cut into runs of at most `max_edges`, in destination order; see `cut`."""
+        return cut(self.indptr, self.num_edges, max_edges)
 
-        A destination with more edges than that is cut as well; every reduction merges across the cut.
-        """
-        starts = torch.arange(0, self.num_edges, max_edges)
-        stops = (starts + max_edges).clamp(max=self.num_edges)
-        pointers = self.indptr.to(device="cpu", dtype=torch.int64)
-        lows = torch.searchsorted(pointers, starts, right=True) - 1
-        highs = torch.searchsorted(pointers, stops - 1, right=True)
-        return [Chunk(*bounds) for bounds in torch.stack([starts, stops, lows, highs], 1).tolist()]
+    def places(self, positions: slice | Tensor) -> slice | Tensor:
+        """Where the edges at `positions` of the shard stand in the edge list that edge tensors follow."""
+        if isinstance(self.edge_rows, slice):
+            first = self.edge_rows.start
+            if isinstance(positions, slice):
+                return slice(first + positions.start, first + positions.stop)
+            return positions + first
+        return self.edge_rows[positions]
 
     def select(self, edge_tensor: Tensor, chunk: Chunk | None = None) -> Tensor:
         """The shard's rows (or a chunk's) of a tensor with one row per edge of the edge list."""

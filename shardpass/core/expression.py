@@ -1,0 +1,111 @@
+"""What a tensor inside a body is made of, as far as a few operations go: the form in which layers are recognised.
+
+An `Expr` stands for a tensor with one row per edge, or per destination. Leaves are inputs of the body, results of
+reductions, tensors made outside, and anything whose origin was not followed (`opaque`, equal only to itself). Changes
+of shape that keep the order of values are no operation: they only change `tail`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+BINARY = {
+    "add": "add",
+    "__add__": "add",
+    "__radd__": "add",
+    "sub": "sub",
+    "__sub__": "sub",
+    "mul": "mul",
+    "__mul__": "mul",
+    "__rmul__": "mul",
+    "div": "div",
+    "true_divide": "div",
+    "__truediv__": "div",
+    "__div__": "div",
+}
+COMMUTES = frozenset(["add", "mul"])
+KEEPS_VALUES = frozenset(["view", "reshape", "unsqueeze", "squeeze", "contiguous", "clone", "to", "view_as", "flatten"])
+SOURCE, DESTINATION, EDGE = "source", "destination", "edge"
+
+
+@dataclass(frozen=True)
+class Expr:
+    """One tensor: ``op`` of ``args`` (expressions, numbers, or what names a leaf), with ``tail = shape[1:]``.
+
+    Leaves: ``source``, ``destination`` and ``edge`` (name), ``reduced`` (number of the reduction), ``outside`` (id),
+    ``opaque`` (what identifies the tensor). Operations: those of `BINARY`, ``exp``, ``leaky_relu`` (x, slope), ``sum``
+    over the last dimension, ``gather`` of a row per destination, ``detach``, ``dropout`` (x, p), ``cast`` to the dtype of
+    what it is an operand of.
+    """
+
+    op: str
+    args: tuple[Any, ...]
+    tail: tuple[int, ...]
+
+    def shaped(self, tail: tuple[int, ...]) -> Expr:
+        """The same values in the same order, with another tail."""
+        return replace(self, tail=tail)
+
+
+def apply(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor, known: Any) -> Expr | None:
+    """What `out`, the result of the torch function `name`, is made of; None where that is not followed.
+
+    Args:
+        known: gives the `Expr` of a tensor.
+    """
+    first = args[0] if args else None
+    if not isinstance(first, Tensor) or out.dim() == 0:
+        return None
+    tail = tuple(out.shape[1:])
+    if name == "detach":
+        return Expr("detach", (known(first),), tail)
+    if out.dtype != first.dtype:
+        return None
+    if name in KEEPS_VALUES:
+        return known(first).shaped(tail) if first.dim() and out.size(0) == first.size(0) else None
+    if name in BINARY and not kwargs and len(args) == 2:
+        return _binary(BINARY[name], args, out, known)
+    if name == "dropout":
+        p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
+        return Expr("dropout", (known(first), float(p)), tail)
+    if name == "exp" and len(args) == 1 and not kwargs:
+        return Expr("exp", (known(first),), tail)
+    if name == "leaky_relu":
+        slope = kwargs.get("negative_slope", args[1] if len(args) > 1 else 0.01)
+        return Expr("leaky_relu", (known(first), float(slope)), tail)
+    if name == "sum":
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        keep = kwargs.get("keepdim", args[2] if len(args) > 2 else False)
+        last = dim in (-1, first.dim() - 1) or dim in ([-1], (-1,))
+        return Expr("sum", (known(first),), tail) if last and not keep and first.dim() > 1 else None
+    return None
+
+
+def _binary(op: str, args: tuple[Any, ...], out: Tensor, known: Any) -> Expr | None:
+    tail, parts = tuple(out.shape[1:]), []
+    for arg in args:
+        if isinstance(arg, Tensor):
+            expr = known(arg)
+            parts.append(expr if arg.dtype == out.dtype else Expr("cast", (expr,), expr.tail))
+        elif isinstance(arg, (int, float)) and not isinstance(arg, bool):
+            parts.append(float(arg))
+        else:
+            return None
+    return Expr(op, tuple(parts), tail)
+
+
+def opaque(tensor: Tensor, storage: int) -> Expr:
+    """The leaf for a tensor that was not followed; equal for tensors that see the same memory in the same way."""
+    version = -1 if tensor.is_inference() else tensor._version
+    view = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+    return Expr("opaque", (storage, version, view, tensor.grad_fn is None), tuple(tensor.shape[1:]))
+
+
+def plain(expr: Expr) -> Expr:
+    """Without `detach` around it: the same values, whatever becomes of gradients."""
+    while expr.op == "detach" and isinstance(expr.args[0], Expr):
+        expr = expr.args[0].shaped(expr.tail)
+    return expr

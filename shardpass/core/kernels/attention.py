@@ -1,0 +1,224 @@
+"""Softmax-weighted sums over in-edges, a chunk of edges at a time: numba's loops on the CPU, plain torch elsewhere.
+
+Source: the online softmax of Milakov and Gimelshein 2018 (arXiv 1805.02867) and the identities of FlashAttention
+(Dao et al. 2022, arXiv 2205.14135, appendix B), over the in-edges of a node instead of the keys of a query.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from itertools import pairwise
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardpass.core.shard import Chunk
+
+DTYPES = (torch.float32, torch.float64)
+_SMALL = 1 << 14  # edges below which a thread is not worth starting
+
+
+class EdgeRun(NamedTuple):
+    """A chunk of the edges of a shard in one of its two orders.
+
+    Args:
+        indptr: of all edges in that order, by destination or by source.
+        bounds: the edges of the chunk and the rows of `indptr` they belong to.
+        src_rows, dst_rows: ``[edges of the chunk]``; rows of the block, destination rows.
+        positions: of the chunk's edges in the shard: a slice, or ``[edges of the chunk]``.
+    """
+
+    indptr: Tensor
+    bounds: Chunk
+    src_rows: Tensor
+    dst_rows: Tensor
+    positions: slice | Tensor
+
+
+class SoftmaxState(NamedTuple):
+    """What online softmax keeps for a destination: largest score, sum of weights ``[num_dst, heads]``, weighted sum."""
+
+    top: Tensor
+    total: Tensor
+    out: Tensor
+
+    @classmethod
+    def fresh(cls, num_dst: int, heads: int, width: int, like: Tensor) -> SoftmaxState:
+        """The state of destinations that have seen no edge."""
+        top = like.new_full((num_dst, heads), float("-inf"))
+        return cls(top, torch.zeros_like(top), like.new_zeros((num_dst, heads, width)))
+
+
+def accumulate(state: SoftmaxState, run: EdgeRun, scores: Tensor, values: Tensor, kept: Tensor | None) -> None:
+    """Take a chunk of edges, in order of their destination, into `state`. `scores` is spent.
+
+    Args:
+        scores: ``[edges of the chunk, heads]``.
+        values: ``[block rows, heads, width]``.
+        kept: what dropout multiplies the weights with, like `scores`.
+    """
+    loops = _loops(values)
+    if loops is None:
+        return _accumulate(state, run, scores, values, kept)
+    indptr, start, stop = run.indptr.numpy(), run.bounds.start, run.bounds.stop
+    top, total, out, numbers = state.top.numpy(), state.total.numpy(), state.out.numpy(), scores.numpy()
+
+    def shift(first: int, last: int) -> None:
+        loops.shift_to_maximum(indptr, numbers, start, stop, first, last, top, total, out)
+
+    _by_rows(run, shift)
+    scores.exp_()
+    used = (scores if kept is None else scores * kept).numpy()
+    src_rows, rows = run.src_rows.numpy(), values.numpy()
+
+    def add(first: int, last: int) -> None:
+        loops.add_weights(indptr, numbers, start, stop, first, last, total)
+        loops.add_weighted(indptr, src_rows, rows, used, start, stop, first, last, out)
+
+    _by_rows(run, add)
+
+
+def softmax_weights(run: EdgeRun, scores: Tensor, log_sum: Tensor) -> Tensor:
+    """``exp(score - log_sum[i])`` of each edge, in place of `scores`.
+
+    Args:
+        log_sum: ``log(sum(exp(score)))`` of each destination and head, ``[num_dst, heads]``.
+    """
+    loops = _loops(scores)
+    if loops is None:
+        return scores.sub_(log_sum.index_select(0, run.dst_rows)).exp_()
+    dst_rows, numbers, shift = run.dst_rows.numpy(), scores.numpy(), log_sum.numpy()
+    _by_edges(run, lambda first, last: loops.shift_by_row(numbers, dst_rows, shift, first, last))
+    return scores.exp_()
+
+
+def adjoint(
+    run: EdgeRun,
+    weights: Tensor,
+    values: Tensor,
+    kept: Tensor | None,
+    grad: Tensor,
+    delta: Tensor,
+    grad_values: Tensor,
+) -> Tensor:
+    """The adjoint of the weighted sum over a chunk of edges, in order of their source.
+
+    Args:
+        weights: ``[edges of the chunk, heads]``.
+        values: ``[block rows, heads, width]``.
+        kept: as in `accumulate`.
+        grad: of the weighted sum, ``[num_dst, heads, width]``.
+        delta: ``<grad, weighted sum>``, ``[num_dst, heads]``.
+        grad_values: ``[block rows, heads, width]``, added to in place.
+
+    Returns:
+        the gradient of each score divided by its weight, ``kept * <grad, value> - delta``, like `weights`.
+    """
+    used = weights if kept is None else weights * kept
+    loops = _loops(values)
+    if loops is None:
+        outer = grad.index_select(0, run.dst_rows)
+        dots = (outer * values.index_select(0, run.src_rows)).sum(-1)
+        grad_values.index_add_(0, run.src_rows, used.unsqueeze(-1) * outer)
+        return (dots if kept is None else dots * kept) - delta.index_select(0, run.dst_rows)
+    relative = torch.empty_like(weights)
+    factors = weights[:0] if kept is None else kept
+    before = [t.numpy() for t in (run.indptr, run.dst_rows, values, used, factors)]
+    after = [t.numpy() for t in (grad, delta, grad_values, relative)]
+    start, stop = run.bounds.start, run.bounds.stop
+    _by_rows(run, lambda first, last: loops.weighted_adjoint(*before, start, stop, first, last, *after))
+    return relative
+
+
+def additive_scores(run: EdgeRun, of_source: Tensor, of_dst: Tensor, slope: float) -> Tensor:
+    """``leaky_relu(of_source[j] + of_dst[i])`` of each edge: ``[edges of the chunk, heads]``."""
+    loops = _loops(of_source)
+    if loops is None:
+        sums = of_source.index_select(0, run.src_rows) + of_dst.index_select(0, run.dst_rows)
+        return torch.nn.functional.leaky_relu(sums, slope)
+    out = of_source.new_empty((run.src_rows.numel(), of_source.size(1)))
+    src_rows, dst_rows = run.src_rows.numpy(), run.dst_rows.numpy()
+    left, right, numbers = of_source.numpy(), of_dst.numpy(), out.numpy()
+    _by_edges(run, lambda a, b: loops.additive_scores(src_rows, dst_rows, left, right, slope, a, b, numbers))
+    return out
+
+
+def additive_adjoint(
+    run: EdgeRun,
+    of_source: Tensor,
+    of_dst: Tensor,
+    slope: float,
+    weights: Tensor,
+    relative: Tensor,
+    grad_source: Tensor,
+    grad_dst: Tensor,
+) -> None:
+    """The adjoint of `additive_scores` for the gradient ``weights * relative``, added in place."""
+    loops = _loops(of_source)
+    if loops is None:
+        sums = of_source.index_select(0, run.src_rows) + of_dst.index_select(0, run.dst_rows)
+        grad = weights * relative
+        grad = torch.where(sums >= 0, grad, grad * slope)
+        grad_source.index_add_(0, run.src_rows, grad)
+        grad_dst.index_add_(0, run.dst_rows, grad)
+        return
+    before = [t.numpy() for t in (run.src_rows, run.dst_rows, of_source, of_dst)]
+    loops.additive_adjoint(*before, slope, *(t.numpy() for t in (weights, relative, grad_source, grad_dst)))
+
+
+def _accumulate(state: SoftmaxState, run: EdgeRun, scores: Tensor, values: Tensor, kept: Tensor | None) -> None:
+    low, high = run.bounds.low, run.bounds.high
+    rows = run.dst_rows.long() - low
+    top, total, out = state.top[low:high], state.total[low:high], state.out[low:high]
+    new = top.scatter_reduce(0, rows.view(-1, 1).expand_as(scores), scores, "amax")
+    weights = (scores - new.index_select(0, rows)).exp_()
+    weights = weights.masked_fill_(scores == float("-inf"), 0)
+    scale = (top - new).exp_().masked_fill_(top == new, 1)
+    top.copy_(new)
+    total.mul_(scale).index_add_(0, rows, weights)
+    used = weights if kept is None else weights * kept
+    out.mul_(scale.unsqueeze(-1)).index_add_(0, rows, used.unsqueeze(-1) * values.index_select(0, run.src_rows))
+
+
+def _loops(rows: Tensor) -> ModuleType | None:
+    if rows.device.type != "cpu" or rows.dtype not in DTYPES:
+        return None
+    try:
+        from shardpass.core.kernels import numba_loops
+    except ImportError:
+        return None
+    return numba_loops
+
+
+def _by_rows(run: EdgeRun, work: Callable[[int, int], None]) -> None:
+    """Call `work` for ranges of the chunk's rows with about as many edges each, one for each thread of torch."""
+    start, stop, low, high = run.bounds
+    count = _num_threads(stop - start)
+    if count == 1:
+        return work(low, high)
+    edges = torch.linspace(start, stop, count + 1).to(run.indptr.dtype)[1:-1]
+    cuts = torch.searchsorted(run.indptr[low : high + 1], edges).add_(low).tolist()
+    _in_threads(work, [low, *cuts, high])
+
+
+def _by_edges(run: EdgeRun, work: Callable[[int, int], None]) -> None:
+    """Call `work` for ranges of the chunk's edges, counted from its first, one for each thread of torch."""
+    num_edges = run.bounds.stop - run.bounds.start
+    count = _num_threads(num_edges)
+    _in_threads(work, [num_edges * t // count for t in range(count + 1)])
+
+
+def _num_threads(num_edges: int) -> int:
+    return max(1, min(torch.get_num_threads(), num_edges // _SMALL))
+
+
+def _in_threads(work: Callable[[int, int], None], bounds: list[int]) -> None:
+    others = [threading.Thread(target=work, args=pair) for pair in pairwise(bounds[1:])]
+    for thread in others:
+        thread.start()
+    work(bounds[0], bounds[1])
+    for thread in others:
+        thread.join()

@@ -1,0 +1,191 @@
+"""Loops over edges compiled by numba, where torch has no fused operator. Imported only where numba is installed.
+
+Compiled at the first call for each combination of types, kept on disk. They release the GIL and know nothing of
+threads: whoever calls them cuts the rows. Exponentials are left to torch, which computes sixteen at a time.
+
+[Note: the layout of edge values]
+`indptr` counts all edges of a shard; everything else with a row per edge holds those of a chunk only: edge e of the
+shard stands in row ``e - start``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+Array = Any
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def shift_to_maximum(
+    indptr: Array, scores: Array, start: int, stop: int, low: int, high: int, top: Array, total: Array, out: Array
+) -> None:
+    """Take the maxima of a chunk's scores into `top`, rescale `total` and `out`, and measure the scores from `top`."""
+    heads, width = out.shape[1], out.shape[2]
+    for i in range(low, high):
+        first, last = max(indptr[i], start), min(indptr[i + 1], stop)
+        for h in range(heads if first < last else 0):
+            old = top[i, h]
+            new = old
+            for e in range(first - start, last - start):
+                if scores[e, h] > new:
+                    new = scores[e, h]
+            if new == -np.inf:
+                continue  # every score so far is -inf: their weights are 0
+            for e in range(first - start, last - start):
+                scores[e, h] -= new
+            if new > old:
+                scale = np.exp(old - new)
+                top[i, h] = new
+                total[i, h] *= scale
+                for x in range(width):
+                    out[i, h, x] *= scale
+
+
+@njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract", "reassoc", "nsz"})
+def add_weighted(
+    indptr: Array,
+    src_rows: Array,
+    values: Array,
+    weights: Array,
+    start: int,
+    stop: int,
+    low: int,
+    high: int,
+    out: Array,
+) -> None:
+    """``out[i, h] += weight[h] * values[j, h]`` over a chunk."""
+    heads, width = out.shape[1], out.shape[2]
+    for i in range(low, high):
+        into, e, last = out[i], max(indptr[i], start), min(indptr[i + 1], stop)
+        while e + 4 <= last:  # four rows at a time: fewer reads and writes of the sum
+            k = e - start
+            a, b = values[src_rows[k]], values[src_rows[k + 1]]
+            c, d = values[src_rows[k + 2]], values[src_rows[k + 3]]
+            for h in range(heads):
+                wa, wb, wc, wd = weights[k, h], weights[k + 1, h], weights[k + 2, h], weights[k + 3, h]
+                for x in range(width):
+                    into[h, x] += (wa * a[h, x] + wb * b[h, x]) + (wc * c[h, x] + wd * d[h, x])
+            e += 4
+        while e < last:
+            a = values[src_rows[e - start]]
+            for h in range(heads):
+                weight = weights[e - start, h]
+                for x in range(width):
+                    into[h, x] += weight * a[h, x]
+            e += 1
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def add_weights(indptr: Array, weights: Array, start: int, stop: int, low: int, high: int, total: Array) -> None:
+    """``total[i] += weight`` over a chunk."""
+    for i in range(low, high):
+        for e in range(max(indptr[i], start) - start, min(indptr[i + 1], stop) - start):
+            for h in range(total.shape[1]):
+                total[i, h] += weights[e, h]
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def shift_by_row(scores: Array, rows: Array, shift: Array, first: int, last: int) -> None:
+    """``scores[e] -= shift[rows[e]]`` for edges ``[first, last)`` of the chunk."""
+    for e in range(first, last):
+        for h in range(scores.shape[1]):
+            scores[e, h] -= shift[rows[e], h]
+
+
+@njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract", "reassoc", "nsz"})
+def weighted_adjoint(
+    indptr: Array,
+    dst_rows: Array,
+    values: Array,
+    used: Array,
+    kept: Array,
+    start: int,
+    stop: int,
+    low: int,
+    high: int,
+    grad: Array,
+    delta: Array,
+    grad_values: Array,
+    relative: Array,
+) -> None:
+    """The adjoint of a softmax-weighted sum over a chunk of the edges in order of their source.
+
+    ``grad_values[j] += used * grad[i]``, and `relative`, the gradient of a score over its weight, becomes
+    ``kept * <grad[i], values[j]> - delta[i]``. `kept` may have no rows: nothing is dropped.
+    """
+    heads, width = values.shape[1], values.shape[2]
+    drops, zero = kept.shape[0] > 0, values.dtype.type(0)
+    for j in range(low, high):
+        row, into = values[j], grad_values[j]
+        e, last = max(indptr[j], start), min(indptr[j + 1], stop)
+        while e < last:  # four rows at a time: fewer reads and writes of the sum
+            k, n = e - start, min(4, last - e)
+            i0, i1 = dst_rows[k], dst_rows[k + min(1, n - 1)]
+            i2, i3 = dst_rows[k + min(2, n - 1)], dst_rows[k + min(3, n - 1)]
+            g0, g1, g2, g3 = grad[i0], grad[i1], grad[i2], grad[i3]
+            for h in range(heads):
+                w0 = used[k, h]
+                w1 = used[k + 1, h] if n > 1 else zero
+                w2 = used[k + 2, h] if n > 2 else zero
+                w3 = used[k + 3, h] if n > 3 else zero
+                d0, d1, d2, d3 = zero, zero, zero, zero
+                for x in range(width):
+                    r, a0, a1, a2, a3 = row[h, x], g0[h, x], g1[h, x], g2[h, x], g3[h, x]
+                    into[h, x] += (w0 * a0 + w1 * a1) + (w2 * a2 + w3 * a3)
+                    d0 += a0 * r
+                    d1 += a1 * r
+                    d2 += a2 * r
+                    d3 += a3 * r
+                relative[k, h] = d0
+                if n > 1:
+                    relative[k + 1, h] = d1
+                if n > 2:
+                    relative[k + 2, h] = d2
+                if n > 3:
+                    relative[k + 3, h] = d3
+            for m in range(n):
+                i = dst_rows[k + m]
+                for h in range(heads):
+                    dot = relative[k + m, h] * kept[k + m, h] if drops else relative[k + m, h]
+                    relative[k + m, h] = dot - delta[i, h]
+            e += n
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def additive_scores(
+    src_rows: Array, dst_rows: Array, of_source: Array, of_dst: Array, slope: float, first: int, last: int, out: Array
+) -> None:
+    """``out[e] = leaky_relu(of_source[j] + of_dst[i])`` for edges ``[first, last)`` of the chunk."""
+    factor = out.dtype.type(slope)
+    for e in range(first, last):
+        j, i = src_rows[e], dst_rows[e]
+        for h in range(out.shape[1]):
+            value = of_source[j, h] + of_dst[i, h]
+            out[e, h] = value if value >= 0 else value * factor
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def additive_adjoint(
+    src_rows: Array,
+    dst_rows: Array,
+    of_source: Array,
+    of_dst: Array,
+    slope: float,
+    weights: Array,
+    relative: Array,
+    grad_source: Array,
+    grad_dst: Array,
+) -> None:
+    """The adjoint of `additive_scores` for ``weights * relative``, in place. Not to be cut: edges of a row meet."""
+    factor = weights.dtype.type(slope)
+    for e in range(weights.shape[0]):
+        j, i = src_rows[e], dst_rows[e]
+        for h in range(weights.shape[1]):
+            value = weights[e, h] * relative[e, h]
+            if of_source[j, h] + of_dst[i, h] < 0:
+                value *= factor
+            grad_source[j, h] += value
+            grad_dst[i, h] += value
