@@ -37,8 +37,8 @@ class Expr:
 
     Leaves: ``source``, ``destination`` and ``edge`` (name), ``reduced`` (number of the reduction), ``outside`` (id),
     ``opaque`` (what identifies the tensor). Operations: those of `BINARY`, ``exp``, ``leaky_relu`` (x, slope), ``sum``
-    over the last dimension, ``gather`` of a row per destination, ``detach``, ``dropout`` (x, p), ``cast`` to the dtype of
-    what it is an operand of.
+    over the last dimension, ``gather`` of a row per destination, ``detach``, ``dropout`` (x, p), ``cast`` to the dtype
+    of the operation it goes into.
     """
 
     op: str
@@ -62,12 +62,12 @@ def apply(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor,
     tail = tuple(out.shape[1:])
     if name == "detach":
         return Expr("detach", (known(first),), tail)
+    if name in BINARY and not kwargs and len(args) == 2:
+        return _binary(BINARY[name], args, out, known)
     if out.dtype != first.dtype:
         return None
     if name in KEEPS_VALUES:
         return known(first).shaped(tail) if first.dim() and out.size(0) == first.size(0) else None
-    if name in BINARY and not kwargs and len(args) == 2:
-        return _binary(BINARY[name], args, out, known)
     if name == "dropout":
         p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
         return Expr("dropout", (known(first), float(p)), tail)
