@@ -168,7 +168,7 @@ def test_classes_refused_that_this_release_does_not_have():
     assert set(_missing()) <= {"PGExplainer", "HeteroPGExplainer"}
 
 
-@pytest.mark.parametrize("name", ROW_WISE)
+@pytest.mark.parametrize("name", sorted(ROW_WISE))
 def test_row_wise_classes_give_each_row_what_it_gets_in_the_whole(name):
     makes = {
         "Identity": lambda: CLASSES["Identity"](),
