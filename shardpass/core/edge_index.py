@@ -231,10 +231,12 @@ def _copied(mine: ShardedEdgeIndex, func: Any, name: str, args: tuple[Any, ...],
 def _joined(mine: ShardedEdgeIndex, pieces: Sequence[Tensor]) -> ShardedEdgeIndex:
     for piece in pieces:
         _check_piece(mine, piece)
-    data = [piece.sources_first if isinstance(piece, ShardedEdgeIndex) else _plain_one(piece) for piece in pieces]
-    if mine is pieces[0]:
+    extends = mine is pieces[0]  # then its own numbers need not be made
+    others = pieces[1:] if extends else pieces
+    data = [piece.sources_first if isinstance(piece, ShardedEdgeIndex) else _plain_one(piece) for piece in others]
+    if extends:
         start = mine.derivation or Derivation.of(mine.sources_first)
-        return ShardedEdgeIndex.derived(start.extended(data[1:]), mine)
+        return ShardedEdgeIndex.derived(start.extended(data), mine)
     return mine._of(torch.cat(data, dim=1))
 
 

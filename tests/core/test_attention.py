@@ -1,0 +1,252 @@
+"""Attention in one pass: the loops against a dense softmax, and bodies that are, or are almost, an attention."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import shardpass as sp
+from shardpass.core import aggregate as core_aggregate
+from shardpass.core.kernels import attention as kernels
+from shardpass.core.kernels.attention import EdgeRun, SoftmaxState
+from shardpass.core.program import AdditiveScore, Program
+from shardpass.core.random import dropout_factors
+from shardpass.core.shard import Block, build_shards, cut
+from shardpass.testing.graphs import assignments, awkward_graph, shard_in_memory
+
+NUM_DST, BLOCK_ROWS, HEADS, WIDTH = 50, 23, 3, 5
+
+
+@pytest.fixture(params=["numba", "torch"])
+def loops(request, monkeypatch):
+    if request.param == "torch":
+        monkeypatch.setattr(kernels, "_loops", lambda rows: None)
+    else:
+        pytest.importorskip("numba")
+    return request.param
+
+
+def numbers(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def shards(num_edges=400):
+    generator = torch.Generator().manual_seed(4)
+    src = torch.randint(0, 2 * BLOCK_ROWS, (num_edges,), generator=generator)
+    dst = torch.randint(0, NUM_DST - 2, (num_edges,), generator=generator)  # two destinations have no edge
+    dst[: num_edges // 4] = 7
+    blocks = [Block(0, 0, BLOCK_ROWS), Block(1, BLOCK_ROWS, 2 * BLOCK_ROWS)]
+    return src, dst, build_shards(src, dst, blocks, NUM_DST).shards
+
+
+def by_destination(shard, most):
+    for chunk in shard.chunks(most):
+        span = slice(chunk.start, chunk.stop)
+        yield EdgeRun(shard.indptr, chunk, shard.src_rows[span], shard.dst_rows(chunk) + chunk.low, span)
+
+
+def by_source(shard, most):
+    indptr, dst, position = shard.transpose()
+    src = shard.src_rows.long()[position.long()]
+    for chunk in cut(indptr, shard.num_edges, most):
+        span = slice(chunk.start, chunk.stop)
+        yield EdgeRun(indptr, chunk, src[span], dst[span], position[span])
+
+
+@pytest.mark.parametrize("dtype, bound", [(torch.float64, 1e-12), (torch.float32, 2e-5)], ids=str)
+@pytest.mark.parametrize("most", [1, 7, 1000])
+@pytest.mark.parametrize("drops", [False, True])
+def test_loops_equal_a_dense_softmax(loops, most, drops, dtype, bound):
+    src, dst, parts = shards()
+    values = numbers(2 * BLOCK_ROWS, HEADS, WIDTH, seed=1).requires_grad_()
+    scores = (5 * numbers(src.numel(), HEADS, seed=2)).requires_grad_()
+    kept = dropout_factors(3, torch.arange(src.numel()), HEADS, 0.4, torch.float64) if drops else None
+    top = torch.full((NUM_DST, HEADS), -1e300, dtype=torch.float64)
+    top = top.scatter_reduce(0, dst.view(-1, 1).expand_as(scores), scores.detach(), "amax")
+    exponential = (scores - top[dst]).exp()
+    total = torch.zeros(NUM_DST, HEADS, dtype=torch.float64).index_add(0, dst, exponential)
+    weights = exponential / total[dst]
+    used = weights if kept is None else weights * kept
+    right = torch.zeros(NUM_DST, HEADS, WIDTH, dtype=torch.float64)
+    right = right.index_add(0, dst, used.unsqueeze(-1) * values[src])
+    grad = numbers(*right.shape, seed=3)
+    right.backward(grad)
+
+    state = SoftmaxState.fresh(NUM_DST, HEADS, WIDTH, values.detach().to(dtype))
+    table = values.detach().to(dtype)
+    for shard in parts:
+        rows = table[shard.block.start : shard.block.stop].contiguous()
+        for run in by_destination(shard, most):
+            chosen = shard.places(run.positions)
+            factors = None if kept is None else kept[chosen].to(dtype)
+            kernels.accumulate(state, run, scores.detach()[chosen].to(dtype).contiguous(), rows, factors)
+    out = state.out / state.total.clamp(min=1e-30).unsqueeze(-1)
+    torch.testing.assert_close(out.double(), right.detach(), rtol=bound, atol=bound)
+    assert (out[NUM_DST - 2 :] == 0).all()
+
+    log_sum = state.top + state.total.log()
+    delta = (grad.to(dtype) * out).sum(-1)
+    found_values, found_scores = torch.zeros_like(table), torch.zeros_like(scores, dtype=dtype)
+    for shard in parts:
+        window = slice(shard.block.start, shard.block.stop)
+        for run in by_source(shard, most):
+            chosen = shard.places(run.positions.long())
+            factors = None if kept is None else kept[chosen].to(dtype)
+            w = kernels.softmax_weights(run, scores.detach()[chosen].to(dtype).contiguous(), log_sum)
+            part = found_values[window]
+            relative = kernels.adjoint(run, w, table[window], factors, grad.to(dtype), delta, part)
+            found_scores[chosen] = w * relative
+    torch.testing.assert_close(found_values.double(), values.grad, rtol=10 * bound, atol=10 * bound)
+    torch.testing.assert_close(found_scores.double(), scores.grad, rtol=10 * bound, atol=10 * bound)
+
+
+def test_additive_scores_and_their_adjoint(loops):
+    _, _, (shard, _) = shards()
+    left = numbers(BLOCK_ROWS, HEADS, seed=1).requires_grad_()
+    right = numbers(NUM_DST, HEADS, seed=2).requires_grad_()
+    (run,) = by_source(shard, 10_000)
+    expected = F.leaky_relu(left[run.src_rows.long()] + right[run.dst_rows.long()], 0.2)
+    torch.testing.assert_close(kernels.additive_scores(run, left.detach(), right.detach(), 0.2), expected.detach())
+    weights, relative = numbers(*expected.shape, seed=3), numbers(*expected.shape, seed=4)
+    expected.backward(weights * relative)
+    into, at = torch.zeros_like(left), torch.zeros_like(right)
+    kernels.additive_adjoint(run, left.detach(), right.detach(), 0.2, weights, relative, into, at)
+    torch.testing.assert_close(into, left.grad)
+    torch.testing.assert_close(at, right.grad)
+
+
+def test_threads_share_the_rows_of_a_chunk(monkeypatch):
+    pytest.importorskip("numba")
+    _, _, (shard, _) = shards(4000)
+    scores, values = numbers(shard.num_edges, HEADS, seed=2), numbers(BLOCK_ROWS, HEADS, WIDTH, seed=1)
+    (run,), found = by_destination(shard, 10_000), []
+    (back,) = by_source(shard, 10_000)
+    for count in (1, 4):
+        monkeypatch.setattr(kernels, "_num_threads", lambda num_edges, count=count: count)
+        state = SoftmaxState.fresh(NUM_DST, HEADS, WIDTH, values)
+        kernels.accumulate(state, run, scores.clone(), values, None)
+        into = torch.zeros_like(values)
+        weights = kernels.softmax_weights(back, scores[back.positions.long()], state.top + state.total.log())
+        relative = kernels.adjoint(back, weights, values, None, state.out, state.total, into)
+        found.append((*state, into, weights, relative))
+    for one, four in zip(*found):
+        assert torch.equal(one, four)
+
+
+def test_dropout_factors_depend_on_the_edge_alone():
+    edges = torch.arange(100_000)
+    whole = dropout_factors(11, edges, 2, 0.3, torch.float64)
+    assert set(whole.unique().tolist()) == {0.0, 1 / 0.7}
+    assert abs(float((whole == 0).double().mean()) - 0.3) < 0.005
+    assert torch.equal(dropout_factors(11, edges[500:600].flip(0), 2, 0.3, torch.float64), whole[500:600].flip(0))
+    other = dropout_factors(12, edges, 2, 0.3, torch.float64)
+    for left, right in ((whole, other), (whole[:, :1], whole[:, 1:]), (whole[1:], whole[:-1])):
+        assert abs(float(((left == 0) & (right == 0)).double().mean()) - 0.09) < 0.005
+
+
+# ---- bodies
+
+GRAPH = awkward_graph()
+
+
+def softmax(score, i, eps=1e-16, detach=True):
+    shape = (i.num_dst, *score.shape[1:])
+    index = i.index.view(-1, *[1] * (score.dim() - 1)).expand_as(score)
+    source = score.detach() if detach else score
+    top = score.new_zeros(shape).scatter_reduce_(0, index, source, "amax", include_self=False)
+    out = (score - top.index_select(0, i.index)).exp()
+    return out / (score.new_zeros(shape).scatter_add_(0, index, out) + eps).index_select(0, i.index)
+
+
+def score(i):
+    return F.leaky_relu(i.src["a"] + i.dst["b"], 0.3)
+
+
+def weighted(weights, rows):
+    return rows * weights.unsqueeze(-1)
+
+
+BODIES = {  # body, whether it is one attention, whether its score is in closed form
+    "plain": (lambda i: weighted(softmax(score(i), i), i.src["x"]), True, True),
+    "other order": (lambda i: i.src["x"] * softmax(i.dst["b"] + i.src["a"], i).view(-1, 2, 1), True, True),
+    "maximum with gradient": (lambda i: weighted(softmax(score(i), i, detach=False), i.src["x"]), True, True),
+    "some function": (lambda i: weighted(softmax(torch.tanh(i.src["a"] * i.dst["b"]), i), i.src["x"]), True, False),
+    "edge term": (lambda i: weighted(softmax(score(i) + i.edge["w"].view(-1, 1), i), i.src["x"]), True, False),
+    "dot": (lambda i: weighted(softmax((i.src["x"] * i.dst["y"]).sum(-1) / 2, i), i.src["x"]), True, False),
+    "one head": (lambda i: softmax(i.src["a"][:, :1] * i.dst["b"][:, :1], i) * i.src["z"], True, False),
+    "squared": (lambda i: weighted(softmax(score(i), i) ** 2, i.src["x"]), False, False),
+    "times edge": (lambda i: weighted(softmax(score(i), i) * i.edge["w"].view(-1, 1), i.src["x"]), False, False),
+    "detached": (lambda i: weighted(softmax(score(i).detach(), i), i.src["x"]), False, False),
+    "detached weights": (lambda i: weighted(softmax(score(i), i).detach(), i.src["x"]), False, False),
+    "large eps": (lambda i: weighted(softmax(score(i), i, eps=0.5), i.src["x"]), False, False),
+    "value of both": (lambda i: weighted(softmax(score(i), i), i.src["x"] + i.dst["y"]), False, False),
+    "a weight a channel": (lambda i: softmax(i.src["x"], i) * i.src["x"], False, False),
+}
+
+
+def results(body, ranks, options, seen, owners="random"):
+    """Outputs and gradients of a body, in node order."""
+
+    def rank(comm):
+        chosen = assignments(GRAPH.num_nodes, ranks, GRAPH.edge_index)[owners]
+        graph = shard_in_memory(GRAPH, chosen, comm, options)
+        rows = {"x": (2, 4), "a": (2,), "b": (2,), "y": (2, 4), "z": (4,)}
+        own = {
+            name: numbers(GRAPH.num_nodes, *tail, seed=k)[graph.node_ids].requires_grad_()
+            for k, (name, tail) in enumerate(rows.items())
+        }
+        weight = numbers(GRAPH.edge_index.size(1), seed=9)[graph.edge_ids].requires_grad_()
+
+        def add_up(messages, i):
+            return messages.new_zeros((i.num_dst, *messages.shape[1:])).index_add(0, i.index, messages)
+
+        program = Program("layer", {k: own[k] for k in "xaz"}, {k: own[k] for k in "by"}, {"w": weight}, body, add_up)
+        program.watch = lambda structure: seen.append(structure.attention)
+        out = core_aggregate.aggregate(program, graph.edge_index.plan, graph.edge_index.shards)
+        (out * numbers(GRAPH.num_nodes, *out.shape[1:], seed=20)[graph.node_ids]).sum().backward()
+        found = {"out": (out.detach(), graph.node_ids), "w": (weight.grad, graph.edge_ids)}
+        found.update({name: (tensor.grad, graph.node_ids) for name, tensor in own.items()})
+        return found
+
+    every, joined = sp.spawn(rank, ranks), {}
+    for name in every[0]:
+        parts = [found[name] for found in every]
+        if all(rows is None for rows, _ in parts):
+            continue
+        order = torch.cat([ids for _, ids in parts]).argsort()
+        joined[name] = torch.cat([torch.zeros(0) if rows is None else rows for rows, _ in parts])[order]
+    return joined
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_what_is_an_attention(name, loops):
+    body, is_attention, closed = BODIES[name]
+    seen = []
+    general = results(body, 2, sp.Options(fuse_attention=False), seen)
+    assert seen == [None, None]
+    seen.clear()
+    small = sp.Options(mode="keep", chunk_bytes=64), sp.Options(chunk_bytes=1, block_rows=3)
+    for options, owners in zip((sp.Options(), *small), assignments(GRAPH.num_nodes, 3, GRAPH.edge_index)):
+        found = results(body, 3, options, seen, owners)
+        assert found.keys() == general.keys()
+        for key, tensor in found.items():
+            torch.testing.assert_close(
+                tensor, general[key], rtol=1e-11, atol=1e-11, msg=lambda m, key=key: f"{key}: {m}"
+            )
+    assert {attention is not None for attention in seen} == {is_attention}
+    if is_attention:
+        assert {isinstance(attention.score, AdditiveScore) for attention in seen} == {closed}
+
+
+def test_scores_of_minus_infinity(loops):
+    def body(i):
+        hidden = i.edge["w"].view(-1, 1) > 0
+        return weighted(softmax(score(i).masked_fill(hidden, float("-inf")), i), i.src["x"])
+
+    seen = []
+    with_nan = results(body, 2, sp.Options(), seen)["out"]
+    assert seen[0] is not None
+    expected = results(body, 1, sp.Options(fuse_attention=False), [])["out"]
+    torch.testing.assert_close(with_nan, expected, equal_nan=True)
+    assert expected.isnan().any() and not expected.isnan().all()
