@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -69,11 +70,19 @@ def _without(program: Program, keep: list[bool]) -> Program:
 
 
 def settle(
-    comm: Communicator, label: str, program: Program, edges: EdgeShards, num_own_src: int
-) -> tuple[Program, Structure, frozenset[str]]:
-    """``(program, structure, gradients)`` that every rank agrees on. Collective.
+    comm: Communicator,
+    label: str,
+    program: Program,
+    edges: EdgeShards,
+    num_own_src: int,
+    known: Callable[[Program, Structure], bool] = lambda program, structure: False,
+) -> tuple[Program, Structure, frozenset[str], bool]:
+    """``(program, structure, gradients, known)`` that every rank agrees on. Collective.
 
     An edge tensor is one on which every rank found one row per edge; an input needs gradients if it does on any rank.
+
+    Args:
+        known: whether this rank has the result already; it counts as known if every rank has.
 
     Raises:
         RefusedError: on every rank, if the body cannot be computed one shard at a time on any.
@@ -92,10 +101,12 @@ def settle(
         words = f"{_in_words(program)} (computed as {text})"
         kind = 0 if refusal is None else (1 if isinstance(refusal, NeedsHaloError) else 2)
         values = [digest(text), kind, *map(int, flags), *map(int, per_edge)]
-        answers = agree(comm, f"{label}: agreement", [len(values), *values] + [0] * (64 - len(values) - 1))
+        has = int(structure is not None and not needs_grad and known(candidate, structure))
+        answers = agree(comm, f"{label}: agreement", [len(values), *values] + [0] * (62 - len(values)) + [has])
+        every = all([answer.pop() for answer in answers])
         if all(answer == answers[0] for answer in answers) and not kind:
             assert structure is not None
-            return candidate, structure, frozenset(needs_grad)
+            return candidate, structure, frozenset(needs_grad), every
         _raise_refusal(comm, label, refusal, [answer[2] for answer in answers])
         if any(answer[0] != len(values) for answer in answers):
             break

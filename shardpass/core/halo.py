@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shardpass.backends.communicator import Communicator
+from shardpass.core.constants import ConstantSums
 from shardpass.core.derived import DerivedShards, KnownLists
 from shardpass.core.options import Options
 from shardpass.core.ownership import NodeType, Ownership
@@ -35,6 +36,7 @@ class HaloPlan:
         derived: shards of edge lists that layers derive from the graph's own.
         reversed: the same lists against their direction, where some layer wanted that.
         ends: the types of sources and destinations, where they are known.
+        constants: sums of tensors that do not change.
         unions: the unions with other relations that begin with this one, see `core/union.py`.
     """
 
@@ -48,6 +50,7 @@ class HaloPlan:
     blocks: tuple[Block, ...]
     derived: DerivedShards = field(default_factory=DerivedShards, compare=False, repr=False)
     reversed: KnownLists[Any] = field(default_factory=KnownLists, compare=False, repr=False)
+    constants: ConstantSums = field(default_factory=ConstantSums, compare=False, repr=False)
     ends: tuple[NodeType, NodeType] | None = None
     unions: list[Any] = field(default_factory=list, compare=False, repr=False)
 

@@ -19,6 +19,8 @@ class Options:
             once and keeps them. All three give the same numbers.
         prefetch: how many rounds are fetched ahead of the one being computed, at least 0.
         block_rows: the most halo rows of one fetch; larger blocks come in pieces. None: whole blocks.
+        cache_constant_inputs: keep sums over in-edges of tensors that do not change, such as the features that go into
+            the first layer, so that they are fetched and summed once and not in every epoch.
         fuse_attention: compute softmax-weighted sums over in-edges in one pass, where a layer is recognised as one.
         chunk_bytes: bound of one temporary with a row per edge; edges are processed in chunks of that size.
     """
@@ -27,6 +29,7 @@ class Options:
     prefetch: int = 1
     block_rows: int | None = None
     chunk_bytes: int = 1 << 20
+    cache_constant_inputs: bool = True
     fuse_attention: bool = True
 
     def __post_init__(self) -> None:
