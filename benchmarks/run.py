@@ -103,7 +103,8 @@ def table(records: list[Record]) -> Table:
 def row(record: Record) -> list[str]:
     """One record as text."""
     ranks = record["ranks"]
-    system = "PyG, one process" if record["peer"] else f"shardpass {record['mode']} ({record['backend']})"
+    peers = {"pyg": "PyG, one process", "dgl": "DGL, one process"}
+    system = peers[record["peer"]] if record["peer"] else f"shardpass {record['mode']} ({record['backend']})"
     cpu = f"{sum(rank['cpu_seconds'] for rank in ranks):.2f}" if "cpu_seconds" in ranks[0] else "-"
     memory = [
         f"{max(rank[name] for rank in ranks) / MIB:.1f}" if name in ranks[0] else "-"
@@ -125,15 +126,16 @@ def main() -> None:
     parser.add_argument("--partition", choices=("random", "metis", "range"), default="random")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--measure", choices=("memory", "time", "both"), default="both")
-    parser.add_argument("--peer", choices=("pyg",), help="measure this too, in one process")
+    parser.add_argument(
+        "--peer", choices=("pyg", "dgl"), nargs="+", default=[], help="measure these too, in one process"
+    )
     parser.add_argument("--json", type=Path, help="append one JSON line per configuration to this file")
     parser.add_argument("--folder", type=Path, help="where graphs are kept between calls (default: a temporary one)")
     args = parser.parse_args()
     what = ("memory", "time") if args.measure == "both" else (args.measure,)
     base = {"graph": args.graph, "model": args.model, "mode": args.mode, "backend": args.backend, "epochs": args.epochs}
     configs = [{**base, "ranks": ranks, "peer": None} for ranks in args.ranks]
-    if args.peer:
-        configs.append({**base, "ranks": 1, "peer": args.peer})
+    configs += [{**base, "ranks": 1, "peer": peer} for peer in args.peer]
     with tempfile.TemporaryDirectory() as scratch:
         bench = Bench(args.folder or Path(scratch), args.partition)
         bench.folder.mkdir(parents=True, exist_ok=True)

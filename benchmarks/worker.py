@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -69,11 +70,22 @@ def run_pyg(config: Config) -> Config:
     y = y.long()
     torch.manual_seed(0)
     model = build_model(config["model"], x.size(1), int(y.max()) + 1)
+    return _train(model, lambda: model(x, edge_index), y, mask, config, edge_index.size(1))
+
+
+def _train(
+    model: nn.Module,
+    forward: Callable[[], torch.Tensor],
+    y: torch.Tensor,
+    mask: torch.Tensor,
+    config: Config,
+    num_edges: int,
+) -> Config:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     meter, losses = Meter(), []
     meter.start()
     for _ in range(config["epochs"]):
-        logits = model(x, edge_index)
+        logits = forward()
         loss = F.cross_entropy(logits[mask], y[mask])
         optimizer.zero_grad()
         loss.backward()
@@ -82,13 +94,53 @@ def run_pyg(config: Config) -> Config:
         del logits, loss
         meter.epoch()
     figures = {**meter.result(), "bytes_sent": 0}
-    return {"losses": losses, "ranks": [figures], "num_edges": edge_index.size(1), "num_nodes": x.size(0)}
+    return {"losses": losses, "ranks": [figures], "num_edges": num_edges, "num_nodes": y.numel()}
+
+
+class DGLModel(nn.Module):
+    """The same layers in DGL's own code."""
+
+    def __init__(self, name: str, num_features: int, num_classes: int) -> None:
+        super().__init__()
+        from dgl.nn import GATConv, SAGEConv
+
+        self.heads = 4 if name == "gat" else 1
+        widths = [num_features, HIDDEN[name], HIDDEN[name], num_classes]
+        self.convs, self.norms = nn.ModuleList(), nn.ModuleList([nn.BatchNorm1d(width) for width in widths[1:3]])
+        for k in range(3):
+            if name == "gat":
+                out = widths[k + 1] // self.heads if k < 2 else num_classes
+                self.convs.append(GATConv(widths[k], out, self.heads))
+            else:
+                self.convs.append(SAGEConv(widths[k], widths[k + 1], "mean"))
+
+    def forward(self, graph: Any, x: torch.Tensor) -> torch.Tensor:
+        for k, conv in enumerate(self.convs):
+            x = conv(graph, x)
+            if k < 2:
+                x = F.relu(self.norms[k](x.flatten(1)))
+        return x.mean(1) if self.heads > 1 else x
+
+
+def run_dgl(config: Config) -> Config:
+    """The same training in plain DGL, on the whole graph in this process."""
+    import dgl
+
+    torch.set_num_threads(1)
+    with np.load(config["npz"]) as arrays:
+        x, y, mask = (torch.from_numpy(arrays[name]) for name in ("x", "y", "train_mask"))
+        src, dst = torch.from_numpy(arrays["edge_index"])
+    y = y.long()
+    graph = dgl.graph((src, dst), num_nodes=x.size(0))
+    torch.manual_seed(0)
+    model = DGLModel(config["model"], x.size(1), int(y.max()) + 1)
+    return _train(model, lambda: model(graph, x), y, mask, config, src.numel())
 
 
 def main(config: Config) -> None:
     """Run and print; under a launcher only rank 0 prints."""
-    if config["peer"] == "pyg":
-        print(json.dumps(run_pyg(config)), flush=True)
+    if config["peer"]:
+        print(json.dumps({"pyg": run_pyg, "dgl": run_dgl}[config["peer"]](config)), flush=True)
     elif config["backend"] == "processes":
         print(json.dumps(sp.spawn(run_sharded, config["ranks"], "processes", args=(config,))[0]), flush=True)
     else:

@@ -103,10 +103,10 @@ def settle(
         values = [digest(text), kind, *map(int, flags), *map(int, per_edge)]
         has = int(structure is not None and not needs_grad and known(candidate, structure))
         answers = agree(comm, f"{label}: agreement", [len(values), *values] + [0] * (62 - len(values)) + [has])
-        every = all([answer.pop() for answer in answers])
+        have = [answer.pop() for answer in answers]
         if all(answer == answers[0] for answer in answers) and not kind:
             assert structure is not None
-            return candidate, structure, frozenset(needs_grad), every
+            return candidate, structure, frozenset(needs_grad), all(have)
         _raise_refusal(comm, label, refusal, [answer[2] for answer in answers])
         if any(answer[0] != len(values) for answer in answers):
             break

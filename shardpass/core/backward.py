@@ -44,14 +44,29 @@ def needed_values(call: Call) -> tuple[list[int], list[int]]:
     return sorted(values | set(states)), states
 
 
+def is_linear(call: Call) -> bool:
+    """Whether kernels do all of backward: then they write the source gradients first, and nothing need be zero."""
+    structure = call.structure
+    differentiable = [r for r in structure.reductions if r.differentiable]
+    sources = {call.canonical[r.source] for r in differentiable if r.form in ("copy", "scale")}
+    return (
+        not structure.edge_output
+        and structure.max_depth == 0
+        and all(r.form in ("copy", "scale") for r in differentiable)
+        and sources
+        == {call.canonical[name] for name in call.canonical if f"s:{call.canonical[name]}" in call.gradients}
+    )
+
+
 def zero_gradients(
     call: Call, operands: Operands, grad_reductions: dict[int, Tensor], grad_edges: Tensor | None
 ) -> Gradients:
     """Gradients to be added to: zeros for each input that needs them, and those of the outputs."""
 
     def zeros(kind: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        make = torch.empty_like if kind == "s" and is_linear(call) else torch.zeros_like
         return {
-            name: torch.zeros_like(t, memory_format=torch.contiguous_format)
+            name: make(t, memory_format=torch.contiguous_format)
             for name, t in tensors.items()
             if f"{kind}:{name}" in call.gradients
         }
@@ -93,16 +108,19 @@ def _run_kernels(call: Call, operands: Operands, members: list[int], gradients: 
     reductions = [call.structure.reductions[k] for k in members]
     weighted = [r for r in reductions if r.weight in gradients.edge]
     returned = Returned(call, gradients, sorted({r.source for r in reductions}))
-    max_edges = call.chunk_edges(operands)
+    max_edges, linear = call.chunk_edges(operands), is_linear(call)
     if not weighted and not returned.names:
         return
     for position, shard, rows in call.walk(operands, sorted({r.source for r in weighted})):
-        with returned.block(position) as into:
+        with returned.block(position, zeroed=not linear) as into:
+            written: set[str] = set()
             for k, reduction in zip(members, reductions):
                 grad = gradients.reductions[k]
                 if reduction.source in into:
                     scalars = shard.select(operands.edge[reduction.weight]).reshape(-1) if reduction.weight else None
-                    gather_sum_transposed(into[reduction.source], shard, grad, scalars)
+                    fresh = linear and call.canonical[reduction.source] not in written
+                    written.add(call.canonical[reduction.source])
+                    gather_sum_transposed(into[reduction.source], shard, grad, scalars, fresh)
                 if reduction.weight in gradients.edge and shard.num_edges:
                     found = edge_dot(shard, rows[reduction.source], grad, max_edges)
                     _add_rows(shard, gradients.edge[reduction.weight], found)
@@ -123,14 +141,15 @@ class Returned:
         self._alias = {name: call.canonical[name] for name in names if call.canonical[name] in wanted}
         self._own = [gradients.src[name] for name in self.names]
         self._return = GradientReturn(call.plan, self._own, call.stream())
-        self._position = 0
+        self._position, self._zeroed = 0, True
 
-    def block(self, position: int) -> Returned:
-        self._position = position
+    def block(self, position: int, zeroed: bool = True) -> Returned:
+        """The block that is entered next; with `zeroed` its gradients start from zero."""
+        self._position, self._zeroed = position, zeroed
         return self
 
     def __enter__(self) -> dict[str, Tensor]:
-        into = self._own if self._position == 0 else self._return.buffers(self._position)
+        into = self._own if self._position == 0 else self._return.buffers(self._position, self._zeroed)
         by_name = dict(zip(self.names, into))
         return {name: by_name[canonical] for name, canonical in self._alias.items()}
 

@@ -167,11 +167,11 @@ class GradientReturn:
         self._outgoing, self._incoming = _Slots(2, plan.comm.device), _Slots(1, plan.comm.device)
         self._pending: tuple[Transfer, Tensor, Handle] | None = None
 
-    def buffers(self, position: int) -> list[Tensor]:
-        """Zeroed gradients ``[block.num_rows, ...]`` to fill for the block at `position`; `send` takes them away."""
+    def buffers(self, position: int, zeroed: bool = True) -> list[Tensor]:
+        """Gradients ``[block.num_rows, ...]`` to fill for the block at `position`; `send` takes them away."""
         block = self._plan.blocks[position]
         sending = self._outgoing.get(position, self._packing.num_bytes(block.num_rows))
-        return self._packing.views(sending.zero_(), block.num_rows)
+        return self._packing.views(sending.zero_() if zeroed else sending, block.num_rows)
 
     def send(self, position: int) -> None:
         """Start the return of what `buffers` of this position holds; finish the return before it."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardpass.core.call import Call, Operands
 from shardpass.core.kernels import gather_sum
-from shardpass.core.reducers import REDUCERS, Base, State, rescale
+from shardpass.core.reducers import REDUCERS, Base, State, accumulator_dtype, rescale
 from shardpass.core.shard import Chunk, Shard
 from shardpass.core.tracing import EdgeTrace, StopPass
 from shardpass.errors import DivergenceError
@@ -38,15 +38,20 @@ def run_forward(call: Call, operands: Operands) -> ForwardResult:
     for stage in range(structure.num_stages):
         members = [k for k in structure.of_stage(stage) if structure.reductions[k].form != "ones"]
         to_edges = structure.edge_output and stage == structure.num_stages - 1
+        linear = all(structure.reductions[k].form in ("copy", "scale") for k in members) and not to_edges
         for k in members:
             reduction = structure.reductions[k]
             like = torch.empty(0, dtype=reduction.dtype, device=device)
-            result.states[k] = REDUCERS[reduction.op].init(edges.num_dst, reduction.tail, like)
+            if linear:  # the first block writes it
+                dtype = accumulator_dtype(reduction.dtype)
+                result.states[k] = [like.new_empty((edges.num_dst, *reduction.tail), dtype=dtype)]
+            else:
+                result.states[k] = REDUCERS[reduction.op].init(edges.num_dst, reduction.tail, like)
         if to_edges:
             result.edges = torch.zeros(  # some edges may be left out
                 (edges.num_edges, *(structure.edge_tail or ())), dtype=structure.edge_dtype, device=device
             )
-        if all(structure.reductions[k].form in ("copy", "scale") for k in members) and not to_edges:
+        if linear:
             _run_kernels(call, operands, members, result)
         elif members or to_edges:
             _run_body(call, operands, members, stage, to_edges, result)
@@ -78,11 +83,11 @@ def _merge_ranks(call: Call, k: int, state: State) -> None:
 
 def _run_kernels(call: Call, operands: Operands, members: list[int], result: ForwardResult) -> None:
     reductions = call.structure.reductions
-    for _, shard, rows in call.walk(operands, call.structure.sources_of(members)):
+    for position, shard, rows in call.walk(operands, call.structure.sources_of(members)):
         for k in members:
             weight = reductions[k].weight
             scalars = shard.select(operands.edge[weight]).reshape(-1) if weight else None
-            gather_sum(result.states[k][0], shard, rows[reductions[k].source], scalars)
+            gather_sum(result.states[k][0], shard, rows[reductions[k].source], scalars, fresh=position == 0)
 
 
 def _run_body(

@@ -8,35 +8,37 @@ from shardpass.core.kernels import cpu, reference
 from shardpass.core.shard import Shard
 
 
-def gather_sum(out: Tensor, shard: Shard, rows: Tensor, weight: Tensor | None) -> None:
+def gather_sum(out: Tensor, shard: Shard, rows: Tensor, weight: Tensor | None, fresh: bool = False) -> None:
     """``out[dst] += weight * rows[src]`` over the shard's edges, in place.
 
     Args:
         out: ``[num_dst, ...]``.
         rows: the block's source rows, ``[block rows, ...]``.
         weight: one scalar per edge of the shard, ``[num_edges]``, or None.
+        fresh: `out` holds nothing yet and is written instead of added to: all of it, zeros where no edge ends.
     """
-    if shard.num_edges == 0:
-        return
-    if cpu.handles(rows):
-        cpu.gather_sum(out, shard, rows, weight)
-    else:
+    if shard.num_edges and cpu.handles(rows):
+        return cpu.gather_sum(out, shard, rows, weight, fresh)
+    if fresh:
+        out.zero_()
+    if shard.num_edges:
         reference.gather_sum(out, shard, rows, weight)
 
 
-def gather_sum_transposed(out: Tensor, shard: Shard, grad: Tensor, weight: Tensor | None) -> None:
+def gather_sum_transposed(out: Tensor, shard: Shard, grad: Tensor, weight: Tensor | None, fresh: bool = False) -> None:
     """``out[src] += weight * grad[dst]`` over the shard's edges, in place: the adjoint of `gather_sum` in `rows`.
 
     Args:
         out: ``[block rows, ...]``.
         grad: ``[num_dst, ...]``.
         weight: ``[num_edges]`` or None.
+        fresh: as in `gather_sum`.
     """
-    if shard.num_edges == 0:
-        return
-    if cpu.handles(grad):
-        cpu.gather_sum_transposed(out, shard, grad, weight)
-    else:
+    if shard.num_edges and cpu.handles(grad):
+        return cpu.gather_sum_transposed(out, shard, grad, weight, fresh)
+    if fresh:
+        out.zero_()
+    if shard.num_edges:
         reference.gather_sum_transposed(out, shard, grad, weight)
 
 

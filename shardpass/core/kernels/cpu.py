@@ -21,29 +21,37 @@ def handles(rows: Tensor) -> bool:
     return rows.device.type == "cpu" and kind and rows.dim() >= 2 and rows[0:1].numel() > 0 and rows.size(0) > 0
 
 
-def _accumulate(out: Tensor, indptr: Tensor, columns: Tensor, rows: Tensor, weight: Tensor | None) -> None:
+def _accumulate(out: Tensor, indptr: Tensor, columns: Tensor, rows: Tensor, weight: Tensor | None, fresh: bool) -> None:
     table, target = rows.flatten(1).contiguous(), out.view(out.size(0), -1)
     weight = None if weight is None else weight.to(table.dtype)
     for first in range(0, target.size(0), CHUNK_ROWS):
         last = min(first + CHUNK_ROWS, target.size(0))
         start, stop = int(indptr[first]), int(indptr[last])
-        if start < stop:
-            target[first:last] += torch.nn.functional.embedding_bag(
-                columns[start:stop],
-                table,
-                indptr[first : last + 1] - start,
-                mode="sum",
-                include_last_offset=True,
-                per_sample_weights=None if weight is None else weight[start:stop],
-            )
+        if start == stop:
+            if fresh:
+                target[first:last] = 0
+            continue
+        found = torch.nn.functional.embedding_bag(
+            columns[start:stop],
+            table,
+            indptr[first : last + 1] - start,
+            mode="sum",
+            include_last_offset=True,
+            per_sample_weights=None if weight is None else weight[start:stop],
+        )
+        if fresh:
+            target[first:last] = found
+        else:
+            target[first:last] += found
 
 
-def gather_sum(out: Tensor, shard: Shard, rows: Tensor, weight: Tensor | None) -> None:
+def gather_sum(out: Tensor, shard: Shard, rows: Tensor, weight: Tensor | None, fresh: bool = False) -> None:
     """See `kernels.gather_sum`."""
-    _accumulate(out, shard.indptr, shard.src_rows.to(shard.indptr.dtype), rows, weight)
+    _accumulate(out, shard.indptr, shard.src_rows.to(shard.indptr.dtype), rows, weight, fresh)
 
 
-def gather_sum_transposed(out: Tensor, shard: Shard, grad: Tensor, weight: Tensor | None) -> None:
+def gather_sum_transposed(out: Tensor, shard: Shard, grad: Tensor, weight: Tensor | None, fresh: bool = False) -> None:
     """See `kernels.gather_sum_transposed`."""
     indptr, columns, position = shard.transpose()
-    _accumulate(out, indptr, columns, grad, None if weight is None else weight.index_select(0, position))
+    weight = None if weight is None else weight.index_select(0, position)
+    _accumulate(out, indptr, columns, grad, weight, fresh)

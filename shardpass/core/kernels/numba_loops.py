@@ -50,41 +50,40 @@ def add_weighted(
     src_rows: Array,
     values: Array,
     weights: Array,
+    used: Array,
     start: int,
     stop: int,
     low: int,
     high: int,
+    total: Array,
     out: Array,
 ) -> None:
-    """``out[i, h] += weight[h] * values[j, h]`` over a chunk."""
+    """``total[i] += weight`` and ``out[i, h] += used[h] * values[j, h]`` over a chunk.
+
+    `used` are the weights after dropout; it may be the same array.
+    """
     heads, width = out.shape[1], out.shape[2]
     for i in range(low, high):
         into, e, last = out[i], max(indptr[i], start), min(indptr[i + 1], stop)
+        for k in range(e - start, last - start):
+            for h in range(heads):
+                total[i, h] += weights[k, h]
         while e + 4 <= last:  # four rows at a time: fewer reads and writes of the sum
             k = e - start
             a, b = values[src_rows[k]], values[src_rows[k + 1]]
             c, d = values[src_rows[k + 2]], values[src_rows[k + 3]]
             for h in range(heads):
-                wa, wb, wc, wd = weights[k, h], weights[k + 1, h], weights[k + 2, h], weights[k + 3, h]
+                wa, wb, wc, wd = used[k, h], used[k + 1, h], used[k + 2, h], used[k + 3, h]
                 for x in range(width):
                     into[h, x] += (wa * a[h, x] + wb * b[h, x]) + (wc * c[h, x] + wd * d[h, x])
             e += 4
         while e < last:
             a = values[src_rows[e - start]]
             for h in range(heads):
-                weight = weights[e - start, h]
+                weight = used[e - start, h]
                 for x in range(width):
                     into[h, x] += weight * a[h, x]
             e += 1
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def add_weights(indptr: Array, weights: Array, start: int, stop: int, low: int, high: int, total: Array) -> None:
-    """``total[i] += weight`` over a chunk."""
-    for i in range(low, high):
-        for e in range(max(indptr[i], start) - start, min(indptr[i + 1], stop) - start):
-            for h in range(total.shape[1]):
-                total[i, h] += weights[e, h]
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -120,17 +119,12 @@ def weighted_adjoint(
     drops, zero = kept.shape[0] > 0, values.dtype.type(0)
     for j in range(low, high):
         row, into = values[j], grad_values[j]
-        e, last = max(indptr[j], start), min(indptr[j + 1], stop)
-        while e < last:  # four rows at a time: fewer reads and writes of the sum
-            k, n = e - start, min(4, last - e)
-            i0, i1 = dst_rows[k], dst_rows[k + min(1, n - 1)]
-            i2, i3 = dst_rows[k + min(2, n - 1)], dst_rows[k + min(3, n - 1)]
-            g0, g1, g2, g3 = grad[i0], grad[i1], grad[i2], grad[i3]
+        first, last = max(indptr[j], start) - start, min(indptr[j + 1], stop) - start
+        k = first
+        while k + 4 <= last:  # four rows at a time: fewer reads and writes of the sum
+            g0, g1, g2, g3 = grad[dst_rows[k]], grad[dst_rows[k + 1]], grad[dst_rows[k + 2]], grad[dst_rows[k + 3]]
             for h in range(heads):
-                w0 = used[k, h]
-                w1 = used[k + 1, h] if n > 1 else zero
-                w2 = used[k + 2, h] if n > 2 else zero
-                w3 = used[k + 3, h] if n > 3 else zero
+                w0, w1, w2, w3 = used[k, h], used[k + 1, h], used[k + 2, h], used[k + 3, h]
                 d0, d1, d2, d3 = zero, zero, zero, zero
                 for x in range(width):
                     r, a0, a1, a2, a3 = row[h, x], g0[h, x], g1[h, x], g2[h, x], g3[h, x]
@@ -140,18 +134,23 @@ def weighted_adjoint(
                     d2 += a2 * r
                     d3 += a3 * r
                 relative[k, h] = d0
-                if n > 1:
-                    relative[k + 1, h] = d1
-                if n > 2:
-                    relative[k + 2, h] = d2
-                if n > 3:
-                    relative[k + 3, h] = d3
-            for m in range(n):
-                i = dst_rows[k + m]
-                for h in range(heads):
-                    dot = relative[k + m, h] * kept[k + m, h] if drops else relative[k + m, h]
-                    relative[k + m, h] = dot - delta[i, h]
-            e += n
+                relative[k + 1, h] = d1
+                relative[k + 2, h] = d2
+                relative[k + 3, h] = d3
+            k += 4
+        while k < last:
+            g = grad[dst_rows[k]]
+            for h in range(heads):
+                w, dot = used[k, h], zero
+                for x in range(width):
+                    into[h, x] += w * g[h, x]
+                    dot += g[h, x] * row[h, x]
+                relative[k, h] = dot
+            k += 1
+        for k in range(first, last):
+            for h in range(heads):
+                dot = relative[k, h] * kept[k, h] if drops else relative[k, h]
+                relative[k, h] = dot - delta[dst_rows[k], h]
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -161,10 +160,10 @@ def additive_scores(
     """``out[e] = leaky_relu(of_source[j] + of_dst[i])`` for edges ``[first, last)`` of the chunk."""
     factor = out.dtype.type(slope)
     for e in range(first, last):
-        j, i = src_rows[e], dst_rows[e]
-        for h in range(out.shape[1]):
-            value = of_source[j, h] + of_dst[i, h]
-            out[e, h] = value if value >= 0 else value * factor
+        left, right, into = of_source[src_rows[e]], of_dst[dst_rows[e]], out[e]
+        for h in range(into.shape[0]):
+            value = left[h] + right[h]
+            into[h] = max(value, value * factor) if factor <= 1 else (value if value >= 0 else value * factor)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
