@@ -24,7 +24,8 @@ class CallOrder:
     ``inside`` is set while a message function runs, to what watches it (it has a ``name``): no call may begin then,
     since a message function runs several times, and not on every rank alike. ``made_up`` is set while one runs on a
     made-up edge, because this rank has none: that edge must not count. ``quiet`` switches dropout inside messages off.
-    ``hidden`` is set while a model runs whose self-check did not see the graph.
+    ``hidden`` is set while a model runs whose self-check did not see the graph. ``alone`` is set while this rank runs a
+    self-check that the others wait for: nothing may be communicated then.
     """
 
     calls: int = 0
@@ -35,6 +36,7 @@ class CallOrder:
     made_up: bool = False
     quiet: bool = False
     hidden: bool = False
+    alone: bool = False
 
 
 class Handle(Protocol):

@@ -169,6 +169,11 @@ class RawCommunicator:
     def _check_open(self) -> None:
         if self._closed:
             raise CommunicationError(f"the communicator {self.name!r} of rank {self.rank} has been closed")
+        if self.order.alone:
+            raise RuntimeError(
+                "the model communicates over the ranks of the whole run, while one rank checks a copy of it on a small "
+                "graph. Use graph.comm, or keep the communicator as an attribute of the model"
+            )
         self.failure.check()
 
     def __reduce__(self) -> NoReturn:

@@ -70,7 +70,7 @@ def aggregate(program: Program, plan: HaloPlan, edges: EdgeShards) -> Tensor:
         edge_names=sorted(program.edge),
         gradients=gradients,
         captured=structure.captures,
-        seed=int(torch.randint(2**62, ())) if structure.random or structure.drops else number,
+        seed=_drawn_seed(plan) if structure.random or structure.drops else number,
     )
     if found:
         values = sums.find(program, structure, edges)
@@ -94,11 +94,17 @@ def aggregate(program: Program, plan: HaloPlan, edges: EdgeShards) -> Tensor:
     return _node_part(program, call, list(outputs[:-1]))
 
 
+def _drawn_seed(plan: HaloPlan) -> int:
+    with plan.comm.random_lock():  # ranks that are threads share the generator, which one may be replaying
+        return int(torch.randint(2**62, ()))
+
+
 class _Aggregate(torch.autograd.Function):
     """Inputs: call, token, sources, destinations, edges, captures. Outputs: reductions or edge result, then a token."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, token: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
         operands = call.operands(tensors)
         attention = call.structure.attention
         result = run_forward(call, operands) if attention is None else run_attention(call, operands, attention)
@@ -139,16 +145,11 @@ class _Aggregate(torch.autograd.Function):
             operands.kept[name], saved = saved[:num_blocks], saved[num_blocks:]
 
         structure = call.structure
-        grad_edges = grads[0].contiguous() if structure.edge_output else None
-        by_reduction = {}
-        if not structure.edge_output:
-            by_reduction = {k: g for k, g in enumerate(grads[:-1]) if structure.reductions[k].differentiable}
+        grad_edges, by_reduction = None, {}
+        if structure.edge_output:
+            grad_edges = None if grads[0] is None else grads[0].contiguous()
         else:
-            by_reduction = {
-                k: torch.zeros_like(values[k])
-                for k, r in enumerate(structure.reductions)
-                if r.differentiable and k in values
-            }
+            by_reduction = {k: g for k, g in enumerate(grads[:-1]) if g is not None}
         found = zero_gradients(call, operands, by_reduction, grad_edges)
         attention = structure.attention
         if attention is None:

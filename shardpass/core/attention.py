@@ -80,12 +80,13 @@ def attention_gradients(
     delta = (grad * out.view_as(grad)).sum(-1)
     scores = _scores(call, operands, attention)
     returned = Returned(call, gradients, names)
+    reached = attention.output in gradients.reached
     for position, shard, rows in call.walk(operands, names):
         with returned.block(position) as into:
             table = rows[attention.value].reshape(-1, heads, width) if rows else grad[:0]
             target = into.get(attention.value, torch.empty(0))
             target = target.view_as(table) if attention.value in into else torch.zeros_like(table)
-            for run in _by_source(call, shard, attention, operands):
+            for run in _by_source(call, shard, attention, operands) if reached else ():
                 kept = _kept(call, attention, position, run, grad)
                 weights, pull = scores.weights(shard, run, rows, log_sum)
                 pull(kernels.adjoint(run, weights, table, kept, grad, delta, target), into, gradients)

@@ -19,7 +19,11 @@ from shardpass.core.tracing import EdgeTrace, StopPass
 
 @dataclass
 class Gradients:
-    """Gradients of a call's inputs; tensors of the own rows, None where none is needed."""
+    """Gradients of a call's inputs; tensors of the own rows, None where none is needed.
+
+    `reached` are the reductions to which this rank's loss leads. Of others nothing is computed, as in plain autograd,
+    where zero times the infinite slope of some function would be NaN; their rounds are walked for the other ranks.
+    """
 
     src: dict[str, Tensor]
     dst: dict[str, Tensor]
@@ -27,6 +31,7 @@ class Gradients:
     captures: list[Tensor | None]
     reductions: dict[int, Tensor]
     edges: Tensor | None
+    reached: set[int]
 
 
 def needed_values(call: Call) -> tuple[list[int], list[int]]:
@@ -71,15 +76,25 @@ def zero_gradients(
             if f"{kind}:{name}" in call.gradients
         }
 
-    alone = call.structure.max_depth == 0 or call.structure.attention is not None
+    structure = call.structure
+    alone = structure.max_depth == 0 or structure.attention is not None
+    reductions = {}
+    for k, reduction in enumerate(structure.reductions):
+        if not reduction.differentiable:
+            continue
+        if k in grad_reductions:  # deeper reductions add to those they hang on
+            reductions[k] = grad_reductions[k] if alone else grad_reductions[k].clone()
+        else:
+            shape = (1, 2) if REDUCERS[reduction.op].is_global else (call.edges.num_dst,)
+            reductions[k] = torch.zeros((*shape, *reduction.tail), dtype=reduction.dtype, device=call.plan.comm.device)
     return Gradients(
         src={n: t for n, t in zeros("s", operands.src).items() if call.canonical[n] == n},
         dst=zeros("d", operands.dst),
         edge=zeros("e", operands.edge),
         captures=[None] * len(operands.captures),
-        # deeper reductions add to those they hang on
-        reductions=dict(grad_reductions) if alone else {k: g.clone() for k, g in grad_reductions.items()},
+        reductions=reductions,
         edges=grad_edges,
+        reached=set(grad_reductions),
     )
 
 
@@ -96,6 +111,7 @@ def run_backward(
         for k in members:
             if REDUCERS[structure.reductions[k].op].is_global:
                 gradients.reductions[k] = call.plan.comm.all_reduce(gradients.reductions[k], "sum", call.label)
+                gradients.reached.add(k)
         to_edges = structure.edge_output and structure.edge_depth == depth and structure.edge_differentiable
         if all(structure.reductions[k].form in ("copy", "scale") for k in members) and not to_edges:
             _run_kernels(call, operands, members, gradients)
@@ -120,8 +136,11 @@ def _run_kernels(call: Call, operands: Operands, members: list[int], gradients: 
                     scalars = shard.select(operands.edge[reduction.weight]).reshape(-1) if reduction.weight else None
                     fresh = linear and call.canonical[reduction.source] not in written
                     written.add(call.canonical[reduction.source])
-                    gather_sum_transposed(into[reduction.source], shard, grad, scalars, fresh)
-                if reduction.weight in gradients.edge and shard.num_edges:
+                    if k in gradients.reached:
+                        gather_sum_transposed(into[reduction.source], shard, grad, scalars, fresh)
+                    elif fresh:
+                        into[reduction.source].zero_()
+                if reduction.weight in gradients.edge and shard.num_edges and k in gradients.reached:
                     found = edge_dot(shard, rows[reduction.source], grad, max_edges)
                     _add_rows(shard, gradients.edge[reduction.weight], found)
     returned.finish()
@@ -185,9 +204,12 @@ class _Pass:
         max_edges = call.chunk_edges(self.operands)
         for position, shard, rows in call.walk(self.operands, names):
             with returned.block(position) as into:
-                for chunk in shard.chunks(max_edges):
+                for chunk in shard.chunks(max_edges) if self._is_reached() else ():
                     self._chunk(position, shard, chunk, rows, into)
         returned.finish()
+
+    def _is_reached(self) -> bool:
+        return (self.to_edges and self.gradients.edges is not None) or bool(self.gradients.reached & {*self.members})
 
     def _chunk(
         self, position: int, shard: Shard, chunk: Chunk, rows: dict[str, Tensor], into: dict[str, Tensor]
@@ -222,7 +244,7 @@ class _Pass:
     ) -> tuple[list[Tensor], list[Tensor]]:
         outs, grads = [], []
         for k, source in phase.messages.items():
-            if not source.requires_grad:
+            if not source.requires_grad or k not in self.gradients.reached:
                 continue
             reduction = self.call.structure.reductions[k]
             window = ONLY if REDUCERS[reduction.op].is_global else slice(chunk.low, chunk.high)
@@ -233,10 +255,10 @@ class _Pass:
             )
             outs.append(source)
             grads.append(grad.to(source.dtype))
-        if self.to_edges and message is not None and message.requires_grad:
-            assert self.gradients.edges is not None
-            outs.append(message)
-            grads.append(shard.select(self.gradients.edges, chunk))
+        if self.to_edges and message is not None and message.requires_grad and self.gradients.edges is not None:
+            for part, grad in self.call.program.columns(message, shard.select(self.gradients.edges, chunk)):
+                outs.append(part)
+                grads.append(grad)
         return outs, grads
 
     def _targets(self, inputs: Inputs, phase: BackwardPhase, leaves: list[Tensor]) -> list[tuple[str, object, Tensor]]:
@@ -272,6 +294,7 @@ class _Pass:
             _add_rows(shard, gradients.edge[str(key)], grad, chunk)
         elif kind == "r":
             gradients.reductions[int(str(key))][window] += grad
+            gradients.reached.add(int(str(key)))
         else:
             index = int(str(key))
             old = gradients.captures[index]

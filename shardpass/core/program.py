@@ -52,6 +52,8 @@ class Program:
         watch: told the structure once ranks agree on it.
         reads: inputs (``"s:x"``, ``"d:x"``, ``"e:w"``) that the body has read, entered by itself as it runs: others are
             not gathered. None: all are read.
+        parts: where the message is several tensors side by side, those of the latest run, each ``[E, ...]``. Backward
+            leaves out a part without a gradient, as plain autograd does with what nothing uses.
         order: of the communicator, set by the engine: no collective call may begin while the body runs.
     """
 
@@ -66,6 +68,16 @@ class Program:
     watch: Callable[[Structure], None] | None = None
     reads: set[str] | None = None
     order: CallOrder = field(default_factory=CallOrder)
+    parts: Callable[[], list[Tensor]] = list
+
+    def columns(self, message: Tensor, grad: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """What backward starts from where messages are the result: ``(tensor, its gradient)`` of each part in use."""
+        parts = self.parts()
+        if not parts:
+            return [(message, grad)]
+        columns = grad.split([part.shape[1:].numel() for part in parts], dim=1)
+        pairs = [(part, column.reshape(part.shape)) for part, column in zip(parts, columns)]
+        return [(part, column) for part, column in pairs if part.requires_grad and column.any()]
 
     def of_what_is_read(self, structure: Structure) -> Program:
         """This program without the inputs that its body does not read."""

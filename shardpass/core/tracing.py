@@ -192,6 +192,11 @@ class EdgeTrace(TorchFunctionMode):
                 f"{self.name}: BatchNorm in training mode inside message() takes statistics over all edges of the "
                 f"graph. Use a torch.nn.BatchNorm1d module, which wrap() replaces by one that does"
             )
+        if isinstance(kwargs.get("generator"), torch.Generator):
+            raise RefusedError(
+                f"{self.name}: `{name}` inside a message draws from a generator of its own, but messages run several "
+                f"times and in pieces, and must draw the same each time. Leave out `generator`"
+            )
         if name in DROPOUTS and self._order.quiet:
             return args[0] if args else kwargs["input"]
         if name == "dropout" and self._make_generator is not None:

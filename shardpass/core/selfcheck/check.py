@@ -88,8 +88,12 @@ def check_model(
         flags = {name: module.training for name, module in model.named_modules()}
         for name, module in pristine.named_modules():
             module.training = flags.get(name, module.training)
-        with ThreadPoolExecutor(1) as clean:  # no autocast, no_grad, checkpointing or function mode is on there
-            verdict = clean.submit(_verdict, frontend, pristine, args, kwargs, options.mode, method).result()
+        comm.order.alone = True
+        try:
+            with ThreadPoolExecutor(1) as clean:  # no autocast, no_grad, checkpointing or function mode is on there
+                verdict = clean.submit(_verdict, frontend, pristine, comm, args, kwargs, options.mode, method).result()
+        finally:
+            comm.order.alone = False
     refusal, warning = comm.all_gather_object(verdict, "self-check: verdict")[chosen]
     if refusal:
         raise RefusedError(refusal)
@@ -97,7 +101,9 @@ def check_model(
         warnings.warn(f"{type(model).__name__} runs without the self-check: {warning}", stacklevel=5)
 
 
-def _verdict(frontend: Frontend, pristine: nn.Module, args: Any, kwargs: Any, mode: Mode, method: str) -> list[str]:
+def _verdict(
+    frontend: Frontend, pristine: nn.Module, comm: Communicator, args: Any, kwargs: Any, mode: Mode, method: str
+) -> list[str]:
     """``[why it is refused, why it could not be checked]``; empty where that is not so."""
     if 8 * (RANKS + 1) * sum(p.numel() for p in pristine.parameters()) > _LARGEST:
         return ["", "its parameters are too many to be copied four times"]
@@ -107,7 +113,7 @@ def _verdict(frontend: Frontend, pristine: nn.Module, args: Any, kwargs: Any, mo
             try:
                 small = SmallCall(frontend, args, kwargs, method, dtype)
                 model = _quietened(pristine, dtype)
-                whole, grads = _run_whole(model, small)
+                whole, grads = _run_whole(model, small, comm)
                 break
             except CannotCheckError as reason:
                 return ["", str(reason)]
@@ -116,16 +122,25 @@ def _verdict(frontend: Frontend, pristine: nn.Module, args: Any, kwargs: Any, mo
         else:
             return ["", problem]
         try:
-            ranks = _run_ranks(model, small, mode, grads, whole)
+            ranks = _run_ranks(model, small, comm, mode, grads, whole)
         except NeedsHaloError:
             return ["", ""]  # the call itself will say so
         except RefusedError as error:
             return [str(error), ""]
         except Exception as error:
-            return ["", f"on a small random graph in pieces it ends with {type(error).__name__}: {error}"]
+            return [_breaks(type(pristine).__name__, error), ""]
     if not any(out.is_floating_point() for out in whole.outputs):
         return ["", "it returns no floating point tensor, or one inside an object; return a tensor, tuple or dict"]
     return [difference(type(pristine).__name__, whole, ranks, small), ""]
+
+
+def _breaks(name: str, error: Exception) -> str:
+    return (
+        f"{name} runs on a small random graph, but not on the same graph in pieces: {type(error).__name__}: {error}. "
+        f"Likely causes: node ids of the whole graph used as rows, a step whose length or number depends on how many "
+        f"nodes or edges a rank has, or communication that not every rank takes part in. On the real graph this could "
+        f"go unnoticed and give wrong numbers; wrap(..., check=False) skips this check"
+    )
 
 
 def _quietened(model: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -156,9 +171,9 @@ class _Quiet(TorchFunctionMode):
         return out.fill_(0.5) if filled and isinstance(out, Tensor) else out
 
 
-def _with_tables(model: nn.Module, ids: dict[Any, Tensor]) -> nn.Module:
-    """A copy of `model` whose node embeddings hold the rows `ids`."""
-    model = copy.deepcopy(model)
+def _with_tables(model: nn.Module, ids: dict[Any, Tensor], real: Communicator, comm: Communicator) -> nn.Module:
+    """A copy of `model` whose node embeddings hold the rows `ids`, with `comm` wherever it holds the `real` one."""
+    model = copy.deepcopy(model, {id(real): comm})
     for position, table in enumerate(node_embeddings(model).values()):
         generator = torch.Generator().manual_seed(position)
         rows = torch.randn(_MOST_ROWS, table.weight.size(1), generator=generator, dtype=torch.float64)
@@ -166,24 +181,32 @@ def _with_tables(model: nn.Module, ids: dict[Any, Tensor]) -> nn.Module:
     return model
 
 
-def _run_whole(model: nn.Module, small: SmallCall) -> tuple[Trial, bool]:
+def _run_whole(model: nn.Module, small: SmallCall, real: Communicator) -> tuple[Trial, bool]:
     """The trial on the whole graph, and whether the model could run on inputs that require grad."""
-    for grads in (True, False):
-        try:
-            args, kwargs, inputs = small.whole(grads)
-            ids = {kind: torch.arange(count) for kind, count in small.counts.items()}
-            return _trial(_with_tables(model, ids), args, kwargs, inputs, ids, small, None, 1), grads
-        except RuntimeError:
-            if not grads:
-                raise
-    raise AssertionError("unreachable")
+
+    def work(comm: Communicator) -> tuple[Trial, bool]:
+        for grads in (True, False):
+            try:
+                args, kwargs, inputs = small.whole(grads)
+                ids = {kind: torch.arange(count) for kind, count in small.counts.items()}
+                mine = _with_tables(model, ids, real, comm)
+                return _trial(mine, args, kwargs, inputs, ids, small, None, 1), grads
+            except RuntimeError:
+                if not grads:
+                    raise
+        raise AssertionError("unreachable")
+
+    found: tuple[Trial, bool] = small.frontend.run(work, 1)[0]
+    return found
 
 
-def _run_ranks(model: nn.Module, small: SmallCall, mode: Mode, grads: bool, whole: Trial) -> list[Trial]:
+def _run_ranks(
+    model: nn.Module, small: SmallCall, real: Communicator, mode: Mode, grads: bool, whole: Trial
+) -> list[Trial]:
     def work(comm: Communicator) -> Trial:
         comm.order.quiet = True
         args, kwargs, inputs, ids = small.sharded(comm, Options(mode=mode, chunk_bytes=1 << 10), grads)
-        mine = small.frontend.wrap(_with_tables(model, ids), comm)
+        mine = small.frontend.wrap(_with_tables(model, ids, real, comm), comm)
         return _trial(mine, args, kwargs, inputs, ids, small, whole, comm.size)
 
     return small.frontend.run(work, RANKS)

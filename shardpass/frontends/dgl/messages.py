@@ -90,6 +90,7 @@ class MessagePassing:
     ) -> dict[str, Tensor]:
         program, body = self._program(message, "edges of ")
         program.message = lambda inputs: packing.pack(body(inputs), only)
+        program.parts = lambda: packing.parts
         return packing.unpack(aggregate(program, self.edges.plan, shards))
 
     def program_of(self, message: Any) -> tuple[Program, Callable[[Inputs], dict[str, Tensor]]]:

@@ -160,6 +160,7 @@ class Packing:
 
     def __init__(self) -> None:
         self._layout: list[tuple[str, torch.Size]] = []
+        self.parts: list[Tensor] = []
         self.dtypes: dict[str, torch.dtype] = {}
 
     def pack(self, fields: Mapping[str, Tensor], only: torch.dtype | None = None) -> Tensor:
@@ -168,6 +169,7 @@ class Packing:
         only = only or next(iter(fields.values())).dtype
         chosen = {name: tensor for name, tensor in fields.items() if tensor.dtype == only}
         self._layout = [(name, tensor.shape[1:]) for name, tensor in chosen.items()]
+        self.parts = list(chosen.values()) if len(chosen) > 1 else []
         if len(chosen) == 1:
             return next(iter(chosen.values()))
         return torch.cat([tensor.reshape(tensor.size(0), -1) for tensor in chosen.values()], dim=1)
