@@ -158,9 +158,9 @@ class _Aggregate(torch.autograd.Function):
             (log_sum,) = states[attention.maximum]
             attention_gradients(call, operands, attention, values[attention.output], log_sum, found)
         results: list[Tensor | None] = [
-            *(found.src.get(name) for name in call.src_names),
-            *(found.dst.get(name) for name in call.dst_names),
-            *(found.edge.get(name) for name in call.edge_names),
+            *(found.found(f"s:{name}") for name in call.src_names),
+            *(found.found(f"d:{name}") for name in call.dst_names),
+            *(found.found(f"e:{name}") for name in call.edge_names),
             *found.captures,
         ]
         needed = ctx.needs_input_grad[2:]

@@ -88,6 +88,7 @@ def attention_gradients(
             target = target.view_as(table) if attention.value in into else torch.zeros_like(table)
             for run in _by_source(call, shard, attention, operands) if reached else ():
                 kept = _kept(call, attention, position, run, grad)
+                gradients.ran = True
                 weights, pull = scores.weights(shard, run, rows, log_sum)
                 pull(kernels.adjoint(run, weights, table, kept, grad, delta, target), into, gradients)
     returned.finish()
@@ -165,7 +166,9 @@ class _Additive:
 
         def pull(relative: Tensor, into: Rows, gradients: Gradients) -> None:
             source = into.get(self.score.source, torch.zeros_like(of_source)).view_as(of_source)
-            target = gradients.dst.get(self.score.destination, torch.zeros_like(self.of_dst)).view_as(self.of_dst)
+            name = self.score.destination
+            target = gradients.of_dst(name) if name in gradients.dst else torch.zeros_like(self.of_dst)
+            target = target.view_as(self.of_dst)
             kernels.additive_adjoint(run, of_source, self.of_dst, self.score.slope, weights, relative, source, target)
 
         return weights, pull
@@ -225,10 +228,10 @@ class _Body:
             if kind == "s":
                 into[str(key)].index_add_(0, run.src_rows, part)
             elif kind == "d":
-                gradients.dst[str(key)].index_add_(0, run.dst_rows, part)
+                gradients.of_dst(str(key)).index_add_(0, run.dst_rows, part)
             elif kind == "e":
                 places = shard.places(run.positions)
-                gradients.edge[str(key)][places] += part  # each edge stands there once
+                gradients.of_edges(str(key))[places] += part  # each edge stands there once
             else:
                 old = gradients.captures[int(key)]
                 gradients.captures[int(key)] = part if old is None else old + part

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ class Gradients:
 
     `reached` are the reductions to which this rank's loss leads. Of others nothing is computed, as in plain autograd,
     where zero times the infinite slope of some function would be NaN; their rounds are walked for the other ranks.
+    `touched` are the edge and destination inputs to which something was added; `ran` says whether this rank had edges
+    to go over.
     """
 
     src: dict[str, Tensor]
@@ -32,6 +34,29 @@ class Gradients:
     reductions: dict[int, Tensor]
     edges: Tensor | None
     reached: set[int]
+    touched: set[str] = field(default_factory=set)
+    ran: bool = False
+
+    def of_edges(self, name: str) -> Tensor:
+        """The gradient of an edge tensor, to be added to."""
+        self.touched.add(f"e:{name}")
+        return self.edge[name]
+
+    def of_dst(self, name: str) -> Tensor:
+        """The gradient of a destination tensor, to be added to."""
+        self.touched.add(f"d:{name}")
+        return self.dst[name]
+
+    def found(self, key: str) -> Tensor | None:
+        """The gradient of an input (``"s:x"``, ``"d:x"``, ``"e:w"``); None where none is needed or none arrived."""
+        kind, name = key[0], key[2:]
+        gradient = {"s": self.src, "d": self.dst, "e": self.edge}[kind].get(name)
+        if gradient is None:
+            return None
+        is_reached = bool(self.reached) or self.edges is not None
+        if kind == "s":  # other ranks may have sent some
+            return gradient if is_reached or gradient.any() else None
+        return gradient if key in self.touched or (is_reached and not self.ran) else None
 
 
 def needed_values(call: Call) -> tuple[list[int], list[int]]:
@@ -140,9 +165,10 @@ def _run_kernels(call: Call, operands: Operands, members: list[int], gradients: 
                         gather_sum_transposed(into[reduction.source], shard, grad, scalars, fresh)
                     elif fresh:
                         into[reduction.source].zero_()
+                gradients.ran |= shard.num_edges > 0
                 if reduction.weight in gradients.edge and shard.num_edges and k in gradients.reached:
                     found = edge_dot(shard, rows[reduction.source], grad, max_edges)
-                    _add_rows(shard, gradients.edge[reduction.weight], found)
+                    _add_rows(shard, gradients.of_edges(reduction.weight), found)
     returned.finish()
 
 
@@ -215,6 +241,7 @@ class _Pass:
         self, position: int, shard: Shard, chunk: Chunk, rows: dict[str, Tensor], into: dict[str, Tensor]
     ) -> None:
         call, program = self.call, self.call.program
+        self.gradients.ran = True
         leaves = [saved.detach().requires_grad_() for saved in self.operands.captures]
         substitutes = {id(original): leaf for original, leaf in zip(call.captured, leaves)}
         with torch.enable_grad():
@@ -289,9 +316,9 @@ class _Pass:
         if kind == "s":
             into[str(key)].index_add_(0, shard.src_rows[chunk.start : chunk.stop], grad)
         elif kind == "d":
-            gradients.dst[str(key)][window].index_add_(0, inputs.index, grad)
+            gradients.of_dst(str(key))[window].index_add_(0, inputs.index, grad)
         elif kind == "e":
-            _add_rows(shard, gradients.edge[str(key)], grad, chunk)
+            _add_rows(shard, gradients.of_edges(str(key)), grad, chunk)
         elif kind == "r":
             gradients.reductions[int(str(key))][window] += grad
             gradients.reached.add(int(str(key)))

@@ -1,9 +1,9 @@
 """Row-wise or refused: a body must treat edges independently, or cutting the edges changes the answer.
 
-The body runs on a block of made-up edges and on its two halves, with dropout and other random numbers switched off.
-Reductions are given the same values in each run, so only the edge part itself is compared; and the node part, which
-must come from reductions alone. The first half has one destination more in front, the second one more at the end, both
-without edges: their presence must not matter.
+The body runs on a block of made-up edges and on its two halves (twice: cut in the middle, then shuffled), with dropout
+and other random numbers switched off. Reductions are given the same values in each run, so only the edge part itself is
+compared; and the node part, which must come from reductions alone. The first half has one destination more in front,
+the second one more at the end, both without edges: their presence must not matter.
 """
 
 from __future__ import annotations
@@ -65,10 +65,12 @@ class _QuietTrace(EdgeTrace):
         return out
 
 
-def _made_up(tensor: Tensor, generator: torch.Generator) -> Tensor:
+def _made_up(tensor: Tensor, generator: torch.Generator, signed: bool) -> Tensor:
     shape = (BLOCK_EDGES, *tensor.shape[1:])
     if tensor.is_floating_point():
         values = torch.rand(shape, generator=generator, dtype=torch.float64) + 0.1
+        if signed:
+            values *= torch.randint(0, 2, shape, generator=generator) * 2 - 1
         return values.to(tensor.dtype).to(tensor.device)
     if tensor.size(0) == 0:
         return tensor.new_zeros(shape)
@@ -94,34 +96,39 @@ def check_row_wise(program: Program, structure: Structure, num_dst: int) -> None
     """
     if num_dst == 0:
         return  # tables over own nodes have no row to show; the ranks with nodes check
-    generator = torch.Generator().manual_seed(0)
+    state = torch.random.get_rng_state()
+    first, second = slice(0, BLOCK_EDGES // 2), slice(BLOCK_EDGES // 2, BLOCK_EDGES)
+    mixed = torch.tensor([7, 2, 11, 4, 0, 9]), torch.tensor([10, 1, 8, 3, 6, 5])
+    with torch.no_grad():  # values that logarithms and roots like, in order; then of both signs, in disorder
+        _check_block(program, structure, num_dst, (first, second), signed=False)
+        _check_block(program, structure, num_dst, mixed, signed=True)
+    torch.random.set_rng_state(state)
+
+
+def _check_block(program: Program, structure: Structure, num_dst: int, halves: tuple[Any, Any], signed: bool) -> None:
+    generator = torch.Generator().manual_seed(int(signed))
     whole = {
-        kind: {key: _made_up(t.detach(), generator) for key, t in tensors.items()}
+        kind: {key: _made_up(t.detach(), generator, signed) for key, t in tensors.items()}
         for kind, tensors in (("src", program.src), ("dst", program.dst), ("edge", program.edge))
     }
     device = structure.message.device if structure.message is not None else torch.device("cpu")
     few = max(1, min(BLOCK_DST, num_dst - 2))
     front, back = int(num_dst > few), int(num_dst > few + 1)
     index = (torch.arange(BLOCK_EDGES) % few).to(device)
-    state = torch.random.get_rng_state()
-    with torch.no_grad():
-        inputs = Inputs(whole["src"], whole["dst"], whole["edge"], index, few)
-        full, result = _run(program, inputs, _RowPhase(few, front, num_dst, 0, None))
-        for part, before, after in (
-            (slice(0, BLOCK_EDGES // 2), front, 0),
-            (slice(BLOCK_EDGES // 2, BLOCK_EDGES), 0, back),
-        ):
-            cut = {kind: {key: t[part] for key, t in tensors.items()} for kind, tensors in whole.items()}
-            inputs = Inputs(cut["src"], cut["dst"], cut["edge"], index[part] + before, few + before + after)
-            phase = _RowPhase(inputs.num_dst, front - before, num_dst, before, full.answers)
-            half, half_result = _run(program, inputs, phase)
-            for mine, theirs in zip(half.messages, full.messages):
-                _compare_messages(program.name, mine, theirs, part)
-            _compare_results(program.name, half_result, result, before)
-    torch.random.set_rng_state(state)
+    inputs = Inputs(whole["src"], whole["dst"], whole["edge"], index, few)
+    full, result = _run(program, inputs, _RowPhase(few, front, num_dst, 0, None))
+    for part, before, after in ((halves[0], front, 0), (halves[1], 0, back)):
+        part = part if isinstance(part, slice) else part.to(device)
+        cut = {kind: {key: t[part] for key, t in tensors.items()} for kind, tensors in whole.items()}
+        inputs = Inputs(cut["src"], cut["dst"], cut["edge"], index[part] + before, few + before + after)
+        phase = _RowPhase(inputs.num_dst, front - before, num_dst, before, full.answers)
+        half, half_result = _run(program, inputs, phase)
+        for mine, theirs in zip(half.messages, full.messages):
+            _compare_messages(program.name, mine, theirs, part)
+        _compare_results(program.name, half_result, result, before)
 
 
-def _compare_messages(name: str, half: Tensor, full: Tensor, part: slice) -> None:
+def _compare_messages(name: str, half: Tensor, full: Tensor, part: Any) -> None:
     if not (full.dim() > 0 and full.size(0) == BLOCK_EDGES and _same(half, full[part])):
         raise RefusedError(
             f"{name}: the message of an edge depends on other edges or on how many there are (for example a norm, a "

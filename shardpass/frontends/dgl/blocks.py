@@ -23,9 +23,12 @@ class SomeRows(Mapping[str, Tensor]):
 
     def __init__(self, fields: Mapping[str, Tensor], rows: Tensor) -> None:
         self._fields, self._rows = fields, rows
+        self._selected: dict[str, Tensor] = {}  # so that what is written into a field stays there
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._fields[name].index_select(0, self._rows)
+        if name not in self._selected:
+            self._selected[name] = self._fields[name].index_select(0, self._rows)
+        return self._selected[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._fields)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import dgl
+import torch
 from torch import Tensor, nn
 
 from shardpass.backends.communicator import Communicator
@@ -59,6 +60,10 @@ def _whole(num_nodes: dict[Any, int], edges: dict[Any, Tensor], fields: Fields) 
     for kind, named in fields.items():
         data = made.edges[edge_type(kind)].data if kind in edges else made.nodes[node_type(kind)].data
         data.update({name: rows.clone() for name, rows in named.items()})
+    for ntype in made.ntypes:
+        made.nodes[ntype].data[dgl.NID] = torch.arange(made.num_nodes(ntype))
+    for etype in made.canonical_etypes:
+        made.edges[etype].data[dgl.EID] = torch.arange(made.num_edges(etype))
     return made
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -216,8 +217,19 @@ class ShardedDGLGraph(TypedGraph):
     # ---- message passing
 
     def _passing(self, kind: CanonicalType) -> MessagePassing:
+        self._warn_if_hidden()
         frames = self._src_frames[kind[0]], self._dst_frames[kind[2]], self._edge_frames[kind]
         return MessagePassing(self._edges[kind], *frames, self._checked)
+
+    def _warn_if_hidden(self) -> None:
+        order = self.comm.order
+        if order.hidden and self.comm.rank == 0:
+            warnings.warn(
+                "the model runs without the self-check: the graph is not among the arguments of the wrapped model (it "
+                "is kept on the model, or inside an object). Pass it as an argument of its own, once",
+                stacklevel=5,
+            )
+        order.hidden = False
 
     def _reduced(
         self, kind: CanonicalType, message: Any, reducer: Any, empty: float | None = None

@@ -49,6 +49,16 @@ class OwnCount(int):
     def __bool__(self) -> bool:
         return self.total != 0
 
+    def __floordiv__(self, other: Any) -> int:
+        raise refused(
+            "a whole-number part of this rank's number of nodes or edges",
+            "it differs from rank to rank; take it from the whole graph (ShardedGraph.total_nodes) before forward, or "
+            "int(...) of the number if a size on this rank is meant",
+        )
+
+    def __mod__(self, other: Any) -> int:
+        return self // other
+
 
 class OwnEdgeCount(OwnCount):
     """How many edges this rank has; ``== 0`` asks for all ranks too, since that is how loops skip empty edge types.

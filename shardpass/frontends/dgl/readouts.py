@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import dgl
 import torch
 from torch import Tensor
 
 from shardpass.core.calls import all_reduce_sum
+from shardpass.core.graph import ShardedGraph
 from shardpass.core.readout import reduce_rows
 from shardpass.errors import RefusedError
 from shardpass.frontends.dgl.graph import ShardedDGLGraph
@@ -21,17 +23,23 @@ def sum_nodes(graph: ShardedDGLGraph, feat: str, weight: str | None = None, *, n
         feat: the field, own rows; `weight` names one that multiplies it.
         ntype: of the nodes; None: the only one.
     """
+    if _is_plain(graph):
+        return dgl.sum_nodes(graph, feat, weight, ntype=ntype)
     return reduce_rows(_weighted(graph, feat, weight, ntype), "sum", graph.comm).unsqueeze(0)
 
 
 def mean_nodes(graph: ShardedDGLGraph, feat: str, weight: str | None = None, *, ntype: str | None = None) -> Tensor:
     """The mean over all nodes, ``[1, ...]``; see `sum_nodes`."""
+    if _is_plain(graph):
+        return dgl.mean_nodes(graph, feat, weight, ntype=ntype)
     total = graph.nodes_of(ntype).total
     return sum_nodes(graph, feat, weight, ntype=ntype) / max(1, total)
 
 
 def max_nodes(graph: ShardedDGLGraph, feat: str, weight: str | None = None, *, ntype: str | None = None) -> Tensor:
     """The maximum over all nodes, ``[1, ...]``; see `sum_nodes`. The gradient goes to the first node that has it."""
+    if _is_plain(graph):
+        return dgl.max_nodes(graph, feat, weight, ntype=ntype)
     rows = _weighted(graph, feat, weight, ntype)
     comm, ids = graph.comm, graph.nodes_of(ntype).ids
     with torch.no_grad():
@@ -45,6 +53,8 @@ def max_nodes(graph: ShardedDGLGraph, feat: str, weight: str | None = None, *, n
 
 def softmax_nodes(graph: ShardedDGLGraph, feat: str, *, ntype: str | None = None) -> Tensor:
     """Softmax of a node field over all nodes, ``[num_own, ...]``; see `sum_nodes`."""
+    if _is_plain(graph):
+        return dgl.softmax_nodes(graph, feat, ntype=ntype)
     rows = _weighted(graph, feat, None, ntype)
     with torch.no_grad():
         peak = reduce_rows(rows.detach(), "max", graph.comm)
@@ -54,14 +64,27 @@ def softmax_nodes(graph: ShardedDGLGraph, feat: str, *, ntype: str | None = None
 
 def broadcast_nodes(graph: ShardedDGLGraph, graph_feat: Tensor, *, ntype: str | None = None) -> Tensor:
     """`graph_feat` ``[1, ...]`` for each own node, ``[num_own, ...]``. Not collective."""
+    if _is_plain(graph):
+        return dgl.broadcast_nodes(graph, graph_feat, ntype=ntype)
     if graph_feat.size(0) != 1:
         graph_feat = graph_feat.unsqueeze(0)
     return graph_feat.expand(graph.nodes_of(ntype).num, *graph_feat.shape[1:])
 
 
-def _weighted(graph: Any, feat: str, weight: str | None, ntype: str | None) -> Tensor:
-    if not isinstance(graph, ShardedDGLGraph):
-        raise RefusedError(f"readouts of shardpass take a sharded graph, not {type(graph).__name__}: use dgl's own")
+def _is_plain(graph: Any) -> bool:
+    """Whether `graph` is an ordinary DGLGraph, so that a model that uses these runs on one too.
+
+    Raises:
+        RefusedError: it is neither that nor a sharded one.
+    """
+    if isinstance(graph, ShardedGraph):
+        raise RefusedError("readouts take what shardpass.dgl.graph(graph) returns, which has the fields set in forward")
+    if not isinstance(graph, dgl.DGLGraph):
+        raise RefusedError(f"readouts take a graph, not {type(graph).__name__}")
+    return not isinstance(graph, ShardedDGLGraph)
+
+
+def _weighted(graph: ShardedDGLGraph, feat: str, weight: str | None, ntype: str | None) -> Tensor:
     data = graph.dstnodes[ntype].data
     rows = data[feat] if weight is None else data[feat] * data[weight]
     return rows

@@ -73,6 +73,7 @@ class _Forward:
     def __init__(self, model: nn.Module, comm: Communicator, pristine: nn.Module | None = None) -> None:
         self.model, self.comm, self._pristine = model, comm, pristine
         self._checked: set[bool] = set()
+        self._warned = False
         self._graphs: list[tuple[ShardedGraph, ShardedDGLGraph]] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -83,6 +84,8 @@ class _Forward:
                 f"graph are numbered anew on every rank. Pass the graph that shardpass.load returned; for an ordinary "
                 f"graph, load the state_dict into a model that is not wrapped"
             )
+        if not self.comm.order.active:
+            self.comm.order.hidden = False
         if self._pristine is not None and self.model.training not in self._checked:
             self._check(args, kwargs, leaves)
         if torch.is_grad_enabled() and not self.comm.order.active:
@@ -94,19 +97,22 @@ class _Forward:
 
     def _check(self, args: Any, kwargs: Any, leaves: list[Any]) -> None:
         """The self-check, at the first call on a graph in each training mode. Collective."""
-        if not any(isinstance(leaf, (ShardedGraph, ShardedDGLGraph)) for leaf in leaves):
+        given = [leaf for leaf in leaves if isinstance(leaf, (ShardedGraph, ShardedDGLGraph))]
+        if not given:
+            self.comm.order.hidden = not self.comm.order.active  # a graph that it uses says so
             return
-        self._checked.add(self.model.training)
-        if any(isinstance(leaf, ShardedDGLGraph) and leaf.core is None for leaf in leaves):
-            if self.comm.rank == 0:
+        if any(isinstance(leaf, ShardedDGLGraph) and leaf.core is None for leaf in given):
+            if self.comm.rank == 0 and not self._warned:
                 warnings.warn(
                     f"{type(self.model).__name__} runs without the self-check: it is called with blocks or a part of a "
-                    f"graph",
+                    f"graph; call it with the whole graph first",
                     stacklevel=4,
                 )
+            self._warned = True
             return
         assert self._pristine is not None
         check_model(checked_by(_unchecked), self._pristine, self.model, self.comm, args, kwargs)
+        self._checked.add(self.model.training)
         if len(self._checked) == 2:
             self._pristine = None
 
@@ -115,10 +121,10 @@ class _Forward:
             return value
         for known, made in self._graphs:
             if known is value:
-                return made.local_var()
+                return made
         made = to_dgl(value)
         self._graphs = [*self._graphs[-3:], (value, made)]
-        return made.local_var()
+        return made  # fields that forward leaves on it are there in the next call, as on a DGLGraph
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -129,5 +135,5 @@ class _Forward:
     def __deepcopy__(self, memo: dict[int, Any]) -> _Forward:
         copied = memo[id(self)] = _Forward.__new__(_Forward)
         vars(copied).update(model=copy.deepcopy(self.model, memo), comm=self.comm, _graphs=[])
-        vars(copied).update(_pristine=self._pristine, _checked=set(self._checked))
+        vars(copied).update(_pristine=self._pristine, _checked=set(self._checked), _warned=self._warned)
         return copied

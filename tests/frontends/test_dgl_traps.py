@@ -1,0 +1,304 @@
+"""Things people write that look innocent: exact, or told in words. Each was wrong once."""
+
+from __future__ import annotations
+
+import warnings
+
+import dgl
+import dgl.function as fn
+import dgl.nn as dnn
+import pytest
+import torch
+
+import shardpass as sp
+from shardpass.errors import RefusedError
+from shardpass.testing.graphs import awkward_graph, shard_in_memory
+from shardpass.testing.run import run
+
+GRAPH = awkward_graph()
+
+
+@pytest.fixture(autouse=True)
+def double():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def whole():
+    return dgl.graph(tuple(GRAPH.edge_index), num_nodes=GRAPH.num_nodes)
+
+
+def share(comm, options=None):
+    return shard_in_memory(GRAPH, torch.arange(GRAPH.num_nodes) % comm.size, comm, options)
+
+
+class Numbered(torch.nn.Module):
+    """Numbers of nodes as rows of the features."""
+
+    def forward(self, g, h):
+        with g.local_scope():
+            g.ndata["i"] = torch.arange(g.num_nodes())
+            g.update_all(lambda edges: {"m": h[edges.src["i"]]}, fn.sum("m", "o"))
+            return g.ndata["o"]
+
+
+def test_what_runs_whole_but_not_in_pieces_is_refused():
+    def work(comm):
+        graph = share(comm)
+        with pytest.raises(RefusedError, match="not on the same graph in pieces"):
+            sp.dgl.wrap(Numbered(), comm)(graph, graph.node["x"])
+
+    run(work, 3)
+
+
+def test_random_numbers_in_messages_are_the_same_in_backward_on_threads():
+    def work(comm):
+        g = sp.dgl.graph(share(comm, sp.Options(chunk_bytes=512)))
+        x = g.ndata["x"].clone().requires_grad_()
+        g.ndata["h"] = x
+
+        def message(edges):
+            return {"m": edges.src["h"] * torch.bernoulli(torch.full_like(edges.data["edge_weight"], 0.5))[:, None]}
+
+        g.update_all(message, fn.sum("m", "o"))
+        total = g.ndata["o"].sum()
+        total.backward()
+        return float(total), float((x.grad * x.detach()).sum())  # linear in x, so these agree
+
+    for _ in range(20):
+        found = run(work, 3)
+        assert abs(sum(a for a, _ in found) - sum(b for _, b in found)) < 1e-9
+
+
+def test_a_generator_of_its_own_is_refused_in_a_message():
+    def work(comm):
+        g, generator = sp.dgl.graph(share(comm)), torch.Generator().manual_seed(0)
+        g.ndata["h"] = g.ndata["x"]
+        with pytest.raises(RefusedError, match="generator"):
+            g.update_all(
+                lambda edges: {"m": torch.empty_like(edges.src["h"]).bernoulli_(0.5, generator=generator)},
+                fn.sum("m", "o"),
+            )
+
+    run(work, 2)
+
+
+class Unused(torch.nn.Module):
+    """A reduction, and a field of edges, of infinite slope that nothing uses: self-loops have distance 0."""
+
+    def __init__(self, packed):
+        super().__init__()
+        self.packed = packed
+
+    def forward(self, g, x):
+        def distance(edges):
+            far = (edges.src["h"] - edges.dst["h"]).pow(2).sum(1, keepdim=True).sqrt()
+            return {"far": far, "near": edges.src["h"]} if self.packed else {"far": far}
+
+        with g.local_scope():
+            g.ndata["h"] = x
+            if self.packed:
+                g.apply_edges(distance)
+                g.update_all(fn.copy_e("near", "m"), fn.sum("m", "o"))
+            else:
+                g.update_all(distance, fn.sum("far", "unused"))
+                g.update_all(fn.copy_u("h", "m"), fn.sum("m", "o"))
+            return g.ndata["o"]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("mode", ["sar", "halo"])
+def test_what_the_loss_does_not_reach_gives_no_gradient(packed, mode):
+    x = GRAPH.node["x"].clone().requires_grad_()
+    Unused(packed)(whole(), x).pow(2).sum().backward()
+    assert x.grad.isfinite().all()
+
+    def work(comm):
+        graph = share(comm, sp.Options(mode=mode))
+        mine = GRAPH.node["x"][graph.node_ids].clone().requires_grad_()
+        sp.dgl.wrap(Unused(packed), comm)(graph, mine).pow(2).sum().backward()
+        torch.testing.assert_close(mine.grad, x.grad[graph.node_ids], rtol=0, atol=1e-10)
+
+    run(work, 3)
+
+
+def test_egnn_without_its_coordinates():
+    def work(comm):
+        graph = share(comm)
+        conv = dnn.EGNNConv(5, 6, 5)
+
+        class Net(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.conv = conv
+
+            def forward(self, g, h, x):
+                return self.conv(g, h, x)[0]
+
+        out = sp.dgl.wrap(Net(), comm)(graph, graph.node["x"], graph.node["x"][:, :3].clone().requires_grad_())
+        out.sum().backward()
+
+    run(work, 2)
+
+
+class Memory(torch.nn.Module):
+    """Leaves a field on the graph for the next call."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = dnn.GraphConv(5, 5, allow_zero_in_degree=True)
+
+    def forward(self, g, x):
+        h = self.conv(g, x)
+        if "before" in g.ndata:
+            h = 0.5 * h + 0.5 * g.ndata["before"]
+        g.ndata["before"] = h.detach()
+        return h
+
+
+def test_fields_that_forward_leaves_on_the_graph_stay():
+    model, g = Memory(), whole()
+    expected = []
+    for step in range(3):
+        with torch.no_grad():
+            model.conv.weight.fill_(0.1 * (step + 1))
+        expected.append(model(g, GRAPH.node["x"]).detach())
+
+    def work(comm):
+        graph, mine = share(comm), sp.dgl.wrap(Memory(), comm)
+        for step in range(3):
+            with torch.no_grad():
+                mine.conv.weight.fill_(0.1 * (step + 1))
+            out = mine(graph, graph.node["x"]).detach()
+            torch.testing.assert_close(out, expected[step][graph.node_ids], rtol=0, atol=1e-12)
+
+    run(work, 2)
+
+
+def test_what_is_written_into_the_data_of_a_block_stays():
+    def work(comm):
+        g = sp.dgl.graph(share(comm))
+        block = g.mfgs(torch.arange(g.num_nodes()), 1)[0]
+        block.srcdata["x"][:] = 1.0
+        block.srcdata["x"].requires_grad_()
+        assert block.srcdata["x"] is block.srcdata["x"] and (block.srcdata["x"] == 1).all()
+        block.update_all(fn.copy_u("x", "m"), fn.sum("m", "o"))
+        block.dstdata["o"].sum().backward()
+        assert block.srcdata["x"].grad is not None
+
+    run(work, 2)
+
+
+class Centred(torch.nn.Module):
+    """Wrong on a sharded graph: a mean over own rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = dnn.GraphConv(5, 5, allow_zero_in_degree=True)
+
+    def forward(self, g, x):
+        h = self.conv(g, x)
+        return h - h.mean(0)
+
+
+class Keeper(Centred):
+    def forward(self, x):
+        return super().forward(self.g, x)
+
+
+def test_a_graph_that_the_check_does_not_see_is_told():
+    def work(comm):
+        graph, model = share(comm), sp.dgl.wrap(Keeper(), comm)
+        model.g = sp.dgl.graph(graph)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            model(graph.node["x"])
+            model(graph.node["x"])
+        return [str(warning.message) for warning in told if "self-check" in str(warning.message)]
+
+    told = [words for per_rank in run(work, 1) for words in per_rank]
+    assert told and all("not among the arguments" in words for words in told)
+
+
+def test_blocks_first_do_not_switch_the_check_off():
+    def work(comm):
+        graph, model = share(comm), sp.dgl.wrap(Centred(), comm)
+        g = sp.dgl.graph(graph)
+        block = g.mfgs(torch.arange(g.num_nodes()), 1)[0]
+        model(block, block.srcdata["x"])
+        with pytest.raises(RefusedError, match="Centred"):
+            model(graph, graph.node["x"])
+
+    with pytest.warns(UserWarning, match="whole graph first"):
+        run(work, 2)
+
+
+class Readout(Centred):
+    """The mean over all nodes, by the function that is there for it; and original ids."""
+
+    def forward(self, g, x):
+        with g.local_scope():
+            g.ndata["h"] = self.conv(g, x)
+            return g.ndata["h"] - sp.dgl.mean_nodes(g, "h") + g.ndata[dgl.NID].view(-1, 1)
+
+
+def test_readouts_and_original_ids_run_in_the_check():
+    def work(comm):
+        graph, model = share(comm), sp.dgl.wrap(Readout(), comm)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            return model(graph, graph.node["x"]).detach(), graph.node_ids
+
+    outs = run(work, 3)
+    ids = torch.cat([ids for _, ids in outs])
+    total = torch.cat([out for out, _ in outs]) - ids.view(-1, 1)
+    assert float(total.mean(0).abs().max()) < 1e-12
+
+
+class Global(Centred):
+    """The mean over the nodes of all ranks, by the communicator that the model holds."""
+
+    def __init__(self, comm):
+        super().__init__()
+        self.comm = comm
+
+    def forward(self, g, x):
+        h = self.conv(g, x)
+        return h - sp.all_reduce_sum(h.sum(0), self.comm) / sp.total(len(h), self.comm)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_model_may_hold_a_communicator(ranks):
+    def work(comm):
+        graph, model = share(comm), sp.dgl.wrap(Global(comm), comm)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            return model(graph, graph.node["x"]).detach()
+
+    assert float(torch.cat(run(work, ranks)).mean(0).abs().max()) < 1e-12
+
+
+def test_an_order_dependent_body_is_refused_without_the_self_check():
+    def work(comm):
+        g = sp.dgl.graph(share(comm))
+        with pytest.raises(RefusedError, match="depends on other edges"):
+            g.update_all(
+                lambda edges: {"m": edges.src["x"] * (1 + (edges.src["x"][:, :1] < 0).sum())}, fn.sum("m", "o")
+            )
+        with pytest.raises(RefusedError, match="depends on other edges"):
+            g.update_all(lambda edges: {"m": edges.src["x"].cumsum(0)}, fn.sum("m", "o"))
+
+    run(work, 2)
+
+
+def test_parts_of_own_counts_are_refused():
+    def work(comm):
+        g = sp.dgl.graph(share(comm))
+        for count in (g.num_nodes(), g.num_edges()):
+            with pytest.raises(NotImplementedError, match="differs from rank to rank"):
+                count // 3
+            with pytest.raises(NotImplementedError, match="differs from rank to rank"):
+                count % 3
+
+    run(work, 2)
