@@ -31,7 +31,10 @@ def read_task(graph: ShardedGraph, config: TrainConfig) -> Task:
     known = ", ".join(sorted(graph.node)) or "none"
     where = f"the store {config.store}"
     if "x" not in graph.node:
-        raise ValueError(f"{where} has no node features: no field 'x' (node fields: {known}); partition with features")
+        raise ValueError(
+            f"{where} has no node features: no field 'x' (node fields: {known}); "
+            f"partition with the features under that name"
+        )
     if "y" not in graph.node:
         raise ValueError(f"{where} has no labels: no node field 'y' (node fields: {known}); partition with labels")
     x, y = graph.x, graph.y
