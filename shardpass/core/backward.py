@@ -47,6 +47,11 @@ class Gradients:
         self.touched.add(f"d:{name}")
         return self.dst[name]
 
+    def add_capture(self, number: int, part: Tensor) -> None:
+        """Add to the gradient of a captured tensor, in its shape."""
+        old = self.captures[number]
+        self.captures[number] = part if old is None else old + part
+
     def found(self, key: str) -> Tensor | None:
         """The gradient of an input (``"s:x"``, ``"d:x"``, ``"e:w"``); None where none is needed or none arrived."""
         kind, name = key[0], key[2:]
@@ -323,9 +328,7 @@ class _Pass:
             gradients.reductions[int(str(key))][window] += grad
             gradients.reached.add(int(str(key)))
         else:
-            index = int(str(key))
-            old = gradients.captures[index]
-            gradients.captures[index] = grad if old is None else old + grad
+            gradients.add_capture(int(str(key)), grad)
 
 
 class BackwardPhase:

@@ -125,7 +125,7 @@ def _structure(
 def _attention(program: Program, trace: ProbeTrace, reductions: list[Reduction]) -> Attention | None:
     tails = {name: tuple(tensor.shape[1:]) for name, tensor in program.src.items()}
     messages = [trace.messages.get(k) for k in range(len(reductions))]
-    return attention_of(reductions, messages, tails, trace.num_drops)
+    return attention_of(reductions, messages, tails, trace.num_drops, list(trace.captures.values()))
 
 
 def _parents(depends: set[str], count: int) -> frozenset[int]:

@@ -139,6 +139,28 @@ class AdditiveScore:
 
 
 @dataclass(frozen=True)
+class DotScore:
+    """``factor * <destination[i], source[j]>``, head by head (TransformerConv)."""
+
+    source: str
+    destination: str
+    factor: float
+
+
+@dataclass(frozen=True)
+class MixedScore:
+    """``<mix, leaky_relu(source[j] + destination[i], slope)>``, head by head (GATv2Conv). `mix`: which capture."""
+
+    source: str
+    destination: str
+    slope: float
+    mix: int
+
+
+Score = AdditiveScore | DotScore | MixedScore
+
+
+@dataclass(frozen=True)
 class Attention:
     """A body that is one softmax-weighted sum of a source tensor.
 
@@ -158,7 +180,7 @@ class Attention:
     heads: int
     eps: float
     dropout: float
-    score: AdditiveScore | None
+    score: Score | None
 
     @property
     def members(self) -> tuple[int, int, int]:

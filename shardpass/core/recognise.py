@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from shardpass.core.expression import DESTINATION, EDGE, SOURCE, Expr, plain
-from shardpass.core.program import AdditiveScore, Attention, Form, Reduction
+from shardpass.core.program import AdditiveScore, Attention, DotScore, Form, MixedScore, Reduction, Score
 
 GENERAL: tuple[Form, str, str] = ("general", "", "")
 SOFTMAX_DTYPES = (torch.float32, torch.float64)
@@ -66,6 +66,7 @@ def attention_of(
     messages: Sequence[Expr | None],
     tails: dict[str, tuple[int, ...]],
     num_drops: int,
+    captures: Sequence[torch.Tensor],
 ) -> Attention | None:
     """The attention that a whole body is, or None.
 
@@ -73,6 +74,7 @@ def attention_of(
         messages: what the messages of the reductions are.
         tails: of the source tensors, by name.
         num_drops: how often the body uses dropout.
+        captures: tensors from outside that the body uses.
     """
     counted = [k for k, reduction in enumerate(reductions) if reduction.form != "ones"]
     if len(counted) != 3 or reductions[counted[1]].leader != counted[0]:
@@ -102,7 +104,7 @@ def attention_of(
     score = exponential.args[0].args[0]
     if score.op == "detach":
         return None
-    return Attention(maximum, total, output, name, heads, eps, dropout, _additive(score, heads))
+    return Attention(maximum, total, output, name, heads, eps, dropout, _score(score, heads, captures))
 
 
 def _denominator(weight: Expr, exponential: Expr, total: int) -> float | None:
@@ -123,16 +125,57 @@ def _denominator(weight: Expr, exponential: Expr, total: int) -> float | None:
     return eps if gathered and 0 <= eps <= MAX_EPS else None
 
 
-def _additive(score: Expr, heads: int) -> AdditiveScore | None:
+def _score(score: Expr, heads: int, captures: Sequence[torch.Tensor]) -> Score | None:
+    """The closed form of a score ``[E, heads]``, if it has one."""
+    return _additive(score) or _dot(score, heads) or _mixed(score, heads, captures)
+
+
+def _additive(score: Expr) -> AdditiveScore | None:
+    slanted = _slanted_sum(score)
+    return None if slanted is None else AdditiveScore(*slanted)
+
+
+def _slanted_sum(expr: Expr) -> tuple[str, str, float] | None:
+    """``(source, destination, slope)`` of ``leaky_relu(source + destination)``, or of the sum itself."""
     slope = 1.0
-    if score.op == "leaky_relu":
-        score, slope = score.args[0], score.args[1]
-    if score.op != "add" or not all(isinstance(arg, Expr) for arg in score.args):
+    if expr.op == "leaky_relu":
+        expr, slope = expr.args[0], expr.args[1]
+    pair = _pair(expr, "add")
+    return None if pair is None or slope < 0 else (*pair, slope)
+
+
+def _dot(score: Expr, heads: int) -> DotScore | None:
+    factor = 1.0
+    if score.op in ("div", "mul") and isinstance(score.args[1], float):
+        factor = 1 / score.args[1] if score.op == "div" else score.args[1]
+        score = score.args[0]
+    if score.op != "sum" or _numel(score.args[0].tail[:-1]) != heads:
         return None
-    ops = {arg.op: arg for arg in score.args}
-    if set(ops) != {SOURCE, DESTINATION} or any(arg.tail != score.tail for arg in score.args):
+    pair = _pair(score.args[0], "mul")
+    return None if pair is None else DotScore(*pair, factor)
+
+
+def _mixed(score: Expr, heads: int, captures: Sequence[torch.Tensor]) -> MixedScore | None:
+    if score.op != "sum" or score.args[0].op != "mul" or _numel(score.args[0].tail[:-1]) != heads:
         return None
-    return AdditiveScore(ops[SOURCE].args[0], ops[DESTINATION].args[0], slope) if slope >= 0 else None
+    factors = score.args[0].args
+    for first, second in (factors, factors[::-1]):
+        if not isinstance(first, Expr) or not isinstance(second, Expr) or second.op != "outside":
+            continue
+        slanted = _slanted_sum(first)
+        number = next((n for n, tensor in enumerate(captures) if id(tensor) == second.args[0]), None)
+        same_for_all_edges = number is not None and captures[number].numel() == _numel(first.tail)
+        if slanted is not None and number is not None and same_for_all_edges and second.tail == first.tail:
+            return MixedScore(*slanted, number)
+    return None
+
+
+def _pair(expr: Expr, op: str) -> tuple[str, str] | None:
+    """The names of a source and a destination tensor of which `expr` is the elementwise sum or product."""
+    if expr.op != op or not all(isinstance(arg, Expr) and arg.tail == expr.tail for arg in expr.args):
+        return None
+    names = {arg.op: arg.args[0] for arg in expr.args}
+    return (names[SOURCE], names[DESTINATION]) if set(names) == {SOURCE, DESTINATION} else None
 
 
 def _factors(expr: Expr, op: str) -> tuple[Expr, Expr] | None:

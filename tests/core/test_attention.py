@@ -9,8 +9,9 @@ import torch.nn.functional as F
 import shardpass as sp
 from shardpass.core import aggregate as core_aggregate
 from shardpass.core.kernels import attention as kernels
+from shardpass.core.kernels import scores as score_kernels
 from shardpass.core.kernels.attention import EdgeRun, SoftmaxState
-from shardpass.core.program import AdditiveScore, Program
+from shardpass.core.program import AdditiveScore, DotScore, MixedScore, Program
 from shardpass.core.random import dropout_factors
 from shardpass.core.shard import Block, build_shards, cut
 from shardpass.testing.graphs import assignments, awkward_graph, shard_in_memory
@@ -21,7 +22,8 @@ NUM_DST, BLOCK_ROWS, HEADS, WIDTH = 50, 23, 3, 5
 @pytest.fixture(params=["numba", "torch"])
 def loops(request, monkeypatch):
     if request.param == "torch":
-        monkeypatch.setattr(kernels, "_loops", lambda rows: None)
+        for module in (kernels, score_kernels):
+            monkeypatch.setattr(module, "numba_loops_for", lambda rows: None)
     else:
         pytest.importorskip("numba")
     return request.param
@@ -101,19 +103,31 @@ def test_loops_equal_a_dense_softmax(loops, most, drops, dtype, bound):
     torch.testing.assert_close(found_scores.double(), scores.grad, rtol=10 * bound, atol=10 * bound)
 
 
-def test_additive_scores_and_their_adjoint(loops):
+FORMULAS = {
+    "additive": (AdditiveScore("a", "b", 0.2), lambda a, b, mix: F.leaky_relu(a + b, 0.2), (HEADS,)),
+    "dot": (DotScore("a", "b", 0.3), lambda a, b, mix: 0.3 * (a * b).sum(-1), (HEADS, WIDTH)),
+    "mixed": (MixedScore("a", "b", 1.5, 0), lambda a, b, mix: (F.leaky_relu(a + b, 1.5) * mix).sum(-1), (HEADS, WIDTH)),
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_scores_and_their_adjoint(loops, name):
+    form, formula, tail = FORMULAS[name]
     _, _, (shard, _) = shards()
-    left = numbers(BLOCK_ROWS, HEADS, seed=1).requires_grad_()
-    right = numbers(NUM_DST, HEADS, seed=2).requires_grad_()
+    left = numbers(BLOCK_ROWS, *tail, seed=1).requires_grad_()
+    right = numbers(NUM_DST, *tail, seed=2).requires_grad_()
+    mix = numbers(HEADS, WIDTH, seed=5).requires_grad_() if name == "mixed" else None
+    given = left.detach(), right.detach(), None if mix is None else mix.detach()
     (run,) = by_source(shard, 10_000)
-    expected = F.leaky_relu(left[run.src_rows.long()] + right[run.dst_rows.long()], 0.2)
-    torch.testing.assert_close(kernels.additive_scores(run, left.detach(), right.detach(), 0.2), expected.detach())
+    expected = formula(left[run.src_rows.long()], right[run.dst_rows.long()], mix)
+    torch.testing.assert_close(score_kernels.scores(form, run, *given), expected.detach())
     weights, relative = numbers(*expected.shape, seed=3), numbers(*expected.shape, seed=4)
     expected.backward(weights * relative)
-    into, at = torch.zeros_like(left), torch.zeros_like(right)
-    kernels.additive_adjoint(run, left.detach(), right.detach(), 0.2, weights, relative, into, at)
-    torch.testing.assert_close(into, left.grad)
-    torch.testing.assert_close(at, right.grad)
+    into = [None if t is None else torch.zeros_like(t) for t in given]
+    score_kernels.adjoint(form, run, *given, weights, relative, *into)
+    for found, leaf in zip(into, (left, right, mix)):
+        if leaf is not None:
+            torch.testing.assert_close(found, leaf.grad)
 
 
 def test_threads_share_the_rows_of_a_chunk(monkeypatch):
@@ -167,21 +181,32 @@ def weighted(weights, rows):
     return rows * weights.unsqueeze(-1)
 
 
-BODIES = {  # body, whether it is one attention, whether its score is in closed form
-    "plain": (lambda i: weighted(softmax(score(i), i), i.src["x"]), True, True),
-    "other order": (lambda i: i.src["x"] * softmax(i.dst["b"] + i.src["a"], i).view(-1, 2, 1), True, True),
-    "maximum with gradient": (lambda i: weighted(softmax(score(i), i, detach=False), i.src["x"]), True, True),
-    "some function": (lambda i: weighted(softmax(torch.tanh(i.src["a"] * i.dst["b"]), i), i.src["x"]), True, False),
-    "edge term": (lambda i: weighted(softmax(score(i) + i.edge["w"].view(-1, 1), i), i.src["x"]), True, False),
-    "dot": (lambda i: weighted(softmax((i.src["x"] * i.dst["y"]).sum(-1) / 2, i), i.src["x"]), True, False),
-    "one head": (lambda i: softmax(i.src["a"][:, :1] * i.dst["b"][:, :1], i) * i.src["z"], True, False),
-    "squared": (lambda i: weighted(softmax(score(i), i) ** 2, i.src["x"]), False, False),
-    "times edge": (lambda i: weighted(softmax(score(i), i) * i.edge["w"].view(-1, 1), i.src["x"]), False, False),
-    "detached": (lambda i: weighted(softmax(score(i).detach(), i), i.src["x"]), False, False),
-    "detached weights": (lambda i: weighted(softmax(score(i), i).detach(), i.src["x"]), False, False),
-    "large eps": (lambda i: weighted(softmax(score(i), i, eps=0.5), i.src["x"]), False, False),
-    "value of both": (lambda i: weighted(softmax(score(i), i), i.src["x"] + i.dst["y"]), False, False),
-    "a weight a channel": (lambda i: softmax(i.src["x"], i) * i.src["x"], False, False),
+MIX = numbers(1, 2, 4, seed=30).requires_grad_()
+
+
+def mixed(i):
+    return (F.leaky_relu(i.src["x"] + i.dst["y"], 0.2) * MIX).sum(dim=-1)
+
+
+BODIES = {  # body; whether it is one attention, and with which closed form of the score
+    "plain": (lambda i: weighted(softmax(score(i), i), i.src["x"]), True, AdditiveScore),
+    "other order": (lambda i: i.src["x"] * softmax(i.dst["b"] + i.src["a"], i).view(-1, 2, 1), True, AdditiveScore),
+    "maximum with gradient": (lambda i: weighted(softmax(score(i), i, detach=False), i.src["x"]), True, AdditiveScore),
+    "some function": (lambda i: weighted(softmax(torch.tanh(i.src["a"] * i.dst["b"]), i), i.src["x"]), True, None),
+    "edge term": (lambda i: weighted(softmax(score(i) + i.edge["w"].view(-1, 1), i), i.src["x"]), True, None),
+    "dot": (lambda i: weighted(softmax((i.dst["y"] * i.src["x"]).sum(-1) / 2, i), i.src["x"]), True, DotScore),
+    "dot, other value": (lambda i: weighted(softmax((i.src["x"] * i.dst["y"]).sum(-1), i), i.src["v"]), True, DotScore),
+    "dot over all": (lambda i: softmax((i.src["x"] * i.dst["y"]).sum((1, 2)), i).view(-1, 1) * i.src["z"], True, None),
+    "mixed": (lambda i: weighted(softmax(mixed(i), i), i.src["x"]), True, MixedScore),
+    "mixed, then more": (lambda i: weighted(softmax(mixed(i).tanh(), i), i.src["x"]), True, None),
+    "one head": (lambda i: softmax(i.src["a"][:, :1] * i.dst["b"][:, :1], i) * i.src["z"], True, None),
+    "squared": (lambda i: weighted(softmax(score(i), i) ** 2, i.src["x"]), False, None),
+    "times edge": (lambda i: weighted(softmax(score(i), i) * i.edge["w"].view(-1, 1), i.src["x"]), False, None),
+    "detached": (lambda i: weighted(softmax(score(i).detach(), i), i.src["x"]), False, None),
+    "detached weights": (lambda i: weighted(softmax(score(i), i).detach(), i.src["x"]), False, None),
+    "large eps": (lambda i: weighted(softmax(score(i), i, eps=0.5), i.src["x"]), False, None),
+    "value of both": (lambda i: weighted(softmax(score(i), i), i.src["x"] + i.dst["y"]), False, None),
+    "a weight a channel": (lambda i: softmax(i.src["x"], i) * i.src["x"], False, None),
 }
 
 
@@ -191,7 +216,7 @@ def results(body, ranks, options, seen, owners="random"):
     def rank(comm):
         chosen = assignments(GRAPH.num_nodes, ranks, GRAPH.edge_index)[owners]
         graph = shard_in_memory(GRAPH, chosen, comm, options)
-        rows = {"x": (2, 4), "a": (2,), "b": (2,), "y": (2, 4), "z": (4,)}
+        rows = {"x": (2, 4), "a": (2,), "b": (2,), "y": (2, 4), "z": (4,), "v": (2, 3)}
         own = {
             name: numbers(GRAPH.num_nodes, *tail, seed=k)[graph.node_ids].requires_grad_()
             for k, (name, tail) in enumerate(rows.items())
@@ -201,7 +226,7 @@ def results(body, ranks, options, seen, owners="random"):
         def add_up(messages, i):
             return messages.new_zeros((i.num_dst, *messages.shape[1:])).index_add(0, i.index, messages)
 
-        program = Program("layer", {k: own[k] for k in "xaz"}, {k: own[k] for k in "by"}, {"w": weight}, body, add_up)
+        program = Program("layer", {k: own[k] for k in "xazv"}, {k: own[k] for k in "by"}, {"w": weight}, body, add_up)
         program.watch = lambda structure: seen.append(structure.attention)
         out = core_aggregate.aggregate(program, graph.edge_index.plan, graph.edge_index.shards)
         (out * numbers(GRAPH.num_nodes, *out.shape[1:], seed=20)[graph.node_ids]).sum().backward()
@@ -236,7 +261,7 @@ def test_what_is_an_attention(name, loops):
             torch.testing.assert_close(mine, right, rtol=1e-11, atol=1e-11, msg=lambda m, key=key: f"{key}: {m}")
     assert {attention is not None for attention in seen} == {is_attention}
     if is_attention:
-        assert {isinstance(attention.score, AdditiveScore) for attention in seen} == {closed}
+        assert {type(attention.score) for attention in seen} == {closed or type(None)}
 
 
 def test_scores_of_minus_infinity(loops):

@@ -60,7 +60,7 @@ def accumulate(state: SoftmaxState, run: EdgeRun, scores: Tensor, values: Tensor
         values: ``[block rows, heads, width]``.
         kept: what dropout multiplies the weights with, like `scores`.
     """
-    loops = _loops(values)
+    loops = numba_loops_for(values)
     if loops is None:
         return _accumulate(state, run, scores, values, kept)
     indptr, start, stop = run.indptr.numpy(), run.bounds.start, run.bounds.stop
@@ -86,11 +86,11 @@ def softmax_weights(run: EdgeRun, scores: Tensor, log_sum: Tensor) -> Tensor:
     Args:
         log_sum: ``log(sum(exp(score)))`` of each destination and head, ``[num_dst, heads]``.
     """
-    loops = _loops(scores)
+    loops = numba_loops_for(scores)
     if loops is None:
         return scores.sub_(log_sum.index_select(0, run.dst_rows)).exp_()
     dst_rows, numbers, shift = run.dst_rows.numpy(), scores.numpy(), log_sum.numpy()
-    _by_edges(run, lambda first, last: loops.shift_by_row(numbers, dst_rows, shift, first, last))
+    by_edges(run, lambda first, last: loops.shift_by_row(numbers, dst_rows, shift, first, last))
     return scores.exp_()
 
 
@@ -117,7 +117,7 @@ def adjoint(
         the gradient of each score divided by its weight, ``kept * <grad, value> - delta``, like `weights`.
     """
     used = weights if kept is None else weights * kept
-    loops = _loops(values)
+    loops = numba_loops_for(values)
     if loops is None:
         outer = grad.index_select(0, run.dst_rows)
         dots = (outer * values.index_select(0, run.src_rows)).sum(-1)
@@ -130,42 +130,6 @@ def adjoint(
     start, stop = run.bounds.start, run.bounds.stop
     _by_rows(run, lambda first, last: loops.weighted_adjoint(*before, start, stop, first, last, *after))
     return relative
-
-
-def additive_scores(run: EdgeRun, of_source: Tensor, of_dst: Tensor, slope: float) -> Tensor:
-    """``leaky_relu(of_source[j] + of_dst[i])`` of each edge: ``[edges of the chunk, heads]``."""
-    loops = _loops(of_source)
-    if loops is None:
-        sums = of_source.index_select(0, run.src_rows) + of_dst.index_select(0, run.dst_rows)
-        return torch.nn.functional.leaky_relu(sums, slope)
-    out = of_source.new_empty((run.src_rows.numel(), of_source.size(1)))
-    src_rows, dst_rows = run.src_rows.numpy(), run.dst_rows.numpy()
-    left, right, numbers = of_source.numpy(), of_dst.numpy(), out.numpy()
-    _by_edges(run, lambda a, b: loops.additive_scores(src_rows, dst_rows, left, right, slope, a, b, numbers))
-    return out
-
-
-def additive_adjoint(
-    run: EdgeRun,
-    of_source: Tensor,
-    of_dst: Tensor,
-    slope: float,
-    weights: Tensor,
-    relative: Tensor,
-    grad_source: Tensor,
-    grad_dst: Tensor,
-) -> None:
-    """The adjoint of `additive_scores` for the gradient ``weights * relative``, added in place."""
-    loops = _loops(of_source)
-    if loops is None:
-        sums = of_source.index_select(0, run.src_rows) + of_dst.index_select(0, run.dst_rows)
-        grad = weights * relative
-        grad = torch.where(sums >= 0, grad, grad * slope)
-        grad_source.index_add_(0, run.src_rows, grad)
-        grad_dst.index_add_(0, run.dst_rows, grad)
-        return
-    before = [t.numpy() for t in (run.src_rows, run.dst_rows, of_source, of_dst)]
-    loops.additive_adjoint(*before, slope, *(t.numpy() for t in (weights, relative, grad_source, grad_dst)))
 
 
 def _accumulate(state: SoftmaxState, run: EdgeRun, scores: Tensor, values: Tensor, kept: Tensor | None) -> None:
@@ -182,7 +146,7 @@ def _accumulate(state: SoftmaxState, run: EdgeRun, scores: Tensor, values: Tenso
     out.mul_(scale.unsqueeze(-1)).index_add_(0, rows, used.unsqueeze(-1) * values.index_select(0, run.src_rows))
 
 
-def _loops(rows: Tensor) -> ModuleType | None:
+def numba_loops_for(rows: Tensor) -> ModuleType | None:
     if rows.device.type != "cpu" or rows.dtype not in DTYPES:
         return None
     try:
@@ -203,7 +167,7 @@ def _by_rows(run: EdgeRun, work: Callable[[int, int], None]) -> None:
     _in_threads(work, [low, *cuts, high])
 
 
-def _by_edges(run: EdgeRun, work: Callable[[int, int], None]) -> None:
+def by_edges(run: EdgeRun, work: Callable[[int, int], None]) -> None:
     """Call `work` for ranges of the chunk's edges, counted from its first, one for each thread of torch."""
     num_edges = run.bounds.stop - run.bounds.start
     count = _num_threads(num_edges)

@@ -188,3 +188,97 @@ def additive_adjoint(
                 value *= factor
             grad_source[j, h] += value
             grad_dst[i, h] += value
+
+
+@njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract", "reassoc", "nsz"})
+def dot_scores(
+    src_rows: Array, dst_rows: Array, keys: Array, queries: Array, factor: float, first: int, last: int, out: Array
+) -> None:
+    """``out[e, h] = factor * <queries[i, h], keys[j, h]>`` for edges ``[first, last)`` of the chunk."""
+    times, zero = out.dtype.type(factor), out.dtype.type(0)
+    for e in range(first, last):
+        key, query = keys[src_rows[e]], queries[dst_rows[e]]
+        for h in range(key.shape[0]):
+            dot = zero
+            for x in range(key.shape[1]):
+                dot += key[h, x] * query[h, x]
+            out[e, h] = times * dot
+
+
+@njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract", "reassoc", "nsz"})
+def dot_adjoint(
+    src_rows: Array,
+    dst_rows: Array,
+    keys: Array,
+    queries: Array,
+    factor: float,
+    weights: Array,
+    relative: Array,
+    grad_keys: Array,
+    grad_queries: Array,
+) -> None:
+    """The adjoint of `dot_scores` for ``weights * relative``, in place. Not to be cut: edges of a row meet."""
+    times = weights.dtype.type(factor)
+    for e in range(weights.shape[0]):
+        j, i = src_rows[e], dst_rows[e]
+        key, query, into_key, into_query = keys[j], queries[i], grad_keys[j], grad_queries[i]
+        for h in range(key.shape[0]):
+            grad = times * weights[e, h] * relative[e, h]
+            for x in range(key.shape[1]):
+                into_key[h, x] += grad * query[h, x]
+                into_query[h, x] += grad * key[h, x]
+
+
+@njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract", "reassoc", "nsz"})
+def mixed_scores(
+    src_rows: Array,
+    dst_rows: Array,
+    of_source: Array,
+    of_dst: Array,
+    mix: Array,
+    slope: float,
+    first: int,
+    last: int,
+    out: Array,
+) -> None:
+    """``out[e, h] = <mix[h], leaky_relu(of_source[j, h] + of_dst[i, h])>`` for edges ``[first, last)``."""
+    factor, zero = out.dtype.type(slope), out.dtype.type(0)
+    for e in range(first, last):
+        left, right = of_source[src_rows[e]], of_dst[dst_rows[e]]
+        for h in range(left.shape[0]):
+            dot = zero
+            for x in range(left.shape[1]):
+                value = left[h, x] + right[h, x]
+                dot += mix[h, x] * (value if value >= 0 else value * factor)
+            out[e, h] = dot
+
+
+@njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract", "reassoc", "nsz"})
+def mixed_adjoint(
+    src_rows: Array,
+    dst_rows: Array,
+    of_source: Array,
+    of_dst: Array,
+    mix: Array,
+    slope: float,
+    weights: Array,
+    relative: Array,
+    grad_source: Array,
+    grad_dst: Array,
+    grad_mix: Array,
+) -> None:
+    """The adjoint of `mixed_scores` for ``weights * relative``, in place. Not to be cut: edges of a row meet."""
+    factor = weights.dtype.type(slope)
+    for e in range(weights.shape[0]):
+        j, i = src_rows[e], dst_rows[e]
+        left, right, into_left, into_right = of_source[j], of_dst[i], grad_source[j], grad_dst[i]
+        for h in range(left.shape[0]):
+            grad = weights[e, h] * relative[e, h]
+            for x in range(left.shape[1]):
+                value = left[h, x] + right[h, x]
+                slanted = value if value >= 0 else value * factor
+                grad_mix[h, x] += grad * slanted
+                part = grad * mix[h, x]
+                part = part if value >= 0 else part * factor
+                into_left[h, x] += part
+                into_right[h, x] += part

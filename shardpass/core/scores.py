@@ -1,0 +1,182 @@
+"""Where the scores of an attention come from: a closed form, or the body itself, run up to its softmax."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from shardpass.core.backward import Gradients
+from shardpass.core.call import Call, Operands
+from shardpass.core.kernels import scores as kernels
+from shardpass.core.kernels.attention import EdgeRun, softmax_weights
+from shardpass.core.program import AdditiveScore, Attention, Inputs, MixedScore, Score
+from shardpass.core.reducers import Base
+from shardpass.core.shard import Shard
+from shardpass.core.tracing import EdgeTrace, StopPass
+
+Rows = dict[str, Tensor]
+Adjoint = Callable[[Tensor, Rows, Gradients], None]
+"""Takes the gradient of a chunk's scores divided by their weights, and where the gradients of the block's rows, and
+all others, are added up."""
+
+
+class Scores(Protocol):
+    """Where the scores of edges come from: ``[edges of the chunk, heads]``."""
+
+    def forward(self, shard: Shard, run: EdgeRun, rows: Rows) -> Tensor:
+        """The scores of a chunk; the caller may overwrite them."""
+        ...
+
+    def weights(self, shard: Shard, run: EdgeRun, rows: Rows, log_sum: Tensor) -> tuple[Tensor, Adjoint]:
+        """``exp(score - log_sum)`` of a chunk's edges, and what adds the gradient of the scores to the inputs'."""
+        ...
+
+
+def scores_of(call: Call, operands: Operands, attention: Attention) -> Scores:
+    """The scores of `attention`."""
+    if attention.score is None:
+        return _Body(call, operands, attention)
+    return _ClosedForm(operands, attention.score, attention.heads)
+
+
+class _ClosedForm:
+    """A formula of one source and one destination tensor, which has kernels."""
+
+    def __init__(self, operands: Operands, score: Score, heads: int) -> None:
+        of_dst = operands.dst[score.destination]
+        width = of_dst.shape[1:].numel() // heads
+        self.score, self.tail = score, (heads,) if isinstance(score, AdditiveScore) else (heads, width)
+        self.of_dst = of_dst.reshape(-1, *self.tail).contiguous()
+        self.mix_shape = operands.captures[score.mix].shape if isinstance(score, MixedScore) else torch.Size()
+        self.mix = operands.captures[score.mix].reshape(self.tail) if isinstance(score, MixedScore) else None
+
+    def forward(self, shard: Shard, run: EdgeRun, rows: Rows) -> Tensor:
+        return kernels.scores(self.score, run, self._of_source(rows), self.of_dst, self.mix)
+
+    def weights(self, shard: Shard, run: EdgeRun, rows: Rows, log_sum: Tensor) -> tuple[Tensor, Adjoint]:
+        weights = softmax_weights(run, self.forward(shard, run, rows), log_sum)
+
+        def pull(relative: Tensor, into: Rows, gradients: Gradients) -> None:
+            of_source, score, mix = self._of_source(rows), self.score, self.mix
+            source = into[score.source] if score.source in into else torch.zeros_like(of_source)
+            is_wanted = score.destination in gradients.dst
+            target = gradients.of_dst(score.destination) if is_wanted else torch.zeros_like(self.of_dst)
+            source, target = source.view_as(of_source), target.view_as(self.of_dst)
+            grad_mix = None if mix is None else torch.zeros_like(mix)
+            kernels.adjoint(score, run, of_source, self.of_dst, mix, weights, relative, source, target, grad_mix)
+            if grad_mix is not None and isinstance(score, MixedScore):
+                gradients.add_capture(score.mix, grad_mix.view(self.mix_shape))
+
+        return weights, pull
+
+    def _of_source(self, rows: Rows) -> Tensor:
+        return rows[self.score.source].reshape(-1, *self.tail).contiguous()
+
+
+class _Body:
+    """Whatever the body computes, by running it up to the softmax."""
+
+    def __init__(self, call: Call, operands: Operands, attention: Attention) -> None:
+        self.call, self.operands, self.attention = call, operands, attention
+        self.names = call.structure.reductions[attention.maximum].sources
+
+    def forward(self, shard: Shard, run: EdgeRun, rows: Rows) -> Tensor:
+        return self._in_heads(self._run(self._gathered(shard, run, rows, leaves=False), {}, None, None))
+
+    def weights(self, shard: Shard, run: EdgeRun, rows: Rows, log_sum: Tensor) -> tuple[Tensor, Adjoint]:
+        call = self.call
+        leaves = [saved.detach().requires_grad_() for saved in self.operands.captures]
+        substitutes = {id(original): leaf for original, leaf in zip(call.captured, leaves)}
+        with torch.enable_grad():
+            inputs = self._gathered(shard, run, rows, leaves=True)
+            expected = {id(t) for group in (inputs.src, inputs.dst, inputs.edge) for t in group.values()}
+            expected |= {id(t) for t in (*leaves, *call.captured)}
+            # measured from the logarithm of the sum instead of from the maximum, exp(score) is the weight itself
+            weights = self._run(inputs, substitutes, expected, log_sum)
+        captured = [*enumerate(leaves), *((i, t) for i, t in enumerate(call.captured) if t.requires_grad)]
+
+        def pull(relative: Tensor, into: Rows, gradients: Gradients) -> None:
+            self._pull(weights, relative.view_as(weights), shard, run, inputs, captured, into, gradients)
+
+        return self._in_heads(weights.detach()), pull
+
+    def _in_heads(self, scores: Tensor) -> Tensor:
+        return scores.reshape(scores.size(0), self.attention.heads).clone(memory_format=torch.contiguous_format)
+
+    def _pull(
+        self,
+        weights: Tensor,
+        grad: Tensor,
+        shard: Shard,
+        run: EdgeRun,
+        inputs: Inputs,
+        captured: list[tuple[int, Tensor]],
+        into: Rows,
+        gradients: Gradients,
+    ) -> None:
+        targets: list[tuple[str, str | int, Tensor]] = []
+        for kind, tensors in (("s", inputs.src), ("d", inputs.dst), ("e", inputs.edge)):
+            targets += [(kind, name, t) for name, t in tensors.items() if t.requires_grad]
+        targets += [("c", i, t) for i, t in captured]
+        if not weights.requires_grad or not targets:
+            return
+        found = torch.autograd.grad(weights, [t for *_, t in targets], grad, allow_unused=True)
+        for (kind, key, _), part in zip(targets, found):
+            if part is None:
+                continue
+            if kind == "s":
+                into[str(key)].index_add_(0, run.src_rows, part)
+            elif kind == "d":
+                gradients.of_dst(str(key)).index_add_(0, run.dst_rows, part)
+            elif kind == "e":
+                places = shard.places(run.positions)
+                gradients.of_edges(str(key))[places] += part  # each edge stands there once
+            else:
+                gradients.add_capture(int(key), part)
+
+    def _gathered(self, shard: Shard, run: EdgeRun, rows: Rows, leaves: bool) -> Inputs:
+        call, operands = self.call, self.operands
+        seen = {name: rows[name] for name in self.names}
+        return call.gathered(operands, run.src_rows, run.dst_rows, shard.places(run.positions), seen, leaves)
+
+    def _run(
+        self,
+        inputs: Inputs,
+        substitutes: dict[int, Tensor],
+        expected: set[int] | None,
+        log_sum: Tensor | None,
+    ) -> Tensor:
+        phase = _ScorePhase(self.call, self.attention, log_sum)
+        try:
+            with self.call.scope(), EdgeTrace(self.call.program, inputs.index, phase, substitutes, expected):
+                message = self.call.program.message(inputs)
+                if self.call.program.aggregate is not None:
+                    self.call.program.aggregate(message, inputs)
+        except StopPass:
+            pass
+        assert phase.found is not None
+        return phase.found
+
+
+class _ScorePhase:
+    """Ends a run of the body at its scores; given what to measure them from, at ``exp(score - log_sum)``."""
+
+    def __init__(self, call: Call, attention: Attention, log_sum: Tensor | None) -> None:
+        self.num_dst = self.whole_dst = call.edges.num_dst
+        self.offset = 0
+        self.found: Tensor | None = None
+        self._reductions, self._attention, self._log_sum = call.structure.reductions, attention, log_sum
+
+    def known_base(self, k: int) -> Base | None:
+        return self._reductions[k].base
+
+    def reduce(self, k: int, op: str, values: Tensor, index: Tensor, base: Base) -> Tensor:
+        if k == self._attention.maximum and self._log_sum is not None:
+            return self._log_sum.view(-1, *self._reductions[k].tail)
+        if k in self._attention.members:
+            self.found = values
+            raise StopPass
+        return values.new_ones((self.num_dst, *values.shape[1:]))  # a count, which no score depends on
