@@ -163,7 +163,7 @@ def _run_kernels(call: Call, operands: Operands, members: list[int], gradients: 
             for k, reduction in zip(members, reductions):
                 grad = gradients.reductions[k]
                 if reduction.source in into:
-                    scalars = shard.select(operands.edge[reduction.weight]).reshape(-1) if reduction.weight else None
+                    scalars = call.weights(operands, shard, reduction.weight)
                     fresh = linear and call.canonical[reduction.source] not in written
                     written.add(call.canonical[reduction.source])
                     if k in gradients.reached:
@@ -172,7 +172,8 @@ def _run_kernels(call: Call, operands: Operands, members: list[int], gradients: 
                         into[reduction.source].zero_()
                 gradients.ran |= shard.num_edges > 0
                 if reduction.weight in gradients.edge and shard.num_edges and k in gradients.reached:
-                    found = edge_dot(shard, rows[reduction.source], grad, max_edges)
+                    num_heads = operands.edge[reduction.weight].shape[1:].numel()
+                    found = edge_dot(shard, rows[reduction.source], grad, max_edges, num_heads)
                     _add_rows(shard, gradients.of_edges(reduction.weight), found)
     returned.finish()
 

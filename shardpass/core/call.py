@@ -166,6 +166,14 @@ class Call:
             return tensor.detach().requires_grad_()
         return tensor
 
+    def weights(self, operands: Operands, shard: Shard, name: str) -> Tensor | None:
+        """The weights of a shard's edges, ``[num_edges]`` or ``[num_edges, heads]``; None for a plain copy."""
+        if not name:
+            return None
+        rows = shard.select(operands.edge[name])
+        heads = rows.shape[1:].numel()
+        return rows.reshape(-1, heads) if heads > 1 else rows.reshape(-1)
+
     def generator(self, position: int, chunk: Chunk) -> Callable[[], torch.Generator]:
         """Makes the generator of a chunk's dropout, the same in every pass."""
         return lambda: torch.Generator(self.plan.comm.device).manual_seed(self.seed_of(position, chunk.start))

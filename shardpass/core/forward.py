@@ -85,8 +85,7 @@ def _run_kernels(call: Call, operands: Operands, members: list[int], result: For
     reductions = call.structure.reductions
     for position, shard, rows in call.walk(operands, call.structure.sources_of(members)):
         for k in members:
-            weight = reductions[k].weight
-            scalars = shard.select(operands.edge[weight]).reshape(-1) if weight else None
+            scalars = call.weights(operands, shard, reductions[k].weight)
             gather_sum(result.states[k][0], shard, rows[reductions[k].source], scalars, fresh=position == 0)
 
 

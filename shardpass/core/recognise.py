@@ -33,9 +33,15 @@ def simple_form(expr: Expr | None, tails: dict[str, tuple[int, ...]]) -> tuple[F
         copied, weight = pair
         weight = weight.args[0].shaped(weight.tail) if weight.op == "cast" else weight
         whole = copied.tail == tails[copied.args[0]] == expr.tail
-        if weight.op == EDGE and _numel(weight.tail) == 1 and whole:
+        if weight.op == EDGE and whole and (_numel(weight.tail) == 1 or _is_per_head(weight.tail, copied.tail)):
             return "scale", copied.args[0], weight.args[0]
     return GENERAL
+
+
+def _is_per_head(weight: tuple[int, ...], value: tuple[int, ...]) -> bool:
+    """Whether weights of the first shape scale values of the second one, each all channels of its head."""
+    last = next((k for k in range(len(value)) if weight[k:] == (1,) * (len(value) - k)), len(value))
+    return len(weight) == len(value) and 0 < last < len(value) and weight[:last] == value[:last]
 
 
 def leading_maximum(expr: Expr | None, scores: Sequence[Expr | None], earlier: Sequence[Reduction]) -> int | None:

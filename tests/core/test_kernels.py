@@ -136,3 +136,28 @@ def test_nan_of_a_row_without_edges_does_not_spread():
     out = torch.zeros(3, 1)
     kernels.gather_sum(out, shard, rows, None)
     assert out.view(-1).tolist() == [1.0, 2.0, 0.0]
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("loops", ["numba", "torch"])
+@pytest.mark.parametrize("dtype, bound", [(torch.float64, 1e-12), (torch.float32, 1e-4)], ids=str)
+def test_a_weight_for_each_head(dtype, bound, loops, fresh, monkeypatch):
+    if loops == "torch":
+        monkeypatch.setattr(kernels.heads, "numba_loops_for", lambda rows: None)
+    else:
+        pytest.importorskip("numba")
+    shard = random_shard(700, 50)[1]
+    weight = numbers((shard.num_edges, 3), dtype, 2)
+    rows, grad = numbers((BLOCK_ROWS, 3, 4), dtype), numbers((50, 3, 4), dtype, 4)
+    out, back = numbers((50, 3, 4), dtype, 5), numbers((BLOCK_ROWS, 3, 4), dtype, 6)
+    before = (torch.zeros_like(out), torch.zeros_like(back)) if fresh else (out.clone(), back.clone())
+    kernels.gather_sum(out, shard, rows, weight, fresh)
+    kernels.gather_sum_transposed(back, shard, grad, weight, fresh)
+    for head in range(3):
+        there = dense(shard, weight[:, head]) @ rows[:, head].double() + before[0][:, head].double()
+        again = dense(shard, weight[:, head], True) @ grad[:, head].double() + before[1][:, head].double()
+        torch.testing.assert_close(out[:, head].double(), there, rtol=bound, atol=bound)
+        torch.testing.assert_close(back[:, head].double(), again, rtol=bound, atol=bound)
+    found = kernels.edge_dot(shard, rows, grad, 100, 3)
+    right = (rows[shard.src_rows.long()] * grad[shard.dst_rows()]).sum(-1)
+    torch.testing.assert_close(found, right, rtol=bound, atol=bound)

@@ -42,8 +42,8 @@ def softmax(logit, index, num_dst):
 
 def look(graph, message, reduce=add_up, needs_grad=("s:x", "s:z", "d:x", "e:e")):
     """The structure of a message function of ``i.src["x"], i.dst["x"], i.src["z"], i.edge["e"], i.edge["w"]``."""
-    src = {"x": graph.x, "z": graph.x[:, :1].clone()}
-    edge = {"e": graph.edge_attr, "w": graph.edge_weight}
+    src = {"x": graph.x, "z": graph.x[:, :1].clone(), "h": graph.x[:, :4].reshape(-1, 2, 2)}
+    edge = {"e": graph.edge_attr, "w": graph.edge_weight, "v": graph.edge_attr[:, :2].unsqueeze(-1).clone()}
     tail = None if reduce is None else (lambda m, i: reduce(m, i.index, i.num_dst))
     program = Program("Layer", src, {"x": graph.x}, edge, message, tail)
     return probe(program, graph.relation.shards, graph.num_nodes, set(needs_grad))
@@ -61,6 +61,8 @@ SIMPLE = {
     "destination": (lambda i: i.dst["x"], "general", "", ""),
     "doubled": (lambda i: i.src["x"] * 2, "general", "", ""),
     "scaled twice": (lambda i: i.src["x"] * i.edge["w"].view(-1, 1) * i.edge["w"].view(-1, 1), "general", "", ""),
+    "scaled head by head": (lambda i: i.src["h"] * i.edge["v"], "scale", "h", "v"),
+    "scaled channel by channel": (lambda i: i.src["h"] * i.edge["v"].transpose(1, 2), "general", "", ""),
     "product of sources": (lambda i: i.src["x"] * i.src["z"], "general", "", ""),
     "edge vector": (lambda i: i.src["x"][:, :3] * i.edge["e"], "general", "", ""),
     "edge scalar alone": (lambda i: i.edge["w"].view(-1, 1), "general", "", ""),
@@ -409,4 +411,4 @@ def test_random_numbers_are_noticed_and_given_back(graph):
 def test_inference_mode(graph):
     with torch.inference_mode():
         found = look(graph, changed(lambda y, i: F.relu(y, inplace=True)))
-    assert found.reductions[0].form == "general" and found.reductions[0].sources == {"x", "z"}
+    assert found.reductions[0].form == "general" and found.reductions[0].sources == {"h", "x", "z"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from shardpass.core.kernels import cpu, reference
+from shardpass.core.kernels import cpu, heads, reference
 from shardpass.core.shard import Shard
 
 
@@ -14,9 +14,12 @@ def gather_sum(out: Tensor, shard: Shard, rows: Tensor, weight: Tensor | None, f
     Args:
         out: ``[num_dst, ...]``.
         rows: the block's source rows, ``[block rows, ...]``.
-        weight: one scalar per edge of the shard, ``[num_edges]``, or None.
+        weight: one scalar per edge of the shard, ``[num_edges]``, or one for each head (of equal width), ``[num_edges,
+            heads]``, or None.
         fresh: `out` holds nothing yet and is written instead of added to: all of it, zeros where no edge ends.
     """
+    if weight is not None and weight.dim() == 2:
+        return heads.gather_sum(out, shard, rows, weight, fresh)
     if shard.num_edges and cpu.handles(rows):
         return cpu.gather_sum(out, shard, rows, weight, fresh)
     if fresh:
@@ -31,9 +34,11 @@ def gather_sum_transposed(out: Tensor, shard: Shard, grad: Tensor, weight: Tenso
     Args:
         out: ``[block rows, ...]``.
         grad: ``[num_dst, ...]``.
-        weight: ``[num_edges]`` or None.
+        weight: as in `gather_sum`.
         fresh: as in `gather_sum`.
     """
+    if weight is not None and weight.dim() == 2:
+        return heads.gather_sum_transposed(out, shard, grad, weight, fresh)
     if shard.num_edges and cpu.handles(grad):
         return cpu.gather_sum_transposed(out, shard, grad, weight, fresh)
     if fresh:
@@ -42,6 +47,11 @@ def gather_sum_transposed(out: Tensor, shard: Shard, grad: Tensor, weight: Tenso
         reference.gather_sum_transposed(out, shard, grad, weight)
 
 
-def edge_dot(shard: Shard, rows: Tensor, grad: Tensor, max_edges: int) -> Tensor:
-    """``<rows[src], grad[dst]>`` of each edge, ``[num_edges]``: the adjoint of `gather_sum` in `weight`."""
+def edge_dot(shard: Shard, rows: Tensor, grad: Tensor, max_edges: int, num_heads: int = 1) -> Tensor:
+    """``<rows[src], grad[dst]>`` of each edge, ``[num_edges]``: the adjoint of `gather_sum` in `weight`.
+
+    With several heads that of each, ``[num_edges, num_heads]``.
+    """
+    if num_heads > 1:
+        return heads.edge_dot(shard, rows, grad, num_heads, max_edges)
     return reference.edge_dot(shard, rows, grad, max_edges)

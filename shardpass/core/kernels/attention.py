@@ -69,7 +69,7 @@ def accumulate(state: SoftmaxState, run: EdgeRun, scores: Tensor, values: Tensor
     def shift(first: int, last: int) -> None:
         loops.shift_to_maximum(indptr, numbers, start, stop, first, last, top, total, out)
 
-    _by_rows(run, shift)
+    by_rows(run, shift)
     scores.exp_()
     used = (scores if kept is None else scores * kept).numpy()
     src_rows, rows = run.src_rows.numpy(), values.numpy()
@@ -77,7 +77,7 @@ def accumulate(state: SoftmaxState, run: EdgeRun, scores: Tensor, values: Tensor
     def add(first: int, last: int) -> None:
         loops.add_weighted(indptr, src_rows, rows, numbers, used, start, stop, first, last, total, out)
 
-    _by_rows(run, add)
+    by_rows(run, add)
 
 
 def softmax_weights(run: EdgeRun, scores: Tensor, log_sum: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ def adjoint(
     before = [t.numpy() for t in (run.indptr, run.dst_rows, values, used, factors)]
     after = [t.numpy() for t in (grad, delta, grad_values, relative)]
     start, stop = run.bounds.start, run.bounds.stop
-    _by_rows(run, lambda first, last: loops.weighted_adjoint(*before, start, stop, first, last, *after))
+    by_rows(run, lambda first, last: loops.weighted_adjoint(*before, start, stop, first, last, *after))
     return relative
 
 
@@ -156,7 +156,7 @@ def numba_loops_for(rows: Tensor) -> ModuleType | None:
     return numba_loops
 
 
-def _by_rows(run: EdgeRun, work: Callable[[int, int], None]) -> None:
+def by_rows(run: EdgeRun, work: Callable[[int, int], None]) -> None:
     """Call `work` for ranges of the chunk's rows with about as many edges each, one for each thread of torch."""
     start, stop, low, high = run.bounds
     count = _num_threads(stop - start)

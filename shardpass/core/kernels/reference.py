@@ -11,7 +11,12 @@ CHUNK_EDGES = 8192
 
 
 def _weighted(rows: Tensor, weight: Tensor | None) -> Tensor:
-    return rows if weight is None else rows * weight.view(-1, *[1] * (rows.dim() - 1))
+    if weight is None:
+        return rows
+    if weight.dim() == 2:
+        width = rows.shape[1:].numel() // weight.size(1)
+        return (rows.reshape(-1, weight.size(1), width) * weight.unsqueeze(-1)).view_as(rows)
+    return rows * weight.view(-1, *[1] * (rows.dim() - 1))
 
 
 def gather_sum(out: Tensor, shard: Shard, rows: Tensor, weight: Tensor | None) -> None:

@@ -1,0 +1,67 @@
+"""Sums with a weight per edge and head, which torch's fused operator does not have: numba's loops, or plain torch."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from shardpass.core.kernels import reference
+from shardpass.core.kernels.attention import EdgeRun, by_edges, by_rows, numba_loops_for
+from shardpass.core.shard import Chunk, Shard
+
+
+def gather_sum(out: Tensor, shard: Shard, rows: Tensor, weight: Tensor, fresh: bool) -> None:
+    """See `kernels.gather_sum`; `weight` is ``[num_edges, heads]``."""
+    if fresh:
+        out.zero_()
+    if shard.num_edges == 0:
+        return
+    if numba_loops_for(rows) is None or out.dtype != rows.dtype:
+        return reference.gather_sum(out, shard, rows, weight)
+    _accumulate(out, shard.indptr, shard.src_rows, rows, weight)
+
+
+def gather_sum_transposed(out: Tensor, shard: Shard, grad: Tensor, weight: Tensor, fresh: bool) -> None:
+    """See `kernels.gather_sum_transposed`; `weight` is ``[num_edges, heads]``."""
+    if fresh:
+        out.zero_()
+    if shard.num_edges == 0:
+        return
+    if numba_loops_for(grad) is None or out.dtype != grad.dtype:
+        return reference.gather_sum_transposed(out, shard, grad, weight)
+    indptr, columns, position = shard.transpose()
+    _accumulate(out, indptr, columns, grad, weight.index_select(0, position))
+
+
+def edge_dot(shard: Shard, rows: Tensor, grad: Tensor, heads: int, max_edges: int) -> Tensor:
+    """``<rows[src, h], grad[dst, h]>`` of each edge and head, ``[num_edges, heads]``."""
+    left, right = _in_heads(rows, heads), _in_heads(grad, heads)
+    result = rows.new_empty((shard.num_edges, heads))
+    for chunk in shard.chunks(max_edges):
+        span, dst_rows = slice(chunk.start, chunk.stop), shard.dst_rows(chunk).add_(chunk.low)
+        _dots(EdgeRun(shard.indptr, chunk, shard.src_rows[span], dst_rows, span), left, right, result[span])
+    return result
+
+
+def _dots(run: EdgeRun, left: Tensor, right: Tensor, out: Tensor) -> None:
+    loops = numba_loops_for(left)
+    if loops is None:
+        out.copy_((left.index_select(0, run.src_rows) * right.index_select(0, run.dst_rows)).sum(-1))
+        return
+    given = [t.numpy() for t in (run.src_rows, run.dst_rows, left, right)]
+    numbers, loop = out.numpy(), loops.dot_scores
+    by_edges(run, lambda first, last: loop(*given, 1.0, first, last, numbers))
+
+
+def _accumulate(out: Tensor, indptr: Tensor, columns: Tensor, rows: Tensor, weight: Tensor) -> None:
+    heads = weight.size(1)
+    table, target = _in_heads(rows, heads), out.view(out.size(0), heads, out.shape[1:].numel() // heads)
+    given = [t.numpy() for t in (indptr, columns, table, weight.to(table.dtype).contiguous(), target)]
+    run = EdgeRun(indptr, Chunk(0, columns.numel(), 0, out.size(0)), columns, columns, slice(0, columns.numel()))
+    loops = numba_loops_for(rows)
+    assert loops is not None
+    loop = loops.add_scaled
+    by_rows(run, lambda low, high: loop(*given, low, high))
+
+
+def _in_heads(rows: Tensor, heads: int) -> Tensor:
+    return rows.reshape(rows.size(0), heads, rows.shape[1:].numel() // heads).contiguous()
