@@ -50,12 +50,14 @@ def save_checkpoint(
         extra: nested dicts, lists and tuples of tensors and JSON values; rank 0's is kept.
 
     Raises:
-        CheckpointError: on every rank, if something cannot be stored or written on one.
+        CheckpointError: on every rank, if something cannot be stored or written on one, or if parameters that ranks
+            share differ between them.
     """
     errors.require("safetensors", "store", "save_checkpoint")
     tensors: dict[str, Tensor] = {}
     trees = _agreed(comm, lambda: _trees(model, optimizer, extra, tensors))
     local = _local_names(model, optimizer, tensors)
+    _refuse_different(comm, model)
     states = get_random_state()
     kinds = comm.all_gather_object(sorted(states), "checkpoint random states")
     for kind in sorted(set(kinds[0]).intersection(*kinds)):
@@ -207,6 +209,20 @@ def _optimized(optimizer: Optimizer) -> list[Tensor]:
 def _shapes(optimizer: Optimizer) -> list[list[list[int]]]:
     """The shapes of the parameters of each group."""
     return [[list(parameter.shape) for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def _refuse_different(comm: Communicator, model: nn.Module) -> None:
+    """Refuse parameters that have drifted apart: the file would hold rank 0's. Collective."""
+    shared = {n: p for n, p in model.named_parameters() if not getattr(p, "shardpass_local", False)}
+    mine = {name: digest(parameter.detach().cpu()) for name, parameter in shared.items()}
+    every = comm.all_gather_object(mine, "checkpoint parameters")
+    for name in mine:
+        other = next((rank for rank, theirs in enumerate(every) if theirs.get(name) != every[0].get(name)), None)
+        if other is not None:
+            raise CheckpointError(
+                f"the parameter {name!r} differs between rank 0 and rank {other}, so the ranks do not train one model. "
+                f"Every step needs sync_gradients before it, and every rank the same optimizer"
+            )
 
 
 def _local_names(model: nn.Module, optimizer: Optimizer | None, tensors: dict[str, Tensor]) -> list[str]:

@@ -149,12 +149,13 @@ class SourceRows(Tensor):
     """Row 0 of a `ShardedEdgeIndex`: source rows in own-first numbering."""
 
     plan: HaloPlan
+    flow: Any  # of the edge list it is a row of
 
     @staticmethod
-    def wrap(data: Tensor, plan: HaloPlan) -> Any:
+    def wrap(data: Tensor, plan: HaloPlan, flow: Any = None) -> Any:
         """`data` as source rows of `plan`."""
         out = data.as_subclass(SourceRows)
-        out.plan = plan
+        out.plan, out.flow = plan, flow
         return out
 
     @classmethod
@@ -167,6 +168,8 @@ class SourceRows(Tensor):
         first = args[0] if args else None
         table = first if args else kwargs.get("input")
         if name in ("__getitem__", "index_select") and not isinstance(table, (SourceRows, ShardedEdgeIndex)):
+            if mine.flow is not None:
+                mine.flow.note_indexing(mine.plan.comm.order, table)
             return _gather_by_source(mine.plan, name, args, kwargs)
         if name in ("scatter_add_", "scatter_add"):
             return _scatter_to_source(mine.plan, name, args, kwargs)
@@ -176,9 +179,9 @@ class SourceRows(Tensor):
             if name in _DESCRIBES or (name == "__get__" and _property(func) in _PROPERTIES):
                 return func(*args, **kwargs)
             if name in _COPIES | _RESHAPES and isinstance(first, SourceRows):
-                return SourceRows.wrap(func(*_plain(args), **kwargs), mine.plan)
+                return SourceRows.wrap(func(*_plain(args), **kwargs), mine.plan, mine.flow)
             if name == "__getitem__" and isinstance(first, SourceRows):
-                return SourceRows.wrap(func(*_plain(args), **kwargs), mine.plan)
+                return SourceRows.wrap(func(*_plain(args), **kwargs), mine.plan, mine.flow)
             if name in _COMPARES and all(isinstance(a, Tensor) and a.shape == mine.shape for a in args[:2]):
                 return func(*_plain(args), **kwargs).as_subclass(EdgeMask)
             if name == "max" and len(args) == 1 and not kwargs:
@@ -244,7 +247,7 @@ def _item(mine: ShardedEdgeIndex, key: Any) -> Tensor:
     if isinstance(key, int) and not isinstance(key, bool) and -2 <= key < 2:
         stored = (key % 2) ^ int(mine.is_reversed)
         row = mine.sources_first[stored] if mine.derivation is None else mine.derivation.row(stored)
-        return SourceRows.wrap(row, mine.plan) if stored == 0 else row
+        return SourceRows.wrap(row, mine.plan, mine.flow) if stored == 0 else row
     if isinstance(key, tuple) and len(key) == 2 and key[0] == slice(None) and not isinstance(key[1], int):
         edges = _plain_one(key[1])
         if isinstance(edges, slice) and edges != slice(None):

@@ -69,6 +69,22 @@ class LayerFlow:
                 f"are hops and give each its own, or call the model with the graph"
             )
 
+    def note_indexing(self, order: CallOrder, table: Tensor) -> None:
+        """Note that rows of `table` are taken by source.
+
+        Raises:
+            RefusedError: a message has gone over this layer in this forward, and `table` is not what it was made from:
+                then it may have been made from its result, of which only the needed rows are computed.
+        """
+        known = self._used.get(order.forwards)
+        if known is None or table.dim() < 2 or not table.numel():  # degrees and the like are whole
+            return
+        if table.data_ptr() not in known:
+            raise RefusedError(
+                "a node tensor is indexed by row 0 of an edge_index of graph.layers after a message over it: rows that "
+                "the message left out may be read. Index with the next layer's edge_index, or use the graph"
+            )
+
     def shards_of(self, edge_index: ShardedEdgeIndex) -> EdgeShards:
         """The edges of a list that end in needed nodes. Edge tensors keep the rows of the whole list."""
         known = self._known.find(edge_index.edges)

@@ -33,6 +33,9 @@ class Net(nn.Module):
         self.tied = self.last.weight
         self.scale = nn.Parameter(torch.ones(2, dtype=dtype))
         self.register_buffer("flag", torch.tensor(True))
+        generator = torch.Generator().manual_seed(0)  # the same on every rank
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -0.5, 0.5, generator=generator)
 
     def forward(self, x):
         return self.last(torch.tanh(self.norm(self.first(x)))) * self.scale.sum()
@@ -347,3 +350,16 @@ def test_a_state_that_torch_refuses_is_told_on_all(tmp_path):
 
     write(tmp_path / "a")
     refused(tmp_path / "a", "the state could not be restored: picky", Picky)
+
+
+def test_parameters_that_drifted_apart_are_not_saved(tmp_path):
+    def work(comm):
+        model = Net()
+        if comm.rank == 1:
+            with torch.no_grad():
+                next(model.parameters()).view(-1)[0] += 1e-6
+        with pytest.raises(CheckpointError, match="differs between rank 0 and rank 1"):
+            save_checkpoint(tmp_path / "a", comm, model)
+        return (tmp_path / "a").exists()
+
+    assert run(work, 3) == [False] * 3

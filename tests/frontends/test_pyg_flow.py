@@ -224,3 +224,32 @@ def test_neighbourhoods_are_padded_as_on_the_whole_graph(kind):
         torch.testing.assert_close(out[mine], expected[graph.node_ids][mine], rtol=0, atol=1e-10)
 
     run(work, 2)
+
+
+class IndexesAfter(nn.Module):
+    """Reads the result of a conv by source: rows that were not needed may not be computed."""
+
+    def __init__(self, before):
+        super().__init__()
+        self.conv, self.before = gnn.SAGEConv(5, 5), before
+
+    def forward(self, x, layers):
+        edge_index = layers[0] if isinstance(layers, list) else layers
+        h = self.conv(x, edge_index)
+        rows = (x if self.before else h)[edge_index[0]]
+        return h + torch.zeros_like(h).index_add(0, edge_index[1], rows)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_result_is_not_indexed_by_the_layer_that_made_it(before):
+    def work(comm):
+        owners = assignments(GRAPH.num_nodes, 2, GRAPH.edge_index)["random"]
+        graph = shard_in_memory(GRAPH, owners, comm)
+        layers = graph.layers(WANTED[graph.node_ids], 1)
+        model = sp.pyg.wrap(IndexesAfter(before).double(), comm, check=False)
+        if before:
+            return model(graph.x, layers)
+        with pytest.raises(RefusedError, match="after a message over it"):
+            model(graph.x, layers)
+
+    run(work, 2)
