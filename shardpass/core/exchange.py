@@ -35,12 +35,27 @@ class Stream:
 
 
 class Packing:
-    """Rows of several tensors as one message: each tensor's rows contiguous, one after the other."""
+    """Rows of several tensors as one message: each tensor's rows contiguous, one after the other.
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    Args:
+        tensors: of whose rows messages are made.
+        wire: the dtype in which rows of float32 travel; None: their own.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], wire: torch.dtype | None = None) -> None:
         self.tails = [tuple(t.shape[1:]) for t in tensors]
-        self.dtypes = [t.dtype for t in tensors]
-        self.row_bytes = [_numel(tail) * t.itemsize for tail, t in zip(self.tails, tensors)]
+        self.computed = [t.dtype for t in tensors]
+        self.dtypes = [wire if wire is not None and dtype == torch.float32 else dtype for dtype in self.computed]
+        self.row_bytes = [_numel(tail) * dtype.itemsize for tail, dtype in zip(self.tails, self.dtypes)]
+
+    @property
+    def converts(self) -> bool:
+        """Whether rows travel in another dtype than they are computed in."""
+        return self.dtypes != self.computed
+
+    def to_computed(self, rows: list[Tensor]) -> list[Tensor]:
+        """`rows` as they travel in the dtypes in which they are computed; the same tensors where those agree."""
+        return [part.to(dtype) for part, dtype in zip(rows, self.computed)]
 
     def _spans(self, num_rows: int) -> list[tuple[int, int]]:
         spans, position = [], 0
@@ -102,7 +117,7 @@ def fetch_blocks(
         rows: the block's rows of each tensor, ``[block.num_rows, ...]``.
     """
     ahead = len(plan.schedule.rounds) if plan.options.mode == "halo" else plan.options.prefetch
-    packing = Packing(tensors)
+    packing = Packing(tensors, plan.options.wire_dtype)
     device = plan.comm.device
     under_way = max(1, ahead)
     receive = _Slots(ahead + 1, device, fresh=keep or plan.options.mode == "halo")
@@ -122,7 +137,7 @@ def fetch_blocks(
             post(index, index + 1)
             count, buffer, handle = waiting.popleft()
             handle.wait()  # its message has gone too, so the next may use its buffer
-            rows = packing.views(buffer, count)
+            rows = packing.to_computed(packing.views(buffer, count))
             post(index + 1, index + 1 + ahead)
         yield index + 1, plan.blocks[index + 1], rows
 
@@ -141,7 +156,10 @@ def _post(
     sending = outgoing.get(move.round, packing.num_bytes(num_send))
     wanted = plan.send_rows[move.to][move.send_start : move.send_stop]
     for tensor, view in zip(tensors, packing.views(sending, num_send)):
-        torch.index_select(tensor, 0, wanted, out=view)
+        if view.dtype == tensor.dtype:
+            torch.index_select(tensor, 0, wanted, out=view)
+        else:
+            view.copy_(tensor.index_select(0, wanted))
     handle = plan.comm.exchange(
         sending if num_send else None,
         move.to,
@@ -163,15 +181,16 @@ class GradientReturn:
     def __init__(self, plan: HaloPlan, into: Sequence[Tensor], stream: Stream) -> None:
         """`into`: the gradients of the own rows, ``[num_own_src, ...]`` each, added to in place."""
         self._plan, self._into, self._stream = plan, list(into), stream
-        self._packing = Packing(into)
+        self._packing, self._filled = Packing(into, plan.options.wire_dtype), Packing(into)
         self._outgoing, self._incoming = _Slots(2, plan.comm.device), _Slots(1, plan.comm.device)
+        self._filling = _Slots(1, plan.comm.device) if self._packing.converts else self._outgoing
         self._pending: tuple[Transfer, Tensor, Handle] | None = None
 
     def buffers(self, position: int, zeroed: bool = True) -> list[Tensor]:
         """Gradients ``[block.num_rows, ...]`` to fill for the block at `position`; `send` takes them away."""
         block = self._plan.blocks[position]
-        sending = self._outgoing.get(position, self._packing.num_bytes(block.num_rows))
-        return self._packing.views(sending.zero_() if zeroed else sending, block.num_rows)
+        filling = self._filling.get(position, self._filled.num_bytes(block.num_rows))
+        return self._filled.views(filling.zero_() if zeroed else filling, block.num_rows)
 
     def send(self, position: int) -> None:
         """Start the return of what `buffers` of this position holds; finish the return before it."""
@@ -181,6 +200,10 @@ class GradientReturn:
         move = self._plan.schedule.transfer(self._plan.comm.rank, position - 1)
         num_send, num_recv = move.recv_stop - move.recv_start, move.send_stop - move.send_start
         sending = self._outgoing.get(position, self._packing.num_bytes(num_send))
+        if self._packing.converts:
+            filled = self._filled.views(self._filling.get(position, self._filled.num_bytes(num_send)), num_send)
+            for view, rows in zip(self._packing.views(sending, num_send), filled):
+                view.copy_(rows)
         buffer = self._incoming.get(0, self._packing.num_bytes(num_recv))
         handle = self._plan.comm.exchange(
             sending if num_send else None,
@@ -201,5 +224,5 @@ class GradientReturn:
         handle.wait()
         count = move.send_stop - move.send_start
         rows = self._plan.send_rows[move.to][move.send_start : move.send_stop]
-        for gradient, part in zip(self._into, self._packing.views(buffer, count)):
+        for gradient, part in zip(self._into, self._packing.to_computed(self._packing.views(buffer, count))):
             gradient.index_add_(0, rows, part)

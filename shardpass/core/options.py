@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 Mode = Literal["sar", "keep", "halo"]
 MODES: tuple[Mode, ...] = ("sar", "keep", "halo")
 
@@ -22,6 +24,9 @@ class Options:
         cache_constant_inputs: keep sums over in-edges of tensors that do not change, such as the features that go into
             the first layer, so that they are fetched and summed once and not in every epoch.
         fuse_attention: compute softmax-weighted sums over in-edges in one pass, where a layer is recognised as one.
+        wire_dtype: the dtype in which float32 rows and their gradients travel between ranks, ``torch.bfloat16`` or None
+            for their own: half the bytes, three digits. Sums are made in float32. Results then depend a little on the
+            partition, and equal those of one process to those digits only.
         chunk_bytes: bound of one temporary with a row per edge; edges are processed in chunks of that size.
     """
 
@@ -29,6 +34,7 @@ class Options:
     prefetch: int = 1
     block_rows: int | None = None
     chunk_bytes: int = 1 << 20
+    wire_dtype: torch.dtype | None = None
     cache_constant_inputs: bool = True
     fuse_attention: bool = True
 
@@ -39,5 +45,7 @@ class Options:
             raise ValueError(f"prefetch is at least 0, got {self.prefetch}")
         if self.block_rows is not None and self.block_rows < 1:
             raise ValueError(f"block_rows is at least 1 or None, got {self.block_rows}")
+        if self.wire_dtype not in (None, torch.bfloat16):
+            raise ValueError(f"wire_dtype is torch.bfloat16 or None, got {self.wire_dtype}")
         if self.chunk_bytes < 1:
             raise ValueError(f"chunk_bytes is at least 1, got {self.chunk_bytes}")
