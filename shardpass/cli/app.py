@@ -101,6 +101,9 @@ def train(
     checkpoint: Annotated[Path | None, typer.Option(help="The file to write while training.")] = None,
     checkpoint_every: Annotated[int, typer.Option(help="Epochs between two checkpoints.")] = 1,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the checkpoint, on any ranks.")] = False,
+    profile: Annotated[
+        Path | None, typer.Option(help="Trace one epoch to this file, one per rank, for Perfetto or chrome://tracing.")
+    ] = None,
     events: Annotated[bool, typer.Option("--events", help="Print log lines instead of progress.", hidden=True)] = False,
 ) -> None:
     """Train a PyG model on the whole graph, on any number of ranks up to the number of parts.
@@ -119,6 +122,7 @@ def train(
             seed=seed, dtype=dtype, mask_prefix=mask_prefix, split=split, eval_every=eval_every,  # type: ignore[arg-type]
             log=str(log) if log else None, checkpoint=str(checkpoint) if checkpoint else None,
             checkpoint_every=checkpoint_every, resume=resume, events=events, threads=threads,
+            profile=str(profile) if profile else None,
             shared_process=chosen == "threads" and (ranks or 1) > 1,
         )  # fmt: skip
         run_ranks(train_rank, config, chosen, ranks)

@@ -18,6 +18,7 @@ class TrainConfig:
         eval_every: epochs between two evaluations; the last epoch is always evaluated.
         events: print each log line to the standard output instead of the progress display, for programs.
         threads: computing threads per rank.
+        profile: the file to write a trace of one epoch to.
     """
 
     store: str
@@ -43,6 +44,7 @@ class TrainConfig:
     events: bool = False
     threads: int = 1
     shared_process: bool = False
+    profile: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "epochs", "eval_every", "checkpoint_every", "threads"):

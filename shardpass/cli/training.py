@@ -15,6 +15,7 @@ from shardpass.backends.communicator import Communicator
 from shardpass.cli.config import TrainConfig
 from shardpass.cli.memory import PeakMeter
 from shardpass.cli.models import build_model
+from shardpass.cli.profile import profiled
 from shardpass.cli.reporter import Reporter
 from shardpass.cli.task import Task, in_degree_histogram, read_task
 from shardpass.core.graph import ShardedGraph
@@ -83,7 +84,10 @@ class Run:
         config, record = self.config, {}
         for epoch in range(self.first_epoch, config.epochs + 1):
             start, sent = perf_counter(), self.comm.bytes_sent
-            record = {"event": "epoch", "epoch": epoch, "loss": self.step()}
+            # not the first: it builds what is kept, and checks the model
+            traced = config.profile if epoch == min(self.first_epoch + 2, config.epochs) else None
+            with profiled(traced, self.comm, config.shared_process):
+                record = {"event": "epoch", "epoch": epoch, "loss": self.step()}
             record["seconds"], record["bytes_sent"] = perf_counter() - start, self.comm.bytes_sent - sent
             if epoch % config.eval_every == 0 or epoch == config.epochs:
                 record.update(self.evaluate())

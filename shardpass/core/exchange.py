@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from shardpass.backends.communicator import Handle
 from shardpass.core.halo import HaloPlan
@@ -127,19 +128,23 @@ def fetch_blocks(
 
     def post(first: int, stop: int) -> None:
         for move in moves[first + len(waiting) : stop]:
-            waiting.append(_post(plan, tensors, packing, move, receive, outgoing, stream))
+            with record_function(f"send in round {move.round} ({stream.label})"):
+                waiting.append(_post(plan, tensors, packing, move, receive, outgoing, stream))
 
     post(0, under_way)  # the first transfers hide behind the own block
-    yield 0, plan.blocks[0], list(tensors)
+    with record_function(f"compute own block ({stream.label})"):
+        yield 0, plan.blocks[0], list(tensors)
     for index in range(len(plan.schedule.rounds)):
         rows: list[Tensor] = []
         if moves:
             post(index, index + 1)
             count, buffer, handle = waiting.popleft()
-            handle.wait()  # its message has gone too, so the next may use its buffer
+            with record_function(f"wait for block {index + 1} ({stream.label})"):
+                handle.wait()  # its message has gone too, so the next may use its buffer
             rows = packing.to_computed(packing.views(buffer, count))
             post(index + 1, index + 1 + ahead)
-        yield index + 1, plan.blocks[index + 1], rows
+        with record_function(f"compute block {index + 1} ({stream.label})"):
+            yield index + 1, plan.blocks[index + 1], rows
 
 
 def _post(
@@ -221,7 +226,8 @@ class GradientReturn:
             return
         move, buffer, handle = self._pending
         self._pending = None
-        handle.wait()
+        with record_function(f"wait for gradients of round {move.round} ({self._stream.label})"):
+            handle.wait()
         count = move.send_stop - move.send_start
         rows = self._plan.send_rows[move.to][move.send_start : move.send_stop]
         for gradient, part in zip(self._into, self._packing.to_computed(self._packing.views(buffer, count))):

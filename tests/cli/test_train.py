@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +42,25 @@ def test_log_and_output(store: Path, tmp_path: Path) -> None:
     assert sum(summary["nodes"]) == 600 and all(sent > 0 for sent in summary["bytes_sent"])
     assert "2 ranks" in text and "epoch    4/4" in text and f"{lines[-1]['test']:.4f}" in text
     assert "they share one process" in text
+
+
+def test_a_trace_of_one_epoch_shows_the_rounds(store: Path, tmp_path: Path) -> None:
+    plain, traced = tmp_path / "plain", tmp_path / "traced"
+    run(store, plain, "--epochs", 3, "--ranks", 3, "--eval-every", 3, "--model", "gat")
+    trace = tmp_path / "folder" / "trace.json"
+    run(store, traced, "--epochs", 3, "--ranks", 3, "--eval-every", 3, "--model", "gat", "--profile", trace)
+    assert losses(traced) == losses(plain)
+    (written,) = trace.parent.iterdir()  # threads share one profiler
+    assert written.name == "trace.rank0.json"
+    names = {event.get("name", "") for event in json.loads(written.read_text())["traceEvents"]}
+    for words in (
+        "send in round 0 (",
+        "compute own block (",
+        "wait for block 2 (",
+        "compute block 2 (",
+        "wait for gradients",
+    ):
+        assert any(name.startswith(words) for name in names), words
 
 
 def test_modes_agree(store: Path, tmp_path: Path) -> None:
