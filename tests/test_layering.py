@@ -32,7 +32,7 @@ SAFE_CALLS = words(
     "torch.iinfo torch.finfo torch.device torch.Size"
 )
 """What may be called while a module is imported: these make values and do no more."""
-SAFE_METHODS = words("split keys values items union encode format join")
+SAFE_METHODS = words("split union keys values items union encode format join")
 
 
 @dataclass(frozen=True)

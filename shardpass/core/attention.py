@@ -15,13 +15,14 @@ from torch import Tensor
 
 from shardpass.core.backward import Gradients, Returned
 from shardpass.core.call import Call, Operands
-from shardpass.core.forward import ForwardResult
+from shardpass.core.forward import ForwardResult, counts
 from shardpass.core.kernels import attention as kernels
 from shardpass.core.kernels.attention import EdgeRun, SoftmaxState
 from shardpass.core.program import Attention
 from shardpass.core.random import dropout_factors
 from shardpass.core.scores import scores_of
 from shardpass.core.shard import Shard, cut
+from shardpass.errors import InternalError
 
 
 def run_attention(call: Call, operands: Operands, attention: Attention) -> ForwardResult:
@@ -40,9 +41,9 @@ def run_attention(call: Call, operands: Operands, attention: Attention) -> Forwa
     if (state.top == float("-inf")).any():  # nothing but scores of -inf is 0 / 0, as the softmax of them is
         lost = (state.top == float("-inf")) & (call.edges.degrees() > 0).unsqueeze(-1)
         out.masked_fill_(lost.unsqueeze(-1), float("nan"))
-    result = ForwardResult()
+    result = ForwardResult(values=counts(call))
     shapes = {k: (call.edges.num_dst, *call.structure.reductions[k].tail) for k in attention.members}
-    result.values = {
+    result.values |= {
         attention.maximum: state.top.view(shapes[attention.maximum]),
         attention.total: total.view(shapes[attention.total]),
         attention.output: out.view(shapes[attention.output]),
@@ -60,6 +61,8 @@ def attention_gradients(
     grad = gradients.reductions[attention.output].reshape(-1, heads, width).contiguous()
     delta = (grad * out.view_as(grad)).sum(-1)
     scores = scores_of(call, operands, attention)
+    if gradients.reached - {attention.output} & {*attention.members}:
+        raise InternalError(f"{call.label}: the softmax inside is used outside it. Use Options(fuse_attention=False)")
     returned = Returned(call, gradients, names)
     reached = attention.output in gradients.reached
     for position, shard, rows in call.walk(operands, names):

@@ -1,7 +1,8 @@
 """Sums over in-edges of tensors that never change (the features that go into the first layer), kept between epochs.
 
-What is kept is found again by the very tensors it was computed from, at the version they had. Whether it is used is
-decided for every call by all ranks together: one rank that has to compute needs the others to send.
+What is kept is found again by the very tensors it was computed from, at the version and with the content they had:
+writes through ``.data`` or numpy leave no other trace. Whether it is used is decided for every call by all ranks
+together: one rank that has to compute needs the others to send.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from shardpass.core.program import Program, Structure
@@ -21,7 +23,7 @@ MOST_KEPT = 2  # calls; the least recently used goes first
 class _Kept:
     """One call: its inputs at their versions, its edges, its structure in words; results once it came again."""
 
-    inputs: list[tuple[str, weakref.ref[Tensor], int]]
+    inputs: list[tuple[str, weakref.ref[Tensor], int, int]]
     edges: weakref.ref[EdgeShards]
     described: str
     values: dict[int, Tensor] = field(default_factory=dict)
@@ -33,11 +35,12 @@ class _Kept:
             self.edges() is edges
             and self.described == structure.describe()
             and [key for key, *_ in self.inputs] == list(mine)
-            and all(known() is mine[key] and version == mine[key]._version for key, known, version in self.inputs)
+            and all(known() is mine[key] and version == mine[key]._version for key, known, version, _ in self.inputs)
+            and all(content == _checksum(mine[key]) for key, _, _, content in self.inputs)
         )
 
     def is_lost(self) -> bool:
-        gone = self.edges() is None or any(known() is None for _, known, _ in self.inputs)
+        gone = self.edges() is None or any(known() is None for _, known, *_ in self.inputs)
         return gone or self.versions != [value._version for value in self.values.values()]
 
 
@@ -54,10 +57,12 @@ class ConstantSums:
 
     def keep(self, program: Program, structure: Structure, edges: EdgeShards, values: dict[int, Tensor]) -> None:
         """Keep `values` if the call comes for the second time: what comes once only, as activations do, is not kept."""
+        if torch.is_inference_mode_enabled():
+            return
         kept = self._entry(program, structure, edges)
         if kept is None:
             if is_constant(program, structure):
-                inputs = [(key, weakref.ref(tensor), tensor._version) for key, tensor in _inputs(program).items()]
+                inputs = [(k, weakref.ref(t), t._version, _checksum(t)) for k, t in _inputs(program).items()]
                 self._kept.append(_Kept(inputs, weakref.ref(edges), structure.describe()))
             return
         kept.values, kept.versions = values, [value._version for value in values.values()]
@@ -66,6 +71,8 @@ class ConstantSums:
             self._kept.remove(filled[0])
 
     def _entry(self, program: Program, structure: Structure, edges: EdgeShards) -> _Kept | None:
+        if torch.is_inference_mode_enabled():  # its tensors have no versions, and are of no use elsewhere
+            return None
         self._kept = [kept for kept in self._kept if not kept.is_lost()]
         if not self._kept or not is_constant(program, structure):
             return None
@@ -89,3 +96,17 @@ def is_constant(program: Program, structure: Structure) -> bool:
 def _inputs(program: Program) -> dict[str, Tensor]:
     kinds = (("s", program.src), ("d", program.dst), ("e", program.edge))
     return {f"{kind}:{name}": tensor for kind, tensors in kinds for name, tensor in sorted(tensors.items())}
+
+
+def _checksum(tensor: Tensor) -> int:
+    """A number that depends on every element and on its row and column; reads the tensor once or twice."""
+    if tensor.numel() == 0:
+        return 0
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    table = tensor.detach().reshape(tensor.size(0), -1).contiguous().view(kinds[tensor.itemsize])
+    found = 0
+    for dim in (0, 1):
+        sums = table.sum(dim, dtype=torch.int64)
+        places = torch.arange(1, sums.numel() + 1, device=sums.device) * 0x5851F42D4C957F2D
+        found = found * 31 + int((sums * places).sum())
+    return found

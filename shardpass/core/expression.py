@@ -26,7 +26,6 @@ BINARY = {
     "__truediv__": "div",
     "__div__": "div",
 }
-COMMUTES = frozenset(["add", "mul"])
 KEEPS_VALUES = frozenset(["view", "reshape", "unsqueeze", "squeeze", "contiguous", "clone", "to", "view_as", "flatten"])
 SOURCE, DESTINATION, EDGE = "source", "destination", "edge"
 
@@ -97,11 +96,11 @@ def _binary(op: str, args: tuple[Any, ...], out: Tensor, known: Any) -> Expr | N
     return Expr(op, tuple(parts), tail)
 
 
-def opaque(tensor: Tensor, storage: int) -> Expr:
+def opaque(tensor: Tensor, storage: int, writes: int) -> Expr:
     """The leaf for a tensor that was not followed; equal for tensors that see the same memory in the same way."""
     version = -1 if tensor.is_inference() else tensor._version
     view = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
-    return Expr("opaque", (storage, version, view, tensor.grad_fn is None), tuple(tensor.shape[1:]))
+    return Expr("opaque", (storage, writes, version, view, tensor.grad_fn is None), tuple(tensor.shape[1:]))
 
 
 def plain(expr: Expr) -> Expr:

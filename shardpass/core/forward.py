@@ -31,10 +31,7 @@ def run_forward(call: Call, operands: Operands) -> ForwardResult:
     result = ForwardResult()
     structure, edges = call.structure, call.edges
     device = call.plan.comm.device
-    for k, reduction in enumerate(structure.reductions):
-        if reduction.form == "ones":
-            degrees = edges.degrees().to(reduction.dtype)
-            result.values[k] = degrees.view(-1, *[1] * len(reduction.tail)).expand(-1, *reduction.tail).contiguous()
+    result.values.update(counts(call))
     for stage in range(structure.num_stages):
         members = [k for k in structure.of_stage(stage) if structure.reductions[k].form != "ones"]
         to_edges = structure.edge_output and stage == structure.num_stages - 1
@@ -62,6 +59,16 @@ def run_forward(call: Call, operands: Operands) -> ForwardResult:
             value = REDUCERS[reduction.op].value(result.states[k], reduction.base)
             result.values[k] = value.to(reduction.dtype)
     return result
+
+
+def counts(call: Call) -> dict[int, Tensor]:
+    """The reductions that count in-edges, which take no pass."""
+    found = {}
+    for k, reduction in enumerate(call.structure.reductions):
+        if reduction.form == "ones":
+            degrees = call.edges.degrees().to(reduction.dtype)
+            found[k] = degrees.view(-1, *[1] * len(reduction.tail)).expand(-1, *reduction.tail).contiguous()
+    return found
 
 
 def _merge_ranks(call: Call, k: int, state: State) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardpass.core.probe_trace import EVERYTHING, ProbePhase, ProbeTrace
-from shardpass.core.program import Attention, Inputs, Program, Reduction, Structure
+from shardpass.core.program import Attention, Inputs, MixedScore, Program, Reduction, Structure
 from shardpass.core.recognise import GENERAL, attention_of, leading_maximum, simple_form
 from shardpass.core.reducers import Base
 from shardpass.core.shard import EdgeShards
@@ -71,6 +71,8 @@ def probe(program: Program, edges: EdgeShards, num_own_src: int, needs_grad: set
         random = not torch.equal(state, torch.random.get_rng_state())
         torch.random.set_rng_state(state)
         structure = _structure(program, trace, phase, message, num_message, needs_grad, random)
+    if structure.attention is not None and isinstance(structure.attention.score, MixedScore):
+        structure.mix = structure.captures[structure.attention.score.mix].detach()
     if not keep_captures:
         structure.captures.clear()
     return structure
@@ -114,7 +116,7 @@ def _structure(
         edge_sources=sources,
         edge_differentiable=differentiable,
         captures=list(trace.captures.values()),
-        drops=trace.drops,
+        drops=trace.num_drops > 0,
         random=random,
         norms=trace.norms,
         message=message.detach(),
@@ -125,7 +127,10 @@ def _structure(
 def _attention(program: Program, trace: ProbeTrace, reductions: list[Reduction]) -> Attention | None:
     tails = {name: tuple(tensor.shape[1:]) for name, tensor in program.src.items()}
     messages = [trace.messages.get(k) for k in range(len(reductions))]
-    return attention_of(reductions, messages, tails, trace.num_drops, list(trace.captures.values()))
+    if trace.is_tampered:
+        return None
+    found = attention_of(reductions, messages, tails, trace.num_drops, list(trace.captures.values()))
+    return found if found is not None and not trace.used_otherwise & {found.maximum, found.total} else None
 
 
 def _parents(depends: set[str], count: int) -> frozenset[int]:
@@ -153,7 +158,7 @@ def _reduction(
     parents = _parents(depends, len(earlier))
     depth = 1 + max((earlier[k].depth for k in parents), default=-1)
     stage = 1 + max((earlier[k].stage for k in parents), default=-1)
-    expr = trace.messages.get(len(earlier))
+    expr = None if trace.is_tampered else trace.messages.get(len(earlier))
     tails = {name: tuple(tensor.shape[1:]) for name, tensor in program.src.items()}
     form, source, weight = simple_form(expr, tails) if op == "sum" and not base.value else GENERAL
     if form == "general" and op == "sum" and not base.value and not depends and bool((values == 1).all()):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardpass.core.expression import DESTINATION, EDGE, KEEPS_VALUES, SOURCE, Expr, apply, opaque
+from shardpass.core.expression import BINARY, DESTINATION, EDGE, KEEPS_VALUES, SOURCE, Expr, apply, opaque, plain
 from shardpass.core.program import Inputs, Program
 from shardpass.core.reducers import REDUCERS, Base
 from shardpass.core.tracing import SHAPE_OPS, EdgeTrace, sequence_number
@@ -22,6 +22,11 @@ from shardpass.errors import RefusedError
 EVERYTHING = "*"
 KINDS = {"s": SOURCE, "d": DESTINATION, "e": EDGE}
 SHAPE_ONLY = frozenset(["new_ones", "new_zeros", "new_full", "ones_like", "zeros_like", "full_like", "new_empty"])
+TAMPERS = frozenset(["register_hook", "retain_grad", "register_post_accumulate_grad_hook", "set_", "requires_grad_"])
+HARMLESS_USES = frozenset(
+    "detach size dim numel __get__ ndimension index_select __getitem__ expand expand_as is_floating_point __len__ "
+    "stride element_size".split()
+).union(SHAPE_ONLY, KEEPS_VALUES, BINARY)
 LEAVES_TORCH = frozenset(
     "numpy tolist __array__ __dlpack__ item __bool__ __int__ __float__ __index__ __complex__".split()
 )
@@ -55,9 +60,11 @@ class ProbeTrace(EdgeTrace):
         device = inputs.index.device
         super().__init__(program, inputs.index, phase, generator=lambda: torch.Generator(device).manual_seed(0))
         self.depends: dict[int, set[str]] = {}
-        self.exprs: dict[int, Expr] = {}  # of tensors, by id
+        self.exprs: dict[int, tuple[Expr, Any]] = {}  # of tensors, by id, with the node of autograd they had then
+        self.writes: dict[int, int] = {}  # how often a storage was written to
+        self.used_otherwise: set[int] = set()  # reductions whose result is more than gathered back to edges
+        self.is_tampered = False  # hooks on tensors, or data exchanged: expressions do not say what is computed
         self.messages: dict[int, Expr] = {}  # of reductions, by number, as they were when they were reduced
-        self.num_drops = 0
         self.captures: dict[int, Tensor] = {}
         self.norms: dict[int, Any] = {}
         self.reduced: list[set[str]] = []  # what the messages of each reduction depended on when it was made
@@ -67,7 +74,7 @@ class ProbeTrace(EdgeTrace):
         for kind, rows in (("s", inputs.src), ("d", inputs.dst), ("e", inputs.edge)):
             for key, tensor in rows.items():
                 self.adopt(tensor, {f"{kind}:{key}"}, f"{kind}:{key}")
-                self.exprs[id(tensor)] = Expr(KINDS[kind], (key,), tuple(tensor.shape[1:]))
+                self._enter(tensor, Expr(KINDS[kind], (key,), tuple(tensor.shape[1:])))
         self.adopt(inputs.index, set(), "")
 
     def adopt(self, tensor: Tensor, depends: set[str], leaf: str) -> None:
@@ -155,11 +162,29 @@ class ProbeTrace(EdgeTrace):
         for tensor in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(tensor, Tensor):
                 self.adopt(tensor, depends, "")
+        self._note_uses(name, args, operands)
         if self.count > before:
-            self.exprs[id(out)] = Expr("reduced", (before,), tuple(out.shape[1:]))
+            expr, cut = Expr("reduced", (before,), tuple(out.shape[1:])), result.requires_grad and not out.requires_grad
+            self._enter(out, Expr("detach", (expr,), expr.tail) if cut else expr)
         elif isinstance(out, Tensor) and id(out) not in self.exprs and not changed:
-            self._follow(name, args, kwargs, out)
+            self._follow(name, args, kwargs, out, operands)
         return out
+
+    def _enter(self, tensor: Tensor, expr: Expr) -> None:
+        self.exprs[id(tensor)] = (expr, tensor.grad_fn)
+
+    def _note_uses(self, name: str, args: tuple[Any, ...], operands: list[Tensor]) -> None:
+        """Note what becomes of reductions, and what hides from expressions."""
+        if name in TAMPERS or name == "__set__":
+            self.is_tampered = True
+        for operand in operands:
+            expr = self.exprs.get(id(operand), (None, None))[0]
+            if expr is None or (name in HARMLESS_USES and (name not in BINARY or _adds_a_number(name, args))):
+                continue
+            expr = plain(expr)
+            inner = next((a for a in expr.args if isinstance(a, Expr)), expr) if expr.op == "add" else expr
+            if plain(inner).op == "reduced":
+                self.used_otherwise.add(plain(inner).args[0])
 
     def _written(self, name: str, target: Tensor, depends: set[str]) -> None:
         if _storage(target) not in self.depends:
@@ -169,18 +194,22 @@ class ProbeTrace(EdgeTrace):
             )
         self.adopt(target, depends, "")
         self._forget(target)
+        self.writes[_storage(target)] = self.writes.get(_storage(target), 0) + 1
 
     def expr(self, tensor: Tensor) -> Expr:
         """What `tensor` is made of."""
-        found = self.exprs.get(id(tensor))
-        if found is None and _storage(tensor) not in self.depends:
+        found, node = self.exprs.get(id(tensor), (None, None))
+        if found is not None and node is tensor.grad_fn:  # else a custom Function, or detach_, came between
+            return found
+        storage = _storage(tensor)
+        if found is None and storage not in self.depends:
             self.held.append(tensor)
-            found = Expr("outside", (id(tensor),), tuple(tensor.shape[1:]))
-        return found or opaque(tensor, _storage(tensor))
+            return Expr("outside", (id(tensor),), tuple(tensor.shape[1:]))
+        return opaque(tensor, storage, self.writes.get(storage, 0))
 
-    def _follow(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> None:
-        if name == "dropout":
-            self.num_drops += 1
+    def _follow(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor, operands: list[Tensor]
+    ) -> None:
         gathers = name == "__getitem__" and self.is_index(args[1])
         if name == "index_select" and len(args) == 3 and self.is_index(args[2]):
             gathers = args[1] in (0, -args[0].dim())
@@ -189,7 +218,9 @@ class ProbeTrace(EdgeTrace):
         else:
             found = apply(name, args, kwargs, out, self.expr)
         if found is not None:
-            self.exprs[id(out)] = found
+            if not out.requires_grad and found.op != "detach" and any(t.requires_grad for t in operands):
+                found = Expr("detach", (found,), found.tail)  # made with gradients switched off
+            self._enter(out, found)
 
     def _forget(self, target: Tensor) -> None:
         storage = _storage(target)
@@ -211,3 +242,7 @@ def _may_write(name: str, kwargs: dict[str, Any], operand: Tensor, out: Any) -> 
     in_place = name.endswith("_") and not name.endswith("__")
     in_place = in_place or name == "__setitem__" or (name.startswith("__i") and name != "__invert__")
     return in_place or kwargs.get("out") is operand or (out is operand and name not in KEEPS_VALUES)
+
+
+def _adds_a_number(name: str, args: tuple[Any, ...]) -> bool:
+    return BINARY[name] == "add" and len(args) == 2 and any(isinstance(arg, (int, float)) for arg in args)

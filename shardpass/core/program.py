@@ -189,7 +189,7 @@ class Attention:
 
 @dataclass
 class Structure:
-    """What one trace of a body shows; equal on every rank but for `captures` and `hidden`, which equal in number.
+    """What one trace of a body shows; equal on every rank but for the tensors of `captures`, which equal in number.
 
     Args:
         reductions: in program order.
@@ -202,6 +202,7 @@ class Structure:
         random: the body draws other random numbers.
         norms: batch norms in the body, by the number of their reduction.
         attention: what the whole body is, where it is that.
+        mix: the tensor of its `MixedScore`, detached; captures are not kept where gradients are off.
     """
 
     reductions: list[Reduction]
@@ -218,6 +219,7 @@ class Structure:
     norms: dict[int, Any] = field(default_factory=dict)
     message: Tensor | None = None
     attention: Attention | None = None
+    mix: Tensor | None = None
 
     @property
     def edge_output(self) -> bool:

@@ -15,6 +15,7 @@ from shardpass.core.program import AdditiveScore, Attention, DotScore, Form, Mix
 
 GENERAL: tuple[Form, str, str] = ("general", "", "")
 SOFTMAX_DTYPES = (torch.float32, torch.float64)
+_NO_EPS = 1e-12
 MAX_EPS = 1e-6  # a larger number added to the sum of weights is no guard against division by zero
 
 
@@ -108,8 +109,8 @@ def attention_of(
     if eps is None or num_drops != (1 if dropout else 0) or not 0 <= dropout < 1:
         return None
     score = exponential.args[0].args[0]
-    if score.op == "detach":
-        return None
+    if score.op == "detach" or (reductions[maximum].differentiable and eps > _NO_EPS):
+        return None  # the gradient through a maximum cancels without eps only
     return Attention(maximum, total, output, name, heads, eps, dropout, _score(score, heads, captures))
 
 

@@ -39,19 +39,19 @@ def scores_of(call: Call, operands: Operands, attention: Attention) -> Scores:
     """The scores of `attention`."""
     if attention.score is None:
         return _Body(call, operands, attention)
-    return _ClosedForm(operands, attention.score, attention.heads)
+    return _ClosedForm(operands, attention.score, attention.heads, call.structure.mix)
 
 
 class _ClosedForm:
     """A formula of one source and one destination tensor, which has kernels."""
 
-    def __init__(self, operands: Operands, score: Score, heads: int) -> None:
+    def __init__(self, operands: Operands, score: Score, heads: int, mix: Tensor | None) -> None:
         of_dst = operands.dst[score.destination]
         width = of_dst.shape[1:].numel() // heads
         self.score, self.tail = score, (heads,) if isinstance(score, AdditiveScore) else (heads, width)
         self.of_dst = of_dst.reshape(-1, *self.tail).contiguous()
-        self.mix_shape = operands.captures[score.mix].shape if isinstance(score, MixedScore) else torch.Size()
-        self.mix = operands.captures[score.mix].reshape(self.tail) if isinstance(score, MixedScore) else None
+        self.mix_shape = torch.Size() if mix is None else mix.shape
+        self.mix = None if mix is None else mix.reshape(self.tail).contiguous()
 
     def forward(self, shard: Shard, run: EdgeRun, rows: Rows) -> Tensor:
         return kernels.scores(self.score, run, self._of_source(rows), self.of_dst, self.mix)

@@ -158,7 +158,7 @@ class EdgeTrace(TorchFunctionMode):
         self._expected = expected
         self._make_generator = generator
         self._generator: torch.Generator | None = None
-        self.drops = False
+        self.num_drops = 0
         self._first_node = sequence_number() if expected is not None else 0
         self.count = 0
         self._index = index
@@ -229,7 +229,7 @@ class EdgeTrace(TorchFunctionMode):
         """`torch.nn.functional.dropout` from a generator of this piece's own."""
         if not training or p == 0:
             return input
-        self.drops = True
+        self.num_drops += 1
         if self._generator is None:
             assert self._make_generator is not None
             self._generator = self._make_generator()

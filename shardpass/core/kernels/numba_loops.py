@@ -206,7 +206,7 @@ def additive_adjoint(
         j, i = src_rows[e], dst_rows[e]
         for h in range(weights.shape[1]):
             value = weights[e, h] * relative[e, h]
-            if of_source[j, h] + of_dst[i, h] < 0:
+            if not of_source[j, h] + of_dst[i, h] > 0:  # at 0 too, as torch has it
                 value *= factor
             grad_source[j, h] += value
             grad_dst[i, h] += value
@@ -301,6 +301,6 @@ def mixed_adjoint(
                 slanted = value if value >= 0 else value * factor
                 grad_mix[h, x] += grad * slanted
                 part = grad * mix[h, x]
-                part = part if value >= 0 else part * factor
+                part = part if value > 0 else part * factor  # at 0 the slope, as torch has it
                 into_left[h, x] += part
                 into_right[h, x] += part

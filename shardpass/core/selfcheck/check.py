@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from shardpass.backends.communicator import Communicator
 from shardpass.core.edge_index import ShardedEdgeIndex
 from shardpass.core.embedding import OwnRows, node_embeddings
 from shardpass.core.graph import ShardedGraph
-from shardpass.core.options import Mode, Options
+from shardpass.core.options import Options
 from shardpass.core.rowwise import RANDOM_FILLS
 from shardpass.core.selfcheck.compare import Trial, difference, kind_of
 from shardpass.core.selfcheck.frontend import Frontend
@@ -91,7 +92,7 @@ def check_model(
         comm.order.alone = True
         try:
             with ThreadPoolExecutor(1) as clean:  # no autocast, no_grad, checkpointing or function mode is on there
-                verdict = clean.submit(_verdict, frontend, pristine, comm, args, kwargs, options.mode, method).result()
+                verdict = clean.submit(_verdict, frontend, pristine, comm, args, kwargs, options, method).result()
         finally:
             comm.order.alone = False
     refusal, warning = comm.all_gather_object(verdict, "self-check: verdict")[chosen]
@@ -102,7 +103,7 @@ def check_model(
 
 
 def _verdict(
-    frontend: Frontend, pristine: nn.Module, comm: Communicator, args: Any, kwargs: Any, mode: Mode, method: str
+    frontend: Frontend, pristine: nn.Module, comm: Communicator, args: Any, kwargs: Any, options: Options, method: str
 ) -> list[str]:
     """``[why it is refused, why it could not be checked]``; empty where that is not so."""
     if 8 * (RANKS + 1) * sum(p.numel() for p in pristine.parameters()) > _LARGEST:
@@ -122,7 +123,7 @@ def _verdict(
         else:
             return ["", problem]
         try:
-            ranks = _run_ranks(model, small, comm, mode, grads, whole)
+            ranks = _run_ranks(model, small, comm, options, grads, whole)
         except NeedsHaloError:
             return ["", ""]  # the call itself will say so
         except RefusedError as error:
@@ -201,11 +202,11 @@ def _run_whole(model: nn.Module, small: SmallCall, real: Communicator) -> tuple[
 
 
 def _run_ranks(
-    model: nn.Module, small: SmallCall, real: Communicator, mode: Mode, grads: bool, whole: Trial
+    model: nn.Module, small: SmallCall, real: Communicator, options: Options, grads: bool, whole: Trial
 ) -> list[Trial]:
     def work(comm: Communicator) -> Trial:
         comm.order.quiet = True
-        args, kwargs, inputs, ids = small.sharded(comm, Options(mode=mode, chunk_bytes=1 << 10), grads)
+        args, kwargs, inputs, ids = small.sharded(comm, replace(options, chunk_bytes=1 << 10, wire_dtype=None), grads)
         mine = small.frontend.wrap(_with_tables(model, ids, real, comm), comm)
         return _trial(mine, args, kwargs, inputs, ids, small, whole, comm.size)
 
