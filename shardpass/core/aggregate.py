@@ -41,11 +41,13 @@ def aggregate(program: Program, plan: HaloPlan, edges: EdgeShards) -> Tensor:
     number, token = begin_call(plan.comm, program.name)
     program = replace(program, order=plan.comm.order)
     label = f"call {number} {program.name}"
-    sums = plan.constants
+    sums: dict[int, Tensor] | None = None
 
     def known(program: Program, structure: Structure) -> bool:
-        read = program.of_what_is_read(structure)
-        return plan.options.cache_constant_inputs and sums.find(read, structure, edges) is not None
+        nonlocal sums
+        if plan.options.cache_constant_inputs:
+            sums = plan.constants.find(program.of_what_is_read(structure), structure, edges)
+        return sums is not None
 
     try:
         program, structure, gradients, found = settle(plan.comm, label, program, edges, plan.num_own_src, known)
@@ -58,8 +60,33 @@ def aggregate(program: Program, plan: HaloPlan, edges: EdgeShards) -> Tensor:
     if program.watch is not None:
         program.watch(structure)
     program = program.of_what_is_read(structure)
+    call = _call_of(program, plan, edges, structure, number, gradients)
+    if found:
+        assert sums is not None
+        return _node_part(program, call, [sums[k] for k in range(len(structure.reductions))])
+    outputs = _Aggregate.apply(
+        call,
+        token,
+        *(program.src[name] for name in call.src_names),
+        *(program.dst[name] for name in call.dst_names),
+        *(program.edge[name] for name in call.edge_names),
+        *structure.captures,
+    )
+    end_call(plan.comm, outputs[-1])
+    if plan.options.cache_constant_inputs and not gradients:
+        plan.constants.keep(program, structure, edges, {k: output.detach() for k, output in enumerate(outputs[:-1])})
+    for k, (count, mean, variance) in call.norm_moments.items():
+        structure.norms[k].track(Moments(count, mean, variance), [count, mean.numel()])
+    if structure.edge_output:
+        return outputs[0]
+    return _node_part(program, call, list(outputs[:-1]))
+
+
+def _call_of(
+    program: Program, plan: HaloPlan, edges: EdgeShards, structure: Structure, number: int, gradients: frozenset[str]
+) -> Call:
     first: dict[int, str] = {}
-    call = Call(
+    return Call(
         program=replace(program, src={}, dst={}, edge={}),
         plan=plan,
         edges=edges,
@@ -72,26 +99,6 @@ def aggregate(program: Program, plan: HaloPlan, edges: EdgeShards) -> Tensor:
         captured=structure.captures,
         seed=_drawn_seed(plan) if structure.random or structure.drops else number,
     )
-    if found:
-        values = sums.find(program, structure, edges)
-        assert values is not None
-        return _node_part(program, call, [values[k] for k in range(len(structure.reductions))])
-    outputs = _Aggregate.apply(
-        call,
-        token,
-        *(program.src[name] for name in call.src_names),
-        *(program.dst[name] for name in call.dst_names),
-        *(program.edge[name] for name in call.edge_names),
-        *structure.captures,
-    )
-    end_call(plan.comm, outputs[-1])
-    if plan.options.cache_constant_inputs and not gradients:
-        sums.keep(program, structure, edges, {k: output.detach() for k, output in enumerate(outputs[:-1])})
-    for k, (count, mean, variance) in call.norm_moments.items():
-        structure.norms[k].track(Moments(count, mean, variance), [count, mean.numel()])
-    if structure.edge_output:
-        return outputs[0]
-    return _node_part(program, call, list(outputs[:-1]))
 
 
 def _drawn_seed(plan: HaloPlan) -> int:

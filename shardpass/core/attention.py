@@ -68,8 +68,8 @@ def attention_gradients(
     for position, shard, rows in call.walk(operands, names):
         with returned.block(position) as into:
             table = rows[attention.value].reshape(-1, heads, width) if rows else grad[:0]
-            target = into.get(attention.value, torch.empty(0))
-            target = target.view_as(table) if attention.value in into else torch.zeros_like(table)
+            is_wanted = attention.value in into
+            target = into[attention.value].view_as(table) if is_wanted else torch.zeros_like(table)
             for run in _by_source(call, shard, attention, operands) if reached else ():
                 kept = _kept(call, attention, position, run, grad)
                 gradients.ran = True

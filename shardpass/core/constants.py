@@ -23,11 +23,12 @@ MOST_KEPT = 2  # calls; the least recently used goes first
 class _Kept:
     """One call: its inputs at their versions, its edges, its structure in words; results once it came again."""
 
-    inputs: list[tuple[str, weakref.ref[Tensor], int, int]]
+    inputs: list[tuple[str, weakref.ref[Tensor], int]]
     edges: weakref.ref[EdgeShards]
     described: str
     values: dict[int, Tensor] = field(default_factory=dict)
     versions: list[int] = field(default_factory=list)
+    contents: list[int] = field(default_factory=list)  # checksums of the inputs, once there are results
 
     def is_of(self, program: Program, structure: Structure, edges: EdgeShards) -> bool:
         mine = _inputs(program)
@@ -35,12 +36,12 @@ class _Kept:
             self.edges() is edges
             and self.described == structure.describe()
             and [key for key, *_ in self.inputs] == list(mine)
-            and all(known() is mine[key] and version == mine[key]._version for key, known, version, _ in self.inputs)
-            and all(content == _checksum(mine[key]) for key, _, _, content in self.inputs)
+            and all(known() is mine[key] and version == mine[key]._version for key, known, version in self.inputs)
+            and (not self.values or self.contents == [_checksum(tensor) for tensor in mine.values()])
         )
 
     def is_lost(self) -> bool:
-        gone = self.edges() is None or any(known() is None for _, known, *_ in self.inputs)
+        gone = self.edges() is None or any(known() is None for _, known, _ in self.inputs)
         return gone or self.versions != [value._version for value in self.values.values()]
 
 
@@ -62,10 +63,11 @@ class ConstantSums:
         kept = self._entry(program, structure, edges)
         if kept is None:
             if is_constant(program, structure):
-                inputs = [(k, weakref.ref(t), t._version, _checksum(t)) for k, t in _inputs(program).items()]
+                inputs = [(key, weakref.ref(tensor), tensor._version) for key, tensor in _inputs(program).items()]
                 self._kept.append(_Kept(inputs, weakref.ref(edges), structure.describe()))
             return
         kept.values, kept.versions = values, [value._version for value in values.values()]
+        kept.contents = [_checksum(tensor) for tensor in _inputs(program).values()]
         filled = [one for one in self._kept if one.values]
         if len(filled) > MOST_KEPT:
             self._kept.remove(filled[0])

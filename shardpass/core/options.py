@@ -25,8 +25,8 @@ class Options:
             the first layer, so that they are fetched and summed once and not in every epoch.
         fuse_attention: compute softmax-weighted sums over in-edges in one pass, where a layer is recognised as one.
         wire_dtype: the dtype in which float32 rows and their gradients travel between ranks, ``torch.bfloat16`` or None
-            for their own: half the bytes, three digits. Sums are made in float32. Results then depend a little on the
-            partition, and equal those of one process to those digits only.
+            for their own: half the bytes, 8 significant bits (two to three digits). Sums are made in float32. Results
+            then depend a little on the partition, and equal those of one process to those digits only.
         chunk_bytes: bound of one temporary with a row per edge; edges are processed in chunks of that size.
     """
 

@@ -75,7 +75,8 @@ def accumulate(state: SoftmaxState, run: EdgeRun, scores: Tensor, values: Tensor
     src_rows, rows = run.src_rows.numpy(), values.numpy()
 
     def add(first: int, last: int) -> None:
-        loops.add_weighted(indptr, src_rows, rows, numbers, used, start, stop, first, last, total, out)
+        loops.add_weights(indptr, numbers, start, stop, first, last, total)
+        loops.add_scaled(indptr, src_rows, rows, used, start, stop, first, last, out)
 
     by_rows(run, add)
 

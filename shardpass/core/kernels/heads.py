@@ -55,12 +55,12 @@ def _dots(run: EdgeRun, left: Tensor, right: Tensor, out: Tensor) -> None:
 def _accumulate(out: Tensor, indptr: Tensor, columns: Tensor, rows: Tensor, weight: Tensor) -> None:
     heads = weight.size(1)
     table, target = _in_heads(rows, heads), out.view(out.size(0), heads, out.shape[1:].numel() // heads)
-    given = [t.numpy() for t in (indptr, columns, table, weight.to(table.dtype).contiguous(), target)]
+    given = [t.numpy() for t in (indptr, columns, table, weight.to(table.dtype).contiguous())]
     run = EdgeRun(indptr, Chunk(0, columns.numel(), 0, out.size(0)), columns, columns, slice(0, columns.numel()))
     loops = numba_loops_for(rows)
     assert loops is not None
-    loop = loops.add_scaled
-    by_rows(run, lambda low, high: loop(*given, low, high))
+    loop, into, num_edges = loops.add_scaled, target.numpy(), columns.numel()
+    by_rows(run, lambda low, high: loop(*given, 0, num_edges, low, high, into))
 
 
 def _in_heads(rows: Tensor, heads: int) -> Tensor:

@@ -45,67 +45,45 @@ def shift_to_maximum(
 
 
 @njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract", "reassoc", "nsz"})
-def add_weighted(
+def add_scaled(
     indptr: Array,
     src_rows: Array,
-    values: Array,
+    rows: Array,
     weights: Array,
-    used: Array,
     start: int,
     stop: int,
     low: int,
     high: int,
-    total: Array,
     out: Array,
 ) -> None:
-    """``total[i] += weight`` and ``out[i, h] += used[h] * values[j, h]`` over a chunk.
-
-    `used` are the weights after dropout; it may be the same array.
-    """
+    """``out[i, h] += weights[h] * rows[j, h]`` over a chunk."""
     heads, width = out.shape[1], out.shape[2]
     for i in range(low, high):
-        into, e, last = out[i], max(indptr[i], start), min(indptr[i + 1], stop)
-        for k in range(e - start, last - start):
+        into, k, last = out[i], max(indptr[i], start) - start, min(indptr[i + 1], stop) - start
+        while k + 4 <= last:  # four rows at a time: fewer reads and writes of the sum
+            a, b = rows[src_rows[k]], rows[src_rows[k + 1]]
+            c, d = rows[src_rows[k + 2]], rows[src_rows[k + 3]]
             for h in range(heads):
-                total[i, h] += weights[k, h]
-        while e + 4 <= last:  # four rows at a time: fewer reads and writes of the sum
-            k = e - start
-            a, b = values[src_rows[k]], values[src_rows[k + 1]]
-            c, d = values[src_rows[k + 2]], values[src_rows[k + 3]]
-            for h in range(heads):
-                wa, wb, wc, wd = used[k, h], used[k + 1, h], used[k + 2, h], used[k + 3, h]
+                wa, wb, wc, wd = weights[k, h], weights[k + 1, h], weights[k + 2, h], weights[k + 3, h]
                 for x in range(width):
                     into[h, x] += (wa * a[h, x] + wb * b[h, x]) + (wc * c[h, x] + wd * d[h, x])
-            e += 4
-        while e < last:
-            a = values[src_rows[e - start]]
+            k += 4
+        while k < last:
+            a = rows[src_rows[k]]
             for h in range(heads):
-                weight = used[e - start, h]
+                weight = weights[k, h]
                 for x in range(width):
                     into[h, x] += weight * a[h, x]
-            e += 1
+            k += 1
 
 
-@njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract", "reassoc", "nsz"})
-def add_scaled(indptr: Array, src_rows: Array, rows: Array, weights: Array, out: Array, low: int, high: int) -> None:
-    """``out[i, h] += weights[e, h] * rows[j, h]`` over the edges of destinations ``[low, high)``."""
-    heads, width = out.shape[1], out.shape[2]
+@njit(nogil=True, cache=True, error_model="numpy")
+def add_weights(indptr: Array, weights: Array, start: int, stop: int, low: int, high: int, total: Array) -> None:
+    """``total[i] += weight`` over a chunk."""
     for i in range(low, high):
-        into, e, last = out[i], indptr[i], indptr[i + 1]
-        while e + 4 <= last:  # four rows at a time: fewer reads and writes of the sum
-            a, b = rows[src_rows[e]], rows[src_rows[e + 1]]
-            c, d = rows[src_rows[e + 2]], rows[src_rows[e + 3]]
-            for h in range(heads):
-                wa, wb, wc, wd = weights[e, h], weights[e + 1, h], weights[e + 2, h], weights[e + 3, h]
-                for x in range(width):
-                    into[h, x] += (wa * a[h, x] + wb * b[h, x]) + (wc * c[h, x] + wd * d[h, x])
-            e += 4
-        while e < last:
-            a = rows[src_rows[e]]
-            for h in range(heads):
-                for x in range(width):
-                    into[h, x] += weights[e, h] * a[h, x]
-            e += 1
+        for k in range(max(indptr[i], start) - start, min(indptr[i + 1], stop) - start):
+            for h in range(total.shape[1]):
+                total[i, h] += weights[k, h]
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
