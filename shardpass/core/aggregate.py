@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from shardpass.core.agreement import settle
@@ -25,14 +26,19 @@ from shardpass.core.program import Program, Structure
 from shardpass.core.reducers import Base
 from shardpass.core.shard import EdgeShards
 from shardpass.core.tracing import EdgeTrace
+from shardpass.core.transform import transformed_first
 from shardpass.errors import NeedsHaloError
 
 
-def aggregate(program: Program, plan: HaloPlan, edges: EdgeShards) -> Tensor:
+def aggregate(program: Program, plan: HaloPlan, edges: EdgeShards, weight: Tensor | None = None) -> Tensor:
     """What `program` computes over all edges of the graph: ``[num_dst, ...]``, or ``[num_edges, ...]`` for messages.
 
     Collective, in backward too. Every rank must pass the same program; gradients of its inputs and of every tensor its
     body captures flow as if the whole graph were here.
+
+    Args:
+        weight: ``[out_channels, in_channels]`` of a linear map of the result, ``[num_dst, in_channels]``; the map is
+            made before or after the sum, whichever is cheaper. Only for a node part that at most scales rows.
 
     Raises:
         RefusedError: the body cannot be computed one shard at a time (on every rank, before any row is sent).
@@ -54,16 +60,19 @@ def aggregate(program: Program, plan: HaloPlan, edges: EdgeShards) -> Tensor:
     except NeedsHaloError:
         if plan.options.mode != "halo":
             raise
-        return aggregate_at_once(program, plan, edges, label)
+        return _mapped(aggregate_at_once(program, plan, edges, label), weight)
     if not plan.options.fuse_attention:
         structure.attention = None
     if program.watch is not None:
         program.watch(structure)
     program = program.of_what_is_read(structure)
+    early = None if weight is None else transformed_first(program, structure, gradients, weight)
+    if early is not None:
+        (program, structure), weight = early, None
     call = _call_of(program, plan, edges, structure, number, gradients)
     if found:
         assert sums is not None
-        return _node_part(program, call, [sums[k] for k in range(len(structure.reductions))])
+        return _mapped(_node_part(program, call, [sums[k] for k in range(len(structure.reductions))]), weight)
     outputs = _Aggregate.apply(
         call,
         token,
@@ -79,7 +88,11 @@ def aggregate(program: Program, plan: HaloPlan, edges: EdgeShards) -> Tensor:
         structure.norms[k].track(Moments(count, mean, variance), [count, mean.numel()])
     if structure.edge_output:
         return outputs[0]
-    return _node_part(program, call, list(outputs[:-1]))
+    return _mapped(_node_part(program, call, list(outputs[:-1])), weight)
+
+
+def _mapped(rows: Tensor, weight: Tensor | None) -> Tensor:
+    return rows if weight is None else F.linear(rows, weight)
 
 
 def _call_of(

@@ -1,4 +1,4 @@
-"""Tensor stand-ins of the PyG frontend: a deferred edge update, and a value that must not be used."""
+"""Tensor stand-ins of the PyG frontend: a deferred edge update or sum, and a value that must not be used."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from shardpass.core.shard import EdgeShards
@@ -76,14 +77,53 @@ class LazyEdges(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        def real(value: Any) -> Any:
-            if isinstance(value, LazyEdges):
-                return value.materialise()
-            if type(value) in (list, tuple):
-                return type(value)(real(v) for v in value)
-            return value
+        return func(*(_real(a) for a in args), **{k: _real(v) for k, v in (kwargs or {}).items()})
 
-        return func(*(real(a) for a in args), **{k: real(v) for k, v in (kwargs or {}).items()})
+
+def _real(value: Any) -> Any:
+    if isinstance(value, (LazyEdges, LazySums)):
+        return value.materialise()
+    if type(value) in (list, tuple):
+        return type(value)(_real(v) for v in value)
+    return value
+
+
+class LazySums(Tensor):
+    """The result of a sum over in-edges, not computed yet, so that a linear map after it can be made before it.
+
+    Any use but `torch.nn.functional.linear` computes it as it is.
+    """
+
+    _compute: Callable[[Tensor | None], Tensor]
+    _value: Tensor | None
+
+    @staticmethod
+    def make(compute: Callable[[Tensor | None], Tensor]) -> Any:
+        """A stand-in for what ``compute(None)`` returns; ``compute(weight)`` is that after ``F.linear``."""
+        out = torch.empty(0).as_subclass(LazySums)
+        out._compute, out._value = compute, None
+        return out
+
+    def materialise(self) -> Tensor:
+        """The sums, ``[num_dst, channels]``. Collective on the first use."""
+        if self._value is None:
+            self._value = self._compute(None)
+        return self._value
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """``F.linear`` of the sums, ``[num_dst, out_channels]``. Collective unless they were computed before."""
+        if self._value is not None:
+            return F.linear(self._value, weight, bias)
+        out = self._compute(weight)
+        return out if bias is None else out.add_(bias)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is F.linear and args and isinstance(args[0], LazySums):
+            return args[0].linear(*args[1:], **(kwargs or {}))
+        return func(*(_real(a) for a in args), **{k: _real(v) for k, v in (kwargs or {}).items()})
 
 
 def _versions(parts: Parts) -> list[int]:

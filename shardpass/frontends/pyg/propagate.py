@@ -10,7 +10,8 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
-from torch_geometric.nn.conv import MessagePassing
+from torch_geometric.nn.aggr import MeanAggregation, SumAggregation
+from torch_geometric.nn.conv import GraphConv, MessagePassing, SAGEConv
 
 from shardpass.core.aggregate import aggregate
 from shardpass.core.agreement import agree
@@ -23,13 +24,15 @@ from shardpass.core.shard import EdgeShards
 from shardpass.errors import RefusedError
 from shardpass.frontends.pyg.dense import whole_neighbourhoods
 from shardpass.frontends.pyg.frozen import Frozen
-from shardpass.frontends.pyg.lazy import LazyEdges, Poison
+from shardpass.frontends.pyg.lazy import LazyEdges, LazySums, Poison
 
 _INDICES = frozenset(
     ["edge_index_i", "edge_index_j", "edge_index", "size_i", "size_j", "adj_t", "index", "ptr", "dim_size"]
 )
 _HELD = frozenset(["_edge_type"])
 """Edge tensors that a layer holds as attributes while it runs, for a message hook: `to_hetero_with_bases` does so."""
+_MAPPED_NEXT = (SAGEConv, GraphConv)
+"""Layers whose forward does nothing between `propagate` and a linear map of its result, nothing changed in place."""
 
 
 class ShardedMessagePassing:
@@ -145,10 +148,29 @@ class ShardedMessagePassing:
         program.watch = partial(_note_fused, list(lazy.values()))
         if edge_index.flow is not None:
             edge_index.flow.note(self.name, plan.comm.order, parts.src)
-        out = aggregate(program, plan, direction.shards)
-        frozen.poison(self.name)
         whole = {**kwargs, "dim_size": plan.num_dst, "size_i": plan.num_dst, "size_j": plan.num_own_src}
-        return conv.update(out, **conv.inspector.collect_param_data("update", whole))
+
+        def compute(weight: Tensor | None = None) -> Tensor:
+            out = aggregate(program, plan, direction.shards, weight)
+            frozen.poison(self.name)
+            return conv.update(out, **conv.inspector.collect_param_data("update", whole))
+
+        return LazySums.make(compute) if self._is_mapped_next() else compute()
+
+    def _is_mapped_next(self) -> bool:
+        """Whether the layer applies a linear map to its sums or means, and nothing before that."""
+        conv = self.conv
+        own = {"forward", "aggregate", "update", "message"} & vars(conv).keys()
+        inner = conv.aggr_module
+        hooked = conv._aggregate_forward_pre_hooks or conv._aggregate_forward_hooks or conv._propagate_forward_hooks
+        hooked = hooked or (inner is not None and (inner._forward_pre_hooks or inner._forward_hooks))
+        return (
+            type(conv) in _MAPPED_NEXT
+            and type(inner) in (SumAggregation, MeanAggregation)
+            and conv.node_dim == -2
+            and not own
+            and not hooked
+        )
 
     def _refuse(self, edge_index: Any) -> None:
         conv = self.conv

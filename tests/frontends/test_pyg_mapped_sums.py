@@ -1,0 +1,124 @@
+"""SAGEConv and GraphConv map their sums linearly: before the sum where rows get narrower; the same numbers always."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("torch_geometric")
+
+from torch_geometric.nn import GraphConv, SAGEConv
+
+import shardpass as sp
+from shardpass.testing.graphs import assignments, awkward_graph, shard_in_memory
+
+from .pyg_cases import GRAPH
+from .test_pyg_parity import assert_exact
+
+
+def plain(model, inputs, graph):
+    return model(inputs["x"], graph)
+
+
+def weighted(model, inputs, graph):
+    return model(inputs["x"], graph, inputs["edge_weight"])
+
+
+def replaced(make):
+    def changed():
+        layer = SAGEConv(5, 3)
+        layer.lin_l = make()
+        return layer
+
+    return changed
+
+
+class Twice(nn.Module):
+    """Uses the sums in two maps, as they are, and by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 3), nn.Linear(5, 3, bias=False)
+
+    def forward(self, sums):
+        keyword = nn.functional.linear(input=sums, weight=self.first.weight)
+        return self.first(sums) + self.second(sums) + sums[:, :3] + keyword
+
+
+CASES = {
+    "SAGE narrower": (lambda: SAGEConv(5, 2), plain),
+    "SAGE equal, sum, normalised": (lambda: SAGEConv(5, 5, aggr="sum", normalize=True), plain),
+    "SAGE projected, no root, no bias": (lambda: SAGEConv(5, 2, project=True, root_weight=False, bias=False), plain),
+    "GraphConv weighted": (lambda: GraphConv(5, 2), weighted),
+    "GraphConv mean": (lambda: GraphConv(5, 2, aggr="mean"), plain),
+    "replaced by a stack": (replaced(lambda: nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))), plain),
+    "replaced by a cut": (replaced(lambda: nn.Sequential(nn.Softmax(1), nn.Linear(5, 3))), plain),
+    "used twice": (replaced(Twice), plain),
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_whole_graph(name, ranks):
+    assert_exact(name, CASES[name], ranks, ("sar", "keep", "halo"), {"block_rows": 3})
+
+
+def bytes_of(layer, needs_grad=True, hook=None):
+    """Payload bytes of a forward and backward on three ranks."""
+    graph_of = awkward_graph(channels=8)
+
+    def rank(comm):
+        owners = assignments(graph_of.num_nodes, 3, graph_of.edge_index)["random"]
+        graph = shard_in_memory(graph_of, owners, comm, sp.Options())
+        with sp.seed(0, comm):
+            model = layer()
+        if hook is not None:
+            hook(model)
+        sp.pyg.wrap(model, comm, check=False)
+        x = graph.x.float().requires_grad_(needs_grad)
+        before = comm.bytes_sent
+        model(x, graph).sum().backward()
+        rows = sum(graph.edge_index.plan.schedule.counts[comm.rank])
+        return comm.bytes_sent - before, rows
+
+    found = sp.spawn(rank, 3)
+    return sum(sent for sent, _ in found), sum(rows for _, rows in found)
+
+
+def test_narrower_rows_travel_in_both_directions():
+    sent, rows = bytes_of(lambda: SAGEConv(8, 2))
+    assert sent == rows * 2 * 4 * 2
+    sent, rows = bytes_of(lambda: SAGEConv(8, 8))
+    assert sent == rows * 8 * 4 * 2
+
+
+def test_wider_rows_do_not():
+    sent, rows = bytes_of(lambda: SAGEConv(8, 16))
+    assert sent == rows * 8 * 4 * 2
+
+
+def test_rows_without_gradient_travel_once_as_they_are():
+    sent, rows = bytes_of(lambda: SAGEConv(8, 2), needs_grad=False)
+    assert sent == rows * 8 * 4
+
+
+def test_a_hook_sees_the_sums_themselves():
+    seen = []
+    sent, rows = bytes_of(
+        lambda: SAGEConv(8, 2),
+        hook=lambda layer: layer.register_aggregate_forward_hook(lambda *args: seen.append(args[-1].shape[1])),
+    )
+    assert sent == rows * 8 * 4 * 2 and set(seen) == {8}
+
+
+def test_a_layer_with_code_of_its_own_is_left_alone():
+    class Mine(SAGEConv):
+        def forward(self, x, edge_index):
+            out = self.propagate(edge_index, x=(x, x))
+            assert type(out) is torch.Tensor
+            return self.lin_l(out) + self.lin_r(x)
+
+    sent, rows = bytes_of(lambda: Mine(8, 2))
+    assert sent == rows * 8 * 4 * 2
+    assert_exact("Mine", (lambda: Mine(GRAPH.x.shape[1], 2), plain), 2, ("sar",))
