@@ -160,7 +160,8 @@ class ShardedMessagePassing:
     def _is_mapped_next(self) -> bool:
         """Whether the layer applies a linear map to its sums or means, and nothing before that."""
         conv = self.conv
-        own = {"forward", "aggregate", "update", "message"} & vars(conv).keys()
+        forward = vars(conv).get("forward")
+        own = {"aggregate", "update", "message"} & vars(conv).keys() or getattr(forward, "adapted", forward) is not None
         inner = conv.aggr_module
         hooked = conv._aggregate_forward_pre_hooks or conv._aggregate_forward_hooks or conv._propagate_forward_hooks
         hooked = hooked or (inner is not None and (inner._forward_pre_hooks or inner._forward_hooks))

@@ -26,7 +26,7 @@ from shardpass.frontends.pyg.adapt import adapt
 from shardpass.frontends.pyg.attention import distribute_attention
 from shardpass.frontends.pyg.check import checked_by, copy_of_model
 from shardpass.frontends.pyg.hetero import adapt_hetero, check_types
-from shardpass.frontends.pyg.lazy import LazyEdges, Poison
+from shardpass.frontends.pyg.lazy import LazyEdges, LazySums, Poison
 from shardpass.frontends.pyg.methods import adapt_methods, methods_to_run
 from shardpass.frontends.pyg.norms import distribute_norms
 from shardpass.frontends.pyg.propagate import ShardedMessagePassing
@@ -214,7 +214,7 @@ def _returned(value: Any) -> Any:
     """A deferred edge result is computed while the ranks are still in step; a value that is not there is said so."""
     if isinstance(value, Poison):
         raise RefusedError(value.reason)
-    return value.materialise() if isinstance(value, LazyEdges) else value
+    return value.materialise() if isinstance(value, (LazyEdges, LazySums)) else value
 
 
 def _edge_index_of(value: Any) -> Any:
