@@ -11,6 +11,7 @@ from shardpass.core.embedding import NodeEmbedding
 from shardpass.core.gradients import clip_grad_norm, sync_gradients, sync_parameters
 from shardpass.core.graph import ShardedGraph, gather
 from shardpass.core.hetero_graph import ShardedHeteroGraph
+from shardpass.core.inference import infer
 from shardpass.core.objective import accuracy, cross_entropy, mean, replicated, sum, total
 from shardpass.core.options import Options
 from shardpass.core.random import seed
@@ -36,6 +37,7 @@ __all__ = [
     "connect",
     "cross_entropy",
     "gather",
+    "infer",
     "inspect",
     "load",
     "load_checkpoint",

@@ -25,7 +25,8 @@ class CallOrder:
     since a message function runs several times, and not on every rank alike. ``made_up`` is set while one runs on a
     made-up edge, because this rank has none: that edge must not count. ``quiet`` switches dropout inside messages off.
     ``hidden`` is set while a model runs whose self-check did not see the graph. ``alone`` is set while this rank runs a
-    self-check that the others wait for: nothing may be communicated then.
+    self-check that the others wait for: nothing may be communicated then. ``journal`` is set during a forward whose
+    calls are kept on disk, to what keeps them.
     """
 
     calls: int = 0
@@ -37,6 +38,7 @@ class CallOrder:
     quiet: bool = False
     hidden: bool = False
     alone: bool = False
+    journal: Any = None
 
 
 class Handle(Protocol):

@@ -129,6 +129,38 @@ def train(
 
 
 @app.command()
+def infer(
+    store: Annotated[Path, typer.Argument(help="A directory that `shardpass partition` wrote.")],
+    output: Annotated[Path, typer.Argument(help="The .npy to write: a row per node, in the original order.")],
+    weights: Annotated[
+        Path, typer.Option(help="A checkpoint of `shardpass train`, or a state_dict: .pt, .safetensors.")
+    ],
+    model: Annotated[str, typer.Option(help="As in `train`, or FILE.py:FUNCTION that makes it of the graph.")] = "sage",
+    layers: Annotated[int, typer.Option(help="Number of layers.")] = 2,
+    hidden: Annotated[int, typer.Option(help="Hidden channels.")] = 64,
+    heads: Annotated[int, typer.Option(help="Attention heads (gat).")] = 4,
+    batch_norm: Annotated[bool, typer.Option(help="BatchNorm between layers.")] = False,
+    frontend: Annotated[str, typer.Option(help="pyg calls model(x, graph), dgl calls model(graph, x).")] = "pyg",
+    mode: Annotated[str, typer.Option(help="sar (least memory), keep or halo. All give the same numbers.")] = "sar",
+    backend: Annotated[str, typer.Option(help="As in `train`.")] = "auto",
+    ranks: Annotated[int | None, typer.Option(help="Ranks to start here, or to expect from the launcher.")] = None,
+    threads: Annotated[int, typer.Option(help="Computing threads per rank.")] = 1,
+    dtype: Annotated[str, typer.Option(help="float32 or float64.")] = "float32",
+    overwrite: Annotated[bool, typer.Option(help="Replace a file that is there already.")] = False,
+) -> None:
+    """Write a trained model's output for every node. A run that was ended goes on where it stood."""
+    from shardpass.cli.inferring import InferConfig, infer_rank
+    from shardpass.cli.launch import choose_backend, run_ranks
+
+    with told_in_words():
+        config = InferConfig(
+            str(store), str(output), str(weights), model, layers, hidden, heads, batch_norm, frontend,
+            mode, threads, dtype, overwrite,  # type: ignore[arg-type]
+        )  # fmt: skip
+        run_ranks(infer_rank, config, choose_backend(backend, ranks), ranks)
+
+
+@app.command()
 def doctor(
     timeout: Annotated[float, typer.Option(help="Seconds each self-test may take.")] = 90.0,
 ) -> None:

@@ -1,0 +1,118 @@
+"""`infer_rank`: one rank's part of `shardpass infer`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Literal
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+import shardpass as sp
+from shardpass.backends.communicator import Communicator
+from shardpass.cli.config import TrainConfig
+from shardpass.cli.models import NAMES, build_model
+from shardpass.cli.task import in_degree_histogram
+from shardpass.core.options import Mode
+from shardpass.errors import require
+
+
+@dataclass(frozen=True)
+class InferConfig:
+    """What `shardpass infer` was asked to do, as plain data. Every rank must have the same."""
+
+    store: str
+    output: str
+    weights: str
+    model: str = "sage"
+    layers: int = 2
+    hidden: int = 64
+    heads: int = 4
+    batch_norm: bool = False
+    frontend: str = "pyg"
+    mode: Mode = "sar"
+    threads: int = 1
+    dtype: Literal["float32", "float64"] = "float32"
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        if self.frontend not in ("pyg", "dgl"):
+            raise ValueError(f"--frontend is pyg or dgl, got {self.frontend!r}")
+        if self.model not in NAMES and ".py:" not in self.model:
+            raise ValueError(f"--model is one of {', '.join(NAMES)}, or FILE.py:FUNCTION, got {self.model!r}")
+        if not Path(self.weights).exists():
+            raise ValueError(f"--weights {self.weights} does not exist")
+
+
+def infer_rank(comm: Communicator, config: InferConfig) -> list[str]:
+    """Infer as one rank of `comm`; the files written. Collective."""
+    torch.set_num_threads(config.threads)
+    graph = sp.load(config.store, comm, sp.Options(mode=config.mode))
+    if "x" not in graph.node:
+        raise ValueError(
+            f"the store {config.store} has no node features: no field 'x' (fields: {', '.join(graph.node)})"
+        )
+    model = _build(config, graph).to(getattr(torch, config.dtype))
+    model = (sp.pyg if config.frontend == "pyg" else sp.dgl).wrap(model, comm)
+    _load_weights(Path(config.weights), comm, model, graph)
+    x = graph.x.to(getattr(torch, config.dtype))
+    args = (x, graph) if config.frontend == "pyg" else (graph, x)
+    console = Console(stderr=True)
+    with console.status("inference") if comm.rank == 0 else nullcontext() as status:
+        told = None if status is None else lambda name: status.update(f"inference: {name}")
+        files = sp.infer(model, graph, config.output, *args, overwrite=config.overwrite, progress=told)
+    if comm.rank == 0:
+        console.print("wrote", *map(str, files))
+    return [str(file) for file in files]
+
+
+def _build(config: InferConfig, graph: sp.ShardedGraph) -> nn.Module:
+    if config.model in NAMES:
+        sizes = {name: getattr(config, name) for name in ("model", "layers", "hidden", "heads", "batch_norm", "dtype")}
+        histogram = in_degree_histogram(graph) if config.model == "pna" else None
+        return build_model(TrainConfig(config.store, **sizes), graph.num_features, graph.num_classes, histogram)
+    model = _function(config.model)(graph)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"--model {config.model} returned a {type(model).__name__}, expected a torch.nn.Module")
+    return model
+
+
+def _function(name: str) -> Callable[[sp.ShardedGraph], nn.Module]:
+    file, _, function = name.rpartition(":")
+    if not Path(file).is_file():
+        raise ValueError(f"--model {name}: there is no file {file}")
+    spec = spec_from_file_location("shardpass_model", file)
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found: Callable[[sp.ShardedGraph], nn.Module] | None = getattr(module, function, None)
+    if found is None:
+        raise ValueError(f"--model {name}: {file} has no function {function!r}")
+    return found
+
+
+def _load_weights(path: Path, comm: Communicator, model: nn.Module, graph: sp.ShardedGraph) -> None:
+    if path.suffix in (".pt", ".pth", ".bin"):
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        _load_state(path, model, state)
+    elif _is_checkpoint(path):
+        sp.load_checkpoint(path, comm, model, graph=graph)
+    else:
+        _load_state(path, model, require("safetensors.torch", "store", "shardpass infer").load_file(path))
+
+
+def _is_checkpoint(path: Path) -> bool:
+    with require("safetensors", "store", "shardpass infer").safe_open(path, "pt") as file:
+        return "shardpass" in (file.metadata() or {})
+
+
+def _load_state(path: Path, model: nn.Module, state: dict[str, Tensor]) -> None:
+    try:
+        model.load_state_dict(state)
+    except (RuntimeError, TypeError, AttributeError) as error:
+        raise ValueError(f"--weights {path} does not fit the model: {' '.join(str(error).split())}") from error

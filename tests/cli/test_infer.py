@@ -1,0 +1,75 @@
+"""`shardpass infer`: one file in original order, from a checkpoint or from weights trained elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from cli_helpers import epochs, passed, refused
+
+import shardpass as sp
+
+MODEL = """
+from torch import nn
+from torch_geometric.nn import SAGEConv
+
+
+class Mine(nn.Module):
+    def __init__(self, channels, classes):
+        super().__init__()
+        self.conv = SAGEConv(channels, classes)
+
+    def forward(self, x, edge_index):
+        return self.conv(x, edge_index)
+
+
+def make(graph):
+    return Mine(graph.num_features, graph.num_classes)
+
+
+def number(graph):
+    return 3
+"""
+
+
+def test_from_a_checkpoint(store: Path, tmp_path: Path) -> None:
+    log, checkpoint, out = tmp_path / "log", tmp_path / "run.ckpt", tmp_path / "logits.npy"
+    options = ("--hidden", 8, "--dtype", "float64", "--batch-norm")
+    passed("train", store, *options, "--epochs", 3, "--checkpoint", checkpoint, "--log", log)
+    assert "wrote" in passed("infer", store, out, "--weights", checkpoint, *options, "--ranks", 3)
+    graph = sp.load(store, sp.connect("local"))
+    logits = torch.from_numpy(np.load(out))[graph.node_ids]
+    right = (logits.argmax(1) == graph.y)[graph.test_mask].double().mean()
+    assert float(right) == pytest.approx(epochs(log)[-1]["test"])
+
+
+def test_a_model_of_ones_own(store: Path, tmp_path: Path) -> None:
+    file, weights = tmp_path / "mine.py", tmp_path / "mine.pt"
+    file.write_text(MODEL)
+    graph = sp.load(store, sp.connect("local"))
+    scope: dict = {}
+    exec(MODEL, scope)
+    model = scope["make"](graph)
+    torch.save(model.state_dict(), weights)
+    found = []
+    for ranks in (1, 2):
+        out = tmp_path / f"{ranks}.npy"
+        passed("infer", store, out, "--weights", weights, "--model", f"{file}:make", "--ranks", ranks)
+        found.append(np.load(out))
+    np.testing.assert_allclose(found[0], found[1], atol=1e-5)
+    assert "has no function" in refused("infer", store, out, "--weights", weights, "--model", f"{file}:nothing")
+    assert "returned a int" in refused("infer", store, out, "--weights", weights, "--model", f"{file}:number")
+    assert "does not fit the model" in refused(
+        "infer", store, out, "--weights", weights, "--model", "gcn", "--overwrite"
+    )
+    assert "overwrite" in refused("infer", store, out, "--weights", weights, "--model", f"{file}:make")
+
+
+def test_what_does_not_exist(store: Path, tmp_path: Path) -> None:
+    assert "does not exist" in refused("infer", store, tmp_path / "a.npy", "--weights", tmp_path / "none.pt")
+    (tmp_path / "w.pt").write_bytes(b"")
+    assert "--model is one of" in refused(
+        "infer", store, tmp_path / "a.npy", "--weights", tmp_path / "w.pt", "--model", "mlp"
+    )
