@@ -115,4 +115,5 @@ def _load_state(path: Path, model: nn.Module, state: dict[str, Tensor]) -> None:
     try:
         model.load_state_dict(state)
     except (RuntimeError, TypeError, AttributeError) as error:
-        raise ValueError(f"--weights {path} does not fit the model: {' '.join(str(error).split())}") from error
+        words = " ".join(str(error).split())
+        raise ValueError(f"--weights {path} does not fit the model: {words}") from error
