@@ -8,6 +8,7 @@ from shardpass.backends.spawn import spawn
 from shardpass.core.calls import all_reduce_sum
 from shardpass.core.checkpoint import load_checkpoint, save_checkpoint
 from shardpass.core.embedding import NodeEmbedding
+from shardpass.core.gradient_overlap import sync_during_backward
 from shardpass.core.gradients import clip_grad_norm, sync_gradients, sync_parameters
 from shardpass.core.graph import ShardedGraph, gather
 from shardpass.core.hetero_graph import ShardedHeteroGraph
@@ -48,6 +49,7 @@ __all__ = [
     "seed",
     "spawn",
     "sum",
+    "sync_during_backward",
     "sync_gradients",
     "sync_parameters",
     "total",

@@ -256,6 +256,26 @@ class BaseCommunicator(RawCommunicator):
         twin.max_message_bytes = self.max_message_bytes
         return twin
 
+    def background(self) -> Communicator | None:
+        """See `Communicator.background`."""
+        if self.size == 1 or not self.serves_threads:
+            return None
+        twin = self._background
+        if twin is None or twin.given_up:
+            self._close_background()
+            self._background = twin = self.duplicate(f"background of {self.name}")
+        twin.timeout = self.timeout
+        return twin  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        """See `Communicator.close`."""
+        self._close_background()
+        super().close()
+
+    def _close_background(self) -> None:
+        if self._background is not None:
+            self._background.close()
+
 
 def _nothing() -> None:
     return None

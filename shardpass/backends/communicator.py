@@ -26,7 +26,7 @@ class CallOrder:
     made-up edge, because this rank has none: that edge must not count. ``quiet`` switches dropout inside messages off.
     ``hidden`` is set while a model runs whose self-check did not see the graph. ``alone`` is set while this rank runs a
     self-check that the others wait for: nothing may be communicated then. ``journal`` is set during a forward whose
-    calls are kept on disk, to what keeps them.
+    calls are kept on disk, to what keeps them. ``syncing`` is set while gradients are summed during backward.
     """
 
     calls: int = 0
@@ -39,6 +39,7 @@ class CallOrder:
     hidden: bool = False
     alone: bool = False
     journal: Any = None
+    syncing: bool = False
 
 
 class Handle(Protocol):
@@ -112,6 +113,21 @@ class Communicator(Protocol):
 
     def duplicate(self, name: str) -> Communicator:
         """Collective. A communicator over the same ranks whose messages never mix with this one's."""
+        ...
+
+    def background(self) -> Communicator | None:
+        """Collective where it makes one: a duplicate for one other thread of this rank, which is kept.
+
+        None, on every rank, where there is no other rank or where the transport may not be called by two threads at
+        once. A new one is made on the ranks that have given theirs up.
+        """
+        ...
+
+    def give_up(self, reason: str) -> None:
+        """Have every rank's present and later calls on this communicator raise `DivergenceError` with ``reason``.
+
+        Not collective; from any thread. Duplicates, and what this is a duplicate of, are not concerned.
+        """
         ...
 
     def share(self, tensor: Tensor) -> dict[int, Tensor] | None:

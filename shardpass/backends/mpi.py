@@ -10,6 +10,7 @@ import atexit
 import json
 import os
 import sys
+import threading
 from collections.abc import Callable
 from time import monotonic, sleep
 from typing import Any, NoReturn
@@ -62,14 +63,15 @@ class _Request:
 class _Notes:
     """What the communicators of a job share: the requests under way, and short messages beside the ranks' calls.
 
-    The messages tell of divergences, positions and ends. They are read while a rank waits. Nobody waits for one to be
-    read.
+    The messages tell of divergences, positions and ends. They are read while a rank waits, by whichever of its threads
+    does. Nobody waits for one to be read.
     """
 
     def __init__(self, mpi: Any, channel: Any) -> None:
         self._mpi = mpi
         self._channel = channel
         self._sent: list[tuple[Any, bytes]] = []
+        self._lock = threading.RLock()
         self.comms: dict[str, MpiCommunicator] = {}
         self.under_way: set[_Request] = set()
         self.ended: dict[int, float] = {}
@@ -77,27 +79,29 @@ class _Notes:
     def send(self, kind: str, path: str, text: str) -> None:
         """To every other rank."""
         raw = json.dumps([kind, path, text]).encode()
-        self._sent = [(request, data) for request, data in self._sent if not request.Test()]
-        for rank in range(self._channel.size):
-            if rank != self._channel.rank:
-                request = self._channel.Isend([raw, self._mpi.BYTE], rank, 0)
-                self._sent.append((request, raw))
+        with self._lock:
+            self._sent = [(request, data) for request, data in self._sent if not request.Test()]
+            for rank in range(self._channel.size):
+                if rank != self._channel.rank:
+                    request = self._channel.Isend([raw, self._mpi.BYTE], rank, 0)
+                    self._sent.append((request, raw))
 
     def read(self) -> None:
         """Take in what has arrived."""
         status = self._mpi.Status()
-        while True:
-            message = self._channel.Improbe(self._mpi.ANY_SOURCE, 0, status)
-            if message is None:
-                return
-            raw = bytearray(status.Get_count(self._mpi.BYTE))
-            source = status.Get_source()
-            message.Recv([raw, self._mpi.BYTE])
-            kind, path, text = json.loads(raw.decode())
-            if kind == "ended":
-                self.ended.setdefault(source, monotonic())
-            elif path in self.comms:
-                self.comms[path].take_note(kind, source, text)
+        with self._lock:
+            while True:
+                message = self._channel.Improbe(self._mpi.ANY_SOURCE, 0, status)
+                if message is None:
+                    return
+                raw = bytearray(status.Get_count(self._mpi.BYTE))
+                source = status.Get_source()
+                message.Recv([raw, self._mpi.BYTE])
+                kind, path, text = json.loads(raw.decode())
+                if kind == "ended":
+                    self.ended.setdefault(source, monotonic())
+                elif path in self.comms:
+                    self.comms[path].take_note(kind, source, text)
 
 
 class MpiCommunicator(BaseCommunicator):
@@ -134,8 +138,10 @@ class MpiCommunicator(BaseCommunicator):
         notes = _Notes(mpi, parent.Dup())
         comm = MpiCommunicator(mpi, parent, notes, torch.device(device), "world")
         comm.timeout = timeout
-        hosts = comm.all_gather_object(mpi.Get_processor_name(), "hosts")
-        comm.local_ranks = tuple(r for r, host in enumerate(hosts) if host == hosts[comm.rank])
+        threads = mpi.Query_thread() == mpi.THREAD_MULTIPLE  # what mpi4py asks for, if the library has it
+        every = comm.all_gather_object([mpi.Get_processor_name(), threads], "hosts")
+        comm.local_ranks = tuple(r for r, (host, _) in enumerate(every) if host == every[comm.rank][0])
+        comm.serves_threads = all(threads for _, threads in every)
         atexit.register(comm.close)
         return comm
 
@@ -237,7 +243,9 @@ class MpiCommunicator(BaseCommunicator):
 
     def _raw_duplicate(self, name: str) -> BaseCommunicator:
         count = self._twins[name] = self._twins.get(name, 0) + 1
-        return MpiCommunicator(self._mpi, self._channel, self._notes, self.device, f"{self.path}/{name}#{count}")
+        twin = MpiCommunicator(self._mpi, self._channel, self._notes, self.device, f"{self.path}/{name}#{count}")
+        twin.serves_threads = self.serves_threads
+        return twin
 
     # ---- failure
 

@@ -30,6 +30,7 @@ class RawCommunicator:
     """
 
     name: str = "world"
+    serves_threads = True  # whether a duplicate may be used by another thread at the same time
     moves_device_memory = False  # whether raw primitives take tensors on `device`; staged over the CPU otherwise
 
     def __init__(self, rank: int, size: int, device: torch.device, failure: Failure) -> None:
@@ -48,6 +49,8 @@ class RawCommunicator:
         self._where: Position | None = None
         self._circle: tuple[list[int], list[int]] | None = None
         self._closed = False
+        self._background: Any = None  # see `Communicator.background`
+        self.given_up = False  # by this rank
 
     # ---- raw primitives -------------------------------------------------------------------------------------------
 
@@ -157,6 +160,12 @@ class RawCommunicator:
     def random_lock(self) -> AbstractContextManager[Any]:
         """See `Communicator.random_lock`."""
         return nullcontext()
+
+    def give_up(self, reason: str) -> None:
+        """See `Communicator.give_up`."""
+        self.given_up = True
+        if not self.failure.happened.is_set():
+            self._spread_divergence(f"rank {self.rank} has given up {self.name!r}: {reason}")
 
     def abort(self, reason: str) -> None:
         """See `Communicator.abort`."""

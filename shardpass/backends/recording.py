@@ -103,6 +103,15 @@ class RecordingCommunicator:
         self._note("duplicate", name)
         return RecordingCommunicator(self.inner.duplicate(name), self.messages)
 
+    def background(self) -> Communicator | None:
+        """See `Communicator.background`."""
+        twin = self.inner.background()
+        return None if twin is None else RecordingCommunicator(twin, self.messages)
+
+    def give_up(self, reason: str) -> None:
+        """See `Communicator.give_up`."""
+        self.inner.give_up(reason)
+
     def share(self, tensor: Tensor) -> dict[int, Tensor] | None:
         """See `Communicator.share`."""
         return self.inner.share(tensor)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,15 +25,20 @@ from torch.nn.parallel import DistributedDataParallel
 from shardpass.backends.communicator import Communicator
 from shardpass.errors import RefusedError, ShardpassError
 
+_T = TypeVar("_T", bound=Tensor)
+
 BUCKET_BYTES = 25 << 20
-ABSENT, PRESENT, SECOND, STALE, STEPPED, SPARSE = range(6)
+ABSENT, PRESENT, SECOND, STALE, STEPPED, SPARSE, CHANGED = range(7)
 PROBLEMS = {
-    SECOND: "was already summed over ranks: sync_gradients was called twice without zero_grad and backward between",
+    SECOND: "was already summed over ranks: sync_gradients was called twice, or after "
+    "sync_during_backward, without zero_grad and backward between",
     STALE: "holds a sum over ranks to which backward has added: call optimizer.zero_grad() before each backward that "
     "follows a sync_gradients",
     STEPPED: "belongs to parameter values that have changed since backward: call sync_gradients after the last "
     "backward and before optimizer.step()",
     SPARSE: "is sparse: build the layer with sparse=False, or let ranks own its rows (NodeEmbedding)",
+    CHANGED: "was changed within sync_during_backward after backward had made it: run one backward within the block, "
+    "earlier ones before it, and clip or scale gradients after it",
 }
 
 
@@ -51,7 +56,7 @@ def sync_parameters(model: nn.Module, comm: Communicator, bucket_bytes: int = BU
     Raises:
         ValueError: on every rank, if the models differ; names the first difference.
     """
-    named = [*_parameters(model), *model.named_buffers()]
+    named = [*alike(model), *model.named_buffers()]
     for name, tensor in named:
         if nn.parameter.is_lazy(tensor):
             raise ValueError(f"parameter {name!r} is not initialised yet: run the lazy module once before wrapping it")
@@ -104,21 +109,12 @@ def sync_gradients(model: nn.Module, comm: Communicator, bucket_bytes: int = BUC
             changed since backward, or a gradient is sparse. See [Note: how misuse is found].
         RefusedError: DistributedDataParallel is around the model or within it.
     """
-    for name, module in model.named_modules():
-        if isinstance(module, DistributedDataParallel):
-            raise RefusedError(_ddp_sentence(f"submodule {name!r}" if name else "the model"))
-    named = list(_parameters(model))
-    present = _agree_on_gradients(named, comm)
-    gradients = [_gradient(parameter) for (_, parameter), has in zip(named, present) if has]
-    if comm.size > 1:
-        for bucket in _buckets(gradients, bucket_bytes):
-            _sum_bucket(bucket, comm)
-    for _, parameter in named:
-        if parameter.grad is not None:
-            parameter.grad.shardpass_summed = True  # type: ignore[attr-defined]
-        watch = _watch(parameter)
-        if watch is not None:
-            watch.version = None
+    refuse_ddp(model)
+    named = list(alike(model))
+    states = [state_of(parameter) for _, parameter in named]
+    present = agree_on_gradients(named, states, comm, f"sync_gradients of {len(named)} parameters")
+    sum_gradients([parameter for (_, parameter), has in zip(named, present) if has], comm, bucket_bytes)
+    mark_summed(named)
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float, comm: Communicator) -> Tensor:
@@ -146,7 +142,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float, comm: Communicator) -> Ten
             sums[0] += square
             continue
         shared += square
-        watch = _watch(parameter)
+        watch = watch_of(parameter)
         sums[1] += int(watch is not None and watch.version is not None)
     squares, unsummed = comm.all_reduce(sums, "sum", "clip_grad_norm").unbind()
     if unsummed:
@@ -169,8 +165,8 @@ def note_forward(model: nn.Module) -> None:
     check_not_ddp()
     if not torch.is_grad_enabled():
         return
-    for name, parameter in _parameters(model):
-        watch = _watch(parameter)
+    for name, parameter in alike(model):
+        watch = watch_of(parameter)
         if watch is None or watch.version is None:
             continue
         if watch.version != parameter._version:
@@ -185,10 +181,21 @@ def note_forward(model: nn.Module) -> None:
 
 def forget_gradients(model: nn.Module) -> None:
     """Forget what was recorded about earlier backward passes, as after loading other parameter values."""
-    for _, parameter in _parameters(model):
-        watch = _watch(parameter)
+    for _, parameter in alike(model):
+        watch = watch_of(parameter)
         if watch is not None:
             watch.version = None
+
+
+def refuse_ddp(model: nn.Module) -> None:
+    """Raise if gradients of `model` are averaged by DistributedDataParallel.
+
+    Raises:
+        RefusedError: they are.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, DistributedDataParallel):
+            raise RefusedError(_ddp_sentence(f"submodule {name!r}" if name else "the model"))
 
 
 def refuse_as_built(model: nn.Module) -> None:
@@ -225,11 +232,11 @@ def broadcast_tensors(
 ) -> None:
     """Overwrite `tensors` with those of rank 0, in place; any dtype. Collective; shapes and dtypes must agree."""
     with torch.no_grad():
-        for bucket in _buckets(tensors, bucket_bytes):
-            flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket]).to(comm.device)
+        for bucket in cut_buckets(tensors, bucket_bytes):
+            flat = flatten(bucket, comm.device)
             comm.broadcast(flat.view(torch.uint8), 0, label)  # bytes: booleans and complex numbers travel too
             if comm.rank != 0:
-                _unpack(flat, bucket)
+                unpack(flat, bucket)
 
 
 class _Watch:
@@ -255,7 +262,7 @@ class _Watch:
         self.version = parameter._version
 
 
-def _watch(parameter: Tensor) -> _Watch | None:
+def watch_of(parameter: Tensor) -> _Watch | None:
     """The watch of a trainable parameter, attached now if it has none; None for a frozen one."""
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
     for hook in hooks.values():
@@ -269,17 +276,24 @@ def _watch(parameter: Tensor) -> _Watch | None:
     return watch
 
 
-def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def alike(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters that are alike on all ranks; the same object once."""
     for name, parameter in model.named_parameters():
         if not getattr(parameter, "shardpass_local", False):
             yield name, parameter
 
 
-def _agree_on_gradients(named: list[tuple[str, nn.Parameter]], comm: Communicator) -> list[bool]:
-    """Which parameters have a gradient on some rank. Collective; the first problem of any rank is raised on all."""
-    states = [_state(parameter) for _, parameter in named]
-    label = f"sync_gradients of {len(named)} parameters"
+def agree_on_gradients(
+    named: list[tuple[str, nn.Parameter]], states: list[int], comm: Communicator, label: str
+) -> list[bool]:
+    """Which parameters have a gradient on some rank. Collective; the first problem of any rank is raised on all.
+
+    Args:
+        named: names and parameters, the same on every rank.
+        states: `state_of` each of them here.
+        comm: the ranks.
+        label: of the collective.
+    """
     own = torch.tensor(states, dtype=torch.uint8, device=comm.device)[None]
     every = torch.cat(comm.all_gather(own, label)).cpu()
     found = [(state, rank, column) for rank, row in enumerate(every.tolist()) for column, state in enumerate(row)]
@@ -290,8 +304,9 @@ def _agree_on_gradients(named: list[tuple[str, nn.Parameter]], comm: Communicato
     return present
 
 
-def _state(parameter: nn.Parameter) -> int:
-    grad, watch = parameter.grad, _watch(parameter)
+def state_of(parameter: nn.Parameter) -> int:
+    """What is to be said of its gradient before it is summed: ``ABSENT``, ``PRESENT`` or one of `PROBLEMS`."""
+    grad, watch = parameter.grad, watch_of(parameter)
     if grad is None:
         return ABSENT
     if grad.layout != torch.strided:
@@ -305,19 +320,41 @@ def _state(parameter: nn.Parameter) -> int:
     return PRESENT
 
 
-def _gradient(parameter: nn.Parameter) -> Tensor:
+def mark_summed(named: list[tuple[str, nn.Parameter]]) -> None:
+    """Note that the gradients are sums over ranks from now on."""
+    for _, parameter in named:
+        if parameter.grad is not None:
+            parameter.grad.shardpass_summed = True  # type: ignore[attr-defined]
+        watch = watch_of(parameter)
+        if watch is not None:
+            watch.version = None
+
+
+def sum_gradients(parameters: Sequence[nn.Parameter], comm: Communicator, bucket_bytes: int) -> None:
+    """Sum the gradients of `parameters`, the same on every rank, over ranks in place; None counts as zeros. Collective.
+
+    Buckets run from the last parameter to the first, as backward meets them.
+    """
+    gradients = [gradient_of(parameter) for parameter in reversed(parameters)]
+    for bucket in cut_buckets(gradients, bucket_bytes) if comm.size > 1 else ():
+        flat = flatten(bucket, comm.device)
+        unpack(sum_flat(flat, comm, f"sync_gradients bucket of {len(bucket)}"), bucket)
+
+
+def gradient_of(parameter: nn.Parameter) -> Tensor:
+    """Its gradient, set to zeros where it is None."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad
 
 
-def _buckets(tensors: Sequence[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]:
+def cut_buckets(tensors: Sequence[_T], bucket_bytes: int) -> Iterator[list[_T]]:
     """The tensors in order, grouped by dtype and cut into lists of about `bucket_bytes`."""
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    by_dtype: dict[torch.dtype, list[_T]] = {}
     for tensor in tensors:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
     for group in by_dtype.values():
-        bucket: list[Tensor] = []
+        bucket: list[_T] = []
         size = 0
         for tensor in group:
             if bucket and size + tensor.nbytes > bucket_bytes:
@@ -328,20 +365,23 @@ def _buckets(tensors: Sequence[Tensor], bucket_bytes: int) -> Iterator[list[Tens
         yield bucket
 
 
-def _sum_bucket(bucket: list[Tensor], comm: Communicator) -> None:
+def flatten(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """A copy of all of them, one after the other, ``[numbers in all]``."""
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).to(device)
+
+
+def unpack(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Overwrite `tensors` with what `flatten` has put one after the other."""
     with torch.no_grad():
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket]).to(comm.device)
-        label = f"sync_gradients bucket of {len(bucket)}"
-        if flat.is_complex():
-            flat = torch.view_as_complex(comm.all_reduce(torch.view_as_real(flat), "sum", label))
-        else:
-            flat = comm.all_reduce(flat, "sum", label)
-        _unpack(flat, bucket)
+        for tensor, values in zip(tensors, flat.split([tensor.numel() for tensor in tensors])):
+            tensor.copy_(values.view(tensor.shape))
 
 
-def _unpack(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    for tensor, values in zip(tensors, flat.split([tensor.numel() for tensor in tensors])):
-        tensor.copy_(values.view(tensor.shape))
+def sum_flat(flat: Tensor, comm: Communicator, label: str) -> Tensor:
+    """The sum over ranks, a new tensor; complex numbers too. Collective."""
+    if flat.is_complex():
+        return torch.view_as_complex(comm.all_reduce(torch.view_as_real(flat), "sum", label))
+    return comm.all_reduce(flat, "sum", label)
 
 
 def _first_difference(own: list[str], other: list[str]) -> tuple[str, str] | None:

@@ -7,6 +7,7 @@ import copy
 import gc
 import pickle
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -209,6 +210,38 @@ def check_duplicates_do_not_mix(comm: Any) -> None:
     twin.close()
     twin.close()
     raises(CommunicationError, "closed", lambda: twin.barrier())
+
+
+def check_background(comm: Any) -> None:
+    """Two threads of a rank at once; and a duplicate that one rank gives up wakes the others with its reason."""
+    twin = comm.background()
+    if comm.size == 1:
+        assert twin is None
+        return
+    assert len(set(comm.all_gather_object(twin is None))) == 1
+    if twin is None:
+        return
+    assert comm.background() is twin and twin.order is not comm.order
+    to, source = ring(comm)
+    with ThreadPoolExecutor(1) as other:
+        sums = [other.submit(twin.all_reduce, torch.full((5000,), float(i)), label=f"sum {i}") for i in range(30)]
+        for i in range(30):
+            recv = torch.zeros(3000)
+            comm.exchange(torch.full((3000,), float(comm.rank)), to, recv, source, i, f"round {i}").wait()
+            assert (recv == source).all()
+            assert comm.all_reduce(torch.ones(1)) == comm.size
+        assert all((sums[i].result() == i * comm.size).all() for i in range(30))
+        waiting = None if comm.rank == 0 else other.submit(twin.barrier, "never")
+        comm.barrier("one does not come")
+        if comm.rank == 0:
+            twin.give_up("no more of this")
+        else:
+            raises(DivergenceError, ": no more of this", waiting.result)
+            twin.give_up("nor here")
+    comm.barrier("the first goes on")
+    raises(DivergenceError, "has given up", lambda: twin.barrier())
+    again = comm.background()
+    assert again is not twin and again.all_reduce(torch.ones(1)) == comm.size
 
 
 def check_it_stays_in_its_process(comm: Any) -> None:
