@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+sys.path[:0] = [str(Path(__file__).parent), *map(str, Path(__file__).parents[1:3])]
 
 import contract  # noqa: E402
 
@@ -20,6 +20,10 @@ def main(what: str) -> None:
     print(f"rank {comm.rank} of {comm.size} with {type(comm).__name__}", flush=True)
     if what.startswith("contract"):
         contract.run_all(comm)
+    elif what == "gradients":
+        from core import test_gradient_overlap
+
+        test_gradient_overlap.on_a_transport(comm)
     else:
         contract.check_exchange(comm)
         victim = comm.rank == comm.size - 1

@@ -122,7 +122,8 @@ def test_the_same_bits(ranks):
     run(the_same_bits, ranks)
 
 
-def over_processes(comm):
+def on_a_transport(comm):
+    """For a run on processes or over MPI."""
     for bucket_bytes in (1, 150, 1 << 20):
         alike_with_sync_gradients(comm, bucket_bytes)
     the_same_bits(comm)
@@ -133,7 +134,7 @@ def over_processes(comm):
 
 @pytest.mark.processes
 def test_over_processes():
-    assert run(over_processes, 3, "processes") == [True] * 3
+    assert run(on_a_transport, 3, "processes") == [True] * 3
 
 
 def test_sums_run_in_order_while_backward_runs():
