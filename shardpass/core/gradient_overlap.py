@@ -51,7 +51,7 @@ def sync_during_backward(model: nn.Module, comm: Communicator, bucket_bytes: int
     ``with sync_during_backward(model, comm): loss.backward()``. Buckets of gradients are summed over ranks in another
     thread while backward goes on. A bucket is summed when backward has made all its gradients and the buckets before it
     are under way; what backward does not reach on this rank waits for the end of the block. Where the transport cannot
-    be called from two threads (MPI), all is summed at the end.
+    be called from two threads (an MPI without them), all is summed at the end.
 
     Collective: every rank enters and leaves the block. The sums are those of `sync_gradients` up to rounding, the same
     bits on every rank; and the same bits as `sync_gradients` where every parameter that some rank trains has a gradient
