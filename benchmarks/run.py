@@ -53,7 +53,7 @@ class Bench:
         """The record of a configuration: its own fields, what was measured (`ranks`: of each rank), and `world`.
 
         Args:
-            config: graph, model, ranks, mode, backend, epochs, peer.
+            config: graph, model, ranks, mode, backend, epochs, peer, and checkpoint if it is not None.
             parts: of the store; at least the number of ranks.
             what: "memory" and "time" take one run each; without "time" CPU seconds are absent.
         """
@@ -104,7 +104,8 @@ def row(record: Record) -> list[str]:
     """One record as text."""
     ranks = record["ranks"]
     peers = {"pyg": "PyG, one process", "dgl": "DGL, one process"}
-    system = peers[record["peer"]] if record["peer"] else f"shardpass {record['mode']} ({record['backend']})"
+    mode = record["mode"] + (f", checkpoint={record['checkpoint']}" if record.get("checkpoint") else "")
+    system = peers[record["peer"]] if record["peer"] else f"shardpass {mode} ({record['backend']})"
     cpu = f"{sum(rank['cpu_seconds'] for rank in ranks):.2f}" if "cpu_seconds" in ranks[0] else "-"
     memory = [
         f"{max(rank[name] for rank in ranks) / MIB:.1f}" if name in ranks[0] else "-"
@@ -129,11 +130,13 @@ def main() -> None:
     parser.add_argument(
         "--peer", choices=("pyg", "dgl"), nargs="+", default=[], help="measure these too, in one process"
     )
+    parser.add_argument("--checkpoint", choices=("activations",), help="as in shardpass.pyg.wrap")
     parser.add_argument("--json", type=Path, help="append one JSON line per configuration to this file")
     parser.add_argument("--folder", type=Path, help="where graphs are kept between calls (default: a temporary one)")
     args = parser.parse_args()
     what = ("memory", "time") if args.measure == "both" else (args.measure,)
     base = {"graph": args.graph, "model": args.model, "mode": args.mode, "backend": args.backend, "epochs": args.epochs}
+    base["checkpoint"] = args.checkpoint
     configs = [{**base, "ranks": ranks, "peer": None} for ranks in args.ranks]
     configs += [{**base, "ranks": 1, "peer": peer} for peer in args.peer]
     with tempfile.TemporaryDirectory() as scratch:

@@ -42,7 +42,7 @@ def run_sharded(comm: sp.Communicator, config: Config) -> Config:
     x, y, mask = graph.x.clone(), graph.y.long().clone(), graph.train_mask.clone()
     with sp.seed(0, comm):
         model = build_model(config["model"], graph.num_features, graph.num_classes)
-    sp.pyg.wrap(model, comm)
+    sp.pyg.wrap(model, comm, checkpoint=config.get("checkpoint"))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     with suppress(ImportError):  # code is loaded before the baseline, as torch's own is
         import_module("shardpass.core.kernels.numba_loops")

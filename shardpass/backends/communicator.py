@@ -27,6 +27,8 @@ class CallOrder:
     ``hidden`` is set while a model runs whose self-check did not see the graph. ``alone`` is set while this rank runs a
     self-check that the others wait for: nothing may be communicated then. ``journal`` is set during a forward whose
     calls are kept on disk, to what keeps them. ``syncing`` is set while gradients are summed during backward.
+    ``activations`` is set while a model runs whose activations are computed again in backward, to what notes how they
+    are made.
     """
 
     calls: int = 0
@@ -40,6 +42,7 @@ class CallOrder:
     alone: bool = False
     journal: Any = None
     syncing: bool = False
+    activations: Any = None
 
 
 class Handle(Protocol):

@@ -62,6 +62,10 @@ class DistributedBatchNorm(OnRanks, nn.BatchNorm1d):
             token, input, self.weight, self.bias, moments.mean, moments.variance, moments.count, self.eps, comm, label,
         )  # fmt: skip
         end_call(comm, token)
+        if comm.order.activations is not None:
+            comm.order.activations.note(
+                output, _normalised, input, self.weight, self.bias, moments.mean, moments.variance, self.eps
+            )
         return output
 
     def _inside_message(self, input: Tensor, trace: Any) -> Tensor:
@@ -175,19 +179,7 @@ class _Normalise(torch.autograd.Function):
             label,
             bias is not None and bias.dtype,
         )
-        scale = (variance + eps).rsqrt()
-        if weight is not None:
-            scale = scale * weight.double()
-        dtype = _accumulator(rows)
-        shift = mean.to(dtype)
-        offset = (shift.double() - mean) * scale  # what rounding the mean lost
-        if bias is not None:
-            offset = offset + bias.double()
-        scale, offset = scale.to(dtype), offset.to(dtype)
-        output = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
-        for part in _chunks(rows):
-            torch.addcmul(offset, rows[part] - shift, scale, out=output[part])
-        return output, torch.zeros_like(token)
+        return _normalised(rows, weight, bias, mean, variance, eps), torch.zeros_like(token)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -213,6 +205,25 @@ class _Normalise(torch.autograd.Function):
         grad_weight = None if weight is None else (sums[1] * inverse).to(weight.dtype)
         grad_bias = sums[0].to(ctx.bias_dtype) if ctx.bias_dtype else None
         return torch.zeros_like(token), grad_rows, grad_weight, grad_bias, *[None] * 6
+
+
+def _normalised(
+    rows: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor, eps: float
+) -> Tensor:
+    """``(rows - mean) / sqrt(variance + eps) * weight + bias``, [num_own, channels], in the dtype of `rows`."""
+    scale = (variance + eps).rsqrt()
+    if weight is not None:
+        scale = scale * weight.double()
+    dtype = _accumulator(rows)
+    shift = mean.to(dtype)
+    offset = (shift.double() - mean) * scale  # what rounding the mean lost
+    if bias is not None:
+        offset = offset + bias.double()
+    scale, offset = scale.to(dtype), offset.to(dtype)
+    output = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
+    for part in _chunks(rows):
+        torch.addcmul(offset, rows[part] - shift, scale, out=output[part])
+    return output
 
 
 def _affine(grad: Tensor, scale: Tensor, rows: Tensor, shift: Tensor, slope: Tensor, constant: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from shardpass.core.gradients import note_forward, refuse_as_built, sync_paramet
 from shardpass.core.graph import ShardedGraph
 from shardpass.core.norm import replace_batch_norms
 from shardpass.core.random import decorrelate
+from shardpass.core.recompute import Checkpoint, check_choice, recomputed_activations
 from shardpass.core.selfcheck.check import check_model, copy_for_check
 from shardpass.errors import RefusedError
 from shardpass.frontends.dgl.check import checked_by
@@ -29,7 +30,7 @@ from shardpass.frontends.dgl.layers import adapt, adapt_for_check
 from shardpass.frontends.dgl.refusals import refuse_unsupported
 
 
-def wrap(model: nn.Module, comm: Communicator, check: bool = True) -> nn.Module:
+def wrap(model: nn.Module, comm: Communicator, check: bool = True, checkpoint: Checkpoint = None) -> nn.Module:
     """`model`, ready to be called with a sharded graph where its DGLGraph went. Changed in place. Collective.
 
     The graph may be what `shardpass.load` returns or what `shardpass.dgl.graph` made of it. Parameters and buffers are
@@ -42,11 +43,15 @@ def wrap(model: nn.Module, comm: Communicator, check: bool = True) -> nn.Module:
         check: before the first forward on a graph, run copies of the model on a small random graph, whole and in
             pieces, and refuse on a difference (see `shardpass.core.selfcheck`). Where it cannot run, it warns and says
             why.
+        checkpoint: None, or ``"activations"``: norms, activations, dropout and sums between layers that pass messages
+            are computed again in backward rather than kept. Less memory, the same bits, some more passes over node
+            rows. Nothing is sent, so ranks may differ.
 
     Raises:
         RefusedError: the model holds a layer that cannot be exact on a sharded graph.
-        ValueError: ranks passed different models (on every rank).
+        ValueError: ranks passed different models (on every rank); `checkpoint` is neither None nor ``"activations"``.
     """
+    check_choice(checkpoint)
     if getattr(model, "_shardpass_wrapped", False):
         return model
     refuse_as_built(model)
@@ -59,7 +64,7 @@ def wrap(model: nn.Module, comm: Communicator, check: bool = True) -> nn.Module:
     sync_parameters(model, comm)
     decorrelate(comm)
     model._shardpass_wrapped = True  # type: ignore[assignment]
-    model.forward = _Forward(model, comm, pristine)
+    model.forward = _Forward(model, comm, pristine, checkpoint)
     return model
 
 
@@ -70,8 +75,10 @@ def _unchecked(model: nn.Module, comm: Communicator) -> nn.Module:
 class _Forward:
     """The outermost forward: turns graphs of the engine into DGL's, and ties the call into one order of backward."""
 
-    def __init__(self, model: nn.Module, comm: Communicator, pristine: nn.Module | None = None) -> None:
-        self.model, self.comm, self._pristine = model, comm, pristine
+    def __init__(
+        self, model: nn.Module, comm: Communicator, pristine: nn.Module | None = None, checkpoint: Checkpoint = None
+    ) -> None:
+        self.model, self.comm, self._pristine, self.checkpoint = model, comm, pristine, checkpoint
         self._checked: set[bool] = set()
         self._warned = False
         self._graphs: list[tuple[ShardedGraph, ShardedDGLGraph]] = []
@@ -92,7 +99,11 @@ class _Forward:
             note_forward(self.model)
         args, kwargs = tree_map(self._graph_of, (args, kwargs))
         graphs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ShardedDGLGraph)]
-        with EmptyRows() if any(graph.lacks_rows for graph in graphs) else nullcontext():
+        active = self.checkpoint is not None and self.model.training
+        with (
+            recomputed_activations(self.comm, (args, kwargs), active),
+            EmptyRows() if any(graph.lacks_rows for graph in graphs) else nullcontext(),
+        ):
             return chained(self.comm, partial(type(self.model).forward, self.model), *args, **kwargs)
 
     def _check(self, args: Any, kwargs: Any, leaves: list[Any]) -> None:
@@ -134,6 +145,8 @@ class _Forward:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Forward:
         copied = memo[id(self)] = _Forward.__new__(_Forward)
-        vars(copied).update(model=copy.deepcopy(self.model, memo), comm=self.comm, _graphs=[])
+        vars(copied).update(
+            model=copy.deepcopy(self.model, memo), comm=self.comm, _graphs=[], checkpoint=self.checkpoint
+        )
         vars(copied).update(_pristine=self._pristine, _checked=set(self._checked), _warned=self._warned)
         return copied

@@ -20,6 +20,7 @@ from shardpass.core.graph import ShardedGraph
 from shardpass.core.hetero_graph import ShardedHeteroGraph
 from shardpass.core.norm import replace_batch_norms
 from shardpass.core.random import decorrelate
+from shardpass.core.recompute import Checkpoint, check_choice, recomputed_activations
 from shardpass.core.selfcheck.check import check_model
 from shardpass.errors import RefusedError
 from shardpass.frontends.pyg.adapt import adapt
@@ -33,7 +34,7 @@ from shardpass.frontends.pyg.propagate import ShardedMessagePassing
 from shardpass.frontends.pyg.refusals import refuse_node_tables, refuse_norms_of_some_nodes, refuse_unsupported
 
 
-def wrap(model: nn.Module, comm: Communicator, check: bool = True) -> nn.Module:
+def wrap(model: nn.Module, comm: Communicator, check: bool = True, checkpoint: Checkpoint = None) -> nn.Module:
     """`model`, ready to be called with a `ShardedGraph` where ``edge_index`` went. Changed in place. Collective.
 
     Parameters and buffers are broadcast from rank 0. Message passing is carried out by the engine, norms use the
@@ -45,11 +46,15 @@ def wrap(model: nn.Module, comm: Communicator, check: bool = True) -> nn.Module:
         comm: the ranks that share the graph.
         check: before the first forward, run copies of the model on a small random graph, whole and in pieces, and
             refuse on a difference (see `shardpass.core.selfcheck`). Where it cannot run, it warns and says why.
+        checkpoint: None, or ``"activations"``: norms, activations, dropout and sums between layers that pass messages
+            are computed again in backward rather than kept. Less memory, the same bits, some more passes over node
+            rows. Nothing is sent, so ranks may differ.
 
     Raises:
         RefusedError: the model holds a layer that cannot be exact on a sharded graph.
-        ValueError: ranks passed different models (on every rank).
+        ValueError: ranks passed different models (on every rank); `checkpoint` is neither None nor ``"activations"``.
     """
+    check_choice(checkpoint)
     if getattr(model, "_shardpass_wrapped", False):
         return model
     _refuse_as_built(model)
@@ -66,9 +71,9 @@ def wrap(model: nn.Module, comm: Communicator, check: bool = True) -> nn.Module:
     adapt_hetero(model, comm)
     sync_parameters(model, comm)
     decorrelate(comm)
-    _make_outermost(model, comm, pristine)
+    _make_outermost(model, comm, pristine, checkpoint)
     if isinstance(model, torch.fx.GraphModule):  # as to_hetero makes them; their copies lose attributes
-        model._register_deepcopy_hook(partial(_make_outermost, comm=comm))
+        model._register_deepcopy_hook(partial(_make_outermost, comm=comm, checkpoint=checkpoint))
     return model
 
 
@@ -86,11 +91,13 @@ def _refuse_as_built(model: nn.Module) -> None:
             )
 
 
-def _make_outermost(model: nn.Module, comm: Communicator, pristine: nn.Module | None = None) -> None:
+def _make_outermost(
+    model: nn.Module, comm: Communicator, pristine: nn.Module | None = None, checkpoint: Checkpoint = None
+) -> None:
     model._shardpass_wrapped = True  # type: ignore[assignment]
     unchecked = _Unchecked(pristine)
     for name in ("forward", *methods_to_run(model)):
-        setattr(model, name, _Forward(model, comm, unchecked, name))
+        setattr(model, name, _Forward(model, comm, unchecked, name, checkpoint))
     model.__prepare_scriptable__ = _refuse_script  # type: ignore[assignment]
 
 
@@ -149,8 +156,11 @@ class _Unchecked:
 class _Forward:
     """An outermost method: turns graphs into ``edge_index`` and ties the call into one order of backward."""
 
-    def __init__(self, model: nn.Module, comm: Communicator, unchecked: _Unchecked, method: str) -> None:
+    def __init__(
+        self, model: nn.Module, comm: Communicator, unchecked: _Unchecked, method: str, checkpoint: Checkpoint
+    ) -> None:
         self.model, self.comm, self.unchecked, self.method = model, comm, unchecked, method
+        self.checkpoint = checkpoint
         self.adapted = vars(model).get(method)  # by `adapt_hetero` or `adapt_methods`
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -172,7 +182,8 @@ class _Forward:
             note_forward(model)
         args, kwargs = tree_map(_edge_index_of, (args, kwargs))
         check_types((*args, *kwargs.values()), self.comm)
-        return chained(self.comm, self._run, *args, **kwargs)
+        with recomputed_activations(self.comm, (args, kwargs), self.checkpoint is not None and model.training):
+            return chained(self.comm, self._run, *args, **kwargs)
 
     def __reduce__(self) -> Any:
         raise TypeError(

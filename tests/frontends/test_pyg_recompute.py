@@ -1,0 +1,118 @@
+"""``wrap(..., checkpoint="activations")``: the same bits, fewer bytes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch_geometric.nn import GAT, GCN, GIN, GraphSAGE
+
+import shardpass as sp
+from shardpass.core import aggregate
+from shardpass.testing.graphs import WholeGraph, awkward_graph, shard_in_memory
+from shardpass.testing.run import run
+
+Gradients = dict[str, Tensor]
+NODES = 320
+
+
+def graph_with_isolated_nodes() -> WholeGraph:
+    """The awkward graph, with many more nodes: activations are then larger than the state of a generator."""
+    awkward = awkward_graph(channels=6)
+    generator = torch.Generator().manual_seed(1)
+    edges = torch.cat([awkward.edge_index, torch.randint(0, NODES, (2, 900), generator=generator)], dim=1)
+    return WholeGraph(NODES, edges, {"x": torch.randn(NODES, 6, generator=generator, dtype=torch.float64)})
+
+
+GRAPH = graph_with_isolated_nodes()
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all tensors made under it that are still alive, whoever holds them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[StorageWeakRef, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                storage = leaf.untyped_storage()
+                self._made[StorageWeakRef(storage)] = storage.nbytes()
+        return out
+
+    def count(self) -> int:
+        return sum(size for storage, size in self._made.items() if not storage.expired())
+
+
+@pytest.fixture(autouse=True)
+def _fixed_dropout_of_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aggregate, "_drawn_seed", lambda plan: 5)
+
+
+@contextmanager
+def fixed_dropout(model: nn.Module, comm: sp.Communicator) -> Iterator[None]:
+    """Ranks that are threads share a generator: seed it before each dropout, and hold it until it has drawn."""
+    lock: Any = comm.random_lock()
+    seeds = iter(range(comm.rank * 1000, (comm.rank + 1) * 1000))
+
+    def before(*_: Any) -> None:
+        lock.__enter__()
+        torch.manual_seed(next(seeds))
+
+    def after(*_: Any) -> None:
+        lock.__exit__(None, None, None)
+
+    hooks = [m.register_forward_pre_hook(before) for m in model.modules() if isinstance(m, nn.Dropout)]
+    hooks += [m.register_forward_hook(after) for m in model.modules() if isinstance(m, nn.Dropout)]
+    yield
+    for hook in hooks:
+        hook.remove()
+
+
+def train(
+    comm: sp.Communicator, model: nn.Module, checkpoint: Any, owners: Tensor, dtype: torch.dtype, backwards: int = 1
+) -> tuple[Gradients, int]:
+    """The output, gradients and buffers of one step, and the bytes alive between forward and backward."""
+    model = copy.deepcopy(model).to(dtype).train()
+    sp.pyg.wrap(model, comm, check=False, checkpoint=checkpoint)
+    graph = shard_in_memory(GRAPH, owners, comm, sp.Options())
+    x = graph.x.to(dtype).requires_grad_()
+    with fixed_dropout(model, comm), LiveBytes() as live:
+        out = model(x, graph)
+        held = live.count()
+        for _ in range(backwards):
+            (out.square() * torch.arange(1, out.numel() + 1).view_as(out)).sum().backward(retain_graph=True)
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    buffers = {name: b.clone() for name, b in model.named_buffers()}
+    assert x.grad is not None
+    return {"out": out.detach(), "x": x.grad, **found, **buffers}, held
+
+
+def same_bits(work: Callable[[sp.Communicator, Any], tuple[Gradients, int]], ranks: int) -> None:
+    """`work` gives the same bits with checkpoint=None and "activations", and holds fewer bytes with it."""
+    results = run(lambda comm: (work(comm, None), work(comm, "activations")), ranks)
+    for (kept, bytes_kept), (again, bytes_again) in results:
+        assert kept.keys() == again.keys()
+        for name, tensor in kept.items():
+            assert torch.equal(tensor, again[name]), (name, (tensor - again[name]).abs().max())
+        assert bytes_again < bytes_kept, (bytes_again, bytes_kept)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("kind", [GraphSAGE, GCN, GAT, GIN])
+def test_the_same_bits_with_fewer_bytes(kind: Any, dtype: torch.dtype, ranks: int) -> None:
+    torch.manual_seed(0)
+    model = kind(6, 32, 3, 4, dropout=0.5, norm="batch_norm", act="relu")
+    owners = torch.arange(NODES) % ranks
+    same_bits(lambda comm, checkpoint: train(comm, model, checkpoint, owners, dtype), ranks)
