@@ -148,6 +148,7 @@ class ShardedMessagePassing:
         program.watch = partial(_note_fused, list(lazy.values()))
         if edge_index.flow is not None:
             edge_index.flow.note(self.name, plan.comm.order, parts.src)
+        parts.src, parts.dst = {}, {}  # what the body holds lives until backward: node rows are inputs of the call
         whole = {**kwargs, "dim_size": plan.num_dst, "size_i": plan.num_dst, "size_j": plan.num_own_src}
 
         def compute(weight: Tensor | None = None) -> Tensor:
