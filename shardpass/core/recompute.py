@@ -91,6 +91,14 @@ class Saved:
             )
         return self.tensor
 
+    def take(self) -> tuple[Tensor, bool]:
+        """What `get` returns, and whether nobody else has or will have it, so that the caller may change it."""
+        if self.tensor is not None or self._shared() is not None:
+            return self.get(), False
+        made = self._made()
+        alone, self._last = self._last is not None, None
+        return made, alone
+
     def _shared(self) -> Tensor | None:
         if self._last is None:
             return None
@@ -169,16 +177,19 @@ class Recipe:
 
     def carry_out(self) -> tuple[Tensor, bool]:
         """The tensor, and whether it shares memory with something that it was made from."""
-        args, kwargs = tree_map(lambda x: x.get() if isinstance(x, Saved) else x, (self.args, self.kwargs))
-        if self.in_place:
-            args = (args[0].clone(), *args[1:])
+        function, args, alone = self.function, self.args, False
+        if (self.in_place or function in _IN_PLACE) and args and isinstance(args[0], Saved):
+            first, alone = args[0].take()
+            args = (first.clone() if self.in_place and not alone else first, *args[1:])
+            function = _IN_PLACE.get(function, function) if alone else function
+        args, kwargs = tree_map(lambda x: x.get() if isinstance(x, Saved) else x, (args, self.kwargs))
         device, enabled, dtype = self.autocast
         changed = enabled or torch.is_autocast_enabled(device)
         with torch.autocast(device, dtype, enabled, cache_enabled=False) if changed else nullcontext():
-            made = self.function(*args, **kwargs)
+            made = function(*args, **kwargs)
         made = made if self.item is None else made[self.item]
         address = made.untyped_storage().data_ptr()
-        given = tree_leaves((args[self.in_place :], kwargs))
+        given = tree_leaves((args[alone or self.in_place :], kwargs))
         return made, any(isinstance(x, Tensor) and x.untyped_storage().data_ptr() == address for x in given)
 
 
@@ -225,7 +236,7 @@ class Activations(TorchFunctionMode):
         out = function(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             if any(out is x for x in operands):
-                changed = out is operands[0] and out is args[0] and _version(out) != before
+                changed = bool(args) and out is args[0] and out is operands[0] and _version(out) != before
                 recipe = replace(recipe, in_place=True) if recipe is not None and changed else None
             if recipe is not None:
                 self._note(out, recipe)
@@ -288,7 +299,7 @@ class Activations(TorchFunctionMode):
             kept = _factors(generator, *drawn)
             torch.set_rng_state(generator.get_state())
         self._value(kept).recipe = Recipe(_factors, (Saved(state), *drawn), {}, 1, ("cpu", False, torch.float32))
-        return self._watched(Tensor.mul_ if given["inplace"] else torch.mul, x, kept)
+        return self._watched(Tensor.mul_ if given["inplace"] else _times, x, kept)
 
 
 @contextmanager
@@ -340,6 +351,18 @@ def _factors(
         drawn_from = torch.Generator().set_state(drawn_from)
     kept = torch.empty_strided(size, stride, dtype=dtype)
     return kept.bernoulli_(1 - p, generator=drawn_from).div_(1 - p)
+
+
+def _times(rows: Tensor, factors: Tensor) -> Tensor:
+    return rows * factors
+
+
+def _relu_(input: Tensor, inplace: bool = False) -> Tensor:
+    return torch.relu_(input)
+
+
+_IN_PLACE: dict[Callable[..., Any], Callable[..., Any]] = {F.relu: _relu_, torch.relu: _relu_, Tensor.relu: _relu_}
+_IN_PLACE[_times] = Tensor.mul_
 
 
 def _version(tensor: Tensor) -> int:
