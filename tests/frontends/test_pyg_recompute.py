@@ -10,14 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch_geometric.nn import GAT, GCN, GIN, GraphSAGE
 
 import shardpass as sp
 from shardpass.core import aggregate
 from shardpass.testing.graphs import WholeGraph, awkward_graph, shard_in_memory
+from shardpass.testing.live_bytes import LiveBytes
 from shardpass.testing.run import run
 
 Gradients = dict[str, Tensor]
@@ -33,25 +31,6 @@ def graph_with_isolated_nodes() -> WholeGraph:
 
 
 GRAPH = graph_with_isolated_nodes()
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all tensors made under it that are still alive, whoever holds them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._made: dict[StorageWeakRef, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                storage = leaf.untyped_storage()
-                self._made[StorageWeakRef(storage)] = storage.nbytes()
-        return out
-
-    def count(self) -> int:
-        return sum(size for storage, size in self._made.items() if not storage.expired())
 
 
 @pytest.fixture(autouse=True)
@@ -108,11 +87,53 @@ def same_bits(work: Callable[[sp.Communicator, Any], tuple[Gradients, int]], ran
         assert bytes_again < bytes_kept, (bytes_again, bytes_kept)
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "activation first": {"act": "elu", "act_first": True},
+    "in place": {"act": nn.ReLU(inplace=True)},
+    "all layers": {"jk": "cat", "act": "leaky_relu"},
+    "the largest of all layers": {"jk": "max", "norm": "layer_norm"},
+}
+MIX = torch.arange(NODES) % 4
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("kind", [GraphSAGE, GCN, GAT, GIN])
-def test_the_same_bits_with_fewer_bytes(kind: Any, dtype: torch.dtype, ranks: int) -> None:
+def test_the_same_bits_with_fewer_bytes(kind: Any, ranks: int) -> None:
     torch.manual_seed(0)
     model = kind(6, 32, 3, 4, dropout=0.5, norm="batch_norm", act="relu")
-    owners = torch.arange(NODES) % ranks
-    same_bits(lambda comm, checkpoint: train(comm, model, checkpoint, owners, dtype), ranks)
+    same_bits(lambda comm, checkpoint: train(comm, model, checkpoint, MIX % ranks, torch.float64), ranks)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_models_of_several_kinds(name: str) -> None:
+    torch.manual_seed(0)
+    options = {"dropout": 0.3, "norm": "batch_norm", **OPTIONS[name]}
+    model = GraphSAGE(6, 32, 3, 4, **options)
+    same_bits(lambda comm, checkpoint: train(comm, model, checkpoint, MIX % 2, torch.float32, backwards=2), 2)
+
+
+def test_a_rank_without_nodes() -> None:
+    model = GCN(6, 32, 3, 4, dropout=0.5, norm="batch_norm")
+
+    def work(comm: sp.Communicator) -> Any:
+        return [train(comm, model, checkpoint, MIX % 2, torch.float64)[0] for checkpoint in (None, "activations")]
+
+    for kept, again in run(work, 3):
+        assert all(torch.equal(kept[name], again[name]) for name in kept)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_self_check_takes_part(training: bool) -> None:
+    def work(comm: sp.Communicator) -> None:
+        model = sp.pyg.wrap(GraphSAGE(6, 8, 2, 4, norm="batch_norm"), comm, checkpoint="activations").train(training)
+        graph = shard_in_memory(GRAPH, MIX % 2, comm, sp.Options())
+        model(graph.x.float(), graph).sum().backward()
+        assert comm.order.activations is None
+
+    run(work, 2)
+
+
+def test_another_choice_is_refused() -> None:
+    with pytest.raises(ValueError, match="checkpoint is None or 'activations', got 'all'"):
+        run(lambda comm: sp.pyg.wrap(GCN(6, 8, 2), comm, checkpoint="all"), 1)  # type: ignore[arg-type]
