@@ -50,9 +50,6 @@ _NAMES = """
     view reshape view_as flatten unflatten unsqueeze squeeze transpose permute t expand expand_as contiguous clone
     detach to float double half bfloat16 type_as cat concat stack max min
 """.split()
-_CHEAP = frozenset(
-    getattr(place, name) for place in (torch, torch._C._nn, F, Tensor) for name in _NAMES if hasattr(place, name)
-)
 _DROPOUTS = frozenset([F.dropout, torch.dropout, torch.dropout_])
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -178,10 +175,11 @@ class Recipe:
     def carry_out(self) -> tuple[Tensor, bool]:
         """The tensor, and whether it shares memory with something that it was made from."""
         function, args, alone = self.function, self.args, False
-        if (self.in_place or function in _IN_PLACE) and args and isinstance(args[0], Saved):
+        changing = _changing(function)
+        if (self.in_place or changing is not None) and args and isinstance(args[0], Saved):
             first, alone = args[0].take()
             args = (first.clone() if self.in_place and not alone else first, *args[1:])
-            function = _IN_PLACE.get(function, function) if alone else function
+            function = changing if alone and changing is not None else function
         args, kwargs = tree_map(lambda x: x.get() if isinstance(x, Saved) else x, (args, self.kwargs))
         device, enabled, dtype = self.autocast
         changed = enabled or torch.is_autocast_enabled(device)
@@ -200,6 +198,8 @@ class Activations(TorchFunctionMode):
         super().__init__()
         self._comm = comm
         self._values = WeakTensorKeyDictionary()
+        places = (torch, torch._C._nn, F, Tensor)
+        self._cheap = {getattr(place, name) for place in places for name in _NAMES if hasattr(place, name)}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -211,7 +211,7 @@ class Activations(TorchFunctionMode):
             return self._batch_norm(*args, **kwargs)
         if func in _DROPOUTS:
             return self._dropout(func, args, kwargs)
-        return self._watched(func, *args, **kwargs) if func in _CHEAP else func(*args, **kwargs)
+        return self._watched(func, *args, **kwargs) if func in self._cheap else func(*args, **kwargs)
 
     def pack(self, tensor: Tensor) -> Saved:
         """What autograd holds in the place of a tensor it saves."""
@@ -361,8 +361,11 @@ def _relu_(input: Tensor, inplace: bool = False) -> Tensor:
     return torch.relu_(input)
 
 
-_IN_PLACE: dict[Callable[..., Any], Callable[..., Any]] = {F.relu: _relu_, torch.relu: _relu_, Tensor.relu: _relu_}
-_IN_PLACE[_times] = Tensor.mul_
+def _changing(function: Callable[..., Any]) -> Callable[..., Any] | None:
+    """What computes the same in place; None where that is not worth it, or not known."""
+    if function in (F.relu, torch.relu, Tensor.relu):
+        return _relu_
+    return Tensor.mul_ if function is _times else None
 
 
 def _version(tensor: Tensor) -> int:
