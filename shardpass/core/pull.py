@@ -68,7 +68,7 @@ def choose_pull(call: Call, program: Program, offers: list[list[int]]) -> OutEdg
     if plan.options.backward == "pull":
         return known
     pushed = widths.push * sum(map(sum, plan.schedule.counts))
-    return known if widths.pull * known.num_rows <= pushed else None
+    return known if widths.pull * known.num_rows < pushed else None
 
 
 def _widths(call: Call, program: Program) -> Widths | None:
