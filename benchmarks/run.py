@@ -123,6 +123,7 @@ def main() -> None:
     parser.add_argument("--model", choices=("sage", "gat", "gcn"), default="sage")
     parser.add_argument("--ranks", type=int, nargs="+", default=[4])
     parser.add_argument("--mode", choices=("sar", "keep", "halo"), default="sar")
+    parser.add_argument("--backward", choices=("auto", "push", "pull"), default="auto")
     parser.add_argument("--backend", choices=("processes", "mpi"), default="processes")
     parser.add_argument("--partition", choices=("random", "metis", "range"), default="random")
     parser.add_argument("--epochs", type=int, default=4)
@@ -135,8 +136,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where graphs are kept between calls (default: a temporary one)")
     args = parser.parse_args()
     what = ("memory", "time") if args.measure == "both" else (args.measure,)
-    base = {"graph": args.graph, "model": args.model, "mode": args.mode, "backend": args.backend, "epochs": args.epochs}
-    base["checkpoint"] = args.checkpoint
+    names = ("graph", "model", "mode", "backward", "checkpoint", "backend", "epochs")
+    base = {name: getattr(args, name) for name in names}
     configs = [{**base, "ranks": ranks, "peer": None} for ranks in args.ranks]
     configs += [{**base, "ranks": 1, "peer": peer} for peer in args.peer]
     with tempfile.TemporaryDirectory() as scratch:

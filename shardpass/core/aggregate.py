@@ -23,6 +23,7 @@ from shardpass.core.halo import HaloPlan
 from shardpass.core.norm import Moments
 from shardpass.core.probe import sample_inputs
 from shardpass.core.program import Program, Structure
+from shardpass.core.pull import choose_pull, offer_pull, pull_attention, pull_copies
 from shardpass.core.reducers import Base
 from shardpass.core.shard import EdgeShards
 from shardpass.core.tracing import EdgeTrace
@@ -57,14 +58,15 @@ def _aggregate(program: Program, plan: HaloPlan, edges: EdgeShards, weight: Tens
     label = f"call {number} {program.name}"
     sums: dict[int, Tensor] | None = None
 
-    def known(program: Program, structure: Structure) -> bool:
+    def offer(program: Program, structure: Structure, needs_gradients: bool) -> list[int]:
         nonlocal sums
-        if plan.options.cache_constant_inputs:
+        sums = None
+        if plan.options.cache_constant_inputs and not needs_gradients:
             sums = plan.constants.find(program.of_what_is_read(structure), structure, edges)
-        return sums is not None
+        return [int(sums is not None), *offer_pull(plan, edges, structure)]
 
     try:
-        program, structure, gradients, found = settle(plan.comm, label, program, edges, plan.num_own_src, known)
+        program, structure, gradients, offers = settle(plan.comm, label, program, edges, plan.num_own_src, offer)
     except NeedsHaloError:
         if plan.options.mode != "halo":
             raise
@@ -78,9 +80,10 @@ def _aggregate(program: Program, plan: HaloPlan, edges: EdgeShards, weight: Tens
     if early is not None:
         (program, structure), weight = early, None
     call = _call_of(program, plan, edges, structure, number, gradients)
-    if found:
+    if all(has for has, *_ in offers):
         assert sums is not None
         return _mapped(_node_part(program, call, [sums[k] for k in range(len(structure.reductions))]), weight)
+    call.pull = choose_pull(call, program, [rest for _, *rest in offers])
     outputs = _Aggregate.apply(
         call,
         token,
@@ -180,11 +183,14 @@ class _Aggregate(torch.autograd.Function):
             by_reduction = {k: g for k, g in enumerate(grads[:-1]) if g is not None}
         found = zero_gradients(call, operands, by_reduction, grad_edges)
         attention = structure.attention
-        if attention is None:
-            run_backward(call, operands, values, states, found)
-        else:
+        if attention is not None:
             (log_sum,) = states[attention.maximum]
-            attention_gradients(call, operands, attention, values[attention.output], log_sum, found)
+            add_attention = attention_gradients if call.pull is None else pull_attention
+            add_attention(call, operands, attention, values[attention.output], log_sum, found)
+        elif call.pull is not None:
+            pull_copies(call, found)
+        else:
+            run_backward(call, operands, values, states, found)
         results: list[Tensor | None] = [
             *(found.found(f"s:{name}") for name in call.src_names),
             *(found.found(f"d:{name}") for name in call.dst_names),

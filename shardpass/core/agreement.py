@@ -16,6 +16,8 @@ from shardpass.core.shard import EdgeShards
 from shardpass.errors import DivergenceError, NeedsHaloError, RefusedError
 
 _ATTEMPTS = 4
+OFFERS = 3
+Offer = Callable[[Program, Structure, bool], list[int]]
 
 
 def digest(text: str) -> int:
@@ -75,14 +77,18 @@ def settle(
     program: Program,
     edges: EdgeShards,
     num_own_src: int,
-    known: Callable[[Program, Structure], bool] = lambda program, structure: False,
-) -> tuple[Program, Structure, frozenset[str], bool]:
-    """``(program, structure, gradients, known)`` that every rank agrees on. Collective.
+    offer: Offer = lambda program, structure, gradients: [0] * OFFERS,
+) -> tuple[Program, Structure, frozenset[str], list[list[int]]]:
+    """``(program, structure, gradients, offers)``; the first three are agreed by all ranks. Collective.
 
     An edge tensor is one on which every rank found one row per edge; an input needs gradients if it does on any rank.
 
     Args:
-        known: whether this rank has the result already; it counts as known if every rank has.
+        offer: what this rank has to say about the call once it knows its structure, and whether an input needs a
+            gradient: `OFFERS` numbers.
+
+    Returns:
+        offers: what each rank said, in rank order.
 
     Raises:
         RefusedError: on every rank, if the body cannot be computed one shard at a time on any.
@@ -101,12 +107,13 @@ def settle(
         words = f"{_in_words(program)} (computed as {text})"
         kind = 0 if refusal is None else (1 if isinstance(refusal, NeedsHaloError) else 2)
         values = [digest(text), kind, *map(int, flags), *map(int, per_edge)]
-        has = int(structure is not None and not needs_grad and known(candidate, structure))
-        answers = agree(comm, f"{label}: agreement", [len(values), *values] + [0] * (62 - len(values)) + [has])
-        have = [answer.pop() for answer in answers]
+        mine = offer(candidate, structure, bool(needs_grad)) if structure is not None else [0] * OFFERS
+        answers = agree(comm, f"{label}: agreement", [len(values), *values] + [0] * (62 - len(values)) + mine)
+        offers = [answer[-OFFERS:] for answer in answers]
+        answers = [answer[:-OFFERS] for answer in answers]
         if all(answer == answers[0] for answer in answers) and not kind:
             assert structure is not None
-            return candidate, structure, frozenset(needs_grad), all(have)
+            return candidate, structure, frozenset(needs_grad), offers
         _raise_refusal(comm, label, refusal, [answer[2] for answer in answers])
         if any(answer[0] != len(values) for answer in answers):
             break

@@ -58,11 +58,8 @@ def attention_gradients(
     """The gradients of an attention, added to `gradients`. Collective."""
     heads, names = attention.heads, _fetched(call, attention)
     width = _numel(out) // heads
-    grad = gradients.reductions[attention.output].reshape(-1, heads, width).contiguous()
-    delta = (grad * out.view_as(grad)).sum(-1)
+    grad, delta = gradient_and_delta(call, attention, out, gradients)
     scores = scores_of(call, operands, attention)
-    if gradients.reached - {attention.output} & {*attention.members}:
-        raise InternalError(f"{call.label}: the softmax inside is used outside it. Use Options(fuse_attention=False)")
     returned = Returned(call, gradients, names)
     reached = attention.output in gradients.reached
     for position, shard, rows in call.walk(operands, names):
@@ -78,6 +75,15 @@ def attention_gradients(
     returned.finish()
 
 
+def gradient_and_delta(call: Call, attention: Attention, out: Tensor, gradients: Gradients) -> tuple[Tensor, Tensor]:
+    """The gradient of the result by head, ``[num_dst, heads, width]``, and ``<gradient, result>`` of each."""
+    if (gradients.reached - {attention.output}) & {*attention.members}:
+        raise InternalError(f"{call.label}: the softmax inside is used outside it. Use Options(fuse_attention=False)")
+    width = _numel(out) // attention.heads
+    grad = gradients.reductions[attention.output].reshape(-1, attention.heads, width).contiguous()
+    return grad, (grad * out.view_as(grad)).sum(-1)
+
+
 def _numel(tensor: Tensor) -> int:
     return tensor.new_empty((1, *tensor.shape[1:])).numel()
 
@@ -86,7 +92,8 @@ def _fetched(call: Call, attention: Attention) -> list[str]:
     return call.structure.sources_of(list(attention.members))
 
 
-def _chunk_edges(call: Call, attention: Attention, operands: Operands) -> int:
+def chunk_edges(call: Call, attention: Attention, operands: Operands) -> int:
+    """How many edges are processed at a time."""
     widths = [attention.heads]
     if attention.score is None:
         read = call.structure.reductions[attention.maximum].sources
@@ -96,7 +103,7 @@ def _chunk_edges(call: Call, attention: Attention, operands: Operands) -> int:
 
 
 def _by_destination(call: Call, shard: Shard, attention: Attention, operands: Operands) -> Iterator[EdgeRun]:
-    for chunk in shard.chunks(_chunk_edges(call, attention, operands)):
+    for chunk in shard.chunks(chunk_edges(call, attention, operands)):
         span = slice(chunk.start, chunk.stop)
         dst_rows = shard.dst_rows(chunk).add_(chunk.low)
         yield EdgeRun(shard.indptr, chunk, shard.src_rows[span], dst_rows, span)
@@ -106,7 +113,7 @@ def _by_source(call: Call, shard: Shard, attention: Attention, operands: Operand
     if shard.num_edges == 0:
         return
     indptr, dst_rows, positions = shard.transpose()
-    for chunk in cut(indptr, shard.num_edges, _chunk_edges(call, attention, operands)):
+    for chunk in cut(indptr, shard.num_edges, chunk_edges(call, attention, operands)):
         span = slice(chunk.start, chunk.stop)
         bounds = indptr[chunk.low : chunk.high + 1].long().clamp(chunk.start, chunk.stop)
         src_rows = torch.repeat_interleave(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shardpass.core.exchange import Stream, fetch_blocks
 from shardpass.core.halo import HaloPlan
+from shardpass.core.out_edges import OutEdges
 from shardpass.core.program import Inputs, Program, Structure
 from shardpass.core.shard import Chunk, EdgeShards, Shard
 
@@ -40,6 +41,7 @@ class Call:
         gradients: the inputs (``"s:x"``, ``"d:x"``, ``"e:w"``) that require grad on some rank.
         captured: the captured tensors themselves, to be substituted when the body runs again.
         seed: of the random numbers of this call.
+        pull: the out-edges over which backward pulls; None: it pushes.
         walks: how many walks over the rounds have been made.
         norm_moments: what forward found for batch norms inside the body: edges, mean, variance.
     """
@@ -55,6 +57,7 @@ class Call:
     gradients: frozenset[str]
     captured: list[Tensor]
     seed: int
+    pull: OutEdges | None = None
     walks: int = 0
     norm_moments: dict[int, tuple[int, Tensor, Tensor]] = field(default_factory=dict)
     autocast: tuple[bool, torch.dtype] = field(default_factory=lambda: _autocast_state())
@@ -83,7 +86,8 @@ class Call:
 
     @property
     def keeps_rows(self) -> bool:
-        return self.plan.options.mode != "sar"
+        """Whether fetched rows are kept for backward; pulling does not read them."""
+        return self.plan.options.mode != "sar" and self.pull is None
 
     def stream(self) -> Stream:
         """Identity of the next walk over the rounds."""

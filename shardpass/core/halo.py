@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -54,6 +56,25 @@ class HaloPlan:
     ends: tuple[NodeType, NodeType] | None = None
     unions: list[Any] = field(default_factory=list, compare=False, repr=False)
 
+    @classmethod
+    def over(
+        cls,
+        comm: Communicator,
+        options: Options,
+        schedule: Schedule,
+        num_own_src: int,
+        num_dst: int,
+        send_rows: Sequence[Tensor],
+    ) -> HaloPlan:
+        """The plan that carries out `schedule`; its counts say how many halo rows each owner has."""
+        needed = schedule.counts[comm.rank]
+        halo_start = tuple(accumulate(needed, initial=num_own_src))
+        blocks = [Block(comm.rank, 0, num_own_src)]
+        for move in schedule.transfers(comm.rank):
+            first = halo_start[move.source]
+            blocks.append(Block(move.source, first + move.recv_start, first + move.recv_stop))
+        return cls(comm, options, num_own_src, num_dst, halo_start, tuple(send_rows), schedule, tuple(blocks))
+
     @property
     def num_halo(self) -> int:
         """Remote source rows this rank needs."""
@@ -98,9 +119,4 @@ def build_halo_plan(
             raise InternalError(f"rank {rank} got {send_rows[peer].numel()} rows to send to {peer}, not {counts[peer]}")
 
     schedule = Schedule.ring(counts, options.block_rows)
-    halo_start = tuple(own + cut for cut in cuts)
-    blocks = [Block(rank, 0, own)]
-    for move in schedule.transfers(rank):
-        first = halo_start[move.source]
-        blocks.append(Block(move.source, first + move.recv_start, first + move.recv_stop))
-    return HaloPlan(comm, options, own, num_dst, halo_start, send_rows, schedule, tuple(blocks)), src_rows
+    return HaloPlan.over(comm, options, schedule, own, num_dst, send_rows), src_rows

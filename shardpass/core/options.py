@@ -9,6 +9,8 @@ import torch
 
 Mode = Literal["sar", "keep", "halo"]
 MODES: tuple[Mode, ...] = ("sar", "keep", "halo")
+Backward = Literal["auto", "push", "pull"]
+BACKWARDS: tuple[Backward, ...] = ("auto", "push", "pull")
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,10 @@ class Options:
         wire_dtype: the dtype in which float32 rows and their gradients travel between ranks, ``torch.bfloat16`` or None
             for their own: half the bytes, 8 significant bits (two to three digits). Sums are made in float32. Results
             then depend a little on the partition, and equal those of one process to those digits only.
+        backward: how gradients of source rows reach their owners. ``"push"``: those of fetched rows are computed
+            and sent back. ``"pull"``: owners fetch what destinations know and compute theirs, for sums of plain copies
+            and for attention with scores in closed form and without dropout; all else is pushed. ``"auto"``: of these
+            two what moves fewer bytes, call by call. All three give the same numbers.
         chunk_bytes: bound of one temporary with a row per edge; edges are processed in chunks of that size.
     """
 
@@ -37,10 +43,13 @@ class Options:
     wire_dtype: torch.dtype | None = None
     cache_constant_inputs: bool = True
     fuse_attention: bool = True
+    backward: Backward = "auto"
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise ValueError(f"mode is one of {', '.join(MODES)}, got {self.mode!r}")
+        if self.backward not in BACKWARDS:
+            raise ValueError(f"backward is one of {', '.join(BACKWARDS)}, got {self.backward!r}")
         if self.prefetch < 0:
             raise ValueError(f"prefetch is at least 0, got {self.prefetch}")
         if self.block_rows is not None and self.block_rows < 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -138,12 +138,14 @@ class EdgeShards:
         num_dst: destination rows of this rank.
         num_edges: edges of this rank.
         largest_degree: of any own node, where some edges are left out of the shards; None: as the shards say.
+        out_edges: the same edges as the owners of their sources see them, see `core/out_edges.py`.
     """
 
     shards: tuple[Shard, ...]
     num_dst: int
     num_edges: int
     largest_degree: int | None = None
+    out_edges: Any = field(default=None, compare=False, repr=False)
 
     def degrees(self) -> Tensor:
         """In-degree of each destination row, ``[num_dst]``, int64."""

@@ -41,13 +41,14 @@ def results(make, dtype, **options):
 @pytest.mark.parametrize("mode", ["sar", "keep", "halo"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_half_the_bytes_and_three_digits(name, mode):
-    plain, sent = results(LAYERS[name], torch.float32, mode=mode)
-    short, less = results(LAYERS[name], torch.float32, mode=mode, wire_dtype=torch.bfloat16)
+    backward = "push"  # attention is not pulled over rounded rows
+    plain, sent = results(LAYERS[name], torch.float32, mode=mode, backward=backward)
+    short, less = results(LAYERS[name], torch.float32, mode=mode, backward=backward, wire_dtype=torch.bfloat16)
     assert less == sent / 2
     assert not torch.equal(short, plain)
     if name != "SAGE max":  # which message wins may change
         torch.testing.assert_close(short, plain, rtol=0, atol=0.02 * float(plain.abs().max()))
-    again, _ = results(LAYERS[name], torch.float32, mode=mode, wire_dtype=torch.bfloat16)
+    again, _ = results(LAYERS[name], torch.float32, mode=mode, backward=backward, wire_dtype=torch.bfloat16)
     assert torch.equal(short, again)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import dgl
@@ -141,9 +142,12 @@ def _block_edges(
     with torch.no_grad():
         numbers = halo_fetch(numbers, edges.plan, f"numbers of the sources of {kind}")
     fields = SomeRows(graph.frames.edges[kind], kept)
+    options = edges.plan.options
+    if options.backward == "auto":  # a block is gone before the out-edges that pulling needs have paid off
+        options = replace(options, backward="push")
     relation = build_relation(
         comm, owned, numbers[edges.src_rows[kept]], dst_rows, wanted.numel(), edges.ids[kept], fields,
-        edges.plan.options, edges.plan.ends,
+        options, edges.plan.ends,
     )  # fmt: skip
     total = sum(comm.all_gather_object(kept.numel(), f"edges of a block: {kind}"))
     return Edges.of(kind, relation, total)
