@@ -124,6 +124,7 @@ def main() -> None:
     parser.add_argument("--mode", choices=("sar", "keep", "halo"), default="sar")
     parser.add_argument("--backend", choices=("processes", "mpi"), default="processes")
     parser.add_argument("--partition", choices=("random", "metis", "range"), default="random")
+    parser.add_argument("--no-share", action="store_true", help="rows between ranks travel as messages, not in shared memory")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--measure", choices=("memory", "time", "both"), default="both")
     parser.add_argument(
@@ -133,7 +134,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where graphs are kept between calls (default: a temporary one)")
     args = parser.parse_args()
     what = ("memory", "time") if args.measure == "both" else (args.measure,)
-    base = {"graph": args.graph, "model": args.model, "mode": args.mode, "backend": args.backend, "epochs": args.epochs}
+    names = ("graph", "model", "mode", "backend", "epochs")
+    base = {**{name: getattr(args, name) for name in names}, "share_memory": not args.no_share}
     configs = [{**base, "ranks": ranks, "peer": None} for ranks in args.ranks]
     configs += [{**base, "ranks": 1, "peer": peer} for peer in args.peer]
     with tempfile.TemporaryDirectory() as scratch:

@@ -38,7 +38,7 @@ def build_model(name: str, num_features: int, num_classes: int) -> nn.Module:
 def run_sharded(comm: sp.Communicator, config: Config) -> Config:
     """One rank of a shardpass run; figures of all ranks."""
     torch.set_num_threads(1)
-    graph = sp.load(config["store"], comm, sp.Options(mode=config["mode"]))
+    graph = sp.load(config["store"], comm, sp.Options(mode=config["mode"], share_memory=config["share_memory"]))
     x, y, mask = graph.x.clone(), graph.y.long().clone(), graph.train_mask.clone()
     with sp.seed(0, comm):
         model = build_model(config["model"], graph.num_features, graph.num_classes)

@@ -15,6 +15,7 @@ from shardpass.core.options import Options
 from shardpass.core.ownership import NodeType, Ownership
 from shardpass.core.schedule import Schedule
 from shardpass.core.shard import Block
+from shardpass.core.windows import SharedRows, find_shared_rows
 from shardpass.errors import InternalError
 
 
@@ -37,6 +38,7 @@ class HaloPlan:
         reversed: the same lists against their direction, where some layer wanted that.
         ends: the types of sources and destinations, where they are known.
         constants: sums of tensors that do not change.
+        shared: the rows that go through shared memory; None where all go as messages.
         unions: the unions with other relations that begin with this one, see `core/union.py`.
     """
 
@@ -52,6 +54,7 @@ class HaloPlan:
     reversed: KnownLists[Any] = field(default_factory=KnownLists, compare=False, repr=False)
     constants: ConstantSums = field(default_factory=ConstantSums, compare=False, repr=False)
     ends: tuple[NodeType, NodeType] | None = None
+    shared: SharedRows | None = None
     unions: list[Any] = field(default_factory=list, compare=False, repr=False)
 
     @property
@@ -103,4 +106,6 @@ def build_halo_plan(
     for move in schedule.transfers(rank):
         first = halo_start[move.source]
         blocks.append(Block(move.source, first + move.recv_start, first + move.recv_stop))
-    return HaloPlan(comm, options, own, num_dst, halo_start, send_rows, schedule, tuple(blocks)), src_rows
+    shared = find_shared_rows(comm, send_rows, schedule) if options.share_memory else None
+    plan = HaloPlan(comm, options, own, num_dst, halo_start, send_rows, schedule, tuple(blocks), shared=shared)
+    return plan, src_rows

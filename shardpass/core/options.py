@@ -27,6 +27,8 @@ class Options:
         wire_dtype: the dtype in which float32 rows and their gradients travel between ranks, ``torch.bfloat16`` or None
             for their own: half the bytes, 8 significant bits (two to three digits). Sums are made in float32. Results
             then depend a little on the partition, and equal those of one process to those digits only.
+        share_memory: ranks on one host read each other's rows in shared memory, where they are processes and it can be
+            had; otherwise, and with False, rows travel as messages. The numbers are the same to the bit.
         chunk_bytes: bound of one temporary with a row per edge; edges are processed in chunks of that size.
     """
 
@@ -37,6 +39,7 @@ class Options:
     wire_dtype: torch.dtype | None = None
     cache_constant_inputs: bool = True
     fuse_attention: bool = True
+    share_memory: bool = True
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
