@@ -1,7 +1,6 @@
 """The single-rank communicator."""
 
 import pytest
-import torch
 
 from shardpass.backends.communicator import Communicator
 from shardpass.backends.local import LocalCommunicator
