@@ -104,7 +104,8 @@ def row(record: Record) -> list[str]:
     """One record as text."""
     ranks = record["ranks"]
     peers = {"pyg": "PyG, one process", "dgl": "DGL, one process"}
-    system = peers[record["peer"]] if record["peer"] else f"shardpass {record['mode']} ({record['backend']})"
+    shared = "" if record.get("share_memory", True) else ", messages"
+    system = peers[record["peer"]] if record["peer"] else f"shardpass {record['mode']} ({record['backend']}{shared})"
     cpu = f"{sum(rank['cpu_seconds'] for rank in ranks):.2f}" if "cpu_seconds" in ranks[0] else "-"
     memory = [
         f"{max(rank[name] for rank in ranks) / MIB:.1f}" if name in ranks[0] else "-"
@@ -124,7 +125,7 @@ def main() -> None:
     parser.add_argument("--mode", choices=("sar", "keep", "halo"), default="sar")
     parser.add_argument("--backend", choices=("processes", "mpi"), default="processes")
     parser.add_argument("--partition", choices=("random", "metis", "range"), default="random")
-    parser.add_argument("--no-share", action="store_true", help="rows between ranks travel as messages, not in shared memory")
+    parser.add_argument("--no-share", action="store_true", help="rows travel as messages, not in shared memory")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--measure", choices=("memory", "time", "both"), default="both")
     parser.add_argument(

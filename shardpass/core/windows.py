@@ -43,7 +43,7 @@ def find_shared_rows(comm: Communicator, send_rows: Sequence[Tensor], schedule: 
         send_rows: own rows that each rank needs, ascending.
         schedule: of the plan.
     """
-    if comm.windows is None:
+    if comm.windows is None or comm.windows.refused:
         return None
     here = [rank in comm.local_ranks and rank != comm.rank for rank in range(comm.size)]
     wanted = [rows if local else rows[:0] for rows, local in zip(send_rows, here)]
