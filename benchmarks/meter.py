@@ -11,6 +11,9 @@ in every process that uses it). Two figures are taken from the resident set (VmR
 * kept: what is resident between epochs above the baseline (gradients, Adam's state, structure and buffers kept for the
   next epoch). transient = peak of the later epochs - kept: what an epoch itself needs.
 
+A window (memory that ranks on one host share) counts once, at its owner, in full: what is resident of any rank's window
+is taken off, and the size of the rank's own is added.
+
 The resident set equals live memory only if freed blocks leave it. So processes that measure memory run with glibc's
 mmap threshold at 64 KiB (MALLOC_MMAP_THRESHOLD_): every larger block, hence every large tensor, is a mapping of its own
 that free() returns at once. That costs page faults, so CPU seconds are taken in another run, without it. As a check,
@@ -24,6 +27,9 @@ import statistics
 import time
 from pathlib import Path
 from typing import Any
+
+from shardpass import Communicator
+from shardpass.cli.memory import windows_of_others
 
 _FIELDS = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
 
@@ -50,7 +56,14 @@ def resident(field: str) -> int:
 
 
 class Meter:
-    """Call `start` once all is loaded, then `epoch` after every epoch."""
+    """Call `start` once all is loaded, then `epoch` after every epoch.
+
+    Args:
+        comm: whose windows count; None where there is one process.
+    """
+
+    def __init__(self, comm: Communicator | None = None) -> None:
+        self._comm = comm
 
     def start(self) -> None:
         """The baseline is now."""
@@ -67,8 +80,9 @@ class Meter:
         """An epoch has ended."""
         self.cpu.append(time.process_time() - self._cpu)
         self.wall.append(time.perf_counter() - self._wall)
-        self.peaks.append(resident("VmHWM") - self.rss)
-        self.kept.append(resident("VmRSS") - self.rss)
+        others = windows_of_others(self._comm) if self._comm is not None else 0
+        self.peaks.append(resident("VmHWM") - self.rss - others)
+        self.kept.append(resident("VmRSS") - self.rss - others)
         self.kept_heap.append(live_heap() - self.heap)
         Path("/proc/self/clear_refs").write_text("5")
         self._cpu, self._wall = time.process_time(), time.perf_counter()

@@ -104,8 +104,9 @@ def row(record: Record) -> list[str]:
     """One record as text."""
     ranks = record["ranks"]
     peers = {"pyg": "PyG, one process", "dgl": "DGL, one process"}
+    shared = "" if record.get("share_memory", True) else ", messages"
     mode = record["mode"] + (f", checkpoint={record['checkpoint']}" if record.get("checkpoint") else "")
-    system = peers[record["peer"]] if record["peer"] else f"shardpass {mode} ({record['backend']})"
+    system = peers[record["peer"]] if record["peer"] else f"shardpass {mode} ({record['backend']}{shared})"
     cpu = f"{sum(rank['cpu_seconds'] for rank in ranks):.2f}" if "cpu_seconds" in ranks[0] else "-"
     memory = [
         f"{max(rank[name] for rank in ranks) / MIB:.1f}" if name in ranks[0] else "-"
@@ -126,6 +127,7 @@ def main() -> None:
     parser.add_argument("--backward", choices=("auto", "push", "pull"), default="auto")
     parser.add_argument("--backend", choices=("processes", "mpi"), default="processes")
     parser.add_argument("--partition", choices=("random", "metis", "range"), default="random")
+    parser.add_argument("--no-share", action="store_true", help="rows travel as messages, not in shared memory")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--measure", choices=("memory", "time", "both"), default="both")
     parser.add_argument(
@@ -137,7 +139,7 @@ def main() -> None:
     args = parser.parse_args()
     what = ("memory", "time") if args.measure == "both" else (args.measure,)
     names = ("graph", "model", "mode", "backward", "checkpoint", "backend", "epochs")
-    base = {name: getattr(args, name) for name in names}
+    base = {**{name: getattr(args, name) for name in names}, "share_memory": not args.no_share}
     configs = [{**base, "ranks": ranks, "peer": None} for ranks in args.ranks]
     configs += [{**base, "ranks": 1, "peer": peer} for peer in args.peer]
     with tempfile.TemporaryDirectory() as scratch:

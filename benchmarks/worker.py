@@ -38,7 +38,9 @@ def build_model(name: str, num_features: int, num_classes: int) -> nn.Module:
 def run_sharded(comm: sp.Communicator, config: Config) -> Config:
     """One rank of a shardpass run; figures of all ranks."""
     torch.set_num_threads(1)
-    graph = sp.load(config["store"], comm, sp.Options(mode=config["mode"], backward=config.get("backward", "auto")))
+    names = ("mode", "backward", "share_memory")
+    options = sp.Options(**{name: config[name] for name in names if name in config})
+    graph = sp.load(config["store"], comm, options)
     x, y, mask = graph.x.clone(), graph.y.long().clone(), graph.train_mask.clone()
     with sp.seed(0, comm):
         model = build_model(config["model"], graph.num_features, graph.num_classes)
@@ -46,7 +48,7 @@ def run_sharded(comm: sp.Communicator, config: Config) -> Config:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     with suppress(ImportError):  # code is loaded before the baseline, as torch's own is
         import_module("shardpass.core.kernels.numba_loops")
-    meter, losses, sent = Meter(), [], []
+    meter, losses, sent = Meter(comm), [], []
     comm.barrier()
     meter.start()
     for _ in range(config["epochs"]):

@@ -23,6 +23,7 @@ from shardpass.backends.deadlock import Position
 from shardpass.backends.handle import DoneHandle, ExchangeHandle, Pending
 from shardpass.backends.identity import DTYPES, HEADER_BYTES, OPS, Header, MessageKey, divergence, header_of
 from shardpass.backends.raw import DEFAULT_TIMEOUT, RawCommunicator
+from shardpass.backends.shared_memory import share
 from shardpass.errors import DivergenceError
 
 __all__ = ["DEFAULT_TIMEOUT", "BaseCommunicator"]
@@ -193,6 +194,12 @@ class BaseCommunicator(RawCommunicator):
         raw = torch.frombuffer(bytearray(json.dumps(obj).encode()), dtype=torch.uint8).to(self.device)
         gathered = self._all_gather("all_gather_object", raw, label)
         return [json.loads(bytes(text.cpu().numpy().tobytes())) for text in gathered]
+
+    def share(self, num_bytes: int, label: str = "") -> dict[int, Tensor] | None:
+        """See `Communicator.share`."""
+        if num_bytes < 0:
+            raise ValueError(f"share {label!r}: the number of bytes is {num_bytes}, but it must be at least 0")
+        return share(self, num_bytes, label)
 
     def barrier(self, label: str = "") -> None:
         """See `Communicator.barrier`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
@@ -45,6 +45,17 @@ class CallOrder:
     activations: Any = None
 
 
+@dataclass
+class WindowPool:
+    """The shared memory that the engine keeps between calls, see `core/windows.py`; the same on every rank.
+
+    ``refused`` is set once shared memory could not be had on some rank: from then on rows travel as messages.
+    """
+
+    windows: list[Any] = field(default_factory=list)
+    refused: bool = False
+
+
 class Handle(Protocol):
     """A transfer under way."""
 
@@ -73,6 +84,7 @@ class Communicator(Protocol):
     device: torch.device
     local_ranks: tuple[int, ...]  # ranks on this host, this one included
     order: CallOrder
+    windows: WindowPool | None  # None, on every rank, where rows between ranks of one host travel as messages
     bytes_sent: int  # payload bytes this rank has put on the wire in `exchange` (self-exchanges excluded)
 
     def exchange(
@@ -133,8 +145,13 @@ class Communicator(Protocol):
         """
         ...
 
-    def share(self, tensor: Tensor) -> dict[int, Tensor] | None:
-        """Views of the same-host ranks' tensors without a copy, or None where that is impossible."""
+    def share(self, num_bytes: int, label: str = "") -> dict[int, Tensor] | None:
+        """Collective. New memory of the ranks of this host, by rank: uint8, ``[num_bytes of that rank]`` each.
+
+        It is aligned for every dtype and lives as long as a tensor on it, on any rank. Write to your own alone; what
+        you wrote before a message or a collective, the others see after it. None, on every rank, where some rank could
+        not have its own or map another's. `num_bytes` may differ.
+        """
         ...
 
     def random_lock(self) -> AbstractContextManager[Any]:

@@ -24,7 +24,6 @@ HEADER_BYTES = _FORMAT.size
 
 KINDS = (
     "exchange", "all_reduce", "all_gather", "broadcast", "all_to_all", "all_gather_object", "barrier", "duplicate",
-    "share",
 )  # fmt: skip
 OPS = ("", "sum", "max", "min", "prod")
 DTYPES: tuple[torch.dtype | None, ...] = (

@@ -34,10 +34,6 @@ class LocalCommunicator(BaseCommunicator):
     def _raw_duplicate(self, name: str) -> BaseCommunicator:
         return LocalCommunicator(self.device)
 
-    def share(self, tensor: Tensor) -> dict[int, Tensor] | None:
-        """The tensor itself."""
-        return {0: tensor}
-
     def abort(self, reason: str) -> None:
         """Raise, since there is no other rank to end."""
         self.failure.set(PeerFailure, first_failure(0, reason))

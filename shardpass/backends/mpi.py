@@ -107,6 +107,8 @@ class _Notes:
 class MpiCommunicator(BaseCommunicator):
     """One rank of an MPI job. Made by `from_mpi`; collective."""
 
+    shares_memory = True
+
     def __init__(self, mpi: Any, parent: Any, notes: _Notes, device: torch.device, path: str) -> None:
         super().__init__(parent.Get_rank(), parent.Get_size(), device, Failure())
         self._mpi = mpi

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from shardpass.backends.communicator import CallOrder
+from shardpass.backends.communicator import CallOrder, WindowPool
 from shardpass.backends.deadlock import Position, Tally, describe_circle, find_circle
 from shardpass.backends.failure import Failure, TransportLostError, TransportTimeoutError
 from shardpass.backends.handle import Pending
@@ -32,6 +32,7 @@ class RawCommunicator:
     name: str = "world"
     serves_threads = True  # whether a duplicate may be used by another thread at the same time
     moves_device_memory = False  # whether raw primitives take tensors on `device`; staged over the CPU otherwise
+    shares_memory = False  # whether the engine is to use `share` for rows between ranks of one host
 
     def __init__(self, rank: int, size: int, device: torch.device, failure: Failure) -> None:
         self.rank = rank
@@ -39,6 +40,7 @@ class RawCommunicator:
         self.device = device
         self.local_ranks: tuple[int, ...] = (rank,)
         self.order = CallOrder()
+        self.windows = WindowPool() if self.shares_memory and device.type == "cpu" else None
         self.bytes_sent = 0
         self.timeout = DEFAULT_TIMEOUT
         self.max_message_bytes = 1 << 30
@@ -149,10 +151,6 @@ class RawCommunicator:
         return None
 
     # ---- life -----------------------------------------------------------------------------------------------------
-
-    def share(self, tensor: Tensor) -> dict[int, Tensor] | None:
-        """See `Communicator.share`."""
-        return None
 
     def let_first_rank_go(self) -> None:
         """See `Communicator.let_first_rank_go`."""

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from shardpass.backends.communicator import CallOrder, Communicator, Handle, ReduceOp
+from shardpass.backends.communicator import CallOrder, Communicator, Handle, ReduceOp, WindowPool
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,7 @@ class RecordingCommunicator:
     device: torch.device = property(lambda self: self.inner.device)  # type: ignore[assignment]
     local_ranks: tuple[int, ...] = property(lambda self: self.inner.local_ranks)  # type: ignore[assignment]
     bytes_sent: int = property(lambda self: self.inner.bytes_sent)  # type: ignore[assignment]
+    windows: WindowPool | None = property(lambda self: self.inner.windows)  # type: ignore[assignment]
     order: CallOrder = property(lambda self: self.inner.order)  # type: ignore[assignment]
 
     def _note(self, kind: str, label: str, tensors: Sequence[Tensor] = (), peer: int = -1, tag: int = -1) -> None:
@@ -112,9 +113,10 @@ class RecordingCommunicator:
         """See `Communicator.give_up`."""
         self.inner.give_up(reason)
 
-    def share(self, tensor: Tensor) -> dict[int, Tensor] | None:
+    def share(self, num_bytes: int, label: str = "") -> dict[int, Tensor] | None:
         """See `Communicator.share`."""
-        return self.inner.share(tensor)
+        self._note("share", label)
+        return self.inner.share(num_bytes, label)
 
     def random_lock(self) -> AbstractContextManager[Any]:
         """See `Communicator.random_lock`."""

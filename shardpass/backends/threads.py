@@ -228,12 +228,6 @@ class ThreadCommunicator(BaseCommunicator):
         channel = self._meet(None, lambda _: [_Channel(self._world)] * self.size, self.timeout)
         return ThreadCommunicator(channel, self.rank)
 
-    def share(self, tensor: Tensor) -> dict[int, Tensor] | None:
-        """Collective. The tensors of all ranks themselves; `barrier` before one is overwritten."""
-        with self._agreed("share", None) as (_headers, limit):
-            views = self._meet(tensor, lambda tensors: [tensors] * self.size, limit())
-        return dict(enumerate(views))
-
     def random_lock(self) -> AbstractContextManager[Any]:
         """The lock of the world: torch's generator is one for the whole process."""
         return self._world.random

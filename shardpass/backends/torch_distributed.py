@@ -125,6 +125,8 @@ def _own_store() -> Any:
 class TorchCommunicator(BaseCommunicator):
     """One rank of a process group. Made by `from_group`; collective over the group."""
 
+    shares_memory = True
+
     def __init__(self, job: _Job, group: Any, rank: int, device: torch.device, path: str) -> None:
         super().__init__(rank, len(job.members), device, Failure(job.failure))
         self._job = job

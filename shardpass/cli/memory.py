@@ -2,7 +2,8 @@
 
 [Note: what is measured]
 The peak is the resident set of the process (Linux: VmHWM, reset at the start by writing 5 to /proc/self/clear_refs), so
-it counts everything: tensors, gradients, optimizer state, transport buffers, allocator slack. With the environment
+it counts everything: tensors, gradients, optimizer state, transport buffers, allocator slack. Memory that ranks share
+is resident in each process that has read it, but counts at its owner alone (`windows_of_others`). With the environment
 variable MALLOC_MMAP_THRESHOLD_ set (see `exact_allocator`) glibc maps every larger block by itself and gives it back
 when it is freed, so that the peak is that of live bytes, not of what the allocator kept for later.
 """
@@ -13,7 +14,10 @@ import os
 import sys
 from pathlib import Path
 
+from shardpass.backends.communicator import Communicator
+
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_MAPS, _WINDOW = Path("/proc/self/smaps"), "memfd:shardpass"
 
 
 def exact_allocator() -> dict[str, str]:
@@ -38,9 +42,25 @@ class PeakMeter:
             self.method += " (VmHWM, which could not be reset: a peak while loading counts)"
         self.baseline = _resident("VmRSS")
 
-    def peak(self) -> int:
-        """Bytes at the highest point so far, above the baseline; at least 0."""
-        return max(0, _resident("VmHWM") - self.baseline)
+    def peak(self, comm: Communicator) -> int:
+        """Bytes at the highest point so far, above the baseline; at least 0. `comm`: of this process."""
+        return max(0, _resident("VmHWM") - self.baseline - windows_of_others(comm))
+
+
+def windows_of_others(comm: Communicator) -> int:
+    """Bytes by which shared memory makes this process's resident set differ from what this rank has reserved.
+
+    That is: what is resident of the windows of all ranks (see `core/windows.py`), less the size of the rank's own.
+    """
+    if comm.windows is None:
+        return 0
+    resident, inside = 0, False
+    for line in _MAPS.read_text().splitlines():
+        if line[0].isdigit() or line[0] in "abcdef":
+            inside = _WINDOW in line
+        elif inside and line.startswith("Rss:"):
+            resident += int(line.split()[1]) * 1024
+    return resident - sum(window.sizes[comm.rank] for window in comm.windows.windows)
 
 
 def _resident(field: str) -> int:

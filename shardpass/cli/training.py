@@ -129,7 +129,12 @@ def train_rank(comm: Communicator, config: TrainConfig) -> Record:
 def summarise(run: Run, last: Record, meter: PeakMeter, seconds: float) -> Record:
     """The closing record: results, and per rank the peak memory and the bytes sent. Collective."""
     comm = run.comm
-    mine = {"peak": meter.peak(), "sent": comm.bytes_sent, "nodes": run.graph.num_nodes, "edges": run.graph.num_edges}
+    mine = {
+        "peak": meter.peak(comm),
+        "sent": comm.bytes_sent,
+        "nodes": run.graph.num_nodes,
+        "edges": run.graph.num_edges,
+    }
     ranks = comm.all_gather_object(mine, "summary")
     first, count = run.first_epoch, max(0, last["epoch"] - run.first_epoch + 1)
     return {

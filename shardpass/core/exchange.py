@@ -1,4 +1,10 @@
-"""Carries a schedule out: buffers, prefetch, gradient return. Buffers, no mathematics."""
+"""Carries a schedule out: buffers, prefetch, gradient return. Buffers, no mathematics.
+
+[Note: rows through shared memory] Between ranks of one host a round's message is a token of one byte: the rows lie in
+the sender's window (see `windows`). Forward, a rank publishes all rows that others need before its first round, and
+each reader gathers its own out of the owner's window. Backward, gradients are filled in where the owner reads them.
+Whoever has read for the last time says so with a second token, so that the window can be written again.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +20,7 @@ from shardpass.backends.communicator import Handle
 from shardpass.core.halo import HaloPlan
 from shardpass.core.schedule import Transfer
 from shardpass.core.shard import Block
+from shardpass.core.windows import take_window
 from shardpass.errors import InternalError
 
 _ROUND_BITS, _STREAM_BITS, _CALL_BITS = 14, 5, 12
@@ -118,18 +125,15 @@ def fetch_blocks(
         rows: the block's rows of each tensor, ``[block.num_rows, ...]``.
     """
     ahead = len(plan.schedule.rounds) if plan.options.mode == "halo" else plan.options.prefetch
-    packing = Packing(tensors, plan.options.wire_dtype)
-    device = plan.comm.device
     under_way = max(1, ahead)
-    receive = _Slots(ahead + 1, device, fresh=keep or plan.options.mode == "halo")
-    outgoing = _Slots(under_way, device, fresh=plan.options.mode == "halo")
-    waiting: deque[tuple[int, Tensor, Handle]] = deque()
+    waiting: deque[Handle] = deque()
     moves = plan.schedule.transfers(plan.comm.rank) if tensors else []
+    fetch = _Fetch(plan, tensors, stream, ahead, keep)
 
     def post(first: int, stop: int) -> None:
         for move in moves[first + len(waiting) : stop]:
             with record_function(f"send in round {move.round} ({stream.label})"):
-                waiting.append(_post(plan, tensors, packing, move, receive, outgoing, stream))
+                waiting.append(fetch.start(move))
 
     post(0, under_way)  # the first transfers hide behind the own block
     with record_function(f"compute own block ({stream.label})"):
@@ -138,42 +142,133 @@ def fetch_blocks(
         rows: list[Tensor] = []
         if moves:
             post(index, index + 1)
-            count, buffer, handle = waiting.popleft()
             with record_function(f"wait for block {index + 1} ({stream.label})"):
-                handle.wait()  # its message has gone too, so the next may use its buffer
-            rows = packing.to_computed(packing.views(buffer, count))
+                waiting.popleft().wait()  # its message has gone too, so the next may use its buffer
+            rows = fetch.rows(moves[index])
             post(index + 1, index + 1 + ahead)
         with record_function(f"compute block {index + 1} ({stream.label})"):
             yield index + 1, plan.blocks[index + 1], rows
+    fetch.tokens.finish()
 
 
-def _post(
-    plan: HaloPlan,
-    tensors: Sequence[Tensor],
-    packing: Packing,
-    move: Transfer,
-    receive: _Slots,
-    outgoing: _Slots,
-    stream: Stream,
-) -> tuple[int, Tensor, Handle]:
-    num_recv, num_send = move.recv_stop - move.recv_start, move.send_stop - move.send_start
-    buffer = receive.get(move.round, packing.num_bytes(num_recv))
-    sending = outgoing.get(move.round, packing.num_bytes(num_send))
-    wanted = plan.send_rows[move.to][move.send_start : move.send_stop]
-    for tensor, view in zip(tensors, packing.views(sending, num_send)):
-        if view.dtype == tensor.dtype:
-            torch.index_select(tensor, 0, wanted, out=view)
+class _Tokens:
+    """The messages of a walk for rows in shared memory: that they are there, and that they have been read."""
+
+    def __init__(self, plan: HaloPlan, stream: Stream, sizes: Sequence[int]) -> None:
+        """`sizes`: the bytes of shared memory that each rank needs for this walk."""
+        self._plan, self._stream = plan, stream
+        self._last = len(plan.schedule.rounds)
+        self.window = take_window(plan.comm, sizes, stream.call, stream.label)
+
+    def shared_with(self, rank: int) -> bool:
+        """Whether rows between this rank and `rank` go through shared memory."""
+        return self.window is not None and rank in self.window.memory
+
+    def token(self) -> Tensor:
+        """The message in place of rows."""
+        return torch.zeros(1, dtype=torch.uint8)
+
+    def expect_reader(self, reader: int) -> None:
+        """Before `reader` is told of rows: it will say that it has read them."""
+        self._done(self._plan.comm.rank, reader)
+
+    def tell_owner(self, owner: int) -> None:
+        """The rows of `owner` have been read."""
+        self._done(owner, self._plan.comm.rank)
+
+    def _done(self, owner: int, reader: int) -> None:
+        plan, stream, tells = self._plan, self._stream, reader == self._plan.comm.rank
+        # one at a time between a pair, and numbers beyond those of the rounds: the same two ranks may swap roles
+        tag = stream.tag(self._last + (reader - owner) % plan.comm.size)
+        label = f"{stream.label}, rank {reader} has read"
+        handle = plan.comm.exchange(
+            self.token() if tells else None, owner, None if tells else self.token(), reader, tag, label
+        )
+        assert self.window is not None
+        self.window.readers.append(handle)
+
+    def finish(self) -> None:
+        """The walk has ended on this rank."""
+        if self.window is not None:
+            self.window.give_back()
+            self.window = None
+
+
+class _Fetch:
+    """One walk of `fetch_blocks`: where rows are put and found."""
+
+    def __init__(self, plan: HaloPlan, tensors: Sequence[Tensor], stream: Stream, ahead: int, keep: bool) -> None:
+        self._plan, self._tensors, self._stream = plan, tensors, stream
+        self._packing = packing = Packing(tensors, plan.options.wire_dtype)
+        fresh, device = plan.options.mode == "halo", plan.comm.device
+        self._received = _Slots(ahead + 1, device, fresh=keep or fresh)
+        self._gathered = _Slots(1, device, fresh=keep or fresh)
+        self._outgoing = _Slots(max(1, ahead), device, fresh=fresh)
+        self._arrived: dict[int, Tensor] = {}
+        sizes = [packing.num_bytes(count) for count in plan.shared.published] if plan.shared is not None else []
+        self.tokens = _Tokens(plan, stream, sizes)
+        self._publish()
+
+    def _publish(self) -> None:
+        plan, window = self._plan, self.tokens.window
+        if window is None or plan.shared is None:
+            return
+        rows, rank = plan.shared.rows, plan.comm.rank
+        views = self._packing.views(window.memory[rank], rows.numel())
+        for tensor, view in zip(self._tensors, views):
+            if rows.numel() == tensor.size(0):
+                view.copy_(tensor)
+            else:
+                _select(tensor, rows, view)
+        for reader in window.memory:
+            if reader != rank and plan.send_rows[reader].numel():
+                self.tokens.expect_reader(reader)
+
+    def start(self, move: Transfer) -> Handle:
+        """Start one round."""
+        plan, packing, tokens = self._plan, self._packing, self.tokens
+        num_recv, num_send = move.recv_stop - move.recv_start, move.send_stop - move.send_start
+        if tokens.shared_with(move.source):
+            buffer = tokens.token()
         else:
-            view.copy_(tensor.index_select(0, wanted))
-    handle = plan.comm.exchange(
-        sending if num_send else None,
-        move.to,
-        buffer if num_recv else None,
-        move.source,
-        stream.tag(move.round),
-        f"{stream.label}, round {move.round}",
-    )
-    return num_recv, buffer, handle
+            buffer = self._arrived[move.round] = self._received.get(move.round, packing.num_bytes(num_recv))
+        if tokens.shared_with(move.to):
+            sending = tokens.token()
+        else:
+            sending = self._outgoing.get(move.round, packing.num_bytes(num_send))
+            wanted = plan.send_rows[move.to][move.send_start : move.send_stop]
+            for tensor, view in zip(self._tensors, packing.views(sending, num_send)):
+                _select(tensor, wanted, view)
+        return plan.comm.exchange(
+            sending if num_send else None,
+            move.to,
+            buffer if num_recv else None,
+            move.source,
+            self._stream.tag(move.round),
+            f"{self._stream.label}, round {move.round}",
+        )
+
+    def rows(self, move: Transfer) -> list[Tensor]:
+        """The rows of a round that has arrived, in the dtypes in which they are computed."""
+        packing, count = self._packing, move.recv_stop - move.recv_start
+        if not self.tokens.shared_with(move.source):
+            return packing.to_computed(packing.views(self._arrived.pop(move.round), count))
+        shared, window, source = self._plan.shared, self.tokens.window, move.source
+        assert shared is not None and window is not None
+        views = packing.views(self._gathered.get(0, packing.num_bytes(count)), count)
+        places = shared.places[source][move.recv_start : move.recv_stop]
+        for published, view in zip(packing.views(window.memory[source], shared.published[source]), views):
+            torch.index_select(published, 0, places, out=view)
+        if count and move.recv_stop == self._plan.schedule.counts[self._plan.comm.rank][source]:
+            self.tokens.tell_owner(source)
+        return packing.to_computed(views)
+
+
+def _select(tensor: Tensor, rows: Tensor, out: Tensor) -> None:
+    if out.dtype == tensor.dtype:
+        torch.index_select(tensor, 0, rows, out=out)
+    else:
+        out.copy_(tensor.index_select(0, rows))
 
 
 class GradientReturn:
@@ -188,28 +283,50 @@ class GradientReturn:
         self._plan, self._into, self._stream = plan, list(into), stream
         self._packing, self._filled = Packing(into, plan.options.wire_dtype), Packing(into)
         self._outgoing, self._incoming = _Slots(2, plan.comm.device), _Slots(1, plan.comm.device)
-        self._filling = _Slots(1, plan.comm.device) if self._packing.converts else self._outgoing
+        self._filling = _Slots(1, plan.comm.device)
+        sizes = [self._packing.num_bytes(count) for count in plan.shared.returned] if plan.shared is not None else []
+        self._tokens = _Tokens(plan, stream, sizes)
         self._pending: tuple[Transfer, Tensor, Handle] | None = None
 
     def buffers(self, position: int, zeroed: bool = True) -> list[Tensor]:
         """Gradients ``[block.num_rows, ...]`` to fill for the block at `position`; `send` takes them away."""
         block = self._plan.blocks[position]
-        filling = self._filling.get(position, self._filled.num_bytes(block.num_rows))
+        if self._packing.converts:
+            filling = self._filling.get(position, self._filled.num_bytes(block.num_rows))
+        else:
+            filling = self._leaving(position)
         return self._filled.views(filling.zero_() if zeroed else filling, block.num_rows)
+
+    def _leaving(self, position: int) -> Tensor:
+        """Where the gradients of the block at `position` are when they leave: in the own window, or in a message."""
+        block, window = self._plan.blocks[position], self._tokens.window
+        num_bytes = self._packing.num_bytes(block.num_rows)
+        if window is None or not self._tokens.shared_with(block.owner):
+            return self._outgoing.get(position, num_bytes)
+        self._settle()
+        return window.memory[self._plan.comm.rank][:num_bytes]
 
     def send(self, position: int) -> None:
         """Start the return of what `buffers` of this position holds; finish the return before it."""
         if not self._into:
             return
-        self.finish()
+        self._settle()
+        tokens = self._tokens
         move = self._plan.schedule.transfer(self._plan.comm.rank, position - 1)
         num_send, num_recv = move.recv_stop - move.recv_start, move.send_stop - move.send_start
-        sending = self._outgoing.get(position, self._packing.num_bytes(num_send))
+        sending = self._leaving(position)
         if self._packing.converts:
             filled = self._filled.views(self._filling.get(position, self._filled.num_bytes(num_send)), num_send)
             for view, rows in zip(self._packing.views(sending, num_send), filled):
                 view.copy_(rows)
-        buffer = self._incoming.get(0, self._packing.num_bytes(num_recv))
+        if tokens.shared_with(move.source):
+            sending = tokens.token()
+            if num_send:
+                tokens.expect_reader(move.source)
+        if tokens.shared_with(move.to):
+            buffer = tokens.token()
+        else:
+            buffer = self._incoming.get(0, self._packing.num_bytes(num_recv))
         handle = self._plan.comm.exchange(
             sending if num_send else None,
             move.source,
@@ -220,7 +337,13 @@ class GradientReturn:
         )
         self._pending = (move, buffer, handle)
 
-    def finish(self) -> None:
+    def _settle(self) -> None:
+        """Return when the window may be written again. First the own reading, for which others wait alike."""
+        self._complete()
+        if self._tokens.window is not None:
+            self._tokens.window.wait_for_readers()
+
+    def _complete(self) -> None:
         """Wait for the return under way and add what came."""
         if self._pending is None:
             return
@@ -229,6 +352,17 @@ class GradientReturn:
         with record_function(f"wait for gradients of round {move.round} ({self._stream.label})"):
             handle.wait()
         count = move.send_stop - move.send_start
+        if not count:
+            return
+        window, shared = self._tokens.window, self._tokens.shared_with(move.to)
+        arrived = window.memory[move.to] if window is not None and shared else buffer
         rows = self._plan.send_rows[move.to][move.send_start : move.send_stop]
-        for gradient, part in zip(self._into, self._packing.to_computed(self._packing.views(buffer, count))):
+        for gradient, part in zip(self._into, self._packing.to_computed(self._packing.views(arrived, count))):
             gradient.index_add_(0, rows, part)
+        if shared:
+            self._tokens.tell_owner(move.to)
+
+    def finish(self) -> None:
+        """Wait for the last return and add what came."""
+        self._complete()
+        self._tokens.finish()

@@ -17,6 +17,7 @@ from shardpass.core.options import Options
 from shardpass.core.ownership import NodeType, Ownership
 from shardpass.core.schedule import Schedule
 from shardpass.core.shard import Block
+from shardpass.core.windows import SharedRows, find_shared_rows
 from shardpass.errors import InternalError
 
 
@@ -39,6 +40,7 @@ class HaloPlan:
         reversed: the same lists against their direction, where some layer wanted that.
         ends: the types of sources and destinations, where they are known.
         constants: sums of tensors that do not change.
+        shared: the rows that go through shared memory; None where all go as messages.
         unions: the unions with other relations that begin with this one, see `core/union.py`.
     """
 
@@ -54,6 +56,7 @@ class HaloPlan:
     reversed: KnownLists[Any] = field(default_factory=KnownLists, compare=False, repr=False)
     constants: ConstantSums = field(default_factory=ConstantSums, compare=False, repr=False)
     ends: tuple[NodeType, NodeType] | None = None
+    shared: SharedRows | None = None
     unions: list[Any] = field(default_factory=list, compare=False, repr=False)
 
     @classmethod
@@ -66,14 +69,17 @@ class HaloPlan:
         num_dst: int,
         send_rows: Sequence[Tensor],
     ) -> HaloPlan:
-        """The plan that carries out `schedule`; its counts say how many halo rows each owner has."""
+        """The plan that carries out `schedule`; its counts say how many halo rows each owner has. Collective."""
         needed = schedule.counts[comm.rank]
         halo_start = tuple(accumulate(needed, initial=num_own_src))
         blocks = [Block(comm.rank, 0, num_own_src)]
         for move in schedule.transfers(comm.rank):
             first = halo_start[move.source]
             blocks.append(Block(move.source, first + move.recv_start, first + move.recv_stop))
-        return cls(comm, options, num_own_src, num_dst, halo_start, tuple(send_rows), schedule, tuple(blocks))
+        shared = find_shared_rows(comm, send_rows, schedule) if options.share_memory else None
+        return cls(
+            comm, options, num_own_src, num_dst, halo_start, tuple(send_rows), schedule, tuple(blocks), shared=shared
+        )
 
     @property
     def num_halo(self) -> int:

@@ -33,6 +33,8 @@ class Options:
             and sent back. ``"pull"``: owners fetch what destinations know and compute theirs, for sums of plain copies
             and for attention with scores in closed form and without dropout; all else is pushed. ``"auto"``: of these
             two what moves fewer bytes, call by call. All three give the same numbers.
+        share_memory: ranks on one host read each other's rows in shared memory, where they are processes and it can be
+            had; otherwise, and with False, rows travel as messages. The numbers are the same to the bit.
         chunk_bytes: bound of one temporary with a row per edge; edges are processed in chunks of that size.
     """
 
@@ -44,6 +46,7 @@ class Options:
     cache_constant_inputs: bool = True
     fuse_attention: bool = True
     backward: Backward = "auto"
+    share_memory: bool = True
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:

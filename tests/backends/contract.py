@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
 import gc
+import os
 import pickle
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -250,9 +252,49 @@ def check_it_stays_in_its_process(comm: Any) -> None:
     assert copy.deepcopy({"comm": comm})["comm"] is comm
     with comm.random_lock():
         pass
-    views = comm.share(torch.full((2,), float(comm.rank)))
-    assert views is None or all((view == rank).all() for rank, view in views.items())
-    comm.barrier("views used")
+
+
+def check_shared_memory(comm: Any) -> None:
+    """What a rank wrote before a message, the others of its host read after it."""
+    if not hasattr(os, "memfd_create"):
+        assert comm.share(8) is None
+        return
+    for first in (0, 1, 4096, 3_000_000):
+        memory = comm.share(first + 8 * comm.rank, "contract")
+        assert memory is not None and sorted(memory) == sorted(comm.local_ranks)
+        for rank, found in memory.items():
+            assert found.shape == (first + 8 * rank,) and found.dtype == torch.uint8
+            assert found.data_ptr() % 64 == 0 and not found.any()
+        for turn in range(1, 3):
+            comm.barrier("read")
+            memory[comm.rank].fill_(10 * turn + comm.rank)
+            comm.barrier("written")
+            assert all((found == 10 * turn + rank).all() for rank, found in memory.items())
+    memory = None  # on this rank; the others use theirs
+    if comm.windows is not None:
+        assert comm.windows.windows == [] and not comm.windows.refused
+        assert comm.duplicate("windows of its own").windows is not comm.windows
+    if comm.size > 1:
+        raises(DivergenceError, "b: shared memory", lambda: comm.share(8, "b" if comm.rank else "a"))
+
+
+def check_shared_memory_that_one_rank_cannot_have(comm: Any) -> None:
+    """Then no rank has it, and all go on."""
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for name, broken in (("posix_fallocate", full), ("stat", full)):
+        whole = getattr(os, name)
+        comm.barrier("before")
+        if comm.rank == comm.size - 1:
+            setattr(os, name, broken)
+        try:
+            assert comm.share(1000, "too much") is None
+        finally:
+            comm.barrier("after")
+            setattr(os, name, whole)
+    assert (comm.share(1000) is None) == (not hasattr(os, "memfd_create"))
 
 
 def check_diverging_collectives(comm: Any) -> None:

@@ -120,17 +120,6 @@ def test_buffers_may_be_reused_after_the_wait():
     run(program, 3)
 
 
-def test_views_of_other_ranks():
-    def program(comm):
-        tensor = torch.full((2,), float(comm.rank))
-        views = comm.share(tensor)
-        assert views[comm.rank].data_ptr() == tensor.data_ptr()
-        comm.barrier()
-        return [float(views[rank][0]) for rank in range(comm.size)]
-
-    assert run(program, 3) == [[0.0, 1.0, 2.0]] * 3
-
-
 def test_the_random_lock_is_one_for_all_ranks():
     inside = []
 

@@ -1,0 +1,76 @@
+"""Memory that the ranks of one host share, whatever carries their messages: a file without a name that all map.
+
+[Note: a file without a name] Each rank makes a memory file (memfd), tells the others its process and descriptor, and
+closes it as soon as they have mapped it. So nothing is left behind by a crash at any moment, and the size of /dev/shm,
+which is small in many containers, does not matter. The space is reserved when the file is made: memory that is not
+there is an error then, not a fault at the first write. A random number at the front proves that a rank has mapped the
+file it was told of: process numbers mean nothing in another container or on another host of the same name.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from shardpass.backends.communicator import Communicator
+
+_PROOF_BYTES = 32
+_FRONT_BYTES = 64  # what comes after it is aligned for every dtype
+
+Offer = tuple[str, str, int]  # path, proof, bytes
+
+
+def share(comm: Communicator, num_bytes: int, label: str) -> dict[int, Tensor] | None:
+    """See `Communicator.share`: over any communicator whose ranks are processes or threads of Linux."""
+    file, offer = _create(num_bytes)
+    try:
+        offers = comm.all_gather_object(offer, f"{label}: shared memory")
+        mapped = _map_all({rank: offers[rank] for rank in comm.local_ranks})
+        verdicts = comm.all_gather_object(mapped is not None, f"{label}: shared memory mapped")
+    finally:
+        if file is not None:
+            os.close(file)
+    return mapped if all(verdicts) else None
+
+
+def _create(num_bytes: int) -> tuple[int | None, Offer | None]:
+    """The descriptor of a new file for `num_bytes`, and what the others need to map it; None where there is none."""
+    try:
+        file = os.memfd_create("shardpass")
+    except (AttributeError, OSError):
+        return None, None
+    proof, total = secrets.token_bytes(_PROOF_BYTES), _FRONT_BYTES + num_bytes
+    try:
+        os.posix_fallocate(file, 0, total)
+        os.pwrite(file, proof, 0)
+    except OSError:
+        os.close(file)
+        return None, None
+    return file, (f"/proc/{os.getpid()}/fd/{file}", proof.hex(), total)
+
+
+def _map_all(offers: dict[int, Offer | None]) -> dict[int, Tensor] | None:
+    mapped = {}
+    for rank, offer in offers.items():
+        memory = _map(*offer) if offer is not None else None
+        if memory is None:
+            return None
+        mapped[rank] = memory
+    return mapped
+
+
+def _map(path: str, proof: str, total: int) -> Tensor | None:
+    try:
+        if os.stat(path).st_size != total:  # before it is opened: it may be anything, of anyone
+            return None
+        memory = torch.from_file(path, shared=True, size=total, dtype=torch.uint8)
+    except (OSError, RuntimeError):
+        return None
+    if bytes(memory[:_PROOF_BYTES].tolist()).hex() != proof:
+        return None
+    return memory[_FRONT_BYTES:]

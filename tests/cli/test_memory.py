@@ -1,0 +1,26 @@
+"""A window counts at its owner, in full, and nowhere else."""
+
+import sys
+
+import pytest
+
+from shardpass.backends.communicator import WindowPool
+from shardpass.backends.local import LocalCommunicator
+from shardpass.cli.memory import windows_of_others
+from shardpass.core.windows import take_window
+
+SIZE, PAGES = 8_000_000, 100_000
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc")
+def test_windows_count_at_their_owner():
+    comm = LocalCommunicator()
+    assert windows_of_others(comm) == 0
+    comm.windows = WindowPool()
+    window = take_window(comm, [SIZE], 1, "test")
+    assert abs(windows_of_others(comm) + SIZE) < PAGES, "reserved, and not yet in the resident set"
+    window.memory[0].fill_(1)
+    assert abs(windows_of_others(comm)) < PAGES
+    other = LocalCommunicator().share(SIZE)
+    other[0].fill_(1)
+    assert abs(windows_of_others(comm) - SIZE) < PAGES

@@ -1,0 +1,218 @@
+"""Rows through shared memory: the numbers of messages to the bit, tokens instead of rows, memory used again."""
+
+from __future__ import annotations
+
+from time import sleep
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+from torch_geometric.nn import GATConv, SAGEConv
+
+import shardpass as sp
+from shardpass.backends.communicator import WindowPool
+from shardpass.backends.recording import RecordingCommunicator
+from shardpass.core.exchange import GradientReturn, Stream, fetch_blocks
+from shardpass.core.halo import build_halo_plan
+from shardpass.core.options import Options
+from shardpass.core.ownership import Ownership
+from shardpass.core.windows import take_window
+from shardpass.errors import CommunicationError
+from shardpass.testing.graphs import assignments, awkward_graph, shard_in_memory
+from shardpass.testing.run import run
+
+SOURCES = Ownership.from_counts([5, 0, 7, 3])
+IDS = [[0, 6, 11, 14, 6], [1, 4, 5, 12, 13, 2, 3], [], [0, 7, 8, 9, 10]]  # what each rank needs
+HOSTS = {"one host": (0, 0, 0, 0), "two hosts": (0, 1, 0, 1), "three hosts": (0, 1, 1, 2)}
+
+OPTIONS = [
+    {},
+    {"block_rows": 1, "prefetch": 0},
+    {"block_rows": 2, "prefetch": 3},
+    {"mode": "halo"},
+    {"mode": "keep", "wire_dtype": torch.bfloat16},
+]
+
+
+def sharing(comm, hosts=(0, 0, 0, 0)):
+    """`comm` as that of a process: it shares memory with the ranks of its host."""
+    comm.windows = WindowPool()
+    comm.local_ranks = tuple(rank for rank in range(comm.size) if hosts[rank] == hosts[comm.rank])
+    return comm
+
+
+def plan_of(comm, **options):
+    ids = torch.tensor(IDS[comm.rank], dtype=torch.int64)
+    return build_halo_plan(comm, SOURCES, ids, 2, Options(**options))[0]
+
+
+def rows_of(comm, call):
+    generator = torch.Generator().manual_seed(100 * call + comm.rank)
+    own = [torch.randn(SOURCES.num_own(comm.rank), *tail, generator=generator) for tail in ((3,), (), (2, call))]
+    return [own[0], own[1].to(torch.float64), own[2]]
+
+
+def walks(comm, plan, calls, slow=None):
+    """What came in and what came back: in every call rows are fetched twice, the second time with gradients back."""
+    found = []
+    for call in calls:
+        own = rows_of(comm, call)
+        fetched = [rows for _, _, rows in fetch_blocks(plan, own, Stream(call, 1, "there"), keep=True)]
+        into = [torch.zeros_like(tensor) for tensor in own]
+        back = GradientReturn(plan, into, Stream(call, 2, "back"))
+        for position, _, rows in fetch_blocks(plan, own, Stream(call, 3, "again")):
+            if comm.rank == slow:
+                sleep(0.002)
+            if position:
+                for buffer, kept, again in zip(back.buffers(position), fetched[position], rows):
+                    assert torch.equal(kept, again)
+                    buffer += again * (comm.rank + 1)
+                back.send(position)
+        back.finish()
+        found += [*into, *(part for rows in fetched for part in rows)]
+    return found
+
+
+@pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_the_numbers_of_messages_to_the_bit(options, hosts):
+    def work(comm):
+        by_message = walks(comm, plan_of(comm, **options), (1, 2, 3))
+        plan = plan_of(sharing(comm, hosts), **options)
+        shared = walks(comm, plan, (4, 1, 2, 3), slow=2)[-len(by_message) :]
+        assert plan.shared is not None and not comm.windows.refused
+        assert len(comm.windows.windows) == 2, "rows and gradients at a time"
+        assert all(torch.equal(a, b) for a, b in zip(by_message, shared, strict=True))
+
+    run(work, 4)
+
+
+def payload(comm, plan):
+    before = comm.bytes_sent
+    list(fetch_blocks(plan, [torch.zeros(SOURCES.num_own(comm.rank), 100)], Stream(1, 0, "test")))
+    return comm.bytes_sent - before
+
+
+def test_tokens_instead_of_rows():
+    def work(inner):
+        comm = RecordingCommunicator(sharing(inner))
+        assert payload(comm, plan_of(comm, share_memory=False)) == sum(400 * len(rows) for rows in IDS_OF[comm.rank])
+        plan = plan_of(comm)
+        del comm.messages[:]
+        payload(comm, plan)
+        sent = [m for m in comm.messages if m.kind == "send"]
+        assert all(m.num_bytes == 1 for m in sent)
+        peers = sum(len(rows) > 0 for rows in plan.send_rows)
+        owners = sum(block.num_rows > 0 for block in plan.blocks[1:])
+        assert len(sent) == peers + owners, "one for each pair and direction"
+
+    run(work, 4)
+
+
+IDS_OF = [[[i for i in set(IDS[p]) if SOURCES.offsets[q] <= i < SOURCES.offsets[q + 1]] for p in range(4) if p != q]
+          for q in range(4)]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{"share_memory": False}, {}], ids=str)
+def test_communicators_that_share_nothing(options):
+    """Threads, and everybody on request: messages, and not one collective more."""
+
+    def work(inner):
+        inner = inner if not options else sharing(inner)
+        comm = RecordingCommunicator(inner)
+        assert plan_of(comm, **options).shared is None
+        assert [m.label for m in comm.messages] == ["halo plan: needed rows", "halo plan"]
+
+    run(work, 4)
+
+
+def test_no_memory_on_one_rank_means_messages_on_all():
+    def work(inner):
+        comm = RecordingCommunicator(sharing(inner))
+        plan = plan_of(comm)
+        inner.share = lambda num_bytes, label: inner.barrier(label)
+        assert payload(comm, plan) == sum(400 * len(rows) for rows in IDS_OF[comm.rank])
+        assert comm.windows.refused and comm.windows.windows == []
+        del comm.messages[:]
+        payload(comm, plan)
+        assert all(m.kind != "share" for m in comm.messages), "asked once"
+
+    run(work, 4)
+
+
+def test_memory_is_used_again_and_grows():
+    def work(comm):
+        sharing(comm)
+        sizes = [[0, 10, 20, 30], [0, 10, 20, 30], [5, 5, 5, 5], [1, 1, 1, 1]]
+        found = []
+        for call, wanted in enumerate(sizes, start=1):
+            window = take_window(comm, wanted, call, "test")
+            found.append(window)
+            assert [len(window.memory[rank]) for rank in range(4)] == list(window.sizes)
+            window.give_back()
+        assert found[0] is found[1] is not found[2] is found[3]
+        assert found[2].sizes == (5, 10, 20, 30) and found[1].memory == {}
+        first, second = (take_window(comm, [1] * 4, 9, "test") for _ in range(2))
+        assert first is found[3] and second is not first and second.sizes == (1, 1, 1, 1)
+        second.give_back()
+        first.give_back()
+        assert take_window(comm, [1] * 4, 9, "test") is second, "the smallest that does"
+        left = take_window(comm, [1] * 4, 9, "test")
+        assert left is first
+        assert take_window(comm, [1] * 4, 10, "test") not in (first, second), "call 9 has left them"
+        assert take_window(comm, [0] * 4, 10, "test") is None
+
+    run(work, 4)
+
+
+LAYERS = {
+    "SAGE": lambda: SAGEConv(5, 4),
+    "SAGE max": lambda: SAGEConv(5, 4, aggr="max"),
+    "GAT": lambda: GATConv(5, 2, heads=2, edge_dim=3),
+}
+
+
+def trained(comm, graphs, name):
+    """Outputs and gradients of a layer on several graphs, run again in backward where the second is concerned."""
+    with sp.seed(0, comm):
+        layer = LAYERS[name]().double()
+    sp.pyg.wrap(layer, comm, check=False)
+    found = []
+    for k, graph in enumerate(graphs):
+        x = graph.x.clone().requires_grad_()
+        extra = {"edge_attr": graph.edge_attr} if name == "GAT" else {}
+        out = checkpoint(layer, x, graph, use_reentrant=False, **extra) if k else layer(x, graph, **extra)
+        (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)).sum().backward()
+        found += [out.detach(), x.grad, *(p.grad.clone() for p in layer.parameters())]
+    return found
+
+
+@pytest.mark.parametrize("mode", ["sar", "keep", "halo"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_on_several_graphs_of_one_communicator(name, mode):
+    graph = awkward_graph()
+    parts = assignments(graph.num_nodes, 4, graph.edge_index)
+
+    def work(comm):
+        sharing(comm)
+        twin = sharing(comm.duplicate("twin"))
+        results = []
+        for on, share in ((comm, False), (comm, True), (twin, True)):
+            options = sp.Options(mode=mode, share_memory=share, block_rows=None if on is comm else 3)
+            results.append(trained(on, [shard_in_memory(graph, part, on, options) for part in parts.values()], name))
+        assert comm.windows.windows and twin.windows.windows and comm.windows is not twin.windows
+        assert all(torch.equal(a, b) for a, b in zip(results[0], results[1], strict=True))
+        for a, b in zip(results[0], results[2], strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+
+    run(work, 4)
+
+
+def test_ranks_in_different_calls_are_told():
+    def work(comm):
+        plan = plan_of(sharing(comm))
+        walks(comm, plan, (1,))
+        list(fetch_blocks(plan, rows_of(comm, 2), Stream(2, comm.rank == 3, f"call of rank {comm.rank == 3}")))
+
+    with pytest.raises(CommunicationError, match="call of rank"):
+        run(work, 4, timeout=10)
