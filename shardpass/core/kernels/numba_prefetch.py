@@ -13,6 +13,7 @@ AHEAD = 16  # edges between the one in work and the one whose row is loaded
 _LINE = 64  # bytes of a cache line
 
 
+@intrinsic
 def _load_line(typing: Any, array: Any, row: Any, offset: Any) -> Any:
     """Load the cache line at an offset in bytes from the beginning of a row; no effect but time, wherever it is."""
 
@@ -30,11 +31,8 @@ def _load_line(typing: Any, array: Any, row: Any, offset: Any) -> Any:
     return types.void(array, row, types.intp), generate
 
 
-_prefetch_at: Any = intrinsic(_load_line)
-
-
 @njit(nogil=True, cache=True, error_model="numpy")
 def prefetch(array: Any, row: int) -> None:
     """Start to load row `row` of a contiguous array, for reading."""
     for offset in range(0, array.strides[0], _LINE):
-        _prefetch_at(array, row, offset)
+        _load_line(array, row, offset)  # type: ignore[call-arg]  # numba gives the first argument
