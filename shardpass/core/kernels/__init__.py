@@ -5,7 +5,16 @@ from __future__ import annotations
 from torch import Tensor
 
 from shardpass.core.kernels import cpu, heads, reference
+from shardpass.core.kernels.extremum import gather_extremum, gather_extremum_transposed
 from shardpass.core.shard import Shard
+
+__all__ = [
+    "edge_dot",
+    "gather_extremum",
+    "gather_extremum_transposed",
+    "gather_sum",
+    "gather_sum_transposed",
+]
 
 
 def gather_sum(out: Tensor, shard: Shard, rows: Tensor, weight: Tensor | None, fresh: bool = False) -> None:

@@ -193,7 +193,7 @@ def cut_rows(run: EdgeRun | RowRun, most: int | None = None) -> list[tuple[int, 
     return list(pairwise([low, *cuts, high]))
 
 
-def by_rows(run: EdgeRun, work: Callable[[int, int], None]) -> None:
+def by_rows(run: EdgeRun | RowRun, work: Callable[[int, int], None]) -> None:
     """Call `work` for ranges of the run's rows with about as many edges each, one for each thread of torch."""
     in_threads(work, cut_rows(run))
 

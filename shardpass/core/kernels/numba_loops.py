@@ -14,6 +14,8 @@ from typing import Any
 
 from numba import njit
 
+from shardpass.core.kernels.numba_prefetch import AHEAD, prefetch
+
 Array = Any
 
 
@@ -122,3 +124,44 @@ def dot_scores(
             for x in range(key.shape[1]):
                 dot += key[h, x] * query[h, x]
             out[e, h] = times * dot
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def extremum(
+    indptr: Array, columns: Array, rows: Array, is_max: bool, low: int, high: int, best: Array, ties: Array
+) -> None:
+    """Take ``rows[columns]`` into the largest (or smallest) value so far and how many there are of it; NaN wins."""
+    for i in range(low, high):
+        for e in range(indptr[i], indptr[i + 1]):
+            j = columns[e]
+            if e + AHEAD < columns.size:
+                prefetch(rows, columns[e + AHEAD])
+            for x in range(rows.shape[1]):
+                value, old, count = rows[j, x], best[i, x], ties[i, x]
+                is_nan = value != value
+                wins = is_nan or (value > old if is_max else value < old)
+                best[i, x] = value if wins else old
+                ties[i, x] = (0 if is_nan else 1) if wins else (count + 1 if value == old else count)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def extremum_adjoint(
+    indptr: Array,
+    columns: Array,
+    rows: Array,
+    value: Array,
+    share: Array,
+    low: int,
+    high: int,
+    out: Array,
+) -> None:
+    """``out[j] += (rows[j] == value[i]) * share[i]`` over edges in order of their source."""
+    one, zero = rows.dtype.type(1), rows.dtype.type(0)
+    for j in range(low, high):
+        for e in range(indptr[j], indptr[j + 1]):
+            i = columns[e]
+            if e + AHEAD < columns.size:
+                prefetch(value, columns[e + AHEAD])
+                prefetch(share, columns[e + AHEAD])
+            for x in range(rows.shape[1]):
+                out[j, x] += (one if rows[j, x] == value[i, x] else zero) * share[i, x]
