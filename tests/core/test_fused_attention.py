@@ -143,7 +143,7 @@ def test_other_dtypes_go_in_steps():
 
 
 def test_exponential_of_the_loops():
-    from shardpass.core.kernels.numba_attention import exp32
+    from shardpass.core.kernels.numba_exp import exp32
 
     for x in [*torch.linspace(-86.9, 88, 1000).tolist(), 0.0]:
         x = torch.tensor(x, dtype=torch.float32)

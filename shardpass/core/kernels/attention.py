@@ -198,13 +198,6 @@ def by_rows(run: EdgeRun | RowRun, work: Callable[[int, int], None]) -> None:
     in_threads(work, cut_rows(run))
 
 
-def by_edges(run: EdgeRun, work: Callable[[int, int], None]) -> None:
-    """Call `work` for ranges of the run's edges, counted from its first, one for each thread of torch."""
-    num_edges = run.bounds.stop - run.bounds.start
-    count = _num_threads(num_edges)
-    in_threads(work, list(pairwise([num_edges * t // count for t in range(count + 1)])))
-
-
 def _num_threads(num_edges: int) -> int:
     return max(1, min(torch.get_num_threads(), num_edges // _SMALL))
 

@@ -27,44 +27,13 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from shardpass.core.kernels.numba_prefetch import AHEAD, prefetch
+from shardpass.core.kernels.numba_exp import exponentials
+from shardpass.core.kernels.numba_prefetch import AHEAD, prefetch, prefetch_four
 
 Array = Any
 BLOCK = 32  # edges of a row at a time; a multiple of the lanes of a vector
 GIVEN, ADDITIVE, DOT, MIXED = 0, 1, 2, 3  # where scores come from
 _SUMS = {"contract", "reassoc", "nsz"}  # not "nnan" nor "ninf": NaN must spread, and -inf is a score
-
-
-@njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract"})
-def exp32(x: float) -> float:
-    """``exp(x)`` in float32 to one unit in the last place; 0 below -87, that of 88 above it. Vectorisable.
-
-    Source: expf of the Cephes library (S. Moshier). `rounded` holds the nearest integer in its last bits.
-    """
-    low, high, magic = np.float32(-87.0), np.float32(88.0), np.float32(12582912.0)
-    clipped = low if x < low else high if x > high else x
-    rounded = clipped * np.float32(1.44269504088896341) + magic
-    n = rounded - magic
-    r = clipped - n * np.float32(0.693359375) - n * np.float32(-2.12194440e-4)
-    p = np.float32(1.9875691500e-4) * r + np.float32(1.3981999507e-3)
-    p = p * r + np.float32(8.3334519073e-3)
-    p = p * r + np.float32(4.1665795894e-2)
-    p = p * r + np.float32(1.6666665459e-1)
-    p = p * r + np.float32(5.0000001201e-1)
-    power = np.int32((np.float32(rounded).view(np.int32) + np.int32(127)) << np.int32(23)).view(np.float32)
-    return np.float32(0) if x < low else (p * r * r + r + np.float32(1)) * power
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def _exponentials(numbers: Array, count: int) -> None:
-    """``exp`` of the first `count` numbers of each head, in place; whole vectors, the rest is not read."""
-    for h in range(numbers.shape[0]):
-        if numbers.itemsize == 4:
-            for k in range((count + 15) // 16 * 16):
-                numbers[h, k] = exp32(numbers[h, k])
-        else:
-            for k in range(count):
-                numbers[h, k] = np.exp(numbers[h, k])
 
 
 @njit(nogil=True, cache=True, error_model="numpy", fastmath=_SUMS)
@@ -130,9 +99,7 @@ def _add_rows(columns: Array, e: int, n: int, rows: Array, weights: Array, i: in
     """``out[i, h] += weights[h, k] * rows[columns[e + k], h]`` over a block."""
     k = 0
     while k + 4 <= n:  # four rows at a time: fewer reads and writes of the sum
-        if e + k + AHEAD + 4 <= columns.size:
-            for step in range(AHEAD, AHEAD + 4):
-                prefetch(rows, columns[e + k + step])
+        prefetch_four(columns, e + k + AHEAD, rows)
         a, b, c, d = columns[e + k], columns[e + k + 1], columns[e + k + 2], columns[e + k + 3]
         for h in range(out.shape[1]):
             u, v, w, z = weights[h, k], weights[h, k + 1], weights[h, k + 2], weights[h, k + 3]
@@ -186,7 +153,7 @@ def attend(
             else:
                 _scores(kind, columns, e, n, other, own, i, mix, factor, numbers)
             _rescale(numbers, n, i, top, total, out)
-            _exponentials(numbers, n)
+            exponentials(numbers, n)
             for h in range(heads):
                 part = out.dtype.type(0)
                 for k in range(n):
@@ -219,9 +186,7 @@ def _outer_rows(
     """``out[j, h] += weights[h, k] * rows[i, h]`` and ``dots[h, k] = <rows[i, h], own[j, h]>`` over a block."""
     k, zero = 0, out.dtype.type(0)
     while k + 4 <= n:  # four rows at a time: fewer reads and writes of the sum
-        if e + k + AHEAD + 4 <= columns.size:
-            for step in range(AHEAD, AHEAD + 4):
-                prefetch(rows, columns[e + k + step])
+        prefetch_four(columns, e + k + AHEAD, rows)
         a, b, c, d = columns[e + k], columns[e + k + 1], columns[e + k + 2], columns[e + k + 3]
         for h in range(out.shape[1]):
             u, v, w, z = weights[h, k], weights[h, k + 1], weights[h, k + 2], weights[h, k + 3]
@@ -390,7 +355,7 @@ def attend_adjoint(
             else:
                 _scores(kind, columns, e, n, other, own, j, mix, factor, weights)
                 _subtract(columns, e, n, log_sum, weights)
-            _exponentials(weights, n)
+            exponentials(weights, n)
             for k in range(n if drops else 0):
                 for h in range(heads):
                     used[h, k] = weights[h, k] * kept[e + k, h]

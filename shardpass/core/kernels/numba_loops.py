@@ -6,6 +6,9 @@ threads: whoever calls them cuts the rows. Exponentials are left to torch, which
 [Note: the layout of edge values]
 `indptr` counts all edges of a shard; everything else with a row per edge holds those of a chunk only: edge e of the
 shard stands in row ``e - start``.
+
+[Note: no views of rows]
+``a = rows[j]`` counts references, atomically, in every turn of the loop; ``rows[j, h, x]`` does not.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from typing import Any
 
 from numba import njit
 
-from shardpass.core.kernels.numba_prefetch import AHEAD, prefetch
+from shardpass.core.kernels.numba_prefetch import AHEAD, prefetch, prefetch_four
 
 Array = Any
 
@@ -34,21 +37,20 @@ def add_scaled(
     """``out[i, h] += weights[h] * rows[j, h]`` over a chunk."""
     heads, width = out.shape[1], out.shape[2]
     for i in range(low, high):
-        into, k, last = out[i], max(indptr[i], start) - start, min(indptr[i + 1], stop) - start
+        k, last = max(indptr[i], start) - start, min(indptr[i + 1], stop) - start
         while k + 4 <= last:  # four rows at a time: fewer reads and writes of the sum
-            a, b = rows[src_rows[k]], rows[src_rows[k + 1]]
-            c, d = rows[src_rows[k + 2]], rows[src_rows[k + 3]]
+            prefetch_four(src_rows, k + AHEAD, rows)
+            a, b, c, d = src_rows[k], src_rows[k + 1], src_rows[k + 2], src_rows[k + 3]
             for h in range(heads):
-                wa, wb, wc, wd = weights[k, h], weights[k + 1, h], weights[k + 2, h], weights[k + 3, h]
+                u, v, w, z = weights[k, h], weights[k + 1, h], weights[k + 2, h], weights[k + 3, h]
                 for x in range(width):
-                    into[h, x] += (wa * a[h, x] + wb * b[h, x]) + (wc * c[h, x] + wd * d[h, x])
+                    out[i, h, x] += (u * rows[a, h, x] + v * rows[b, h, x]) + (w * rows[c, h, x] + z * rows[d, h, x])
             k += 4
         while k < last:
-            a = rows[src_rows[k]]
+            a = src_rows[k]
             for h in range(heads):
-                weight = weights[k, h]
                 for x in range(width):
-                    into[h, x] += weight * a[h, x]
+                    out[i, h, x] += weights[k, h] * rows[a, h, x]
             k += 1
 
 
@@ -76,34 +78,31 @@ def weighted_adjoint(
     heads, width = values.shape[1], values.shape[2]
     drops, zero = kept.shape[0] > 0, values.dtype.type(0)
     for j in range(low, high):
-        row, into = values[j], grad_values[j]
         first, last = max(indptr[j], start) - start, min(indptr[j + 1], stop) - start
         k = first
         while k + 4 <= last:  # four rows at a time: fewer reads and writes of the sum
-            g0, g1, g2, g3 = grad[dst_rows[k]], grad[dst_rows[k + 1]], grad[dst_rows[k + 2]], grad[dst_rows[k + 3]]
+            prefetch_four(dst_rows, k + AHEAD, grad)
+            a, b, c, d = dst_rows[k], dst_rows[k + 1], dst_rows[k + 2], dst_rows[k + 3]
             for h in range(heads):
-                w0, w1, w2, w3 = used[k, h], used[k + 1, h], used[k + 2, h], used[k + 3, h]
-                d0, d1, d2, d3 = zero, zero, zero, zero
+                u, v, w, z = used[k, h], used[k + 1, h], used[k + 2, h], used[k + 3, h]
+                p, q, r, s = zero, zero, zero, zero
                 for x in range(width):
-                    r, a0, a1, a2, a3 = row[h, x], g0[h, x], g1[h, x], g2[h, x], g3[h, x]
-                    into[h, x] += (w0 * a0 + w1 * a1) + (w2 * a2 + w3 * a3)
-                    d0 += a0 * r
-                    d1 += a1 * r
-                    d2 += a2 * r
-                    d3 += a3 * r
-                relative[k, h] = d0
-                relative[k + 1, h] = d1
-                relative[k + 2, h] = d2
-                relative[k + 3, h] = d3
+                    y, ya, yb, yc, yd = values[j, h, x], grad[a, h, x], grad[b, h, x], grad[c, h, x], grad[d, h, x]
+                    grad_values[j, h, x] += (u * ya + v * yb) + (w * yc + z * yd)
+                    p += ya * y
+                    q += yb * y
+                    r += yc * y
+                    s += yd * y
+                relative[k, h], relative[k + 1, h], relative[k + 2, h], relative[k + 3, h] = p, q, r, s
             k += 4
         while k < last:
-            g = grad[dst_rows[k]]
+            a = dst_rows[k]
             for h in range(heads):
-                w, dot = used[k, h], zero
+                p = zero
                 for x in range(width):
-                    into[h, x] += w * g[h, x]
-                    dot += g[h, x] * row[h, x]
-                relative[k, h] = dot
+                    grad_values[j, h, x] += used[k, h] * grad[a, h, x]
+                    p += grad[a, h, x] * values[j, h, x]
+                relative[k, h] = p
             k += 1
         for k in range(first, last):
             for h in range(heads):
@@ -112,18 +111,19 @@ def weighted_adjoint(
 
 
 @njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract", "reassoc", "nsz"})
-def dot_scores(
-    src_rows: Array, dst_rows: Array, keys: Array, queries: Array, factor: float, first: int, last: int, out: Array
-) -> None:
-    """``out[e, h] = factor * <queries[i, h], keys[j, h]>`` for edges ``[first, last)`` of the chunk."""
-    times, zero = out.dtype.type(factor), out.dtype.type(0)
-    for e in range(first, last):
-        key, query = keys[src_rows[e]], queries[dst_rows[e]]
-        for h in range(key.shape[0]):
-            dot = zero
-            for x in range(key.shape[1]):
-                dot += key[h, x] * query[h, x]
-            out[e, h] = times * dot
+def edge_dots(indptr: Array, src_rows: Array, rows: Array, grad: Array, low: int, high: int, out: Array) -> None:
+    """``out[e, h] = <rows[j, h], grad[i, h]>`` over all edges of rows ``[low, high)`` of destinations."""
+    heads, width, zero = rows.shape[1], rows.shape[2], out.dtype.type(0)
+    for i in range(low, high):
+        for e in range(indptr[i], indptr[i + 1]):
+            j = src_rows[e]
+            if e + AHEAD < src_rows.size:
+                prefetch(rows, src_rows[e + AHEAD])
+            for h in range(heads):
+                dot = zero
+                for x in range(width):
+                    dot += rows[j, h, x] * grad[i, h, x]
+                out[e, h] = dot
 
 
 @njit(nogil=True, cache=True, error_model="numpy")

@@ -36,3 +36,11 @@ def prefetch(array: Any, row: int) -> None:
     """Start to load row `row` of a contiguous array, for reading."""
     for offset in range(0, array.strides[0], _LINE):
         _load_line(array, row, offset)  # type: ignore[call-arg]  # numba gives the first argument
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def prefetch_four(columns: Any, first: int, array: Any) -> None:
+    """Start to load the rows of four edges from `first` on, if there are as many."""
+    if first + 4 <= columns.size:
+        for k in range(first, first + 4):
+            prefetch(array, columns[k])
