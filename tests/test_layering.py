@@ -55,7 +55,7 @@ class Layer:
 COMMUNICATOR = "shardpass.backends.communicator"
 LAYERS: dict[str, Layer] = {
     "core": Layer(("shardpass.errors", "shardpass.core", COMMUNICATOR), lazy=frozenset(["safetensors"])),
-    "core/kernels": Layer(("shardpass.errors", "shardpass.core"), third_party=frozenset(["numba"])),
+    "core/kernels": Layer(("shardpass.errors", "shardpass.core"), third_party=frozenset(["numba", "llvmlite"])),
     "backends": Layer(("shardpass.errors", "shardpass.backends"), lazy=frozenset(["mpi4py"])),
     "data": Layer(
         ("shardpass.errors", "shardpass.core", "shardpass.data", COMMUNICATOR),

@@ -16,11 +16,10 @@ from torch import Tensor
 from shardpass.core.backward import Gradients, Returned
 from shardpass.core.call import Call, Operands
 from shardpass.core.forward import ForwardResult, counts
-from shardpass.core.kernels import attention as kernels
-from shardpass.core.kernels.attention import EdgeRun, SoftmaxState
+from shardpass.core.kernels.attention import RowRun, SoftmaxState
 from shardpass.core.program import Attention
 from shardpass.core.random import dropout_factors
-from shardpass.core.scores import scores_of
+from shardpass.core.scores import Outer, scores_of
 from shardpass.core.shard import Shard, cut
 from shardpass.errors import InternalError
 
@@ -31,11 +30,12 @@ def run_attention(call: Call, operands: Operands, attention: Attention) -> Forwa
     width = _numel(values) // attention.heads
     state = SoftmaxState.fresh(call.edges.num_dst, attention.heads, width, values)
     scores = scores_of(call, operands, attention)
+    most = chunk_edges(call, attention, operands, scores.in_one_loop)
     for position, shard, rows in call.walk(operands, _fetched(call, attention)):
         table = rows[attention.value].reshape(-1, attention.heads, width) if rows else values
-        for run in _by_destination(call, shard, attention, operands):
+        for run in _by_destination(shard, most):
             kept = _kept(call, attention, position, run, values)
-            kernels.accumulate(state, run, scores.forward(shard, run, rows), table, kept)
+            scores.accumulate(state, shard, run, rows, table, kept)
     total = state.total.add_(attention.eps)
     out = state.out.div_(total.unsqueeze(-1).masked_fill(total.unsqueeze(-1) == 0, 1))
     if (state.top == float("-inf")).any():  # nothing but scores of -inf is 0 / 0, as the softmax of them is
@@ -59,7 +59,9 @@ def attention_gradients(
     heads, names = attention.heads, _fetched(call, attention)
     width = _numel(out) // heads
     grad, delta = gradient_and_delta(call, attention, out, gradients)
+    outer = Outer(grad, delta, log_sum)
     scores = scores_of(call, operands, attention)
+    most = chunk_edges(call, attention, operands, scores.in_one_loop)
     returned = Returned(call, gradients, names)
     reached = attention.output in gradients.reached
     for position, shard, rows in call.walk(operands, names):
@@ -67,11 +69,10 @@ def attention_gradients(
             table = rows[attention.value].reshape(-1, heads, width) if rows else grad[:0]
             is_wanted = attention.value in into
             target = into[attention.value].view_as(table) if is_wanted else torch.zeros_like(table)
-            for run in _by_source(call, shard, attention, operands) if reached else ():
+            for run in _by_source(shard, most) if reached else ():
                 kept = _kept(call, attention, position, run, grad)
                 gradients.ran = True
-                weights, pull = scores.weights(shard, run, rows, log_sum)
-                pull(kernels.adjoint(run, weights, table, kept, grad, delta, target), into, gradients)
+                scores.adjoint(shard, run, rows, table, kept, outer, target, into, gradients)
     returned.finish()
 
 
@@ -92,8 +93,14 @@ def _fetched(call: Call, attention: Attention) -> list[str]:
     return call.structure.sources_of(list(attention.members))
 
 
-def chunk_edges(call: Call, attention: Attention, operands: Operands) -> int:
-    """How many edges are processed at a time."""
+def chunk_edges(call: Call, attention: Attention, operands: Operands, in_one_loop: bool) -> int:
+    """How many edges are taken at a time: of what has a row per edge, a chunk holds `Options.chunk_bytes`.
+
+    Args:
+        in_one_loop: nothing has a row per edge, but for the factors of dropout.
+    """
+    if in_one_loop and not attention.dropout:
+        return max(1, call.edges.num_edges)
     widths = [attention.heads]
     if attention.score is None:
         read = call.structure.reductions[attention.maximum].sources
@@ -102,29 +109,22 @@ def chunk_edges(call: Call, attention: Attention, operands: Operands) -> int:
     return max(1, call.plan.options.chunk_bytes // (max(widths) * operands.src[attention.value].itemsize))
 
 
-def _by_destination(call: Call, shard: Shard, attention: Attention, operands: Operands) -> Iterator[EdgeRun]:
-    for chunk in shard.chunks(chunk_edges(call, attention, operands)):
+def _by_destination(shard: Shard, most: int) -> Iterator[RowRun]:
+    for chunk in shard.chunks(most):
         span = slice(chunk.start, chunk.stop)
-        dst_rows = shard.dst_rows(chunk).add_(chunk.low)
-        yield EdgeRun(shard.indptr, chunk, shard.src_rows[span], dst_rows, span)
+        yield RowRun(shard.indptr, chunk, shard.src_rows[span], span)
 
 
-def _by_source(call: Call, shard: Shard, attention: Attention, operands: Operands) -> Iterator[EdgeRun]:
+def _by_source(shard: Shard, most: int) -> Iterator[RowRun]:
     if shard.num_edges == 0:
         return
     indptr, dst_rows, positions = shard.transpose()
-    for chunk in cut(indptr, shard.num_edges, chunk_edges(call, attention, operands)):
+    for chunk in cut(indptr, shard.num_edges, most):
         span = slice(chunk.start, chunk.stop)
-        bounds = indptr[chunk.low : chunk.high + 1].long().clamp(chunk.start, chunk.stop)
-        src_rows = torch.repeat_interleave(
-            torch.arange(chunk.low, chunk.high, device=indptr.device),
-            bounds.diff(),
-            output_size=chunk.stop - chunk.start,
-        )
-        yield EdgeRun(indptr, chunk, src_rows, dst_rows[span], positions[span])
+        yield RowRun(indptr, chunk, dst_rows[span], positions[span])
 
 
-def _kept(call: Call, attention: Attention, position: int, run: EdgeRun, like: Tensor) -> Tensor | None:
+def _kept(call: Call, attention: Attention, position: int, run: RowRun, like: Tensor) -> Tensor | None:
     if not attention.dropout:
         return None
     edges = run.positions

@@ -10,9 +10,9 @@ from torch import Tensor
 from shardpass.core.call import Call, Operands
 from shardpass.core.exchange import GradientReturn
 from shardpass.core.forward import ONLY
-from shardpass.core.kernels import edge_dot, gather_sum_transposed
-from shardpass.core.program import Inputs
-from shardpass.core.reducers import REDUCERS, Base, State
+from shardpass.core.kernels import edge_dot, gather_extremum_transposed, gather_sum_transposed
+from shardpass.core.program import KERNEL_FORMS, Inputs, Reduction
+from shardpass.core.reducers import REDUCERS, Base, Extremum, State
 from shardpass.core.shard import Chunk, Shard
 from shardpass.core.tracing import EdgeTrace, StopPass
 
@@ -143,26 +143,47 @@ def run_backward(
                 gradients.reductions[k] = call.plan.comm.all_reduce(gradients.reductions[k], "sum", call.label)
                 gradients.reached.add(k)
         to_edges = structure.edge_output and structure.edge_depth == depth and structure.edge_differentiable
-        if all(structure.reductions[k].form in ("copy", "scale") for k in members) and not to_edges:
-            _run_kernels(call, operands, members, gradients)
+        if all(structure.reductions[k].form in KERNEL_FORMS for k in members) and not to_edges:
+            shares = {k: _share(structure.reductions[k], k, values, states, gradients) for k in members}
+            _run_kernels(call, operands, members, values, shares, gradients)
         else:
             _Pass(call, operands, values, states, members, depth, to_edges, gradients).run()
 
 
-def _run_kernels(call: Call, operands: Operands, members: list[int], gradients: Gradients) -> None:
-    """Linear messages: the transposed kernel gives source gradients without fetching anything."""
+def _share(
+    reduction: Reduction, k: int, values: dict[int, Tensor], states: dict[int, State], gradients: Gradients
+) -> Tensor | None:
+    reducer = REDUCERS[reduction.op]
+    if not isinstance(reducer, Extremum):
+        return None
+    return reducer.share(states[k], values[k], gradients.reductions[k], reduction.base).to(reduction.dtype)
+
+
+def _run_kernels(
+    call: Call,
+    operands: Operands,
+    members: list[int],
+    values: dict[int, Tensor],
+    shares: dict[int, Tensor | None],
+    gradients: Gradients,
+) -> None:
+    """Copies of source rows: the transposed kernels give source gradients. Those of sums need no rows of sources."""
     reductions = [call.structure.reductions[k] for k in members]
     weighted = [r for r in reductions if r.weight in gradients.edge]
     returned = Returned(call, gradients, sorted({r.source for r in reductions}))
     max_edges, linear = call.chunk_edges(operands), is_linear(call)
     if not weighted and not returned.names:
         return
-    for position, shard, rows in call.walk(operands, sorted({r.source for r in weighted})):
+    compared = [r for k, r in zip(members, reductions) if shares[k] is not None]
+    for position, shard, rows in call.walk(operands, sorted({r.source for r in weighted + compared})):
         with returned.block(position, zeroed=not linear) as into:
             written: set[str] = set()
             for k, reduction in zip(members, reductions):
-                grad = gradients.reductions[k]
-                if reduction.source in into:
+                grad, share = gradients.reductions[k], shares[k]
+                if share is not None and reduction.source in into and k in gradients.reached:
+                    target = into[reduction.source]
+                    gather_extremum_transposed(target, shard, rows[reduction.source], values[k], share)
+                elif share is None and reduction.source in into:
                     scalars = call.weights(operands, shard, reduction.weight)
                     fresh = linear and call.canonical[reduction.source] not in written
                     written.add(call.canonical[reduction.source])

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from shardpass.core.call import Call, Operands
-from shardpass.core.kernels import gather_sum
+from shardpass.core.kernels import gather_extremum, gather_sum
+from shardpass.core.program import KERNEL_FORMS
 from shardpass.core.reducers import REDUCERS, Base, State, accumulator_dtype, rescale
 from shardpass.core.shard import Chunk, Shard
 from shardpass.core.tracing import EdgeTrace, StopPass
@@ -35,11 +36,11 @@ def run_forward(call: Call, operands: Operands) -> ForwardResult:
     for stage in range(structure.num_stages):
         members = [k for k in structure.of_stage(stage) if structure.reductions[k].form != "ones"]
         to_edges = structure.edge_output and stage == structure.num_stages - 1
-        linear = all(structure.reductions[k].form in ("copy", "scale") for k in members) and not to_edges
+        by_kernels = all(structure.reductions[k].form in KERNEL_FORMS for k in members) and not to_edges
         for k in members:
             reduction = structure.reductions[k]
             like = torch.empty(0, dtype=reduction.dtype, device=device)
-            if linear:  # the first block writes it
+            if by_kernels and reduction.op == "sum":  # the first block writes it
                 dtype = accumulator_dtype(reduction.dtype)
                 result.states[k] = [like.new_empty((edges.num_dst, *reduction.tail), dtype=dtype)]
             else:
@@ -48,7 +49,7 @@ def run_forward(call: Call, operands: Operands) -> ForwardResult:
             result.edges = torch.zeros(  # some edges may be left out
                 (edges.num_edges, *(structure.edge_tail or ())), dtype=structure.edge_dtype, device=device
             )
-        if linear:
+        if by_kernels:
             _run_kernels(call, operands, members, result)
         elif members or to_edges:
             _run_body(call, operands, members, stage, to_edges, result)
@@ -92,8 +93,12 @@ def _run_kernels(call: Call, operands: Operands, members: list[int], result: For
     reductions = call.structure.reductions
     for position, shard, rows in call.walk(operands, call.structure.sources_of(members)):
         for k in members:
+            state, source = result.states[k], rows[reductions[k].source]
+            if reductions[k].form == "extremum":
+                gather_extremum(reductions[k].op, state, shard, source)
+                continue
             scalars = call.weights(operands, shard, reductions[k].weight)
-            gather_sum(result.states[k][0], shard, rows[reductions[k].source], scalars, fresh=position == 0)
+            gather_sum(state[0], shard, source, scalars, fresh=position == 0)
 
 
 def _run_body(

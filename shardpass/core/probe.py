@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardpass.core.probe_trace import EVERYTHING, ProbePhase, ProbeTrace
 from shardpass.core.program import Attention, Inputs, MixedScore, Program, Reduction, Structure
-from shardpass.core.recognise import GENERAL, attention_of, leading_maximum, simple_form
+from shardpass.core.recognise import GENERAL, attention_of, extremum_form, leading_maximum, simple_form
 from shardpass.core.reducers import Base
 from shardpass.core.shard import EdgeShards
 from shardpass.errors import RefusedError
@@ -161,6 +161,8 @@ def _reduction(
     expr = None if trace.is_tampered else trace.messages.get(len(earlier))
     tails = {name: tuple(tensor.shape[1:]) for name, tensor in program.src.items()}
     form, source, weight = simple_form(expr, tails) if op == "sum" and not base.value else GENERAL
+    if op in ("max", "min"):
+        form, source, weight = extremum_form(expr, tails)
     if form == "general" and op == "sum" and not base.value and not depends and bool((values == 1).all()):
         form = "ones"
     leader = None

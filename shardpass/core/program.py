@@ -92,7 +92,8 @@ class Program:
         return replace(self, src=src, dst=dst, edge=edge)
 
 
-Form = Literal["general", "ones", "copy", "scale"]
+Form = Literal["general", "ones", "copy", "scale", "extremum"]
+KERNEL_FORMS = ("copy", "scale", "extremum")  # no body runs for these
 
 
 @dataclass(frozen=True)
@@ -110,8 +111,9 @@ class Reduction:
         parents: earlier reductions it depends on directly.
         leader: the max reduction of the same pass that this sum is rescaled by (online softmax), or None.
         differentiable: gradients flow through its messages.
-        form: ``ones`` (in-degree), ``copy`` of a source tensor, ``scale`` of one by an edge scalar, else ``general``.
-        source, weight: the source and edge tensor of a ``copy`` or ``scale``.
+        form: ``ones`` (in-degree), ``copy`` of a source tensor, ``scale`` of one by an edge scalar,
+            ``extremum`` (max or min of a copy), else ``general``.
+        source, weight: the source and edge tensor of a ``copy``, ``scale`` or ``extremum``.
     """
 
     op: str

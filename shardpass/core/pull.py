@@ -22,8 +22,8 @@ from shardpass.core.backward import Gradients, is_linear
 from shardpass.core.call import Call, Operands
 from shardpass.core.exchange import GradientReturn, fetch_blocks
 from shardpass.core.halo import HaloPlan
-from shardpass.core.kernels import gather_sum
-from shardpass.core.kernels.attention import EdgeRun, adjoint, softmax_weights
+from shardpass.core.kernels import fused, gather_sum
+from shardpass.core.kernels.attention import RowRun, adjoint, softmax_weights
 from shardpass.core.kernels.scores import adjoint as score_adjoint
 from shardpass.core.kernels.scores import scores
 from shardpass.core.out_edges import OutEdges, count_out_edges
@@ -175,12 +175,13 @@ class _SourceSide:
         self.score, self.gradients = score, gradients
         of_source, values = operands.src[score.source], operands.src[attention.value]
         width = of_source.shape[1:].numel() // heads
-        self.tail = (heads,) if isinstance(score, AdditiveScore) else (heads, width)
+        self.in_one_loop = fused.handles(values, of_source, operands.dst[score.destination], mix)
+        self.tail = (heads,) if isinstance(score, AdditiveScore) and not self.in_one_loop else (heads, width)
         self.of_source = of_source.reshape(-1, *self.tail).contiguous()
         self.values = values.reshape(-1, heads, values.shape[1:].numel() // heads).contiguous()
         self.mix = None if mix is None else mix.reshape(self.tail).contiguous()
         self.mix_shape = None if mix is None else mix.shape
-        self.chunk_edges = chunk_edges(call, attention, operands)
+        self.chunk_edges = chunk_edges(call, attention, operands, in_one_loop=False)
         self._grad_source = self._target(call.canonical[score.source], self.of_source)
         self._grad_values = self._target(call.canonical[attention.value], self.values)
         self._grad_mix: Tensor | None = None
@@ -199,13 +200,19 @@ class _SourceSide:
         grad, delta, log_sum, of_dst = rows
         if self.mix is not None and self._grad_mix is None:
             self._grad_mix = torch.zeros_like(self.mix)
-        given = self.of_source, of_dst.contiguous(), self.mix
-        for chunk in shard.chunks(self.chunk_edges):
+        for chunk in shard.chunks(max(1, shard.num_edges) if self.in_one_loop else self.chunk_edges):
             span = slice(chunk.start, chunk.stop)
-            run = EdgeRun(shard.indptr, chunk, shard.dst_rows(chunk).add_(chunk.low), shard.src_rows[span], span)
-            weights = softmax_weights(run, scores(self.score, run, *given), log_sum)
-            relative = adjoint(run, weights, self.values, None, grad, delta, self._grad_values)
-            score_adjoint(self.score, run, *given, weights, relative, self._grad_source, to_dst, self._grad_mix)
+            run = RowRun(shard.indptr, chunk, shard.src_rows[span], span)
+            given = self.of_source, of_dst.contiguous(), self.mix
+            into = self._grad_source, to_dst, self._grad_mix
+            if self.in_one_loop:
+                of = fused.Operands(self.score, *given, None)
+                fused.adjoint(run, of, self.values, log_sum, grad, delta, self._grad_values, *into)
+                continue
+            edges = run.by_source()
+            weights = softmax_weights(edges, scores(self.score, edges, *given), log_sum)
+            relative = adjoint(edges, weights, self.values, None, grad, delta, self._grad_values)
+            score_adjoint(self.score, edges, *given, weights, relative, *into)
 
     def finish(self) -> None:
         """Hand over the gradient of what scores are mixed with: that of the out-edges of this rank."""

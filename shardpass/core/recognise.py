@@ -45,6 +45,12 @@ def _is_per_head(weight: tuple[int, ...], value: tuple[int, ...]) -> bool:
     return len(weight) == len(value) and 0 < last < len(value) and weight[:last] == value[:last]
 
 
+def extremum_form(expr: Expr | None, tails: dict[str, tuple[int, ...]]) -> tuple[Form, str, str]:
+    """``(form, source, "")`` of a message of which the max or min is taken."""
+    form, source, _ = simple_form(expr, tails)
+    return ("extremum", source, "") if form == "copy" else GENERAL
+
+
 def leading_maximum(expr: Expr | None, scores: Sequence[Expr | None], earlier: Sequence[Reduction]) -> int | None:
     """The max reduction m where a message is ``exp(x - m[index])``: such a sum can be rescaled as the maximum grows.
 

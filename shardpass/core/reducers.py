@@ -149,8 +149,12 @@ class Extremum(Reducer):
         return best.masked_fill((ties == 0) & (best == best), base.value)
 
     def vjp(self, values: Tensor, index: Tensor, state: State, value: Tensor, grad: Tensor, base: Base) -> Tensor:
-        ties = (state[1] * (state[0] == value) + (value == base.value)).clamp(min=1)
-        return (values == value.index_select(0, index)) * (grad / ties).index_select(0, index)
+        share = self.share(state, value, grad, base)
+        return (values == value.index_select(0, index)) * share.index_select(0, index)
+
+    def share(self, state: State, value: Tensor, grad: Tensor, base: Base) -> Tensor:
+        """The part of the gradient that each of the tied messages gets, ``[num_dst, ...]``."""
+        return grad / (state[1] * (state[0] == value) + (value == base.value)).clamp(min=1)
 
 
 class FirstExtremum(Reducer):

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from shardpass.core.backward import Gradients
 from shardpass.core.call import Call, Operands
+from shardpass.core.kernels import attention as steps
+from shardpass.core.kernels import fused
 from shardpass.core.kernels import scores as kernels
-from shardpass.core.kernels.attention import EdgeRun, softmax_weights
+from shardpass.core.kernels.attention import EdgeRun, RowRun, SoftmaxState
 from shardpass.core.program import AdditiveScore, Attention, Inputs, MixedScore, Score
 from shardpass.core.reducers import Base
 from shardpass.core.shard import Shard
@@ -23,27 +25,95 @@ Adjoint = Callable[[Tensor, Rows, Gradients], None]
 all others, are added up."""
 
 
-class Scores(Protocol):
-    """Where the scores of edges come from: ``[edges of the chunk, heads]``."""
+class Outer(NamedTuple):
+    """What backward knows of each destination.
 
-    def forward(self, shard: Shard, run: EdgeRun, rows: Rows) -> Tensor:
-        """The scores of a chunk; the caller may overwrite them."""
+    Args:
+        grad: of the weighted sum, ``[num_dst, heads, width]``.
+        delta: ``<grad, weighted sum>``, ``[num_dst, heads]``.
+        log_sum: ``log(sum(exp(score)))``, ``[num_dst, heads]``.
+    """
+
+    grad: Tensor
+    delta: Tensor
+    log_sum: Tensor
+
+
+class Scores(Protocol):
+    """Where the scores of edges come from, and attention with them."""
+
+    in_one_loop: bool  # nothing has a row per edge, so that edges need not be cut into chunks
+
+    def accumulate(
+        self, state: SoftmaxState, shard: Shard, run: RowRun, rows: Rows, values: Tensor, kept: Tensor | None
+    ) -> None:
+        """Take a run of edges, in order of their destination, into `state`; see `kernels.attention.accumulate`."""
         ...
 
-    def weights(self, shard: Shard, run: EdgeRun, rows: Rows, log_sum: Tensor) -> tuple[Tensor, Adjoint]:
-        """``exp(score - log_sum)`` of a chunk's edges, and what adds the gradient of the scores to the inputs'."""
+    def adjoint(
+        self,
+        shard: Shard,
+        run: RowRun,
+        rows: Rows,
+        values: Tensor,
+        kept: Tensor | None,
+        outer: Outer,
+        grad_values: Tensor,
+        into: Rows,
+        gradients: Gradients,
+    ) -> None:
+        """Add the gradients of a run of edges, in order of their source: of the values, and of the scores' inputs."""
         ...
 
 
 def scores_of(call: Call, operands: Operands, attention: Attention) -> Scores:
     """The scores of `attention`."""
-    if attention.score is None:
+    form, mix = attention.score, call.structure.mix
+    if form is None:
         return _Body(call, operands, attention)
-    return _ClosedForm(operands, attention.score, attention.heads, call.structure.mix)
+    tensors = operands.src[attention.value], operands.src[form.source], operands.dst[form.destination], mix
+    is_fused = fused.handles(*tensors)
+    return (_Fused if is_fused else _ClosedForm)(operands, form, attention.heads, mix)
 
 
-class _ClosedForm:
-    """A formula of one source and one destination tensor, which has kernels."""
+class _InSteps:
+    """Attention in steps with a tensor per chunk between them: scores, weights, weighted sum."""
+
+    in_one_loop = False
+
+    def forward(self, shard: Shard, run: EdgeRun, rows: Rows) -> Tensor:
+        """The scores of a chunk, ``[edges of the chunk, heads]``; the caller may overwrite them."""
+        raise NotImplementedError
+
+    def weights(self, shard: Shard, run: EdgeRun, rows: Rows, log_sum: Tensor) -> tuple[Tensor, Adjoint]:
+        """``exp(score - log_sum)`` of a chunk's edges, and what adds the gradient of the scores to the inputs'."""
+        raise NotImplementedError
+
+    def accumulate(
+        self, state: SoftmaxState, shard: Shard, run: RowRun, rows: Rows, values: Tensor, kept: Tensor | None
+    ) -> None:
+        edges = run.by_destination()
+        steps.accumulate(state, edges, self.forward(shard, edges, rows), values, kept)
+
+    def adjoint(
+        self,
+        shard: Shard,
+        run: RowRun,
+        rows: Rows,
+        values: Tensor,
+        kept: Tensor | None,
+        outer: Outer,
+        grad_values: Tensor,
+        into: Rows,
+        gradients: Gradients,
+    ) -> None:
+        edges = run.by_source()
+        weights, pull = self.weights(shard, edges, rows, outer.log_sum)
+        pull(steps.adjoint(edges, weights, values, kept, outer.grad, outer.delta, grad_values), into, gradients)
+
+
+class _ClosedForm(_InSteps):
+    """A formula of one source and one destination tensor."""
 
     def __init__(self, operands: Operands, score: Score, heads: int, mix: Tensor | None) -> None:
         of_dst = operands.dst[score.destination]
@@ -57,26 +127,72 @@ class _ClosedForm:
         return kernels.scores(self.score, run, self._of_source(rows), self.of_dst, self.mix)
 
     def weights(self, shard: Shard, run: EdgeRun, rows: Rows, log_sum: Tensor) -> tuple[Tensor, Adjoint]:
-        weights = softmax_weights(run, self.forward(shard, run, rows), log_sum)
+        weights = steps.softmax_weights(run, self.forward(shard, run, rows), log_sum)
 
         def pull(relative: Tensor, into: Rows, gradients: Gradients) -> None:
-            of_source, score, mix = self._of_source(rows), self.score, self.mix
-            source = into[score.source] if score.source in into else torch.zeros_like(of_source)
-            is_wanted = score.destination in gradients.dst
-            target = gradients.of_dst(score.destination) if is_wanted else torch.zeros_like(self.of_dst)
-            source, target = source.view_as(of_source), target.view_as(self.of_dst)
-            grad_mix = None if mix is None else torch.zeros_like(mix)
-            kernels.adjoint(score, run, of_source, self.of_dst, mix, weights, relative, source, target, grad_mix)
-            if grad_mix is not None and isinstance(score, MixedScore):
-                gradients.add_capture(score.mix, grad_mix.view(self.mix_shape))
+            of_source = self._of_source(rows)
+            source, target, grad_mix = self._targets(of_source, into, gradients)
+            given = self.score, run, of_source, self.of_dst, self.mix
+            kernels.adjoint(*given, weights, relative, source, target, grad_mix)
+            self._add_mix(grad_mix, gradients)
 
         return weights, pull
 
     def _of_source(self, rows: Rows) -> Tensor:
         return rows[self.score.source].reshape(-1, *self.tail).contiguous()
 
+    def _targets(self, of_source: Tensor, into: Rows, gradients: Gradients) -> tuple[Tensor, Tensor, Tensor | None]:
+        score = self.score
+        source = into[score.source] if score.source in into else torch.zeros_like(of_source)
+        is_wanted = score.destination in gradients.dst
+        target = gradients.of_dst(score.destination) if is_wanted else torch.zeros_like(self.of_dst)
+        grad_mix = None if self.mix is None else torch.zeros_like(self.mix)
+        return source.view_as(of_source), target.view_as(self.of_dst), grad_mix
 
-class _Body:
+    def _add_mix(self, grad_mix: Tensor | None, gradients: Gradients) -> None:
+        if grad_mix is not None and isinstance(self.score, MixedScore):
+            gradients.add_capture(self.score.mix, grad_mix.view(self.mix_shape))
+
+
+class _Fused(_ClosedForm):
+    """A formula for which there are loops that do everything at once."""
+
+    in_one_loop = True
+
+    def __init__(self, operands: Operands, score: Score, heads: int, mix: Tensor | None) -> None:
+        super().__init__(operands, score, heads, mix)
+        self.tail = (heads, self.of_dst.shape[1:].numel() // heads)
+        self.of_dst = self.of_dst.view(-1, *self.tail)
+
+    def accumulate(
+        self, state: SoftmaxState, shard: Shard, run: RowRun, rows: Rows, values: Tensor, kept: Tensor | None
+    ) -> None:
+        fused.accumulate(state, run, self._of(self._of_source(rows), kept), values.contiguous())
+
+    def adjoint(
+        self,
+        shard: Shard,
+        run: RowRun,
+        rows: Rows,
+        values: Tensor,
+        kept: Tensor | None,
+        outer: Outer,
+        grad_values: Tensor,
+        into: Rows,
+        gradients: Gradients,
+    ) -> None:
+        of_source = self._of_source(rows)
+        source, target, grad_mix = self._targets(of_source, into, gradients)
+        of, values = self._of(of_source, kept), values.contiguous()
+        given = outer.log_sum, outer.grad, outer.delta, grad_values
+        fused.adjoint(run, of, values, *given, source, target, grad_mix)
+        self._add_mix(grad_mix, gradients)
+
+    def _of(self, of_source: Tensor, kept: Tensor | None) -> fused.Operands:
+        return fused.Operands(self.score, of_source, self.of_dst, self.mix, kept)
+
+
+class _Body(_InSteps):
     """Whatever the body computes, by running it up to the softmax."""
 
     def __init__(self, call: Call, operands: Operands, attention: Attention) -> None:

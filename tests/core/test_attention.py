@@ -22,8 +22,7 @@ NUM_DST, BLOCK_ROWS, HEADS, WIDTH = 50, 23, 3, 5
 @pytest.fixture(params=["numba", "torch"])
 def loops(request, monkeypatch):
     if request.param == "torch":
-        for module in (kernels, score_kernels):
-            monkeypatch.setattr(module, "numba_loops_for", lambda rows: None)
+        monkeypatch.setattr(kernels, "numba_loops_for", lambda rows: None)
     else:
         pytest.importorskip("numba")
     return request.param

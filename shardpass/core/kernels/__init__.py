@@ -5,7 +5,16 @@ from __future__ import annotations
 from torch import Tensor
 
 from shardpass.core.kernels import cpu, heads, reference
+from shardpass.core.kernels.extremum import gather_extremum, gather_extremum_transposed
 from shardpass.core.shard import Shard
+
+__all__ = [
+    "edge_dot",
+    "gather_extremum",
+    "gather_extremum_transposed",
+    "gather_sum",
+    "gather_sum_transposed",
+]
 
 
 def gather_sum(out: Tensor, shard: Shard, rows: Tensor, weight: Tensor | None, fresh: bool = False) -> None:
@@ -52,6 +61,7 @@ def edge_dot(shard: Shard, rows: Tensor, grad: Tensor, max_edges: int, num_heads
 
     With several heads that of each, ``[num_edges, num_heads]``.
     """
-    if num_heads > 1:
-        return heads.edge_dot(shard, rows, grad, num_heads, max_edges)
+    if num_heads > 1 or (rows.dim() > 1 and rows.shape[1:].numel() and heads.handles(rows, grad)):
+        found = heads.edge_dot(shard, rows, grad, num_heads, max_edges)
+        return found if num_heads > 1 else found.view(-1)
     return reference.edge_dot(shard, rows, grad, max_edges)

@@ -7,10 +7,10 @@ Source: the online softmax of Milakov and Gimelshein 2018 (arXiv 1805.02867) and
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +38,34 @@ class EdgeRun(NamedTuple):
     positions: slice | Tensor
 
 
+class RowRun(NamedTuple):
+    """A run of the edges of a shard in one of its two orders, by row: what loops over rows walk.
+
+    Args:
+        indptr, bounds, positions: as in `EdgeRun`.
+        columns: ``[edges of the run]``; the rows at the other end of the edges.
+    """
+
+    indptr: Tensor
+    bounds: Chunk
+    columns: Tensor
+    positions: slice | Tensor
+
+    def by_destination(self) -> EdgeRun:
+        """The same edges one by one, where `indptr` counts those of destinations."""
+        return EdgeRun(self.indptr, self.bounds, self.columns, self._rows(), self.positions)
+
+    def by_source(self) -> EdgeRun:
+        """The same edges one by one, where `indptr` counts those of sources."""
+        return EdgeRun(self.indptr, self.bounds, self._rows(), self.columns, self.positions)
+
+    def _rows(self) -> Tensor:
+        start, stop, low, high = self.bounds
+        counts = self.indptr[low : high + 1].long().clamp(start, stop).diff()
+        rows = torch.arange(low, high, device=counts.device)
+        return torch.repeat_interleave(rows, counts, output_size=stop - start)
+
+
 class SoftmaxState(NamedTuple):
     """What online softmax keeps for a destination: largest score, sum of weights ``[num_dst, heads]``, weighted sum."""
 
@@ -60,25 +88,19 @@ def accumulate(state: SoftmaxState, run: EdgeRun, scores: Tensor, values: Tensor
         values: ``[block rows, heads, width]``.
         kept: what dropout multiplies the weights with, like `scores`.
     """
-    loops = numba_loops_for(values)
-    if loops is None:
+    if numba_loops_for(values) is None or scores.dtype != values.dtype:
         return _accumulate(state, run, scores, values, kept)
-    indptr, start, stop = run.indptr.numpy(), run.bounds.start, run.bounds.stop
-    top, total, out, numbers = state.top.numpy(), state.total.numpy(), state.out.numpy(), scores.numpy()
+    loops = attention_loops()
+    nothing = values.new_empty((0, values.size(1)))
+    edges = run.indptr.numpy(), run.src_rows.numpy()
+    given = scores.unsqueeze(-1).numpy(), scores[:0].unsqueeze(-1).numpy(), nothing.numpy(), 1.0, values.numpy()
+    factors, into = (nothing if kept is None else kept).numpy(), [part.numpy() for part in state]
+    bounds = run.bounds.start, run.bounds.stop
 
-    def shift(first: int, last: int) -> None:
-        loops.shift_to_maximum(indptr, numbers, start, stop, first, last, top, total, out)
+    def work(low: int, high: int) -> None:
+        loops.attend(loops.GIVEN, *edges, *given, factors, *bounds, low, high, *into)
 
-    by_rows(run, shift)
-    scores.exp_()
-    used = (scores if kept is None else scores * kept).numpy()
-    src_rows, rows = run.src_rows.numpy(), values.numpy()
-
-    def add(first: int, last: int) -> None:
-        loops.add_weights(indptr, numbers, start, stop, first, last, total)
-        loops.add_scaled(indptr, src_rows, rows, used, start, stop, first, last, out)
-
-    by_rows(run, add)
+    in_threads(work, cut_rows(run))
 
 
 def softmax_weights(run: EdgeRun, scores: Tensor, log_sum: Tensor) -> Tensor:
@@ -87,12 +109,7 @@ def softmax_weights(run: EdgeRun, scores: Tensor, log_sum: Tensor) -> Tensor:
     Args:
         log_sum: ``log(sum(exp(score)))`` of each destination and head, ``[num_dst, heads]``.
     """
-    loops = numba_loops_for(scores)
-    if loops is None:
-        return scores.sub_(log_sum.index_select(0, run.dst_rows)).exp_()
-    dst_rows, numbers, shift = run.dst_rows.numpy(), scores.numpy(), log_sum.numpy()
-    by_edges(run, lambda first, last: loops.shift_by_row(numbers, dst_rows, shift, first, last))
-    return scores.exp_()
+    return scores.sub_(log_sum.index_select(0, run.dst_rows)).exp_()
 
 
 def adjoint(
@@ -157,32 +174,39 @@ def numba_loops_for(rows: Tensor) -> ModuleType | None:
     return numba_loops
 
 
-def by_rows(run: EdgeRun, work: Callable[[int, int], None]) -> None:
-    """Call `work` for ranges of the chunk's rows with about as many edges each, one for each thread of torch."""
+def attention_loops() -> Any:
+    """`numba_attention`, imported where `numba_loops_for` found loops: what is compiled has no types for a checker."""
+    from shardpass.core.kernels import numba_attention
+
+    return numba_attention
+
+
+def cut_rows(run: EdgeRun | RowRun, most: int | None = None) -> list[tuple[int, int]]:
+    """Ranges of the run's rows with about as many edges each, one for each thread of torch, `most` at most."""
     start, stop, low, high = run.bounds
     count = _num_threads(stop - start)
+    count = count if most is None else min(count, most)
     if count == 1:
-        return work(low, high)
+        return [(low, high)]
     edges = torch.linspace(start, stop, count + 1).to(run.indptr.dtype)[1:-1]
     cuts = torch.searchsorted(run.indptr[low : high + 1], edges).add_(low).tolist()
-    _in_threads(work, [low, *cuts, high])
+    return list(pairwise([low, *cuts, high]))
 
 
-def by_edges(run: EdgeRun, work: Callable[[int, int], None]) -> None:
-    """Call `work` for ranges of the chunk's edges, counted from its first, one for each thread of torch."""
-    num_edges = run.bounds.stop - run.bounds.start
-    count = _num_threads(num_edges)
-    _in_threads(work, [num_edges * t // count for t in range(count + 1)])
+def by_rows(run: EdgeRun | RowRun, work: Callable[[int, int], None]) -> None:
+    """Call `work` for ranges of the run's rows with about as many edges each, one for each thread of torch."""
+    in_threads(work, cut_rows(run))
 
 
 def _num_threads(num_edges: int) -> int:
     return max(1, min(torch.get_num_threads(), num_edges // _SMALL))
 
 
-def _in_threads(work: Callable[[int, int], None], bounds: list[int]) -> None:
-    others = [threading.Thread(target=work, args=pair) for pair in pairwise(bounds[1:])]
+def in_threads(work: Callable[..., None], arguments: Sequence[tuple[Any, ...]]) -> None:
+    """Call `work` with each of the arguments, all at the same time."""
+    others = [threading.Thread(target=work, args=given) for given in arguments[1:]]
     for thread in others:
         thread.start()
-    work(bounds[0], bounds[1])
+    work(*arguments[0])
     for thread in others:
         thread.join()

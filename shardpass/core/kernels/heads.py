@@ -5,8 +5,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from shardpass.core.kernels import reference
-from shardpass.core.kernels.attention import EdgeRun, by_edges, by_rows, numba_loops_for
+from shardpass.core.kernels.attention import RowRun, by_rows, numba_loops_for
 from shardpass.core.shard import Chunk, Shard
+
+
+def handles(rows: Tensor, grad: Tensor) -> bool:
+    """Whether there are loops for dot products of these."""
+    return numba_loops_for(rows) is not None and rows.dtype == grad.dtype
 
 
 def gather_sum(out: Tensor, shard: Shard, rows: Tensor, weight: Tensor, fresh: bool) -> None:
@@ -36,27 +41,25 @@ def edge_dot(shard: Shard, rows: Tensor, grad: Tensor, heads: int, max_edges: in
     """``<rows[src, h], grad[dst, h]>`` of each edge and head, ``[num_edges, heads]``."""
     left, right = _in_heads(rows, heads), _in_heads(grad, heads)
     result = rows.new_empty((shard.num_edges, heads))
+    loops = numba_loops_for(rows)
+    if loops is not None and handles(rows, grad):
+        edges = RowRun(shard.indptr, Chunk(0, shard.num_edges, 0, shard.num_dst), shard.src_rows, slice(0, None))
+        given = [t.numpy() for t in (edges.indptr, edges.columns, left, right)]
+        loop, numbers = loops.edge_dots, result.numpy()
+        by_rows(edges, lambda low, high: loop(*given, low, high, numbers))
+        return result
     for chunk in shard.chunks(max_edges):
         span, dst_rows = slice(chunk.start, chunk.stop), shard.dst_rows(chunk).add_(chunk.low)
-        _dots(EdgeRun(shard.indptr, chunk, shard.src_rows[span], dst_rows, span), left, right, result[span])
+        products = left.index_select(0, shard.src_rows[span]) * right.index_select(0, dst_rows)
+        result[span] = products.sum(-1)
     return result
-
-
-def _dots(run: EdgeRun, left: Tensor, right: Tensor, out: Tensor) -> None:
-    loops = numba_loops_for(left)
-    if loops is None:
-        out.copy_((left.index_select(0, run.src_rows) * right.index_select(0, run.dst_rows)).sum(-1))
-        return
-    given = [t.numpy() for t in (run.src_rows, run.dst_rows, left, right)]
-    numbers, loop = out.numpy(), loops.dot_scores
-    by_edges(run, lambda first, last: loop(*given, 1.0, first, last, numbers))
 
 
 def _accumulate(out: Tensor, indptr: Tensor, columns: Tensor, rows: Tensor, weight: Tensor) -> None:
     heads = weight.size(1)
     table, target = _in_heads(rows, heads), out.view(out.size(0), heads, out.shape[1:].numel() // heads)
     given = [t.numpy() for t in (indptr, columns, table, weight.to(table.dtype).contiguous())]
-    run = EdgeRun(indptr, Chunk(0, columns.numel(), 0, out.size(0)), columns, columns, slice(0, columns.numel()))
+    run = RowRun(indptr, Chunk(0, columns.numel(), 0, out.size(0)), columns, slice(0, columns.numel()))
     loops = numba_loops_for(rows)
     assert loops is not None
     loop, into, num_edges = loops.add_scaled, target.numpy(), columns.numel()

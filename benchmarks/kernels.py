@@ -1,0 +1,193 @@
+"""Measure the kernels one by one beside the memory bandwidth of the machine, on one fixed random graph.
+
+    python -m benchmarks.kernels --nodes 50000 --edges 1500000 --json kernels.json
+
+Each kernel runs in one thread, in CPU seconds, the best of several runs. Its bound is the time that the bytes it must
+move take at the speed of a copy, measured in the same process between the kernels (bytes read plus bytes written).
+Rows of nodes that are gathered count once for each edge, as if no cache held them, so a table that fits into the cache
+may beat the bound. Indices and what is once per node are left out. E edges, F = heads * width numbers in a row,
+H heads, S bytes in a number:
+
+    sum, max, weighted sum (one weight, H weights)      E F S,  E F S,  E (F + 1) S,  E (F + H) S
+    edge dot (H results)                                E (F + H) S
+    attention forward    GAT  E (F + 2 H) S     GATv2  E F S     dot  2 E F S
+    attention backward   GAT  E (F + 4 H) S     GATv2, dot  4 E F S
+
+Forward, GAT gathers a row of values and one of scores; GATv2 reads one row for both; dot a key and a value. Backward
+they gather a row of the output's gradient. GAT adds three numbers per head (its destination's share of the score,
+log-sum-exp, delta), and one to be written; the other two gather the destination's row and read and write its gradient.
+Max backward gathers a row of values and one of gradients: 2 E F S.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from shardpass.core import kernels
+from shardpass.core.kernels import fused
+from shardpass.core.kernels.attention import RowRun, SoftmaxState
+from shardpass.core.program import AdditiveScore, DotScore, MixedScore, Score
+from shardpass.core.reducers import REDUCERS, Base
+from shardpass.core.shard import Block, Chunk, Shard, build_shards
+
+
+class Measured(NamedTuple):
+    """One kernel: CPU seconds, the bytes it must move, copy bandwidth in bytes/s, and seconds over those of a copy."""
+
+    name: str
+    seconds: float
+    bytes: int
+    bandwidth: float
+
+    @property
+    def ratio(self) -> float:
+        return self.seconds * self.bandwidth / self.bytes
+
+
+class Case:
+    """The graph and its tensors; `kernels` gives what to run and how many bytes it must move."""
+
+    def __init__(self, num_nodes: int, num_edges: int, heads: int, width: int, dtype: torch.dtype) -> None:
+        generator = torch.Generator().manual_seed(0)
+        src, dst = torch.randint(0, num_nodes, (2, num_edges), generator=generator)
+        self.shard: Shard = build_shards(src, dst, [Block(0, 0, num_nodes)], num_nodes).shards[0]
+        self.num_nodes, self.num_edges, self.heads, self.width = num_nodes, num_edges, heads, width
+        self.x, self.y, self.grad, self.out, self.other = (
+            torch.randn((num_nodes, heads, width), generator=generator, dtype=dtype) for _ in range(5)
+        )
+        self.scalars = torch.rand(num_edges, generator=generator, dtype=dtype)
+        self.per_head = torch.rand((num_edges, heads), generator=generator, dtype=dtype)
+        self.mix = torch.randn((heads, width), generator=generator, dtype=dtype)
+
+    def kernels(self) -> dict[str, tuple[Callable[[], object], int]]:
+        """``{name: (what to run, bytes it must move)}``."""
+        shard, x, grad, out, other = self.shard, self.x, self.grad, self.out, self.other
+        number, row = self.num_edges * x.itemsize, self.num_edges * x.itemsize * self.heads * self.width
+        best = REDUCERS["max"].init(self.num_nodes, x.shape[1:], x)
+        kernels.gather_extremum("max", best, shard, x)
+        value = REDUCERS["max"].value(best, Base())
+        found: dict[str, tuple[Callable[[], object], int]] = {}
+        for label, weight, more in (
+            ("sum", None, 0),
+            ("weighted sum", self.scalars, number),
+            ("weighted sum per head", self.per_head, number * self.heads),
+        ):
+            found[label] = lambda w=weight: kernels.gather_sum(out, shard, x, w, fresh=True), row + more
+            back = lambda w=weight: kernels.gather_sum_transposed(other, shard, grad, w, fresh=True)  # noqa: E731
+            found[f"{label}, transposed"] = back, row + more
+        found["max"] = lambda: kernels.gather_extremum("max", best, shard, x), row
+        found["max, backward"] = (
+            lambda: kernels.gather_extremum_transposed(other, shard, x, value, grad),
+            2 * row,
+        )
+        dots = row + number * self.heads
+        found["edge dot"] = lambda: kernels.edge_dot(shard, x, grad, 1 << 16), row + number
+        found["edge dot per head"] = lambda: kernels.edge_dot(shard, x, grad, 1 << 16, self.heads), dots
+        forms: dict[str, tuple[Score, int, int]] = {
+            "GAT": (AdditiveScore("a", "b", 0.2), row + 2 * self.heads * number, row + 4 * self.heads * number),
+            "GATv2": (MixedScore("a", "b", 0.2, 0), row, 4 * row),
+            "dot": (DotScore("a", "b", self.width**-0.5), 2 * row, 4 * row),
+        }
+        for name, (form, forward, backward) in forms.items():
+            first, second = self._attention(form)
+            found[f"attention forward, {name}"], found[f"attention backward, {name}"] = (
+                (first, forward),
+                (second, backward),
+            )
+        return found
+
+    def _attention(self, form: Score) -> tuple[Callable[[], object], Callable[[], object]]:
+        shard, values = self.shard, self.x
+        additive = isinstance(form, AdditiveScore)
+        source = values[:, :, :1].contiguous() if additive else self.y if isinstance(form, DotScore) else values
+        of_dst = (self.grad[:, :, :1] if additive else self.grad).contiguous()
+        of = fused.Operands(form, source, of_dst, self.mix if isinstance(form, MixedScore) else None, None)
+        whole = Chunk(0, self.num_edges, 0, self.num_nodes)
+        indptr, columns, positions = shard.transpose()
+        by_destination = RowRun(shard.indptr, whole, shard.src_rows, slice(0, self.num_edges))
+        by_source = RowRun(indptr, whole, columns, positions)
+        state = SoftmaxState.fresh(self.num_nodes, self.heads, self.width, values)
+        fused.accumulate(state, by_destination, of, values)
+        log_sum, delta = state.top + state.total.log(), torch.randn_like(state.total)
+        into = [torch.zeros_like(t) for t in (values, source, of_dst)]
+        grad_mix = None if of.mix is None else torch.zeros_like(of.mix)
+
+        def backward() -> None:
+            fused.adjoint(by_source, of, values, log_sum, self.grad, delta, *into, grad_mix)
+
+        return lambda: fused.accumulate(state, by_destination, of, values), backward
+
+
+def seconds(work: Callable[[], object], runs: int) -> float:
+    """CPU seconds of one call, the best of `runs`, after one to compile."""
+    work()
+    taken = []
+    for _ in range(runs):
+        start = time.process_time()
+        work()
+        taken.append(time.process_time() - start)
+    return min(taken)
+
+
+def copy_bandwidth(source: Tensor, target: Tensor, runs: int) -> float:
+    """Bytes read and written per second by a copy between tensors too large for the cache."""
+    return 2 * source.numel() * source.itemsize / seconds(lambda: target.copy_(source), runs)
+
+
+def measure(case: Case, runs: int) -> list[Measured]:
+    """Every kernel; the copy is measured again before each, and its best is everyone's."""
+    source = torch.ones(1 << 26)
+    target, found, bandwidth = torch.zeros_like(source), [], 0.0
+    for name, (work, num_bytes) in case.kernels().items():
+        bandwidth = max(bandwidth, copy_bandwidth(source, target, 3))
+        found.append((name, seconds(work, runs), num_bytes))
+    return [Measured(*one, bandwidth) for one in found]
+
+
+def table(records: list[Measured]) -> Table:
+    """The records, one row each."""
+    out = Table(title=f"copy bandwidth {records[0].bandwidth / 1e9:.1f} GB/s")
+    out.add_column("kernel")
+    for title in ("CPU ms", "bytes moved, MB", "bound, ms", "ratio"):
+        out.add_column(title, justify="right")
+    for one in records:
+        bound = one.bytes / one.bandwidth
+        out.add_row(
+            one.name, f"{one.seconds * 1e3:.1f}", f"{one.bytes / 1e6:.0f}", f"{bound * 1e3:.1f}", f"{one.ratio:.2f}"
+        )
+    return out
+
+
+def main() -> None:
+    """Parse, measure, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=int, default=50_000)
+    parser.add_argument("--edges", type=int, default=1_500_000)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--width", type=int, default=32, help="numbers in a row of a head")
+    parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="write the records to this file")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    case = Case(args.nodes, args.edges, args.heads, args.width, getattr(torch, args.dtype))
+    records = measure(case, args.runs)
+    if args.json:
+        rows: list[dict[str, Any]] = [{**one._asdict(), "ratio": one.ratio} for one in records]
+        args.json.write_text(json.dumps({"config": {**vars(args), "json": None}, "kernels": rows}, indent=1))
+    Console(width=None if sys.stdout.isatty() else 120).print(table(records))
+
+
+if __name__ == "__main__":
+    main()

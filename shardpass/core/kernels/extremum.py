@@ -1,0 +1,59 @@
+"""Max and min of source rows with their number of ties: numba's loops on the CPU, `core.reducers` elsewhere."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from shardpass.core.kernels.attention import RowRun, by_rows, numba_loops_for
+from shardpass.core.kernels.reference import CHUNK_EDGES
+from shardpass.core.reducers import REDUCERS, State
+from shardpass.core.shard import Chunk, Shard
+
+
+def gather_extremum(op: str, state: State, shard: Shard, rows: Tensor) -> None:
+    """Take ``rows[src]`` of the shard's edges into the state of a max or min, in place.
+
+    Args:
+        op: "max" or "min".
+        state: of that reducer: value and number of ties, ``[num_dst, ...]``.
+        rows: the block's source rows, ``[block rows, ...]``.
+    """
+    loops = numba_loops_for(rows)
+    if loops is not None and shard.num_edges and rows.dtype == state[0].dtype:
+        best, ties = (_flat(part).numpy() for part in state)
+        run, loop = _run(shard, shard.indptr, shard.src_rows), loops.extremum
+        given = run.indptr.numpy(), run.columns.numpy(), _flat(rows.contiguous()).numpy(), op == "max"
+        return by_rows(run, lambda low, high: loop(*given, low, high, best, ties))
+    for chunk in shard.chunks(CHUNK_EDGES):
+        messages = rows.index_select(0, shard.src_rows[chunk.start : chunk.stop])
+        window = [part[chunk.low : chunk.high] for part in state]
+        REDUCERS[op].accumulate(window, messages, shard.dst_rows(chunk))
+
+
+def gather_extremum_transposed(out: Tensor, shard: Shard, rows: Tensor, value: Tensor, share: Tensor) -> None:
+    """``out[src] += (rows[src] == value[dst]) * share[dst]`` over the shard's edges, in place: the adjoint in `rows`.
+
+    Args:
+        out: ``[block rows, ...]``.
+        rows: as in `gather_extremum`.
+        value: the max or min, ``[num_dst, ...]``.
+        share: the part of its gradient that each tied message gets, ``[num_dst, ...]``.
+    """
+    loops = numba_loops_for(rows)
+    if loops is not None and shard.num_edges and len({t.dtype for t in (out, rows, value, share)}) == 1:
+        indptr, columns, _ = shard.transpose()
+        run, loop, into = _run(shard, indptr, columns), loops.extremum_adjoint, _flat(out).numpy()
+        given = [t.numpy() for t in (indptr, columns, *(_flat(part.contiguous()) for part in (rows, value, share)))]
+        return by_rows(run, lambda low, high: loop(*given, low, high, into))
+    for chunk in shard.chunks(CHUNK_EDGES):
+        source, index = shard.src_rows[chunk.start : chunk.stop], shard.dst_rows(chunk).add_(chunk.low)
+        won = rows.index_select(0, source) == value.index_select(0, index)
+        out.index_add_(0, source, (won * share.index_select(0, index)).to(out.dtype))
+
+
+def _run(shard: Shard, indptr: Tensor, columns: Tensor) -> RowRun:
+    return RowRun(indptr, Chunk(0, shard.num_edges, 0, indptr.numel() - 1), columns, slice(0, shard.num_edges))
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.view(tensor.size(0), tensor.shape[1:].numel())  # what is written to must not be a copy

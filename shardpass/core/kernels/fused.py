@@ -1,0 +1,107 @@
+"""Attention whose scores have a closed form, a run of edges in one loop: needs numba, and dtypes that are one."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardpass.core.kernels import attention
+from shardpass.core.kernels.attention import RowRun, SoftmaxState, cut_rows, in_threads
+from shardpass.core.program import AdditiveScore, DotScore, Score
+
+
+class Operands(NamedTuple):
+    """What the scores of edges are made of.
+
+    Args:
+        form: the formula.
+        of_source: rows of the block, ``[block rows, heads, channels]``; one channel in an `AdditiveScore`.
+        of_dst: rows of all destinations, in the same shape.
+        mix: of a `MixedScore`, ``[heads, channels]``.
+        kept: what dropout multiplies the weights with, ``[edges of the run, heads]``, or None.
+    """
+
+    form: Score
+    of_source: Tensor
+    of_dst: Tensor
+    mix: Tensor | None
+    kept: Tensor | None
+
+    @property
+    def number(self) -> float:
+        return self.form.factor if isinstance(self.form, DotScore) else self.form.slope
+
+    def kind(self, loops: Any) -> int:
+        if isinstance(self.form, AdditiveScore):
+            return int(loops.ADDITIVE)
+        return int(loops.DOT if isinstance(self.form, DotScore) else loops.MIXED)
+
+    def none(self) -> Any:
+        """Stands for a tensor ``[edges, heads]`` or ``[heads, channels]`` that there is not."""
+        return self.of_source.new_empty((0, self.of_source.size(1))).numpy()
+
+
+def handles(*tensors: Tensor | None) -> bool:
+    """Whether there are loops for tensors of these dtypes and devices."""
+    given = [tensor for tensor in tensors if tensor is not None]
+    return attention.numba_loops_for(given[0]) is not None and len({(t.dtype, t.device) for t in given}) == 1
+
+
+def accumulate(state: SoftmaxState, run: RowRun, of: Operands, values: Tensor) -> None:
+    """Take a run of edges, in order of their destination, into `state`.
+
+    Args:
+        values: ``[block rows, heads, width]``.
+    """
+    loops = attention.attention_loops()
+    mix, kept = (of.none() if t is None else t.numpy() for t in (of.mix, of.kept))
+    edges = run.indptr.numpy(), run.columns.numpy()
+    given = of.of_source.numpy(), of.of_dst.numpy(), mix, of.number, values.numpy(), kept
+    into, bounds = [part.numpy() for part in state], (run.bounds.start, run.bounds.stop)
+    kind = of.kind(loops)
+    in_threads(lambda low, high: loops.attend(kind, *edges, *given, *bounds, low, high, *into), cut_rows(run))
+
+
+def adjoint(
+    run: RowRun,
+    of: Operands,
+    values: Tensor,
+    log_sum: Tensor,
+    grad: Tensor,
+    delta: Tensor,
+    grad_values: Tensor,
+    grad_source: Tensor,
+    grad_dst: Tensor,
+    grad_mix: Tensor | None,
+) -> None:
+    """The adjoint of attention over a run of edges, in order of their source, added to the last four in place.
+
+    Args:
+        values: ``[block rows, heads, width]``.
+        log_sum: ``log(sum(exp(score)))`` of each destination and head, ``[num_dst, heads]``.
+        grad: of the weighted sum, ``[num_dst, heads, width]``.
+        delta: ``<grad, weighted sum>``, ``[num_dst, heads]``.
+    """
+    loops = attention.attention_loops()
+    mix, kept = (of.none() if t is None else t.numpy() for t in (of.mix, of.kept))
+    edges = run.indptr.numpy(), run.columns.numpy()
+    given = of.of_dst.numpy(), of.of_source.numpy(), mix, of.number, log_sum.numpy(), values.numpy(), kept
+    bounds, kind = (run.bounds.start, run.bounds.stop), of.kind(loops)
+    rows, into = (grad.numpy(), delta.numpy(), grad_values.numpy()), grad_source.numpy()
+    # rows of a destination's edges are in several threads: each has sums of its own, together no larger than scores
+    most = 1 + run.columns.numel() * grad_values.size(1) // max(1, grad_dst.numel())
+    ranges = cut_rows(run, most)
+    sums = [(grad_dst, grad_mix)]
+    sums += [(torch.zeros_like(grad_dst), None if grad_mix is None else torch.zeros_like(grad_mix)) for _ in ranges[1:]]
+
+    def work(low: int, high: int, to_dst: Tensor, to_mix: Tensor | None) -> None:
+        last = of.none() if to_mix is None else to_mix.numpy()
+        loops.attend_adjoint(kind, *edges, *given, *bounds, low, high, *rows, to_dst.numpy(), into, last)
+
+    in_threads(work, [(*pair, *own) for pair, own in zip(ranges, sums)])
+    for to_dst, to_mix in sums[1:]:
+        grad_dst += to_dst
+        if grad_mix is not None and to_mix is not None:
+            grad_mix += to_mix

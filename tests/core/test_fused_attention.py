@@ -1,0 +1,169 @@
+"""The loops that do an attention in closed form at once, against the steps in plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shardpass.core.kernels import attention as steps
+from shardpass.core.kernels import fused
+from shardpass.core.kernels import scores as score_steps
+from shardpass.core.kernels.attention import RowRun, SoftmaxState
+from shardpass.core.program import AdditiveScore, DotScore, MixedScore
+from shardpass.core.random import dropout_factors
+from shardpass.core.shard import Block, build_shards, cut
+
+pytest.importorskip("numba")
+
+NUM_DST, BLOCK_ROWS = 40, 23
+FORMS = {
+    "additive": AdditiveScore("a", "b", 0.2),
+    "steep": AdditiveScore("a", "b", 1.5),
+    "relu": AdditiveScore("a", "b", 0.0),
+    "dot": DotScore("a", "b", 0.3),
+    "mixed": MixedScore("a", "b", 0.2, 0),
+}
+
+
+def numbers(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def a_shard(num_edges=600):
+    """Rows of no edges, of a few, and hubs of more than the loops take at once, on both sides."""
+    generator = torch.Generator().manual_seed(4)
+    src = torch.randint(0, BLOCK_ROWS - 2, (num_edges,), generator=generator)
+    dst = torch.randint(0, NUM_DST - 2, (num_edges,), generator=generator)
+    dst[: num_edges // 4], src[num_edges // 4 : num_edges // 2] = 7, 5
+    return build_shards(src, dst, [Block(0, 0, BLOCK_ROWS)], NUM_DST).shards[0]
+
+
+def runs(shard, most, transposed):
+    indptr, columns, positions = (shard.indptr, shard.src_rows, None) if not transposed else shard.transpose()
+    for chunk in cut(indptr, shard.num_edges, most):
+        span = slice(chunk.start, chunk.stop)
+        yield RowRun(indptr, chunk, columns[span], span if positions is None else positions[span])
+
+
+class Case:
+    def __init__(self, form, heads, width, dtype, drops):
+        self.form, self.shard, self.heads, self.width = form, a_shard(), heads, width
+        channels = 1 if isinstance(form, AdditiveScore) else width
+        self.of_source = numbers(BLOCK_ROWS, heads, channels, seed=1, dtype=dtype)
+        self.of_dst = numbers(NUM_DST, heads, channels, seed=2, dtype=dtype)
+        self.of_dst[3] = -self.of_source[4]  # sums of exactly 0
+        self.mix = numbers(heads, width, seed=3, dtype=dtype) if isinstance(form, MixedScore) else None
+        self.values = numbers(BLOCK_ROWS, heads, width, seed=4, dtype=dtype)
+        self.grad = numbers(NUM_DST, heads, width, seed=5, dtype=dtype)
+        self.factors = dropout_factors(3, torch.arange(self.shard.num_edges), heads, 0.4, dtype) if drops else None
+
+    def kept(self, run):
+        return None if self.factors is None else self.factors[run.positions]
+
+    def squeezed(self, tensor):
+        return tensor.squeeze(-1) if isinstance(self.form, AdditiveScore) else tensor
+
+    def in_steps(self, run):
+        return self.form, run, self.squeezed(self.of_source), self.squeezed(self.of_dst), self.mix
+
+    def at_once(self, run):
+        return fused.Operands(self.form, self.of_source, self.of_dst, self.mix, self.kept(run))
+
+    def forward(self, is_fused, most):
+        state = SoftmaxState.fresh(NUM_DST, self.heads, self.width, self.values)
+        for run in runs(self.shard, most, False):
+            if is_fused:
+                fused.accumulate(state, run, self.at_once(run), self.values)
+            else:
+                edges = run.by_destination()
+                found = score_steps.scores(*self.in_steps(edges))
+                steps.accumulate(state, edges, found, self.values, self.kept(run))
+        return state
+
+    def backward(self, is_fused, most, log_sum, delta):
+        """Gradients of values, source, destination and mix."""
+        found = [torch.zeros_like(t) for t in (self.values, self.of_source, self.of_dst)]
+        found.append(None if self.mix is None else torch.zeros_like(self.mix))
+        for run in runs(self.shard, most, True):
+            if is_fused:
+                fused.adjoint(run, self.at_once(run), self.values, log_sum, self.grad, delta, *found)
+                continue
+            edges, given = run.by_source(), self.in_steps(run.by_source())
+            weights = steps.softmax_weights(edges, score_steps.scores(*given), log_sum)
+            relative = steps.adjoint(edges, weights, self.values, self.kept(run), self.grad, delta, found[0])
+            into = [None if t is None else self.squeezed(t) for t in found[1:]]
+            score_steps.adjoint(*given, weights, relative, *into)
+        return [t for t in found if t is not None]
+
+
+def check(case, most, bound, monkeypatch, threads=1):
+    with monkeypatch.context() as patch:
+        patch.setattr(steps, "numba_loops_for", lambda rows: None)
+        right = case.forward(False, 1000)
+        log_sum = right.top + right.total.log()
+        delta = (case.grad * right.out / right.total.clamp(min=1e-30).unsqueeze(-1)).sum(-1)
+        right_gradients = case.backward(False, 1000, log_sum, delta)
+    monkeypatch.setattr(steps, "_num_threads", lambda num_edges: threads)
+    found = case.forward(True, most), case.backward(True, most, log_sum, delta)
+    for mine, theirs in zip((*found[0], *found[1]), (*right, *right_gradients)):
+        torch.testing.assert_close(mine, theirs, rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.parametrize("heads, width", [(1, 3), (3, 5), (4, 32)])
+@pytest.mark.parametrize("name", FORMS)
+def test_at_once_equals_in_steps(name, heads, width, drops, monkeypatch):
+    check(Case(FORMS[name], heads, width, torch.float64, drops), 10_000, 1e-11, monkeypatch)
+
+
+@pytest.mark.parametrize("most", [1, 50])
+@pytest.mark.parametrize("name", ["additive", "mixed"])
+def test_edges_in_chunks(name, most, monkeypatch):
+    check(Case(FORMS[name], 2, 4, torch.float64, True), most, 1e-11, monkeypatch)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_single_precision(name, monkeypatch):
+    check(Case(FORMS[name], 4, 32, torch.float32, False), 10_000, 2e-4, monkeypatch)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_threads_have_sums_of_their_own(name, monkeypatch):
+    case = Case(FORMS[name], 2, 4, torch.float64, False)
+    for run in runs(case.shard, 10_000, True):
+        assert len(steps.cut_rows(run, 1)) == 1
+    check(case, 10_000, 1e-11, monkeypatch, threads=3)
+
+
+def test_other_dtypes_go_in_steps():
+    single, double = torch.ones(2, 2), torch.ones(2, 2, dtype=torch.float64)
+    assert fused.handles(single, single, None) and fused.handles(double)
+    assert not fused.handles(single, double) and not fused.handles(single.bfloat16())
+    assert not fused.handles(torch.ones(2, 2, device="meta"))
+
+
+def test_exponential_of_the_loops():
+    from shardpass.core.kernels.numba_exp import exp32
+
+    for x in [*torch.linspace(-86.9, 88, 1000).tolist(), 0.0]:
+        x = torch.tensor(x, dtype=torch.float32)
+        found = torch.tensor(float(exp32(x.numpy()[()])), dtype=torch.float64)
+        torch.testing.assert_close(found, x.double().exp(), rtol=1.5 * 2**-23, atol=0)
+    assert float(exp32(torch.tensor(float("-inf")).numpy()[()])) == 0
+    assert torch.tensor(float("nan")).numpy()[()] != exp32(torch.tensor(float("nan")).numpy()[()])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_infinite_and_undefined_scores(dtype):
+    case = Case(FORMS["additive"], 2, 4, dtype, False)
+    case.of_dst[1], case.of_source[2], case.of_dst[4] = float("-inf"), float("-inf"), float("nan")
+    state = case.forward(True, 10_000)
+    has_edges = case.shard.degrees() > 0
+    assert has_edges[[1, 4]].all()
+    assert (state.top[1] == float("-inf")).all() and (state.total[1] == 0).all() and (state.out[1] == 0).all()
+    assert state.total[4].isnan().all() and state.out[4].isnan().all()
+    others = torch.tensor([row for row in range(NUM_DST - 2) if row not in (1, 4)])
+    hidden = Case(FORMS["additive"], 2, 4, dtype, False)
+    hidden.of_source[2] = -1e30
+    right = hidden.forward(True, 10_000)
+    torch.testing.assert_close(state.out[others], right.out[others])
