@@ -61,6 +61,7 @@ LAYERS: dict[str, Layer] = {
         ("shardpass.errors", "shardpass.core", "shardpass.data", COMMUNICATOR),
         lazy=frozenset(["pymetis", "torch_geometric", "safetensors", "pyarrow", "pandas"]),
     ),
+    "data/streaming": Layer(("shardpass.errors", "shardpass.core", "shardpass.data"), third_party=frozenset(["numba"])),
     "frontends/pyg": Layer(
         ("shardpass.errors", "shardpass.core", "shardpass.frontends.pyg", COMMUNICATOR),
         third_party=frozenset(["torch_geometric"]),

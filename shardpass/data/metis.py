@@ -7,6 +7,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from shardpass.data.file_rows import loaded
 from shardpass.data.raw import NodeType, RawGraph
 from shardpass.errors import require
 
@@ -61,8 +62,8 @@ def _joined_edges(graph: RawGraph) -> tuple[Tensor, Tensor]:
         firsts[node_type] = first
         first += count
     empty = torch.empty(0, dtype=torch.long)
-    src = [arrays.src.long() + firsts[kind[0]] for kind, arrays in graph.edges.items()]
-    dst = [arrays.dst.long() + firsts[kind[2]] for kind, arrays in graph.edges.items()]
+    src = [loaded(arrays.src).long() + firsts[kind[0]] for kind, arrays in graph.edges.items()]
+    dst = [loaded(arrays.dst).long() + firsts[kind[2]] for kind, arrays in graph.edges.items()]
     return torch.cat([empty, *src]), torch.cat([empty, *dst])
 
 
