@@ -45,7 +45,7 @@ def partition(
     Nothing appears at `path` before everything is written. Part files are written one by one, features in blocks of
     rows, so memory holds the edges and a few blocks besides what `data` holds itself.
 
-    Of a graph in files (`GraphFiles`) neither edges nor fields are ever in memory as a whole: there are a few numbers per
+    Of a graph in files (`GraphFiles`), edges and fields are never in memory as a whole: there are a few numbers per
     node and `memory_bytes`, the rest goes through temporary files beside `path`. Only "metis" needs all edges at once.
     The part files are the same, to the byte, as those of the same graph in memory.
 

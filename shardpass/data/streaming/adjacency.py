@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
@@ -97,7 +98,21 @@ class Adjacency:
 def to_run(first: int, count: int, nodes: Array, neighbours: Array) -> Run:
     """The run of `count` nodes from pairs (node, neighbour) in any order."""
     keep = nodes != neighbours
-    rows, others = nodes[keep] - nodes.dtype.type(first), neighbours[keep]
+    rows = nodes[keep] - nodes.dtype.type(first)
     starts = np.zeros(count + 1, np.int64)
     np.cumsum(np.bincount(rows, minlength=count), out=starts[1:])
-    return Run(first, starts, others[np.argsort(rows)])
+    loops = numba_loops_or_none()
+    if loops is not None:
+        grouped = np.empty(int(starts[-1]), neighbours.dtype)
+        loops.group_by_node(nodes, neighbours, first, starts[:-1].copy(), grouped)
+        return Run(first, starts, grouped)
+    return Run(first, starts, neighbours[keep][np.argsort(rows)])
+
+
+def numba_loops_or_none() -> ModuleType | None:
+    """The compiled loops, where numba is installed."""
+    try:
+        from shardpass.data.streaming import numba_loops
+    except ImportError:
+        return None
+    return numba_loops

@@ -1,4 +1,4 @@
-"""The loop over nodes compiled by numba. Imported only where numba is installed."""
+"""Loops over nodes and edges compiled by numba. Imported only where numba is installed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def place_nodes(
             if loads[part] + weights[i] > capacity:
                 continue
             if fennel:
-                score = counts[part] - scale * np.sqrt(loads[part])
+                score = counts[part] - scale * weights[i] * np.sqrt(loads[part])
             else:
                 score = counts[part] * (1.0 - loads[part] / capacity)
             if best < 0 or score > best_score or (score == best_score and loads[part] < loads[best]):
@@ -48,3 +48,13 @@ def place_nodes(
             best = lightest
         part_of[first + i] = best
         loads[best] += weights[i]
+
+
+@njit(nogil=True, cache=True)
+def group_by_node(nodes: Array, neighbours: Array, first: int, places: Array, grouped: Array) -> None:
+    """Put the neighbours of each node next to each other; `places` is where those of each start, and is used up."""
+    for e in range(len(nodes)):
+        if nodes[e] != neighbours[e]:
+            row = nodes[e] - first
+            grouped[places[row]] = neighbours[e]
+            places[row] += 1

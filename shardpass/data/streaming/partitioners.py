@@ -26,9 +26,10 @@ def streamed_parts(
     parallel edges count as many. The weight of a node is its in-degree plus the mean in-degree, as for METIS.
 
     "ldg": linear deterministic greedy (Stanton and Kliot 2012): the part with the most neighbours, times its room.
-    "fennel": neighbours less ``1.5 (m / n) sqrt(load / mean load)``, Fennel's cost with gamma = 1.5 (Tsourakakis et al.
-    2014), written for weighted nodes. Both keep every part within 1.05 of the mean, unless a node is heavier than the
-    room left. Passes after the first know where neighbours went in the one before (Nishimura and Ugander 2013).
+    "fennel": neighbours less ``1.5 (m / n) (weight / mean weight) sqrt(load / mean load)``, the marginal cost of Fennel
+    with gamma = 1.5 (Tsourakakis et al. 2014), written for nodes of different weights. Both keep every part within 1.05
+    of the mean, unless a node is heavier than the room left. Passes after the first know where neighbours went in the
+    one before (Nishimura and Ugander 2013).
 
     Raises:
         ValueError: no passes, or no room for the temporary files of a graph in files.
@@ -48,13 +49,14 @@ def _stream(graph: RawGraph, parts: int, method: str, budget: Budget, passes: in
     adjacency = Adjacency(graph, budget)
     num_nodes, num_edges = adjacency.num_nodes, adjacency.total
     mean_degree = max(1, num_edges // num_nodes)
-    mean_load = (num_edges + mean_degree * num_nodes) / parts
+    total_weight = num_edges + mean_degree * num_nodes
+    mean_load = total_weight / parts
     to = Placement(
         part_of=np.full(num_nodes, -1, np.int32),
         loads=np.zeros(parts, np.int64),
         capacity=SLACK * mean_load,
         fennel=method == "fennel",
-        scale=_GAMMA * num_edges / num_nodes / mean_load**0.5,
+        scale=_GAMMA * num_edges / total_weight / mean_load**0.5,
     )
     degrees = adjacency.in_degrees.numpy()
     for turn in range(passes):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import ModuleType
 
 import numpy as np
 
-from shardpass.data.streaming.adjacency import Run
+from shardpass.data.streaming.adjacency import Run, numba_loops_or_none
 from shardpass.data.streaming.buckets import Array
 
 SLACK = 1.05
@@ -30,10 +29,10 @@ class Placement:
     fennel: bool
     scale: float
 
-    def scores(self, counts: Array) -> Array:
-        """What it is worth to go to each part, given the neighbours there: float64, of the shape of `counts`."""
+    def scores(self, counts: Array, weights: Array) -> Array:
+        """What it is worth to each node to go to each part, given its neighbours there: float64 [nodes, parts]."""
         if self.fennel:
-            return counts - self.scale * np.sqrt(self.loads)
+            return counts - self.scale * weights[:, None] * np.sqrt(self.loads)
         return counts * (1.0 - self.loads / self.capacity)
 
 
@@ -46,7 +45,7 @@ def place(run: Run, weights: Array, to: Placement) -> None:
     Args:
         weights: of the run's nodes, int64.
     """
-    loops = _numba_loops()
+    loops = numba_loops_or_none()
     if loops is not None:
         loops.place_nodes(
             run.first, run.starts, run.neighbours, weights, to.part_of, to.loads, to.capacity, to.fennel, to.scale
@@ -76,7 +75,7 @@ def place_in_batches(run: Run, weights: Array, to: Placement, batch: int) -> Non
 def _choose(counts: Array, weights: Array, to: Placement) -> Array:
     """The part of each node of a batch; the loads grow with them."""
     order = np.argsort(to.loads, kind="stable")  # of equal scores the lightest part is found first
-    scores = np.where(to.loads + weights[:, None] > to.capacity, -np.inf, to.scores(counts))
+    scores = np.where(to.loads + weights[:, None] > to.capacity, -np.inf, to.scores(counts, weights))
     chosen = order[np.argmax(scores[:, order], axis=1)].astype(np.int32)
     added = np.zeros((len(weights), len(to.loads)), np.int64)
     added[np.arange(len(weights)), chosen] = weights
@@ -87,11 +86,3 @@ def _choose(counts: Array, weights: Array, to: Placement) -> Array:
         added[row, chosen[row]] = weights[row]
     to.loads += added.sum(0)
     return chosen
-
-
-def _numba_loops() -> ModuleType | None:
-    try:
-        from shardpass.data.streaming import numba_loops
-    except ImportError:
-        return None
-    return numba_loops
