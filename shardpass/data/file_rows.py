@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import mmap
-import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from shardpass.errors import InternalError
 
 _ROWS_AT_ONCE = 1024  # rows in any order may each touch a page of their own, and some around it
 
@@ -27,6 +28,7 @@ class FileRows:
         offset: where it begins, in bytes.
         fortran: whether the first index runs fastest.
         selected: which of it this is: `()` all, `(0,)` its first row, `(slice(None), 1)` its second column.
+        origin: the file that errors name, where these rows are a converted copy of it.
     """
 
     path: Path
@@ -35,6 +37,12 @@ class FileRows:
     offset: int = 0
     fortran: bool = False
     selected: tuple[Any, ...] = ()
+    origin: Path | None = None
+
+    @property
+    def name(self) -> Path:
+        """The file that errors should name."""
+        return self.origin or self.path
 
     @staticmethod
     def of_npy(path: Path) -> FileRows:
@@ -68,7 +76,7 @@ class FileRows:
             return torch.from_numpy(np.empty(0, self.array_dtype.newbyteorder("="))).dtype
         except TypeError:
             raise TypeError(
-                f"{self.path} holds {self.array_dtype}, which tensors cannot hold; expected numbers or booleans"
+                f"{self.name} holds {self.array_dtype}, which tensors cannot hold; expected numbers or booleans"
             ) from None
 
     @property
@@ -80,7 +88,7 @@ class FileRows:
 
     def select(self, *selected: Any) -> FileRows:
         """A row or a column of the whole array, or a run of rows."""
-        return FileRows(self.path, self.array_dtype, self.array_shape, self.offset, self.fortran, selected)
+        return replace(self, selected=selected)
 
     def block(self, start: int, stop: int) -> Tensor:
         """The rows `[start, stop)`, in memory of their own."""
@@ -127,25 +135,29 @@ def loaded(rows: Tensor | FileRows) -> Tensor:
 
 
 class RowWriter:
-    """A file of rows that grows by `append`; `rows()` is what was written."""
+    """A file of rows that grows by `append`; `rows()` is what was written.
 
-    def __init__(self, path: Path, dtype: Any, row_shape: tuple[int, ...] = ()) -> None:
-        self.path, self.dtype, self.row_shape, self.count = path, np.dtype(dtype), row_shape, 0
-        path.touch()
+    Args:
+        path: the file to write.
+        dtype: NumPy's, of the numbers.
+        row_shape: of one row.
+        origin: the file that errors about these rows should name.
+    """
+
+    def __init__(self, path: Path, dtype: Any, row_shape: tuple[int, ...] = (), origin: Path | None = None) -> None:
+        self.path, self.dtype, self.row_shape, self.origin = path, np.dtype(dtype), row_shape, origin
+        self.count = 0
+        path.write_bytes(b"")
 
     def append(self, values: np.ndarray) -> None:
         """Write further rows, [n, *row_shape]."""
         raw = np.ascontiguousarray(values, dtype=self.dtype)
         if raw.shape[1:] != self.row_shape:
-            raise ValueError(f"rows of the shape {list(raw.shape[1:])}; expected {list(self.row_shape)}")
+            raise InternalError(f"{self.path}: rows of the shape {raw.shape[1:]}; expected {self.row_shape}")
         with open(self.path, "ab") as file:
             file.write(raw.reshape(-1).view(np.uint8).data)
         self.count += len(raw)
 
     def rows(self) -> FileRows:
         """What was written so far."""
-        return FileRows(self.path, self.dtype, (self.count, *self.row_shape))
-
-    def remove(self) -> None:
-        """Delete the file."""
-        os.unlink(self.path)
+        return FileRows(self.path, self.dtype, (self.count, *self.row_shape), origin=self.origin)

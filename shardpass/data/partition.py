@@ -18,7 +18,7 @@ from shardpass.data.layout import EdgesByPart, Layout, graph_fingerprint, lay_ou
 from shardpass.data.manifest import MANIFEST_NAME, FieldInfo, Manifest, write_manifest
 from shardpass.data.partitioners import GIVEN, assign
 from shardpass.data.raw import EdgeType, RawGraph
-from shardpass.data.readers import GraphFiles, read
+from shardpass.data.readers import read, stream_files
 from shardpass.data.rows import Field, row_blocks
 from shardpass.data.streaming import MEMORY_BYTES, PASSES, Budget, SpilledEdges
 from shardpass.data.tensor_file import Blocks, FileRecord, write_tensors
@@ -78,7 +78,8 @@ def partition(
     with scratch_directory(target) as scratch:
         budget = Budget(scratch, memory_bytes, report)
         report("read", 0, 1)
-        graph = read(data.open(budget) if isinstance(data, GraphFiles) else data)
+        files = stream_files(data)
+        graph = read(data if files is None else files.open(budget))
         report("read", 1, 1)
         report("assign", 0, 1)
         if parts is None:

@@ -139,7 +139,7 @@ def _check_name(name: Any) -> None:
 
 def _checked_ends(values: Any, num_nodes: int, what: str) -> Tensor | FileRows:
     if isinstance(values, FileRows):
-        return _checked_file(values, num_nodes, f"{values.path}: {what}")
+        return _checked_file(values, num_nodes, f"{values.name}: {what}")
     ends = as_tensor(values, what).cpu()
     if ends.numel() == 0 and ends.dim() <= 1:
         return ends.reshape(-1).long()  # an empty list has no integer type of its own
@@ -188,13 +188,14 @@ def _checked_fields(fields: Mapping[str, Any], count: int, what: str) -> dict[st
     for name, values in fields.items():
         _check_name(name)
         rows = as_field(values, f"field {name!r} of {what}")
+        where = f"{rows.name}: " if isinstance(rows, FileRows) else ""
         if rows.dtype not in FIELD_DTYPES:
             raise TypeError(
-                f"field {name!r} of {what} is {rows.dtype}; expected one of {', '.join(FIELD_DTYPES.values())}"
+                f"{where}field {name!r} of {what} is {rows.dtype}; expected one of {', '.join(FIELD_DTYPES.values())}"
             )
         if len(rows.shape) == 0 or rows.shape[0] != count:
             raise ValueError(
-                f"field {name!r} of {what} has the shape {list(rows.shape)}; expected {count} rows, one for each"
+                f"{where}field {name!r} of {what} has the shape {list(rows.shape)}; expected {count} rows, one for each"
             )
         checked[name] = rows
     return checked

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +37,12 @@ class Budget:
     def block_edges(self) -> int:
         """Edges that are read at once."""
         return max(1, self.memory_bytes // _BYTES_PER_EDGE)
+
+    def file(self) -> Path:
+        """A new temporary file."""
+        descriptor, name = tempfile.mkstemp(dir=self.scratch)
+        os.close(descriptor)
+        return Path(name)
 
     def require_disk(self, num_bytes: int, what: str) -> None:
         """Return when the disk has room for `num_bytes` of temporary files.
