@@ -6,7 +6,7 @@ from shardpass.data.manifest import FieldInfo, Manifest
 from shardpass.data.merge import RankData, RankEdges, merge_parts, parts_of_rank
 from shardpass.data.partition import partition
 from shardpass.data.raw import EDGE, NODE, EdgeArrays, EdgeType, NodeType, RawGraph
-from shardpass.data.readers import GraphFiles, read, read_edge_list, stream_edge_list, stream_ogb
+from shardpass.data.readers import GraphFiles, read, read_edge_list, stream_edge_list, stream_files, stream_ogb
 from shardpass.data.store import PartData, PartEdges, Store, open_store
 from shardpass.data.streaming import streamed_parts
 
@@ -37,6 +37,7 @@ __all__ = [
     "read",
     "read_edge_list",
     "stream_edge_list",
+    "stream_files",
     "stream_ogb",
     "streamed_parts",
     "verify",

@@ -29,6 +29,9 @@ class FileRows:
         fortran: whether the first index runs fastest.
         selected: which of it this is: `()` all, `(0,)` its first row, `(slice(None), 1)` its second column.
         origin: the file that errors name, where these rows are a converted copy of it.
+
+    Raises:
+        TypeError: for values that no tensor can hold.
     """
 
     path: Path
@@ -38,6 +41,14 @@ class FileRows:
     fortran: bool = False
     selected: tuple[Any, ...] = ()
     origin: Path | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            torch.from_numpy(np.empty(0, self.array_dtype.newbyteorder("=")))
+        except TypeError:
+            raise TypeError(
+                f"{self.name} holds {self.array_dtype}, which tensors cannot hold; expected numbers or booleans"
+            ) from None
 
     @property
     def name(self) -> Path:
@@ -67,17 +78,8 @@ class FileRows:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the tensors that are read.
-
-        Raises:
-            TypeError: where no tensor can hold such values.
-        """
-        try:
-            return torch.from_numpy(np.empty(0, self.array_dtype.newbyteorder("="))).dtype
-        except TypeError:
-            raise TypeError(
-                f"{self.name} holds {self.array_dtype}, which tensors cannot hold; expected numbers or booleans"
-            ) from None
+        """The dtype of the tensors that are read."""
+        return torch.from_numpy(np.empty(0, self.array_dtype.newbyteorder("="))).dtype
 
     @property
     def device(self) -> torch.device:

@@ -1,8 +1,9 @@
 """Node datasets of the Open Graph Benchmark, from OGB's own directories, read piece by piece.
 
 The layout (Hu et al. 2020; `ogb.io.read_graph_raw`): ``raw/edge.csv.gz``, ``num-node-list.csv.gz``, and, where there
-are any, ``node-feat.csv.gz``, ``node-label.csv.gz``, ``edge-feat.csv.gz``, ``node_*.csv.gz``, ``edge_*.csv.gz``; or, for
-ogbn-papers100M, ``raw/data.npz`` and ``raw/node-label.npz``. ``split/<name>/{train,valid,test}.csv.gz`` hold node ids.
+are any, ``node-feat.csv.gz``, ``node-label.csv.gz``, ``edge-feat.csv.gz``, ``node_*.csv.gz``, ``edge_*.csv.gz``; or,
+for ogbn-papers100M, ``raw/data.npz`` and ``raw/node-label.npz``. ``split/<name>/{train,valid,test}.csv.gz`` hold node
+ids.
 """
 
 from __future__ import annotations

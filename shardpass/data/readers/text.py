@@ -5,7 +5,9 @@ from __future__ import annotations
 import gzip
 import io
 import warnings
+import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -30,7 +32,7 @@ def delimiter_of(path: Path) -> str | None:
 def header_and_columns(path: Path) -> tuple[int, int]:
     """How many lines to skip, and how many columns the file has (0 when it holds no numbers)."""
     delimiter = delimiter_of(path)
-    with open(path, "rb") as raw, _as_text(path, raw) as file:
+    with _told(path), open(path, "rb") as raw, _as_text(path, raw) as file:
         header = False
         for number, line in enumerate(file):
             words = [word.strip() for word in line.partition("#")[0].strip().split(delimiter)]
@@ -78,9 +80,16 @@ def table_blocks(path: Path, kind: Any, skip: int, report: Report) -> Iterator[n
 
 
 def _lines(file: IO[str], path: Path) -> list[str]:
-    try:
+    with _told(path):
         return file.readlines(_BLOCK_BYTES)
-    except (EOFError, OSError, UnicodeDecodeError) as error:
+
+
+@contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """A block in which a torn or foreign file is an error that names it."""
+    try:
+        yield
+    except (EOFError, gzip.BadGzipFile, zlib.error, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read as text: {error}") from error
 
 
