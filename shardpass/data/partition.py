@@ -81,7 +81,6 @@ def partition(
         files = stream_files(data)
         graph = read(data if files is None else files.open(budget))
         report("read", 1, 1)
-        report("assign", 0, 1)
         if parts is None:
             parts, assignment = _division(graph, assignment)
         layout = lay_out(assign(graph, parts, method, assignment, seed, passes, budget), parts)
