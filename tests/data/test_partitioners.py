@@ -104,5 +104,5 @@ def test_wrong_arguments(tmp_path):
 
 def test_missing_pymetis(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "pymetis", None)
-    with pytest.raises(ImportError, match=r"needs the package 'pymetis', .* pip install pymetis .*method='random'"):
+    with pytest.raises(ImportError, match=r"needs the package 'pymetis', .* pip install pymetis .*method='fennel'"):
         assign(awkward(), 2, "metis")
