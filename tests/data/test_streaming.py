@@ -6,6 +6,7 @@ import itertools
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,18 @@ from hypothesis import strategies as st
 from store_helpers import assert_sorted, awkward, bipartite
 
 import shardpass as sp
-from shardpass.data import EDGE, NODE, EdgeArrays, RawGraph, open_store, partition, read_edge_list, stream_edge_list
+from shardpass.data import (
+    EDGE,
+    NODE,
+    EdgeArrays,
+    GraphFiles,
+    RawGraph,
+    open_store,
+    partition,
+    read_edge_list,
+    stream_edge_list,
+)
+from shardpass.data.file_rows import RowWriter
 from shardpass.data.partitioners import assign
 from shardpass.data.streaming import STREAMING, Budget
 from shardpass.data.streaming.adjacency import Adjacency
@@ -269,3 +281,27 @@ def test_memory_is_bounded(tmp_path):
     grown, limited = done.stdout.split()
     assert int(grown) < 64 << 20 and limited == "limited"
     assert sum(open_store(tmp_path / "large").manifest.num_edges.values()) == 6_000_000
+
+
+class Typed(GraphFiles):
+    """The edges of a graph of several types, in files."""
+
+    def __init__(self, graph: RawGraph) -> None:
+        self.graph = graph.validate()
+
+    def open(self, budget: Budget) -> RawGraph:
+        edges = {}
+        for kind, arrays in self.graph.edges.items():
+            writers = [RowWriter(budget.file(), np.int64) for _ in range(2)]
+            for writer, ends in zip(writers, (arrays.src, arrays.dst)):
+                writer.append(ends.numpy())
+            edges[kind] = EdgeArrays(*(writer.rows() for writer in writers))
+        return replace(self.graph, edges=edges)
+
+
+@pytest.mark.parametrize("method", ["ldg", "fennel", "metis", "random"])
+def test_graphs_of_several_types(tmp_path, method):
+    if method == "metis":
+        pytest.importorskip("pymetis")
+    expected = partition(bipartite(), tmp_path / "memory", 3, method)
+    assert partition(Typed(bipartite()), tmp_path / "files", 3, method, memory_bytes=500) == expected
