@@ -54,6 +54,29 @@ def write_binary(folder: Path, save: Any) -> Path:
     return folder
 
 
+AUTHOR, PAPER = "author", "paper"
+WRITES, CITES = (AUTHOR, "writes", PAPER), (PAPER, "cites", PAPER)
+
+
+def write_typed(folder: Path) -> Path:
+    """A dataset in the layout of ogbn-mag."""
+    raw = folder / "raw"
+    write_csv(raw / "num-node-dict.csv.gz", [[PAPER, AUTHOR], [5, 3]])
+    write_csv(raw / "triplet-type-list.csv.gz", [CITES, WRITES])
+    write_csv(raw / "nodetype-has-label.csv.gz", [[PAPER, AUTHOR], [True, False]])
+    for triplet, edges in {CITES: EDGES.T, WRITES: [[0, 4], [2, 1]]}.items():
+        write_csv(raw / "relations" / "___".join(triplet) / "edge.csv.gz", edges)
+        write_csv(raw / "relations" / "___".join(triplet) / "num-edge-list.csv.gz", [len(edges)])
+        write_csv(raw / "relations" / "___".join(triplet) / "edge_reltype.csv.gz", [[3]] * len(edges))
+    write_csv(raw / "node-feat" / PAPER / "node-feat.csv.gz", X)
+    write_csv(raw / "node-feat" / PAPER / "node_year.csv.gz", range(2010, 2015))
+    write_csv(raw / "node-label" / PAPER / "node-label.csv.gz", [4, 3, 2, 1, 0])
+    write_csv(folder / "split" / "time" / "nodetype-has-split.csv.gz", [[PAPER, AUTHOR], [True, False]])
+    for name, ids in SPLIT.items():
+        write_csv(folder / "split" / "time" / PAPER / f"{name}.csv.gz", ids)
+    return folder
+
+
 def stored(data: Any, folder: Path) -> RawGraph:
     partition(data, folder / "store", 2, "random", overwrite=True, memory_bytes=1000)
     return rebuilt(open_store(folder / "store"), 2)
@@ -103,6 +126,44 @@ def test_inverse_edges_and_several_tasks(tmp_path):
     assert ends(plain) == EDGES.tolist() and "x" not in plain.node_fields[NODE] and not plain.edge_fields[EDGE]
 
 
+def test_several_types(tmp_path):
+    folder = write_typed(tmp_path / "ogbn_mag")
+    graph = stored(folder, tmp_path)
+    assert graph.num_nodes == {AUTHOR: 3, PAPER: 5} and list(graph.edges) == [WRITES, CITES]
+    assert graph.edges[CITES].src.tolist() == EDGES[0].tolist() and graph.edges[CITES].dst.tolist() == EDGES[1].tolist()
+    assert graph.edges[WRITES].src.tolist() == [0, 2] and graph.edges[WRITES].dst.tolist() == [4, 1]
+    assert graph.edge_fields[WRITES]["edge_reltype"].tolist() == [3, 3]
+    fields = graph.node_fields[PAPER]
+    assert list(graph.node_fields[AUTHOR]) == [] and set(fields) == {
+        "x", "y", "node_year", "train_mask", "val_mask", "test_mask"
+    }  # fmt: skip
+    assert torch.equal(fields["x"], torch.from_numpy(X)) and fields["y"].tolist() == [4, 3, 2, 1, 0]
+    assert fields["train_mask"].tolist() == [True, False, False, True, False]
+    with pytest.raises(ValueError, match="has several types: reverse edges would be of other types"):
+        stream_ogb(folder, add_inverse_edge=True)
+    (folder / "raw" / "relations" / "___".join(CITES) / "edge.csv.gz").unlink()
+    with pytest.raises(ValueError, match=r"paper___cites___paper/edge\.csv\.gz is missing"):
+        stored(folder, tmp_path)
+
+
+def test_several_types_same_as_ogb(tmp_path):
+    io = pytest.importorskip("ogb.io.read_graph_raw")
+    folder = write_typed(tmp_path / "ogbn_mag")
+    theirs = io.read_csv_heterograph_raw(
+        str(folder / "raw"), additional_node_files=["node_year"], additional_edge_files=["edge_reltype"]
+    )[0]
+    graph = stored(folder, tmp_path)
+    assert graph.num_nodes == theirs["num_nodes_dict"]
+    for kind, edges in theirs["edge_index_dict"].items():
+        assert [graph.edges[kind].src.tolist(), graph.edges[kind].dst.tolist()] == edges.tolist()
+        assert graph.edge_fields[kind]["edge_reltype"][:, None].tolist() == theirs["edge_reltype"][kind].tolist()
+    assert graph.node_fields[PAPER]["x"].tolist() == theirs["node_feat_dict"][PAPER].tolist()
+    assert graph.node_fields[PAPER]["node_year"][:, None].tolist() == theirs["node_year"][PAPER].tolist()
+    split = io.read_nodesplitidx_split_hetero(str(folder / "split" / "time"))
+    for ids, mask in zip(split, ("train_mask", "val_mask", "test_mask")):
+        assert graph.node_fields[PAPER][mask].nonzero().flatten().tolist() == ids[PAPER].tolist()
+
+
 @pytest.mark.parametrize("inverse", [True, False])
 def test_same_as_ogb(tmp_path, inverse):
     io = pytest.importorskip("ogb.io.read_graph_raw")
@@ -123,13 +184,15 @@ def test_same_as_ogb(tmp_path, inverse):
     [
         ({"edge": None}, r"has neither raw/edge\.csv\.gz nor raw/data\.npz"),
         ({"num-node-list": None}, r"num-node-list\.csv\.gz is missing"),
-        ({"num-edge-list": [7]}, r"6 edges, but the list of numbers of edges says 7; a file is torn"),
-        ({"num-node-list": [2, 3], "num-edge-list": [6]}, r"holds 2 graphs; expected a node dataset"),
+        ({"num-edge-list": [7]}, r"edge\.csv\.gz: 6 edges, but num-edge-list\.csv\.gz says 7; a file is torn"),
+        (
+            {"num-node-list": [2, 3], "num-edge-list": [6]},
+            r"num-node-list\.csv\.gz tells of 2 graphs; expected",
+        ),
         ({"edge": [[0, 1, 2]]}, r"edge\.csv\.gz has 3 columns; expected source and destination"),
         ({"edge": [[0, 5]] * 6}, r"edge\.csv\.gz: destination ids .*: 5 at position 0 is outside .* \[0, 5\)"),
         ({"node-label": [0, 0.5, 1, 0, 1]}, r"node-label\.csv\.gz, row 1: label 0\.5; expected a class"),
         ({"node-feat": X[:4]}, r"node-feat\.csv\.gz: field 'x' .* expected 5 rows"),
-        ({"triplet-type-list": [["a", "b", "c"]]}, r"is a graph of several types"),
     ],
 )
 def test_wrong_directories(tmp_path, more, message):
