@@ -8,7 +8,6 @@ from shardpass.data.partition import partition
 from shardpass.data.raw import EDGE, NODE, EdgeArrays, EdgeType, NodeType, RawGraph
 from shardpass.data.readers import GraphFiles, read, read_edge_list, stream_edge_list, stream_files, stream_ogb
 from shardpass.data.store import PartData, PartEdges, Store, open_store
-from shardpass.data.streaming import streamed_parts
 
 __all__ = [
     "EDGE",
@@ -39,6 +38,5 @@ __all__ = [
     "stream_edge_list",
     "stream_files",
     "stream_ogb",
-    "streamed_parts",
     "verify",
 ]

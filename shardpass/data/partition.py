@@ -55,11 +55,11 @@ def partition(
         path: the directory to write.
         parts: number of parts; the largest number of ranks that can use the store. May exceed the number of nodes.
             None: the parts that `data` is cut into already, as a DGL partition directory is.
-        method: "metis"; "fennel" or "ldg", which stream (see `shardpass.data.streamed_parts`); "random"; or "range"
-            (contiguous original ids).
+        method: "metis"; "fennel" or "ldg", which stream and need no more than a few numbers per node; "random"; or
+            "range" (contiguous original ids).
         assignment: instead of a method, the part of each node: integers in `[0, parts)`, or a dict of them
             with an array per node type.
-        seed: of the partitioner; the same seed gives the same partition.
+        seed: of the partitioner; the same seed gives the same partition ("fennel" and "ldg" draw no random numbers).
         overwrite: replace a store that is already at `path`.
         progress: called as `progress(stage, done, total)`, with the stages "read", "count", "bucket", "assign", "sort"
             and "write"; not every source and method has all of them.
@@ -73,6 +73,8 @@ def partition(
     target = Path(os.path.abspath(path))
     if parts is not None:
         parts = operator.index(parts)
+    if memory_bytes < 1:
+        raise ValueError(f"memory_bytes is {memory_bytes}; expected a positive number of bytes")
     report = progress or (lambda stage, done, total: None)
     check_target(target, overwrite)
     with scratch_directory(target) as scratch:

@@ -108,6 +108,7 @@ def test_binary_layout(tmp_path, compressed):
     graph = stored(folder, tmp_path)
     assert ends(graph) == EDGES.tolist() and torch.equal(graph.node_fields[NODE]["x"], torch.from_numpy(X))
     assert graph.node_fields[NODE]["y"].tolist() == [0, -1, 2, -1, 1]
+    assert "x" not in stored(stream_ogb(folder, drop=("x",)), tmp_path).node_fields[NODE]
     assert graph.node_fields[NODE]["node_year"].tolist() == [[0], [1], [2], [3], [4]]
     assert graph.node_fields[NODE]["train_mask"].tolist() == [True, False, False, True, False]
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from store_helpers import assert_sorted, awkward, bipartite
 
@@ -182,6 +182,7 @@ def test_a_node_heavier_than_a_part_is_alone(loops):
         assert sizes == [1, 12, 12, 12, 12] and (part_of == part_of[0]).sum() == 1
 
 
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     counts=st.lists(st.integers(0, 9), min_size=0, max_size=40),
     limit=st.integers(1, 30),
@@ -216,6 +217,8 @@ def test_wrong_passes_and_progress(tmp_path):
     graph = files(tmp_path, 50, random_edges(50, 300))
     with pytest.raises(ValueError, match="0 passes; expected at least 1"):
         partition(stream_edge_list(**graph), tmp_path / "store", 2, "ldg", passes=0)
+    with pytest.raises(ValueError, match="memory_bytes is 0; expected a positive number"):
+        partition(stream_edge_list(**graph), tmp_path / "store", 2, "ldg", memory_bytes=0)
     seen: dict[str, list[tuple[int, int]]] = {}
     partition(
         stream_edge_list(**graph), tmp_path / "store", 2, "ldg", memory_bytes=TINY,

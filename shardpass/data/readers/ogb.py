@@ -44,7 +44,7 @@ class OgbFiles(GraphFiles):
     drop: tuple[str, ...] = ()
 
     def open(self, budget: Budget) -> RawGraph:
-        found = ogb_arrays(self.folder, budget)
+        found = ogb_arrays(self.folder, budget, [theirs for theirs, ours in _NAMES.items() if ours in self.drop])
         node_fields = {kind: self._node_fields(found, kind, budget) for kind in found.num_nodes}
         edges, edge_fields = found.edges, found.edge_fields
         if self.add_inverse_edge:

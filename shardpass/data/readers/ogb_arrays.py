@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -43,15 +43,16 @@ def is_typed(folder: Path) -> bool:
     return (folder / "raw" / "triplet-type-list.csv.gz").exists()
 
 
-def ogb_arrays(folder: Path, budget: Budget) -> OgbArrays:
-    """What is in a directory.
+def ogb_arrays(folder: Path, budget: Budget, without: Collection[str] = ()) -> OgbArrays:
+    """What is in a directory, but for the fields `without`.
 
     Raises:
         ValueError: files that are missing, torn or do not fit each other.
     """
     if is_typed(folder):
-        return _typed(folder, budget)
-    ends, arrays = _binary(folder / "raw", budget) if is_binary(folder) else _text(folder / "raw", budget)
+        return _typed(folder, budget, without)
+    read = _binary if is_binary(folder) else _text
+    ends, arrays = read(folder / "raw", budget, without)
     for name, told in zip(_COUNTS, ("num-node-list.csv.gz", "num-edge-list.csv.gz")):
         if name not in arrays:
             raise ValueError(f"{folder / 'raw' / told} is missing; expected the whole directory as OGB writes it")
@@ -64,20 +65,17 @@ def ogb_arrays(folder: Path, budget: Budget) -> OgbArrays:
     return OgbArrays({NODE: num_nodes}, {EDGE: ends}, {NODE: of_nodes}, {EDGE: of_edges}, splits)
 
 
-def _text(raw: Path, budget: Budget) -> tuple[EdgeArrays, dict[str, FileRows]]:
-    names = {"num-node-list": _COUNTS[0], "num-edge-list": _COUNTS[1], "species": "node_species"}
-    tables = _tables(raw, budget)
-    arrays = {names.get(stem, stem.replace("-", "_")): rows for stem, rows in tables.items()}
-    return _text_edges(raw / "edge.csv.gz", budget), arrays
+def _text(raw: Path, budget: Budget, without: Collection[str]) -> tuple[EdgeArrays, dict[str, FileRows]]:
+    return _text_edges(raw / "edge.csv.gz", budget), _tables(raw, budget, without)
 
 
-def _typed(folder: Path, budget: Budget) -> OgbArrays:
+def _typed(folder: Path, budget: Budget, without: Collection[str]) -> OgbArrays:
     raw = folder / "raw"
     types, counts = _lines(raw / "num-node-dict.csv.gz")[:2]
     found = OgbArrays({kind: int(count) for kind, count in sorted(zip(types, counts))}, {}, {}, {})
     for kind in found.num_nodes:
-        tables = {**_tables(raw / "node-feat" / kind, budget), **_tables(raw / "node-label" / kind, budget)}
-        found.node_fields[kind] = {name.replace("-", "_"): rows for name, rows in tables.items()}
+        folders = (raw / "node-feat" / kind, raw / "node-label" / kind)
+        found.node_fields[kind] = {k: v for path in folders for k, v in _tables(path, budget, without).items()}
         split = _split(folder)
         if split and (split / kind).is_dir():
             found.splits[kind] = split / kind
@@ -85,19 +83,25 @@ def _typed(folder: Path, budget: Budget) -> OgbArrays:
         edge_type = (triplet[0], triplet[1], triplet[2])
         relation = raw / "relations" / "___".join(triplet)
         ends = _text_edges(relation / "edge.csv.gz", budget)
-        tables = _tables(relation, budget)
-        if "num-edge-list" not in tables:
+        tables = _tables(relation, budget, without)
+        if _COUNTS[1] not in tables:
             raise ValueError(f"{relation / 'num-edge-list.csv.gz'} is missing; expected it as OGB writes it")
-        _check_edges(ends, tables.pop("num-edge-list"))
+        _check_edges(ends, tables.pop(_COUNTS[1]))
         found.edges[edge_type] = ends
-        found.edge_fields[edge_type] = {name.replace("-", "_"): rows for name, rows in tables.items()}
+        found.edge_fields[edge_type] = tables
     return found
 
 
-def _tables(folder: Path, budget: Budget) -> dict[str, FileRows]:
-    """The numbers in the text files of a folder, but for the edges, by the names of the files."""
-    paths = {path.name.removesuffix(".csv.gz"): path for path in sorted(folder.glob("*.csv.gz"))}
-    return {stem: text_rows(path, budget) for stem, path in paths.items() if stem != "edge"}
+def _tables(folder: Path, budget: Budget, without: Collection[str]) -> dict[str, FileRows]:
+    """The numbers in the text files of a folder, but for the edges, by the names of OGB's arrays."""
+    names = {"num-node-list": _COUNTS[0], "num-edge-list": _COUNTS[1], "species": "node_species"}
+    found = {}
+    for path in sorted(folder.glob("*.csv.gz")):
+        stem = path.name.removesuffix(".csv.gz")
+        name = names.get(stem, stem.replace("-", "_"))
+        if stem != "edge" and name not in without:
+            found[name] = text_rows(path, budget)
+    return found
 
 
 def _text_edges(path: Path, budget: Budget) -> EdgeArrays:
@@ -138,11 +142,11 @@ def _single(counts: FileRows) -> int:
     return int(values[0])
 
 
-def _binary(raw: Path, budget: Budget) -> tuple[EdgeArrays, dict[str, FileRows]]:
+def _binary(raw: Path, budget: Budget, without: Collection[str]) -> tuple[EdgeArrays, dict[str, FileRows]]:
     arrays: dict[str, FileRows] = {}
     for path in (raw / "data.npz", raw / "node-label.npz"):
         if path.exists():
-            arrays.update(_npz_rows(path, budget))
+            arrays.update(_npz_rows(path, budget, without))
     if "edge_index" not in arrays:
         raise ValueError(f"{raw / 'data.npz'} has no array 'edge_index'; it has {', '.join(arrays)}")
     index = arrays.pop("edge_index")
@@ -151,7 +155,7 @@ def _binary(raw: Path, budget: Budget) -> tuple[EdgeArrays, dict[str, FileRows]]
     return EdgeArrays(index.select(0), index.select(1)), arrays
 
 
-def _npz_rows(path: Path, budget: Budget) -> dict[str, FileRows]:
+def _npz_rows(path: Path, budget: Budget, without: Collection[str]) -> dict[str, FileRows]:
     """The arrays of an .npz: in place where they are not compressed, else copied to temporary files."""
     try:
         with zipfile.ZipFile(path) as archive:
