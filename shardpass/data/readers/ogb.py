@@ -44,14 +44,18 @@ class OgbFiles(GraphFiles):
     drop: tuple[str, ...] = ()
 
     def open(self, budget: Budget) -> RawGraph:
-        found = ogb_arrays(self.folder, budget, [theirs for theirs, ours in _NAMES.items() if ours in self.drop])
+        found = ogb_arrays(self.folder, budget, self._not_read())
         node_fields = {kind: self._node_fields(found, kind, budget) for kind in found.num_nodes}
-        edges, edge_fields = found.edges, found.edge_fields
+        edges = found.edges
         if self.add_inverse_edge:
             edges = {kind: EdgeArrays(*with_inverse(ends, budget)) for kind, ends in edges.items()}
         edge_fields = {kind: self._edge_fields(fields, budget) for kind, fields in found.edge_fields.items()}
         source = f"{self.folder.name} (OGB{', with inverse edges' if self.add_inverse_edge else ''})"
         return RawGraph(found.num_nodes, edges, node_fields, edge_fields, {}, source)
+
+    def _not_read(self) -> list[str]:
+        """OGB's names of what is dropped."""
+        return [*self.drop, *(theirs for theirs, ours in _NAMES.items() if ours in self.drop)]
 
     def _node_fields(self, found: OgbArrays, kind: NodeType, budget: Budget) -> dict[str, FileRows]:
         fields = {_NAMES.get(name, name): rows for name, rows in found.node_fields[kind].items()}
