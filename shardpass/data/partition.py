@@ -20,7 +20,7 @@ from shardpass.data.partitioners import GIVEN, assign
 from shardpass.data.raw import EdgeType, RawGraph
 from shardpass.data.readers import read, stream_files
 from shardpass.data.rows import Field, row_blocks
-from shardpass.data.streaming import MEMORY_BYTES, PASSES, Budget, SpilledEdges
+from shardpass.data.streaming import MEMORY_BYTES, PASSES, STREAMING, Budget, SpilledEdges
 from shardpass.data.tensor_file import Blocks, FileRecord, write_tensors
 
 _INT32_LIMIT = 2**31 - 1
@@ -85,6 +85,8 @@ def partition(
         report("read", 1, 1)
         if parts is None:
             parts, assignment = _division(graph, assignment)
+        if assignment is not None or method not in STREAMING:  # which count and sort before they assign
+            report("assign", 0, 1)
         layout = lay_out(assign(graph, parts, method, assignment, seed, passes, budget), parts)
         report("assign", 1, 1)
         with new_directory(target, overwrite) as directory:
