@@ -11,7 +11,7 @@ from shardpass.cli.graphs import powerlaw
 
 NUM_FEATURES, NUM_CLASSES = 128, 32
 RMAT = {"50k30": (50_000, 30), "20k150": (20_000, 150)}
-KINDS = "50k30, 20k150, dense:NODES:DEGREE, powerlaw:NODES:DEGREE or the path of an .npz"
+KINDS = "50k30, 20k150, dense:NODES:DEGREE, powerlaw:NODES:DEGREE, community:NODES:DEGREE or the path of an .npz"
 
 
 def make_graph(name: str) -> dict[str, Any]:
@@ -30,18 +30,33 @@ def make_graph(name: str) -> dict[str, Any]:
         num_nodes, degree = RMAT[name]
         return {"edge_index": rmat_edges(num_nodes, degree), **node_data(num_nodes)}
     kind, *numbers = name.split(":")
-    if kind not in ("dense", "powerlaw") or len(numbers) != 2 or not all(number.isdigit() for number in numbers):
+    if (
+        kind not in ("dense", "powerlaw", "community")
+        or len(numbers) != 2
+        or not all(number.isdigit() for number in numbers)
+    ):
         raise ValueError(f"unknown graph {name!r}; expected {KINDS}")
     num_nodes, degree = int(numbers[0]), int(numbers[1])
     if kind == "powerlaw":
         return {"edge_index": powerlaw(num_nodes, degree)["edge_index"], **node_data(num_nodes)}
-    return {"edge_index": dense_edges(num_nodes, degree), **node_data(num_nodes)}
+    edges = dense_edges(num_nodes, degree) if kind == "dense" else community_edges(num_nodes, degree)
+    return {"edge_index": edges, **node_data(num_nodes)}
 
 
 def dense_edges(num_nodes: int, degree: int, seed: int = 0) -> Any:
     """``num_nodes * degree`` directed edges with uniformly random ends (so every part needs rows of every other)."""
     rng = np.random.default_rng(seed)
     return rng.integers(0, num_nodes, (2, num_nodes * degree), dtype=np.int32)
+
+
+def community_edges(num_nodes: int, degree: int, size: int = 500, inside: float = 0.8, seed: int = 0) -> Any:
+    """``num_nodes * degree`` directed edges, `inside` of them within communities of `size` nodes, ids shuffled."""
+    rng = np.random.default_rng(seed)
+    shuffle = rng.permutation(num_nodes).astype(np.int32)
+    src = rng.integers(0, num_nodes, num_nodes * degree)
+    near = np.minimum(src // size * size + rng.integers(0, size, len(src)), num_nodes - 1)
+    dst = np.where(rng.random(len(src)) < inside, near, rng.integers(0, num_nodes, len(src)))
+    return np.stack([shuffle[src], shuffle[dst]])
 
 
 def rmat_edges(num_nodes: int, degree: int, seed: int = 0, corners: tuple[float, ...] = (0.45, 0.22, 0.22)) -> Any:

@@ -143,7 +143,7 @@ def test_a_missing_extra_is_one_sentence(name: str, tmp_path: Path) -> None:
     )
     assert f"pip install {package} (shardpass's extra " in told
     assert told.count("\n") == 1 and ". " not in told, f"not one sentence: {told}"
-    assert ("method='random'" in told) == (name == "metis")
+    assert ("method='fennel'" in told) == (name == "metis")
     assert os.listdir(tmp_path) == []
 
 

@@ -59,8 +59,9 @@ LAYERS: dict[str, Layer] = {
     "backends": Layer(("shardpass.errors", "shardpass.backends"), lazy=frozenset(["mpi4py"])),
     "data": Layer(
         ("shardpass.errors", "shardpass.core", "shardpass.data", COMMUNICATOR),
-        lazy=frozenset(["pymetis", "torch_geometric", "safetensors", "pyarrow", "pandas"]),
+        lazy=frozenset(["pymetis", "torch_geometric", "safetensors", "pyarrow", "pandas", "ogb"]),
     ),
+    "data/streaming": Layer(("shardpass.errors", "shardpass.core", "shardpass.data"), third_party=frozenset(["numba"])),
     "frontends/pyg": Layer(
         ("shardpass.errors", "shardpass.core", "shardpass.frontends.pyg", COMMUNICATOR),
         third_party=frozenset(["torch_geometric"]),

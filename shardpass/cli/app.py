@@ -23,7 +23,8 @@ def partition(
     input: Annotated[
         str,
         typer.Argument(
-            help=".npz, .json of a DGL partition, edge list (.npy, .csv, .txt), demo:digits or demo:powerlaw."
+            help=".npz, .json of a DGL partition, edge list (.npy, .parquet, .csv, .txt; the latter also .gz), folder "
+            "with edges and features, dataset of OGB (folder or name), demo:digits or demo:powerlaw."
         ),
     ],
     output: Annotated[Path, typer.Argument(help="The directory to write.")],
@@ -31,11 +32,15 @@ def partition(
         int | None,
         typer.Option(help="Number of parts: the most ranks that can use the store [default: 4; of a .json its own]."),
     ] = None,
-    method: Annotated[str, typer.Option(help="metis, random or range.")] = "metis",
+    method: Annotated[
+        str, typer.Option(help="metis, fennel or ldg (the graph may be larger than memory), random or range.")
+    ] = "metis",
     seed: Annotated[int, typer.Option(help="Of the partitioner.")] = 0,
     assignment: Annotated[Path | None, typer.Option(help="An .npy with the part of each node, instead.")] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace a store that is there already.")] = False,
-    features: Annotated[Path | None, typer.Option(help="Edge lists: .npy of features, [num_nodes, channels].")] = None,
+    features: Annotated[
+        Path | None, typer.Option(help="Edge lists: .npy, .parquet or .csv of features, [num_nodes, channels].")
+    ] = None,
     labels: Annotated[Path | None, typer.Option(help="Edge lists: .npy of class ids, -1 for unlabelled.")] = None,
     train_mask: Annotated[Path | None, typer.Option(help="Edge lists: .npy of booleans.")] = None,
     val_mask: Annotated[Path | None, typer.Option(help="Edge lists: .npy of booleans.")] = None,
@@ -43,6 +48,10 @@ def partition(
     weights: Annotated[Path | None, typer.Option(help="Edge lists: .npy of edge weights.")] = None,
     num_nodes: Annotated[int | None, typer.Option(help="Edge lists without features, labels and masks.")] = None,
     drop: Annotated[list[str] | None, typer.Option(help="Leave out this field (may be repeated).")] = None,
+    passes: Annotated[int, typer.Option(help="fennel, ldg: times that all nodes stream by; more cut fewer edges.")] = 5,
+    memory: Annotated[
+        float, typer.Option(help="Edge lists and OGB: GiB for edges; the rest goes through files.")
+    ] = 1.0,
 ) -> None:
     """Cut a graph into parts and write them to a directory."""
     from shardpass.cli.partitioning import Source, run_partition
@@ -50,7 +59,8 @@ def partition(
     masks = {"train_mask": train_mask, "val_mask": val_mask, "test_mask": test_mask}
     source = Source(input, features, labels, masks, weights, num_nodes, tuple(drop or ()))
     with told_in_words():
-        run_partition(source, output, parts, method, seed, assignment, overwrite)
+        options = {"method": method, "seed": seed, "overwrite": overwrite, "passes": passes}
+        run_partition(source, output, parts, assignment, {**options, "memory_bytes": int(memory * 2**30)})
 
 
 @app.command()

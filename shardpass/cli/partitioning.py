@@ -12,11 +12,18 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from shardpass.cli.console import bytes_text, output
 from shardpass.cli.graphs import demo_graph
-from shardpass.data import inspect, partition, read, read_edge_list
+from shardpass.data import GraphFiles, partition, read, stream_edge_list, stream_files
 
-_EDGE_LISTS = (".npy", ".csv", ".txt")
+_EDGE_LISTS = (".npy", ".csv", ".csv.gz", ".txt", ".txt.gz", ".parquet")
 _PARTS = 4
-_STAGES = {"read": "reading", "assign": "assigning nodes to parts", "write": "writing parts"}
+_STAGES = {
+    "read": "reading",
+    "count": "counting neighbours",
+    "bucket": "sorting edges by node",
+    "assign": "assigning nodes to parts",
+    "sort": "sorting edges by part",
+    "write": "writing parts",
+}
 
 
 @dataclass(frozen=True)
@@ -39,14 +46,12 @@ class Source:
         """
         masks = {name: path for name, path in (self.masks or {}).items() if path is not None}
         beside = any(value is not None for value in (self.features, self.labels, self.weights, self.num_nodes)) or masks
-        if not self.name.startswith("demo:") and Path(self.name).suffix in _EDGE_LISTS:
-            if not Path(self.name).is_file():
-                raise ValueError(f"there is no file {self.name}")
-            graph = read_edge_list(
+        if not self.name.startswith("demo:") and self.name.endswith(_EDGE_LISTS):
+            graph = stream_edge_list(
                 self.name, features=self.features, labels=self.labels, masks=masks, weights=self.weights,
                 num_nodes=self.num_nodes,
             )  # fmt: skip
-            return read(graph, drop=self.drop)
+            return replace(graph, drop=self.drop)
         if beside:
             raise ValueError(
                 f"--features, --labels, --weights, --num-nodes and masks belong to edge lists "
@@ -54,13 +59,13 @@ class Source:
             )
         if self.name.startswith("demo:"):
             return replace(read(demo_graph(self.name), drop=self.drop), source=self.name)
-        return read(self.name, drop=self.drop)
+        return stream_files(self.name, drop=self.drop) or read(self.name, drop=self.drop)
 
 
 def run_partition(
-    source: Source, target: Path, parts: int | None, method: str, seed: int, assignment: Path | None, overwrite: bool
+    source: Source, target: Path, parts: int | None, assignment: Path | None, options: Mapping[str, Any]
 ) -> None:
-    """Partition with progress shown, then say what was written."""
+    """Partition with progress shown, then say what was written. `options` are those of `shardpass.partition`."""
     console = output()
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
     with Progress(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal) as bar:
@@ -73,16 +78,13 @@ def run_partition(
 
         progress("read", 0, 1)
         graph = source.read()
-        if parts is None and graph.division is None:
+        if parts is None and (isinstance(graph, GraphFiles) or graph.division is None):
             parts = _PARTS
         part_of = None if assignment is None else np.load(assignment, allow_pickle=False)
-        partition(graph, target, parts, method, assignment=part_of, seed=seed, overwrite=overwrite, progress=progress)
-    report = inspect(target)
-    edges = sum(report.manifest.num_edges.values())
-    cut = report.num_cut_edges / edges if edges else 0.0
-    size = sum(group.num_bytes for group in report.groups)
+        manifest = partition(graph, target, parts, assignment=part_of, progress=progress, **options)
+    edges, cut = (sum(counts.values()) for counts in (manifest.num_edges, manifest.cut_edges))
+    size, share = sum(file.bytes for file in manifest.files), cut / edges if edges else 0.0
     console.print(
-        f"wrote {target}: {sum(report.manifest.num_nodes.values()):,} nodes and {edges:,} edges in "
-        f"{report.manifest.num_parts} parts, "
-        f"{cut:.1%} of the edges cut, {bytes_text(size)}"
+        f"wrote {target}: {sum(manifest.num_nodes.values()):,} nodes and {edges:,} edges in "
+        f"{manifest.num_parts} parts, {share:.1%} of the edges cut, {bytes_text(size)}"
     )

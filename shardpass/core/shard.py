@@ -161,9 +161,17 @@ def shard_order(src_rows: Tensor, dst_rows: Tensor, blocks: Sequence[Block]) -> 
     starts = torch.tensor([blocks[i].start for i in by_start], device=src_rows.device)
     rank_of = torch.tensor(by_start, device=src_rows.device)
     block_of_edge = rank_of[torch.bucketize(src_rows, starts, right=True) - 1]
+    if _ascending(block_of_edge, dst_rows):
+        return torch.arange(dst_rows.numel(), device=dst_rows.device), block_of_edge  # sorting takes time and memory
     by_dst = torch.argsort(dst_rows, stable=True)
     order = by_dst[torch.argsort(block_of_edge[by_dst], stable=True)]
     return order, block_of_edge
+
+
+def _ascending(first: Tensor, second: Tensor) -> bool:
+    """Whether pairs are in ascending order."""
+    larger, same = first[1:] > first[:-1], first[1:] == first[:-1]
+    return bool((larger | (same & (second[1:] >= second[:-1]))).all())
 
 
 def build_shards(src_rows: Tensor, dst_rows: Tensor, blocks: Sequence[Block], num_dst: int) -> EdgeShards:

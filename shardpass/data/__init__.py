@@ -6,7 +6,7 @@ from shardpass.data.manifest import FieldInfo, Manifest
 from shardpass.data.merge import RankData, RankEdges, merge_parts, parts_of_rank
 from shardpass.data.partition import partition
 from shardpass.data.raw import EDGE, NODE, EdgeArrays, EdgeType, NodeType, RawGraph
-from shardpass.data.readers import read, read_edge_list
+from shardpass.data.readers import GraphFiles, read, read_edge_list, stream_edge_list, stream_files, stream_ogb
 from shardpass.data.store import PartData, PartEdges, Store, open_store
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "EdgeArrays",
     "EdgeType",
     "FieldInfo",
+    "GraphFiles",
     "GroupReport",
     "LayerReport",
     "Manifest",
@@ -34,5 +35,8 @@ __all__ = [
     "parts_of_rank",
     "read",
     "read_edge_list",
+    "stream_edge_list",
+    "stream_files",
+    "stream_ogb",
     "verify",
 ]

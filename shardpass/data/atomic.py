@@ -67,6 +67,17 @@ def new_directory(path: Path, overwrite: bool) -> Iterator[Path]:
         shutil.rmtree(replaced, ignore_errors=True)
 
 
+@contextlib.contextmanager
+def scratch_directory(path: Path) -> Iterator[Path]:
+    """A temporary sibling directory of `path`, deleted with all that is in it when the block ends."""
+    scratch = path.with_name(f".{path.name}.scratch-{uuid.uuid4().hex[:12]}")
+    scratch.mkdir()
+    try:
+        yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
 def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardpass.data.file_rows import FileRows, blocks
 from shardpass.data.raw import EdgeType, NodeType, RawGraph
 
 _HASH_BLOCK = 1 << 20  # numbers
@@ -41,13 +42,14 @@ class Layout:
 class LaidOutEdges:
     """A part's edges of one type (their destinations are in the part), by (source part, destination, original id).
 
-    src: new ids, int64. dst: rows of the part, int32. edge_ids: original positions, int64. All [num_edges].
+    src: new ids, int64 (int32 where they fit in files). dst: rows of the part, int32. edge_ids: original positions,
+    int64. All [num_edges].
     shard_offsets: int64 [num_parts + 1]; the edges from source part q are `[shard_offsets[q], shard_offsets[q + 1])`.
     """
 
-    src: Tensor
-    dst: Tensor
-    edge_ids: Tensor
+    src: Tensor | FileRows
+    dst: Tensor | FileRows
+    edge_ids: Tensor | FileRows
     shard_offsets: Tensor
 
 
@@ -110,7 +112,7 @@ def graph_fingerprint(graph: RawGraph) -> str:
     for edge_type in sorted(graph.edges):
         digest.update(json.dumps([edge_type, graph.num_edges[edge_type]]).encode())
         for ends in (graph.edges[edge_type].src, graph.edges[edge_type].dst):
-            for block in ends.split(_HASH_BLOCK):
+            for _, block in blocks(ends, _HASH_BLOCK):
                 digest.update(block.long().numpy().data)
     return digest.hexdigest()
 

@@ -7,6 +7,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from shardpass.data.file_rows import loaded
 from shardpass.data.raw import NodeType, RawGraph
 from shardpass.errors import require
 
@@ -21,7 +22,7 @@ def metis_parts(graph: RawGraph, parts: int, seed: int) -> dict[NodeType, Tensor
         MissingDependencyError: when pymetis is not installed.
         ValueError: when the graph is too large for a METIS built with 32-bit numbers.
     """
-    instead = "use method='random' (--method random), which needs no package"
+    instead = "use method='fennel' (--method fennel), which needs no package"
     pymetis = require("pymetis", "metis", "partitioning with method 'metis', the default,", instead)
     sizes = list(graph.num_nodes.values())
     total = sum(sizes)
@@ -41,7 +42,7 @@ def _part_graph(pymetis: ModuleType, graph: RawGraph, parts: int, num_nodes: int
     if neighbours.numel() > limit:
         raise ValueError(
             f"this build of METIS counts in 32 bits and the graph has {neighbours.numel()} adjacencies; "
-            "use method='random', or pass an assignment made with another tool"
+            "use method='fennel', or pass an assignment made with another tool"
         )
     dtype = torch.int64 if wide else torch.int32
     xadj, adjncy, vweights, eweights = (t.to(dtype).numpy() for t in (starts, neighbours, weights, multiplicity))
@@ -61,8 +62,8 @@ def _joined_edges(graph: RawGraph) -> tuple[Tensor, Tensor]:
         firsts[node_type] = first
         first += count
     empty = torch.empty(0, dtype=torch.long)
-    src = [arrays.src.long() + firsts[kind[0]] for kind, arrays in graph.edges.items()]
-    dst = [arrays.dst.long() + firsts[kind[2]] for kind, arrays in graph.edges.items()]
+    src = [loaded(arrays.src).long() + firsts[kind[0]] for kind, arrays in graph.edges.items()]
+    dst = [loaded(arrays.dst).long() + firsts[kind[2]] for kind, arrays in graph.edges.items()]
     return torch.cat([empty, *src]), torch.cat([empty, *dst])
 
 

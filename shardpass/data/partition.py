@@ -12,16 +12,19 @@ from typing import Any
 import torch
 
 from shardpass.data import keys
-from shardpass.data.atomic import check_target, new_directory
+from shardpass.data.atomic import check_target, new_directory, scratch_directory
+from shardpass.data.file_rows import FileRows, blocks
 from shardpass.data.layout import EdgesByPart, Layout, graph_fingerprint, lay_out, partition_fingerprint
 from shardpass.data.manifest import MANIFEST_NAME, FieldInfo, Manifest, write_manifest
 from shardpass.data.partitioners import GIVEN, assign
 from shardpass.data.raw import EdgeType, RawGraph
-from shardpass.data.readers import read
+from shardpass.data.readers import read, stream_files
 from shardpass.data.rows import Field, row_blocks
+from shardpass.data.streaming import MEMORY_BYTES, PASSES, STREAMING, Budget, SpilledEdges
 from shardpass.data.tensor_file import Blocks, FileRecord, write_tensors
 
 _INT32_LIMIT = 2**31 - 1
+_BLOCK_ROWS = 1 << 20
 
 
 def partition(
@@ -34,24 +37,34 @@ def partition(
     seed: int = 0,
     overwrite: bool = False,
     progress: Callable[[str, int, int], None] | None = None,
+    passes: int = PASSES,
+    memory_bytes: int = MEMORY_BYTES,
 ) -> Manifest:
     """The manifest of the store that was written to `path`: the graph, cut into parts. Run it in one process.
 
     Nothing appears at `path` before everything is written. Part files are written one by one, features in blocks of
     rows, so memory holds the edges and a few blocks besides what `data` holds itself.
 
+    Of a graph in files (`GraphFiles`), edges and fields are never in memory as a whole: there are a few numbers per
+    node and `memory_bytes`, the rest goes through temporary files beside `path`. Only "metis" needs all edges at once.
+    The part files are the same, to the byte, as those of the same graph in memory.
+
     Args:
         data: a PyG `Data` or `HeteroData`, a `DGLGraph`, a path, a dict of arrays or a `RawGraph`; see
-            `shardpass.data.read`.
+            `shardpass.data.read`. Or `GraphFiles`: see `shardpass.data.stream_edge_list`.
         path: the directory to write.
         parts: number of parts; the largest number of ranks that can use the store. May exceed the number of nodes.
             None: the parts that `data` is cut into already, as a DGL partition directory is.
-        method: "metis", "random", or "range" (contiguous original ids).
+        method: "metis"; "fennel" or "ldg", which stream and need no more than a few numbers per node; "random"; or
+            "range" (contiguous original ids).
         assignment: instead of a method, the part of each node: integers in `[0, parts)`, or a dict of them
             with an array per node type.
-        seed: of the partitioner; the same seed gives the same partition.
+        seed: of the partitioner; the same seed gives the same partition ("fennel" and "ldg" draw no random numbers).
         overwrite: replace a store that is already at `path`.
-        progress: called as `progress(stage, done, total)`, with the stages "read", "assign" and "write".
+        progress: called as `progress(stage, done, total)`, with the stages "read", "count", "bucket", "assign", "sort"
+            and "write"; not every source and method has all of them.
+        passes: of "fennel" and "ldg" over all nodes; more cut fewer edges.
+        memory_bytes: for the edges of a graph in files; the edges into one node are never divided.
 
     Raises:
         StoreError: when something is at `path` already.
@@ -60,19 +73,25 @@ def partition(
     target = Path(os.path.abspath(path))
     if parts is not None:
         parts = operator.index(parts)
+    if memory_bytes < 1:
+        raise ValueError(f"memory_bytes is {memory_bytes}; expected a positive number of bytes")
     report = progress or (lambda stage, done, total: None)
     check_target(target, overwrite)
-    report("read", 0, 1)
-    graph = read(data)
-    report("read", 1, 1)
-    report("assign", 0, 1)
-    if parts is None:
-        parts, assignment = _division(graph, assignment)
-    layout = lay_out(assign(graph, parts, method, assignment, seed), parts)
-    report("assign", 1, 1)
-    with new_directory(target, overwrite) as directory:
-        manifest = _write(graph, layout, directory, GIVEN if assignment is not None else method, seed, report)
-        write_manifest(manifest, directory / MANIFEST_NAME)
+    with scratch_directory(target) as scratch:
+        budget = Budget(scratch, memory_bytes, report)
+        report("read", 0, 1)
+        files = stream_files(data)
+        graph = read(data if files is None else files.open(budget))
+        report("read", 1, 1)
+        if parts is None:
+            parts, assignment = _division(graph, assignment)
+        if assignment is not None or method not in STREAMING:  # which count and sort before they assign
+            report("assign", 0, 1)
+        layout = lay_out(assign(graph, parts, method, assignment, seed, passes, budget), parts)
+        report("assign", 1, 1)
+        with new_directory(target, overwrite) as directory:
+            manifest = _write(graph, layout, directory, GIVEN if assignment is not None else method, seed, budget)
+            write_manifest(manifest, directory / MANIFEST_NAME)
     return manifest
 
 
@@ -87,10 +106,9 @@ def _division(graph: RawGraph, assignment: Any) -> tuple[int, Any]:
     return graph.division.parts, graph.division.part_of
 
 
-def _write(
-    graph: RawGraph, layout: Layout, directory: Path, method: str, seed: int, report: Callable[[str, int, int], None]
-) -> Manifest:
-    edges = {kind: EdgesByPart(graph, layout, kind) for kind in graph.edges}
+def _write(graph: RawGraph, layout: Layout, directory: Path, method: str, seed: int, budget: Budget) -> Manifest:
+    report = budget.report
+    edges = {kind: _by_part(graph, layout, kind, budget) for kind in graph.edges}
     cut = dict.fromkeys(graph.edges, 0)
     files: list[FileRecord] = []
     for part in range(layout.num_parts):
@@ -123,6 +141,12 @@ def _write(
     )
 
 
+def _by_part(graph: RawGraph, layout: Layout, kind: EdgeType, budget: Budget) -> EdgesByPart | SpilledEdges:
+    if isinstance(graph.edges[kind].src, FileRows):
+        return SpilledEdges(graph, layout, kind, budget)
+    return EdgesByPart(graph, layout, kind)
+
+
 def _node_tensors(graph: RawGraph, layout: Layout, part: int) -> dict[str, Blocks]:
     tensors = {}
     for kind in graph.num_nodes:
@@ -133,20 +157,28 @@ def _node_tensors(graph: RawGraph, layout: Layout, part: int) -> dict[str, Block
     return tensors
 
 
-def _edge_tensors(graph: RawGraph, layout: Layout, by_part: EdgesByPart, part: int) -> tuple[dict[str, Blocks], int]:
+def _edge_tensors(
+    graph: RawGraph, layout: Layout, by_part: EdgesByPart | SpilledEdges, part: int
+) -> tuple[dict[str, Blocks], int]:
     """The tensors of a part's edges of one type, and how many of these edges come from the part itself."""
     kind: EdgeType = by_part.edge_type
     edges = by_part.of_part(part)
-    src = edges.src if graph.num_nodes[kind[0]] > _INT32_LIMIT else edges.src.to(torch.int32)
+    src = edges.src
+    if isinstance(src, torch.Tensor) and graph.num_nodes[kind[0]] <= _INT32_LIMIT:
+        src = src.to(torch.int32)
     arrays = (src, edges.dst, edges.edge_ids, edges.shard_offsets)
-    tensors = {keys.edge_array_key(kind, name): Blocks.of(array) for name, array in zip(keys.EDGE_ARRAYS, arrays)}
+    tensors = {keys.edge_array_key(kind, name): _blocks(array) for name, array in zip(keys.EDGE_ARRAYS, arrays)}
     for name, field in graph.edge_fields[kind].items():
         tensors[keys.edge_field_key(kind, name)] = _rows(field, edges.edge_ids)
     return tensors, int(edges.shard_offsets[part + 1] - edges.shard_offsets[part])
 
 
-def _rows(field: Field, ids: torch.Tensor) -> Blocks:
-    return Blocks(field.dtype, (ids.numel(), *field.shape[1:]), row_blocks(field, ids))
+def _blocks(array: torch.Tensor | FileRows) -> Blocks:
+    return Blocks(array.dtype, tuple(array.shape), (block for _, block in blocks(array, _BLOCK_ROWS)))
+
+
+def _rows(field: Field, ids: torch.Tensor | FileRows) -> Blocks:
+    return Blocks(field.dtype, (len(ids), *field.shape[1:]), row_blocks(field, ids))
 
 
 def _info(fields: Any) -> dict[str, FieldInfo]:

@@ -1,4 +1,4 @@
-"""Which part each node goes to: METIS, random, contiguous ranges, or the user's own assignment."""
+"""Which part each node goes to: METIS, LDG, Fennel, random, contiguous ranges, or the user's own assignment."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from shardpass.data.metis import metis_parts
 from shardpass.data.raw import NODE, NodeType, RawGraph
 from shardpass.data.rows import as_tensor
+from shardpass.data.streaming import PASSES, STREAMING, Budget, streamed_parts
 
 GIVEN = "given"
 """The method a manifest records for a user's own assignment."""
@@ -44,16 +45,24 @@ METHODS: dict[str, Callable[[RawGraph, int, int], dict[NodeType, Tensor]]] = {
 
 
 def assign(
-    graph: RawGraph, parts: int, method: str = "metis", assignment: Any = None, seed: int = 0
+    graph: RawGraph,
+    parts: int,
+    method: str = "metis",
+    assignment: Any = None,
+    seed: int = 0,
+    passes: int = PASSES,
+    budget: Budget | None = None,
 ) -> dict[NodeType, Tensor]:
     """The part of each node by original id, int32 [num_nodes], per node type. Empty parts are legal.
 
     Args:
         graph: a validated graph.
         parts: number of parts; may be larger than the number of nodes.
-        method: one of "metis", "random", "range"; ignored with an `assignment`.
+        method: one of "metis", "ldg", "fennel", "random", "range"; ignored with an `assignment`.
         assignment: parts in `[0, parts)`, one integer per node: an array, or per node type a dict of arrays.
         seed: of the random choices; the same seed gives the same parts.
+        passes: of "ldg" and "fennel" over all nodes.
+        budget: memory for the edges of a graph in files.
 
     Raises:
         ValueError: an unknown method, no parts, or an assignment of another length or out of range.
@@ -64,8 +73,11 @@ def assign(
         raise ValueError(f"{parts} parts; expected at least 1")
     if assignment is not None:
         return _given_parts(graph, parts, assignment)
+    if method in STREAMING:
+        return streamed_parts(graph, parts, method, budget or Budget(), passes)
     if method not in METHODS:
-        raise ValueError(f"unknown partition method {method!r}; the methods are {', '.join(sorted(METHODS))}")
+        known = ", ".join(sorted((*METHODS, *STREAMING)))
+        raise ValueError(f"unknown partition method {method!r}; the methods are {known}")
     return METHODS[method](graph, parts, seed)
 
 

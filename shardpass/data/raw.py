@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardpass.data.file_rows import FileRows, blocks
 from shardpass.data.rows import Field, as_field, as_tensor
 
 NodeType = str
@@ -28,11 +29,15 @@ FIELD_DTYPES: dict[torch.dtype, str] = {
     )
 }  # fmt: skip
 """The dtypes a stored field may have, and their names in a manifest."""
+_BLOCK_ROWS = 1 << 20
 
 
 @dataclass(frozen=True)
 class EdgeArrays:
-    """The edges of one type: edge i goes from node `src[i]` to node `dst[i]`. Any integer arrays, [num_edges] each."""
+    """The edges of one type: edge i goes from node `src[i]` to node `dst[i]`. Any integer arrays, [num_edges] each.
+
+    Arrays in files (`FileRows`) are never read whole.
+    """
 
     src: Any
     dst: Any
@@ -75,8 +80,8 @@ class RawGraph:
     def validate(self) -> RawGraph:
         """The same graph, checked, with torch tensors for all arrays (memory is shared where it can be).
 
-        Edge ends come out as int32 or int64 tensors on the CPU; every node type has an entry in `node_fields` and every
-        edge type one in `edge_fields`.
+        Edge ends come out as int32 or int64 tensors on the CPU, or stay in their files; every node type has an entry in
+        `node_fields` and every edge type one in `edge_fields`.
 
         Raises:
             TypeError: edge indices that are not integers, fields of a type a tensor cannot hold.
@@ -118,8 +123,8 @@ class RawGraph:
                 raise ValueError(f"edge type {kind}: {end!r} is not a node type of this graph: {list(self.num_nodes)}")
         src = _checked_ends(arrays.src, self.num_nodes[kind[0]], f"source ids of edges {kind}")
         dst = _checked_ends(arrays.dst, self.num_nodes[kind[2]], f"destination ids of edges {kind}")
-        if src.numel() != dst.numel():
-            raise ValueError(f"edges {kind}: {src.numel()} sources and {dst.numel()} destinations; expected as many")
+        if len(src) != len(dst):
+            raise ValueError(f"edges {kind}: {len(src)} sources and {len(dst)} destinations; expected as many")
         return EdgeArrays(src, dst)
 
 
@@ -132,32 +137,50 @@ def _check_name(name: Any) -> None:
         raise ValueError(f"name {name!r} is not valid Unicode") from None
 
 
-def _checked_ends(values: Any, num_nodes: int, what: str) -> Tensor:
+def _checked_ends(values: Any, num_nodes: int, what: str) -> Tensor | FileRows:
+    if isinstance(values, FileRows):
+        return _checked_file(values, num_nodes, f"{values.name}: {what}")
     ends = as_tensor(values, what).cpu()
     if ends.numel() == 0 and ends.dim() <= 1:
         return ends.reshape(-1).long()  # an empty list has no integer type of its own
-    if ends.dim() != 1:
-        raise ValueError(f"{what} have the shape {list(ends.shape)}; expected one number per edge")
-    if ends.dtype is torch.bool or ends.is_floating_point() or ends.is_complex():
-        raise TypeError(f"{what} are {ends.dtype}{_first_fraction(ends)}; expected integers: convert them to int64")
+    _check_kind(ends, what)
     if ends.dtype is not torch.int32:
         ends = ends.long()
-    if int(ends.min()) < 0 or int(ends.max()) >= num_nodes:
-        position = int(torch.nonzero((ends < 0) | (ends >= num_nodes))[0])
-        raise ValueError(
-            f"{what}: {int(ends[position])} at position {position} is outside the valid interval [0, {num_nodes}); "
-            "correct the edge, or pass the true number of nodes"
-        )
+    _check_interval(ends, num_nodes, what)
     return ends.contiguous()
 
 
-def _first_fraction(values: Tensor) -> str:
+def _checked_file(values: FileRows, num_nodes: int, what: str) -> FileRows:
+    for start, ends in blocks(values, _BLOCK_ROWS):
+        _check_kind(ends, what, start)
+        _check_interval(ends.long(), num_nodes, what, start)
+    return values
+
+
+def _check_kind(ends: Tensor, what: str, first: int = 0) -> None:
+    if ends.dim() != 1:
+        raise ValueError(f"{what} have the shape {list(ends.shape)}; expected one number per edge")
+    if ends.dtype is torch.bool or ends.is_floating_point() or ends.is_complex():
+        found = _first_fraction(ends, first)
+        raise TypeError(f"{what} are {ends.dtype}{found}; expected integers: convert them to int64")
+
+
+def _check_interval(ends: Tensor, num_nodes: int, what: str, first: int = 0) -> None:
+    if int(ends.min()) < 0 or int(ends.max()) >= num_nodes:
+        position = int(torch.nonzero((ends < 0) | (ends >= num_nodes))[0])
+        raise ValueError(
+            f"{what}: {int(ends[position])} at position {first + position} is outside the valid interval "
+            f"[0, {num_nodes}); correct the edge, or pass the true number of nodes"
+        )
+
+
+def _first_fraction(values: Tensor, first: int = 0) -> str:
     if not values.is_floating_point():
         return ""
     wrong = torch.nonzero(values != values.floor())  # NaN differs from itself
     if not wrong.numel():
         return ""
-    return f" and not whole ({float(values[wrong[0, 0]])} at position {int(wrong[0, 0])})"
+    return f" and not whole ({float(values[wrong[0, 0]])} at position {first + int(wrong[0, 0])})"
 
 
 def _checked_fields(fields: Mapping[str, Any], count: int, what: str) -> dict[str, Field]:
@@ -165,13 +188,14 @@ def _checked_fields(fields: Mapping[str, Any], count: int, what: str) -> dict[st
     for name, values in fields.items():
         _check_name(name)
         rows = as_field(values, f"field {name!r} of {what}")
+        where = f"{rows.name}: " if isinstance(rows, FileRows) else ""
         if rows.dtype not in FIELD_DTYPES:
             raise TypeError(
-                f"field {name!r} of {what} is {rows.dtype}; expected one of {', '.join(FIELD_DTYPES.values())}"
+                f"{where}field {name!r} of {what} is {rows.dtype}; expected one of {', '.join(FIELD_DTYPES.values())}"
             )
         if len(rows.shape) == 0 or rows.shape[0] != count:
             raise ValueError(
-                f"field {name!r} of {what} has the shape {list(rows.shape)}; expected {count} rows, one for each"
+                f"{where}field {name!r} of {what} has the shape {list(rows.shape)}; expected {count} rows, one for each"
             )
         checked[name] = rows
     return checked

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardpass.data.file_rows import FileRows, blocks
+
 BLOCK_BYTES = 16 << 20
 
 
@@ -71,8 +73,8 @@ class CsrRows:
         return self.take(torch.arange(self.shape[0]))
 
 
-Field = Tensor | CsrRows
-"""One node or edge field: a dense tensor or a sparse matrix, one row per node or edge."""
+Field = Tensor | CsrRows | FileRows
+"""One node or edge field: a dense tensor, a sparse matrix or an array in a file, one row per node or edge."""
 
 # index_select lacks the wide unsigned types on CPU; the bits of the signed type of that width are the same.
 _SIGNED_TWIN = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
@@ -80,7 +82,7 @@ _SIGNED_TWIN = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint
 
 def take_rows(field: Field, ids: Tensor) -> Tensor:
     """The rows `ids` (int64, on the CPU) of a field, contiguous, on the CPU."""
-    if isinstance(field, CsrRows):
+    if isinstance(field, CsrRows | FileRows):
         return field.take(ids)
     twin = _SIGNED_TWIN.get(field.dtype)
     rows = (field if twin is None else field.view(twin))[ids.to(field.device)].cpu().contiguous()
@@ -95,11 +97,11 @@ def row_bytes(field: Field) -> int:
     return width * field.dtype.itemsize
 
 
-def row_blocks(field: Field, ids: Tensor, block_bytes: int = BLOCK_BYTES) -> Iterator[Tensor]:
+def row_blocks(field: Field, ids: Tensor | FileRows, block_bytes: int = BLOCK_BYTES) -> Iterator[Tensor]:
     """The rows `ids` of a field in consecutive blocks of about `block_bytes` bytes."""
-    step = max(1, block_bytes // max(1, row_bytes(field)))
-    for start in range(0, ids.numel(), step):
-        yield take_rows(field, ids[start : start + step])
+    step = max(1, block_bytes // max(8, row_bytes(field)))
+    for _, wanted in blocks(ids, step):
+        yield take_rows(field, wanted)
 
 
 def as_field(values: Any, what: str) -> Field:
@@ -108,7 +110,7 @@ def as_field(values: Any, what: str) -> Field:
     Raises:
         TypeError: as `as_tensor`.
     """
-    if isinstance(values, CsrRows):
+    if isinstance(values, CsrRows | FileRows):
         return values
     if not isinstance(values, Tensor) or values.dim() != 2:
         return as_tensor(values, what)

@@ -12,7 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # benchmarks/ is not installed
 
-from benchmarks import report
+from benchmarks import partitioning, report
 from benchmarks.graphs import make_graph, rmat_edges
 from benchmarks.run import Bench, row
 
@@ -40,6 +40,15 @@ def test_a_measurement_and_its_peer_agree_on_the_losses(tmp_path: Path) -> None:
         assert figures["peak_bytes"] > 0 and figures["bytes_sent"] > 0 and "cpu_seconds" not in figures
     assert len(row(ours)) == 10
     json.dumps(ours)
+
+
+@pytest.mark.processes
+def test_partitioners_are_compared(tmp_path: Path) -> None:
+    records = partitioning.compare("community:2000:10", ["random", "ldg"], 4, {"passes": 2}, tmp_path)
+    random, ldg = records
+    assert random["edges"] == ldg["edges"] == 20_000 and random["cut"] == pytest.approx(0.75, abs=0.02)
+    assert ldg["cut"] < 0.7 * random["cut"] and ldg["node_balance"] < 1.2
+    assert partitioning.table(records).row_count == 2
 
 
 def test_the_report_tells_what_holds_and_what_does_not(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardpass.core.shard import Block, build_shards, smallest_index_dtype
+from shardpass.core.shard import Block, build_shards, shard_order, smallest_index_dtype
 
 BLOCKS = (Block(1, 0, 4), Block(0, 6, 9), Block(2, 9, 9), Block(0, 4, 6), Block(2, 9, 12))  # round order, not by start
 NUM_DST = 5
@@ -26,6 +26,19 @@ def edges_of(shard):
     """``(position in the edge list, source row, destination row)`` of each edge."""
     position = torch.arange(1000)[shard.edge_rows] if isinstance(shard.edge_rows, slice) else shard.edge_rows
     return list(zip(position.tolist(), (shard.src_rows + shard.block.start).tolist(), shard.dst_rows().tolist()))
+
+
+@settings(max_examples=60, deadline=None)
+@given(edge_lists(), st.booleans())
+def test_order_is_by_block_then_destination_then_position(edges, sort_first):
+    src, dst = edges
+    block_of = [next(i for i, block in enumerate(BLOCKS) if block.start <= row < block.stop) for row in src.tolist()]
+    expected = sorted(range(len(src)), key=lambda e: (block_of[e], int(dst[e]), e))
+    if sort_first:  # edges that are in order already are not sorted again
+        src, dst = src[expected], dst[expected]
+        block_of, expected = [block_of[e] for e in expected], list(range(len(src)))
+    order, found = shard_order(src, dst, BLOCKS)
+    assert order.tolist() == expected and found.tolist() == block_of
 
 
 @settings(max_examples=60, deadline=None)

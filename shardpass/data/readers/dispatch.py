@@ -11,8 +11,10 @@ from typing import Any
 from shardpass.data.raw import Division, RawGraph
 from shardpass.data.readers.dgl import is_dgl, read_dgl
 from shardpass.data.readers.dgl_partition import read_dgl_partition
+from shardpass.data.readers.graph_files import GraphFiles, stream_edge_list
 from shardpass.data.readers.mapping import read_mapping
 from shardpass.data.readers.npz import read_npz
+from shardpass.data.readers.ogb import PREFIX, is_ogb, stream_ogb
 from shardpass.data.readers.pyg import is_pyg, read_data, read_hetero
 
 _KNOWN = (
@@ -44,6 +46,22 @@ def read(data: Any, *, drop: Sequence[str] = ()) -> RawGraph:
     return graph.validate()
 
 
+def stream_files(data: Any, drop: Sequence[str] = ()) -> GraphFiles | None:
+    """What `data` names, if it is to be read piece by piece: a directory of files, or a dataset of OGB; else None.
+
+    Raises:
+        ValueError: a directory of another kind, or a dataset that is not there and cannot be downloaded.
+    """
+    if isinstance(data, GraphFiles):
+        return data
+    if not isinstance(data, str | os.PathLike):
+        return None
+    path = Path(data)
+    if is_ogb(path) or (not path.exists() and path.name == str(data) and path.name.startswith(PREFIX)):
+        return stream_ogb(data, drop=tuple(drop))
+    return replace(stream_edge_list(path), drop=tuple(drop)) if path.is_dir() else None
+
+
 def _read(data: Any, drop: Sequence[str]) -> RawGraph:
     if isinstance(data, RawGraph):
         return data
@@ -62,7 +80,10 @@ def _read(data: Any, drop: Sequence[str]) -> RawGraph:
 
 def _read_path(path: Path) -> RawGraph:
     if path.is_dir():
-        raise ValueError(f"{path} is a directory; of a DGL partition pass the .json in it")
+        raise ValueError(
+            f"{path} is a directory; of a DGL partition pass the .json in it, and a directory of edges and features to "
+            "shardpass.partition itself"
+        )
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
     if path.suffix == ".npz":

@@ -11,6 +11,7 @@ import numpy as np
 
 from shardpass.data.raw import EDGE, NODE, EdgeArrays, RawGraph
 from shardpass.data.readers.mapping import count_nodes
+from shardpass.data.readers.text import delimiter_of, header_and_columns
 from shardpass.data.rows import as_tensor
 
 
@@ -83,8 +84,8 @@ def _load_edges(edges: Any) -> tuple[EdgeArrays, Any]:
 
 def _load_text(path: Path) -> tuple[Any, Any]:
     """The first two columns [num_edges, 2] and the third of a text file (None if there is none)."""
-    delimiter = "," if path.suffix == ".csv" else None
-    skip, columns = _header_and_columns(path, delimiter)
+    delimiter = delimiter_of(path)
+    skip, columns = header_and_columns(path)
     if columns == 0:
         return as_tensor(np.empty((0, 2), dtype=np.int64), "edges"), None
     if columns not in (2, 3):
@@ -98,26 +99,3 @@ def _load_text(path: Path) -> tuple[Any, Any]:
     except ValueError as error:
         raise ValueError(f"{path} cannot be read as an edge list of integers: {error}") from error
     return as_tensor(table, "edges"), column
-
-
-def _header_and_columns(path: Path, delimiter: str | None) -> tuple[int, int]:
-    """How many lines to skip, and how many columns the file has (0 when it holds no edges)."""
-    with open(path, encoding="utf-8") as file:
-        header = False
-        for number, line in enumerate(file):
-            words = [word.strip() for word in line.partition("#")[0].strip().split(delimiter)]
-            if not any(words):
-                continue
-            if number == 0 and not any(_is_number(word) for word in words):
-                header = True
-                continue
-            return int(header), len(words)
-    return 0, 0
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True

@@ -1,0 +1,118 @@
+"""The neighbours of all nodes, one run of nodes after the other: from memory, or from files sorted piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardpass.data.file_rows import FileRows, blocks
+from shardpass.data.raw import RawGraph
+from shardpass.data.streaming.buckets import Array, Buckets, key_ranges
+from shardpass.data.streaming.budget import Budget
+
+INT32_LIMIT = 2**31 - 1
+
+
+class Run(NamedTuple):
+    """The neighbours of the nodes first, first + 1, ...: of the i-th, `neighbours[starts[i] : starts[i + 1]]`.
+
+    Along edges in both directions; parallel edges count as many, self-loops not at all.
+    """
+
+    first: int
+    starts: Array
+    neighbours: Array
+
+
+class Adjacency:
+    """The neighbours of a graph's nodes; node types run on in the order of `graph.num_nodes`.
+
+    in_degrees: edges into each node, self-loops too, int64 [num_nodes].
+    """
+
+    def __init__(self, graph: RawGraph, budget: Budget) -> None:
+        self.graph, self.budget = graph, budget
+        self.num_nodes = sum(graph.num_nodes.values())
+        self.total = sum(graph.num_edges.values())
+        self.in_degrees = torch.zeros(self.num_nodes, dtype=torch.long)
+        degrees = torch.zeros(self.num_nodes, dtype=torch.long)
+        for done, src, dst in self._edges():
+            budget.report("count", done, self.total)
+            ones = torch.ones(len(src), dtype=torch.long)
+            self.in_degrees.index_add_(0, dst, ones)
+            degrees.index_add_(0, src, ones)
+        budget.report("count", self.total, self.total)
+        degrees += self.in_degrees
+        in_files = any(isinstance(arrays.src, FileRows) for arrays in graph.edges.values())
+        limit = budget.bucket_records if in_files else max(1, 2 * self.total)
+        self._starts = key_ranges(degrees, limit)
+        self._buckets = self._spill() if in_files else None
+
+    def runs(self) -> Iterator[Run]:
+        """All nodes in ascending order."""
+        if self._buckets is None:
+            ends = [torch.cat(part) for part in zip(*((src, dst) for _, src, dst in self._edges()))]
+            src, dst = ends or (torch.empty(0, dtype=torch.long),) * 2
+            yield to_run(0, self.num_nodes, torch.cat([src, dst]).numpy(), torch.cat([dst, src]).numpy())
+            return
+        for bucket in range(len(self._buckets)):
+            first, last = (int(node) for node in self._starts[bucket : bucket + 2])
+            records = self._buckets.read(bucket)
+            yield to_run(first, last - first, records["node"], records["neighbour"])
+
+    def close(self) -> None:
+        """Delete the temporary files."""
+        for bucket in range(len(self._buckets or ())):
+            self._buckets.remove(bucket)  # type: ignore[union-attr]
+
+    def _edges(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Edges in blocks, with ids that run on over the node types: how many came before, sources, destinations."""
+        firsts = dict(zip(self.graph.num_nodes, np.cumsum([0, *self.graph.num_nodes.values()]).tolist()))
+        done = 0
+        for (src_type, _, dst_type), arrays in self.graph.edges.items():
+            pairs = zip(blocks(arrays.src, self.budget.block_edges), blocks(arrays.dst, self.budget.block_edges))
+            for (_, src), (_, dst) in pairs:
+                yield done, src.long() + firsts[src_type], dst.long() + firsts[dst_type]
+                done += len(src)
+
+    def _spill(self) -> Buckets:
+        number = np.dtype(np.int32 if self.num_nodes <= INT32_LIMIT else np.int64)
+        record = np.dtype([("node", number), ("neighbour", number)])
+        self.budget.require_disk(2 * self.total * record.itemsize, "sorting the edges by node")
+        buckets = Buckets(self.budget.scratch, self._starts, record)
+        for done, src, dst in self._edges():
+            self.budget.report("bucket", done, self.total)
+            for nodes, neighbours in ((src, dst), (dst, src)):
+                records = np.empty(len(nodes), record)
+                records["node"], records["neighbour"] = nodes.numpy(), neighbours.numpy()
+                buckets.add(nodes.numpy(), records)
+        self.budget.report("bucket", self.total, self.total)
+        return buckets
+
+
+def to_run(first: int, count: int, nodes: Array, neighbours: Array) -> Run:
+    """The run of `count` nodes from pairs (node, neighbour) in any order."""
+    keep = nodes != neighbours
+    rows = nodes[keep] - nodes.dtype.type(first)
+    starts = np.zeros(count + 1, np.int64)
+    np.cumsum(np.bincount(rows, minlength=count), out=starts[1:])
+    loops = numba_loops_or_none()
+    if loops is not None:
+        grouped = np.empty(int(starts[-1]), neighbours.dtype)
+        loops.group_by_node(nodes, neighbours, first, starts[:-1].copy(), grouped)
+        return Run(first, starts, grouped)
+    return Run(first, starts, neighbours[keep][np.argsort(rows)])
+
+
+def numba_loops_or_none() -> ModuleType | None:
+    """The compiled loops, where numba is installed."""
+    try:
+        from shardpass.data.streaming import numba_loops
+    except ImportError:
+        return None
+    return numba_loops

@@ -1,0 +1,58 @@
+"""How much may be in memory at once, and where the rest goes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+Report = Callable[[str, int, int], None]
+"""Called as `report(stage, done, total)`."""
+
+MEMORY_BYTES = 1 << 30
+_BYTES_PER_RECORD = 80  # of an edge while a bucket is sorted: the record, its key, the order, the sorted columns
+_BYTES_PER_EDGE = 200  # of an edge while a block is dealt out to the buckets
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Memory for edges while a graph in files is partitioned; arrays with a number per node come on top.
+
+    scratch: a folder for temporary files. memory_bytes: for edges. report: told of the progress.
+    """
+
+    scratch: Path = Path()
+    memory_bytes: int = MEMORY_BYTES
+    report: Report = lambda stage, done, total: None
+
+    @property
+    def bucket_records(self) -> int:
+        """Records of one file that is sorted in memory."""
+        return max(1, self.memory_bytes // _BYTES_PER_RECORD)
+
+    @property
+    def block_edges(self) -> int:
+        """Edges that are read at once."""
+        return max(1, self.memory_bytes // _BYTES_PER_EDGE)
+
+    def file(self) -> Path:
+        """A new temporary file."""
+        descriptor, name = tempfile.mkstemp(dir=self.scratch)
+        os.close(descriptor)
+        return Path(name)
+
+    def require_disk(self, num_bytes: int, what: str) -> None:
+        """Return when the disk has room for `num_bytes` of temporary files.
+
+        Raises:
+            ValueError: when it has not.
+        """
+        free = shutil.disk_usage(self.scratch).free
+        if num_bytes > free:
+            raise ValueError(
+                f"{what} needs {num_bytes / 2**30:.1f} GiB of temporary files beside the store, and the disk of "
+                f"{self.scratch.parent} has {free / 2**30:.1f} GiB left; free some, or write to another disk"
+            )
