@@ -14,7 +14,7 @@ import numpy as np
 
 Array = Any  # np.ndarray; its type parameters say nothing here
 
-GAMMA = np.uint64(0x9E3779B97F4A7C15)
+GAMMA = 0x9E3779B97F4A7C15
 ALL = -1
 
 
@@ -28,12 +28,12 @@ def mix(bits: Array) -> Array:
 def keys_of(seed: int, ids: Array) -> Array:
     """A key for each id, uint64: different for different ids under one seed."""
     start = np.array([seed], dtype=np.uint64)
-    return mix((ids.astype(np.uint64) + np.uint64(1)) * GAMMA ^ mix(start))
+    return mix((ids.astype(np.uint64) + np.uint64(1)) * np.uint64(GAMMA) ^ mix(start))
 
 
 def uniforms(keys: Array, counters: Array) -> Array:
     """Numbers in [0, 1), float64: draw ``counters`` of each key."""
-    bits = mix(keys + (counters.astype(np.uint64) + np.uint64(1)) * GAMMA)
+    bits = mix(keys + (counters.astype(np.uint64) + np.uint64(1)) * np.uint64(GAMMA))
     return (bits >> np.uint64(11)).astype(np.int64) * 2.0**-53
 
 

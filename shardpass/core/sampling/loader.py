@@ -50,6 +50,12 @@ class Settings:
     every_layer: bool = False
     wire: torch.dtype | None = None
 
+    def __post_init__(self) -> None:
+        for name, least in (("batch_size", 1), ("prefetch", 0), ("seed", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"{name} is {value!r}; expected an integer, {least} or more")
+
 
 class Epochs:
     """Iterates over epochs of seeds: each time it is iterated over, the next epoch. Collective.
@@ -60,6 +66,9 @@ class Epochs:
         ids: of own seeds, int64, by which they are ordered; no two alike on all ranks.
         columns: int64 arrays that belong to the seeds.
         make: a batch of the seeds of a step and the seed of its draws; collective over the communicator of `source`.
+
+    Attributes:
+        total: seeds of all ranks.
     """
 
     def __init__(
@@ -76,8 +85,8 @@ class Epochs:
         self._dealt: list[Seeds] | None = None
         self._work: Work | None = None
         comm = source.comm
-        total = int(comm.all_reduce(torch.tensor([len(ids)], device=comm.device), "sum", "sampling: seeds"))
-        self._num_steps = number_of_steps(total, settings.batch_size, comm.size, settings.drop_last)
+        self.total = int(comm.all_reduce(torch.tensor([len(ids)], device=comm.device), "sum", "sampling: seeds"))
+        self._num_steps = number_of_steps(self.total, settings.batch_size, comm.size, settings.drop_last)
 
     def __len__(self) -> int:
         """Steps of an epoch, the same on every rank."""
@@ -114,7 +123,7 @@ class Epochs:
 
 def own_communicator(comm: Communicator, prefetch: int) -> tuple[Communicator, int]:
     """``(communicator, prefetch)`` for a loader: one of its own, unless threads cannot be used here. Collective."""
-    allowed = torch.tensor([prefetch if getattr(comm, "allows_threads", True) else 0], device=comm.device)
+    allowed = torch.tensor([prefetch if comm.serves_threads else 0], device=comm.device)
     ahead = int(comm.all_reduce(allowed, "min", "sampling: prefetch"))
     return (comm.duplicate("sampling"), ahead) if ahead else (comm, 0)
 

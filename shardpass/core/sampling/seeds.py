@@ -33,6 +33,12 @@ def number_of_steps(total: int, batch_size: int, ranks: int, drop_last: bool) ->
     return total // per_step if drop_last else -(-total // per_step)
 
 
+def is_short(total: int, batch_size: int, ranks: int, drop_last: bool) -> bool:
+    """Whether ranks are left without a seed in the last step: with fewer seeds than ranks, or batches of one."""
+    left = total % (batch_size * ranks)
+    return 0 < left < ranks and not drop_last and (batch_size == 1 or total < ranks)
+
+
 def order_of(ids: Array, seed: int | None) -> Array:
     """What seeds are sorted by, int64, different for different ids: a random order, or None: that of their ids."""
     return ids if seed is None else keys_of(seed, ids).view(np.int64)
@@ -43,7 +49,8 @@ def deal(comm: Communicator, keys: Array, columns: list[Array], batch_size: int,
 
     All seeds of all ranks stand in the order of their keys; step t takes ``batch_size * comm.size`` of them. Within a
     step a rank keeps its own, and hands on what is above its even share. So which seeds a step has does not depend on
-    the ranks, and no rank has more than one seed more than another. Memory is bounded by own seeds.
+    the ranks, and no rank has more than one seed more than another. Where the last step would have fewer seeds than
+    there are ranks, the one before it gives it some. Memory is bounded by own seeds.
 
     Args:
         keys: of own seeds, int64, no two alike on all ranks.
@@ -55,6 +62,8 @@ def deal(comm: Communicator, keys: Array, columns: list[Array], batch_size: int,
     total = int(comm.all_reduce(torch.tensor([len(keys)], device=comm.device), "sum", "sampling: seeds"))
     steps = number_of_steps(total, batch_size, comm.size, drop_last)
     ends = np.minimum(np.arange(1, steps + 1) * (batch_size * comm.size), total)
+    if steps > 1 and batch_size > 1 and ends[-1] - ends[-2] < comm.size:
+        ends[-2] = total - comm.size  # the last step has a seed for every rank
     cuts = np.concatenate([[0], _among_first(comm, keys, ends)]).astype(np.int64)
     mine = torch.from_numpy(np.diff(cuts)).to(comm.device)
     counts = torch.stack(comm.all_gather(mine, "sampling: seeds per step")).cpu().numpy()

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from shardpass.backends.communicator import Communicator
-from shardpass.core.graph import Relation, ShardedGraph
+from shardpass.core.graph import ShardedGraph
+from shardpass.core.halo import HaloPlan
 from shardpass.core.ownership import EdgeType, NodeType, Ownership
 from shardpass.core.transfer import halo_fetch
 
@@ -75,44 +76,61 @@ def source_of(graph: ShardedGraph, weight: str | None = None) -> SampledSource:
     """
     ownership = graph.ownership
     ids = graph.node_ids_dict
+    edges = {}
+    for kind, relation in graph.relations.items():
+        src_rows, dst_rows = relation.edge_index.sources_first
+        lists = relation.plan, src_rows, dst_rows, relation.edge_ids
+        edges[kind] = in_edges(ownership[kind[0]], *lists, relation.fields, weight)
     return SampledSource(
         graph.comm,
         ownership,
         {kind: ids[kind].cpu().numpy() for kind in ownership},
         {kind: graph.fields_of(kind) for kind in ownership},
-        {kind: in_edges(relation, ownership[kind[0]], weight) for kind, relation in graph.relations.items()},
+        edges,
     )
 
 
-def in_edges(relation: Relation, sources: Ownership, weight: str | None = None) -> InEdges:
-    """The edges of `relation` by destination. Collective: the ids of halo rows are fetched."""
-    plan = relation.plan
-    weights = None if weight is None else _weights(relation, weight)
-    src_rows, dst_rows = relation.edge_index.sources_first
+def in_edges(
+    sources: Ownership,
+    plan: HaloPlan,
+    src_rows: Tensor,
+    dst_rows: Tensor,
+    edge_ids: Tensor,
+    fields: Mapping[str, Tensor],
+    weight: str | None = None,
+) -> InEdges:
+    """The edges of one type by destination. Collective: the ids of halo rows are fetched.
+
+    Args:
+        sources: who owns the source nodes.
+        plan: the halo of the sources.
+        src_rows, dst_rows, edge_ids: ``[num_edges]``: own-first source rows, own destination rows, original ids.
+        fields, weight: edge tensors, and the name of the one that holds weights.
+    """
+    weights = None if weight is None else _weights(plan.comm, fields, weight)
     own = sources.to_global(torch.arange(plan.num_own_src, device=plan.comm.device), plan.comm.rank)
     with torch.no_grad():
         global_ids = halo_fetch(own, plan, "ids of halo rows").cpu().numpy()
-    dst, edge_ids = dst_rows.cpu().numpy(), relation.edge_ids.cpu().numpy()
-    order = np.lexsort((edge_ids, dst))
+    dst, ids = dst_rows.cpu().numpy(), edge_ids.cpu().numpy()
+    order = np.lexsort((ids, dst))
     indptr = np.zeros(plan.num_dst + 1, dtype=np.int64)
     np.cumsum(np.bincount(dst, minlength=plan.num_dst), out=indptr[1:])
     small = np.int32 if max(sources.num_total, len(order)) < 2**31 else np.int64
     src_ids = global_ids.astype(small)[src_rows.cpu().numpy()[order]]
-    largest = int(edge_ids.max()) if len(edge_ids) else 0
-    kept = edge_ids[order].astype(np.int32 if largest < 2**31 else np.int64)
+    largest = int(ids.max()) if len(ids) else 0
+    kept = ids[order].astype(np.int32 if largest < 2**31 else np.int64)
     sorted_weights = np.empty(0) if weights is None else weights[order]
-    return InEdges(indptr, src_ids, kept, order.astype(small), relation.fields, sorted_weights)
+    return InEdges(indptr, src_ids, kept, order.astype(small), fields, sorted_weights)
 
 
-def _weights(relation: Relation, name: str) -> Array:
+def _weights(comm: Communicator, fields: Mapping[str, Tensor], name: str) -> Array:
     """The weights of own edges, float64 in the rank's order. Collective: a problem of one rank is raised on all."""
-    comm, problem = relation.plan.comm, None
-    values = np.empty(0)
-    if name not in relation.fields:
-        known = ", ".join(sorted(relation.fields)) or "none"
+    problem, values = None, np.empty(0)
+    if name not in fields:
+        known = ", ".join(sorted(fields)) or "none"
         problem = f"there is no edge field {name!r} to draw neighbours by; there are: {known}"
     else:
-        found = relation.fields[name].detach().cpu()
+        found = fields[name].detach().cpu()
         values = found.to(torch.float64).numpy() if not found.is_complex() else values
         if found.dim() != 1 or found.is_complex():
             problem = f"edge field {name!r} is {found.dtype} {list(found.shape)}; expected one weight per edge, [edges]"
