@@ -139,17 +139,27 @@ def _invert(degrees: Array, places: Array, owner: Array, mass: Array, keys: Arra
     return counts, places[np.minimum(found, last)]
 
 
+def gather(places: Array, src_ids: Array, edge_ids: Array, loops: Any) -> tuple[Array, Array]:
+    """``src_ids[places]`` and ``edge_ids[places]``, both int64."""
+    if loops is None:
+        return src_ids[places].astype(np.int64, copy=False), edge_ids[places].astype(np.int64, copy=False)
+    found = np.empty(len(places), dtype=np.int64), np.empty(len(places), dtype=np.int64)
+    loops.gather(places, src_ids, edge_ids, *found)
+    return found
+
+
 class Numbering:
     """Ids numbered 0, 1, ... in the order in which they first appear. Memory is bounded by the ids it has seen.
 
     Args:
         loops: what `loops_if_installed` returned.
+        limit: ids lie in [0, limit).
     """
 
-    def __init__(self, loops: Any) -> None:
-        self._loops = loops
+    def __init__(self, loops: Any, limit: int) -> None:
+        self._loops, self._limit = loops, limit
         self._known = np.empty(0, dtype=np.int64)
-        self._table = np.empty(0, dtype=np.int64)
+        self._table = np.empty(0, dtype=np.int32 if limit < 2**31 else np.int64)
         self._count = 0
 
     @property
@@ -166,7 +176,7 @@ class Numbering:
         """The number of each id, int64; new ones get the next numbers."""
         if self._loops is None:
             return self._add_sorted(ids)
-        most = self._count + len(ids)
+        most = min(self._count + len(ids), self._limit)
         if most > len(self._known):
             self._grow(most)
         numbers = np.empty(len(ids), dtype=np.int64)
@@ -177,7 +187,7 @@ class Numbering:
         size = 1 << max(4, (2 * most - 1).bit_length())
         known = np.empty(size // 2, dtype=np.int64)
         known[: self._count] = self.ids
-        self._known, self._table = known, np.full(2 * size, -1, dtype=np.int64)
+        self._known, self._table = known, np.full(2 * size, -1, dtype=self._table.dtype)
         self._loops.number(known[: self._count].copy(), self._table, known, 0, np.empty(self._count, dtype=np.int64))
 
     def _add_sorted(self, ids: Array) -> Array:

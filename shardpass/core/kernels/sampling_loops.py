@@ -52,6 +52,14 @@ def draw(starts: Array, degrees: Array, keys: Array, fanout: int, replace: bool,
 
 
 @njit(nogil=True, cache=True)
+def gather(places: Array, src_ids: Array, edge_ids: Array, src_out: Array, edge_out: Array) -> None:
+    """See `sampling.gather`: fills the last two."""
+    for i in range(len(places)):
+        src_out[i] = src_ids[places[i]]
+        edge_out[i] = edge_ids[places[i]]
+
+
+@njit(nogil=True, cache=True)
 def number(ids: Array, table: Array, known: Array, count: int, numbers: Array) -> int:
     """See `sampling.Numbering.add`: open addressing in `table`, pairs of id and number, -1 where free."""
     mask = np.uint64(len(table) // 2 - 1)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardpass.core.kernels.sampling import draw, draw_weighted, keys_of, loops_if_installed, segments
+from shardpass.core.kernels.sampling import draw, draw_weighted, gather, keys_of, loops_if_installed, segments
 from shardpass.core.ownership import EdgeType, NodeType, Ownership
 from shardpass.core.random import derive_seed
 from shardpass.core.sampling.source import SampledSource
@@ -116,7 +116,7 @@ class Drawer:
             for kind in kinds:
                 counts, drawn = self._draw(kind, rows[kind[2]], fanouts[kind], seed)
                 edges = source.edges[kind]
-                answers[-1] += [counts, edges.src_ids[drawn], edges.edge_ids[drawn]]
+                answers[-1] += [counts, *gather(drawn, edges.src_ids, edges.edge_ids, self.loops)]
                 places[-1].append(drawn)
         replies = exchange_arrays(source.comm, answers, "sampling: neighbours")
         fields = self._fetch_fields(kinds, places, replies)
@@ -141,7 +141,7 @@ class Drawer:
             for name in self.edge_fields[kind]
             if rows is not None
         }
-        return Hop(counts, edges.src_ids[places], edges.edge_ids[places], fields)
+        return Hop(counts, *gather(places, edges.src_ids, edges.edge_ids, self.loops), fields)
 
     def _fetch_fields(
         self, kinds: list[EdgeType], places: list[list[Array]], replies: list[list[Array]]

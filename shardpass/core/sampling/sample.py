@@ -64,7 +64,7 @@ def sample(
         every_layer: as DGL's blocks: every hop draws anew for all nodes so far. Otherwise as PyG's subgraphs: for the
             nodes that the hop before has found, so that a node's in-edges are drawn once.
     """
-    numberings = {kind: Numbering(drawer.loops) for kind in drawer.source.ownership}
+    numberings = {kind: Numbering(drawer.loops, owned.num_total) for kind, owned in drawer.source.ownership.items()}
     nothing = np.empty(0, dtype=np.int64)
     numbers = {kind: numbering.add(seeds.get(kind, nothing)) for kind, numbering in numberings.items()}
     counts = {kind: [numbering.count] for kind, numbering in numberings.items()}
@@ -77,8 +77,8 @@ def sample(
         for kind, hop in found.items():
             first = starts[kind[2]]
             dst = np.repeat(np.arange(first, first + len(hop.counts)), hop.counts)
-            src = numberings[kind[0]].add(hop.src_ids.astype(np.int64, copy=False))
-            drawn[kind] = DrawnEdges(src, dst, hop.edge_ids.astype(np.int64, copy=False), hop.fields)
+            src = numberings[kind[0]].add(hop.src_ids)
+            drawn[kind] = DrawnEdges(src, dst, hop.edge_ids, hop.fields)
         for node_type, numbering in numberings.items():
             starts[node_type] = 0 if every_layer else counts[node_type][-1]
             counts[node_type].append(numbering.count)

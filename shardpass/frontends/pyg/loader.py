@@ -82,7 +82,7 @@ class NeighborLoader:
             fanouts, batch_size, shuffle, drop_last, replace, weight_attr, seed, prefetch, node_fields, edge_fields,
             wire=graph.options.wire_dtype,
         )  # fmt: skip
-        self._batches = Batches(graph, settings, transform)
+        self._batches = Batches(graph, settings, transform, f"seeds of type {kind!r}")
         ids = graph.node_ids_dict[kind].cpu().numpy()[rows]
         owned = graph.ownership[kind].to_global(torch.from_numpy(rows), graph.comm.rank).numpy()
 
@@ -114,10 +114,13 @@ class Batches:
         graph: the rank's share.
         settings: as given; `prefetch` is 0 afterwards where threads cannot be used.
         transform: of batches.
+        words: what the loader is, for agreement.
     """
 
-    def __init__(self, graph: ShardedGraph, settings: Settings, transform: Callable[[Any], Any] | None) -> None:
-        agree_on(graph.comm, str(settings))
+    def __init__(
+        self, graph: ShardedGraph, settings: Settings, transform: Callable[[Any], Any] | None, words: str
+    ) -> None:
+        agree_on(graph.comm, f"{words}, {settings}")
         comm, ahead = own_communicator(graph.comm, settings.prefetch)
         self.source: SampledSource = replaced(source_of(graph, settings.weight), comm=comm)
         self.settings, self._transform = replaced(settings, prefetch=ahead), transform
