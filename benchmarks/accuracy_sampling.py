@@ -1,7 +1,7 @@
 """Mean test accuracy of sampled training: DGL's own loader in one process, ours on 1, 2 and 4 ranks.
 
     python -m benchmarks.accuracy_sampling cora.npz --seeds 5
-    python -m benchmarks.accuracy_sampling computers.npz --masks made_
+    python -m benchmarks.accuracy_sampling computers.npz --masks made_ --epochs 100
 
 GraphSAGE of two layers (mean, 64 hidden, dropout 0.5), 5 and 5 neighbours, Adam, row-normalised features. A step has
 the same number of seeds whatever the ranks. Training is sampled; accuracy is that of exact inference on the whole graph
@@ -27,7 +27,7 @@ import shardpass as sp
 from benchmarks.accuracy import MASKS
 from benchmarks.accuracy_dgl import as_dgl
 
-FANOUTS, EPOCHS = [5, 5], 30
+FANOUTS = [5, 5]
 
 
 class Net(nn.Module):
@@ -46,7 +46,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=5e-4)
 
 
-def train_dgl(g: Any, seed: int, masks: str, batch_size: int) -> float:
+def train_dgl(g: Any, seed: int, masks: str, batch_size: int, epochs: int) -> float:
     """Test accuracy with DGL's loader in this process."""
     train, _, test = (g.ndata[masks + name].bool() for name in MASKS)
     torch.manual_seed(seed)
@@ -54,7 +54,7 @@ def train_dgl(g: Any, seed: int, masks: str, batch_size: int) -> float:
     model = Net(g.ndata["x"].size(1), int(g.ndata["y"].max()) + 1)
     optimizer, sampler = optimizer_of(model), dgl.dataloading.NeighborSampler(FANOUTS)
     loader = dgl.dataloading.DataLoader(g, train.nonzero().view(-1), sampler, batch_size=batch_size, shuffle=True)
-    for _ in range(EPOCHS):
+    for _ in range(epochs):
         for _, _, blocks in loader:
             optimizer.zero_grad()
             F.cross_entropy(model(blocks, blocks[0].srcdata["x"]), blocks[-1].dstdata["y"]).backward()
@@ -65,7 +65,7 @@ def train_dgl(g: Any, seed: int, masks: str, batch_size: int) -> float:
     return float(right[test].double().mean())
 
 
-def train_ours(comm: sp.Communicator, store: str, seed: int, masks: str, batch_size: int) -> float:
+def train_ours(comm: sp.Communicator, store: str, seed: int, masks: str, batch_size: int, epochs: int) -> float:
     """The same on ranks."""
     torch.set_num_threads(1)
     graph = sp.load(store, comm)
@@ -76,7 +76,7 @@ def train_ours(comm: sp.Communicator, store: str, seed: int, masks: str, batch_s
     sampler = dgl.dataloading.NeighborSampler(FANOUTS, prefetch_node_feats=["x"], prefetch_labels=["y"])
     loader = sp.dgl.DataLoader(graph, train, sampler, batch_size // comm.size, shuffle=True, seed=seed)
     optimizer = optimizer_of(model)
-    for _ in range(EPOCHS):
+    for _ in range(epochs):
         for _, _, blocks in loader:
             optimizer.zero_grad()
             out = model(blocks, blocks[0].srcdata["x"])
@@ -93,6 +93,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--batch-size", type=int, default=32, help="of all ranks together")
+    parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--masks", default="", help="what the names of the three masks begin with")
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -101,8 +102,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         sp.partition(g, Path(folder) / "parts", max(given.ranks), "random")
         for seed in range(given.seeds):
-            found.setdefault("dgl", []).append(train_dgl(g, seed, given.masks, given.batch_size))
-            arguments = (str(Path(folder) / "parts"), seed, given.masks, given.batch_size)
+            found.setdefault("dgl", []).append(train_dgl(g, seed, given.masks, given.batch_size, given.epochs))
+            arguments = (str(Path(folder) / "parts"), seed, given.masks, given.batch_size, given.epochs)
             for ranks in given.ranks:
                 found.setdefault(f"{ranks} rank(s)", []).append(sp.spawn(train_ours, ranks, args=arguments)[0])
             print(json.dumps({"seed": seed, **{k: round(100 * s[-1], 2) for k, s in found.items()}}), flush=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -29,16 +30,27 @@ def shared_copy(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, {id(tensor): tensor for tensor in held}).eval()
 
 
-def follow(copied: nn.Module, model: nn.Module, comm: Communicator) -> None:
+def follow(copied: nn.Module, model: nn.Module, comm: Communicator, methods: Iterable[str] = ()) -> None:
     """Let every call of `copied` use the present parameters and buffers of `model`. Calls are collective.
 
     Statistics that batches leave in buffers (those of BatchNorm) differ between ranks; before a call, buffers that do
     are set to their mean over ranks, on the model as well.
+
+    Args:
+        methods: names of further methods that are called from outside, such as ``encode``.
     """
-    copied.register_forward_pre_hook(partial(_before_forward, model, comm))
+    refresh = partial(_refresh, model, comm, copied)
+    copied.register_forward_pre_hook(lambda *_: refresh())
+    for name in methods:
+        setattr(copied, name, partial(_refreshed, refresh, getattr(copied, name)))
 
 
-def _before_forward(model: nn.Module, comm: Communicator, copied: nn.Module, args: Any) -> None:
+def _refreshed(refresh: Callable[[], None], method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    refresh()
+    return method(*args, **kwargs)
+
+
+def _refresh(model: nn.Module, comm: Communicator, copied: nn.Module) -> None:
     originals = dict(model.named_modules())
     with torch.no_grad():
         _agree_on_buffers(model, comm)

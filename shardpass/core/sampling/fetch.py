@@ -61,9 +61,10 @@ class RowFetcher:
         found = exchange_rows(comm, tensors, send, counts, self._wire, "sampling: node fields")
         result: dict[NodeType, dict[str, Tensor]] = {}
         for i, (kind, route) in enumerate(zip(types, routes)):
-            order = torch.from_numpy(route.order).to(comm.device)
+            places = torch.from_numpy(route.order).to(comm.device).split(route.per_rank.tolist())
             result[kind] = {}
             for name, tensor in tensors[i].items():
-                out = tensor.new_empty((len(route.order), *tensor.shape[1:]))
-                result[kind][name] = out.index_copy_(0, order, torch.cat([part[i][name] for part in found]))
+                result[kind][name] = tensor.new_empty((len(route.order), *tensor.shape[1:]))
+                for chosen, part in zip(places, found):
+                    result[kind][name].index_copy_(0, chosen, part[i][name])
         return result

@@ -25,13 +25,19 @@ def exchange_arrays(comm: Communicator, arrays: Sequence[Sequence[Array]], label
     if comm.size == 1:
         return [list(arrays[0])]
     messages = []
-    for parts in arrays:
+    for rank, parts in enumerate(arrays):
+        if rank == comm.rank:
+            messages.append(torch.empty(0, dtype=torch.int64, device=comm.device))
+            continue
         lengths = np.array([len(part) for part in parts], dtype=np.int64)
         flat = np.concatenate([lengths, *parts]).astype(np.int64, copy=False)
         messages.append(torch.from_numpy(flat).to(comm.device))
     count = len(arrays[0])
     found = []
-    for message in comm.all_to_all(messages, label):
+    for rank, message in enumerate(comm.all_to_all(messages, label)):
+        if rank == comm.rank:
+            found.append(list(arrays[rank]))
+            continue
         flat = message.cpu().numpy()
         cuts = count + np.concatenate([[0], np.cumsum(flat[:count])])
         found.append([flat[first:last] for first, last in pairwise(cuts)])
@@ -60,9 +66,13 @@ def exchange_rows(
     names = [sorted(group) for group in tensors]
     groups = [[group[name] for name in named] for group, named in zip(tensors, names)]
     packings = [Packing(group, wire) for group in groups]
-    messages = [_packed(comm, groups, packings, rows) for rows in send]
+    messages = [_packed(comm, groups, packings, rows if rank != comm.rank else ()) for rank, rows in enumerate(send)]
     found = []
-    for message, numbers in zip(comm.all_to_all(messages, label), counts):
+    for rank, (message, numbers) in enumerate(zip(comm.all_to_all(messages, label), counts)):
+        if rank == comm.rank:
+            own = [[tensor.index_select(0, rows) for tensor in group] for group, rows in zip(groups, send[rank])]
+            found.append([dict(zip(named, rows)) for named, rows in zip(names, own)])
+            continue
         parts, at = [], 0
         for packing, named, number in zip(packings, names, numbers):
             size = _aligned(packing.num_bytes(number))

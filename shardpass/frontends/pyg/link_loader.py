@@ -31,10 +31,10 @@ class LinkNeighborLoader:
 
     As `NeighborLoader`, with links as seeds. A batch has ``edge_label_index``, numbers of the ends of its links among
     the batch's nodes; ``edge_label``, where labels or binary negatives were asked for: negatives have label 0, and
-    given labels are one more then; or with triplets ``src_index``, ``dst_pos_index``, ``dst_neg_index``; and
-    ``input_id``. Negatives are drawn uniformly from all nodes of the graph, as PyG's, and may happen to be edges. The
-    edges of the links themselves may be drawn as neighbours, as in PyG. In the last step of an epoch a rank may be left
-    without a link; its labels are empty then.
+    given labels that begin with 0 are one more then; or with triplets ``src_index``, ``dst_pos_index``,
+    ``dst_neg_index``; and ``input_id``. Negatives are drawn uniformly from all nodes of the graph, as PyG's, and may
+    happen to be edges. The edges of the links themselves may be drawn as neighbours, as in PyG. In the last step of an
+    epoch a rank may be left without a link; its labels are empty then.
 
     Args:
         graph: what `shardpass.load` returned.
@@ -42,7 +42,7 @@ class LinkNeighborLoader:
         edge_label_index: the links of this rank, every one on one rank: None for its own edges; a bool mask over them
             or their positions; or original node ids ``[2, n]``. Of a heterogeneous graph an edge type, or a pair of it
             and one of these.
-        edge_label: a number for each link, ``[n]``; integers count from 0 where there are binary negatives.
+        edge_label: a number for each link, ``[n]``.
         neg_sampling: ``"binary"``, ``"triplet"`` or a `torch_geometric.sampler.NegativeSampling` without weights.
         neg_sampling_ratio: the same as ``NegativeSampling("binary", ratio)``.
         batch_size: links per rank and step, at most, negatives not counted.
@@ -211,7 +211,7 @@ def _links(graph: ShardedGraph, source: SampledSource, kind: EdgeType, given: An
 
 
 def _label_column(graph: ShardedGraph, label: Tensor | None, num: int, negatives: _Negatives | None) -> Array:
-    """The labels as the bits of float64, since columns that are dealt out are int64."""
+    """The labels as the bits of float64, since columns that are dealt out are int64. Collective where there are any."""
     if label is None:
         return np.ones(num).view(np.int64)
     if label.shape != (num,):
@@ -220,5 +220,7 @@ def _label_column(graph: ShardedGraph, label: Tensor | None, num: int, negatives
         )
     if negatives is not None and negatives.amount_is_triplets:
         raise ValueError("edge_label does not go with triplets: the positive and negative ends are told by their names")
-    values = label.detach().cpu().to(torch.float64).numpy()
-    return (values + 1 if negatives is not None else values).view(np.int64)
+    values = label.detach().cpu().to(torch.float64)
+    smallest = torch.cat([values, values.new_full((1,), float("inf"))]).min().to(graph.comm.device)
+    least = float(graph.comm.all_reduce(smallest, "min", "labels of links"))
+    return (values + 1 if negatives is not None and least == 0 else values).numpy().view(np.int64)

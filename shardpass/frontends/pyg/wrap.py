@@ -92,7 +92,7 @@ def exact(model: nn.Module, comm: Communicator, check: bool = True) -> nn.Module
         RefusedError: as in `wrap`, or the model is wrapped.
     """
     copied = wrap(shared_copy(model), comm, check)
-    follow(copied, model, comm)
+    follow(copied, model, comm, methods_to_run(copied))
     return copied
 
 
