@@ -1,11 +1,12 @@
 """Sampled edges per CPU second, beside DGL's NeighborSampler in the same run.
 
-    python -m benchmarks.sampling                        # a random graph of 100,000 nodes and 3 million edges
+    python -m benchmarks.sampling --local 0.9            # a random graph of 100,000 nodes and 3 million edges
     python -m benchmarks.sampling graph.npz --ranks 1 2 4
 
 Batches of seeds and the edges drawn for them, without features. DGL makes blocks in one process; ours makes DGL's
-blocks, or the numbers of PyG's subgraphs (which draw less), on ranks that are processes, a thread each. The same seeds,
-one run after the other, and the best round of each counts.
+blocks, or the numbers of PyG's subgraphs (which draw less), on ranks that are processes, a thread each. As many seeds
+per rank and step, one run after the other, and the best round of each counts. A rank owns a run of ids; how many edges
+cross between ranks is what --local says.
 """
 
 from __future__ import annotations
@@ -29,17 +30,20 @@ from shardpass.core.sampling.source import source_of
 from shardpass.testing.graphs import WholeGraph, shard_in_memory
 
 
-def random_graph(num_nodes: int, num_edges: int) -> WholeGraph:
-    """Ends drawn with a bias to small ids, so that degrees are spread; both directions are in."""
+def random_graph(num_nodes: int, num_edges: int, local: float) -> WholeGraph:
+    """Ends drawn with a bias, so that degrees are spread; the fraction `local` stays within 100 communities."""
     generator = np.random.default_rng(0)
     ends = (num_nodes * generator.random((2, num_edges // 2)) ** 1.5).astype(np.int64)
+    size = num_nodes // 100
+    inside = (size * generator.random(num_edges // 2) ** 1.5).astype(np.int64) + ends[0] // size * size
+    ends[1] = np.where(generator.random(num_edges // 2) < local, np.minimum(inside, num_nodes - 1), ends[1])
     return WholeGraph(num_nodes, torch.from_numpy(np.concatenate([ends, ends[::-1]], axis=1)))
 
 
-def read(path: str | None) -> WholeGraph:
+def read(path: str | None, local: float) -> WholeGraph:
     """The graph of an npz, or the random one."""
     if path is None:
-        return random_graph(100_000, 3_000_000)
+        return random_graph(100_000, 3_000_000, local)
     arrays = np.load(path)
     edge_index = torch.from_numpy(arrays["edge_index"].astype(np.int64))
     return WholeGraph(int(edge_index.max()) + 1, edge_index)
@@ -58,7 +62,8 @@ def ours(
     torch.set_num_threads(1)
     owners = torch.arange(graph.num_nodes) * comm.size // graph.num_nodes
     draw = (_blocks if blocks else _subgraphs)(shard_in_memory(graph, owners, comm), fanouts)
-    mine = [seeds[comm.rank :: comm.size] for seeds in batches(graph.num_nodes, batch_size, count)]
+    every = batches(graph.num_nodes, batch_size * comm.size, count)
+    mine = [seeds[owners[seeds].numpy() == comm.rank] for seeds in every]  # about equal; the loader evens them out
     found = []
     for number in range(rounds + 1):
         comm.barrier()
@@ -147,12 +152,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("graph", nargs="?", help="an .npz with edge_index")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--batch-size", type=int, default=1024, help="of all ranks together")
+    parser.add_argument("--local", type=float, default=0.9, help="of the random graph: edges within communities")
+    parser.add_argument("--batch-size", type=int, default=1024, help="per rank")
     parser.add_argument("--batches", type=int, default=20)
     parser.add_argument("--fanouts", type=int, nargs="+", default=[15, 10, 5])
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
-    graph = read(given.graph)
+    graph = read(given.graph, given.local)
     setting = given.batch_size, given.batches, given.fanouts
     show("DGL, one process", [dgl_rounds(graph, *setting, given.rounds)])
     for ranks in given.ranks:

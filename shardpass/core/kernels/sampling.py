@@ -139,13 +139,23 @@ def _invert(degrees: Array, places: Array, owner: Array, mass: Array, keys: Arra
     return counts, places[np.minimum(found, last)]
 
 
-def gather(places: Array, src_ids: Array, edge_ids: Array, loops: Any) -> tuple[Array, Array]:
-    """``src_ids[places]`` and ``edge_ids[places]``, both int64."""
+def gather(places: Array, src_ids: Array, edge_ids: Array, dtype: Any, loops: Any) -> tuple[Array, Array]:
+    """``src_ids[places]`` and ``edge_ids[places]``, both as `dtype`."""
     if loops is None:
-        return src_ids[places].astype(np.int64, copy=False), edge_ids[places].astype(np.int64, copy=False)
-    found = np.empty(len(places), dtype=np.int64), np.empty(len(places), dtype=np.int64)
+        return src_ids[places].astype(dtype, copy=False), edge_ids[places].astype(dtype, copy=False)
+    found = np.empty(len(places), dtype=dtype), np.empty(len(places), dtype=dtype)
     loops.gather(places, src_ids, edge_ids, *found)
     return found
+
+
+def spread(
+    starts: Array, counts: Array, src_ids: Array, edge_ids: Array, into: tuple[Array, Array], loops: Any
+) -> None:
+    """Write segments that follow each other in `src_ids` and `edge_ids` to where they begin in `into`."""
+    if loops is not None:
+        return loops.spread(starts, counts, src_ids, edge_ids, *into)
+    places = segments(starts, counts)
+    into[0][places], into[1][places] = src_ids, edge_ids
 
 
 class Numbering:

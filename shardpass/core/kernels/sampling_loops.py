@@ -60,11 +60,22 @@ def gather(places: Array, src_ids: Array, edge_ids: Array, src_out: Array, edge_
 
 
 @njit(nogil=True, cache=True)
+def spread(starts: Array, counts: Array, src_ids: Array, edge_ids: Array, src_out: Array, edge_out: Array) -> None:
+    """See `sampling.spread`: fills the last two."""
+    at = 0
+    for n in range(len(starts)):
+        for i in range(counts[n]):
+            src_out[starts[n] + i] = src_ids[at + i]
+            edge_out[starts[n] + i] = edge_ids[at + i]
+        at += counts[n]
+
+
+@njit(nogil=True, cache=True)
 def number(ids: Array, table: Array, known: Array, count: int, numbers: Array) -> int:
     """See `sampling.Numbering.add`: open addressing in `table`, pairs of id and number, -1 where free."""
     mask = np.uint64(len(table) // 2 - 1)
     for i in range(len(ids)):
-        slot = _mix(np.uint64(ids[i])) & mask
+        slot = ((np.uint64(ids[i]) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(20)) & mask
         while True:
             held = table[2 * slot]
             if held == ids[i]:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardpass.core.kernels.sampling import draw, draw_weighted, gather, keys_of, loops_if_installed, segments
+from shardpass.core.kernels.sampling import draw, draw_weighted, gather, keys_of, loops_if_installed, segments, spread
 from shardpass.core.ownership import EdgeType, NodeType, Ownership
 from shardpass.core.random import derive_seed
 from shardpass.core.sampling.source import SampledSource
@@ -63,7 +63,7 @@ class Routed(NamedTuple):
 
 
 class Drawer:
-    """Draws in-edges over all ranks.
+    """Draws in-edges over all ranks. Making one is collective.
 
     Args:
         source: this rank's share.
@@ -85,6 +85,11 @@ class Drawer:
         wanted = edge_fields or {}
         self.edge_fields = {kind: sorted(wanted.get(kind, ())) for kind in source.edges}
         self.loops = loops_if_installed()
+        sizes = [owned.num_total for owned in source.ownership.values()]
+        sizes += [int(edges.edge_ids.max(initial=0)) for edges in source.edges.values()]
+        largest = torch.tensor([max(sizes, default=0)], device=source.comm.device)
+        largest = source.comm.all_reduce(largest, "max", "sampling: largest id")
+        self._wire_ids = np.int32 if int(largest) < 2**31 else np.int64
 
     def hop(
         self, frontier: Mapping[NodeType, Array], fanouts: Mapping[EdgeType, int], seed: int
@@ -106,7 +111,7 @@ class Drawer:
             }
         routes = {kind: Routed.of(frontier[kind], source.ownership[kind]) for kind in types}
         asked = list(zip(*(routes[kind].split(routes[kind].rows) for kind in types)))
-        requests = exchange_arrays(source.comm, asked, "sampling: frontier")
+        requests = exchange_arrays(source.comm, asked, "sampling: frontier", self._wire_ids)
         answers: list[list[Array]] = []
         places: list[list[Array]] = []
         for request in requests:
@@ -116,12 +121,14 @@ class Drawer:
             for kind in kinds:
                 counts, drawn = self._draw(kind, rows[kind[2]], fanouts[kind], seed)
                 edges = source.edges[kind]
-                answers[-1] += [counts, *gather(drawn, edges.src_ids, edges.edge_ids, self.loops)]
+                answers[-1] += [counts, *gather(drawn, edges.src_ids, edges.edge_ids, self._wire_ids, self.loops)]
                 places[-1].append(drawn)
-        replies = exchange_arrays(source.comm, answers, "sampling: neighbours")
+        replies = exchange_arrays(source.comm, answers, "sampling: neighbours", self._wire_ids)
         fields = self._fetch_fields(kinds, places, replies)
         return {
-            kind: _in_frontier_order(routes[kind[2]], [r[3 * i : 3 * i + 3] for r in replies], [f[i] for f in fields])
+            kind: self._in_frontier_order(
+                routes[kind[2]], [reply[3 * i : 3 * i + 3] for reply in replies], [held[i] for held in fields]
+            )
             for i, kind in enumerate(kinds)
         }
 
@@ -141,7 +148,7 @@ class Drawer:
             for name in self.edge_fields[kind]
             if rows is not None
         }
-        return Hop(counts, *gather(places, edges.src_ids, edges.edge_ids, self.loops), fields)
+        return Hop(counts, *gather(places, edges.src_ids, edges.edge_ids, np.int64, self.loops), fields)
 
     def _fetch_fields(
         self, kinds: list[EdgeType], places: list[list[Array]], replies: list[list[Array]]
@@ -157,18 +164,19 @@ class Drawer:
         counts = [[len(reply[3 * i + 1]) for i in range(len(kinds))] for reply in replies]
         return exchange_rows(comm, tensors, send, counts, self.wire, "sampling: edge fields")
 
-
-def _in_frontier_order(route: Routed, parts: list[list[Array]], fields: list[dict[str, Tensor]]) -> Hop:
-    """The replies of all owners, put in the order of the frontier."""
-    sorted_counts, src_ids, edge_ids = (np.concatenate(columns) for columns in zip(*parts))
-    counts = np.empty_like(sorted_counts)
-    counts[route.order] = sorted_counts
-    starts = np.empty_like(sorted_counts)
-    starts[route.order] = np.cumsum(sorted_counts) - sorted_counts
-    order = segments(starts, counts)
-    rows = torch.from_numpy(order)
-    together = {
-        name: torch.cat([part[name] for part in fields]).index_select(0, rows.to(fields[0][name].device))
-        for name in fields[0]
-    }
-    return Hop(counts, src_ids[order], edge_ids[order], together)
+    def _in_frontier_order(self, route: Routed, parts: list[list[Array]], fields: list[dict[str, Tensor]]) -> Hop:
+        """The replies of all owners, put in the order of the frontier."""
+        counts = np.empty(len(route.order), dtype=np.int64)
+        counts[route.order] = np.concatenate([part[0] for part in parts])
+        ends = np.cumsum(counts)
+        total = int(ends[-1]) if len(ends) else 0
+        ids = np.empty(total, dtype=np.int64), np.empty(total, dtype=np.int64)
+        rows = {name: tensor.new_empty((total, *tensor.shape[1:])) for name, tensor in fields[0].items()}
+        for (drawn, src_ids, edge_ids), chosen, held in zip(parts, route.split(route.order), fields):
+            starts = ends[chosen] - counts[chosen]
+            spread(starts, drawn, src_ids, edge_ids, ids, self.loops)
+            if held:
+                places = torch.from_numpy(segments(starts, drawn))
+            for name, tensor in held.items():
+                rows[name].index_copy_(0, places.to(tensor.device), tensor)
+        return Hop(counts, *ids, rows)

@@ -12,25 +12,31 @@ from torch import Tensor
 
 from shardpass.backends.communicator import Communicator
 from shardpass.core.exchange import Packing
+from shardpass.errors import InternalError
 
 Array = Any
 
 
-def exchange_arrays(comm: Communicator, arrays: Sequence[Sequence[Array]], label: str) -> list[list[Array]]:
-    """``arrays[r]`` go to rank r; ``result[r]`` came from rank r. Collective.
+def exchange_arrays(
+    comm: Communicator, arrays: Sequence[Sequence[Array]], label: str, dtype: Any = np.int64
+) -> list[list[Array]]:
+    """``arrays[r]`` go to rank r; ``result[r]`` came from rank r, as `dtype`. Collective.
 
     Args:
         arrays: integers, 1-D, the same number of arrays for and on every rank; their lengths are free.
+        dtype: int32 or int64, in which all of them travel; the same on every rank.
     """
     if comm.size == 1:
         return [list(arrays[0])]
     messages = []
     for rank, parts in enumerate(arrays):
         if rank == comm.rank:
-            messages.append(torch.empty(0, dtype=torch.int64, device=comm.device))
+            messages.append(torch.from_numpy(np.empty(0, dtype=dtype)).to(comm.device))
             continue
-        lengths = np.array([len(part) for part in parts], dtype=np.int64)
-        flat = np.concatenate([lengths, *parts]).astype(np.int64, copy=False)
+        lengths = np.array([len(part) for part in parts])
+        if lengths.max(initial=0) > np.iinfo(dtype).max:
+            raise InternalError(f"{label}: {lengths.max()} numbers in one message; use smaller batches")
+        flat = np.concatenate([lengths, *parts], dtype=dtype, casting="same_kind")
         messages.append(torch.from_numpy(flat).to(comm.device))
     count = len(arrays[0])
     found = []
@@ -39,7 +45,7 @@ def exchange_arrays(comm: Communicator, arrays: Sequence[Sequence[Array]], label
             found.append(list(arrays[rank]))
             continue
         flat = message.cpu().numpy()
-        cuts = count + np.concatenate([[0], np.cumsum(flat[:count])])
+        cuts = count + np.concatenate([[0], np.cumsum(flat[:count], dtype=np.int64)])
         found.append([flat[first:last] for first, last in pairwise(cuts)])
     return found
 
