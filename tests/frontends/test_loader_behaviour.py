@@ -139,11 +139,11 @@ def test_ranks_that_part_are_told_without_a_thread():
 
 def test_no_thread_where_one_rank_has_none():
     def fn(share, comm):
-        comm.allows_threads = comm.rank == 0
+        comm.serves_threads = comm.rank == 0
         loader = sp.pyg.NeighborLoader(share, [2], batch_size=4)
         found = drawn(loader)
         assert loader._epochs.settings.prefetch == 0 and loader._epochs.source.comm is comm
-        comm.allows_threads = True
+        comm.serves_threads = True
         assert drawn(sp.pyg.NeighborLoader(share, [2], batch_size=4)) == found
 
     shares(fn)
