@@ -254,23 +254,27 @@ def iterators(comm, steps=6, ahead=2, make=lambda comm, step: comm.all_gather_ob
 
 
 def threads():
-    return [t for t in threading.enumerate() if t.name == "shardpass sampling"]
+    return {thread for thread in threading.enumerate() if thread.name == "shardpass sampling"}
 
 
-def wait_for_threads():
+@pytest.fixture
+def no_thread_is_left():
+    before = threads()
+    yield
     deadline = time.monotonic() + 10
-    while threads() and time.monotonic() < deadline:
+    while threads() - before and time.monotonic() < deadline:
         time.sleep(0.01)
-    return threads()
+    assert not threads() - before
 
 
+@pytest.mark.usefixtures("no_thread_is_left")
 @pytest.mark.parametrize("ahead", [0, 1, 3])
 def test_all_batches_come_in_order(ahead):
     found = run(lambda comm: list(iterators(comm, ahead=ahead)), 2)
     assert found == [[[step, step] for step in range(6)]] * 2
-    assert not wait_for_threads()
 
 
+@pytest.mark.usefixtures("no_thread_is_left")
 @pytest.mark.parametrize("taken", [0, 1, 3, 5])
 def test_dropped_half_way_on_all_ranks(taken):
     def fn(comm):
@@ -285,9 +289,9 @@ def test_dropped_half_way_on_all_ranks(taken):
         return list(iterators(comm))
 
     assert run(fn, 3) == [[[step] * 3 for step in range(6)]] * 3
-    assert not wait_for_threads()
 
 
+@pytest.mark.usefixtures("no_thread_is_left")
 def test_dropped_half_way_on_one_rank():
     def fn(comm):
         iterator = iterators(comm, steps=20)
@@ -303,9 +307,9 @@ def test_dropped_half_way_on_one_rank():
         return "told"
 
     assert run(fn, 2) == ["told", "stopped"]
-    assert not wait_for_threads()
 
 
+@pytest.mark.usefixtures("no_thread_is_left")
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_errors_come_with_their_words(ahead):
     def make(comm, step):
@@ -321,4 +325,3 @@ def test_errors_come_with_their_words(ahead):
         return found
 
     assert run(fn, 2) == [[0, 1]] * 2
-    assert not wait_for_threads()
