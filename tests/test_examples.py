@@ -101,6 +101,28 @@ def test_dgl_inference(folder: Path) -> None:
     assert found and float(found[1]) < 1e-5
 
 
+@pytest.mark.parametrize(
+    ("launcher", "ranks"),
+    [
+        ("python", 1),
+        pytest.param("torchrun", 2, marks=[pytest.mark.processes, pytest.mark.long]),
+        pytest.param("mpirun", 4, marks=pytest.mark.mpi),
+    ],
+)
+@pytest.mark.parametrize(("name", "accuracy"), [("sampling_pyg", 0.967), ("sampling_dgl", 0.958)])
+def test_sampling(name: str, accuracy: float, launcher: str, ranks: int, folder: Path) -> None:
+    """The same numbers on any number of ranks."""
+    if name == "sampling_dgl":
+        pytest.importorskip("dgl")
+        if launcher == "mpirun":
+            pytest.skip("as with PyG")
+    if launcher == "mpirun" and find_program("mpirun") is None:
+        pytest.skip("there is no mpirun here")
+    text = run([*LAUNCHERS[launcher], str(EXAMPLES / f"{name}.py")], folder)
+    found = re.search(r".*test accuracy ([0-9.]+) on (\d+) rank", text, re.S)
+    assert found and float(found[1]) == pytest.approx(accuracy, abs=0.004) and int(found[2]) == ranks
+
+
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
 def test_examples_are_short_and_say_how_to_run_them(path: Path) -> None:
     text = path.read_text()

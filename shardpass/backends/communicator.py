@@ -85,6 +85,7 @@ class Communicator(Protocol):
     local_ranks: tuple[int, ...]  # ranks on this host, this one included
     order: CallOrder
     windows: WindowPool | None  # None, on every rank, where rows between ranks of one host travel as messages
+    serves_threads: bool  # whether a duplicate may be used by another thread at the same time; the same on every rank
     bytes_sent: int  # payload bytes this rank has put on the wire in `exchange` (self-exchanges excluded)
 
     def exchange(

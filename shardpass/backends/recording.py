@@ -51,6 +51,7 @@ class RecordingCommunicator:
     size: int = property(lambda self: self.inner.size)  # type: ignore[assignment]
     device: torch.device = property(lambda self: self.inner.device)  # type: ignore[assignment]
     local_ranks: tuple[int, ...] = property(lambda self: self.inner.local_ranks)  # type: ignore[assignment]
+    serves_threads: bool = property(lambda self: self.inner.serves_threads)  # type: ignore[assignment]
     bytes_sent: int = property(lambda self: self.inner.bytes_sent)  # type: ignore[assignment]
     windows: WindowPool | None = property(lambda self: self.inner.windows)  # type: ignore[assignment]
     order: CallOrder = property(lambda self: self.inner.order)  # type: ignore[assignment]

@@ -32,7 +32,7 @@ DOCUMENTED = """
 initialize_comms nfs_ip_init rank world_size comm_device is_initialized sync_params gather_grads load_dgl_partition_data
 construct_full_graph construct_mfgs convert_dist_graph GraphShardManager message_has_parameters edge_softmax
 patched_edge_softmax DistributedBN1D patch_dgl RelGraphConv Config suffix_key_lookup logging_setup PartitionData
-ShardEdgesAndFeatures comm core
+ShardEdgesAndFeatures comm core DataLoader DistNeighborSampler
 """.split()
 
 
@@ -81,10 +81,34 @@ def test_every_documented_name_is_there() -> None:
     assert callable(sar.GraphShardManager.get_full_partition_graph)
 
 
-@pytest.mark.parametrize("name", ["DataLoader", "DistNeighborSampler"])
-def test_sampling_is_refused_in_a_sentence(name: str) -> None:
-    with pytest.raises(RefusedError, match=f"sar.{name}: sampling over a sharded graph is not there yet"):
-        getattr(sar, name)
+def test_sampling(parts: Callable[[int], Path], one_rank: None) -> None:
+    """A script of SAR that trains on sampled blocks."""
+    data = sar.load_dgl_partition_data(program.part_of(parts(1), "homo"), 0, "cpu")
+    graph = sar.construct_full_graph(data)
+    features = sar.suffix_key_lookup(data.node_features, "feat")
+    labels = sar.suffix_key_lookup(data.node_features, "label")
+    seeds = sar.suffix_key_lookup(data.node_features, "train_mask").bool().nonzero().view(-1)
+    sampler = sar.DistNeighborSampler([3, 4], input_node_features={"f": features}, output_node_features={"l": labels})
+    loader = sar.DataLoader(graph, seeds, sampler, 8, shuffle=True)
+    model = dgl.nn.SAGEConv(8, 3, "mean").double()
+    sar.sync_params(model)
+    found = []
+    for blocks in loader:
+        first, last = blocks
+        assert torch.equal(first.srcdata["f"], features[first.srcdata[dgl.NID]])
+        assert torch.equal(last.dstdata["l"], labels[last.dstdata[dgl.NID]]) and "l" not in first.srcdata
+        assert int(first.in_degrees().max()) <= 3 and int(last.in_degrees().max()) == 4
+        found.append(last.dstdata[dgl.NID])
+        loss = sp.cross_entropy(model(first, first.srcdata["f"]), labels[first.dstdata[dgl.NID]], None, STATE.comm)
+        model.zero_grad()
+        loss.backward()
+        sar.gather_grads(model)
+    assert torch.equal(torch.cat(found).sort().values, seeds) and len(found) == len(loader) == 3
+    with pytest.raises(RefusedError, match="precompute_optimized_batches=True"):
+        sar.DataLoader(graph, seeds, sampler, 8, precompute_optimized_batches=True)
+
+
+def test_unknown_names() -> None:
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = sar.nothing
 

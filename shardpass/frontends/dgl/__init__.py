@@ -5,6 +5,7 @@ from shardpass.errors import require
 require("dgl", "dgl", "the DGL frontend")
 
 from shardpass.frontends.dgl.convert import graph  # noqa: E402
+from shardpass.frontends.dgl.loader import DataLoader  # noqa: E402
 from shardpass.frontends.dgl.readouts import (  # noqa: E402
     broadcast_nodes,
     max_nodes,
@@ -12,6 +13,16 @@ from shardpass.frontends.dgl.readouts import (  # noqa: E402
     softmax_nodes,
     sum_nodes,
 )
-from shardpass.frontends.dgl.wrap import wrap  # noqa: E402
+from shardpass.frontends.dgl.wrap import exact, wrap  # noqa: E402
 
-__all__ = ["broadcast_nodes", "graph", "max_nodes", "mean_nodes", "softmax_nodes", "sum_nodes", "wrap"]
+__all__ = [
+    "DataLoader",
+    "broadcast_nodes",
+    "exact",
+    "graph",
+    "max_nodes",
+    "mean_nodes",
+    "softmax_nodes",
+    "sum_nodes",
+    "wrap",
+]

@@ -51,7 +51,7 @@ def mfgs(graph: ShardedDGLGraph, nodes: Any, num_layers: int, keep_seeds: bool =
         keep_seeds: whether destinations are sources also where no edge begins in them; layers that read their own row
             need that.
     """
-    wanted = _rows(graph, nodes)
+    wanted = rows_of(graph, nodes)
     blocks: list[ShardedDGLGraph] = []
     for _ in range(num_layers):
         sources = _sources(graph, wanted, keep_seeds)
@@ -60,7 +60,8 @@ def mfgs(graph: ShardedDGLGraph, nodes: Any, num_layers: int, keep_seeds: bool =
     return blocks
 
 
-def _rows(graph: ShardedDGLGraph, nodes: Any) -> Rows:
+def rows_of(graph: ShardedDGLGraph, nodes: Any) -> Rows:
+    """Own nodes given as masks or rows, by type, as rows, int64."""
     given = nodes if isinstance(nodes, Mapping) else {graph.nodes_type(None): nodes}
     unknown = [kind for kind in given if kind not in graph.dsttypes]
     if unknown:

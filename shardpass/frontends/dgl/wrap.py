@@ -21,6 +21,7 @@ from shardpass.core.norm import replace_batch_norms
 from shardpass.core.random import decorrelate
 from shardpass.core.recompute import Checkpoint, check_choice, recomputed_activations
 from shardpass.core.selfcheck.check import check_model, copy_for_check
+from shardpass.core.shared_copy import follow, shared_copy
 from shardpass.errors import RefusedError
 from shardpass.frontends.dgl.check import checked_by
 from shardpass.frontends.dgl.convert import graph as to_dgl
@@ -66,6 +67,25 @@ def wrap(model: nn.Module, comm: Communicator, check: bool = True, checkpoint: C
     model._shardpass_wrapped = True  # type: ignore[assignment]
     model.forward = _Forward(model, comm, pristine, checkpoint)
     return model
+
+
+def exact(model: nn.Module, comm: Communicator, check: bool = True) -> nn.Module:
+    """A wrapped copy of `model` with the same parameters, for the whole graph while `model` is trained on batches.
+
+    Collective; so is every call. The copy is in evaluation mode and always uses the present parameters and buffers of
+    `model`. BatchNorm statistics that batches left on the ranks are averaged before a call. A model that takes one
+    block per layer is called with a list of the graph.
+
+    Args:
+        model: an ordinary DGL model, not wrapped; its parameters become those of rank 0.
+        comm, check: as in `wrap`.
+
+    Raises:
+        RefusedError: as in `wrap`, or the model is wrapped.
+    """
+    copied = wrap(shared_copy(model), comm, check)
+    follow(copied, model, comm)
+    return copied
 
 
 def _unchecked(model: nn.Module, comm: Communicator) -> nn.Module:

@@ -22,6 +22,7 @@ from shardpass.core.norm import replace_batch_norms
 from shardpass.core.random import decorrelate
 from shardpass.core.recompute import Checkpoint, check_choice, recomputed_activations
 from shardpass.core.selfcheck.check import check_model
+from shardpass.core.shared_copy import follow, shared_copy
 from shardpass.errors import RefusedError
 from shardpass.frontends.pyg.adapt import adapt
 from shardpass.frontends.pyg.attention import distribute_attention
@@ -75,6 +76,24 @@ def wrap(model: nn.Module, comm: Communicator, check: bool = True, checkpoint: C
     if isinstance(model, torch.fx.GraphModule):  # as to_hetero makes them; their copies lose attributes
         model._register_deepcopy_hook(partial(_make_outermost, comm=comm, checkpoint=checkpoint))
     return model
+
+
+def exact(model: nn.Module, comm: Communicator, check: bool = True) -> nn.Module:
+    """A wrapped copy of `model` with the same parameters, for the whole graph while `model` is trained on batches.
+
+    Collective; so is every call. The copy is in evaluation mode and always uses the present parameters and buffers of
+    `model`. BatchNorm statistics that batches left on the ranks are averaged before a call.
+
+    Args:
+        model: an ordinary PyG model, not wrapped; its parameters become those of rank 0.
+        comm, check: as in `wrap`.
+
+    Raises:
+        RefusedError: as in `wrap`, or the model is wrapped.
+    """
+    copied = wrap(shared_copy(model), comm, check)
+    follow(copied, model, comm, methods_to_run(copied))
+    return copied
 
 
 def _unchecked(model: nn.Module, comm: Communicator) -> nn.Module:

@@ -1,8 +1,6 @@
 """The documented names of SAR (IntelLabs): ``from shardpass.frontends import sar`` instead of ``import sar``."""
 
-from typing import Any
-
-from shardpass.errors import RefusedError, require
+from shardpass.errors import require
 
 require("dgl", "dgl", "the SAR frontend")
 
@@ -38,10 +36,13 @@ from shardpass.frontends.sar.modules import (  # noqa: E402
     patch_dgl,
     patched_edge_softmax,
 )
+from shardpass.frontends.sar.sampling import DataLoader, DistNeighborSampler  # noqa: E402
 from shardpass.frontends.sar.suffix_lookup import suffix_key_lookup  # noqa: E402
 
 __all__ = [
     "Config",
+    "DataLoader",
+    "DistNeighborSampler",
     "DistributedBN1D",
     "DistributedBlock",
     "GraphShardManager",
@@ -70,12 +71,3 @@ __all__ = [
     "sync_params",
     "world_size",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name in ("DataLoader", "DistNeighborSampler"):
-        raise RefusedError(
-            f"sar.{name}: sampling over a sharded graph is not there yet; train on the whole graph, or on the "
-            f"neighbourhoods of some nodes with sar.construct_mfgs"
-        )
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,70 @@
+"""Rows of nodes from their owners, for the nodes of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardpass.core.ownership import NodeType
+from shardpass.core.sampling.neighbours import Routed
+from shardpass.core.sampling.source import SampledSource
+from shardpass.core.sampling.wire import exchange_arrays, exchange_rows
+
+Array = Any
+IDS = " ids"  # no field has a name with a space in front
+
+
+class RowFetcher:
+    """Fetches fields of nodes, and their original ids, from the ranks that own them.
+
+    Args:
+        source: this rank's share.
+        fields: names by node type, the same on every rank.
+        wire: the dtype in which rows of float32 travel; None: their own.
+    """
+
+    def __init__(
+        self, source: SampledSource, fields: Mapping[NodeType, Sequence[str]], wire: torch.dtype | None = None
+    ) -> None:
+        self._source, self._wire, self._fields = source, wire, fields
+        self._tensors: dict[NodeType, dict[str, Tensor]] = {}
+
+    def _of(self, kind: NodeType) -> dict[str, Tensor]:
+        if kind not in self._tensors:  # read on first use: fields may be mapped from files
+            device = self._source.comm.device
+            held = {name: self._source.node_fields[kind][name].detach() for name in self._fields.get(kind, ())}
+            self._tensors[kind] = {**held, IDS: torch.from_numpy(self._source.node_ids[kind]).to(device)}
+        return self._tensors[kind]
+
+    def fetch(self, ids: Mapping[NodeType, Array]) -> dict[NodeType, dict[str, Tensor]]:
+        """The fields of nodes by type and name, and their original ids under `IDS`. Collective.
+
+        Args:
+            ids: global ids, int64, for the same types on every rank.
+        """
+        comm, types = self._source.comm, list(ids)
+        tensors = [self._of(kind) for kind in types]
+        if comm.size == 1:
+            rows = [torch.from_numpy(ids[kind]).to(comm.device) for kind in types]
+            return {
+                kind: {name: tensor.index_select(0, chosen) for name, tensor in held.items()}
+                for kind, held, chosen in zip(types, tensors, rows)
+            }
+        routes = [Routed.of(ids[kind], self._source.ownership[kind]) for kind in types]
+        asked = list(zip(*(route.split(route.rows) for route in routes)))
+        requests = exchange_arrays(comm, asked, "sampling: nodes of a batch")
+        send = [[torch.from_numpy(rows).to(comm.device) for rows in request] for request in requests]
+        counts = [[int(route.per_rank[rank]) for route in routes] for rank in range(comm.size)]
+        found = exchange_rows(comm, tensors, send, counts, self._wire, "sampling: node fields")
+        result: dict[NodeType, dict[str, Tensor]] = {}
+        for i, (kind, route) in enumerate(zip(types, routes)):
+            places = torch.from_numpy(route.order).to(comm.device).split(route.per_rank.tolist())
+            result[kind] = {}
+            for name, tensor in tensors[i].items():
+                result[kind][name] = tensor.new_empty((len(route.order), *tensor.shape[1:]))
+                for chosen, part in zip(places, found):
+                    result[kind][name].index_copy_(0, chosen, part[i][name])
+        return result

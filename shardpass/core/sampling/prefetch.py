@@ -1,0 +1,129 @@
+"""Batches made in the background, in lock step: every rank makes the same batches, and stops after the same one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from shardpass.backends.communicator import Communicator
+from shardpass.errors import DivergenceError
+
+_GO, _STOP = 1, 0
+
+
+class BatchIterator:
+    """Yields ``make(0) .. make(num_steps - 1)`` of `work`. Each rank must take the same number of them."""
+
+    def __init__(self, work: Work) -> None:
+        self._work, self._taken = work, 0
+
+    def __iter__(self) -> BatchIterator:
+        return self
+
+    def __next__(self) -> Any:
+        work = self._work
+        if self._taken >= work.num_steps:
+            self.close()
+            raise StopIteration
+        step, self._taken = self._taken, self._taken + 1
+        try:
+            return work.take(step)
+        except BaseException:
+            self._taken = work.num_steps
+            raise
+
+    def close(self) -> None:
+        """Make no more batches; as dropping the iterator does."""
+        self._taken = self._work.num_steps
+        self._work.stop()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_work"):
+            self._work.stop()
+
+
+class Work:
+    """Makes the batches of an epoch in step with the other ranks, in the background where `ahead` > 0.
+
+    A thread then makes at most `ahead` batches before they are asked for. Every step begins with an agreement of the
+    ranks to make it. [Note: dropped half-way] Ranks that drop their iterators after the same batch still make what was
+    under way, agree to stop, and their threads end, whenever each of them drops it. Where a rank has stopped and
+    another asks for more, that one gets a `DivergenceError`. The thread holds this and not the iterator, which would
+    never be dropped otherwise.
+
+    Args:
+        comm: used by nothing else as long as batches are made, where `ahead` > 0.
+        make: collective over `comm`.
+        ahead: the same on every rank.
+        epoch: for agreement.
+    """
+
+    def __init__(self, comm: Communicator, make: Callable[[int], Any], num_steps: int, ahead: int, epoch: int) -> None:
+        self.comm, self.make, self.num_steps, self.ahead, self.epoch = comm, make, num_steps, ahead, epoch
+        self._tokens: SimpleQueue[int] = SimpleQueue()
+        self._batches: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        if ahead and num_steps:
+            self._thread = threading.Thread(target=self._run, name="shardpass sampling", daemon=True)
+            self._thread.start()
+            for _ in range(min(ahead, num_steps)):
+                self._tokens.put(_GO)
+
+    def take(self, step: int) -> Any:
+        """The batch of the next step. Raises what making it raised."""
+        if self._thread is None:
+            self._agree(step, _GO)
+            with torch.no_grad():
+                return self.make(step)
+        if step + self.ahead < self.num_steps:
+            self._tokens.put(_GO)
+        batch, error = self._batches.get()
+        if error is not None:
+            raise error
+        return batch
+
+    def stop(self, wait: bool = False) -> None:
+        """Make no more batches than were asked for. Not collective, unless `wait`.
+
+        Args:
+            wait: for the thread to end, that is, for the other ranks to stop theirs.
+        """
+        if self._thread is not None:
+            self._tokens.put(_STOP)
+            if wait:
+                self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            with torch.no_grad():
+                for step in range(self.num_steps):
+                    token = self._tokens.get()
+                    self._agree(step, token)
+                    if token == _STOP:
+                        return
+                    self._batches.put((self.make(step), None))
+        except BaseException as error:  # raised where the batch is taken
+            self._batches.put((None, error))
+
+    def _agree(self, step: int, token: int) -> None:
+        """Go on only if every rank makes this batch of this epoch.
+
+        Raises:
+            DivergenceError: in words, where this rank asks for a batch that another does not make.
+        """
+        own = torch.tensor([self.epoch, step, token], dtype=torch.int64, device=self.comm.device)
+        answers = [answer.tolist() for answer in self.comm.all_gather(own, "sampling: next batch")]
+        mine = answers[self.comm.rank]
+        other = next((rank for rank, answer in enumerate(answers) if answer != mine), None)
+        if other is None or token == _STOP:
+            return
+        epoch, at, theirs = answers[other]
+        found = f"has stopped after {at} batches" if theirs == _STOP else f"asks for batch {at} of epoch {epoch}"
+        raise DivergenceError(
+            f"rank {self.comm.rank} asks for batch {step} of epoch {self.epoch} of its loader, but rank {other} "
+            f"{found}: batches are sampled by all ranks together, so every rank must take the same number of them"
+        )

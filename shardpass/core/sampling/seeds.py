@@ -1,0 +1,118 @@
+"""Which rank takes which seeds in which step: one order over all ranks, cut into steps, balanced within each."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from shardpass.backends.communicator import Communicator
+from shardpass.core.kernels.sampling import keys_of
+from shardpass.core.sampling.wire import exchange_arrays
+
+Array = Any
+
+
+class Seeds(NamedTuple):
+    """The seeds of one step on this rank.
+
+    Args:
+        columns: one array per column of what was dealt out.
+        counted: how many there are. Where a rank gets none, its columns hold one seed of another rank that does not
+            count, so that the model runs there as well.
+    """
+
+    columns: list[Array]
+    counted: int
+
+
+def number_of_steps(total: int, batch_size: int, ranks: int, drop_last: bool) -> int:
+    """Steps of an epoch over `total` seeds of all ranks, of at most `batch_size` per rank."""
+    per_step = batch_size * ranks
+    return total // per_step if drop_last else -(-total // per_step)
+
+
+def is_short(total: int, batch_size: int, ranks: int, drop_last: bool) -> bool:
+    """Whether ranks are left without a seed in the last step: with fewer seeds than ranks, or batches of one."""
+    left = total % (batch_size * ranks)
+    return 0 < left < ranks and not drop_last and (batch_size == 1 or total < ranks)
+
+
+def order_of(ids: Array, seed: int | None) -> Array:
+    """What seeds are sorted by, int64, different for different ids: a random order, or None: that of their ids."""
+    return ids if seed is None else keys_of(seed, ids).view(np.int64)
+
+
+def deal(comm: Communicator, keys: Array, columns: list[Array], batch_size: int, drop_last: bool) -> list[Seeds]:
+    """This rank's seeds of every step of an epoch. Collective.
+
+    All seeds of all ranks stand in the order of their keys; step t takes ``batch_size * comm.size`` of them. Within a
+    step a rank keeps its own, and hands on what is above its even share. So which seeds a step has does not depend on
+    the ranks, and no rank has more than one seed more than another. Where the last step would have fewer seeds than
+    there are ranks, the one before it gives it some. Memory is bounded by own seeds.
+
+    Args:
+        keys: of own seeds, int64, no two alike on all ranks.
+        columns: int64 arrays that belong to the seeds.
+        batch_size, drop_last: the same on every rank.
+    """
+    order = np.argsort(keys, kind="stable")
+    keys, columns = keys[order], [column[order] for column in columns]
+    total = int(comm.all_reduce(torch.tensor([len(keys)], device=comm.device), "sum", "sampling: seeds"))
+    steps = number_of_steps(total, batch_size, comm.size, drop_last)
+    ends = np.minimum(np.arange(1, steps + 1) * (batch_size * comm.size), total)
+    if steps > 1 and batch_size > 1 and ends[-1] - ends[-2] < comm.size:
+        ends[-2] = total - comm.size  # the last step has a seed for every rank
+    cuts = np.concatenate([[0], _among_first(comm, keys, ends)]).astype(np.int64)
+    mine = torch.from_numpy(np.diff(cuts)).to(comm.device)
+    counts = torch.stack(comm.all_gather(mine, "sampling: seeds per step")).cpu().numpy()
+    spread = np.arange(comm.size)[:, None]
+    quota = counts.sum(0) // comm.size + (spread < counts.sum(0) % comm.size)
+    step = np.repeat(np.arange(steps), np.diff(cuts))
+    nth = np.arange(len(step)) - cuts[step]
+    held = [step, *(column[: len(step)] for column in (keys, *columns))]
+    if comm.size > 1:
+        held = _balanced(comm, held, nth, counts, quota)
+    order = np.lexsort((held[1], held[0]))
+    parts = zip(*(np.split(column[order], np.cumsum(quota[comm.rank])[:-1]) for column in held[2:]))
+    found = [Seeds(list(part), int(count)) for part, count in zip(parts, quota[comm.rank])]
+    return _padded(comm, found) if steps and not quota.all() else found
+
+
+def _among_first(comm: Communicator, keys: Array, positions: Array) -> Array:
+    """For each position p, how many own keys are among the p smallest of all ranks. By bisection of the keys."""
+    if comm.size == 1 or not len(positions):
+        return positions
+    ends = torch.tensor([[keys[0], -1 - keys[-1]]] if len(keys) else np.empty((0, 2)), dtype=torch.int64)
+    least = torch.cat(comm.all_gather(ends.to(comm.device), "sampling: range of seeds")).amin(0).tolist()
+    low, high = np.full(len(positions), least[0]), np.full(len(positions), -1 - least[1])
+    while bool((low < high).any()):
+        middle = (low & high) + ((low ^ high) >> 1)
+        below = torch.from_numpy(np.searchsorted(keys, middle, side="right")).to(comm.device)
+        enough = comm.all_reduce(below, "sum", "sampling: order of seeds").cpu().numpy() >= positions
+        low, high = np.where(enough, low, middle + 1), np.where(enough, middle, high)
+    return np.searchsorted(keys, high, side="right")
+
+
+def _balanced(comm: Communicator, held: list[Array], nth: Array, counts: Array, quota: Array) -> list[Array]:
+    """`held` after what ranks have above their quota went to those below theirs, in the order of ranks."""
+    surplus, deficit = np.maximum(counts - quota, 0), np.maximum(quota - counts, 0)
+    step = held[0]
+    given = nth >= quota[comm.rank][step]
+    slots = (np.cumsum(surplus, 0) - surplus)[comm.rank][step] + nth - quota[comm.rank][step]
+    taker = (np.cumsum(deficit, 0)[:, step] <= slots[None, :]).sum(0)
+    taker = np.where(given, taker, comm.rank)
+    arrays = [[column[taker == rank] for column in held] for rank in range(comm.size)]
+    found = exchange_arrays(comm, arrays, "sampling: seeds above the even share")
+    return [np.concatenate(columns) for columns in zip(*found)]
+
+
+def _padded(comm: Communicator, found: list[Seeds]) -> list[Seeds]:
+    """`found` where the last step, which has fewer seeds than there are ranks, has one of rank 0 where it had none."""
+    last = found[-1]
+    spare = torch.tensor([int(column[0]) if comm.rank == 0 else 0 for column in last.columns], dtype=torch.int64)
+    spare = comm.broadcast(spare.to(comm.device), 0, "sampling: a seed for ranks without").cpu()
+    if last.counted == 0:
+        found[-1] = Seeds([np.array([value]) for value in spare.tolist()], 0)
+    return found

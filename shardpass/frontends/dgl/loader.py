@@ -1,0 +1,264 @@
+"""`DataLoader`: DGL's mini-batches of blocks, drawn from a sharded graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace as replaced
+from typing import Any
+
+import dgl
+import numpy as np
+import torch
+from dgl.dataloading import MultiLayerFullNeighborSampler, NeighborSampler
+from torch import Tensor
+
+from shardpass.core.graph import ShardedGraph
+from shardpass.core.ownership import Ownership
+from shardpass.core.sampling.fetch import IDS, RowFetcher
+from shardpass.core.sampling.loader import Epochs, Settings, agree_on, own_communicator
+from shardpass.core.sampling.neighbours import Drawer
+from shardpass.core.sampling.sample import Sample, sample
+from shardpass.core.sampling.seeds import Seeds, is_short
+from shardpass.core.sampling.source import SampledSource, in_edges
+from shardpass.errors import RefusedError
+from shardpass.frontends.dgl.blocks import rows_of
+from shardpass.frontends.dgl.convert import graph as to_dgl
+from shardpass.frontends.dgl.graph import ShardedDGLGraph
+from shardpass.frontends.dgl.structure import CanonicalType, NodeType
+
+Array = Any
+
+
+class DataLoader:
+    """Mini-batches of blocks, as `dgl.dataloading.DataLoader` yields them. Collective.
+
+    Every rank makes the same loader and iterates over it in step: all take the same number of batches, ``len(loader)``.
+    Yields ``(input_nodes, output_nodes, blocks)``: original ids of the nodes that the first block reads and that the
+    last one computes (by type where there are several), and ordinary DGL blocks, for an ordinary model that is not
+    wrapped. ``dgl.NID`` and ``dgl.EID`` are original ids. The source nodes of the first block have the graph's node
+    fields, the destinations of the last one too, and every block the edge fields; or those that the sampler prefetches.
+    Which seeds a step has, over all ranks, and which neighbours of a node are drawn in each of its layers depends on
+    `seed`, the epoch and the step, not on the ranks.
+
+    Args:
+        graph: what `shardpass.load` returned, or `shardpass.dgl.graph` made of it.
+        indices: the seeds among own nodes: bool ``[num_own]``, own rows, or a dict of these by type.
+        graph_sampler: a `dgl.dataloading.NeighborSampler` with its fanouts, `replace`, `prob` or `mask`, and names to
+            prefetch.
+        batch_size: seeds per rank and step, at most; a step of all ranks takes ``batch_size * comm.size``.
+        shuffle: a new random order of all ranks' seeds every epoch; otherwise that of their original ids.
+        drop_last: leave out a last step that is not full.
+        seed: of all that is random.
+        prefetch: batches made ahead in the background; 0: none, and no thread.
+
+    Raises:
+        ValueError: bad arguments, on the rank that has them; on every rank, if in the last step some would have no
+            seed: with batches of one, or fewer seeds than ranks.
+        RefusedError: another sampler.
+        DivergenceError: on every rank, if ranks make different loaders.
+    """
+
+    def __init__(
+        self,
+        graph: ShardedGraph | ShardedDGLGraph,
+        indices: Any,
+        graph_sampler: Any,
+        batch_size: int = 1,
+        shuffle: bool = False,
+        drop_last: bool = False,
+        seed: int = 0,
+        prefetch: int = 2,
+        **kwargs: Any,
+    ) -> None:
+        _refuse(kwargs, graph_sampler)
+        whole = to_dgl(graph) if isinstance(graph, ShardedGraph) else graph
+        rows = {kind: chosen.cpu().numpy() for kind, chosen in rows_of(whole, indices).items()}
+        settings = settings_of(whole, graph_sampler, batch_size, shuffle, drop_last, seed, prefetch)
+        self._blocks = Blocks(whole, settings)
+        self._source_names, self._label_names = _fields_of(whole, graph_sampler)
+        source, types = self._blocks.source, whole.dsttypes
+        largest = max(owned.num_total for owned in source.ownership.values()) if source.ownership else 0
+        ids = [source.node_ids[kind][rows[kind]] + place * (largest + 1) for place, kind in enumerate(types)]
+        place = [np.full(len(rows[kind]), place) for place, kind in enumerate(types)]
+        owned = [rows[kind] + source.ownership[kind].offsets[whole.comm.rank] for kind in types]
+        columns = [np.concatenate(place), np.concatenate(owned)]
+        self._epochs = Epochs(source, self._blocks.settings, np.concatenate(ids), columns, self._make)
+        if is_short(self._epochs.total, batch_size, whole.comm.size, drop_last):
+            raise ValueError(
+                f"{self._epochs.total} seeds in batches of {batch_size} on {whole.comm.size} ranks leave some ranks "
+                f"without a seed in the last step, for which DGL has no blocks: use drop_last=True, or larger batches"
+            )
+
+    def _make(self, seeds: Seeds, seed: int) -> tuple[Any, Any, list[Any]]:
+        types = self._blocks.graph.dsttypes
+        place, ids = seeds.columns
+        by_type = {kind: ids[place == i] for i, kind in enumerate(types)}
+        return self._blocks.of(by_type, seed, self._source_names, self._label_names)
+
+    def __len__(self) -> int:
+        """Batches of an epoch, the same on every rank."""
+        return len(self._epochs)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._epochs)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make `epoch`, counted from 0, the next one, as when training is resumed. The same on every rank."""
+        self._epochs.set_epoch(epoch)
+
+
+def settings_of(
+    graph: ShardedDGLGraph, sampler: Any, batch_size: int, shuffle: bool, drop_last: bool, seed: int, prefetch: int
+) -> Settings:
+    """What a sampler of DGL and the arguments of a loader come to."""
+    sources, labels = _fields_of(graph, sampler)
+    nodes = {kind: sorted({*sources[kind], *labels[kind]}) for kind in graph.ntypes}
+    wanted = _names(getattr(sampler, "prefetch_edge_feats", None), graph.canonical_etypes, graph.to_canonical_etype)
+    edges = {kind: list(wanted[kind]) for kind in graph.canonical_etypes} if wanted else _stored(graph.frames.edges)
+    options = [graph.edges_of(kind).plan.options for kind in graph.canonical_etypes]
+    return Settings(
+        _fanouts(graph, sampler.fanouts), batch_size, shuffle, drop_last, sampler.replace, sampler.prob, seed,
+        prefetch, nodes, edges, every_layer=True, wire=options[0].wire_dtype if options else None,
+    )  # fmt: skip
+
+
+class Blocks:
+    """Makes blocks of the neighbourhoods of seeds. Collective.
+
+    Args:
+        graph: the rank's share.
+        settings: as given; `prefetch` is 0 afterwards where threads cannot be used.
+    """
+
+    def __init__(self, graph: ShardedDGLGraph, settings: Settings) -> None:
+        agree_on(graph.comm, str(settings))
+        comm, ahead = own_communicator(graph.comm, settings.prefetch)
+        self.graph, self.settings = graph, replaced(settings, prefetch=ahead)
+        self.source = replaced(_source_of(graph, settings.weight), comm=comm)
+        self._drawer = Drawer(
+            self.source, settings.replace, settings.weight is not None, settings.edge_fields, settings.wire
+        )
+        self._fetcher = RowFetcher(self.source, settings.node_fields, settings.wire)
+
+    def of(
+        self,
+        seeds: Mapping[NodeType, Array],
+        seed: int,
+        source_names: Mapping[NodeType, Sequence[str]],
+        label_names: Mapping[NodeType, Sequence[str]],
+    ) -> tuple[Any, Any, list[Any]]:
+        """``(input_nodes, output_nodes, blocks)`` for `seeds`, global ids by type. Collective.
+
+        Args:
+            source_names: fields of the source nodes of the first block, by type.
+            label_names: fields of the destinations of the last one.
+        """
+        found, _ = sample(self._drawer, seeds, self.settings.fanouts, seed, every_layer=True)
+        rows = self._fetcher.fetch(found.ids)
+        ids = {kind: held[IDS] for kind, held in rows.items()}
+        blocks = [self._block(found, layer, ids) for layer in reversed(range(len(found.hops)))]
+        for kind, held in rows.items():
+            num_seeds = found.num_nodes[kind][0]
+            if blocks and kind in blocks[0].srctypes:
+                blocks[0].srcnodes[kind].data.update({name: held[name] for name in source_names[kind]})
+            if blocks and kind in blocks[-1].dsttypes:
+                blocks[-1].dstnodes[kind].data.update({name: held[name][:num_seeds] for name in label_names[kind]})
+        outputs = {kind: ids[kind][: found.num_nodes[kind][0]] for kind in ids}
+        if len(ids) == 1:
+            return next(iter(ids.values())), next(iter(outputs.values())), blocks
+        return ids, outputs, blocks
+
+    def _block(self, found: Sample, layer: int, ids: Mapping[NodeType, Tensor]) -> Any:
+        device = self.source.comm.device
+        nothing = torch.empty(0, dtype=torch.int64, device=device)
+        drawn = found.hops[layer]
+        ends = dict.fromkeys(self.source.edges, (nothing, nothing))
+        for kind, edges in drawn.items():
+            ends[kind] = torch.from_numpy(edges.src).to(device), torch.from_numpy(edges.dst).to(device)
+        num_dst = {kind: counts[layer] for kind, counts in found.num_nodes.items()}
+        num_src = {kind: counts[layer + 1] for kind, counts in found.num_nodes.items()}
+        block = dgl.create_block(ends, num_src_nodes=num_src, num_dst_nodes=num_dst, device=device)
+        for ntype, held in ids.items():
+            block.srcnodes[ntype].data[dgl.NID] = held[: num_src[ntype]]
+            block.dstnodes[ntype].data[dgl.NID] = held[: num_dst[ntype]]
+        for kind in self.source.edges:
+            data, fields = block.edges[kind].data, self.source.edges[kind].fields
+            if kind in drawn:
+                data[dgl.EID] = torch.from_numpy(drawn[kind].edge_ids).to(device)
+                data.update(drawn[kind].fields)
+            else:
+                data[dgl.EID] = nothing
+                data.update({name: fields[name].detach()[:0] for name in self._drawer.edge_fields[kind]})
+        return block
+
+
+def _source_of(graph: ShardedDGLGraph, weight: str | None) -> SampledSource:
+    """`graph` as sampling reads it. Collective."""
+    comm, frames = graph.comm, graph.frames
+    counts = comm.all_gather_object([graph.nodes_of(kind).num for kind in graph.ntypes], "sampling: nodes")
+    ownership = {
+        kind: Ownership.from_counts([theirs[place] for theirs in counts]) for place, kind in enumerate(graph.ntypes)
+    }
+    edges = {}
+    for kind in graph.canonical_etypes:
+        own = graph.edges_of(kind)
+        lists = own.plan, own.src_rows, own.dst_rows, own.ids
+        edges[kind] = in_edges(ownership[kind[0]], *lists, frames.edges[kind], weight)
+    ids = {kind: graph.nodes_of(kind).ids.cpu().numpy() for kind in graph.ntypes}
+    return SampledSource(comm, ownership, ids, {kind: frames.nodes[kind] for kind in graph.ntypes}, edges)
+
+
+def _stored(frames: Mapping[Any, Mapping[str, Tensor]]) -> dict[Any, list[str]]:
+    return {kind: sorted(name for name in frame if name not in (dgl.NID, dgl.EID)) for kind, frame in frames.items()}
+
+
+def _fields_of(graph: ShardedDGLGraph, sampler: Any) -> tuple[dict[NodeType, list[str]], dict[NodeType, list[str]]]:
+    """Names of the fields of the first block's sources and of the last one's destinations, by type."""
+    stored = _stored(graph.frames.nodes)
+    sources = _names(getattr(sampler, "prefetch_node_feats", None), graph.ntypes, str)
+    labels = _names(getattr(sampler, "prefetch_labels", None), graph.ntypes, str)
+    if not sources and not labels:
+        return stored, stored
+    return {kind: list(sources.get(kind, ())) for kind in stored}, {kind: list(labels.get(kind, ())) for kind in stored}
+
+
+def _names(given: Any, kinds: Sequence[Any], canonical: Any) -> dict[Any, Sequence[str]]:
+    if not given:
+        return {}
+    if isinstance(given, Mapping):
+        found = {canonical(kind): names for kind, names in given.items()}
+        return {kind: found.get(kind, ()) for kind in kinds}
+    return dict.fromkeys(kinds, given)
+
+
+def _fanouts(graph: ShardedDGLGraph, fanouts: Sequence[Any]) -> list[dict[CanonicalType, int]]:
+    """The fanout of each hop by edge type, the seeds' hop first; DGL gives the first layer's first."""
+    found = []
+    for fanout in reversed(list(fanouts)):
+        given = fanout if isinstance(fanout, Mapping) else dict.fromkeys(graph.canonical_etypes, fanout)
+        by_type = {graph.to_canonical_etype(kind): int(number) for kind, number in given.items()}
+        missing = [kind for kind in graph.canonical_etypes if kind not in by_type]
+        if missing or any(number < -1 for number in by_type.values()):
+            raise ValueError(
+                f"fanouts holds {fanout}; expected -1 or more for each edge type of {graph.canonical_etypes}"
+            )
+        found.append(by_type)
+    return found
+
+
+def _refuse(kwargs: Mapping[str, Any], sampler: Any) -> None:
+    harmless = {"num_workers": 0, "use_ddp": True, "device": None, "use_prefetch_thread": None, "pin_prefetcher": None}
+    for name, value in kwargs.items():
+        if not value or (name in harmless and value == harmless[name]):
+            continue
+        raise TypeError(
+            f"DataLoader got {name}={value!r}, which is not supported on a sharded graph: batches are made in a thread "
+            f"of this process, `prefetch` of them ahead, on the device of the communicator"
+        )
+    if type(sampler) not in (NeighborSampler, MultiLayerFullNeighborSampler):
+        raise RefusedError(
+            f"{type(sampler).__name__} is not supported on a sharded graph: neighbours are drawn by the ranks that own "
+            f"them, as dgl.dataloading.NeighborSampler says"
+        )
+    if sampler.edge_dir != "in":
+        raise RefusedError("NeighborSampler(edge_dir='out') is not supported: a rank owns the in-edges of its nodes")

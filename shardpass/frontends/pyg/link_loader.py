@@ -1,0 +1,226 @@
+"""`LinkNeighborLoader`: mini-batches of links with the neighbourhoods of their ends, drawn from a sharded graph."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch_geometric.data import Data, HeteroData
+from torch_geometric.sampler import NegativeSampling
+
+from shardpass.core.graph import ShardedGraph
+from shardpass.core.kernels.sampling import keys_of, uniforms
+from shardpass.core.ownership import EdgeType
+from shardpass.core.random import derive_seed
+from shardpass.core.sampling.loader import Epochs, Settings
+from shardpass.core.sampling.lookup import global_ids
+from shardpass.core.sampling.seeds import Seeds
+from shardpass.core.sampling.source import SampledSource
+from shardpass.frontends.pyg.loader import Batches
+from shardpass.frontends.pyg.loader_arguments import fanouts_of, refuse, wanted_fields
+
+Array = Any
+
+
+class LinkNeighborLoader:
+    """Mini-batches of links, as `torch_geometric.loader.LinkNeighborLoader` yields them. Collective.
+
+    As `NeighborLoader`, with links as seeds. A batch has ``edge_label_index``, numbers of the ends of its links among
+    the batch's nodes; ``edge_label``, where labels or binary negatives were asked for: negatives have label 0, and
+    given labels that begin with 0 are one more then; or with triplets ``src_index``, ``dst_pos_index``,
+    ``dst_neg_index``; and ``input_id``. Negatives are drawn uniformly from all nodes of the graph, as PyG's, and may
+    happen to be edges. The edges of the links themselves may be drawn as neighbours, as in PyG. In the last step of an
+    epoch a rank may be left without a link; its labels are empty then.
+
+    Args:
+        graph: what `shardpass.load` returned.
+        num_neighbors: as in `NeighborLoader`.
+        edge_label_index: the links of this rank, every one on one rank: None for its own edges; a bool mask over them
+            or their positions; or original node ids ``[2, n]``. Of a heterogeneous graph an edge type, or a pair of it
+            and one of these.
+        edge_label: a number for each link, ``[n]``.
+        neg_sampling: ``"binary"``, ``"triplet"`` or a `torch_geometric.sampler.NegativeSampling` without weights.
+        neg_sampling_ratio: the same as ``NegativeSampling("binary", ratio)``.
+        batch_size: links per rank and step, at most, negatives not counted.
+        shuffle, drop_last, replace, weight_attr, transform, seed, prefetch, node_attrs, edge_attrs: as in
+            `NeighborLoader`.
+
+    Raises:
+        ValueError: bad arguments.
+        DivergenceError: on every rank, if ranks make different loaders.
+    """
+
+    def __init__(
+        self,
+        graph: ShardedGraph,
+        num_neighbors: Sequence[int] | Mapping[EdgeType, Sequence[int]],
+        edge_label_index: Any = None,
+        edge_label: Tensor | None = None,
+        neg_sampling: Any = None,
+        neg_sampling_ratio: float | None = None,
+        batch_size: int = 1,
+        shuffle: bool = False,
+        drop_last: bool = False,
+        replace: bool = False,
+        weight_attr: str | None = None,
+        transform: Callable[[Any], Any] | None = None,
+        seed: int = 0,
+        prefetch: int = 2,
+        node_attrs: Sequence[str] | None = None,
+        edge_attrs: Sequence[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        refuse("LinkNeighborLoader", kwargs)
+        self._graph, self._negatives = graph, _negatives(neg_sampling, neg_sampling_ratio)
+        self._type, given = _type_and_links(graph, edge_label_index)
+        fields = wanted_fields(graph, node_attrs, edge_attrs)
+        settings = Settings(
+            fanouts_of(graph, num_neighbors), batch_size, shuffle, drop_last, replace, weight_attr, seed, prefetch,
+            *fields, wire=graph.options.wire_dtype,
+        )  # fmt: skip
+        words = f"links of {self._type}, labels {edge_label is not None and edge_label.dtype}, {self._negatives}"
+        self._batches = Batches(graph, settings, transform, words)
+        ids, src, dst = _links(graph, self._batches.source, self._type, given)
+        self._dtype = torch.float32 if edge_label is None else edge_label.dtype
+        self._labelled = edge_label is not None
+        columns = [ids, src, dst, _label_column(graph, edge_label, len(ids), self._negatives)]
+        self._epochs = Epochs(self._batches.source, self._batches.settings, ids, columns, self._make)
+
+    def __len__(self) -> int:
+        """Batches of an epoch, the same on every rank."""
+        return len(self._epochs)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._epochs)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make `epoch`, counted from 0, the next one, as when training is resumed. The same on every rank."""
+        self._epochs.set_epoch(epoch)
+
+    def _make(self, seeds: Seeds, seed: int) -> Data | HeteroData:
+        ids, src, dst, label = seeds.columns
+        count, negatives = seeds.counted, self._negatives
+        src_neg, dst_neg = self._draw_negatives(ids[:count], seed)
+        ends: dict[str, Array] = {}
+        for kind, part in ((self._type[0], [src, src_neg]), (self._type[2], [dst, dst_neg])):
+            ends[kind] = np.concatenate([ends.get(kind, ids[:0]), *part])
+        batch, numbers = self._batches.of(ends, seed)
+        device = self._graph.comm.device
+        src_numbers = torch.from_numpy(numbers[self._type[0]]).to(device)
+        dst_numbers = torch.from_numpy(numbers[self._type[2]]).to(device)[-(len(dst) + len(dst_neg)) :]
+        kept = torch.ones(len(src) + len(src_neg), dtype=torch.bool)  # a link that does not count is left out
+        kept[count : len(src)] = False
+        store = self._batches.store(batch, self._type)
+        store.input_id = torch.from_numpy(ids[:count]).to(device)
+        if negatives is not None and negatives.amount_is_triplets:
+            self._batches.store(batch, self._type[0]).src_index = src_numbers[:count]
+            targets = self._batches.store(batch, self._type[2])
+            targets.dst_pos_index = dst_numbers[:count]
+            targets.dst_neg_index = dst_numbers[len(dst) :].view(count, int(negatives.amount)).squeeze(-1)
+            return self._batches.transformed(batch)
+        kept = kept.to(device)
+        store.edge_label_index = torch.stack([src_numbers[: len(kept)][kept], dst_numbers[kept]])
+        if self._labelled or negatives is not None:
+            labels = torch.from_numpy(label[:count]).view(torch.float64).to(self._dtype)
+            store.edge_label = torch.cat([labels, labels.new_zeros(len(src_neg))]).to(device)
+        return self._batches.transformed(batch)
+
+    def _draw_negatives(self, ids: Array, seed: int) -> tuple[Array, Array]:
+        """Global ids of the ends of negatives: sources only where pairs are drawn."""
+        if self._negatives is None:
+            return ids[:0], ids[:0]
+        owned = self._batches.source.ownership
+        num = math.ceil(len(ids) * self._negatives.amount)
+        nth = np.arange(num)
+        keys = keys_of(derive_seed(seed, "negatives"), ids)
+        if self._negatives.amount_is_triplets:
+            amount = int(self._negatives.amount)
+            found = uniforms(keys[nth // amount], nth % amount) * owned[self._type[2]].num_total
+            return ids[:0], found.astype(np.int64)
+        link, nth = nth % max(1, len(ids)), nth // max(1, len(ids))
+        src = uniforms(keys[link], 2 * nth) * owned[self._type[0]].num_total
+        dst = uniforms(keys[link], 2 * nth + 1) * owned[self._type[2]].num_total
+        return src.astype(np.int64), dst.astype(np.int64)
+
+
+class _Negatives(NamedTuple):
+    amount: float
+    amount_is_triplets: bool
+
+
+def _negatives(given: Any, ratio: float | None) -> _Negatives | None:
+    if ratio:
+        given = NegativeSampling("binary", ratio)
+    cast = NegativeSampling.cast(given)
+    if cast is None:
+        return None
+    if cast.src_weight is not None or cast.dst_weight is not None:
+        raise ValueError("negatives drawn by weights are not supported on a sharded graph; leave out the weights")
+    return _Negatives(float(cast.amount), cast.is_triplet())
+
+
+def _type_and_links(graph: ShardedGraph, given: Any) -> tuple[EdgeType, Any]:
+    if graph.is_homogeneous:
+        return graph.edge_types[0], given
+    kind, links = given, None
+    if isinstance(given, (tuple, list)) and len(given) == 2 and isinstance(given[0], (tuple, list)):
+        kind, links = given
+    kind = tuple(kind) if isinstance(kind, (tuple, list)) else kind
+    if kind not in graph.edge_types:
+        raise ValueError(
+            f"edge_label_index of a heterogeneous graph is an edge type, or a pair of it and links; found {kind!r}; "
+            f"types: {graph.edge_types}"
+        )
+    return kind, links
+
+
+def _links(graph: ShardedGraph, source: SampledSource, kind: EdgeType, given: Any) -> tuple[Array, Array, Array]:
+    """``(ids, src, dst)`` of links: ids that differ over all ranks, global ids of their ends. Collective."""
+    comm, edges = graph.comm, source.edges[kind]
+    num = len(edges.edge_ids)
+    where = f"rank {comm.rank}: edge_label_index"
+    links = None if given is None else torch.as_tensor(given).cpu()
+    if links is not None and links.dim() == 2 and links.size(0) == 2 and links.dtype != torch.bool:
+        src, dst = (global_ids(source, end, part.to(torch.int64).numpy()) for end, part in zip(kind[::2], links))
+        if len(src) and min(src.min(), dst.min()) < 0:
+            bad = links[:, torch.from_numpy((src < 0) | (dst < 0))][:, 0].tolist()
+            raise ValueError(
+                f"{where} has the link {bad}; expected original ids of nodes of {kind[0]!r} and {kind[2]!r}"
+            )
+        counts = comm.all_gather_object(len(src), "links")
+        return np.arange(len(src)) + sum(counts[: comm.rank]), src, dst
+    place = np.empty(num, dtype=np.int64)  # of each own edge, in the order of the rank's edge tensors
+    place[edges.rows] = np.arange(num)
+    if links is not None:
+        shape = list(links.shape)
+        if links.dtype == torch.bool and shape != [num]:
+            raise ValueError(f"{where} is a mask {shape}; expected one entry per own edge, [{num}]")
+        if links.dtype != torch.bool and (links.dim() != 1 or links.is_floating_point()):
+            raise ValueError(f"{where} is {links.dtype} {shape}; expected a mask, own edges, or original ids [2, n]")
+        chosen = links.nonzero().view(-1).numpy() if links.dtype == torch.bool else links.to(torch.int64).numpy()
+        if len(chosen) and not (0 <= chosen.min() <= chosen.max() < num and len(np.unique(chosen)) == len(chosen)):
+            raise ValueError(f"{where} holds an edge twice, or one outside [0, {num}), the own edges")
+        place = place[chosen]
+    owned = graph.ownership[kind[2]].offsets[comm.rank]
+    dst = np.searchsorted(edges.indptr, place, side="right") - 1 + owned
+    return edges.edge_ids[place].astype(np.int64), edges.src_ids[place].astype(np.int64), dst.astype(np.int64)
+
+
+def _label_column(graph: ShardedGraph, label: Tensor | None, num: int, negatives: _Negatives | None) -> Array:
+    """The labels as the bits of float64, since columns that are dealt out are int64. Collective where there are any."""
+    if label is None:
+        return np.ones(num).view(np.int64)
+    if label.shape != (num,):
+        raise ValueError(
+            f"rank {graph.comm.rank}: edge_label is {list(label.shape)}; expected one number per link, [{num}]"
+        )
+    if negatives is not None and negatives.amount_is_triplets:
+        raise ValueError("edge_label does not go with triplets: the positive and negative ends are told by their names")
+    values = label.detach().cpu().to(torch.float64)
+    smallest = torch.cat([values, values.new_full((1,), float("inf"))]).min().to(graph.comm.device)
+    least = float(graph.comm.all_reduce(smallest, "min", "labels of links"))
+    return (values + 1 if negatives is not None and least == 0 else values).numpy().view(np.int64)

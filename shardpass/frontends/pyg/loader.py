@@ -1,0 +1,174 @@
+"""`NeighborLoader`: PyG's mini-batches of sampled neighbourhoods, drawn from a sharded graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace as replaced
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch_geometric.data import Data, HeteroData
+
+from shardpass.core.graph import ShardedGraph
+from shardpass.core.ownership import EdgeType, NodeType
+from shardpass.core.sampling.fetch import IDS, RowFetcher
+from shardpass.core.sampling.loader import Epochs, Settings, agree_on, own_communicator
+from shardpass.core.sampling.neighbours import Drawer
+from shardpass.core.sampling.sample import Sample, sample
+from shardpass.core.sampling.seeds import Seeds
+from shardpass.core.sampling.source import SampledSource, source_of
+from shardpass.frontends.pyg.loader_arguments import fanouts_of, own_rows, refuse, wanted_fields
+
+Array = Any
+
+
+class NeighborLoader:
+    """Mini-batches of sampled neighbourhoods, as `torch_geometric.loader.NeighborLoader` yields them. Collective.
+
+    Every rank makes the same loader and iterates over it in step: all take the same number of batches, ``len(loader)``.
+    A batch is a `Data` (or `HeteroData`) of ordinary tensors, for an ordinary model that is not wrapped. Neighbours are
+    drawn by the ranks that own the nodes. Which seeds a step has, over all ranks, and which neighbours of a node are
+    drawn in it depends on `seed`, the epoch and the step, not on the ranks.
+
+    Attributes of a batch: stored node fields and edge fields; ``edge_index``; ``n_id`` and ``e_id``, original ids of
+    nodes and edges; ``batch_size``, the number of seeds, which are its first nodes; ``input_id``, original ids of the
+    seeds; ``num_sampled_nodes`` and ``num_sampled_edges`` of each hop. In the last step of an epoch a rank may be left
+    without a seed: its ``batch_size`` is 0, and its nodes are those of another rank's seed, so that models run.
+
+    Args:
+        graph: what `shardpass.load` returned.
+        num_neighbors: how many in-neighbours are drawn in each hop, -1 for all: a list, or a list by edge type.
+        input_nodes: the seeds among own nodes: bool ``[num_own]``, own rows, or None for all. Of a heterogeneous graph
+            a node type, or a pair of it and one of these. They may be of any number on each rank.
+        batch_size: seeds per rank and step, at most; a step of all ranks takes ``batch_size * comm.size``.
+        shuffle: a new random order of all ranks' seeds every epoch; otherwise that of their original ids.
+        drop_last: leave out a last step that is not full.
+        replace: draw neighbours with replacement.
+        weight_attr: name of the edge field that neighbours are drawn in proportion to; weight 0: never.
+        transform: applied to each batch.
+        seed: of all that is random.
+        prefetch: batches made ahead in the background; 0: none, and no thread.
+        node_attrs, edge_attrs: names of the fields that come with a batch; None: all that are stored.
+
+    Raises:
+        ValueError: bad arguments, on the rank that has them.
+        DivergenceError: on every rank, if ranks make different loaders.
+    """
+
+    def __init__(
+        self,
+        graph: ShardedGraph,
+        num_neighbors: Sequence[int] | Mapping[EdgeType, Sequence[int]],
+        input_nodes: Any = None,
+        batch_size: int = 1,
+        shuffle: bool = False,
+        drop_last: bool = False,
+        replace: bool = False,
+        weight_attr: str | None = None,
+        transform: Callable[[Any], Any] | None = None,
+        seed: int = 0,
+        prefetch: int = 2,
+        node_attrs: Sequence[str] | None = None,
+        edge_attrs: Sequence[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        refuse("NeighborLoader", kwargs)
+        kind, rows = own_rows(graph, input_nodes)
+        node_fields, edge_fields = wanted_fields(graph, node_attrs, edge_attrs)
+        fanouts = fanouts_of(graph, num_neighbors)
+        settings = Settings(
+            fanouts, batch_size, shuffle, drop_last, replace, weight_attr, seed, prefetch, node_fields, edge_fields,
+            wire=graph.options.wire_dtype,
+        )  # fmt: skip
+        self._batches = Batches(graph, settings, transform, f"seeds of type {kind!r}")
+        ids = graph.node_ids_dict[kind].cpu().numpy()[rows]
+        owned = graph.ownership[kind].to_global(torch.from_numpy(rows), graph.comm.rank).numpy()
+
+        def make(seeds: Seeds, seed: int) -> Data | HeteroData:
+            batch, _ = self._batches.of({kind: seeds.columns[0]}, seed)
+            store = self._batches.store(batch, kind)
+            store.batch_size = seeds.counted
+            store.input_id = store.n_id[: seeds.counted]
+            return self._batches.transformed(batch)
+
+        self._epochs = Epochs(self._batches.source, self._batches.settings, ids, [owned], make)
+
+    def __len__(self) -> int:
+        """Batches of an epoch, the same on every rank."""
+        return len(self._epochs)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._epochs)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make `epoch`, counted from 0, the next one, as when training is resumed. The same on every rank."""
+        self._epochs.set_epoch(epoch)
+
+
+class Batches:
+    """Makes a `Data` or `HeteroData` of the neighbourhoods of seeds. Collective.
+
+    Args:
+        graph: the rank's share.
+        settings: as given; `prefetch` is 0 afterwards where threads cannot be used.
+        transform: of batches.
+        words: what the loader is, for agreement.
+    """
+
+    def __init__(
+        self, graph: ShardedGraph, settings: Settings, transform: Callable[[Any], Any] | None, words: str
+    ) -> None:
+        agree_on(graph.comm, f"{words}, {settings}")
+        comm, ahead = own_communicator(graph.comm, settings.prefetch)
+        self.source: SampledSource = replaced(source_of(graph, settings.weight), comm=comm)
+        self.settings, self._transform = replaced(settings, prefetch=ahead), transform
+        self._graph = graph
+        self._drawer = Drawer(
+            self.source, settings.replace, settings.weight is not None, settings.edge_fields, settings.wire
+        )
+        self._fetcher = RowFetcher(self.source, settings.node_fields, settings.wire)
+
+    def of(self, seeds: Mapping[NodeType, Array], seed: int) -> tuple[Data | HeteroData, dict[NodeType, Array]]:
+        """The batch of `seeds`, global ids by type, and the number of each seed in it. Collective."""
+        found, numbers = sample(self._drawer, seeds, self.settings.fanouts, seed, every_layer=False)
+        rows = self._fetcher.fetch(found.ids)
+        batch: Any = Data() if self._graph.is_homogeneous else HeteroData()
+        for kind in self._graph.node_types:
+            _fill_nodes(self.store(batch, kind), found, rows[kind], kind)
+        for edge_type in self._graph.edge_types:
+            fields = {name: self.source.edges[edge_type].fields[name] for name in self._drawer.edge_fields[edge_type]}
+            _fill_edges(self.store(batch, edge_type), found, edge_type, fields, self.source.comm.device)
+        return batch, numbers
+
+    def store(self, batch: Any, kind: NodeType | EdgeType) -> Any:
+        """Where a batch holds what belongs to a node or edge type."""
+        return batch if self._graph.is_homogeneous else batch[kind]
+
+    def transformed(self, batch: Any) -> Any:
+        """`batch` through the user's transform."""
+        return batch if self._transform is None else self._transform(batch)
+
+
+def _fill_nodes(store: Any, found: Sample, rows: dict[str, Tensor], kind: NodeType) -> None:
+    for name, tensor in rows.items():
+        if name != IDS:
+            store[name] = tensor
+    store.n_id = rows[IDS]
+    store.num_nodes = len(found.ids[kind])
+    store.num_sampled_nodes = np.diff(found.num_nodes[kind], prepend=0).tolist()
+
+
+def _fill_edges(store: Any, found: Sample, kind: EdgeType, fields: Mapping[str, Tensor], device: torch.device) -> None:
+    hops = [hop[kind] for hop in found.hops if kind in hop]
+    nothing = np.empty(0, dtype=np.int64)
+    src, dst, edge_ids = (
+        torch.from_numpy(np.concatenate([nothing, *parts])).to(device)
+        for parts in ([hop.src for hop in hops], [hop.dst for hop in hops], [hop.edge_ids for hop in hops])
+    )
+    store.edge_index = torch.stack([src, dst])
+    for name, tensor in fields.items():
+        store[name] = torch.cat([tensor[:0].detach(), *(hop.fields[name] for hop in hops)])
+    store.e_id = edge_ids
+    store.num_sampled_edges = [len(hop[kind].src) if kind in hop else 0 for hop in found.hops]
