@@ -19,9 +19,9 @@ from shardpass.core.forward import ForwardResult, counts
 from shardpass.core.kernels import attention as kernels
 from shardpass.core.kernels.attention import EdgeRun, SoftmaxState
 from shardpass.core.program import Attention
-from shardpass.core.random import dropout_factors
+from shardpass.core.random import dropout_factors, piece_seed
 from shardpass.core.scores import scores_of
-from shardpass.core.shard import Shard, cut
+from shardpass.core.shard import EdgeShards, Shard, cut
 from shardpass.errors import InternalError
 
 
@@ -76,6 +76,21 @@ def attention_gradients(
                 weights, pull = scores.weights(shard, run, rows, log_sum)
                 pull(kernels.adjoint(run, weights, table, kept, grad, delta, target), into, gradients)
     returned.finish()
+
+
+def dropout_of_edges(edges: EdgeShards, seed: int, like: Tensor, p: float) -> Tensor:
+    """What dropout multiplies the weights of an attention with, in a call whose seed is `seed`: all own edges at once.
+
+    Args:
+        like: the weights, ``[num_edges, ...]``: gives shape and dtype.
+        p: probability that a weight is dropped.
+    """
+    found = torch.ones_like(like, requires_grad=False)
+    for position, shard in enumerate(edges.shards):
+        rows = torch.arange(shard.num_edges, device=like.device)
+        factors = dropout_factors(piece_seed(seed, position), rows, _numel(like), p, like.dtype)
+        shard.put(found, factors.view(-1, *like.shape[1:]))
+    return found
 
 
 def _numel(tensor: Tensor) -> int:
