@@ -53,7 +53,7 @@ class Bench:
         """The record of a configuration: its own fields, what was measured (`ranks`: of each rank), and `world`.
 
         Args:
-            config: graph, model, ranks, mode, backend, epochs, peer, and checkpoint if it is not None.
+            config: graph, model, ranks, mode, backend, epochs, peer; frontend ("pyg" unless given), checkpoint.
             parts: of the store; at least the number of ranks.
             what: "memory" and "time" take one run each; without "time" CPU seconds are absent.
         """
@@ -106,7 +106,8 @@ def row(record: Record) -> list[str]:
     peers = {"pyg": "PyG, one process", "dgl": "DGL, one process"}
     shared = "" if record.get("share_memory", True) else ", messages"
     mode = record["mode"] + (f", checkpoint={record['checkpoint']}" if record.get("checkpoint") else "")
-    system = peers[record["peer"]] if record["peer"] else f"shardpass {mode} ({record['backend']}{shared})"
+    own = f"shardpass{'.dgl' if record.get('frontend') == 'dgl' else ''} {mode} ({record['backend']}{shared})"
+    system = peers[record["peer"]] if record["peer"] else own
     cpu = f"{sum(rank['cpu_seconds'] for rank in ranks):.2f}" if "cpu_seconds" in ranks[0] else "-"
     memory = [
         f"{max(rank[name] for rank in ranks) / MIB:.1f}" if name in ranks[0] else "-"
@@ -122,6 +123,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--graph", default="50k30", help=KINDS)
     parser.add_argument("--model", choices=("sage", "gat", "gcn"), default="sage")
+    parser.add_argument("--frontend", choices=("pyg", "dgl"), default="pyg", help="whose model shardpass runs")
     parser.add_argument("--ranks", type=int, nargs="+", default=[4])
     parser.add_argument("--mode", choices=("sar", "keep", "halo"), default="sar")
     parser.add_argument("--backward", choices=("auto", "push", "pull"), default="auto")
@@ -140,7 +142,7 @@ def main() -> None:
     what = ("memory", "time") if args.measure == "both" else (args.measure,)
     names = ("graph", "model", "mode", "backward", "checkpoint", "backend", "epochs")
     base = {**{name: getattr(args, name) for name in names}, "share_memory": not args.no_share}
-    configs = [{**base, "ranks": ranks, "peer": None} for ranks in args.ranks]
+    configs = [{**base, "ranks": ranks, "peer": None, "frontend": args.frontend} for ranks in args.ranks]
     configs += [{**base, "ranks": 1, "peer": peer} for peer in args.peer]
     with tempfile.TemporaryDirectory() as scratch:
         bench = Bench(args.folder or Path(scratch), args.partition)

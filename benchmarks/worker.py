@@ -42,9 +42,10 @@ def run_sharded(comm: sp.Communicator, config: Config) -> Config:
     options = sp.Options(**{name: config[name] for name in names if name in config})
     graph = sp.load(config["store"], comm, options)
     x, y, mask = graph.x.clone(), graph.y.long().clone(), graph.train_mask.clone()
+    is_dgl = config.get("frontend") == "dgl"
     with sp.seed(0, comm):
-        model = build_model(config["model"], graph.num_features, graph.num_classes)
-    sp.pyg.wrap(model, comm, checkpoint=config.get("checkpoint"))
+        model = (DGLModel if is_dgl else build_model)(config["model"], graph.num_features, graph.num_classes)
+    (sp.dgl if is_dgl else sp.pyg).wrap(model, comm, checkpoint=config.get("checkpoint"))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     with suppress(ImportError):  # code is loaded before the baseline, as torch's own is
         import_module("shardpass.core.kernels.numba_loops")
@@ -53,7 +54,7 @@ def run_sharded(comm: sp.Communicator, config: Config) -> Config:
     meter.start()
     for _ in range(config["epochs"]):
         before = comm.bytes_sent
-        logits = model(x, graph)
+        logits = model(graph, x) if is_dgl else model(x, graph)
         loss = sp.cross_entropy(logits, y, mask, comm)
         optimizer.zero_grad()
         loss.backward()

@@ -24,6 +24,7 @@ from shardpass.core.norm import Moments
 from shardpass.core.probe import sample_inputs
 from shardpass.core.program import Program, Structure
 from shardpass.core.pull import choose_pull, offer_pull, pull_attention, pull_copies
+from shardpass.core.random import draw_seed
 from shardpass.core.reducers import Base
 from shardpass.core.shard import EdgeShards
 from shardpass.core.tracing import EdgeTrace
@@ -121,13 +122,14 @@ def _call_of(
         edge_names=sorted(program.edge),
         gradients=gradients,
         captured=structure.captures,
-        seed=_drawn_seed(plan) if structure.random or structure.drops else number,
+        seed=_seed(program, plan, number, structure.random or structure.drops),
     )
 
 
-def _drawn_seed(plan: HaloPlan) -> int:
-    with plan.comm.random_lock():  # ranks that are threads share the generator, which one may be replaying
-        return int(torch.randint(2**62, ()))
+def _seed(program: Program, plan: HaloPlan, number: int, is_random: bool) -> int:
+    if program.seed is not None:
+        return program.seed
+    return draw_seed(plan.comm) if is_random else number
 
 
 class _Aggregate(torch.autograd.Function):

@@ -18,9 +18,9 @@ from shardpass.core.call import Call, Operands
 from shardpass.core.forward import ForwardResult, counts
 from shardpass.core.kernels.attention import RowRun, SoftmaxState
 from shardpass.core.program import Attention
-from shardpass.core.random import dropout_factors
+from shardpass.core.random import dropout_factors, piece_seed
 from shardpass.core.scores import Outer, scores_of
-from shardpass.core.shard import Shard, cut
+from shardpass.core.shard import EdgeShards, Shard, cut
 from shardpass.errors import InternalError
 
 
@@ -83,6 +83,21 @@ def gradient_and_delta(call: Call, attention: Attention, out: Tensor, gradients:
     width = _numel(out) // attention.heads
     grad = gradients.reductions[attention.output].reshape(-1, attention.heads, width).contiguous()
     return grad, (grad * out.view_as(grad)).sum(-1)
+
+
+def dropout_of_edges(edges: EdgeShards, seed: int, like: Tensor, p: float) -> Tensor:
+    """What dropout multiplies the weights of an attention with, in a call whose seed is `seed`: all own edges at once.
+
+    Args:
+        like: the weights, ``[num_edges, ...]``: gives shape and dtype.
+        p: probability that a weight is dropped.
+    """
+    found = torch.ones_like(like, requires_grad=False)
+    for position, shard in enumerate(edges.shards):
+        rows = torch.arange(shard.num_edges, device=like.device)
+        factors = dropout_factors(piece_seed(seed, position), rows, _numel(like), p, like.dtype)
+        shard.put(found, factors.view(-1, *like.shape[1:]))
+    return found
 
 
 def _numel(tensor: Tensor) -> int:

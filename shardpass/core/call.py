@@ -13,6 +13,7 @@ from shardpass.core.exchange import Stream, fetch_blocks
 from shardpass.core.halo import HaloPlan
 from shardpass.core.out_edges import OutEdges
 from shardpass.core.program import Inputs, Program, Structure
+from shardpass.core.random import piece_seed
 from shardpass.core.shard import Chunk, EdgeShards, Shard
 
 
@@ -184,7 +185,7 @@ class Call:
 
     def seed_of(self, position: int, first_edge: int = 0) -> int:
         """A seed for the edges of the block at `position` from `first_edge` on, the same in every pass."""
-        return hash((self.seed, position, first_edge)) & (2**63 - 1)
+        return piece_seed(self.seed, position, first_edge)
 
     @contextmanager
     def scope(self, position: int = 0, first_edge: int = 0) -> Iterator[None]:

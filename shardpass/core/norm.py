@@ -39,6 +39,8 @@ class DistributedBatchNorm(OnRanks, nn.BatchNorm1d):
         Raises:
             ValueError: the ranks together hold one row (as torch raises), or the shape or dtype does not fit.
         """
+        if type(input) is not Tensor:
+            input = input.view_as(input)  # an autograd Function sees no further than what stands for a tensor
         if not self.training and self.running_mean is not None and self.running_var is not None:
             return super().forward(input)
         self._check_batch(input)

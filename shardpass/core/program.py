@@ -54,6 +54,7 @@ class Program:
             not gathered. None: all are read.
         parts: where the message is several tensors side by side, those of the latest run, each ``[E, ...]``. Backward
             leaves out a part without a gradient, as plain autograd does with what nothing uses.
+        seed: of the random numbers of the call; None: drawn, where it uses any.
         order: of the communicator, set by the engine: no collective call may begin while the body runs.
     """
 
@@ -69,6 +70,7 @@ class Program:
     reads: set[str] | None = None
     order: CallOrder = field(default_factory=CallOrder)
     parts: Callable[[], list[Tensor]] = list
+    seed: int | None = None
 
     def columns(self, message: Tensor, grad: Tensor) -> list[tuple[Tensor, Tensor]]:
         """What backward starts from where messages are the result: ``(tensor, its gradient)`` of each part in use."""

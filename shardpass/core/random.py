@@ -70,6 +70,17 @@ def derive_seed(*parts: object) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
+def draw_seed(comm: Communicator) -> int:
+    """A seed for this rank's own random numbers, drawn from torch's generator."""
+    with comm.random_lock():  # ranks that are threads share the generator, which one may be replaying
+        return int(torch.randint(2**62, ()))
+
+
+def piece_seed(seed: int, position: int, first_edge: int = 0) -> int:
+    """The seed of the edges from `first_edge` on of the block at `position`, in a call whose seed is `seed`."""
+    return hash((seed, position, first_edge)) & (2**63 - 1)
+
+
 def get_random_state() -> dict[str, Tensor]:
     """The state of torch's generators, by device type: uint8 vectors on the CPU. CUDA's once it is in use."""
     states = {"cpu": torch.get_rng_state()}

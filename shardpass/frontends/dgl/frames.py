@@ -37,7 +37,7 @@ class Frame(MutableMapping[str, Tensor]):
     def __setitem__(self, name: str, value: Any) -> None:
         if isinstance(value, Mapping):
             raise DGLError(f"field {name!r}: a dict of tensors is for graphs of several types; pass a tensor")
-        value = torch.as_tensor(value)
+        value = value if isinstance(value, Tensor) else torch.as_tensor(value)
         rows = value.size(0) if value.dim() else 0
         if not value.dim() or rows != self.num_rows:
             raise DGLError(
@@ -60,6 +60,11 @@ class Frame(MutableMapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len({**self._stored, **self._data})
+
+    @property
+    def set_fields(self) -> Mapping[str, Tensor]:
+        """The fields that were set, without those of the store that were only read."""
+        return self._data
 
     def clone(self) -> Frame:
         """Another frame of the same tensors: what is set in one is not seen in the other."""

@@ -70,7 +70,7 @@ def _same_dims(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _dot(left: Tensor, right: Tensor) -> Tensor:
-    return (left * right).sum(-1, keepdim=True)
+    return (left * right).sum(-1).unsqueeze(-1)
 
 
 _OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

@@ -16,9 +16,11 @@ from torch import Tensor
 
 from shardpass.backends.communicator import Communicator
 from shardpass.core.graph import ShardedGraph
+from shardpass.frontends.dgl.attention import attended, deferred_fields, hand_over, softmax_in_sight
 from shardpass.frontends.dgl.closed import refused
 from shardpass.frontends.dgl.frames import Frame, FramesByType
 from shardpass.frontends.dgl.functions import is_builtin
+from shardpass.frontends.dgl.lazy import LazyEdges
 from shardpass.frontends.dgl.mailbox import reduced_by_user, warn_once
 from shardpass.frontends.dgl.messages import MessagePassing, without_infinity
 from shardpass.frontends.dgl.structure import CanonicalType, Edges, Nodes, NodeType
@@ -210,6 +212,8 @@ class ShardedDGLGraph(TypedGraph):
         caller = sys._getframe(2)  # through `Closed.__getattribute__`
         if not caller.f_globals.get("__name__", "").startswith("dgl.ops."):
             raise refused(f"the structure that {caller.f_code.co_name}() reads", "do that before partitioning")
+        if any(isinstance(value, LazyEdges) for value in caller.f_locals.values()):
+            hand_over(caller.f_globals)
         if len(self._edges) != 1:
             raise refused("a DGL kernel over several edge types", "use graph[etype] for one of them")
         return next(iter(self._edges.values())).index
@@ -236,7 +240,8 @@ class ShardedDGLGraph(TypedGraph):
     ) -> dict[str, Tensor]:
         passing = self._passing(kind)
         if is_builtin(reducer):
-            return passing.reduced(message, reducer, empty)
+            found = attended(passing, message, reducer)
+            return passing.reduced(message, reducer, empty) if found is None else found
         warn_once(passing, self._warned)
         return reduced_by_user(passing, message, reducer)
 
@@ -298,7 +303,8 @@ class ShardedDGLGraph(TypedGraph):
         kind = self.to_canonical_etype(etype)
         passing, frame = self._passing(kind), self._edge_frames[kind]
         if is_all(edges):
-            frame.update(passing.per_edge(func))
+            waiting = deferred_fields(passing, func) if softmax_in_sight(sys._getframe(1)) else None
+            frame.update(passing.per_edge(func) if waiting is None else waiting)
             return
         if isinstance(edges, tuple):
             raise refused("apply_edges on (source, destination) pairs", "pass positions of this rank's own edges")

@@ -23,6 +23,7 @@ from shardpass.frontends.dgl import readouts
 from shardpass.frontends.dgl.closed import refused
 from shardpass.frontends.dgl.empty import EmptyRows
 from shardpass.frontends.dgl.graph import ShardedDGLGraph
+from shardpass.frontends.dgl.lazy import ordinary
 
 
 def with_names(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
@@ -157,7 +158,7 @@ class ShardedTypedLinear(dnn.TypedLinear):
 
     def forward(self, x: Tensor, x_type: Tensor, sorted_by_type: bool = False) -> Tensor:
         """Rows of `x` times the matrix of their type."""
-        return super().forward(x, x_type, False)
+        return super().forward(ordinary(x), x_type, False)
 
 
 class ShardedGatedGraphConv(dnn.GatedGraphConv):

@@ -25,7 +25,7 @@ def reduced_by_user(
     order of original edge ids; a node without messages holds 0.
     """
     edges, plan = passing.edges, passing.edges.plan
-    program, body = passing.program_of(message)
+    program, body = passing.program_of(message, "mailbox of ")
     number, _ = begin_call(plan.comm, program.name)
     everything = inputs_at_once(program, plan, edges.shards, f"call {number} {program.name}", body, edges.places)
     messages, index = everything.messages, everything.inputs.index

@@ -14,6 +14,7 @@ from shardpass.core.shard import EdgeShards
 from shardpass.errors import RefusedError
 from shardpass.frontends.dgl.frames import Frame
 from shardpass.frontends.dgl.functions import is_builtin, message_of, operands, reducer_of
+from shardpass.frontends.dgl.lazy import ordinary
 from shardpass.frontends.dgl.structure import Edges
 from shardpass.frontends.dgl.udf import EdgeFunction, Packing
 
@@ -40,7 +41,7 @@ class MessagePassing:
             empty: what a destination without messages holds under max and min; None: 0, as after DGL's update_all.
         """
         op = reducer_of(reducer, message.out_field if is_builtin(message) else None)
-        program, body = self._program(message, f"{op} of ")
+        program, body = self.program_of(message, f"{op} of ")
 
         def only(inputs: Inputs) -> Tensor:
             found = body(inputs)
@@ -58,7 +59,7 @@ class MessagePassing:
                 program.reads.add(f"e:{_PLACES}")
             program.aggregate = self._extremum(op, empty or 0.0)
         else:
-            program.aggregate = _sum
+            program.aggregate = summed
         out = aggregate(program, self.edges.plan, self.edges.shards)
         if op == "mean":
             degrees = self.edges.in_degrees.clamp(min=1).to(out.dtype)
@@ -88,23 +89,39 @@ class MessagePassing:
     def _packed(
         self, message: Any, shards: EdgeShards, packing: Packing, only: torch.dtype | None
     ) -> dict[str, Tensor]:
-        program, body = self._program(message, "edges of ")
+        program, body = self.program_of(message, "edges of ")
         program.message = lambda inputs: packing.pack(body(inputs), only)
         program.parts = lambda: packing.parts
         return packing.unpack(aggregate(program, self.edges.plan, shards))
 
-    def program_of(self, message: Any) -> tuple[Program, Callable[[Inputs], dict[str, Tensor]]]:
-        """A program that reads what `message` reads, and what it computes on some edges, by field."""
-        return self._program(message, "mailbox of ")
+    @property
+    def where(self) -> str:
+        """Over which edges, for messages."""
+        name = self.edges.canonical[1]
+        return "" if name == "_E" else f" over {name!r}"
 
-    def _program(self, message: Any, what: str) -> tuple[Program, Callable[[Inputs], dict[str, Tensor]]]:
-        canonical = self.edges.canonical
-        where = "" if canonical[1] == "_E" else f" over {canonical[1]!r}"
+    def snapshot(self, message: Any) -> MessagePassing:
+        """The same with the data as they are now; those that a built-in `message` does not read are left out."""
+        src, dst, edata = self.src.clone(), self.dst.clone(), self.edata.clone()
+        if is_builtin(message):
+            read = set(operands(message))
+            for side, frame in (("s", src), ("d", dst), ("e", edata)):
+                for name in [name for name in frame if (side, name) not in read]:
+                    del frame[name]
+        return MessagePassing(self.edges, src, dst, edata, self.checked)
+
+    def program_of(self, message: Any, what: str) -> tuple[Program, Callable[[Inputs], dict[str, Tensor]]]:
+        """A program that reads what `message` reads, and what it computes on some edges, by field.
+
+        Args:
+            what: comes before the message in the name of the program.
+        """
+        canonical, where = self.edges.canonical, self.where
         frames = {"s": self.src, "d": self.dst, "e": self.edata}
         if is_builtin(message):
             read: dict[str, dict[str, Tensor]] = {"s": {}, "d": {}, "e": {}}
             for side, name in operands(message):
-                read[side][name] = frames[side][name]
+                read[side][name] = ordinary(frames[side][name])
             computed = message_of(message)
             name = f"{what}{message.name}{where}"
             program = Program(name, read["s"], read["d"], read["e"], computed, None)
@@ -112,7 +129,7 @@ class MessagePassing:
             return program, lambda inputs: {message.out_field: computed(inputs)}
         reads: set[str] = set()
         function = EdgeFunction(message, canonical, reads)
-        src, dst, edge = (dict(frame) for frame in frames.values())
+        src, dst, edge = (ordinary(dict(frame)) for frame in frames.values())
         program = Program(f"{what}{function.name}{where}", src, dst, edge, _unset, None)
         program.reads = reads
         return program, function
@@ -131,7 +148,8 @@ def _unset(inputs: Inputs) -> Tensor:
     raise AssertionError("the message is set by whoever made the program")
 
 
-def _sum(messages: Tensor, inputs: Inputs) -> Tensor:
+def summed(messages: Tensor, inputs: Inputs) -> Tensor:
+    """The sum of messages per destination."""
     return messages.new_zeros((inputs.num_dst, *messages.shape[1:])).index_add(0, inputs.index, messages)
 
 
