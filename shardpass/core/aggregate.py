@@ -153,7 +153,11 @@ class _Aggregate(torch.autograd.Function):
         values, states = needed_values(call)
         kept = [rows for name in sorted(operands.kept) for rows in operands.kept[name]]
         flat_states = [part for k in states for part in result.states[k]]
-        ctx.save_for_backward(token, *tensors, *(result.values[k] for k in values), *flat_states, *kept)
+        inputs = tensors
+        if not call.reads_sources_again:  # then their shapes will do
+            count = len(call.src_names)
+            inputs = (*(t.new_empty(()).expand(t.shape) for t in tensors[:count]), *tensors[count:])
+        ctx.save_for_backward(token, *inputs, *(result.values[k] for k in values), *flat_states, *kept)
         ctx.counts = (len(tensors), values, [(k, len(result.states[k])) for k in states], sorted(operands.kept))
         ctx.call = call
         if fixed:

@@ -87,8 +87,19 @@ class Call:
 
     @property
     def keeps_rows(self) -> bool:
-        """Whether fetched rows are kept for backward; pulling does not read them."""
-        return self.plan.options.mode != "sar" and self.pull is None
+        """Whether fetched rows are kept for another pass; a pulling backward does not read them."""
+        wanted = self.reads_sources_again or self.structure.num_stages > 1
+        return self.plan.options.mode != "sar" and self.pull is None and wanted
+
+    @property
+    def reads_sources_again(self) -> bool:
+        """Whether backward reads source rows: for sums of copies, or of rows times constants, it does not."""
+        structure = self.structure
+        if structure.edge_output or structure.attention is not None or structure.max_depth > 0:
+            return True
+        linear = [r for r in structure.reductions if r.form in ("copy", "scale")]
+        others = [r for r in structure.reductions if r.differentiable and r.form not in ("copy", "scale")]
+        return bool(others) or any(r.differentiable and f"e:{r.weight}" in self.gradients for r in linear)
 
     def stream(self) -> Stream:
         """Identity of the next walk over the rounds."""
