@@ -413,3 +413,21 @@ def test_edge_data_left_on_the_graph_and_the_self_check():
         assert ((sums - 1).abs() < 1e-12)[g.in_degrees() > 0].all()
 
     run(work, 2)
+
+
+def test_recomputed_activations(passes):
+    torch.manual_seed(0)
+    model = dnn.GATv2Conv(5, 3, 2, activation=torch.tanh, residual=True, **ZERO).double()
+
+    def work(comm):
+        graph, found = share(comm), []
+        for kept in (None, "activations"):
+            mine = sp.dgl.wrap(copy.deepcopy(model), comm, check=False, checkpoint=kept)
+            out, weights = mine(graph, graph.node["x"], get_attention=True)
+            (out.square().sum() + weights.square().sum()).backward()
+            found.append([out.detach(), weights.detach(), *(p.grad for p in mine.parameters())])
+        for plain, again in zip(*found):
+            torch.testing.assert_close(again, plain, rtol=0, atol=1e-12)
+
+    run(work, 2)
+    assert len(passes) == 4
