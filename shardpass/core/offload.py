@@ -22,7 +22,7 @@ def offload(
 ) -> Iterator[None]:
     """A ``with`` block for a forward pass, whose saved tensors lie on disk until backward wants them.
 
-    ``with sp.offload("/scratch"): loss = ...``, and ``loss.backward()`` within it or after. Gradients are the same bits.
+    ``with sp.offload("/scratch"): loss = ...``, and ``loss.backward()`` there or after. Gradients are the same bits.
     Parameters, tensors that are mapped from a file already, and small ones stay where they are. Not collective: each
     rank has a file of its own, which is gone when the graph of the forward is, also if the process is killed.
 
