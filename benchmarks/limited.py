@@ -8,10 +8,10 @@ Prints one JSON line: losses and figures, or ``failed`` with what was raised.
 RLIMIT_DATA bounds the writable private mappings of a process (VmData in /proc/self/status): heap, large tensors, thread
 stacks. Mapped features are such a mapping too, since a tensor may be written to, but they take memory only where they
 are written. So the bound is VmData once all libraries are imported, plus the size of the mapped file, plus the budget;
-and `written_bytes` tells how much of the mapping became memory of the process (0 is expected). The graph is loaded under
-the bound. The peak is the highest resident anonymous memory (RssAnon) above that after the imports, looked at every few
-milliseconds by a thread, so it can be missed by a little, never exceeded. glibc gives freed blocks back at once
-(MALLOC_MMAP_THRESHOLD_), which costs time, the same for all.
+`written_bytes` tells how much of the mapping became memory of the process (0 is expected). The graph is loaded under the
+bound. The peak is the highest resident anonymous memory (RssAnon) above that after the imports. A thread looks every few
+milliseconds, so it may be a little low. glibc gives freed blocks back at once (MALLOC_MMAP_THRESHOLD_), which costs
+time, the same for all.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from torch_geometric.nn import models
 import shardpass as sp
 
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(1 << 16), "MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1"}
-SYSTEMS = ("pyg", "memory", "mapped", "offload")
+SYSTEMS = ("pyg", "memory", "mapped", "offload", "in_turn")
 MIN_BYTES = 1 << 16
 _STACK_BYTES = 1 << 20
 
@@ -73,8 +73,7 @@ def written_bytes(folder: Path) -> int:
 
 
 def build_model(config: dict[str, Any]) -> nn.Module:
-    """A GCN with BatchNorm, in float64, the same for all."""
-    torch.manual_seed(0)
+    """A GCN with BatchNorm, in float64."""
     sizes = (config["features"], config["hidden"], config["layers"], config["classes"])
     model: nn.Module = models.GCN(*sizes, norm="batch_norm").double()
     return model
@@ -110,23 +109,39 @@ def run_pyg(config: dict[str, Any]) -> dict[str, Any]:
     folder = Path(config["folder"])
     x, y, mask = (torch.from_numpy(np.load(folder / f"{name}.npy")) for name in ("x", "y", "train_mask"))
     edge_index = torch.from_numpy(np.load(folder / "edge_index.npy")).long()
+    torch.manual_seed(0)
     model = build_model(config)
     forward = lambda: F.cross_entropy(model(x, edge_index)[mask], y[mask])  # noqa: E731
     return train(model, forward, config["epochs"])
 
 
-def run_ours(config: dict[str, Any]) -> dict[str, Any]:
-    """Ours on one rank: features in memory or mapped, saved tensors in memory or on disk."""
-    comm = sp.connect()
-    graph = sp.load(Path(config["folder"]) / "store", comm)
+def run_rank(comm: sp.Communicator, config: dict[str, Any]) -> dict[str, Any]:
+    """Ours, one rank: features in memory or mapped, saved tensors in memory or on disk."""
+    folder = Path(config["folder"])
+    graph = sp.load(folder / store_of(config["system"]), comm)
     x = graph.x.clone() if config["system"] == "memory" else graph.x
-    model = build_model(config)
+    with sp.seed(0, comm):
+        model = build_model(config)
     sp.pyg.wrap(model, comm)
     forward = lambda: sp.cross_entropy(model(x, graph), graph.y, graph.train_mask, comm)  # noqa: E731
     saved: Callable[[], AbstractContextManager[None]] = nullcontext
-    if config["system"] == "offload":
-        saved = lambda: sp.offload(Path(config["folder"]) / "scratch", min_bytes=MIN_BYTES)  # noqa: E731
+    if config["system"] in ("offload", "in_turn"):
+        saved = lambda: sp.offload(folder / "scratch", min_bytes=MIN_BYTES)  # noqa: E731
     return train(model, forward, config["epochs"], saved, lambda: sp.sync_gradients(model, comm))
+
+
+def store_of(system: str) -> str:
+    """The folder of the store: of several parts for ranks in turn, else of one."""
+    return "parts" if system == "in_turn" else "store"
+
+
+def run(config: dict[str, Any]) -> dict[str, Any]:
+    """One system."""
+    if config["system"] == "pyg":
+        return run_pyg(config)
+    if config["system"] == "in_turn":
+        return sp.spawn(run_rank, config["parts"], "in_turn", args=(config,))[0]
+    return run_rank(sp.connect(), config)
 
 
 def main(config: dict[str, Any]) -> None:
@@ -140,11 +155,12 @@ def main(config: dict[str, Any]) -> None:
     peak = Peak()
     budget = config.get("budget")
     if budget is not None:
-        mapped = 0 if config["system"] == "pyg" else sum(f.stat().st_size for f in (folder / "store").iterdir())
+        store = folder / store_of(config["system"])
+        mapped = 0 if config["system"] == "pyg" else sum(file.stat().st_size for file in store.iterdir())
         bound = status("VmData") + mapped + budget
         resource.setrlimit(resource.RLIMIT_DATA, (bound, bound))
     try:
-        found = (run_pyg if config["system"] == "pyg" else run_ours)(config)
+        found = run(config)
     except (MemoryError, RuntimeError) as error:
         text = str(error)
         if not isinstance(error, MemoryError) and "allocate memory" not in text and "new thread" not in text:
