@@ -8,10 +8,10 @@ Prints one JSON line: losses and figures, or ``failed`` with what was raised.
 RLIMIT_DATA bounds the writable private mappings of a process (VmData in /proc/self/status): heap, large tensors, thread
 stacks. Mapped features are such a mapping too, since a tensor may be written to, but they take memory only where they
 are written. So the bound is VmData once all libraries are imported, plus the size of the mapped file, plus the budget;
-`written_bytes` tells how much of the mapping became memory of the process (0 is expected). The graph is loaded under the
-bound. The peak is the highest resident anonymous memory (RssAnon) above that after the imports. A thread looks every few
-milliseconds, so it may be a little low. glibc gives freed blocks back at once (MALLOC_MMAP_THRESHOLD_), which costs
-time, the same for all.
+`written_bytes` tells how much of the mapping became memory of the process (0 is expected). The graph is loaded under
+the bound. The peak is the highest resident anonymous memory (RssAnon) above that after the imports. A thread looks
+every few milliseconds, so it may be a little low. glibc gives freed blocks back at once (MALLOC_MMAP_THRESHOLD_),
+which costs time, the same for all.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def run_rank(comm: sp.Communicator, config: dict[str, Any]) -> dict[str, Any]:
     forward = lambda: sp.cross_entropy(model(x, graph), graph.y, graph.train_mask, comm)  # noqa: E731
     saved: Callable[[], AbstractContextManager[None]] = nullcontext
     if config["system"] in ("offload", "in_turn"):
-        saved = lambda: sp.offload(folder / "scratch", min_bytes=MIN_BYTES)  # noqa: E731
+        saved = lambda: sp.offload(folder / "scratch", min_bytes=MIN_BYTES, read_ahead=1)  # noqa: E731
     return train(model, forward, config["epochs"], saved, lambda: sp.sync_gradients(model, comm))
 
 

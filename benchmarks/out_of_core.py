@@ -162,14 +162,14 @@ def show(found: Record) -> None:
 def main() -> None:
     """Measure and write the report; exit code 1 if a claim does not hold."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nodes", type=int, default=100_000)
+    parser.add_argument("--nodes", type=int, default=50_000)
     parser.add_argument("--degree", type=int, default=10)
-    parser.add_argument("--features", type=int, default=384)
+    parser.add_argument("--features", type=int, default=512)
     parser.add_argument("--parts", type=int, default=4, help="how many are trained in turn")
     parser.add_argument("--hidden", type=int, default=32)
-    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--share", type=float, default=0.45, help="the budget, as a share of our peak in memory")
+    parser.add_argument("--share", type=float, default=0.42, help="the budget, as a share of our peak in memory")
     parser.add_argument("--scratch", type=Path, help="a folder on a disk; default: the system's temporary one")
     parser.add_argument("--output", type=Path, default=REPORTS)
     args = parser.parse_args()
