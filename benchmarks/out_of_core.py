@@ -169,7 +169,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=32)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--share", type=float, default=0.42, help="the budget, as a share of our peak in memory")
+    parser.add_argument("--share", type=float, default=0.37, help="the budget, as a share of our peak in memory")
     parser.add_argument("--scratch", type=Path, help="a folder on a disk; default: the system's temporary one")
     parser.add_argument("--output", type=Path, default=REPORTS)
     args = parser.parse_args()
