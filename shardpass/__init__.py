@@ -14,6 +14,7 @@ from shardpass.core.graph import ShardedGraph, gather
 from shardpass.core.hetero_graph import ShardedHeteroGraph
 from shardpass.core.inference import infer
 from shardpass.core.objective import accuracy, cross_entropy, mean, replicated, sum, total
+from shardpass.core.offload import offload
 from shardpass.core.options import Options
 from shardpass.core.random import seed
 from shardpass.data.inspect import inspect
@@ -43,6 +44,7 @@ __all__ = [
     "load",
     "load_checkpoint",
     "mean",
+    "offload",
     "partition",
     "replicated",
     "save_checkpoint",

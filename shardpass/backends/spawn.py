@@ -1,4 +1,4 @@
-"""Start ranks from one running program: as threads, or as processes of this machine."""
+"""Start ranks from one running program: as threads, at once or in turn, or as processes of this machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _GRACE = 10.0  # seconds that the other ranks get to end after the first failure
 def spawn(
     fn: Callable[..., T],
     ranks: int,
-    backend: Literal["threads", "processes"] = "threads",
+    backend: Literal["threads", "in_turn", "processes"] = "threads",
     *,
     args: tuple[Any, ...] = (),
     device: torch.device | str = "cpu",
@@ -33,7 +33,9 @@ def spawn(
         fn: the program of one rank. For processes it must be importable: defined at module level of a file whose
             script part stands under ``if __name__ == "__main__":``. Its result must be picklable.
         ranks: how many.
-        backend: ``"threads"`` of this process, or ``"processes"`` (gloo over the loopback interface).
+        backend: ``"threads"`` of this process; ``"in_turn"``, threads of which one computes at a time, until it waits
+            for another (with `offload`, what waits takes less memory); or ``"processes"`` (gloo over the loopback
+            interface).
         args: further arguments, the same on every rank.
         device: of the tensors; ``"cuda"`` gives rank r the device r modulo the number of devices (processes only).
         timeout: seconds a wait for another rank may take; 30 minutes by default.
@@ -42,13 +44,13 @@ def spawn(
         BaseException: what the first failing rank raised; all other ranks have been ended by then.
         CommunicationError: when a rank's process died without an exception.
     """
-    if backend == "threads":
-        return _spawn_threads(fn, ranks, args, device, timeout)
+    if backend in ("threads", "in_turn"):
+        return _spawn_threads(fn, ThreadWorld(ranks, device, in_turn=backend == "in_turn"), args, timeout)
     if backend == "processes":
         from shardpass.backends.processes import spawn_processes
 
         return spawn_processes(fn, ranks, args, str(device), timeout)
-    raise ValueError(f"spawn: the backend is {backend!r}, but known are 'threads' and 'processes'")
+    raise ValueError(f"spawn: the backend is {backend!r}, but known are 'threads', 'in_turn' and 'processes'")
 
 
 class _Run:
@@ -63,7 +65,8 @@ class _Run:
     def rank(self, fn: Callable[..., Any], comm: ThreadCommunicator, args: tuple[Any, ...]) -> None:
         """One rank's thread."""
         try:
-            self.results[comm.rank] = fn(comm, *args)
+            with self.world.turn.held():
+                self.results[comm.rank] = fn(comm, *args)
         except BaseException as error:
             follows = isinstance(error, PeerFailure)  # its cause is another rank's exception, which is on its way
             with self.lock:
@@ -75,10 +78,7 @@ class _Run:
             comm.end()
 
 
-def _spawn_threads(
-    fn: Callable[..., T], ranks: int, args: tuple[Any, ...], device: torch.device | str, timeout: float | None
-) -> list[T]:
-    world = ThreadWorld(ranks, device)
+def _spawn_threads(fn: Callable[..., T], world: ThreadWorld, args: tuple[Any, ...], timeout: float | None) -> list[T]:
     run = _Run(world)
     threads: list[threading.Thread] = []
     for comm in world.communicators():

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from time import monotonic
 from typing import Any
 
@@ -32,9 +32,10 @@ class ThreadWorld:
     Args:
         size: number of ranks.
         device: of their tensors; CUDA is refused for more than one rank.
+        in_turn: one rank computes at a time, until it has to wait for another.
     """
 
-    def __init__(self, size: int, device: torch.device | str = "cpu") -> None:
+    def __init__(self, size: int, device: torch.device | str = "cpu", in_turn: bool = False) -> None:
         self.device = torch.device(device)
         if size < 1:
             raise ValueError(f"the number of ranks is {size}, but it must be at least 1")
@@ -47,6 +48,7 @@ class ThreadWorld:
         self.changed = threading.Condition()
         self.random = threading.RLock()
         self.failure = Failure()
+        self.turn = _Turn(in_turn)
 
     def communicators(self) -> list[ThreadCommunicator]:
         """One communicator per rank; use each in a thread of its own."""
@@ -58,6 +60,42 @@ class ThreadWorld:
         self.failure.set(PeerFailure, first_failure(rank, reason))
         with self.changed:
             self.changed.notify_all()
+
+
+class _Turn:
+    """What a rank's thread holds while it computes, if ranks compute one at a time."""
+
+    def __init__(self, is_needed: bool) -> None:
+        self.is_needed = is_needed
+        self._lock = threading.Lock()
+        self._holder: int | None = None
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """The block runs while no other rank computes."""
+        if not self.is_needed:
+            yield
+            return
+        with self._lock:
+            self._holder = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._holder = None
+
+    @contextmanager
+    def given_up(self) -> Iterator[None]:
+        """Others may compute during the block. Threads that hold nothing, as those beside a rank's own, just run it."""
+        if not self.is_needed or self._holder != threading.get_ident():
+            yield
+            return
+        self._holder = None
+        self._lock.release()
+        try:
+            yield
+        finally:
+            self._lock.acquire()
+            self._holder = threading.get_ident()
 
 
 class _Channel:
@@ -110,10 +148,18 @@ class ThreadCommunicator(BaseCommunicator):
         self._channel = channel
         self._world = world
         self._rounds = 0
+        self.serves_threads = not world.turn.is_needed  # a rank that waits for its other thread would keep its turn
         self.local_ranks = tuple(range(world.size))
 
     def block(self, ready: Callable[[], bool], timeout: float) -> None:
         """Wait until ``ready()``, which is called with the world's condition held."""
+        with self._world.changed:
+            if ready():
+                return
+        with self._world.turn.given_up():
+            self._wait(ready, timeout)
+
+    def _wait(self, ready: Callable[[], bool], timeout: float) -> None:
         deadline = monotonic() + timeout
         changed = self._world.changed
         while True:

@@ -77,9 +77,9 @@ def _aggregate(program: Program, plan: HaloPlan, edges: EdgeShards, weight: Tens
     if program.watch is not None:
         program.watch(structure)
     program = program.of_what_is_read(structure)
-    early = None if weight is None else transformed_first(program, structure, gradients, weight)
-    if early is not None:
-        (program, structure), weight = early, None
+    keeps_sums = plan.options.cache_constant_inputs
+    if weight is not None and (early := transformed_first(program, structure, gradients, weight, keeps_sums)):
+        (program, structure, gradients), weight = early, None
     call = _call_of(program, plan, edges, structure, number, gradients)
     if all(has for has, *_ in offers):
         assert sums is not None

@@ -64,13 +64,13 @@ def test_equals_the_whole_graph(name, ranks):
     assert_exact(name, CASES[name], ranks, ("sar", "keep", "halo"), {"block_rows": 3})
 
 
-def bytes_of(layer, needs_grad=True, hook=None):
+def bytes_of(layer, needs_grad=True, hook=None, **options):
     """Payload bytes of a forward and backward on three ranks."""
     graph_of = awkward_graph(channels=8)
 
     def rank(comm):
         owners = assignments(graph_of.num_nodes, 3, graph_of.edge_index)["random"]
-        graph = shard_in_memory(graph_of, owners, comm, sp.Options())
+        graph = shard_in_memory(graph_of, owners, comm, sp.Options(**options))
         with sp.seed(0, comm):
             model = layer()
         if hook is not None:
@@ -101,6 +101,23 @@ def test_wider_rows_do_not():
 def test_rows_without_gradient_travel_once_as_they_are():
     sent, rows = bytes_of(lambda: SAGEConv(8, 2), needs_grad=False)
     assert sent == rows * 8 * 4
+
+
+def test_rows_without_gradient_travel_narrower_where_their_sums_are_not_kept():
+    sent, rows = bytes_of(lambda: SAGEConv(8, 2), needs_grad=False, cache_constant_inputs=False)
+    assert sent == rows * 2 * 4 * 2
+    assert_exact("constant", (lambda: Constant(), plain), 3, ("sar",), {"cache_constant_inputs": False})
+
+
+class Constant(nn.Module):
+    """A layer over features without gradient, before one over its result."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = SAGEConv(5, 4), GraphConv(4, 2)
+
+    def forward(self, x, edge_index):
+        return self.second(self.first(x.detach(), edge_index).tanh(), edge_index)
 
 
 def test_a_hook_sees_the_sums_themselves():

@@ -1,0 +1,30 @@
+"""The benchmark of training within a memory budget: on a small graph, with the bound enforced."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # benchmarks/ is not installed
+
+pytest.importorskip("torch_geometric")
+
+from benchmarks import out_of_core
+from benchmarks.report import machine
+
+
+@pytest.mark.long
+@pytest.mark.processes
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts mappings on Linux only")
+def test_only_mapped_features_and_offloading_fit_into_the_budget(tmp_path: Path) -> None:
+    found = out_of_core.measure(tmp_path, (20_000, 5, 512, 2), {"hidden": 32, "layers": 6, "epochs": 3}, 0.37)
+    found |= {"date": "2000-01-01", "machine": machine()}
+    assert [text for text in out_of_core.findings(found) if "NOT" in text] == []
+    memory, mapped, offload = found["records"][-3:]
+    assert "failed" in memory and "failed" in mapped and "failed" not in offload
+    plain, in_turn = found["records"][0], found["records"][4]
+    assert plain["losses"] == pytest.approx(offload["losses"], rel=1e-9)
+    assert in_turn["losses"] == pytest.approx(offload["losses"], rel=1e-9)
+    assert out_of_core.markdown(found).count("out of memory") == 2

@@ -1,0 +1,161 @@
+"""Offloaded saved tensors: the same bits, in a file that goes with the graph."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import shardpass as sp
+from shardpass.core import offload as module
+
+
+def gradients(model, x, context, **backward):
+    model.zero_grad()
+    with context:
+        loss = model(x).square().mean()
+    loss.backward(**backward)
+    return [parameter.grad.clone() for parameter in model.parameters()], loss
+
+
+class Net(nn.Module):
+    """Saves one tensor for several nodes, masks, views, an expanded and an in-place changed tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        h = self.a(x)
+        h = F.dropout(F.relu_(h), 0.5, self.training)
+        h = self.b(h) * self.c(h).sum(1, keepdim=True) + torch.sigmoid(h).t().contiguous().t()
+        return self.c(h * h.sum(0)) / x.new_ones(1).expand(x.size(0), 4)
+
+
+class Nothing:
+    def __enter__(self):
+        pass
+
+    def __exit__(self, *_):
+        pass
+
+
+def counted(monkeypatch):
+    """``(written, read)`` bytes so far, as lists."""
+    written, read = [], []
+    write, fill = module._File.write, module._File.read
+    monkeypatch.setattr(module._File, "write", lambda self, data: written.append(data.nbytes) or write(self, data))
+    monkeypatch.setattr(module._File, "read", lambda self, at, into: read.append(into.nbytes) or fill(self, at, into))
+    return written, read
+
+
+@pytest.mark.parametrize("read_ahead", [0, 1, 5])
+def test_the_same_bits(read_ahead, tmp_path, monkeypatch):
+    written, read = counted(monkeypatch)
+    model, x = Net(), torch.randn(64, 8)
+    torch.manual_seed(3)
+    expected, _ = gradients(model, x, Nothing())
+    torch.manual_seed(3)
+    found, _ = gradients(model, x, sp.offload(tmp_path, min_bytes=64, read_ahead=read_ahead))
+    assert all(torch.equal(a, b) for a, b in zip(expected, found))
+    assert len(written) > 5 and sum(read) >= sum(written)
+    assert os.listdir(tmp_path) == []  # the file never has a name
+
+
+def test_backward_twice(tmp_path):
+    model, x = Net().eval(), torch.randn(64, 8)
+    expected, _ = gradients(model, x, Nothing())
+    found, loss = gradients(model, x, sp.offload(tmp_path, min_bytes=64), retain_graph=True)
+    model.zero_grad()
+    loss.backward()
+    assert all(torch.equal(a, p.grad) and torch.equal(a, b) for a, b, p in zip(expected, found, model.parameters()))
+
+
+def test_a_tensor_of_several_nodes_is_written_once_and_parameters_and_small_ones_never(tmp_path, monkeypatch):
+    written, _ = counted(monkeypatch)
+    x, weight = torch.randn(32, 32, requires_grad=True), nn.Parameter(torch.randn(32, 32))
+    with sp.offload(tmp_path, min_bytes=32 * 32 * 4):
+        h = x * 2  # saves no tensor
+        out = (h * weight).sum() + (h @ weight.t()).sum() + (h[:4] * h[:4]).sum()
+    assert written == [32 * 32 * 4]
+    out.backward()
+
+
+def test_memory_is_given_back(tmp_path):
+    """What the graph holds between forward and backward is not in memory."""
+    alive = []
+    with sp.offload(tmp_path, min_bytes=64):
+        h = torch.randn(100, 10, requires_grad=True)
+        for _ in range(5):
+            h = torch.tanh(h * 1)
+            alive.append(torch.multiprocessing.reductions.StorageWeakRef(h.untyped_storage()))
+    gc.collect()
+    assert [reference.expired() for reference in alive] == [True] * 4 + [False]  # the last is in hand
+    h.sum().backward()
+
+
+def test_changed_later_is_what_it_was(tmp_path):
+    x = torch.randn(50, 4, requires_grad=True)
+    with sp.offload(tmp_path, min_bytes=8):
+        h = x * 1
+        out = (h * h).sum()
+        h.detach().zero_()  # plain autograd would refuse backward
+        again = (h * h).sum()
+    (out + again).backward()
+    assert torch.equal(x.grad, 2 * x.detach())
+
+
+def test_address_that_is_used_again(tmp_path):
+    x = torch.randn(1000, 4, dtype=torch.float64, requires_grad=True)
+    total, expected = 0, torch.zeros_like(x)
+    with sp.offload(tmp_path, min_bytes=8):
+        for k in range(20):  # each factor is gone when the next is made, often at the same address
+            factor = torch.full_like(x, float(k)).detach()
+            total = total + (x * factor).sum()
+            expected += k
+            del factor
+    total.backward()
+    assert torch.equal(x.grad, expected)
+
+
+def test_mapped_files_are_left_alone(tmp_path, monkeypatch):
+    written, _ = counted(monkeypatch)
+    np.save(tmp_path / "x.npy", np.random.default_rng(0).standard_normal((512, 32), dtype=np.float32))
+    x = torch.from_numpy(np.load(tmp_path / "x.npy", mmap_mode="c"))
+    weight = nn.Parameter(torch.randn(4, 32))
+    with sp.offload(tmp_path / "scratch", min_bytes=1024):
+        out = F.linear(x, weight).sum()
+    out.backward()
+    assert written == []
+
+
+def test_a_full_disk_is_told(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    x = torch.randn(50, 4, requires_grad=True)
+    with pytest.raises(OSError, match="Give it a folder with more room"), sp.offload(tmp_path, min_bytes=8):
+        torch.tanh(x * 1).sum()
+
+
+def test_wrong_arguments_are_refused():
+    with pytest.raises(ValueError, match="read_ahead"), sp.offload(read_ahead=-1):
+        pass
+
+
+def test_within_checkpoint_and_around_it(tmp_path):
+    from torch.utils.checkpoint import checkpoint
+
+    model, x = Net().eval(), torch.randn(64, 8)
+    expected, _ = gradients(model, x, Nothing())
+    model.zero_grad()
+    with sp.offload(tmp_path, min_bytes=64):
+        checkpoint(model, x, use_reentrant=False).square().mean().backward()
+    assert all(torch.equal(a, p.grad) for a, p in zip(expected, model.parameters()))

@@ -1,0 +1,45 @@
+"""Training with ranks in turn and saved tensors on disk: the same numbers as ranks that run at once."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+pytest.importorskip("torch_geometric")
+
+from torch_geometric.nn import models
+
+import shardpass as sp
+from shardpass.testing.graphs import assignments, awkward_graph, shard_in_memory
+from shardpass.testing.run import run
+
+
+def train(comm, kind, options, directory):
+    whole = awkward_graph()
+    owners = assignments(whole.num_nodes, comm.size, whole.edge_index)["random"]
+    graph = shard_in_memory(whole, owners, comm, options)
+    with sp.seed(0, comm):
+        model = kind(graph.x.size(1), 8, 3, 3, norm="batch_norm").double()
+    sp.pyg.wrap(model, comm)
+    optimizer, losses = torch.optim.Adam(model.parameters(), lr=0.01), []
+    for _ in range(3):
+        optimizer.zero_grad()
+        with nullcontext() if directory is None else sp.offload(directory / str(comm.rank), min_bytes=8):
+            loss = sp.mean(model(graph.x, graph).square(), None, comm)
+        loss.backward()
+        sp.sync_gradients(model, comm)
+        optimizer.step()
+        losses.append(loss.detach().clone())
+    return torch.stack(losses), torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("mode", ["sar", "keep", "halo"])
+@pytest.mark.parametrize("kind", [models.GCN, models.GAT])
+def test_the_same_losses(kind, mode, tmp_path):
+    options = sp.Options(mode=mode)
+    expected = run(train, 3, args=(kind, options, None))
+    found = run(train, 3, "in_turn", args=(kind, options, tmp_path))
+    for one, other in zip(expected, found):
+        torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-14)
