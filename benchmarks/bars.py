@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.run import Record
@@ -107,9 +107,9 @@ def _traffic(records: list[Record]) -> Iterator[tuple[str, bool]]:
 
 
 def _kernel(kernels: list[Record]) -> list[str]:
-    forward: Callable[[Record], bool] = lambda one: one["kernel"].startswith("attention forward")
     return [
-        f"{one['kernel']}: {one['ratio']:.1f} times the bandwidth bound. At most 4: "
+        f"{one['name']}: {one['ratio']:.1f} times the bandwidth bound. At most 4: "
         f"**{'holds' if one['ratio'] <= 4 else 'does NOT hold'}**."
-        for one in filter(forward, kernels)
+        for one in kernels
+        if one["name"].startswith("attention forward")
     ]

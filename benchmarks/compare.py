@@ -2,7 +2,7 @@
 
     python -m benchmarks.compare
 
-GraphSAGE (3 x 256) and GAT (3 layers, 4 heads x 32) on two R-MAT graphs, W = 1, 2, 4, 8 in the modes sar, keep and halo,
+GraphSAGE (3 x 256) and GAT (3 layers, 4 heads x 32) on two R-MAT graphs, W = 1, 2, 4, 8 in the modes sar, keep, halo,
 and the kernels beside the bandwidth of memory. Every configuration is measured in this one run, in processes of its
 own with one computing thread per rank. Takes about 40 minutes on a quiet machine, and 10 GiB for plain PyG.
 ``--quick`` measures a few configurations only.
@@ -17,8 +17,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+import torch
+
 from benchmarks.compare_report import chart, markdown
-from benchmarks.kernels import measure_kernels
+from benchmarks.kernels import Case, measure
 from benchmarks.report import REPORTS, machine
 from benchmarks.run import Bench, Record, row
 from shardpass.core.options import MODES
@@ -31,7 +33,14 @@ def configurations(quick: bool = False) -> list[Record]:
 
     Ranks are processes under mpirun that share memory, once also with messages in its place: only those send bytes.
     """
-    base = {"backend": "mpi", "epochs": EPOCHS, "peer": None, "share_memory": True, "checkpoint": None}
+    base = {
+        "backend": "mpi",
+        "epochs": EPOCHS,
+        "peer": None,
+        "share_memory": True,
+        "checkpoint": None,
+        "backward": "auto",
+    }
     ranks = (1, 4) if quick else RANKS
     found = []
     for graph in GRAPHS[:1] if quick else GRAPHS:
@@ -59,9 +68,14 @@ def measure_all(folder: Path, quick: bool) -> Record:
     for number, config in enumerate(todo, 1):
         records.append(bench.measure(config, config["ranks"]))
         print(f"{number}/{len(todo)}", " | ".join(row(records[-1])), file=sys.stderr, flush=True)
+    torch.set_num_threads(1)
+    kernels = measure(Case(50_000, 1_500_000, 4, 32, torch.float32), 5)
     return {
-        "date": datetime.date.today().isoformat(), "machine": where, "records": records, "kernels": measure_kernels(),
-    }  # fmt: skip
+        "date": datetime.date.today().isoformat(),
+        "machine": where,
+        "records": records,
+        "kernels": [{**one._asdict(), "ratio": one.ratio} for one in kernels],
+    }
 
 
 def main() -> None:

@@ -53,11 +53,14 @@ def markdown(found: Record) -> str:
     lines += [f"![peak per rank and CPU seconds against the number of ranks](compare-{date}.png)", ""]
     lines += _table(_HEADER, [_cells(record) for record in found["records"]])
     lines += ["", "## Kernels", ""]
-    names = ("kernel", "ms", "bound ms", "ratio", "bytes moved (bound)")
+    names = ("kernel", "CPU ms", "bytes it must move, MB", "bound, ms", "ratio")
     rows = [
-        [one["kernel"], f"{one['ms']:.1f}", f"{one['bound_ms']:.1f}", f"{one['ratio']:.1f}", one["formula"]]
+        [
+            one["name"], f"{one['seconds'] * 1e3:.1f}", f"{one['bytes'] / 1e6:.0f}",
+            f"{one['bytes'] / one['bandwidth'] * 1e3:.1f}", f"{one['ratio']:.2f}",
+        ]
         for one in found["kernels"]
-    ]
+    ]  # fmt: skip
     lines += _table(names, rows)
     lines += [
         "",
@@ -69,8 +72,8 @@ def markdown(found: Record) -> str:
         "the loaded baseline (graph, features and model in memory), the largest rank's, windows that ranks share",
         "counted at their owner; `benchmarks/meter.py` says how. MB sent: payload of messages in the last epoch; the",
         "formula is in `benchmarks/traffic.py`. The reference is the SAR library, by the rows it sends per layer.",
-        "Bound of a kernel: the bytes it must move at the bandwidth at which this machine copies, measured in the same",
-        "run.",
+        "Bound of a kernel: the bytes it must move (formulas in `benchmarks/kernels.py`) at the speed at which this",
+        f"machine copies, measured in the same run: {found['kernels'][0]['bandwidth'] / 1e9:.1f} GB/s.",
         "",
         f"Machine: {where['cpu']}, {where['cores']} cores, {where['memory_gib']} GiB, {where['system']}. Python "
         f"{where['python']}, torch {where['torch']}, torch_geometric {where['torch_geometric']}, shardpass "
