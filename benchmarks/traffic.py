@@ -15,10 +15,10 @@ def bytes_per_row(model: str, mode: str) -> int:
     sends rows of the hidden width forward and their gradients back, fetching nothing again, since a sum needs no rows
     in backward. The third maps its rows to the classes first.
 
-    GAT, three layers of `HEADS` heads: forward each row brings its values and a score per head. In ``sar`` mode backward
-    pulls: gradient, delta, log-sum-exp and score of a destination travel, and the gradient of its score goes back. The
-    graphs are undirected, so as many destinations as sources are wanted. In ``keep`` and ``halo`` mode rows are not
-    fetched again, and pushing their gradients moves less.
+    GAT, three layers of `HEADS` heads: forward, each row brings its values and a score per head. In ``sar`` mode,
+    backward pulls: gradient, delta, log-sum-exp and score of a destination travel, and the gradient of its score goes
+    back. The graphs are undirected, so as many destinations as sources are wanted. In ``keep`` and ``halo`` mode rows
+    are not fetched again, and pushing their gradients moves less.
 
     Raises:
         ValueError: for another model.
