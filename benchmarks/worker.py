@@ -65,7 +65,9 @@ def run_sharded(comm: sp.Communicator, config: Config) -> Config:
         sent.append(comm.bytes_sent - before)
         meter.epoch()
     ranks = comm.all_gather_object({**meter.result(), "bytes_sent": sent[-1]}, "figures")
-    return {"losses": losses, "ranks": ranks, "num_edges": graph.total_edges, "num_nodes": graph.total_nodes}
+    halo_rows = sum(map(sum, graph.edge_index.plan.schedule.counts))
+    counts = {"num_edges": graph.total_edges, "num_nodes": graph.total_nodes, "halo_rows": halo_rows}
+    return {"losses": losses, "ranks": ranks, **counts}
 
 
 def run_pyg(config: Config) -> Config:

@@ -1,0 +1,102 @@
+"""Measure speed, memory and traffic beside PyG and DGL and write benchmarks/reports/compare-YYYY-MM-DD.md, .json, .png.
+
+    python -m benchmarks.compare
+
+GraphSAGE (3 x 256) and GAT (3 layers, 4 heads x 32) on two R-MAT graphs, W = 1, 2, 4, 8 in the modes sar, keep, halo,
+and the kernels beside the bandwidth of memory. Every configuration is measured in this one run, in processes of its
+own with one computing thread per rank. Takes about 40 minutes on a quiet machine, and 10 GiB for plain PyG.
+``--quick`` measures a few configurations only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from benchmarks.compare_report import chart, markdown
+from benchmarks.kernels import Case, measure
+from benchmarks.report import REPORTS, machine
+from benchmarks.run import Bench, Record, row
+from shardpass.core.options import MODES
+
+GRAPHS, MODELS, RANKS, EPOCHS = ("50k30", "20k150"), ("sage", "gat"), (1, 2, 4, 8), 6
+
+
+def configurations(quick: bool = False) -> list[Record]:
+    """All that is measured; what needs the most memory comes last.
+
+    Ranks are processes under mpirun that share memory, once also with messages in its place: only those send bytes.
+    """
+    base = {
+        "backend": "mpi",
+        "epochs": EPOCHS,
+        "peer": None,
+        "share_memory": True,
+        "checkpoint": None,
+        "backward": "auto",
+    }
+    ranks = (1, 4) if quick else RANKS
+    found = []
+    for graph in GRAPHS[:1] if quick else GRAPHS:
+        for model in MODELS:
+            this = {**base, "graph": graph, "model": model}
+            for size in ranks:
+                modes = ("sar",) if quick or size == 1 else MODES
+                found += [{**this, "ranks": size, "mode": mode} for mode in modes]
+                if size > 1:
+                    found += [
+                        {**this, "ranks": size, "mode": mode, "share_memory": False} for mode in modes if mode != "halo"
+                    ]
+            if size > 1 and model == "sage":
+                found.append({**this, "ranks": size, "mode": "sar", "checkpoint": "activations"})
+            for peer in ("dgl",) if quick else ("dgl", "pyg"):
+                found.append({**this, "ranks": 1, "mode": "sar", "peer": peer})
+    return sorted(found, key=lambda config: config["peer"] == "pyg")
+
+
+def measure_all(folder: Path, quick: bool) -> Record:
+    """The date, the machine, a record per configuration and one per kernel."""
+    where, records = machine(), []
+    bench = Bench(folder)
+    todo = configurations(quick)
+    for number, config in enumerate(todo, 1):
+        records.append(bench.measure(config, config["ranks"]))
+        print(f"{number}/{len(todo)}", " | ".join(row(records[-1])), file=sys.stderr, flush=True)
+    torch.set_num_threads(1)
+    kernels = measure(Case(50_000, 1_500_000, 4, 32, torch.float32), 5)
+    return {
+        "date": datetime.date.today().isoformat(),
+        "machine": where,
+        "records": records,
+        "kernels": [{**one._asdict(), "ratio": one.ratio} for one in kernels],
+    }
+
+
+def main() -> None:
+    """Measure, then write the report; exit code 1 if a claim does not hold."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a few configurations, to try it out")
+    parser.add_argument("--folder", type=Path, help="where graphs are kept between calls (default: a temporary one)")
+    parser.add_argument("--output", type=Path, default=REPORTS)
+    parser.add_argument("--again", type=Path, metavar="JSON", help="write the report of earlier measurements again")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = args.folder or Path(scratch)
+        found = json.loads(args.again.read_text()) if args.again else measure_all(folder, args.quick)
+    args.output.mkdir(parents=True, exist_ok=True)
+    stem = args.output / f"compare-{found['date']}"
+    stem.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+    stem.with_suffix(".md").write_text(text := markdown(found))
+    chart(found["records"], stem.with_suffix(".png"))
+    print(f"wrote {stem}.md, .json and .png")
+    raise SystemExit("does NOT hold" in text)
+
+
+if __name__ == "__main__":
+    main()
