@@ -1,0 +1,180 @@
+"""Run a model's epochs on a made-up rank and tell the memory at the peak of each phase, by term; extrapolate it.
+
+[Note: how the dry run is extrapolated]
+What a rank needs is a constant (parameters; temporaries, which `Options.chunk_bytes` bounds) and something in
+proportion to its size (all else), at each moment. Two runs of different size give both, for every phase between two
+steps of communication and every term. The peak of the real rank is the largest phase after extrapolation, so the phase
+in which a small rank peaks need not be the one in which the large rank does. A rank that is small itself is run as it
+is.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardpass.backends.communicator import Communicator
+from shardpass.core.dryrun.communicator import DryCommunicator
+from shardpass.core.dryrun.rank import RankSizes, made_up_rank
+from shardpass.core.dryrun.tracker import MemoryTracker
+from shardpass.core.graph import ShardedGraph
+from shardpass.core.options import Options
+from shardpass.errors import InternalError
+
+TERMS = ("store", "features", "parameters", "gradients", "optimizer", "activations", "halo", "temporaries")
+EPOCHS = 2  # sums of constant inputs are kept from the second on
+_EDGES, _EDGES_PER_BLOCK = 200_000, 8_000  # of the largest dry run: enough for several chunks of each block
+
+Bytes = dict[str, float]
+"""Bytes by term."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is trained, and how. The functions are the user's, or made up where there are none.
+
+    Args:
+        build: the model, wrapped for a communicator; a new one each time.
+        loss: of a forward pass on a graph: calls the model, gives a 0-dim tensor.
+        optimizer: of parameters.
+        sync: sums gradients over ranks.
+    """
+
+    build: Callable[[Communicator], nn.Module]
+    loss: Callable[[nn.Module, ShardedGraph], Tensor]
+    optimizer: Callable[[Any], torch.optim.Optimizer]
+    sync: Callable[[nn.Module, Any], None]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a dry run found.
+
+    Args:
+        phases: per phase its label and, at its peak, the bytes of each term.
+        loaded: bytes when the graph, its fields and the model are there, and no epoch has begun.
+        loading: bytes at the peak of loading.
+        sent: bytes that the last epoch sent.
+        made: bytes of all results that operations of the last epoch made.
+    """
+
+    phases: list[tuple[str, Bytes]]
+    loaded: float
+    loading: float
+    sent: float
+    made: float
+
+
+def dry_run(training: Training, sizes: RankSizes, options: Options) -> Measured:
+    """Train on a made-up rank of these sizes for two epochs, and measure. Leaves torch's random state as it was."""
+    tracker = MemoryTracker()
+    comm = DryCommunicator(sizes.ranks, notify=tracker.phase)
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        gc.collect()
+        with tracker:
+            graph = made_up_rank(sizes, comm, options)
+            features = tracker.numbers([*graph.node.values(), *graph.edge.values()])
+            model = training.build(comm)
+            parameters = tracker.numbers([*model.parameters(), *model.buffers()])
+            loaded, first = tracker.live_bytes, len(tracker.events)
+            optimizer = training.optimizer(model.parameters())
+            made, sent = 0, 0
+            forwards, gradients = [], set()
+            for _ in range(EPOCHS):
+                made, sent = len(tracker.storages), comm.bytes_sent
+                tracker.phase("forward")
+                begin = len(tracker.events)
+                loss = training.loss(model, graph)
+                forwards.append((begin, len(tracker.events)))
+                optimizer.zero_grad()
+                tracker.phase("backward")
+                loss.backward()  # type: ignore[no-untyped-call]
+                tracker.phase("sync")
+                training.sync(model, comm)
+                tracker.phase("step")
+                optimizer.step()
+                gradients |= tracker.numbers(p.grad for p in model.parameters() if p.grad is not None)
+                del loss
+            states = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
+            kinds = {
+                **_kinds(tracker, forwards),
+                **dict.fromkeys(tracker.numbers(states), "optimizer"),
+                **dict.fromkeys(gradients, "gradients"),
+                **dict.fromkeys(features, "features"),
+                **dict.fromkeys(parameters, "parameters"),
+            }
+    volume = sum(storage.num_bytes for storage in tracker.storages[made:])
+    phases, loading = _replay(tracker, kinds, first)
+    return Measured(phases, loaded, loading, comm.bytes_sent - sent, volume)
+
+
+def _kinds(tracker: MemoryTracker, forwards: list[tuple[int, int]]) -> dict[int, str]:
+    """The term of each storage, but for those that are found by asking the model, optimizer and graph."""
+    found = {}
+    end = len(tracker.events)
+    for number, storage in enumerate(tracker.storages):
+        died = end if storage.died is None else storage.died
+        in_forward = [stop for start, stop in forwards if start <= storage.born < stop]
+        if storage.is_message:
+            found[number] = "halo"
+        elif died == end:
+            found[number] = "store"  # and what is kept for the next epoch: derived shards, sums of constant inputs
+        elif in_forward and died >= in_forward[0]:
+            found[number] = "activations"
+        else:
+            found[number] = "temporaries"
+    return found
+
+
+def _replay(tracker: MemoryTracker, kinds: dict[int, str], first: int) -> tuple[list[tuple[str, Bytes]], float]:
+    """The terms at the peak of each phase that begins at event `first` or later; the largest total before it."""
+    now = dict.fromkeys(TERMS, 0.0)
+    phases: list[tuple[str, Bytes]] = []
+    total = loading = 0.0
+    ends = [phase.first for phase in tracker.phases[1:]] + [len(tracker.events)]
+    for phase, end in zip(tracker.phases, ends):
+        top, at_top = total, dict(now)
+        for event in tracker.events[phase.first : end]:
+            number = abs(event) - 1
+            change = tracker.storages[number].num_bytes * (1 if event > 0 else -1)
+            now[kinds[number]] += change
+            total += change
+            if total > top:
+                top, at_top = total, dict(now)
+        if phase.first >= first:
+            phases.append((phase.label, at_top))
+        else:
+            loading = max(loading, top)
+    return phases, loading
+
+
+def extrapolate(small: Measured, large: Measured, scales: tuple[float, float]) -> Measured:
+    """What a rank of scale 1 needs, from dry runs at two smaller scales (the second larger). See the note above."""
+
+    def line(low: float, high: float) -> float:
+        return max(0.0, high + (high - low) / (scales[1] - scales[0]) * (1 - scales[1]))
+
+    if [label for label, _ in small.phases] != [label for label, _ in large.phases]:
+        raise InternalError("the dry runs of two sizes took different steps")
+    phases = [
+        (label, {term: line(low[term], high[term]) for term in TERMS})
+        for (label, high), (_, low) in zip(large.phases, small.phases)
+    ]
+    numbers = {name: line(getattr(small, name), getattr(large, name)) for name in ("loaded", "loading", "sent", "made")}
+    return Measured(phases, **numbers)
+
+
+def estimate(training: Training, sizes: RankSizes, options: Options) -> Measured:
+    """What a rank of these sizes needs. Runs it dry as it is if it is small, else two smaller ones."""
+    edges = max(_EDGES, _EDGES_PER_BLOCK * sizes.ranks)
+    largest = max(sizes.edges / edges, sizes.nodes / edges)
+    if largest <= 1:
+        return dry_run(training, sizes, options)
+    scales = (0.5 / largest, 1 / largest)
+    runs = [dry_run(training, sizes.scaled(scale), options) for scale in scales]
+    return extrapolate(runs[0], runs[1], scales)
