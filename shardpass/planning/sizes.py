@@ -14,8 +14,6 @@ from shardpass.data.inspect import inspect
 from shardpass.data.manifest import Manifest
 from shardpass.data.store import open_store
 
-_LABELS = {"y": Field((), torch.int64), "train_mask": Field((), torch.bool)}
-
 
 @dataclass(frozen=True)
 class GraphCounts:
@@ -71,7 +69,7 @@ def sizes_of(graph: str | os.PathLike[str] | GraphCounts, ranks: int, beyond_par
     if ranks < 1:
         raise ValueError(f"the number of ranks is at least 1, got {ranks}")
     if isinstance(graph, GraphCounts):
-        fields = {"x": Field((graph.num_features,)), **_LABELS}
+        fields = {"x": Field((graph.num_features,)), **_labels()}
         return _expected(graph, ranks, fields, {})
     manifest = open_store(graph).manifest
     fields, edge_fields = _fields(manifest, graph)
@@ -115,7 +113,11 @@ def _fields(manifest: Manifest, where: object) -> tuple[dict[str, Field], dict[s
     )
     if "x" not in node:
         raise ValueError(f"{where} has no node features 'x'; there are: {', '.join(sorted(node)) or 'none'}")
-    return {**_LABELS, **node}, edge
+    return {**_labels(), **node}, edge
+
+
+def _labels() -> dict[str, Field]:
+    return {"y": Field((), torch.int64), "train_mask": Field((), torch.bool)}
 
 
 def _num_classes(where: object, manifest: Manifest) -> int:
