@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from shardpass.backends.communicator import Communicator
 from shardpass.core.dryrun.estimate import Estimate, fastest
 from shardpass.core.dryrun.trial import TERMS, Training, estimate
-from shardpass.core.dryrun.units import bytes_text, parse_bytes
-from shardpass.core.gradients import sync_gradients
 from shardpass.core.graph import ShardedGraph
 from shardpass.core.objective import cross_entropy
 from shardpass.core.options import MODES, Mode, Options
+from shardpass.core.units import bytes_text, parse_bytes
 from shardpass.errors import NeedsHaloError
 from shardpass.planning.sizes import GraphCounts, sizes_of
 
@@ -169,7 +168,7 @@ def _training(
 ) -> Training:
     call, loss = call or _CALLS[frontend], loss or _cross_entropy
 
-    def build(comm: Communicator) -> nn.Module:
+    def build(comm: Communicator, graph: ShardedGraph) -> nn.Module:
         if frontend == "pyg":
             from shardpass.frontends.pyg import wrap
         else:
@@ -179,7 +178,7 @@ def _training(
     def run(model: nn.Module, graph: ShardedGraph) -> Tensor:
         return loss(call(model, graph), graph)
 
-    return Training(build, run, optimizer, sync_gradients)
+    return Training(build, lambda graph: graph, run, optimizer)
 
 
 _CALLS: dict[str, Callable[[nn.Module, ShardedGraph], Any]] = {

@@ -128,3 +128,17 @@ def _num_classes(where: object, manifest: Manifest) -> int:
         return info.shape[-1] if info.shape else 1
     store = open_store(where)  # type: ignore[arg-type]
     return int(store.node_fields(NODE, range(manifest.num_parts))["y"].max()) + 1
+
+
+def known_sizes(graph: str | os.PathLike[str] | GraphCounts) -> tuple[int, int]:
+    """Feature channels and classes of a store or counts.
+
+    Raises:
+        ValueError: a store of several types, or without features.
+    """
+    if isinstance(graph, GraphCounts):
+        return graph.num_features, graph.num_classes
+    manifest = open_store(graph).manifest
+    node, _ = _fields(manifest, graph)
+    shape = node["x"].shape
+    return (shape[-1] if shape else 1), _num_classes(graph, manifest)

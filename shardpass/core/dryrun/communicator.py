@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardpass.backends.communicator import CallOrder, Communicator, Handle, ReduceOp
+from shardpass.backends.communicator import CallOrder, Communicator, Handle, ReduceOp, WindowPool
 
 
 class _Done:
@@ -36,6 +36,7 @@ class DryCommunicator:
         self.local_ranks: tuple[int, ...] = (0,)
         self.order = CallOrder()
         self.bytes_sent = 0
+        self.windows: WindowPool | None = None
         self._notify = notify or (lambda label: None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DryCommunicator:
@@ -89,8 +90,16 @@ class DryCommunicator:
         """Another one like this."""
         return DryCommunicator(self.size, self.device, self._notify)
 
-    def share(self, tensor: Tensor) -> dict[int, Tensor] | None:
-        """None: there is no other rank."""
+    def background(self) -> Communicator | None:
+        """None: gradients are summed where they are."""
+        return None
+
+    def give_up(self, reason: str) -> None:
+        """Raise, since there is no other rank to tell."""
+        raise RuntimeError(reason)
+
+    def share(self, num_bytes: int, label: str = "") -> dict[int, Tensor] | None:
+        """None: ranks are taken to be on hosts of their own."""
         return None
 
     def random_lock(self) -> AbstractContextManager[Any]:

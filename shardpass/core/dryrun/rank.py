@@ -78,9 +78,9 @@ def made_up_rank(sizes: RankSizes, comm: DryCommunicator, options: Options) -> S
     dst = torch.randint(0, sizes.nodes, (sizes.edges,), generator=generator)
     edge_ids = torch.randperm(sizes.edges, generator=generator)
     ownership = Ownership.from_counts([sizes.nodes] * sizes.ranks)
-    fields = {name: _made_up(kind, sizes.edges, sizes.num_classes) for name, kind in sizes.edge_fields.items()}
+    fields = {name: made_up_rows(kind, sizes.edges, sizes.num_classes) for name, kind in sizes.edge_fields.items()}
     relation = build_relation(comm, ownership, sources, dst, sizes.nodes, edge_ids, fields, options, (NODE, NODE))
-    nodes = {name: _made_up(kind, sizes.nodes, sizes.num_classes) for name, kind in sizes.node_fields.items()}
+    nodes = {name: made_up_rows(kind, sizes.nodes, sizes.num_classes) for name, kind in sizes.node_fields.items()}
     return ShardedGraph(
         comm,
         options,
@@ -93,7 +93,7 @@ def made_up_rank(sizes: RankSizes, comm: DryCommunicator, options: Options) -> S
     )
 
 
-def _made_up(kind: Field, count: int, num_classes: int) -> Tensor:
+def made_up_rows(kind: Field, count: int, num_classes: int) -> Tensor:
     shape = (count, *kind.shape)
     if kind.dtype == torch.bool:
         return (torch.arange(count) % 2 == 0).view(-1, *[1] * len(kind.shape)).expand(shape).clone()

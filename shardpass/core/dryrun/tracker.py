@@ -1,8 +1,8 @@
 """`MemoryTracker`: every tensor storage that lives while it is on, when it was made, and by what.
 
 It sees what torch's dispatcher sees: each operation's results. What an operation needs inside itself (but for sorts),
-and what is not torch's (numba, transports, Python), it does not see. Storages are told to be dead by weak references, as in
-`torch.distributed._tools.mem_tracker`.
+and what is not torch's (numba, transports, Python), it does not see. Storages are told to be dead by weak references,
+as in `torch.distributed._tools.mem_tracker`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _EXCHANGE = "core/exchange.py"
+_LOOPS = ("core/kernels/attention.py", "core/kernels/scores.py", "core/attention.py")
 _PACKAGE = "shardpass/"
 _SORTS = frozenset({torch.ops.aten.sort.default, torch.ops.aten.sort.stable})
 """Radix sort works between its results and two more vectors like them."""
@@ -50,6 +51,7 @@ class MemoryTracker(TorchDispatchMode):
         storages: in order of birth.
         events: ``+k + 1`` for the birth of storage k, ``-k - 1`` for its death.
         phases: in order of time.
+        runs_loops: whether attention was computed by the engine's own loops.
     """
 
     def __init__(self) -> None:
@@ -57,6 +59,7 @@ class MemoryTracker(TorchDispatchMode):
         self.storages: list[Storage] = []
         self.events: list[int] = []
         self.phases: list[Phase] = [Phase("", 0)]
+        self.runs_loops = False
         self._known: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -80,7 +83,9 @@ class MemoryTracker(TorchDispatchMode):
         key = storage._cdata
         if key not in self._known:
             number = self._known[key] = len(self.storages)
-            self.storages.append(Storage(storage.nbytes(), len(self.events), _made_by_exchange()))
+            file = _engine_file()
+            self.runs_loops = self.runs_loops or file.endswith(_LOOPS)
+            self.storages.append(Storage(storage.nbytes(), len(self.events), file.endswith(_EXCHANGE)))
             self.events.append(number + 1)
             weakref.finalize(storage, self._dead, key, number).atexit = False
         return self._known[key]
@@ -106,14 +111,14 @@ class MemoryTracker(TorchDispatchMode):
         self.events.append(-number - 1)
 
 
-def _made_by_exchange() -> bool:
-    """Whether the innermost code of the engine on the stack is that which makes buffers for messages."""
+def _engine_file() -> str:
+    """The file of the innermost code of the engine on the stack; empty where there is none."""
     frame = sys._getframe(2)
     for _ in range(_DEEPEST):
         if frame is None:
-            return False
+            break
         name = frame.f_code.co_filename
         if _PACKAGE in name and "/dryrun/" not in name:
-            return name.endswith(_EXCHANGE)
+            return name
         frame = frame.f_back  # type: ignore[assignment]
-    return False
+    return ""

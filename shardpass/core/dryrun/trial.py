@@ -11,22 +11,26 @@ is.
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from shardpass.backends.communicator import Communicator
 from shardpass.core.dryrun.communicator import DryCommunicator
 from shardpass.core.dryrun.rank import RankSizes, made_up_rank
 from shardpass.core.dryrun.tracker import MemoryTracker
+from shardpass.core.gradients import sync_gradients
 from shardpass.core.graph import ShardedGraph
 from shardpass.core.options import Options
 from shardpass.errors import InternalError
 
 TERMS = ("store", "features", "parameters", "gradients", "optimizer", "activations", "halo", "temporaries")
+_NUMBA_LOOPS = "shardpass.core.kernels.numba_loops"
 EPOCHS = 2  # sums of constant inputs are kept from the second on
 _EDGES, _EDGES_PER_BLOCK = 200_000, 8_000  # of the largest dry run: enough for several chunks of each block
 
@@ -39,16 +43,16 @@ class Training:
     """What is trained, and how. The functions are the user's, or made up where there are none.
 
     Args:
-        build: the model, wrapped for a communicator; a new one each time.
-        loss: of a forward pass on a graph: calls the model, gives a 0-dim tensor.
+        build: the model, wrapped for a communicator, for a made-up graph; a new one each time.
+        inputs: what the model is called with, made of the graph once.
+        loss: of a forward pass: calls the model with the inputs, gives a 0-dim tensor.
         optimizer: of parameters.
-        sync: sums gradients over ranks.
     """
 
-    build: Callable[[Communicator], nn.Module]
-    loss: Callable[[nn.Module, ShardedGraph], Tensor]
+    build: Callable[[Communicator, ShardedGraph], nn.Module]
+    inputs: Callable[[ShardedGraph], Any]
+    loss: Callable[[nn.Module, Any], Tensor]
     optimizer: Callable[[Any], torch.optim.Optimizer]
-    sync: Callable[[nn.Module, Any], None]
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,7 @@ class Measured:
         loading: bytes at the peak of loading.
         sent: bytes that the last epoch sent.
         made: bytes of all results that operations of the last epoch made.
+        compiled: whether loops compiled by numba ran.
     """
 
     phases: list[tuple[str, Bytes]]
@@ -68,6 +73,7 @@ class Measured:
     loading: float
     sent: float
     made: float
+    compiled: bool
 
 
 def dry_run(training: Training, sizes: RankSizes, options: Options) -> Measured:
@@ -78,8 +84,10 @@ def dry_run(training: Training, sizes: RankSizes, options: Options) -> Measured:
         gc.collect()
         with tracker:
             graph = made_up_rank(sizes, comm, options)
-            features = tracker.numbers([*graph.node.values(), *graph.edge.values()])
-            model = training.build(comm)
+            inputs = training.inputs(graph)
+            given = [leaf for leaf in tree_leaves(inputs) if type(leaf) in (Tensor, nn.Parameter)]
+            features = tracker.numbers([*graph.node.values(), *graph.edge.values(), *given])
+            model = training.build(comm, graph)
             parameters = tracker.numbers([*model.parameters(), *model.buffers()])
             loaded, first = tracker.live_bytes, len(tracker.events)
             optimizer = training.optimizer(model.parameters())
@@ -89,13 +97,13 @@ def dry_run(training: Training, sizes: RankSizes, options: Options) -> Measured:
                 made, sent = len(tracker.storages), comm.bytes_sent
                 tracker.phase("forward")
                 begin = len(tracker.events)
-                loss = training.loss(model, graph)
+                loss = training.loss(model, inputs)
                 forwards.append((begin, len(tracker.events)))
                 optimizer.zero_grad()
                 tracker.phase("backward")
                 loss.backward()  # type: ignore[no-untyped-call]
                 tracker.phase("sync")
-                training.sync(model, comm)
+                sync_gradients(model, comm)
                 tracker.phase("step")
                 optimizer.step()
                 gradients |= tracker.numbers(p.grad for p in model.parameters() if p.grad is not None)
@@ -110,7 +118,8 @@ def dry_run(training: Training, sizes: RankSizes, options: Options) -> Measured:
             }
     volume = sum(storage.num_bytes for storage in tracker.storages[made:])
     phases, loading = _replay(tracker, kinds, first)
-    return Measured(phases, loaded, loading, comm.bytes_sent - sent, volume)
+    compiled = tracker.runs_loops and _NUMBA_LOOPS in sys.modules
+    return Measured(phases, loaded, loading, comm.bytes_sent - sent, volume, compiled)
 
 
 def _kinds(tracker: MemoryTracker, forwards: list[tuple[int, int]]) -> dict[int, str]:
@@ -166,7 +175,7 @@ def extrapolate(small: Measured, large: Measured, scales: tuple[float, float]) -
         for (label, high), (_, low) in zip(large.phases, small.phases)
     ]
     numbers = {name: line(getattr(small, name), getattr(large, name)) for name in ("loaded", "loading", "sent", "made")}
-    return Measured(phases, **numbers)
+    return Measured(phases, **numbers, compiled=large.compiled)
 
 
 def estimate(training: Training, sizes: RankSizes, options: Options) -> Measured:
