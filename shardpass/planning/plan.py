@@ -17,6 +17,7 @@ from shardpass.core.dryrun.trial import TERMS, Training, estimate
 from shardpass.core.graph import ShardedGraph
 from shardpass.core.objective import cross_entropy
 from shardpass.core.options import MODES, Mode, Options
+from shardpass.core.recompute import Checkpoint
 from shardpass.core.units import bytes_text, parse_bytes
 from shardpass.errors import NeedsHaloError
 from shardpass.planning.sizes import GraphCounts, sizes_of
@@ -76,7 +77,7 @@ class Plan:
             return text + (
                 f"{self.larger.ranks} ranks in mode {self.larger.mode} would fit, with {bytes_text(self.larger.peak)}."
             )
-        return text + "More ranks, fewer hidden channels or fewer layers make it smaller."
+        return text + "More ranks, checkpoint='activations', fewer channels or layers make it smaller."
 
     def __str__(self) -> str:
         head = ["ranks", "mode", *TERMS, "process", "loading", "peak", ""]
@@ -102,6 +103,7 @@ def plan(
     call: Callable[[nn.Module, ShardedGraph], Any] | None = None,
     loss: Callable[[Any, ShardedGraph], Tensor] | None = None,
     frontend: Literal["pyg", "dgl"] = "pyg",
+    checkpoint: Checkpoint = None,
 ) -> Plan:
     """The estimated peak memory per rank of training `model`, by term, for every mode and number of ranks.
 
@@ -119,6 +121,7 @@ def plan(
         call: calls the model on a graph; None: ``model(graph.x, graph)``, for DGL ``model(graph, graph.x)``.
         loss: of what the model returned, 0-dim; None: cross entropy with ``graph.y`` over ``graph.train_mask``.
         frontend: whose layers the model is made of.
+        checkpoint: as in ``wrap``: None or ``"activations"``.
 
     Raises:
         ValueError: a store of several types or without features, an unknown mode, or a budget that is no size.
@@ -126,7 +129,7 @@ def plan(
     """
     limit = None if budget is None else parse_bytes(budget)
     options = options or Options()
-    training = _training(model, optimizer, call, loss, frontend)
+    training = _training(model, optimizer, call, loss, frontend, checkpoint)
     rows: list[Estimate] = []
     left_out: dict[Mode, str] = {}
     for size in ranks:
@@ -164,7 +167,8 @@ def _training(
     optimizer: Callable[[Any], torch.optim.Optimizer],
     call: Callable[[nn.Module, ShardedGraph], Any] | None,
     loss: Callable[[Any, ShardedGraph], Tensor] | None,
-    frontend: Literal["pyg", "dgl"],
+    frontend: Literal["pyg", "dgl"] = "pyg",
+    checkpoint: Checkpoint = None,
 ) -> Training:
     call, loss = call or _CALLS[frontend], loss or _cross_entropy
 
@@ -173,7 +177,7 @@ def _training(
             from shardpass.frontends.pyg import wrap
         else:
             from shardpass.frontends.dgl import wrap  # type: ignore[assignment]
-        return wrap(copy.deepcopy(model).train(), comm, check=False)
+        return wrap(copy.deepcopy(model).train(), comm, check=False, checkpoint=checkpoint)
 
     def run(model: nn.Module, graph: ShardedGraph) -> Tensor:
         return loss(call(model, graph), graph)

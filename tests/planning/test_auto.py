@@ -76,3 +76,19 @@ def test_mode_and_budget_go_together():
     with pytest.raises(ValueError, match="expected a number of bytes"):
         sp.Options(mode="auto", memory_budget="plenty")
     assert sp.Options(mode="auto", memory_budget=1e9).runs_as == "sar"
+
+
+def test_auto_takes_dgl_models():
+    conv = pytest.importorskip("dgl.nn")
+
+    def rank(comm):
+        owners = assignments(GRAPH.num_nodes, 2, GRAPH.edge_index)["random"]
+        graph = shard_in_memory(GRAPH, owners, comm, auto("1GiB")())
+        with sp.seed(0, comm):
+            layer = conv.GraphConv(5, 3, allow_zero_in_degree=True).double()
+        layer = sp.dgl.wrap(layer, comm)
+        layer(graph, graph.x).sum().backward()
+        return graph.options.chosen.mode
+
+    modes = sp.spawn(rank, 2)
+    assert modes[0] == modes[1] is not None

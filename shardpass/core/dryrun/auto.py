@@ -106,8 +106,8 @@ def _take(estimates: list[Estimate], options: Options, comm: Communicator) -> No
         smallest = min(estimates, key=lambda row: row.peak)
         raise RefusedError(
             f"nothing fits the memory budget of {bytes_text(budget)} per rank: the smallest estimate on {comm.size} "
-            f"ranks is {bytes_text(smallest.peak)}, in mode {smallest.mode!r} ({_in_words(smallest)}). More ranks, or "
-            f"a smaller model, would: shardpass.plan tells how many ranks"
+            f"ranks is {bytes_text(smallest.peak)}, in mode {smallest.mode!r} ({_in_words(smallest)}). "
+            f"wrap(checkpoint='activations'), more ranks, or a smaller model need less: shardpass.plan tells how much"
         )
     options.chosen.mode, options.chosen.estimate = best.mode, best
     if comm.rank == 0:

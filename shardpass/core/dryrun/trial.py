@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,9 +28,9 @@ from shardpass.core.dryrun.tracker import MemoryTracker
 from shardpass.core.gradients import sync_gradients
 from shardpass.core.graph import ShardedGraph
 from shardpass.core.options import Options
-from shardpass.errors import InternalError
 
 TERMS = ("store", "features", "parameters", "gradients", "optimizer", "activations", "halo", "temporaries")
+_OF_PARAMETERS = ("parameters", "gradients", "optimizer")
 _NUMBA_LOOPS = "shardpass.core.kernels.numba_loops"
 EPOCHS = 2  # sums of constant inputs are kept from the second on
 _EDGES, _EDGES_PER_BLOCK = 200_000, 8_000  # of the largest dry run: enough for several chunks of each block
@@ -168,14 +169,28 @@ def extrapolate(small: Measured, large: Measured, scales: tuple[float, float]) -
     def line(low: float, high: float) -> float:
         return max(0.0, high + (high - low) / (scales[1] - scales[0]) * (1 - scales[1]))
 
-    if [label for label, _ in small.phases] != [label for label, _ in large.phases]:
-        raise InternalError("the dry runs of two sizes took different steps")
-    phases = [
-        (label, {term: line(low[term], high[term]) for term in TERMS})
-        for (label, high), (_, low) in zip(large.phases, small.phases)
-    ]
+    before = _numbered(small.phases)
+    phases = []
+    for (label, count), high in _numbered(large.phases).items():
+        low = before.get((label, count)) or _in_proportion(high, scales[0] / scales[1])
+        phases.append((label, {term: line(low[term], high[term]) for term in TERMS}))
     numbers = {name: line(getattr(small, name), getattr(large, name)) for name in ("loaded", "loading", "sent", "made")}
     return Measured(phases, **numbers, compiled=large.compiled)
+
+
+def _numbered(phases: list[tuple[str, Bytes]]) -> dict[tuple[str, int], Bytes]:
+    """Phases by label and how often it came before: a choice that depends on sizes may add a step to one run."""
+    counts: Counter[str] = Counter()
+    found = {}
+    for label, terms in phases:
+        found[label, counts[label]] = terms
+        counts[label] += 1
+    return found
+
+
+def _in_proportion(terms: Bytes, factor: float) -> Bytes:
+    """`terms` of a rank `factor` times as large, if all but what belongs to parameters were in proportion."""
+    return {term: count if term in _OF_PARAMETERS else count * factor for term, count in terms.items()}
 
 
 def estimate(training: Training, sizes: RankSizes, options: Options) -> Measured:

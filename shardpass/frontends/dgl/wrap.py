@@ -120,7 +120,8 @@ class _Forward:
             self._check(args, kwargs, leaves)
         trains = self.model.training and torch.is_grad_enabled() and not self.comm.order.active
         if trains and any(undecided(core_of(leaf)) is not None for leaf in leaves):
-            choose_mode(checked_by(_unchecked), pristine, self.model, self.comm, args, kwargs)
+            frontend = checked_by(partial(wrap, check=False, checkpoint=self.checkpoint))
+            choose_mode(frontend, pristine, self.model, self.comm, args, kwargs)
         if torch.is_grad_enabled() and not self.comm.order.active:
             note_forward(self.model)
         args, kwargs = tree_map(self._graph_of, (args, kwargs))

@@ -226,7 +226,8 @@ class _Forward:
 
     def _choose_mode(self, pristine: nn.Module | None, args: Any, kwargs: Any) -> None:
         if any(undecided(leaf) is not None for leaf in tree_leaves((args, kwargs))):
-            choose_mode(checked_by(_unchecked), pristine, self.model, self.comm, args, kwargs, self.method)
+            frontend = checked_by(partial(wrap, check=False, checkpoint=self.checkpoint))
+            choose_mode(frontend, pristine, self.model, self.comm, args, kwargs, self.method)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         method = self.adapted or partial(getattr(type(self.model), self.method), self.model)
