@@ -37,6 +37,7 @@ class DryCommunicator:
         self.order = CallOrder()
         self.bytes_sent = 0
         self.windows: WindowPool | None = None
+        self.serves_threads = False
         self._notify = notify or (lambda label: None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DryCommunicator:
