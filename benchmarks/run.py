@@ -122,7 +122,7 @@ def main() -> None:
     """Parse, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--graph", default="50k30", help=KINDS)
-    parser.add_argument("--model", choices=("sage", "gat", "gcn"), default="sage")
+    parser.add_argument("--model", choices=("sage", "gat", "gcn", "gin"), default="sage")
     parser.add_argument("--frontend", choices=("pyg", "dgl"), default="pyg", help="whose model shardpass runs")
     parser.add_argument("--ranks", type=int, nargs="+", default=[4])
     parser.add_argument("--mode", choices=("sar", "keep", "halo"), default="sar")

@@ -24,12 +24,12 @@ import shardpass as sp
 from benchmarks.meter import Meter
 
 Config = dict[str, Any]
-HIDDEN = {"sage": 256, "gcn": 256, "gat": 128}
+HIDDEN = {"sage": 256, "gcn": 256, "gat": 128, "gin": 256}
 
 
 def build_model(name: str, num_features: int, num_classes: int) -> nn.Module:
-    """Three layers with BatchNorm: SAGE and GCN 256 wide; GAT 4 heads x 32, its last layer averaged over heads."""
-    kind = {"sage": models.GraphSAGE, "gcn": models.GCN, "gat": models.GAT}[name]
+    """Three layers with BatchNorm: SAGE, GCN and GIN 256 wide; GAT 4 heads x 32, its last layer averaged over heads."""
+    kind = {"sage": models.GraphSAGE, "gcn": models.GCN, "gat": models.GAT, "gin": models.GIN}[name]
     heads = {"heads": 4} if name == "gat" else {}
     model: nn.Module = kind(num_features, HIDDEN[name], 3, num_classes, norm="batch_norm", **heads)
     return model

@@ -20,6 +20,8 @@ from shardpass.core.random import seed
 from shardpass.data.inspect import inspect
 from shardpass.data.load import load
 from shardpass.data.partition import partition
+from shardpass.planning.plan import Plan, plan
+from shardpass.planning.sizes import GraphCounts
 
 if TYPE_CHECKING:
     from shardpass.frontends import dgl as dgl
@@ -29,8 +31,10 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Communicator",
+    "GraphCounts",
     "NodeEmbedding",
     "Options",
+    "Plan",
     "ShardedGraph",
     "ShardedHeteroGraph",
     "accuracy",
@@ -46,6 +50,7 @@ __all__ = [
     "mean",
     "offload",
     "partition",
+    "plan",
     "replicated",
     "save_checkpoint",
     "seed",

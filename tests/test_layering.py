@@ -84,13 +84,26 @@ LAYERS: dict[str, Layer] = {
         third_party=frozenset(["dgl"]),
     ),
     "frontends": Layer(()),
+    "planning": Layer(
+        ("shardpass.errors", "shardpass.core", "shardpass.data", "shardpass.planning", COMMUNICATOR),
+        lazy_own=("shardpass.frontends",),
+    ),
     "testing": Layer(
         ("shardpass.errors", "shardpass.core", "shardpass.backends", "shardpass.data", "shardpass.testing"),
         lazy=frozenset(["torch_geometric", "dgl"]),
         lazy_own=("shardpass.frontends",),
     ),
     "cli": Layer(("shardpass",), third_party=frozenset(["typer", "rich", "click"]), lazy=OPTIONAL),
-    "": Layer(("shardpass.backends", "shardpass.core", "shardpass.data", "shardpass.errors", "shardpass.frontends")),
+    "": Layer(
+        (
+            "shardpass.backends",
+            "shardpass.core",
+            "shardpass.data",
+            "shardpass.errors",
+            "shardpass.frontends",
+            "shardpass.planning",
+        )
+    ),
 }
 """By folder, the deepest one that fits. ``""`` is the package's own ``__init__.py`` and ``errors.py``."""
 

@@ -92,7 +92,12 @@ def train(
     weight_decay: Annotated[float, typer.Option(help="Weight decay of Adam.")] = 0.0,
     dropout: Annotated[float, typer.Option(help="Dropout between layers.")] = 0.0,
     batch_norm: Annotated[bool, typer.Option(help="BatchNorm between layers, over all ranks' nodes.")] = False,
-    mode: Annotated[str, typer.Option(help="sar (least memory), keep or halo. All give the same numbers.")] = "sar",
+    mode: Annotated[
+        str, typer.Option(help="sar (least memory), keep, halo, or auto. All give the same numbers.")
+    ] = "sar",
+    memory_budget: Annotated[
+        str | None, typer.Option(help="With --mode auto: bytes per rank, as in 6GiB. The fastest mode that fits runs.")
+    ] = None,
     backend: Annotated[
         str, typer.Option(help="auto: the launcher's, else threads. threads, processes, torch_distributed, mpi, local.")
     ] = "auto",
@@ -133,9 +138,49 @@ def train(
             log=str(log) if log else None, checkpoint=str(checkpoint) if checkpoint else None,
             checkpoint_every=checkpoint_every, resume=resume, events=events, threads=threads,
             profile=str(profile) if profile else None,
-            shared_process=chosen == "threads" and (ranks or 1) > 1,
+            shared_process=chosen == "threads" and (ranks or 1) > 1, memory_budget=memory_budget,
         )  # fmt: skip
         run_ranks(train_rank, config, chosen, ranks)
+
+
+@app.command()
+def plan(
+    store: Annotated[
+        Path | None, typer.Argument(help="A directory that `shardpass partition` wrote; or give --nodes, --edges.")
+    ] = None,
+    nodes: Annotated[str | None, typer.Option(help="Nodes of a graph known by its counts, as in 111M.")] = None,
+    edges: Annotated[str | None, typer.Option(help="Its edges, as in 3.2B.")] = None,
+    features: Annotated[int, typer.Option(help="Its feature channels.")] = 128,
+    classes: Annotated[int, typer.Option(help="Its classes.")] = 2,
+    cut: Annotated[
+        float | None, typer.Option(help="Its fraction of cut edges [default: that of a random partition].")
+    ] = None,
+    halo: Annotated[
+        float | None, typer.Option(help="Its halo rows per own node [default: those of random edges].")
+    ] = None,
+    model: Annotated[str, typer.Option(help="As in `train`.")] = "sage",
+    layers: Annotated[int, typer.Option(help="Number of layers.")] = 2,
+    hidden: Annotated[int, typer.Option(help="Hidden channels.")] = 64,
+    heads: Annotated[int, typer.Option(help="Attention heads (gat).")] = 4,
+    dropout: Annotated[float, typer.Option(help="Dropout between layers.")] = 0.0,
+    batch_norm: Annotated[bool, typer.Option(help="BatchNorm between layers.")] = False,
+    ranks: Annotated[
+        list[int] | None, typer.Option(help="A number of ranks (may be repeated) [default: 1 2 4 8].")
+    ] = None,
+    mode: Annotated[list[str] | None, typer.Option(help="A mode (may be repeated) [default: all].")] = None,
+    budget: Annotated[str | None, typer.Option(help="Bytes per rank, as in 6GiB.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Estimate the peak memory per rank of each mode and number of ranks, before anything runs."""
+    from shardpass.cli.config import TrainConfig
+    from shardpass.cli.planning import Graph, run_plan
+
+    with told_in_words():
+        config = TrainConfig(
+            str(store), model=model, layers=layers, hidden=hidden, heads=heads, dropout=dropout, batch_norm=batch_norm
+        )
+        graph = Graph(store, nodes, edges, features, classes, cut, halo)
+        run_plan(graph, config, ranks or [1, 2, 4, 8], mode, budget, json)
 
 
 @app.command()

@@ -19,6 +19,7 @@ class TrainConfig:
         events: print each log line to the standard output instead of the progress display, for programs.
         threads: computing threads per rank.
         profile: the file to write a trace of one epoch to.
+        memory_budget: bytes per rank, for the mode "auto".
     """
 
     store: str
@@ -31,7 +32,7 @@ class TrainConfig:
     weight_decay: float = 0.0
     dropout: float = 0.0
     batch_norm: bool = False
-    mode: Mode = "sar"
+    mode: Mode | Literal["auto"] = "sar"
     seed: int = 0
     dtype: Literal["float32", "float64"] = "float32"
     mask_prefix: str = ""
@@ -45,6 +46,7 @@ class TrainConfig:
     threads: int = 1
     shared_process: bool = False
     profile: str | None = None
+    memory_budget: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "epochs", "eval_every", "checkpoint_every", "threads"):

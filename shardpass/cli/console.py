@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from rich.console import Console
 
+from shardpass.core.units import bytes_text as bytes_text
 from shardpass.errors import InternalError, MissingDependencyError, ShardpassError
 
 EXPECTED = (ShardpassError, MissingDependencyError, ValueError, TypeError, NotImplementedError, OSError)
@@ -55,12 +56,3 @@ def told_in_words() -> Iterator[None]:
         raise
     except EXPECTED as error:
         fail(sentence(error))
-
-
-def bytes_text(count: float) -> str:
-    """A number of bytes for people: ``"1.5 MiB"``."""
-    for unit in ("B", "KiB", "MiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.2f} GiB"

@@ -103,6 +103,8 @@ def summary_table(summary: dict[str, Any]) -> Table:
         table.add_row("peak memory", f"{bytes_text(max(summary['peak_bytes']))} for all ranks: they share one process")
     else:
         table.add_row("peak memory per rank", _per_rank(summary["peak_bytes"]) + " above the loaded graph")
+    if summary["estimated_peak_bytes"] is not None:
+        table.add_row("estimated", f"{bytes_text(summary['estimated_peak_bytes'])} per rank, mode {summary['mode']}")
     return table
 
 

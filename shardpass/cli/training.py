@@ -28,7 +28,8 @@ class Run:
 
     def __init__(self, comm: Communicator, config: TrainConfig) -> None:
         self.comm, self.config = comm, config
-        self.graph: ShardedGraph = sp.load(config.store, comm, sp.Options(mode=config.mode))
+        options = sp.Options(mode=config.mode, memory_budget=config.memory_budget)
+        self.graph: ShardedGraph = sp.load(config.store, comm, options)
         self.task: Task = read_task(self.graph, config)
         histogram = in_degree_histogram(self.graph) if config.model == "pna" else None
         with sp.seed(config.seed, comm):
@@ -136,6 +137,7 @@ def summarise(run: Run, last: Record, meter: PeakMeter, seconds: float) -> Recor
         "edges": run.graph.num_edges,
     }
     ranks = comm.all_gather_object(mine, "summary")
+    chosen = run.graph.options.chosen.estimate
     first, count = run.first_epoch, max(0, last["epoch"] - run.first_epoch + 1)
     return {
         "event": "summary",
@@ -150,6 +152,8 @@ def summarise(run: Run, last: Record, meter: PeakMeter, seconds: float) -> Recor
         "peak_bytes": [rank["peak"] for rank in ranks],
         "peak_is_of_all_ranks": run.config.shared_process,
         "peak_method": meter.method,
+        "mode": run.graph.options.runs_as,
+        "estimated_peak_bytes": None if chosen is None else chosen.above_loaded,
         "bytes_sent": [rank["sent"] for rank in ranks],
         "nodes": [rank["nodes"] for rank in ranks],
         "edges": [rank["edges"] for rank in ranks],

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
+
+from shardpass.core.units import parse_bytes
 
 Mode = Literal["sar", "keep", "halo"]
 MODES: tuple[Mode, ...] = ("sar", "keep", "halo")
 Backward = Literal["auto", "push", "pull"]
 BACKWARDS: tuple[Backward, ...] = ("auto", "push", "pull")
+
+
+@dataclass
+class Chosen:
+    """What ``mode="auto"`` came to: the mode, and the estimate it was chosen by. Nothing until a model trains."""
+
+    mode: Mode | None = None
+    estimate: Any = None
 
 
 @dataclass(frozen=True)
@@ -20,7 +30,9 @@ class Options:
     Args:
         mode: ``"sar"`` fetches one block of source rows at a time, drops it, and fetches it again in backward;
             ``"keep"`` fetches one block at a time and keeps the rows for backward; ``"halo"`` fetches all halo rows at
-            once and keeps them. All three give the same numbers.
+            once and keeps them. All three give the same numbers. ``"auto"`` takes the fastest that fits
+            `memory_budget`, by an estimate made before the first training forward of a wrapped model on the graph.
+        memory_budget: bytes per rank for ``"auto"``, as a number or as ``"6GiB"``.
         prefetch: how many rounds are fetched ahead of the one being computed, at least 0.
         block_rows: the most halo rows of one fetch; larger blocks come in pieces. None: whole blocks.
         cache_constant_inputs: keep sums over in-edges of tensors that do not change, such as the features that go into
@@ -38,7 +50,7 @@ class Options:
         chunk_bytes: bound of one temporary with a row per edge; edges are processed in chunks of that size.
     """
 
-    mode: Mode = "sar"
+    mode: Mode | Literal["auto"] = "sar"
     prefetch: int = 1
     block_rows: int | None = None
     chunk_bytes: int = 1 << 20
@@ -47,10 +59,19 @@ class Options:
     fuse_attention: bool = True
     backward: Backward = "auto"
     share_memory: bool = True
+    memory_budget: str | float | None = None
+    chosen: Chosen = field(default_factory=Chosen, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise ValueError(f"mode is one of {', '.join(MODES)}, got {self.mode!r}")
+        if self.mode not in (*MODES, "auto"):
+            raise ValueError(f"mode is one of {', '.join(MODES)} or auto, got {self.mode!r}")
+        if (self.mode == "auto") != (self.memory_budget is not None):
+            raise ValueError(
+                f"mode='auto' and memory_budget go together, got mode={self.mode!r} and "
+                f"memory_budget={self.memory_budget!r}"
+            )
+        if self.memory_budget is not None:
+            parse_bytes(self.memory_budget)
         if self.backward not in BACKWARDS:
             raise ValueError(f"backward is one of {', '.join(BACKWARDS)}, got {self.backward!r}")
         if self.prefetch < 0:
@@ -61,3 +82,8 @@ class Options:
             raise ValueError(f"wire_dtype is torch.bfloat16 or None, got {self.wire_dtype}")
         if self.chunk_bytes < 1:
             raise ValueError(f"chunk_bytes is at least 1, got {self.chunk_bytes}")
+
+    @property
+    def runs_as(self) -> Mode:
+        """The mode that runs now: of ``"auto"`` the chosen one, and ``"sar"`` before it is chosen."""
+        return (self.chosen.mode or "sar") if self.mode == "auto" else self.mode

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ def load(path: str | Path, comm: Communicator, options: Options | None = None) -
             verified when they are first read, or all of them by ``shardpass inspect --verify``.
         DivergenceError: ranks passed different stores or options.
     """
-    options = options or Options()
+    options = replace(options or Options())  # what mode="auto" comes to is this graph's own
     store, data, problem = None, None, None
     try:
         store = open_store(path)

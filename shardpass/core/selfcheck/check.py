@@ -204,9 +204,11 @@ def _run_whole(model: nn.Module, small: SmallCall, real: Communicator) -> tuple[
 def _run_ranks(
     model: nn.Module, small: SmallCall, real: Communicator, options: Options, grads: bool, whole: Trial
 ) -> list[Trial]:
+    quick = replace(options, mode=options.runs_as, memory_budget=None, chunk_bytes=1 << 10, wire_dtype=None)
+
     def work(comm: Communicator) -> Trial:
         comm.order.quiet = True
-        args, kwargs, inputs, ids = small.sharded(comm, replace(options, chunk_bytes=1 << 10, wire_dtype=None), grads)
+        args, kwargs, inputs, ids = small.sharded(comm, quick, grads)
         mine = small.frontend.wrap(_with_tables(model, ids, real, comm), comm)
         return _trial(mine, args, kwargs, inputs, ids, small, whole, comm.size)
 

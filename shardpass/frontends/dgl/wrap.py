@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from shardpass.backends.communicator import Communicator
 from shardpass.core.calls import chained
+from shardpass.core.dryrun.auto import choose_mode, undecided
 from shardpass.core.gradients import note_forward, refuse_as_built, sync_parameters
 from shardpass.core.graph import ShardedGraph
 from shardpass.core.norm import replace_batch_norms
@@ -22,7 +24,7 @@ from shardpass.core.recompute import Checkpoint, check_choice, recomputed_activa
 from shardpass.core.selfcheck.check import check_model, copy_for_check
 from shardpass.core.shared_copy import follow, shared_copy
 from shardpass.errors import RefusedError
-from shardpass.frontends.dgl.check import checked_by
+from shardpass.frontends.dgl.check import checked_by, core_of
 from shardpass.frontends.dgl.convert import graph as to_dgl
 from shardpass.frontends.dgl.empty import EmptyRows
 from shardpass.frontends.dgl.graph import ShardedDGLGraph
@@ -114,8 +116,13 @@ class _Forward:
             )
         if not self.comm.order.active:
             self.comm.order.hidden = False
-        if self._pristine is not None and self.model.training not in self._checked:
+        pristine = self._pristine
+        if pristine is not None and self.model.training not in self._checked:
             self._check(args, kwargs, leaves)
+        trains = self.model.training and torch.is_grad_enabled() and not self.comm.order.active
+        if trains and any(undecided(core_of(leaf)) is not None for leaf in leaves):
+            frontend = checked_by(partial(wrap, check=False, checkpoint=self.checkpoint))
+            choose_mode(frontend, pristine, self.model, self.comm, args, kwargs)
         if torch.is_grad_enabled() and not self.comm.order.active:
             note_forward(self.model)
         args, kwargs = tree_map(self._graph_of, (args, kwargs))

@@ -14,6 +14,7 @@ from torch_geometric.nn.conv import MessagePassing
 
 from shardpass.backends.communicator import Communicator
 from shardpass.core.calls import chained
+from shardpass.core.dryrun.auto import choose_mode, undecided
 from shardpass.core.edge_index import ShardedEdgeIndex
 from shardpass.core.gradients import note_forward, refuse_as_built, sync_parameters
 from shardpass.core.graph import ShardedGraph
@@ -191,9 +192,11 @@ class _Forward:
             raise RefusedError(_NO_SCRIPT)
         model = self.model
         _keep_attached(model)
-        given = _has_graph((args, kwargs))
+        given, pristine = _has_graph((args, kwargs)), self.unchecked.pristine
         if given and model.training not in self.unchecked.seen:
             self._first_call(args, kwargs)
+        if model.training and torch.is_grad_enabled() and not self.comm.order.active:
+            self._choose_mode(pristine, args, kwargs)
         if not self.comm.order.active:
             self.comm.order.hidden = not given and self.unchecked.pristine is not None
         refuse_norms_of_some_nodes(model, args, kwargs)
@@ -220,6 +223,11 @@ class _Forward:
         refuse_node_tables(self.model, self.comm, args, kwargs)
         if pristine is not None:
             check_model(checked_by(_unchecked), pristine, self.model, self.comm, args, kwargs, self.method)
+
+    def _choose_mode(self, pristine: nn.Module | None, args: Any, kwargs: Any) -> None:
+        if any(undecided(leaf) is not None for leaf in tree_leaves((args, kwargs))):
+            frontend = checked_by(partial(wrap, check=False, checkpoint=self.checkpoint))
+            choose_mode(frontend, pristine, self.model, self.comm, args, kwargs, self.method)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         method = self.adapted or partial(getattr(type(self.model), self.method), self.model)

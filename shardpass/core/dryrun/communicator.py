@@ -1,0 +1,118 @@
+"""`DryCommunicator`: one rank of many without the others, for a dry run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardpass.backends.communicator import CallOrder, Communicator, Handle, ReduceOp, WindowPool
+
+
+class _Done:
+    def wait(self, timeout: float | None = None) -> None:
+        """Return at once."""
+
+
+class DryCommunicator:
+    """Rank 0 of `size` ranks that are all alike: what it receives is as if every rank did what it does.
+
+    Rows that others would send are zeros. Collectives answer from this rank's own tensors. Ranks are alike up to a
+    rotation of the ring: what rank p sends to this one is what this one sends to rank ``-p``.
+
+    Args:
+        size: number of ranks to pretend.
+        device: on which tensors are.
+        notify: called with the label of each message and collective, before it.
+    """
+
+    def __init__(
+        self, size: int, device: torch.device | str = "cpu", notify: Callable[[str], None] | None = None
+    ) -> None:
+        self.rank, self.size, self.device = 0, size, torch.device(device)
+        self.local_ranks: tuple[int, ...] = (0,)
+        self.order = CallOrder()
+        self.bytes_sent = 0
+        self.windows: WindowPool | None = None
+        self.serves_threads = False
+        self._notify = notify or (lambda label: None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DryCommunicator:
+        return self
+
+    def exchange(
+        self, send: Tensor | None, to: int, recv: Tensor | None, source: int, tag: int, label: str = ""
+    ) -> Handle:
+        """Count what is sent, fill what is received with zeros."""
+        self._notify(label)
+        if send is not None and to != self.rank:
+            self.bytes_sent += send.nbytes
+        if recv is not None:
+            recv.zero_()
+        return _Done()
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum", label: str = "") -> Tensor:
+        """The reduction of `size` equal tensors."""
+        self._notify(label)
+        tensor = tensor.detach()
+        if tensor.dtype == torch.bool or op in ("max", "min"):
+            return tensor.clone()
+        return tensor * self.size if op == "sum" else tensor**self.size
+
+    def all_gather(self, tensor: Tensor, label: str = "") -> list[Tensor]:
+        """`size` copies of `tensor`; numbers per rank (one each) are rotated, see the class."""
+        self._notify(label)
+        if label == "halo plan":
+            return [tensor.roll(rank) for rank in range(self.size)]
+        return [tensor.detach().clone() for _ in range(self.size)]
+
+    def broadcast(self, tensor: Tensor, root: int = 0, label: str = "") -> Tensor:
+        """`tensor` as it is."""
+        self._notify(label)
+        return tensor
+
+    def all_to_all(self, tensors: Sequence[Tensor], label: str = "") -> list[Tensor]:
+        """From rank p what this rank sends to rank ``-p``."""
+        self._notify(label)
+        return [tensors[-rank % self.size].detach().clone() for rank in range(self.size)]
+
+    def all_gather_object(self, obj: Any, label: str = "") -> list[Any]:
+        """`obj`, `size` times."""
+        self._notify(label)
+        return [obj] * self.size
+
+    def barrier(self, label: str = "") -> None:
+        """Return at once."""
+
+    def duplicate(self, name: str) -> Communicator:
+        """Another one like this."""
+        return DryCommunicator(self.size, self.device, self._notify)
+
+    def background(self) -> Communicator | None:
+        """None: gradients are summed where they are."""
+        return None
+
+    def give_up(self, reason: str) -> None:
+        """Raise, since there is no other rank to tell."""
+        raise RuntimeError(reason)
+
+    def share(self, num_bytes: int, label: str = "") -> dict[int, Tensor] | None:
+        """None: ranks are taken to be on hosts of their own."""
+        return None
+
+    def random_lock(self) -> AbstractContextManager[Any]:
+        """Nothing is locked."""
+        return nullcontext()
+
+    def let_first_rank_go(self) -> None:
+        """Return at once."""
+
+    def abort(self, reason: str) -> None:
+        """Raise, since there is no other rank to end."""
+        raise RuntimeError(reason)
+
+    def close(self) -> None:
+        """There is nothing to release."""

@@ -1,0 +1,102 @@
+"""A made-up rank: as many nodes, edges and halo rows as it is told, random edges, made-up fields."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from shardpass.core.dryrun.communicator import DryCommunicator
+from shardpass.core.graph import OwnFields, ShardedGraph, build_relation
+from shardpass.core.options import Options
+from shardpass.core.ownership import EDGE, NODE, Ownership
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field of nodes or edges: the shape of one row, and its dtype."""
+
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass(frozen=True)
+class RankSizes:
+    """How much of a graph one rank has.
+
+    Args:
+        ranks: of the run.
+        nodes: own nodes.
+        edges: edges that end in them.
+        cut_edges: of these, edges from other ranks' nodes.
+        halo_rows: distinct sources of the cut edges.
+        node_fields, edge_fields: by name.
+        num_classes: of the labels ``y``.
+    """
+
+    ranks: int
+    nodes: int
+    edges: int
+    cut_edges: int
+    halo_rows: int
+    node_fields: dict[str, Field] = field(default_factory=dict)
+    edge_fields: dict[str, Field] = field(default_factory=dict)
+    num_classes: int = 2
+
+    def scaled(self, scale: float) -> RankSizes:
+        """The same rank, `scale` times as large; at least one node."""
+
+        def part(count: int) -> int:
+            return round(count * scale)
+
+        return RankSizes(
+            self.ranks,
+            max(1, part(self.nodes)),
+            part(self.edges),
+            part(self.cut_edges),
+            part(self.halo_rows),
+            self.node_fields,
+            self.edge_fields,
+            self.num_classes,
+        )
+
+
+def made_up_rank(sizes: RankSizes, comm: DryCommunicator, options: Options) -> ShardedGraph:
+    """A rank's share of a random graph with these sizes, every peer sending it as many rows as any other."""
+    generator = torch.Generator().manual_seed(0)
+    others = sizes.ranks - 1
+    per_peer = min(sizes.nodes, round(sizes.halo_rows / others)) if others else 0
+    cut = min(sizes.cut_edges, sizes.edges) if per_peer else 0
+    sources = torch.empty(sizes.edges, dtype=torch.int64)
+    sources[cut:] = torch.randint(0, sizes.nodes, (sizes.edges - cut,), generator=generator)
+    if cut:
+        rows = per_peer * others
+        halo = torch.randint(0, rows, (cut,), generator=generator)
+        halo[: min(cut, rows)] = torch.arange(min(cut, rows))  # each row is needed
+        sources[:cut] = (halo // per_peer + 1) * sizes.nodes + halo % per_peer
+    dst = torch.randint(0, sizes.nodes, (sizes.edges,), generator=generator)
+    edge_ids = torch.randperm(sizes.edges, generator=generator)
+    ownership = Ownership.from_counts([sizes.nodes] * sizes.ranks)
+    fields = {name: made_up_rows(kind, sizes.edges, sizes.num_classes) for name, kind in sizes.edge_fields.items()}
+    relation = build_relation(comm, ownership, sources, dst, sizes.nodes, edge_ids, fields, options, (NODE, NODE))
+    nodes = {name: made_up_rows(kind, sizes.nodes, sizes.num_classes) for name, kind in sizes.node_fields.items()}
+    return ShardedGraph(
+        comm,
+        options,
+        {NODE: ownership},
+        {NODE: torch.arange(sizes.nodes)},
+        {NODE: OwnFields(nodes, lambda t: t)},
+        {EDGE: relation},
+        total_edges={EDGE: sizes.edges * sizes.ranks},
+        num_classes=sizes.num_classes,
+    )
+
+
+def made_up_rows(kind: Field, count: int, num_classes: int) -> Tensor:
+    shape = (count, *kind.shape)
+    if kind.dtype == torch.bool:
+        return (torch.arange(count) % 2 == 0).view(-1, *[1] * len(kind.shape)).expand(shape).clone()
+    if kind.dtype.is_floating_point:
+        return torch.rand(shape, dtype=kind.dtype)
+    return torch.randint(0, num_classes, shape, dtype=kind.dtype)

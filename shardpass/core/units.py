@@ -1,0 +1,48 @@
+"""Numbers of bytes and counts as people write them."""
+
+from __future__ import annotations
+
+import re
+
+_BYTES = {
+    "": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+_COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
+
+
+def parse_bytes(text: str | float) -> int:
+    """Bytes: ``"6GiB"`` is 6 * 1024**3, ``"512MB"`` 512 * 1000**2, a number itself.
+
+    Raises:
+        ValueError: it is no size, or not above 0.
+    """
+    return _parse(text, _BYTES, "a number of bytes such as '6GiB', '512MB' or 1e9")
+
+
+def parse_count(text: str | float) -> int:
+    """A count: ``"111M"`` is 111 million, ``"3.2B"`` 3.2 thousand million, a number itself.
+
+    Raises:
+        ValueError: it is no count, or not above 0.
+    """
+    return _parse(text, _COUNTS, "a count such as '111M', '3.2B' or 50000")
+
+
+def _parse(text: str | float, units: dict[str, int], wanted: str) -> int:
+    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?(?:e[+-]?\d+)?|\.\d+)\s*([a-z]*)\s*", str(text).lower().replace("_", ""))
+    if isinstance(text, bool) or found is None or found[2] not in units:
+        raise ValueError(f"expected {wanted}, got {text!r}")
+    value = round(float(found[1]) * units[found[2]])
+    if value <= 0:
+        raise ValueError(f"expected {wanted}, above 0, got {text!r}")
+    return value
+
+
+def bytes_text(count: float) -> str:
+    """A number of bytes for people: ``"1.5 MiB"``."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB"

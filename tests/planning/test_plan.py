@@ -1,0 +1,174 @@
+"""The planner: what it adds up, what it picks, what it says; how sizes are read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch_geometric.nn import GAT, GraphSAGE, SAGEConv
+from torch_geometric.nn.aggr import MedianAggregation
+
+import shardpass as sp
+from shardpass.core.dryrun.communicator import DryCommunicator
+from shardpass.core.dryrun.estimate import Estimate
+from shardpass.core.dryrun.rank import made_up_rank
+from shardpass.core.dryrun.tracker import MemoryTracker
+from shardpass.core.dryrun.trial import dry_run, extrapolate
+from shardpass.core.units import bytes_text, parse_bytes, parse_count
+from shardpass.planning.plan import _training
+from shardpass.planning.sizes import expected_halo, sizes_of
+
+COUNTS = sp.GraphCounts(nodes=20_000, edges=200_000, num_features=16, num_classes=3)
+
+
+def gat():
+    return GAT(16, 32, 2, 3, heads=4)
+
+
+@pytest.fixture(scope="module")
+def planned():
+    return sp.plan(gat(), COUNTS, ranks=[4, 8], options=sp.Options(backward="push"))  # which fetches twice in sar mode
+
+
+def test_terms_are_summed_and_none_is_negative(planned):
+    for row in planned.rows:
+        assert row.training == sum(row.terms.values()) and min(row.terms.values()) >= 0
+        assert row.peak >= row.training > row.above_loaded > 0
+
+
+def test_keeping_rows_needs_more_and_more_ranks_need_less(planned):
+    for ranks in (4, 8):
+        sar, keep, halo = (planned.on(ranks, mode) for mode in ("sar", "keep", "halo"))
+        assert sar.training <= keep.training <= halo.training
+        assert sar.fetched > keep.fetched == halo.fetched
+    assert planned.on(8, "sar").training < planned.on(8, "keep").training  # of few large blocks sar has as many at once
+    assert planned.on(8, "sar").peak < planned.on(4, "sar").peak
+
+
+def test_features_are_as_many_bytes_as_there_are():
+    row = sp.plan(gat(), COUNTS, ranks=[4], modes=["sar"]).rows[0]
+    assert row.terms["features"] == pytest.approx(5_000 * (16 * 4 + 8 + 1), rel=0.01)
+
+
+@pytest.mark.parametrize("text, count", [("6GiB", 6 << 30), ("512MB", 512_000_000), (1e9, 10**9), ("1.5 kib", 1536)])
+def test_sizes_are_read(text, count):
+    assert parse_bytes(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "six", "6 GiBs", "-1GB", 0, "0", True, float("nan"), float("inf")])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(ValueError, match="expected a number of bytes"):
+        parse_bytes(text)
+
+
+def test_counts_are_read():
+    assert (parse_count("111M"), parse_count("3.2B"), parse_count("50_000")) == (111_000_000, 3_200_000_000, 50_000)
+    assert bytes_text(6 << 30) == "6.00 GiB"
+
+
+def test_a_budget_picks_the_fastest_that_fits(planned):
+    sar, keep = planned.on(8, "sar"), planned.on(8, "keep")
+    assert sar.seconds > keep.seconds and sar.peak < keep.peak
+    assert replace(planned, budget=keep.peak).best is keep
+    assert replace(planned, budget=keep.peak - 1).best is sar
+    assert "Take 8 ranks in mode sar" in str(replace(planned, budget=keep.peak - 1))
+
+
+def test_nothing_fits_is_said_with_what_would():
+    found = sp.plan(gat(), COUNTS, ranks=[2], modes=["keep"], budget="80MiB")
+    assert found.best is None and found.larger is not None and found.larger.peak <= 80 << 20
+    assert f"{found.larger.ranks} ranks in mode sar would fit" in found.verdict
+    assert "Nothing fits 80.0 MiB per rank. The smallest is" in str(found)
+
+
+def test_two_small_ranks_tell_of_a_large_one():
+    """The extrapolation against a dry run of the rank as it is."""
+    model = GraphSAGE(16, 32, 2, 3, norm="batch_norm")
+    training = _training(model, torch.optim.Adam, None, None, "pyg")
+    sizes, options = sizes_of(COUNTS, 4), sp.Options(mode="sar", chunk_bytes=1 << 14)
+    whole = Estimate.of(dry_run(training, sizes, options), 4, "sar")
+    scales = (0.2, 0.4)
+    small, large = (dry_run(training, sizes.scaled(scale), options) for scale in scales)
+    found = Estimate.of(extrapolate(small, large, scales), 4, "sar")
+    assert found.peak == pytest.approx(whole.peak, rel=0.02)
+    assert found.fetched == pytest.approx(whole.fetched, rel=0.05)
+    for term in ("store", "features", "parameters", "activations"):
+        assert found.terms[term] == pytest.approx(whole.terms[term], rel=0.1)
+
+
+def test_the_dry_rank_has_the_sizes_it_was_told():
+    sizes = sizes_of(COUNTS, 4)
+    graph = made_up_rank(sizes, DryCommunicator(4), sp.Options())
+    assert (graph.num_nodes, graph.num_edges) == (sizes.nodes, sizes.edges) == (5_000, 50_000)
+    assert graph.num_halo == pytest.approx(sizes.halo_rows, abs=2)
+    assert sum(shard.num_edges for shard in graph.relation.shards.shards[1:]) == sizes.cut_edges
+    graph.relation.plan.schedule.validate()
+
+
+def test_the_tracker_counts_what_lives():
+    with MemoryTracker() as tracker:
+        kept = torch.empty(1000)
+        view = kept[10:]
+        torch.empty(5000).add_(1)
+        assert tracker.live_bytes == 4000
+        del kept
+        assert tracker.live_bytes == 4000
+        del view
+        assert tracker.live_bytes == 0
+    assert sorted(storage.num_bytes for storage in tracker.storages) == [4000, 20000]
+
+
+def test_the_model_and_the_random_state_stay():
+    model, state = gat(), torch.get_rng_state()
+    before = [parameter.clone() for parameter in model.parameters()]
+    sp.plan(model, COUNTS, ranks=[8], modes=["sar"])
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(a, b) and b.grad is None for a, b in zip(before, model.parameters()))
+
+
+class Median(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = SAGEConv(16, 3, aggr=MedianAggregation())
+
+    def forward(self, x, edge_index):
+        return self.conv(x, edge_index)
+
+
+def test_modes_that_a_model_cannot_run_in_are_left_out():
+    found = sp.plan(Median(), sp.GraphCounts(400, 1000, 16, 3), ranks=[2])
+    assert [row.mode for row in found.rows] == ["halo"] and set(found.left_out) == {"sar", "keep"}
+
+
+def test_a_store_is_planned_from_what_it_holds(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    edges = torch.randint(0, 900, (2, 5000), generator=generator)
+    x, y = torch.rand(900, 16), torch.arange(900) % 3
+    sp.partition({"edge_index": edges, "x": x, "y": y, "train_mask": y > 0}, tmp_path / "store", 4, "random")
+    groups = sp.inspect(tmp_path / "store", 2).groups
+    sizes = sizes_of(tmp_path / "store", 2)
+    assert sizes.halo_rows == max(group.num_halo_rows for group in groups) and sizes.num_classes == 3
+    assert sp.plan(gat(), tmp_path / "store", ranks=[2], modes=["sar"]).rows[0].terms["features"] > 0
+    with pytest.raises(ValueError, match="8 ranks, but the store has 4 parts"):
+        sp.plan(gat(), tmp_path / "store", ranks=[8])
+
+
+def test_the_expected_halo_is_bounded_by_nodes_and_edges():
+    assert expected_halo(1000, 1) == 1 and expected_halo(1000, 10**6) == 1000 and expected_halo(0, 5) == 0
+    assert 600 < expected_halo(1000, 1000) < 640  # 1 - 1 / e
+
+
+def test_counts_that_make_no_sense_are_refused():
+    for wrong in ({"nodes": 0}, {"cut_fraction": 1.5}, {"halo_fraction": -1}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            replace(COUNTS, **wrong)
+
+
+def test_recomputed_activations_are_planned_smaller():
+    model = GraphSAGE(16, 64, 3, 3, norm="batch_norm", dropout=0.5)
+    kept, again = (
+        sp.plan(model, COUNTS, ranks=[2], modes=["sar"], checkpoint=choice).rows[0] for choice in (None, "activations")
+    )
+    assert again.training < kept.training
