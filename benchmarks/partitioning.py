@@ -36,6 +36,7 @@ def measure(edges: Path, num_nodes: int, store: Path, method: str, parts: int, o
     """One partition, in this process: what is said of the columns above."""
     import torch
 
+    from shardpass.backends.connect import connect
     from shardpass.data import NODE, inspect, partition, stream_edge_list
     from shardpass.data.partitioners import assign
 
@@ -46,7 +47,7 @@ def measure(edges: Path, num_nodes: int, store: Path, method: str, parts: int, o
     assign(read(warm), 2, method)  # compiled loops are loaded, pymetis is imported
     meter, start = PeakMeter(), time.process_time()
     partition(stream_edge_list(edges, num_nodes=num_nodes), store, parts, method, **options)
-    seconds, peak = time.process_time() - start, meter.peak()
+    seconds, peak = time.process_time() - start, meter.peak(connect("local"))
     report = inspect(store)
     total = sum(report.manifest.num_edges.values())
     return {

@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from torch import Tensor
@@ -67,5 +68,5 @@ class Journal:
     def remove(self) -> None:
         """Forget everything; the folder of the run goes with its last rank."""
         shutil.rmtree(self.folder, ignore_errors=True)
-        if not any(self.folder.parent.glob("rank-*")):
-            shutil.rmtree(self.folder.parent, ignore_errors=True)
+        with suppress(OSError):  # other ranks' folders are in it, or one of them was quicker
+            self.folder.parent.rmdir()

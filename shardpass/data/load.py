@@ -61,7 +61,7 @@ def _agree_on_store(comm: Communicator, store: Store | None, options: Options, p
     mine = {
         "problem": "" if problem is None else str(problem),
         "store": _contents(store) if store else "",
-        "options": asdict(options),
+        "options": {name: str(value) for name, value in asdict(options).items()},
     }
     theirs = comm.all_gather_object(mine, label="load: store and options")
     if problem is not None:

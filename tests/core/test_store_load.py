@@ -111,6 +111,13 @@ def test_options_that_differ(stores, options):
         assert "every rank must load the same options" in str(error) and str(next(iter(options))) in str(error)
 
 
+def test_options_that_are_no_json(stores):
+    everywhere_loaded = everywhere(
+        lambda comm: sp.load(stores / "random", comm, sp.Options(wire_dtype=torch.bfloat16)), 2
+    )
+    assert everywhere_loaded == [None, None]
+
+
 def test_stores_that_differ(stores):
     errors = everywhere(lambda comm: sp.load(stores / ("random" if comm.rank else "empty"), comm), 2)
     assert all(isinstance(e, DivergenceError) and "every rank must load the same store" in str(e) for e in errors)

@@ -187,6 +187,8 @@ KERNEL = frozenset(
         "GCNConv decomposed",
         "GCNConv cached",
         "SAGEConv mean",
+        "SAGEConv max",
+        "SAGEConv min",
         "GINConv",
         "GraphConv",
         "APPNP",

@@ -35,7 +35,7 @@ GRAPH = graph_with_isolated_nodes()
 
 @pytest.fixture(autouse=True)
 def _fixed_dropout_of_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aggregate, "_drawn_seed", lambda plan: 5)
+    monkeypatch.setattr(aggregate, "draw_seed", lambda comm: 5)
 
 
 @contextmanager
