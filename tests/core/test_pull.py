@@ -42,7 +42,10 @@ def pulled(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("ranks, mode", [(2, "halo"), (3, "sar"), (4, "keep")])
+@pytest.mark.parametrize(
+    "ranks, mode",
+    [pytest.param(2, "halo", marks=pytest.mark.long), (3, "sar"), pytest.param(4, "keep", marks=pytest.mark.long)],
+)
 @pytest.mark.parametrize("name", LAYERS)
 def test_pulling_equals_the_whole_graph(name, ranks, mode, pulled):
     torch.manual_seed(0)

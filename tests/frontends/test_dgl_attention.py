@@ -27,6 +27,7 @@ from shardpass.testing.run import run
 
 from .dgl_cases import CONVS, ZERO
 from .dgl_parity import GRAPH, UNCHECKED, edges, float64, largest_error, onto_nodes  # noqa: F401
+from .ranks import ONE_TO_FOUR
 
 OWNERS = assignments(GRAPH.num_nodes, 3, GRAPH.edge_index)["random"]
 
@@ -95,7 +96,7 @@ def test_layers_that_are_an_attention_take_one_pass(name, passes):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("ranks", [1, 3, 4])
+@pytest.mark.parametrize("ranks", ONE_TO_FOUR)
 @pytest.mark.parametrize("name", [name for name in FUSED if name.startswith("own")])
 def test_own_layers_on_any_number_of_ranks(name, ranks):
     largest_error(FUSED[name], ranks=ranks, modes=(("sar", "keep", "halo"),) * 3)

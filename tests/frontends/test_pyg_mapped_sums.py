@@ -13,6 +13,7 @@ from torch_geometric.nn import GraphConv, SAGEConv
 import shardpass as sp
 from shardpass.testing.graphs import assignments, awkward_graph, shard_in_memory
 
+from .ranks import ONE_TO_FOUR
 from .test_pyg_parity import assert_exact
 
 
@@ -58,7 +59,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", ONE_TO_FOUR)
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_whole_graph(name, ranks):
     assert_exact(name, CASES[name], ranks, ("sar", "keep", "halo"), {"block_rows": 3})

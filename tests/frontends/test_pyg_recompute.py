@@ -18,6 +18,8 @@ from shardpass.testing.graphs import WholeGraph, awkward_graph, shard_in_memory
 from shardpass.testing.live_bytes import LiveBytes
 from shardpass.testing.run import run
 
+from .ranks import ONE_TWO_FOUR
+
 Gradients = dict[str, Tensor]
 NODES = 320
 
@@ -97,7 +99,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 MIX = torch.arange(NODES) % 4
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", ONE_TWO_FOUR)
 @pytest.mark.parametrize("kind", [GraphSAGE, GCN, GAT, GIN])
 def test_the_same_bits_with_fewer_bytes(kind: Any, ranks: int) -> None:
     torch.manual_seed(0)
