@@ -123,7 +123,7 @@ def test_splits_and_unlabelled_nodes(tmp_path: Path) -> None:
     [
         (("--model", "foo"), "unknown model 'foo'; the models are gcn, sage, gat, gin, pna, edgecnn"),
         (("--model", "gat", "--hidden", "6", "--heads", "4"), "--hidden 6 is not a multiple of --heads 4"),
-        (("--mode", "fast"), "mode is one of sar, keep, halo, got 'fast'"),
+        (("--mode", "fast"), "mode is one of sar, keep, halo or auto, got 'fast'"),
         (("--backend", "smoke"), "--backend is one of auto, threads"),
         (("--dtype", "int8"), "--dtype is float32 or float64, got 'int8'"),
         (("--dropout", "1"), "--dropout is in [0, 1), got 1.0"),

@@ -13,7 +13,7 @@ GRAPH = awkward_graph()
 RANKS = 3
 
 
-def train(change, cached, make=lambda: SAGEConv(5, 4), epochs=5, ranks=RANKS):
+def train(change, cached, make=lambda: SAGEConv(5, 6), epochs=5, ranks=RANKS):
     """Outputs of every epoch and bytes sent in it, on each rank; `change(epoch, rank, x)` returns the epoch's x."""
 
     def rank(comm):

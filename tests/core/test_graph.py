@@ -100,7 +100,7 @@ def test_no_edges_at_all():
 @pytest.mark.parametrize(
     "wrong, words",
     [
-        ({"mode": "fast"}, "mode is one of sar, keep, halo, got 'fast'"),
+        ({"mode": "fast"}, "mode is one of sar, keep, halo or auto, got 'fast'"),
         ({"prefetch": -1}, "prefetch is at least 0, got -1"),
         ({"block_rows": 0}, "block_rows is at least 1 or None, got 0"),
         ({"chunk_bytes": 0}, "chunk_bytes is at least 1, got 0"),

@@ -237,7 +237,7 @@ WRITES = {
 
 @pytest.mark.parametrize("name", WRITES)
 def test_writes_that_leave_no_version_are_seen_by_the_kept_sums(name):
-    model = SAGEConv(5, 3).double()
+    model = SAGEConv(5, 6).double()
 
     def work(comm):
         owners = assignments(GRAPH.num_nodes, 3, GRAPH.edge_index)["random"]
