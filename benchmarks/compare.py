@@ -4,7 +4,7 @@
 
 GraphSAGE (3 x 256) and GAT (3 layers, 4 heads x 32) on two R-MAT graphs, W = 1, 2, 4, 8 in the modes sar, keep, halo,
 and the kernels beside the bandwidth of memory. Every configuration is measured in this one run, in processes of its
-own with one computing thread per rank. Takes about 40 minutes on a quiet machine, and 10 GiB for plain PyG.
+own with one computing thread per rank. Needs a quiet machine for long, and 10 GiB for plain PyG.
 ``--quick`` measures a few configurations only.
 """
 

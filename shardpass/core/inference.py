@@ -67,7 +67,7 @@ def infer(
             found = model(*args)
         finally:
             comm.order.journal = None
-    rows = _on_all(comm, lambda: _rows_by_type(graph, found, path))
+    rows = _on_all(comm, lambda: _rows_by_type(graph, found, path, overwrite))
     for target, (values, ids, total) in rows.items():
         _write(comm, target, values, ids, total)
     journal.remove()
@@ -112,7 +112,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 Rows = dict[Path, tuple[Tensor, Tensor, int]]
 
 
-def _rows_by_type(graph: ShardedGraph, found: Any, path: Path) -> Rows:
+def _rows_by_type(graph: ShardedGraph, found: Any, path: Path, overwrite: bool) -> Rows:
     """By file: own rows, their original ids, and how many rows all ranks have."""
     if isinstance(found, Tensor):
         by_type: dict[Path, tuple[Any, Any]] = {path: (None, found)}
@@ -123,6 +123,7 @@ def _rows_by_type(graph: ShardedGraph, found: Any, path: Path) -> Rows:
         raise ValueError(f"infer: the model returned a {kind}; expected a tensor, or a dict of tensors by node type")
     rows: Rows = {}
     for target, (node_type, value) in by_type.items():
+        _refuse_existing(target, overwrite)
         ids, total = graph.ids_of(node_type)
         if not isinstance(value, Tensor) or value.dim() == 0 or value.size(0) != ids.numel():
             shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__

@@ -115,6 +115,29 @@ def test_a_file_is_not_overwritten_unasked(tmp_path):
     assert np.abs(np.load(path) - logits.numpy()).max() < 1e-10
 
 
+def test_a_dict_by_type_gives_a_file_per_type(tmp_path):
+    state, logits = trained()
+
+    class Typed(Net):
+        def forward(self, x, edge_index):
+            return {"node": super().forward(x, edge_index)}
+
+    def work(comm, **options):
+        owners = assignments(GRAPH.num_nodes, comm.size, GRAPH.edge_index)["random"]
+        graph = shard_in_memory(GRAPH, owners, comm, sp.Options())
+        model = Typed().double()
+        model.load_state_dict(state)
+        return sp.infer(sp.pyg.wrap(model, comm, check=False), graph, tmp_path / "logits.npy", **options)
+
+    (tmp_path / "logits.node.npy").write_text("mine")
+    with pytest.raises(FileExistsError, match="overwrite=True"):
+        sp.spawn(work, 2)
+    assert (tmp_path / "logits.node.npy").read_text() == "mine"
+    sp.spawn(lambda comm: work(comm, overwrite=True), 2)
+    assert os.listdir(tmp_path) == ["logits.node.npy"]
+    assert np.abs(np.load(tmp_path / "logits.node.npy") - logits.numpy()).max() < 1e-10
+
+
 def test_progress_names_the_layers(tmp_path):
     state, _ = trained()
     told = []
