@@ -91,7 +91,8 @@ def markdown(found: Record) -> str:
         "",
         "The constants of a process (22 MiB, and 52 MiB where loops compiled by numba run) were taken from a graph of",
         "400 nodes and 10 edges per node, which is not in the table. The second was told apart from the first after",
-        "GAT had been seen to be estimated 25 and 31 per cent too low for want of it.",
+        "GAT had been seen to be estimated 25 to 35 per cent too low for want of it, on combinations of this table; so",
+        "the table is not wholly independent of it.",
         "",
         f"Machine: {where['cpu']}, {where['cores']} cores, {where['memory_gib']} GiB, {where['system']}. Python "
         f"{where['python']}, torch {where['torch']}, torch_geometric {where['torch_geometric']}, shardpass "
