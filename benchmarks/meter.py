@@ -2,9 +2,9 @@
 
 [Note: how memory is measured]
 Everything is above the *loaded baseline*: graph structure, features, labels and model are in memory, no optimizer step
-has been made. Libraries are imported by then (numba, where it is installed, is some 70 MiB of code and Python objects
-in every process that uses it). Two figures are taken from the resident set (VmRSS, and VmHWM reset through
-/proc/self/clear_refs):
+has been made. Code is loaded by then: torch's, and numba with its compiled loops, where it is installed (some 130 MiB
+of code and Python objects in every process that uses it). Two figures are taken from the resident set (VmRSS, and VmHWM
+reset through /proc/self/clear_refs):
 
 * peak: the highest point above the baseline, from the first epoch on. Gradients, Adam's state, transport buffers and
   whatever structure is built at first use count.

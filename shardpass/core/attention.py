@@ -19,7 +19,7 @@ from shardpass.core.forward import ForwardResult, counts
 from shardpass.core.kernels.attention import RowRun, SoftmaxState
 from shardpass.core.program import Attention
 from shardpass.core.random import dropout_factors, piece_seed
-from shardpass.core.scores import Outer, scores_of
+from shardpass.core.scores import Outer, Piece, scores_of
 from shardpass.core.shard import EdgeShards, Shard, cut
 from shardpass.errors import InternalError
 
@@ -35,7 +35,7 @@ def run_attention(call: Call, operands: Operands, attention: Attention) -> Forwa
         table = rows[attention.value].reshape(-1, attention.heads, width) if rows else values
         for run in _by_destination(shard, most):
             kept = _kept(call, attention, position, run, values)
-            scores.accumulate(state, shard, run, rows, table, kept)
+            scores.accumulate(state, Piece(shard, run, rows, table, kept))
     total = state.total.add_(attention.eps)
     out = state.out.div_(total.unsqueeze(-1).masked_fill(total.unsqueeze(-1) == 0, 1))
     if (state.top == float("-inf")).any():  # nothing but scores of -inf is 0 / 0, as the softmax of them is
@@ -62,6 +62,7 @@ def attention_gradients(
     outer = Outer(grad, delta, log_sum)
     scores = scores_of(call, operands, attention)
     most = chunk_edges(call, attention, operands, scores.in_one_loop)
+    one_by_one = bool(attention.dropout) or not scores.in_one_loop
     returned = Returned(call, gradients, names)
     reached = attention.output in gradients.reached
     for position, shard, rows in call.walk(operands, names):
@@ -69,10 +70,10 @@ def attention_gradients(
             table = rows[attention.value].reshape(-1, heads, width) if rows else grad[:0]
             is_wanted = attention.value in into
             target = into[attention.value].view_as(table) if is_wanted else torch.zeros_like(table)
-            for run in _by_source(shard, most) if reached else ():
+            for run in _by_source(shard, most, one_by_one) if reached else ():
                 kept = _kept(call, attention, position, run, grad)
                 gradients.ran = True
-                scores.adjoint(shard, run, rows, table, kept, outer, target, into, gradients)
+                scores.adjoint(Piece(shard, run, rows, table, kept), outer, target, into, gradients)
     returned.finish()
 
 
@@ -130,19 +131,20 @@ def _by_destination(shard: Shard, most: int) -> Iterator[RowRun]:
         yield RowRun(shard.indptr, chunk, shard.src_rows[span], span)
 
 
-def _by_source(shard: Shard, most: int) -> Iterator[RowRun]:
+def _by_source(shard: Shard, most: int, one_by_one: bool) -> Iterator[RowRun]:
     if shard.num_edges == 0:
         return
-    indptr, dst_rows, positions = shard.transpose()
+    positions = shard.source_order() if one_by_one else None
+    indptr, dst_rows = shard.transpose()
     for chunk in cut(indptr, shard.num_edges, most):
         span = slice(chunk.start, chunk.stop)
-        yield RowRun(indptr, chunk, dst_rows[span], positions[span])
+        yield RowRun(indptr, chunk, dst_rows[span], None if positions is None else positions[span])
 
 
 def _kept(call: Call, attention: Attention, position: int, run: RowRun, like: Tensor) -> Tensor | None:
     if not attention.dropout:
         return None
-    edges = run.positions
+    edges = run.known_positions()
     if isinstance(edges, slice):
         edges = torch.arange(edges.start, edges.stop, device=like.device)
     seed = call.seed_of(position)

@@ -8,12 +8,13 @@ dropping edges and adding some, the list is kept as that, and its numbers are ma
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from shardpass.core.edit import edit_shards
 from shardpass.core.shard import Block, EdgeShards, build_shards, smallest_index_dtype
 
 _MOST_LISTS, _MOST_EDGES = 32, 4  # lists; and edges together, as a multiple of those of the longest list
@@ -26,6 +27,7 @@ class Derivation:
 
     Args:
         base: ``[2, E]``, never written to.
+        shards: of the base, where they are known.
         kept: ``[E]`` bool, the edges that stayed; None: all.
         added: ``[2, k]`` each, appended in order.
         num_edges: of the result.
@@ -35,15 +37,18 @@ class Derivation:
     kept: Tensor | None
     added: tuple[Tensor, ...]
     num_edges: int
+    shards: EdgeShards | None = field(default=None, compare=False, repr=False)
 
     @staticmethod
-    def of(base: Tensor) -> Derivation:
+    def of(base: Tensor, shards: EdgeShards | None = None) -> Derivation:
         """`base` itself."""
-        return Derivation(base, None, (), base.size(1))
+        return Derivation(base, None, (), base.size(1), shards)
 
     def masked(self, kept: Tensor) -> Derivation:
         """With only the edges of the base for which `kept` is true."""
-        return replace(self, kept=kept.clone(), num_edges=int(kept.sum()))
+        num_edges = int(kept.sum())
+        kept = kept.as_subclass(Tensor)  # a plain mask from here on
+        return replace(self, kept=kept.clone() if num_edges < kept.numel() else None, num_edges=num_edges)
 
     def extended(self, edges: Sequence[Tensor]) -> Derivation:
         """With `edges` appended."""
@@ -115,8 +120,13 @@ class DerivedShards:
         known = self._known.find(edges)
         if known is not None:
             return known
-        rows = (edges.row(0), edges.row(1)) if isinstance(edges, Derivation) else (edges[0], edges[1])
-        return self._known.keep(edges, build_shards(*rows, blocks, num_dst))
+        if isinstance(edges, Tensor):
+            shards = build_shards(edges[0], edges[1], blocks, num_dst)
+        elif edges.shards is None:
+            shards = build_shards(edges.row(0), edges.row(1), blocks, num_dst)
+        else:
+            shards = edit_shards(edges.shards, edges.kept, torch.cat(edges.added, 1) if edges.added else None)
+        return self._known.keep(edges, shards)
 
 
 def _num_edges(edges: Tensor | Derivation) -> int:

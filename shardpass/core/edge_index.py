@@ -238,7 +238,7 @@ def _joined(mine: ShardedEdgeIndex, pieces: Sequence[Tensor]) -> ShardedEdgeInde
     others = pieces[1:] if extends else pieces
     data = [piece.sources_first if isinstance(piece, ShardedEdgeIndex) else _plain_one(piece) for piece in others]
     if extends:
-        start = mine.derivation or Derivation.of(mine.sources_first)
+        start = mine.derivation or Derivation.of(mine.sources_first, mine.shards)
         return ShardedEdgeIndex.derived(start.extended(data), mine)
     return mine._of(torch.cat(data, dim=1))
 
@@ -253,7 +253,7 @@ def _item(mine: ShardedEdgeIndex, key: Any) -> Tensor:
         if isinstance(edges, slice) and edges != slice(None):
             raise _refused("a slice [:, a:b]", "the edge_index")
         if mine.derivation is None and isinstance(edges, Tensor) and edges.dtype == torch.bool:
-            return ShardedEdgeIndex.derived(Derivation.of(mine.sources_first).masked(edges), mine)
+            return ShardedEdgeIndex.derived(Derivation.of(mine.sources_first, mine.shards).masked(edges), mine)
         return mine._of(mine.sources_first[:, edges])
     raise _refused(f"__getitem__[{key!r}]", "the edge_index")
 

@@ -93,7 +93,7 @@ class LayerFlow:
         src_rows, dst_rows = edge_index.sources_first
         kept = self.needed[dst_rows].nonzero().view(-1)
         found = build_shards(self.new_rows[src_rows[kept]], dst_rows[kept], self.plan.blocks, self.plan.num_dst)
-        shards = tuple(replace(shard, edge_rows=kept[shard.edge_rows]) for shard in found.shards)
+        shards = tuple(replace(shard, rows=kept[shard.edge_rows]) for shard in found.shards)
         largest = int(torch.bincount(dst_rows).max()) if dst_rows.numel() else 0
         return self._known.keep(edge_index.edges, EdgeShards(shards, found.num_dst, edge_index.size(1), largest))
 

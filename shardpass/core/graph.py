@@ -16,7 +16,7 @@ from shardpass.core.flow import message_flow
 from shardpass.core.halo import HaloPlan, build_halo_plan
 from shardpass.core.options import Options
 from shardpass.core.ownership import EDGE, NODE, EdgeType, NodeType, Ownership
-from shardpass.core.shard import EdgeShards, build_shards, shard_order
+from shardpass.core.shard import EdgeShards, build_shards, shard_order, smallest_index_dtype
 
 
 class OwnFields(Mapping[str, Tensor]):
@@ -90,7 +90,8 @@ def build_relation(
     src_rows, dst_rows = src_rows[order], dst_rows[order]
     shards = build_shards(src_rows, dst_rows, plan.blocks, num_dst)
     edge_index = ShardedEdgeIndex.wrap(torch.stack([src_rows, dst_rows]), plan, shards)
-    placed = OwnFields(fields, lambda t: t.to(device).index_select(0, order))
+    where = order.to(smallest_index_dtype(order.numel())) if fields else order[:0]  # is kept
+    placed = OwnFields(fields, lambda t: t.to(device).index_select(0, where))
     return Relation(plan, shards, edge_index, edge_ids[order], placed)
 
 

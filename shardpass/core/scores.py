@@ -39,29 +39,32 @@ class Outer(NamedTuple):
     log_sum: Tensor
 
 
+class Piece(NamedTuple):
+    """A run of edges of a shard, and what they read.
+
+    Args:
+        rows: of the block, by name.
+        values: those that are summed, ``[block rows, heads, width]``.
+        kept: what dropout multiplies the weights with, ``[edges of the run, heads]``, or None.
+    """
+
+    shard: Shard
+    run: RowRun
+    rows: Rows
+    values: Tensor
+    kept: Tensor | None
+
+
 class Scores(Protocol):
     """Where the scores of edges come from, and attention with them."""
 
     in_one_loop: bool  # nothing has a row per edge, so that edges need not be cut into chunks
 
-    def accumulate(
-        self, state: SoftmaxState, shard: Shard, run: RowRun, rows: Rows, values: Tensor, kept: Tensor | None
-    ) -> None:
+    def accumulate(self, state: SoftmaxState, piece: Piece) -> None:
         """Take a run of edges, in order of their destination, into `state`; see `kernels.attention.accumulate`."""
         ...
 
-    def adjoint(
-        self,
-        shard: Shard,
-        run: RowRun,
-        rows: Rows,
-        values: Tensor,
-        kept: Tensor | None,
-        outer: Outer,
-        grad_values: Tensor,
-        into: Rows,
-        gradients: Gradients,
-    ) -> None:
+    def adjoint(self, piece: Piece, outer: Outer, grad_values: Tensor, into: Rows, gradients: Gradients) -> None:
         """Add the gradients of a run of edges, in order of their source: of the values, and of the scores' inputs."""
         ...
 
@@ -89,27 +92,15 @@ class _InSteps:
         """``exp(score - log_sum)`` of a chunk's edges, and what adds the gradient of the scores to the inputs'."""
         raise NotImplementedError
 
-    def accumulate(
-        self, state: SoftmaxState, shard: Shard, run: RowRun, rows: Rows, values: Tensor, kept: Tensor | None
-    ) -> None:
-        edges = run.by_destination()
-        steps.accumulate(state, edges, self.forward(shard, edges, rows), values, kept)
+    def accumulate(self, state: SoftmaxState, piece: Piece) -> None:
+        edges = piece.run.by_destination()
+        steps.accumulate(state, edges, self.forward(piece.shard, edges, piece.rows), piece.values, piece.kept)
 
-    def adjoint(
-        self,
-        shard: Shard,
-        run: RowRun,
-        rows: Rows,
-        values: Tensor,
-        kept: Tensor | None,
-        outer: Outer,
-        grad_values: Tensor,
-        into: Rows,
-        gradients: Gradients,
-    ) -> None:
-        edges = run.by_source()
-        weights, pull = self.weights(shard, edges, rows, outer.log_sum)
-        pull(steps.adjoint(edges, weights, values, kept, outer.grad, outer.delta, grad_values), into, gradients)
+    def adjoint(self, piece: Piece, outer: Outer, grad_values: Tensor, into: Rows, gradients: Gradients) -> None:
+        edges = piece.run.by_source()
+        weights, pull = self.weights(piece.shard, edges, piece.rows, outer.log_sum)
+        given = edges, weights, piece.values, piece.kept, outer.grad, outer.delta
+        pull(steps.adjoint(*given, grad_values), into, gradients)
 
 
 class _ClosedForm(_InSteps):
@@ -164,28 +155,16 @@ class _Fused(_ClosedForm):
         self.tail = (heads, self.of_dst.shape[1:].numel() // heads)
         self.of_dst = self.of_dst.view(-1, *self.tail)
 
-    def accumulate(
-        self, state: SoftmaxState, shard: Shard, run: RowRun, rows: Rows, values: Tensor, kept: Tensor | None
-    ) -> None:
-        fused.accumulate(state, run, self._of(self._of_source(rows), kept), values.contiguous())
+    def accumulate(self, state: SoftmaxState, piece: Piece) -> None:
+        of = self._of(self._of_source(piece.rows), piece.kept)
+        fused.accumulate(state, piece.run, of, piece.values.contiguous())
 
-    def adjoint(
-        self,
-        shard: Shard,
-        run: RowRun,
-        rows: Rows,
-        values: Tensor,
-        kept: Tensor | None,
-        outer: Outer,
-        grad_values: Tensor,
-        into: Rows,
-        gradients: Gradients,
-    ) -> None:
-        of_source = self._of_source(rows)
+    def adjoint(self, piece: Piece, outer: Outer, grad_values: Tensor, into: Rows, gradients: Gradients) -> None:
+        of_source = self._of_source(piece.rows)
         source, target, grad_mix = self._targets(of_source, into, gradients)
-        of, values = self._of(of_source, kept), values.contiguous()
+        of, values = self._of(of_source, piece.kept), piece.values.contiguous()
         given = outer.log_sum, outer.grad, outer.delta, grad_values
-        fused.adjoint(run, of, values, *given, source, target, grad_mix)
+        fused.adjoint(piece.run, of, values, *given, source, target, grad_mix)
         self._add_mix(grad_mix, gradients)
 
     def _of(self, of_source: Tensor, kept: Tensor | None) -> fused.Operands:

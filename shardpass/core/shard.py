@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -57,14 +57,22 @@ class Shard:
         block: the source rows; ``src_rows`` count from ``block.start``.
         indptr: ``[num_dst + 1]``, CSR by destination.
         src_rows: ``[num_edges]`` row inside the block.
-        edge_rows: where the shard's edges stand in the edge list that edge tensors follow: a slice, or ``[num_edges]``.
+        rows: what `edge_rows` is, or what makes it when it is first read.
     """
 
     block: Block
     indptr: Tensor
     src_rows: Tensor
-    edge_rows: slice | Tensor
-    _transpose: tuple[Tensor, Tensor, Tensor] | None = field(default=None, repr=False)
+    rows: slice | Tensor | Callable[[], Tensor]
+    _transpose: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
+    _source_order: Tensor | None = field(default=None, repr=False)
+
+    @property
+    def edge_rows(self) -> slice | Tensor:
+        """Where the shard's edges stand in the edge list that edge tensors follow: a slice, or ``[num_edges]``."""
+        if callable(self.rows):
+            self.rows = self.rows()
+        return self.rows
 
     @property
     def num_edges(self) -> int:
@@ -92,41 +100,39 @@ class Shard:
 
     def places(self, positions: slice | Tensor) -> slice | Tensor:
         """Where the edges at `positions` of the shard stand in the edge list that edge tensors follow."""
-        if isinstance(self.edge_rows, slice):
-            first = self.edge_rows.start
-            if isinstance(positions, slice):
-                return slice(first + positions.start, first + positions.stop)
-            return positions + first
-        return self.edge_rows[positions]
+        rows = self.edge_rows
+        if isinstance(rows, Tensor):
+            return rows[positions]
+        if isinstance(positions, slice):
+            return slice(rows.start + positions.start, rows.start + positions.stop)
+        return positions + rows.start
 
     def select(self, edge_tensor: Tensor, chunk: Chunk | None = None) -> Tensor:
         """The shard's rows (or a chunk's) of a tensor with one row per edge of the edge list."""
-        if isinstance(self.edge_rows, slice):
-            rows = edge_tensor[self.edge_rows]
-            return rows if chunk is None else rows[chunk.start : chunk.stop]
-        index = self.edge_rows if chunk is None else self.edge_rows[chunk.start : chunk.stop]
-        return edge_tensor.index_select(0, index)
+        places = self.places(slice(0, self.num_edges) if chunk is None else slice(chunk.start, chunk.stop))
+        return edge_tensor[places] if isinstance(places, slice) else edge_tensor.index_select(0, places)
 
     def put(self, edge_tensor: Tensor, rows: Tensor, chunk: Chunk | None = None) -> None:
         """Write `rows` where `select` reads."""
-        start, stop = (0, self.num_edges) if chunk is None else (chunk.start, chunk.stop)
-        if isinstance(self.edge_rows, slice):
-            first = self.edge_rows.start
-            edge_tensor[first + start : first + stop] = rows
-        else:
-            edge_tensor[self.edge_rows[start:stop]] = rows
+        edge_tensor[self.places(slice(0, self.num_edges) if chunk is None else slice(chunk.start, chunk.stop))] = rows
 
-    def transpose(self) -> tuple[Tensor, Tensor, Tensor]:
-        """CSR by source: ``(indptr [block rows + 1], dst_rows [E], position [E] in this shard)``. Built once."""
+    def transpose(self) -> tuple[Tensor, Tensor]:
+        """CSR by source: ``(indptr [block rows + 1], dst_rows [E])``. Built once."""
         if self._transpose is None:
-            order = torch.argsort(self.src_rows, stable=True)
+            order = torch.argsort(self.src_rows, stable=True) if self._source_order is None else self._source_order
             counts = torch.bincount(self.src_rows, minlength=self.block.num_rows)
             indptr = torch.zeros(self.block.num_rows + 1, dtype=torch.int64, device=counts.device)
             torch.cumsum(counts, 0, out=indptr[1:])
             small = smallest_index_dtype(max(self.num_edges, self.num_dst))
-            dst = self.dst_rows().to(small)[order]
-            self._transpose = (indptr.to(small), dst, order.to(small))
+            self._transpose = (indptr.to(small), self.dst_rows().to(small)[order])
         return self._transpose
+
+    def source_order(self) -> Tensor:
+        """Position in this shard of each edge of `transpose`, ``[E]``. Built once; ask before `transpose`."""
+        if self._source_order is None:
+            small = smallest_index_dtype(max(self.num_edges, self.num_dst))
+            self._source_order = torch.argsort(self.src_rows, stable=True).to(small)
+        return self._source_order
 
 
 @dataclass
@@ -191,7 +197,7 @@ def build_shards(src_rows: Tensor, dst_rows: Tensor, blocks: Sequence[Block], nu
                 block=block,
                 indptr=indptr.to(smallest_index_dtype(count)),
                 src_rows=(rows - block.start).to(smallest_index_dtype(block.num_rows)),
-                edge_rows=span if in_order else order[span],
+                rows=span if in_order else order[span],
             )
         )
         first += count

@@ -48,7 +48,8 @@ def by_destination(shard, most):
 
 
 def by_source(shard, most):
-    indptr, dst, position = shard.transpose()
+    position = shard.source_order()
+    indptr, dst = shard.transpose()
     src = shard.src_rows.long()[position.long()]
     for chunk in cut(indptr, shard.num_edges, most):
         span = slice(chunk.start, chunk.stop)

@@ -39,7 +39,8 @@ def a_shard(num_edges=600):
 
 
 def runs(shard, most, transposed):
-    indptr, columns, positions = (shard.indptr, shard.src_rows, None) if not transposed else shard.transpose()
+    indptr, columns = (shard.indptr, shard.src_rows) if not transposed else shard.transpose()
+    positions = shard.source_order() if transposed else None
     for chunk in cut(indptr, shard.num_edges, most):
         span = slice(chunk.start, chunk.stop)
         yield RowRun(indptr, chunk, columns[span], span if positions is None else positions[span])

@@ -92,7 +92,7 @@ def test_chunks_cover_the_edges_once(edges, max_edges):
 @given(edge_lists())
 def test_transpose(edges):
     for shard in build_shards(*edges, BLOCKS, NUM_DST).shards:
-        indptr, dst, position = shard.transpose()
+        (indptr, dst), position = shard.transpose(), shard.source_order()
         assert indptr.dtype == dst.dtype == position.dtype == torch.int32
         assert shard.transpose()[0] is indptr, "built once"
         src_rows, dst_rows = shard.src_rows.tolist(), shard.dst_rows().tolist()

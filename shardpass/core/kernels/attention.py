@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from shardpass.core.shard import Chunk
+from shardpass.errors import InternalError
 
 DTYPES = (torch.float32, torch.float64)
 _SMALL = 1 << 14  # edges below which a thread is not worth starting
@@ -42,22 +43,29 @@ class RowRun(NamedTuple):
     """A run of the edges of a shard in one of its two orders, by row: what loops over rows walk.
 
     Args:
-        indptr, bounds, positions: as in `EdgeRun`.
+        indptr, bounds: as in `EdgeRun`.
         columns: ``[edges of the run]``; the rows at the other end of the edges.
+        positions: as in `EdgeRun`; None where only loops over rows follow, which need none.
     """
 
     indptr: Tensor
     bounds: Chunk
     columns: Tensor
-    positions: slice | Tensor
+    positions: slice | Tensor | None
 
     def by_destination(self) -> EdgeRun:
         """The same edges one by one, where `indptr` counts those of destinations."""
-        return EdgeRun(self.indptr, self.bounds, self.columns, self._rows(), self.positions)
+        return EdgeRun(self.indptr, self.bounds, self.columns, self._rows(), self.known_positions())
 
     def by_source(self) -> EdgeRun:
         """The same edges one by one, where `indptr` counts those of sources."""
-        return EdgeRun(self.indptr, self.bounds, self._rows(), self.columns, self.positions)
+        return EdgeRun(self.indptr, self.bounds, self._rows(), self.columns, self.known_positions())
+
+    def known_positions(self) -> slice | Tensor:
+        """`positions`, which must be there."""
+        if self.positions is None:
+            raise InternalError("edges are taken one by one, but nothing says where they stand")
+        return self.positions
 
     def _rows(self) -> Tensor:
         start, stop, low, high = self.bounds

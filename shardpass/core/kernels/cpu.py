@@ -52,6 +52,6 @@ def gather_sum(out: Tensor, shard: Shard, rows: Tensor, weight: Tensor | None, f
 
 def gather_sum_transposed(out: Tensor, shard: Shard, grad: Tensor, weight: Tensor | None, fresh: bool = False) -> None:
     """See `kernels.gather_sum_transposed`."""
-    indptr, columns, position = shard.transpose()
-    weight = None if weight is None else weight.index_select(0, position)
+    weight = None if weight is None else weight.index_select(0, shard.source_order())
+    indptr, columns = shard.transpose()
     _accumulate(out, indptr, columns, grad, weight, fresh)

@@ -41,7 +41,7 @@ def gather_extremum_transposed(out: Tensor, shard: Shard, rows: Tensor, value: T
     """
     loops = numba_loops_for(rows)
     if loops is not None and shard.num_edges and len({t.dtype for t in (out, rows, value, share)}) == 1:
-        indptr, columns, _ = shard.transpose()
+        indptr, columns = shard.transpose()
         run, loop, into = _run(shard, indptr, columns), loops.extremum_adjoint, _flat(out).numpy()
         given = [t.numpy() for t in (indptr, columns, *(_flat(part.contiguous()) for part in (rows, value, share)))]
         return by_rows(run, lambda low, high: loop(*given, low, high, into))
@@ -52,7 +52,7 @@ def gather_extremum_transposed(out: Tensor, shard: Shard, rows: Tensor, value: T
 
 
 def _run(shard: Shard, indptr: Tensor, columns: Tensor) -> RowRun:
-    return RowRun(indptr, Chunk(0, shard.num_edges, 0, indptr.numel() - 1), columns, slice(0, shard.num_edges))
+    return RowRun(indptr, Chunk(0, shard.num_edges, 0, indptr.numel() - 1), columns, None)
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -33,8 +33,8 @@ def gather_sum_transposed(out: Tensor, shard: Shard, grad: Tensor, weight: Tenso
         return
     if numba_loops_for(grad) is None or out.dtype != grad.dtype:
         return reference.gather_sum_transposed(out, shard, grad, weight)
-    indptr, columns, position = shard.transpose()
-    _accumulate(out, indptr, columns, grad, weight.index_select(0, position))
+    weight = weight.index_select(0, shard.source_order())
+    _accumulate(out, *shard.transpose(), grad, weight)
 
 
 def edge_dot(shard: Shard, rows: Tensor, grad: Tensor, heads: int, max_edges: int) -> Tensor:
@@ -43,7 +43,7 @@ def edge_dot(shard: Shard, rows: Tensor, grad: Tensor, heads: int, max_edges: in
     result = rows.new_empty((shard.num_edges, heads))
     loops = numba_loops_for(rows)
     if loops is not None and handles(rows, grad):
-        edges = RowRun(shard.indptr, Chunk(0, shard.num_edges, 0, shard.num_dst), shard.src_rows, slice(0, None))
+        edges = RowRun(shard.indptr, Chunk(0, shard.num_edges, 0, shard.num_dst), shard.src_rows, None)
         given = [t.numpy() for t in (edges.indptr, edges.columns, left, right)]
         loop, numbers = loops.edge_dots, result.numpy()
         by_rows(edges, lambda low, high: loop(*given, low, high, numbers))
@@ -59,7 +59,7 @@ def _accumulate(out: Tensor, indptr: Tensor, columns: Tensor, rows: Tensor, weig
     heads = weight.size(1)
     table, target = _in_heads(rows, heads), out.view(out.size(0), heads, out.shape[1:].numel() // heads)
     given = [t.numpy() for t in (indptr, columns, table, weight.to(table.dtype).contiguous())]
-    run = RowRun(indptr, Chunk(0, columns.numel(), 0, out.size(0)), columns, slice(0, columns.numel()))
+    run = RowRun(indptr, Chunk(0, columns.numel(), 0, out.size(0)), columns, None)
     loops = numba_loops_for(rows)
     assert loops is not None
     loop, into, num_edges = loops.add_scaled, target.numpy(), columns.numel()

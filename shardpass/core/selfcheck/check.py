@@ -12,6 +12,7 @@ no difference; it finds those that every graph shows.
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
@@ -95,6 +96,7 @@ def check_model(
                 verdict = clean.submit(_verdict, frontend, pristine, comm, args, kwargs, options, method).result()
         finally:
             comm.order.alone = False
+        gc.collect()  # copies of modules hang together in cycles, with all their parameters and gradients
     refusal, warning = comm.all_gather_object(verdict, "self-check: verdict")[chosen]
     if refusal:
         raise RefusedError(refusal)

@@ -109,7 +109,7 @@ class Edges:
             if known.shape == chosen.shape and torch.equal(known, chosen):
                 return shards
         found = build_shards(self.src_rows[chosen], self.dst_rows[chosen], self.plan.blocks, self.plan.num_dst)
-        rows = tuple(replace(shard, edge_rows=chosen[shard.edge_rows]) for shard in found.shards)
+        rows = tuple(replace(shard, rows=chosen[shard.edge_rows]) for shard in found.shards)
         shards = EdgeShards(rows, found.num_dst, self.num)
         self._subsets[:] = [*self._subsets[-7:], (chosen.clone(), shards)]
         return shards
