@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from rich.console import Console
@@ -53,6 +53,11 @@ def infer_rank(comm: Communicator, config: InferConfig) -> list[str]:
     """Infer as one rank of `comm`; the files written. Collective."""
     torch.set_num_threads(config.threads)
     graph = sp.load(config.store, comm, sp.Options(mode=config.mode))
+    if not graph.is_homogeneous:
+        raise ValueError(
+            f"the store {config.store} has several types, {graph.node_types}: shardpass infer takes graphs of one; "
+            f"call shardpass.infer in a script"
+        )
     if "x" not in graph.node:
         raise ValueError(
             f"the store {config.store} has no node features: no field 'x' (fields: {', '.join(graph.node)})"
@@ -98,20 +103,39 @@ def _function(name: str) -> Callable[[sp.ShardedGraph], nn.Module]:
 
 def _load_weights(path: Path, comm: Communicator, model: nn.Module, graph: sp.ShardedGraph) -> None:
     if path.suffix in (".pt", ".pth", ".bin"):
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        _load_state(path, model, state)
+        _load_state(path, model, _readable(path, lambda: torch.load(path, map_location="cpu", weights_only=True)))
     elif _is_checkpoint(path):
         sp.load_checkpoint(path, comm, model, graph=graph)
     else:
-        _load_state(path, model, require("safetensors.torch", "store", "shardpass infer").load_file(path))
+        load_file = require("safetensors.torch", "store", "shardpass infer").load_file
+        _load_state(path, model, _readable(path, lambda: load_file(path)))
+
+
+def _readable(path: Path, read: Callable[[], Any]) -> Any:
+    try:
+        return read()
+    except Exception as error:  # libraries raise errors of many kinds here
+        words = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"--weights {path} cannot be read: {words}. Expected a checkpoint of shardpass train, or a state_dict as "
+            f".safetensors, or as .pt by torch.save(model.state_dict(), path)"
+        ) from error
 
 
 def _is_checkpoint(path: Path) -> bool:
-    with require("safetensors", "store", "shardpass infer").safe_open(path, "pt") as file:
-        return "shardpass" in (file.metadata() or {})
+    safe_open = require("safetensors", "store", "shardpass infer").safe_open
+
+    def header() -> dict[str, str]:
+        with safe_open(path, "pt") as file:
+            return file.metadata() or {}
+
+    return "shardpass" in _readable(path, header)
 
 
-def _load_state(path: Path, model: nn.Module, state: dict[str, Tensor]) -> None:
+def _load_state(path: Path, model: nn.Module, state: Any) -> None:
+    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+        held = f"a dict with {', '.join(map(str, state))}" if isinstance(state, dict) else f"a {type(state).__name__}"
+        raise ValueError(f"--weights {path} holds {held}; expected a state_dict, tensors by the names of the model")
     try:
         model.load_state_dict(state)
     except (RuntimeError, TypeError, AttributeError) as error:

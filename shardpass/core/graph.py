@@ -115,9 +115,10 @@ class ShardedGraph:
         num_classes: int | None = None,
         fingerprint: str = "",
         partition_fingerprint: str = "",
+        contents: str = "",
     ) -> None:
         self.comm, self.options, self.ownership = comm, options, ownership
-        self.fingerprint, self.partition_fingerprint = fingerprint, partition_fingerprint
+        self.fingerprint, self.partition_fingerprint, self.contents = fingerprint, partition_fingerprint, contents
         self.relations = relations
         self._node_ids, self._node_fields = node_ids, node_fields
         self._total_edges, self._num_classes = total_edges, num_classes

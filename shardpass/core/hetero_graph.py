@@ -130,6 +130,7 @@ class ShardedHeteroGraph(ShardedGraph):
         num_classes: dict[NodeType, int],
         fingerprint: str = "",
         partition_fingerprint: str = "",
+        contents: str = "",
     ) -> None:
         super().__init__(
             comm,
@@ -141,6 +142,7 @@ class ShardedHeteroGraph(ShardedGraph):
             total_edges=total_edges,
             fingerprint=fingerprint,
             partition_fingerprint=partition_fingerprint,
+            contents=contents,
         )
         self._nodes = {
             kind: OwnNodes(kind, node_fields[kind], node_ids[kind], owned.num_total, num_classes.get(kind))

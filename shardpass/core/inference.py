@@ -15,9 +15,11 @@ from torch import Tensor, nn
 
 from shardpass import errors
 from shardpass.backends.communicator import Communicator
-from shardpass.core.checkpoint_file import digest
+from shardpass.core.gradients import alike
 from shardpass.core.graph import ShardedGraph
 from shardpass.core.journal import Journal
+from shardpass.core.ownership import NodeType
+from shardpass.core.sameness import same_arguments, same_model, same_tensor
 
 _CHUNK_BYTES = 1 << 24
 
@@ -29,28 +31,32 @@ def infer(
     *args: Any,
     overwrite: bool = False,
     progress: Callable[[str], None] | None = None,
+    node_type: NodeType | None = None,
 ) -> list[Path]:
     """Write what `model` gives for every node of the graph, in the original node order, as ``.npy``. Collective.
 
     The model runs in evaluation mode without gradients, so no rank holds more than its own rows of the layers at hand
     and a block of fetched ones. The result of every sharded call is kept beside the output until that is complete:
-    where a run is ended, the next one with the same model, inputs and ranks goes on from there.
+    where a run is ended, the next one with the same model, inputs and ranks goes on from there. Ranks agree first that
+    they have the same parameters.
 
     Args:
         model: wrapped by `pyg.wrap` or `dgl.wrap`, with its parameters loaded. One that was trained elsewhere fits.
         graph: of whose nodes.
         path: the file to write, which every rank must reach. Where the model returns a dict by node type, there is one
             file per type: ``logits.npy`` becomes ``logits.paper.npy``.
-        args: what the model is called with; ``(graph.x, graph)`` if nothing is given.
+        args: what the model is called with; ``(graph.x, graph)`` if nothing is given, of a graph of several types
+            ``(graph.x_dict, graph)``.
         overwrite: replace a file that is there.
         progress: told the name of each layer as it begins.
+        node_type: of whose nodes the rows are, where the model returns one tensor and the graph has several types.
 
     Returns:
         The files written, ``[total_nodes, ...]`` each. `numpy.load` with ``mmap_mode="r"`` opens them without reading.
 
     Raises:
         FileExistsError: there is such a file (on every rank, as all errors here).
-        ValueError: the model is not wrapped, or does not return rows of own nodes.
+        ValueError: the model is not wrapped, has other parameters on some rank, or does not return rows of own nodes.
         OSError: a rank cannot write.
     """
     errors.require("safetensors", "store", "infer")
@@ -58,7 +64,9 @@ def infer(
     if not getattr(model, "_shardpass_wrapped", False):
         raise ValueError("infer takes a wrapped model: call shardpass.pyg.wrap(model, comm), or dgl.wrap, first")
     _on_all(comm, lambda: _refuse_existing(path, overwrite))
-    args = args or (graph.x, graph)
+    _on_all(comm, lambda: graph.ids_of(node_type) if node_type is not None else None)
+    args = args or (graph.x if graph.is_homogeneous else graph.x_dict, graph)
+    _same_parameters(model, comm)
     fingerprint = _fingerprint(model, graph, args)
     journal = Journal(path.with_name(f".{path.name}.partial"), comm, fingerprint, progress)
     with _evaluating(model), torch.no_grad():
@@ -67,7 +75,7 @@ def infer(
             found = model(*args)
         finally:
             comm.order.journal = None
-    rows = _on_all(comm, lambda: _rows_by_type(graph, found, path, overwrite))
+    rows = _on_all(comm, lambda: _rows_by_type(graph, found, path, overwrite, node_type))
     for target, (values, ids, total) in rows.items():
         _write(comm, target, values, ids, total)
     journal.remove()
@@ -75,27 +83,31 @@ def infer(
 
 
 def _refuse_existing(path: Path, overwrite: bool) -> None:
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder: give the name of a file")
     if path.exists() and not overwrite:
         raise FileExistsError(f"{path} exists: give another name, or overwrite=True")
 
 
+def _same_parameters(model: nn.Module, comm: Communicator) -> None:
+    """Refuse parameters that were loaded on some ranks only, after `wrap`. Collective."""
+    every = comm.all_gather_object([[name, same_tensor(value)] for name, value in alike(model)], "infer: parameters")
+    for rank, found in enumerate(every):
+        other = next((mine[0] for mine, theirs in zip(every[0], found) if mine != theirs), None)
+        if other is not None:
+            raise ValueError(
+                f"infer: parameter {other!r} has other values on rank {rank} than on rank 0; load the same weights on "
+                f"every rank, or before wrap, which takes those of rank 0"
+            )
+
+
 def _fingerprint(model: nn.Module, graph: ShardedGraph, args: tuple[Any, ...]) -> str:
     """Of all that this rank's rows depend on. Collective: of the other ranks as well."""
-    parts = [str(model), str(getattr(graph, "partition_fingerprint", None)), str(graph.comm.size)]
-    parts += [f"{name} {digest(value.detach().cpu())}" for name, value in _tensors(model.state_dict())]
-    parts += [f"argument {name} {digest(value.detach().cpu())}" for name, value in _tensors(dict(enumerate(args)))]
-    parts += [repr(value) for value in args if not isinstance(value, (Tensor, dict, ShardedGraph))]
+    parts = [graph.partition_fingerprint, graph.contents, str(graph.comm.size), str(graph.options.wire_dtype)]
+    parts += [*same_model(model), *same_arguments(args, graph)]
     mine = hashlib.sha256("\n".join(parts).encode()).hexdigest()
     every = graph.comm.all_gather_object(mine, "infer: fingerprints")
     return hashlib.sha256("".join(every).encode()).hexdigest()
-
-
-def _tensors(values: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    for name, value in values.items():
-        if isinstance(value, dict):
-            yield from _tensors(value, f"{prefix}{name}.")
-        elif type(value) in (Tensor, nn.Parameter):
-            yield f"{prefix}{name}", value
 
 
 @contextmanager
@@ -112,11 +124,22 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 Rows = dict[Path, tuple[Tensor, Tensor, int]]
 
 
-def _rows_by_type(graph: ShardedGraph, found: Any, path: Path, overwrite: bool) -> Rows:
+def _rows_by_type(graph: ShardedGraph, found: Any, path: Path, overwrite: bool, node_type: NodeType | None) -> Rows:
     """By file: own rows, their original ids, and how many rows all ranks have."""
     if isinstance(found, Tensor):
-        by_type: dict[Path, tuple[Any, Any]] = {path: (None, found)}
+        if node_type is None and len(graph.node_types) > 1:
+            raise ValueError(
+                f"infer: the model returned one tensor, and the graph has several node types: say of which its rows "
+                f"are, node_type=...; types: {graph.node_types}"
+            )
+        by_type: dict[Path, tuple[Any, Any]] = {path: (node_type, found)}
     elif isinstance(found, dict):
+        unknown = [name for name in found if name not in graph.node_types]
+        if unknown:
+            raise ValueError(
+                f"infer: the model returned a dict with the key {unknown[0]!r}; expected node types of the graph: "
+                f"{graph.node_types}"
+            )
         by_type = {path.with_suffix(f".{name}.npy"): (name, value) for name, value in found.items()}
     else:
         kind = type(found).__name__

@@ -36,7 +36,7 @@ class Journal:
         self, folder: Path, comm: Communicator, fingerprint: str, progress: Callable[[str], None] | None = None
     ) -> None:
         """Collective: ranks agree how many calls every one of them has."""
-        self._progress = progress
+        self._progress, self._device = progress, comm.device
         self.folder = folder / f"rank-{comm.rank}"
         head = json.dumps({"fingerprint": fingerprint, "ranks": comm.size})
         title = self.folder / "journal.json"
@@ -44,11 +44,15 @@ class Journal:
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder.mkdir(parents=True)
             title.write_text(head)
+        if comm.rank == 0:
+            for other in folder.glob("rank-*"):  # what an ended run on more ranks left
+                if int(other.name.removeprefix("rank-")) >= comm.size:
+                    shutil.rmtree(other, ignore_errors=True)
         kept = 0
         while (self.folder / _ENTRY.format(kept)).exists():
             kept += 1
         self.num_known = min(count for (count,) in agree(comm, "journal: calls kept", [kept]))
-        self._next, self._device = 0, comm.device
+        self._next = 0
 
     def result(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
         """What the next call returns, ``[num_own, ...]``: read if every rank has it, else computed and written."""

@@ -49,6 +49,7 @@ def load(path: str | Path, comm: Communicator, options: Options | None = None) -
         "total_edges": dict(store.manifest.num_edges),
         "fingerprint": store.manifest.graph_fingerprint,
         "partition_fingerprint": store.manifest.partition_fingerprint,
+        "contents": _contents(store),
     }
     share = (comm, options, ownership, data.node_ids, fields, relations)
     if list(ownership) == [NODE] and list(relations) == [EDGE]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from shardpass.core.units import parse_bytes
 from shardpass.data import keys
 from shardpass.data.atomic import check_target, new_directory, scratch_directory
 from shardpass.data.file_rows import FileRows, blocks
@@ -38,7 +39,7 @@ def partition(
     overwrite: bool = False,
     progress: Callable[[str, int, int], None] | None = None,
     passes: int = PASSES,
-    memory_bytes: int = MEMORY_BYTES,
+    memory_bytes: str | float = MEMORY_BYTES,
 ) -> Manifest:
     """The manifest of the store that was written to `path`: the graph, cut into parts. Run it in one process.
 
@@ -64,7 +65,8 @@ def partition(
         progress: called as `progress(stage, done, total)`, with the stages "read", "count", "bucket", "assign", "sort"
             and "write"; not every source and method has all of them.
         passes: of "fennel" and "ldg" over all nodes; more cut fewer edges.
-        memory_bytes: for the edges of a graph in files; the edges into one node are never divided.
+        memory_bytes: for the edges of a graph in files, a number or as ``"4GiB"``; the edges into one node are never
+            divided.
 
     Raises:
         StoreError: when something is at `path` already.
@@ -73,12 +75,14 @@ def partition(
     target = Path(os.path.abspath(path))
     if parts is not None:
         parts = operator.index(parts)
-    if memory_bytes < 1:
-        raise ValueError(f"memory_bytes is {memory_bytes}; expected a positive number of bytes")
+    try:
+        num_bytes = parse_bytes(memory_bytes)
+    except ValueError as error:
+        raise ValueError(f"memory_bytes: {error}") from None
     report = progress or (lambda stage, done, total: None)
     check_target(target, overwrite)
     with scratch_directory(target) as scratch:
-        budget = Budget(scratch, memory_bytes, report)
+        budget = Budget(scratch, num_bytes, report)
         report("read", 0, 1)
         files = stream_files(data)
         graph = read(data if files is None else files.open(budget))

@@ -73,3 +73,13 @@ def test_what_does_not_exist(store: Path, tmp_path: Path) -> None:
     assert "--model is one of" in refused(
         "infer", store, tmp_path / "a.npy", "--weights", tmp_path / "w.pt", "--model", "mlp"
     )
+
+
+def test_weights_that_cannot_be_read(store: Path, tmp_path: Path) -> None:
+    for name in ("w.pt", "w.safetensors"):
+        (tmp_path / name).write_text("neither")
+        told = refused("infer", store, tmp_path / "a.npy", "--weights", tmp_path / name)
+        assert "cannot be read" in told and "torch.save(model.state_dict(), path)" in told
+    torch.save({"model": {}, "epoch": 3}, tmp_path / "both.pt")
+    told = refused("infer", store, tmp_path / "a.npy", "--weights", tmp_path / "both.pt")
+    assert "holds a dict with model, epoch; expected a state_dict" in told

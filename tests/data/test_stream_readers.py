@@ -87,9 +87,9 @@ def test_text_fields_and_large_ids(tmp_path, npy):
         stored(streamed(npy, path), tmp_path)
 
 
-@pytest.mark.parametrize("names", [("src", "dst"), ("target", "source"), ("u", "v")])
+@pytest.mark.parametrize("names", [("src", "dst"), ("target", "source"), ("DST_ID", "SRC_ID"), ("u", "v")])
 def test_parquet(tmp_path, npy, names):
-    ends = dict(zip(names, EDGES if names[0] != "target" else EDGES[::-1]))
+    ends = dict(zip(names, EDGES if names[0] not in ("target", "DST_ID") else EDGES[::-1]))
     path = write_parquet(tmp_path / "e.parquet", **ends, weight=WEIGHTS)
     x = write_parquet(tmp_path / "x.parquet", id=range(5), a=X[:, 0], b=X[:, 1])
     y = write_parquet(tmp_path / "y.parquet", label=Y)
@@ -138,6 +138,8 @@ def test_fields_are_dropped(tmp_path, npy):
         ("0,1\n1,\n", r"e\.csv, line 2: found ''; expected an integer"),
         ("0,1,0.5\n1,2,x\n", r"e\.csv, line 2: found 'x'; expected a number"),
         ("0,1,2,3\n", r"e\.csv has 4 columns; expected source, destination"),
+        ("dst,src\n0,1\n", r"e\.csv has the columns dst, src; expected source, destination .* in this order"),
+        ('"weight","src","dst"\n1,0,1\n', r"e\.csv has the columns \"weight\", \"src\", \"dst\"; exp"),
         ("0,1\n-3,2\n", r"e\.csv: source ids .*: -3 at position 1 is outside the valid interval \[0, 5\)"),
         ("0,1\n3,5\n", r"e\.csv: destination ids .*: 5 at position 1 is outside the valid interval \[0, 5\)"),
         ("0,99999999999999999999\n", r"e\.csv, line 1: found '99999999999999999999'; expected an integer"),
@@ -200,6 +202,7 @@ def test_wrong_parquet(tmp_path, npy):
         ({"src": [0, 1, 2, None], "dst": [1, 1, 1, 1]}, r"e\.parquet, column 'src', row 3: there is no value"),
         ({"src": [0.0, 1.0], "dst": [1, 1]}, r"e\.parquet, column 'src', row 0: float64; expected integers"),
         ({"src": ["a"], "dst": [1]}, r"e\.parquet, column 'src': string; expected numbers"),
+        ({"dst": [0], "a": [1]}, r"has the columns \['dst', 'a'\]; expected two of node ids \(src and dst\)"),
         ({"src": [0], "dst": [1], "time": [3]}, r"has the columns \['src', 'dst', 'time'\]; expected two of node ids"),
         ({"src": [0, 7], "dst": [1, 1]}, r"e\.parquet: source ids .*: 7 at position 1 is outside"),
     ]

@@ -217,7 +217,7 @@ def test_wrong_passes_and_progress(tmp_path):
     graph = files(tmp_path, 50, random_edges(50, 300))
     with pytest.raises(ValueError, match="0 passes; expected at least 1"):
         partition(stream_edge_list(**graph), tmp_path / "store", 2, "ldg", passes=0)
-    with pytest.raises(ValueError, match="memory_bytes is 0; expected a positive number"):
+    with pytest.raises(ValueError, match="memory_bytes: expected a number of bytes such as '6GiB'"):
         partition(stream_edge_list(**graph), tmp_path / "store", 2, "ldg", memory_bytes=0)
     seen: dict[str, list[tuple[int, int]]] = {}
     partition(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -19,24 +21,22 @@ import torch_geometric.nn as gnn
 
 import shardpass as sp
 from shardpass.testing.graphs import assignments, awkward_graph, shard_in_memory
+from shardpass.testing.hetero import awkward_hetero_graph, hetero_assignments, shard_hetero_in_memory
 
 GRAPH = awkward_graph(channels=5)
 
 
 class Net(nn.Module):
-    """Layers of several kinds; `fail_after` calls of the second, it stops."""
+    """Layers of several kinds."""
 
     def __init__(self):
         super().__init__()
         self.first, self.norm = gnn.SAGEConv(5, 8), gnn.BatchNorm(8)
         self.second, self.last = gnn.GATv2Conv(8, 4, heads=2), gnn.GCNConv(8, 3)
-        self.stop = False
 
     def forward(self, x, edge_index):
         x = self.norm(self.first(x, edge_index)).relu()
         x = torch.dropout(self.second(x, edge_index), 0.5, self.training)
-        if self.stop:
-            raise RuntimeError("stopped by the test")
         return self.last(x, edge_index)
 
 
@@ -50,7 +50,12 @@ def trained():
         return model.state_dict(), model(GRAPH.node["x"], GRAPH.edge_index)
 
 
-def rank(comm, state, path, mode="sar", stop=False, change=None, **options):
+def stopped(*_):
+    raise RuntimeError("stopped by the test")
+
+
+def rank(comm, state, path, mode="sar", stop=None, change=None, **options):
+    """`stop` runs before the last layer."""
     owners = assignments(GRAPH.num_nodes, comm.size, GRAPH.edge_index)["random"]
     graph = shard_in_memory(GRAPH, owners, comm, sp.Options(mode=mode))
     model = Net().double()
@@ -58,7 +63,8 @@ def rank(comm, state, path, mode="sar", stop=False, change=None, **options):
     if change is not None:
         change(model)
     sp.pyg.wrap(model, comm, check=False).train()
-    model.stop = stop
+    if stop is not None:
+        model.last.register_forward_pre_hook(stop)
     before = comm.bytes_sent
     written = sp.infer(model, graph, path, **options)
     assert model.training and all(module.training for module in model.modules())
@@ -82,7 +88,7 @@ def test_an_ended_run_goes_on_and_gives_the_same_file(tmp_path):
     whole, path = tmp_path / "whole.npy", tmp_path / "logits.npy"
     (_, all_bytes), *_ = sp.spawn(lambda comm: rank(comm, state, whole), 2)
     with pytest.raises(RuntimeError, match="stopped by the test"):
-        sp.spawn(lambda comm: rank(comm, state, path, stop=True), 2)
+        sp.spawn(lambda comm: rank(comm, state, path, stop=stopped), 2)
     assert not path.exists()
     (_, rest), *_ = sp.spawn(lambda comm: rank(comm, state, path), 2)
     assert 0 < rest < all_bytes  # the first two layers were not fetched again
@@ -99,9 +105,92 @@ def test_another_model_does_not_go_on_from_it(tmp_path):
             model.first.lin_l.weight.add_(1)
 
     with pytest.raises(RuntimeError, match="stopped by the test"):
-        sp.spawn(lambda comm: rank(comm, state, path, stop=True, change=change), 2)
+        sp.spawn(lambda comm: rank(comm, state, path, stop=stopped, change=change), 2)
     sp.spawn(lambda comm: rank(comm, state, path), 2)
     assert np.abs(np.load(path) - logits.numpy()).max() < 1e-10
+
+
+class Scaled(nn.Module):
+    """Between its layers stands what neither weights nor the printed model show."""
+
+    def __init__(self, slope=0.1):
+        super().__init__()
+        self.first, self.second, self.last = gnn.SAGEConv(5, 4), gnn.SAGEConv(4, 4), gnn.SAGEConv(4, 3)
+        self.slope = slope
+
+    def forward(self, inputs, edge_index):
+        x = nn.functional.leaky_relu(self.first(inputs[0], edge_index), self.slope)
+        return self.last(self.second(x, edge_index), edge_index)
+
+
+def changed_code(self, inputs, edge_index):
+    return self.last(self.second(self.first(inputs[0], edge_index).relu(), edge_index), edge_index)
+
+
+@pytest.mark.parametrize("change", ["a setting", "the code", "an input"])
+def test_another_computation_does_not_go_on_from_it(change, tmp_path, monkeypatch):
+    torch.manual_seed(2)
+    state, path = Scaled().double().state_dict(), tmp_path / "logits.npy"
+
+    def work(comm, stop, slope=0.1, factor=1.0):
+        owners = assignments(GRAPH.num_nodes, comm.size, GRAPH.edge_index)["random"]
+        graph = shard_in_memory(GRAPH, owners, comm, sp.Options())
+        model = Scaled(slope).double()
+        model.load_state_dict(state)
+        sp.pyg.wrap(model, comm, check=False)
+        if stop:
+            model.last.register_forward_pre_hook(stopped)
+        graph.x[-1] *= factor
+        sp.infer(model, graph, path, [graph.x], graph)
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="stopped by the test"):
+        if change == "the code":
+            patch.setattr(Scaled, "forward", changed_code)
+        other = {"a setting": {"slope": 0.2}, "an input": {"factor": 2.0}}.get(change, {})
+        sp.spawn(lambda comm: work(comm, True, **other), 2)
+    model = Scaled().double()
+    model.load_state_dict(state)
+    sp.spawn(lambda comm: work(comm, False), 2)
+    whole = model([GRAPH.node["x"]], GRAPH.edge_index)
+    assert np.abs(np.load(path) - whole.detach().numpy()).max() < 1e-10
+
+
+def test_what_a_model_is_reads_the_same_in_every_process():
+    code = (
+        "import torch; from tests.frontends.test_inference import Net; from shardpass.core.sameness import same_model; "
+        "torch.manual_seed(0); print(list(same_model(Net())))"
+    )
+
+    def run(seed):
+        path = os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])
+        environment = {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": seed}
+        return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True).stdout
+
+    assert run("1") == run("2")
+
+
+def test_weights_on_one_rank_only_are_refused(tmp_path):
+    state, _ = trained()
+
+    def work(comm):
+        owners = assignments(GRAPH.num_nodes, comm.size, GRAPH.edge_index)["random"]
+        graph = shard_in_memory(GRAPH, owners, comm, sp.Options())
+        model = sp.pyg.wrap(Net().double(), comm, check=False)
+        if comm.rank == 0:
+            model.load_state_dict(state)
+        with pytest.raises(ValueError, match=r"'first.lin_l.weight' has other values on rank 1 than on rank 0"):
+            sp.infer(model, graph, tmp_path / "logits.npy")
+
+    sp.spawn(work, 2)
+
+
+def test_what_an_ended_run_on_more_ranks_left_is_removed(tmp_path):
+    state, _ = trained()
+    path = tmp_path / "logits.npy"
+    with pytest.raises(RuntimeError, match="stopped by the test"):
+        sp.spawn(lambda comm: rank(comm, state, path, stop=stopped), 3)
+    sp.spawn(lambda comm: rank(comm, state, path), 2)
+    assert os.listdir(tmp_path) == ["logits.npy"]
 
 
 def test_a_file_is_not_overwritten_unasked(tmp_path):
@@ -138,6 +227,33 @@ def test_a_dict_by_type_gives_a_file_per_type(tmp_path):
     assert np.abs(np.load(tmp_path / "logits.node.npy") - logits.numpy()).max() < 1e-10
 
 
+def test_rows_of_one_of_several_types(tmp_path):
+    whole, path = awkward_hetero_graph(), tmp_path / "papers.npy"
+    kind = ("author", "writes", "paper")
+
+    class Papers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = gnn.SAGEConv((5, 5), 3)
+
+        def forward(self, x_dict, edge_index_dict):
+            return self.conv((x_dict["author"], x_dict["paper"]), edge_index_dict[kind])
+
+    model = Papers().double()
+    expected = model({name: fields["x"] for name, fields in whole.node.items()}, whole.edges).detach()
+
+    def work(comm, **options):
+        graph = shard_hetero_in_memory(whole, hetero_assignments(whole, comm.size)["random"], comm)
+        return sp.infer(sp.pyg.wrap(copy.deepcopy(model), comm, check=False), graph, path, **options)
+
+    with pytest.raises(ValueError, match="several node types: say of which its rows are"):
+        sp.spawn(work, 2)
+    with pytest.raises(ValueError, match="node_type='book'; expected one of"):
+        sp.spawn(lambda comm: work(comm, node_type="book"), 2)
+    sp.spawn(lambda comm: work(comm, node_type="paper"), 2)
+    assert np.abs(np.load(path) - expected.numpy()).max() < 1e-10
+
+
 def test_progress_names_the_layers(tmp_path):
     state, _ = trained()
     told = []
@@ -161,6 +277,8 @@ def test_what_is_refused(tmp_path):
         pooled = sp.pyg.wrap(Pooled().double(), comm, check=False)
         with pytest.raises(ValueError, match="one per own node"):
             sp.infer(pooled, graph, tmp_path / "a.npy")
+        with pytest.raises(OSError, match="is a folder"):
+            sp.infer(pooled, graph, tmp_path, overwrite=True)
 
     sp.spawn(alone, 1)
 
@@ -176,18 +294,11 @@ def test_a_killed_run_goes_on(tmp_path):
         import shardpass as sp
         from tests.frontends.test_inference import rank, trained
 
-        def work(comm, path, kill):
-            if kill:
-                from tests.frontends import test_inference
-                test_inference.Net.forward = killed(test_inference.Net.forward)
-            return rank(comm, trained()[0], path)[1]
+        def kill(*_):
+            os.kill(os.getpid(), signal.SIGKILL)
 
-        def killed(forward):
-            def run(self, x, edge_index):
-                if not self.training and hasattr(edge_index, "plan"):
-                    self.last.register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-                return forward(self, x, edge_index)
-            return run
+        def work(comm, path, killed):
+            return rank(comm, trained()[0], path, stop=kill if killed else None)[1]
 
         if __name__ == "__main__":
             print(sp.spawn(work, 2, "processes", args=(sys.argv[1], sys.argv[2] == "kill")))
@@ -202,7 +313,10 @@ def test_a_killed_run_goes_on(tmp_path):
     assert run("logits.npy", True).returncode != 0
     assert not (tmp_path / "logits.npy").exists()
     assert (tmp_path / ".logits.npy.partial").exists()
+    sent = []
     for name in ("logits.npy", "whole.npy"):
         done = run(name, False)
         assert done.returncode == 0, done.stderr
+        sent.append(sum(map(int, re.findall(r"\d+", done.stdout))))
+    assert 0 < sent[0] < sent[1]  # the first two layers were not fetched again
     assert (tmp_path / "logits.npy").read_bytes() == (tmp_path / "whole.npy").read_bytes()

@@ -11,7 +11,7 @@ import numpy as np
 
 from shardpass.data.raw import EDGE, NODE, EdgeArrays, RawGraph
 from shardpass.data.readers.mapping import count_nodes
-from shardpass.data.readers.text import delimiter_of, header_and_columns
+from shardpass.data.readers.text import delimiter_of, edge_columns
 from shardpass.data.rows import as_tensor
 
 
@@ -85,11 +85,9 @@ def _load_edges(edges: Any) -> tuple[EdgeArrays, Any]:
 def _load_text(path: Path) -> tuple[Any, Any]:
     """The first two columns [num_edges, 2] and the third of a text file (None if there is none)."""
     delimiter = delimiter_of(path)
-    skip, columns = header_and_columns(path)
+    skip, columns = edge_columns(path)
     if columns == 0:
         return as_tensor(np.empty((0, 2), dtype=np.int64), "edges"), None
-    if columns not in (2, 3):
-        raise ValueError(f"{path} has {columns} columns; expected source, destination and perhaps a weight")
     try:
         # ids as integers: through floats those above 2**53 would change
         table = np.loadtxt(path, np.int64, delimiter=delimiter, skiprows=skip, usecols=(0, 1), ndmin=2)

@@ -14,7 +14,7 @@ from shardpass.data.file_rows import FileRows, RowWriter
 from shardpass.data.raw import EDGE, NODE, EdgeArrays, RawGraph
 from shardpass.data.readers.mapping import count_nodes
 from shardpass.data.readers.parquet import parquet_edges, parquet_rows
-from shardpass.data.readers.text import header_and_columns, is_text, table_blocks
+from shardpass.data.readers.text import edge_columns, header_and_columns, is_text, table_blocks
 from shardpass.data.streaming.budget import Budget
 
 PathLike = str | os.PathLike[str]
@@ -75,11 +75,11 @@ def stream_edge_list(
 
     Args:
         edges: `.npy` of integers [2, num_edges] or [num_edges, 2], source first; `.csv` (commas; a header line is
-            skipped) or `.txt` (blanks; `#` begins a comment), perhaps compressed as `.gz`, with the weight of the edge
-            as third column if there is one; `.parquet`, or a folder of such files, with the columns src and dst (or
-            source and target, or any two) and perhaps weight. Or a folder that holds all: ``edges``, ``x`` or
-            ``features``, ``y`` or ``labels``, ``train_mask``, ``val_mask``, ``test_mask`` and ``weights``, each with
-            one of these suffixes.
+            skipped, but names such as dst and src must be in order) or `.txt` (blanks; `#` begins a comment), perhaps
+            compressed as `.gz`, with the weight of the edge as third column if there is one; `.parquet`, or a folder of
+            such files, with the columns src and dst (or source and target, or any two) and perhaps weight. Or a folder
+            that holds all: ``edges``, ``x`` or ``features``, ``y`` or ``labels``, ``train_mask``, ``val_mask``,
+            ``test_mask`` and ``weights``, each with one of these suffixes.
         features: becomes `x`, [num_nodes, ...]: `.npy`, `.parquet` (a column of lists, or one column per channel; a
             column id must count from 0) or `.csv`.
         labels: becomes `y`, [num_nodes]; -1 for unlabelled nodes.
@@ -166,9 +166,7 @@ def text_rows(path: Path, budget: Budget) -> FileRows:
 
 
 def _text_edges(path: Path, budget: Budget) -> tuple[EdgeArrays, FileRows | None]:
-    skip, columns = header_and_columns(path)
-    if columns not in (0, 2, 3):
-        raise ValueError(f"{path} has {columns} columns; expected source, destination and perhaps a weight")
+    skip, columns = edge_columns(path)
     kind = np.dtype([("src", np.int64), ("dst", np.int64), ("weight", np.float32)][: columns or 2])
     writers = {name: RowWriter(budget.file(), kind[name], origin=path) for name in kind.names or ()}
     for table in table_blocks(path, kind, skip, budget.report):

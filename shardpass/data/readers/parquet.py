@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from shardpass.data.file_rows import FileRows, RowWriter
+from shardpass.data.readers.column_names import in_order, place_of
 from shardpass.data.streaming.budget import Budget
 from shardpass.errors import require
 
 _BATCH_ROWS = 1 << 16
 _IDS = ("id", "node_id", "nid")
-_ENDS = (("src", "dst"), ("source", "target"), ("source", "destination"), ("from", "to"))
 _WEIGHTS = ("weight", "edge_weight")
 
 
@@ -77,9 +77,11 @@ def parquet_edges(path: Path, budget: Budget) -> tuple[FileRows, FileRows, FileR
         ValueError: columns that cannot be told apart, ids that are no integers; and as `parquet_columns`.
     """
     names = column_names(path)
-    ends = next((list(pair) for pair in _ENDS if set(pair) <= set(names)), names[:2])
     weights = [name for name in names if name in _WEIGHTS]
-    if len(ends) != 2 or set(names) != {*ends, *weights} or len(weights) > 1:
+    ends = [name for name in names if name not in weights]
+    if [place_of(name) for name in ends] == [1, 0]:
+        ends.reverse()
+    if len(ends) != 2 or not in_order(ends) or len(weights) > 1:
         raise ValueError(
             f"{path} has the columns {names}; expected two of node ids (src and dst) and perhaps one named weight"
         )

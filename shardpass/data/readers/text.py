@@ -13,6 +13,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from shardpass.data.readers.column_names import in_order
 from shardpass.data.streaming.budget import Report
 
 _BLOCK_BYTES = 4 << 20
@@ -43,6 +44,26 @@ def header_and_columns(path: Path) -> tuple[int, int]:
                 continue
             return int(header), len(words)
     return 0, 0
+
+
+def edge_columns(path: Path) -> tuple[int, int]:
+    """As `header_and_columns`, of an edge list.
+
+    Raises:
+        ValueError: other columns than source, destination and perhaps a weight, or names in another order.
+    """
+    skip, columns = header_and_columns(path)
+    if columns not in (0, 2, 3):
+        raise ValueError(f"{path} has {columns} columns; expected source, destination and perhaps a weight")
+    if skip:
+        with open(path, "rb") as raw, _as_text(path, raw) as file:
+            names = file.readline().split(delimiter_of(path))
+        if not in_order(names):
+            raise ValueError(
+                f"{path} has the columns {', '.join(name.strip() for name in names)}; expected source, destination and "
+                f"perhaps a weight, in this order"
+            )
+    return skip, columns
 
 
 def table_blocks(path: Path, kind: Any, skip: int, report: Report) -> Iterator[np.ndarray]:
