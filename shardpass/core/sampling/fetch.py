@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from shardpass.core.ownership import NodeType
 from shardpass.core.sampling.neighbours import Routed
-from shardpass.core.sampling.source import SampledSource
+from shardpass.core.sampling.structure import SampledSource
 from shardpass.core.sampling.wire import exchange_arrays, exchange_rows
 
 Array = Any
@@ -33,10 +34,13 @@ class RowFetcher:
         self._tensors: dict[NodeType, dict[str, Tensor]] = {}
 
     def _of(self, kind: NodeType) -> dict[str, Tensor]:
+        """What is sent of own nodes of a type."""
         if kind not in self._tensors:  # read on first use: fields may be mapped from files
-            device = self._source.comm.device
-            held = {name: self._source.node_fields[kind][name].detach() for name in self._fields.get(kind, ())}
-            self._tensors[kind] = {**held, IDS: torch.from_numpy(self._source.node_ids[kind]).to(device)}
+            source = self._source
+            held = {name: source.node_fields[kind][name].detach() for name in self._fields.get(kind, ())}
+            if source.parts is None:
+                held[IDS] = torch.from_numpy(source.node_ids[kind]).to(source.comm.device)
+            self._tensors[kind] = held
         return self._tensors[kind]
 
     def fetch(self, ids: Mapping[NodeType, Array]) -> dict[NodeType, dict[str, Tensor]]:
@@ -45,22 +49,36 @@ class RowFetcher:
         Args:
             ids: global ids, int64, for the same types on every rank.
         """
-        comm, types = self._source.comm, list(ids)
-        tensors = [self._of(kind) for kind in types]
+        comm, parts = self._source.comm, self._source.parts
         if comm.size == 1:
-            rows = [torch.from_numpy(ids[kind]).to(comm.device) for kind in types]
+            rows = {kind: torch.from_numpy(chosen).to(comm.device) for kind, chosen in ids.items()}
             return {
-                kind: {name: tensor.index_select(0, chosen) for name, tensor in held.items()}
-                for kind, held, chosen in zip(types, tensors, rows)
+                kind: {name: tensor.index_select(0, chosen) for name, tensor in self._of(kind).items()}
+                for kind, chosen in rows.items()
             }
-        routes = [Routed.of(ids[kind], self._source.ownership[kind]) for kind in types]
-        asked = list(zip(*(route.split(route.rows) for route in routes)))
+        routes = {kind: Routed.of(wanted, self._source.ownership[kind]) for kind, wanted in ids.items()}
+        found = self._ask({kind: route for kind, route in routes.items() if self._of(kind)})
+        if parts is None:
+            return found
+        result = {}
+        for kind, route in routes.items():
+            original = np.empty(len(route.order), dtype=np.int64)
+            held = zip(parts, route.split(route.rows))
+            original[route.order] = np.concatenate([part.node_ids[kind][rows] for part, rows in held])
+            result[kind] = {**found.get(kind, {}), IDS: torch.from_numpy(original).to(comm.device)}
+        return result
+
+    def _ask(self, routes: Mapping[NodeType, Routed]) -> dict[NodeType, dict[str, Tensor]]:
+        if not routes:
+            return {}
+        comm, tensors = self._source.comm, [self._of(kind) for kind in routes]
+        asked = list(zip(*(route.split(route.rows) for route in routes.values())))
         requests = exchange_arrays(comm, asked, "sampling: nodes of a batch")
         send = [[torch.from_numpy(rows).to(comm.device) for rows in request] for request in requests]
-        counts = [[int(route.per_rank[rank]) for route in routes] for rank in range(comm.size)]
+        counts = [[int(route.per_rank[rank]) for route in routes.values()] for rank in range(comm.size)]
         found = exchange_rows(comm, tensors, send, counts, self._wire, "sampling: node fields")
         result: dict[NodeType, dict[str, Tensor]] = {}
-        for i, (kind, route) in enumerate(zip(types, routes)):
+        for i, (kind, route) in enumerate(routes.items()):
             places = torch.from_numpy(route.order).to(comm.device).split(route.per_rank.tolist())
             result[kind] = {}
             for name, tensor in tensors[i].items():

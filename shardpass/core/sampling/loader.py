@@ -13,7 +13,7 @@ from shardpass.core.ownership import EdgeType, NodeType
 from shardpass.core.random import derive_seed
 from shardpass.core.sampling.prefetch import BatchIterator, Work
 from shardpass.core.sampling.seeds import Seeds, deal, number_of_steps, order_of
-from shardpass.core.sampling.source import SampledSource
+from shardpass.core.sampling.structure import SampledSource
 from shardpass.errors import DivergenceError
 
 Array = Any

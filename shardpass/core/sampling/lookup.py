@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from shardpass.core.ownership import NodeType
-from shardpass.core.sampling.source import SampledSource
+from shardpass.core.sampling.structure import SampledSource
 from shardpass.core.sampling.wire import exchange_arrays
 
 Array = Any

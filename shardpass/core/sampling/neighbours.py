@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,10 +12,12 @@ from torch import Tensor
 from shardpass.core.kernels.sampling import draw, draw_weighted, gather, keys_of, loops_if_installed, segments, spread
 from shardpass.core.ownership import EdgeType, NodeType, Ownership
 from shardpass.core.random import derive_seed
-from shardpass.core.sampling.source import SampledSource
+from shardpass.core.sampling.structure import SampledSource, Structure
 from shardpass.core.sampling.wire import exchange_arrays, exchange_rows
 
 Array = Any
+Arrays = list[list[Array]]  # per rank
+Rows = Mapping[NodeType, Array]  # of nodes at their owner
 
 
 class Hop(NamedTuple):
@@ -51,7 +53,8 @@ class Routed(NamedTuple):
     def of(cls, ids: Array, owned: Ownership) -> Routed:
         """`ids` global, int64."""
         offsets = np.array(owned.offsets, dtype=np.int64)
-        owners = np.searchsorted(offsets[1:], ids, side="right")
+        small = np.int16 if owned.num_ranks < 2**15 else np.int64  # sorted by radix, much faster
+        owners = np.searchsorted(offsets[1:], ids, side="right").astype(small)
         order = np.argsort(owners, kind="stable")
         per_rank = np.bincount(owners, minlength=owned.num_ranks)
         return cls(order, per_rank, ids[order] - np.repeat(offsets[:-1], per_rank))
@@ -107,24 +110,14 @@ class Drawer:
             return {}
         if source.comm.size == 1:
             return {
-                kind: self._complete(kind, *self._draw(kind, frontier[kind[2]], fanouts[kind], seed)) for kind in kinds
+                kind: self._complete(kind, *self._draw(source.own, kind, frontier[kind[2]], fanouts[kind], seed))
+                for kind in kinds
             }
         routes = {kind: Routed.of(frontier[kind], source.ownership[kind]) for kind in types}
-        asked = list(zip(*(routes[kind].split(routes[kind].rows) for kind in types)))
-        requests = exchange_arrays(source.comm, asked, "sampling: frontier", self._wire_ids)
-        answers: list[list[Array]] = []
-        places: list[list[Array]] = []
-        for request in requests:
-            rows = dict(zip(types, request))
-            answers.append([])
-            places.append([])
-            for kind in kinds:
-                counts, drawn = self._draw(kind, rows[kind[2]], fanouts[kind], seed)
-                edges = source.edges[kind]
-                answers[-1] += [counts, *gather(drawn, edges.src_ids, edges.edge_ids, self._wire_ids, self.loops)]
-                places[-1].append(drawn)
-        replies = exchange_arrays(source.comm, answers, "sampling: neighbours", self._wire_ids)
-        fields = self._fetch_fields(kinds, places, replies)
+        asked = [dict(zip(types, rows)) for rows in zip(*(routes[kind].split(routes[kind].rows) for kind in types))]
+        wanted = {kind: fanouts[kind] for kind in kinds}
+        replies, edge_rows = (self._ask if source.parts is None else self._read)(asked, wanted, seed)
+        fields = self._fetch_fields(kinds, edge_rows, replies)
         return {
             kind: self._in_frontier_order(
                 routes[kind[2]], [reply[3 * i : 3 * i + 3] for reply in replies], [held[i] for held in fields]
@@ -132,10 +125,50 @@ class Drawer:
             for i, kind in enumerate(kinds)
         }
 
-    def _draw(self, kind: EdgeType, rows: Array, fanout: int, seed: int) -> tuple[Array, Array]:
-        """``(counts, places)`` in the CSR of this rank's edges of a type."""
-        edges = self.source.edges[kind]
-        keys = keys_of(derive_seed(seed, kind), self.source.node_ids[kind[2]][rows])
+    def _ask(self, asked: list[Rows], fanouts: Mapping[EdgeType, int], seed: int) -> tuple[Arrays, Arrays]:
+        """``(replies, edge_rows)``: what each owner draws for its rows, and the own edges drawn for each rank.
+
+        A reply is counts, source ids and edge ids of each edge type. Edges are rows of the own edge tensors, by type;
+        none where no fields are wanted.
+        """
+        comm, types = self.source.comm, list(asked[0])
+        sent = [list(rows.values()) for rows in asked]
+        requests = exchange_arrays(comm, sent, "sampling: frontier", self._wire_ids)
+        own = self.source.own
+        drawn = [self._answer(own, dict(zip(types, request)), fanouts, seed) for request in requests]
+        replies = exchange_arrays(comm, [answer for answer, _ in drawn], "sampling: neighbours", self._wire_ids)
+        return replies, [rows for _, rows in drawn]
+
+    def _read(self, asked: list[Rows], fanouts: Mapping[EdgeType, int], seed: int) -> tuple[Arrays, Arrays]:
+        """As `_ask`, drawn by this rank from the structure of the owners."""
+        parts = self.source.parts or ()
+        drawn = [self._answer(part, rows, fanouts, seed) for part, rows in zip(parts, asked)]
+        edge_rows = [rows for _, rows in drawn]
+        if edge_rows[0]:
+            edge_rows = exchange_arrays(self.source.comm, edge_rows, "sampling: edges drawn", self._wire_ids)
+        return [answer for answer, _ in drawn], edge_rows
+
+    def _answer(
+        self, part: Structure, rows: Rows, fanouts: Mapping[EdgeType, int], seed: int
+    ) -> tuple[list[Array], list[Array]]:
+        """A reply for `rows` of a part, and the edges drawn, see `_ask`."""
+        answer: list[Array] = []
+        edge_rows: list[Array] = []
+        for kind, fanout in fanouts.items():
+            counts, places = self._draw(part, kind, rows[kind[2]], fanout, seed)
+            edges = part.edges[kind]
+            answer += [counts, *gather(places, edges.src_ids, edges.edge_ids, self._wire_ids, self.loops)]
+            if self._with_fields(fanouts):
+                edge_rows.append(edges.rows[places])
+        return answer, edge_rows
+
+    def _with_fields(self, kinds: Iterable[EdgeType]) -> bool:
+        return any(self.edge_fields[kind] for kind in kinds)
+
+    def _draw(self, part: Structure, kind: EdgeType, rows: Array, fanout: int, seed: int) -> tuple[Array, Array]:
+        """``(counts, places)`` in the CSR of a part's edges of a type."""
+        edges = part.edges[kind]
+        keys = keys_of(derive_seed(seed, kind), part.node_ids[kind[2]][rows])
         if self.weighted:
             return draw_weighted(edges.indptr, rows, keys, edges.weights, fanout, self.replace)
         return draw(edges.indptr, rows, keys, fanout, self.replace, self.loops)
@@ -150,17 +183,12 @@ class Drawer:
         }
         return Hop(counts, *gather(places, edges.src_ids, edges.edge_ids, np.int64, self.loops), fields)
 
-    def _fetch_fields(
-        self, kinds: list[EdgeType], places: list[list[Array]], replies: list[list[Array]]
-    ) -> list[list[dict[str, Tensor]]]:
+    def _fetch_fields(self, kinds: list[EdgeType], edge_rows: Arrays, replies: Arrays) -> list[list[dict[str, Tensor]]]:
         comm, edges = self.source.comm, self.source.edges
-        if not any(self.edge_fields[kind] for kind in kinds):
+        if not self._with_fields(kinds):
             return [[{} for _ in kinds] for _ in replies]
         tensors = [{name: edges[kind].fields[name] for name in self.edge_fields[kind]} for kind in kinds]
-        send = [
-            [torch.from_numpy(edges[k].rows[part].astype(np.int64)).to(comm.device) for k, part in zip(kinds, parts)]
-            for parts in places
-        ]
+        send = [[torch.from_numpy(part.astype(np.int64)).to(comm.device) for part in parts] for parts in edge_rows]
         counts = [[len(reply[3 * i + 1]) for i in range(len(kinds))] for reply in replies]
         return exchange_rows(comm, tensors, send, counts, self.wire, "sampling: edge fields")
 

@@ -1,9 +1,8 @@
-"""What sampling reads of a sharded graph: per edge type, a rank's in-edges as CSR in the order of original edge ids."""
+"""A sharded graph as sampling reads it: per edge type, a rank's in-edges as CSR in the order of original edge ids."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,56 +12,12 @@ from torch import Tensor
 from shardpass.backends.communicator import Communicator
 from shardpass.core.graph import ShardedGraph
 from shardpass.core.halo import HaloPlan
-from shardpass.core.ownership import EdgeType, NodeType, Ownership
+from shardpass.core.ownership import Ownership
+from shardpass.core.sampling.shared import share_structure
+from shardpass.core.sampling.structure import InEdges, SampledSource
 from shardpass.core.transfer import halo_fetch
 
 Array = Any
-
-
-@dataclass
-class InEdges:
-    """The edges of one type into this rank's nodes, by destination and then original edge id.
-
-    So the n-th in-edge of a node is the same for any number of ranks.
-
-    Args:
-        indptr: ``[num_own + 1]`` int64.
-        src_ids: global source id of each edge.
-        edge_ids: original id of each edge.
-        rows: where each edge stands in the rank's edge tensors.
-        fields: edge tensors of the rank, in the rank's order.
-        weights: of the edges in the order here, float64; empty where no weights were asked for.
-    """
-
-    indptr: Array
-    src_ids: Array
-    edge_ids: Array
-    rows: Array
-    fields: Mapping[str, Tensor]
-    weights: Array = field(default_factory=lambda: np.empty(0))
-
-
-@dataclass
-class SampledSource:
-    """One rank's share of a graph as sampling needs it; the same types in the same order on every rank.
-
-    Args:
-        comm: the ranks.
-        ownership: of the nodes of each type.
-        node_ids: original id of each own node, by type, int64.
-        node_fields: own rows by type.
-        edges: own in-edges by type.
-    """
-
-    comm: Communicator
-    ownership: dict[NodeType, Ownership]
-    node_ids: dict[NodeType, Array]
-    node_fields: dict[NodeType, Mapping[str, Tensor]]
-    edges: dict[EdgeType, InEdges]
-
-    def into(self, node_type: NodeType) -> list[EdgeType]:
-        """The edge types that end in a node type."""
-        return [kind for kind in self.edges if kind[2] == node_type]
 
 
 def source_of(graph: ShardedGraph, weight: str | None = None) -> SampledSource:
@@ -89,13 +44,14 @@ def _source_of(graph: ShardedGraph, weight: str | None) -> SampledSource:
         src_rows, dst_rows = relation.edge_index.sources_first
         lists = relation.plan, src_rows, dst_rows, relation.edge_ids
         edges[kind] = in_edges(ownership[kind[0]], *lists, relation.fields, weight)
-    return SampledSource(
+    source = SampledSource(
         graph.comm,
         ownership,
         {kind: ids[kind].cpu().numpy() for kind in ownership},
         {kind: graph.fields_of(kind) for kind in ownership},
         edges,
     )
+    return share_structure(source, graph.options.share_memory)
 
 
 def in_edges(

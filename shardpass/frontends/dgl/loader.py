@@ -19,7 +19,9 @@ from shardpass.core.sampling.loader import Epochs, Settings, agree_on, own_commu
 from shardpass.core.sampling.neighbours import Drawer
 from shardpass.core.sampling.sample import Sample, sample
 from shardpass.core.sampling.seeds import Seeds, is_short
-from shardpass.core.sampling.source import SampledSource, in_edges
+from shardpass.core.sampling.shared import share_structure
+from shardpass.core.sampling.source import in_edges
+from shardpass.core.sampling.structure import SampledSource
 from shardpass.errors import RefusedError
 from shardpass.frontends.dgl.blocks import rows_of
 from shardpass.frontends.dgl.convert import graph as to_dgl
@@ -205,7 +207,9 @@ def _source_of(graph: ShardedDGLGraph, weight: str | None) -> SampledSource:
         lists = own.plan, own.src_rows, own.dst_rows, own.ids
         edges[kind] = in_edges(ownership[kind[0]], *lists, frames.edges[kind], weight)
     ids = {kind: graph.nodes_of(kind).ids.cpu().numpy() for kind in graph.ntypes}
-    return SampledSource(comm, ownership, ids, {kind: frames.nodes[kind] for kind in graph.ntypes}, edges)
+    source = SampledSource(comm, ownership, ids, {kind: frames.nodes[kind] for kind in graph.ntypes}, edges)
+    options = [graph.edges_of(kind).plan.options for kind in graph.canonical_etypes]
+    return share_structure(source, all(given.share_memory for given in options))
 
 
 def _stored(frames: Mapping[Any, Mapping[str, Tensor]]) -> dict[Any, list[str]]:

@@ -19,7 +19,7 @@ from shardpass.core.random import derive_seed
 from shardpass.core.sampling.loader import Epochs, Settings
 from shardpass.core.sampling.lookup import global_ids
 from shardpass.core.sampling.seeds import Seeds
-from shardpass.core.sampling.source import SampledSource
+from shardpass.core.sampling.structure import SampledSource
 from shardpass.frontends.pyg.loader import Batches
 from shardpass.frontends.pyg.loader_arguments import fanouts_of, refuse, wanted_fields
 

@@ -18,7 +18,8 @@ from shardpass.core.sampling.loader import Epochs, Settings, agree_on, own_commu
 from shardpass.core.sampling.neighbours import Drawer
 from shardpass.core.sampling.sample import Sample, sample
 from shardpass.core.sampling.seeds import Seeds
-from shardpass.core.sampling.source import SampledSource, source_of
+from shardpass.core.sampling.source import source_of
+from shardpass.core.sampling.structure import SampledSource
 from shardpass.frontends.pyg.loader_arguments import fanouts_of, own_rows, refuse, wanted_fields
 
 Array = Any
