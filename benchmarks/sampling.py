@@ -1,33 +1,58 @@
-"""Sampled edges per CPU second, beside DGL's NeighborSampler in the same run.
+"""Sampled edges per CPU second, beside DGL's NeighborSampler in the same run; writes the report of sampling.
 
     python -m benchmarks.sampling --local 0.9            # a random graph of 100,000 nodes and 3 million edges
     python -m benchmarks.sampling graph.npz --ranks 1 2 4
+    python -m benchmarks.sampling --accuracy cora.json computers.json --output benchmarks/reports
 
 Batches of seeds and the edges drawn for them, without features. DGL makes blocks in one process; ours makes DGL's
-blocks, or the numbers of PyG's subgraphs (which draw less), on ranks that are processes, a thread each. As many seeds
-per rank and step, one run after the other, and the best round of each counts. A rank owns a run of ids; how many edges
-cross between ranks is what --local says.
+blocks, or the numbers of PyG's subgraphs (which draw less), on ranks that are processes, a thread each. Every rank has
+as many seeds per step as DGL has. A rank owns a run of ids; how many edges cross between ranks is what --local says.
+Ranks of one host read each other's structure in shared memory; with messages they work as on several hosts.
+
+The figure is the throughput of W ranks for one who has W cores: the sampled edges of all ranks, divided by the CPU
+seconds of the rank that used the most. CPU seconds are user and system time of all threads of the process. The other
+figure divides by the CPU seconds of all ranks together. Systems take turns, --passes times; the best round of each
+counts. The agreement of the ranks on each batch, which the loaders make, is not in it, as DGL's loader is not.
+
+With --accuracy the report has what `benchmarks.accuracy_sampling --json` wrote, too.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from benchmarks.accuracy_sampling import compared
+from benchmarks.report import machine
 from shardpass.backends.communicator import Communicator
 from shardpass.backends.spawn import spawn
 from shardpass.core.graph import ShardedGraph
+from shardpass.core.options import Options
 from shardpass.core.sampling.loader import Settings
 from shardpass.core.sampling.neighbours import Drawer
 from shardpass.core.sampling.sample import sample
 from shardpass.core.sampling.source import source_of
 from shardpass.testing.graphs import WholeGraph, shard_in_memory
+
+Figures = dict[str, float]
+
+THROUGHPUT = (
+    "Million sampled edges of all ranks together, divided by CPU seconds; a random graph of 100,000 nodes and 3",
+    "million edges unless the command names another, nine in ten of them within communities; 15, 10 and 5",
+    "neighbours, 1,024 seeds per rank and step, a thread per process, ids of nodes and edges without features, best",
+    "round. Messages go over gloo and the loopback interface, as they would between hosts. With more ranks, more of",
+    "the seeds of a step are near each other on one rank, so its batches have fewer edges. See `benchmarks/sampling.py`.",
+)
 
 
 def random_graph(num_nodes: int, num_edges: int, local: float) -> WholeGraph:
@@ -56,23 +81,32 @@ def batches(num_nodes: int, batch_size: int, count: int) -> list[Any]:
 
 
 def ours(
-    comm: Communicator, graph: WholeGraph, batch_size: int, count: int, fanouts: list[int], blocks: bool, rounds: int
-) -> list[dict[str, float]]:
-    """Seconds and edges of each round on this rank: of DGL blocks, or of the numbers of PyG's subgraphs."""
+    comm: Communicator, graph: WholeGraph, batch_size: int, count: int, fanouts: list[int], rounds: int
+) -> dict[str, list[Figures]]:
+    """Seconds and edges of each round on this rank, by what is made (blocks of DGL, or PyG's subgraphs) and how."""
     torch.set_num_threads(1)
     owners = torch.arange(graph.num_nodes) * comm.size // graph.num_nodes
-    draw = (_blocks if blocks else _subgraphs)(shard_in_memory(graph, owners, comm), fanouts)
     every = batches(graph.num_nodes, batch_size * comm.size, count)
     mine = [seeds[owners[seeds].numpy() == comm.rank] for seeds in every]  # about equal; the loader evens them out
-    found = []
-    for number in range(rounds + 1):
-        comm.barrier()
-        start, wall = time.process_time(), time.perf_counter()
-        edges = sum(draw(seeds, step) for step, seeds in enumerate(mine))
-        figures = {"cpu": time.process_time() - start, "wall": time.perf_counter() - wall, "edges": float(edges)}
-        if number:  # the first compiles
-            found.append(figures)
+    found: dict[str, list[Figures]] = {}
+    for share_memory in (True, False) if comm.size > 1 else (True,):
+        share = shard_in_memory(graph, owners, comm, Options(share_memory=share_memory))
+        for name, make in (("blocks", _blocks), ("subgraphs", _subgraphs)):
+            draw = make(share, fanouts)
+            shared = source_of(share).parts is not None
+            way = "shared memory" if shared else "messages" if comm.size > 1 else "one rank"
+            steps = [partial(draw, seeds, step) for step, seeds in enumerate(mine)]
+            found[f"{name}, {way}"] = [measured(steps, comm) for _ in range(rounds + 1)][1:]  # the first compiles
     return found
+
+
+def measured(steps: Sequence[Callable[[], int]], comm: Communicator | None = None) -> Figures:
+    """CPU and wall seconds of this process, and the edges drawn."""
+    if comm is not None:
+        comm.barrier()
+    cpu, wall = time.process_time(), time.perf_counter()
+    edges = sum(step() for step in steps)
+    return {"cpu": time.process_time() - cpu, "wall": time.perf_counter() - wall, "edges": float(edges)}
 
 
 def _blocks(graph: ShardedGraph, fanouts: list[int]) -> Callable[[Any, int], int]:
@@ -102,9 +136,7 @@ def _subgraphs(graph: ShardedGraph, fanouts: list[int]) -> Callable[[Any, int], 
     return draw
 
 
-def dgl_rounds(
-    graph: WholeGraph, batch_size: int, count: int, fanouts: list[int], rounds: int
-) -> list[dict[str, float]]:
+def dgl_rounds(graph: WholeGraph, batch_size: int, count: int, fanouts: list[int], rounds: int) -> list[Figures]:
     """The same with DGL's NeighborSampler in this process."""
     import dgl
 
@@ -112,40 +144,81 @@ def dgl_rounds(
     dgl.utils.set_num_threads(1)
     whole = dgl.graph(tuple(graph.edge_index), num_nodes=graph.num_nodes).formats("csc")
     sampler = dgl.dataloading.NeighborSampler(fanouts)
-    found = []
-    for number in range(rounds + 1):
-        start, wall, edges = time.process_time(), time.perf_counter(), 0
-        for seeds in batches(graph.num_nodes, batch_size, count):
-            _, _, blocks = sampler.sample(whole, torch.from_numpy(seeds))
-            edges += sum(block.num_edges() for block in blocks)
-        if number:
-            found.append(
-                {"cpu": time.process_time() - start, "wall": time.perf_counter() - wall, "edges": float(edges)}
-            )
-    return found
+
+    def draw(seeds: Any) -> int:
+        _, _, blocks = sampler.sample(whole, torch.from_numpy(seeds))
+        return sum(block.num_edges() for block in blocks)
+
+    steps = [partial(draw, seeds) for seeds in batches(graph.num_nodes, batch_size, count)]
+    return [measured(steps) for _ in range(rounds + 1)][1:]
 
 
-def best(rounds: list[dict[str, float]]) -> dict[str, float]:
-    """Of the best round: edges per CPU second of all ranks, and per CPU second of the busiest rank."""
+def best(rounds: list[Figures]) -> Figures:
+    """Of the best round: million edges of all ranks per CPU second of the busiest rank, and of all ranks."""
     return {
-        "edges per CPU second": max(r["edges"] / r["cpu"] for r in rounds),
-        "edges per CPU second of a rank": max(r["edges"] / r["busiest"] for r in rounds),
-        "edges per second": max(r["edges"] / r["wall"] for r in rounds),
+        "busiest": max(r["edges"] / r["busiest"] for r in rounds) / 1e6,
+        "all": max(r["edges"] / r["cpu"] for r in rounds) / 1e6,
         "edges": rounds[0]["edges"],
     }
 
 
-def summed(ranks: list[list[dict[str, float]]]) -> list[dict[str, float]]:
-    """Rounds over all ranks: CPU seconds and edges add up, the slowest rank counts."""
+def summed(ranks: Sequence[list[Figures]]) -> list[Figures]:
+    """Rounds over all ranks: CPU seconds and edges add up."""
     return [
         {
             "cpu": sum(r["cpu"] for r in step),
             "busiest": max(r["cpu"] for r in step),
-            "wall": max(r["wall"] for r in step),
             "edges": sum(r["edges"] for r in step),
         }
         for step in zip(*ranks)
     ]
+
+
+def compare(graph: WholeGraph, given: argparse.Namespace) -> list[dict[str, Any]]:
+    """A record per system and number of ranks."""
+    setting = graph, given.batch_size, given.batches, given.fanouts
+    rounds: dict[tuple[str, int], list[Figures]] = {}
+    for _ in range(given.passes):
+        rounds.setdefault(("DGL's NeighborSampler", 1), []).extend(summed([dgl_rounds(*setting, given.rounds)]))
+        for ranks in given.ranks:
+            backend: Any = "threads" if ranks == 1 else "processes"
+            found = spawn(ours, ranks, backend, args=(*setting, given.rounds))
+            for name in found[0]:
+                rounds.setdefault((name, ranks), []).extend(summed([rank[name] for rank in found]))
+    return [{"run": name, "ranks": ranks, **best(every)} for (name, ranks), every in rounds.items()]
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """The report."""
+    lines = [f"# Sampling, {found['date']}", "", *THROUGHPUT, ""]
+    lines += ["| | ranks | per CPU second of the busiest rank | per CPU second of all ranks |", "|---|---|---|---|"]
+    lines += [f"| {r['run']} | {r['ranks']} | {r['busiest']:.1f} | {r['all']:.1f} |" for r in found["throughput"]]
+    for accuracy in found["accuracy"]:
+        lines += ["", f"## Accuracy: {accuracy['graph']}", ""]
+        lines += [accuracy_words(accuracy), "", "| | mean | std | difference from DGL's loader | in standard errors |"]
+        lines += ["|---|---|---|---|---|"]
+        for name, row in compared(accuracy["accuracy"]).items():
+            ratio = f"{row['difference'] / row['standard error']:+.1f}" if row["difference"] else ""
+            difference = f"{row['difference']:+.2f} ± {row['standard error']:.2f}" if ratio else ""
+            lines.append(f"| {name} | {row['mean']:.2f} | {row['std']:.2f} | {difference} | {ratio} |")
+    where = found["machine"]
+    lines += [
+        "",
+        f"Machine: {where['cpu']}, {where['cores']} cores, {where['memory_gib']} GiB, {where['system']}. Python "
+        f"{where['python']}, torch {where['torch']}, shardpass {where['shardpass']}.",
+        "",
+        f"Command: `{found['command']}`",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def accuracy_words(accuracy: dict[str, Any]) -> str:
+    """How a graph's accuracy was measured."""
+    seeds = len(next(iter(accuracy["accuracy"].values())))
+    return (
+        f"Test accuracy in per cent, {seeds} seeds, {accuracy['epochs']} epochs, {accuracy['batch_size']} seeds a step "
+        f"over all ranks; see `benchmarks/accuracy_sampling.py`. The ± is the standard error of the difference."
+    )
 
 
 def main() -> None:
@@ -157,21 +230,24 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=20)
     parser.add_argument("--fanouts", type=int, nargs="+", default=[15, 10, 5])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--passes", type=int, default=2)
+    parser.add_argument("--accuracy", type=Path, nargs="*", default=[], help="what accuracy_sampling --json wrote")
+    parser.add_argument("--output", type=Path, help="folder to write the report to")
     given = parser.parse_args()
-    graph = read(given.graph, given.local)
-    setting = given.batch_size, given.batches, given.fanouts
-    show("DGL, one process", [dgl_rounds(graph, *setting, given.rounds)])
-    for ranks in given.ranks:
-        backend: Any = "threads" if ranks == 1 else "processes"
-        for blocks, name in ((True, "blocks"), (False, "subgraphs")):
-            arguments = (graph, *setting, blocks, given.rounds)
-            show(f"{name}, {ranks} rank(s)", spawn(ours, ranks, backend, args=arguments))
-
-
-def show(name: str, ranks: list[list[dict[str, float]]]) -> None:
-    """Print the best round."""
-    figures = {key: round(value) for key, value in best(summed(ranks)).items()}
-    print(json.dumps({"run": name, **figures}), flush=True)
+    throughput = compare(read(given.graph, given.local), given)
+    for record in throughput:
+        print(json.dumps(record), flush=True)
+    if given.output is not None:
+        found = {
+            "date": datetime.date.today().isoformat(),
+            "command": "python -m benchmarks.sampling " + " ".join(sys.argv[1:]),
+            "machine": machine(),
+            "throughput": throughput,
+            "accuracy": [json.loads(path.read_text()) for path in given.accuracy],
+        }
+        stem = given.output / f"sampling-{found['date']}"
+        stem.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+        stem.with_suffix(".md").write_text(markdown(found))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ def main():
         model = GraphSAGE(graph.num_features, 64, num_layers=2, out_channels=graph.num_classes)
     exact = sp.pyg.exact(model, comm)  # the same parameters, on the whole graph
     batch_size = 128 // comm.size  # so that steps are the same on any number of ranks
-    loader = sp.pyg.NeighborLoader(graph, [5, 5], graph.train_mask, batch_size, shuffle=True)  #
+    loader = sp.pyg.NeighborLoader(graph, [5, 5], graph.train_mask, batch_size=batch_size, shuffle=True)  #
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for epoch in range(1, 11):
         for batch in loader:

@@ -20,9 +20,11 @@ from shardpass.core.kernels.sampling import (
     loops_if_installed,
     uniforms,
 )
+from shardpass.core.sampling.fetch import IDS, RowFetcher
 from shardpass.core.sampling.neighbours import Drawer
 from shardpass.core.sampling.prefetch import BatchIterator, Work
 from shardpass.core.sampling.seeds import deal, order_of
+from shardpass.core.sampling.shared import placed
 from shardpass.core.sampling.source import source_of
 from shardpass.errors import DivergenceError
 from shardpass.testing.graphs import assignments, awkward_graph, shard_in_memory
@@ -195,6 +197,37 @@ def test_neighbours_over_ranks_are_uniform(ranks):
     assert degree > 10 and found.sum() == trials * fanout
     scale = (degree - 1) / (degree - fanout)  # drawn without replacement, so counts vary less
     assert p_value(found, np.full(degree, trials * fanout / degree), scale) > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["random", "empty part", "no edges"])
+def test_structure_that_ranks_share_gives_the_same_draws(kind):
+    """Drawn by the rank that asks or by the owner: the same edges, fields and ids; and messages for fields alone."""
+    graph = awkward_graph()
+    owners = assignments(graph.num_nodes, 3, graph.edge_index)[kind]
+
+    def fn(comm):
+        source = source_of(shard_in_memory(graph, owners, comm), "edge_weight")
+        assert source.parts is None  # ranks are threads
+        shared = placed(source)
+        (kind,) = source.edges
+        ids = np.random.default_rng(comm.rank).permutation(graph.num_nodes)[: 12 * comm.rank]
+        for fanout, replace, weighted in ((3, False, False), (ALL, False, False), (2, True, False), (3, False, True)):
+            for fields in ({kind: ["edge_weight"]}, {}):
+                drawers = [Drawer(given, replace, weighted, fields) for given in (source, shared)]
+                (told,), (read,) = (drawer.hop({"node": ids}, {kind: fanout}, 7).values() for drawer in drawers)
+                assert all(np.array_equal(mine, theirs) for mine, theirs in zip(told[:3], read[:3]))
+                assert len(told.counts) == len(ids)
+                assert read.fields.keys() == told.fields.keys() == set(fields.get(kind, ()))
+                for name, rows in told.fields.items():
+                    assert torch.equal(rows, graph.edge[name][torch.from_numpy(told.edge_ids)])
+                    assert torch.equal(rows, read.fields[name])
+        for names in ([], ["x"]):
+            told, read = (RowFetcher(given, {"node": names}).fetch({"node": ids})["node"] for given in (source, shared))
+            assert told.keys() == read.keys() and all(torch.equal(told[name], read[name]) for name in told)
+            assert torch.equal(told[IDS], torch.argsort(owners, stable=True)[torch.from_numpy(ids)])
+        return len(told[IDS])
+
+    assert run(fn, 3) == [0, 12, 24]
 
 
 # ---- seeds

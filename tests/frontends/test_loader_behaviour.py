@@ -10,6 +10,7 @@ import torch
 
 import shardpass as sp
 from shardpass.backends.spawn import spawn
+from shardpass.core.sampling.source import source_of
 from shardpass.errors import DivergenceError, RefusedError
 from shardpass.testing.graphs import assignments, awkward_graph, shard_in_memory
 from shardpass.testing.hetero import awkward_hetero_graph, hetero_assignments, shard_hetero_in_memory
@@ -187,6 +188,29 @@ def half_way(comm):
             break
     sums = [float(comm.all_reduce(batch.x.sum().view(1))) for batch in loader]
     return len(sums) == len(loader)
+
+
+def batches_with_and_without_shared_memory(comm):
+    """Of both frontends, with all fields; and whether the structure was shared."""
+    dgl = pytest.importorskip("dgl")
+    owners = assignments(GRAPH.num_nodes, comm.size, GRAPH.edge_index)["random"]
+    found = []
+    for share_memory in (True, False):
+        share = shard_in_memory(GRAPH, owners, comm, sp.Options(share_memory=share_memory))
+        pyg = sp.pyg.NeighborLoader(share, [3, 3], batch_size=4, shuffle=True)
+        sampler = dgl.dataloading.NeighborSampler([2, 2])
+        blocks = sp.dgl.DataLoader(share, torch.arange(share.num_nodes), sampler, batch_size=4, prefetch=0)
+        assert [source_of(share).parts is None, blocks._blocks.source.parts is None] == [not share_memory] * 2
+        batches = [[b.n_id, b.e_id, b.x, b.edge_weight, b.edge_index] for b in pyg]
+        for inputs, _, (first, _) in blocks:
+            batches.append([inputs, first.edata[dgl.EID], first.srcdata["x"], first.edata["edge_weight"]])
+        found.append(batches)
+    return all(torch.equal(*pair) for told, read in zip(*found, strict=True) for pair in zip(told, read, strict=True))
+
+
+@pytest.mark.processes
+def test_shared_memory_changes_no_batch():
+    assert spawn(batches_with_and_without_shared_memory, 2, "processes", timeout=60) == [True, True]
 
 
 @pytest.mark.processes

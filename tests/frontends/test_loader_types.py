@@ -110,7 +110,7 @@ def test_edges_of_weight_zero_are_never_drawn(replace):
     graph.edge["edge_weight"][::2] = 0
 
     def fn(share, comm):
-        loader = sp.pyg.NeighborLoader(share, [3, 3], None, 5, replace=replace, weight_attr="edge_weight")
+        loader = sp.pyg.NeighborLoader(share, [3, 3], batch_size=5, replace=replace, weight_attr="edge_weight")
         return [batch.e_id for batch in loader]
 
     for ranks in (1, 2):
@@ -124,7 +124,7 @@ def test_weights_over_ranks_are_those_of_one():
     graph.edge["edge_weight"] = 1.0 + 19 * (torch.arange(220) % 4 == 0)
 
     def fn(share, comm):
-        loader = sp.pyg.NeighborLoader(share, [2], None, 12 // comm.size, weight_attr="edge_weight", shuffle=True)
+        loader = sp.pyg.NeighborLoader(share, [2], batch_size=12 // comm.size, weight_attr="edge_weight", shuffle=True)
         return torch.cat([batch.e_id for _ in range(20) for batch in loader])
 
     alone = torch.cat(shares(fn, 1, graph=graph)).sort().values

@@ -104,7 +104,7 @@ def gradients(graph, ranks, batch_size, fanouts, kind="random"):
 
     def fn(comm):
         share = shard_in_memory(graph, owners, comm)
-        loader = sp.pyg.NeighborLoader(share, fanouts, share.train_mask, batch_size, shuffle=True, seed=5)
+        loader = sp.pyg.NeighborLoader(share, fanouts, share.train_mask, batch_size=batch_size, shuffle=True, seed=5)
         with sp.seed(0, comm):
             model = SAGE().double()
         full = sp.pyg.exact(model, comm)

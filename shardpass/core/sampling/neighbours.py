@@ -125,7 +125,7 @@ class Drawer:
             for i, kind in enumerate(kinds)
         }
 
-    def _ask(self, asked: list[Rows], fanouts: Mapping[EdgeType, int], seed: int) -> tuple[Arrays, Arrays]:
+    def _ask(self, asked: Sequence[Rows], fanouts: Mapping[EdgeType, int], seed: int) -> tuple[Arrays, Arrays]:
         """``(replies, edge_rows)``: what each owner draws for its rows, and the own edges drawn for each rank.
 
         A reply is counts, source ids and edge ids of each edge type. Edges are rows of the own edge tensors, by type;
@@ -139,7 +139,7 @@ class Drawer:
         replies = exchange_arrays(comm, [answer for answer, _ in drawn], "sampling: neighbours", self._wire_ids)
         return replies, [rows for _, rows in drawn]
 
-    def _read(self, asked: list[Rows], fanouts: Mapping[EdgeType, int], seed: int) -> tuple[Arrays, Arrays]:
+    def _read(self, asked: Sequence[Rows], fanouts: Mapping[EdgeType, int], seed: int) -> tuple[Arrays, Arrays]:
         """As `_ask`, drawn by this rank from the structure of the owners."""
         parts = self.source.parts or ()
         drawn = [self._answer(part, rows, fanouts, seed) for part, rows in zip(parts, asked)]

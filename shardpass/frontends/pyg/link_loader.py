@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,17 +16,17 @@ from shardpass.core.graph import ShardedGraph
 from shardpass.core.kernels.sampling import keys_of, uniforms
 from shardpass.core.ownership import EdgeType
 from shardpass.core.random import derive_seed
-from shardpass.core.sampling.loader import Epochs, Settings
+from shardpass.core.sampling.loader import Epochs
 from shardpass.core.sampling.lookup import global_ids
 from shardpass.core.sampling.seeds import Seeds
 from shardpass.core.sampling.structure import SampledSource
-from shardpass.frontends.pyg.loader import Batches
-from shardpass.frontends.pyg.loader_arguments import fanouts_of, refuse, wanted_fields
+from shardpass.frontends.pyg.loader import Batches, EpochLoader
+from shardpass.frontends.pyg.loader_arguments import settings_of
 
 Array = Any
 
 
-class LinkNeighborLoader:
+class LinkNeighborLoader(EpochLoader):
     """Mini-batches of links, as `torch_geometric.loader.LinkNeighborLoader` yields them. Collective.
 
     As `NeighborLoader`, with links as seeds. A batch has ``edge_label_index``, numbers of the ends of its links among
@@ -62,26 +62,13 @@ class LinkNeighborLoader:
         edge_label: Tensor | None = None,
         neg_sampling: Any = None,
         neg_sampling_ratio: float | None = None,
-        batch_size: int = 1,
-        shuffle: bool = False,
-        drop_last: bool = False,
-        replace: bool = False,
-        weight_attr: str | None = None,
+        *,
         transform: Callable[[Any], Any] | None = None,
-        seed: int = 0,
-        prefetch: int = 2,
-        node_attrs: Sequence[str] | None = None,
-        edge_attrs: Sequence[str] | None = None,
         **kwargs: Any,
     ) -> None:
-        refuse("LinkNeighborLoader", kwargs)
+        settings = settings_of("LinkNeighborLoader", graph, num_neighbors, **kwargs)
         self._graph, self._negatives = graph, _negatives(neg_sampling, neg_sampling_ratio)
         self._type, given = _type_and_links(graph, edge_label_index)
-        fields = wanted_fields(graph, node_attrs, edge_attrs)
-        settings = Settings(
-            fanouts_of(graph, num_neighbors), batch_size, shuffle, drop_last, replace, weight_attr, seed, prefetch,
-            *fields, wire=graph.options.wire_dtype,
-        )  # fmt: skip
         words = f"links of {self._type}, labels {edge_label is not None and edge_label.dtype}, {self._negatives}"
         self._batches = Batches(graph, settings, transform, words)
         ids, src, dst = _links(graph, self._batches.source, self._type, given)
@@ -89,17 +76,6 @@ class LinkNeighborLoader:
         self._labelled = edge_label is not None
         columns = [ids, src, dst, _label_column(graph, edge_label, len(ids), self._negatives)]
         self._epochs = Epochs(self._batches.source, self._batches.settings, ids, columns, self._make)
-
-    def __len__(self) -> int:
-        """Batches of an epoch, the same on every rank."""
-        return len(self._epochs)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._epochs)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Make `epoch`, counted from 0, the next one, as when training is resumed. The same on every rank."""
-        self._epochs.set_epoch(epoch)
 
     def _make(self, seeds: Seeds, seed: int) -> Data | HeteroData:
         ids, src, dst, label = seeds.columns

@@ -20,12 +20,29 @@ from shardpass.core.sampling.sample import Sample, sample
 from shardpass.core.sampling.seeds import Seeds
 from shardpass.core.sampling.source import source_of
 from shardpass.core.sampling.structure import SampledSource
-from shardpass.frontends.pyg.loader_arguments import fanouts_of, own_rows, refuse, wanted_fields
+from shardpass.frontends.pyg.loader_arguments import own_rows, settings_of
 
 Array = Any
 
 
-class NeighborLoader:
+class EpochLoader:
+    """What loaders of PyG have in common: each iteration over one is an epoch of `_epochs`."""
+
+    _epochs: Epochs
+
+    def __len__(self) -> int:
+        """Batches of an epoch, the same on every rank."""
+        return len(self._epochs)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._epochs)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make `epoch`, counted from 0, the next one, as when training is resumed. The same on every rank."""
+        self._epochs.set_epoch(epoch)
+
+
+class NeighborLoader(EpochLoader):
     """Mini-batches of sampled neighbourhoods, as `torch_geometric.loader.NeighborLoader` yields them. Collective.
 
     Every rank makes the same loader and iterates over it in step: all take the same number of batches, ``len(loader)``.
@@ -43,14 +60,14 @@ class NeighborLoader:
         num_neighbors: how many in-neighbours are drawn in each hop, -1 for all: a list, or a list by edge type.
         input_nodes: the seeds among own nodes: bool ``[num_own]``, own rows, or None for all. Of a heterogeneous graph
             a node type, or a pair of it and one of these. They may be of any number on each rank.
-        batch_size: seeds per rank and step, at most; a step of all ranks takes ``batch_size * comm.size``.
+        transform: applied to each batch.
+        batch_size: seeds per rank and step, at most; a step of all ranks takes ``batch_size * comm.size``. Default: 1.
         shuffle: a new random order of all ranks' seeds every epoch; otherwise that of their original ids.
         drop_last: leave out a last step that is not full.
         replace: draw neighbours with replacement.
         weight_attr: name of the edge field that neighbours are drawn in proportion to; weight 0: never.
-        transform: applied to each batch.
-        seed: of all that is random.
-        prefetch: batches made ahead in the background; 0: none, and no thread.
+        seed: of all that is random, 0 by default.
+        prefetch: batches made ahead in the background, 2 by default; 0: none, and no thread.
         node_attrs, edge_attrs: names of the fields that come with a batch; None: all that are stored.
 
     Raises:
@@ -63,26 +80,12 @@ class NeighborLoader:
         graph: ShardedGraph,
         num_neighbors: Sequence[int] | Mapping[EdgeType, Sequence[int]],
         input_nodes: Any = None,
-        batch_size: int = 1,
-        shuffle: bool = False,
-        drop_last: bool = False,
-        replace: bool = False,
-        weight_attr: str | None = None,
+        *,
         transform: Callable[[Any], Any] | None = None,
-        seed: int = 0,
-        prefetch: int = 2,
-        node_attrs: Sequence[str] | None = None,
-        edge_attrs: Sequence[str] | None = None,
         **kwargs: Any,
     ) -> None:
-        refuse("NeighborLoader", kwargs)
+        settings = settings_of("NeighborLoader", graph, num_neighbors, **kwargs)
         kind, rows = own_rows(graph, input_nodes)
-        node_fields, edge_fields = wanted_fields(graph, node_attrs, edge_attrs)
-        fanouts = fanouts_of(graph, num_neighbors)
-        settings = Settings(
-            fanouts, batch_size, shuffle, drop_last, replace, weight_attr, seed, prefetch, node_fields, edge_fields,
-            wire=graph.options.wire_dtype,
-        )  # fmt: skip
         self._batches = Batches(graph, settings, transform, f"seeds of type {kind!r}")
         ids = graph.node_ids_dict[kind].cpu().numpy()[rows]
         owned = graph.ownership[kind].to_global(torch.from_numpy(rows), graph.comm.rank).numpy()
@@ -95,17 +98,6 @@ class NeighborLoader:
             return self._batches.transformed(batch)
 
         self._epochs = Epochs(self._batches.source, self._batches.settings, ids, [owned], make)
-
-    def __len__(self) -> int:
-        """Batches of an epoch, the same on every rank."""
-        return len(self._epochs)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._epochs)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Make `epoch`, counted from 0, the next one, as when training is resumed. The same on every rank."""
-        self._epochs.set_epoch(epoch)
 
 
 class Batches:

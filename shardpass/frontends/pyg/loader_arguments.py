@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shardpass.core.graph import ShardedGraph
 from shardpass.core.ownership import EdgeType, NodeType
+from shardpass.core.sampling.loader import Settings
 
 Array = Any
 
@@ -41,6 +42,35 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "persistent_workers": (True, False),
     "pin_memory": (False,),
 }
+
+
+def settings_of(
+    name: str,
+    graph: ShardedGraph,
+    num_neighbors: Any,
+    *,
+    batch_size: int = 1,
+    shuffle: bool = False,
+    drop_last: bool = False,
+    replace: bool = False,
+    weight_attr: str | None = None,
+    seed: int = 0,
+    prefetch: int = 2,
+    node_attrs: Sequence[str] | None = None,
+    edge_attrs: Sequence[str] | None = None,
+    **others: Any,
+) -> Settings:
+    """What the arguments that the loaders have in common come to; `NeighborLoader` says what they mean.
+
+    Raises:
+        TypeError, ValueError: the argument that is wrong, in the words of `refuse`, `fanouts_of` and `wanted_fields`.
+    """
+    refuse(name, others)
+    node_fields, edge_fields = wanted_fields(graph, node_attrs, edge_attrs)
+    return Settings(
+        fanouts_of(graph, num_neighbors), batch_size, shuffle, drop_last, replace, weight_attr, seed, prefetch,
+        node_fields, edge_fields, wire=graph.options.wire_dtype,
+    )  # fmt: skip
 
 
 def refuse(name: str, kwargs: Mapping[str, Any]) -> None:
