@@ -137,21 +137,18 @@ def main() -> None:
     torch.set_num_threads(1)
     g, seeds = as_dgl(given.graph), range(given.seeds)
     setting = given.masks, given.batch_size, given.epochs
+    settings = {"graph": given.graph.stem, "epochs": given.epochs, "batch_size": given.batch_size}
     found = {"DGL, one process": [train_dgl(g, seed, *setting) for seed in seeds]}
-    print(json.dumps(found), flush=True)
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "parts")
         sp.partition(g, store, max(given.ranks), "random")
         for ranks in given.ranks:
             every = sp.spawn(train_ours, ranks, "processes", args=(store, seeds, *setting))
             found[f"{ranks} rank(s)"] = every[0]
-            print(json.dumps(found), flush=True)
-    settings = {"graph": given.graph.stem, "epochs": given.epochs, "batch_size": given.batch_size}
-    for name, row in compared(found).items():
-        figures = {key: round(value, 2) for key, value in row.items()}
-        print(json.dumps({**settings, "case": name, **figures}), flush=True)
-    if given.json is not None:
-        given.json.write_text(json.dumps({**settings, "accuracy": found}, indent=1) + "\n")
+            rows = {name: {k: round(v, 2) for k, v in row.items()} for name, row in compared(found).items()}
+            print(json.dumps({**settings, "per cent": rows}), flush=True)
+            if given.json is not None:
+                given.json.write_text(json.dumps({**settings, "accuracy": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

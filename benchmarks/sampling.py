@@ -50,8 +50,8 @@ THROUGHPUT = (
     "Million sampled edges of all ranks together, divided by CPU seconds; a random graph of 100,000 nodes and 3",
     "million edges unless the command names another, nine in ten of them within communities; 15, 10 and 5",
     "neighbours, 1,024 seeds per rank and step, a thread per process, ids of nodes and edges without features, best",
-    "round. Messages go over gloo and the loopback interface, as they would between hosts. With more ranks, more of",
-    "the seeds of a step are near each other on one rank, so its batches have fewer edges. See `benchmarks/sampling.py`.",
+    "round. Messages go over gloo and the loopback interface, as they would between hosts. With more ranks, the seeds",
+    "of a rank are nearer to each other, so its batches have fewer edges. See `benchmarks/sampling.py`.",
 )
 
 
