@@ -233,18 +233,22 @@ def main() -> None:
     parser.add_argument("--passes", type=int, default=2)
     parser.add_argument("--accuracy", type=Path, nargs="*", default=[], help="what accuracy_sampling --json wrote")
     parser.add_argument("--output", type=Path, help="folder to write the report to")
+    parser.add_argument("--again", type=Path, metavar="JSON", help="with the throughput of this earlier report")
     given = parser.parse_args()
-    throughput = compare(read(given.graph, given.local), given)
-    for record in throughput:
-        print(json.dumps(record), flush=True)
-    if given.output is not None:
+    if given.again is not None:
+        found = json.loads(given.again.read_text())
+    else:
         found = {
             "date": datetime.date.today().isoformat(),
-            "command": "python -m benchmarks.sampling " + " ".join(sys.argv[1:]),
+            "command": " ".join(["python -m benchmarks.sampling", *sys.argv[1:]]),
             "machine": machine(),
-            "throughput": throughput,
-            "accuracy": [json.loads(path.read_text()) for path in given.accuracy],
+            "throughput": compare(read(given.graph, given.local), given),
+            "accuracy": [],
         }
+    for record in found["throughput"]:
+        print(json.dumps(record), flush=True)
+    found["accuracy"] = [json.loads(path.read_text()) for path in given.accuracy] or found["accuracy"]
+    if given.output is not None:
         stem = given.output / f"sampling-{found['date']}"
         stem.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
         stem.with_suffix(".md").write_text(markdown(found))
