@@ -30,6 +30,7 @@ from torch import Tensor, nn
 import shardpass as sp
 from benchmarks.accuracy import MASKS
 from benchmarks.accuracy_dgl import as_dgl
+from benchmarks.report import revision
 
 FANOUTS, EVERY = [5, 5], 5
 
@@ -138,6 +139,7 @@ def main() -> None:
     g, seeds = as_dgl(given.graph), range(given.seeds)
     setting = given.masks, given.batch_size, given.epochs
     settings = {"graph": given.graph.stem, "epochs": given.epochs, "batch_size": given.batch_size}
+    settings |= {"revision": revision()}
     found = {"DGL, one process": [train_dgl(g, seed, *setting) for seed in seeds]}
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "parts")

@@ -217,7 +217,8 @@ def accuracy_words(accuracy: dict[str, Any]) -> str:
     seeds = len(next(iter(accuracy["accuracy"].values())))
     return (
         f"Test accuracy in per cent, {seeds} seeds, {accuracy['epochs']} epochs, {accuracy['batch_size']} seeds a step "
-        f"over all ranks; see `benchmarks/accuracy_sampling.py`. The ± is the standard error of the difference."
+        f"over all ranks, at {accuracy['revision']}; see `benchmarks/accuracy_sampling.py`. The ± is the standard "
+        f"error of the difference."
     )
 
 

@@ -66,3 +66,21 @@ def test_the_report_tells_what_holds_and_what_does_not(tmp_path: Path) -> None:
     assert text.count("| gat |") == 8 and "python -m benchmarks.report" in text
     report.chart(records, tmp_path / "chart.png")
     assert (tmp_path / "chart.png").stat().st_size > 10_000
+
+
+def test_the_report_of_sampling_compares_with_dgl() -> None:
+    pytest.importorskip("dgl")
+    from benchmarks import sampling
+
+    ranks = [[{"cpu": 1.0, "edges": 2e6}], [{"cpu": 4.0, "edges": 6e6}]]
+    (both,) = sampling.summed(ranks)
+    figures = sampling.best([both, {"cpu": 8.0, "busiest": 8.0, "edges": 8e6}])
+    assert figures == {"busiest": 2.0, "all": 1.6, "edges": 8e6}
+    scores = {"DGL, one process": [0.8, 0.9], "2 rank(s)": [0.7, 0.8]}
+    accuracy = {"graph": "small", "epochs": 3, "batch_size": 8, "revision": "commit 1", "accuracy": scores}
+    where = dict.fromkeys(("cpu", "cores", "memory_gib", "system", "python", "torch", "shardpass"), "?")
+    found = {"date": "today", "command": "c", "machine": where, "accuracy": [accuracy]}
+    text = sampling.markdown({**found, "throughput": [{"run": "blocks", "ranks": 2, **figures}]})
+    assert "| blocks | 2 | 2.0 | 1.6 |" in text
+    assert "| DGL, one process | 85.00 | 7.07 |  |  |" in text
+    assert "| 2 rank(s) | 75.00 | 7.07 | -10.00 ± 7.07 | -1.4 |" in text

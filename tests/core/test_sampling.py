@@ -23,11 +23,13 @@ from shardpass.core.kernels.sampling import (
 from shardpass.core.sampling.fetch import IDS, RowFetcher
 from shardpass.core.sampling.neighbours import Drawer
 from shardpass.core.sampling.prefetch import BatchIterator, Work
+from shardpass.core.sampling.sample import sample
 from shardpass.core.sampling.seeds import deal, order_of
 from shardpass.core.sampling.shared import placed
 from shardpass.core.sampling.source import source_of
 from shardpass.errors import DivergenceError
 from shardpass.testing.graphs import assignments, awkward_graph, shard_in_memory
+from shardpass.testing.hetero import awkward_hetero_graph, hetero_assignments, shard_hetero_in_memory
 from shardpass.testing.run import run
 
 LOOPS = loops_if_installed()
@@ -228,6 +230,32 @@ def test_structure_that_ranks_share_gives_the_same_draws(kind):
         return len(told[IDS])
 
     assert run(fn, 3) == [0, 12, 24]
+
+
+@pytest.mark.parametrize("every_layer", [False, True])
+def test_structure_of_several_types_is_shared(every_layer):
+    """Whole batches, with types that some hops leave out and fields that some types have."""
+    graph = awkward_hetero_graph()
+    owners = hetero_assignments(graph, 2)["random"]
+
+    def fn(comm):
+        source = source_of(shard_hetero_in_memory(graph, owners, comm))
+        fields = {kind: sorted(edges.fields) for kind, edges in source.edges.items()}
+        seeds = {"paper": np.arange(source.ownership["paper"].num_total)[comm.rank :: 2]}
+        fanouts = [{kind: 2 + (kind[2] == "paper") for kind in source.edges}, dict.fromkeys(source.edges, 0)]
+        fanouts[1][next(iter(source.edges))] = ALL
+        both = [Drawer(given, edge_fields=fields) for given in (source, placed(source))]
+        (told, _), (read, _) = (sample(drawer, seeds, fanouts, 5, every_layer) for drawer in both)
+        assert told.num_nodes == read.num_nodes and [hop.keys() for hop in told.hops] == [
+            hop.keys() for hop in read.hops
+        ]
+        pairs = [(told.ids[kind], read.ids[kind]) for kind in told.ids]
+        for mine, theirs in ((a[kind], b[kind]) for a, b in zip(told.hops, read.hops) for kind in a):
+            pairs += [*zip(mine[:3], theirs[:3]), *((rows, theirs.fields[name]) for name, rows in mine.fields.items())]
+        assert all(np.array_equal(mine, theirs) for mine, theirs in pairs)
+        return len(pairs) > 20
+
+    assert run(fn, 2) == [True, True]
 
 
 # ---- seeds
