@@ -27,7 +27,7 @@ from benchmarks.run import MIB, Bench, Record
 from benchmarks.worker import HIDDEN, DGLModel, build_model
 from shardpass.core.dryrun.estimate import PROCESS_BYTES
 
-POWERLAW, DENSE, COMMUNITY = "powerlaw:40000:8", "dense:24000:50", "community:45000:8"
+POWERLAW, DENSE, COMMUNITY = "powerlaw:30000:8", "dense:24000:50", "community:30000:8"
 TINY = "dense:400:10"
 
 
@@ -45,23 +45,30 @@ class Combination:
 
 
 COMBINATIONS = (
+    Combination("powerlaw:60000:20", "sage", "sar", 1),
+    Combination("powerlaw:60000:20", "sage", "sar", 4),
     Combination(DENSE, "sage", "keep", 4),
+    Combination(DENSE, "sage", "sar", 4, share_memory=True),
     Combination(DENSE, "gin", "halo", 4),
+    Combination(DENSE, "gat", "sar", 2, share_memory=True),
+    Combination(DENSE, "gcn", "sar", 4, hidden=64),
+    Combination(DENSE, "gcn", "sar", 4, share_memory=True, hidden=64),
     Combination(COMMUNITY, "gin", "sar", 1),
     Combination(POWERLAW, "gcn", "halo", 2, hidden=512),
     Combination(COMMUNITY, "sage", "halo", 2, share_memory=True),
+    Combination(COMMUNITY, "gcn", "sar", 1, hidden=384),
     Combination(POWERLAW, "transformer", "sar", 2),
-    Combination(COMMUNITY, "gcn", "sar", 1, hidden=128),
     Combination(POWERLAW, "gat", "keep", 2, share_memory=True),
     Combination(POWERLAW, "sage", "keep", 2, frontend="dgl"),
     Combination(COMMUNITY, "gat", "sar", 2, share_memory=True, frontend="dgl"),
-    Combination(POWERLAW, "sage", "sar", 4, share_memory=True, hidden=128),
-    Combination(COMMUNITY, "gcn", "keep", 4, share_memory=True, hidden=384),
-    Combination(DENSE, "gat", "sar", 2, share_memory=True),
-    Combination(POWERLAW, "transformer", "halo", 2, share_memory=True, hidden=64),
-    Combination(DENSE, "gcn", "sar", 4, hidden=64),
 )
 EPOCHS, PARTS, BOUND = 2, 4, 0.15
+
+
+def find(records: list[Record], combination: Combination) -> Record | None:
+    """The record of a combination, if it is there."""
+    wanted = {**asdict(combination), "epochs": EPOCHS}
+    return next((record for record in records if all(record[key] == wanted[key] for key in wanted)), None)
 
 
 def compare(bench: Bench, combination: Combination, earlier: list[Record]) -> Record:
@@ -73,11 +80,11 @@ def compare(bench: Bench, combination: Combination, earlier: list[Record]) -> Re
     per_host = one.ranks if one.share_memory else 1
     planned = sp.plan(model, store, [one.ranks], [one.mode], frontend=one.frontend, ranks_per_host=per_host).rows[0]
     config = {**asdict(one), "epochs": EPOCHS}
-    known = [record["measured_ranks"] for record in earlier if all(record[key] == config[key] for key in config)]
+    known = find(earlier, one)
     whole = {**config, "backend": "processes", "peer": None, "backward": "auto"}
     if not known and planned.terms["process"] > PROCESS_BYTES:  # loops compiled once are read from disk later
         bench.measure({**whole, "graph": TINY, "ranks": min(2, one.ranks)}, PARTS, ("memory",))
-    measured = known[0] if known else bench.measure(whole, PARTS, ("memory",))["ranks"]
+    measured = known["measured_ranks"] if known else bench.measure(whole, PARTS, ("memory",))["ranks"]
     peak = max(rank["peak_bytes"] for rank in measured)
     return {
         **config,
@@ -168,6 +175,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=REPORTS)
     parser.add_argument("--folder", type=Path, help="where graphs are kept between calls (default: a temporary one)")
     parser.add_argument("--again", type=Path, metavar="JSON", help="estimate anew, with these earlier measurements")
+    parser.add_argument("--resume", type=Path, metavar="JSON", help="go on after what this file holds already")
     args = parser.parse_args()
     earlier = json.loads(args.again.read_text())["records"] if args.again else []
     found: Record = {"date": datetime.date.today().isoformat(), "machine": machine(), "records": []}
@@ -177,7 +185,8 @@ def main() -> None:
         bench = Bench(args.folder or Path(scratch))
         bench.folder.mkdir(parents=True, exist_ok=True)
         for combination in COMBINATIONS:
-            found["records"].append(compare(bench, combination, earlier))
+            kept = find(json.loads(args.resume.read_text())["records"], combination) if args.resume else None
+            found["records"].append(kept or compare(bench, combination, earlier))
             print(" | ".join(row(found["records"][-1])), file=sys.stderr, flush=True)
             stem.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
             stem.with_suffix(".md").write_text(markdown(found))
