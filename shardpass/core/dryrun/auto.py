@@ -74,8 +74,8 @@ def choose_mode(
         elif None in every:
             answer["refusal"] = _SEVERAL_TYPES
         else:
-            *sizes, per_host = (max(column) for column in zip(*every))
-            largest = RankSizes(comm.size, *sizes, per_host=per_host)
+            nodes, edges, cut, halo, per_host = (max(column) for column in zip(*every))
+            largest = RankSizes(comm.size, nodes, edges, cut, halo, per_host=per_host)
             training = _training(frontend, pristine, model, comm, args, kwargs, method)
             comm.order.alone = True
             try:
