@@ -10,8 +10,9 @@ stacks. Mapped features are such a mapping too, since a tensor may be written to
 are written. So the bound is VmData once all libraries are imported, plus the size of the mapped file, plus the budget;
 `written_bytes` tells how much of the mapping became memory of the process (0 is expected). The graph is loaded under
 the bound. The peak is the highest resident anonymous memory (RssAnon) above that after the imports. A thread looks
-every few milliseconds, so it may be a little low. glibc gives freed blocks back at once (MALLOC_MMAP_THRESHOLD_),
-which costs time, the same for all.
+every few milliseconds, so it may be a little low. glibc gives freed blocks back at once (MALLOC_MMAP_THRESHOLD_), and
+MKL, where torch has it, does not keep 8 MiB for every thread that multiplied (MKL_DISABLE_FAST_MM). Both cost time, the
+same for all.
 """
 
 from __future__ import annotations
@@ -35,7 +36,12 @@ from torch_geometric.nn import models
 
 import shardpass as sp
 
-ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(1 << 16), "MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 16),
+    "MALLOC_ARENA_MAX": "1",
+    "OMP_NUM_THREADS": "1",
+    "MKL_DISABLE_FAST_MM": "1",
+}
 SYSTEMS = ("pyg", "memory", "mapped", "offload", "in_turn")
 MIN_BYTES = 1 << 16
 _STACK_BYTES = 1 << 20

@@ -162,9 +162,9 @@ def show(found: Record) -> None:
 def main() -> None:
     """Measure and write the report; exit code 1 if a claim does not hold."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nodes", type=int, default=50_000)
+    parser.add_argument("--nodes", type=int, default=16_000)
     parser.add_argument("--degree", type=int, default=10)
-    parser.add_argument("--features", type=int, default=512)
+    parser.add_argument("--features", type=int, default=1024)
     parser.add_argument("--parts", type=int, default=4, help="how many are trained in turn")
     parser.add_argument("--hidden", type=int, default=32)
     parser.add_argument("--layers", type=int, default=6)

@@ -18,21 +18,41 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch_geometric.nn import models
+from torch_geometric.nn import TransformerConv, models
+from torch_geometric.nn.models.basic_gnn import BasicGNN
 
 import shardpass as sp
 from benchmarks.meter import Meter
 from shardpass.data import partition
 
 Config = dict[str, Any]
-HIDDEN = {"sage": 256, "gcn": 256, "gat": 128, "gin": 256}
+HIDDEN = {"sage": 256, "gcn": 256, "gat": 128, "gin": 256, "transformer": 128}
 
 
-def build_model(name: str, num_features: int, num_classes: int) -> nn.Module:
-    """Three layers with BatchNorm: SAGE, GCN and GIN 256 wide; GAT 4 heads x 32, its last layer averaged over heads."""
-    kind = {"sage": models.GraphSAGE, "gcn": models.GCN, "gat": models.GAT, "gin": models.GIN}[name]
+class Transformer(BasicGNN):
+    """Layers of TransformerConv with four heads, whose results stand side by side."""
+
+    supports_edge_weight = supports_edge_attr = False
+
+    def init_conv(self, in_channels: int, out_channels: int, **kwargs: Any) -> TransformerConv:
+        """One layer."""
+        return TransformerConv(in_channels, out_channels // 4, heads=4, **kwargs)
+
+
+KINDS = {
+    "sage": models.GraphSAGE, "gcn": models.GCN, "gat": models.GAT, "gin": models.GIN, "transformer": Transformer
+}  # fmt: skip
+
+
+def build_model(name: str, num_features: int, num_classes: int, hidden: int | None = None) -> nn.Module:
+    """Three layers with BatchNorm: SAGE, GCN and GIN 256 wide; GAT 4 heads x 32, its last layer averaged over heads.
+
+    Args:
+        hidden: another width, of all heads together.
+    """
     heads = {"heads": 4} if name == "gat" else {}
-    model: nn.Module = kind(num_features, HIDDEN[name], 3, num_classes, norm="batch_norm", **heads)
+    width = hidden or HIDDEN[name]
+    model: nn.Module = KINDS[name](num_features, width, 3, num_classes, norm="batch_norm", **heads)
     return model
 
 
@@ -63,7 +83,8 @@ def _prepare(comm: sp.Communicator, config: Config, check: bool = True) -> tuple
     x, y, mask = graph.x.clone(), graph.y.long().clone(), graph.train_mask.clone()
     is_dgl = config.get("frontend") == "dgl"
     with sp.seed(0, comm):
-        model = (DGLModel if is_dgl else build_model)(config["model"], graph.num_features, graph.num_classes)
+        build = DGLModel if is_dgl else build_model
+        model = build(config["model"], graph.num_features, graph.num_classes, config.get("hidden"))
     (sp.dgl if is_dgl else sp.pyg).wrap(model, comm, check=check, checkpoint=config.get("checkpoint"))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 
@@ -133,12 +154,13 @@ def _train(
 class DGLModel(nn.Module):
     """The same layers in DGL's own code."""
 
-    def __init__(self, name: str, num_features: int, num_classes: int) -> None:
+    def __init__(self, name: str, num_features: int, num_classes: int, hidden: int | None = None) -> None:
         super().__init__()
         from dgl.nn import GATConv, SAGEConv
 
         self.heads = 4 if name == "gat" else 1
-        widths = [num_features, HIDDEN[name], HIDDEN[name], num_classes]
+        hidden = hidden or HIDDEN[name]
+        widths = [num_features, hidden, hidden, num_classes]
         self.convs, self.norms = nn.ModuleList(), nn.ModuleList([nn.BatchNorm1d(width) for width in widths[1:3]])
         for k in range(3):
             if name == "gat":

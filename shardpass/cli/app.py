@@ -169,6 +169,7 @@ def plan(
     ] = None,
     mode: Annotated[list[str] | None, typer.Option(help="A mode (may be repeated) [default: all].")] = None,
     budget: Annotated[str | None, typer.Option(help="Bytes per rank, as in 6GiB.")] = None,
+    ranks_per_host: Annotated[int, typer.Option(help="Processes of one host, which share memory.")] = 1,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Estimate the peak memory per rank of each mode and number of ranks, before anything runs."""
@@ -180,7 +181,7 @@ def plan(
             str(store), model=model, layers=layers, hidden=hidden, heads=heads, dropout=dropout, batch_norm=batch_norm
         )
         graph = Graph(store, nodes, edges, features, classes, cut, halo)
-        run_plan(graph, config, ranks or [1, 2, 4, 8], mode, budget, json)
+        run_plan(graph, config, ranks or [1, 2, 4, 8], mode, budget, ranks_per_host, json)
 
 
 @app.command()

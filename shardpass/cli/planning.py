@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.table import Table
@@ -48,7 +49,13 @@ class Graph:
 
 
 def run_plan(
-    graph: Graph, config: TrainConfig, ranks: list[int], modes: list[str] | None, budget: str | None, as_json: bool
+    graph: Graph,
+    config: TrainConfig,
+    ranks: list[int],
+    modes: list[str] | None,
+    budget: str | None,
+    per_host: int,
+    as_json: bool,
 ) -> None:
     """Print the plan, as a table or as JSON."""
     if config.model == "pna":
@@ -57,7 +64,8 @@ def run_plan(
     features, classes = known_sizes(source)
     model = build_model(config, features, classes)
     torch.set_num_threads(1)  # dry runs are small
-    planned = sp.plan(model, source, ranks, modes or MODES, budget=budget)  # type: ignore[arg-type]
+    chosen: Any = modes or MODES
+    planned = sp.plan(model, source, ranks, chosen, budget=budget, ranks_per_host=per_host)
     if as_json:
         print(json.dumps(as_data(planned), indent=1))
         return

@@ -104,6 +104,7 @@ def plan(
     loss: Callable[[Any, ShardedGraph], Tensor] | None = None,
     frontend: Literal["pyg", "dgl"] = "pyg",
     checkpoint: Checkpoint = None,
+    ranks_per_host: int = 1,
 ) -> Plan:
     """The estimated peak memory per rank of training `model`, by term, for every mode and number of ranks.
 
@@ -122,18 +123,23 @@ def plan(
         loss: of what the model returned, 0-dim; None: cross entropy with ``graph.y`` over ``graph.train_mask``.
         frontend: whose layers the model is made of.
         checkpoint: as in ``wrap``: None or ``"activations"``.
+        ranks_per_host: processes on one host, which share memory (unless ``options.share_memory`` is False); the
+            memory that a rank shares counts at the rank that owns it.
 
     Raises:
-        ValueError: a store of several types or without features, an unknown mode, or a budget that is no size.
+        ValueError: a store of several types or without features, an unknown mode, a budget that is no size, or fewer
+            than one rank per host.
         RefusedError: the model cannot be run on a sharded graph.
     """
+    if ranks_per_host < 1:
+        raise ValueError(f"ranks_per_host is at least 1, got {ranks_per_host}")
     limit = None if budget is None else parse_bytes(budget)
     options = options or Options()
     training = _training(model, optimizer, call, loss, frontend, checkpoint)
     rows: list[Estimate] = []
     left_out: dict[Mode, str] = {}
     for size in ranks:
-        sizes = sizes_of(graph, size)
+        sizes = replace(sizes_of(graph, size), per_host=ranks_per_host)
         for mode in modes:
             try:
                 found = estimate(training, sizes, replace(options, mode=mode))
@@ -144,16 +150,21 @@ def plan(
     planned = Plan(rows, limit, left_out)
     if limit is None or planned.best is not None or _LATER_MODE in left_out or not rows:
         return planned
-    return replace(planned, larger=_larger(training, graph, options, max(ranks), limit))
+    return replace(planned, larger=_larger(training, graph, options, max(ranks), limit, ranks_per_host))
 
 
 def _larger(
-    training: Training, graph: str | os.PathLike[str] | GraphCounts, options: Options, ranks: int, limit: int
+    training: Training,
+    graph: str | os.PathLike[str] | GraphCounts,
+    options: Options,
+    ranks: int,
+    limit: int,
+    per_host: int,
 ) -> Estimate | None:
     """The first estimate in sar mode that fits, on twice, four times ... as many ranks; None if none does."""
     for _ in range(_MOST_DOUBLINGS):
         ranks *= 2
-        sizes = sizes_of(graph, ranks, beyond_parts=True)
+        sizes = replace(sizes_of(graph, ranks, beyond_parts=True), per_host=per_host)
         found = Estimate.of(estimate(training, sizes, replace(options, mode=_LATER_MODE)), ranks, _LATER_MODE)
         if found.peak <= limit:
             return found

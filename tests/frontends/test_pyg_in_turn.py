@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import nullcontext
 
 import pytest
@@ -43,3 +44,25 @@ def test_the_same_losses(kind, mode, tmp_path):
     found = run(train, 3, "in_turn", args=(kind, options, tmp_path))
     for one, other in zip(expected, found):
         torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-14)
+
+
+def test_edge_weights_of_layers_that_are_done_are_not_in_memory(tmp_path):
+    """Each layer of a GCN makes edge weights of its own; autograd saves them, and nothing else may hold them."""
+    whole = awkward_graph()
+    owners = assignments(whole.num_nodes, 1, whole.edge_index)["random"]
+    graph = shard_in_memory(whole, owners, sp.connect(), sp.Options())
+    model = models.GCN(graph.x.size(1), 8, 3, 3).double()
+    sp.pyg.wrap(model, graph.comm, check=False)
+    before = {id(tensor) for tensor in _vectors()}
+    with sp.offload(tmp_path, min_bytes=8):
+        out = model(graph.x, graph)
+    assert [
+        tensor.shape for tensor in _vectors() if tensor.numel() > 2 * graph.num_nodes and id(tensor) not in before
+    ] == []
+    out.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def _vectors():
+    found = [t for t in gc.get_objects() if type(t) is torch.Tensor]
+    return [t for t in found if t.dim() == 1 and t.is_floating_point()]

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch_geometric.data import HeteroData
 from torch_geometric.nn import GAT, GraphSAGE, SAGEConv
 from torch_geometric.nn.aggr import MedianAggregation
 
@@ -172,3 +173,35 @@ def test_recomputed_activations_are_planned_smaller():
         sp.plan(model, COUNTS, ranks=[2], modes=["sar"], checkpoint=choice).rows[0] for choice in (None, "activations")
     )
     assert again.training < kept.training
+
+
+def test_ranks_of_one_host_share_memory():
+    """Rows that lie in windows do not travel; of four ranks, two on this host, half of the peers still send."""
+    sizes, options = sizes_of(COUNTS, 4), sp.Options(mode="sar")
+    for per_host, peers in ((2, 1), (4, 3)):
+        plan = made_up_rank(sizes, DryCommunicator(4, per_host=per_host), options).relation.plan
+        assert [places.numel() for places in plan.shared.places[1:]] == [
+            count if rank < per_host else 0 for rank, count in enumerate(plan.schedule.counts[0][1:], 1)
+        ]
+        assert plan.shared.rows.equal(torch.unique(torch.cat(plan.send_rows[1 : 1 + peers])))
+    training = _training(gat(), torch.optim.Adam, None, None, "pyg")
+    sent = [dry_run(training, replace(sizes, per_host=count), options).sent for count in (1, 2, 4)]
+    assert sent[1] == pytest.approx(2 / 3 * sent[0], rel=0.01) and sent[2] < 1000  # only tokens
+
+
+def test_a_window_is_counted_once_and_not_if_rows_travel_as_messages():
+    alone = sp.plan(gat(), COUNTS, ranks=[4], modes=["sar"]).rows
+    shared = sp.plan(gat(), COUNTS, ranks=[4], modes=["sar"], ranks_per_host=4).rows
+    messages = sp.Options(share_memory=False)
+    assert sp.plan(gat(), COUNTS, ranks=[4], modes=["sar"], ranks_per_host=4, options=messages).rows == alone
+    assert shared[0].terms != alone[0].terms and shared[0].fetched < alone[0].fetched / 1000
+    with pytest.raises(ValueError, match="ranks_per_host is at least 1"):
+        sp.plan(gat(), COUNTS, ranks=[4], ranks_per_host=0)
+
+
+def test_graphs_of_several_types_are_refused_by_name(tmp_path):
+    x, edges = torch.rand(6, 4), torch.tensor([[0, 1], [1, 2]])
+    data = HeteroData({"a": {"x": x}, "b": {"x": x}, ("a", "to", "b"): {"edge_index": edges}})
+    sp.partition(data, tmp_path / "store", 2, "random")
+    with pytest.raises(ValueError, match=r"graph of several types .*one node type"):
+        sp.plan(gat(), tmp_path / "store", ranks=[2])

@@ -65,7 +65,7 @@ def choose_mode(
     """
     graphs = [frontend.core_of(leaf) or leaf for leaf in tree_leaves((args, kwargs))]
     options = next(found for graph in graphs if (found := undecided(graph)) is not None)
-    mine = _sizes(frontend, args, kwargs)
+    mine = _sizes(frontend, comm, args, kwargs)
     every = comm.all_gather_object(mine, "mode='auto': sizes")
     answer: dict[str, Any] = {"refusal": "", "estimates": []}
     if comm.rank == 0:
@@ -74,7 +74,8 @@ def choose_mode(
         elif None in every:
             answer["refusal"] = _SEVERAL_TYPES
         else:
-            largest = RankSizes(comm.size, *(max(column) for column in zip(*every)))
+            nodes, edges, cut, halo, per_host = (max(column) for column in zip(*every))
+            largest = RankSizes(comm.size, nodes, edges, cut, halo, per_host=per_host)
             training = _training(frontend, pristine, model, comm, args, kwargs, method)
             comm.order.alone = True
             try:
@@ -139,13 +140,14 @@ def _relation(frontend: Frontend, args: Any, kwargs: Any) -> ShardedEdgeIndex | 
     return next(iter(found.values())) if len(found) == 1 else None
 
 
-def _sizes(frontend: Frontend, args: Any, kwargs: Any) -> list[int] | None:
-    """Own nodes, edges, cut edges and halo rows; None where they are not of one relation of one type."""
+def _sizes(frontend: Frontend, comm: Communicator, args: Any, kwargs: Any) -> list[int] | None:
+    """Own nodes, edges, cut edges, halo rows, ranks that share memory; None where not of one relation of one type."""
     index = _relation(frontend, args, kwargs)
     if index is None or index.plan.num_own_src != index.plan.num_dst:
         return None
     cut = int((index[0].as_subclass(Tensor) >= index.plan.num_own_src).sum())
-    return [index.plan.num_dst, index.size(1), cut, index.plan.num_halo]
+    per_host = 1 if comm.windows is None or comm.windows.refused else len(comm.local_ranks)
+    return [index.plan.num_dst, index.size(1), cut, index.plan.num_halo, per_host]
 
 
 def _estimates(training: Training, sizes: RankSizes, options: Options, comm: Communicator) -> dict[str, Any]:

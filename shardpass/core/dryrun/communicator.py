@@ -21,22 +21,28 @@ class DryCommunicator:
     """Rank 0 of `size` ranks that are all alike: what it receives is as if every rank did what it does.
 
     Rows that others would send are zeros. Collectives answer from this rank's own tensors. Ranks are alike up to a
-    rotation of the ring: what rank p sends to this one is what this one sends to rank ``-p``.
+    rotation of the ring: what rank p sends to this one is what this one sends to rank ``-p``. Shared memory is this
+    rank's own, whoever's it should be: each rank's counts once, at its owner.
 
     Args:
         size: number of ranks to pretend.
         device: on which tensors are.
         notify: called with the label of each message and collective, before it.
+        per_host: of the ranks, how many share this one's host and its memory.
     """
 
     def __init__(
-        self, size: int, device: torch.device | str = "cpu", notify: Callable[[str], None] | None = None
+        self,
+        size: int,
+        device: torch.device | str = "cpu",
+        notify: Callable[[str], None] | None = None,
+        per_host: int = 1,
     ) -> None:
         self.rank, self.size, self.device = 0, size, torch.device(device)
-        self.local_ranks: tuple[int, ...] = (0,)
+        self.local_ranks: tuple[int, ...] = tuple(range(min(per_host, size)))
         self.order = CallOrder()
         self.bytes_sent = 0
-        self.windows: WindowPool | None = None
+        self.windows: WindowPool | None = WindowPool() if len(self.local_ranks) > 1 else None
         self.serves_threads = False
         self._notify = notify or (lambda label: None)
 
@@ -75,9 +81,14 @@ class DryCommunicator:
         return tensor
 
     def all_to_all(self, tensors: Sequence[Tensor], label: str = "") -> list[Tensor]:
-        """From rank p what this rank sends to rank ``-p``."""
+        """From rank p what this rank sends to rank ``-p``; of what goes to its host alone, to ``-p`` on that host."""
         self._notify(label)
-        return [tensors[-rank % self.size].detach().clone() for rank in range(self.size)]
+        local = len(self.local_ranks)
+        if label == "halo plan: shared rows":
+            order = [-rank % local if rank < local else rank for rank in range(self.size)]
+        else:
+            order = [-rank % self.size for rank in range(self.size)]
+        return [tensors[rank].detach().clone() for rank in order]
 
     def all_gather_object(self, obj: Any, label: str = "") -> list[Any]:
         """`obj`, `size` times."""
@@ -89,7 +100,7 @@ class DryCommunicator:
 
     def duplicate(self, name: str) -> Communicator:
         """Another one like this."""
-        return DryCommunicator(self.size, self.device, self._notify)
+        return DryCommunicator(self.size, self.device, self._notify, len(self.local_ranks))
 
     def background(self) -> Communicator | None:
         """None: gradients are summed where they are."""
@@ -100,8 +111,9 @@ class DryCommunicator:
         raise RuntimeError(reason)
 
     def share(self, num_bytes: int, label: str = "") -> dict[int, Tensor] | None:
-        """None: ranks are taken to be on hosts of their own."""
-        return None
+        """This rank's memory, for every rank of the host."""
+        memory = torch.zeros(num_bytes, dtype=torch.uint8)
+        return dict.fromkeys(self.local_ranks, memory)
 
     def random_lock(self) -> AbstractContextManager[Any]:
         """Nothing is locked."""

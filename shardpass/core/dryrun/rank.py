@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ class RankSizes:
         halo_rows: distinct sources of the cut edges.
         node_fields, edge_fields: by name.
         num_classes: of the labels ``y``.
+        per_host: ranks of one host, which share memory unless the options say otherwise.
     """
 
     ranks: int
@@ -43,6 +44,7 @@ class RankSizes:
     node_fields: dict[str, Field] = field(default_factory=dict)
     edge_fields: dict[str, Field] = field(default_factory=dict)
     num_classes: int = 2
+    per_host: int = 1
 
     def scaled(self, scale: float) -> RankSizes:
         """The same rank, `scale` times as large; at least one node."""
@@ -50,30 +52,28 @@ class RankSizes:
         def part(count: int) -> int:
             return round(count * scale)
 
-        return RankSizes(
-            self.ranks,
-            max(1, part(self.nodes)),
-            part(self.edges),
-            part(self.cut_edges),
-            part(self.halo_rows),
-            self.node_fields,
-            self.edge_fields,
-            self.num_classes,
+        return replace(
+            self,
+            nodes=max(1, part(self.nodes)),
+            edges=part(self.edges),
+            cut_edges=part(self.cut_edges),
+            halo_rows=part(self.halo_rows),
         )
 
 
 def made_up_rank(sizes: RankSizes, comm: DryCommunicator, options: Options) -> ShardedGraph:
-    """A rank's share of a random graph with these sizes, every peer sending it as many rows as any other."""
+    """A rank's share of a random graph with these sizes, every peer sending it exactly as many rows as any other."""
     generator = torch.Generator().manual_seed(0)
     others = sizes.ranks - 1
-    per_peer = min(sizes.nodes, round(sizes.halo_rows / others)) if others else 0
-    cut = min(sizes.cut_edges, sizes.edges) if per_peer else 0
+    cut = min(sizes.cut_edges, sizes.edges)
+    per_peer = min(sizes.nodes, round(sizes.halo_rows / others), cut // others) if others else 0
+    cut = cut if per_peer else 0
     sources = torch.empty(sizes.edges, dtype=torch.int64)
     sources[cut:] = torch.randint(0, sizes.nodes, (sizes.edges - cut,), generator=generator)
     if cut:
         rows = per_peer * others
         halo = torch.randint(0, rows, (cut,), generator=generator)
-        halo[: min(cut, rows)] = torch.arange(min(cut, rows))  # each row is needed
+        halo[:rows] = torch.arange(rows)  # each row is needed
         sources[:cut] = (halo // per_peer + 1) * sizes.nodes + halo % per_peer
     dst = torch.randint(0, sizes.nodes, (sizes.edges,), generator=generator)
     edge_ids = torch.randperm(sizes.edges, generator=generator)

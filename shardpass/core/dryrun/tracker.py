@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-_EXCHANGE = "core/exchange.py"
+_EXCHANGE = ("core/exchange.py", "core/windows.py")
 _LOOPS = ("core/kernels/attention.py", "core/kernels/scores.py", "core/attention.py")
 _PACKAGE = "shardpass/"
 _SORTS = frozenset({torch.ops.aten.sort.default, torch.ops.aten.sort.stable})

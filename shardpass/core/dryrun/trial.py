@@ -80,7 +80,7 @@ class Measured:
 def dry_run(training: Training, sizes: RankSizes, options: Options) -> Measured:
     """Train on a made-up rank of these sizes for two epochs, and measure. Leaves torch's random state as it was."""
     tracker = MemoryTracker()
-    comm = DryCommunicator(sizes.ranks, notify=tracker.phase)
+    comm = DryCommunicator(sizes.ranks, notify=tracker.phase, per_host=sizes.per_host)
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         gc.collect()
         with tracker:

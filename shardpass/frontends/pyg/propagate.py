@@ -153,6 +153,8 @@ class ShardedMessagePassing:
 
         def compute(weight: Tensor | None = None) -> Tensor:
             out = aggregate(program, plan, direction.shards, weight)
+            parts.release()
+            given.clear()
             frozen.poison(self.name)
             return conv.update(out, **conv.inspector.collect_param_data("update", whole))
 
@@ -273,6 +275,7 @@ class Parts:
         self.edge: dict[str, Tensor] = {}
         self.rest: dict[str, Any] = {}
         self.dims: dict[str, int] = {}
+        self._taken: set[str] = set()  # edge tensors that the latest call took as inputs
 
     def absorb(self, prefix: str, other: Parts) -> None:
         """Take in the tensors of a deferred edge update, under prefixed names."""
@@ -287,12 +290,19 @@ class Parts:
                 if name.startswith(prefix) and (prefix or ":" not in name):
                     name = name[len(prefix) :]
                     given[name + suffix] = tensor.movedim(0, self.dims[name]) if self.dims[name] else tensor
-        for name, tensor in self.edge.items():
-            given[name] = inputs.edge.get(prefix + name, tensor)
+        self._taken = {
+            key[len(prefix) :] for key in inputs.edge if key.startswith(prefix) and (prefix or ":" not in key)
+        }
+        given.update(self.edge)
+        given.update({name: inputs.edge[prefix + name] for name in self._taken})
         given.update(index=inputs.index, edge_index_i=inputs.index, ptr=None, dim_size=inputs.num_dst)
         given.update(size_i=inputs.num_dst, edge_index=Poison.make(_NO_IDS), edge_index_j=Poison.make(_NO_IDS))
         given.update(adj_t=None, size_j=None, size=[None, inputs.num_dst])
         return given
+
+    def release(self) -> None:
+        """Let go of the edge tensors that are inputs of the call: what the body holds lives until backward."""
+        self.edge = {name: tensor for name, tensor in self.edge.items() if name not in self._taken}
 
 
 _NO_IDS = (
