@@ -214,6 +214,19 @@ def test_triplets_labels_and_links_of_original_ids():
         assert batch.dst_neg_index.shape == (num, 2) and "edge_label_index" not in batch
 
 
+def test_links_given_by_every_rank_or_of_no_node_are_refused():
+    def fn(share, comm):
+        whole = torch.tensor([[40, 0, 3], [1, 2, 5]])
+        with pytest.raises(ValueError, match=r"every rank was given the same 3 links.*links\\X"):
+            sp.pyg.LinkNeighborLoader(share, [1], whole)
+        with pytest.raises(ValueError, match="float32; expected a bool mask, own edges or original ids"):
+            sp.pyg.LinkNeighborLoader(share, [1], whole + 0.7)
+        mine = whole[:, comm.rank :: comm.size]
+        return len(sp.pyg.LinkNeighborLoader(share, [1], mine, batch_size=2))
+
+    assert shares(fn) == [1, 1]
+
+
 def sp_negatives(amount):
     from torch_geometric.sampler import NegativeSampling
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.sampler import NegativeSampling
 
+from shardpass.core.checkpoint_file import digest
 from shardpass.core.graph import ShardedGraph
 from shardpass.core.kernels.sampling import keys_of, uniforms
 from shardpass.core.ownership import EdgeType
@@ -160,6 +161,8 @@ def _links(graph: ShardedGraph, source: SampledSource, kind: EdgeType, given: An
     num = len(edges.edge_ids)
     where = f"rank {comm.rank}: edge_label_index"
     links = None if given is None else torch.as_tensor(given).cpu()
+    if links is not None and links.is_floating_point() and links.numel():
+        raise ValueError(f"{where} is {links.dtype}; expected a bool mask, own edges or original ids as integers")
     if links is not None and links.dim() == 2 and links.size(0) == 2 and links.dtype != torch.bool:
         src, dst = (global_ids(source, end, part.to(torch.int64).numpy()) for end, part in zip(kind[::2], links))
         if len(src) and min(src.min(), dst.min()) < 0:
@@ -167,15 +170,20 @@ def _links(graph: ShardedGraph, source: SampledSource, kind: EdgeType, given: An
             raise ValueError(
                 f"{where} has the link {bad}; expected original ids of nodes of {kind[0]!r} and {kind[2]!r}"
             )
-        counts = comm.all_gather_object(len(src), "links")
-        return np.arange(len(src)) + sum(counts[: comm.rank]), src, dst
+        found = comm.all_gather_object((len(src), digest(links)), "links")
+        if comm.size > 1 and len(src) and all(one == found[0] for one in found):
+            raise ValueError(
+                f"{where}: every rank was given the same {len(src)} links; each link is given by one rank. Where all "
+                f"have the whole list, let each take its share: links[:, rank::{comm.size}], and the labels' likewise"
+            )
+        return np.arange(len(src)) + sum(count for count, _ in found[: comm.rank]), src, dst
     place = np.empty(num, dtype=np.int64)  # of each own edge, in the order of the rank's edge tensors
     place[edges.rows] = np.arange(num)
     if links is not None:
         shape = list(links.shape)
         if links.dtype == torch.bool and shape != [num]:
             raise ValueError(f"{where} is a mask {shape}; expected one entry per own edge, [{num}]")
-        if links.dtype != torch.bool and (links.dim() != 1 or links.is_floating_point()):
+        if links.dtype != torch.bool and links.dim() != 1:
             raise ValueError(f"{where} is {links.dtype} {shape}; expected a mask, own edges, or original ids [2, n]")
         chosen = links.nonzero().view(-1).numpy() if links.dtype == torch.bool else links.to(torch.int64).numpy()
         if len(chosen) and not (0 <= chosen.min() <= chosen.max() < num and len(np.unique(chosen)) == len(chosen)):
