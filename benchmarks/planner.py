@@ -81,7 +81,7 @@ def compare(bench: Bench, combination: Combination, earlier: list[Record]) -> Re
     planned = sp.plan(model, store, [one.ranks], [one.mode], frontend=one.frontend, ranks_per_host=per_host).rows[0]
     config = {**asdict(one), "epochs": EPOCHS}
     known = find(earlier, one)
-    whole = {**config, "backend": "processes", "peer": None, "backward": "auto"}
+    whole = {**config, "backend": "processes", "peer": None, "backward": "auto", "load_code": False}
     if not known and planned.terms["process"] > PROCESS_BYTES:  # loops compiled once are read from disk later
         bench.measure({**whole, "graph": TINY, "ranks": min(2, one.ranks)}, PARTS, ("memory",))
     measured = known["measured_ranks"] if known else bench.measure(whole, PARTS, ("memory",))["ranks"]
@@ -145,10 +145,11 @@ def markdown(found: Record) -> str:
         *("| " + " | ".join(row(record)) + " |" for record in records),
         "",
         "Both figures are of the largest rank, above the loaded baseline (graph, features, labels and model in",
-        f"memory), over {EPOCHS} epochs. The estimate is that of `shardpass.plan` from the store on disk, by dry runs",
-        "on a made-up rank; it includes a constant for what a process needs outside torch's tensors. Measured: peak",
-        "resident set, as `benchmarks/meter.py` says, one process per rank (gloo), one computing thread each. A window",
-        "of shared memory counts once, at its owner, in both. Graphs have 128 features and 32 classes and are randomly",
+        f"memory, compiled loops not yet), over {EPOCHS} epochs. The estimate is that of `shardpass.plan` from the store",
+        "on disk, by dry runs on a made-up rank; it includes a constant for what a process needs outside torch's",
+        "tensors. Measured: peak resident set, as `benchmarks/meter.py` says, one process per rank (gloo), one computing",
+        "thread each. A window of shared memory counts once, at its owner, in both. Graphs have 128 features and 32",
+        "classes and are randomly",
         "partitioned into 4 parts. Models: three layers with BatchNorm and Adam, as wide as the table says (GAT and",
         "TransformerConv: four heads together). The JSON file holds the terms of each estimate.",
         "",

@@ -60,7 +60,8 @@ def run_sharded(comm: sp.Communicator, config: Config) -> Config:
     """One rank of a shardpass run; figures of all ranks."""
     torch.set_num_threads(1)
     graph, epoch = _prepare(comm, config)
-    load_code(config)
+    if config.get("load_code", True):
+        load_code(config)
     meter, losses, sent = Meter(comm), [], []
     comm.barrier()
     meter.start()

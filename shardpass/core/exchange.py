@@ -148,7 +148,7 @@ def fetch_blocks(
             post(index + 1, index + 1 + ahead)
         with record_function(f"compute block {index + 1} ({stream.label})"):
             yield index + 1, plan.blocks[index + 1], rows
-    fetch.tokens.finish()
+    fetch.finish()
 
 
 class _Tokens:
@@ -205,6 +205,8 @@ class _Fetch:
         self._gathered = _Slots(1, device, fresh=keep or fresh)
         self._outgoing = _Slots(max(1, ahead), device, fresh=fresh)
         self._arrived: dict[int, Tensor] = {}
+        self._in_place = not (keep or fresh)
+        self._reading: int | None = None
         sizes = [packing.num_bytes(count) for count in plan.shared.published] if plan.shared is not None else []
         self.tokens = _Tokens(plan, stream, sizes)
         self._publish()
@@ -253,8 +255,12 @@ class _Fetch:
         packing, count = self._packing, move.recv_stop - move.recv_start
         if not self.tokens.shared_with(move.source):
             return packing.to_computed(packing.views(self._arrived.pop(move.round), count))
+        self._has_read()
         shared, window, source = self._plan.shared, self.tokens.window, move.source
         assert shared is not None and window is not None
+        if self._in_place and count == shared.published[source]:  # all that there are, in their order
+            self._reading = source if count else None
+            return packing.to_computed(packing.views(window.memory[source], count))
         views = packing.views(self._gathered.get(0, packing.num_bytes(count)), count)
         places = shared.places[source][move.recv_start : move.recv_stop]
         for published, view in zip(packing.views(window.memory[source], shared.published[source]), views):
@@ -262,6 +268,17 @@ class _Fetch:
         if count and move.recv_stop == self._plan.schedule.counts[self._plan.comm.rank][source]:
             self.tokens.tell_owner(source)
         return packing.to_computed(views)
+
+    def _has_read(self) -> None:
+        """The rows of the latest round have been used: whoever they were read from, in place, may write again."""
+        if self._reading is not None:
+            self.tokens.tell_owner(self._reading)
+            self._reading = None
+
+    def finish(self) -> None:
+        """The walk has ended on this rank."""
+        self._has_read()
+        self.tokens.finish()
 
 
 def _select(tensor: Tensor, rows: Tensor, out: Tensor) -> None:
