@@ -13,7 +13,7 @@ from shardpass.core.shard import EdgeShards
 from shardpass.errors import RefusedError
 
 if TYPE_CHECKING:
-    from shardpass.frontends.pyg.propagate import Parts
+    from shardpass.frontends.pyg.body import Parts
 
 
 class LazyEdges(Tensor):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,9 +20,9 @@ from shardpass.core.program import Inputs, Program, Structure
 from shardpass.core.reverse import ReversedEdges, reversed_edges
 from shardpass.core.shard import EdgeShards
 from shardpass.errors import RefusedError
-from shardpass.frontends.pyg.dense import whole_neighbourhoods
+from shardpass.frontends.pyg.body import Body, Parts
 from shardpass.frontends.pyg.frozen import Frozen
-from shardpass.frontends.pyg.lazy import LazyEdges, LazySums, Poison
+from shardpass.frontends.pyg.lazy import LazyEdges, LazySums
 
 _INDICES = frozenset(
     ["edge_index_i", "edge_index_j", "edge_index", "size_i", "size_j", "adj_t", "index", "ptr", "dim_size"]
@@ -118,32 +116,16 @@ class ShardedMessagePassing:
         if hooks != self._hooks:  # what was found row-wise was so without them
             self._checked, self._hooks = {}, hooks
 
-        def collect(inputs: Inputs) -> dict[str, Any]:
-            given = parts.collected(inputs)
-            for name, value in lazy.items():
-                given[name] = value.message(inputs, f"{name}:")
-            return given
-
-        given: dict[str, Any] = {}
-
-        def message(inputs: Inputs) -> Tensor:
-            with frozen:
-                given.clear()
-                given.update(collect(inputs))
-                with _holding(conv, {name: given[name] for name in held}):
-                    messages = _with_hooks(conv, given)
-            dim = conv.node_dim % messages.dim()
-            return messages.movedim(dim, 0) if dim else messages
-
-        def reduce(messages: Tensor, inputs: Inputs) -> Tensor:
-            arguments = given if inputs.index is given.get("index") else parts.collected(inputs)
-            dim = conv.node_dim % messages.dim()
-            messages = messages.movedim(0, dim) if dim else messages
-            with frozen, whole_neighbourhoods(conv, inputs.max_degree):
-                return _with_aggregate_hooks(conv, messages, arguments)
-
+        body = Body(conv, parts, lazy, [*held], frozen)
         program = Program(
-            self.name, parts.src, parts.dst, parts.edge, message, reduce, conv.node_dim, checked=self._passed()
+            self.name,
+            parts.src,
+            parts.dst,
+            parts.edge,
+            body.message,
+            body.reduce,
+            conv.node_dim,
+            checked=self._passed(),
         )
         program.watch = partial(_note_fused, list(lazy.values()))
         if edge_index.flow is not None:
@@ -153,8 +135,7 @@ class ShardedMessagePassing:
 
         def compute(weight: Tensor | None = None) -> Tensor:
             out = aggregate(program, plan, direction.shards, weight)
-            parts.release()
-            given.clear()
+            body.release()
             frozen.poison(self.name)
             return conv.update(out, **conv.inspector.collect_param_data("update", whole))
 
@@ -265,52 +246,6 @@ def shards_of(edge_index: ShardedEdgeIndex) -> EdgeShards:
     return plan.derived.find(edge_index.edges, plan.blocks, plan.num_dst)
 
 
-class Parts:
-    """The arguments of a layer's message functions, sorted: node rows by side, edge tensors, everything else."""
-
-    def __init__(self, node_dim: int) -> None:
-        self.node_dim = node_dim
-        self.src: dict[str, Tensor] = {}
-        self.dst: dict[str, Tensor] = {}
-        self.edge: dict[str, Tensor] = {}
-        self.rest: dict[str, Any] = {}
-        self.dims: dict[str, int] = {}
-        self._taken: set[str] = set()  # edge tensors that the latest call took as inputs
-
-    def absorb(self, prefix: str, other: Parts) -> None:
-        """Take in the tensors of a deferred edge update, under prefixed names."""
-        for mine, theirs in ((self.src, other.src), (self.dst, other.dst), (self.edge, other.edge)):
-            mine.update({prefix + name: tensor for name, tensor in theirs.items()})
-
-    def collected(self, inputs: Inputs, prefix: str = "") -> dict[str, Any]:
-        """What PyG's `_collect` would have gathered for the edges of `inputs`."""
-        given = dict(self.rest)
-        for suffix, rows in (("_j", inputs.src), ("_i", inputs.dst)):
-            for name, tensor in rows.items():
-                if name.startswith(prefix) and (prefix or ":" not in name):
-                    name = name[len(prefix) :]
-                    given[name + suffix] = tensor.movedim(0, self.dims[name]) if self.dims[name] else tensor
-        self._taken = {
-            key[len(prefix) :] for key in inputs.edge if key.startswith(prefix) and (prefix or ":" not in key)
-        }
-        given.update(self.edge)
-        given.update({name: inputs.edge[prefix + name] for name in self._taken})
-        given.update(index=inputs.index, edge_index_i=inputs.index, ptr=None, dim_size=inputs.num_dst)
-        given.update(size_i=inputs.num_dst, edge_index=Poison.make(_NO_IDS), edge_index_j=Poison.make(_NO_IDS))
-        given.update(adj_t=None, size_j=None, size=[None, inputs.num_dst])
-        return given
-
-    def release(self) -> None:
-        """Let go of the edge tensors that are inputs of the call: what the body holds lives until backward."""
-        self.edge = {name: tensor for name, tensor in self.edge.items() if name not in self._taken}
-
-
-_NO_IDS = (
-    "node ids inside message() are numbered per rank. Pass the node tensor you want to index to propagate() and take "
-    "it as an argument ending in _j or _i"
-)
-
-
 def _split(conv: MessagePassing, name: str, wanted: Any, direction: Direction, kwargs: dict[str, Any]) -> Parts:
     parts = Parts(conv.node_dim)
     kwargs = {k: v.materialise() if isinstance(v, LazyEdges) else v for k, v in kwargs.items()}
@@ -357,43 +292,3 @@ def _place_node_argument(
     dim = conv.node_dim % value.dim()
     parts.dims[base] = dim
     (parts.src if source else parts.dst)[base] = value.movedim(dim, 0) if dim else value
-
-
-def _with_hooks(conv: MessagePassing, given: dict[str, Any]) -> Tensor:
-    arguments = conv.inspector.collect_param_data("message", given)
-    for hook in conv._message_forward_pre_hooks.values():
-        changed = hook(conv, (arguments,))
-        if changed is not None:
-            arguments = changed[0] if isinstance(changed, tuple) else changed
-    out = conv.message(**arguments)
-    for hook in conv._message_forward_hooks.values():
-        changed = hook(conv, (arguments,), out)
-        if changed is not None:
-            out = changed
-    return out
-
-
-def _with_aggregate_hooks(conv: MessagePassing, messages: Tensor, given: dict[str, Any]) -> Tensor:
-    arguments = conv.inspector.collect_param_data("aggregate", given)
-    for hook in conv._aggregate_forward_pre_hooks.values():
-        changed = hook(conv, (arguments,))
-        if changed is not None:
-            arguments = changed[0] if isinstance(changed, tuple) else changed
-    out: Tensor = conv.aggregate(messages, **arguments)
-    for hook in conv._aggregate_forward_hooks.values():
-        changed = hook(conv, (arguments,), out)
-        out = out if changed is None else changed
-    return out
-
-
-@contextmanager
-def _holding(conv: MessagePassing, tensors: dict[str, Tensor]) -> Iterator[None]:
-    """The layer holds `tensors` as attributes, in place of those for all edges that it holds in forward."""
-    before = {name: vars(conv)[name] for name in tensors if name in vars(conv)}
-    vars(conv).update(tensors)
-    try:
-        yield
-    finally:
-        for name in tensors:
-            del vars(conv)[name]
-        vars(conv).update(before)
