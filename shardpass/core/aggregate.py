@@ -5,12 +5,14 @@ Source: Mostafa, "Sequential Aggregation and Rematerialization", MLSys 2022 (arX
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from shardpass.core.agreement import settle
 from shardpass.core.at_once import aggregate_at_once
@@ -78,12 +80,15 @@ def _aggregate(program: Program, plan: HaloPlan, edges: EdgeShards, weight: Tens
         program.watch(structure)
     program = program.of_what_is_read(structure)
     keeps_sums = plan.options.cache_constant_inputs
+    only_scales = weight is not None
     if weight is not None and (early := transformed_first(program, structure, gradients, weight, keeps_sums)):
         (program, structure, gradients), weight = early, None
     call = _call_of(program, plan, edges, structure, number, gradients)
     if all(has for has, *_ in offers):
         assert sums is not None
-        return _mapped(_node_part(program, call, [sums[k] for k in range(len(structure.reductions))]), weight)
+        return _mapped(
+            _node_part(program, call, [sums[k] for k in range(len(structure.reductions))], only_scales), weight
+        )
     call.pull = choose_pull(call, program, [rest for _, *rest in offers])
     outputs = _Aggregate.apply(
         call,
@@ -100,7 +105,8 @@ def _aggregate(program: Program, plan: HaloPlan, edges: EdgeShards, weight: Tens
         structure.norms[k].track(Moments(count, mean, variance), [count, mean.numel()])
     if structure.edge_output:
         return outputs[0]
-    return _mapped(_node_part(program, call, list(outputs[:-1])), weight)
+    in_place = bool(gradients) and not needed_values(call)[0]  # then nobody else has the sums
+    return _mapped(_node_part(program, call, list(outputs[:-1]), only_scales, only_scales and in_place), weight)
 
 
 def _mapped(rows: Tensor, weight: Tensor | None) -> Tensor:
@@ -221,11 +227,34 @@ class _NodePhase:
         return self._outputs[k]
 
 
-def _node_part(program: Program, call: Call, outputs: list[Tensor]) -> Tensor:
+class _DividesInPlace(TorchFunctionMode):
+    """Divides `tensors` where they are, in place of making a quotient beside them."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        super().__init__()
+        self._tensors = tensors
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__name__", "") in ("div", "true_divide", "__truediv__") and len(args) == 2 and not kwargs:
+            first, second = args
+            if any(first is tensor for tensor in self._tensors) and getattr(second, "dtype", None) == first.dtype:
+                return first.div_(second)
+        return func(*args, **(kwargs or {}))
+
+
+def _node_part(
+    program: Program, call: Call, outputs: list[Tensor], only_scales: bool, in_place: bool = False
+) -> Tensor:
     """Run the node part once, with the resolved reductions: ordinary autograd from here on.
 
     It sees one made-up edge, so that code which branches on there being none behaves as usual; on a rank without
     destinations there is none for it to end in.
+
+    Args:
+        only_scales: it does no more than divide the sum that a scatter returns.
+        in_place: nothing else has that sum.
     """
     assert program.aggregate is not None
     with torch.no_grad():
@@ -235,6 +264,8 @@ def _node_part(program: Program, call: Call, outputs: list[Tensor]) -> Tensor:
     message = call.structure.message
     assert message is not None
     phase = _NodePhase(outputs, call.edges.num_dst)
-    with EdgeTrace(program, inputs.index, phase) as trace:
+    scales = _DividesInPlace(outputs) if in_place else nullcontext()
+    sums = [k for k, reduction in enumerate(call.structure.reductions) if only_scales and reduction.form != "ones"]
+    with scales, EdgeTrace(program, inputs.index, phase, returned=frozenset(sums)) as trace:
         trace.count = call.structure.num_message
         return program.aggregate(message[:num_edges], inputs)

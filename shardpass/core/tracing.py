@@ -141,6 +141,8 @@ class EdgeTrace(TorchFunctionMode):
             uses another one is refused, since its gradient would be lost. None: any may be used.
         generator: makes the generator from which dropout inside the body draws, the same whenever this piece runs.
             None: torch's own, which ranks that are threads share.
+        returned: reductions whose result the body takes from what the scatter returns, not from the tensor that it
+            scatters into: nothing is copied there.
     """
 
     def __init__(
@@ -151,8 +153,10 @@ class EdgeTrace(TorchFunctionMode):
         substitutes: dict[int, Tensor] | None = None,
         expected: set[int] | None = None,
         generator: Callable[[], torch.Generator] | None = None,
+        returned: frozenset[int] = frozenset(),
     ) -> None:
         super().__init__()
+        self._returned = returned
         self.name, self.phase, self._order = program.name, phase, program.order
         self.substitutes = substitutes or {}
         self._expected = expected
@@ -331,9 +335,9 @@ class EdgeTrace(TorchFunctionMode):
         # the very tensor where it can be: the probe recognises simple messages by identity
         value = self.phase.reduce(k, op, source.movedim(dim, 0) if dim else source, self._index, fill)
         value = (value.movedim(0, dim) if dim else value).to(base.dtype)
-        if name.endswith("_"):
-            return base.copy_(value)
-        return value.clone()
+        if k in self._returned:
+            return value
+        return base.copy_(value) if name.endswith("_") else value.clone()
 
     def _check_index(self, index: Tensor, source: Tensor, dim: int, name: str) -> None:
         others = [d for d in range(index.dim()) if d != dim]

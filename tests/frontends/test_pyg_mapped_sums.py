@@ -140,3 +140,25 @@ def test_a_layer_with_code_of_its_own_is_left_alone():
     sent, rows = bytes_of(lambda: Mine(8, 2))
     assert sent == rows * 8 * 4 * 2
     assert_exact("Mine", (lambda: Mine(5, 2), plain), 2, ("sar",))
+
+
+@pytest.mark.parametrize("options", [{}, {"mode": "keep"}])
+def test_means_are_made_where_the_sums_are(options):
+    graph_of = awkward_graph(channels=8)
+
+    def rank(comm):
+        owners = assignments(graph_of.num_nodes, 2, graph_of.edge_index)["random"]
+        graph = shard_in_memory(graph_of, owners, comm, sp.Options(**options))
+        model = sp.pyg.wrap(SAGEConv(8, 4, root_weight=False, bias=False), comm, check=False)
+        found = {}
+        for needs_grad in (True, False):
+            x = graph.x.float().requires_grad_(needs_grad)
+            with torch.set_grad_enabled(needs_grad):
+                found[needs_grad] = [model(x, graph) for _ in range(2)]
+        return [[out._version for out in outs] for outs in found.values()], found[True][0].sub(
+            found[False][1]
+        ).abs().max()
+
+    for versions, difference in sp.spawn(rank, 2):
+        assert min(versions[0]) > 0, "divided in place"
+        assert difference < 1e-6
