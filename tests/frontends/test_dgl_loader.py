@@ -136,6 +136,9 @@ def test_what_is_refused():
             sp.dgl.DataLoader(share, share.train_mask, sampler, num_workers=2)
         with pytest.raises(ValueError, match="batch_size is 0; expected an integer, 1 or more"):
             sp.dgl.DataLoader(share, share.train_mask, sampler, batch_size=0)
+        for fanouts, words in ((5, "sampler is 5; expected a list"), ([], "is \\[\\]"), ([2.5], "fanouts holds 2.5")):
+            with pytest.raises(ValueError, match=words):
+                sp.dgl.DataLoader(share, share.train_mask, dgl.dataloading.NeighborSampler(fanouts))
         with pytest.raises(ValueError, match="23 seeds in batches of 1 on 2 ranks leave some ranks without a seed"):
             sp.dgl.DataLoader(share, share.train_mask, sampler)
         return len(sp.dgl.DataLoader(share, share.train_mask, sampler, drop_last=True))

@@ -235,18 +235,22 @@ def _names(given: Any, kinds: Sequence[Any], canonical: Any) -> dict[Any, Sequen
     return dict.fromkeys(kinds, given)
 
 
-def _fanouts(graph: ShardedDGLGraph, fanouts: Sequence[Any]) -> list[dict[CanonicalType, int]]:
+def _fanouts(graph: ShardedDGLGraph, fanouts: Any) -> list[dict[CanonicalType, int]]:
     """The fanout of each hop by edge type, the seeds' hop first; DGL gives the first layer's first."""
+    if not isinstance(fanouts, (list, tuple)) or not fanouts:
+        raise ValueError(f"fanouts of the sampler is {fanouts!r}; expected a list of one number per layer")
     found = []
-    for fanout in reversed(list(fanouts)):
+    for fanout in reversed(fanouts):
         given = fanout if isinstance(fanout, Mapping) else dict.fromkeys(graph.canonical_etypes, fanout)
-        by_type = {graph.to_canonical_etype(kind): int(number) for kind, number in given.items()}
+        by_type = {graph.to_canonical_etype(kind): number for kind, number in given.items()}
         missing = [kind for kind in graph.canonical_etypes if kind not in by_type]
-        if missing or any(number < -1 for number in by_type.values()):
+        whole = all(isinstance(number, (int, np.integer)) for number in by_type.values())
+        if missing or not whole or any(number < -1 for number in by_type.values()):
             raise ValueError(
-                f"fanouts holds {fanout}; expected -1 or more for each edge type of {graph.canonical_etypes}"
+                f"fanouts holds {fanout}; expected an integer, -1 or more, for each edge type of "
+                f"{graph.canonical_etypes}"
             )
-        found.append(by_type)
+        found.append({kind: int(number) for kind, number in by_type.items()})
     return found
 
 
