@@ -143,8 +143,11 @@ def test_a_layer_that_remembers_another_graph_is_refused():
 def test_an_ordinary_edge_index_is_refused(layer):
     """It would speak of other nodes: `partition` numbers them anew, on one rank too."""
     wrapped = sp.pyg.wrap(copy.deepcopy(layer).double(), sp.connect("local"))
-    with pytest.raises(RefusedError, match="Pass the graph that shardpass"):
-        wrapped(GRAPH.node["x"], GRAPH.edge_index)
+    for x in (GRAPH.node["x"], GRAPH.node["x"][:20]):  # fewer rows than nodes, as a rank has
+        with pytest.raises(RefusedError, match="Pass the graph that shardpass"):
+            wrapped(x, GRAPH.edge_index)
+        with pytest.raises(RefusedError, match="Pass the graph that shardpass"):
+            wrapped(x, edge_index=GRAPH.edge_index)
 
 
 def test_evaluation_without_gradients_and_in_inference_mode():

@@ -33,7 +33,12 @@ from shardpass.frontends.pyg.lazy import LazyEdges, LazySums, Poison
 from shardpass.frontends.pyg.methods import adapt_methods, methods_to_run
 from shardpass.frontends.pyg.norms import distribute_norms
 from shardpass.frontends.pyg.propagate import ShardedMessagePassing
-from shardpass.frontends.pyg.refusals import refuse_node_tables, refuse_norms_of_some_nodes, refuse_unsupported
+from shardpass.frontends.pyg.refusals import (
+    refuse_node_tables,
+    refuse_norms_of_some_nodes,
+    refuse_ordinary_first,
+    refuse_unsupported,
+)
 
 
 def wrap(model: nn.Module, comm: Communicator, check: bool = True, checkpoint: Checkpoint = None) -> nn.Module:
@@ -68,6 +73,7 @@ def wrap(model: nn.Module, comm: Communicator, check: bool = True, checkpoint: C
     for name, module in model.named_modules():
         if isinstance(module, MessagePassing):
             _attach(module, name)
+            refuse_ordinary_first(module, _title(module, name))
         adapt(module, comm)
         adapt_methods(module, comm)
     adapt_hetero(model, comm)
@@ -122,11 +128,14 @@ def _make_outermost(
 
 
 def _attach(conv: MessagePassing, name: str) -> None:
-    title = f"{type(conv).__name__} ({name})" if name else type(conv).__name__
-    engine = ShardedMessagePassing(conv, title)
+    engine = ShardedMessagePassing(conv, _title(conv, name))
     conv.propagate = _Method(engine, "propagate")  # type: ignore[method-assign]
     if conv.inspector.implements("edge_update"):
         conv.edge_updater = _Method(engine, "edge_updater")  # type: ignore[method-assign]
+
+
+def _title(conv: MessagePassing, name: str) -> str:
+    return f"{type(conv).__name__} ({name})" if name else type(conv).__name__
 
 
 def _passes_messages(model: nn.Module) -> bool:
