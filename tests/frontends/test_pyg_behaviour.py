@@ -194,6 +194,28 @@ def test_two_backward_passes_and_checkpointing_are_exact(mode):
         assert max(differences(whole, sharded).values()) < 1e-10
 
 
+@pytest.mark.parametrize("layer", [gnn.GATConv, gnn.GATv2Conv, gnn.TransformerConv])
+def test_frozen_attention_before_a_layer_that_learns(layer):
+    """Backward passes through the frozen layer as well, on all ranks, and has nothing to do there."""
+    torch.manual_seed(0)
+    model = torch.nn.ModuleList([layer(5, 4, heads=2), layer(8, 3)]).double()
+    model[0].requires_grad_(False)
+    out = model[1](model[0](GRAPH.node["x"], GRAPH.edge_index), GRAPH.edge_index)
+    expected = torch.autograd.grad((out * cotangent(out)).sum(), list(model[1].parameters()))
+
+    def work(comm, graph):
+        net = gnn.Sequential("x, edge_index", [(m, "x, edge_index -> x") for m in copy.deepcopy(model)])
+        mine = sp.pyg.wrap(net, comm, check=False)(graph.x, graph)
+        (mine * cotangent(out)[graph.node_ids]).sum().backward()
+        assert all(p.grad is None for p in net[0].parameters())
+        sp.sync_gradients(net, comm)
+        return [p.grad for p in net[1].parameters()]
+
+    for mode in ("sar", "halo"):
+        for found in on_two_ranks(work, sp.Options(mode=mode)):
+            torch.testing.assert_close(found, list(expected), rtol=0, atol=1e-10)
+
+
 def test_double_backward_is_refused_with_a_sentence():
     def work(comm, graph):
         x = graph.x.clone().requires_grad_()
