@@ -8,8 +8,11 @@ rank (on a made-up edge where it has none) with every input a fresh leaf, under 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardpass.core.probe_trace import EVERYTHING, ProbePhase, ProbeTrace
 from shardpass.core.program import Attention, Inputs, MixedScore, Program, Reduction, Structure
@@ -60,22 +63,50 @@ def probe(program: Program, edges: EdgeShards, num_own_src: int, needs_grad: set
     keep_captures = torch.is_grad_enabled()
     grads = not torch.is_inference_mode_enabled()
     with torch.set_grad_enabled(grads):
-        inputs = sample_inputs(program, edges, num_own_src, grads)
-        phase = ProbePhase(inputs.num_dst, edges.num_dst)
-        trace = ProbeTrace(program, inputs, phase)
-        with trace:
-            message = program.message(inputs)
-            num_message = trace.count
-            if program.aggregate is not None:
-                program.aggregate(message, inputs)
-        random = not torch.equal(state, torch.random.get_rng_state())
-        torch.random.set_rng_state(state)
+        trace, phase, message, num_message = _traced(program, edges, num_own_src, grads)
+        random = not torch.equal(state, torch.random.get_rng_state()) and _draws(program, edges, num_own_src, grads)
+        if random:
+            torch.random.set_rng_state(state)
         structure = _structure(program, trace, phase, message, num_message, needs_grad, random)
     if structure.attention is not None and isinstance(structure.attention.score, MixedScore):
         structure.mix = structure.captures[structure.attention.score.mix].detach()
     if not keep_captures:
         structure.captures.clear()
     return structure
+
+
+def _traced(
+    program: Program, edges: EdgeShards, num_own_src: int, grads: bool
+) -> tuple[ProbeTrace, ProbePhase, Tensor, int]:
+    """The body's trace on a few edges, the reductions found, its message, and how many of them the edge part made."""
+    inputs = sample_inputs(program, edges, num_own_src, grads)
+    phase = ProbePhase(inputs.num_dst, edges.num_dst)
+    trace = ProbeTrace(program, inputs, phase)
+    with trace:
+        message = program.message(inputs)
+        num_message = trace.count
+        if program.aggregate is not None:
+            program.aggregate(message, inputs)
+    return trace, phase, message, num_message
+
+
+def _draws(program: Program, edges: EdgeShards, num_own_src: int, grads: bool) -> bool:
+    """Whether the body itself draws random numbers. (Ranks that are threads share torch's generator.)"""
+    with _Draws() as draws:
+        _traced(program, edges, num_own_src, grads)
+    return draws.any
+
+
+class _Draws(TorchDispatchMode):
+    """Notices numbers drawn from torch's own generator in this thread."""
+
+    any = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        given = [*args, *(kwargs or {}).values()]
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.any |= not any(isinstance(value, torch.Generator) for value in given)
+        return func(*args, **(kwargs or {}))
 
 
 def _structure(

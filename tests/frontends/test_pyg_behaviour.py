@@ -267,6 +267,22 @@ def test_dropout_inside_messages_is_replayed_in_backward(name, mode):
     torch.testing.assert_close((gradient * direction).sum(), slope, rtol=1e-6, atol=1e-6)
 
 
+def test_dropout_between_layers_on_ranks_of_very_different_size():
+    """Threads share torch's generator: the large rank is in its dropout while the small one probes the next layer."""
+    owners = (torch.arange(GRAPH.num_nodes) < 5).long()
+    make = lambda: gnn.GAT(5, 8, 3, 4, dropout=0.5).double()  # noqa: E731
+
+    def work(comm):
+        graph = shard_in_memory(GRAPH, owners, comm)
+        model = sp.pyg.wrap(make(), comm, check=False)
+        for _ in range(10):
+            model(graph.x, graph).sum().backward()
+            model.zero_grad()
+        return True
+
+    assert run(work, 2) == [True, True]
+
+
 def test_attention_weights_kept_by_a_message_are_not_available():
     def work(comm, graph):
         layer = sp.pyg.wrap(gnn.TransformerConv(5, 4).double(), comm)

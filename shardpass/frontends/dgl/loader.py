@@ -242,7 +242,7 @@ def _fanouts(graph: ShardedDGLGraph, fanouts: Any) -> list[dict[CanonicalType, i
     found = []
     for fanout in reversed(fanouts):
         given = fanout if isinstance(fanout, Mapping) else dict.fromkeys(graph.canonical_etypes, fanout)
-        by_type = {graph.to_canonical_etype(kind): number for kind, number in given.items()}
+        by_type: dict[CanonicalType, Any] = {graph.to_canonical_etype(kind): n for kind, n in given.items()}
         missing = [kind for kind in graph.canonical_etypes if kind not in by_type]
         whole = all(isinstance(number, (int, np.integer)) for number in by_type.values())
         if missing or not whole or any(number < -1 for number in by_type.values()):
