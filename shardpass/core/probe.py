@@ -8,14 +8,12 @@ rank (on a made-up edge where it has none) with every input a fresh leaf, under 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardpass.core.probe_trace import EVERYTHING, ProbePhase, ProbeTrace
 from shardpass.core.program import Attention, Inputs, MixedScore, Program, Reduction, Structure
+from shardpass.core.random import Draws
 from shardpass.core.recognise import GENERAL, attention_of, extremum_form, leading_maximum, simple_form
 from shardpass.core.reducers import Base
 from shardpass.core.shard import EdgeShards
@@ -92,21 +90,9 @@ def _traced(
 
 def _draws(program: Program, edges: EdgeShards, num_own_src: int, grads: bool) -> bool:
     """Whether the body itself draws random numbers. (Ranks that are threads share torch's generator.)"""
-    with _Draws() as draws:
+    with Draws() as draws:
         _traced(program, edges, num_own_src, grads)
     return draws.any
-
-
-class _Draws(TorchDispatchMode):
-    """Notices numbers drawn from torch's own generator in this thread."""
-
-    any = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        given = [*args, *(kwargs or {}).values()]
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            self.any |= not any(isinstance(value, torch.Generator) for value in given)
-        return func(*args, **(kwargs or {}))
 
 
 def _structure(

@@ -23,6 +23,7 @@ from shardpass.core.aggregate import aggregate
 from shardpass.core.probe import sample_inputs
 from shardpass.core.probe_trace import ProbePhase
 from shardpass.core.program import Inputs, Program, Structure
+from shardpass.core.random import Draws
 from shardpass.core.tracing import EdgeTrace
 from shardpass.errors import RefusedError
 from shardpass.frontends.dgl.deferred import (
@@ -103,15 +104,15 @@ def _sighted(passing: MessagePassing, program: Program, body: Any) -> tuple[dict
     state = torch.random.get_rng_state()
     inputs = sample_inputs(program, passing.edges.shards, passing.edges.plan.num_own_src, False, 2)
     trace = _Sighting(program, inputs)
-    with torch.no_grad(), trace:
+    with Draws() as draws, torch.no_grad(), trace:
         try:
             found = body(inputs)
         except RefusedError:
             return None  # and is refused when it is computed, on every rank
-    is_random = not torch.equal(state, torch.random.get_rng_state())
-    torch.random.set_rng_state(state)
+    if draws.any:
+        torch.random.set_rng_state(state)
     given = [t for rows in (program.src, program.dst, program.edge) for t in rows.values()] + trace.outside
-    if is_random or trace.count or trace.num_drops or any(t.is_inference() for t in given):
+    if draws.any or trace.count or trace.num_drops or any(t.is_inference() for t in given):
         return None
     return (found, trace.outside) if all(rows.is_floating_point() for rows in found.values()) else None
 
