@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -74,16 +75,17 @@ def refuse_ordinary(name: str, edge_index: Any) -> None:
 def refuse_ordinary_first(layer: nn.Module, name: str) -> None:
     """Let `layer` refuse ordinary edges when it is called, before it indexes nodes by them."""
     names = list(inspect.signature(type(layer).forward).parameters)[1:]
-    if "edge_index" not in names:
-        return
-    place = names.index("edge_index")
+    if "edge_index" in names:
+        hook = partial(_refuse_ordinary_argument, name, names.index("edge_index"))
+        layer.register_forward_pre_hook(hook, with_kwargs=True)
 
-    def check(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        edge_index = kwargs.get("edge_index", args[place] if place < len(args) else None)
-        if isinstance(edge_index, Tensor):
-            refuse_ordinary(name, edge_index)
 
-    layer.register_forward_pre_hook(check, with_kwargs=True)
+def _refuse_ordinary_argument(
+    name: str, place: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    edge_index = kwargs.get("edge_index", args[place] if place < len(args) else None)
+    if isinstance(edge_index, Tensor):
+        refuse_ordinary(name, edge_index)
 
 
 def refuse_node_tables(model: nn.Module, comm: Communicator, args: Any, kwargs: Any) -> None:
