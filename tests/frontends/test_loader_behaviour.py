@@ -82,6 +82,8 @@ def test_fields_that_come_with_a_batch():
         ({"subgraph_type": "induced"}, TypeError, "only the edges that were drawn are in a batch"),
         ({"time_attr": "t"}, TypeError, "there is no temporal sampling"),
         ({"colour": 1}, TypeError, r"colour=1, which is not supported on a sharded graph; see help"),
+        ({"node_attrs": "x"}, ValueError, r"node_attrs is 'x'; expected a list of names, such as \['x'\]"),
+        ({"graph": object()}, TypeError, "NeighborLoader takes the graph that shardpass.load returned, found a object"),
         ({"batch_size": 0}, ValueError, "batch_size is 0; expected an integer, 1 or more"),
         ({"prefetch": -1}, ValueError, "prefetch is -1; expected an integer, 0 or more"),
         ({"num_neighbors": 5}, ValueError, r"num_neighbors is 5; expected a list of one number per hop"),
@@ -106,7 +108,7 @@ def test_fields_that_come_with_a_batch():
 def test_bad_arguments(arguments, error, words):
     def fn(share, comm):
         with pytest.raises(error, match=words):
-            sp.pyg.NeighborLoader(share, **{"num_neighbors": [2], **arguments})
+            sp.pyg.NeighborLoader(**{"graph": share, "num_neighbors": [2], **arguments})
 
     shares(fn, 1)
 

@@ -72,8 +72,8 @@ class DataLoader:
         prefetch: int = 2,
         **kwargs: Any,
     ) -> None:
-        _refuse(kwargs, graph_sampler)
-        whole = to_dgl(graph) if isinstance(graph, ShardedGraph) else graph
+        whole = graph if isinstance(graph, ShardedDGLGraph) else to_dgl(graph)
+        _refuse(kwargs, graph_sampler, whole.comm.device)
         rows = {kind: chosen.cpu().numpy() for kind, chosen in rows_of(whole, indices).items()}
         settings = settings_of(whole, graph_sampler, batch_size, shuffle, drop_last, seed, prefetch)
         self._blocks = Blocks(whole, settings)
@@ -254,10 +254,10 @@ def _fanouts(graph: ShardedDGLGraph, fanouts: Any) -> list[dict[CanonicalType, i
     return found
 
 
-def _refuse(kwargs: Mapping[str, Any], sampler: Any) -> None:
-    harmless = {"num_workers": 0, "use_ddp": True, "device": None, "use_prefetch_thread": None, "pin_prefetcher": None}
+def _refuse(kwargs: Mapping[str, Any], sampler: Any, device: torch.device) -> None:
     for name, value in kwargs.items():
-        if not value or (name in harmless and value == harmless[name]):
+        is_ours = name == "device" and value and torch.device(value) in (device, torch.device(device.type))
+        if not value or name == "use_ddp" or is_ours:
             continue
         raise TypeError(
             f"DataLoader got {name}={value!r}, which is not supported on a sharded graph: batches are made in a thread "

@@ -65,6 +65,8 @@ def settings_of(
     Raises:
         TypeError, ValueError: the argument that is wrong, in the words of `refuse`, `fanouts_of` and `wanted_fields`.
     """
+    if not isinstance(graph, ShardedGraph):
+        raise TypeError(f"{name} takes the graph that shardpass.load returned, found a {type(graph).__name__}")
     refuse(name, others)
     node_fields, edge_fields = wanted_fields(graph, node_attrs, edge_attrs)
     return Settings(
@@ -184,6 +186,8 @@ def wanted_fields(
 def _chosen(what: str, stored: dict[Any, list[str]], names: Sequence[str] | None) -> dict[Any, list[str]]:
     if names is None:
         return stored
+    if isinstance(names, str):
+        raise ValueError(f"{what}_attrs is {names!r}; expected a list of names, such as [{names!r}]")
     for name in names:
         if not any(name in held for held in stored.values()):
             raise ValueError(f"{what}_attrs names {name!r}, which is not stored; there are: {stored}")
