@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardpass.backends.communicator import Communicator
@@ -91,13 +92,50 @@ def replayed(comm: Communicator, seed: int) -> Iterator[None]:
     Raises:
         RefusedError: ranks are threads, and an operation draws that cannot be given a generator.
     """
-    if comm.size > 1 and not isinstance(comm.random_lock(), nullcontext):  # another rank may draw in the meantime
+    if _shares_generator(comm):  # another rank may draw in the meantime
         with _OwnGenerator(seed):
             yield
         return
     with torch.random.fork_rng(devices=[comm.device] if comm.device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield
+
+
+def refuse_checkpointed_draws(comm: Communicator) -> AbstractContextManager[Any]:
+    """A block in which code under `torch.utils.checkpoint` may not draw random numbers, where ranks are threads.
+
+    Backward would set torch's generator back to draw the same again, and meanwhile other ranks draw from it.
+
+    Raises:
+        RefusedError: it does.
+    """
+    return _CheckpointedDraws(comm) if _shares_generator(comm) else nullcontext()
+
+
+def _shares_generator(comm: Communicator) -> bool:
+    return comm.size > 1 and not isinstance(comm.random_lock(), nullcontext)
+
+
+class _CheckpointedDraws(TorchFunctionMode):
+    def __init__(self, comm: Communicator) -> None:
+        super().__init__()
+        self._order = comm.order
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+        under = "" if hooks is None else getattr(hooks[0], "__module__", "")
+        if under != "torch.utils.checkpoint" or self._order.inside is not None:
+            return func(*args, **kwargs)
+        with Draws() as draws:
+            out = func(*args, **kwargs)
+        if draws.any:
+            raise RefusedError(
+                "random numbers (as of dropout) are drawn within torch.utils.checkpoint, and ranks that are threads "
+                "share the generator from which backward would draw them again: its gradients would be wrong. Run the "
+                "ranks as processes (mpirun or torchrun), or use wrap(..., checkpoint='activations') instead"
+            )
+        return out
 
 
 class _OwnGenerator(TorchDispatchMode):

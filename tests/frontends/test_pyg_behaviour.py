@@ -283,6 +283,32 @@ def test_dropout_between_layers_on_ranks_of_very_different_size():
     assert run(work, 2) == [True, True]
 
 
+@pytest.mark.parametrize("where", ["between layers", "in attention"])
+def test_dropout_within_torch_checkpoint_is_refused_on_threads(where):
+    """Backward draws again from a generator that the other rank uses too; wrap's own checkpoint keeps its own."""
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = gnn.GATConv(5, 6, dropout=0.5 if where == "in attention" else 0.0)
+
+        def block(self, x, edge_index):
+            x = x if where == "in attention" else torch.nn.functional.dropout(x, 0.5, self.training)
+            return self.conv(x, edge_index)
+
+        def forward(self, x, edge_index):
+            return checkpoint(self.block, x, edge_index, use_reentrant=False)
+
+    def work(comm, graph):
+        model = sp.pyg.wrap(Net().double(), comm, check=False)
+        with pytest.raises(RefusedError, match=r"drawn within torch.utils.checkpoint, and ranks that are threads"):
+            model(graph.x, graph)
+        model.eval()(graph.x, graph).sum().backward()
+        return True
+
+    assert on_two_ranks(work) == [True, True]
+
+
 def test_attention_weights_kept_by_a_message_are_not_available():
     def work(comm, graph):
         layer = sp.pyg.wrap(gnn.TransformerConv(5, 4).double(), comm)
