@@ -92,7 +92,7 @@ def replayed(comm: Communicator, seed: int) -> Iterator[None]:
     Raises:
         RefusedError: ranks are threads, and an operation draws that cannot be given a generator.
     """
-    if _shares_generator(comm):  # another rank may draw in the meantime
+    if are_threads(comm):  # another rank may draw in the meantime
         with _OwnGenerator(seed):
             yield
         return
@@ -109,10 +109,11 @@ def refuse_checkpointed_draws(comm: Communicator) -> AbstractContextManager[Any]
     Raises:
         RefusedError: it does.
     """
-    return _CheckpointedDraws(comm) if _shares_generator(comm) else nullcontext()
+    return _CheckpointedDraws(comm) if are_threads(comm) else nullcontext()
 
 
-def _shares_generator(comm: Communicator) -> bool:
+def are_threads(comm: Communicator) -> bool:
+    """Whether the ranks are threads of one process, which share all that is one for the process."""
     return comm.size > 1 and not isinstance(comm.random_lock(), nullcontext)
 
 

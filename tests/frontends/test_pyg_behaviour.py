@@ -216,6 +216,24 @@ def test_frozen_attention_before_a_layer_that_learns(layer):
             torch.testing.assert_close(found, list(expected), rtol=0, atol=1e-10)
 
 
+def test_a_model_that_threads_share_is_refused():
+    model = gnn.GCNConv(5, 3).double()
+
+    def work(comm, graph):
+        with pytest.raises(RefusedError, match="ranks 0 and 1 hold the same model"):
+            sp.pyg.wrap(model, comm)
+        with pytest.raises(RefusedError, match="ranks 0 and 1 hold the same model"):
+            sp.pyg.exact(model, comm)
+        mine = sp.pyg.wrap(copy.deepcopy(model), comm)
+        assert sp.pyg.wrap(mine, comm) is mine
+        return mine
+
+    mine, other = on_two_ranks(work)
+    with pytest.raises(RefusedError, match="is wrapped already, with another communicator"):
+        sp.pyg.wrap(mine, sp.connect("local"))
+    assert mine is not other
+
+
 def test_double_backward_is_refused_with_a_sentence():
     def work(comm, graph):
         x = graph.x.clone().requires_grad_()

@@ -20,6 +20,7 @@ from shardpass.core.gradients import note_forward, refuse_as_built, sync_paramet
 from shardpass.core.graph import ShardedGraph
 from shardpass.core.hetero_graph import ShardedHeteroGraph
 from shardpass.core.norm import replace_batch_norms
+from shardpass.core.own_model import is_wrapped, refuse_shared_model
 from shardpass.core.random import decorrelate
 from shardpass.core.recompute import Checkpoint, check_choice, recomputed_activations
 from shardpass.core.selfcheck.check import check_model
@@ -58,12 +59,14 @@ def wrap(model: nn.Module, comm: Communicator, check: bool = True, checkpoint: C
             rows. Nothing is sent, so ranks may differ.
 
     Raises:
-        RefusedError: the model holds a layer that cannot be exact on a sharded graph.
+        RefusedError: the model holds a layer that cannot be exact on a sharded graph; it is wrapped for other ranks;
+            ranks that are threads pass one model object.
         ValueError: ranks passed different models (on every rank); `checkpoint` is neither None nor ``"activations"``.
     """
     check_choice(checkpoint)
-    if getattr(model, "_shardpass_wrapped", False):
+    if is_wrapped(model, comm):
         return model
+    refuse_shared_model(model, comm)
     _refuse_as_built(model)
     refuse_unsupported(model)
     pristine = copy_of_model(model) if check else None
