@@ -43,8 +43,10 @@ def refuse_shared_model(model: nn.Module, comm: Communicator) -> None:
 
 def identity_of(parameters: Sequence[Tensor], comm: Communicator) -> list[int]:
     """What tells these parameters from those of other threads, as bytes; nothing where ranks are processes."""
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    return list(id(trained[0]).to_bytes(_BYTES, "little")) if are_threads(comm) and trained else []
+    if not are_threads(comm):
+        return []
+    trained = next((id(parameter) for parameter in parameters if parameter.requires_grad), 0)
+    return list(trained.to_bytes(_BYTES, "little"))
 
 
 def refuse_alike(identities: list[list[int]]) -> None:
@@ -53,8 +55,8 @@ def refuse_alike(identities: list[list[int]]) -> None:
     Raises:
         RefusedError: they did.
     """
-    if identities and identities[0]:
-        _refuse_alike([[int.from_bytes(bytes(given), "little")] for given in identities])
+    numbers = [int.from_bytes(bytes(given), "little") for given in identities]
+    _refuse_alike([[number] if number else [] for number in numbers])
 
 
 def _refuse_alike(held: list[list[int]]) -> None:
