@@ -8,12 +8,14 @@ rank (on a made-up edge where it has none) with every input a fresh leaf, under 
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from shardpass.core.probe_trace import EVERYTHING, ProbePhase, ProbeTrace
 from shardpass.core.program import Attention, Inputs, MixedScore, Program, Reduction, Structure
-from shardpass.core.random import Draws
+from shardpass.core.random import get_random_state, has_drawn
 from shardpass.core.recognise import GENERAL, attention_of, extremum_form, leading_maximum, simple_form
 from shardpass.core.reducers import Base
 from shardpass.core.shard import EdgeShards
@@ -57,14 +59,13 @@ def probe(program: Program, edges: EdgeShards, num_own_src: int, needs_grad: set
     Raises:
         RefusedError: the body does something that cannot be computed one shard at a time.
     """
-    state = torch.random.get_rng_state()
+    state = get_random_state()
     keep_captures = torch.is_grad_enabled()
     grads = not torch.is_inference_mode_enabled()
     with torch.set_grad_enabled(grads):
-        trace, phase, message, num_message = _traced(program, edges, num_own_src, grads)
-        random = not torch.equal(state, torch.random.get_rng_state()) and _draws(program, edges, num_own_src, grads)
-        if random:
-            torch.random.set_rng_state(state)
+        look = partial(_traced, program, edges, num_own_src, grads)
+        trace, phase, message, num_message = look()
+        random = has_drawn(state, look)
         structure = _structure(program, trace, phase, message, num_message, needs_grad, random)
     if structure.attention is not None and isinstance(structure.attention.score, MixedScore):
         structure.mix = structure.captures[structure.attention.score.mix].detach()
@@ -86,13 +87,6 @@ def _traced(
         if program.aggregate is not None:
             program.aggregate(message, inputs)
     return trace, phase, message, num_message
-
-
-def _draws(program: Program, edges: EdgeShards, num_own_src: int, grads: bool) -> bool:
-    """Whether the body itself draws random numbers. (Ranks that are threads share torch's generator.)"""
-    with Draws() as draws:
-        _traced(program, edges, num_own_src, grads)
-    return draws.any
 
 
 def _structure(

@@ -14,7 +14,7 @@ Only torch's generators are touched: neither Python's nor NumPy's.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -151,6 +151,22 @@ class _OwnGenerator(TorchDispatchMode):
         if _is_random(func, args, kwargs):
             return _with_generator(func)(*args, **kwargs, generator=self._generator)
         return func(*args, **kwargs)
+
+
+def has_drawn(state: dict[str, Tensor], again: Callable[[], Any]) -> bool:
+    """Whether code that has just run draws random numbers; if so, torch's generators are set back.
+
+    Args:
+        state: what `get_random_state` returned before it ran.
+        again: runs it again. Where the generators have moved, that tells what it draws from what other threads draw.
+    """
+    if all(torch.equal(before, now) for before, now in zip(state.values(), get_random_state().values())):
+        return False
+    with Draws() as draws:
+        again()
+    if draws.any:
+        set_random_state(state)
+    return draws.any
 
 
 class Draws(TorchDispatchMode):
