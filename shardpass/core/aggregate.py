@@ -195,7 +195,9 @@ class _Aggregate(torch.autograd.Function):
             by_reduction = {k: g for k, g in enumerate(grads[:-1]) if g is not None}
         found = zero_gradients(call, operands, by_reduction, grad_edges)
         attention = structure.attention
-        if attention is not None:
+        if not structure.differentiable:
+            pass  # frozen and of constant inputs: here because of the token, and every rank knows that
+        elif attention is not None:
             (log_sum,) = states[attention.maximum]
             add_attention = attention_gradients if call.pull is None else pull_attention
             add_attention(call, operands, attention, values[attention.output], log_sum, found)

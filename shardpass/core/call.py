@@ -13,7 +13,7 @@ from shardpass.core.exchange import Stream, fetch_blocks
 from shardpass.core.halo import HaloPlan
 from shardpass.core.out_edges import OutEdges
 from shardpass.core.program import Inputs, Program, Structure
-from shardpass.core.random import piece_seed
+from shardpass.core.random import piece_seed, replayed
 from shardpass.core.shard import Chunk, EdgeShards, Shard
 
 
@@ -207,9 +207,7 @@ class Call:
             if enabled or torch.is_autocast_enabled(device.type):
                 stack.enter_context(torch.autocast(device.type, dtype=dtype, enabled=enabled))
             if self.structure.random:
-                stack.enter_context(self.plan.comm.random_lock())
-                stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
-                torch.manual_seed(self.seed_of(position, first_edge))
+                stack.enter_context(replayed(self.plan.comm, self.seed_of(position, first_edge)))
             yield
 
 

@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardpass.backends.communicator import Communicator
+from shardpass.core.random import refuse_checkpointed_draws
 from shardpass.errors import NeedsHaloError, RefusedError
 
 
@@ -117,7 +118,9 @@ def chained(comm: Communicator, function: Callable[..., Any], *args: Any, **kwar
     if not start_chain(comm):
         return function(*args, **kwargs)
     try:
-        return end_chain(comm, function(*args, **kwargs))
+        with refuse_checkpointed_draws(comm):
+            outputs = function(*args, **kwargs)
+        return end_chain(comm, outputs)
     finally:
         drop_chain(comm)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardpass.backends.communicator import CallOrder
 from shardpass.core.derived import KnownLists
@@ -20,6 +21,8 @@ from shardpass.core.ownership import Ownership
 from shardpass.core.shard import EdgeShards, build_shards
 from shardpass.core.transfer import halo_fetch, halo_push
 from shardpass.errors import RefusedError
+
+Content = tuple[StorageWeakRef, int, int]
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class LayerFlow:
     number: int
     progress: dict[int, int]
     _known: KnownLists[EdgeShards] = field(default_factory=KnownLists, compare=False, repr=False)
-    _used: dict[int, set[int]] = field(default_factory=dict, compare=False, repr=False)
+    _used: dict[int, set[Content]] = field(default_factory=dict, compare=False, repr=False)
 
     def note(self, name: str, order: CallOrder, sources: dict[str, Tensor]) -> None:
         """Note that `name` sends messages from `sources` over this layer.
@@ -57,7 +60,7 @@ class LayerFlow:
             )
         self.progress.clear()
         self.progress[order.forwards] = self.number
-        mine = {t.data_ptr() for t in sources.values() if t.numel()}
+        mine = {_content(t) for t in sources.values() if t.numel()}
         known = self._used.get(order.forwards)
         if known is None:
             self._used.clear()
@@ -79,7 +82,7 @@ class LayerFlow:
         known = self._used.get(order.forwards)
         if known is None or table.dim() < 2 or not table.numel():  # degrees and the like are whole
             return
-        if table.data_ptr() not in known:
+        if _content(table) not in known:
             raise RefusedError(
                 "a node tensor is indexed by row 0 of an edge_index of graph.layers after a message over it: rows that "
                 "the message left out may be read. Index with the next layer's edge_index, or use the graph"
@@ -96,6 +99,11 @@ class LayerFlow:
         shards = tuple(replace(shard, rows=kept[shard.edge_rows]) for shard in found.shards)
         largest = int(torch.bincount(dst_rows).max()) if dst_rows.numel() else 0
         return self._known.keep(edge_index.edges, EdgeShards(shards, found.num_dst, edge_index.size(1), largest))
+
+
+def _content(tensor: Tensor) -> Content:
+    """What tells a tensor's content from any other: its memory, which is not used again under this reference."""
+    return StorageWeakRef(tensor.untyped_storage()), tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version
 
 
 def message_flow(edge_index: ShardedEdgeIndex, sources: Ownership, wanted: Tensor, num_layers: int) -> list[LayerFlow]:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shardpass.backends.communicator import Communicator
+from shardpass.core.own_model import identity_of, refuse_alike
 from shardpass.errors import RefusedError, ShardpassError
 
 _T = TypeVar("_T", bound=Tensor)
@@ -181,8 +182,7 @@ def note_forward(model: nn.Module) -> None:
 
 def forget_gradients(model: nn.Module) -> None:
     """Forget what was recorded about earlier backward passes, as after loading other parameter values."""
-    for _, parameter in alike(model):
-        watch = watch_of(parameter)
+    for watch in (watch_of(parameter) for _, parameter in alike(model)):
         if watch is not None:
             watch.version = None
 
@@ -294,8 +294,10 @@ def agree_on_gradients(
         comm: the ranks.
         label: of the collective.
     """
-    own = torch.tensor(states, dtype=torch.uint8, device=comm.device)[None]
-    every = torch.cat(comm.all_gather(own, label)).cpu()
+    own = [*states, *identity_of([parameter for _, parameter in named], comm)]
+    rows = torch.cat(comm.all_gather(torch.tensor([own], dtype=torch.uint8, device=comm.device), label)).cpu()
+    every, identities = rows[:, : len(states)], rows[:, len(states) :]
+    refuse_alike(identities.tolist())
     found = [(state, rank, column) for rank, row in enumerate(every.tolist()) for column, state in enumerate(row)]
     for state, rank, column in found:
         if state in PROBLEMS:

@@ -34,6 +34,8 @@ def offload(
 
     Raises:
         OSError: the file cannot be made, or the disk is full.
+        RuntimeError: in backward, where a tensor that stayed in memory was changed in place, as without the block.
+            (What lies in the file is what it was.)
     """
     if read_ahead < 0 or min_bytes < 1:
         raise ValueError(f"read_ahead is at least 0 and min_bytes at least 1, got {read_ahead} and {min_bytes}")
@@ -84,6 +86,28 @@ class _File:
         self._free.setdefault(num_bytes, []).append(start)
 
 
+class _Left:
+    """One tensor that stays in memory. Autograd does not look for changes in place where there are hooks."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.version = tensor, _version(tensor)
+
+    def take(self) -> Tensor:
+        """The tensor.
+
+        Raises:
+            RuntimeError: it was changed in place since it was saved.
+        """
+        if _version(self.tensor) != self.version:
+            raise RuntimeError(
+                f"one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{self.tensor.type()} {list(self.tensor.shape)}] is at version {_version(self.tensor)}; expected "
+                f"version {self.version} instead. Forward ran in sp.offload, which leaves parameters, small tensors "
+                f"and those of mapped files in memory: do not change them before backward is over"
+            )
+        return self.tensor
+
+
 class _Stored:
     """One tensor in the file."""
 
@@ -116,6 +140,10 @@ class _Stored:
         return found
 
 
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
 def _bytes_of(host: Tensor) -> memoryview:
     return memoryview(host.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
@@ -130,10 +158,10 @@ class _SavedTensors:
         self._known: dict[tuple[Any, ...], tuple[StorageWeakRef, weakref.ref[_Stored]]] = {}
         self._reader = ThreadPoolExecutor(1, "shardpass offload")
 
-    def pack(self, tensor: Tensor) -> Tensor | _Stored:
+    def pack(self, tensor: Tensor) -> _Left | _Stored:
         """For autograd: what to keep in place of `tensor`."""
         if not self._is_worth_it(tensor):
-            return tensor
+            return _Left(tensor)
         # the address alone would not do: it is used again when the tensor is gone
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
         storage, known = self._known.get(key, (None, None))
@@ -145,10 +173,10 @@ class _SavedTensors:
             self._order.append(weakref.ref(stored))
         return stored
 
-    def unpack(self, kept: Tensor | _Stored) -> Tensor:
+    def unpack(self, kept: _Left | _Stored) -> Tensor:
         """For autograd: the tensor of which `kept` was made."""
-        if isinstance(kept, Tensor):
-            return kept
+        if isinstance(kept, _Left):
+            return kept.take()
         found = kept.take()
         place = self._place[kept]
         for reference in reversed(self._order[max(0, place - self._read_ahead) : place]):

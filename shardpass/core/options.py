@@ -80,6 +80,9 @@ class Options:
             raise ValueError(f"block_rows is at least 1 or None, got {self.block_rows}")
         if self.wire_dtype not in (None, torch.bfloat16):
             raise ValueError(f"wire_dtype is torch.bfloat16 or None, got {self.wire_dtype}")
+        for name in ("cache_constant_inputs", "fuse_attention", "share_memory"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is True or False, got {getattr(self, name)!r}")
         if self.chunk_bytes < 1:
             raise ValueError(f"chunk_bytes is at least 1, got {self.chunk_bytes}")
 

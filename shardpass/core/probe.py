@@ -8,11 +8,14 @@ rank (on a made-up edge where it has none) with every input a fresh leaf, under 
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from shardpass.core.probe_trace import EVERYTHING, ProbePhase, ProbeTrace
 from shardpass.core.program import Attention, Inputs, MixedScore, Program, Reduction, Structure
+from shardpass.core.random import get_random_state, has_drawn
 from shardpass.core.recognise import GENERAL, attention_of, extremum_form, leading_maximum, simple_form
 from shardpass.core.reducers import Base
 from shardpass.core.shard import EdgeShards
@@ -56,26 +59,34 @@ def probe(program: Program, edges: EdgeShards, num_own_src: int, needs_grad: set
     Raises:
         RefusedError: the body does something that cannot be computed one shard at a time.
     """
-    state = torch.random.get_rng_state()
+    state = get_random_state()
     keep_captures = torch.is_grad_enabled()
     grads = not torch.is_inference_mode_enabled()
     with torch.set_grad_enabled(grads):
-        inputs = sample_inputs(program, edges, num_own_src, grads)
-        phase = ProbePhase(inputs.num_dst, edges.num_dst)
-        trace = ProbeTrace(program, inputs, phase)
-        with trace:
-            message = program.message(inputs)
-            num_message = trace.count
-            if program.aggregate is not None:
-                program.aggregate(message, inputs)
-        random = not torch.equal(state, torch.random.get_rng_state())
-        torch.random.set_rng_state(state)
+        look = partial(_traced, program, edges, num_own_src, grads)
+        trace, phase, message, num_message = look()
+        random = has_drawn(state, look)
         structure = _structure(program, trace, phase, message, num_message, needs_grad, random)
     if structure.attention is not None and isinstance(structure.attention.score, MixedScore):
         structure.mix = structure.captures[structure.attention.score.mix].detach()
     if not keep_captures:
         structure.captures.clear()
     return structure
+
+
+def _traced(
+    program: Program, edges: EdgeShards, num_own_src: int, grads: bool
+) -> tuple[ProbeTrace, ProbePhase, Tensor, int]:
+    """The body's trace on a few edges, the reductions found, its message, and how many of them the edge part made."""
+    inputs = sample_inputs(program, edges, num_own_src, grads)
+    phase = ProbePhase(inputs.num_dst, edges.num_dst)
+    trace = ProbeTrace(program, inputs, phase)
+    with trace:
+        message = program.message(inputs)
+        num_message = trace.count
+        if program.aggregate is not None:
+            program.aggregate(message, inputs)
+    return trace, phase, message, num_message
 
 
 def _structure(

@@ -229,6 +229,11 @@ class Structure:
     def edge_output(self) -> bool:
         return self.edge_tail is not None
 
+    @property
+    def differentiable(self) -> bool:
+        """Whether a gradient flows through the body at all."""
+        return self.edge_differentiable or any(r.differentiable for r in self.reductions)
+
     def of_stage(self, stage: int) -> list[int]:
         """The reductions computed in forward pass `stage`."""
         return [k for k, r in enumerate(self.reductions) if r.stage == stage]

@@ -14,13 +14,17 @@ Only torch's generators are touched: neither Python's nor NumPy's.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardpass.backends.communicator import Communicator
+from shardpass.errors import RefusedError
 
 
 def seed(seed: int, comm: Communicator) -> AbstractContextManager[None]:
@@ -79,6 +83,121 @@ def draw_seed(comm: Communicator) -> int:
 def piece_seed(seed: int, position: int, first_edge: int = 0) -> int:
     """The seed of the edges from `first_edge` on of the block at `position`, in a call whose seed is `seed`."""
     return hash((seed, position, first_edge)) & (2**63 - 1)
+
+
+@contextmanager
+def replayed(comm: Communicator, seed: int) -> Iterator[None]:
+    """A block whose random numbers of torch follow from `seed`; torch's generator is afterwards what it was.
+
+    Raises:
+        RefusedError: ranks are threads, and an operation draws that cannot be given a generator.
+    """
+    if are_threads(comm):  # another rank may draw in the meantime
+        with _OwnGenerator(seed):
+            yield
+        return
+    with torch.random.fork_rng(devices=[comm.device] if comm.device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
+
+
+def refuse_checkpointed_draws(comm: Communicator) -> AbstractContextManager[Any]:
+    """A block in which code under `torch.utils.checkpoint` may not draw random numbers, where ranks are threads.
+
+    Backward would set torch's generator back to draw the same again, and meanwhile other ranks draw from it.
+
+    Raises:
+        RefusedError: it does.
+    """
+    return _CheckpointedDraws(comm) if are_threads(comm) else nullcontext()
+
+
+def are_threads(comm: Communicator) -> bool:
+    """Whether the ranks are threads of one process, which share all that is one for the process."""
+    return comm.size > 1 and not isinstance(comm.random_lock(), nullcontext)
+
+
+class _CheckpointedDraws(TorchFunctionMode):
+    def __init__(self, comm: Communicator) -> None:
+        super().__init__()
+        self._order = comm.order
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+        under = "" if hooks is None else getattr(hooks[0], "__module__", "")
+        if under != "torch.utils.checkpoint" or self._order.inside is not None:
+            return func(*args, **kwargs)
+        with Draws() as draws:
+            out = func(*args, **kwargs)
+        if draws.any:
+            raise RefusedError(
+                "random numbers (as of dropout) are drawn within torch.utils.checkpoint, and ranks that are threads "
+                "share the generator from which backward would draw them again: its gradients would be wrong. Run the "
+                "ranks as processes (mpirun or torchrun), or use wrap(..., checkpoint='activations') instead"
+            )
+        return out
+
+
+class _OwnGenerator(TorchDispatchMode):
+    """What is drawn in this thread comes from a generator of its own in place of torch's."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _is_random(func, args, kwargs):
+            return _with_generator(func)(*args, **kwargs, generator=self._generator)
+        return func(*args, **kwargs)
+
+
+def has_drawn(state: dict[str, Tensor], again: Callable[[], Any]) -> bool:
+    """Whether code that has just run draws random numbers; if so, torch's generators are set back.
+
+    Args:
+        state: what `get_random_state` returned before it ran.
+        again: runs it again. Where the generators have moved, that tells what it draws from what other threads draw.
+    """
+    if all(torch.equal(before, now) for before, now in zip(state.values(), get_random_state().values())):
+        return False
+    with Draws() as draws:
+        again()
+    if draws.any:
+        set_random_state(state)
+    return draws.any
+
+
+class Draws(TorchDispatchMode):
+    """Notices numbers drawn from torch's own generator in this thread; its state also tells of what others draw.
+
+    Attributes:
+        any: whether there were some.
+    """
+
+    any = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        self.any |= _is_random(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def _is_random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operation of torch, as a dispatch mode sees it, draws from torch's own generator."""
+    given = any(isinstance(value, torch.Generator) for value in [*args, *kwargs.values()])
+    return torch.Tag.nondeterministic_seeded in func.tags and not given
+
+
+def _with_generator(func: Any) -> Any:
+    packet, names = func.overloadpacket, {argument.name for argument in func._schema.arguments}
+    for overload in (func, *(getattr(packet, name) for name in packet.overloads())):
+        if {argument.name for argument in overload._schema.arguments} == names | {"generator"}:
+            return overload
+    raise RefusedError(
+        f"{func} draws random numbers inside message(), and cannot be given a generator: ranks that are threads share "
+        f"torch's, so backward could not draw the same again. Run the ranks as processes (mpirun or torchrun)"
+    )
 
 
 def get_random_state() -> dict[str, Tensor]:

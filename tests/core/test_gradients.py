@@ -343,3 +343,19 @@ def test_models_that_differ_in_a_setting_are_told():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run(lambda comm: gradients.sync_parameters(nn.Sequential(nn.Linear(2, 2), nn.LeakyReLU(0.1)), comm), 2)
+
+
+def test_threads_that_hold_one_model_are_told():
+    """Its gradients would be those of all ranks, added up in one place by each of them."""
+    model, frozen = nn.Linear(2, 1), nn.Linear(2, 2).requires_grad_(False)
+
+    def shared(comm):
+        model(torch.ones(1, 2)).sum().backward()
+        with pytest.raises(RefusedError, match="ranks 0 and 1 hold the same model, or parameters of it"):
+            sync_gradients(model, comm)
+        own = nn.Sequential(frozen, copy.deepcopy(model))  # what is not trained may be shared
+        own(torch.ones(1, 2)).sum().backward()
+        sync_gradients(own, comm)
+        return True
+
+    assert run(shared, 2) == [True, True]

@@ -111,6 +111,18 @@ def test_changed_later_is_what_it_was(tmp_path):
     assert torch.equal(x.grad, 2 * x.detach())
 
 
+@pytest.mark.parametrize("what", ["parameter", "small", "result"])
+def test_a_tensor_left_in_memory_that_was_changed_is_told(what, tmp_path):
+    weight, x = nn.Parameter(torch.randn(50, 4)), torch.randn(50, 4, requires_grad=True)
+    with sp.offload(tmp_path):
+        h = torch.exp(x * 1)
+        out = (h * weight).sum() if what != "result" else h.sum()
+    with torch.no_grad():
+        (weight if what == "parameter" else h).add_(1)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation: .*\[50, 4\].*sp.offload"):
+        out.backward()
+
+
 def test_address_that_is_used_again(tmp_path):
     x = torch.randn(1000, 4, dtype=torch.float64, requires_grad=True)
     total, expected = 0, torch.zeros_like(x)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -406,6 +408,21 @@ def test_random_numbers_are_noticed_and_given_back(graph):
     plain = look(graph, lambda i: F.dropout(i.src["x"] * 2, 0.5, training=False))
     assert not plain.random and not plain.drops
     assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_random_numbers_of_another_thread_are_not_the_body_s(graph):
+    """Ranks that are threads share torch's generator: one may be in a dropout while another looks at a layer."""
+
+    def elsewhere(i):
+        other = threading.Thread(target=lambda: torch.rand(100))
+        other.start()
+        other.join()
+        return i.src["x"]
+
+    state = torch.random.get_rng_state()
+    assert not look(graph, elsewhere).random
+    assert not torch.equal(torch.random.get_rng_state(), state), "what the other has drawn stays drawn"
+    assert look(graph, lambda i: elsewhere(i) * torch.rand_like(i.src["x"])).random
 
 
 def test_inference_mode(graph):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
 import torch
 
-from shardpass.core.random import decorrelate, derive_seed, get_random_state, seed, set_random_state
+from shardpass.core.random import decorrelate, derive_seed, get_random_state, replayed, seed, set_random_state
+from shardpass.errors import RefusedError
 from shardpass.testing.run import run
 
 
@@ -108,3 +110,36 @@ def test_states_are_restored():
 def test_derived_seeds_differ():
     seeds = {derive_seed(base, rank) for base in range(20) for rank in range(20)}
     assert len(seeds) == 400 and all(0 <= value < 2**63 for value in seeds)
+
+
+def noise():
+    x = torch.zeros(3, 2, dtype=torch.float64)
+    drawn = [torch.rand_like(x), torch.randn(3, 2), torch.randint(9, (4,)), torch.randperm(5), torch.bernoulli(x + 0.5)]
+    return [*drawn, x.clone().exponential_(), torch.nn.functional.gumbel_softmax(x), torch.normal(x, 1.0)]
+
+
+def test_replayed_numbers_are_the_same_whatever_other_threads_draw():
+    """Ranks that are threads share torch's generator; a message that draws is run again in backward."""
+
+    def body(comm):
+        torch.rand(comm.rank + 1)
+        with replayed(comm, 5):
+            first = noise()
+        with replayed(comm, 5):
+            for _ in range(3):
+                torch.rand(2, generator=torch.Generator())  # drawn from another generator: leaves ours alone
+            elsewhere = threading.Thread(target=lambda: torch.rand(100))
+            elsewhere.start()
+            elsewhere.join()
+            second = noise()
+        return all(torch.equal(a, b) for a, b in zip(first, second))
+
+    assert run(body, 2) == [True, True]
+
+
+def test_what_cannot_be_replayed_is_refused():
+    def body(comm):
+        with pytest.raises(RefusedError, match=r"native_dropout.*Run the ranks as processes"), replayed(comm, 5):
+            torch.native_dropout(torch.ones(3), 0.5, True)
+
+    run(body, 2)

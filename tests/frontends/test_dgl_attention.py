@@ -432,3 +432,30 @@ def test_recomputed_activations(passes):
 
     run(work, 2)
     assert len(passes) == 4
+
+
+def test_dropout_between_layers_on_ranks_of_very_different_size():
+    """Threads share torch's generator: the large rank is in its dropout while the small one looks at a function."""
+    owners = (torch.arange(GRAPH.num_nodes) < 5).long()
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(
+                dnn.GATConv(width, 4, 2, feat_drop=0.4, attn_drop=0.4, allow_zero_in_degree=True) for width in (5, 8, 8)
+            )
+
+        def forward(self, g, x):
+            for layer in self.layers:
+                x = layer(g, F.dropout(x, 0.5, self.training)).flatten(1)
+            return x
+
+    def work(comm):
+        graph = shard_in_memory(GRAPH, owners, comm)
+        model = sp.dgl.wrap(Net().double(), comm, check=False)
+        for _ in range(8):
+            model(graph, graph.node["x"][:, :5]).sum().backward()
+            model.zero_grad()
+        return True
+
+    assert run(work, 2) == [True, True]

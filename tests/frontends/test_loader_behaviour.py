@@ -82,8 +82,13 @@ def test_fields_that_come_with_a_batch():
         ({"subgraph_type": "induced"}, TypeError, "only the edges that were drawn are in a batch"),
         ({"time_attr": "t"}, TypeError, "there is no temporal sampling"),
         ({"colour": 1}, TypeError, r"colour=1, which is not supported on a sharded graph; see help"),
+        ({"node_attrs": "x"}, ValueError, r"node_attrs is 'x'; expected a list of names, such as \['x'\]"),
+        ({"graph": object()}, TypeError, "NeighborLoader takes the graph that shardpass.load returned, found a object"),
         ({"batch_size": 0}, ValueError, "batch_size is 0; expected an integer, 1 or more"),
         ({"prefetch": -1}, ValueError, "prefetch is -1; expected an integer, 0 or more"),
+        ({"num_neighbors": 5}, ValueError, r"num_neighbors is 5; expected a list of one number per hop"),
+        ({"num_neighbors": []}, ValueError, r"num_neighbors is \[\]; expected a list of one number per hop"),
+        ({"num_neighbors": [2.5]}, ValueError, "num_neighbors holds 2.5; expected an integer"),
         ({"num_neighbors": [2, -2]}, ValueError, "num_neighbors holds -2; expected an integer, -1 for all"),
         ({"num_neighbors": {("a", "b", "c"): [1]}}, ValueError, r"has unknown \('a', 'b', 'c'\)"),
         ({"input_nodes": torch.tensor([0, 0])}, ValueError, "rank 0: input_nodes holds a row twice"),
@@ -103,7 +108,7 @@ def test_fields_that_come_with_a_batch():
 def test_bad_arguments(arguments, error, words):
     def fn(share, comm):
         with pytest.raises(error, match=words):
-            sp.pyg.NeighborLoader(share, **{"num_neighbors": [2], **arguments})
+            sp.pyg.NeighborLoader(**{"graph": share, "num_neighbors": [2], **arguments})
 
     shares(fn, 1)
 

@@ -143,8 +143,11 @@ def test_a_layer_that_remembers_another_graph_is_refused():
 def test_an_ordinary_edge_index_is_refused(layer):
     """It would speak of other nodes: `partition` numbers them anew, on one rank too."""
     wrapped = sp.pyg.wrap(copy.deepcopy(layer).double(), sp.connect("local"))
-    with pytest.raises(RefusedError, match="Pass the graph that shardpass"):
-        wrapped(GRAPH.node["x"], GRAPH.edge_index)
+    for x in (GRAPH.node["x"], GRAPH.node["x"][:20]):  # fewer rows than nodes, as a rank has
+        with pytest.raises(RefusedError, match="Pass the graph that shardpass"):
+            wrapped(x, GRAPH.edge_index)
+        with pytest.raises(RefusedError, match="Pass the graph that shardpass"):
+            wrapped(x, edge_index=GRAPH.edge_index)
 
 
 def test_evaluation_without_gradients_and_in_inference_mode():
@@ -189,6 +192,46 @@ def test_two_backward_passes_and_checkpointing_are_exact(mode):
     for variant in (twice, remembered):
         sharded = evaluate_sharded(model, GRAPH, variant, OWNERS, 2, sp.pyg.wrap, sp.Options(mode=mode), whole)
         assert max(differences(whole, sharded).values()) < 1e-10
+
+
+@pytest.mark.parametrize("layer", [gnn.GATConv, gnn.GATv2Conv, gnn.TransformerConv])
+def test_frozen_attention_before_a_layer_that_learns(layer):
+    """Backward passes through the frozen layer as well, on all ranks, and has nothing to do there."""
+    torch.manual_seed(0)
+    model = torch.nn.ModuleList([layer(5, 4, heads=2), layer(8, 3)]).double()
+    model[0].requires_grad_(False)
+    out = model[1](model[0](GRAPH.node["x"], GRAPH.edge_index), GRAPH.edge_index)
+    expected = torch.autograd.grad((out * cotangent(out)).sum(), list(model[1].parameters()))
+
+    def work(comm, graph):
+        net = gnn.Sequential("x, edge_index", [(m, "x, edge_index -> x") for m in copy.deepcopy(model)])
+        mine = sp.pyg.wrap(net, comm, check=False)(graph.x, graph)
+        (mine * cotangent(out)[graph.node_ids]).sum().backward()
+        assert all(p.grad is None for p in net[0].parameters())
+        sp.sync_gradients(net, comm)
+        return [p.grad for p in net[1].parameters()]
+
+    for mode in ("sar", "halo"):
+        for found in on_two_ranks(work, sp.Options(mode=mode)):
+            torch.testing.assert_close(found, list(expected), rtol=0, atol=1e-10)
+
+
+def test_a_model_that_threads_share_is_refused():
+    model = gnn.GCNConv(5, 3).double()
+
+    def work(comm, graph):
+        with pytest.raises(RefusedError, match="ranks 0 and 1 hold the same model"):
+            sp.pyg.wrap(model, comm)
+        with pytest.raises(RefusedError, match="ranks 0 and 1 hold the same model"):
+            sp.pyg.exact(model, comm)
+        mine = sp.pyg.wrap(copy.deepcopy(model), comm)
+        assert sp.pyg.wrap(mine, comm) is mine
+        return mine
+
+    mine, other = on_two_ranks(work)
+    with pytest.raises(RefusedError, match="is wrapped already, with another communicator"):
+        sp.pyg.wrap(mine, sp.connect("local"))
+    assert mine is not other
 
 
 def test_double_backward_is_refused_with_a_sentence():
@@ -240,6 +283,48 @@ def test_dropout_inside_messages_is_replayed_in_backward(name, mode):
         step = 1e-6
         slope = (loss(x + step * direction) - loss(x - step * direction)) / (2 * step)
     torch.testing.assert_close((gradient * direction).sum(), slope, rtol=1e-6, atol=1e-6)
+
+
+def test_dropout_between_layers_on_ranks_of_very_different_size():
+    """Threads share torch's generator: the large rank is in its dropout while the small one probes the next layer."""
+    owners = (torch.arange(GRAPH.num_nodes) < 5).long()
+    make = lambda: gnn.GAT(5, 8, 3, 4, dropout=0.5).double()  # noqa: E731
+
+    def work(comm):
+        graph = shard_in_memory(GRAPH, owners, comm)
+        model = sp.pyg.wrap(make(), comm, check=False)
+        for _ in range(10):
+            model(graph.x, graph).sum().backward()
+            model.zero_grad()
+        return True
+
+    assert run(work, 2) == [True, True]
+
+
+@pytest.mark.parametrize("where", ["between layers", "in attention"])
+def test_dropout_within_torch_checkpoint_is_refused_on_threads(where):
+    """Backward draws again from a generator that the other rank uses too; wrap's own checkpoint keeps its own."""
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = gnn.GATConv(5, 6, dropout=0.5 if where == "in attention" else 0.0)
+
+        def block(self, x, edge_index):
+            x = x if where == "in attention" else torch.nn.functional.dropout(x, 0.5, self.training)
+            return self.conv(x, edge_index)
+
+        def forward(self, x, edge_index):
+            return checkpoint(self.block, x, edge_index, use_reentrant=False)
+
+    def work(comm, graph):
+        model = sp.pyg.wrap(Net().double(), comm, check=False)
+        with pytest.raises(RefusedError, match=r"drawn within torch.utils.checkpoint, and ranks that are threads"):
+            model(graph.x, graph)
+        model.eval()(graph.x, graph).sum().backward()
+        return True
+
+    assert on_two_ranks(work) == [True, True]
 
 
 def test_attention_weights_kept_by_a_message_are_not_available():

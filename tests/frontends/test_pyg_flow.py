@@ -160,6 +160,31 @@ def test_several_hops_over_one_edge_index_are_refused(layer):
     run(work, 2)
 
 
+@pytest.mark.parametrize("how", ["its memory is used again", "changed in place"])
+def test_a_second_message_is_noticed_whatever_memory_it_starts_from(how):
+    class TwoHops(gnn.MessagePassing):
+        def forward(self, x, edge_index):
+            h = x * 1
+            out = self.propagate(edge_index, x=h)
+            if how == "changed in place":
+                return self.propagate(edge_index, x=h.copy_(out))
+            address = h.data_ptr()
+            del h
+            kept = []
+            while len(kept) < 100 and (not kept or kept[-1].data_ptr() != address):
+                kept.append(out * 1)
+            return self.propagate(edge_index, x=kept[-1])
+
+    def work(comm):
+        graph = shard_in_memory(GRAPH, torch.arange(GRAPH.num_nodes) % comm.size, comm)
+        model = sp.pyg.wrap(TwoHops(), comm, check=False)
+        (flow,) = graph.layers(WANTED[graph.node_ids], 1)
+        with torch.no_grad(), pytest.raises(RefusedError, match="a second message over one edge_index"):
+            model(graph.x, flow)
+
+    run(work, 1)
+
+
 def test_layers_in_another_order_are_refused():
     def work(comm):
         graph = shard_in_memory(GRAPH, torch.arange(GRAPH.num_nodes) % comm.size, comm)

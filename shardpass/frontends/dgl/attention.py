@@ -23,6 +23,7 @@ from shardpass.core.aggregate import aggregate
 from shardpass.core.probe import sample_inputs
 from shardpass.core.probe_trace import ProbePhase
 from shardpass.core.program import Inputs, Program, Structure
+from shardpass.core.random import get_random_state, has_drawn
 from shardpass.core.tracing import EdgeTrace
 from shardpass.errors import RefusedError
 from shardpass.frontends.dgl.deferred import (
@@ -100,18 +101,20 @@ def deferred_fields(passing: MessagePassing, function: Any) -> dict[str, LazyEdg
 
 def _sighted(passing: MessagePassing, program: Program, body: Any) -> tuple[dict[str, Tensor], list[Tensor]] | None:
     """What `body` gives for some made-up edges, and what it uses of outside; None if it may not wait."""
-    state = torch.random.get_rng_state()
-    inputs = sample_inputs(program, passing.edges.shards, passing.edges.plan.num_own_src, False, 2)
-    trace = _Sighting(program, inputs)
-    with torch.no_grad(), trace:
-        try:
-            found = body(inputs)
-        except RefusedError:
-            return None  # and is refused when it is computed, on every rank
-    is_random = not torch.equal(state, torch.random.get_rng_state())
-    torch.random.set_rng_state(state)
+
+    def look() -> tuple[Any, _Sighting]:
+        inputs = sample_inputs(program, passing.edges.shards, passing.edges.plan.num_own_src, False, 2)
+        trace = _Sighting(program, inputs)
+        with torch.no_grad(), trace:
+            return body(inputs), trace
+
+    state = get_random_state()
+    try:
+        found, trace = look()
+    except RefusedError:
+        return None  # and is refused when it is computed, on every rank
     given = [t for rows in (program.src, program.dst, program.edge) for t in rows.values()] + trace.outside
-    if is_random or trace.count or trace.num_drops or any(t.is_inference() for t in given):
+    if has_drawn(state, look) or trace.count or trace.num_drops or any(t.is_inference() for t in given):
         return None
     return (found, trace.outside) if all(rows.is_floating_point() for rows in found.values()) else None
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import dgl
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -69,7 +70,12 @@ def rows_of(graph: ShardedDGLGraph, nodes: Any) -> Rows:
     rows = {}
     for kind in graph.dsttypes:
         num = graph.nodes_of(kind).num
-        chosen = torch.as_tensor(given.get(kind, torch.zeros(0, dtype=torch.int64)), device=graph.device)
+        held = given.get(kind, torch.zeros(0, dtype=torch.int64))
+        if not isinstance(held, (Tensor, Sequence, np.ndarray)) or isinstance(held, str):
+            raise ValueError(f"nodes of {kind!r}: expected a mask or own rows, got {held!r}")
+        chosen = torch.as_tensor(held, device=graph.device)
+        if chosen.numel() and chosen.dtype in (torch.uint8, torch.float16, torch.float32, torch.float64):
+            raise ValueError(f"nodes of {kind!r}: expected a bool mask or own rows, int64 [n], got {chosen.dtype}")
         if chosen.dtype == torch.bool:
             if chosen.shape != (num,):
                 raise ValueError(f"nodes of {kind!r}: a mask is bool [{num}] (own nodes), got {list(chosen.shape)}")

@@ -15,7 +15,12 @@ def graph(sharded: ShardedGraph) -> ShardedDGLGraph:
     """`sharded` (from `shardpass.load`) as what stands for a DGLGraph. Collective: out-degrees are counted.
 
     Stored node and edge fields are in its data under their names, original ids under ``dgl.NID`` and ``dgl.EID``.
+
+    Raises:
+        TypeError: something else.
     """
+    if not isinstance(sharded, ShardedGraph):
+        raise TypeError(f"expected the graph that shardpass.load returned, found a {type(sharded).__name__}")
     nodes = {
         node_type(kind): Nodes(
             owned.num_own(sharded.comm.rank),

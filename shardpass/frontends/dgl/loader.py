@@ -72,8 +72,8 @@ class DataLoader:
         prefetch: int = 2,
         **kwargs: Any,
     ) -> None:
-        _refuse(kwargs, graph_sampler)
-        whole = to_dgl(graph) if isinstance(graph, ShardedGraph) else graph
+        whole = graph if isinstance(graph, ShardedDGLGraph) else to_dgl(graph)
+        _refuse(kwargs, graph_sampler, whole.comm.device)
         rows = {kind: chosen.cpu().numpy() for kind, chosen in rows_of(whole, indices).items()}
         settings = settings_of(whole, graph_sampler, batch_size, shuffle, drop_last, seed, prefetch)
         self._blocks = Blocks(whole, settings)
@@ -235,25 +235,29 @@ def _names(given: Any, kinds: Sequence[Any], canonical: Any) -> dict[Any, Sequen
     return dict.fromkeys(kinds, given)
 
 
-def _fanouts(graph: ShardedDGLGraph, fanouts: Sequence[Any]) -> list[dict[CanonicalType, int]]:
+def _fanouts(graph: ShardedDGLGraph, fanouts: Any) -> list[dict[CanonicalType, int]]:
     """The fanout of each hop by edge type, the seeds' hop first; DGL gives the first layer's first."""
+    if not isinstance(fanouts, (list, tuple)) or not fanouts:
+        raise ValueError(f"fanouts of the sampler is {fanouts!r}; expected a list of one number per layer")
     found = []
-    for fanout in reversed(list(fanouts)):
+    for fanout in reversed(fanouts):
         given = fanout if isinstance(fanout, Mapping) else dict.fromkeys(graph.canonical_etypes, fanout)
-        by_type = {graph.to_canonical_etype(kind): int(number) for kind, number in given.items()}
+        by_type: dict[CanonicalType, Any] = {graph.to_canonical_etype(kind): n for kind, n in given.items()}
         missing = [kind for kind in graph.canonical_etypes if kind not in by_type]
-        if missing or any(number < -1 for number in by_type.values()):
+        whole = all(isinstance(number, (int, np.integer)) for number in by_type.values())
+        if missing or not whole or any(number < -1 for number in by_type.values()):
             raise ValueError(
-                f"fanouts holds {fanout}; expected -1 or more for each edge type of {graph.canonical_etypes}"
+                f"fanouts holds {fanout}; expected an integer, -1 or more, for each edge type of "
+                f"{graph.canonical_etypes}"
             )
-        found.append(by_type)
+        found.append({kind: int(number) for kind, number in by_type.items()})
     return found
 
 
-def _refuse(kwargs: Mapping[str, Any], sampler: Any) -> None:
-    harmless = {"num_workers": 0, "use_ddp": True, "device": None, "use_prefetch_thread": None, "pin_prefetcher": None}
+def _refuse(kwargs: Mapping[str, Any], sampler: Any, device: torch.device) -> None:
     for name, value in kwargs.items():
-        if not value or (name in harmless and value == harmless[name]):
+        is_ours = name == "device" and value and torch.device(value) in (device, torch.device(device.type))
+        if not value or name == "use_ddp" or is_ours:
             continue
         raise TypeError(
             f"DataLoader got {name}={value!r}, which is not supported on a sharded graph: batches are made in a thread "

@@ -19,6 +19,7 @@ from shardpass.core.dryrun.auto import choose_mode, undecided
 from shardpass.core.gradients import note_forward, refuse_as_built, sync_parameters
 from shardpass.core.graph import ShardedGraph
 from shardpass.core.norm import replace_batch_norms
+from shardpass.core.own_model import is_wrapped, refuse_shared_model
 from shardpass.core.random import decorrelate
 from shardpass.core.recompute import Checkpoint, check_choice, recomputed_activations
 from shardpass.core.selfcheck.check import check_model, copy_for_check
@@ -51,12 +52,14 @@ def wrap(model: nn.Module, comm: Communicator, check: bool = True, checkpoint: C
             rows. Nothing is sent, so ranks may differ.
 
     Raises:
-        RefusedError: the model holds a layer that cannot be exact on a sharded graph.
+        RefusedError: the model holds a layer that cannot be exact on a sharded graph; it is wrapped for other ranks;
+            ranks that are threads pass one model object.
         ValueError: ranks passed different models (on every rank); `checkpoint` is neither None nor ``"activations"``.
     """
     check_choice(checkpoint)
-    if getattr(model, "_shardpass_wrapped", False):
+    if is_wrapped(model, comm):
         return model
+    refuse_shared_model(model, comm)
     refuse_as_built(model)
     refuse_unsupported(model)
     pristine = copy_for_check(model) if check else None

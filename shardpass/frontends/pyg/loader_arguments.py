@@ -65,6 +65,8 @@ def settings_of(
     Raises:
         TypeError, ValueError: the argument that is wrong, in the words of `refuse`, `fanouts_of` and `wanted_fields`.
     """
+    if not isinstance(graph, ShardedGraph):
+        raise TypeError(f"{name} takes the graph that shardpass.load returned, found a {type(graph).__name__}")
     refuse(name, others)
     node_fields, edge_fields = wanted_fields(graph, node_attrs, edge_attrs)
     return Settings(
@@ -137,10 +139,11 @@ def fanouts_of(graph: ShardedGraph, num_neighbors: Any) -> list[dict[EdgeType, i
     """The fanout of each hop by edge type.
 
     Raises:
-        ValueError: lists of different lengths, an unknown edge type, or a number below -1.
+        ValueError: what is no list, an empty one, lists of different lengths, an unknown edge type, or a number below
+            -1.
     """
     if not isinstance(num_neighbors, Mapping):
-        given = {kind: list(num_neighbors) for kind in graph.edge_types}
+        given = {kind: _one_per_hop(num_neighbors) for kind in graph.edge_types}
     else:
         unknown = [kind for kind in num_neighbors if kind not in graph.edge_types]
         missing = [kind for kind in graph.edge_types if kind not in num_neighbors]
@@ -149,7 +152,7 @@ def fanouts_of(graph: ShardedGraph, num_neighbors: Any) -> list[dict[EdgeType, i
                 f"num_neighbors by edge type has {'unknown' if unknown else 'no entry for'} {(unknown or missing)[0]}; "
                 f"expected a list for each of {graph.edge_types}"
             )
-        given = {kind: list(num_neighbors[kind]) for kind in graph.edge_types}
+        given = {kind: _one_per_hop(num_neighbors[kind]) for kind in graph.edge_types}
     lengths = {len(numbers) for numbers in given.values()}
     if len(lengths) != 1:
         raise ValueError(f"num_neighbors has lists of different lengths: {given}; expected one number per hop")
@@ -158,6 +161,13 @@ def fanouts_of(graph: ShardedGraph, num_neighbors: Any) -> list[dict[EdgeType, i
             if not isinstance(number, (int, np.integer)) or isinstance(number, bool) or number < -1:
                 raise ValueError(f"num_neighbors holds {number!r}; expected an integer, -1 for all in-neighbours")
     return [{kind: int(numbers[hop]) for kind, numbers in given.items()} for hop in range(lengths.pop())]
+
+
+def _one_per_hop(numbers: Any) -> list[Any]:
+    found = numbers.tolist() if isinstance(numbers, (Tensor, np.ndarray)) else numbers
+    if not isinstance(found, (list, tuple)) or not found:
+        raise ValueError(f"num_neighbors is {numbers!r}; expected a list of one number per hop, such as [10, 5]")
+    return list(found)
 
 
 def wanted_fields(
@@ -176,6 +186,8 @@ def wanted_fields(
 def _chosen(what: str, stored: dict[Any, list[str]], names: Sequence[str] | None) -> dict[Any, list[str]]:
     if names is None:
         return stored
+    if isinstance(names, str):
+        raise ValueError(f"{what}_attrs is {names!r}; expected a list of names, such as [{names!r}]")
     for name in names:
         if not any(name in held for held in stored.values()):
             raise ValueError(f"{what}_attrs names {name!r}, which is not stored; there are: {stored}")

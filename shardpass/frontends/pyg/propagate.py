@@ -23,6 +23,7 @@ from shardpass.errors import RefusedError
 from shardpass.frontends.pyg.body import Body, Parts
 from shardpass.frontends.pyg.frozen import Frozen
 from shardpass.frontends.pyg.lazy import LazyEdges, LazySums
+from shardpass.frontends.pyg.refusals import refuse_ordinary
 
 _INDICES = frozenset(
     ["edge_index_i", "edge_index_j", "edge_index", "size_i", "size_j", "adj_t", "index", "ptr", "dim_size"]
@@ -164,12 +165,7 @@ class ShardedMessagePassing:
                 f"{self.name}: only the wrapped model itself is called with the graph; its layers and other "
                 f"methods are called with graph.edge_index"
             )
-        if not isinstance(edge_index, ShardedEdgeIndex):
-            raise RefusedError(
-                f"{self.name}: edge_index is an ordinary {type(edge_index).__name__}, but nodes of a sharded graph are "
-                f"numbered anew on every rank. Pass the graph that shardpass.load returned where edge_index went. For "
-                f"an ordinary graph, load the state_dict into a model that is not wrapped"
-            )
+        refuse_ordinary(self.name, edge_index)
         order = edge_index.plan.comm.order
         if order.hidden:
             if edge_index.flow is not None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -54,6 +56,36 @@ def refuse_unsupported(model: nn.Module) -> None:
         if reason:
             where = f" (at {name!r})" if name else ""
             raise RefusedError(f"{type(module).__name__}{where} cannot be exact on a sharded graph: {reason}")
+
+
+def refuse_ordinary(name: str, edge_index: Any) -> None:
+    """Raise if a layer is given other edges than those of a sharded graph.
+
+    Raises:
+        RefusedError: it is.
+    """
+    if not isinstance(edge_index, ShardedEdgeIndex):
+        raise RefusedError(
+            f"{name}: edge_index is an ordinary {type(edge_index).__name__}, but nodes of a sharded graph are "
+            f"numbered anew on every rank. Pass the graph that shardpass.load returned where edge_index went. For "
+            f"an ordinary graph, load the state_dict into a model that is not wrapped"
+        )
+
+
+def refuse_ordinary_first(layer: nn.Module, name: str) -> None:
+    """Let `layer` refuse ordinary edges when it is called, before it indexes nodes by them."""
+    names = list(inspect.signature(type(layer).forward).parameters)[1:]
+    if "edge_index" in names:
+        hook = partial(_refuse_ordinary_argument, name, names.index("edge_index"))
+        layer.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _refuse_ordinary_argument(
+    name: str, place: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    edge_index = kwargs.get("edge_index", args[place] if place < len(args) else None)
+    if isinstance(edge_index, Tensor):
+        refuse_ordinary(name, edge_index)
 
 
 def refuse_node_tables(model: nn.Module, comm: Communicator, args: Any, kwargs: Any) -> None:

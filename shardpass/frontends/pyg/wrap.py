@@ -20,6 +20,7 @@ from shardpass.core.gradients import note_forward, refuse_as_built, sync_paramet
 from shardpass.core.graph import ShardedGraph
 from shardpass.core.hetero_graph import ShardedHeteroGraph
 from shardpass.core.norm import replace_batch_norms
+from shardpass.core.own_model import is_wrapped, refuse_shared_model
 from shardpass.core.random import decorrelate
 from shardpass.core.recompute import Checkpoint, check_choice, recomputed_activations
 from shardpass.core.selfcheck.check import check_model
@@ -33,7 +34,12 @@ from shardpass.frontends.pyg.lazy import LazyEdges, LazySums, Poison
 from shardpass.frontends.pyg.methods import adapt_methods, methods_to_run
 from shardpass.frontends.pyg.norms import distribute_norms
 from shardpass.frontends.pyg.propagate import ShardedMessagePassing
-from shardpass.frontends.pyg.refusals import refuse_node_tables, refuse_norms_of_some_nodes, refuse_unsupported
+from shardpass.frontends.pyg.refusals import (
+    refuse_node_tables,
+    refuse_norms_of_some_nodes,
+    refuse_ordinary_first,
+    refuse_unsupported,
+)
 
 
 def wrap(model: nn.Module, comm: Communicator, check: bool = True, checkpoint: Checkpoint = None) -> nn.Module:
@@ -53,12 +59,14 @@ def wrap(model: nn.Module, comm: Communicator, check: bool = True, checkpoint: C
             rows. Nothing is sent, so ranks may differ.
 
     Raises:
-        RefusedError: the model holds a layer that cannot be exact on a sharded graph.
+        RefusedError: the model holds a layer that cannot be exact on a sharded graph; it is wrapped for other ranks;
+            ranks that are threads pass one model object.
         ValueError: ranks passed different models (on every rank); `checkpoint` is neither None nor ``"activations"``.
     """
     check_choice(checkpoint)
-    if getattr(model, "_shardpass_wrapped", False):
+    if is_wrapped(model, comm):
         return model
+    refuse_shared_model(model, comm)
     _refuse_as_built(model)
     refuse_unsupported(model)
     pristine = copy_of_model(model) if check else None
@@ -68,6 +76,7 @@ def wrap(model: nn.Module, comm: Communicator, check: bool = True, checkpoint: C
     for name, module in model.named_modules():
         if isinstance(module, MessagePassing):
             _attach(module, name)
+            refuse_ordinary_first(module, _title(module, name))
         adapt(module, comm)
         adapt_methods(module, comm)
     adapt_hetero(model, comm)
@@ -122,11 +131,14 @@ def _make_outermost(
 
 
 def _attach(conv: MessagePassing, name: str) -> None:
-    title = f"{type(conv).__name__} ({name})" if name else type(conv).__name__
-    engine = ShardedMessagePassing(conv, title)
+    engine = ShardedMessagePassing(conv, _title(conv, name))
     conv.propagate = _Method(engine, "propagate")  # type: ignore[method-assign]
     if conv.inspector.implements("edge_update"):
         conv.edge_updater = _Method(engine, "edge_updater")  # type: ignore[method-assign]
+
+
+def _title(conv: MessagePassing, name: str) -> str:
+    return f"{type(conv).__name__} ({name})" if name else type(conv).__name__
 
 
 def _passes_messages(model: nn.Module) -> bool:
