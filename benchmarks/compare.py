@@ -84,11 +84,13 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a few configurations, to try it out")
     parser.add_argument("--folder", type=Path, help="where graphs are kept between calls (default: a temporary one)")
     parser.add_argument("--output", type=Path, default=REPORTS)
+    parser.add_argument("--note", help="a sentence for the report: what else ran on the machine, or changed since")
     parser.add_argument("--again", type=Path, metavar="JSON", help="write the report of earlier measurements again")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.folder or Path(scratch)
         found = json.loads(args.again.read_text()) if args.again else measure_all(folder, args.quick)
+    found |= {"note": args.note} if args.note else {}
     args.output.mkdir(parents=True, exist_ok=True)
     stem = args.output / f"compare-{found['date']}"
     stem.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")

@@ -51,6 +51,7 @@ def markdown(found: Record) -> str:
     where, date = found["machine"], found["date"]
     lines = [f"# Speed, memory and traffic, {date}", "", *(f"- {text}" for text in verdicts(found)), ""]
     lines += [f"![peak per rank and CPU seconds against the number of ranks](compare-{date}.png)", ""]
+    lines += [found["note"], ""] if "note" in found else []
     lines += _table(_HEADER, [_cells(record) for record in found["records"]])
     lines += ["", "## Kernels", ""]
     names = ("kernel", "CPU ms", "bytes it must move, MB", "bound, ms", "ratio")
