@@ -200,11 +200,12 @@ def sharded(work, ranks=3):
 def test_names_of_parameters_stay(name):
     model = CONVS[name][0]()
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    wrapped = sp.dgl.wrap(model, sp.connect("local"), check=False)
+    comm = sp.connect("local")
+    wrapped = sp.dgl.wrap(model, comm, check=False)
     assert wrapped is model and list(wrapped.state_dict()) == list(before)
     assert all(torch.equal(value, before[key]) for key, value in wrapped.state_dict().items())
     CONVS[name][0]().load_state_dict(wrapped.state_dict())
-    assert sp.dgl.wrap(wrapped, sp.connect("local")) is wrapped
+    assert sp.dgl.wrap(wrapped, comm) is wrapped
 
 
 QUICK = ("RelGraphConv presorted", "HGTConv presorted", "GroupRevRes", "EdgeWeightNorm both", "LabelPropagation")
