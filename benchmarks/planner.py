@@ -25,7 +25,7 @@ from benchmarks.graphs import NUM_CLASSES, NUM_FEATURES
 from benchmarks.report import REPORTS, machine
 from benchmarks.run import MIB, Bench, Record
 from benchmarks.worker import HIDDEN, DGLModel, build_model
-from shardpass.core.dryrun.estimate import PROCESS_BYTES
+from shardpass.core.dryrun.estimate import COMPILED_BYTES, PROCESS_BYTES
 
 POWERLAW, DENSE, COMMUNITY = "powerlaw:30000:8", "dense:24000:50", "community:30000:8"
 TINY = "dense:400:10"
@@ -153,11 +153,9 @@ def markdown(found: Record) -> str:
         "wide as the table says (GAT and",
         "TransformerConv: four heads together). The JSON file holds the terms of each estimate.",
         "",
-        "The constants of a process (22 MiB, and 52 MiB where loops compiled by numba run) were taken from a graph of",
-        "400 nodes and 10 edges per node, and told apart on combinations of other graphs; nothing in the table had a",
-        "part in it. Measured again on that graph, the process needs 19 MiB with GCN, 25 MiB with SAGE and 83 MiB with",
-        "GAT: for a rank of some tens of MiB that alone is an error of several per cent. The loops had been compiled",
-        "before; a process that compiles them for the first time needed 50 MiB more.",
+        f"The constants of a process ({PROCESS_BYTES / MIB:.0f} MiB, and {COMPILED_BYTES / MIB:.0f} MiB where loops",
+        "compiled by numba run) are those of `shardpass/core/dryrun/estimate.py`, taken from a graph of 400 nodes;",
+        "nothing in the table had a part in them.",
         "",
         f"Machine: {where['cpu']}, {where['cores']} cores, {where['memory_gib']} GiB, {where['system']}. Python "
         f"{where['python']}, torch {where['torch']}, torch_geometric {where['torch_geometric']}, shardpass "

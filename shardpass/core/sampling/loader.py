@@ -140,3 +140,20 @@ def agree_on(comm: Communicator, words: str) -> None:
         raise DivergenceError(
             f"every rank must make the same loader: rank 0 has {found[0]}, rank {other} has {found[other]}"
         )
+
+
+class EpochLoader:
+    """What loaders of all frontends have in common: each iteration over one is an epoch of `_epochs`."""
+
+    _epochs: Epochs
+
+    def __len__(self) -> int:
+        """Batches of an epoch, the same on every rank."""
+        return len(self._epochs)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._epochs)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make `epoch`, counted from 0, the next one, as when training is resumed. The same on every rank."""
+        self._epochs.set_epoch(epoch)

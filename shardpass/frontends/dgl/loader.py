@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace as replaced
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from shardpass.core.graph import ShardedGraph
 from shardpass.core.ownership import Ownership
 from shardpass.core.sampling.fetch import IDS, RowFetcher
-from shardpass.core.sampling.loader import Epochs, Settings, agree_on, own_communicator
+from shardpass.core.sampling.loader import EpochLoader, Epochs, Settings, agree_on, own_communicator
 from shardpass.core.sampling.neighbours import Drawer
 from shardpass.core.sampling.sample import Sample, sample
 from shardpass.core.sampling.seeds import Seeds, is_short
@@ -31,7 +31,7 @@ from shardpass.frontends.dgl.structure import CanonicalType, NodeType
 Array = Any
 
 
-class DataLoader:
+class DataLoader(EpochLoader):
     """Mini-batches of blocks, as `dgl.dataloading.DataLoader` yields them. Collective.
 
     Every rank makes the same loader and iterates over it in step: all take the same number of batches, ``len(loader)``.
@@ -96,17 +96,6 @@ class DataLoader:
         place, ids = seeds.columns
         by_type = {kind: ids[place == i] for i, kind in enumerate(types)}
         return self._blocks.of(by_type, seed, self._source_names, self._label_names)
-
-    def __len__(self) -> int:
-        """Batches of an epoch, the same on every rank."""
-        return len(self._epochs)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._epochs)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Make `epoch`, counted from 0, the next one, as when training is resumed. The same on every rank."""
-        self._epochs.set_epoch(epoch)
 
 
 def settings_of(

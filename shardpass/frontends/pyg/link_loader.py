@@ -17,11 +17,11 @@ from shardpass.core.graph import ShardedGraph
 from shardpass.core.kernels.sampling import keys_of, uniforms
 from shardpass.core.ownership import EdgeType
 from shardpass.core.random import derive_seed
-from shardpass.core.sampling.loader import Epochs
+from shardpass.core.sampling.loader import EpochLoader, Epochs
 from shardpass.core.sampling.lookup import global_ids
 from shardpass.core.sampling.seeds import Seeds
 from shardpass.core.sampling.structure import SampledSource
-from shardpass.frontends.pyg.loader import Batches, EpochLoader
+from shardpass.frontends.pyg.loader import Batches
 from shardpass.frontends.pyg.loader_arguments import settings_of
 
 Array = Any

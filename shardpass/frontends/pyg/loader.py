@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace as replaced
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch_geometric.data import Data, HeteroData
 from shardpass.core.graph import ShardedGraph
 from shardpass.core.ownership import EdgeType, NodeType
 from shardpass.core.sampling.fetch import IDS, RowFetcher
-from shardpass.core.sampling.loader import Epochs, Settings, agree_on, own_communicator
+from shardpass.core.sampling.loader import EpochLoader, Epochs, Settings, agree_on, own_communicator
 from shardpass.core.sampling.neighbours import Drawer
 from shardpass.core.sampling.sample import Sample, sample
 from shardpass.core.sampling.seeds import Seeds
@@ -23,23 +23,6 @@ from shardpass.core.sampling.structure import SampledSource
 from shardpass.frontends.pyg.loader_arguments import own_rows, settings_of
 
 Array = Any
-
-
-class EpochLoader:
-    """What loaders of PyG have in common: each iteration over one is an epoch of `_epochs`."""
-
-    _epochs: Epochs
-
-    def __len__(self) -> int:
-        """Batches of an epoch, the same on every rank."""
-        return len(self._epochs)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._epochs)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Make `epoch`, counted from 0, the next one, as when training is resumed. The same on every rank."""
-        self._epochs.set_epoch(epoch)
 
 
 class NeighborLoader(EpochLoader):
