@@ -81,7 +81,8 @@ def _publish(path: Path) -> str:
     """Write this host's address, and answer on a port of it until all ranks have come."""
     ip, token = own_ip(), secrets.token_hex(16)
     listener = socket.create_server((ip, 0), backlog=128)
-    threading.Thread(target=_answer, args=(listener, token), name="shardpass nfs_ip_init", daemon=True).start()
+    answering = threading.Thread(target=_answer, args=(listener, token), name="shardpass nfs_ip_init", daemon=True)
+    answering.start()
     temporary = path.with_name(f"{path.name}.{token}")
     temporary.write_text(f"{ip}\n{listener.getsockname()[1]} {token}\n", encoding="utf-8")
     os.replace(temporary, path)
@@ -89,6 +90,7 @@ def _publish(path: Path) -> str:
     def end() -> None:
         with contextlib.suppress(OSError):
             listener.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closing alone would not
+        answering.join()
         listener.close()
         if any(found == token for _, _, found in _read(path)):
             path.unlink(missing_ok=True)
