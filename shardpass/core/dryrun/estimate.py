@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from shardpass.core.dryrun.trial import TERMS, Measured
 from shardpass.core.options import MODES, Mode
 
-PROCESS_BYTES, COMPILED_BYTES = 22 << 20, 52 << 20
-"""What a training process comes to need outside torch's tensors: code and Python objects loaded by the first epoch
-(the self-check included), transport; and numba's, where its loops run. Measured on a graph of 400 nodes."""
+PROCESS_BYTES, COMPILED_BYTES, FIRST_BYTES = 14 << 20, 70 << 20, 22 << 20
+"""What a training process comes to need outside torch's tensors, measured on a graph of 400 nodes: code and Python
+objects that the first epoch leaves, transport; numba's, where its loops run; and what the process needs for a moment in
+the first epoch (the self-check), which only a small graph does not need more than later."""
 
 _MADE, _FETCHED = 4e9, 1e9  # bytes per second; see `Estimate.seconds`
 
@@ -42,9 +43,9 @@ class Estimate:
     def of(cls, found: Measured, ranks: int, mode: Mode) -> Estimate:
         """The estimate that a dry run gives."""
         phase, terms = max(found.phases, key=lambda entry: sum(entry[1].values()))
-        rounded = {term: round(terms[term]) for term in TERMS} | {
-            "process": PROCESS_BYTES + COMPILED_BYTES * found.compiled
-        }
+        rounded = {term: round(terms[term]) for term in TERMS}
+        later = sum(rounded.values()) - round(found.loaded)
+        rounded["process"] = max(PROCESS_BYTES + COMPILED_BYTES * found.compiled, FIRST_BYTES - later)
         loaded, loading, sent, made = (round(n) for n in (found.loaded, found.loading, found.sent, found.made))
         return cls(ranks, mode, rounded, loaded, loading, sent, made, phase)
 
