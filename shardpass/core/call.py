@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -113,11 +114,18 @@ class Call:
         tails = [torch.Size(r.tail).numel() * r.dtype.itemsize for r in self.structure.reductions]
         return max(1, self.plan.options.chunk_bytes // max([*widths, *tails, 1]))
 
-    def walk(self, operands: Operands, names: list[str]) -> Iterator[tuple[int, Shard, dict[str, Tensor]]]:
-        """Yield ``(position, shard, {name: rows of the block})`` block by block. Collective if `names` is not empty."""
+    def walk(
+        self, operands: Operands, names: list[str], placed: bool = False
+    ) -> Iterator[tuple[int, Shard, dict[str, Any]]]:
+        """Yield ``(position, shard, {name: rows of the block})`` block by block. Collective if `names` is not empty.
+
+        Args:
+            placed: rows may be `PlacedRows`.
+        """
         wanted = sorted({self.canonical[name] for name in names})
         missing = [name for name in wanted if name not in operands.kept]
-        rounds = fetch_blocks(self.plan, [operands.src[name] for name in missing], self.stream(), keep=self.keeps_rows)
+        tensors, keep = [operands.src[name] for name in missing], self.keeps_rows
+        rounds = fetch_blocks(self.plan, tensors, self.stream(), keep=keep, placed=placed)
         for position, _, fetched in rounds:
             rows = dict(zip(missing, fetched))
             for name in wanted:

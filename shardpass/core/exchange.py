@@ -2,8 +2,9 @@
 
 [Note: rows through shared memory] Between ranks of one host a round's message is a token of one byte: the rows lie in
 the sender's window (see `windows`). Forward, a rank publishes all rows that others need before its first round, and
-each reader gathers its own out of the owner's window. Backward, gradients are filled in where the owner reads them.
-Whoever has read for the last time says so with a second token, so that the window can be written again.
+each reader gathers its own out of the owner's window, or computes on them where they lie. Backward, gradients are
+filled in where the owner reads them. Whoever has read for the last time says so with a second token, so that the window
+can be written again.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +21,7 @@ from torch.profiler import record_function
 from shardpass.backends.communicator import Handle
 from shardpass.core.halo import HaloPlan
 from shardpass.core.schedule import Transfer
-from shardpass.core.shard import Block
+from shardpass.core.shard import Block, PlacedRows
 from shardpass.core.windows import take_window
 from shardpass.errors import InternalError
 
@@ -110,8 +112,8 @@ class _Slots:
 
 
 def fetch_blocks(
-    plan: HaloPlan, tensors: Sequence[Tensor], stream: Stream, *, keep: bool = False
-) -> Iterator[tuple[int, Block, list[Tensor]]]:
+    plan: HaloPlan, tensors: Sequence[Tensor], stream: Stream, *, keep: bool = False, placed: bool = False
+) -> Iterator[tuple[int, Block, list[Any]]]:
     """Yield ``(position, block, rows)`` for the own block and then each round. Collective.
 
     Every rank must pass the same number of tensors with the same trailing shapes and dtypes.
@@ -119,16 +121,17 @@ def fetch_blocks(
     Args:
         tensors: ``[num_own_src, ...]`` each; detached, on the plan's device.
         keep: the rows stay valid for ever. Otherwise only until the next step: the buffer is used again.
+        placed: rows that lie in shared memory may come as `PlacedRows`.
 
     Yields:
         position: of the block in ``plan.blocks``.
-        rows: the block's rows of each tensor, ``[block.num_rows, ...]``.
+        rows: the block's rows of each tensor, ``[block.num_rows, ...]``; with `placed`, some as `PlacedRows`.
     """
     ahead = len(plan.schedule.rounds) if plan.options.runs_as == "halo" else plan.options.prefetch
     under_way = max(1, ahead)
     waiting: deque[Handle] = deque()
     moves = plan.schedule.transfers(plan.comm.rank) if tensors else []
-    fetch = _Fetch(plan, tensors, stream, ahead, keep)
+    fetch = _Fetch(plan, tensors, stream, ahead, keep, placed)
 
     def post(first: int, stop: int) -> None:
         for move in moves[first + len(waiting) : stop]:
@@ -139,7 +142,7 @@ def fetch_blocks(
     with record_function(f"compute own block ({stream.label})"):
         yield 0, plan.blocks[0], list(tensors)
     for index in range(len(plan.schedule.rounds)):
-        rows: list[Tensor] = []
+        rows: list[Any] = []
         if moves:
             post(index, index + 1)
             with record_function(f"wait for block {index + 1} ({stream.label})"):
@@ -197,7 +200,9 @@ class _Tokens:
 class _Fetch:
     """One walk of `fetch_blocks`: where rows are put and found."""
 
-    def __init__(self, plan: HaloPlan, tensors: Sequence[Tensor], stream: Stream, ahead: int, keep: bool) -> None:
+    def __init__(
+        self, plan: HaloPlan, tensors: Sequence[Tensor], stream: Stream, ahead: int, keep: bool, placed: bool
+    ) -> None:
         self._plan, self._tensors, self._stream = plan, tensors, stream
         self._packing = packing = Packing(tensors, plan.options.wire_dtype)
         fresh, device = plan.options.runs_as == "halo", plan.comm.device
@@ -206,6 +211,7 @@ class _Fetch:
         self._outgoing = _Slots(max(1, ahead), device, fresh=fresh)
         self._arrived: dict[int, Tensor] = {}
         self._in_place = not (keep or fresh)
+        self._placed = placed and self._in_place and not packing.converts
         self._reading: int | None = None
         sizes = [packing.num_bytes(count) for count in plan.shared.published] if plan.shared is not None else []
         self.tokens = _Tokens(plan, stream, sizes)
@@ -250,7 +256,7 @@ class _Fetch:
             f"{self._stream.label}, round {move.round}",
         )
 
-    def rows(self, move: Transfer) -> list[Tensor]:
+    def rows(self, move: Transfer) -> list[Any]:
         """The rows of a round that has arrived, in the dtypes in which they are computed."""
         packing, count = self._packing, move.recv_stop - move.recv_start
         if not self.tokens.shared_with(move.source):
@@ -261,11 +267,16 @@ class _Fetch:
         if self._in_place and count == shared.published[source]:  # all that there are, in their order
             self._reading = source if count else None
             return packing.to_computed(packing.views(window.memory[source], count))
-        views = packing.views(self._gathered.get(0, packing.num_bytes(count)), count)
+        is_last = bool(count) and move.recv_stop == self._plan.schedule.counts[self._plan.comm.rank][source]
         places = shared.places[source][move.recv_start : move.recv_stop]
-        for published, view in zip(packing.views(window.memory[source], shared.published[source]), views):
-            torch.index_select(published, 0, places, out=view)
-        if count and move.recv_stop == self._plan.schedule.counts[self._plan.comm.rank][source]:
+        published = packing.views(window.memory[source], shared.published[source])
+        if self._placed:
+            self._reading = source if is_last else None
+            return [PlacedRows(table, places) for table in published]
+        views = packing.views(self._gathered.get(0, packing.num_bytes(count)), count)
+        for table, view in zip(published, views):
+            torch.index_select(table, 0, places, out=view)
+        if is_last:
             self.tokens.tell_owner(source)
         return packing.to_computed(views)
 

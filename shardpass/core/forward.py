@@ -91,7 +91,8 @@ def _merge_ranks(call: Call, k: int, state: State) -> None:
 
 def _run_kernels(call: Call, operands: Operands, members: list[int], result: ForwardResult) -> None:
     reductions = call.structure.reductions
-    for position, shard, rows in call.walk(operands, call.structure.sources_of(members)):
+    only_sums = all(reductions[k].form != "extremum" for k in members)
+    for position, shard, rows in call.walk(operands, call.structure.sources_of(members), placed=only_sums):
         for k in members:
             state, source = result.states[k], rows[reductions[k].source]
             if reductions[k].form == "extremum":

@@ -119,7 +119,7 @@ def pull_copies(call: Call, gradients: Gradients) -> None:
     names, linear = _copied(call), is_linear(call)
     published = [_published(call, name, gradients) for name in names]
     gradients.ran |= any(shard.num_edges for shard in call.edges.shards)
-    for position, _, rows in fetch_blocks(reverse, published, call.stream()):
+    for position, _, rows in fetch_blocks(reverse, published, call.stream(), placed=True):
         for name, table in zip(names, rows):
             gather_sum(gradients.src[name], edges.shards[position], table, None, fresh=linear and position == 0)
 

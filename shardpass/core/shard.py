@@ -49,6 +49,18 @@ def smallest_index_dtype(largest: int) -> torch.dtype:
     return torch.int32 if largest < 2**31 else torch.int64
 
 
+class PlacedRows(NamedTuple):
+    """Rows of a block where they lie in a larger table, such as another rank's memory: ``table[places]``.
+
+    Args:
+        table: ``[rows, ...]``.
+        places: ``[block rows]``.
+    """
+
+    table: Tensor
+    places: Tensor
+
+
 @dataclass
 class Shard:
     """Edges from one block into this rank's destination rows.
@@ -81,6 +93,12 @@ class Shard:
     @property
     def num_dst(self) -> int:
         return self.indptr.numel() - 1
+
+    def reading(self, rows: Tensor | PlacedRows) -> tuple[Shard, Tensor]:
+        """``(shard, table)``: the same edges by destination, with ``src_rows`` that count in the table rows lie in."""
+        if isinstance(rows, Tensor):
+            return self, rows
+        return Shard(self.block, self.indptr, rows.places.index_select(0, self.src_rows), self.rows), rows.table
 
     def degrees(self) -> Tensor:
         """Edges of this shard per destination row, ``[num_dst]``."""

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from shardpass.core.kernels import cpu, heads, reference
 from shardpass.core.kernels.extremum import gather_extremum, gather_extremum_transposed
-from shardpass.core.shard import Shard
+from shardpass.core.shard import PlacedRows, Shard
 
 __all__ = [
     "edge_dot",
@@ -17,7 +17,9 @@ __all__ = [
 ]
 
 
-def gather_sum(out: Tensor, shard: Shard, rows: Tensor, weight: Tensor | None, fresh: bool = False) -> None:
+def gather_sum(
+    out: Tensor, shard: Shard, rows: Tensor | PlacedRows, weight: Tensor | None, fresh: bool = False
+) -> None:
     """``out[dst] += weight * rows[src]`` over the shard's edges, in place.
 
     Args:
@@ -27,6 +29,7 @@ def gather_sum(out: Tensor, shard: Shard, rows: Tensor, weight: Tensor | None, f
             heads]``, or None.
         fresh: `out` holds nothing yet and is written instead of added to: all of it, zeros where no edge ends.
     """
+    shard, rows = shard.reading(rows)
     if weight is not None and weight.dim() == 2:
         return heads.gather_sum(out, shard, rows, weight, fresh)
     if shard.num_edges and cpu.handles(rows):
