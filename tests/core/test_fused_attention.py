@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -13,7 +15,13 @@ from shardpass.core.program import AdditiveScore, DotScore, MixedScore
 from shardpass.core.random import dropout_factors
 from shardpass.core.shard import Block, build_shards, cut
 
-pytest.importorskip("numba")
+
+@pytest.fixture(autouse=True)
+def loops(request):
+    """Those of numba, unless a test asks for Triton's kernels."""
+    if "triton_device" not in request.fixturenames:
+        pytest.importorskip("numba")
+
 
 NUM_DST, BLOCK_ROWS = 40, 23
 FORMS = {
@@ -29,13 +37,13 @@ def numbers(*shape, seed=0, dtype=torch.float64):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-def a_shard(num_edges=600):
+def a_shard(num_edges=600, device="cpu"):
     """Rows of no edges, of a few, and hubs of more than the loops take at once, on both sides."""
     generator = torch.Generator().manual_seed(4)
     src = torch.randint(0, BLOCK_ROWS - 2, (num_edges,), generator=generator)
     dst = torch.randint(0, NUM_DST - 2, (num_edges,), generator=generator)
     dst[: num_edges // 4], src[num_edges // 4 : num_edges // 2] = 7, 5
-    return build_shards(src, dst, [Block(0, 0, BLOCK_ROWS)], NUM_DST).shards[0]
+    return build_shards(src.to(device), dst.to(device), [Block(0, 0, BLOCK_ROWS)], NUM_DST).shards[0]
 
 
 def runs(shard, most, transposed):
@@ -47,8 +55,8 @@ def runs(shard, most, transposed):
 
 
 class Case:
-    def __init__(self, form, heads, width, dtype, drops):
-        self.form, self.shard, self.heads, self.width = form, a_shard(), heads, width
+    def __init__(self, form, heads, width, dtype, drops, num_edges=600, device="cpu"):
+        self.form, self.shard, self.heads, self.width = form, a_shard(num_edges, device), heads, width
         channels = 1 if isinstance(form, AdditiveScore) else width
         self.of_source = numbers(BLOCK_ROWS, heads, channels, seed=1, dtype=dtype)
         self.of_dst = numbers(NUM_DST, heads, channels, seed=2, dtype=dtype)
@@ -57,6 +65,17 @@ class Case:
         self.values = numbers(BLOCK_ROWS, heads, width, seed=4, dtype=dtype)
         self.grad = numbers(NUM_DST, heads, width, seed=5, dtype=dtype)
         self.factors = dropout_factors(3, torch.arange(self.shard.num_edges), heads, 0.4, dtype) if drops else None
+        for name, tensor in vars(self).copy().items():
+            if isinstance(tensor, torch.Tensor):
+                setattr(self, name, tensor.to(device))
+
+    def double(self):
+        """The same numbers, exactly, in float64."""
+        found = copy.copy(self)
+        for name, tensor in vars(self).items():
+            if isinstance(tensor, torch.Tensor):
+                setattr(found, name, tensor.double())
+        return found
 
     def kept(self, run):
         return None if self.factors is None else self.factors[run.positions]
@@ -98,16 +117,19 @@ class Case:
 
 
 def check(case, most, bound, monkeypatch, threads=1):
+    exact, dtype = case.double(), case.values.dtype
     with monkeypatch.context() as patch:
         patch.setattr(steps, "numba_loops_for", lambda rows: None)
-        right = case.forward(False, 1000)
-        log_sum = right.top + right.total.log()
-        delta = (case.grad * right.out / right.total.clamp(min=1e-30).unsqueeze(-1)).sum(-1)
-        right_gradients = case.backward(False, 1000, log_sum, delta)
+        patch.setattr(steps, "triton_attention_for", lambda *tensors: None)
+        right = exact.forward(False, 1000)
+        log_sum = (right.top + right.total.log()).to(dtype)
+        delta = (exact.grad * right.out / right.total.clamp(min=1e-30).unsqueeze(-1)).sum(-1).to(dtype)
+        right_gradients = exact.backward(False, 1000, log_sum.double(), delta.double())
     monkeypatch.setattr(steps, "_num_threads", lambda num_edges: threads)
     found = case.forward(True, most), case.backward(True, most, log_sum, delta)
     for mine, theirs in zip((*found[0], *found[1]), (*right, *right_gradients)):
-        torch.testing.assert_close(mine, theirs, rtol=bound, atol=bound)
+        assert mine.dtype == dtype
+        torch.testing.assert_close(mine.double(), theirs, rtol=bound, atol=bound)
 
 
 @pytest.mark.parametrize("drops", [False, True])
@@ -154,9 +176,8 @@ def test_exponential_of_the_loops():
     assert torch.tensor(float("nan")).numpy()[()] != exp32(torch.tensor(float("nan")).numpy()[()])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_infinite_and_undefined_scores(dtype):
-    case = Case(FORMS["additive"], 2, 4, dtype, False)
+def infinite_scores(dtype, device="cpu"):
+    case = Case(FORMS["additive"], 2, 4, dtype, False, device=device)
     case.of_dst[1], case.of_source[2], case.of_dst[4] = float("-inf"), float("-inf"), float("nan")
     state = case.forward(True, 10_000)
     has_edges = case.shard.degrees() > 0
@@ -164,7 +185,45 @@ def test_infinite_and_undefined_scores(dtype):
     assert (state.top[1] == float("-inf")).all() and (state.total[1] == 0).all() and (state.out[1] == 0).all()
     assert state.total[4].isnan().all() and state.out[4].isnan().all()
     others = torch.tensor([row for row in range(NUM_DST - 2) if row not in (1, 4)])
-    hidden = Case(FORMS["additive"], 2, 4, dtype, False)
+    hidden = Case(FORMS["additive"], 2, 4, dtype, False, device=device)
     hidden.of_source[2] = -1e30
     right = hidden.forward(True, 10_000)
     torch.testing.assert_close(state.out[others], right.out[others])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_infinite_and_undefined_scores(dtype):
+    infinite_scores(dtype)
+
+
+# ---- Triton's kernels, on a GPU or interpreted: few edges, since the interpreter takes a millisecond for each row
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize(
+    "heads, width, drops, most, dtype, bound",
+    [
+        (3, 5, True, 70, torch.float64, 1e-11),
+        (1, 3, False, 10_000, torch.float64, 1e-11),
+        (2, 32, False, 10_000, torch.float32, 2e-4),
+        (2, 4, True, 70, torch.bfloat16, 0.15),
+    ],
+    ids=str,
+)
+def test_triton_equals_in_steps(triton_device, name, heads, width, drops, most, dtype, bound, monkeypatch):
+    check(Case(FORMS[name], heads, width, dtype, drops, 160, triton_device), most, bound, monkeypatch)
+
+
+def test_infinite_and_undefined_scores_on_triton(triton_device):
+    infinite_scores(torch.float64, triton_device)
+
+
+def test_dtypes_of_triton(triton_device):
+    single = torch.ones(2, 2, device=triton_device)
+    assert fused.handles(single, single, None) and fused.handles(single.bfloat16()) and fused.handles(single.double())
+    assert not fused.handles(single, single.double()) and not fused.handles(single.long())
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not fused.handles(single)
+    finally:
+        torch.use_deterministic_algorithms(False)
