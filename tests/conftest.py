@@ -6,6 +6,8 @@ import threading
 import pytest
 import torch
 
+from shardpass.core.kernels import gpu
+
 if not torch.cuda.is_available():  # read when triton is imported, which nothing before has done
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -16,13 +18,21 @@ def one_thread() -> None:
 
 
 @pytest.fixture
-def triton_device(monkeypatch):
-    """The device on which Triton's kernels take the tensors of a test: the GPU, or else the CPU, interpreted."""
+def triton_dispatch(monkeypatch):
+    """The device whose tensors Triton's kernels take in a test: the GPU, or else the CPU, interpreted."""
     pytest.importorskip("triton")
     if torch.cuda.is_available():
-        yield torch.device("cuda")
+        return torch.device("cuda")
+    monkeypatch.setattr(gpu, "is_compiled_for", lambda device: True)
+    return torch.device("cpu")
+
+
+@pytest.fixture
+def triton_device(triton_dispatch, monkeypatch):
+    """As `triton_dispatch`, for a test in which kernels run."""
+    if triton_dispatch.type == "cuda":
+        yield triton_dispatch
         return
-    from shardpass.core.kernels import gpu
     from triton.runtime.interpreter import GridExecutor
 
     run, lock, launched = GridExecutor.__call__, threading.Lock(), []
@@ -33,6 +43,5 @@ def triton_device(monkeypatch):
             return run(executor, *args, **options)
 
     monkeypatch.setattr(GridExecutor, "__call__", one_at_a_time)
-    monkeypatch.setattr(gpu, "is_compiled_for", lambda device: True)
-    yield torch.device("cpu")
+    yield triton_dispatch
     assert launched, "no kernel of Triton ran"

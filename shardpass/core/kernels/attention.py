@@ -1,4 +1,4 @@
-"""Softmax-weighted sums over in-edges, a chunk of edges at a time: numba's loops on the CPU, Triton's on GPUs, or plain torch.
+"""Softmax-weighted sums over in-edges, a chunk of edges at a time: numba's or Triton's loops, or plain torch.
 
 Source: the online softmax of Milakov and Gimelshein 2018 (arXiv 1805.02867) and the identities of FlashAttention
 (Dao et al. 2022, arXiv 2205.14135, appendix B), over the in-edges of a node instead of the keys of a query.

@@ -1,4 +1,4 @@
-"""Attention whose scores have a closed form, a run of edges in one loop: numba's or Triton's, for dtypes that are one."""
+"""Attention whose scores have a closed form, a run of edges in one loop of numba or Triton, for dtypes that are one."""
 
 from __future__ import annotations
 

@@ -19,8 +19,6 @@ Source: as in `attention`.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -110,6 +108,7 @@ def adjoint_closed(
             NUMBER=of.number,
             KIND=_kind(of),
             DROPS=of.kept is not None,
+            SAME=grad_source.data_ptr() == grad_values.data_ptr(),
             ACC=accumulator(values),
             BLOCK_E=block_e,
             BLOCK_S=triton.next_power_of_2(channels),
@@ -167,9 +166,7 @@ def _terms(other: tl.tensor, own: tl.tensor, NUMBER: tl.constexpr, KIND: tl.cons
 
 
 @triton.jit
-def _scores(
-    other: tl.tensor, own: tl.tensor, mix: tl.tensor, NUMBER: tl.constexpr, KIND: tl.constexpr
-) -> tl.tensor:
+def _scores(other: tl.tensor, own: tl.tensor, mix: tl.tensor, NUMBER: tl.constexpr, KIND: tl.constexpr) -> tl.tensor:
     """The scores of a tile of edges, ``[BLOCK_E]``, of rows ``[BLOCK_E, BLOCK_S]`` and one row ``[BLOCK_S]``."""
     terms = _terms(other, own[None, :], NUMBER, KIND)
     if KIND == "mixed":
@@ -181,7 +178,9 @@ def _scores(
 
 
 @triton.jit
-def _scores_adjoint(change: tl.tensor, other: tl.tensor, own: tl.tensor, mix: tl.tensor, NUMBER: tl.constexpr, KIND: tl.constexpr) -> tl.tensor:
+def _scores_adjoint(
+    change: tl.tensor, other: tl.tensor, own: tl.tensor, mix: tl.tensor, NUMBER: tl.constexpr, KIND: tl.constexpr
+) -> tl.tensor:
     """The adjoint of `_scores` for the gradients `change`, ``[BLOCK_E]``: of `own`, of `other` and of `mix`."""
     if KIND == "dot":
         change *= NUMBER
@@ -331,6 +330,7 @@ def _attend_adjoint(
     NUMBER: tl.constexpr,
     KIND: tl.constexpr,
     DROPS: tl.constexpr,
+    SAME: tl.constexpr,
     ACC: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -350,7 +350,7 @@ def _attend_adjoint(
             mine = tl.load(own + at * channels + s, mask=of_scores, other=0).to(ACC)
             value = tl.load(values + at * width + c, mask=of_values, other=0).to(ACC)
             values_sum = tl.load(to_values, mask=of_values, other=0).to(ACC)
-            own_sum = tl.load(to_own, mask=of_scores, other=0).to(ACC)
+            own_sum = tl.zeros([BLOCK_S], ACC)
             for begin in range(first, last, BLOCK_E):
                 e = tl.arange(0, BLOCK_E).to(tl.int64) + begin
                 there = e < last
@@ -373,7 +373,11 @@ def _attend_adjoint(
                 to_own_row, to_other_rows, to_mix = _scores_adjoint(change, theirs, mine, mixed, NUMBER, KIND)
                 own_sum, mix_sum = own_sum + to_own_row, mix_sum + to_mix
                 tl.atomic_add(grad_other + to_other, to_other_rows, mask=mask, sem="relaxed")
+            if SAME:  # one tensor is scored and summed: its gradients meet in one
+                values_sum += own_sum
+            else:
+                own_sum += tl.load(to_own, mask=of_scores, other=0).to(ACC)
+                tl.store(to_own, own_sum, mask=of_scores)
             tl.store(to_values, values_sum, mask=of_values)
-            tl.store(to_own, own_sum, mask=of_scores)
     if KIND == "mixed":
         tl.store(mix_sums + (tl.program_id(0).to(tl.int64) * heads + h) * channels + s, mix_sum, mask=of_scores)
