@@ -36,15 +36,13 @@ GIVEN, DOT, SLANTED, MIXED = "given", "dot", "slanted", "mixed"  # where scores 
 
 def accumulate(state: SoftmaxState, run: EdgeRun, scores: Tensor, values: Tensor, kept: Tensor | None) -> None:
     """See `attention.accumulate`."""
-    scores = scores.contiguous()
     _attend(state, run, run.src_rows, (scores, scores, scores, 1, 1.0, GIVEN), values, kept)
 
 
 def accumulate_closed(state: SoftmaxState, run: RowRun, of: Operands, values: Tensor) -> None:
     """See `fused.accumulate`."""
-    mix = of.of_dst if of.mix is None else of.mix.contiguous()
-    other, own = of.of_source.contiguous(), of.of_dst.contiguous()
-    _attend(state, run, run.columns, (other, own, mix, own.size(2), of.number, _kind(of)), values, of.kept)
+    mix, channels = of.of_dst if of.mix is None else of.mix, of.of_dst.size(2)
+    _attend(state, run, run.columns, (of.of_source, of.of_dst, mix, channels, of.number, _kind(of)), values, of.kept)
 
 
 def adjoint(
@@ -59,13 +57,13 @@ def adjoint(
     """See `attention.adjoint`."""
     relative, (_, heads, width) = torch.empty_like(weights, memory_format=torch.contiguous_format), values.shape
     start, stop, low, high = run.bounds
-    given = weights.contiguous(), values.contiguous(), (weights if kept is None else kept).contiguous()
-    rows = grad.contiguous(), delta.contiguous(), grad_values.view(-1), relative
+    given = _packed(run.indptr, run.dst_rows, weights, values, weights if kept is None else kept)
+    rows = *_packed(grad, delta), grad_values.view(-1), relative
     block_e, block_c, num_warps = tile_of(width)
     if stop > start and heads:
         with torch.cuda.device_of(values):
             _given_adjoint[(high - low, heads)](
-                *(run.indptr, run.dst_rows, *given, start, stop, low, *rows, heads, width),
+                *(*given, start, stop, low, *rows, heads, width),
                 DROPS=kept is not None,
                 ACC=accumulator(values),
                 BLOCK_E=block_e,
@@ -92,8 +90,8 @@ def adjoint_closed(
     channels = of.of_source.size(2)
     if stop == start or heads == 0:
         return
-    mix, kept = (of.of_source if t is None else t.contiguous() for t in (of.mix, of.kept))
-    given = of.of_dst.contiguous(), of.of_source.contiguous(), mix, values.contiguous(), kept
+    mix, kept = (of.of_source if t is None else t for t in (of.mix, of.kept))
+    given = _packed(run.indptr, run.columns, of.of_dst, of.of_source, mix, values, kept)
     count = high - low if grad_mix is None else min(high - low, MOST_SUMS)
     wide = accumulator_dtype(values.dtype)
     sums = None if grad_mix is None else grad_mix.new_empty((count, *grad_mix.shape), dtype=wide)
@@ -101,8 +99,7 @@ def adjoint_closed(
     block_e, _, num_warps = tile_of(max(width, channels))
     with torch.cuda.device_of(values):
         _attend_adjoint[(count, heads)](
-            *(run.indptr, run.columns, *given, start, stop, low, high),
-            *(log_sum.contiguous(), grad.contiguous(), delta.contiguous()),
+            *(*given, start, stop, low, high, *_packed(log_sum, grad, delta)),
             *(grad_values.view(-1), grad_source.view(-1), to_dst.view(-1), to_dst if sums is None else sums),
             *(heads, channels, width),
             NUMBER=of.number,
@@ -119,6 +116,11 @@ def adjoint_closed(
         grad_dst += to_dst
     if grad_mix is not None and sums is not None:
         grad_mix += sums.sum(0)
+
+
+def _packed(*tensors: Tensor) -> list[Tensor]:
+    """What kernels read, without gaps. What they write is a view, or an error: a copy would be lost."""
+    return [tensor.contiguous() for tensor in tensors]
 
 
 def _kind(of: Operands) -> str:
@@ -138,12 +140,10 @@ def _attend(
     block_e, _, num_warps = tile_of(max(width, channels))
     if stop == start or heads == 0:
         return
-    given = other, own, mix, values.contiguous(), (values if kept is None else kept).contiguous()
+    given = _packed(run.indptr, columns, other, own, mix, values, values if kept is None else kept)
     with torch.cuda.device_of(values):
         _attend_rows[(high - low, heads)](
-            *(run.indptr, columns, *given, start, stop, low),
-            *(part.view(-1) for part in state),
-            *(heads, channels, width),
+            *(*given, start, stop, low, *(part.view(-1) for part in state), heads, channels, width),
             NUMBER=number,
             KIND=kind,
             DROPS=kept is not None,

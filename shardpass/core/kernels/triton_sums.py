@@ -41,7 +41,7 @@ def edge_dot(shard: Shard, rows: Tensor, grad: Tensor, heads: int) -> Tensor:
     if shard.num_edges == 0 or width == 0:
         return result.zero_()
     block_e, block_c, num_warps = tile_of(min(width, MOST_CHANNELS))
-    given = shard.indptr, shard.src_rows, rows.contiguous(), grad.contiguous(), heads, width
+    given = *(t.contiguous() for t in (shard.indptr, shard.src_rows, rows, grad)), heads, width
     with torch.cuda.device_of(rows):
         _edge_dots[(shard.num_dst, heads)](
             result, *given, ACC=accumulator(rows), BLOCK_E=block_e, BLOCK_C=block_c, num_warps=num_warps
@@ -68,13 +68,13 @@ def _accumulate(
     if target.numel() == 0:
         return
     heads = 1 if weight is None or weight.dim() == 1 else weight.size(1)
-    scales = rows if weight is None else weight.to(rows.dtype).contiguous()
+    scales = rows if weight is None else weight.to(rows.dtype)
+    given = indptr, columns, columns if order is None else order, rows, scales
     block_e, block_c, num_warps = tile_of(min(num_channels, MOST_CHANNELS))
     grid = out.size(0), triton.cdiv(num_channels, block_c)
     with torch.cuda.device_of(rows):
         _sum_rows[grid](
-            *(target, indptr, columns, columns if order is None else order, rows.contiguous(), scales),
-            *(num_channels, heads, num_channels // heads),
+            *(target, *(t.contiguous() for t in given), num_channels, heads, num_channels // heads),
             FRESH=fresh,
             WEIGHTED=weight is not None,
             ORDERED=order is not None,
