@@ -11,11 +11,13 @@ import torch
 from shardpass.core import kernels
 from shardpass.core.kernels import gpu
 
+FINDERS = gpu.triton_sums_for, gpu.triton_extremum_for, gpu.triton_attention_for
+
 
 def test_tensors_of_the_cpu_go_elsewhere():
     """Also where the environment asks for Triton's interpreter."""
     rows = torch.ones(2, 3)
-    assert gpu.triton_sums_for(rows) is None and gpu.triton_attention_for(rows) is None
+    assert all(find(rows) is None for find in FINDERS)
     assert gpu.is_compiled_for(torch.device("cuda", 1)) and not gpu.is_compiled_for(torch.device("meta"))
 
 
@@ -32,18 +34,18 @@ def test_which_dtypes(triton_dispatch):
 def test_the_switch(triton_dispatch, monkeypatch):
     rows = torch.ones(2, 3, device=triton_dispatch)
     monkeypatch.setenv("SHARDPASS_TRITON", "0")
-    assert gpu.triton_sums_for(rows) is None and gpu.triton_attention_for(rows) is None
+    assert all(find(rows) is None for find in FINDERS)
     monkeypatch.setenv("SHARDPASS_TRITON", "1")
-    assert gpu.triton_sums_for(rows) is not None
+    assert all(find(rows) is not None for find in FINDERS)
 
 
 def test_without_triton_torch_does_it(triton_dispatch, monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
-    for name in ("triton_sums", "triton_attention"):
+    for name in ("triton_sums", "triton_extremum", "triton_attention"):
         monkeypatch.delattr(kernels, name, raising=False)
         monkeypatch.delitem(sys.modules, f"shardpass.core.kernels.{name}", raising=False)
     rows = torch.ones(2, 3, device=triton_dispatch)
-    assert gpu.triton_sums_for(rows) is None and gpu.triton_attention_for(rows) is None
+    assert all(find(rows) is None for find in FINDERS)
 
 
 def test_tensors_of_the_cpu_do_not_import_triton():

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from shardpass.core.kernels import triton_attention, triton_sums
+from shardpass.core.kernels import triton_attention, triton_extremum, triton_sums
 
 INDICES, BOUNDS = ("indptr", "columns", "order"), ("start", "stop", "low", "high")
 COUNTS, WIDE = ("heads", "width", "channels", "num_channels"), ("grad_other", "mix_sums")
@@ -31,6 +31,8 @@ def compiled(kernel, dtype, index, **constants):
             types[name], values[k,] = "constexpr", constants.pop(name)
         elif name in BOUNDS or name in COUNTS:
             types[name] = "i64" if name in BOUNDS else "i32"
+        elif name == "ties":
+            types[name] = "*i32"
         else:
             types[name] = "*" + (index if name in INDICES else wide if name in WIDE else dtype)
     source = ASTSource(kernel, types, values)
@@ -40,6 +42,8 @@ def compiled(kernel, dtype, index, **constants):
 dtype, index = sys.argv[1:]
 compiled(triton_sums._sum_rows, dtype, index, FRESH=False, WEIGHTED=True, ORDERED=True)
 compiled(triton_sums._edge_dots, dtype, index)
+compiled(triton_extremum._extremum, dtype, index, SIGN=-1)
+compiled(triton_extremum._extremum_adjoint, dtype, index)
 compiled(triton_attention._given_adjoint, dtype, index, DROPS=True)
 for kind, channels in (("given", 1), ("slanted", 1), ("dot", 64), ("mixed", 64)):
     given = {"NUMBER": 0.2, "KIND": kind, "DROPS": kind != "dot", "BLOCK_S": channels}

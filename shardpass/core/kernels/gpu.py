@@ -32,6 +32,17 @@ def triton_sums_for(*tensors: Tensor | None) -> ModuleType | None:
     return triton_sums
 
 
+def triton_extremum_for(*tensors: Tensor | None) -> ModuleType | None:
+    """`triton_extremum`, if it takes these tensors."""
+    if not _takes(tensors):
+        return None
+    try:
+        from shardpass.core.kernels import triton_extremum
+    except ImportError:
+        return None
+    return triton_extremum
+
+
 def triton_attention_for(*tensors: Tensor | None) -> ModuleType | None:
     """`triton_attention`, if it takes these tensors, which must have one dtype."""
     if not _takes(tensors) or len({tensor.dtype for tensor in tensors if tensor is not None}) != 1:
