@@ -41,11 +41,11 @@ class GAT(nn.Module):
 
 
 class Others(nn.Module):
-    """Sums of plain and weighted copies, the gradients of weights, and scores that the body computes."""
+    """Sums of plain and weighted copies, max, the gradients of weights, and scores that the body computes."""
 
     def __init__(self):
         super().__init__()
-        self.first, self.second = gnn.SAGEConv(4, 6), gnn.GCNConv(6, 4)
+        self.first, self.second = gnn.SAGEConv(4, 6, aggr=["sum", "max"]), gnn.GCNConv(6, 4)
         self.third = gnn.TransformerConv(4, 3, heads=2, edge_dim=1)
 
     def forward(self, x, edge_index, edge_weight):
@@ -53,9 +53,16 @@ class Others(nn.Module):
         return self.third(x, edge_index, edge_weight.view(-1, 1))
 
 
-@pytest.mark.parametrize("mode", ["sar", "keep"])
+OPTIONS = {
+    "push": sp.Options(backward="push"),
+    "pull": sp.Options(backward="pull"),
+    "keep": sp.Options(mode="keep", block_rows=3),
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("made", [GAT, Others])
-def test_models_equal_the_whole_graph(triton_device, made, mode):
+def test_models_equal_the_whole_graph(triton_device, made, options):
     if triton_device.type == "cuda":
         pytest.skip("ranks that are threads have tensors on the CPU")
     torch.manual_seed(0)
@@ -68,6 +75,6 @@ def test_models_equal_the_whole_graph(triton_device, made, mode):
     whole = evaluate_whole(model, graph, call)
     owners = assignments(NUM_NODES, 2, graph.edge_index)["random"]
     wrap = partial(sp.pyg.wrap, check=False)
-    found = evaluate_sharded(model, graph, call, owners, 2, wrap, sp.Options(mode=mode), whole)
+    found = evaluate_sharded(model, graph, call, owners, 2, wrap, OPTIONS[options], whole)
     wrong = {key: error for key, error in differences(whole, found).items() if not error <= 1e-10}
     assert not wrong
