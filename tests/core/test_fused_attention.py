@@ -215,6 +215,7 @@ def test_infinite_and_undefined_scores(dtype):
         (2, 5, True, 100, torch.float64, 1e-11, "additive steep relu dot mixed"),
         (1, 3, False, 10_000, torch.float64, 1e-11, "additive steep relu dot mixed"),
         (1, 40, False, 10_000, torch.float32, 2e-4, "dot mixed"),
+        (2, 0, False, 10_000, torch.float64, 1e-11, "additive dot"),
         (2, 4, True, 10_000, torch.bfloat16, 0.15, "additive mixed"),
     ],
     ids=str,

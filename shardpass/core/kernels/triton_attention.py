@@ -26,7 +26,7 @@ from torch import Tensor
 
 from shardpass.core.kernels.attention import EdgeRun, RowRun, SoftmaxState
 from shardpass.core.kernels.fused import Operands
-from shardpass.core.kernels.triton_sums import accumulator, tile_of
+from shardpass.core.kernels.triton_sums import accumulator, block_of, tile_of
 from shardpass.core.program import DotScore
 from shardpass.core.reducers import accumulator_dtype
 
@@ -108,8 +108,8 @@ def adjoint_closed(
             SAME=grad_source.data_ptr() == grad_values.data_ptr(),
             ACC=accumulator(values),
             BLOCK_E=block_e,
-            BLOCK_S=triton.next_power_of_2(channels),
-            BLOCK_C=triton.next_power_of_2(width),
+            BLOCK_S=block_of(channels),
+            BLOCK_C=block_of(width),
             num_warps=num_warps,
         )
     if to_dst is not grad_dst:
@@ -149,8 +149,8 @@ def _attend(
             DROPS=kept is not None,
             ACC=accumulator(values),
             BLOCK_E=block_e,
-            BLOCK_S=triton.next_power_of_2(channels),
-            BLOCK_C=triton.next_power_of_2(width),
+            BLOCK_S=block_of(channels),
+            BLOCK_C=block_of(width),
             num_warps=num_warps,
         )
 

@@ -51,9 +51,14 @@ def edge_dot(shard: Shard, rows: Tensor, grad: Tensor, heads: int) -> Tensor:
 
 def tile_of(width: int) -> tuple[int, int, int]:
     """Edges and channels of a tile, both powers of two, and the number of warps that hold it."""
-    block_c = triton.next_power_of_2(width)
+    block_c = block_of(width)
     block_e = max(4, min(MOST_EDGES, TILE // block_c))
     return block_e, block_c, max(1, min(16, block_e * block_c // TILE))
+
+
+def block_of(width: int) -> int:
+    """A power of two that holds `width` channels; 1 for none, which masks then leave out."""
+    return int(triton.next_power_of_2(max(1, width)))
 
 
 def accumulator(*tensors: Tensor) -> Any:
