@@ -2,7 +2,8 @@
 
     python -m benchmarks.kernels --nodes 50000 --edges 1500000 --json kernels.json
 
-Each kernel runs in one thread, in CPU seconds, the best of several runs. Its bound is the time that the bytes it must
+Each kernel runs in one thread, in CPU seconds, the best of several runs; with ``--device cuda`` in seconds from an idle
+GPU to an idle GPU, which include the launch. Its bound is the time that the bytes it must
 move take at the speed of a copy, measured in the same process between the kernels (bytes read plus bytes written).
 Rows of nodes that are gathered count once for each edge, as if no cache held them, so a table that fits into the cache
 may beat the bound. Indices and what is once per node are left out. E edges, F = heads * width numbers in a row,
@@ -43,7 +44,7 @@ from shardpass.core.shard import Block, Chunk, Shard, build_shards
 
 
 class Measured(NamedTuple):
-    """One kernel: CPU seconds, the bytes it must move, copy bandwidth in bytes/s, and seconds over those of a copy."""
+    """One kernel: seconds, the bytes it must move, copy bandwidth in bytes/s, and seconds over those of a copy."""
 
     name: str
     seconds: float
@@ -58,17 +59,25 @@ class Measured(NamedTuple):
 class Case:
     """The graph and its tensors; `kernels` gives what to run and how many bytes it must move."""
 
-    def __init__(self, num_nodes: int, num_edges: int, heads: int, width: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        num_nodes: int,
+        num_edges: int,
+        heads: int,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
         generator = torch.Generator().manual_seed(0)
-        src, dst = torch.randint(0, num_nodes, (2, num_edges), generator=generator)
+        src, dst = torch.randint(0, num_nodes, (2, num_edges), generator=generator).to(device)
         self.shard: Shard = build_shards(src, dst, [Block(0, 0, num_nodes)], num_nodes).shards[0]
         self.num_nodes, self.num_edges, self.heads, self.width = num_nodes, num_edges, heads, width
         self.x, self.y, self.grad, self.out, self.other = (
-            torch.randn((num_nodes, heads, width), generator=generator, dtype=dtype) for _ in range(5)
+            torch.randn((num_nodes, heads, width), generator=generator, dtype=dtype).to(device) for _ in range(5)
         )
-        self.scalars = torch.rand(num_edges, generator=generator, dtype=dtype)
-        self.per_head = torch.rand((num_edges, heads), generator=generator, dtype=dtype)
-        self.mix = torch.randn((heads, width), generator=generator, dtype=dtype)
+        self.scalars = torch.rand(num_edges, generator=generator, dtype=dtype).to(device)
+        self.per_head = torch.rand((num_edges, heads), generator=generator, dtype=dtype).to(device)
+        self.mix = torch.randn((heads, width), generator=generator, dtype=dtype).to(device)
 
     def kernels(self) -> dict[str, tuple[Callable[[], object], int]]:
         """``{name: (what to run, bytes it must move)}``."""
@@ -99,7 +108,7 @@ class Case:
             "GATv2": (MixedScore("a", "b", 0.2, 0), row, 4 * row),
             "dot": (DotScore("a", "b", self.width**-0.5), 2 * row, 4 * row),
         }
-        for name, (form, forward, backward) in forms.items():
+        for name, (form, forward, backward) in forms.items() if fused.handles(x) else ():
             first, second = self._attention(form)
             found[f"attention forward, {name}"], found[f"attention backward, {name}"] = (
                 (first, forward),
@@ -130,29 +139,34 @@ class Case:
         return lambda: fused.accumulate(state, by_destination, of, values), backward
 
 
-def seconds(work: Callable[[], object], runs: int) -> float:
-    """CPU seconds of one call, the best of `runs`, after one to compile."""
-    work()
-    taken = []
-    for _ in range(runs):
-        start = time.process_time()
+def seconds(work: Callable[[], object], runs: int, device: torch.device) -> float:
+    """Seconds of one call, the best of `runs`, after one to compile: of the CPU, or on the clock for a GPU."""
+    on_gpu = device.type == "cuda"
+    clock, taken = time.perf_counter if on_gpu else time.process_time, []
+    for _ in range(1 + runs):
+        if on_gpu:
+            torch.cuda.synchronize(device)
+        start = clock()
         work()
-        taken.append(time.process_time() - start)
-    return min(taken)
+        if on_gpu:
+            torch.cuda.synchronize(device)
+        taken.append(clock() - start)
+    return min(taken[1:])
 
 
 def copy_bandwidth(source: Tensor, target: Tensor, runs: int) -> float:
     """Bytes read and written per second by a copy between tensors too large for the cache."""
-    return 2 * source.numel() * source.itemsize / seconds(lambda: target.copy_(source), runs)
+    return 2 * source.numel() * source.itemsize / seconds(lambda: target.copy_(source), runs, source.device)
 
 
 def measure(case: Case, runs: int) -> list[Measured]:
     """Every kernel; the copy is measured again before each, and its best is everyone's."""
-    source = torch.ones(1 << 26)
+    device = case.x.device
+    source = torch.ones(1 << 26, device=device)
     target, found, bandwidth = torch.zeros_like(source), [], 0.0
     for name, (work, num_bytes) in case.kernels().items():
         bandwidth = max(bandwidth, copy_bandwidth(source, target, 3))
-        found.append((name, seconds(work, runs), num_bytes))
+        found.append((name, seconds(work, runs, device), num_bytes))
     return [Measured(*one, bandwidth) for one in found]
 
 
@@ -160,7 +174,7 @@ def table(records: list[Measured]) -> Table:
     """The records, one row each."""
     out = Table(title=f"copy bandwidth {records[0].bandwidth / 1e9:.1f} GB/s")
     out.add_column("kernel")
-    for title in ("CPU ms", "bytes moved, MB", "bound, ms", "ratio"):
+    for title in ("ms", "bytes moved, MB", "bound, ms", "ratio"):
         out.add_column(title, justify="right")
     for one in records:
         bound = one.bytes / one.bandwidth
@@ -178,15 +192,17 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--width", type=int, default=32, help="numbers in a row of a head")
     parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="cpu or cuda")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--json", type=Path, help="write the records to this file")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    case = Case(args.nodes, args.edges, args.heads, args.width, getattr(torch, args.dtype))
+    case = Case(args.nodes, args.edges, args.heads, args.width, getattr(torch, args.dtype), args.device)
     records = measure(case, args.runs)
     if args.json:
         rows: list[dict[str, Any]] = [{**one._asdict(), "ratio": one.ratio} for one in records]
-        args.json.write_text(json.dumps({"config": {**vars(args), "json": None}, "kernels": rows}, indent=1))
+        config = {**vars(args), "json": None, "device": str(args.device)}
+        args.json.write_text(json.dumps({"config": config, "kernels": rows}, indent=1))
     Console(width=None if sys.stdout.isatty() else 120).print(table(records))
 
 

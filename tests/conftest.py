@@ -1,9 +1,47 @@
-"""Shared by all tests: one thread per rank, so that runs on few cores stay quick."""
+"""Shared by all tests: one thread per rank, so that runs on few cores stay quick; Triton's kernels without a GPU."""
+
+import os
+import threading
 
 import pytest
 import torch
+
+from shardpass.core.kernels import gpu
+
+if not torch.cuda.is_available():  # read when triton is imported, which nothing before has done
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def triton_dispatch(monkeypatch):
+    """The device whose tensors Triton's kernels take in a test: the GPU, or else the CPU, interpreted."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    monkeypatch.setattr(gpu, "is_compiled_for", lambda device: True)
+    return torch.device("cpu")
+
+
+@pytest.fixture
+def triton_device(triton_dispatch, monkeypatch):
+    """As `triton_dispatch`, for a test in which kernels run."""
+    if triton_dispatch.type == "cuda":
+        yield triton_dispatch
+        return
+    from triton.runtime.interpreter import GridExecutor
+
+    run, lock, launched = GridExecutor.__call__, threading.Lock(), []
+
+    def one_at_a_time(executor, *args, **options):  # the interpreter has one state for all threads
+        with lock:
+            launched.append(executor)
+            return run(executor, *args, **options)
+
+    monkeypatch.setattr(GridExecutor, "__call__", one_at_a_time)
+    yield triton_dispatch
+    assert launched, "no kernel of Triton ran"

@@ -20,7 +20,7 @@ def words(text: str) -> frozenset[str]:
 
 OPTIONAL = words(
     "torch_geometric dgl mpi4py numba pymetis safetensors typer rich click matplotlib sklearn scipy pandas pyarrow ogb "
-    "tqdm networkx"
+    "tqdm networkx triton"
 )
 """Packages that may be absent. Imported at module level only where `Layer.third_party` says so."""
 
@@ -55,7 +55,9 @@ class Layer:
 COMMUNICATOR = "shardpass.backends.communicator"
 LAYERS: dict[str, Layer] = {
     "core": Layer(("shardpass.errors", "shardpass.core", COMMUNICATOR), lazy=frozenset(["safetensors"])),
-    "core/kernels": Layer(("shardpass.errors", "shardpass.core"), third_party=frozenset(["numba", "llvmlite"])),
+    "core/kernels": Layer(
+        ("shardpass.errors", "shardpass.core"), third_party=frozenset(["numba", "llvmlite", "triton"])
+    ),
     "backends": Layer(("shardpass.errors", "shardpass.backends"), lazy=frozenset(["mpi4py"])),
     "data": Layer(
         ("shardpass.errors", "shardpass.core", "shardpass.data", COMMUNICATOR),

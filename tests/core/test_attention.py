@@ -32,12 +32,13 @@ def numbers(*shape, seed=0, dtype=torch.float64):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-def shards(num_edges=400):
+def shards(num_edges=400, device="cpu"):
     generator = torch.Generator().manual_seed(4)
     src = torch.randint(0, 2 * BLOCK_ROWS, (num_edges,), generator=generator)
     dst = torch.randint(0, NUM_DST - 2, (num_edges,), generator=generator)  # two destinations have no edge
     dst[: num_edges // 4] = 7
     blocks = [Block(0, 0, BLOCK_ROWS), Block(1, BLOCK_ROWS, 2 * BLOCK_ROWS)]
+    src, dst = src.to(device), dst.to(device)
     return src, dst, build_shards(src, dst, blocks, NUM_DST).shards
 
 
@@ -60,19 +61,28 @@ def by_source(shard, most):
 @pytest.mark.parametrize("most", [1, 7, 1000])
 @pytest.mark.parametrize("drops", [False, True])
 def test_loops_equal_a_dense_softmax(loops, most, drops, dtype, bound):
-    src, dst, parts = shards()
-    values = numbers(2 * BLOCK_ROWS, HEADS, WIDTH, seed=1).requires_grad_()
-    scores = (5 * numbers(src.numel(), HEADS, seed=2)).requires_grad_()
-    kept = dropout_factors(3, torch.arange(src.numel()), HEADS, 0.4, torch.float64) if drops else None
-    top = torch.full((NUM_DST, HEADS), -1e300, dtype=torch.float64)
+    equal_a_dense_softmax(most, drops, dtype, bound, "cpu")
+
+
+def test_triton_equals_a_dense_softmax(triton_device):
+    equal_a_dense_softmax(150, True, torch.float64, 1e-12, triton_device)
+
+
+def equal_a_dense_softmax(most, drops, dtype, bound, device):
+    src, dst, parts = shards(device=device)
+    values = numbers(2 * BLOCK_ROWS, HEADS, WIDTH, seed=1).to(device).requires_grad_()
+    scores = (5 * numbers(src.numel(), HEADS, seed=2)).to(device).requires_grad_()
+    edges = torch.arange(src.numel(), device=device)
+    kept = dropout_factors(3, edges, HEADS, 0.4, torch.float64) if drops else None
+    top = torch.full((NUM_DST, HEADS), -1e300, dtype=torch.float64, device=device)
     top = top.scatter_reduce(0, dst.view(-1, 1).expand_as(scores), scores.detach(), "amax")
     exponential = (scores - top[dst]).exp()
-    total = torch.zeros(NUM_DST, HEADS, dtype=torch.float64).index_add(0, dst, exponential)
+    total = torch.zeros(NUM_DST, HEADS, dtype=torch.float64, device=device).index_add(0, dst, exponential)
     weights = exponential / total[dst]
     used = weights if kept is None else weights * kept
-    right = torch.zeros(NUM_DST, HEADS, WIDTH, dtype=torch.float64)
+    right = torch.zeros(NUM_DST, HEADS, WIDTH, dtype=torch.float64, device=device)
     right = right.index_add(0, dst, used.unsqueeze(-1) * values[src])
-    grad = numbers(*right.shape, seed=3)
+    grad = numbers(*right.shape, seed=3).to(device)
     right.backward(grad)
 
     state = SoftmaxState.fresh(NUM_DST, HEADS, WIDTH, values.detach().to(dtype))

@@ -29,12 +29,13 @@ def loops(request, monkeypatch):
     return request.param
 
 
-def shards(num_edges):
+def shards(num_edges, device="cpu"):
     generator = torch.Generator().manual_seed(4)
     src = torch.randint(0, 2 * BLOCK_ROWS, (num_edges,), generator=generator)
     dst = torch.randint(0, NUM_DST - 2, (num_edges,), generator=generator)
     dst[: num_edges // 4] = 7
     blocks = [Block(0, 0, BLOCK_ROWS), Block(1, BLOCK_ROWS, 2 * BLOCK_ROWS), Block(2, 2 * BLOCK_ROWS, 2 * BLOCK_ROWS)]
+    src, dst = src.to(device), dst.to(device)
     return src, dst, build_shards(src, dst, blocks, NUM_DST).shards
 
 
@@ -52,8 +53,25 @@ def few_values(*shape, seed=0, dtype=torch.float64):
 @pytest.mark.parametrize("tail", [(4,), (2, 20)], ids=str)
 @pytest.mark.parametrize("num_edges", [0, 20, 300])
 def test_kernels_equal_the_reducer(loops, num_edges, tail, op, dtype):
-    src, dst, parts = shards(num_edges)
-    rows, reducer = few_values(2 * BLOCK_ROWS, *tail, dtype=dtype), REDUCERS[op]
+    equal_the_reducer(num_edges, tail, op, dtype, "cpu")
+
+
+@pytest.mark.parametrize(
+    "num_edges, tail, op, dtype",
+    [
+        (150, (2, 3), "max", torch.float64),
+        (20, (130,), "min", torch.float32),  # more than a block of channels
+        (150, (3,), "min", torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_triton_equals_the_reducer(triton_device, num_edges, tail, op, dtype):
+    equal_the_reducer(num_edges, tail, op, dtype, triton_device)
+
+
+def equal_the_reducer(num_edges, tail, op, dtype, device):
+    src, dst, parts = shards(num_edges, device)
+    rows, reducer = few_values(2 * BLOCK_ROWS, *tail, dtype=dtype).to(device), REDUCERS[op]
     right, found = (reducer.init(NUM_DST, tail, rows) for _ in range(2))
     reducer.accumulate(right, rows[src], dst)
     for shard in parts:
@@ -62,7 +80,7 @@ def test_kernels_equal_the_reducer(loops, num_edges, tail, op, dtype):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
     if not dtype.is_floating_point:
         return
-    value, grad = reducer.value(right, Base()), torch.randn(NUM_DST, *tail).to(dtype)
+    value, grad = reducer.value(right, Base()), torch.randn(NUM_DST, *tail).to(device, dtype)
     share = reducer.share(right, value, grad, Base()).to(dtype)
     expected = torch.zeros_like(rows)
     expected.index_add_(0, src, reducer.vjp(rows[src], dst, right, value, grad, Base()).to(dtype))

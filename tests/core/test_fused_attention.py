@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from typing import NamedTuple
+
 import pytest
 import torch
 
@@ -13,9 +16,14 @@ from shardpass.core.program import AdditiveScore, DotScore, MixedScore
 from shardpass.core.random import dropout_factors
 from shardpass.core.shard import Block, build_shards, cut
 
-pytest.importorskip("numba")
 
-NUM_DST, BLOCK_ROWS = 40, 23
+@pytest.fixture(autouse=True)
+def loops(request):
+    """Those of numba, unless a test asks for Triton's kernels."""
+    if "triton_dispatch" not in request.fixturenames:
+        pytest.importorskip("numba")
+
+
 FORMS = {
     "additive": AdditiveScore("a", "b", 0.2),
     "steep": AdditiveScore("a", "b", 1.5),
@@ -29,13 +37,23 @@ def numbers(*shape, seed=0, dtype=torch.float64):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-def a_shard(num_edges=600):
+class Size(NamedTuple):  # of a shard
+    num_edges: int = 600
+    num_dst: int = 40
+    block_rows: int = 23
+    device: str | torch.device = "cpu"
+
+
+LARGE = Size()
+
+
+def a_shard(size):
     """Rows of no edges, of a few, and hubs of more than the loops take at once, on both sides."""
-    generator = torch.Generator().manual_seed(4)
-    src = torch.randint(0, BLOCK_ROWS - 2, (num_edges,), generator=generator)
-    dst = torch.randint(0, NUM_DST - 2, (num_edges,), generator=generator)
+    (num_edges, num_dst, block_rows, device), generator = size, torch.Generator().manual_seed(4)
+    src = torch.randint(0, block_rows - 2, (num_edges,), generator=generator)
+    dst = torch.randint(0, num_dst - 2, (num_edges,), generator=generator)
     dst[: num_edges // 4], src[num_edges // 4 : num_edges // 2] = 7, 5
-    return build_shards(src, dst, [Block(0, 0, BLOCK_ROWS)], NUM_DST).shards[0]
+    return build_shards(src.to(device), dst.to(device), [Block(0, 0, block_rows)], num_dst).shards[0]
 
 
 def runs(shard, most, transposed):
@@ -47,16 +65,27 @@ def runs(shard, most, transposed):
 
 
 class Case:
-    def __init__(self, form, heads, width, dtype, drops):
-        self.form, self.shard, self.heads, self.width = form, a_shard(), heads, width
+    def __init__(self, form, heads, width, dtype, drops, size=LARGE):
+        self.form, self.shard, self.heads, self.width = form, a_shard(size), heads, width
         channels = 1 if isinstance(form, AdditiveScore) else width
-        self.of_source = numbers(BLOCK_ROWS, heads, channels, seed=1, dtype=dtype)
-        self.of_dst = numbers(NUM_DST, heads, channels, seed=2, dtype=dtype)
+        self.of_source = numbers(size.block_rows, heads, channels, seed=1, dtype=dtype)
+        self.of_dst = numbers(size.num_dst, heads, channels, seed=2, dtype=dtype)
         self.of_dst[3] = -self.of_source[4]  # sums of exactly 0
         self.mix = numbers(heads, width, seed=3, dtype=dtype) if isinstance(form, MixedScore) else None
-        self.values = numbers(BLOCK_ROWS, heads, width, seed=4, dtype=dtype)
-        self.grad = numbers(NUM_DST, heads, width, seed=5, dtype=dtype)
+        self.values = numbers(size.block_rows, heads, width, seed=4, dtype=dtype)
+        self.grad = numbers(size.num_dst, heads, width, seed=5, dtype=dtype)
         self.factors = dropout_factors(3, torch.arange(self.shard.num_edges), heads, 0.4, dtype) if drops else None
+        for name, tensor in vars(self).copy().items():
+            if isinstance(tensor, torch.Tensor):
+                setattr(self, name, tensor.to(size.device))
+
+    def double(self):
+        """The same numbers, exactly, in float64."""
+        found = copy.copy(self)
+        for name, tensor in vars(self).items():
+            if isinstance(tensor, torch.Tensor):
+                setattr(found, name, tensor.double())
+        return found
 
     def kept(self, run):
         return None if self.factors is None else self.factors[run.positions]
@@ -71,7 +100,7 @@ class Case:
         return fused.Operands(self.form, self.of_source, self.of_dst, self.mix, self.kept(run))
 
     def forward(self, is_fused, most):
-        state = SoftmaxState.fresh(NUM_DST, self.heads, self.width, self.values)
+        state = SoftmaxState.fresh(self.shard.num_dst, self.heads, self.width, self.values)
         for run in runs(self.shard, most, False):
             if is_fused:
                 fused.accumulate(state, run, self.at_once(run), self.values)
@@ -98,16 +127,19 @@ class Case:
 
 
 def check(case, most, bound, monkeypatch, threads=1):
+    exact, dtype = case.double(), case.values.dtype
     with monkeypatch.context() as patch:
         patch.setattr(steps, "numba_loops_for", lambda rows: None)
-        right = case.forward(False, 1000)
-        log_sum = right.top + right.total.log()
-        delta = (case.grad * right.out / right.total.clamp(min=1e-30).unsqueeze(-1)).sum(-1)
-        right_gradients = case.backward(False, 1000, log_sum, delta)
+        patch.setattr(steps, "triton_attention_for", lambda *tensors: None)
+        right = exact.forward(False, 1000)
+        log_sum = (right.top + right.total.log()).to(dtype)
+        delta = (exact.grad * right.out / right.total.clamp(min=1e-30).unsqueeze(-1)).sum(-1).to(dtype)
+        right_gradients = exact.backward(False, 1000, log_sum.double(), delta.double())
     monkeypatch.setattr(steps, "_num_threads", lambda num_edges: threads)
     found = case.forward(True, most), case.backward(True, most, log_sum, delta)
     for mine, theirs in zip((*found[0], *found[1]), (*right, *right_gradients)):
-        torch.testing.assert_close(mine, theirs, rtol=bound, atol=bound)
+        assert mine.dtype == dtype
+        torch.testing.assert_close(mine.double(), theirs, rtol=bound, atol=bound)
 
 
 @pytest.mark.parametrize("drops", [False, True])
@@ -154,17 +186,56 @@ def test_exponential_of_the_loops():
     assert torch.tensor(float("nan")).numpy()[()] != exp32(torch.tensor(float("nan")).numpy()[()])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_infinite_and_undefined_scores(dtype):
-    case = Case(FORMS["additive"], 2, 4, dtype, False)
+def infinite_scores(dtype, size):
+    case = Case(FORMS["additive"], 2, 4, dtype, False, size)
     case.of_dst[1], case.of_source[2], case.of_dst[4] = float("-inf"), float("-inf"), float("nan")
     state = case.forward(True, 10_000)
     has_edges = case.shard.degrees() > 0
     assert has_edges[[1, 4]].all()
     assert (state.top[1] == float("-inf")).all() and (state.total[1] == 0).all() and (state.out[1] == 0).all()
     assert state.total[4].isnan().all() and state.out[4].isnan().all()
-    others = torch.tensor([row for row in range(NUM_DST - 2) if row not in (1, 4)])
-    hidden = Case(FORMS["additive"], 2, 4, dtype, False)
+    others = torch.tensor([row for row in range(size.num_dst - 2) if row not in (1, 4)])
+    hidden = Case(FORMS["additive"], 2, 4, dtype, False, size)
     hidden.of_source[2] = -1e30
     right = hidden.forward(True, 10_000)
     torch.testing.assert_close(state.out[others], right.out[others])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_infinite_and_undefined_scores(dtype):
+    infinite_scores(dtype, LARGE)
+
+
+# ---- Triton's kernels, on a GPU or interpreted: few edges, since the interpreter takes a millisecond for each row
+
+
+@pytest.mark.parametrize(
+    "heads, width, drops, most, dtype, bound, names",
+    [
+        (2, 5, True, 100, torch.float64, 1e-11, "additive steep relu dot mixed"),
+        (1, 3, False, 10_000, torch.float64, 1e-11, "additive steep relu dot mixed"),
+        (1, 40, False, 10_000, torch.float32, 2e-4, "dot mixed"),
+        (2, 0, False, 10_000, torch.float64, 1e-11, "additive dot"),
+        (2, 4, True, 10_000, torch.bfloat16, 0.15, "additive mixed"),
+    ],
+    ids=str,
+)
+def test_triton_equals_in_steps(triton_device, heads, width, drops, most, dtype, bound, names, monkeypatch):
+    for name in names.split():
+        case = Case(FORMS[name], heads, width, dtype, drops, Size(160, 12, 9, triton_device))
+        check(case, most, bound, monkeypatch)
+
+
+def test_infinite_and_undefined_scores_on_triton(triton_device):
+    infinite_scores(torch.float64, Size(160, 12, 9, triton_device))
+
+
+def test_dtypes_of_triton(triton_dispatch):
+    single = torch.ones(2, 2, device=triton_dispatch)
+    assert fused.handles(single, single, None) and fused.handles(single.bfloat16()) and fused.handles(single.double())
+    assert not fused.handles(single, single.double()) and not fused.handles(single.long())
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not fused.handles(single)
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -7,7 +7,7 @@ import torch
 
 from shardpass.core import kernels
 from shardpass.core.kernels import cpu, reference
-from shardpass.core.shard import Block, build_shards
+from shardpass.core.shard import Block, Shard, build_shards
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 TAILS = [(1,), (3,), (16,), (100,), (2, 3), (4, 1)]
@@ -161,3 +161,83 @@ def test_a_weight_for_each_head(dtype, bound, loops, fresh, monkeypatch):
     found = kernels.edge_dot(shard, rows, grad, 100, 3)
     right = (rows[shard.src_rows.long()] * grad[shard.dst_rows()]).sum(-1)
     torch.testing.assert_close(found, right, rtol=bound, atol=bound)
+
+
+# ---- Triton's kernels, on a GPU or interpreted: few rows, since the interpreter takes a millisecond for each
+
+
+def small_shard(device, index_dtype=torch.int32):
+    """One block: rows of no edges, a hub on both sides, self-loops, edges twice; more than a tile in a row."""
+    generator = torch.Generator().manual_seed(2)
+    src, dst = torch.randint(0, 6, (90,), generator=generator), torch.randint(0, 5, (90,), generator=generator)
+    src[:40], dst[30:80] = 3, 2
+    src[80:], dst[80:] = dst[80:].clone(), dst[80:].clone()
+    shard = build_shards(src.to(device), dst.to(device), [Block(0, 0, 8)], 7).shards[0]
+    return Shard(shard.block, shard.indptr.to(index_dtype), shard.src_rows.to(index_dtype), shard.rows)
+
+
+@pytest.mark.parametrize(
+    "dtype, tail, heads, index",
+    [
+        (torch.float64, (2, 3), None, torch.int32),
+        (torch.float64, (2, 3), 1, torch.int64),
+        (torch.float64, (2, 3), 2, torch.int32),
+        (torch.float32, (130,), 1, torch.int32),  # more than a block of channels
+        (torch.float32, (3, 1), 3, torch.int64),
+        (torch.bfloat16, (5,), 1, torch.int32),
+        (torch.float16, (), None, torch.int32),
+    ],
+    ids=str,
+)
+def test_sums_of_triton(triton_device, dtype, tail, heads, index):
+    shard = small_shard(triton_device, index)
+    wide = torch.float32 if dtype.itemsize == 2 else dtype
+    shape = (shard.num_edges,) if heads == 1 else (shard.num_edges, heads)
+    weight = None if heads is None else numbers(shape, dtype, 2).to(triton_device)
+    for name, count, into in (("gather_sum", 8, 7), ("gather_sum_transposed", 7, 8)):
+        rows = numbers((count, *tail), dtype).to(triton_device)
+        for fresh in (False, True):
+            start = numbers((into, *tail), wide, 3).to(triton_device)
+            out, right = torch.full_like(start, float("nan")) if fresh else start.clone(), start.double()
+            right = torch.zeros_like(right) if fresh else right
+            getattr(reference, name)(right, shard, rows.double(), None if weight is None else weight.double())
+            getattr(kernels, name)(out, shard, rows, weight, fresh)
+            torch.testing.assert_close(out.double(), right, rtol=bound(wide), atol=bound(wide))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tail, heads", [((5,), 1), ((3, 130), 3), ((4,), 4), ((), 1)], ids=str)
+def test_edge_dots_of_triton(triton_device, tail, heads, dtype):
+    shard = small_shard(triton_device)
+    rows, grad = numbers((8, *tail), dtype).to(triton_device), numbers((7, *tail), dtype, 4).to(triton_device)
+    found = kernels.edge_dot(shard, rows, grad, 7, heads)
+    right = rows.double()[shard.src_rows.long()] * grad.double()[shard.dst_rows()]
+    right = right.reshape(shard.num_edges, heads, -1).sum(-1)
+    assert found.dtype == dtype and found.shape == ((shard.num_edges, heads) if heads > 1 else (shard.num_edges,))
+    torch.testing.assert_close(found.double().view_as(right), right, rtol=bound(dtype), atol=bound(dtype))
+
+
+def test_layouts_and_corners_of_triton(triton_device):
+    shard = small_shard(triton_device)
+    rows = numbers((4, 16), torch.float64).to(triton_device).t()[::2]  # neither order of strides
+    weight = numbers((shard.num_edges * 2,), torch.float64, 2).to(triton_device)[::2].gt(0)
+    out = torch.zeros(7, 4, dtype=torch.float64, device=triton_device)
+    right = out.clone()
+    reference.gather_sum(right, shard, rows, weight)
+    kernels.gather_sum(out, shard, rows, weight)
+    torch.testing.assert_close(out, right, rtol=0, atol=1e-12)
+    with pytest.raises(RuntimeError, match="view"):
+        kernels.gather_sum(torch.zeros(4, 7, dtype=torch.float64, device=triton_device).t(), shard, rows, None)
+    kernels.gather_sum(out[:, :0].contiguous(), shard, rows[:, :0], None)
+    assert kernels.edge_dot(shard, rows[:, :0], out[:, :0], 5).eq(0).all()
+    isolated = rows.clone()
+    isolated[7] = float("nan")  # no edge begins there
+    kernels.gather_sum(out, shard, isolated, None)
+    assert not out.isnan().any()
+    counts = torch.ones(8, 2, dtype=torch.int64, device=triton_device)  # integers go to the reference
+    found = torch.zeros(7, 2, dtype=torch.int64, device=triton_device)
+    kernels.gather_sum(found, shard, counts, None)
+    assert torch.equal(found[:, 0], shard.degrees().long())
+    empty = Shard(Block(1, 8, 8), torch.zeros_like(shard.indptr), shard.src_rows[:0], slice(0, 0))
+    kernels.gather_sum(out, empty, rows[:0], None, fresh=True)
+    assert not out.any()

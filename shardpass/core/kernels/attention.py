@@ -1,4 +1,4 @@
-"""Softmax-weighted sums over in-edges, a chunk of edges at a time: numba's loops on the CPU, plain torch elsewhere.
+"""Softmax-weighted sums over in-edges, a chunk of edges at a time: numba's or Triton's loops, or plain torch.
 
 Source: the online softmax of Milakov and Gimelshein 2018 (arXiv 1805.02867) and the identities of FlashAttention
 (Dao et al. 2022, arXiv 2205.14135, appendix B), over the in-edges of a node instead of the keys of a query.
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardpass.core.kernels.gpu import triton_attention_for
 from shardpass.core.shard import Chunk
 from shardpass.errors import InternalError
 
@@ -96,6 +97,9 @@ def accumulate(state: SoftmaxState, run: EdgeRun, scores: Tensor, values: Tensor
         values: ``[block rows, heads, width]``.
         kept: what dropout multiplies the weights with, like `scores`.
     """
+    triton = triton_attention_for(values, scores, kept)
+    if triton is not None:
+        return triton.accumulate(state, run, scores, values, kept)
     if numba_loops_for(values) is None or scores.dtype != values.dtype:
         return _accumulate(state, run, scores, values, kept)
     loops = attention_loops()
@@ -142,6 +146,10 @@ def adjoint(
     Returns:
         the gradient of each score divided by its weight, ``kept * <grad, value> - delta``, like `weights`.
     """
+    triton = triton_attention_for(values, weights, kept, grad)
+    if triton is not None:
+        found: Tensor = triton.adjoint(run, weights, values, kept, grad, delta, grad_values)
+        return found
     used = weights if kept is None else weights * kept
     loops = numba_loops_for(values)
     if loops is None:

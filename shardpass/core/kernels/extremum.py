@@ -1,10 +1,11 @@
-"""Max and min of source rows with their number of ties: numba's loops on the CPU, `core.reducers` elsewhere."""
+"""Max and min of source rows with their number of ties: numba's or Triton's loops, or else `core.reducers`."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from shardpass.core.kernels.attention import RowRun, by_rows, numba_loops_for
+from shardpass.core.kernels.gpu import triton_extremum_for
 from shardpass.core.kernels.reference import CHUNK_EDGES
 from shardpass.core.reducers import REDUCERS, State
 from shardpass.core.shard import Chunk, Shard
@@ -18,6 +19,9 @@ def gather_extremum(op: str, state: State, shard: Shard, rows: Tensor) -> None:
         state: of that reducer: value and number of ties, ``[num_dst, ...]``.
         rows: the block's source rows, ``[block rows, ...]``.
     """
+    triton = triton_extremum_for(rows, state[0])
+    if triton is not None and shard.num_edges and rows.dtype == state[0].dtype:
+        return triton.gather_extremum(op, state, shard, rows)
     loops = numba_loops_for(rows)
     if loops is not None and shard.num_edges and rows.dtype == state[0].dtype:
         best, ties = (_flat(part).numpy() for part in state)
@@ -39,6 +43,9 @@ def gather_extremum_transposed(out: Tensor, shard: Shard, rows: Tensor, value: T
         value: the max or min, ``[num_dst, ...]``.
         share: the part of its gradient that each tied message gets, ``[num_dst, ...]``.
     """
+    triton = triton_extremum_for(out, rows, value, share)
+    if triton is not None and shard.num_edges:
+        return triton.gather_extremum_transposed(out, shard, rows, value, share)
     loops = numba_loops_for(rows)
     if loops is not None and shard.num_edges and len({t.dtype for t in (out, rows, value, share)}) == 1:
         indptr, columns = shard.transpose()

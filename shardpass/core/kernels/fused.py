@@ -1,4 +1,4 @@
-"""Attention whose scores have a closed form, a run of edges in one loop: needs numba, and dtypes that are one."""
+"""Attention whose scores have a closed form, a run of edges in one loop of numba or Triton, for dtypes that are one."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from shardpass.core.kernels import attention
 from shardpass.core.kernels.attention import RowRun, SoftmaxState, cut_rows, in_threads
+from shardpass.core.kernels.gpu import triton_attention_for
 from shardpass.core.program import AdditiveScore, DotScore, Score
 
 
@@ -46,6 +47,8 @@ class Operands(NamedTuple):
 def handles(*tensors: Tensor | None) -> bool:
     """Whether there are loops for tensors of these dtypes and devices."""
     given = [tensor for tensor in tensors if tensor is not None]
+    if triton_attention_for(*given) is not None:  # its atomic additions come in any order
+        return not torch.are_deterministic_algorithms_enabled()
     return attention.numba_loops_for(given[0]) is not None and len({(t.dtype, t.device) for t in given}) == 1
 
 
@@ -55,6 +58,9 @@ def accumulate(state: SoftmaxState, run: RowRun, of: Operands, values: Tensor) -
     Args:
         values: ``[block rows, heads, width]``.
     """
+    triton = triton_attention_for(values)
+    if triton is not None:
+        return triton.accumulate_closed(state, run, of, values)
     loops = attention.attention_loops()
     mix, kept = (of.none() if t is None else t.numpy() for t in (of.mix, of.kept))
     edges = run.indptr.numpy(), run.columns.numpy()
@@ -84,6 +90,10 @@ def adjoint(
         grad: of the weighted sum, ``[num_dst, heads, width]``.
         delta: ``<grad, weighted sum>``, ``[num_dst, heads]``.
     """
+    triton = triton_attention_for(values)
+    if triton is not None:
+        into_all = grad_values, grad_source, grad_dst, grad_mix
+        return triton.adjoint_closed(run, of, values, log_sum, grad, delta, *into_all)
     loops = attention.attention_loops()
     mix, kept = (of.none() if t is None else t.numpy() for t in (of.mix, of.kept))
     edges = run.indptr.numpy(), run.columns.numpy()

@@ -16,23 +16,19 @@ def handles(rows: Tensor, grad: Tensor) -> bool:
 
 def gather_sum(out: Tensor, shard: Shard, rows: Tensor, weight: Tensor, fresh: bool) -> None:
     """See `kernels.gather_sum`; `weight` is ``[num_edges, heads]``."""
+    if numba_loops_for(rows) is None or out.dtype != rows.dtype:
+        return reference.gather_sum(out, shard, rows, weight, fresh)
     if fresh:
         out.zero_()
-    if shard.num_edges == 0:
-        return
-    if numba_loops_for(rows) is None or out.dtype != rows.dtype:
-        return reference.gather_sum(out, shard, rows, weight)
     _accumulate(out, shard.indptr, shard.src_rows, rows, weight)
 
 
 def gather_sum_transposed(out: Tensor, shard: Shard, grad: Tensor, weight: Tensor, fresh: bool) -> None:
     """See `kernels.gather_sum_transposed`; `weight` is ``[num_edges, heads]``."""
+    if numba_loops_for(grad) is None or out.dtype != grad.dtype:
+        return reference.gather_sum_transposed(out, shard, grad, weight, fresh)
     if fresh:
         out.zero_()
-    if shard.num_edges == 0:
-        return
-    if numba_loops_for(grad) is None or out.dtype != grad.dtype:
-        return reference.gather_sum_transposed(out, shard, grad, weight)
     weight = weight.index_select(0, shard.source_order())
     _accumulate(out, *shard.transpose(), grad, weight)
 

@@ -19,8 +19,10 @@ def _weighted(rows: Tensor, weight: Tensor | None) -> Tensor:
     return rows * weight.view(-1, *[1] * (rows.dim() - 1))
 
 
-def gather_sum(out: Tensor, shard: Shard, rows: Tensor, weight: Tensor | None) -> None:
+def gather_sum(out: Tensor, shard: Shard, rows: Tensor, weight: Tensor | None, fresh: bool = False) -> None:
     """See `kernels.gather_sum`."""
+    if fresh:
+        out.zero_()
     for chunk in shard.chunks(CHUNK_EDGES):
         span = slice(chunk.start, chunk.stop)
         messages = rows.index_select(0, shard.src_rows[span])
@@ -28,8 +30,10 @@ def gather_sum(out: Tensor, shard: Shard, rows: Tensor, weight: Tensor | None) -
         out[chunk.low : chunk.high].index_add_(0, shard.dst_rows(chunk), messages.to(out.dtype))
 
 
-def gather_sum_transposed(out: Tensor, shard: Shard, grad: Tensor, weight: Tensor | None) -> None:
+def gather_sum_transposed(out: Tensor, shard: Shard, grad: Tensor, weight: Tensor | None, fresh: bool = False) -> None:
     """See `kernels.gather_sum_transposed`."""
+    if fresh:
+        out.zero_()
     for chunk in shard.chunks(CHUNK_EDGES):
         span = slice(chunk.start, chunk.stop)
         messages = grad[chunk.low : chunk.high].index_select(0, shard.dst_rows(chunk))

@@ -1,0 +1,162 @@
+"""Sums of source rows over a shard's edges, and dot products of edges, for GPUs: kernels that Triton compiles.
+
+A program has one row of `indptr` and one block of channels (sums), or one row and one head (dot products). It walks the
+row's edges `BLOCK_E` at a time, so that many gathers are under way at once. Nobody else writes its result: there are no
+atomics, and every run gives the same bits. Half precision is summed in float32.
+
+[Note: 64-bit offsets]
+Rows and edges become int64 before they are multiplied with a width: a table may hold more than 2**31 numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from shardpass.core.shard import Shard
+
+TILE = 1024  # numbers that a program of one warp gathers at a time
+MOST_EDGES, MOST_CHANNELS = 32, 128
+
+
+def gather_sum(out: Tensor, shard: Shard, rows: Tensor, weight: Tensor | None, fresh: bool = False) -> None:
+    """See `kernels.gather_sum`; weights with heads too."""
+    _accumulate(out, shard.indptr, shard.src_rows, None, rows, weight, fresh)
+
+
+def gather_sum_transposed(out: Tensor, shard: Shard, grad: Tensor, weight: Tensor | None, fresh: bool = False) -> None:
+    """See `kernels.gather_sum_transposed`; weights with heads too."""
+    order = None if weight is None else shard.source_order()
+    indptr, columns = shard.transpose()
+    _accumulate(out, indptr, columns, order, grad, weight, fresh)
+
+
+def edge_dot(shard: Shard, rows: Tensor, grad: Tensor, heads: int) -> Tensor:
+    """``<rows[src, h], grad[dst, h]>`` of each edge and head, ``[num_edges, heads]``."""
+    result, width = rows.new_empty((shard.num_edges, heads)), rows.shape[1:].numel() // heads
+    if shard.num_edges == 0 or width == 0:
+        return result.zero_()
+    block_e, block_c, num_warps = tile_of(min(width, MOST_CHANNELS))
+    given = *(t.contiguous() for t in (shard.indptr, shard.src_rows, rows, grad)), heads, width
+    with torch.cuda.device_of(rows):
+        _edge_dots[(shard.num_dst, heads)](
+            result, *given, ACC=accumulator(rows), BLOCK_E=block_e, BLOCK_C=block_c, num_warps=num_warps
+        )
+    return result
+
+
+def tile_of(width: int) -> tuple[int, int, int]:
+    """Edges and channels of a tile, both powers of two, and the number of warps that hold it."""
+    block_c = block_of(width)
+    block_e = max(4, min(MOST_EDGES, TILE // block_c))
+    return block_e, block_c, max(1, min(16, block_e * block_c // TILE))
+
+
+def block_of(width: int) -> int:
+    """A power of two that holds `width` channels; 1 for none, which masks then leave out."""
+    return int(triton.next_power_of_2(max(1, width)))
+
+
+def accumulator(*tensors: Tensor) -> Any:
+    """The type that sums of these are made in."""
+    return tl.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else tl.float32
+
+
+def _accumulate(
+    out: Tensor, indptr: Tensor, columns: Tensor, order: Tensor | None, rows: Tensor, weight: Tensor | None, fresh: bool
+) -> None:
+    target, num_channels = out.view(-1), out.shape[1:].numel()  # a view that cannot be made is an error, not a copy
+    if target.numel() == 0:
+        return
+    heads = 1 if weight is None or weight.dim() == 1 else weight.size(1)
+    scales = rows if weight is None else weight.to(rows.dtype)
+    given = indptr, columns, columns if order is None else order, rows, scales
+    block_e, block_c, num_warps = tile_of(min(num_channels, MOST_CHANNELS))
+    grid = out.size(0), triton.cdiv(num_channels, block_c)
+    with torch.cuda.device_of(rows):
+        _sum_rows[grid](
+            *(target, *(t.contiguous() for t in given), num_channels, heads, num_channels // heads),
+            FRESH=fresh,
+            WEIGHTED=weight is not None,
+            ORDERED=order is not None,
+            ACC=accumulator(rows, out),
+            BLOCK_E=block_e,
+            BLOCK_C=block_c,
+            num_warps=num_warps,
+        )
+
+
+@triton.jit
+def _sum_rows(
+    out: tl.tensor,
+    indptr: tl.tensor,
+    columns: tl.tensor,
+    order: tl.tensor,
+    rows: tl.tensor,
+    weight: tl.tensor,
+    num_channels: tl.tensor,
+    heads: tl.tensor,
+    width: tl.tensor,
+    FRESH: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    ORDERED: tl.constexpr,
+    ACC: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+) -> None:
+    i = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    first, last = tl.load(indptr + i).to(tl.int64), tl.load(indptr + i + 1).to(tl.int64)
+    inside = c < num_channels
+    total = tl.zeros([BLOCK_C], ACC)
+    for start in range(first, last, BLOCK_E):
+        e = tl.arange(0, BLOCK_E).to(tl.int64) + start
+        there = e < last
+        j = tl.load(columns + e, mask=there, other=0).to(tl.int64)
+        mask = there[:, None] & inside[None, :]
+        tile = tl.load(rows + j[:, None] * num_channels + c[None, :], mask=mask, other=0).to(ACC)
+        if WEIGHTED:
+            if ORDERED:
+                e = tl.load(order + e, mask=there, other=0).to(tl.int64)
+            tile *= tl.load(weight + e[:, None] * heads + (c // width)[None, :], mask=mask, other=0).to(ACC)
+        total += tl.sum(tile, 0)
+    to = out + i * num_channels + c
+    if FRESH:
+        tl.store(to, total, mask=inside)
+    else:
+        changes = inside & (first < last)
+        tl.store(to, tl.load(to, mask=changes, other=0).to(ACC) + total, mask=changes)
+
+
+@triton.jit
+def _edge_dots(
+    out: tl.tensor,
+    indptr: tl.tensor,
+    columns: tl.tensor,
+    rows: tl.tensor,
+    grad: tl.tensor,
+    heads: tl.tensor,
+    width: tl.tensor,
+    ACC: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+) -> None:
+    i, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    first, last = tl.load(indptr + i).to(tl.int64), tl.load(indptr + i + 1).to(tl.int64)
+    for start in range(first, last, BLOCK_E):
+        e = tl.arange(0, BLOCK_E).to(tl.int64) + start
+        there = e < last
+        j = tl.load(columns + e, mask=there, other=0).to(tl.int64)
+        dots = tl.zeros([BLOCK_E], ACC)
+        for low in range(0, width, BLOCK_C):
+            c = low + tl.arange(0, BLOCK_C)
+            inside = c < width
+            mask = there[:, None] & inside[None, :]
+            left = tl.load(rows + (j[:, None] * heads + h) * width + c[None, :], mask=mask, other=0).to(ACC)
+            right = tl.load(grad + (i * heads + h) * width + c, mask=inside, other=0).to(ACC)
+            dots += tl.sum(left * right[None, :], 1)
+        tl.store(out + e * heads + h, dots, mask=there)

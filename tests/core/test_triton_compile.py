@@ -1,0 +1,71 @@
+"""Triton's kernels compile for a GPU, down to its machine code: the interpreter takes more than the compiler does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COMPILE = """
+import sys
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from shardpass.core.kernels import triton_attention, triton_extremum, triton_sums
+
+INDICES, BOUNDS = ("indptr", "columns", "order"), ("start", "stop", "low", "high")
+COUNTS, WIDE = ("heads", "width", "channels", "num_channels"), ("grad_other", "mix_sums")
+
+
+def compiled(kernel, dtype, index, **constants):
+    wide = "fp64" if dtype == "fp64" else "fp32"
+    constants |= {"ACC": tl.float64 if wide == "fp64" else tl.float32, "BLOCK_E": 16, "BLOCK_C": 64}
+    types, values = {}, {}
+    for k, parameter in enumerate(kernel.params):
+        name = parameter.name
+        if parameter.is_constexpr:
+            types[name], values[k,] = "constexpr", constants.pop(name)
+        elif name in BOUNDS or name in COUNTS:
+            types[name] = "i64" if name in BOUNDS else "i32"
+        elif name == "ties":
+            types[name] = "*i32"
+        else:
+            types[name] = "*" + (index if name in INDICES else wide if name in WIDE else dtype)
+    source = ASTSource(kernel, types, values)
+    assert "cubin" in triton.compile(source, target=GPUTarget("cuda", 80, 32), options={"num_warps": 2}).asm
+
+
+dtype, index = sys.argv[1:]
+compiled(triton_sums._sum_rows, dtype, index, FRESH=False, WEIGHTED=True, ORDERED=True)
+compiled(triton_sums._edge_dots, dtype, index)
+compiled(triton_extremum._extremum, dtype, index, SIGN=-1)
+compiled(triton_extremum._extremum_adjoint, dtype, index)
+compiled(triton_attention._given_adjoint, dtype, index, DROPS=True)
+for kind, channels in (("given", 1), ("slanted", 1), ("dot", 64), ("mixed", 64)):
+    given = {"NUMBER": 0.2, "KIND": kind, "DROPS": kind != "dot", "BLOCK_S": channels}
+    compiled(triton_attention._attend_rows, dtype, index, **given)
+    if kind != "given":
+        compiled(triton_attention._attend_adjoint, dtype, index, **given, SAME=kind == "mixed")
+"""
+
+
+@pytest.mark.parametrize(
+    "dtype, index",
+    [
+        ("fp32", "i32"),
+        pytest.param("fp64", "i64", marks=pytest.mark.long),
+        pytest.param("bf16", "i32", marks=pytest.mark.long),
+        pytest.param("fp16", "i64", marks=pytest.mark.long),
+    ],
+)
+def test_kernels_compile_for_a_gpu(dtype, index, tmp_path: Path) -> None:
+    pytest.importorskip("triton.backends.nvidia")
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, dtype, index], env=environment, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr
