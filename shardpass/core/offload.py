@@ -139,7 +139,9 @@ class _SavedTensors:
             if before is not None and before.range is not None and not before.range.is_coming:
                 before.range.is_coming = True
                 self._reader.submit(before.range.read)
-        return kept.take()
+        found = kept.take()
+        self.let_go([found])
+        return found
 
     def move(self, tensor: Tensor) -> bool:
         """Give a tensor that nothing shares its memory with memory of the file; whether that was done."""
