@@ -6,6 +6,7 @@ takes tensors of both places, as CUDA would.
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -19,6 +20,8 @@ from torch_geometric.nn import GATConv, GATv2Conv, GCNConv, GINEConv, PNAConv, S
 
 import shardpass as sp
 from shardpass.core import call, probe, rowwise, scores, shard, streaming
+from shardpass.core.kernels import cpu, fused, heads
+from shardpass.errors import RefusedError
 from shardpass.testing.graphs import assignments, awkward_graph, shard_in_memory
 from shardpass.testing.run import run
 
@@ -96,7 +99,7 @@ KINDS = {
 }
 
 
-def step(comm, kind, options, places, device="cpu"):
+def step(comm, kind, options, places):
     """Output of own nodes, and gradients of parameters, features and edges."""
     make, name = KINDS[kind]
     whole = awkward_graph()
@@ -105,7 +108,7 @@ def step(comm, kind, options, places, device="cpu"):
     with sp.seed(0, comm):
         model = Edges(make).double().to(comm.device)
     sp.pyg.wrap(model, comm, check=False)
-    given, x = {}, graph.x.clone().requires_grad_()
+    given, x = {}, graph.x.clone().to(comm.device).requires_grad_()
     if name is not None:
         rows = graph.edge["edge_attr"].clone()
         given[name] = (rows[:, 0].exp() if name == "edge_weight" else rows).requires_grad_()
@@ -125,6 +128,8 @@ def step(comm, kind, options, places, device="cpu"):
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_operation_takes_tensors_of_both_places(kind, monkeypatch):
     (expected,) = run(step, 1, args=(kind, sp.Options(), None))
+    for kernel in (cpu, fused, heads):
+        monkeypatch.setattr(kernel, "handles", lambda *_: False)  # a GPU takes torch's own operators
     places = Places()
     watched(places, monkeypatch)
     options = sp.Options(stream_structure=True, chunk_bytes=256)
@@ -144,3 +149,58 @@ def test_several_parts(kind, mode):
     for one, other in zip(expected, found):
         for a, b in zip(one, other, strict=True):
             torch.testing.assert_close(b, a, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_a_gpu(kind):
+    (expected,) = run(step, 1, args=(kind, sp.Options(), None))
+    found = step(sp.connect(device="cuda"), kind, sp.Options(stream_structure=True), None)
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-10, atol=1e-10)
+
+
+def test_few_shards_are_on_the_device_at_once(monkeypatch):
+    alive, most = weakref.WeakSet(), []
+    real = streaming.to_device
+
+    def to_device(tensor, device):
+        copy = real(tensor, device)
+        alive.add(Keyed(copy))
+        most.append(sum(1 for _ in alive))
+        return copy
+
+    class Keyed:
+        """Alive with the memory of a copy."""
+
+        def __init__(self, tensor):
+            tensor.keyed = self
+
+    monkeypatch.setattr(streaming, "to_device", to_device)
+    options = sp.Options(stream_structure=True, block_rows=1)
+    run(step, 3, args=("SAGE", options, None))
+    assert max(most) <= 3 * 3 * 2 < len(most)  # ranks, shards, and the two tensors of each
+
+
+@pytest.mark.parametrize("wrong", [{"mode": "halo"}, {"mode": "auto", "memory_budget": 1e9}, {"backward": "pull"}])
+def test_what_makes_no_sense_is_refused(wrong):
+    with pytest.raises(ValueError, match="stream_structure is for the modes sar and keep"):
+        sp.Options(stream_structure=True, **wrong)
+
+
+def refused(comm, what):
+    whole = awkward_graph()
+    owners = assignments(whole.num_nodes, comm.size, whole.edge_index)["random"]
+    graph = shard_in_memory(whole, owners, comm, sp.Options(stream_structure=True))
+    if what == "layers":
+        return graph.layers(torch.ones(graph.num_nodes, dtype=torch.bool), 2)
+    if what == "dgl":
+        return pytest.importorskip("dgl") and sp.dgl.graph(graph)
+    model = sp.pyg.wrap(SAGEConv(5, 8, flow="target_to_source").double(), comm, check=False)
+    return model(graph.x, graph)
+
+
+@pytest.mark.parametrize("what", ["layers", "dgl", "reversed"])
+def test_what_is_not_streamed_is_refused(what):
+    with pytest.raises((ValueError, RefusedError), match="stream_structure=True"):
+        run(refused, 2, args=(what,))
