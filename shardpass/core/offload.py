@@ -35,7 +35,7 @@ def offload(
 
     Args:
         directory: a folder on a disk with room for the tensors; None: the system's temporary one, which may be
-            memory itself (tmpfs).
+            memory itself (tmpfs), and pinned CPU memory for tensors of a GPU.
         outputs_of: a model whose forward holds tensors for later: outputs of layers for a jumping knowledge, skip
             connections. Those that its modules were given or returned go to the file as well while none of them works
             on them, without gradients too. They stay ordinary tensors; only their memory is the file's. Not moved are
@@ -53,7 +53,7 @@ def offload(
     folder = None if directory is None else Path(directory)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-    saved = _SavedTensors(ScratchFile(folder), min_bytes, read_ahead)
+    saved = _SavedTensors(ScratchFile(folder), min_bytes, read_ahead, gpu_to_memory=folder is None)
     outputs = nullcontext() if outputs_of is None else between_layers(outputs_of, saved.move, saved.let_go)
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack), outputs:
         yield
@@ -82,11 +82,16 @@ class _Left:
 
 
 class _Stored:
-    """One tensor in the file."""
+    """One tensor in the file, or in CPU memory where there is no file."""
 
-    def __init__(self, file: ScratchFile, tensor: Tensor) -> None:
+    def __init__(self, file: ScratchFile | None, tensor: Tensor) -> None:
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
-        self.range = file.write(tensor.detach().cpu().contiguous())
+        self.range: Range | None = None
+        if file is None:
+            self._host = torch.empty(self.shape, dtype=self.dtype, pin_memory=self.device.type == "cuda")
+            self._host.copy_(tensor.detach())
+        else:
+            self.range = file.write(tensor.detach().cpu().contiguous())
         self.output: _Left | None = None  # the tensor itself, once it lies in the file
         self._alive: weakref.ref[Tensor] | None = None
 
@@ -97,7 +102,8 @@ class _Stored:
         alive = None if self._alive is None else self._alive()
         if alive is not None:
             return alive
-        found = self.range.map(self.shape, self.dtype)[0].to(self.device)
+        host = self._host if self.range is None else self.range.map(self.shape, self.dtype)[0]
+        found = host.to(self.device, non_blocking=True)
         self._alive = weakref.ref(found)
         return found
 
@@ -112,8 +118,9 @@ def _version(tensor: Tensor) -> int:
 class _SavedTensors:
     """Packs tensors of one forward; the same content is written once."""
 
-    def __init__(self, file: ScratchFile, min_bytes: int, read_ahead: int) -> None:
+    def __init__(self, file: ScratchFile, min_bytes: int, read_ahead: int, gpu_to_memory: bool) -> None:
         self._file, self._min_bytes, self._read_ahead = file, min_bytes, read_ahead
+        self._gpu_to_memory = gpu_to_memory
         self._order: list[weakref.ref[_Left | _Stored]] = []
         self._place: weakref.WeakKeyDictionary[_Left | _Stored, int] = weakref.WeakKeyDictionary()
         self._known: dict[tuple[Any, ...], tuple[StorageWeakRef, weakref.ref[_Stored]]] = {}
@@ -153,6 +160,7 @@ class _SavedTensors:
         if not self._is_worth_it(tensor):
             return False
         stored = self._stored(tensor) or self._store(tensor)
+        assert stored.range is not None
         tensor.data, memory = stored.range.map(tensor.shape, tensor.dtype, shared=True)
         self._outputs[tensor.data_ptr()] = memory
         stored.output = _Left(tensor.detach())  # has the same counter of changes
@@ -176,7 +184,7 @@ class _SavedTensors:
         return None if known is None or storage is None or storage.expired() else known()
 
     def _store(self, tensor: Tensor) -> _Stored:
-        stored = _Stored(self._file, tensor)
+        stored = _Stored(None if self._gpu_to_memory and _is_on_gpu(tensor) else self._file, tensor)
         self._known[_key(tensor)] = (StorageWeakRef(tensor.untyped_storage()), weakref.ref(stored))
         return stored
 
@@ -188,6 +196,10 @@ class _SavedTensors:
             return False
         is_expanded = tensor.untyped_storage().nbytes() < tensor.numel() * tensor.itemsize
         return not is_expanded and not _is_mapped(tensor)
+
+
+def _is_on_gpu(tensor: Tensor) -> bool:
+    return tensor.device.type != "cpu"
 
 
 def _key(tensor: Tensor) -> tuple[Any, ...]:

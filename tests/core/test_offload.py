@@ -281,3 +281,23 @@ def test_the_file_goes_with_the_last_output_and_its_places_are_used_again(tmp_pa
     del h
     gc.collect()
     assert gone() is None
+
+
+def test_tensors_of_a_gpu_go_to_cpu_memory_where_no_folder_is_named(tmp_path, monkeypatch):
+    """Here every tensor passes for one of a GPU."""
+    monkeypatch.setattr(module, "_is_on_gpu", lambda tensor: True)
+    written, _ = counted(monkeypatch)
+    model, x = Net().eval(), torch.randn(64, 8)
+    expected, _ = gradients(model, x, Nothing())
+    for folder, is_written in ((None, False), (tmp_path, True)):
+        found, _ = gradients(model, x, sp.offload(folder, min_bytes=64))
+        assert all(torch.equal(a, b) for a, b in zip(expected, found)) and bool(written) == is_written
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("to_file", [False, True])
+def test_on_a_gpu(to_file, tmp_path):
+    model, x = Net().eval().cuda(), torch.randn(64, 8, device="cuda")
+    expected, _ = gradients(model, x, Nothing())
+    found, _ = gradients(model, x, sp.offload(tmp_path if to_file else None, min_bytes=64, outputs_of=model))
+    assert all(torch.equal(a, b) for a, b in zip(expected, found))
