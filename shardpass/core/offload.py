@@ -91,7 +91,7 @@ class _Stored:
             self._host = torch.empty(self.shape, dtype=self.dtype, pin_memory=self.device.type == "cuda")
             self._host.copy_(tensor.detach())
         else:
-            self.range = file.write(tensor.detach().cpu().contiguous())
+            self.range = file.write(tensor.detach().cpu().resolve_conj().resolve_neg().contiguous())
         self.output: _Left | None = None  # the tensor itself, once it lies in the file
         self._alive: weakref.ref[Tensor] | None = None
 
@@ -155,9 +155,11 @@ class _SavedTensors:
         if tensor.data_ptr() in self._outputs:
             return True
         is_leaf = tensor.is_leaf and tensor.requires_grad
-        if tensor.device.type != "cpu" or is_leaf or not tensor.is_contiguous() or not is_alone(tensor):
+        if tensor.device.type != "cpu" or is_leaf or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             return False
-        if not self._is_worth_it(tensor):
+        if tensor.is_inference() and not torch.is_inference_mode_enabled():  # must not be changed here
+            return False
+        if not is_alone(tensor) or not self._is_worth_it(tensor):
             return False
         stored = self._stored(tensor) or self._store(tensor)
         assert stored.range is not None
@@ -204,7 +206,8 @@ def _is_on_gpu(tensor: Tensor) -> bool:
 
 def _key(tensor: Tensor) -> tuple[Any, ...]:
     """The address alone would not do: it is used again when the tensor is gone."""
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, _version(tensor)
+    bits = tensor.is_conj(), tensor.is_neg()
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, bits, _version(tensor)
 
 
 def _is_mapped(tensor: Tensor) -> bool:

@@ -283,6 +283,45 @@ def test_the_file_goes_with_the_last_output_and_its_places_are_used_again(tmp_pa
     assert gone() is None
 
 
+def test_conjugates_that_share_their_memory_are_told_apart(tmp_path):
+    x = torch.randn(64, 4, dtype=torch.complex128, requires_grad=True)
+    found = []
+    for context in (Nothing(), sp.offload(tmp_path, min_bytes=8)):
+        x.grad = None
+        with context:
+            h = x * 1
+            out = (h * h).sum() + (h.conj() * h.conj() * 2j).sum() + (h.conj().imag * h.real).sum()
+        out.abs().backward()
+        found.append(x.grad)
+    assert torch.equal(*found)
+
+
+class Conjugate(nn.Module):
+    def forward(self, x):
+        return (x * 1).conj()
+
+
+def test_a_conjugate_is_not_moved(tmp_path):
+    model, x = nn.ModuleList([Conjugate(), nn.Identity()]), torch.randn(64, 4, dtype=torch.complex128)
+    with torch.inference_mode(), sp.offload(tmp_path, min_bytes=8, outputs_of=model):
+        h = model[0](x)
+        model[1](x)
+        assert h.is_conj() and not module._is_mapped(h)
+    assert torch.equal(h, x.conj())
+
+
+def test_a_tensor_of_inference_mode_is_moved_there_only(tmp_path):
+    model, x = nn.ModuleList(nn.Linear(4, 4) for _ in range(2)), torch.randn(64, 4)
+    with sp.offload(tmp_path, min_bytes=8, outputs_of=model):
+        with torch.inference_mode():
+            h = model[0](x)
+        model[1](x)
+        assert not module._is_mapped(h)
+        with torch.inference_mode():
+            model[1](x)
+        assert module._is_mapped(h)
+
+
 def test_tensors_of_a_gpu_go_to_cpu_memory_where_no_folder_is_named(tmp_path, monkeypatch):
     """Here every tensor passes for one of a GPU."""
     monkeypatch.setattr(module, "_is_on_gpu", lambda tensor: True)
