@@ -57,7 +57,8 @@ def aggregate(program: Program, plan: HaloPlan, edges: EdgeShards, weight: Tenso
 
 def _aggregate(program: Program, plan: HaloPlan, edges: EdgeShards, weight: Tensor | None) -> Tensor:
     number, token = begin_call(plan.comm, program.name)
-    program = replace(program, order=plan.comm.order)
+    streamed_to = plan.comm.device if plan.options.stream_structure else None
+    program = replace(program, order=plan.comm.order, streamed_to=streamed_to)
     label = f"call {number} {program.name}"
     sums: dict[int, Tensor] | None = None
 

@@ -39,7 +39,7 @@ def run_attention(call: Call, operands: Operands, attention: Attention) -> Forwa
     total = state.total.add_(attention.eps)
     out = state.out.div_(total.unsqueeze(-1).masked_fill(total.unsqueeze(-1) == 0, 1))
     if (state.top == float("-inf")).any():  # nothing but scores of -inf is 0 / 0, as the softmax of them is
-        lost = (state.top == float("-inf")) & (call.edges.degrees() > 0).unsqueeze(-1)
+        lost = (state.top == float("-inf")) & (call.degrees() > 0).unsqueeze(-1)
         out.masked_fill_(lost.unsqueeze(-1), float("nan"))
     result = ForwardResult(values=counts(call))
     shapes = {k: (call.edges.num_dst, *call.structure.reductions[k].tail) for k in attention.members}

@@ -16,6 +16,7 @@ from shardpass.core.out_edges import OutEdges
 from shardpass.core.program import Inputs, Program, Structure
 from shardpass.core.random import piece_seed, replayed
 from shardpass.core.shard import Chunk, EdgeShards, Shard
+from shardpass.core.streaming import StreamedShards, to_device
 
 
 @dataclass
@@ -63,6 +64,16 @@ class Call:
     walks: int = 0
     norm_moments: dict[int, tuple[int, Tensor, Tensor]] = field(default_factory=dict)
     autocast: tuple[bool, torch.dtype] = field(default_factory=lambda: _autocast_state())
+
+    @property
+    def streamed_to(self) -> torch.device | None:
+        """The device to which edges are copied block by block; None where they are there."""
+        return self.program.streamed_to
+
+    def degrees(self) -> Tensor:
+        """In-degree of each own node, ``[num_dst]`` int64, where rows of nodes are."""
+        found = self.edges.degrees()
+        return found if self.streamed_to is None else to_device(found, self.streamed_to)
 
     @property
     def label(self) -> str:
@@ -125,7 +136,9 @@ class Call:
         wanted = sorted({self.canonical[name] for name in names})
         missing = [name for name in wanted if name not in operands.kept]
         tensors, keep = [operands.src[name] for name in missing], self.keeps_rows
-        rounds = fetch_blocks(self.plan, tensors, self.stream(), keep=keep, placed=placed)
+        streamed = self.streamed_to
+        rounds = fetch_blocks(self.plan, tensors, self.stream(), keep=keep, placed=placed and streamed is None)
+        shards = self.edges.shards if streamed is None else StreamedShards(self.edges, streamed)
         for position, _, fetched in rounds:
             rows = dict(zip(missing, fetched))
             for name in wanted:
@@ -133,7 +146,7 @@ class Call:
                     rows[name] = operands.src[name] if position == 0 else operands.kept[name][position - 1]
             if self.keeps_rows and position > 0:
                 self._keep(operands, missing, position, rows)
-            yield position, self.edges.shards[position], {name: rows[self.canonical[name]] for name in names}
+            yield position, shards[position], {name: rows[self.canonical[name]] for name in names}
 
     def _keep(self, operands: Operands, missing: list[str], position: int, rows: dict[str, Tensor]) -> None:
         for name in missing:
@@ -182,8 +195,12 @@ class Call:
         dst = {
             name: self._leaf("d:" + name, t[window].index_select(0, index), leaves) for name, t in operands.dst.items()
         }
-        edge = {name: self._leaf("e:" + name, t[places], leaves) for name, t in operands.edge.items()}
+        edge = {name: self._leaf("e:" + name, self._rows_at(t, places), leaves) for name, t in operands.edge.items()}
         return Inputs(src, dst, edge, index, self.edges.num_dst)
+
+    def _rows_at(self, edge_tensor: Tensor, places: slice | Tensor) -> Tensor:
+        rows = edge_tensor[places]
+        return rows if self.streamed_to is None else to_device(rows, self.streamed_to)
 
     def _leaf(self, key: str, tensor: Tensor, leaves: bool) -> Tensor:
         if leaves and key in self.gradients and tensor.is_floating_point():

@@ -313,14 +313,14 @@ def _gather_by_source(plan: HaloPlan, name: str, args: tuple[Any, ...], kwargs: 
             f"a tensor with {table.size(dim)} rows is indexed by source node; expected {plan.num_own_src} rows "
             f"(the own nodes of rank {plan.comm.rank})"
         )
-    if index.dim() == 1:
-        return table.index_select(dim, _plain_one(index))
-    return table[_plain_one(index)]
+    numbers = _plain_one(index).to(table.device)  # edges that are streamed are in CPU memory
+    return table.index_select(dim, numbers) if index.dim() == 1 else table[numbers]
 
 
 def _scatter_to_source(plan: HaloPlan, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     bound = {**dict(zip(("input", "dim", "index", "src"), args)), **kwargs}
     base, source, index = bound["input"], bound["src"], _plain_one(bound["index"])
+    index = index.to(source.device) if isinstance(source, Tensor) else index
     if any(isinstance(t, (SourceRows, ShardedEdgeIndex)) for t in (base, source)) or not isinstance(source, Tensor):
         raise _refused(name, "source node ids")
     dim = bound["dim"] % source.dim()

@@ -12,6 +12,7 @@ from shardpass.core.kernels import gather_extremum, gather_sum
 from shardpass.core.program import KERNEL_FORMS
 from shardpass.core.reducers import REDUCERS, Base, State, accumulator_dtype, rescale
 from shardpass.core.shard import Chunk, Shard
+from shardpass.core.streaming import HOST
 from shardpass.core.tracing import EdgeTrace, StopPass
 from shardpass.errors import DivergenceError
 
@@ -46,9 +47,9 @@ def run_forward(call: Call, operands: Operands) -> ForwardResult:
             else:
                 result.states[k] = REDUCERS[reduction.op].init(edges.num_dst, reduction.tail, like)
         if to_edges:
-            result.edges = torch.zeros(  # some edges may be left out
-                (edges.num_edges, *(structure.edge_tail or ())), dtype=structure.edge_dtype, device=device
-            )
+            shape = edges.num_edges, *(structure.edge_tail or ())  # some edges may be left out
+            place = device if call.streamed_to is None else HOST
+            result.edges = torch.zeros(shape, dtype=structure.edge_dtype, device=place)
         if by_kernels:
             _run_kernels(call, operands, members, result)
         elif members or to_edges:
@@ -67,7 +68,7 @@ def counts(call: Call) -> dict[int, Tensor]:
     found = {}
     for k, reduction in enumerate(call.structure.reductions):
         if reduction.form == "ones":
-            degrees = call.edges.degrees().to(reduction.dtype)
+            degrees = call.degrees().to(reduction.dtype)
             found[k] = degrees.view(-1, *[1] * len(reduction.tail)).expand(-1, *reduction.tail).contiguous()
     return found
 

@@ -17,6 +17,7 @@ from shardpass.core.halo import HaloPlan, build_halo_plan
 from shardpass.core.options import Options
 from shardpass.core.ownership import EDGE, NODE, EdgeType, NodeType, Ownership
 from shardpass.core.shard import EdgeShards, build_shards, shard_order, smallest_index_dtype
+from shardpass.core.streaming import HOST
 
 
 class OwnFields(Mapping[str, Tensor]):
@@ -79,7 +80,7 @@ def build_relation(
         edge_ids, fields: per edge, in the same order as `src_ids`.
         ends: the types of sources and destinations, for telling edges of another type.
     """
-    device = comm.device
+    device = HOST if options.stream_structure else comm.device
     src_ids, dst_rows, edge_ids = src_ids.to(device), dst_rows.to(device), edge_ids.to(device)
     plan, src_rows = build_halo_plan(comm, sources, src_ids, num_dst, options)
     plan = replace(plan, ends=ends)
@@ -203,6 +204,8 @@ class ShardedGraph:
                 f"{nodes.dtype} {list(nodes.shape)}"
             )
         relation = self.relation
+        if self.options.stream_structure:
+            raise ValueError("graph.layers with Options(stream_structure=True) is not supported: load without it")
         flows = message_flow(self.edge_index, self.ownership[NODE], nodes.to(self.comm.device), num_layers)
         numbers = relation.edge_index.sources_first
         return [ShardedEdgeIndex.wrap(numbers, relation.plan, relation.shards, flow=flow) for flow in flows]

@@ -115,10 +115,10 @@ def build_halo_plan(
 
     bounds = torch.tensor(sources.offsets, dtype=needed.dtype, device=needed.device)
     cuts = torch.searchsorted(needed, bounds).tolist()
-    wanted = [needed[cuts[q] : cuts[q + 1]] - sources.offsets[q] for q in range(size)]
+    wanted = [(needed[cuts[q] : cuts[q + 1]] - sources.offsets[q]).to(comm.device) for q in range(size)]
     send_rows = tuple(comm.all_to_all(wanted, label="halo plan: needed rows"))
     counts = [
-        row.tolist() for row in comm.all_gather(needed.new_tensor([w.numel() for w in wanted]), label="halo plan")
+        row.tolist() for row in comm.all_gather(wanted[0].new_tensor([w.numel() for w in wanted]), label="halo plan")
     ]
     for peer in range(size):
         if send_rows[peer].numel() != counts[peer][rank]:

@@ -132,6 +132,11 @@ class ShardedHeteroGraph(ShardedGraph):
         partition_fingerprint: str = "",
         contents: str = "",
     ) -> None:
+        if options.stream_structure:
+            raise ValueError(
+                "Options(stream_structure=True) is for graphs of one node and one edge type, and this one has "
+                f"{len(relations)} edge types: load it without that option"
+            )
         super().__init__(
             comm,
             options,

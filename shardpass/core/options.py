@@ -47,6 +47,10 @@ class Options:
             two what moves fewer bytes, call by call. All three give the same numbers.
         share_memory: ranks on one host read each other's rows in shared memory, where they are processes and it can be
             had; otherwise, and with False, rows travel as messages. The numbers are the same to the bit.
+        stream_structure: the edges stay in CPU memory, and so do tensors with a row per edge (``edge_index``, edge
+            weights): each block's shard, and the rows of edge tensors that go with it, are copied to the device for the
+            round that uses them, the next shard meanwhile. For ranks whose device is smaller than their part's
+            edges. Not for the modes ``"halo"`` and ``"auto"``, nor with ``backward="pull"``.
         chunk_bytes: bound of one temporary with a row per edge; edges are processed in chunks of that size.
     """
 
@@ -60,6 +64,7 @@ class Options:
     backward: Backward = "auto"
     share_memory: bool = True
     memory_budget: str | float | None = None
+    stream_structure: bool = False
     chosen: Chosen = field(default_factory=Chosen, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -80,11 +85,21 @@ class Options:
             raise ValueError(f"block_rows is at least 1 or None, got {self.block_rows}")
         if self.wire_dtype not in (None, torch.bfloat16):
             raise ValueError(f"wire_dtype is torch.bfloat16 or None, got {self.wire_dtype}")
-        for name in ("cache_constant_inputs", "fuse_attention", "share_memory"):
+        for name in ("cache_constant_inputs", "fuse_attention", "share_memory", "stream_structure"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is True or False, got {getattr(self, name)!r}")
+        if self.stream_structure and (self.mode not in ("sar", "keep") or self.backward == "pull"):
+            raise ValueError(
+                f"stream_structure is for the modes sar and keep with backward='auto' or 'push', whose edges are read "
+                f"one block at a time; got mode={self.mode!r} and backward={self.backward!r}"
+            )
         if self.chunk_bytes < 1:
             raise ValueError(f"chunk_bytes is at least 1, got {self.chunk_bytes}")
+
+    @property
+    def may_pull(self) -> bool:
+        """Whether a backward may pull; out-edges are not streamed."""
+        return self.backward != "push" and not self.stream_structure
 
     @property
     def runs_as(self) -> Mode:

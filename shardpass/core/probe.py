@@ -19,6 +19,7 @@ from shardpass.core.random import get_random_state, has_drawn
 from shardpass.core.recognise import GENERAL, attention_of, extremum_form, leading_maximum, simple_form
 from shardpass.core.reducers import Base
 from shardpass.core.shard import EdgeShards
+from shardpass.core.streaming import to_device
 from shardpass.errors import RefusedError
 
 SAMPLE_EDGES = 16
@@ -31,20 +32,22 @@ def sample_inputs(
     count = max(min(1, count), min(count, edges.num_edges))
     rows = torch.arange(count)
 
-    def take(tensor: Tensor, limit: int) -> Tensor:
+    def take(tensor: Tensor, limit: int, is_of_edges: bool = False) -> Tensor:
         tensor = tensor.detach()
         if limit == 0:
             sample = tensor.new_zeros((count, *tensor.shape[1:]))
         else:
             sample = tensor.index_select(0, (rows % limit).to(tensor.device))
+        if is_of_edges and program.streamed_to is not None:
+            sample = to_device(sample, program.streamed_to)
         return sample.requires_grad_() if grads and sample.is_floating_point() else sample
 
     last = max(0, edges.num_dst - 1)  # no further than tables over own nodes reach
-    index = (rows // 2).clamp(max=last).to(edges.shards[0].indptr.device)
+    index = (rows // 2).clamp(max=last).to(program.streamed_to or edges.shards[0].indptr.device)
     return Inputs(
         src={key: take(t, num_own_src) for key, t in program.src.items()},
         dst={key: take(t, edges.num_dst) for key, t in program.dst.items()},
-        edge={key: take(t, edges.num_edges) for key, t in program.edge.items()},
+        edge={key: take(t, edges.num_edges, True) for key, t in program.edge.items()},
         index=index,
         num_dst=min((count + 1) // 2, last + 1),
     )

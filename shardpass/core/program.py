@@ -55,6 +55,7 @@ class Program:
         parts: where the message is several tensors side by side, those of the latest run, each ``[E, ...]``. Backward
             leaves out a part without a gradient, as plain autograd does with what nothing uses.
         seed: of the random numbers of the call; None: drawn, where it uses any.
+        streamed_to: the device to which edge tensors are copied, set by the engine; None where they are there.
         order: of the communicator, set by the engine: no collective call may begin while the body runs.
     """
 
@@ -69,6 +70,7 @@ class Program:
     watch: Callable[[Structure], None] | None = None
     reads: set[str] | None = None
     order: CallOrder = field(default_factory=CallOrder)
+    streamed_to: torch.device | None = None
     parts: Callable[[], list[Tensor]] = list
     seed: int | None = None
 

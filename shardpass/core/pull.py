@@ -42,7 +42,7 @@ class Widths:
 def offer_pull(plan: HaloPlan, edges: EdgeShards, structure: Structure) -> list[int]:
     """What this rank knows that a choice between push and pull needs: the serial of its `OutEdges` and the digest of a
     tensor that scores are mixed with, by which all ranks must mix alike."""
-    if plan.comm.size == 1 or plan.options.backward == "push":
+    if plan.comm.size == 1 or not plan.options.may_pull:
         return [-1, 0]
     mixes = structure.attention is not None and isinstance(structure.attention.score, MixedScore)
     mix = digest(repr(structure.mix.tolist())) if mixes and structure.mix is not None else 0
@@ -57,7 +57,7 @@ def choose_pull(call: Call, program: Program, offers: list[list[int]]) -> OutEdg
         offers: of every rank.
     """
     plan, edges = call.plan, call.edges
-    if plan.comm.size == 1 or plan.options.backward == "push":
+    if plan.comm.size == 1 or not plan.options.may_pull:
         return None
     widths = _widths(call, program)
     if widths is None or any(mix != offers[0][1] for _, mix in offers):

@@ -20,6 +20,7 @@ from shardpass.core.graph import build_relation
 from shardpass.core.halo import HaloPlan
 from shardpass.core.ownership import Ownership
 from shardpass.core.transfer import carry, halo_fetch
+from shardpass.errors import RefusedError
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,11 @@ def reversed_edges(edge_index: ShardedEdgeIndex, label: str) -> ReversedEdges:
     Which way `edge_index` looks does not matter. Every rank must pass the list of the same layer.
     """
     plan, comm = edge_index.plan, edge_index.plan.comm
+    if plan.options.stream_structure:
+        raise RefusedError(
+            f"{label}: messages against the direction of the edges, with Options(stream_structure=True). Store the "
+            f"graph with its edges the other way round, or load it without that option"
+        )
     edges = Derivation.of(edge_index.sources_first) if edge_index.shards is not None else edge_index.edges
     known = plan.reversed.find(edges)
     serial = -1 if known is None else known.serial

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shardpass.core.program import Inputs, Program, Structure
 from shardpass.core.reducers import REDUCERS, Base
+from shardpass.core.streaming import to_device
 from shardpass.core.tracing import DROPOUTS, EdgeTrace
 from shardpass.errors import RefusedError
 
@@ -111,6 +112,8 @@ def _check_block(program: Program, structure: Structure, num_dst: int, halves: t
         kind: {key: _made_up(t.detach(), generator, signed) for key, t in tensors.items()}
         for kind, tensors in (("src", program.src), ("dst", program.dst), ("edge", program.edge))
     }
+    if program.streamed_to is not None:
+        whole["edge"] = {key: to_device(t, program.streamed_to) for key, t in whole["edge"].items()}
     device = structure.message.device if structure.message is not None else torch.device("cpu")
     few = max(1, min(BLOCK_DST, num_dst - 2))
     front, back = int(num_dst > few), int(num_dst > few + 1)

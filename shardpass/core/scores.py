@@ -17,6 +17,7 @@ from shardpass.core.kernels.attention import EdgeRun, RowRun, SoftmaxState
 from shardpass.core.program import AdditiveScore, Attention, Inputs, MixedScore, Score
 from shardpass.core.reducers import Base
 from shardpass.core.shard import Shard
+from shardpass.core.streaming import to_host
 from shardpass.core.tracing import EdgeTrace, StopPass
 
 Rows = dict[str, Tensor]
@@ -228,6 +229,7 @@ class _Body(_InSteps):
                 gradients.of_dst(str(key)).index_add_(0, run.dst_rows, part)
             elif kind == "e":
                 places = shard.places(run.positions)
+                part = part if self.call.streamed_to is None else to_host(part)
                 gradients.of_edges(str(key))[places] += part  # each edge stands there once
             else:
                 gradients.add_capture(int(key), part)

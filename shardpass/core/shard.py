@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardpass.core.streaming import to_device, to_host
+
 
 class Block(NamedTuple):
     """A run of source rows of one owner, in own-first numbering: what one round brings. Half-open."""
@@ -70,6 +72,7 @@ class Shard:
         indptr: ``[num_dst + 1]``, CSR by destination.
         src_rows: ``[num_edges]`` row inside the block.
         rows: what `edge_rows` is, or what makes it when it is first read.
+        home: the shard in CPU memory that this is a copy of, see `core/streaming.py`; edge tensors are there as well.
     """
 
     block: Block
@@ -78,6 +81,7 @@ class Shard:
     rows: slice | Tensor | Callable[[], Tensor]
     _transpose: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
     _source_order: Tensor | None = field(default=None, repr=False)
+    home: Shard | None = field(default=None, repr=False)
 
     @property
     def edge_rows(self) -> slice | Tensor:
@@ -114,10 +118,12 @@ class Shard:
 
     def chunks(self, max_edges: int) -> list[Chunk]:
         """The shard's edges cut into runs of at most `max_edges`, in destination order; see `cut`."""
-        return cut(self.indptr, self.num_edges, max_edges)
+        return cut(self.indptr if self.home is None else self.home.indptr, self.num_edges, max_edges)
 
     def places(self, positions: slice | Tensor) -> slice | Tensor:
         """Where the edges at `positions` of the shard stand in the edge list that edge tensors follow."""
+        if self.home is not None:
+            return self.home.places(to_host(positions) if isinstance(positions, Tensor) else positions)
         rows = self.edge_rows
         if isinstance(rows, Tensor):
             return rows[positions]
@@ -128,14 +134,19 @@ class Shard:
     def select(self, edge_tensor: Tensor, chunk: Chunk | None = None) -> Tensor:
         """The shard's rows (or a chunk's) of a tensor with one row per edge of the edge list."""
         places = self.places(slice(0, self.num_edges) if chunk is None else slice(chunk.start, chunk.stop))
-        return edge_tensor[places] if isinstance(places, slice) else edge_tensor.index_select(0, places)
+        found = edge_tensor[places] if isinstance(places, slice) else edge_tensor.index_select(0, places)
+        return found if self.home is None else to_device(found, self.indptr.device)
 
     def put(self, edge_tensor: Tensor, rows: Tensor, chunk: Chunk | None = None) -> None:
         """Write `rows` where `select` reads."""
+        rows = rows if self.home is None else to_host(rows)
         edge_tensor[self.places(slice(0, self.num_edges) if chunk is None else slice(chunk.start, chunk.stop))] = rows
 
     def transpose(self) -> tuple[Tensor, Tensor]:
         """CSR by source: ``(indptr [block rows + 1], dst_rows [E])``. Built once."""
+        if self._transpose is None and self.home is not None:
+            indptr, dst_rows = self.home.transpose()
+            self._transpose = to_device(indptr, self.indptr.device), to_device(dst_rows, self.indptr.device)
         if self._transpose is None:
             order = torch.argsort(self.src_rows, stable=True) if self._source_order is None else self._source_order
             counts = torch.bincount(self.src_rows, minlength=self.block.num_rows)
@@ -147,6 +158,8 @@ class Shard:
 
     def source_order(self) -> Tensor:
         """Position in this shard of each edge of `transpose`, ``[E]``. Built once; ask before `transpose`."""
+        if self._source_order is None and self.home is not None:
+            self._source_order = to_device(self.home.source_order(), self.indptr.device)
         if self._source_order is None:
             small = smallest_index_dtype(max(self.num_edges, self.num_dst))
             self._source_order = torch.argsort(self.src_rows, stable=True).to(small)

@@ -21,6 +21,8 @@ def halo_fetch(own: Tensor, plan: HaloPlan, label: str) -> Tensor:
     """Own rows ``[num_own_src, ...]`` followed by the halo rows: ``[num_src, ...]``. Collective, differentiable."""
     if not plan.schedule.rounds:
         return own
+    if own.device != plan.comm.device:  # what was computed from edges that are streamed
+        return halo_fetch(own.to(plan.comm.device), plan, label).to(own.device)
     return carry(plan.comm, own, label, lambda t, s: _gather(t, plan, s), lambda t, s: _sum_to_owners(t, plan, s))
 
 
@@ -28,6 +30,8 @@ def halo_push(rows: Tensor, plan: HaloPlan, label: str) -> Tensor:
     """Rows ``[num_src, ...]`` summed into their owners: ``[num_own_src, ...]``. Collective, differentiable."""
     if not plan.schedule.rounds:
         return rows
+    if rows.device != plan.comm.device:
+        return halo_push(rows.to(plan.comm.device), plan, label).to(rows.device)
     return carry(plan.comm, rows, label, lambda t, s: _sum_to_owners(t, plan, s), lambda t, s: _gather(t, plan, s))
 
 

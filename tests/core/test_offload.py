@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import weakref
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 
 import shardpass as sp
 from shardpass.core import offload as module
+from shardpass.core import scratch_file
 
 
 def gradients(model, x, context, **backward):
@@ -47,24 +49,33 @@ class Nothing:
 
 
 def counted(monkeypatch):
-    """``(written, read)`` bytes so far, as lists."""
-    written, read = [], []
-    write, fill = module._File.write, module._File.read
-    monkeypatch.setattr(module._File, "write", lambda self, data: written.append(data.nbytes) or write(self, data))
-    monkeypatch.setattr(module._File, "read", lambda self, at, into: read.append(into.nbytes) or fill(self, at, into))
-    return written, read
+    """``(written, mapped)`` bytes so far, as lists."""
+    written, mapped = [], []
+    write, view = scratch_file.ScratchFile.write, scratch_file.Range.map
+
+    def count_write(self, host):
+        written.append(host.numel() * host.itemsize)
+        return write(self, host)
+
+    def count_map(self, *args, **kwargs):
+        mapped.append(self.num_bytes)
+        return view(self, *args, **kwargs)
+
+    monkeypatch.setattr(scratch_file.ScratchFile, "write", count_write)
+    monkeypatch.setattr(scratch_file.Range, "map", count_map)
+    return written, mapped
 
 
 @pytest.mark.parametrize("read_ahead", [0, 1, 5])
 def test_the_same_bits(read_ahead, tmp_path, monkeypatch):
-    written, read = counted(monkeypatch)
+    written, mapped = counted(monkeypatch)
     model, x = Net(), torch.randn(64, 8)
     torch.manual_seed(3)
     expected, _ = gradients(model, x, Nothing())
     torch.manual_seed(3)
     found, _ = gradients(model, x, sp.offload(tmp_path, min_bytes=64, read_ahead=read_ahead))
     assert all(torch.equal(a, b) for a, b in zip(expected, found))
-    assert len(written) > 5 and sum(read) >= sum(written)
+    assert len(written) > 5 and sum(mapped) >= sum(written)
     assert os.listdir(tmp_path) == []  # the file never has a name
 
 
@@ -171,3 +182,161 @@ def test_within_checkpoint_and_around_it(tmp_path):
     with sp.offload(tmp_path, min_bytes=64):
         checkpoint(model, x, use_reentrant=False).square().mean().backward()
     assert all(torch.equal(a, p.grad) for a, p in zip(expected, model.parameters()))
+
+
+class Held(nn.Module):
+    """Holds outputs of layers and of functions, of a buffer too; changes one in place, and skips layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(5))
+        self.act, self.last = nn.ReLU(), nn.Linear(16, 4)
+        self.register_buffer("shift", torch.randn(64, 16))
+        self.seen: list[list[str]] = []
+
+    def forward(self, x):
+        start, early = x, self.layers[0](self.shift)
+        held = [early]
+        for number, layer in enumerate(self.layers):
+            x = layer(x)
+            x = self.act(x.add_(1)) if number % 2 else F.dropout(torch.tanh(x), 0.3, self.training)
+            held.append(x)
+        early.mul_(2)
+        self.seen.append(["file" if module._is_mapped(t) else "memory" for t in [*held, start, self.shift]])
+        return self.last(torch.stack(held).sum(0) + start)
+
+
+@pytest.mark.parametrize("grad", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_outputs_of_layers_are_held_in_the_file(grad, tmp_path):
+    model, x = Held(), torch.randn(64, 16)
+    found = []
+    for context in (Nothing(), sp.offload(tmp_path), sp.offload(tmp_path, min_bytes=64, outputs_of=model)):
+        torch.manual_seed(3)
+        model.zero_grad()
+        with context, grad():
+            out = model(x)
+        if out.requires_grad:
+            out.square().sum().backward()
+        found.append([out.detach(), *(p.grad for p in model.parameters() if out.requires_grad)])
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+    assert model.seen == [["memory"] * 8, ["memory"] * 8, ["file"] * 4 + ["memory"] * 4]
+    assert not module._is_mapped(x) and not any(layer._forward_hooks for layer in model.modules())
+
+
+class Keeps(nn.Module):
+    """Does `between` with the first layer's output, which the third saves for backward when the second is done."""
+
+    def __init__(self, first, between=lambda h: None):
+        super().__init__()
+        self.first, self.second, self.third, self.between = first, nn.Linear(16, 16), nn.Linear(16, 16), between
+
+    def forward(self, x):
+        h = self.first(x * 1)
+        self.between(h)
+        return self.second(x) + self.third(h), h
+
+
+@pytest.mark.parametrize("first", [nn.Tanh(), nn.Linear(16, 16)])
+def test_an_output_in_the_file_that_is_changed_after_it_was_saved_is_told(first, tmp_path):
+    model, x = Keeps(first), torch.randn(64, 16, requires_grad=True)
+    with sp.offload(tmp_path, min_bytes=64, outputs_of=model):
+        out, h = model(x)
+    assert module._is_mapped(h)
+    with torch.no_grad():
+        h.add_(1)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation: .*\[64, 16\].*sp.offload"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize(
+    "shares", [lambda h: h[:2], lambda h: h.detach(), lambda h: h.t(), lambda h: torch.from_numpy(h.detach().numpy())]
+)
+def test_an_output_that_shares_its_memory_stays(shares, tmp_path):
+    held = []
+    model, x = Keeps(nn.Linear(16, 16), lambda h: held.append(shares(h))), torch.randn(64, 16)
+    with sp.offload(tmp_path, min_bytes=64, outputs_of=model):
+        _, h = model(x)
+    assert not module._is_mapped(h) and held[0].data_ptr() == h.data_ptr()
+    with torch.no_grad():
+        held[0].zero_()
+    assert not h[:2].any()
+
+
+def test_the_file_goes_with_the_last_output_and_its_places_are_used_again(tmp_path, monkeypatch):
+    files, ends = [], []
+    monkeypatch.setattr(
+        module, "ScratchFile", lambda folder: files.append(scratch_file.ScratchFile(folder)) or files[0]
+    )
+    layers, x = nn.ModuleList(nn.Linear(16, 16) for _ in range(2)), torch.randn(64, 16)
+    with torch.no_grad(), sp.offload(tmp_path, min_bytes=64, outputs_of=layers):
+        for _ in range(5):
+            h = layers[0](x)
+            layers[1](x)
+            assert module._is_mapped(h)
+            ends.append(files[0]._end)
+    assert ends == [4096] * 5
+    gone = weakref.ref(files.pop())
+    assert torch.equal(h, layers[0](x))
+    del h
+    gc.collect()
+    assert gone() is None
+
+
+def test_conjugates_that_share_their_memory_are_told_apart(tmp_path):
+    x = torch.randn(64, 4, dtype=torch.complex128, requires_grad=True)
+    found = []
+    for context in (Nothing(), sp.offload(tmp_path, min_bytes=8)):
+        x.grad = None
+        with context:
+            h = x * 1
+            out = (h * h).sum() + (h.conj() * h.conj() * 2j).sum() + (h.conj().imag * h.real).sum()
+        out.abs().backward()
+        found.append(x.grad)
+    assert torch.equal(*found)
+
+
+class Conjugate(nn.Module):
+    def forward(self, x):
+        return (x * 1).conj()
+
+
+def test_a_conjugate_is_not_moved(tmp_path):
+    model, x = nn.ModuleList([Conjugate(), nn.Identity()]), torch.randn(64, 4, dtype=torch.complex128)
+    with torch.inference_mode(), sp.offload(tmp_path, min_bytes=8, outputs_of=model):
+        h = model[0](x)
+        model[1](x)
+        assert h.is_conj() and not module._is_mapped(h)
+    assert torch.equal(h, x.conj())
+
+
+def test_a_tensor_of_inference_mode_is_moved_there_only(tmp_path):
+    model, x = nn.ModuleList(nn.Linear(4, 4) for _ in range(2)), torch.randn(64, 4)
+    with sp.offload(tmp_path, min_bytes=8, outputs_of=model):
+        with torch.inference_mode():
+            h = model[0](x)
+        model[1](x)
+        assert not module._is_mapped(h)
+        with torch.inference_mode():
+            model[1](x)
+        assert module._is_mapped(h)
+
+
+def test_tensors_of_a_gpu_go_to_cpu_memory_where_no_folder_is_named(tmp_path, monkeypatch):
+    """Here every tensor passes for one of a GPU."""
+    monkeypatch.setattr(module, "_is_on_gpu", lambda tensor: True)
+    written, _ = counted(monkeypatch)
+    model, x = Net().eval(), torch.randn(64, 8)
+    expected, _ = gradients(model, x, Nothing())
+    for folder, is_written in ((None, False), (tmp_path, True)):
+        found, _ = gradients(model, x, sp.offload(folder, min_bytes=64))
+        assert all(torch.equal(a, b) for a, b in zip(expected, found)) and bool(written) == is_written
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("to_file", [False, True])
+def test_on_a_gpu(to_file, tmp_path):
+    model, x = Net().eval().cuda(), torch.randn(64, 8, device="cuda")
+    expected, _ = gradients(model, x, Nothing())
+    found, _ = gradients(model, x, sp.offload(tmp_path if to_file else None, min_bytes=64, outputs_of=model))
+    assert all(torch.equal(a, b) for a, b in zip(expected, found))

@@ -18,9 +18,12 @@ def graph(sharded: ShardedGraph) -> ShardedDGLGraph:
 
     Raises:
         TypeError: something else.
+        ValueError: it was loaded with ``Options(stream_structure=True)``, which is for PyG's layers.
     """
     if not isinstance(sharded, ShardedGraph):
         raise TypeError(f"expected the graph that shardpass.load returned, found a {type(sharded).__name__}")
+    if sharded.options.stream_structure:
+        raise ValueError("dgl.graph of a graph loaded with Options(stream_structure=True): load it without that option")
     nodes = {
         node_type(kind): Nodes(
             owned.num_own(sharded.comm.rank),
