@@ -129,6 +129,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
     parser.add_argument("graph", type=Path)
     parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--first-seed", type=int, default=0, help="the seeds are this and the next ones")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--batch-size", type=int, default=32, help="of all ranks together")
     parser.add_argument("--epochs", type=int, default=20)
@@ -136,7 +137,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the settings and the accuracy of every seed here")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    g, seeds = as_dgl(given.graph), range(given.seeds)
+    g, seeds = as_dgl(given.graph), range(given.first_seed, given.first_seed + given.seeds)
     setting = given.masks, given.batch_size, given.epochs
     settings = {"graph": given.graph.stem, "epochs": given.epochs, "batch_size": given.batch_size}
     settings |= {"revision": revision()}

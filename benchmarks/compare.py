@@ -13,16 +13,15 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-import torch
-
 from benchmarks.compare_report import chart, markdown
-from benchmarks.kernels import Case, measure
 from benchmarks.report import REPORTS, machine
-from benchmarks.run import Bench, Record, row
+from benchmarks.run import Bench, Record, huge_pages, row
 from shardpass.core.options import MODES
 
 GRAPHS, MODELS, RANKS, EPOCHS = ("50k30", "20k150"), ("sage", "gat"), (1, 2, 4, 8), 6
@@ -55,6 +54,8 @@ def configurations(quick: bool = False) -> list[Record]:
                     ]
             if size > 1 and model == "sage":
                 found.append({**this, "ranks": size, "mode": "sar", "checkpoint": "activations"})
+                small = {**this, "mode": "sar", "huge_pages": False}
+                found += [{**small, "ranks": count} for count in (1, size)]
             for peer in ("dgl",) if quick else ("dgl", "pyg"):
                 found.append({**this, "ranks": 1, "mode": "sar", "peer": peer})
     return sorted(found, key=lambda config: config["peer"] == "pyg")
@@ -68,14 +69,21 @@ def measure_all(folder: Path, quick: bool) -> Record:
     for number, config in enumerate(todo, 1):
         records.append(bench.measure(config, config["ranks"]))
         print(f"{number}/{len(todo)}", " | ".join(row(records[-1])), file=sys.stderr, flush=True)
-    torch.set_num_threads(1)
-    kernels = measure(Case(50_000, 1_500_000, 4, 32, torch.float32), 5)
     return {
         "date": datetime.date.today().isoformat(),
         "machine": where,
         "records": records,
-        "kernels": [{**one._asdict(), "ratio": one.ratio} for one in kernels],
+        "kernels": _kernels(folder / "kernels.json"),
     }
+
+
+def _kernels(path: Path) -> list[Record]:
+    """A record per kernel, measured in a process of its own with huge pages, as all else."""
+    path.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "benchmarks.kernels", "--json", str(path)]
+    subprocess.run(command, env={**os.environ, **huge_pages(True)}, stdout=subprocess.DEVNULL, check=True)
+    found: list[Record] = json.loads(path.read_text())["kernels"]
+    return found
 
 
 def main() -> None:

@@ -30,6 +30,7 @@ def system_of(record: Record) -> str:
     words = [record["mode"]]
     if record["world"] > 1:
         words.append("shared memory" if record["share_memory"] else "messages")
+    words += [] if record.get("huge_pages", True) else ["small pages"]
     return ", ".join(words + ([f"checkpoint={record['checkpoint']}"] if record["checkpoint"] else []))
 
 
@@ -68,7 +69,7 @@ def markdown(found: Record) -> str:
         "Graphs: undirected R-MAT graphs of 50,000 nodes with 1.55 M edges and of 20,000 with 3.02 M, 128 features, 32",
         "classes, randomly partitioned. SAGE: 3 layers of 256, mean. GAT: 3 layers of 4 heads x 32, the last averaged",
         "over heads. Both with BatchNorm and Adam, float32, one computing thread per rank, ranks under mpirun. All",
-        "processes, PyG's and DGL's too, may use huge pages (THP_MEM_ALLOC_ENABLE=1).",
+        "processes, PyG's and DGL's too, may use huge pages (THP_MEM_ALLOC_ENABLE=1), but for those marked *small pages*.",
         "",
         "CPU s: of all ranks together, the median of the epochs after the first. Heap: the peak of live memory above",
         "the loaded baseline (graph, features and model in memory), the largest rank's, windows that ranks share",

@@ -4,8 +4,8 @@
 
 Each configuration runs in fresh processes with one computing thread per rank, twice: once for memory, once for time
 (see benchmarks/meter.py for why). All of them, plain PyG and DGL too, may use huge pages for large tensors
-(THP_MEM_ALLOC_ENABLE=1): without, page faults of fresh tensors are up to a third of an epoch's CPU seconds. Prints a
-table; ``--json FILE`` appends one JSON line per configuration.
+(THP_MEM_ALLOC_ENABLE=1), unless a configuration says otherwise: without, page faults of fresh tensors are up to a third
+of an epoch's CPU seconds. Prints a table; ``--json FILE`` appends one JSON line per configuration.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class Bench:
         """The record of a configuration: its own fields, what was measured (`ranks`: of each rank), and `world`.
 
         Args:
-            config: graph, model, ranks, mode, backend, epochs, peer; frontend ("pyg" unless given), checkpoint.
+            config: graph, model, ranks, mode, backend, epochs, peer; frontend ("pyg" unless given), checkpoint,
+                huge_pages (True unless given).
             parts: of the store; at least the number of ranks.
             what: "memory" and "time" take one run each; without "time" CPU seconds are absent.
         """
@@ -80,12 +81,22 @@ class Bench:
         }
 
 
+def huge_pages(enabled: bool) -> dict[str, str]:
+    """The environment in which torch asks for huge pages for large tensors, or does not."""
+    return {"THP_MEM_ALLOC_ENABLE": str(int(enabled))}
+
+
 def _child(config: Record, env: dict[str, str]) -> Record:
     under_mpi = config["backend"] == "mpi" and config["peer"] is None and config["ranks"] > 1
     command = launch_command("mpirun" if under_mpi else "none", config["ranks"], "benchmarks.worker")
     if command is None:
         raise SystemExit("there is no mpirun: use --backend processes")
-    env = {**launcher_environment(), "THP_MEM_ALLOC_ENABLE": "1", "PYTHONPATH": str(_REPOSITORY), **env}
+    env = {
+        **launcher_environment(),
+        **huge_pages(config.get("huge_pages", True)),
+        "PYTHONPATH": str(_REPOSITORY),
+        **env,
+    }
     run = subprocess.run([*command, json.dumps(config)], env=env, capture_output=True, text=True, check=False)
     lines = [line for line in run.stdout.splitlines() if line.startswith("{")]
     if run.returncode or not lines:
@@ -111,6 +122,7 @@ def row(record: Record) -> list[str]:
     ranks = record["ranks"]
     peers = {"pyg": "PyG, one process", "dgl": "DGL, one process"}
     shared = "" if record.get("share_memory", True) else ", messages"
+    shared += "" if record.get("huge_pages", True) else ", small pages"
     mode = record["mode"] + (f", checkpoint={record['checkpoint']}" if record.get("checkpoint") else "")
     own = f"shardpass{'.dgl' if record.get('frontend') == 'dgl' else ''} {mode} ({record['backend']}{shared})"
     system = peers[record["peer"]] if record["peer"] else own
