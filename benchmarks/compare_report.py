@@ -49,9 +49,9 @@ def _table(header: tuple[str, ...], rows: list[list[str]]) -> list[str]:
 
 def markdown(found: Record) -> str:
     """The report."""
-    where, date = found["machine"], found["date"]
+    where, date, kind = found["machine"], found["date"], found.get("kind", "compare")
     lines = [f"# Speed, memory and traffic, {date}", "", *(f"- {text}" for text in verdicts(found)), ""]
-    lines += [f"![peak per rank and CPU seconds against the number of ranks](compare-{date}.png)", ""]
+    lines += [f"![peak per rank and CPU seconds against the number of ranks]({kind}-{date}.png)", ""]
     lines += [found["note"], ""] if "note" in found else []
     lines += _table(_HEADER, [_cells(record) for record in found["records"]])
     lines += ["", "## Kernels", ""]
@@ -83,7 +83,7 @@ def markdown(found: Record) -> str:
         f"{where['python']}, torch {where['torch']}, torch_geometric {where['torch_geometric']}, shardpass "
         f"{where['shardpass']}.",
         "",
-        "Command: `python -m benchmarks.compare`",
+        f"Command: `python -m benchmarks.compare{' --bars' * (kind == 'bars')}`",
     ]
     return "\n".join(lines) + "\n"
 
