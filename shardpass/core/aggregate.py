@@ -118,16 +118,19 @@ def _call_of(
     program: Program, plan: HaloPlan, edges: EdgeShards, structure: Structure, number: int, gradients: frozenset[str]
 ) -> Call:
     first: dict[int, str] = {}
+    canonical = {name: first.setdefault(id(program.src[name]), name) for name in sorted(program.src)}
+    used = structure.sources_of(list(range(len(structure.reductions))), with_edges=True)
+    unused = set(canonical.values()) - {canonical[name] for name in used}
     return Call(
         program=replace(program, src={}, dst={}, edge={}),
         plan=plan,
         edges=edges,
         structure=structure,
         number=number,
-        canonical={name: first.setdefault(id(program.src[name]), name) for name in sorted(program.src)},
+        canonical=canonical,
         dst_names=sorted(program.dst),
         edge_names=sorted(program.edge),
-        gradients=gradients,
+        gradients=gradients - {f"s:{name}" for name in unused},  # they get none, as in plain autograd: not zeros
         captured=structure.captures,
         seed=_seed(program, plan, number, structure.random or structure.drops),
     )

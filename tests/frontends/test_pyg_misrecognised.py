@@ -269,3 +269,39 @@ def test_kept_sums_and_inference_mode():
             assert all(torch.equal(out.detach(), outs[0].detach()) for out in outs)
 
     run(work, 2)
+
+
+class PassesTwo(MessagePassing):
+    """The second of its source tensors is collected for messages that do not read it, or read it times zero."""
+
+    def __init__(self, reads):
+        super().__init__(aggr="add")
+        self.first, self.second, self.reads = nn.Linear(5, 3), nn.Linear(5, 3), reads
+
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=self.first(x), z=self.second(x))
+
+    def message(self, x_j, z_j):
+        return x_j + 0 * z_j if self.reads else x_j
+
+
+@pytest.mark.parametrize("mode", ["sar", "halo"])
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_source_that_no_message_reads_has_no_gradient(reads, mode):
+    """None, which optimizers with weight decay leave alone, and not zeros."""
+    whole = PassesTwo(reads).double()
+    model = copy.deepcopy(whole)
+    whole(GRAPH.node["x"], GRAPH.edge_index).sum().backward()
+
+    def work(comm):
+        owners = assignments(GRAPH.num_nodes, 2, GRAPH.edge_index)["random"]
+        graph = shard_in_memory(GRAPH, owners, comm, sp.Options(mode=mode))
+        mine = sp.pyg.wrap(copy.deepcopy(model), comm, check=False)
+        mine(graph.x, graph).sum().backward()
+        sp.sync_gradients(mine, comm)
+        for expected, found in zip(whole.parameters(), mine.parameters()):
+            assert (expected.grad is None) == (found.grad is None)
+            if expected.grad is not None:
+                torch.testing.assert_close(found.grad, expected.grad, rtol=1e-10, atol=1e-10)
+
+    run(work, 2)
