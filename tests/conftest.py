@@ -33,7 +33,14 @@ def triton_device(triton_dispatch, monkeypatch):
     if triton_dispatch.type == "cuda":
         yield triton_dispatch
         return
-    from triton.runtime.interpreter import GridExecutor
+    from triton.runtime.interpreter import GridExecutor, InterpretedFunction
+
+    from shardpass.core.kernels import triton_attention, triton_extremum, triton_sums
+
+    for module in (triton_attention, triton_extremum, triton_sums):
+        for function in list(vars(module).values()):
+            if isinstance(function, InterpretedFunction):
+                function.rewrite()  # once, here: Python 3.11 cannot parse in two threads at once
 
     run, lock, launched = GridExecutor.__call__, threading.Lock(), []
 
