@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from shardpass.core.agreement import settle
+from shardpass.core.agreement import digest, settle
 from shardpass.core.at_once import aggregate_at_once
 from shardpass.core.attention import attention_gradients, run_attention
 from shardpass.core.backward import needed_values, run_backward, zero_gradients
@@ -30,7 +30,7 @@ from shardpass.core.random import draw_seed
 from shardpass.core.reducers import Base
 from shardpass.core.shard import EdgeShards
 from shardpass.core.tracing import EdgeTrace
-from shardpass.core.transform import transformed_first
+from shardpass.core.transform import describe_map, transformed_first
 from shardpass.errors import NeedsHaloError
 
 
@@ -67,7 +67,7 @@ def _aggregate(program: Program, plan: HaloPlan, edges: EdgeShards, weight: Tens
         sums = None
         if plan.options.cache_constant_inputs and not needs_gradients:
             sums = plan.constants.find(program.of_what_is_read(structure), structure, edges)
-        return [int(sums is not None), *offer_pull(plan, edges, structure)]
+        return [int(sums is not None), digest(describe_map(weight)), *offer_pull(plan, edges, structure)]
 
     try:
         program, structure, gradients, offers = settle(plan.comm, label, program, edges, plan.num_own_src, offer)
@@ -82,15 +82,17 @@ def _aggregate(program: Program, plan: HaloPlan, edges: EdgeShards, weight: Tens
     program = program.of_what_is_read(structure)
     keeps_sums = plan.options.cache_constant_inputs
     only_scales = weight is not None
-    if weight is not None and (early := transformed_first(program, structure, gradients, weight, keeps_sums)):
-        (program, structure, gradients), weight = early, None
+    maps_alike = all(offered[1] == offers[0][1] for offered in offers)  # a hook on one rank keeps its sums as they are
+    if weight is not None and maps_alike:
+        early = transformed_first(program, structure, gradients, weight, keeps_sums)
+        (program, structure, gradients), weight = early or (program, structure, gradients), None if early else weight
     call = _call_of(program, plan, edges, structure, number, gradients)
     if all(has for has, *_ in offers):
         assert sums is not None
         return _mapped(
             _node_part(program, call, [sums[k] for k in range(len(structure.reductions))], only_scales), weight
         )
-    call.pull = choose_pull(call, program, [rest for _, *rest in offers])
+    call.pull = choose_pull(call, program, [rest for _, _, *rest in offers])
     outputs = _Aggregate.apply(
         call,
         token,

@@ -16,7 +16,7 @@ from shardpass.core.shard import EdgeShards
 from shardpass.errors import DivergenceError, NeedsHaloError, RefusedError
 
 _ATTEMPTS = 4
-OFFERS = 3
+OFFERS = 4
 Offer = Callable[[Program, Structure, bool], list[int]]
 
 

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardpass.core.exchange import Stream, fetch_blocks
+from shardpass.core.exchange import fetch_blocks
 from shardpass.core.halo import HaloPlan
 from shardpass.core.out_edges import OutEdges
 from shardpass.core.program import Inputs, Program, Structure
 from shardpass.core.random import piece_seed, replayed
 from shardpass.core.shard import Chunk, EdgeShards, Shard
 from shardpass.core.streaming import StreamedShards, to_device
+from shardpass.core.tokens import Stream
 
 
 @dataclass

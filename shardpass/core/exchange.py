@@ -1,17 +1,16 @@
 """Carries a schedule out: buffers, prefetch, gradient return. Buffers, no mathematics.
 
-[Note: rows through shared memory] Between ranks of one host a round's message is a token of one byte: the rows lie in
-the sender's window (see `windows`). Forward, a rank publishes all rows that others need before its first round, and
-each reader gathers its own out of the owner's window, or computes on them where they lie. Backward, gradients are
-filled in where the owner reads them. Whoever has read for the last time says so with a second token, so that the window
-can be written again.
+[Note: rows through shared memory] Between ranks of one host a round's message is a token of four bytes, which says what
+a row is: the rows lie in the sender's window (see `windows`). Forward, a rank publishes all rows that others need
+before its first round, and each reader gathers its own out of the owner's window, or computes on them where they lie.
+Backward, gradients are filled in where the owner reads them. Whoever has read for the last time says so with a second
+token, so that the window can be written again.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,78 +19,10 @@ from torch.profiler import record_function
 
 from shardpass.backends.communicator import Handle
 from shardpass.core.halo import HaloPlan
+from shardpass.core.packing import Packing
 from shardpass.core.schedule import Transfer
 from shardpass.core.shard import Block, PlacedRows
-from shardpass.core.windows import take_window
-from shardpass.errors import InternalError
-
-_ROUND_BITS, _STREAM_BITS, _CALL_BITS = 14, 5, 12
-
-
-@dataclass(frozen=True)
-class Stream:
-    """Identity of one walk over the rounds: which call, and which of the call's walks (pass and direction)."""
-
-    call: int
-    walk: int
-    label: str
-
-    def tag(self, index: int) -> int:
-        """The message tag of round `index`; unique among all messages that can be under way at once."""
-        if index >= 1 << _ROUND_BITS:
-            raise InternalError(f"round {index} does not fit a message tag; use larger blocks (Options.block_rows)")
-        call, walk = self.call % (1 << _CALL_BITS), self.walk % (1 << _STREAM_BITS)
-        return ((call << _STREAM_BITS) | walk) << _ROUND_BITS | index
-
-
-class Packing:
-    """Rows of several tensors as one message: each tensor's rows contiguous, one after the other.
-
-    Args:
-        tensors: of whose rows messages are made.
-        wire: the dtype in which rows of float32 travel; None: their own.
-    """
-
-    def __init__(self, tensors: Sequence[Tensor], wire: torch.dtype | None = None) -> None:
-        self.tails = [tuple(t.shape[1:]) for t in tensors]
-        self.computed = [t.dtype for t in tensors]
-        self.dtypes = [wire if wire is not None and dtype == torch.float32 else dtype for dtype in self.computed]
-        self.row_bytes = [_numel(tail) * dtype.itemsize for tail, dtype in zip(self.tails, self.dtypes)]
-
-    @property
-    def converts(self) -> bool:
-        """Whether rows travel in another dtype than they are computed in."""
-        return self.dtypes != self.computed
-
-    def to_computed(self, rows: list[Tensor]) -> list[Tensor]:
-        """`rows` as they travel in the dtypes in which they are computed; the same tensors where those agree."""
-        return [part.to(dtype) for part, dtype in zip(rows, self.computed)]
-
-    def _spans(self, num_rows: int) -> list[tuple[int, int]]:
-        spans, position = [], 0
-        for dtype, width in zip(self.dtypes, self.row_bytes):
-            position = -(-position // dtype.itemsize) * dtype.itemsize
-            spans.append((position, position + width * num_rows))
-            position += width * num_rows
-        return spans
-
-    def num_bytes(self, num_rows: int) -> int:
-        """Bytes of a message of `num_rows` rows."""
-        return self._spans(num_rows)[-1][1] if self.dtypes else 0
-
-    def views(self, buffer: Tensor, num_rows: int) -> list[Tensor]:
-        """The tensors inside `buffer` (uint8, at least `num_bytes` long), ``[num_rows, ...]`` each."""
-        return [
-            buffer[start:stop].view(dtype).view(num_rows, *tail)
-            for (start, stop), dtype, tail in zip(self._spans(num_rows), self.dtypes, self.tails)
-        ]
-
-
-def _numel(tail: tuple[int, ...]) -> int:
-    count = 1
-    for length in tail:
-        count *= length
-    return count
+from shardpass.core.tokens import Stream, Tokens
 
 
 class _Slots:
@@ -154,49 +85,6 @@ def fetch_blocks(
     fetch.finish()
 
 
-class _Tokens:
-    """The messages of a walk for rows in shared memory: that they are there, and that they have been read."""
-
-    def __init__(self, plan: HaloPlan, stream: Stream, sizes: Sequence[int]) -> None:
-        """`sizes`: the bytes of shared memory that each rank needs for this walk."""
-        self._plan, self._stream = plan, stream
-        self._last = len(plan.schedule.rounds)
-        self.window = take_window(plan.comm, sizes, stream.call, stream.label)
-
-    def shared_with(self, rank: int) -> bool:
-        """Whether rows between this rank and `rank` go through shared memory."""
-        return self.window is not None and rank in self.window.memory
-
-    def token(self) -> Tensor:
-        """The message in place of rows."""
-        return torch.zeros(1, dtype=torch.uint8)
-
-    def expect_reader(self, reader: int) -> None:
-        """Before `reader` is told of rows: it will say that it has read them."""
-        self._done(self._plan.comm.rank, reader)
-
-    def tell_owner(self, owner: int) -> None:
-        """The rows of `owner` have been read."""
-        self._done(owner, self._plan.comm.rank)
-
-    def _done(self, owner: int, reader: int) -> None:
-        plan, stream, tells = self._plan, self._stream, reader == self._plan.comm.rank
-        # one at a time between a pair, and numbers beyond those of the rounds: the same two ranks may swap roles
-        tag = stream.tag(self._last + (reader - owner) % plan.comm.size)
-        label = f"{stream.label}, rank {reader} has read"
-        handle = plan.comm.exchange(
-            self.token() if tells else None, owner, None if tells else self.token(), reader, tag, label
-        )
-        assert self.window is not None
-        self.window.readers.append(handle)
-
-    def finish(self) -> None:
-        """The walk has ended on this rank."""
-        if self.window is not None:
-            self.window.give_back()
-            self.window = None
-
-
 class _Fetch:
     """One walk of `fetch_blocks`: where rows are put and found."""
 
@@ -213,8 +101,7 @@ class _Fetch:
         self._in_place = not (keep or fresh)
         self._placed = placed and self._in_place and not packing.converts
         self._reading: int | None = None
-        sizes = [packing.num_bytes(count) for count in plan.shared.published] if plan.shared is not None else []
-        self.tokens = _Tokens(plan, stream, sizes)
+        self.tokens = Tokens(plan, stream, packing, plan.shared.published if plan.shared is not None else ())
         self._publish()
 
     def _publish(self) -> None:
@@ -237,9 +124,10 @@ class _Fetch:
         plan, packing, tokens = self._plan, self._packing, self.tokens
         num_recv, num_send = move.recv_stop - move.recv_start, move.send_stop - move.send_start
         if tokens.shared_with(move.source):
-            buffer = tokens.token()
+            buffer = tokens.empty()
         else:
-            buffer = self._arrived[move.round] = self._received.get(move.round, packing.num_bytes(num_recv))
+            buffer = self._received.get(move.round, packing.num_bytes(num_recv))
+        self._arrived[move.round] = buffer
         if tokens.shared_with(move.to):
             sending = tokens.token()
         else:
@@ -258,16 +146,19 @@ class _Fetch:
 
     def rows(self, move: Transfer) -> list[Any]:
         """The rows of a round that has arrived, in the dtypes in which they are computed."""
-        packing, count = self._packing, move.recv_stop - move.recv_start
+        packing, count, arrived = self._packing, move.recv_stop - move.recv_start, self._arrived.pop(move.round)
         if not self.tokens.shared_with(move.source):
-            return packing.to_computed(packing.views(self._arrived.pop(move.round), count))
+            return packing.to_computed(packing.views(arrived, count))
         self._has_read()
+        if not count:
+            return packing.to_computed(packing.views(arrived, 0))
+        self.tokens.check(arrived, move.source)
         shared, window, source = self._plan.shared, self.tokens.window, move.source
         assert shared is not None and window is not None
         if self._in_place and count == shared.published[source]:  # all that there are, in their order
-            self._reading = source if count else None
+            self._reading = source
             return packing.to_computed(packing.views(window.memory[source], count))
-        is_last = bool(count) and move.recv_stop == self._plan.schedule.counts[self._plan.comm.rank][source]
+        is_last = move.recv_stop == self._plan.schedule.counts[self._plan.comm.rank][source]
         places = shared.places[source][move.recv_start : move.recv_stop]
         published = packing.views(window.memory[source], shared.published[source])
         if self._placed:
@@ -312,8 +203,8 @@ class GradientReturn:
         self._packing, self._filled = Packing(into, plan.options.wire_dtype), Packing(into)
         self._outgoing, self._incoming = _Slots(2, plan.comm.device), _Slots(1, plan.comm.device)
         self._filling = _Slots(1, plan.comm.device)
-        sizes = [self._packing.num_bytes(count) for count in plan.shared.returned] if plan.shared is not None else []
-        self._tokens = _Tokens(plan, stream, sizes)
+        counts = plan.shared.returned if plan.shared is not None else ()
+        self._tokens = Tokens(plan, stream, self._packing, counts)
         self._pending: tuple[Transfer, Tensor, Handle] | None = None
 
     def buffers(self, position: int, zeroed: bool = True) -> list[Tensor]:
@@ -352,7 +243,7 @@ class GradientReturn:
             if num_send:
                 tokens.expect_reader(move.source)
         if tokens.shared_with(move.to):
-            buffer = tokens.token()
+            buffer = tokens.empty()
         else:
             buffer = self._incoming.get(0, self._packing.num_bytes(num_recv))
         handle = self._plan.comm.exchange(
@@ -383,7 +274,10 @@ class GradientReturn:
         if not count:
             return
         window, shared = self._tokens.window, self._tokens.shared_with(move.to)
-        arrived = window.memory[move.to] if window is not None and shared else buffer
+        arrived = buffer
+        if window is not None and shared:
+            self._tokens.check(buffer, move.to)
+            arrived = window.memory[move.to]
         rows = self._plan.send_rows[move.to][move.send_start : move.send_stop]
         for gradient, part in zip(self._into, self._packing.to_computed(self._packing.views(arrived, count))):
             gradient.index_add_(0, rows, part)

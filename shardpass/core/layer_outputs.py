@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,12 +35,13 @@ def between_layers(
     # functions and not methods: a copy of the model that is made meanwhile shares them
     def begins(_module: nn.Module, args: Any, kwargs: Any) -> None:
         if threading.get_ident() == mine and not _is_in_message():
-            passing.begin([*_tensors_in((args, kwargs))])
+            passing.begin((args, kwargs))
 
     def ends(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if threading.get_ident() == mine and not _is_in_message():
             passing.end([*_tensors_in((args, kwargs))], [*_tensors_in(output)])
 
+    begins.only_watches = ends.only_watches = True  # type: ignore[attr-defined]
     handles = []
     for module in model.modules():
         handles.append(module.register_forward_pre_hook(begins, with_kwargs=True))
@@ -50,6 +51,11 @@ def between_layers(
     finally:
         for handle in handles:
             handle.remove()
+
+
+def only_watch(hooks: Mapping[int, Any]) -> bool:
+    """Whether the hooks of a module are all `between_layers`'s, which change nothing."""
+    return all(getattr(hook, "only_watches", False) for hook in hooks.values())
 
 
 def _is_in_message() -> bool:
@@ -68,10 +74,11 @@ class _Passing:
         self._given: set[int] = set()
         self._alive: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
-    def begin(self, inputs: list[Tensor]) -> None:
+    def begin(self, args: Any) -> None:
         """A module begins."""
+        inputs = [*_tensors_in(args)]
         if self._depth == 0:  # these are the caller's
-            self._given = {id(t) for t in inputs if id(t) not in self._alive}
+            self._given = {id(t) for t in [*inputs, *_held_by(args)] if id(t) not in self._alive}
         self._depth += 1
         self._note(inputs)
         self._offer(inputs)
@@ -104,6 +111,25 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
             yield from _tensors_in(one)
     elif isinstance(value, dict):
         yield from _tensors_in(list(value.values()))
+
+
+def _held_by(value: Any) -> list[Tensor]:
+    """The tensors in objects, as deep as they lie: the fields of a `Data` or of a graph."""
+    found, stack, seen = [], [value], set()
+    while stack:
+        one = stack.pop()
+        if isinstance(one, (type, nn.Module, str, int, float)) or id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, Tensor):
+            found.append(one)
+        elif isinstance(one, dict):  # another mapping may load what it is asked for
+            stack += one.values()
+        elif isinstance(one, (tuple, list)):
+            stack += one
+        else:
+            stack += getattr(one, "__dict__", {}).values()
+    return found
 
 
 def is_alone(tensor: Tensor) -> bool:

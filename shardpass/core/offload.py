@@ -29,13 +29,14 @@ def offload(
 ) -> Iterator[None]:
     """A ``with`` block for a forward pass, whose saved tensors lie on disk until backward wants them.
 
-    ``with sp.offload("/scratch"): loss = ...``, and ``loss.backward()`` there or after. Results are the same bits.
-    Parameters, tensors that are mapped from a file already, and small ones stay where they are. Not collective: each
-    rank has a file of its own, which is gone when the last tensor in it is, also if the process is killed.
+    ``with sp.offload("/scratch"): loss = ...``, and ``loss.backward()`` there or after. Results are the same bits, but
+    where a tensor with gaps in memory was saved (some columns of a wider one), which comes back without. Parameters,
+    tensors that are mapped from a file already, and small ones stay where they are. Not collective: each rank has a
+    file of its own, which is gone when the last tensor in it is, also if the process is killed.
 
     Args:
-        directory: a folder on a disk with room for the tensors; None: the system's temporary one, which may be
-            memory itself (tmpfs), and pinned CPU memory for tensors of a GPU.
+        directory: a folder on a disk with room for the tensors, made if it is not there; None: the system's temporary
+            one, which may be memory itself (tmpfs), and pinned CPU memory for tensors of a GPU.
         outputs_of: a model whose forward holds tensors for later: outputs of layers for a jumping knowledge, skip
             connections. Those that its modules were given or returned go to the file as well while none of them works
             on them, without gradients too. They stay ordinary tensors; only their memory is the file's. Not moved are
@@ -45,11 +46,11 @@ def offload(
 
     Raises:
         OSError: the file cannot be made, or the disk is full.
+        TypeError, ValueError: an argument of another kind.
         RuntimeError: in backward, where a tensor that was not copied was changed in place, as without the block.
             (What was copied to the file is what it was.)
     """
-    if read_ahead < 0 or min_bytes < 1:
-        raise ValueError(f"read_ahead is at least 0 and min_bytes at least 1, got {read_ahead} and {min_bytes}")
+    _check(directory, outputs_of, min_bytes, read_ahead)
     folder = None if directory is None else Path(directory)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -57,6 +58,23 @@ def offload(
     outputs = nullcontext() if outputs_of is None else between_layers(outputs_of, saved.move, saved.let_go)
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack), outputs:
         yield
+
+
+def _check(directory: Any, outputs_of: Any, min_bytes: Any, read_ahead: Any) -> None:
+    for name, value, least in (("min_bytes", min_bytes, 1), ("read_ahead", read_ahead, 0)):
+        if type(value) is not int or value < least:
+            raise ValueError(f"sp.offload: {name} is a whole number, at least {least}; got {value!r}")
+    if outputs_of is not None and not isinstance(outputs_of, nn.Module):
+        raise TypeError(f"sp.offload: outputs_of is the model (a torch.nn.Module), got {_kind(outputs_of)}")
+    if directory is not None and not isinstance(directory, (str, os.PathLike)):
+        hint = "; pass the model as outputs_of=model" if isinstance(directory, nn.Module) else ""
+        raise TypeError(f"sp.offload: directory is the path of a folder, got {_kind(directory)}{hint}")
+    if directory is not None and Path(directory).exists() and not Path(directory).is_dir():
+        raise NotADirectoryError(f"sp.offload: {directory} is a file; give it a folder")
+
+
+def _kind(value: Any) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else f"an object of {type(value).__name__}"
 
 
 class _Left:
@@ -82,30 +100,34 @@ class _Left:
 
 
 class _Stored:
-    """One tensor in the file, or in CPU memory where there is no file."""
+    """One tensor in the file, or in CPU memory where there is no file. In the order in which it lay in memory."""
 
     def __init__(self, file: ScratchFile | None, tensor: Tensor) -> None:
+        dims = _by_stride(tensor)
+        tensor = tensor.detach().permute(dims)
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
+        self.back = [dims.index(dim) for dim in range(len(dims))]
         self.range: Range | None = None
         if file is None:
             self._host = torch.empty(self.shape, dtype=self.dtype, pin_memory=self.device.type == "cuda")
-            self._host.copy_(tensor.detach())
+            self._host.copy_(tensor)
         else:
-            self.range = file.write(tensor.detach().cpu().resolve_conj().resolve_neg().contiguous())
+            self.range = file.write(tensor.cpu().resolve_conj().resolve_neg().contiguous())
         self.output: _Left | None = None  # the tensor itself, once it lies in the file
-        self._alive: weakref.ref[Tensor] | None = None
 
     def take(self) -> Tensor:
-        """The content, shared by all who hold it at the same time."""
+        """The content, each time in memory of its own: autograd may add to what only one backward knows of."""
         if self.output is not None:
             return self.output.take()
-        alive = None if self._alive is None else self._alive()
-        if alive is not None:
-            return alive
         host = self._host if self.range is None else self.range.map(self.shape, self.dtype)[0]
-        found = host.to(self.device, non_blocking=True)
-        self._alive = weakref.ref(found)
-        return found
+        return host.to(self.device, non_blocking=True).permute(self.back)
+
+
+def _by_stride(tensor: Tensor) -> list[int]:
+    """The dimensions in the order of the memory if that has no gaps, else as they are."""
+    strides = tensor.stride()
+    dims = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
+    return dims if tensor.permute(dims).is_contiguous() else list(range(tensor.dim()))
 
 
 _Kept = TypeVar("_Kept", _Left, _Stored)

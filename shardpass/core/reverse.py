@@ -15,10 +15,10 @@ from torch import Tensor
 from shardpass.core.agreement import agree
 from shardpass.core.derived import Derivation
 from shardpass.core.edge_index import ShardedEdgeIndex
-from shardpass.core.exchange import Stream
 from shardpass.core.graph import build_relation
 from shardpass.core.halo import HaloPlan
 from shardpass.core.ownership import Ownership
+from shardpass.core.tokens import Stream
 from shardpass.core.transfer import carry, halo_fetch
 from shardpass.errors import RefusedError
 

@@ -36,7 +36,7 @@ class Range:
         access = mmap.ACCESS_WRITE if shared else mmap.ACCESS_COPY
         memory = Mapping(self.file.fileno, self.num_bytes, access=access, offset=self.start)
         memory.range = self
-        return torch.frombuffer(memory, dtype=dtype).view(*shape), memory
+        return torch.frombuffer(memory, dtype=dtype).view(tuple(shape)), memory
 
     def read(self) -> None:
         """Have the kernel read it, where it can be asked; call it in another thread, it may wait for the disk."""

@@ -11,6 +11,17 @@ from torch import Tensor
 from shardpass.core.program import Program, Structure
 
 
+def describe_map(weight: Tensor | None) -> str:
+    """What ranks must have in common, besides the program, to apply a map of `weight` before the sum."""
+    if weight is None:
+        return "none"
+    autocast, needs_grad = (
+        torch.is_autocast_enabled(weight.device.type),
+        torch.is_grad_enabled() and weight.requires_grad,
+    )
+    return f"{list(weight.shape)} {weight.dtype}, autocast {autocast}, gradient {needs_grad}"
+
+
 def transformed_first(
     program: Program, structure: Structure, gradients: frozenset[str], weight: Tensor, keeps_sums: bool
 ) -> tuple[Program, Structure, frozenset[str]] | None:
@@ -21,7 +32,7 @@ def transformed_first(
 
     Args:
         gradients: the inputs that need gradients on some rank, agreed by all.
-        weight: ``[out_channels, in_channels]``.
+        weight: ``[out_channels, in_channels]``; `describe_map` says the same of it on every rank.
         keeps_sums: sums of rows that need no gradient are kept between epochs, so they are left as they are.
     """
     sums = [(k, reduction) for k, reduction in enumerate(structure.reductions) if reduction.form != "ones"]

@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from shardpass.backends.recording import RecordingCommunicator
-from shardpass.core.exchange import GradientReturn, Packing, Stream, fetch_blocks
+from shardpass.core.exchange import GradientReturn, fetch_blocks
 from shardpass.core.halo import build_halo_plan
 from shardpass.core.options import Options
 from shardpass.core.ownership import Ownership
+from shardpass.core.packing import Packing
+from shardpass.core.tokens import Stream
 from shardpass.errors import CommunicationError, InternalError
 from shardpass.testing.run import run
 

@@ -168,9 +168,78 @@ def test_a_full_disk_is_told(tmp_path, monkeypatch):
         torch.tanh(x * 1).sum()
 
 
-def test_wrong_arguments_are_refused():
-    with pytest.raises(ValueError, match="read_ahead"), sp.offload(read_ahead=-1):
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"read_ahead": -1}, "read_ahead is a whole number, at least 0; got -1"),
+        ({"min_bytes": "1MiB"}, "min_bytes is a whole number, at least 1; got '1MiB'"),
+        ({"outputs_of": nn.Linear}, "outputs_of is the model .* got the class Linear"),
+        ({"outputs_of": True}, "outputs_of is the model .* got an object of bool"),
+        ({"directory": nn.Linear(1, 1)}, "got an object of Linear; pass the model as outputs_of=model"),
+        ({"directory": __file__}, "test_offload.py is a file; give it a folder"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments_are_refused(arguments, words):
+    with pytest.raises((ValueError, TypeError, OSError), match=words), sp.offload(**arguments):
         pass
+
+
+class Known(torch.autograd.Function):
+    """``sum(x * g)``, of whose gradient backward returns the tensor that was saved."""
+
+    @staticmethod
+    def forward(ctx, x, g):
+        ctx.save_for_backward(g)
+        return (x * g).sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.saved_tensors[0], None
+
+
+@pytest.mark.parametrize("copies", [False, True], ids=["mapped", "copied, as to a GPU"])
+def test_a_saved_tensor_that_is_returned_as_a_gradient(copies, tmp_path, monkeypatch):
+    """Autograd adds to a gradient in place if nobody else seems to have it."""
+    found, mapped = [], scratch_file.Range.map
+
+    def copied(self, shape, dtype, shared=False):
+        tensor, memory = mapped(self, shape, dtype, shared)
+        return tensor.clone(), memory
+
+    if copies:
+        monkeypatch.setattr(scratch_file.Range, "map", copied)
+    for context in (Nothing(), sp.offload(tmp_path, min_bytes=1)):
+        x = torch.ones(100, 8, requires_grad=True)
+        with context:
+            g, h = torch.arange(800.0).view(100, 8), x * 2
+            loss = (h * g).sum() + (h * 3).sum() + Known.apply(h, g)
+        loss.backward()
+        found.append(x.grad)
+    assert torch.equal(*found)
+
+
+def test_tensors_come_back_as_they_lay_in_memory(tmp_path):
+    class Looks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x.sum()
+
+        @staticmethod
+        def backward(ctx, grad):
+            (x,) = ctx.saved_tensors
+            strides.append(x.stride())
+            return grad * x
+
+    strides = []
+    for x in (torch.randn(3, 4, 5).permute(2, 0, 1), torch.randn(6, 4)[:, :2], torch.tensor(3.0)):
+        x = x.requires_grad_()
+        with sp.offload(tmp_path, min_bytes=1):
+            total = Looks.apply(x)
+        total.backward()
+        assert torch.equal(x.grad, x)
+    assert strides == [(1, 20, 5), (2, 1), ()]
 
 
 def test_within_checkpoint_and_around_it(tmp_path):
@@ -261,6 +330,22 @@ def test_an_output_that_shares_its_memory_stays(shares, tmp_path):
     with torch.no_grad():
         held[0].zero_()
     assert not h[:2].any()
+
+
+def test_what_the_model_is_given_in_an_object_stays(tmp_path):
+    class Batch:
+        def __init__(self):
+            self.fields = {"x": torch.randn(64, 16)}
+
+    class Reads(Keeps):
+        def forward(self, batch):
+            h = self.first(batch.fields["x"])
+            return self.second(h), h
+
+    model, batch = Reads(nn.Linear(16, 16)), Batch()
+    with sp.offload(tmp_path, min_bytes=64, outputs_of=model), torch.no_grad():
+        model(batch)
+    assert not module._is_mapped(batch.fields["x"])
 
 
 def test_the_file_goes_with_the_last_output_and_its_places_are_used_again(tmp_path, monkeypatch):

@@ -12,12 +12,13 @@ from torch_geometric.nn import GATConv, SAGEConv
 import shardpass as sp
 from shardpass.backends.communicator import WindowPool
 from shardpass.backends.recording import RecordingCommunicator
-from shardpass.core.exchange import GradientReturn, Stream, fetch_blocks
+from shardpass.core.exchange import GradientReturn, fetch_blocks
 from shardpass.core.halo import build_halo_plan
 from shardpass.core.options import Options
 from shardpass.core.ownership import Ownership
+from shardpass.core.tokens import Stream
 from shardpass.core.windows import take_window
-from shardpass.errors import CommunicationError
+from shardpass.errors import CommunicationError, DivergenceError
 from shardpass.testing.graphs import assignments, awkward_graph, shard_in_memory
 from shardpass.testing.run import run
 
@@ -101,12 +102,33 @@ def test_tokens_instead_of_rows():
         del comm.messages[:]
         payload(comm, plan)
         sent = [m for m in comm.messages if m.kind == "send"]
-        assert all(m.num_bytes == 1 for m in sent)
+        assert all(m.num_bytes == 4 for m in sent)
         peers = sum(len(rows) > 0 for rows in plan.send_rows)
         owners = sum(block.num_rows > 0 for block in plan.blocks[1:])
         assert len(sent) == peers + owners, "one for each pair and direction"
 
     run(work, 4)
+
+
+@pytest.mark.parametrize("back", [False, True], ids=["rows", "gradients"])
+def test_rows_of_other_widths_are_told(back):
+    """Memory would be read as whatever the reader takes it for; a message has a length."""
+
+    def work(inner):
+        comm = sharing(inner)
+        plan, wide = plan_of(comm), comm.rank != 3
+        rows = torch.zeros(SOURCES.num_own(comm.rank), 8 if wide and not back else 4)
+        for position, _, _ in fetch_blocks(plan, [rows], Stream(1, 0, "sums")):
+            if back and not position:
+                returned = GradientReturn(plan, [rows.double() if wide else rows], Stream(1, 1, "gradients"))
+            if back and position:
+                returned.buffers(position)
+                returned.send(position)
+        if back:
+            returned.finish()
+
+    with pytest.raises(DivergenceError, match=r"rank \d reads rows of other widths"):
+        run(work, 4)
 
 
 IDS_OF = [[[i for i in set(IDS[p]) if SOURCES.offsets[q] <= i < SOURCES.offsets[q + 1]] for p in range(4) if p != q]

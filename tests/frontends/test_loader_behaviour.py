@@ -143,6 +143,18 @@ def test_ranks_that_part_are_told_without_a_thread():
     shares(fn)
 
 
+def test_an_iterator_that_another_one_followed_is_over():
+    def fn(share, comm):
+        loader = sp.pyg.NeighborLoader(share, [2], batch_size=5)
+        first = iter(loader)
+        next(first)
+        with pytest.raises(RuntimeError, match=r"ended after 1 of 5 batches, when the loader was iterated over again"):
+            [next(first) for _ in loader]
+        return len(drawn(loader))
+
+    assert shares(fn) == [5, 5]
+
+
 def test_no_thread_where_one_rank_has_none():
     def fn(share, comm):
         comm.serves_threads = comm.rank == 0

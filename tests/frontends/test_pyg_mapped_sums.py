@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from contextlib import ExitStack
+
 import pytest
 import torch
 from torch import nn
@@ -11,7 +14,10 @@ pytest.importorskip("torch_geometric")
 from torch_geometric.nn import GraphConv, SAGEConv
 
 import shardpass as sp
+from shardpass.backends.communicator import WindowPool
+from shardpass.core.layer_outputs import between_layers
 from shardpass.testing.graphs import assignments, awkward_graph, shard_in_memory
+from shardpass.testing.run import run
 
 from .ranks import ONE_TO_FOUR
 from .test_pyg_parity import assert_exact
@@ -128,6 +134,56 @@ def test_a_hook_sees_the_sums_themselves():
         hook=lambda layer: layer.register_aggregate_forward_hook(lambda *args: seen.append(args[-1].shape[1])),
     )
     assert sent == rows * 8 * 4 * 2 and set(seen) == {8}
+
+
+def partly(what, rank, layer):
+    """Something that a single rank does to a layer."""
+    if rank == 0 and what == "frozen":
+        layer.lin_l.weight.requires_grad_(False)
+    elif rank == 0:
+        layer.aggr_module.register_forward_hook(lambda *args: None)
+
+
+@pytest.mark.parametrize("mode", ["sar", "keep"])
+@pytest.mark.parametrize("what", ["hooked", "frozen"])
+def test_what_one_rank_does_alone_makes_no_rank_wrong(what, mode):
+    """Rows in shared memory have no length by which readers would notice."""
+    whole = awkward_graph(channels=8)
+    owners = assignments(whole.num_nodes, 3, whole.edge_index)["random"]
+    torch.manual_seed(0)
+    model = nn.Sequential(SAGEConv(8, 6), SAGEConv(6, 2)).double()
+    out = model[1](model[0](whole.node["x"], whole.edge_index), whole.edge_index)
+    out.square().sum().backward()
+    expected = [p.grad for p in model.parameters()]
+
+    def rank(comm):
+        comm.windows, comm.local_ranks = WindowPool(), tuple(range(comm.size))
+        graph, own = shard_in_memory(whole, owners, comm, sp.Options(mode=mode)), copy.deepcopy(model)
+        for layer in own:
+            sp.pyg.wrap(layer, comm, check=False)
+            partly(what, comm.rank, layer)
+        found = own[1](own[0](graph.x, graph), graph)
+        torch.testing.assert_close(found, out.detach()[graph.node_ids])
+        own.zero_grad()
+        found.square().sum().backward()
+        return [p.grad for p in own.parameters()]
+
+    for want, *found in zip(expected, *run(rank, 3)):
+        if None not in found:  # as of a frozen one
+            torch.testing.assert_close(sum(found), want)
+
+
+def test_a_hook_that_only_watches_changes_nothing():
+    watched = []
+    for outputs in (False, True):
+
+        def watch(layer, outputs=outputs):
+            if outputs:
+                stack.enter_context(between_layers(layer, lambda tensor: False, lambda in_use: None))
+
+        with ExitStack() as stack:
+            watched.append(bytes_of(lambda: SAGEConv(8, 2), hook=watch))
+    assert watched[0] == watched[1]
 
 
 def test_a_layer_with_code_of_its_own_is_left_alone():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
@@ -13,6 +14,7 @@ from shardpass.backends.communicator import Communicator
 from shardpass.errors import DivergenceError
 
 _GO, _STOP = 1, 0
+_PATIENCE = 2.0  # seconds; ranks that are threads of this process are stopped one after the other
 
 
 class BatchIterator:
@@ -46,6 +48,13 @@ class BatchIterator:
             self._work.stop()
 
 
+def _end(tokens: SimpleQueue[int], thread: threading.Thread) -> None:
+    """Stop a thread and wait for it: one that is inside a kernel when the interpreter goes aborts the process."""
+    tokens.put(_STOP)
+    if thread is not threading.current_thread():
+        thread.join(_PATIENCE)
+
+
 class Work:
     """Makes the batches of an epoch in step with the other ranks, in the background where `ahead` > 0.
 
@@ -67,18 +76,30 @@ class Work:
         self._tokens: SimpleQueue[int] = SimpleQueue()
         self._batches: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._is_stopped = False
         if ahead and num_steps:
             self._thread = threading.Thread(target=self._run, name="shardpass sampling", daemon=True)
             self._thread.start()
+            weakref.finalize(self, _end, self._tokens, self._thread)  # at the end of the program, if not before
             for _ in range(min(ahead, num_steps)):
                 self._tokens.put(_GO)
 
     def take(self, step: int) -> Any:
-        """The batch of the next step. Raises what making it raised."""
+        """The batch of the next step.
+
+        Raises:
+            RuntimeError: the loader was iterated over anew.
+            BaseException: what making it raised.
+        """
         if self._thread is None:
             self._agree(step, _GO)
             with torch.no_grad():
                 return self.make(step)
+        if self._is_stopped:  # its thread makes no more, and would be waited for for ever
+            raise RuntimeError(
+                f"this iterator of epoch {self.epoch} ended after {step} of {self.num_steps} batches, when the loader "
+                f"was iterated over again: one iterator of a loader is in use at a time. Make a second loader"
+            )
         if step + self.ahead < self.num_steps:
             self._tokens.put(_GO)
         batch, error = self._batches.get()
@@ -92,6 +113,7 @@ class Work:
         Args:
             wait: for the thread to end, that is, for the other ranks to stop theirs.
         """
+        self._is_stopped = True
         if self._thread is not None:
             self._tokens.put(_STOP)
             if wait:

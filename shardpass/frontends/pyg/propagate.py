@@ -16,6 +16,7 @@ from shardpass.core.agreement import agree
 from shardpass.core.edge_index import ShardedEdgeIndex
 from shardpass.core.graph import ShardedGraph
 from shardpass.core.halo import HaloPlan
+from shardpass.core.layer_outputs import only_watch
 from shardpass.core.program import Inputs, Program, Structure
 from shardpass.core.reverse import ReversedEdges, reversed_edges
 from shardpass.core.shard import EdgeShards
@@ -149,7 +150,7 @@ class ShardedMessagePassing:
         own = {"aggregate", "update", "message"} & vars(conv).keys() or getattr(forward, "adapted", forward) is not None
         inner = conv.aggr_module
         hooked = conv._aggregate_forward_pre_hooks or conv._aggregate_forward_hooks or conv._propagate_forward_hooks
-        hooked = hooked or (inner is not None and (inner._forward_pre_hooks or inner._forward_hooks))
+        hooked = hooked or not (inner is None or only_watch({**inner._forward_pre_hooks, **inner._forward_hooks}))
         return (
             type(conv) in _MAPPED_NEXT
             and type(inner) in (SumAggregation, MeanAggregation)
