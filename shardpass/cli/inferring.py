@@ -105,7 +105,9 @@ def _load_weights(path: Path, comm: Communicator, model: nn.Module, graph: sp.Sh
     if path.suffix in (".pt", ".pth", ".bin"):
         _load_state(path, model, _readable(path, lambda: torch.load(path, map_location="cpu", weights_only=True)))
     elif _is_checkpoint(path):
-        sp.load_checkpoint(path, comm, model, graph=graph)
+        has_rows = any(isinstance(module, sp.NodeEmbedding) for module in model.modules())
+        # parameters alone fit another partition, too, and another graph
+        sp.load_checkpoint(path, comm, model, graph=graph if has_rows else None)
     else:
         load_file = require("safetensors.torch", "store", "shardpass infer").load_file
         _load_state(path, model, _readable(path, lambda: load_file(path)))

@@ -98,7 +98,7 @@ def summary_table(summary: dict[str, Any]) -> Table:
         table.add_row("best validation", f"{best['val']:.4f} at epoch {best['epoch']}{test}")
     if summary["seconds_per_epoch"] is not None:
         table.add_row("seconds per epoch", f"{summary['seconds_per_epoch']:.3f} (evaluation included)")
-    table.add_row("sent per rank", _per_rank(summary["bytes_sent"]))
+    table.add_row("messages sent per rank", _per_rank(summary["bytes_sent"]))
     if summary["peak_is_of_all_ranks"]:
         table.add_row("peak memory", f"{bytes_text(max(summary['peak_bytes']))} for all ranks: they share one process")
     else:

@@ -257,7 +257,10 @@ def _validate(
         raise CheckpointError(f"{what} has format {manifest.get('format')}, this version reads format {FORMAT}")
     for kind, found in zip(("graph", "partition"), _fingerprints(graph)):
         if None not in (found, manifest[kind]) and found != manifest[kind]:
-            raise CheckpointError(f"{what} was written for another {kind}: {manifest[kind]}, this is {found}")
+            raise CheckpointError(
+                f"{what} was written for another {kind}: {manifest[kind]}, this is {found}. Load it with the store "
+                f"that it was trained on"
+            )
     local = [name for name in manifest["local"] if not name.startswith("random/")]
     if local and (_fingerprints(graph)[1] is None or manifest["partition"] is None):
         raise CheckpointError(

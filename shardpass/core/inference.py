@@ -86,7 +86,7 @@ def _refuse_existing(path: Path, overwrite: bool) -> None:
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder: give the name of a file")
     if path.exists() and not overwrite:
-        raise FileExistsError(f"{path} exists: give another name, or overwrite=True")
+        raise FileExistsError(f"{path} exists: give another name, or overwrite=True (--overwrite)")
 
 
 def _same_parameters(model: nn.Module, comm: Communicator) -> None:

@@ -72,7 +72,7 @@ class Options:
             raise ValueError(f"mode is one of {', '.join(MODES)} or auto, got {self.mode!r}")
         if (self.mode == "auto") != (self.memory_budget is not None):
             raise ValueError(
-                f"mode='auto' and memory_budget go together, got mode={self.mode!r} and "
+                f"mode='auto' and memory_budget (--memory-budget) go together, got mode={self.mode!r} and "
                 f"memory_budget={self.memory_budget!r}"
             )
         if self.memory_budget is not None:

@@ -176,6 +176,7 @@ class EdgeShards:
         num_edges: edges of this rank.
         largest_degree: of any own node, where some edges are left out of the shards; None: as the shards say.
         out_edges: the same edges as the owners of their sources see them, see `core/out_edges.py`.
+        copy_stream: of a GPU, on which streamed shards are copied.
     """
 
     shards: tuple[Shard, ...]
@@ -183,6 +184,7 @@ class EdgeShards:
     num_edges: int
     largest_degree: int | None = None
     out_edges: Any = field(default=None, compare=False, repr=False)
+    copy_stream: Any = field(default=None, compare=False, repr=False)
 
     def degrees(self) -> Tensor:
         """In-degree of each destination row, ``[num_dst]``, int64."""

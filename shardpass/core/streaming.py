@@ -36,7 +36,9 @@ class StreamedShards:
 
     def __init__(self, edges: EdgeShards, device: torch.device) -> None:
         self._shards, self._device = edges.shards, device
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        if device.type == "cuda" and edges.copy_stream is None:  # one for all walks: memory belongs to its stream
+            edges.copy_stream = torch.cuda.Stream(device)
+        self._side = edges.copy_stream
         self._coming: tuple[int, Shard] | None = None
 
     def __getitem__(self, position: int) -> Shard:

@@ -31,8 +31,8 @@ def check_target(path: Path, overwrite: bool) -> None:
         raise StoreError(f"{path} holds other files ({foreign[0]}) and will not be replaced; choose another path")
     if entries and not overwrite:
         raise StoreError(
-            f"{path} already holds a store; pass overwrite=True to replace it, or choose another path. Partition once, "
-            f"in one process, before training: not in a script that every rank runs"
+            f"{path} already holds a store; pass overwrite=True (--overwrite) to replace it, or choose another path. "
+            f"Partition once, in one process, before training: not in a script that every rank runs"
         )
 
 

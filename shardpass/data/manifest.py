@@ -91,6 +91,10 @@ def read_manifest(directory: Path) -> Manifest:
         StoreError: when the directory is missing or no store, or its manifest is altered or of a newer format.
     """
     path = directory / MANIFEST_NAME
+    if directory.is_file():
+        raise StoreError(
+            f"{directory} is a file, not a store; make a store of a graph first: shardpass partition {directory} STORE"
+        )
     if not directory.is_dir():
         raise StoreError(f"there is no directory {directory}; write a store there with shardpass.partition")
     try:

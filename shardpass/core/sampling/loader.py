@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -86,6 +87,8 @@ class Epochs:
         self._work: Work | None = None
         comm = source.comm
         self.total = int(comm.all_reduce(torch.tensor([len(ids)], device=comm.device), "sum", "sampling: seeds"))
+        if not self.total and comm.rank == 0:
+            warnings.warn("this loader has no seeds on any rank, so its epochs have no steps", stacklevel=4)
         self._num_steps = number_of_steps(self.total, settings.batch_size, comm.size, settings.drop_last)
 
     def __len__(self) -> int:
