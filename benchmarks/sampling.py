@@ -14,7 +14,8 @@ seconds of the rank that used the most. CPU seconds are user and system time of 
 figure divides by the CPU seconds of all ranks together. Systems take turns, --passes times; the best round of each
 counts. The agreement of the ranks on each batch, which the loaders make, is not in it, as DGL's loader is not.
 
-With --accuracy the report has what `benchmarks.accuracy_sampling --json` wrote, too.
+With --accuracy the report has what `benchmarks.accuracy_sampling --json` wrote, too; files of the same graph and
+settings (other seeds) are pooled.
 """
 
 from __future__ import annotations
@@ -214,12 +215,28 @@ def markdown(found: dict[str, Any]) -> str:
 
 def accuracy_words(accuracy: dict[str, Any]) -> str:
     """How a graph's accuracy was measured."""
-    seeds = len(next(iter(accuracy["accuracy"].values())))
+    seeds = ", ".join(str(len(scores)) for scores in accuracy["accuracy"].values())
     return (
-        f"Test accuracy in per cent, {seeds} seeds, {accuracy['epochs']} epochs, {accuracy['batch_size']} seeds a step "
-        f"over all ranks, at {accuracy['revision']}; see `benchmarks/accuracy_sampling.py`. The ± is the standard "
-        f"error of the difference."
+        f"Test accuracy in per cent, mean over {seeds} seeds (in the order of the rows), {accuracy['epochs']} epochs, "
+        f"{accuracy['batch_size']} seeds a step over all ranks, at {accuracy['revision']}; see "
+        f"`benchmarks/accuracy_sampling.py`. The ± is the standard error of the difference."
     )
+
+
+def pooled(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Records of the same graph and settings as one."""
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for record in records:
+        settings = record["graph"], record["epochs"], record["batch_size"]
+        if settings not in found:
+            found[settings] = {**record, "accuracy": {name: [*scores] for name, scores in record["accuracy"].items()}}
+            continue
+        one = found[settings]
+        if record["revision"] not in one["revision"].split(", "):
+            one["revision"] += f", {record['revision']}"
+        for name, scores in record["accuracy"].items():
+            one["accuracy"].setdefault(name, []).extend(scores)
+    return list(found.values())
 
 
 def main() -> None:
@@ -248,7 +265,7 @@ def main() -> None:
         }
     for record in found["throughput"]:
         print(json.dumps(record), flush=True)
-    found["accuracy"] = [json.loads(path.read_text()) for path in given.accuracy] or found["accuracy"]
+    found["accuracy"] = pooled([json.loads(path.read_text()) for path in given.accuracy]) or found["accuracy"]
     if given.output is not None:
         stem = given.output / f"sampling-{found['date']}"
         stem.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
