@@ -10,6 +10,8 @@ import torch
 from cli_helpers import epochs, passed, refused
 
 import shardpass as sp
+from shardpass.cli.graphs import powerlaw
+from shardpass.data import partition
 
 MODEL = """
 from torch import nn
@@ -43,6 +45,11 @@ def test_from_a_checkpoint(store: Path, tmp_path: Path) -> None:
     logits = torch.from_numpy(np.load(out))[graph.node_ids]
     right = (logits.argmax(1) == graph.y)[graph.test_mask].double().mean()
     assert float(right) == pytest.approx(epochs(log)[-1]["test"])
+
+    other, again = tmp_path / "other", tmp_path / "again.npy"
+    partition(powerlaw(600, 8, channels=12, classes=4), other, 2, "range")
+    passed("infer", other, again, "--weights", checkpoint, *options)
+    np.testing.assert_allclose(np.load(again), np.load(out), atol=1e-10)
 
 
 def test_a_model_of_ones_own(store: Path, tmp_path: Path) -> None:

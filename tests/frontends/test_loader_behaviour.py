@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -102,6 +104,7 @@ def test_fields_that_come_with_a_batch():
             ValueError,
             r"is a mask \[40\]; expected one entry per",
         ),
+        ({"input_nodes": "train_mask"}, ValueError, "'train_mask'; expected a bool mask .* such as graph.train_mask"),
         ({"input_nodes": torch.ones(3)}, ValueError, r"is torch.float32 \[3\]; expected a bool mask or own rows"),
     ],
 )
@@ -153,6 +156,38 @@ def test_an_iterator_that_another_one_followed_is_over():
         return len(drawn(loader))
 
     assert shares(fn) == [5, 5]
+
+
+LEFT_HALF_WAY = """
+import torch, shardpass as sp
+from shardpass.testing.graphs import assignments, awkward_graph, shard_in_memory
+
+whole, kept = awkward_graph(), []
+
+def work(comm):
+    graph = shard_in_memory(whole, assignments(whole.num_nodes, 2, whole.edge_index)["random"], comm)
+    kept.append(iter(sp.pyg.NeighborLoader(graph, [2, 2], batch_size=2)))
+    next(kept[-1])
+
+sp.spawn(work, 2)
+print("left")
+"""
+
+
+@pytest.mark.processes
+def test_a_program_that_ends_half_way_ends_well():
+    """A thread that is inside a kernel when the interpreter goes would abort the process."""
+    ended = subprocess.run([sys.executable, "-c", LEFT_HALF_WAY], capture_output=True, text=True, timeout=120)
+    assert (ended.stdout, ended.returncode) == ("left\n", 0), ended.stderr
+
+
+def test_a_loader_without_seeds_is_told():
+    def fn(share, comm):
+        loader = sp.pyg.NeighborLoader(share, [2], torch.zeros(share.num_nodes, dtype=torch.bool))
+        return len(loader), list(loader)
+
+    with pytest.warns(UserWarning, match="no seeds on any rank"):
+        assert shares(fn) == [(0, [])] * 2
 
 
 def test_no_thread_where_one_rank_has_none():

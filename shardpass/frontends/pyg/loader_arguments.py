@@ -103,8 +103,10 @@ def own_rows(graph: ShardedGraph, input_nodes: Any) -> tuple[NodeType, Array]:
     num = graph.ownership[kind].num_own(graph.comm.rank)
     if nodes is None:
         return kind, np.arange(num)
-    given = nodes if isinstance(nodes, Tensor) else torch.as_tensor(nodes)
     where = f"rank {graph.comm.rank}: input_nodes"
+    if isinstance(nodes, str):
+        raise ValueError(f"{where} is {nodes!r}; expected a bool mask or own rows, such as graph.{nodes}")
+    given = nodes if isinstance(nodes, Tensor) else torch.as_tensor(nodes)
     if given.dtype == torch.bool:
         if given.shape != (num,):
             raise ValueError(f"{where} is a mask {list(given.shape)}; expected one entry per own node, [{num}]")
