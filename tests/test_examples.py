@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("launcher", "ranks"),
     [
         ("python", 1),
-        pytest.param("torchrun", 2, marks=pytest.mark.processes),
+        pytest.param("torchrun", 2, marks=[pytest.mark.processes, pytest.mark.long]),
         pytest.param("mpirun", 4, marks=pytest.mark.mpi),
     ],
 )
@@ -58,7 +58,8 @@ def test_custom_layer(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("launcher", "ranks"), [("python", 1), pytest.param("torchrun", 2, marks=pytest.mark.processes)]
+    ("launcher", "ranks"),
+    [("python", 1), pytest.param("torchrun", 2, marks=[pytest.mark.processes, pytest.mark.long])],
 )
 def test_hetero(launcher: str, ranks: int, folder: Path) -> None:
     text = run([*LAUNCHERS[launcher], str(EXAMPLES / "hetero.py")], folder)
@@ -106,7 +107,7 @@ def test_dgl_inference(folder: Path) -> None:
     [
         ("python", 1),
         pytest.param("torchrun", 2, marks=[pytest.mark.processes, pytest.mark.long]),
-        pytest.param("mpirun", 4, marks=pytest.mark.mpi),
+        pytest.param("mpirun", 4, marks=[pytest.mark.mpi, pytest.mark.long]),
     ],
 )
 @pytest.mark.parametrize(("name", "accuracy"), [("sampling_pyg", 0.967), ("sampling_dgl", 0.958)])

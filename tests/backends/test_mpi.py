@@ -7,7 +7,7 @@ from .launchers import launch, needs_mpi
 pytestmark = [pytest.mark.mpi, pytest.mark.processes, needs_mpi]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long), 4])
 def test_contract(ranks):
     ended = launch("mpirun", ranks, "contract over mpi")
     assert ended.code == 0, ended.text

@@ -40,7 +40,7 @@ def everything(comm):
     return len(names), on_a_group_of_the_user(comm) if comm.size == 3 else None
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.long)])  # three: under torchrun
 def test_contract(ranks):
     results = run(everything, ranks, "processes")
     assert [count > 12 for count, _ in results] == [True] * ranks

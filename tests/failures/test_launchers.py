@@ -23,6 +23,7 @@ pytestmark = pytest.mark.processes
 PROGRAM = Path(__file__).with_name("program.py")
 RANKS = 3
 ALL = ["bare", "torchrun", pytest.param("mpirun", marks=[needs_mpi, pytest.mark.mpi])]
+ONE = [*(pytest.param(launcher, marks=pytest.mark.long) for launcher in ALL[:2]), ALL[2]]
 START = 120.0  # seconds that launchers and imports may take before the fault, on a busy machine
 
 
@@ -59,7 +60,7 @@ def test_a_rank_killed_in_the_middle_of_an_epoch(monkeypatch, store, launcher, w
         assert re.search(r"process rank 1 [^.]*exited on\s+signal 9", ended.text), ended.text
 
 
-@pytest.mark.parametrize("launcher", [pytest.param("bare", marks=pytest.mark.long), *ALL[1:]])
+@pytest.mark.parametrize("launcher", ONE)
 def test_an_exception_in_backward(monkeypatch, store, launcher):
     ended = ends_with(monkeypatch, store, launcher, "raise", "shardpass: rank 1 failed first: ValueError: boo")
     assert "is done" not in ended.text
@@ -75,7 +76,7 @@ def test_other_features_on_a_rank(monkeypatch, store, launcher):
     )
 
 
-@pytest.mark.parametrize("launcher", [pytest.param("bare", marks=pytest.mark.long), *ALL[1:]])
+@pytest.mark.parametrize("launcher", ONE)
 def test_ranks_that_take_different_paths(monkeypatch, store, launcher):
     ended, _ = run(monkeypatch, store, launcher, "divergences")
     assert ended.code == 0 and ended.text.count("is done") == RANKS, ended.text
@@ -89,7 +90,7 @@ def test_ranks_that_take_different_paths(monkeypatch, store, launcher):
             assert said and float(said[1]) < LIMIT, f"{what} on rank {rank}\n{ended.text}"
 
 
-@pytest.mark.parametrize("launcher", [pytest.param("bare", marks=pytest.mark.long), *ALL[1:]])
+@pytest.mark.parametrize("launcher", ONE)
 def test_a_slow_rank_is_waited_for_and_one_with_fewer_epochs_is_named(monkeypatch, store, launcher):
     words = ["rank [02] waits in all_gather 'call 9 .*, but rank 1 has ended: it made fewer calls than the others"]
     ended = ends_with(monkeypatch, store, launcher, "slow, then fewer epochs", *words, SLOW_SECONDS="4")
