@@ -15,10 +15,8 @@ def describe_map(weight: Tensor | None) -> str:
     """What ranks must have in common, besides the program, to apply a map of `weight` before the sum."""
     if weight is None:
         return "none"
-    autocast, needs_grad = (
-        torch.is_autocast_enabled(weight.device.type),
-        torch.is_grad_enabled() and weight.requires_grad,
-    )
+    autocast = torch.is_autocast_enabled(weight.device.type)
+    needs_grad = torch.is_grad_enabled() and weight.requires_grad
     return f"{list(weight.shape)} {weight.dtype}, autocast {autocast}, gradient {needs_grad}"
 
 
