@@ -83,9 +83,12 @@ def _aggregate(program: Program, plan: HaloPlan, edges: EdgeShards, weight: Tens
     keeps_sums = plan.options.cache_constant_inputs
     only_scales = weight is not None
     maps_alike = all(offered[1] == offers[0][1] for offered in offers)  # a hook on one rank keeps its sums as they are
-    if weight is not None and maps_alike:
-        early = transformed_first(program, structure, gradients, weight, keeps_sums)
-        (program, structure, gradients), weight = early or (program, structure, gradients), None if early else weight
+    if (
+        weight is not None
+        and maps_alike
+        and (early := transformed_first(program, structure, gradients, weight, keeps_sums))
+    ):
+        (program, structure, gradients), weight = early, None
     call = _call_of(program, plan, edges, structure, number, gradients)
     if all(has for has, *_ in offers):
         assert sums is not None
@@ -93,23 +96,29 @@ def _aggregate(program: Program, plan: HaloPlan, edges: EdgeShards, weight: Tens
             _node_part(program, call, [sums[k] for k in range(len(structure.reductions))], only_scales), weight
         )
     call.pull = choose_pull(call, program, [rest for _, _, *rest in offers])
-    outputs = _Aggregate.apply(
-        call,
-        token,
-        *(program.src[name] for name in call.src_names),
-        *(program.dst[name] for name in call.dst_names),
-        *(program.edge[name] for name in call.edge_names),
-        *structure.captures,
-    )
-    end_call(plan.comm, outputs[-1])
-    if plan.options.cache_constant_inputs and not gradients:
-        plan.constants.keep(program, structure, edges, {k: output.detach() for k, output in enumerate(outputs[:-1])})
+    outputs = _apply(call, program, token)
+    if keeps_sums and not gradients:
+        plan.constants.keep(program, structure, edges, {k: output.detach() for k, output in enumerate(outputs)})
     for k, (count, mean, variance) in call.norm_moments.items():
         structure.norms[k].track(Moments(count, mean, variance), [count, mean.numel()])
     if structure.edge_output:
         return outputs[0]
     in_place = bool(gradients) and not needed_values(call)[0]  # then nobody else has the sums
-    return _mapped(_node_part(program, call, list(outputs[:-1]), only_scales, only_scales and in_place), weight)
+    return _mapped(_node_part(program, call, outputs, only_scales, only_scales and in_place), weight)
+
+
+def _apply(call: Call, program: Program, token: Tensor) -> list[Tensor]:
+    """What the call gives: its reductions, or the edge result. Ends the call."""
+    *outputs, last = _Aggregate.apply(
+        call,
+        token,
+        *(program.src[name] for name in call.src_names),
+        *(program.dst[name] for name in call.dst_names),
+        *(program.edge[name] for name in call.edge_names),
+        *call.captured,
+    )
+    end_call(call.plan.comm, last)
+    return outputs
 
 
 def _mapped(rows: Tensor, weight: Tensor | None) -> Tensor:

@@ -40,6 +40,7 @@ class Tokens:
         """`counts`: for how many rows each rank needs shared memory in this walk; none if rows are not shared."""
         self._plan, self._stream = plan, stream
         self._last, self._layout = len(plan.schedule.rounds), packing.layout
+        self._token = torch.tensor([self._layout], dtype=torch.int32).view(torch.uint8)
         sizes = [packing.num_bytes(count) for count in counts]
         self.window = take_window(plan.comm, sizes, stream.call, stream.label)
 
@@ -49,7 +50,7 @@ class Tokens:
 
     def token(self) -> Tensor:
         """The message in place of rows: their layout."""
-        return torch.tensor([self._layout], dtype=torch.int32).view(torch.uint8)
+        return self._token
 
     def empty(self) -> Tensor:
         """Where the token of another rank arrives."""
