@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from shardpass.core.agreement import digest, settle
+from shardpass.core.agree import digest
+from shardpass.core.agreement import settle
 from shardpass.core.at_once import aggregate_at_once
 from shardpass.core.attention import attention_gradients, run_attention
 from shardpass.core.backward import needed_values, run_backward, zero_gradients
@@ -22,7 +23,7 @@ from shardpass.core.call import Call
 from shardpass.core.calls import begin_call, end_call, refuse_double_backward
 from shardpass.core.forward import run_forward
 from shardpass.core.halo import HaloPlan
-from shardpass.core.norm import Moments
+from shardpass.core.moments import Moments
 from shardpass.core.probe import sample_inputs
 from shardpass.core.program import Program, Structure
 from shardpass.core.pull import choose_pull, offer_pull, pull_attention, pull_copies

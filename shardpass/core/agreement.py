@@ -2,43 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
 from shardpass.backends.communicator import Communicator
+from shardpass.core.agree import agree, digest, diverged
 from shardpass.core.probe import probe
 from shardpass.core.program import Program, Structure
 from shardpass.core.rowwise import check_row_wise
 from shardpass.core.shard import EdgeShards
-from shardpass.errors import DivergenceError, NeedsHaloError, RefusedError
+from shardpass.errors import NeedsHaloError, RefusedError
 
 _ATTEMPTS = 4
 OFFERS = 4
 Offer = Callable[[Program, Structure, bool], list[int]]
-
-
-def digest(text: str) -> int:
-    """A 62-bit fingerprint of `text`."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 2
-
-
-def agree(comm: Communicator, label: str, values: list[int]) -> list[list[int]]:
-    """Every rank's `values`, in rank order. Collective; equal lengths."""
-    gathered = comm.all_gather(torch.tensor(values, dtype=torch.int64, device=comm.device), label=label)
-    return [row.tolist() for row in gathered]
-
-
-def diverged(comm: Communicator, label: str, mine: str) -> DivergenceError:
-    """The error for ranks that describe one call differently. Collective: every rank raises it."""
-    descriptions = comm.all_gather_object(mine, label=f"{label}: descriptions")
-    other = next(r for r in range(comm.size) if descriptions[r] != descriptions[0])
-    return DivergenceError(
-        f"{label}: ranks disagree about this call, so it cannot be exact. Rank 0: {descriptions[0]}. "
-        f"Rank {other}: {descriptions[other]}. Every rank must run the same model with the same widths and dtypes"
-    )
 
 
 def gradient_flags(program: Program) -> list[bool]:

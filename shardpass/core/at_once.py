@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from shardpass.core.agreement import agree, settle
+from shardpass.core.agree import agree
+from shardpass.core.agreement import settle
 from shardpass.core.halo import HaloPlan
 from shardpass.core.program import Inputs, Program
 from shardpass.core.shard import EdgeShards

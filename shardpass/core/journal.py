@@ -17,7 +17,7 @@ from pathlib import Path
 from torch import Tensor
 
 from shardpass.backends.communicator import Communicator
-from shardpass.core.agreement import agree
+from shardpass.core.agree import agree
 
 _ENTRY = "call-{:04}.safetensors"
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,11 +10,9 @@ from torch import Tensor, nn
 
 from shardpass.backends.communicator import Communicator
 from shardpass.core.calls import begin_call, end_call, refuse_double_backward
+from shardpass.core.moments import Moments, accumulator_of, global_moments, row_chunks
 from shardpass.core.on_ranks import OnRanks
 from shardpass.errors import RefusedError
-
-CHUNK_BYTES = 1 << 20  # rows are processed in chunks whose temporaries stay in cache; larger ones on accelerators
-ACCELERATOR_CHUNK_BYTES = 1 << 26
 
 
 class DistributedBatchNorm(OnRanks, nn.BatchNorm1d):
@@ -110,57 +107,6 @@ class DistributedBatchNorm(OnRanks, nn.BatchNorm1d):
             self.running_var.mul_(1 - share).add_((share * unbiased).to(self.running_var.dtype))
 
 
-@dataclass(frozen=True)
-class Moments:
-    """Rows, mean and biased variance per channel, the last two float64 [channels]."""
-
-    count: int
-    mean: Tensor
-    variance: Tensor
-
-
-def global_moments(rows: Tensor, comm: Communicator, label: str) -> Moments:
-    """The moments of the rows of all ranks, the same bits on every rank. Collective.
-
-    Every chunk gives its count, mean and squares about its mean, exact to the accumulation dtype also where the mean
-    is much larger than the deviation; they are merged over chunks, then over ranks, in float64.
-
-    Args:
-        rows: [num_own, channels] of any floating dtype; accumulated in at least float32.
-        comm: the ranks.
-        label: names the call, the same on every rank.
-    """
-    channels = rows.shape[1]
-    counts: list[Tensor] = []
-    means: list[Tensor] = []
-    squares: list[Tensor] = []
-    for part in _chunks(rows):
-        chunk = rows[part].to(_accumulator(rows))
-        shift = chunk.mean(0)
-        centred = chunk - shift
-        first = centred.sum(0).double() / chunk.shape[0]  # what rounding left of the mean
-        means.append(shift.double() + first)
-        squares.append(centred.square_().sum(0).double() - chunk.shape[0] * first.square())
-        counts.append(torch.full_like(means[-1], chunk.shape[0]))
-    zero = torch.zeros(channels, dtype=torch.float64, device=rows.device)
-    own = torch.stack(_merge(*(torch.stack([*values, zero]) for values in (counts, means, squares))))
-    every = torch.stack(comm.all_gather(own[None], label)).squeeze(1)  # [ranks, 3, channels]
-    count, mean, square = _merge(every[:, 0], every[:, 1], every[:, 2])
-    total = int(count[0]) if channels else 0
-    return Moments(total, mean, (square / max(total, 1)).clamp_(min=0))
-
-
-def _merge(counts: Tensor, means: Tensor, squares: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Count, mean and squares about the mean of the union of disjoint sets, [sets, channels] each -> [channels].
-
-    Chan, Golub, LeVeque: Updating formulae and a pairwise algorithm for computing sample variances (1979), eq. 1.5,
-    for any number of sets at once. Sets without rows have no influence.
-    """
-    count = counts.sum(0)
-    mean = (counts * means).sum(0) / count.clamp(min=1)
-    return count, mean, (squares + counts * (means - mean).square()).sum(0)
-
-
 class _Normalise(torch.autograd.Function):
     """Rows normalised with given global moments, and the closed-form backward through those moments.
 
@@ -188,11 +134,11 @@ class _Normalise(torch.autograd.Function):
         refuse_double_backward("DistributedBatchNorm")
         token, rows, weight, mean, variance = ctx.saved_tensors
         grad = grads[0]
-        dtype = _accumulator(rows)
+        dtype = accumulator_of(rows)
         shift = mean.to(dtype)
         inverse = (variance + ctx.eps).rsqrt()
         sums = torch.zeros(2, rows.shape[1], dtype=torch.float64, device=rows.device)
-        for part in _chunks(rows):  # sum of g and of g (x - shift)
+        for part in row_chunks(rows):  # sum of g and of g (x - shift)
             own = grad[part].to(dtype)
             sums[0] += own.sum(0)
             sums[1] += (rows[part] - shift).mul_(own).sum(0)
@@ -216,14 +162,14 @@ def _normalised(
     scale = (variance + eps).rsqrt()
     if weight is not None:
         scale = scale * weight.double()
-    dtype = _accumulator(rows)
+    dtype = accumulator_of(rows)
     shift = mean.to(dtype)
     offset = (shift.double() - mean) * scale  # what rounding the mean lost
     if bias is not None:
         offset = offset + bias.double()
     scale, offset = scale.to(dtype), offset.to(dtype)
     output = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
-    for part in _chunks(rows):
+    for part in row_chunks(rows):
         torch.addcmul(offset, rows[part] - shift, scale, out=output[part])
     return output
 
@@ -232,7 +178,7 @@ def _affine(grad: Tensor, scale: Tensor, rows: Tensor, shift: Tensor, slope: Ten
     """``scale * grad + slope * (rows - shift) + constant``, [num_own, channels], in chunks, in the dtype of `rows`."""
     scale, slope, constant = (vector.to(shift.dtype) for vector in (scale, slope, constant))
     output = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
-    for part in _chunks(rows):
+    for part in row_chunks(rows):
         value = (rows[part] - shift).mul_(slope).add_(constant)
         torch.addcmul(value, grad[part].to(shift.dtype), scale, out=output[part])
     return output
@@ -260,18 +206,6 @@ def _convert(norm: nn.Module, comm: Communicator) -> DistributedBatchNorm:
     converted.__dict__.update(norm.__dict__)
     converted.comm = comm
     return converted
-
-
-def _accumulator(rows: Tensor) -> torch.dtype:
-    return torch.promote_types(rows.dtype, torch.float32)
-
-
-def _chunks(rows: Tensor) -> Iterator[slice]:
-    """Slices of rows whose temporaries in the accumulation dtype fit the chunk size."""
-    size = CHUNK_BYTES if rows.device.type == "cpu" else ACCELERATOR_CHUNK_BYTES
-    step = max(1, size // max(1, rows.shape[1] * _accumulator(rows).itemsize))
-    for start in range(0, rows.shape[0], step):
-        yield slice(start, start + step)
 
 
 def _name(dtype: torch.dtype) -> str:

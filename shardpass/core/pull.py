@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardpass.core.agreement import digest
+from shardpass.core.agree import digest
 from shardpass.core.attention import chunk_edges, gradient_and_delta
 from shardpass.core.backward import Gradients, is_linear
 from shardpass.core.call import Call, Operands

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardpass.backends.communicator import Communicator
 from shardpass.core.calls import begin_call, end_call, refuse_double_backward
-from shardpass.core.norm import global_moments
+from shardpass.core.moments import global_moments
 from shardpass.errors import RefusedError
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardpass.backends.communicator import Communicator
-from shardpass.core.agreement import agree, digest, diverged
+from shardpass.core.agree import agree, digest, diverged
 from shardpass.core.calls import begin_call, end_call, refuse_double_backward
 from shardpass.core.exchange import GradientReturn, fetch_blocks
 from shardpass.core.halo import HaloPlan

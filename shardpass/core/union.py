@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardpass.core.agreement import agree
+from shardpass.core.agree import agree
 from shardpass.core.edge_index import ShardedEdgeIndex
 from shardpass.core.halo import HaloPlan, build_halo_plan
 from shardpass.core.ownership import Ownership

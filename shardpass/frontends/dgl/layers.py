@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from shardpass.core.agreement import agree
+from shardpass.core.agree import agree
 from shardpass.core.transfer import halo_push
 from shardpass.frontends.dgl import readouts
 from shardpass.frontends.dgl.closed import refused

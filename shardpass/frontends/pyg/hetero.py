@@ -18,7 +18,7 @@ from torch_geometric.nn import to_hetero_with_bases_transformer as bases
 from torch_geometric.nn.conv import HANConv, HGTConv, RGCNConv
 
 from shardpass.backends.communicator import Communicator
-from shardpass.core.agreement import agree, digest, diverged
+from shardpass.core.agree import agree, digest, diverged
 from shardpass.core.calls import all_reduce_sum
 from shardpass.core.edge_index import ShardedEdgeIndex
 from shardpass.core.graph import ShardedGraph

@@ -12,7 +12,7 @@ from torch_geometric.nn.aggr import MeanAggregation, SumAggregation
 from torch_geometric.nn.conv import GraphConv, MessagePassing, SAGEConv
 
 from shardpass.core.aggregate import aggregate
-from shardpass.core.agreement import agree
+from shardpass.core.agree import agree
 from shardpass.core.edge_index import ShardedEdgeIndex
 from shardpass.core.graph import ShardedGraph
 from shardpass.core.halo import HaloPlan
