@@ -23,7 +23,7 @@ from pathlib import Path
 from benchmarks.compare_report import chart, markdown
 from benchmarks.report import REPORTS, machine
 from benchmarks.run import Bench, Record, huge_pages, row
-from shardpass.core.options import MODES
+from shardpass.core.ranks import MODES
 
 GRAPHS, MODELS, RANKS, EPOCHS = ("50k30", "20k150"), ("sage", "gat"), (1, 2, 4, 8), 6
 

@@ -36,11 +36,9 @@ from rich.table import Table
 from torch import Tensor
 
 from shardpass.core import kernels
-from shardpass.core.kernels import fused
-from shardpass.core.kernels.attention import RowRun, SoftmaxState
-from shardpass.core.program import AdditiveScore, DotScore, MixedScore, Score
-from shardpass.core.reducers import REDUCERS, Base
-from shardpass.core.shard import Block, Chunk, Shard, build_shards
+from shardpass.core.kernels import RowRun, SoftmaxState, fused
+from shardpass.core.sharding import Block, Chunk, Shard, build_shards
+from shardpass.core.tracing import REDUCERS, AdditiveScore, Base, DotScore, MixedScore, Score
 
 
 class Measured(NamedTuple):

@@ -25,7 +25,7 @@ from benchmarks.graphs import NUM_CLASSES, NUM_FEATURES
 from benchmarks.report import REPORTS, machine
 from benchmarks.run import MIB, Bench, Record
 from benchmarks.worker import HIDDEN, DGLModel, build_model
-from shardpass.core.dryrun.estimate import COMPILED_BYTES, PROCESS_BYTES
+from shardpass.core.dryrun import COMPILED_BYTES, PROCESS_BYTES
 
 POWERLAW, DENSE, COMMUNITY = "powerlaw:30000:8", "dense:24000:50", "community:30000:8"
 TINY = "dense:400:10"

@@ -37,12 +37,9 @@ from benchmarks.accuracy_sampling import compared
 from benchmarks.report import machine
 from shardpass.backends.communicator import Communicator
 from shardpass.backends.spawn import spawn
-from shardpass.core.graph import ShardedGraph
-from shardpass.core.options import Options
-from shardpass.core.sampling.loader import Settings
-from shardpass.core.sampling.neighbours import Drawer
-from shardpass.core.sampling.sample import sample
-from shardpass.core.sampling.source import source_of
+from shardpass.core.graphs import ShardedGraph
+from shardpass.core.ranks import Options
+from shardpass.core.sampling import Drawer, Settings, sample, source_of
 from shardpass.testing.graphs import WholeGraph, shard_in_memory
 
 Figures = dict[str, float]

@@ -12,7 +12,12 @@ from typing import Any
 
 DIRECTIVE = re.compile(r"^::: +(?P<name>[\w.]+)(?: +members=(?P<members>[\w,]+))?$", re.M)
 SECTION = re.compile(r"^(Args|Returns|Raises|Yields|Attributes):(.*)$")
-SHORT = (("torch.", ""), ("shardpass.backends.communicator.", ""), ("shardpass.core.graph.", ""), ("pathlib.", ""))
+SHORT = (
+    ("torch.", ""),
+    ("shardpass.backends.communicator.", ""),
+    ("shardpass.core.graphs.graph.", ""),
+    ("pathlib.", ""),
+)
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:

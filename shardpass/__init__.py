@@ -5,18 +5,24 @@ from typing import TYPE_CHECKING, Any
 from shardpass.backends.communicator import Communicator
 from shardpass.backends.connect import connect
 from shardpass.backends.spawn import spawn
-from shardpass.core.calls import all_reduce_sum
-from shardpass.core.checkpoint import load_checkpoint, save_checkpoint
-from shardpass.core.embedding import NodeEmbedding
-from shardpass.core.gradient_overlap import sync_during_backward
-from shardpass.core.gradients import clip_grad_norm, sync_gradients, sync_parameters
-from shardpass.core.graph import ShardedGraph, gather
-from shardpass.core.hetero_graph import ShardedHeteroGraph
+from shardpass.core.graphs import NodeEmbedding, ShardedGraph, ShardedHeteroGraph, gather
 from shardpass.core.inference import infer
-from shardpass.core.objective import accuracy, cross_entropy, mean, replicated, sum, total
-from shardpass.core.offload import offload
-from shardpass.core.options import Options
-from shardpass.core.random import seed
+from shardpass.core.memory import offload
+from shardpass.core.ranks import Options, all_reduce_sum, seed
+from shardpass.core.training import (
+    accuracy,
+    clip_grad_norm,
+    cross_entropy,
+    load_checkpoint,
+    mean,
+    replicated,
+    save_checkpoint,
+    sum,
+    sync_during_backward,
+    sync_gradients,
+    sync_parameters,
+    total,
+)
 from shardpass.data.inspect import inspect
 from shardpass.data.load import load
 from shardpass.data.partition import partition

@@ -106,7 +106,7 @@ def test_links_resolve(page: Path) -> None:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.exists()], ids=lambda page: page.name)
 def test_files_that_are_named_exist(page: Path) -> None:
-    """Paths in backticks (``core/halo.py``, ``tests/backends/contract.py``) are those of files."""
+    """Paths in backticks (``core/exchange/halo.py``, ``tests/backends/contract.py``) are those of files."""
     if page.name == "CHANGELOG.md":
         return
     text = FENCED.sub("", page.read_text(encoding="utf-8"))

@@ -97,7 +97,7 @@ def state():
 
 import importlib, pkgutil
 before, loaded = state(), set(sys.modules)
-import shardpass, shardpass.testing, shardpass.data, shardpass.core.aggregate, shardpass.backends.threads
+import shardpass, shardpass.testing, shardpass.data, shardpass.core.aggregation.sharded_call, shardpass.backends.threads
 after = state()
 changed = {key: [before[key], after[key]] for key in before if before[key] != after[key]}
 print(json.dumps([changed, sorted({m.partition(".")[0] for m in set(sys.modules) - loaded})]))

@@ -47,7 +47,7 @@ class CallOrder:
 
 @dataclass
 class WindowPool:
-    """The shared memory that the engine keeps between calls, see `core/windows.py`; the same on every rank.
+    """The shared memory that the engine keeps between calls, see `exchange/windows.py`; the same on every rank.
 
     ``refused`` is set once shared memory could not be had on some rank: from then on rows travel as messages.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from shardpass.core.options import Mode
+from shardpass.core.ranks import Mode
 
 
 @dataclass(frozen=True)

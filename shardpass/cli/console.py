@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from rich.console import Console
 
-from shardpass.core.units import bytes_text as bytes_text
+from shardpass.core.ranks import bytes_text as bytes_text
 from shardpass.errors import InternalError, MissingDependencyError, ShardpassError
 
 EXPECTED = (ShardpassError, MissingDependencyError, ValueError, TypeError, NotImplementedError, OSError)

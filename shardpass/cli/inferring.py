@@ -18,7 +18,7 @@ from shardpass.backends.communicator import Communicator
 from shardpass.cli.config import TrainConfig
 from shardpass.cli.models import NAMES, build_model
 from shardpass.cli.task import in_degree_histogram
-from shardpass.core.options import Mode
+from shardpass.core.ranks import Mode
 from shardpass.errors import require
 
 

@@ -50,7 +50,7 @@ class PeakMeter:
 def windows_of_others(comm: Communicator) -> int:
     """Bytes by which shared memory makes this process's resident set differ from what this rank has reserved.
 
-    That is: what is resident of the windows of all ranks (see `core/windows.py`), less the size of the rank's own.
+    That is: what is resident of the windows of all ranks (see `exchange/windows.py`), less the size of the rank's own.
     """
     if comm.windows is None:
         return 0

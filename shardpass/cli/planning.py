@@ -14,8 +14,7 @@ import shardpass as sp
 from shardpass.cli.config import TrainConfig
 from shardpass.cli.console import output
 from shardpass.cli.models import build_model
-from shardpass.core.options import MODES
-from shardpass.core.units import bytes_text, parse_count
+from shardpass.core.ranks import MODES, bytes_text, parse_count
 from shardpass.planning.sizes import known_sizes
 
 _WIDTH = 190  # the table has a column per term

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from shardpass.cli.config import TrainConfig
 from shardpass.cli.console import bytes_text, output
-from shardpass.core.graph import ShardedGraph
+from shardpass.core.graphs import ShardedGraph
 
 _METRICS = ("train", "val", "test")
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardpass.cli.config import TrainConfig
-from shardpass.core.graph import ShardedGraph
+from shardpass.core.graphs import ShardedGraph
 
 SPLITS = ("train", "val", "test")
 

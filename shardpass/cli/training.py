@@ -18,7 +18,7 @@ from shardpass.cli.models import build_model
 from shardpass.cli.profile import profiled
 from shardpass.cli.reporter import Reporter
 from shardpass.cli.task import Task, in_degree_histogram, read_task
-from shardpass.core.graph import ShardedGraph
+from shardpass.core.graphs import ShardedGraph
 
 Record = dict[str, Any]
 

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 
 from shardpass.backends.communicator import Communicator
-from shardpass.core.graph import OwnFields, Relation, ShardedGraph, build_relation
-from shardpass.core.hetero_graph import ShardedHeteroGraph
-from shardpass.core.options import Options
-from shardpass.core.ownership import EDGE, NODE, NodeType, Ownership
+from shardpass.core.graphs import OwnFields, Relation, ShardedGraph, ShardedHeteroGraph, build_relation
+from shardpass.core.ranks import Options
+from shardpass.core.sharding import EDGE, NODE, NodeType, Ownership
 from shardpass.data.merge import RankData, merge_parts, parts_of_rank
 from shardpass.data.store import Store, open_store
 from shardpass.errors import DivergenceError, PeerFailure

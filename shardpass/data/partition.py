@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from shardpass.core.units import parse_bytes
+from shardpass.core.ranks import parse_bytes
 from shardpass.data import keys
 from shardpass.data.atomic import check_target, new_directory, scratch_directory
 from shardpass.data.file_rows import FileRows, blocks

@@ -12,13 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from shardpass.backends.communicator import Communicator
-from shardpass.core.dryrun.estimate import Estimate, fastest
-from shardpass.core.dryrun.trial import TERMS, Training, estimate
-from shardpass.core.graph import ShardedGraph
-from shardpass.core.objective import cross_entropy
-from shardpass.core.options import MODES, Mode, Options
-from shardpass.core.recompute import Checkpoint
-from shardpass.core.units import bytes_text, parse_bytes
+from shardpass.core.dryrun import TERMS, Estimate, Training, estimate, fastest
+from shardpass.core.graphs import ShardedGraph
+from shardpass.core.memory import Checkpoint
+from shardpass.core.ranks import MODES, Mode, Options, bytes_text, parse_bytes
+from shardpass.core.training import cross_entropy
 from shardpass.errors import NeedsHaloError
 from shardpass.planning.sizes import GraphCounts, sizes_of
 

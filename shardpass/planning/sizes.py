@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from shardpass.core.dryrun.rank import Field, RankSizes
-from shardpass.core.ownership import EDGE, NODE
+from shardpass.core.dryrun import Field, RankSizes
+from shardpass.core.sharding import EDGE, NODE
 from shardpass.data.inspect import inspect
 from shardpass.data.manifest import Manifest
 from shardpass.data.store import open_store

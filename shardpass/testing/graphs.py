@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from shardpass.backends.communicator import Communicator
-from shardpass.core.graph import OwnFields, ShardedGraph, build_relation
-from shardpass.core.options import Options
-from shardpass.core.ownership import EDGE, NODE, Ownership
+from shardpass.core.graphs import OwnFields, ShardedGraph, build_relation
+from shardpass.core.ranks import Options
+from shardpass.core.sharding import EDGE, NODE, Ownership
 
 
 @dataclass

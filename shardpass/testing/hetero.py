@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from shardpass.backends.communicator import Communicator
-from shardpass.core.graph import OwnFields, ShardedGraph, build_relation
-from shardpass.core.hetero_graph import ShardedHeteroGraph
-from shardpass.core.options import Options
-from shardpass.core.ownership import EDGE, NODE, EdgeType, NodeType, Ownership
+from shardpass.core.graphs import OwnFields, ShardedGraph, ShardedHeteroGraph, build_relation
+from shardpass.core.ranks import Options
+from shardpass.core.sharding import EDGE, NODE, EdgeType, NodeType, Ownership
 from shardpass.testing.graphs import WholeGraph, shard_in_memory
 from shardpass.testing.parity import Outcome, cotangent
 from shardpass.testing.run import run

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardpass.backends.communicator import Communicator
-from shardpass.core.options import Options
+from shardpass.core.ranks import Options
 from shardpass.testing.graphs import WholeGraph, shard_in_memory
 from shardpass.testing.run import run
 

@@ -9,7 +9,7 @@ import torch
 from shardpass.backends.recording import RecordingCommunicator
 from shardpass.backends.spawn import spawn
 from shardpass.backends.threads import ThreadWorld
-from shardpass.core.random import seed
+from shardpass.core.ranks.random import seed
 from shardpass.errors import CommunicationError, DivergenceError, PeerFailure
 from shardpass.testing.run import run
 

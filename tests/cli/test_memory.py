@@ -7,7 +7,7 @@ import pytest
 from shardpass.backends.communicator import WindowPool
 from shardpass.backends.local import LocalCommunicator
 from shardpass.cli.memory import windows_of_others
-from shardpass.core.windows import take_window
+from shardpass.core.exchange.windows import take_window
 
 SIZE, PAGES = 8_000_000, 100_000
 

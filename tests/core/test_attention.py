@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 
 import shardpass as sp
-from shardpass.core import aggregate as core_aggregate
+from shardpass.core.aggregation import sharded_call as core_aggregate
 from shardpass.core.kernels import attention as kernels
 from shardpass.core.kernels import scores as score_kernels
 from shardpass.core.kernels.attention import EdgeRun, SoftmaxState
-from shardpass.core.program import AdditiveScore, DotScore, MixedScore, Program
-from shardpass.core.random import dropout_factors
-from shardpass.core.shard import Block, build_shards, cut
+from shardpass.core.ranks.random import dropout_factors
+from shardpass.core.sharding.shard import Block, build_shards, cut
+from shardpass.core.tracing.program import AdditiveScore, DotScore, MixedScore, Program
 from shardpass.testing.graphs import assignments, awkward_graph, shard_in_memory
 
 NUM_DST, BLOCK_ROWS, HEADS, WIDTH = 50, 23, 3, 5
@@ -130,11 +130,11 @@ def test_scores_and_their_adjoint(loops, name):
     given = left.detach(), right.detach(), None if mix is None else mix.detach()
     (run,) = by_source(shard, 10_000)
     expected = formula(left[run.src_rows.long()], right[run.dst_rows.long()], mix)
-    torch.testing.assert_close(score_kernels.scores(form, run, *given), expected.detach())
+    torch.testing.assert_close(score_kernels.edge_scores(form, run, *given), expected.detach())
     weights, relative = numbers(*expected.shape, seed=3), numbers(*expected.shape, seed=4)
     expected.backward(weights * relative)
     into = [None if t is None else torch.zeros_like(t) for t in given]
-    score_kernels.adjoint(form, run, *given, weights, relative, *into)
+    score_kernels.edge_scores_adjoint(form, run, *given, weights, relative, *into)
     for found, leaf in zip(into, (left, right, mix)):
         if leaf is not None:
             torch.testing.assert_close(found, leaf.grad)

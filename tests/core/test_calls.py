@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from shardpass.core.calls import all_reduce_sum, begin_call, chained, drop_chain, end_chain, start_chain
+from shardpass.core.ranks.autograd_order import all_reduce_sum, begin_call, chained, drop_chain, end_chain, start_chain
 from shardpass.errors import RefusedError
 from shardpass.testing.run import run
 

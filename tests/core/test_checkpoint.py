@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from shardpass.core.checkpoint import load_checkpoint, save_checkpoint
-from shardpass.core.gradients import note_forward, sync_gradients, sync_parameters
+from shardpass.core.training.checkpoint import load_checkpoint, save_checkpoint
+from shardpass.core.training.gradients import note_forward, sync_gradients, sync_parameters
 from shardpass.errors import CheckpointError
 from shardpass.testing.run import run
 
@@ -328,7 +328,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
 
 
 def test_another_format_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("shardpass.core.checkpoint.FORMAT", 9)
+    monkeypatch.setattr("shardpass.core.training.checkpoint.FORMAT", 9)
     write(tmp_path / "a")
     monkeypatch.undo()
     refused(tmp_path / "a", "has format 9, this version reads format 1")

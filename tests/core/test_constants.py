@@ -7,6 +7,7 @@ import torch
 from torch_geometric.nn import GCNConv, GraphConv, SAGEConv
 
 import shardpass as sp
+from shardpass.core.aggregation.constants import ConstantSums
 from shardpass.testing.graphs import assignments, awkward_graph, shard_in_memory
 
 GRAPH = awkward_graph()
@@ -85,7 +86,7 @@ def test_activations_are_not_kept():
                 h = x
                 for layer in layers:
                     h = layer(h, graph)
-        kept = graph.edge_index.plan.constants._kept
+        kept = graph.edge_index.plan.caches.of(ConstantSums)._kept
         return [sum(bool(one.values) for one in kept), sum(not one.values for one in kept)]
 
     for filled, noted in sp.spawn(rank, RANKS):

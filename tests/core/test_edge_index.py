@@ -12,7 +12,8 @@ import torch
 from torch.overrides import get_overridable_functions
 
 from shardpass.backends.connect import connect
-from shardpass.core.edge_index import ShardedEdgeIndex, SourceRows
+from shardpass.core.graphs.edge_index import ShardedEdgeIndex, SourceRows
+from shardpass.core.sharding.derived import DerivedShards
 from shardpass.errors import RefusedError
 from shardpass.testing.graphs import assignments, awkward_graph, shard_in_memory
 from shardpass.testing.run import run
@@ -344,8 +345,8 @@ def test_a_derived_list_holds_no_numbers_until_they_are_read():
     mask.fill_(True)  # what the caller does with its mask later does not matter
     assert torch.equal(derived.plain, expected)
     plan = index.plan
-    shards = plan.derived.find(derived.derivation, plan.blocks, plan.num_dst)
+    shards = plan.caches.of(DerivedShards).find(derived.derivation, plan.blocks, plan.num_dst)
     again = torch.cat([index[:, index[0] != index[1]], loops], dim=1)
-    assert plan.derived.find(again.derivation, plan.blocks, plan.num_dst) is shards
+    assert plan.caches.of(DerivedShards).find(again.derivation, plan.blocks, plan.num_dst) is shards
     other = torch.cat([index[:, index[0] == index[1]], loops], dim=1)
-    assert plan.derived.find(other.derivation, plan.blocks, plan.num_dst) is not shards
+    assert plan.caches.of(DerivedShards).find(other.derivation, plan.blocks, plan.num_dst) is not shards

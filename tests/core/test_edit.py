@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardpass.core.edit import edit_shards
-from shardpass.core.shard import Block, build_shards
+from shardpass.core.sharding.edit_shards import edit_shards
+from shardpass.core.sharding.shard import Block, build_shards
 
 BLOCKS = [Block(1, 0, 7), Block(0, 7, 9), Block(2, 9, 9), Block(3, 9, 15)]
 NUM_DST = 7

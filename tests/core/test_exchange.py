@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from shardpass.backends.recording import RecordingCommunicator
-from shardpass.core.exchange import GradientReturn, fetch_blocks
-from shardpass.core.halo import build_halo_plan
-from shardpass.core.options import Options
-from shardpass.core.ownership import Ownership
-from shardpass.core.packing import Packing
-from shardpass.core.tokens import Stream
+from shardpass.core.exchange.halo import build_halo_plan
+from shardpass.core.exchange.packing import Packing
+from shardpass.core.exchange.tokens import Stream
+from shardpass.core.exchange.walk import GradientReturn, fetch_blocks
+from shardpass.core.ranks.options import Options
+from shardpass.core.sharding.ownership import Ownership
 from shardpass.errors import CommunicationError, InternalError
 from shardpass.testing.run import run
 

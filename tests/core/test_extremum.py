@@ -6,14 +6,15 @@ import pytest
 import torch
 
 import shardpass as sp
-from shardpass.core import aggregate as core_aggregate
-from shardpass.core import kernels, probe
+from shardpass.core import kernels
+from shardpass.core.aggregation import sharded_call as core_aggregate
 from shardpass.core.kernels import attention as loops_of
 from shardpass.core.kernels import extremum as extremum_kernels
-from shardpass.core.program import Program
-from shardpass.core.recognise import GENERAL
-from shardpass.core.reducers import REDUCERS, Base
-from shardpass.core.shard import Block, build_shards
+from shardpass.core.sharding.shard import Block, build_shards
+from shardpass.core.tracing import probing as probe
+from shardpass.core.tracing.program import Program
+from shardpass.core.tracing.recognise import GENERAL
+from shardpass.core.tracing.reducers import REDUCERS, Base
 from shardpass.testing.graphs import assignments, awkward_graph, shard_in_memory
 
 NUM_DST, BLOCK_ROWS = 30, 11

@@ -12,9 +12,9 @@ from shardpass.core.kernels import attention as steps
 from shardpass.core.kernels import fused
 from shardpass.core.kernels import scores as score_steps
 from shardpass.core.kernels.attention import RowRun, SoftmaxState
-from shardpass.core.program import AdditiveScore, DotScore, MixedScore
-from shardpass.core.random import dropout_factors
-from shardpass.core.shard import Block, build_shards, cut
+from shardpass.core.ranks.random import dropout_factors
+from shardpass.core.sharding.shard import Block, build_shards, cut
+from shardpass.core.tracing.program import AdditiveScore, DotScore, MixedScore
 
 
 @pytest.fixture(autouse=True)
@@ -106,7 +106,7 @@ class Case:
                 fused.accumulate(state, run, self.at_once(run), self.values)
             else:
                 edges = run.by_destination()
-                found = score_steps.scores(*self.in_steps(edges))
+                found = score_steps.edge_scores(*self.in_steps(edges))
                 steps.accumulate(state, edges, found, self.values, self.kept(run))
         return state
 
@@ -119,10 +119,10 @@ class Case:
                 fused.adjoint(run, self.at_once(run), self.values, log_sum, self.grad, delta, *found)
                 continue
             edges, given = run.by_source(), self.in_steps(run.by_source())
-            weights = steps.softmax_weights(edges, score_steps.scores(*given), log_sum)
+            weights = steps.softmax_weights(edges, score_steps.edge_scores(*given), log_sum)
             relative = steps.adjoint(edges, weights, self.values, self.kept(run), self.grad, delta, found[0])
             into = [None if t is None else self.squeezed(t) for t in found[1:]]
-            score_steps.adjoint(*given, weights, relative, *into)
+            score_steps.edge_scores_adjoint(*given, weights, relative, *into)
         return [t for t in found if t is not None]
 
 

@@ -53,7 +53,7 @@ def test_tensors_of_the_cpu_do_not_import_triton():
     code = """
 import sys, torch
 from shardpass.core import kernels
-from shardpass.core.shard import Block, build_shards
+from shardpass.core.sharding.shard import Block, build_shards
 shard = build_shards(torch.tensor([0, 1]), torch.tensor([1, 1]), [Block(0, 0, 2)], 2).shards[0]
 out = torch.empty(2, 3)
 kernels.gather_sum(out, shard, torch.ones(2, 3), None, fresh=True)

@@ -12,10 +12,10 @@ from torch import nn
 
 import shardpass as sp
 from shardpass.backends.recording import RecordingCommunicator
-from shardpass.core.calls import all_reduce_sum
-from shardpass.core.embedding import OwnRows
-from shardpass.core.gradients import note_forward
-from shardpass.core.norm import DistributedBatchNorm
+from shardpass.core.graphs.embedding import OwnRows
+from shardpass.core.ranks.autograd_order import all_reduce_sum
+from shardpass.core.training.gradients import note_forward
+from shardpass.core.training.norm import DistributedBatchNorm
 from shardpass.errors import DivergenceError, PeerFailure, RefusedError, ShardpassError
 from shardpass.testing.run import run
 

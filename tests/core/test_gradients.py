@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from shardpass.core import gradients
-from shardpass.core.gradients import check_not_ddp, note_forward, sync_gradients, sync_parameters
+from shardpass.core.training import gradients
+from shardpass.core.training.gradients import check_not_ddp, note_forward, sync_gradients, sync_parameters
 from shardpass.errors import RefusedError, ShardpassError
 from shardpass.testing.run import run
 

@@ -7,13 +7,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardpass.core.aggregate import aggregate
-from shardpass.core.graph import build_relation
-from shardpass.core.halo import build_halo_plan
-from shardpass.core.options import Options
-from shardpass.core.ownership import Ownership
-from shardpass.core.program import Program
-from shardpass.core.transfer import halo_fetch
+from shardpass.core.aggregation.sharded_call import aggregate
+from shardpass.core.exchange.halo import build_halo_plan
+from shardpass.core.exchange.transfer import halo_fetch
+from shardpass.core.graphs.graph import build_relation
+from shardpass.core.ranks.options import Options
+from shardpass.core.sharding.ownership import Ownership
+from shardpass.core.tracing.program import Program
 from shardpass.testing.graphs import assignments, awkward_graph, shard_in_memory
 from shardpass.testing.run import run
 

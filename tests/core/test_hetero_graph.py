@@ -8,8 +8,8 @@ import torch
 pytest.importorskip("safetensors")
 
 import shardpass as sp
-from shardpass.core.hetero_graph import ShardedHeteroGraph
-from shardpass.core.transfer import halo_fetch
+from shardpass.core.exchange.transfer import halo_fetch
+from shardpass.core.graphs.hetero_graph import ShardedHeteroGraph
 from shardpass.testing.run import run
 
 WRITES, CITES, IN = ("author", "writes", "paper"), ("paper", "cites", "paper"), ("paper", "in", "venue")

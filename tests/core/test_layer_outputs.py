@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardpass as sp
-from shardpass.core import offload as module
+from shardpass.core.memory import offloading as module
 
 
 class Held(nn.Module):

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from shardpass.core import norm as norm_module
-from shardpass.core.calls import chained
-from shardpass.core.norm import DistributedBatchNorm, _merge, global_moments, replace_batch_norms
+from shardpass.core.ranks.autograd_order import chained
+from shardpass.core.training import norm as norm_module
+from shardpass.core.training.norm import DistributedBatchNorm, _merge, global_moments, replace_batch_norms
 from shardpass.errors import RefusedError, ShardpassError
 from shardpass.testing.run import run
 

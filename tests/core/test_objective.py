@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from shardpass.core import objective
+from shardpass.core.training import objective
 from shardpass.errors import DivergenceError
 from shardpass.testing.run import run
 

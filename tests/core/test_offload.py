@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardpass as sp
-from shardpass.core import offload as module
-from shardpass.core import scratch_file
+from shardpass.core.memory import offloading as module
+from shardpass.core.memory import scratch_file
 
 
 def gradients(model, x, context, **backward):

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shardpass.core.aggregate import aggregate
-from shardpass.core.options import Options
-from shardpass.core.probe import probe
-from shardpass.core.probe_trace import EVERYTHING
-from shardpass.core.program import Program
+from shardpass.core.aggregation.sharded_call import aggregate
+from shardpass.core.ranks.options import Options
+from shardpass.core.tracing.probe_trace import EVERYTHING
+from shardpass.core.tracing.probing import probe
+from shardpass.core.tracing.program import Program
 from shardpass.errors import RefusedError
 from shardpass.testing.graphs import assignments, awkward_graph, shard_in_memory
 from shardpass.testing.run import run

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardpass as sp
 from shardpass.backends.recording import RecordingCommunicator
-from shardpass.core import aggregate as core_aggregate
+from shardpass.core.aggregation import sharded_call as core_aggregate
 from shardpass.testing.graphs import WholeGraph, assignments, awkward_graph, shard_in_memory
 from shardpass.testing.parity import differences, evaluate_sharded, evaluate_whole
 

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from shardpass.core.random import decorrelate, derive_seed, get_random_state, replayed, seed, set_random_state
+from shardpass.core.ranks.random import decorrelate, derive_seed, get_random_state, replayed, seed, set_random_state
 from shardpass.errors import RefusedError
 from shardpass.testing.run import run
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardpass.backends.communicator import Communicator
-from shardpass.core.norm import DistributedBatchNorm
-from shardpass.core.recompute import recomputed_activations
+from shardpass.core.memory.recompute import recomputed_activations
+from shardpass.core.training.norm import DistributedBatchNorm
 from shardpass.testing.live_bytes import LiveBytes
 from shardpass.testing.run import run
 

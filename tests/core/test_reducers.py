@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardpass.core.reducers import REDUCERS, Base, SoftmaxSum, accumulator_dtype, expand_index
+from shardpass.core.tracing.reducers import REDUCERS, Base, SoftmaxSum, accumulator_dtype, expand_index
 
 NUM_DST = 4
 NAMES = ["sum", "mean", "max", "min", "prod", "logsumexp", "var", "std"]

@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shardpass.core.aggregate import aggregate
-from shardpass.core.options import Options
-from shardpass.core.probe import probe
-from shardpass.core.program import Program
-from shardpass.core.rowwise import check_row_wise
+from shardpass.core.aggregation.sharded_call import aggregate
+from shardpass.core.ranks.options import Options
+from shardpass.core.tracing.probing import probe
+from shardpass.core.tracing.program import Program
+from shardpass.core.tracing.rowwise import check_row_wise
 from shardpass.errors import RefusedError
 from shardpass.testing.graphs import WholeGraph, assignments, awkward_graph, shard_in_memory
 from shardpass.testing.run import run

@@ -11,15 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from shardpass.core.kernels.sampling import (
-    ALL,
-    Numbering,
-    draw,
-    draw_weighted,
-    keys_of,
-    loops_if_installed,
-    uniforms,
-)
+from shardpass.core.sampling.drawing import ALL, Numbering, draw, draw_weighted, keys_of, loops_if_installed, uniforms
 from shardpass.core.sampling.fetch import IDS, RowFetcher
 from shardpass.core.sampling.neighbours import Drawer
 from shardpass.core.sampling.prefetch import BatchIterator, Work

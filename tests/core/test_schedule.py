@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from shardpass.core.schedule import Round, Schedule
+from shardpass.core.exchange.schedule import Round, Schedule
 from shardpass.errors import InternalError
 
 BLOCK_ROWS = (None, 1, 3)

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("safetensors")
 
 import shardpass as sp
-from shardpass.core.transfer import halo_fetch
+from shardpass.core.exchange.transfer import halo_fetch
 from shardpass.errors import DivergenceError, PeerFailure, StoreError
 from shardpass.testing.run import run
 

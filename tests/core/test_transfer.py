@@ -7,10 +7,10 @@ import re
 import pytest
 import torch
 
-from shardpass.core.halo import build_halo_plan
-from shardpass.core.options import Options
-from shardpass.core.ownership import Ownership
-from shardpass.core.transfer import halo_fetch, halo_push
+from shardpass.core.exchange.halo import build_halo_plan
+from shardpass.core.exchange.transfer import halo_fetch, halo_push
+from shardpass.core.ranks.options import Options
+from shardpass.core.sharding.ownership import Ownership
 from shardpass.errors import DivergenceError, RefusedError
 from shardpass.testing.run import run
 

@@ -15,7 +15,9 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from shardpass.core.kernels import triton_attention, triton_extremum, triton_sums
+from shardpass.core.kernels import triton_attention
+from shardpass.core.kernels import triton_extremum
+from shardpass.core.kernels import triton_sums
 
 INDICES, BOUNDS = ("indptr", "columns", "order"), ("start", "stop", "low", "high")
 COUNTS, WIDE = ("heads", "width", "channels", "num_channels"), ("grad_other", "mix_sums")

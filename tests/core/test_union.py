@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardpass.core.edge_index import ShardedEdgeIndex
-from shardpass.core.transfer import halo_fetch
-from shardpass.core.union import Piece, union
+from shardpass.core.exchange.transfer import halo_fetch
+from shardpass.core.graphs.edge_index import ShardedEdgeIndex
+from shardpass.core.graphs.union import Piece, union
 from shardpass.errors import RefusedError
 from shardpass.testing.hetero import awkward_hetero_graph, hetero_assignments, shard_hetero_in_memory
 from shardpass.testing.run import run

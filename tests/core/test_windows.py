@@ -12,12 +12,12 @@ from torch_geometric.nn import GATConv, SAGEConv
 import shardpass as sp
 from shardpass.backends.communicator import WindowPool
 from shardpass.backends.recording import RecordingCommunicator
-from shardpass.core.exchange import GradientReturn, fetch_blocks
-from shardpass.core.halo import build_halo_plan
-from shardpass.core.options import Options
-from shardpass.core.ownership import Ownership
-from shardpass.core.tokens import Stream
-from shardpass.core.windows import take_window
+from shardpass.core.exchange.halo import build_halo_plan
+from shardpass.core.exchange.tokens import Stream
+from shardpass.core.exchange.walk import GradientReturn, fetch_blocks
+from shardpass.core.exchange.windows import take_window
+from shardpass.core.ranks.options import Options
+from shardpass.core.sharding.ownership import Ownership
 from shardpass.errors import CommunicationError, DivergenceError
 from shardpass.testing.graphs import assignments, awkward_graph, shard_in_memory
 from shardpass.testing.run import run

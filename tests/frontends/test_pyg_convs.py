@@ -13,8 +13,8 @@ pytest.importorskip("torch_geometric")
 import torch_geometric.nn.conv as pyg_convs
 
 import shardpass as sp
-import shardpass.core.aggregate as core_aggregate
-from shardpass.core.agreement import settle
+import shardpass.core.aggregation.sharded_call as core_aggregate
+from shardpass.core.aggregation.agreement import settle
 from shardpass.errors import NeedsHaloError
 from shardpass.frontends.pyg.refusals import REFUSED
 from shardpass.testing.graphs import assignments, shard_in_memory

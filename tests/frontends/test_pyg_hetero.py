@@ -14,6 +14,7 @@ pytest.importorskip("torch_geometric")
 import torch_geometric.nn as gnn
 
 import shardpass as sp
+from shardpass.core.graphs.union import Unions
 from shardpass.errors import DivergenceError, RefusedError
 from shardpass.testing.hetero import (
     evaluate_sharded_hetero,
@@ -114,7 +115,11 @@ def test_a_union_of_relations_is_made_once_for_all_layers_and_calls():
         for _ in range(3):
             model(graph.x_dict, graph)
         plans = [relation.plan for relation in graph.relations.values()]
-        return sum(len(plan.unions) for plan in plans), plans[0].unions[0].edge_index.plan.num_halo, graph.num_halo
+        return (
+            sum(len(plan.caches.of(Unions).made) for plan in plans),
+            plans[0].caches.of(Unions).made[0].edge_index.plan.num_halo,
+            graph.num_halo,
+        )
 
     for count, halo_of_union, halo in on_two_ranks(work):
         assert count == 1 and halo_of_union == halo  # HGT keeps a row per relation

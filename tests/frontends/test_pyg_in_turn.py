@@ -71,7 +71,7 @@ def _vectors():
 
 def test_offloaded_outputs_do_not_change_how_a_layer_runs(tmp_path, monkeypatch):
     """Modules inside messages have hooks meanwhile, which the engine must not see."""
-    from shardpass.core import forward
+    from shardpass.core.aggregation import forward
 
     monkeypatch.setattr(forward, "_run_chunk", lambda *_: pytest.fail("a GCN's sums are left to kernels"))
     (expected,), (found,) = (run(train, 1, args=(models.GCN, sp.Options(), folder)) for folder in (None, tmp_path))

@@ -15,7 +15,7 @@ from torch_geometric.nn import GraphConv, SAGEConv
 
 import shardpass as sp
 from shardpass.backends.communicator import WindowPool
-from shardpass.core.layer_outputs import between_layers
+from shardpass.core.memory.layer_outputs import between_layers
 from shardpass.testing.graphs import assignments, awkward_graph, shard_in_memory
 from shardpass.testing.run import run
 

@@ -191,7 +191,7 @@ def test_the_check_runs_with_the_options_of_the_graph():
         sp.pyg.wrap(Told().double(), comm)(graph.x, graph)
 
     OPTIONS = sp.Options(fuse_attention=False, mode="keep")
-    from shardpass.core import aggregate
+    from shardpass.core.aggregation import sharded_call as aggregate
 
     real = aggregate.settle
 

@@ -13,7 +13,7 @@ pytest.importorskip("torch_geometric")
 import torch_geometric.nn as gnn
 
 import shardpass as sp
-from shardpass.core.batch_index import BatchIndex
+from shardpass.core.graphs.batch_index import BatchIndex
 from shardpass.errors import RefusedError, ShardpassError
 from shardpass.frontends.pyg.norms import DISTRIBUTED
 from shardpass.testing.graphs import assignments, shard_in_memory

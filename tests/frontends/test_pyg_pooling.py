@@ -13,7 +13,7 @@ import torch_geometric.nn as gnn
 from torch_geometric.utils import degree, scatter, softmax, to_dense_batch
 
 import shardpass as sp
-from shardpass.core.batch_index import BatchIndex
+from shardpass.core.graphs.batch_index import BatchIndex
 from shardpass.errors import RefusedError
 from shardpass.frontends.pyg import modules
 from shardpass.testing.graphs import assignments, shard_in_memory

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch_geometric.nn import GAT, GCN, GIN, GraphSAGE
 
 import shardpass as sp
-from shardpass.core import aggregate
+from shardpass.core.aggregation import sharded_call as aggregate
 from shardpass.testing.graphs import WholeGraph, awkward_graph, shard_in_memory
 from shardpass.testing.live_bytes import LiveBytes
 from shardpass.testing.run import run

@@ -19,8 +19,11 @@ pytest.importorskip("torch_geometric")
 from torch_geometric.nn import GATConv, GATv2Conv, GCNConv, GINEConv, PNAConv, SAGEConv, TransformerConv
 
 import shardpass as sp
-from shardpass.core import call, probe, rowwise, scores, shard, streaming
+from shardpass.core.aggregation import call, scores
 from shardpass.core.kernels import cpu, fused, heads
+from shardpass.core.sharding import host_copies as streaming
+from shardpass.core.sharding import shard
+from shardpass.core.tracing import probe, rowwise
 from shardpass.errors import RefusedError
 from shardpass.testing.graphs import assignments, awkward_graph, shard_in_memory
 from shardpass.testing.run import run

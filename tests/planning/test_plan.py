@@ -17,7 +17,7 @@ from shardpass.core.dryrun.estimate import Estimate
 from shardpass.core.dryrun.rank import made_up_rank
 from shardpass.core.dryrun.tracker import MemoryTracker
 from shardpass.core.dryrun.trial import dry_run, extrapolate
-from shardpass.core.units import bytes_text, parse_bytes, parse_count
+from shardpass.core.ranks.units import bytes_text, parse_bytes, parse_count
 from shardpass.planning.plan import _training
 from shardpass.planning.sizes import expected_halo, sizes_of
 

@@ -14,17 +14,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardpass.backends.communicator import Communicator
-from shardpass.core.batch_index import BatchIndex
 from shardpass.core.dryrun.estimate import Estimate, fastest
 from shardpass.core.dryrun.rank import Field, RankSizes, made_up_rows
 from shardpass.core.dryrun.trial import Training, estimate
-from shardpass.core.edge_index import ShardedEdgeIndex
-from shardpass.core.embedding import OwnRows, node_embeddings
-from shardpass.core.graph import ShardedGraph
-from shardpass.core.options import MODES, Options
-from shardpass.core.ownership import EDGE, NODE
-from shardpass.core.selfcheck.frontend import Frontend
-from shardpass.core.units import bytes_text, parse_bytes
+from shardpass.core.graphs import BatchIndex, OwnRows, ShardedEdgeIndex, ShardedGraph, node_embeddings
+from shardpass.core.ranks import MODES, Options, bytes_text, parse_bytes
+from shardpass.core.selfcheck import Frontend
+from shardpass.core.sharding import EDGE, NODE
 from shardpass.errors import NeedsHaloError, RefusedError, ShardpassError
 
 

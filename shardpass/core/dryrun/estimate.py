@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shardpass.core.dryrun.trial import TERMS, Measured
-from shardpass.core.options import MODES, Mode
+from shardpass.core.ranks import MODES, Mode
 
 PROCESS_BYTES, COMPILED_BYTES, FIRST_BYTES = 14 << 20, 70 << 20, 22 << 20
 """What a training process comes to need outside torch's tensors, measured on a graph of 400 nodes: code and Python

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-_EXCHANGE = ("core/exchange.py", "core/windows.py")
-_LOOPS = ("core/kernels/attention.py", "core/kernels/scores.py", "core/attention.py")
+_EXCHANGE = ("core/exchange/walk.py", "core/exchange/windows.py")
+_LOOPS = ("core/kernels/attention.py", "core/kernels/scores.py", "core/aggregation/attention.py")
 _PACKAGE = "shardpass/"
 _SORTS = frozenset({torch.ops.aten.sort.default, torch.ops.aten.sort.stable})
 """Radix sort works between its results and two more vectors like them."""

@@ -25,9 +25,9 @@ from shardpass.backends.communicator import Communicator
 from shardpass.core.dryrun.communicator import DryCommunicator
 from shardpass.core.dryrun.rank import RankSizes, made_up_rank
 from shardpass.core.dryrun.tracker import MemoryTracker
-from shardpass.core.gradients import sync_gradients
-from shardpass.core.graph import ShardedGraph
-from shardpass.core.options import Options
+from shardpass.core.graphs import ShardedGraph
+from shardpass.core.ranks import Options
+from shardpass.core.training import sync_gradients
 
 TERMS = ("store", "features", "parameters", "gradients", "optimizer", "activations", "halo", "temporaries")
 _OF_PARAMETERS = ("parameters", "gradients", "optimizer")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardpass.core.kernels.gpu import triton_attention_for
-from shardpass.core.shard import Chunk
+from shardpass.core.sharding import Chunk
 from shardpass.errors import InternalError
 
 DTYPES = (torch.float32, torch.float64)

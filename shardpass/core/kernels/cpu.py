@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardpass.core.shard import Shard
+from shardpass.core.sharding import Shard
 
 CHUNK_ROWS = 1024
 

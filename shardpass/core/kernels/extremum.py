@@ -7,8 +7,8 @@ from torch import Tensor
 from shardpass.core.kernels.attention import RowRun, by_rows, numba_loops_for
 from shardpass.core.kernels.gpu import triton_extremum_for
 from shardpass.core.kernels.reference import CHUNK_EDGES
-from shardpass.core.reducers import REDUCERS, State
-from shardpass.core.shard import Chunk, Shard
+from shardpass.core.sharding import Chunk, Shard
+from shardpass.core.tracing import REDUCERS, State
 
 
 def gather_extremum(op: str, state: State, shard: Shard, rows: Tensor) -> None:

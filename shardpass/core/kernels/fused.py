@@ -10,7 +10,7 @@ from torch import Tensor
 from shardpass.core.kernels import attention
 from shardpass.core.kernels.attention import RowRun, SoftmaxState, cut_rows, in_threads
 from shardpass.core.kernels.gpu import triton_attention_for
-from shardpass.core.program import AdditiveScore, DotScore, Score
+from shardpass.core.tracing import AdditiveScore, DotScore, Score
 
 
 class Operands(NamedTuple):

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from shardpass.core.kernels import reference
 from shardpass.core.kernels.attention import RowRun, by_rows, numba_loops_for
-from shardpass.core.shard import Chunk, Shard
+from shardpass.core.sharding import Chunk, Shard
 
 
 def handles(rows: Tensor, grad: Tensor) -> bool:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from shardpass.core.kernels.attention import EdgeRun
-from shardpass.core.program import DotScore, Score
+from shardpass.core.tracing import DotScore, Score
 
 
-def scores(form: Score, run: EdgeRun, of_source: Tensor, of_dst: Tensor, mix: Tensor | None) -> Tensor:
+def edge_scores(form: Score, run: EdgeRun, of_source: Tensor, of_dst: Tensor, mix: Tensor | None) -> Tensor:
     """The score of each edge and head, ``[edges of the chunk, heads]``.
 
     Args:
@@ -24,7 +24,7 @@ def scores(form: Score, run: EdgeRun, of_source: Tensor, of_dst: Tensor, mix: Te
     return _formula(form, left, right, mix)
 
 
-def adjoint(
+def edge_scores_adjoint(
     form: Score,
     run: EdgeRun,
     of_source: Tensor,
@@ -36,7 +36,7 @@ def adjoint(
     grad_dst: Tensor,
     grad_mix: Tensor | None,
 ) -> None:
-    """The adjoint of `scores` for the gradient ``weights * relative``, added to `grad_source` and so on in place."""
+    """Adjoint of `edge_scores` for the gradient ``weights * relative``, added to `grad_source` and so on in place."""
     with torch.enable_grad():
         left = of_source.index_select(0, run.src_rows).requires_grad_()
         right = of_dst.index_select(0, run.dst_rows).requires_grad_()

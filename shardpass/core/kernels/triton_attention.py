@@ -8,7 +8,7 @@ the formulas of scores are symmetric in both.
 [Note: gradients of destinations]
 Backward walks sources, so many programs add to the same destination: by atomic additions, as torch's `index_add_` on
 GPUs does. A second walk by destination would need none, but gathers everything twice and needs the edges in both
-orders, which out-edges (`core/pull.py`) do not have. What scores are mixed with is one row for all edges: programs walk
+orders, which out-edges do not have. What scores are mixed with is one row for all edges: programs walk
 several sources each and write a partial sum of their own.
 
 [Note: dtypes]
@@ -27,8 +27,7 @@ from torch import Tensor
 from shardpass.core.kernels.attention import EdgeRun, RowRun, SoftmaxState
 from shardpass.core.kernels.fused import Operands
 from shardpass.core.kernels.triton_sums import accumulator, block_of, tile_of
-from shardpass.core.program import DotScore
-from shardpass.core.reducers import accumulator_dtype
+from shardpass.core.tracing import DotScore, accumulator_dtype
 
 MOST_SUMS = 4096  # programs per head that have a partial sum each
 GIVEN, DOT, SLANTED, MIXED = "given", "dot", "slanted", "mixed"  # where scores come from

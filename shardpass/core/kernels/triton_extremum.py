@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from shardpass.core.kernels.triton_sums import MOST_CHANNELS, accumulator, tile_of
-from shardpass.core.reducers import State
-from shardpass.core.shard import Shard
+from shardpass.core.sharding import Shard
+from shardpass.core.tracing import State
 
 
 def gather_extremum(op: str, state: State, shard: Shard, rows: Tensor) -> None:

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardpass.core.shard import Shard
+from shardpass.core.sharding import Shard
 
 TILE = 1024  # numbers that a program of one warp gathers at a time
 MOST_EDGES, MOST_CHANNELS = 32, 128

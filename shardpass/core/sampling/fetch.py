@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardpass.core.ownership import NodeType
 from shardpass.core.sampling.neighbours import Routed
 from shardpass.core.sampling.structure import SampledSource
 from shardpass.core.sampling.wire import exchange_arrays, exchange_rows
+from shardpass.core.sharding import NodeType
 
 Array = Any
 IDS = " ids"  # no field has a name with a space in front

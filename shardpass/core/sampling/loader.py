@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from shardpass.backends.communicator import Communicator
-from shardpass.core.ownership import EdgeType, NodeType
-from shardpass.core.random import derive_seed
+from shardpass.core.ranks import derive_seed
 from shardpass.core.sampling.prefetch import BatchIterator, Work
 from shardpass.core.sampling.seeds import Seeds, deal, number_of_steps, order_of
 from shardpass.core.sampling.structure import SampledSource
+from shardpass.core.sharding import EdgeType, NodeType
 from shardpass.errors import DivergenceError
 
 Array = Any

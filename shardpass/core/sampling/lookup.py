@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from shardpass.core.ownership import NodeType
 from shardpass.core.sampling.structure import SampledSource
 from shardpass.core.sampling.wire import exchange_arrays
+from shardpass.core.sharding import NodeType
 
 Array = Any
 

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardpass.core.kernels.sampling import draw, draw_weighted, gather, keys_of, loops_if_installed, segments, spread
-from shardpass.core.ownership import EdgeType, NodeType, Ownership
-from shardpass.core.random import derive_seed
+from shardpass.core.ranks import derive_seed
+from shardpass.core.sampling.drawing import draw, draw_weighted, gather, keys_of, loops_if_installed, segments, spread
 from shardpass.core.sampling.structure import SampledSource, Structure
 from shardpass.core.sampling.wire import exchange_arrays, exchange_rows
+from shardpass.core.sharding import EdgeType, NodeType, Ownership
 
 Array = Any
 Arrays = list[list[Array]]  # per rank

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from shardpass.core.kernels.sampling import Numbering
-from shardpass.core.ownership import EdgeType, NodeType
-from shardpass.core.random import derive_seed
+from shardpass.core.ranks import derive_seed
+from shardpass.core.sampling.drawing import Numbering
 from shardpass.core.sampling.neighbours import Drawer
+from shardpass.core.sharding import EdgeType, NodeType
 
 Array = Any
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from shardpass.backends.communicator import Communicator
-from shardpass.core.kernels.sampling import keys_of
+from shardpass.core.sampling.drawing import keys_of
 from shardpass.core.sampling.wire import exchange_arrays
 
 Array = Any

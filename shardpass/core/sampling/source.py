@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from shardpass.backends.communicator import Communicator
-from shardpass.core.graph import ShardedGraph
-from shardpass.core.halo import HaloPlan
-from shardpass.core.ownership import Ownership
+from shardpass.core.exchange import HaloPlan, halo_fetch
+from shardpass.core.graphs import ShardedGraph
 from shardpass.core.sampling.shared import share_structure
 from shardpass.core.sampling.structure import InEdges, SampledSource
-from shardpass.core.transfer import halo_fetch
+from shardpass.core.sharding import Ownership
 
 Array = Any
 

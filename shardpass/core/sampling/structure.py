@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from shardpass.backends.communicator import Communicator
-from shardpass.core.ownership import EdgeType, NodeType, Ownership
+from shardpass.core.sharding import EdgeType, NodeType, Ownership
 
 Array = Any
 

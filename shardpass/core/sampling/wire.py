@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardpass.backends.communicator import Communicator
-from shardpass.core.packing import Packing
+from shardpass.core.exchange import Packing
 from shardpass.errors import InternalError
 
 Array = Any

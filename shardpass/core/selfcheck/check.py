@@ -27,15 +27,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from shardpass.backends.communicator import Communicator
-from shardpass.core.edge_index import ShardedEdgeIndex
-from shardpass.core.embedding import OwnRows, node_embeddings
-from shardpass.core.graph import ShardedGraph
-from shardpass.core.options import Options
-from shardpass.core.rowwise import RANDOM_FILLS
+from shardpass.core.graphs import OwnRows, ShardedEdgeIndex, ShardedGraph, node_embeddings
+from shardpass.core.ranks import Options
 from shardpass.core.selfcheck.compare import Trial, difference, kind_of
 from shardpass.core.selfcheck.frontend import Frontend
 from shardpass.core.selfcheck.small import CannotCheckError, SmallCall
-from shardpass.core.tracing import DROPOUTS
+from shardpass.core.tracing import DROPOUTS, RANDOM_FILLS
 from shardpass.errors import NeedsHaloError, RefusedError
 
 RANKS = 3

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardpass.backends.communicator import Communicator
-from shardpass.core.graph import ShardedGraph
-from shardpass.core.options import Options
+from shardpass.core.graphs import ShardedGraph
+from shardpass.core.ranks import Options
 
 Fields = dict[Any, dict[str, Tensor]]
 """Tensors by node or edge type and name."""

@@ -10,13 +10,10 @@ from torch import Tensor
 from torch.utils._pytree import MappingKey, tree_flatten_with_path, tree_unflatten
 
 from shardpass.backends.communicator import Communicator
-from shardpass.core.batch_index import BatchIndex
-from shardpass.core.edge_index import ShardedEdgeIndex
-from shardpass.core.graph import ShardedGraph
-from shardpass.core.hetero_graph import ShardedHeteroGraph
-from shardpass.core.options import Options
-from shardpass.core.ownership import EDGE, NODE, EdgeType, NodeType
+from shardpass.core.graphs import BatchIndex, ShardedEdgeIndex, ShardedGraph, ShardedHeteroGraph
+from shardpass.core.ranks import Options
 from shardpass.core.selfcheck.frontend import Fields, Frontend
+from shardpass.core.sharding import EDGE, NODE, EdgeType, NodeType
 
 Kind = NodeType | EdgeType
 _NODES, _EDGES = (23, 19, 29, 17, 31), (97, 83, 109, 71, 127)

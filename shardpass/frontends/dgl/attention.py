@@ -19,12 +19,9 @@ from dgl.backend import edge_softmax as dgl_edge_softmax
 from dgl.base import ALL, is_all
 from torch import Tensor, nn
 
-from shardpass.core.aggregate import aggregate
-from shardpass.core.probe import sample_inputs
-from shardpass.core.probe_trace import ProbePhase
-from shardpass.core.program import Inputs, Program, Structure
-from shardpass.core.random import get_random_state, has_drawn
-from shardpass.core.tracing import EdgeTrace
+from shardpass.core.aggregation import aggregate
+from shardpass.core.ranks import get_random_state, has_drawn
+from shardpass.core.tracing import EdgeTrace, Inputs, ProbePhase, Program, Structure, sample_inputs
 from shardpass.errors import RefusedError
 from shardpass.frontends.dgl.deferred import (
     Deferred,

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardpass.core.graph import build_relation
-from shardpass.core.ownership import Ownership
-from shardpass.core.transfer import halo_fetch, halo_push
+from shardpass.core.exchange import halo_fetch, halo_push
+from shardpass.core.graphs import build_relation
+from shardpass.core.sharding import Ownership
 from shardpass.frontends.dgl.graph import ShardedDGLGraph
 from shardpass.frontends.dgl.structure import CanonicalType, Edges, Nodes, NodeType
 

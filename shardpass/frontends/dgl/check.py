@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from shardpass.backends.communicator import Communicator
-from shardpass.core.graph import ShardedGraph
-from shardpass.core.selfcheck.frontend import Fields, Frontend
+from shardpass.core.graphs import ShardedGraph
+from shardpass.core.selfcheck import Fields, Frontend
 from shardpass.frontends.dgl.convert import edge_type, graph, node_type
 from shardpass.frontends.dgl.graph import ShardedDGLGraph
 

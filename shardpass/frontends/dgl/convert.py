@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shardpass.core.graph import ShardedGraph
-from shardpass.core.ownership import EDGE, NODE, EdgeType, NodeType
+from shardpass.core.graphs import ShardedGraph
+from shardpass.core.sharding import EDGE, NODE, EdgeType, NodeType
 from shardpass.frontends.dgl.graph import ShardedDGLGraph
 from shardpass.frontends.dgl.structure import CanonicalType, Edges, Nodes
 

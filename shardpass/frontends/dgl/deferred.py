@@ -15,8 +15,8 @@ import torch
 from dgl.backend import edge_softmax as dgl_edge_softmax
 from torch import Tensor
 
-from shardpass.core.attention import dropout_of_edges
-from shardpass.core.program import Inputs, Program
+from shardpass.core.aggregation import dropout_of_edges
+from shardpass.core.tracing import Inputs, Program
 from shardpass.errors import RefusedError
 from shardpass.frontends.dgl.structure import Edges
 

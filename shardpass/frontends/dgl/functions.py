@@ -11,7 +11,7 @@ from dgl.function.base import BuiltinFunction, TargetCode
 from dgl.function.message import BinaryMessageFunction, CopyMessageFunction
 from torch import Tensor
 
-from shardpass.core.program import Inputs
+from shardpass.core.tracing import Inputs
 from shardpass.errors import RefusedError
 
 _SIDES = {TargetCode.SRC: "s", TargetCode.DST: "d", TargetCode.EDGE: "e"}

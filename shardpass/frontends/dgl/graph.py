@@ -15,7 +15,7 @@ from dgl.base import ALL, is_all
 from torch import Tensor
 
 from shardpass.backends.communicator import Communicator
-from shardpass.core.graph import ShardedGraph
+from shardpass.core.graphs import ShardedGraph
 from shardpass.frontends.dgl.attention import attended, deferred_fields, hand_over, softmax_in_sight
 from shardpass.frontends.dgl.closed import refused
 from shardpass.frontends.dgl.frames import Frame, FramesByType

@@ -8,7 +8,7 @@ import dgl
 from dgl.heterograph_index import HeteroGraphIndex
 from torch import Tensor
 
-from shardpass.core.halo import HaloPlan
+from shardpass.core.exchange import HaloPlan
 from shardpass.frontends.dgl.closed import refused
 
 

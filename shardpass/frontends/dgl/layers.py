@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from shardpass.core.agree import agree
-from shardpass.core.transfer import halo_push
+from shardpass.core.exchange import halo_push
+from shardpass.core.ranks import agree
 from shardpass.frontends.dgl import readouts
 from shardpass.frontends.dgl.closed import refused
 from shardpass.frontends.dgl.empty import EmptyRows

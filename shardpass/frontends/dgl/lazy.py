@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardpass.core.random import draw_seed
+from shardpass.core.ranks import draw_seed
 from shardpass.errors import RefusedError
 from shardpass.frontends.dgl.deferred import Deferred, Dropout, RowsOf, TorchCall
 

@@ -12,16 +12,25 @@ import torch
 from dgl.dataloading import MultiLayerFullNeighborSampler, NeighborSampler
 from torch import Tensor
 
-from shardpass.core.graph import ShardedGraph
-from shardpass.core.ownership import Ownership
-from shardpass.core.sampling.fetch import IDS, RowFetcher
-from shardpass.core.sampling.loader import EpochLoader, Epochs, Settings, agree_on, own_communicator
-from shardpass.core.sampling.neighbours import Drawer
-from shardpass.core.sampling.sample import Sample, sample
-from shardpass.core.sampling.seeds import Seeds, is_short
-from shardpass.core.sampling.shared import share_structure
-from shardpass.core.sampling.source import in_edges
-from shardpass.core.sampling.structure import SampledSource
+from shardpass.core.graphs import ShardedGraph
+from shardpass.core.sampling import (
+    IDS,
+    Drawer,
+    EpochLoader,
+    Epochs,
+    RowFetcher,
+    Sample,
+    SampledSource,
+    Seeds,
+    Settings,
+    agree_on,
+    in_edges,
+    is_short,
+    own_communicator,
+    sample,
+    share_structure,
+)
+from shardpass.core.sharding import Ownership
 from shardpass.errors import RefusedError
 from shardpass.frontends.dgl.blocks import rows_of
 from shardpass.frontends.dgl.convert import graph as to_dgl

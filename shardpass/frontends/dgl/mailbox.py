@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardpass.core.at_once import AtOnce, inputs_at_once
-from shardpass.core.calls import begin_call
+from shardpass.core.aggregation import AtOnce, inputs_at_once
+from shardpass.core.ranks import begin_call
 from shardpass.frontends.dgl.frames import Frame
 from shardpass.frontends.dgl.messages import MessagePassing
 from shardpass.frontends.dgl.udf import LazyFields, ShardedNodeBatch

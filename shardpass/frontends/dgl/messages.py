@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardpass.core.aggregate import aggregate
-from shardpass.core.program import Inputs, Program
-from shardpass.core.shard import EdgeShards
+from shardpass.core.aggregation import aggregate
+from shardpass.core.sharding import EdgeShards
+from shardpass.core.tracing import Inputs, Program
 from shardpass.errors import RefusedError
 from shardpass.frontends.dgl.frames import Frame
 from shardpass.frontends.dgl.functions import is_builtin, message_of, operands, reducer_of

@@ -8,9 +8,8 @@ import dgl
 import torch
 from torch import Tensor
 
-from shardpass.core.calls import all_reduce_sum
-from shardpass.core.graph import ShardedGraph
-from shardpass.core.readout import reduce_rows
+from shardpass.core.graphs import ShardedGraph, reduce_rows
+from shardpass.core.ranks import all_reduce_sum
 from shardpass.errors import RefusedError
 from shardpass.frontends.dgl.graph import ShardedDGLGraph
 

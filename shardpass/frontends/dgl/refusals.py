@@ -5,7 +5,7 @@ from __future__ import annotations
 from dgl.nn.pytorch import GroupRevRes
 from torch import nn
 
-from shardpass.core.norm import DistributedBatchNorm
+from shardpass.core.training import DistributedBatchNorm
 from shardpass.errors import RefusedError
 
 _STATISTICS = (

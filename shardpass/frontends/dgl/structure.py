@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardpass.core.graph import Relation
-from shardpass.core.halo import HaloPlan
-from shardpass.core.shard import EdgeShards, build_shards
-from shardpass.core.transfer import halo_push
+from shardpass.core.exchange import HaloPlan, halo_push
+from shardpass.core.graphs import Relation
+from shardpass.core.sharding import EdgeShards, build_shards
 from shardpass.frontends.dgl.index import LocalIndex
 
 NodeType = str

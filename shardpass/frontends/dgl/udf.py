@@ -11,7 +11,7 @@ import torch
 from dgl.udf import EdgeBatch, NodeBatch
 from torch import Tensor, nn
 
-from shardpass.core.program import Inputs
+from shardpass.core.tracing import Inputs
 from shardpass.errors import RefusedError
 from shardpass.frontends.dgl.closed import refused
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch_geometric.utils import get_laplacian
 
 from shardpass.backends.communicator import Communicator
-from shardpass.core.calls import all_reduce_sum
-from shardpass.core.edge_index import ShardedEdgeIndex
+from shardpass.core.graphs import ShardedEdgeIndex
+from shardpass.core.ranks import all_reduce_sum
 
 
 class Replacement:

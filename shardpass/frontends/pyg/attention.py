@@ -17,11 +17,9 @@ from torch_geometric.nn.attention import performer
 from torch_geometric.nn.models import sgformer
 
 from shardpass.backends.communicator import Communicator
-from shardpass.core.batch_index import BatchIndex
-from shardpass.core.calls import all_reduce_sum, refuse_inside_message
-from shardpass.core.on_ranks import OnRanks
-from shardpass.core.readout import all_rows
-from shardpass.core.statistics import total_rows
+from shardpass.core.graphs import BatchIndex, all_rows
+from shardpass.core.ranks import OnRanks, all_reduce_sum, refuse_inside_message
+from shardpass.core.training import total_rows
 from shardpass.errors import RefusedError
 from shardpass.frontends.pyg.hetero import exchanged
 

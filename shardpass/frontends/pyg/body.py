@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch_geometric.nn.conv import MessagePassing
 
-from shardpass.core.program import Inputs
+from shardpass.core.tracing import Inputs
 from shardpass.frontends.pyg.dense import whole_neighbourhoods
 from shardpass.frontends.pyg.frozen import Frozen
 from shardpass.frontends.pyg.lazy import LazyEdges, Poison

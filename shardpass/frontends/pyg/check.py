@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch_geometric.nn import Sequential
 
 from shardpass.backends.communicator import Communicator
-from shardpass.core.graph import ShardedGraph
-from shardpass.core.ownership import EDGE
-from shardpass.core.selfcheck.check import copy_for_check
-from shardpass.core.selfcheck.frontend import Fields, Frontend
+from shardpass.core.graphs import ShardedGraph
+from shardpass.core.selfcheck import Fields, Frontend, copy_for_check
+from shardpass.core.sharding import EDGE
 
 
 def copy_of_model(model: nn.Module) -> nn.Module | None:

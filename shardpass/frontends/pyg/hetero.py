@@ -18,13 +18,9 @@ from torch_geometric.nn import to_hetero_with_bases_transformer as bases
 from torch_geometric.nn.conv import HANConv, HGTConv, RGCNConv
 
 from shardpass.backends.communicator import Communicator
-from shardpass.core.agree import agree, digest, diverged
-from shardpass.core.calls import all_reduce_sum
-from shardpass.core.edge_index import ShardedEdgeIndex
-from shardpass.core.graph import ShardedGraph
-from shardpass.core.ownership import EdgeType, NodeType
-from shardpass.core.reverse import reversed_edges
-from shardpass.core.union import Piece, union
+from shardpass.core.graphs import Piece, ShardedEdgeIndex, ShardedGraph, reversed_edges, union
+from shardpass.core.ranks import agree, all_reduce_sum, digest, diverged
+from shardpass.core.sharding import EdgeType, NodeType
 from shardpass.errors import RefusedError
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardpass.core.shard import EdgeShards
+from shardpass.core.sharding import EdgeShards
 from shardpass.errors import RefusedError
 
 if TYPE_CHECKING:

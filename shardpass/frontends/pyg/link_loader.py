@@ -12,15 +12,11 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.sampler import NegativeSampling
 
-from shardpass.core.checkpoint_file import digest
-from shardpass.core.graph import ShardedGraph
-from shardpass.core.kernels.sampling import keys_of, uniforms
-from shardpass.core.ownership import EdgeType
-from shardpass.core.random import derive_seed
-from shardpass.core.sampling.loader import EpochLoader, Epochs
-from shardpass.core.sampling.lookup import global_ids
-from shardpass.core.sampling.seeds import Seeds
-from shardpass.core.sampling.structure import SampledSource
+from shardpass.core.graphs import ShardedGraph
+from shardpass.core.ranks import derive_seed
+from shardpass.core.sampling import EpochLoader, Epochs, SampledSource, Seeds, global_ids, keys_of, uniforms
+from shardpass.core.sharding import EdgeType
+from shardpass.core.training import digest
 from shardpass.frontends.pyg.loader import Batches
 from shardpass.frontends.pyg.loader_arguments import settings_of
 

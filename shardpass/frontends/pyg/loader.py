@@ -11,15 +11,23 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
-from shardpass.core.graph import ShardedGraph
-from shardpass.core.ownership import EdgeType, NodeType
-from shardpass.core.sampling.fetch import IDS, RowFetcher
-from shardpass.core.sampling.loader import EpochLoader, Epochs, Settings, agree_on, own_communicator
-from shardpass.core.sampling.neighbours import Drawer
-from shardpass.core.sampling.sample import Sample, sample
-from shardpass.core.sampling.seeds import Seeds
-from shardpass.core.sampling.source import source_of
-from shardpass.core.sampling.structure import SampledSource
+from shardpass.core.graphs import ShardedGraph
+from shardpass.core.sampling import (
+    IDS,
+    Drawer,
+    EpochLoader,
+    Epochs,
+    RowFetcher,
+    Sample,
+    SampledSource,
+    Seeds,
+    Settings,
+    agree_on,
+    own_communicator,
+    sample,
+    source_of,
+)
+from shardpass.core.sharding import EdgeType, NodeType
 from shardpass.frontends.pyg.loader_arguments import own_rows, settings_of
 
 Array = Any

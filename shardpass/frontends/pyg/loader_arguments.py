@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardpass.core.graph import ShardedGraph
-from shardpass.core.ownership import EdgeType, NodeType
-from shardpass.core.sampling.loader import Settings
+from shardpass.core.graphs import ShardedGraph
+from shardpass.core.sampling import Settings
+from shardpass.core.sharding import EdgeType, NodeType
 
 Array = Any
 

@@ -14,8 +14,7 @@ from typing import Any
 from torch import nn
 
 from shardpass.backends.communicator import Communicator
-from shardpass.core.batch_index import BatchIndex
-from shardpass.core.edge_index import ShardedEdgeIndex
+from shardpass.core.graphs import BatchIndex, ShardedEdgeIndex
 from shardpass.errors import RefusedError
 from shardpass.frontends.pyg import model_parts
 from shardpass.frontends.pyg.adapt import Replacement

@@ -15,9 +15,9 @@ from torch_geometric.nn.models import CorrectAndSmooth
 from torch_geometric.nn.models.autoencoder import EPS, MAX_LOGSTD
 from torch_geometric.utils import one_hot, softmax
 
-from shardpass.core import objective
-from shardpass.core.batch_index import BatchIndex
-from shardpass.core.calls import all_reduce_sum
+from shardpass.core.graphs import BatchIndex
+from shardpass.core.ranks import all_reduce_sum
+from shardpass.core.training import objective
 from shardpass.frontends.pyg.adapt import Replacement
 
 

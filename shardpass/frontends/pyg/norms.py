@@ -16,11 +16,9 @@ import torch_geometric.nn as gnn
 from torch import Tensor, nn
 
 from shardpass.backends.communicator import Communicator
-from shardpass.core.batch_index import BatchIndex
-from shardpass.core.calls import refuse_inside_message
-from shardpass.core.norm import global_moments
-from shardpass.core.on_ranks import OnRanks
-from shardpass.core.statistics import row_moments, shifted, total_rows
+from shardpass.core.graphs import BatchIndex
+from shardpass.core.ranks import OnRanks, refuse_inside_message
+from shardpass.core.training import global_moments, row_moments, shifted, total_rows
 from shardpass.errors import RefusedError
 
 

@@ -11,15 +11,13 @@ from torch import Tensor
 from torch_geometric.nn.aggr import MeanAggregation, SumAggregation
 from torch_geometric.nn.conv import GraphConv, MessagePassing, SAGEConv
 
-from shardpass.core.aggregate import aggregate
-from shardpass.core.agree import agree
-from shardpass.core.edge_index import ShardedEdgeIndex
-from shardpass.core.graph import ShardedGraph
-from shardpass.core.halo import HaloPlan
-from shardpass.core.layer_outputs import only_watch
-from shardpass.core.program import Inputs, Program, Structure
-from shardpass.core.reverse import ReversedEdges, reversed_edges
-from shardpass.core.shard import EdgeShards
+from shardpass.core.aggregation import aggregate
+from shardpass.core.exchange import HaloPlan
+from shardpass.core.graphs import ReversedEdges, ShardedEdgeIndex, ShardedGraph, reversed_edges
+from shardpass.core.memory import only_watch
+from shardpass.core.ranks import agree
+from shardpass.core.sharding import DerivedShards, EdgeShards
+from shardpass.core.tracing import Inputs, Program, Structure
 from shardpass.errors import RefusedError
 from shardpass.frontends.pyg.body import Body, Parts
 from shardpass.frontends.pyg.frozen import Frozen
@@ -240,7 +238,7 @@ def shards_of(edge_index: ShardedEdgeIndex) -> EdgeShards:
     if edge_index.shards is not None:
         return edge_index.shards
     plan = edge_index.plan
-    return plan.derived.find(edge_index.edges, plan.blocks, plan.num_dst)
+    return plan.caches.of(DerivedShards).find(edge_index.edges, plan.blocks, plan.num_dst)
 
 
 def _split(conv: MessagePassing, name: str, wanted: Any, direction: Direction, kwargs: dict[str, Any]) -> Parts:

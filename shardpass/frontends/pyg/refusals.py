@@ -11,11 +11,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shardpass.backends.communicator import Communicator
-from shardpass.core.batch_index import BatchIndex
-from shardpass.core.edge_index import ShardedEdgeIndex
-from shardpass.core.graph import ShardedGraph
-from shardpass.core.norm import DistributedBatchNorm
-from shardpass.core.on_ranks import OnRanks
+from shardpass.core.graphs import BatchIndex, ShardedEdgeIndex, ShardedGraph
+from shardpass.core.ranks import OnRanks
+from shardpass.core.training import DistributedBatchNorm
 from shardpass.errors import RefusedError
 from shardpass.frontends.pyg import attention, models, modules, private
 from shardpass.frontends.pyg.norms import is_unknown_norm

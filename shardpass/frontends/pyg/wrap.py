@@ -13,18 +13,19 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch_geometric.nn.conv import MessagePassing
 
 from shardpass.backends.communicator import Communicator
-from shardpass.core.calls import chained
-from shardpass.core.dryrun.auto import choose_mode, undecided
-from shardpass.core.edge_index import ShardedEdgeIndex
-from shardpass.core.gradients import note_forward, refuse_as_built, sync_parameters
-from shardpass.core.graph import ShardedGraph
-from shardpass.core.hetero_graph import ShardedHeteroGraph
-from shardpass.core.norm import replace_batch_norms
-from shardpass.core.own_model import is_wrapped, refuse_shared_model
-from shardpass.core.random import decorrelate
-from shardpass.core.recompute import Checkpoint, check_choice, recomputed_activations
-from shardpass.core.selfcheck.check import check_model
-from shardpass.core.shared_copy import follow, shared_copy
+from shardpass.core.dryrun import choose_mode, undecided
+from shardpass.core.graphs import ShardedEdgeIndex, ShardedGraph, ShardedHeteroGraph
+from shardpass.core.memory import Checkpoint, check_choice, recomputed_activations
+from shardpass.core.ranks import chained, decorrelate, is_wrapped, refuse_shared_model
+from shardpass.core.selfcheck import check_model
+from shardpass.core.training import (
+    follow,
+    note_forward,
+    refuse_as_built,
+    replace_batch_norms,
+    shared_copy,
+    sync_parameters,
+)
 from shardpass.errors import RefusedError
 from shardpass.frontends.pyg.adapt import adapt
 from shardpass.frontends.pyg.attention import distribute_attention

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from shardpass.backends.communicator import Communicator
-from shardpass.core.options import Options
+from shardpass.core.ranks import Options
 from shardpass.errors import ShardpassError
 
 

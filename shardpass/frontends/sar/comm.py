@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shardpass.backends.communicator import Communicator
 from shardpass.backends.connect import connect
-from shardpass.core.gradients import sync_gradients, sync_parameters
+from shardpass.core.training import sync_gradients, sync_parameters
 from shardpass.frontends.sar._state import STATE, communicator
 from shardpass.frontends.sar.address import SOCKET_VARIABLE, address_of, nfs_ip_init
 from shardpass.frontends.sar.ordered import make_ready

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from shardpass.backends.communicator import Communicator
-from shardpass.core.graph import build_relation
-from shardpass.core.options import Options
-from shardpass.core.ownership import Ownership
+from shardpass.core.graphs import build_relation
+from shardpass.core.ranks import Options
+from shardpass.core.sharding import Ownership
 from shardpass.errors import DivergenceError, PeerFailure
 from shardpass.frontends.dgl.structure import Edges, Nodes
 from shardpass.frontends.sar._state import Config, communicator, options

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardpass.core.graph import build_relation
-from shardpass.core.ownership import Ownership
-from shardpass.core.transfer import halo_fetch
+from shardpass.core.exchange import halo_fetch
+from shardpass.core.graphs import build_relation
+from shardpass.core.sharding import Ownership
 from shardpass.errors import RefusedError
 from shardpass.frontends.dgl.graph import ShardedDGLGraph
 from shardpass.frontends.dgl.structure import Edges

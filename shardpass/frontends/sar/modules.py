@@ -9,7 +9,7 @@ import dgl.nn.pytorch as dnn
 from dgl.base import ALL, is_all
 from torch import Tensor, nn
 
-from shardpass.core.norm import DistributedBatchNorm
+from shardpass.core.training import DistributedBatchNorm
 from shardpass.errors import RefusedError
 from shardpass.frontends.sar._state import communicator
 

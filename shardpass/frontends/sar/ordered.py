@@ -2,7 +2,7 @@
 
 [Note: why sync_params hooks the model]
 Ranks take part in one backward only if autograd visits the same collective calls on each, in one order; see the note in
-`core/calls.py`. `shardpass.dgl.wrap` sees to it in the outermost forward. Models of SAR's scripts are plain modules
+`autograd_order.py`. `shardpass.dgl.wrap` sees to it in the outermost forward. Models of SAR's scripts are plain modules
 passed a graph, but every such script hands its model to `sync_params` once; so that is where the outermost forward
 is found. The hooks are module-level functions: a hooked model can be copied and pickled.
 
@@ -19,8 +19,8 @@ from typing import Any
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from shardpass.core.calls import drop_chain, end_chain, start_chain
-from shardpass.core.norm import DistributedBatchNorm
+from shardpass.core.ranks import drop_chain, end_chain, start_chain
+from shardpass.core.training import DistributedBatchNorm
 from shardpass.frontends.dgl.empty import EmptyRows
 from shardpass.frontends.dgl.graph import ShardedDGLGraph
 from shardpass.frontends.dgl.layers import adapt

@@ -1,0 +1,127 @@
+"""What all ranks must agree on before a sharded call communicates, and the words when they do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from shardpass.backends.communicator import Communicator
+from shardpass.core.ranks import agree, digest, diverged
+from shardpass.core.sharding import EdgeShards
+from shardpass.core.tracing import Program, Structure, check_row_wise, probe
+from shardpass.errors import NeedsHaloError, RefusedError
+
+_ATTEMPTS = 4
+OFFERS = 4
+Offer = Callable[[Program, Structure, bool], list[int]]
+
+
+def gradient_flags(program: Program) -> list[bool]:
+    """Whether each input of `program` requires grad here, in a fixed order of names."""
+    if not torch.is_grad_enabled():
+        return [False] * len(_names(program))
+    tensors = {"s": program.src, "d": program.dst, "e": program.edge}
+    return [tensors[key[0]][key[2:]].requires_grad for key in _names(program)]
+
+
+def _names(program: Program) -> list[str]:
+    return [
+        f"{kind}:{name}"
+        for kind, tensors in (("s", program.src), ("d", program.dst), ("e", program.edge))
+        for name in sorted(tensors)
+    ]
+
+
+def _in_words(program: Program) -> str:
+    kinds = (("source", program.src), ("destination", program.dst), ("edge", program.edge))
+    found = [
+        f"{kind} {name!r} {str(t.dtype).removeprefix('torch.')} with {list(t.shape[1:])} per row"
+        for kind, tensors in kinds
+        for name, t in sorted(tensors.items())
+    ]
+    return ", ".join(found) or "no tensors"
+
+
+def _without(program: Program, keep: list[bool]) -> Program:
+    return replace(program, edge={name: program.edge[name] for name, k in zip(sorted(program.edge), keep) if k})
+
+
+def settle(
+    comm: Communicator,
+    label: str,
+    program: Program,
+    edges: EdgeShards,
+    num_own_src: int,
+    offer: Offer = lambda program, structure, gradients: [0] * OFFERS,
+) -> tuple[Program, Structure, frozenset[str], list[list[int]]]:
+    """``(program, structure, gradients, offers)``; the first three are agreed by all ranks. Collective.
+
+    An edge tensor is one on which every rank found one row per edge; an input needs gradients if it does on any rank.
+
+    Args:
+        offer: what this rank has to say about the call once it knows its structure, and whether an input needs a
+            gradient: `OFFERS` numbers.
+
+    Returns:
+        offers: what each rank said, in rank order.
+
+    Raises:
+        RefusedError: on every rank, if the body cannot be computed one shard at a time on any.
+        DivergenceError: on every rank, if the ranks' bodies differ.
+    """
+    flags = gradient_flags(program)
+    edge_names = sorted(program.edge)
+    per_edge = [t.dim() > 0 and t.size(0) == edges.num_edges for t in (program.edge[n] for n in edge_names)]
+    names = _names(program)
+    for _ in range(_ATTEMPTS):
+        candidate = _without(program, per_edge)
+        needs_grad = {name for name, flag in zip(names, flags) if flag}
+        with comm.random_lock():  # the probe looks at the state of a generator that threads share
+            structure, refusal = _probe(candidate, edges, num_own_src, needs_grad)
+        text = f"inputs {names}, grad {torch.is_grad_enabled()}: " + (structure.describe() if structure else "refused")
+        words = f"{_in_words(program)} (computed as {text})"
+        kind = 0 if refusal is None else (1 if isinstance(refusal, NeedsHaloError) else 2)
+        values = [digest(text), kind, *map(int, flags), *map(int, per_edge)]
+        mine = offer(candidate, structure, bool(needs_grad)) if structure is not None else [0] * OFFERS
+        answers = agree(comm, f"{label}: agreement", [len(values), *values] + [0] * (62 - len(values)) + mine)
+        offers = [answer[-OFFERS:] for answer in answers]
+        answers = [answer[:-OFFERS] for answer in answers]
+        if all(answer == answers[0] for answer in answers) and not kind:
+            assert structure is not None
+            return candidate, structure, frozenset(needs_grad), offers
+        _raise_refusal(comm, label, refusal, [answer[2] for answer in answers])
+        if any(answer[0] != len(values) for answer in answers):
+            break
+        rest = [answer[3 : 1 + len(values)] for answer in answers]
+        joined = [any(column) for column in zip(*(r[: len(flags)] for r in rest))] if flags else []
+        common = [all(column) for column in zip(*(r[len(flags) :] for r in rest))] if per_edge else []
+        if joined == flags and common == per_edge and all(r == rest[0] for r in rest):
+            break
+        flags, per_edge = joined, common
+    raise diverged(comm, label, words)
+
+
+def _probe(
+    program: Program, edges: EdgeShards, num_own_src: int, needs_grad: set[str]
+) -> tuple[Structure | None, RefusedError | None]:
+    try:
+        structure = probe(program, edges, num_own_src, needs_grad)
+        signature = structure.describe()
+        if signature not in program.checked:
+            check_row_wise(program, structure, edges.num_dst)
+            program.checked.add(signature)
+        return structure, None
+    except RefusedError as refusal:
+        return None, refusal
+
+
+def _raise_refusal(comm: Communicator, label: str, mine: RefusedError | None, kinds: list[int]) -> None:
+    """Raise on every rank if any refused: the firmest refusal, in the words of the first rank that gave it."""
+    worst = max(kinds)
+    if worst == 0:
+        return
+    words = comm.all_gather_object("" if mine is None else str(mine), label=f"{label}: refusal")
+    error = NeedsHaloError if worst == 1 else RefusedError
+    raise error(words[kinds.index(worst)])

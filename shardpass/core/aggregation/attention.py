@@ -1,0 +1,151 @@
+"""Attention over in-edges in one pass forward and one backward: the general loops, where a body is recognised as such.
+
+Forward: online softmax, chunk by chunk and block by block; kept are a weighted sum and a log-sum-exp per destination
+and head. Backward: every weight is computed again from those, ``weight = exp(score - log_sum)``, and the gradient of a
+score is ``weight * (<grad, value> - <grad, out>)`` (Dao et al. 2022, arXiv 2205.14135, appendix B). Nothing with a row
+per edge outlives a chunk. How a score comes about is up to a `Scores`: in closed form, or by running the body.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from shardpass.core.aggregation.backward import Gradients, Returned
+from shardpass.core.aggregation.call import Call, Operands
+from shardpass.core.aggregation.forward import ForwardResult, counts
+from shardpass.core.aggregation.scores import Outer, Piece, scores_of
+from shardpass.core.kernels import RowRun, SoftmaxState
+from shardpass.core.ranks import dropout_factors, piece_seed
+from shardpass.core.sharding import EdgeShards, Shard, cut
+from shardpass.core.tracing import Attention
+from shardpass.errors import InternalError
+
+
+def run_attention(call: Call, operands: Operands, attention: Attention) -> ForwardResult:
+    """What forward finds of a body that is one attention. Collective; runs without gradients."""
+    values = operands.src[attention.value]
+    width = _numel(values) // attention.heads
+    state = SoftmaxState.fresh(call.edges.num_dst, attention.heads, width, values)
+    scores = scores_of(call, operands, attention)
+    most = chunk_edges(call, attention, operands, scores.in_one_loop)
+    for position, shard, rows in call.walk(operands, _fetched(call, attention)):
+        table = rows[attention.value].reshape(-1, attention.heads, width) if rows else values
+        for run in _by_destination(shard, most):
+            kept = _kept(call, attention, position, run, values)
+            scores.accumulate(state, Piece(shard, run, rows, table, kept))
+    total = state.total.add_(attention.eps)
+    out = state.out.div_(total.unsqueeze(-1).masked_fill(total.unsqueeze(-1) == 0, 1))
+    if (state.top == float("-inf")).any():  # nothing but scores of -inf is 0 / 0, as the softmax of them is
+        lost = (state.top == float("-inf")) & (call.degrees() > 0).unsqueeze(-1)
+        out.masked_fill_(lost.unsqueeze(-1), float("nan"))
+    result = ForwardResult(values=counts(call))
+    shapes = {k: (call.edges.num_dst, *call.structure.reductions[k].tail) for k in attention.members}
+    result.values |= {
+        attention.maximum: state.top.view(shapes[attention.maximum]),
+        attention.total: total.view(shapes[attention.total]),
+        attention.output: out.view(shapes[attention.output]),
+    }
+    result.states = {attention.maximum: [state.top + total.log()]}
+    return result
+
+
+def attention_gradients(
+    call: Call, operands: Operands, attention: Attention, out: Tensor, log_sum: Tensor, gradients: Gradients
+) -> None:
+    """The gradients of an attention, added to `gradients`. Collective."""
+    heads, names = attention.heads, _fetched(call, attention)
+    width = _numel(out) // heads
+    grad, delta = gradient_and_delta(call, attention, out, gradients)
+    outer = Outer(grad, delta, log_sum)
+    scores = scores_of(call, operands, attention)
+    most = chunk_edges(call, attention, operands, scores.in_one_loop)
+    one_by_one = bool(attention.dropout) or not scores.in_one_loop
+    returned = Returned(call, gradients, names)
+    reached = attention.output in gradients.reached
+    for position, shard, rows in call.walk(operands, names):
+        with returned.block(position) as into:
+            table = rows[attention.value].reshape(-1, heads, width) if rows else grad[:0]
+            is_wanted = attention.value in into
+            target = into[attention.value].view_as(table) if is_wanted else torch.zeros_like(table)
+            for run in _by_source(shard, most, one_by_one) if reached else ():
+                kept = _kept(call, attention, position, run, grad)
+                gradients.ran = True
+                scores.adjoint(Piece(shard, run, rows, table, kept), outer, target, into, gradients)
+    returned.finish()
+
+
+def gradient_and_delta(call: Call, attention: Attention, out: Tensor, gradients: Gradients) -> tuple[Tensor, Tensor]:
+    """The gradient of the result by head, ``[num_dst, heads, width]``, and ``<gradient, result>`` of each."""
+    if (gradients.reached - {attention.output}) & {*attention.members}:
+        raise InternalError(f"{call.label}: the softmax inside is used outside it. Use Options(fuse_attention=False)")
+    width = _numel(out) // attention.heads
+    grad = gradients.reductions[attention.output].reshape(-1, attention.heads, width).contiguous()
+    return grad, (grad * out.view_as(grad)).sum(-1)
+
+
+def dropout_of_edges(edges: EdgeShards, seed: int, like: Tensor, p: float) -> Tensor:
+    """What dropout multiplies the weights of an attention with, in a call whose seed is `seed`: all own edges at once.
+
+    Args:
+        like: the weights, ``[num_edges, ...]``: gives shape and dtype.
+        p: probability that a weight is dropped.
+    """
+    found = torch.ones_like(like, requires_grad=False)
+    for position, shard in enumerate(edges.shards):
+        rows = torch.arange(shard.num_edges, device=like.device)
+        factors = dropout_factors(piece_seed(seed, position), rows, _numel(like), p, like.dtype)
+        shard.put(found, factors.view(-1, *like.shape[1:]))
+    return found
+
+
+def _numel(tensor: Tensor) -> int:
+    return tensor.new_empty((1, *tensor.shape[1:])).numel()
+
+
+def _fetched(call: Call, attention: Attention) -> list[str]:
+    return call.structure.sources_of(list(attention.members))
+
+
+def chunk_edges(call: Call, attention: Attention, operands: Operands, in_one_loop: bool) -> int:
+    """How many edges are taken at a time: of what has a row per edge, a chunk holds `Options.chunk_bytes`.
+
+    Args:
+        in_one_loop: nothing has a row per edge, but for the factors of dropout.
+    """
+    if in_one_loop and not attention.dropout:
+        return max(1, call.edges.num_edges)
+    widths = [attention.heads]
+    if attention.score is None:
+        read = call.structure.reductions[attention.maximum].sources
+        tensors = [operands.src[name] for name in read] + [*operands.dst.values(), *operands.edge.values()]
+        widths += [_numel(tensor) for tensor in tensors]
+    return max(1, call.plan.options.chunk_bytes // (max(widths) * operands.src[attention.value].itemsize))
+
+
+def _by_destination(shard: Shard, most: int) -> Iterator[RowRun]:
+    for chunk in shard.chunks(most):
+        span = slice(chunk.start, chunk.stop)
+        yield RowRun(shard.indptr, chunk, shard.src_rows[span], span)
+
+
+def _by_source(shard: Shard, most: int, one_by_one: bool) -> Iterator[RowRun]:
+    if shard.num_edges == 0:
+        return
+    positions = shard.source_order() if one_by_one else None
+    indptr, dst_rows = shard.transpose()
+    for chunk in cut(indptr, shard.num_edges, most):
+        span = slice(chunk.start, chunk.stop)
+        yield RowRun(indptr, chunk, dst_rows[span], None if positions is None else positions[span])
+
+
+def _kept(call: Call, attention: Attention, position: int, run: RowRun, like: Tensor) -> Tensor | None:
+    if not attention.dropout:
+        return None
+    edges = run.known_positions()
+    if isinstance(edges, slice):
+        edges = torch.arange(edges.start, edges.stop, device=like.device)
+    seed = call.seed_of(position)
+    return dropout_factors(seed, edges, attention.heads, attention.dropout, like.dtype)

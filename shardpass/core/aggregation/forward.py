@@ -1,0 +1,193 @@
+"""The forward loop: stage by stage, block by block, chunk by chunk. Mathematics, no buffers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from shardpass.core.aggregation.call import Call, Operands
+from shardpass.core.kernels import gather_extremum, gather_sum
+from shardpass.core.sharding import HOST, Chunk, Shard
+from shardpass.core.tracing import KERNEL_FORMS, REDUCERS, Base, EdgeTrace, State, StopPass, accumulator_dtype, rescale
+from shardpass.errors import DivergenceError
+
+ONLY = slice(0, 1)  # the one row of a reduction over all edges
+
+
+@dataclass
+class ForwardResult:
+    """What forward found: the reductions' values and states ``[num_dst, ...]``, or the edge result."""
+
+    values: dict[int, Tensor] = field(default_factory=dict)
+    states: dict[int, State] = field(default_factory=dict)
+    edges: Tensor | None = None
+
+
+def run_forward(call: Call, operands: Operands) -> ForwardResult:
+    """All reductions of the call's body, or its edge result. Collective; runs without gradients."""
+    result = ForwardResult()
+    structure, edges = call.structure, call.edges
+    device = call.plan.comm.device
+    result.values.update(counts(call))
+    for stage in range(structure.num_stages):
+        members = [k for k in structure.of_stage(stage) if structure.reductions[k].form != "ones"]
+        to_edges = structure.edge_output and stage == structure.num_stages - 1
+        by_kernels = all(structure.reductions[k].form in KERNEL_FORMS for k in members) and not to_edges
+        for k in members:
+            reduction = structure.reductions[k]
+            like = torch.empty(0, dtype=reduction.dtype, device=device)
+            if by_kernels and reduction.op == "sum":  # the first block writes it
+                dtype = accumulator_dtype(reduction.dtype)
+                result.states[k] = [like.new_empty((edges.num_dst, *reduction.tail), dtype=dtype)]
+            else:
+                result.states[k] = REDUCERS[reduction.op].init(edges.num_dst, reduction.tail, like)
+        if to_edges:
+            shape = edges.num_edges, *(structure.edge_tail or ())  # some edges may be left out
+            place = device if call.streamed_to is None else HOST
+            result.edges = torch.zeros(shape, dtype=structure.edge_dtype, device=place)
+        if by_kernels:
+            _run_kernels(call, operands, members, result)
+        elif members or to_edges:
+            _run_body(call, operands, members, stage, to_edges, result)
+        for k in members:
+            reduction = structure.reductions[k]
+            if REDUCERS[reduction.op].is_global:
+                _merge_ranks(call, k, result.states[k])
+            value = REDUCERS[reduction.op].value(result.states[k], reduction.base)
+            result.values[k] = value.to(reduction.dtype)
+    return result
+
+
+def counts(call: Call) -> dict[int, Tensor]:
+    """The reductions that count in-edges, which take no pass."""
+    found = {}
+    for k, reduction in enumerate(call.structure.reductions):
+        if reduction.form == "ones":
+            degrees = call.degrees().to(reduction.dtype)
+            found[k] = degrees.view(-1, *[1] * len(reduction.tail)).expand(-1, *reduction.tail).contiguous()
+    return found
+
+
+def _merge_ranks(call: Call, k: int, state: State) -> None:
+    """Join the states of all ranks, in rank order, into `state`. Collective."""
+    reducer = REDUCERS[call.structure.reductions[k].op]
+    widths = [part.numel() for part in state]
+    gathered = call.plan.comm.all_gather(torch.cat([part.reshape(1, -1) for part in state], dim=1), label=call.label)
+    merged = None
+    for row in gathered:
+        theirs = [flat.view_as(part) for flat, part in zip(row[0].split(widths), state)]
+        if merged is None:
+            merged = [part.clone() for part in theirs]
+        else:
+            reducer.merge(merged, theirs)
+    assert merged is not None
+    for part, value in zip(state, merged):
+        part.copy_(value)
+
+
+def _run_kernels(call: Call, operands: Operands, members: list[int], result: ForwardResult) -> None:
+    reductions = call.structure.reductions
+    only_sums = all(reductions[k].form != "extremum" for k in members)
+    for position, shard, rows in call.walk(operands, call.structure.sources_of(members), placed=only_sums):
+        for k in members:
+            state, source = result.states[k], rows[reductions[k].source]
+            if reductions[k].form == "extremum":
+                gather_extremum(reductions[k].op, state, shard, source)
+                continue
+            scalars = call.weights(operands, shard, reductions[k].weight)
+            gather_sum(state[0], shard, source, scalars, fresh=position == 0)
+
+
+def _run_body(
+    call: Call, operands: Operands, members: list[int], stage: int, to_edges: bool, result: ForwardResult
+) -> None:
+    names = call.structure.sources_of(members, with_edges=to_edges)
+    max_edges = call.chunk_edges(operands)
+    for position, shard, rows in call.walk(operands, names):
+        for chunk in shard.chunks(max_edges):
+            phase = ForwardPhase(call, chunk, stage, None if to_edges else max(members), result)
+            message = _run_chunk(call, operands, phase, position, shard, chunk, rows)
+            if to_edges:
+                assert result.edges is not None and message is not None
+                shard.put(result.edges, message, chunk)
+
+
+def _run_chunk(
+    call: Call,
+    operands: Operands,
+    phase: ForwardPhase,
+    position: int,
+    shard: Shard,
+    chunk: Chunk,
+    rows: dict[str, Tensor],
+) -> Tensor | None:
+    program = call.program
+    inputs = call.inputs(operands, shard, chunk, rows)
+    try:
+        trace = EdgeTrace(program, inputs.index, phase, generator=call.generator(position, chunk))
+        with call.scope(position, chunk.start), trace:
+            message = program.message(inputs)
+            if program.aggregate is not None:
+                program.aggregate(message, inputs)
+    except StopPass:
+        return None
+    if program.aggregate is not None or trace.count != len(call.structure.reductions):
+        raise DivergenceError(
+            f"{program.name} on rank {call.plan.comm.rank}: the body made {trace.count} reductions on some edges and "
+            f"{len(call.structure.reductions)} on others; a Python branch depends on the data of a few edges"
+        )
+    return message
+
+
+class ForwardPhase:
+    """Accumulates the reductions of one stage for one chunk; earlier stages are known, later ones not reached."""
+
+    def __init__(self, call: Call, chunk: Chunk, stage: int, last: int | None, result: ForwardResult) -> None:
+        self.num_dst, self.offset, self.whole_dst = chunk.high - chunk.low, chunk.low, call.edges.num_dst
+        self._reductions = call.structure.reductions
+        self._leaders = {r.leader for r in self._reductions if r.leader is not None}
+        self._window = slice(chunk.low, chunk.high)
+        self._stage, self._last, self._result = stage, last, result
+        self._shift: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def known_base(self, k: int) -> Base | None:
+        return self._reductions[k].base if k < len(self._reductions) else None
+
+    def reduce(self, k: int, op: str, values: Tensor, index: Tensor, base: Base) -> Tensor:
+        reduction = self._reductions[k]
+        window = ONLY if REDUCERS[op].is_global else self._window
+        if k in self._result.values:
+            return self._result.values[k][window]
+        if REDUCERS[op].is_global:
+            answer = values.new_zeros((1, 2, *values.shape[1:]))
+        else:
+            answer = values.new_zeros((self.num_dst, *values.shape[1:]))
+        if reduction.stage == self._stage:
+            state = [part[window] for part in self._result.states[k]]
+            if reduction.leader is not None:
+                self._follow(state[0], values, index, reduction.leader)
+            elif k in self._leaders:
+                answer = self._lead(k, op, state, values, index)
+            else:
+                REDUCERS[op].accumulate(state, values, index)
+        if k == self._last:
+            raise StopPass
+        return answer
+
+    def _lead(self, k: int, op: str, state: State, values: Tensor, index: Tensor) -> Tensor:
+        """Take a maximum, and answer that of this chunk alone, from which the sum that follows is measured."""
+        reducer = REDUCERS[op]
+        part = reducer.init(self.num_dst, values.shape[1:], values)
+        reducer.fill(part, values, index)
+        before = state[0].clone()
+        reducer.merge(state, part)
+        self._shift[k] = (rescale(before, state[0]), rescale(part[0], state[0]))
+        return part[0].masked_fill(part[0] == float("-inf"), 0)
+
+    def _follow(self, total: Tensor, values: Tensor, index: Tensor, leader: int) -> None:
+        """Add a sum of exponentials, after the maximum it is measured from may have grown (online softmax)."""
+        mine, theirs = self._shift[leader]
+        part = torch.zeros_like(total).index_add_(0, index, values.to(total.dtype))
+        total.mul_(mine).add_(part * theirs)

@@ -1,0 +1,55 @@
+"""A sum over in-edges and a linear map after it, in the cheaper order: ``(A x) W^T = A (x W^T)``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardpass.core.tracing import Program, Structure
+
+
+def describe_map(weight: Tensor | None) -> str:
+    """What ranks must have in common, besides the program, to apply a map of `weight` before the sum."""
+    if weight is None:
+        return "none"
+    autocast = torch.is_autocast_enabled(weight.device.type)
+    needs_grad = torch.is_grad_enabled() and weight.requires_grad
+    return f"{list(weight.shape)} {weight.dtype}, autocast {autocast}, gradient {needs_grad}"
+
+
+def transformed_first(
+    program: Program, structure: Structure, gradients: frozenset[str], weight: Tensor, keeps_sums: bool
+) -> tuple[Program, Structure, frozenset[str]] | None:
+    """The program with `weight` applied to the source rows, its structure and gradients; None if that is not cheaper.
+
+    The node part must do no more than scale rows: the caller knows that. Transformed first, narrower rows travel, and
+    the sum need not be kept for the gradient of `weight`, which is then that of a map of the own rows.
+
+    Args:
+        gradients: the inputs that need gradients on some rank, agreed by all.
+        weight: ``[out_channels, in_channels]``; `describe_map` says the same of it on every rank.
+        keeps_sums: sums of rows that need no gradient are kept between epochs, so they are left as they are.
+    """
+    sums = [(k, reduction) for k, reduction in enumerate(structure.reductions) if reduction.form != "ones"]
+    if len(sums) != 1 or structure.edge_output or weight.dim() != 2:
+        return None
+    k, reduction = sums[0]
+    out_channels, in_channels = weight.shape
+    name = reduction.source
+    if reduction.op != "sum" or reduction.base.value or reduction.form not in ("copy", "scale"):
+        return None
+    if reduction.tail != (in_channels,) or out_channels > in_channels or (keeps_sums and f"s:{name}" not in gradients):
+        return None
+    rows, message = program.src[name], structure.message
+    if rows.dtype != weight.dtype or message is None or torch.is_autocast_enabled(rows.device.type):
+        return None
+    if torch.is_grad_enabled() and weight.requires_grad:
+        gradients |= {f"s:{name}"}
+        reduction = replace(reduction, differentiable=True)
+    reductions = list(structure.reductions)
+    reductions[k] = replace(reduction, tail=(out_channels,))
+    narrow = replace(structure, reductions=reductions, message=message[:, :out_channels])
+    return replace(program, src={**program.src, name: F.linear(rows, weight)}), narrow, gradients

@@ -1,0 +1,128 @@
+"""The out-edges of a rank's source nodes: its edge list as the owners of the sources see it, for `aggregation/pull.py`.
+
+Edges live with their destination. To pull gradients, the owner of a source needs its out-edges, by block of
+destinations, and a halo plan of the destination rows that they end in: the halo plan against its direction. How many
+rows that plan moves is found without building it. Both are made once per edge list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from shardpass.core.exchange import HaloPlan, Schedule, Transfer
+from shardpass.core.sharding import Block, EdgeShards, Shard, smallest_index_dtype
+
+
+@dataclass
+class OutEdges:
+    """What pulling over one edge list moves, and the edges themselves once they are needed.
+
+    Args:
+        serial: number of the call in which all ranks made this together.
+        counts: ``counts[q][p]`` destination rows of rank p that the sources of rank q have edges into.
+    """
+
+    serial: int
+    counts: tuple[tuple[int, ...], ...]
+    _built: tuple[HaloPlan, EdgeShards] | None = field(default=None, repr=False)
+
+    @property
+    def num_rows(self) -> int:
+        """Destination rows that travel to the owners of sources, over all ranks."""
+        return sum(map(sum, self.counts))
+
+    def of(self, plan: HaloPlan, edges: EdgeShards, label: str) -> tuple[HaloPlan, EdgeShards]:
+        """The plan by which destination rows travel, and the out-edges into them. Collective the first time.
+
+        Args:
+            plan, edges: of which this was made.
+
+        Returns:
+            a plan whose sources are this rank's destinations, and shards whose destinations are its sources; those
+            have no order in which edge tensors could follow.
+        """
+        if self._built is None:
+            self._built = _build(plan, edges, self.counts, f"{label}: out-edges")
+        return self._built
+
+
+def count_out_edges(plan: HaloPlan, edges: EdgeShards, serial: int, label: str) -> OutEdges:
+    """What pulling over `edges` would move. Collective: one small all-gather."""
+    mine = [0 if q == plan.comm.rank else _ends(edges, q).numel() for q in range(plan.comm.size)]
+    rows = plan.comm.all_gather(torch.tensor(mine, device=plan.comm.device), label=f"{label}: rows to pull")
+    return OutEdges(serial, tuple(zip(*(row.tolist() for row in rows))))
+
+
+def _ends(edges: EdgeShards, owner: int) -> Tensor:
+    """The destination rows that edges from sources of `owner` end in, ascending, int64."""
+    degrees = [shard.degrees() for shard in edges.shards if shard.block.owner == owner]
+    return torch.stack(degrees).any(0).nonzero().view(-1) if degrees else edges.shards[0].indptr.new_zeros(0).long()
+
+
+def _build(
+    plan: HaloPlan, edges: EdgeShards, counts: Sequence[Sequence[int]], label: str
+) -> tuple[HaloPlan, EdgeShards]:
+    """Every rank sorts its edges by source, and sends them as the CSR that the owner of the sources needs."""
+    comm, rank = plan.comm, plan.comm.rank
+    none = torch.zeros(0, dtype=torch.int64, device=comm.device)
+    send_rows = [none if q == rank else _ends(edges, q) for q in range(comm.size)]
+    schedule = Schedule.ring(counts, plan.options.block_rows)
+    reverse = HaloPlan.over(comm, plan.options, schedule, plan.num_dst, plan.num_own_src, send_rows)
+    index = smallest_index_dtype(max(map(max, counts)))
+    parts: list[list[Tensor]] = [[none.to(index)] for _ in range(comm.size)]
+    moves = schedule.transfers(rank)
+    for move in moves:
+        if move.send_stop > move.send_start:
+            parts[move.to] += [t.to(index) for t in _leaving(plan, edges, send_rows[move.to], move)]
+    came = comm.all_to_all([torch.cat(part) for part in parts], label=label)
+    shards = [_own_shard(edges.shards[0], plan)]
+    taken = [0] * comm.size
+    for move, block in zip(moves, reverse.blocks[1:]):
+        if block.num_rows == 0:
+            shards.append(_shard(block, plan.num_own_src, none, none.to(index), none.to(index)))
+            continue
+        sources = plan.send_rows[move.source]
+        message = came[move.source][taken[move.source] :]
+        degrees = message[: sources.numel()]
+        num_edges = int(degrees.sum())
+        taken[move.source] += degrees.numel() + num_edges
+        columns = message[degrees.numel() : degrees.numel() + num_edges]
+        shards.append(_shard(block, plan.num_own_src, sources, degrees, columns))
+    return reverse, EdgeShards(tuple(shards), plan.num_own_src, sum(shard.num_edges for shard in shards))
+
+
+def _leaving(plan: HaloPlan, edges: EdgeShards, ends: Tensor, move: Transfer) -> tuple[Tensor, Tensor]:
+    """The edges from sources of rank ``move.to`` into a window of `ends`, by source: ``(degrees, columns)``.
+
+    Degrees are those of the source rows that this rank needs of that rank; columns count from the window's start.
+    """
+    first = plan.halo_start[move.to]
+    column_of = torch.full((edges.num_dst,), -1, device=ends.device)
+    column_of[ends[move.send_start : move.send_stop]] = torch.arange(move.send_stop - move.send_start).to(ends.device)
+    pairs = []
+    for shard in edges.shards:
+        if shard.block.owner == move.to and shard.num_edges:
+            columns, sources = column_of[shard.dst_rows()], shard.src_rows + (shard.block.start - first)
+            inside = columns >= 0
+            pairs.append((sources[inside], columns[inside]))
+    sources, columns = map(torch.cat, zip(*pairs))
+    num_sources = plan.halo_start[move.to + 1] - first
+    return torch.bincount(sources, minlength=num_sources), columns[torch.argsort(sources, stable=True)]
+
+
+def _own_shard(shard: Shard, plan: HaloPlan) -> Shard:
+    degrees = torch.bincount(shard.src_rows, minlength=plan.num_own_src)
+    columns = shard.dst_rows().to(smallest_index_dtype(plan.num_dst))[torch.argsort(shard.src_rows, stable=True)]
+    own = torch.arange(plan.num_own_src, device=degrees.device)
+    return _shard(Block(plan.comm.rank, 0, plan.num_dst), plan.num_own_src, own, degrees, columns)
+
+
+def _shard(block: Block, num_rows: int, rows: Tensor, degrees: Tensor, columns: Tensor) -> Shard:
+    """Edges in order of `rows`, each with its degree, as a shard; no edge tensor follows it."""
+    counts = torch.zeros(num_rows + 1, dtype=torch.int64, device=columns.device)
+    counts[rows + 1] = degrees.to(torch.int64)
+    return Shard(block, counts.cumsum(0).to(smallest_index_dtype(columns.numel())), columns, slice(0, 0))

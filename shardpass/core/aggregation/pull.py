@@ -1,0 +1,217 @@
+"""Backward by pulling: the owner of a source fetches what its destinations know and computes its gradient by itself.
+
+For a sum of copies destinations publish the gradient that arrived there. For an attention with a closed form they
+publish what makes every weight again (score of the destination, log-sum-exp) and its gradient (that of the result, and
+delta, see `attention.py`); what belongs to destinations goes back. Forward's loops over out-edges, then: source
+rows are not fetched again, and no gradients of source rows return.
+
+Pushing (`backward.py`) is for everything else, and where it moves fewer bytes. Ranks choose alike, from counts and
+widths that all of them know.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardpass.core.aggregation.attention import chunk_edges, gradient_and_delta
+from shardpass.core.aggregation.backward import Gradients, is_linear
+from shardpass.core.aggregation.call import Call, Operands
+from shardpass.core.aggregation.out_edges import OutEdges, count_out_edges
+from shardpass.core.exchange import GradientReturn, HaloPlan, fetch_blocks
+from shardpass.core.kernels import RowRun, adjoint, edge_scores, edge_scores_adjoint, fused, gather_sum, softmax_weights
+from shardpass.core.ranks import digest
+from shardpass.core.sharding import EdgeShards, Shard
+from shardpass.core.tracing import AdditiveScore, Attention, MixedScore, Program, Structure
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Bytes that one row costs in backward: a source row if pushed; a destination row if pulled."""
+
+    push: int
+    pull: int
+
+
+def offer_pull(plan: HaloPlan, edges: EdgeShards, structure: Structure) -> list[int]:
+    """What this rank knows that a choice between push and pull needs: the serial of its `OutEdges` and the digest of a
+    tensor that scores are mixed with, by which all ranks must mix alike."""
+    if plan.comm.size == 1 or not plan.options.may_pull:
+        return [-1, 0]
+    mixes = structure.attention is not None and isinstance(structure.attention.score, MixedScore)
+    mix = digest(repr(structure.mix.tolist())) if mixes and structure.mix is not None else 0
+    return [-1 if edges.out_edges is None else edges.out_edges.serial, mix]
+
+
+def choose_pull(call: Call, program: Program, offers: list[list[int]]) -> OutEdges | None:
+    """The out-edges over which backward will pull; None: it pushes. Collective where ranks do not know them yet.
+
+    Args:
+        program: with its tensors.
+        offers: of every rank.
+    """
+    plan, edges = call.plan, call.edges
+    if plan.comm.size == 1 or not plan.options.may_pull:
+        return None
+    widths = _widths(call, program)
+    if widths is None or any(mix != offers[0][1] for _, mix in offers):
+        return None
+    known = edges.out_edges
+    if known is None or any(serial != known.serial for serial, _ in offers):
+        known = edges.out_edges = count_out_edges(plan, edges, call.number, call.label)
+    if plan.options.backward == "pull":
+        return known
+    pushed = widths.push * sum(map(sum, plan.schedule.counts))
+    return known if widths.pull * known.num_rows < pushed else None
+
+
+def _widths(call: Call, program: Program) -> Widths | None:
+    """The widths of a call that can be pulled, else None; the same on every rank."""
+    structure, plan = call.structure, call.plan
+
+    def width(tensor: Tensor) -> int:
+        wire = plan.options.wire_dtype if tensor.dtype == torch.float32 else None
+        return tensor.shape[1:].numel() * (wire or tensor.dtype).itemsize
+
+    wanted = {key[2:] for key in call.gradients if key.startswith("s:")}
+    attention = structure.attention
+    if attention is None:
+        names = _copied(call)
+        if structure.edge_output or structure.max_depth != 0 or not names:
+            return None
+        if any(r.form != "copy" for r in structure.reductions if r.differentiable):
+            return None
+        rows = sum(width(program.src[name]) for name in names)
+        return Widths(rows, rows)
+    output = structure.reductions[attention.output]
+    if attention.score is None or attention.dropout or plan.options.wire_dtype is not None or not output.differentiable:
+        return None  # with another dtype on the wire, weights would not be those of forward
+    fetched = {call.canonical[name] for name in structure.sources_of(list(attention.members))}
+    keeps = plan.options.runs_as != "sar"
+    pushed = sum(width(program.src[name]) * ((not keeps) + (name in wanted)) for name in fetched)
+    score = program.dst[attention.score.destination]
+    per_head = attention.heads * output.dtype.itemsize
+    returned = width(score) if f"d:{attention.score.destination}" in call.gradients else 0
+    value = width(program.src[attention.value])
+    return Widths(pushed, value + 2 * per_head + width(score) + returned)
+
+
+def _copied(call: Call) -> list[str]:
+    """The sources of copies that need gradients, under the names they are fetched by, sorted."""
+    names = {call.canonical[r.source] for r in call.structure.reductions if r.differentiable and r.form == "copy"}
+    return sorted(name for name in names if f"s:{name}" in call.gradients)
+
+
+def _out_edges(call: Call) -> tuple[HaloPlan, EdgeShards]:
+    assert call.pull is not None
+    return call.pull.of(call.plan, call.edges, call.label)
+
+
+def pull_copies(call: Call, gradients: Gradients) -> None:
+    """The gradients of sources of which sums of copies were taken, added to `gradients`. Collective."""
+    reverse, edges = _out_edges(call)
+    names, linear = _copied(call), is_linear(call)
+    published = [_published(call, name, gradients) for name in names]
+    gradients.ran |= any(shard.num_edges for shard in call.edges.shards)
+    for position, _, rows in fetch_blocks(reverse, published, call.stream(), placed=True):
+        for name, table in zip(names, rows):
+            gather_sum(gradients.src[name], edges.shards[position], table, None, fresh=linear and position == 0)
+
+
+def _published(call: Call, name: str, gradients: Gradients) -> Tensor:
+    """The gradient that arrived for copies of a source, ``[num_dst, ...]``; zeros where the loss does not lead here."""
+    members = [k for k, r in enumerate(call.structure.reductions) if r.differentiable and r.form == "copy"]
+    first, *others = [
+        gradients.reductions[k] for k in members if call.canonical[call.structure.reductions[k].source] == name
+    ]
+    return sum(others, first).contiguous()
+
+
+def pull_attention(
+    call: Call,
+    operands: Operands,
+    attention: Attention,
+    out: Tensor,
+    log_sum: Tensor,
+    gradients: Gradients,
+) -> None:
+    """As `attention_gradients`, for scores in closed form and no dropout. Collective."""
+    assert attention.score is not None
+    name = attention.score.destination
+    reverse, edges = _out_edges(call)
+    grad, delta = gradient_and_delta(call, attention, out, gradients)
+    reached = attention.output in gradients.reached
+    log_sum = log_sum.view_as(delta) if reached else torch.full_like(delta, float("inf"))  # all weights are 0
+    side = _SourceSide(call, operands, attention, gradients)
+    published = [grad, delta, log_sum, operands.dst[name].reshape(-1, *side.tail)]
+    to_dst = torch.zeros_like(published[-1], memory_format=torch.contiguous_format)
+    returned = GradientReturn(reverse, [to_dst] if name in gradients.dst else [], call.stream())
+    for position, _, rows in fetch_blocks(reverse, published, call.stream()):
+        into = [to_dst] if position == 0 else returned.buffers(position)
+        if edges.shards[position].num_edges and not bool((rows[2] == float("inf")).all()):
+            side.add(edges.shards[position], rows, into[0] if into else torch.zeros_like(rows[-1]))
+        if position > 0:
+            returned.send(position)
+    returned.finish()
+    side.finish()
+    if reached and any(shard.num_edges for shard in call.edges.shards):
+        gradients.ran = True
+        if name in gradients.dst:
+            gradients.of_dst(name).add_(to_dst.view_as(gradients.dst[name]))
+
+
+class _SourceSide:
+    """The own sources of an attention, and their gradients."""
+
+    def __init__(self, call: Call, operands: Operands, attention: Attention, gradients: Gradients) -> None:
+        score, mix, heads = attention.score, call.structure.mix, attention.heads
+        assert score is not None
+        self.score, self.gradients = score, gradients
+        of_source, values = operands.src[score.source], operands.src[attention.value]
+        width = of_source.shape[1:].numel() // heads
+        self.in_one_loop = fused.handles(values, of_source, operands.dst[score.destination], mix)
+        self.tail = (heads,) if isinstance(score, AdditiveScore) and not self.in_one_loop else (heads, width)
+        self.of_source = of_source.reshape(-1, *self.tail).contiguous()
+        self.values = values.reshape(-1, heads, values.shape[1:].numel() // heads).contiguous()
+        self.mix = None if mix is None else mix.reshape(self.tail).contiguous()
+        self.mix_shape = None if mix is None else mix.shape
+        self.chunk_edges = chunk_edges(call, attention, operands, in_one_loop=False)
+        self._grad_source = self._target(call.canonical[score.source], self.of_source)
+        self._grad_values = self._target(call.canonical[attention.value], self.values)
+        self._grad_mix: Tensor | None = None
+
+    def _target(self, name: str, like: Tensor) -> Tensor:
+        found = self.gradients.src.get(name)
+        return torch.zeros_like(like) if found is None else found.view_as(like)
+
+    def add(self, shard: Shard, rows: list[Tensor], to_dst: Tensor) -> None:
+        """Take the out-edges into one block of destinations.
+
+        Args:
+            rows: what those publish: gradient, delta, log-sum-exp, and what their scores are made of.
+            to_dst: the gradient of the last of these, added to in place.
+        """
+        grad, delta, log_sum, of_dst = rows
+        if self.mix is not None and self._grad_mix is None:
+            self._grad_mix = torch.zeros_like(self.mix)
+        for chunk in shard.chunks(max(1, shard.num_edges) if self.in_one_loop else self.chunk_edges):
+            span = slice(chunk.start, chunk.stop)
+            run = RowRun(shard.indptr, chunk, shard.src_rows[span], span)
+            given = self.of_source, of_dst.contiguous(), self.mix
+            into = self._grad_source, to_dst, self._grad_mix
+            if self.in_one_loop:
+                of = fused.Operands(self.score, *given, None)
+                fused.adjoint(run, of, self.values, log_sum, grad, delta, self._grad_values, *into)
+                continue
+            edges = run.by_source()
+            weights = softmax_weights(edges, edge_scores(self.score, edges, *given), log_sum)
+            relative = adjoint(edges, weights, self.values, None, grad, delta, self._grad_values)
+            edge_scores_adjoint(self.score, edges, *given, weights, relative, *into)
+
+    def finish(self) -> None:
+        """Hand over the gradient of what scores are mixed with: that of the out-edges of this rank."""
+        if self._grad_mix is not None and isinstance(self.score, MixedScore):
+            assert self.mix_shape is not None
+            self.gradients.add_capture(self.score.mix, self._grad_mix.view(self.mix_shape))

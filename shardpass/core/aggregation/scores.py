@@ -1,0 +1,275 @@
+"""Where the scores of an attention come from: a closed form, or the body itself, run up to its softmax."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from shardpass.core.aggregation.backward import Gradients
+from shardpass.core.aggregation.call import Call, Operands
+from shardpass.core.kernels import EdgeRun, RowRun, SoftmaxState, fused
+from shardpass.core.kernels import attention as steps
+from shardpass.core.kernels import scores as kernels
+from shardpass.core.sharding import Shard, to_host
+from shardpass.core.tracing import AdditiveScore, Attention, Base, EdgeTrace, Inputs, MixedScore, Score, StopPass
+
+Rows = dict[str, Tensor]
+Adjoint = Callable[[Tensor, Rows, Gradients], None]
+"""Takes the gradient of a chunk's scores divided by their weights, and where the gradients of the block's rows, and
+all others, are added up."""
+
+
+class Outer(NamedTuple):
+    """What backward knows of each destination.
+
+    Args:
+        grad: of the weighted sum, ``[num_dst, heads, width]``.
+        delta: ``<grad, weighted sum>``, ``[num_dst, heads]``.
+        log_sum: ``log(sum(exp(score)))``, ``[num_dst, heads]``.
+    """
+
+    grad: Tensor
+    delta: Tensor
+    log_sum: Tensor
+
+
+class Piece(NamedTuple):
+    """A run of edges of a shard, and what they read.
+
+    Args:
+        rows: of the block, by name.
+        values: those that are summed, ``[block rows, heads, width]``.
+        kept: what dropout multiplies the weights with, ``[edges of the run, heads]``, or None.
+    """
+
+    shard: Shard
+    run: RowRun
+    rows: Rows
+    values: Tensor
+    kept: Tensor | None
+
+
+class Scores(Protocol):
+    """Where the scores of edges come from, and attention with them."""
+
+    in_one_loop: bool  # nothing has a row per edge, so that edges need not be cut into chunks
+
+    def accumulate(self, state: SoftmaxState, piece: Piece) -> None:
+        """Take a run of edges, in order of their destination, into `state`; see `kernels.attention.accumulate`."""
+        ...
+
+    def adjoint(self, piece: Piece, outer: Outer, grad_values: Tensor, into: Rows, gradients: Gradients) -> None:
+        """Add the gradients of a run of edges, in order of their source: of the values, and of the scores' inputs."""
+        ...
+
+
+def scores_of(call: Call, operands: Operands, attention: Attention) -> Scores:
+    """The scores of `attention`."""
+    form, mix = attention.score, call.structure.mix
+    if form is None:
+        return _Body(call, operands, attention)
+    tensors = operands.src[attention.value], operands.src[form.source], operands.dst[form.destination], mix
+    is_fused = fused.handles(*tensors)
+    return (_Fused if is_fused else _ClosedForm)(operands, form, attention.heads, mix)
+
+
+class _InSteps:
+    """Attention in steps with a tensor per chunk between them: scores, weights, weighted sum."""
+
+    in_one_loop = False
+
+    def forward(self, shard: Shard, run: EdgeRun, rows: Rows) -> Tensor:
+        """The scores of a chunk, ``[edges of the chunk, heads]``; the caller may overwrite them."""
+        raise NotImplementedError
+
+    def weights(self, shard: Shard, run: EdgeRun, rows: Rows, log_sum: Tensor) -> tuple[Tensor, Adjoint]:
+        """``exp(score - log_sum)`` of a chunk's edges, and what adds the gradient of the scores to the inputs'."""
+        raise NotImplementedError
+
+    def accumulate(self, state: SoftmaxState, piece: Piece) -> None:
+        edges = piece.run.by_destination()
+        steps.accumulate(state, edges, self.forward(piece.shard, edges, piece.rows), piece.values, piece.kept)
+
+    def adjoint(self, piece: Piece, outer: Outer, grad_values: Tensor, into: Rows, gradients: Gradients) -> None:
+        edges = piece.run.by_source()
+        weights, pull = self.weights(piece.shard, edges, piece.rows, outer.log_sum)
+        given = edges, weights, piece.values, piece.kept, outer.grad, outer.delta
+        pull(steps.adjoint(*given, grad_values), into, gradients)
+
+
+class _ClosedForm(_InSteps):
+    """A formula of one source and one destination tensor."""
+
+    def __init__(self, operands: Operands, score: Score, heads: int, mix: Tensor | None) -> None:
+        of_dst = operands.dst[score.destination]
+        width = of_dst.shape[1:].numel() // heads
+        self.score, self.tail = score, (heads,) if isinstance(score, AdditiveScore) else (heads, width)
+        self.of_dst = of_dst.reshape(-1, *self.tail).contiguous()
+        self.mix_shape = torch.Size() if mix is None else mix.shape
+        self.mix = None if mix is None else mix.reshape(self.tail).contiguous()
+
+    def forward(self, shard: Shard, run: EdgeRun, rows: Rows) -> Tensor:
+        return kernels.edge_scores(self.score, run, self._of_source(rows), self.of_dst, self.mix)
+
+    def weights(self, shard: Shard, run: EdgeRun, rows: Rows, log_sum: Tensor) -> tuple[Tensor, Adjoint]:
+        weights = steps.softmax_weights(run, self.forward(shard, run, rows), log_sum)
+
+        def pull(relative: Tensor, into: Rows, gradients: Gradients) -> None:
+            of_source = self._of_source(rows)
+            source, target, grad_mix = self._targets(of_source, into, gradients)
+            given = self.score, run, of_source, self.of_dst, self.mix
+            kernels.edge_scores_adjoint(*given, weights, relative, source, target, grad_mix)
+            self._add_mix(grad_mix, gradients)
+
+        return weights, pull
+
+    def _of_source(self, rows: Rows) -> Tensor:
+        return rows[self.score.source].reshape(-1, *self.tail).contiguous()
+
+    def _targets(self, of_source: Tensor, into: Rows, gradients: Gradients) -> tuple[Tensor, Tensor, Tensor | None]:
+        score = self.score
+        source = into[score.source] if score.source in into else torch.zeros_like(of_source)
+        is_wanted = score.destination in gradients.dst
+        target = gradients.of_dst(score.destination) if is_wanted else torch.zeros_like(self.of_dst)
+        grad_mix = None if self.mix is None else torch.zeros_like(self.mix)
+        return source.view_as(of_source), target.view_as(self.of_dst), grad_mix
+
+    def _add_mix(self, grad_mix: Tensor | None, gradients: Gradients) -> None:
+        if grad_mix is not None and isinstance(self.score, MixedScore):
+            gradients.add_capture(self.score.mix, grad_mix.view(self.mix_shape))
+
+
+class _Fused(_ClosedForm):
+    """A formula for which there are loops that do everything at once."""
+
+    in_one_loop = True
+
+    def __init__(self, operands: Operands, score: Score, heads: int, mix: Tensor | None) -> None:
+        super().__init__(operands, score, heads, mix)
+        self.tail = (heads, self.of_dst.shape[1:].numel() // heads)
+        self.of_dst = self.of_dst.view(-1, *self.tail)
+
+    def accumulate(self, state: SoftmaxState, piece: Piece) -> None:
+        of = self._of(self._of_source(piece.rows), piece.kept)
+        fused.accumulate(state, piece.run, of, piece.values.contiguous())
+
+    def adjoint(self, piece: Piece, outer: Outer, grad_values: Tensor, into: Rows, gradients: Gradients) -> None:
+        of_source = self._of_source(piece.rows)
+        source, target, grad_mix = self._targets(of_source, into, gradients)
+        of, values = self._of(of_source, piece.kept), piece.values.contiguous()
+        given = outer.log_sum, outer.grad, outer.delta, grad_values
+        fused.adjoint(piece.run, of, values, *given, source, target, grad_mix)
+        self._add_mix(grad_mix, gradients)
+
+    def _of(self, of_source: Tensor, kept: Tensor | None) -> fused.Operands:
+        return fused.Operands(self.score, of_source, self.of_dst, self.mix, kept)
+
+
+class _Body(_InSteps):
+    """Whatever the body computes, by running it up to the softmax."""
+
+    def __init__(self, call: Call, operands: Operands, attention: Attention) -> None:
+        self.call, self.operands, self.attention = call, operands, attention
+        self.names = call.structure.reductions[attention.maximum].sources
+
+    def forward(self, shard: Shard, run: EdgeRun, rows: Rows) -> Tensor:
+        return self._in_heads(self._run(self._gathered(shard, run, rows, leaves=False), {}, None, None))
+
+    def weights(self, shard: Shard, run: EdgeRun, rows: Rows, log_sum: Tensor) -> tuple[Tensor, Adjoint]:
+        call = self.call
+        leaves = [saved.detach().requires_grad_() for saved in self.operands.captures]
+        substitutes = {id(original): leaf for original, leaf in zip(call.captured, leaves)}
+        with torch.enable_grad():
+            inputs = self._gathered(shard, run, rows, leaves=True)
+            expected = {id(t) for group in (inputs.src, inputs.dst, inputs.edge) for t in group.values()}
+            expected |= {id(t) for t in (*leaves, *call.captured)}
+            # measured from the logarithm of the sum instead of from the maximum, exp(score) is the weight itself
+            weights = self._run(inputs, substitutes, expected, log_sum)
+        captured = [*enumerate(leaves), *((i, t) for i, t in enumerate(call.captured) if t.requires_grad)]
+
+        def pull(relative: Tensor, into: Rows, gradients: Gradients) -> None:
+            self._pull(weights, relative.view_as(weights), shard, run, inputs, captured, into, gradients)
+
+        return self._in_heads(weights.detach()), pull
+
+    def _in_heads(self, scores: Tensor) -> Tensor:
+        return scores.reshape(scores.size(0), self.attention.heads).clone(memory_format=torch.contiguous_format)
+
+    def _pull(
+        self,
+        weights: Tensor,
+        grad: Tensor,
+        shard: Shard,
+        run: EdgeRun,
+        inputs: Inputs,
+        captured: list[tuple[int, Tensor]],
+        into: Rows,
+        gradients: Gradients,
+    ) -> None:
+        targets: list[tuple[str, str | int, Tensor]] = []
+        for kind, tensors in (("s", inputs.src), ("d", inputs.dst), ("e", inputs.edge)):
+            targets += [(kind, name, t) for name, t in tensors.items() if t.requires_grad]
+        targets += [("c", i, t) for i, t in captured]
+        if not weights.requires_grad or not targets:
+            return
+        found = torch.autograd.grad(weights, [t for *_, t in targets], grad, allow_unused=True)
+        for (kind, key, _), part in zip(targets, found):
+            if part is None:
+                continue
+            if kind == "s":
+                into[str(key)].index_add_(0, run.src_rows, part)
+            elif kind == "d":
+                gradients.of_dst(str(key)).index_add_(0, run.dst_rows, part)
+            elif kind == "e":
+                places = shard.places(run.positions)
+                part = part if self.call.streamed_to is None else to_host(part)
+                gradients.of_edges(str(key))[places] += part  # each edge stands there once
+            else:
+                gradients.add_capture(int(key), part)
+
+    def _gathered(self, shard: Shard, run: EdgeRun, rows: Rows, leaves: bool) -> Inputs:
+        call, operands = self.call, self.operands
+        seen = {name: rows[name] for name in self.names}
+        return call.gathered(operands, run.src_rows, run.dst_rows, shard.places(run.positions), seen, leaves)
+
+    def _run(
+        self,
+        inputs: Inputs,
+        substitutes: dict[int, Tensor],
+        expected: set[int] | None,
+        log_sum: Tensor | None,
+    ) -> Tensor:
+        phase = _ScorePhase(self.call, self.attention, log_sum)
+        try:
+            with self.call.scope(), EdgeTrace(self.call.program, inputs.index, phase, substitutes, expected):
+                message = self.call.program.message(inputs)
+                if self.call.program.aggregate is not None:
+                    self.call.program.aggregate(message, inputs)
+        except StopPass:
+            pass
+        assert phase.found is not None
+        return phase.found
+
+
+class _ScorePhase:
+    """Ends a run of the body at its scores; given what to measure them from, at ``exp(score - log_sum)``."""
+
+    def __init__(self, call: Call, attention: Attention, log_sum: Tensor | None) -> None:
+        self.num_dst = self.whole_dst = call.edges.num_dst
+        self.offset = 0
+        self.found: Tensor | None = None
+        self._reductions, self._attention, self._log_sum = call.structure.reductions, attention, log_sum
+
+    def known_base(self, k: int) -> Base | None:
+        return self._reductions[k].base
+
+    def reduce(self, k: int, op: str, values: Tensor, index: Tensor, base: Base) -> Tensor:
+        if k == self._attention.maximum and self._log_sum is not None:
+            return self._log_sum.view(-1, *self._reductions[k].tail)
+        if k in self._attention.members:
+            self.found = values
+            raise StopPass
+        return values.new_ones((self.num_dst, *values.shape[1:]))  # a count, which no score depends on

@@ -1,0 +1,118 @@
+"""HaloPlan: which source rows a rank receives from and sends to each peer. Built with one exchange, then agreed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from shardpass.backends.communicator import Communicator
+from shardpass.core.exchange.schedule import Schedule
+from shardpass.core.exchange.windows import SharedRows, find_shared_rows
+from shardpass.core.ranks import Options
+from shardpass.core.sharding import Block, Caches, NodeType, Ownership
+from shardpass.errors import InternalError
+
+
+@dataclass(frozen=True)
+class HaloPlan:
+    """Own-first numbering of source rows and the rows that travel. Rectangular: sources and destinations may differ.
+
+    Source rows of a rank: own rows ``0 .. num_own_src - 1``, then the halo rows grouped by owner, ascending in id.
+
+    Args:
+        comm: the communicator the rows travel on.
+        options: of the run.
+        num_own_src: source rows this rank owns.
+        num_dst: destination rows this rank owns.
+        halo_start: ``halo_start[q]`` first source row of owner q's halo rows; one more entry closes the last.
+        send_rows: ``send_rows[p]`` own rows that rank p needs, int64; empty for this rank itself.
+        schedule: the rounds.
+        blocks: the source rows of the own block and then of each round, in the order of the rounds.
+        caches: what is derived from this graph and kept.
+        ends: the types of sources and destinations, where they are known.
+        shared: the rows that go through shared memory; None where all go as messages.
+    """
+
+    comm: Communicator
+    options: Options
+    num_own_src: int
+    num_dst: int
+    halo_start: tuple[int, ...]
+    send_rows: tuple[Tensor, ...]
+    schedule: Schedule
+    blocks: tuple[Block, ...]
+    caches: Caches = field(default_factory=Caches, compare=False, repr=False)
+    ends: tuple[NodeType, NodeType] | None = None
+    shared: SharedRows | None = None
+
+    @classmethod
+    def over(
+        cls,
+        comm: Communicator,
+        options: Options,
+        schedule: Schedule,
+        num_own_src: int,
+        num_dst: int,
+        send_rows: Sequence[Tensor],
+    ) -> HaloPlan:
+        """The plan that carries out `schedule`; its counts say how many halo rows each owner has. Collective."""
+        needed = schedule.counts[comm.rank]
+        halo_start = tuple(accumulate(needed, initial=num_own_src))
+        blocks = [Block(comm.rank, 0, num_own_src)]
+        for move in schedule.transfers(comm.rank):
+            first = halo_start[move.source]
+            blocks.append(Block(move.source, first + move.recv_start, first + move.recv_stop))
+        shared = find_shared_rows(comm, send_rows, schedule) if options.share_memory else None
+        return cls(
+            comm, options, num_own_src, num_dst, halo_start, tuple(send_rows), schedule, tuple(blocks), shared=shared
+        )
+
+    @property
+    def num_halo(self) -> int:
+        """Remote source rows this rank needs."""
+        return self.halo_start[-1] - self.num_own_src
+
+    @property
+    def num_src(self) -> int:
+        """All source rows of this rank, own and halo."""
+        return self.halo_start[-1]
+
+
+def build_halo_plan(
+    comm: Communicator, sources: Ownership, src_ids: Tensor, num_dst: int, options: Options
+) -> tuple[HaloPlan, Tensor]:
+    """``(plan, src_rows)`` for edges whose sources have the global ids `src_ids`. Collective.
+
+    Every rank must pass the same `sources` and `options`.
+
+    Args:
+        sources: ownership of the source nodes over the ranks of `comm`.
+        src_ids: ``[num_edges]`` global source ids of this rank's edges, int64.
+        num_dst: destination rows of this rank.
+
+    Returns:
+        the plan, and the own-first source row of each edge, ``[num_edges]`` int64.
+    """
+    rank, size = comm.rank, comm.size
+    own = sources.num_own(rank)
+    remote = sources.owner_of(src_ids) != rank
+    needed = torch.unique(src_ids[remote])
+    src_rows = torch.where(remote, own + torch.searchsorted(needed, src_ids), src_ids - sources.offsets[rank])
+
+    bounds = torch.tensor(sources.offsets, dtype=needed.dtype, device=needed.device)
+    cuts = torch.searchsorted(needed, bounds).tolist()
+    wanted = [(needed[cuts[q] : cuts[q + 1]] - sources.offsets[q]).to(comm.device) for q in range(size)]
+    send_rows = tuple(comm.all_to_all(wanted, label="halo plan: needed rows"))
+    counts = [
+        row.tolist() for row in comm.all_gather(wanted[0].new_tensor([w.numel() for w in wanted]), label="halo plan")
+    ]
+    for peer in range(size):
+        if send_rows[peer].numel() != counts[peer][rank]:
+            raise InternalError(f"rank {rank} got {send_rows[peer].numel()} rows to send to {peer}, not {counts[peer]}")
+
+    schedule = Schedule.ring(counts, options.block_rows)
+    return HaloPlan.over(comm, options, schedule, own, num_dst, send_rows), src_rows

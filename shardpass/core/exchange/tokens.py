@@ -1,0 +1,96 @@
+"""The identity of a walk's messages, and the messages in place of rows that lie in shared memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardpass.core.exchange.halo import HaloPlan
+from shardpass.core.exchange.packing import Packing
+from shardpass.core.exchange.windows import take_window
+from shardpass.errors import DivergenceError, InternalError
+
+_ROUND_BITS, _STREAM_BITS, _CALL_BITS = 14, 5, 12
+_OF_NOBODY = 0  # of a dry run, in which the other ranks are made up
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Identity of one walk over the rounds: which call, and which of the call's walks (pass and direction)."""
+
+    call: int
+    walk: int
+    label: str
+
+    def tag(self, index: int) -> int:
+        """The message tag of round `index`; unique among all messages that can be under way at once."""
+        if index >= 1 << _ROUND_BITS:
+            raise InternalError(f"round {index} does not fit a message tag; use larger blocks (Options.block_rows)")
+        call, walk = self.call % (1 << _CALL_BITS), self.walk % (1 << _STREAM_BITS)
+        return ((call << _STREAM_BITS) | walk) << _ROUND_BITS | index
+
+
+class Tokens:
+    """The messages of a walk for rows in shared memory: that they are there, and that they have been read."""
+
+    def __init__(self, plan: HaloPlan, stream: Stream, packing: Packing, counts: Sequence[int]) -> None:
+        """`counts`: for how many rows each rank needs shared memory in this walk; none if rows are not shared."""
+        self._plan, self._stream = plan, stream
+        self._last, self._layout = len(plan.schedule.rounds), packing.layout
+        self._token = torch.tensor([self._layout], dtype=torch.int32).view(torch.uint8)
+        sizes = [packing.num_bytes(count) for count in counts]
+        self.window = take_window(plan.comm, sizes, stream.call, stream.label)
+
+    def shared_with(self, rank: int) -> bool:
+        """Whether rows between this rank and `rank` go through shared memory."""
+        return self.window is not None and rank in self.window.memory
+
+    def token(self) -> Tensor:
+        """The message in place of rows: their layout."""
+        return self._token
+
+    def empty(self) -> Tensor:
+        """Where the token of another rank arrives."""
+        return torch.zeros(4, dtype=torch.uint8)
+
+    def check(self, token: Tensor, source: int) -> None:
+        """Raise unless `source` lays rows out as this rank reads them.
+
+        Messages of another length are refused by who receives them; memory would be read as whatever this rank takes
+        it for.
+        """
+        layout = int(token.view(torch.int32))
+        if layout not in (self._layout, _OF_NOBODY):
+            rank, label = self._plan.comm.rank, self._stream.label
+            raise DivergenceError(
+                f"{label}: rank {rank} reads rows of other widths or dtypes than rank {source} has written. Every rank "
+                f"must run the same model, with the same hooks, frozen parameters and autocast"
+            )
+
+    def expect_reader(self, reader: int) -> None:
+        """Before `reader` is told of rows: it will say that it has read them."""
+        self._done(self._plan.comm.rank, reader)
+
+    def tell_owner(self, owner: int) -> None:
+        """The rows of `owner` have been read."""
+        self._done(owner, self._plan.comm.rank)
+
+    def _done(self, owner: int, reader: int) -> None:
+        plan, stream, tells = self._plan, self._stream, reader == self._plan.comm.rank
+        # one at a time between a pair, and numbers beyond those of the rounds: the same two ranks may swap roles
+        tag = stream.tag(self._last + (reader - owner) % plan.comm.size)
+        label = f"{stream.label}, rank {reader} has read"
+        handle = plan.comm.exchange(
+            self.token() if tells else None, owner, None if tells else self.empty(), reader, tag, label
+        )
+        assert self.window is not None
+        self.window.readers.append(handle)
+
+    def finish(self) -> None:
+        """The walk has ended on this rank."""
+        if self.window is not None:
+            self.window.give_back()
+            self.window = None

@@ -1,0 +1,92 @@
+"""Rows carried between ranks as differentiable calls; halo fetch and push are each other's adjoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardpass.backends.communicator import Communicator
+from shardpass.core.exchange.halo import HaloPlan
+from shardpass.core.exchange.tokens import Stream
+from shardpass.core.exchange.walk import GradientReturn, fetch_blocks
+from shardpass.core.ranks import agree, begin_call, digest, diverged, end_call, refuse_double_backward
+
+Carrier = Callable[[Tensor, Stream], Tensor]
+
+
+def halo_fetch(own: Tensor, plan: HaloPlan, label: str) -> Tensor:
+    """Own rows ``[num_own_src, ...]`` followed by the halo rows: ``[num_src, ...]``. Collective, differentiable."""
+    if not plan.schedule.rounds:
+        return own
+    if own.device != plan.comm.device:  # what was computed from edges that are streamed
+        return halo_fetch(own.to(plan.comm.device), plan, label).to(own.device)
+    return carry(plan.comm, own, label, lambda t, s: _gather(t, plan, s), lambda t, s: _sum_to_owners(t, plan, s))
+
+
+def halo_push(rows: Tensor, plan: HaloPlan, label: str) -> Tensor:
+    """Rows ``[num_src, ...]`` summed into their owners: ``[num_own_src, ...]``. Collective, differentiable."""
+    if not plan.schedule.rounds:
+        return rows
+    if rows.device != plan.comm.device:
+        return halo_push(rows.to(plan.comm.device), plan, label).to(rows.device)
+    return carry(plan.comm, rows, label, lambda t, s: _sum_to_owners(t, plan, s), lambda t, s: _gather(t, plan, s))
+
+
+def carry(comm: Communicator, rows: Tensor, label: str, there: Carrier, back: Carrier) -> Tensor:
+    """``there(rows)`` as one differentiable call with the adjoint `back`. Collective, in backward too.
+
+    Every rank must pass rows of the same dtype and trailing shape.
+    """
+    number, token = begin_call(comm, label)
+    label = f"call {number} {label}"
+    grad = torch.is_grad_enabled() and rows.requires_grad
+    enabled = "enabled" if torch.is_grad_enabled() else "disabled"
+    text = f"{str(rows.dtype).removeprefix('torch.')} rows of shape {list(rows.shape[1:])}, gradients {enabled}"
+    answers = agree(comm, label, [digest(text), int(grad)])
+    if any(answer[0] != answers[0][0] for answer in answers):
+        raise diverged(comm, label, text)
+    if not any(answer[1] for answer in answers):
+        with torch.no_grad():
+            return there(rows, Stream(number, 0, label))
+    out, token = _Carry.apply(token, rows, there, back, number, label)
+    end_call(comm, token)
+    return out
+
+
+def _gather(own: Tensor, plan: HaloPlan, stream: Stream) -> Tensor:
+    out = own.new_empty((plan.num_src, *own.shape[1:]))
+    for _, block, (rows,) in fetch_blocks(plan, [own.detach().contiguous()], stream):
+        out[block.start : block.stop] = rows
+    return out
+
+
+def _sum_to_owners(rows: Tensor, plan: HaloPlan, stream: Stream) -> Tensor:
+    own = rows.detach()[: plan.num_own_src].clone(memory_format=torch.contiguous_format)
+    back = GradientReturn(plan, [own], stream)
+    for position, block in enumerate(plan.blocks[1:], start=1):
+        back.buffers(position)[0].copy_(rows[block.start : block.stop])
+        back.send(position)
+    back.finish()
+    return own
+
+
+class _Carry(torch.autograd.Function):
+    """Inputs: token, rows, the carrier, its adjoint, number and label of the call. Outputs: rows, token."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, token: Tensor, rows: Tensor, there: Carrier, back: Carrier, number: int, label: str
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(token)
+        ctx.back, ctx.number, ctx.label = back, number, label
+        return there(rows, Stream(number, 0, label)), torch.zeros_like(token)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_double_backward(ctx.label)
+        (token,) = ctx.saved_tensors
+        rows = ctx.back(grads[0], Stream(ctx.number, 1, ctx.label + " backward"))
+        return torch.zeros_like(token), rows, None, None, None, None

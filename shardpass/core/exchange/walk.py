@@ -1,0 +1,290 @@
+"""Carries a schedule out: buffers, prefetch, gradient return. Buffers, no mathematics.
+
+[Note: rows through shared memory] Between ranks of one host a round's message is a token of four bytes, which says what
+a row is: the rows lie in the sender's window (see `windows`). Forward, a rank publishes all rows that others need
+before its first round, and each reader gathers its own out of the owner's window, or computes on them where they lie.
+Backward, gradients are filled in where the owner reads them. Whoever has read for the last time says so with a second
+token, so that the window can be written again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from shardpass.backends.communicator import Handle
+from shardpass.core.exchange.halo import HaloPlan
+from shardpass.core.exchange.packing import Packing
+from shardpass.core.exchange.schedule import Transfer
+from shardpass.core.exchange.tokens import Stream, Tokens
+from shardpass.core.sharding import Block, PlacedRows
+
+
+class _Slots:
+    """A ring of byte buffers, each grown to the largest message it held; `fresh` hands out a new one every time."""
+
+    def __init__(self, count: int, device: torch.device, fresh: bool = False) -> None:
+        self._buffers: list[Tensor | None] = [None] * count
+        self._device, self._fresh = device, fresh
+
+    def get(self, index: int, num_bytes: int) -> Tensor:
+        if self._fresh:
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        slot = index % len(self._buffers)
+        buffer = self._buffers[slot]
+        if buffer is None or buffer.numel() < num_bytes:
+            buffer = self._buffers[slot] = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        return buffer[:num_bytes]
+
+
+def fetch_blocks(
+    plan: HaloPlan, tensors: Sequence[Tensor], stream: Stream, *, keep: bool = False, placed: bool = False
+) -> Iterator[tuple[int, Block, list[Any]]]:
+    """Yield ``(position, block, rows)`` for the own block and then each round. Collective.
+
+    Every rank must pass the same number of tensors with the same trailing shapes and dtypes.
+
+    Args:
+        tensors: ``[num_own_src, ...]`` each; detached, on the plan's device.
+        keep: the rows stay valid for ever. Otherwise only until the next step: the buffer is used again.
+        placed: rows that lie in shared memory may come as `PlacedRows`.
+
+    Yields:
+        position: of the block in ``plan.blocks``.
+        rows: the block's rows of each tensor, ``[block.num_rows, ...]``; with `placed`, some as `PlacedRows`.
+    """
+    ahead = len(plan.schedule.rounds) if plan.options.runs_as == "halo" else plan.options.prefetch
+    under_way = max(1, ahead)
+    waiting: deque[Handle] = deque()
+    moves = plan.schedule.transfers(plan.comm.rank) if tensors else []
+    fetch = _Fetch(plan, tensors, stream, ahead, keep, placed)
+
+    def post(first: int, stop: int) -> None:
+        for move in moves[first + len(waiting) : stop]:
+            with record_function(f"send in round {move.round} ({stream.label})"):
+                waiting.append(fetch.start(move))
+
+    post(0, under_way)  # the first transfers hide behind the own block
+    with record_function(f"compute own block ({stream.label})"):
+        yield 0, plan.blocks[0], list(tensors)
+    for index in range(len(plan.schedule.rounds)):
+        rows: list[Any] = []
+        if moves:
+            post(index, index + 1)
+            with record_function(f"wait for block {index + 1} ({stream.label})"):
+                waiting.popleft().wait()  # its message has gone too, so the next may use its buffer
+            rows = fetch.rows(moves[index])
+            post(index + 1, index + 1 + ahead)
+        with record_function(f"compute block {index + 1} ({stream.label})"):
+            yield index + 1, plan.blocks[index + 1], rows
+    fetch.finish()
+
+
+class _Fetch:
+    """One walk of `fetch_blocks`: where rows are put and found."""
+
+    def __init__(
+        self, plan: HaloPlan, tensors: Sequence[Tensor], stream: Stream, ahead: int, keep: bool, placed: bool
+    ) -> None:
+        self._plan, self._tensors, self._stream = plan, tensors, stream
+        self._packing = packing = Packing(tensors, plan.options.wire_dtype)
+        fresh, device = plan.options.runs_as == "halo", plan.comm.device
+        self._received = _Slots(ahead + 1, device, fresh=keep or fresh)
+        self._gathered = _Slots(1, device, fresh=keep or fresh)
+        self._outgoing = _Slots(max(1, ahead), device, fresh=fresh)
+        self._arrived: dict[int, Tensor] = {}
+        self._in_place = not (keep or fresh)
+        self._placed = placed and self._in_place and not packing.converts
+        self._reading: int | None = None
+        self.tokens = Tokens(plan, stream, packing, plan.shared.published if plan.shared is not None else ())
+        self._publish()
+
+    def _publish(self) -> None:
+        plan, window = self._plan, self.tokens.window
+        if window is None or plan.shared is None:
+            return
+        rows, rank = plan.shared.rows, plan.comm.rank
+        views = self._packing.views(window.memory[rank], rows.numel())
+        for tensor, view in zip(self._tensors, views):
+            if rows.numel() == tensor.size(0):
+                view.copy_(tensor)
+            else:
+                _select(tensor, rows, view)
+        for reader in window.memory:
+            if reader != rank and plan.send_rows[reader].numel():
+                self.tokens.expect_reader(reader)
+
+    def start(self, move: Transfer) -> Handle:
+        """Start one round."""
+        plan, packing, tokens = self._plan, self._packing, self.tokens
+        num_recv, num_send = move.recv_stop - move.recv_start, move.send_stop - move.send_start
+        if tokens.shared_with(move.source):
+            buffer = tokens.empty()
+        else:
+            buffer = self._received.get(move.round, packing.num_bytes(num_recv))
+        self._arrived[move.round] = buffer
+        if tokens.shared_with(move.to):
+            sending = tokens.token()
+        else:
+            sending = self._outgoing.get(move.round, packing.num_bytes(num_send))
+            wanted = plan.send_rows[move.to][move.send_start : move.send_stop]
+            for tensor, view in zip(self._tensors, packing.views(sending, num_send)):
+                _select(tensor, wanted, view)
+        return plan.comm.exchange(
+            sending if num_send else None,
+            move.to,
+            buffer if num_recv else None,
+            move.source,
+            self._stream.tag(move.round),
+            f"{self._stream.label}, round {move.round}",
+        )
+
+    def rows(self, move: Transfer) -> list[Any]:
+        """The rows of a round that has arrived, in the dtypes in which they are computed."""
+        packing, count, arrived = self._packing, move.recv_stop - move.recv_start, self._arrived.pop(move.round)
+        if not self.tokens.shared_with(move.source):
+            return packing.to_computed(packing.views(arrived, count))
+        self._has_read()
+        if not count:
+            return packing.to_computed(packing.views(arrived, 0))
+        self.tokens.check(arrived, move.source)
+        shared, window, source = self._plan.shared, self.tokens.window, move.source
+        assert shared is not None and window is not None
+        if self._in_place and count == shared.published[source]:  # all that there are, in their order
+            self._reading = source
+            return packing.to_computed(packing.views(window.memory[source], count))
+        is_last = move.recv_stop == self._plan.schedule.counts[self._plan.comm.rank][source]
+        places = shared.places[source][move.recv_start : move.recv_stop]
+        published = packing.views(window.memory[source], shared.published[source])
+        if self._placed:
+            self._reading = source if is_last else None
+            return [PlacedRows(table, places) for table in published]
+        views = packing.views(self._gathered.get(0, packing.num_bytes(count)), count)
+        for table, view in zip(published, views):
+            torch.index_select(table, 0, places, out=view)
+        if is_last:
+            self.tokens.tell_owner(source)
+        return packing.to_computed(views)
+
+    def _has_read(self) -> None:
+        """The rows of the latest round have been used: whoever they were read from, in place, may write again."""
+        if self._reading is not None:
+            self.tokens.tell_owner(self._reading)
+            self._reading = None
+
+    def finish(self) -> None:
+        """The walk has ended on this rank."""
+        self._has_read()
+        self.tokens.finish()
+
+
+def _select(tensor: Tensor, rows: Tensor, out: Tensor) -> None:
+    if out.dtype == tensor.dtype:
+        torch.index_select(tensor, 0, rows, out=out)
+    else:
+        out.copy_(tensor.index_select(0, rows))
+
+
+class GradientReturn:
+    """Carries the gradients of fetched rows back to their owners along the schedule with the peers swapped.
+
+    At most one round is under way: before the next is sent, the one before it has arrived and been added, so memory
+    is bounded however slow the network is. Rows are added in the order of the rounds: the same bits in every run.
+    """
+
+    def __init__(self, plan: HaloPlan, into: Sequence[Tensor], stream: Stream) -> None:
+        """`into`: the gradients of the own rows, ``[num_own_src, ...]`` each, added to in place."""
+        self._plan, self._into, self._stream = plan, list(into), stream
+        self._packing, self._filled = Packing(into, plan.options.wire_dtype), Packing(into)
+        self._outgoing, self._incoming = _Slots(2, plan.comm.device), _Slots(1, plan.comm.device)
+        self._filling = _Slots(1, plan.comm.device)
+        counts = plan.shared.returned if plan.shared is not None else ()
+        self._tokens = Tokens(plan, stream, self._packing, counts)
+        self._pending: tuple[Transfer, Tensor, Handle] | None = None
+
+    def buffers(self, position: int, zeroed: bool = True) -> list[Tensor]:
+        """Gradients ``[block.num_rows, ...]`` to fill for the block at `position`; `send` takes them away."""
+        block = self._plan.blocks[position]
+        if self._packing.converts:
+            filling = self._filling.get(position, self._filled.num_bytes(block.num_rows))
+        else:
+            filling = self._leaving(position)
+        return self._filled.views(filling.zero_() if zeroed else filling, block.num_rows)
+
+    def _leaving(self, position: int) -> Tensor:
+        """Where the gradients of the block at `position` are when they leave: in the own window, or in a message."""
+        block, window = self._plan.blocks[position], self._tokens.window
+        num_bytes = self._packing.num_bytes(block.num_rows)
+        if window is None or not self._tokens.shared_with(block.owner):
+            return self._outgoing.get(position, num_bytes)
+        self._settle()
+        return window.memory[self._plan.comm.rank][:num_bytes]
+
+    def send(self, position: int) -> None:
+        """Start the return of what `buffers` of this position holds; finish the return before it."""
+        if not self._into:
+            return
+        self._settle()
+        tokens = self._tokens
+        move = self._plan.schedule.transfer(self._plan.comm.rank, position - 1)
+        num_send, num_recv = move.recv_stop - move.recv_start, move.send_stop - move.send_start
+        sending = self._leaving(position)
+        if self._packing.converts:
+            filled = self._filled.views(self._filling.get(position, self._filled.num_bytes(num_send)), num_send)
+            for view, rows in zip(self._packing.views(sending, num_send), filled):
+                view.copy_(rows)
+        if tokens.shared_with(move.source):
+            sending = tokens.token()
+            if num_send:
+                tokens.expect_reader(move.source)
+        if tokens.shared_with(move.to):
+            buffer = tokens.empty()
+        else:
+            buffer = self._incoming.get(0, self._packing.num_bytes(num_recv))
+        handle = self._plan.comm.exchange(
+            sending if num_send else None,
+            move.source,
+            buffer if num_recv else None,
+            move.to,
+            self._stream.tag(move.round),
+            f"{self._stream.label}, round {move.round}",
+        )
+        self._pending = (move, buffer, handle)
+
+    def _settle(self) -> None:
+        """Return when the window may be written again. First the own reading, for which others wait alike."""
+        self._complete()
+        if self._tokens.window is not None:
+            self._tokens.window.wait_for_readers()
+
+    def _complete(self) -> None:
+        """Wait for the return under way and add what came."""
+        if self._pending is None:
+            return
+        move, buffer, handle = self._pending
+        self._pending = None
+        with record_function(f"wait for gradients of round {move.round} ({self._stream.label})"):
+            handle.wait()
+        count = move.send_stop - move.send_start
+        if not count:
+            return
+        window, shared = self._tokens.window, self._tokens.shared_with(move.to)
+        arrived = buffer
+        if window is not None and shared:
+            self._tokens.check(buffer, move.to)
+            arrived = window.memory[move.to]
+        rows = self._plan.send_rows[move.to][move.send_start : move.send_stop]
+        for gradient, part in zip(self._into, self._packing.to_computed(self._packing.views(arrived, count))):
+            gradient.index_add_(0, rows, part)
+        if shared:
+            self._tokens.tell_owner(move.to)
+
+    def finish(self) -> None:
+        """Wait for the last return and add what came."""
+        self._complete()
+        self._tokens.finish()

@@ -1,0 +1,121 @@
+"""Rows between ranks of one host through shared memory: which rows, and the memory, used again from walk to walk.
+
+[Note: windows] A window is one piece of memory per rank: written by that rank, read by the others of its host. A walk
+over the rounds takes a window when it begins and gives it back when it ends. All ranks make the same walks in the same
+order and know the bytes that each of them needs, so all choose the same window, and make a new one at the same moment.
+Memory is read only after its owner's message that it may be, and written again only after every reader's message that
+it is done; so no order of reads and writes is assumed that the transport does not give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from shardpass.backends.communicator import Communicator, Handle, WindowPool
+from shardpass.core.exchange.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class SharedRows:
+    """Which rows go through shared memory.
+
+    Args:
+        rows: own rows that other ranks of this host need, ascending, int64: what this rank publishes.
+        places: ``places[q]`` where the rows this rank needs of owner q lie among those that q publishes, int32.
+        published: how many rows each rank publishes.
+        returned: the most rows of one round whose gradients each rank returns to a rank of its host.
+    """
+
+    rows: Tensor
+    places: tuple[Tensor, ...]
+    published: tuple[int, ...]
+    returned: tuple[int, ...]
+
+
+def find_shared_rows(comm: Communicator, send_rows: Sequence[Tensor], schedule: Schedule) -> SharedRows | None:
+    """The rows of a halo plan that go through shared memory; None if there are none on any rank. Collective.
+
+    Args:
+        send_rows: own rows that each rank needs, ascending.
+        schedule: of the plan.
+    """
+    if comm.windows is None or comm.windows.refused:
+        return None
+    here = [rank in comm.local_ranks and rank != comm.rank for rank in range(comm.size)]
+    wanted = [rows if local else rows[:0] for rows, local in zip(send_rows, here)]
+    rows = torch.unique(torch.cat(wanted))
+    places = comm.all_to_all([torch.searchsorted(rows, w).int() for w in wanted], label="halo plan: shared rows")
+    largest = max((t.recv_stop - t.recv_start for t in schedule.transfers(comm.rank) if here[t.source]), default=0)
+    sizes = comm.all_gather(torch.tensor([rows.numel(), largest]), label="halo plan: sizes of shared memory")
+    published, returned = zip(*(size.tolist() for size in sizes))
+    return SharedRows(rows, tuple(places), published, returned) if any(published) else None
+
+
+@dataclass(eq=False)
+class Window:
+    """Memory of every rank of this host, by rank.
+
+    Args:
+        sizes: bytes of every rank, of other hosts too.
+        memory: uint8, ``[sizes[rank]]`` each.
+        call: that has taken it; None while it is free.
+        readers: messages of readers that are done, to be waited for before the own memory is written again, and own
+            messages of that kind to other ranks.
+    """
+
+    sizes: tuple[int, ...]
+    memory: dict[int, Tensor]
+    call: int | None = None
+    readers: list[Handle] = field(default_factory=list)
+
+    def wait_for_readers(self) -> None:
+        """Return when every rank that was told to read the own memory has done so."""
+        for handle in self.readers:
+            handle.wait()
+        self.readers.clear()
+
+    def give_back(self) -> None:
+        """The walk has ended on this rank. Others may still read."""
+        self.call = None
+
+
+def take_window(comm: Communicator, sizes: Sequence[int], call: int, label: str) -> Window | None:
+    """A window of `sizes` bytes per rank for a walk of call number `call`; None if rows have to go as messages.
+
+    Collective where memory has to be made; every rank must pass the same arguments.
+    """
+    pool = comm.windows
+    if pool is None or pool.refused or not any(sizes):
+        return None
+    # One that another call has left behind, by an error, is not used again: nobody knows who still reads it.
+    pool.windows = [window for window in pool.windows if window.call in (None, call)]
+    free = [window for window in pool.windows if window.call is None]
+    for window in free:
+        window.wait_for_readers()
+    fitting = [window for window in free if all(have >= need for have, need in zip(window.sizes, sizes))]
+    if fitting:
+        window = min(fitting, key=lambda window: sum(window.sizes))
+    else:
+        if free:
+            sizes = [max(pair) for pair in zip(free[0].sizes, sizes)]
+            pool.windows.remove(free[0])
+            free[0].memory.clear()  # before there is more
+        made = _make_window(comm, pool, tuple(sizes), label)
+        if made is None:
+            return None
+        window = made
+    window.call = call
+    return window
+
+
+def _make_window(comm: Communicator, pool: WindowPool, sizes: tuple[int, ...], label: str) -> Window | None:
+    memory = comm.share(sizes[comm.rank], label)
+    if memory is None:
+        pool.windows, pool.refused = [], True
+        return None
+    pool.windows.append(Window(sizes, memory))
+    return pool.windows[-1]  # type: ignore[no-any-return]

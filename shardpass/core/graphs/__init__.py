@@ -1,0 +1,34 @@
+"""What a model is given: the sharded graph, its
+stand-ins for ``edge_index`` and ``batch``, and graphs of several types.
+
+This room describes a graph and edge lists that are derived from it. It does not aggregate messages.
+"""
+
+from shardpass.core.graphs.batch_index import BatchIndex
+from shardpass.core.graphs.edge_index import ShardedEdgeIndex
+from shardpass.core.graphs.embedding import NodeEmbedding, OwnRows, node_embeddings
+from shardpass.core.graphs.graph import OwnFields, Relation, ShardedGraph, build_relation, gather
+from shardpass.core.graphs.hetero_graph import ShardedHeteroGraph
+from shardpass.core.graphs.readout import all_rows, reduce_rows
+from shardpass.core.graphs.reverse import ReversedEdges, reversed_edges
+from shardpass.core.graphs.union import Piece, union
+
+__all__ = [
+    "BatchIndex",
+    "NodeEmbedding",
+    "OwnFields",
+    "OwnRows",
+    "Piece",
+    "Relation",
+    "ReversedEdges",
+    "ShardedEdgeIndex",
+    "ShardedGraph",
+    "ShardedHeteroGraph",
+    "all_rows",
+    "build_relation",
+    "gather",
+    "node_embeddings",
+    "reduce_rows",
+    "reversed_edges",
+    "union",
+]

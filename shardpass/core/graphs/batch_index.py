@@ -1,0 +1,178 @@
+"""What stands for ``batch`` on a sharded graph: an integer tensor ``[num_own]`` of zeros that knows of the other ranks.
+
+A sharded graph is one graph, so every own node belongs to graph 0, and so do the nodes of all other ranks. Scattering
+node rows onto it is therefore a reduction over the nodes of all ranks (`readout.py`), and indexing a table of one
+graph with it gives every own node the same row. With these two, readouts, softmax over all nodes and norms that are
+written for a ``batch`` run as they are. Whatever else would depend on how the nodes lie on ranks is refused by name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardpass.backends.communicator import Communicator
+from shardpass.core.graphs.edge_index import SourceRows
+from shardpass.core.graphs.readout import Reduction, reduce_rows
+from shardpass.errors import RefusedError
+
+_DESCRIBES = frozenset(
+    "size dim stride __len__ is_floating_point is_complex is_signed ndimension element_size get_device is_contiguous "
+    "data_ptr __repr__ __str__ __format__ __hash__ storage_offset is_inference new_ones new_zeros new_full new_empty "
+    "ones_like zeros_like full_like empty_like is_same_size".split()
+)
+_PROPERTIES = frozenset(
+    "shape dtype device layout is_cuda is_cpu is_sparse is_sparse_csr is_quantized is_meta is_mps is_nested is_mkldnn "
+    "is_xpu ndim requires_grad is_leaf grad_fn grad itemsize nbytes names output_nr _version".split()
+)
+_SAME_ROWS = frozenset(
+    "clone contiguous detach to long cpu cuda alias view expand expand_as unsqueeze reshape squeeze".split()
+)
+_SCATTERS = frozenset(
+    "scatter_add scatter_add_ scatter_reduce scatter_reduce_ index_add index_add_ index_reduce index_reduce_".split()
+)
+_EXTREMA: dict[str, Reduction] = {"amax": "max", "amin": "min"}
+
+
+class BatchIndex(Tensor):
+    """``batch`` of a sharded graph: all own nodes belong to graph 0 of the whole."""
+
+    comm: Communicator
+    num_nodes: int  # own nodes; the size of one of the dimensions, the others repeat it
+
+    @staticmethod
+    def of(num_nodes: int, comm: Communicator) -> Any:
+        """The stand-in for `num_nodes` own nodes, ``[num_nodes]`` int64 on the device of `comm`."""
+        return BatchIndex.wrap(torch.zeros(num_nodes, dtype=torch.int64, device=comm.device), num_nodes, comm)
+
+    @staticmethod
+    def wrap(zeros: Tensor, num_nodes: int, comm: Communicator) -> Any:
+        """`zeros`, int64, as the graph of `num_nodes` own nodes."""
+        out = zeros.as_subclass(BatchIndex)
+        out.num_nodes, out.comm = num_nodes, comm
+        return out
+
+    @property
+    def plain(self) -> Tensor:
+        """The zeros, as an ordinary tensor."""
+        return self.as_subclass(Tensor)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("the batch of a sharded graph belongs to its process; it is all zeros, and need not be saved")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BatchIndex:
+        return self
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        mine: Any = next((t for t in (*args, *kwargs.values()) if isinstance(t, BatchIndex)), None)
+        if not isinstance(mine, BatchIndex):  # it is in a list of tensors, as for cat
+            raise _refused(name)
+        first: Any = args[0] if args else kwargs.get("input")
+        if name in _SCATTERS and first is not mine:
+            return _scatter(mine, name, *args, **kwargs)
+        if name == "bincount" and first is mine:
+            return _bincount(mine, *args[1:], **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            if name in ("__getitem__", "index_select") and first is not mine:
+                return _look_up(name, *args, **kwargs)
+            if name in ("__repr__", "__str__", "__format__"):
+                return func(mine.plain, *args[1:], **kwargs)
+            if name in _DESCRIBES or (name == "__get__" and _property(func) in _PROPERTIES):
+                return func(*args, **kwargs)
+            if first is mine:
+                return _asked(mine, name, func, args, kwargs)
+        raise _refused(name)
+
+
+def _asked(mine: BatchIndex, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What does not depend on the other ranks' nodes."""
+    plain = (mine.plain, *args[1:])
+    if name in _SAME_ROWS:
+        out = func(*plain, **kwargs)
+        return BatchIndex.wrap(out, mine.num_nodes, mine.comm) if out.dtype == torch.int64 else out
+    if name in ("numel", "nelement"):  # PyG asks so whether there is any node at all: there is, on some rank
+        return max(1, func(*plain))
+    if name in ("max", "min", "amax", "amin") and len(args) == 1 and not kwargs:
+        return mine.plain.new_zeros(())
+    if name in ("eq", "ne", "__eq__", "__ne__") and isinstance(args[1], int):
+        return func(*plain)
+    if name in ("__getitem__", "index_select"):
+        key = args[-1]
+        if mine.dim() == 1 and isinstance(key, Tensor) and not isinstance(key, BatchIndex):  # some of the own nodes
+            if isinstance(key, SourceRows):  # sources of edges, also on other ranks: of the same graph all the same
+                key = torch.zeros_like(key.as_subclass(Tensor))
+                return BatchIndex.wrap(key, key.size(0), mine.comm)
+            chosen = func(*plain, **kwargs)
+            return BatchIndex.wrap(chosen, chosen.size(0), mine.comm)
+    raise _refused(name)
+
+
+def _scatter(
+    mine: BatchIndex, name: str, input: Tensor, dim: int, index: Any, src: Any = None, reduce: str | None = None,
+    *, source: Any = None, include_self: bool = True,
+) -> Tensor:  # fmt: skip
+    """`src` of all ranks reduced into the one row that `input` has along `dim`. Collective, differentiable."""
+    src = source if src is None else src
+    if index is not mine or not isinstance(src, Tensor) or isinstance(src, BatchIndex):
+        raise _refused(name)
+    if input.size(dim) != 1:
+        raise RefusedError(
+            f"`{name}` of node rows onto {input.size(dim)} graphs: a sharded graph is one graph, so batch_size "
+            f"(dim_size, size) must be 1 or left out"
+        )
+    across = index.dim() > 1 and index.numel() > 0 and index.size(dim) > 1 and index.stride(dim) == 0
+    if across or src.size(dim) != mine.num_nodes:
+        raise RefusedError(
+            f"`{name}` along dimension {dim} of {list(src.shape)} by the batch of a sharded graph: expected one row "
+            f"for each of the {mine.num_nodes} own nodes"
+        )
+    rows = src.movedim(dim, 0)
+    if reduce is None:
+        total = input + reduce_rows(rows, "sum", mine.comm).unsqueeze(dim)
+    elif reduce in ("prod", "mul") and include_self:
+        total = input.clone() * reduce_rows(rows, "prod", mine.comm).unsqueeze(dim)
+    elif reduce in _EXTREMA and not include_self and not bool(input.detach().any()):
+        total = reduce_rows(rows, _EXTREMA[reduce], mine.comm, base=0.0).unsqueeze(dim)
+    else:
+        raise _refused(f"{name}(reduce={reduce!r}, include_self={include_self})")
+    return input.copy_(total) if name.endswith("_") else total
+
+
+def _bincount(mine: BatchIndex, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    """The nodes of each graph: those of all ranks, then zeros up to `minlength`."""
+    if weights is not None or mine.dim() != 1:
+        raise _refused("bincount")
+    count = reduce_rows(torch.ones_like(mine.plain), "sum", mine.comm)
+    return torch.cat([count[None], count.new_zeros(max(0, minlength - 1))])
+
+
+def _look_up(name: str, input: Any, *rest: Any, dim: int = 0, index: Any = None) -> Tensor:
+    """Rows of a table with one row per graph, one for each own node."""
+    dim = rest[0] if name == "index_select" and rest else dim
+    index = rest[-1] if rest else index
+    if isinstance(input, Tensor) and isinstance(index, BatchIndex) and input.dim() and input.size(dim) == 1:
+        return input.index_select(dim, index.plain.view(-1)) if index.dim() == 1 else input[index.plain]
+    found = f"a tensor of shape {list(input.shape)}" if isinstance(input, Tensor) else type(input).__name__
+    raise RefusedError(
+        f"{found} is indexed by the batch of a sharded graph: expected one row, since a sharded graph is one graph. "
+        f"Several indices at once are not supported"
+    )
+
+
+def _property(func: Any) -> str:
+    return getattr(getattr(func, "__self__", None), "__name__", "")
+
+
+def _refused(name: str) -> RefusedError:
+    return RefusedError(
+        f"`{name}` on the batch of a sharded graph: its nodes lie on several ranks, so this needs all of them in one "
+        f"place. Sums, means, maxima, minima, products and softmax over `batch` work; for anything else take the rows "
+        f"of all ranks together with shardpass.gather"
+    )

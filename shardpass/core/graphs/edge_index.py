@@ -1,0 +1,355 @@
+"""What stands for ``edge_index`` on a sharded graph: an integer tensor ``[2, num_edges]`` in own-first numbering.
+
+Row 1 holds own destination rows. Row 0 holds source rows: own rows first, then halo rows. So ``(i, i)`` is a
+self-loop, ``row != col`` finds self-loops, degrees by row 1 are whole, and structural code (adding self-loops, masks,
+normalisation) runs as it is. Only row 0 is special: indexing a node tensor with it is a differentiable halo fetch, and
+scattering onto it is a differentiable push to the owners. Any other use is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardpass.core.exchange import HaloPlan, halo_fetch, halo_push
+from shardpass.core.sharding import Derivation, EdgeShards
+from shardpass.errors import RefusedError
+
+_DESCRIBES = frozenset(
+    (
+        "size dim numel stride __len__ is_floating_point is_complex is_signed ndimension nelement element_size "
+        "get_device is_contiguous data_ptr __repr__ __str__ __format__ __hash__ storage_offset is_inference "
+        "new_ones new_zeros new_full new_empty ones_like zeros_like full_like empty_like rand_like requires_grad_ "
+        "is_same_size"
+    ).split()
+)
+_COPIES = frozenset(["clone", "contiguous", "detach", "to", "long", "cpu", "cuda", "alias"])
+_RESHAPES = frozenset(["view", "expand", "expand_as", "unsqueeze", "reshape", "flatten", "squeeze"])
+_COMPARES = frozenset(["eq", "ne", "__eq__", "__ne__"])
+_PROPERTIES = frozenset(
+    (
+        "shape dtype device layout is_cuda is_sparse is_sparse_csr ndim requires_grad is_leaf grad_fn is_quantized "
+        "is_meta is_mps is_nested is_mkldnn is_cpu is_xpu itemsize nbytes names grad output_nr _version is_vulkan "
+        "is_ipu"
+    ).split()
+)
+
+
+_COUNTS = frozenset(
+    ["any", "all", "sum", "mean", "max", "min", "item", "tolist", "count_nonzero", "__bool__", "__len__"]
+)
+_OF_DATA = frozenset("x y edge_index edge_attr edge_weight edge_type batch x_dict num_nodes".split())
+
+
+class ShardedEdgeIndex(Tensor):
+    """``edge_index`` of a sharded graph, or one derived from it by adding, removing, reordering or flipping edges.
+
+    The numbers are stored sources first. A flipped one stores the same and is marked `is_reversed`.
+    """
+
+    plan: HaloPlan
+    shards: EdgeShards | None  # of exactly this edge list, where known
+    is_reversed: bool
+    derivation: Derivation | None  # how the numbers are made, where they are not stored
+    flow: Any  # the `LayerFlow` that says which nodes are computed; None: all
+
+    @staticmethod
+    def wrap(
+        data: Tensor, plan: HaloPlan, shards: EdgeShards | None = None, is_reversed: bool = False, flow: Any = None
+    ) -> Any:
+        """`data` ``[2, num_edges]`` int64, sources first, as the stand-in of the graph behind `plan`."""
+        out = data.as_subclass(ShardedEdgeIndex)
+        out.plan, out.shards, out.is_reversed, out.derivation, out.flow = plan, shards, is_reversed, None, flow
+        return out
+
+    @staticmethod
+    def derived(derivation: Derivation, mine: ShardedEdgeIndex) -> Any:
+        """The stand-in for a list derived from `mine`; it has the shape but no numbers until something reads them."""
+        shape = derivation.base.new_zeros((2, 1)).expand(2, derivation.num_edges)
+        out = ShardedEdgeIndex.wrap(shape, mine.plan, None, mine.is_reversed, mine.flow)
+        out.derivation = derivation
+        return out
+
+    @property
+    def edges(self) -> Tensor | Derivation:
+        """The edge list sources first, as numbers ``[2, num_edges]`` or as what was done to others."""
+        return self.as_subclass(Tensor) if self.derivation is None else self.derivation
+
+    @property
+    def sources_first(self) -> Tensor:
+        """The numbers, whatever the direction: sources in row 0, destinations in row 1."""
+        return self.as_subclass(Tensor) if self.derivation is None else self.derivation.whole()
+
+    @property
+    def plain(self) -> Tensor:
+        """The numbers as they look from outside, as an ordinary tensor."""
+        return self.sources_first.flip(0) if self.is_reversed else self.sources_first
+
+    def flipped(self) -> ShardedEdgeIndex:
+        """The same edges with the rows exchanged; nothing is copied."""
+        out = ShardedEdgeIndex.wrap(self.as_subclass(Tensor), self.plan, self.shards, not self.is_reversed, self.flow)
+        out.derivation = self.derivation
+        return out
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OF_DATA:
+            raise AttributeError(
+                f"the model's forward reads `.{name}` of the graph, but a wrapped model is given edge_index where the "
+                f"graph goes: let forward take (x, edge_index), and call model(graph.x, graph)"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def _of(self, data: Tensor) -> ShardedEdgeIndex:
+        """Other numbers, sources first, in the same direction."""
+        return ShardedEdgeIndex.wrap(data, self.plan, None, self.is_reversed, self.flow)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("the edge_index of a sharded graph belongs to its process; save the store's path instead")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedEdgeIndex:
+        return self
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        mine = next(t for t in _flat(args, kwargs) if isinstance(t, ShardedEdgeIndex))
+        with torch._C.DisableTorchFunctionSubclass():
+            if name in ("__repr__", "__str__", "__format__"):
+                return func(*_plain(args), **kwargs)
+            if name in _DESCRIBES or (name == "__get__" and _property(func) in _PROPERTIES):
+                return func(*args, **kwargs)
+            if name == "max" and len(args) == 1 and not kwargs:  # PyG asks so for the number of nodes
+                return torch.tensor(max(mine.plan.num_own_src, mine.plan.num_dst) - 1)
+            if name == "__getitem__":
+                return _item(mine, args[1])
+            if name == "unbind" and (*args[1:], *kwargs.values()) in ((), (0,), (-2,)):  # ``row, col = edge_index``
+                return _item(mine, 0), _item(mine, 1)
+            if name == "view_as" and args[0] is mine is args[1]:  # so backward hooks of modules look at arguments
+                return mine.flipped().flipped()
+            if name in _COPIES and mine is args[0]:
+                return _copied(mine, func, name, args, kwargs)
+            if name == "flip" and _flips_rows(*args[1:], *kwargs.values()):
+                return mine.flipped()
+            if name == "index_select" and mine is args[0] and kwargs.get("dim", args[1:2]) in (1, -1, (1,), (-1,)):
+                return mine._of(func(mine.sources_first, *_plain(args[1:]), **kwargs))
+            if name in ("cat", "concat") and kwargs.get("dim", args[1] if len(args) > 1 else 0) in (1, -1):
+                return _joined(mine, kwargs.get("tensors", args[0] if args else ()))
+        raise _refused(name, "the edge_index")
+
+
+class SourceRows(Tensor):
+    """Row 0 of a `ShardedEdgeIndex`: source rows in own-first numbering."""
+
+    plan: HaloPlan
+    flow: Any  # of the edge list it is a row of
+
+    @staticmethod
+    def wrap(data: Tensor, plan: HaloPlan, flow: Any = None) -> Any:
+        """`data` as source rows of `plan`."""
+        out = data.as_subclass(SourceRows)
+        out.plan, out.flow = plan, flow
+        return out
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        mine = next(t for t in _flat(args, kwargs) if isinstance(t, SourceRows))
+        first = args[0] if args else None
+        table = first if args else kwargs.get("input")
+        if name in ("__getitem__", "index_select") and not isinstance(table, (SourceRows, ShardedEdgeIndex)):
+            if mine.flow is not None:
+                mine.flow.note_indexing(mine.plan.comm.order, table)
+            return _gather_by_source(mine.plan, name, args, kwargs)
+        if name in ("scatter_add_", "scatter_add"):
+            return _scatter_to_source(mine.plan, name, args, kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            if name == "__setitem__" and first is not mine and _only_own_rows(first, args[1]):
+                return func(*_plain(args), **kwargs)
+            if name in _DESCRIBES or (name == "__get__" and _property(func) in _PROPERTIES):
+                return func(*args, **kwargs)
+            if name in _COPIES | _RESHAPES and isinstance(first, SourceRows):
+                return SourceRows.wrap(func(*_plain(args), **kwargs), mine.plan, mine.flow)
+            if name == "__getitem__" and isinstance(first, SourceRows):
+                return SourceRows.wrap(func(*_plain(args), **kwargs), mine.plan, mine.flow)
+            if name in _COMPARES and all(isinstance(a, Tensor) and a.shape == mine.shape for a in args[:2]):
+                return func(*_plain(args), **kwargs).as_subclass(EdgeMask)
+            if name == "max" and len(args) == 1 and not kwargs:
+                return torch.tensor(mine.plan.num_own_src - 1)
+            if name == "stack" and len(first or ()) == 2 and (*args[1:], *kwargs.values()) in ((), (0,)):
+                return _stacked(mine.plan, *args[0])
+        raise _refused(name, "source node ids")
+
+
+class EdgeMask(Tensor):
+    """Which own edges are self-loops, or not. It selects edges; whether there are any is a question to all ranks."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _COUNTS and args and isinstance(args[0], EdgeMask):
+            raise RefusedError(
+                f"`{name}` of a mask of this rank's edges (self-loops): other ranks hold other edges and would get "
+                f"another answer. Find out before partitioning, or count over all ranks with shardpass.total"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.dtype == torch.bool and type(out) is Tensor and name != "__get__":
+            return out.as_subclass(EdgeMask)
+        return out
+
+
+def _refused(name: str, what: str) -> RefusedError:
+    if name == "__set__":
+        return RefusedError(
+            f"changing an attribute of {what} of a sharded graph is refused. If this came from "
+            f"torch.utils.checkpoint, reentrant checkpointing is not supported: pass use_reentrant=False"
+        )
+    return RefusedError(
+        f"`{name}` on {what} of a sharded graph: ids are numbered per rank, so the result would differ "
+        f"from that on the whole graph. Compute it before partitioning and store it as a node or edge field"
+    )
+
+
+def _copied(mine: ShardedEdgeIndex, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if mine.derivation is not None and name in ("clone", "contiguous", "detach", "long", "alias"):
+        return mine  # nothing can be written into it
+    out = func(mine.sources_first, *args[1:], **kwargs)
+    shards = mine.shards if out.device == mine.device else None
+    return ShardedEdgeIndex.wrap(out, mine.plan, shards, mine.is_reversed, mine.flow)
+
+
+def _joined(mine: ShardedEdgeIndex, pieces: Sequence[Tensor]) -> ShardedEdgeIndex:
+    for piece in pieces:
+        _check_piece(mine, piece)
+    extends = mine is pieces[0]  # then its own numbers need not be made
+    others = pieces[1:] if extends else pieces
+    data = [piece.sources_first if isinstance(piece, ShardedEdgeIndex) else _plain_one(piece) for piece in others]
+    if extends:
+        start = mine.derivation or Derivation.of(mine.sources_first, mine.shards)
+        return ShardedEdgeIndex.derived(start.extended(data), mine)
+    return mine._of(torch.cat(data, dim=1))
+
+
+def _item(mine: ShardedEdgeIndex, key: Any) -> Tensor:
+    if isinstance(key, int) and not isinstance(key, bool) and -2 <= key < 2:
+        stored = (key % 2) ^ int(mine.is_reversed)
+        row = mine.sources_first[stored] if mine.derivation is None else mine.derivation.row(stored)
+        return SourceRows.wrap(row, mine.plan, mine.flow) if stored == 0 else row
+    if isinstance(key, tuple) and len(key) == 2 and key[0] == slice(None) and not isinstance(key[1], int):
+        edges = _plain_one(key[1])
+        if isinstance(edges, slice) and edges != slice(None):
+            raise _refused("a slice [:, a:b]", "the edge_index")
+        if mine.derivation is None and isinstance(edges, Tensor) and edges.dtype == torch.bool:
+            return ShardedEdgeIndex.derived(Derivation.of(mine.sources_first, mine.shards).masked(edges), mine)
+        return mine._of(mine.sources_first[:, edges])
+    raise _refused(f"__getitem__[{key!r}]", "the edge_index")
+
+
+def _flips_rows(*dims: Any) -> bool:
+    return dims in ((0,), (-2,), ((0,),), ([0],), ((-2,),), ([-2],))
+
+
+def _check_piece(mine: ShardedEdgeIndex, piece: Tensor) -> None:
+    """Refuse to join edges of another graph or direction, and plain ids other than self-loops of own nodes."""
+    if isinstance(piece, ShardedEdgeIndex):
+        if piece.plan is mine.plan and piece.is_reversed == mine.is_reversed:
+            return
+        raise RefusedError(
+            "`cat` of the edge_index of a sharded graph with its reverse, or with that of another graph: the edges "
+            "against the direction belong to other ranks. Add them before partitioning (PyG: to_undirected)"
+        )
+    plan, data = mine.plan, _plain_one(piece)
+    loops = data.dim() == 2 and data.size(0) == 2 and torch.equal(data[0], data[1])
+    if not loops or plan.num_own_src != plan.num_dst or (data.numel() and int(data.max()) >= plan.num_dst):
+        raise RefusedError(
+            f"`cat` of the edge_index of a sharded graph with other ids: only self-loops of own nodes can be added in "
+            f"forward, since ids are numbered per rank. Add other edges before partitioning. If a layer adds the "
+            f"self-loops: rank {plan.comm.rank} owns {plan.num_dst} nodes, has x as many rows (graph.x)?"
+        )
+
+
+def _stacked(plan: HaloPlan, first: Tensor, second: Tensor) -> ShardedEdgeIndex:
+    """Rows put together again; which of them holds the sources is known from their types."""
+    sources = isinstance(first, SourceRows), isinstance(second, SourceRows)
+    data = torch.stack([_plain_one(first), _plain_one(second)])  # as they look from outside
+    loops = torch.equal(data[0], data[1]) and (data.numel() == 0 or int(data.max()) < plan.num_own_src)
+    if first.dim() != 1 or (all(sources) and not loops):
+        raise _refused("stack", "source node ids")
+    return ShardedEdgeIndex.wrap(data if sources[0] else data.flip(0), plan, None, is_reversed=not sources[0])
+
+
+def _only_own_rows(table: Any, key: Any) -> bool:
+    """Whether `key` are source rows that this rank owns (as self-loops are), and `table` has a row for each."""
+    if not isinstance(key, SourceRows) or table.size(0) != key.plan.num_own_src:
+        return False
+    return key.numel() == 0 or int(key.as_subclass(Tensor).max()) < key.plan.num_own_src
+
+
+def _gather_by_source(plan: HaloPlan, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    bound = {**dict(zip(("input", "dim", "index"), args)), **kwargs}
+    if name == "__getitem__":
+        bound = {"input": args[0], "dim": 0, "index": args[1]}
+    table, dim, index = bound["input"], bound["dim"], bound["index"]
+    if not isinstance(index, SourceRows):  # a tuple or list of indices
+        raise _refused("__getitem__ with several indices", "source node ids")
+    dim = dim % table.dim()
+    if table.size(dim) == plan.num_own_src:
+        table = halo_fetch(table.movedim(dim, 0), plan, "halo fetch").movedim(0, dim)
+    else:
+        raise RefusedError(
+            f"a tensor with {table.size(dim)} rows is indexed by source node; expected {plan.num_own_src} rows "
+            f"(the own nodes of rank {plan.comm.rank})"
+        )
+    numbers = _plain_one(index).to(table.device)  # edges that are streamed are in CPU memory
+    return table.index_select(dim, numbers) if index.dim() == 1 else table[numbers]
+
+
+def _scatter_to_source(plan: HaloPlan, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    bound = {**dict(zip(("input", "dim", "index", "src"), args)), **kwargs}
+    base, source, index = bound["input"], bound["src"], _plain_one(bound["index"])
+    index = index.to(source.device) if isinstance(source, Tensor) else index
+    if any(isinstance(t, (SourceRows, ShardedEdgeIndex)) for t in (base, source)) or not isinstance(source, Tensor):
+        raise _refused(name, "source node ids")
+    dim = bound["dim"] % source.dim()
+    if base.size(dim) != plan.num_own_src:
+        raise RefusedError(
+            f"scattering onto {base.size(dim)} source nodes; expected the {plan.num_own_src} own nodes of rank "
+            f"{plan.comm.rank}"
+        )
+    shape = [*source.shape]
+    shape[dim] = plan.num_src
+    partial = source.new_zeros(shape).scatter_add(dim, index, source)
+    total = base + halo_push(partial.movedim(dim, 0), plan, "halo push").movedim(0, dim)
+    return base.copy_(total) if name.endswith("_") else total
+
+
+def _property(func: Any) -> str:
+    return getattr(getattr(func, "__self__", None), "__name__", "")
+
+
+def _flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    found = []
+    for arg in (*args, *kwargs.values()):
+        found += list(arg) if isinstance(arg, (list, tuple)) else [arg]
+    return found
+
+
+def _plain_one(value: Any) -> Any:
+    if isinstance(value, ShardedEdgeIndex):
+        return value.plain
+    return value.as_subclass(Tensor) if isinstance(value, SourceRows) else value
+
+
+def _plain(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(type(a)(_plain_one(v) for v in a) if type(a) in (list, tuple) else _plain_one(a) for a in args)

@@ -1,0 +1,76 @@
+"""NodeEmbedding: a learnable table with a row per node, each rank holding the rows of its own nodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardpass.core.graphs.graph import ShardedGraph
+from shardpass.core.ranks import derive_seed
+from shardpass.core.sharding import NodeType
+
+_BLOCK = 1 << 12
+
+
+class OwnRows(nn.Parameter):
+    """A parameter of which every rank has rows of its own: not broadcast, its gradient not summed over ranks."""
+
+    shardpass_local = True
+
+
+class NodeEmbedding(nn.Module):
+    """Learnable rows of this rank's nodes: ``NodeEmbedding(graph, 64)()`` is ``[num_nodes, 64]``. Not collective.
+
+    Takes the place of ``torch.nn.Embedding(num_nodes, dim)`` in a model: `weight` holds the own rows in the order of
+    ``graph.node_ids``. `sync_parameters` and `sync_gradients` leave it alone, checkpoints load on any number of ranks.
+    The first values are standard normal and depend only on the original ids and torch's random state, which
+    `shardpass.seed` makes the same on every rank: so they are the same for any number of ranks.
+
+    Args:
+        graph: this rank's share.
+        dim: columns of the table.
+        node_type: of the nodes, in a graph of several types.
+        dtype: of the table; None for torch's default.
+
+    Raises:
+        ValueError: the graph has several node types and none, or an unknown one, was given.
+    """
+
+    def __init__(
+        self, graph: ShardedGraph, dim: int, node_type: NodeType | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        types = graph.node_types
+        kind = types[0] if node_type is None and len(types) == 1 else node_type
+        if kind is None or kind not in types:
+            raise ValueError(f"NodeEmbedding: node_type is one of {types}, got {node_type!r}")
+        self.node_type: NodeType = kind
+        self.total_nodes = graph.ownership[self.node_type].num_total
+        ids = graph.node_ids_dict[self.node_type]
+        seed = int(torch.randint(2**62, ()))
+        self.weight = OwnRows(_normal_rows(ids.cpu(), dim, seed, dtype).to(graph.comm.device))
+
+    def forward(self) -> Tensor:
+        """The own rows, ``[num_nodes, dim]``."""
+        return self.weight
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.size(0)} of {self.total_nodes} {self.node_type!r} rows, dim={self.weight.size(1)}"
+
+
+def _normal_rows(ids: Tensor, dim: int, seed: int, dtype: torch.dtype | None) -> Tensor:
+    """Row i is that of node ``ids[i]`` in a table which `seed` alone decides, made block by block."""
+    rows = torch.empty(ids.numel(), dim, dtype=dtype)
+    blocks = ids // _BLOCK
+    for block in torch.unique(blocks).tolist():
+        mine = (blocks == block).nonzero().view(-1)
+        generator = torch.Generator().manual_seed(derive_seed(seed, block))
+        rows[mine] = torch.randn(_BLOCK, dim, generator=generator, dtype=dtype)[ids[mine] - block * _BLOCK]
+    return rows
+
+
+def node_embeddings(model: nn.Module) -> dict[str, Any]:
+    """The `NodeEmbedding` modules of a model, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, NodeEmbedding)}

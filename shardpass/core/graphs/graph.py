@@ -1,0 +1,334 @@
+"""ShardedGraph: one rank's share of a graph, as PyG code expects ``data`` to look."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from shardpass.backends.communicator import Communicator
+from shardpass.core.exchange import HaloPlan, build_halo_plan
+from shardpass.core.graphs.batch_index import BatchIndex
+from shardpass.core.graphs.edge_index import ShardedEdgeIndex
+from shardpass.core.graphs.flow import message_flow
+from shardpass.core.ranks import Options
+from shardpass.core.sharding import (
+    EDGE,
+    HOST,
+    NODE,
+    EdgeShards,
+    EdgeType,
+    NodeType,
+    Ownership,
+    build_shards,
+    shard_order,
+    smallest_index_dtype,
+)
+
+
+class OwnFields(Mapping[str, Tensor]):
+    """The fields of this rank's nodes or edges by name; each is read, put in order and moved to the device once."""
+
+    def __init__(self, stored: Mapping[str, Tensor], place: Callable[[Tensor], Tensor]) -> None:
+        self._stored, self._place = stored, place
+        self._read: dict[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._read:
+            if name not in self._stored:
+                known = ", ".join(sorted(self._stored)) or "none"
+                raise KeyError(f"no field {name!r} is stored for this graph; there are: {known}")
+            self._read[name] = self._place(self._stored[name])
+        return self._read[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+
+@dataclass
+class Relation:
+    """The edges of one type into this rank's destination nodes.
+
+    Args:
+        plan: the halo of their sources.
+        shards: the edges by source block, in the rank's edge order.
+        edge_index: the stand-in for ``edge_index``.
+        edge_ids: original position of each edge, ``[num_edges]`` int64.
+        fields: edge tensors in the rank's edge order.
+    """
+
+    plan: HaloPlan
+    shards: EdgeShards
+    edge_index: ShardedEdgeIndex
+    edge_ids: Tensor
+    fields: OwnFields
+
+
+def build_relation(
+    comm: Communicator,
+    sources: Ownership,
+    src_ids: Tensor,
+    dst_rows: Tensor,
+    num_dst: int,
+    edge_ids: Tensor,
+    fields: Mapping[str, Tensor],
+    options: Options,
+    ends: tuple[NodeType, NodeType] | None = None,
+) -> Relation:
+    """The edges of one type, sharded. Collective; `sources` and `options` must be the same on every rank.
+
+    Args:
+        src_ids: global source id of each edge, ``[num_edges]`` int64.
+        dst_rows: own destination row of each edge, ``[num_edges]`` int64.
+        edge_ids, fields: per edge, in the same order as `src_ids`.
+        ends: the types of sources and destinations, for telling edges of another type.
+    """
+    device = HOST if options.stream_structure else comm.device
+    src_ids, dst_rows, edge_ids = src_ids.to(device), dst_rows.to(device), edge_ids.to(device)
+    plan, src_rows = build_halo_plan(comm, sources, src_ids, num_dst, options)
+    plan = replace(plan, ends=ends)
+    if options.mode == "halo":
+        order = torch.argsort(edge_ids)  # layers that see whole neighbourhoods break ties by the order of edges
+    else:
+        order, _ = shard_order(src_rows, dst_rows, plan.blocks)  # shards are slices of edge tensors
+    src_rows, dst_rows = src_rows[order], dst_rows[order]
+    shards = build_shards(src_rows, dst_rows, plan.blocks, num_dst)
+    edge_index = ShardedEdgeIndex.wrap(torch.stack([src_rows, dst_rows]), plan, shards)
+    where = order.to(smallest_index_dtype(order.numel())) if fields else order[:0]  # is kept
+    placed = OwnFields(fields, lambda t: t.to(device).index_select(0, where))
+    return Relation(plan, shards, edge_index, edge_ids[order], placed)
+
+
+class ShardedGraph:
+    """One rank's share of a graph: its own nodes, and the edges that end in them.
+
+    Made by `load`; goes where PyG code expects ``data`` or ``edge_index``. Node tensors hold own rows
+    ``[num_nodes, ...]``; edge tensors hold own edges ``[num_edges, ...]`` in the order of ``edge_index``.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        options: Options,
+        ownership: dict[NodeType, Ownership],
+        node_ids: dict[NodeType, Tensor],
+        node_fields: dict[NodeType, OwnFields],
+        relations: dict[EdgeType, Relation],
+        *,
+        total_edges: dict[EdgeType, int],
+        num_classes: int | None = None,
+        fingerprint: str = "",
+        partition_fingerprint: str = "",
+        contents: str = "",
+    ) -> None:
+        self.comm, self.options, self.ownership = comm, options, ownership
+        self.fingerprint, self.partition_fingerprint, self.contents = fingerprint, partition_fingerprint, contents
+        self.relations = relations
+        self._node_ids, self._node_fields = node_ids, node_fields
+        self._total_edges, self._num_classes = total_edges, num_classes
+
+    def __repr__(self) -> str:
+        return (
+            f"ShardedGraph(rank {self.comm.rank} of {self.comm.size}: {self.num_nodes} of {self.total_nodes} nodes, "
+            f"{self.num_edges} of {self.total_edges} edges, mode={self.options.mode!r})"
+        )
+
+    @property
+    def node_types(self) -> list[NodeType]:
+        return list(self.ownership)
+
+    @property
+    def edge_types(self) -> list[EdgeType]:
+        return list(self.relations)
+
+    @property
+    def is_homogeneous(self) -> bool:
+        return list(self.ownership) == [NODE] and list(self.relations) == [EDGE]
+
+    def _single(self, what: str) -> None:
+        if not self.is_homogeneous:
+            raise ValueError(
+                f"`{what}` is for graphs of one node and one edge type; this one has the node types {self.node_types} "
+                f"and the edge types {self.edge_types}: name one, as in graph[type]"
+            )
+
+    @property
+    def relation(self) -> Relation:
+        """The edges, for graphs of one edge type."""
+        self._single("relation")
+        return self.relations[EDGE]
+
+    @property
+    def node(self) -> OwnFields:
+        """Every stored node field by name, own rows."""
+        self._single("node")
+        return self._node_fields[NODE]
+
+    @property
+    def edge(self) -> OwnFields:
+        """Every stored edge field by name, own edges."""
+        return self.relation.fields
+
+    def __getattr__(self, name: str) -> Tensor:
+        if name.startswith("_") or name not in ("x", "y", "pos", "train_mask", "val_mask", "test_mask"):
+            if name in ("edge_attr", "edge_weight", "edge_type"):
+                return self._field(self.edge, name, "edge")
+            raise AttributeError(
+                f"ShardedGraph has no attribute {name!r}; stored fields: graph.node[...], graph.edge[...]"
+            )
+        return self._field(self.node, name, "node")
+
+    @staticmethod
+    def _field(fields: OwnFields, name: str, kind: str) -> Tensor:
+        if name not in fields:
+            known = ", ".join(sorted(fields)) or "none"
+            raise AttributeError(f"this graph has no {kind} field {name!r}; there are: {known}")
+        return fields[name]
+
+    @property
+    def edge_index(self) -> ShardedEdgeIndex:
+        """The stand-in for ``edge_index``, ``[2, num_edges]``."""
+        return self.relation.edge_index
+
+    def layers(self, nodes: Tensor, num_layers: int) -> list[ShardedEdgeIndex]:
+        """An ``edge_index`` for each layer of a model that is asked for the outputs of `nodes` only. Collective.
+
+        A layer called with its one leaves out the nodes, and the halo rows, that none of `nodes` needs. The outputs of
+        `nodes` are those of the whole graph, if nothing but message passing and row-wise code is between the layers;
+        rows of other nodes are without meaning. Norms over all nodes are refused.
+
+        Args:
+            nodes: own rows, ``[num_nodes]`` bool.
+            num_layers: of the model, the same on every rank.
+        """
+        if nodes.dtype != torch.bool or nodes.shape != (self.num_nodes,):
+            raise ValueError(
+                f"rank {self.comm.rank}: layers takes a mask over own nodes, expected bool [{self.num_nodes}], got "
+                f"{nodes.dtype} {list(nodes.shape)}"
+            )
+        relation = self.relation
+        if self.options.stream_structure:
+            raise ValueError("graph.layers with Options(stream_structure=True) is not supported: load without it")
+        flows = message_flow(self.edge_index, self.ownership[NODE], nodes.to(self.comm.device), num_layers)
+        numbers = relation.edge_index.sources_first
+        return [ShardedEdgeIndex.wrap(numbers, relation.plan, relation.shards, flow=flow) for flow in flows]
+
+    @cached_property
+    def batch(self) -> BatchIndex:
+        """The graph of each own node: all zeros, since a sharded graph is one graph.
+
+        Pooling, norms and softmax over it take in the nodes of all ranks; they are collective and differentiable.
+        """
+        return BatchIndex.of(self.num_nodes, self.comm)
+
+    @property
+    def num_nodes(self) -> int:
+        """Own nodes of this rank."""
+        return sum(o.num_own(self.comm.rank) for o in self.ownership.values())
+
+    @property
+    def num_edges(self) -> int:
+        """Own edges of this rank."""
+        return sum(r.shards.num_edges for r in self.relations.values())
+
+    @property
+    def total_nodes(self) -> int:
+        """Nodes of the whole graph."""
+        return sum(o.num_total for o in self.ownership.values())
+
+    @property
+    def total_edges(self) -> int:
+        """Edges of the whole graph."""
+        return sum(self._total_edges.values())
+
+    @property
+    def num_halo(self) -> int:
+        """Remote source rows that this rank's edges need."""
+        return sum(r.plan.num_halo for r in self.relations.values())
+
+    @property
+    def num_features(self) -> int:
+        """Channels of ``x``."""
+        if "x" not in self.node and "feat" in self.node:
+            raise KeyError("features are stored as 'feat', not 'x': use graph.node['feat'].size(1)")
+        x = self.node["x"]
+        return 1 if x.dim() == 1 else x.size(-1)
+
+    @property
+    def num_classes(self) -> int:
+        """Classes of ``y``: columns of a float matrix, or the largest label of the whole graph plus one."""
+        if self._num_classes is None:
+            named = "; store 'label' under that name, or give the number yourself" if "label" in self.node else ""
+            raise ValueError(f"this graph has no labels: no node field 'y' is stored{named}")
+        return self._num_classes
+
+    @property
+    def node_ids(self) -> Tensor:
+        """Original id of each own node, ``[num_nodes]`` int64."""
+        self._single("node_ids")
+        return self._node_ids[NODE]
+
+    @property
+    def node_ids_dict(self) -> dict[NodeType, Tensor]:
+        """Original id of each own node, by type."""
+        return dict(self._node_ids)
+
+    @property
+    def edge_ids(self) -> Tensor:
+        """Original position of each own edge, ``[num_edges]`` int64."""
+        return self.relation.edge_ids
+
+    def fields_of(self, node_type: NodeType) -> OwnFields:
+        """Every stored field of the nodes of a type, own rows."""
+        return self._node_fields[node_type]
+
+    def total_edges_of(self, edge_type: EdgeType) -> int:
+        """Edges of a type in the whole graph."""
+        return self._total_edges[edge_type]
+
+    def ids_of(self, node_type: NodeType | None = None) -> tuple[Tensor, int]:
+        """Original ids of own nodes of a type (None: the only one), and how many nodes the whole graph has of it."""
+        if node_type is None and len(self.ownership) == 1:
+            node_type = next(iter(self.ownership))
+        if node_type not in self.ownership:
+            raise ValueError(f"node_type={node_type!r}; expected one of the types of this graph: {self.node_types}")
+        return self._node_ids[node_type], self.ownership[node_type].num_total
+
+
+def gather(graph: ShardedGraph, rows: Tensor, node_type: NodeType | None = None) -> Tensor | None:
+    """Own rows of every rank in the original node order, on rank 0; None on the others. Collective.
+
+    Args:
+        rows: ``[num_nodes, ...]``, one row per own node; the same dtype and trailing shape on every rank.
+        node_type: of the nodes; needed where the graph has several.
+
+    Returns:
+        ``[total_nodes, ...]`` on rank 0.
+
+    Raises:
+        ValueError: another number of rows, or a node type that is missing or unknown.
+    """
+    ids, total = graph.ids_of(node_type)
+    if rows.size(0) != ids.numel():
+        raise ValueError(
+            f"rank {graph.comm.rank}: gather takes one row per own node, expected {ids.numel()} rows, "
+            f"got {rows.size(0)}"
+        )
+    root = graph.comm.rank == 0
+    empty = rows.new_empty((0, *rows.shape[1:]))
+    ids = ids.to(graph.comm.device)
+    to_root = [rows.detach().contiguous()] + [empty] * (graph.comm.size - 1)
+    parts = graph.comm.all_to_all(to_root, label="gather rows")
+    id_parts = graph.comm.all_to_all([ids] + [ids[:0]] * (graph.comm.size - 1), label="gather ids")
+    if not root:
+        return None
+    out = rows.new_empty((total, *rows.shape[1:]))
+    for part, part_ids in zip(parts, id_parts):
+        out[part_ids] = part
+    return out

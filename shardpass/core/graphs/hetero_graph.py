@@ -1,0 +1,219 @@
+"""ShardedHeteroGraph: one rank's share of a graph of several types, as PyG code expects a ``HeteroData`` to look."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from shardpass.backends.communicator import Communicator
+from shardpass.core.graphs.edge_index import ShardedEdgeIndex
+from shardpass.core.graphs.graph import OwnFields, Relation, ShardedGraph
+from shardpass.core.ranks import Options
+from shardpass.core.sharding import EdgeType, NodeType, Ownership
+
+
+class _OfOneType:
+    """Stored fields as attributes and by name."""
+
+    def __init__(self, what: str, fields: OwnFields) -> None:
+        self._what, self._fields = what, fields
+
+    def __getattr__(self, name: str) -> Tensor:
+        if name.startswith("_") or name not in self._fields:
+            raise AttributeError(f"{self._what} have no field {name!r}; there are: {_names(self._fields)}")
+        return self._fields[name]
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._fields[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._fields
+
+    def keys(self) -> list[str]:
+        """The names of the stored fields."""
+        return list(self._fields)
+
+
+class OwnNodes(_OfOneType):
+    """This rank's nodes of one type: ``graph["paper"]``. Stored fields are attributes or ``nodes["name"]``.
+
+    Args:
+        node_type: their type.
+        fields: node tensors, own rows.
+        node_ids: original id of each own node, ``[num_nodes]`` int64.
+        total_nodes: nodes of this type in the whole graph.
+        num_classes: of ``y`` over all ranks; None where there is none.
+    """
+
+    def __init__(
+        self, node_type: NodeType, fields: OwnFields, node_ids: Tensor, total_nodes: int, num_classes: int | None
+    ) -> None:
+        super().__init__(f"nodes of type {node_type!r}", fields)
+        self.node_type, self.node_ids, self.total_nodes = node_type, node_ids, total_nodes
+        self._num_classes = num_classes
+
+    def __repr__(self) -> str:
+        return f"OwnNodes({self.node_type!r}: {self.num_nodes} of {self.total_nodes}, fields {self.keys()})"
+
+    @property
+    def num_nodes(self) -> int:
+        """Own nodes of this type."""
+        return self.node_ids.numel()
+
+    @property
+    def num_features(self) -> int:
+        """Channels of ``x``, 0 where there is none."""
+        if "x" not in self:
+            return 0
+        x = self["x"]
+        return 1 if x.dim() == 1 else x.size(-1)
+
+    @property
+    def num_classes(self) -> int:
+        """Classes of ``y``: columns of a float matrix, or the largest label of all ranks plus one."""
+        if self._num_classes is None:
+            raise ValueError(f"{self._what} have no labels: no field 'y' is stored")
+        return self._num_classes
+
+
+class OwnEdges(_OfOneType):
+    """This rank's edges of one type: ``graph["author", "writes", "paper"]``. Fields as in `OwnNodes`, own edges.
+
+    Args:
+        edge_type: (source type, relation, destination type).
+        relation: the edges.
+        total_edges: edges of this type in the whole graph.
+    """
+
+    def __init__(self, edge_type: EdgeType, relation: Relation, total_edges: int) -> None:
+        super().__init__(f"edges of type {edge_type}", relation.fields)
+        self.edge_type, self.relation, self.total_edges = edge_type, relation, total_edges
+
+    def __repr__(self) -> str:
+        return f"OwnEdges({self.edge_type}: {self.num_edges} of {self.total_edges}, fields {self.keys()})"
+
+    @property
+    def edge_index(self) -> ShardedEdgeIndex:
+        """The stand-in for ``edge_index``, ``[2, num_edges]``."""
+        return self.relation.edge_index
+
+    @property
+    def edge_ids(self) -> Tensor:
+        """Original position of each own edge among those of its type, ``[num_edges]`` int64."""
+        return self.relation.edge_ids
+
+    @property
+    def num_edges(self) -> int:
+        """Own edges of this type."""
+        return self.relation.shards.num_edges
+
+
+class ShardedHeteroGraph(ShardedGraph):
+    """One rank's share of a graph with several node or edge types.
+
+    Made by `load`; goes where PyG code expects a ``HeteroData`` or ``edge_index_dict``. ``graph["paper"]`` is this
+    rank's nodes of a type (`OwnNodes`), ``graph["author", "writes", "paper"]`` its edges of a type (`OwnEdges`), and
+    ``graph.<field>_dict`` any stored field by type, for the types that have it: ``x_dict``, ``edge_attr_dict``.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        options: Options,
+        ownership: dict[NodeType, Ownership],
+        node_ids: dict[NodeType, Tensor],
+        node_fields: dict[NodeType, OwnFields],
+        relations: dict[EdgeType, Relation],
+        *,
+        total_edges: dict[EdgeType, int],
+        num_classes: dict[NodeType, int],
+        fingerprint: str = "",
+        partition_fingerprint: str = "",
+        contents: str = "",
+    ) -> None:
+        if options.stream_structure:
+            raise ValueError(
+                "Options(stream_structure=True) is for graphs of one node and one edge type, and this one has "
+                f"{len(relations)} edge types: load it without that option"
+            )
+        super().__init__(
+            comm,
+            options,
+            ownership,
+            node_ids,
+            node_fields,
+            relations,
+            total_edges=total_edges,
+            fingerprint=fingerprint,
+            partition_fingerprint=partition_fingerprint,
+            contents=contents,
+        )
+        self._nodes = {
+            kind: OwnNodes(kind, node_fields[kind], node_ids[kind], owned.num_total, num_classes.get(kind))
+            for kind, owned in ownership.items()
+        }
+        self._edges = {kind: OwnEdges(kind, relation, total_edges[kind]) for kind, relation in relations.items()}
+
+    def __repr__(self) -> str:
+        nodes = ", ".join(f"{nodes.num_nodes} of {nodes.total_nodes} {kind}" for kind, nodes in self._nodes.items())
+        return (
+            f"ShardedHeteroGraph(rank {self.comm.rank} of {self.comm.size}: {nodes}; {self.num_edges} of "
+            f"{self.total_edges} edges of {len(self._edges)} types, mode={self.options.mode!r})"
+        )
+
+    def __getitem__(self, key: str | tuple[str, ...]) -> Any:
+        """The nodes of a type (`OwnNodes`), or the edges of one (`OwnEdges`), which may be named as PyG allows it: by
+        all three names, by source and destination, or by the relation, where that tells which.
+        """
+        if isinstance(key, str) and key in self._nodes:
+            return self._nodes[key]
+        found = [kind for kind in self._edges if key in (kind, kind[1], (kind[0], kind[2]))]
+        if len(found) != 1:
+            problem = f"is one of {found}" if found else "is not a type of this graph"
+            raise KeyError(f"{key!r} {problem}; nodes: {self.node_types}, edges: {self.edge_types}")
+        return self._edges[found[0]]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not name.endswith("_dict"):
+            raise AttributeError(
+                f"ShardedHeteroGraph has no attribute {name!r}: a field belongs to a type, as in graph[type].{name} or "
+                f"graph.{name}_dict; types: {self.node_types}, {self.edge_types}"
+            )
+        return self._collect(name.removesuffix("_dict"))
+
+    def _collect(self, name: str) -> dict[Any, Tensor]:
+        owners: dict[Any, _OfOneType] = {**self._nodes, **self._edges}
+        found = {kind: owner[name] for kind, owner in owners.items() if name in owner}
+        if not found:
+            known = {kind: owner.keys() for kind, owner in owners.items() if owner.keys()}
+            raise AttributeError(f"no type of this graph has a field {name!r}; there are: {known}")
+        return found
+
+    @property
+    def edge_index_dict(self) -> dict[EdgeType, ShardedEdgeIndex]:
+        """The stand-in for ``edge_index`` of each edge type."""
+        return {kind: edges.edge_index for kind, edges in self._edges.items()}
+
+    @property
+    def num_nodes_dict(self) -> dict[NodeType, int]:
+        """Own nodes of each type."""
+        return {kind: nodes.num_nodes for kind, nodes in self._nodes.items()}
+
+    @property
+    def num_edges_dict(self) -> dict[EdgeType, int]:
+        """Own edges of each type."""
+        return {kind: edges.num_edges for kind, edges in self._edges.items()}
+
+    @property
+    def num_features(self) -> dict[NodeType, int]:  # type: ignore[override]
+        """Channels of ``x`` of each type, 0 where there is none: as in PyG's ``HeteroData``."""
+        return {kind: nodes.num_features for kind, nodes in self._nodes.items()}
+
+    def metadata(self) -> tuple[list[NodeType], list[EdgeType]]:
+        """Node and edge types, as `to_hetero`, `HGTConv` and others take them."""
+        return self.node_types, self.edge_types
+
+
+def _names(fields: OwnFields) -> str:
+    return ", ".join(sorted(fields)) or "none"

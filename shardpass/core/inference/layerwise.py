@@ -1,0 +1,192 @@
+"""Inference over the whole graph: layer by layer, resumable, written by all ranks into one file in original order."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from shardpass import errors
+from shardpass.backends.communicator import Communicator
+from shardpass.core.graphs import ShardedGraph
+from shardpass.core.inference.fingerprint import same_arguments, same_model, same_tensor
+from shardpass.core.inference.journal import Journal
+from shardpass.core.sharding import NodeType
+from shardpass.core.training import alike
+
+_CHUNK_BYTES = 1 << 24
+
+
+def infer(
+    model: nn.Module,
+    graph: ShardedGraph,
+    path: str | os.PathLike[str],
+    *args: Any,
+    overwrite: bool = False,
+    progress: Callable[[str], None] | None = None,
+    node_type: NodeType | None = None,
+) -> list[Path]:
+    """Write what `model` gives for every node of the graph, in the original node order, as ``.npy``. Collective.
+
+    The model runs in evaluation mode without gradients, so no rank holds more than its own rows of the layers at hand
+    and a block of fetched ones. The result of every sharded call is kept beside the output until that is complete:
+    where a run is ended, the next one with the same model, inputs and ranks goes on from there. Ranks agree first that
+    they have the same parameters.
+
+    Args:
+        model: wrapped by `pyg.wrap` or `dgl.wrap`, with its parameters loaded. One that was trained elsewhere fits.
+        graph: of whose nodes.
+        path: the file to write, which every rank must reach. Where the model returns a dict by node type, there is one
+            file per type: ``logits.npy`` becomes ``logits.paper.npy``.
+        args: what the model is called with; ``(graph.x, graph)`` if nothing is given, of a graph of several types
+            ``(graph.x_dict, graph)``.
+        overwrite: replace a file that is there.
+        progress: told the name of each layer as it begins.
+        node_type: of whose nodes the rows are, where the model returns one tensor and the graph has several types.
+
+    Returns:
+        The files written, ``[total_nodes, ...]`` each. `numpy.load` with ``mmap_mode="r"`` opens them without reading.
+
+    Raises:
+        FileExistsError: there is such a file (on every rank, as all errors here).
+        ValueError: the model is not wrapped, has other parameters on some rank, or does not return rows of own nodes.
+        OSError: a rank cannot write.
+    """
+    errors.require("safetensors", "store", "infer")
+    comm, path = graph.comm, Path(path)
+    if not getattr(model, "_shardpass_wrapped", False):
+        raise ValueError("infer takes a wrapped model: call shardpass.pyg.wrap(model, comm), or dgl.wrap, first")
+    _on_all(comm, lambda: _refuse_existing(path, overwrite))
+    _on_all(comm, lambda: graph.ids_of(node_type) if node_type is not None else None)
+    args = args or (graph.x if graph.is_homogeneous else graph.x_dict, graph)
+    _same_parameters(model, comm)
+    fingerprint = _fingerprint(model, graph, args)
+    journal = Journal(path.with_name(f".{path.name}.partial"), comm, fingerprint, progress)
+    with _evaluating(model), torch.no_grad():
+        comm.order.journal = journal
+        try:
+            found = model(*args)
+        finally:
+            comm.order.journal = None
+    rows = _on_all(comm, lambda: _rows_by_type(graph, found, path, overwrite, node_type))
+    for target, (values, ids, total) in rows.items():
+        _write(comm, target, values, ids, total)
+    journal.remove()
+    return list(rows)
+
+
+def _refuse_existing(path: Path, overwrite: bool) -> None:
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder: give the name of a file")
+    if path.exists() and not overwrite:
+        raise FileExistsError(f"{path} exists: give another name, or overwrite=True (--overwrite)")
+
+
+def _same_parameters(model: nn.Module, comm: Communicator) -> None:
+    """Refuse parameters that were loaded on some ranks only, after `wrap`. Collective."""
+    every = comm.all_gather_object([[name, same_tensor(value)] for name, value in alike(model)], "infer: parameters")
+    for rank, found in enumerate(every):
+        other = next((mine[0] for mine, theirs in zip(every[0], found) if mine != theirs), None)
+        if other is not None:
+            raise ValueError(
+                f"infer: parameter {other!r} has other values on rank {rank} than on rank 0; load the same weights on "
+                f"every rank, or before wrap, which takes those of rank 0"
+            )
+
+
+def _fingerprint(model: nn.Module, graph: ShardedGraph, args: tuple[Any, ...]) -> str:
+    """Of all that this rank's rows depend on. Collective: of the other ranks as well."""
+    parts = [graph.partition_fingerprint, graph.contents, str(graph.comm.size), str(graph.options.wire_dtype)]
+    parts += [*same_model(model), *same_arguments(args, graph)]
+    mine = hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    every = graph.comm.all_gather_object(mine, "infer: fingerprints")
+    return hashlib.sha256("".join(every).encode()).hexdigest()
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+Rows = dict[Path, tuple[Tensor, Tensor, int]]
+
+
+def _rows_by_type(graph: ShardedGraph, found: Any, path: Path, overwrite: bool, node_type: NodeType | None) -> Rows:
+    """By file: own rows, their original ids, and how many rows all ranks have."""
+    if isinstance(found, Tensor):
+        if node_type is None and len(graph.node_types) > 1:
+            raise ValueError(
+                f"infer: the model returned one tensor, and the graph has several node types: say of which its rows "
+                f"are, node_type=...; types: {graph.node_types}"
+            )
+        by_type: dict[Path, tuple[Any, Any]] = {path: (node_type, found)}
+    elif isinstance(found, dict):
+        unknown = [name for name in found if name not in graph.node_types]
+        if unknown:
+            raise ValueError(
+                f"infer: the model returned a dict with the key {unknown[0]!r}; expected node types of the graph: "
+                f"{graph.node_types}"
+            )
+        by_type = {path.with_suffix(f".{name}.npy"): (name, value) for name, value in found.items()}
+    else:
+        kind = type(found).__name__
+        raise ValueError(f"infer: the model returned a {kind}; expected a tensor, or a dict of tensors by node type")
+    rows: Rows = {}
+    for target, (node_type, value) in by_type.items():
+        _refuse_existing(target, overwrite)
+        ids, total = graph.ids_of(node_type)
+        if not isinstance(value, Tensor) or value.dim() == 0 or value.size(0) != ids.numel():
+            shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(f"infer: the model returned {shape}; expected {ids.numel()} rows, one per own node")
+        value = value.float() if value.dtype == torch.bfloat16 else value  # which numpy does not know
+        rows[target] = (value.detach().cpu().contiguous(), ids.cpu(), total)
+    return rows
+
+
+def _write(comm: Communicator, path: Path, rows: Tensor, ids: Tensor, total: int) -> None:
+    """The rows of all ranks as one file, complete when it has its name. Collective."""
+    partial = path.with_name(f".{path.name}.writing")
+    shape = (total, *rows.shape[1:])
+
+    def create() -> None:
+        if comm.rank == 0:
+            np.lib.format.open_memmap(str(partial), mode="w+", dtype=rows.numpy().dtype, shape=shape).flush()
+
+    def fill() -> None:
+        out = np.load(partial, mmap_mode="r+")
+        step = max(1, _CHUNK_BYTES // max(1, rows[:1].numel() * rows.itemsize))
+        for start in range(0, ids.numel(), step):
+            out[ids[start : start + step].numpy()] = rows[start : start + step].numpy()
+        out.flush()
+
+    _on_all(comm, create)
+    _on_all(comm, fill)
+    _on_all(comm, lambda: os.replace(partial, path) if comm.rank == 0 else None)
+
+
+def _on_all(comm: Communicator, work: Callable[[], Any]) -> Any:
+    """What `work` returned here; an error on one rank is raised on all, as one of the same kind. Collective."""
+    result, problem = None, None
+    kinds = {kind.__name__: kind for kind in (FileExistsError, OSError, ValueError)}
+    try:
+        result = work()
+    except (OSError, ValueError) as error:
+        name = next(name for name, kind in kinds.items() if isinstance(error, kind))
+        problem = [name, str(error)]
+    for rank, found in enumerate(comm.all_gather_object(problem, "infer: verdict")):
+        if found is not None:
+            raise kinds[found[0]](f"{found[1]} (found on rank {rank})")
+    return result

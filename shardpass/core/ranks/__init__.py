@@ -1,0 +1,69 @@
+"""What ties the ranks of a run together: the order of collective calls, agreement, random numbers, options.
+
+This room knows tensors and the `Communicator` protocol. It knows nothing of graphs.
+"""
+
+from shardpass.core.ranks.agree import agree, digest, diverged
+from shardpass.core.ranks.autograd_order import (
+    all_reduce_sum,
+    begin_call,
+    chained,
+    drop_chain,
+    end_call,
+    end_chain,
+    refuse_double_backward,
+    refuse_inside_message,
+    start_chain,
+)
+from shardpass.core.ranks.on_ranks import OnRanks
+from shardpass.core.ranks.options import MODES, Mode, Options
+from shardpass.core.ranks.own_model import identity_of, is_wrapped, refuse_alike, refuse_shared_model
+from shardpass.core.ranks.random import (
+    decorrelate,
+    derive_seed,
+    draw_seed,
+    dropout_factors,
+    get_random_state,
+    has_drawn,
+    piece_seed,
+    replayed,
+    seed,
+    set_random_state,
+)
+from shardpass.core.ranks.units import bytes_text, parse_bytes, parse_count
+
+__all__ = [
+    "MODES",
+    "Mode",
+    "OnRanks",
+    "Options",
+    "agree",
+    "all_reduce_sum",
+    "begin_call",
+    "bytes_text",
+    "chained",
+    "decorrelate",
+    "derive_seed",
+    "digest",
+    "diverged",
+    "draw_seed",
+    "drop_chain",
+    "dropout_factors",
+    "end_call",
+    "end_chain",
+    "get_random_state",
+    "has_drawn",
+    "identity_of",
+    "is_wrapped",
+    "parse_bytes",
+    "parse_count",
+    "piece_seed",
+    "refuse_alike",
+    "refuse_double_backward",
+    "refuse_inside_message",
+    "refuse_shared_model",
+    "replayed",
+    "seed",
+    "set_random_state",
+    "start_chain",
+]

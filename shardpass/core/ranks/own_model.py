@@ -1,0 +1,70 @@
+"""A model for each rank: ranks that are threads could be given one and the same, and would write over each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from shardpass.backends.communicator import Communicator
+from shardpass.core.ranks.random import are_threads
+from shardpass.errors import RefusedError
+
+_BYTES = 8
+
+
+def is_wrapped(model: nn.Module, comm: Communicator) -> bool:
+    """Whether `model` is wrapped already, for these ranks. Not collective.
+
+    Raises:
+        RefusedError: it is wrapped for others, as a model that another rank or an earlier run has wrapped.
+    """
+    if not getattr(model, "_shardpass_wrapped", False):
+        return False
+    if getattr(model.forward, "comm", comm) is not comm:
+        raise RefusedError(
+            f"{type(model).__name__} is wrapped already, with another communicator (by another rank, which is a thread "
+            f"of this process, or in an earlier run): build a model on each rank, or wrap copy.deepcopy of one that "
+            f"is not wrapped"
+        )
+    return True
+
+
+def refuse_shared_model(model: nn.Module, comm: Communicator) -> None:
+    """Raise if ranks hold the same model, or the same trainable parameters. Collective where ranks are threads.
+
+    Raises:
+        RefusedError: they do; on every rank.
+    """
+    if are_threads(comm):
+        mine = [id(model), *(id(parameter) for parameter in model.parameters() if parameter.requires_grad)]
+        _refuse_alike(comm.all_gather_object(mine, "wrap: a model for each rank"))
+
+
+def identity_of(parameters: Sequence[Tensor], comm: Communicator) -> list[int]:
+    """What tells these parameters from those of other threads, as bytes; nothing where ranks are processes."""
+    if not are_threads(comm):
+        return []
+    trained = next((id(parameter) for parameter in parameters if parameter.requires_grad), 0)
+    return list(trained.to_bytes(_BYTES, "little"))
+
+
+def refuse_alike(identities: list[list[int]]) -> None:
+    """Raise if two ranks gave the same `identity_of` their parameters.
+
+    Raises:
+        RefusedError: they did.
+    """
+    numbers = [int.from_bytes(bytes(given), "little") for given in identities]
+    _refuse_alike([[number] if number else [] for number in numbers])
+
+
+def _refuse_alike(held: list[list[int]]) -> None:
+    for rank, mine in enumerate(held):
+        for other in range(rank):
+            if set(mine) & set(held[other]):
+                raise RefusedError(
+                    f"ranks {other} and {rank} hold the same model, or parameters of it: they are threads of one "
+                    f"process, and gradients would be added up in one place. Build the model in the function that each "
+                    f"rank runs, or copy.deepcopy it there"
+                )

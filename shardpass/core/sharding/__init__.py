@@ -1,0 +1,45 @@
+"""Who owns what: the ownership of nodes, and a rank's edges as shards, one per block of source rows.
+
+This room knows ids, rows and edges. It does not communicate.
+"""
+
+from shardpass.core.sharding.caches import Caches
+from shardpass.core.sharding.derived import Derivation, DerivedShards, KnownLists
+from shardpass.core.sharding.host_copies import HOST, StreamedShards, to_device, to_host
+from shardpass.core.sharding.ownership import EDGE, NODE, EdgeType, NodeType, Ownership
+from shardpass.core.sharding.shard import (
+    Block,
+    Chunk,
+    EdgeShards,
+    PlacedRows,
+    Shard,
+    build_shards,
+    cut,
+    shard_order,
+    smallest_index_dtype,
+)
+
+__all__ = [
+    "EDGE",
+    "HOST",
+    "NODE",
+    "Block",
+    "Caches",
+    "Chunk",
+    "Derivation",
+    "DerivedShards",
+    "EdgeShards",
+    "EdgeType",
+    "KnownLists",
+    "NodeType",
+    "Ownership",
+    "PlacedRows",
+    "Shard",
+    "StreamedShards",
+    "build_shards",
+    "cut",
+    "shard_order",
+    "smallest_index_dtype",
+    "to_device",
+    "to_host",
+]

@@ -1,0 +1,142 @@
+"""Edge lists that a layer derives from a graph's own in forward (self-loops added, edges masked), and their shards.
+
+Deriving is cheap, sharding the result is not, and layers derive the same list in every forward: so the shards are kept,
+shared by all layers, and found again. No communication: a derived list uses the same halo. Where all that was done is
+dropping edges and adding some, the list is kept as that, and its numbers are made only if something reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from shardpass.core.sharding.edit_shards import edit_shards
+from shardpass.core.sharding.shard import Block, EdgeShards, build_shards, smallest_index_dtype
+
+_MOST_LISTS, _MOST_EDGES = 32, 4  # lists; and edges together, as a multiple of those of the longest list
+_COMPARED_EDGES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Derivation:
+    """An edge list as what was done to another one.
+
+    Args:
+        base: ``[2, E]``, never written to.
+        shards: of the base, where they are known.
+        kept: ``[E]`` bool, the edges that stayed; None: all.
+        added: ``[2, k]`` each, appended in order.
+        num_edges: of the result.
+    """
+
+    base: Tensor
+    kept: Tensor | None
+    added: tuple[Tensor, ...]
+    num_edges: int
+    shards: EdgeShards | None = field(default=None, compare=False, repr=False)
+
+    @staticmethod
+    def of(base: Tensor, shards: EdgeShards | None = None) -> Derivation:
+        """`base` itself."""
+        return Derivation(base, None, (), base.size(1), shards)
+
+    def masked(self, kept: Tensor) -> Derivation:
+        """With only the edges of the base for which `kept` is true."""
+        num_edges = int(kept.sum())
+        kept = kept.as_subclass(Tensor)  # a plain mask from here on
+        return replace(self, kept=kept.clone() if num_edges < kept.numel() else None, num_edges=num_edges)
+
+    def extended(self, edges: Sequence[Tensor]) -> Derivation:
+        """With `edges` appended."""
+        added = (*self.added, *(e.clone() for e in edges))
+        return replace(self, added=added, num_edges=self.num_edges + sum(e.size(1) for e in edges))
+
+    def row(self, index: int) -> Tensor:
+        """Row 0 or 1 of the list, ``[num_edges]``."""
+        first = self.base[index] if self.kept is None else self.base[index][self.kept]
+        return torch.cat([first, *(edges[index] for edges in self.added)])
+
+    def whole(self) -> Tensor:
+        """The list, ``[2, num_edges]``."""
+        return torch.stack([self.row(0), self.row(1)])
+
+    def same(self, other: Derivation) -> bool:
+        """Whether `other` is known to be the same list: the same base (not an equal one), the same edits."""
+        return (
+            self.num_edges == other.num_edges
+            and self.base.data_ptr() == other.base.data_ptr()
+            and self.base.shape == other.base.shape
+            and self.base.stride() == other.base.stride()
+            and (self.kept is None) == (other.kept is None)
+            and (self.kept is None or other.kept is None or torch.equal(self.kept, other.kept))
+            and len(self.added) == len(other.added)
+            and all(torch.equal(a, b) for a, b in zip(self.added, other.added))
+        )
+
+
+Value = TypeVar("Value")
+
+
+class KnownLists(Generic[Value]):
+    """Something kept for each of the last few edge lists of one graph; least recently used dropped."""
+
+    def __init__(self) -> None:
+        self._known: list[tuple[Tensor | Derivation, Value]] = []
+        self.count = 0  # of all that were ever kept
+
+    def find(self, edges: Tensor | Derivation) -> Value | None:
+        """What is kept for a list equal to `edges` ``[2, num_edges]``; None where there is none."""
+        for position, (known, value) in enumerate(self._known):
+            if _same(known, edges):
+                self._known.append(self._known.pop(position))
+                return value
+        return None
+
+    def keep(self, edges: Tensor | Derivation, value: Value) -> Value:
+        """`value`, kept for `edges`."""
+        if isinstance(edges, Tensor):
+            largest = int(edges.max()) if edges.numel() else 0
+            edges = edges.to(smallest_index_dtype(largest), copy=True)
+        self._known.append((edges, value))
+        sizes = [_num_edges(known) for known, _ in self._known]
+        while len(sizes) > _MOST_LISTS or sum(sizes) > _MOST_EDGES * max(sizes):
+            del self._known[0], sizes[0]
+        self.count += 1
+        return value
+
+
+class DerivedShards:
+    """The shards of the last few derived edge lists of one graph."""
+
+    def __init__(self) -> None:
+        self._known: KnownLists[EdgeShards] = KnownLists()
+
+    def find(self, edges: Tensor | Derivation, blocks: Sequence[Block], num_dst: int) -> EdgeShards:
+        """The shards of `edges` ``[2, num_edges]``, in own-first source rows and own destination rows."""
+        known = self._known.find(edges)
+        if known is not None:
+            return known
+        if isinstance(edges, Tensor):
+            shards = build_shards(edges[0], edges[1], blocks, num_dst)
+        elif edges.shards is None:
+            shards = build_shards(edges.row(0), edges.row(1), blocks, num_dst)
+        else:
+            shards = edit_shards(edges.shards, edges.kept, torch.cat(edges.added, 1) if edges.added else None)
+        return self._known.keep(edges, shards)
+
+
+def _num_edges(edges: Tensor | Derivation) -> int:
+    return edges.num_edges if isinstance(edges, Derivation) else edges.size(1)
+
+
+def _same(known: Tensor | Derivation, edges: Tensor | Derivation) -> bool:
+    if isinstance(known, Derivation) or isinstance(edges, Derivation):
+        return isinstance(known, Derivation) and isinstance(edges, Derivation) and known.same(edges)
+    if known.shape != edges.shape or known.device != edges.device:
+        return False
+    chunks = zip(known.split(_COMPARED_EDGES, dim=1), edges.split(_COMPARED_EDGES, dim=1))
+    return all(torch.equal(a.to(b.dtype), b) for a, b in chunks)

@@ -1,0 +1,76 @@
+"""Shards of an edge list with some edges dropped and others added, merged from shards that are sorted already.
+
+Sorting the whole list anew would take several times its memory. What only tensors with a row per edge need, the place
+of each edge in the list, is made when it is first read.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from shardpass.core.sharding.shard import EdgeShards, Shard, build_shards, smallest_index_dtype
+
+
+def edit_shards(base: EdgeShards, kept: Tensor | None, added: Tensor | None) -> EdgeShards:
+    """The shards of the list whose edges are those of `base` with `kept`, then `added`; as `build_shards` makes them.
+
+    Args:
+        base: whose shards are in the order of the rounds.
+        kept: ``[base.num_edges]`` bool; None: all stay.
+        added: ``[2, k]`` in own-first source rows and own destination rows, or None.
+    """
+    num_kept = base.num_edges if kept is None else int(kept.sum())
+    blocks = [shard.block for shard in base.shards]
+    if added is None:
+        added = base.shards[0].indptr.new_empty((2, 0), dtype=torch.int64)
+    extra = build_shards(added[0], added[1], blocks, base.num_dst)
+    shards = tuple(_edited(mine, theirs, kept, num_kept) for mine, theirs in zip(base.shards, extra.shards))
+    return EdgeShards(shards, base.num_dst, num_kept + extra.num_edges)
+
+
+def _edited(mine: Shard, extra: Shard, kept: Tensor | None, num_kept: int) -> Shard:
+    """What is left of a shard, and `extra` of the same block; in each destination row the latter come last."""
+    chosen = None if kept is None else mine.select(kept)
+    if chosen is None or bool(chosen.all()):
+        left, src_rows = mine.indptr, mine.src_rows
+    else:
+        left, src_rows = _running(chosen)[mine.indptr], mine.src_rows[chosen]
+    if extra.num_edges == 0:
+        rows = mine.rows if kept is None else partial(_places_left, mine, kept)
+        return Shard(mine.block, left, src_rows, rows)
+    small = smallest_index_dtype(src_rows.numel() + extra.num_edges)
+    left, after = left.to(small), extra.indptr.to(small)
+
+    def places() -> Tensor:
+        theirs = extra.places(torch.arange(extra.num_edges, device=after.device))
+        assert isinstance(theirs, Tensor)
+        return _merged(_places_left(mine, kept), left, theirs + num_kept, after)
+
+    return Shard(mine.block, left + after, _merged(src_rows, left, extra.src_rows, after), places)
+
+
+def _places_left(mine: Shard, kept: Tensor | None) -> Tensor:
+    """Where the edges of a shard that stay stand among all that stay."""
+    places = mine.places(torch.arange(mine.num_edges, device=mine.indptr.device))
+    assert isinstance(places, Tensor)
+    return places if kept is None else _running(kept)[places[kept[places]]].long()
+
+
+def _running(chosen: Tensor) -> Tensor:
+    """How many are true before each position, ``[n + 1]``."""
+    counts = torch.zeros(chosen.numel() + 1, dtype=smallest_index_dtype(chosen.numel()), device=chosen.device)
+    torch.cumsum(chosen, 0, dtype=counts.dtype, out=counts[1:])
+    return counts
+
+
+def _merged(mine: Tensor, left: Tensor, extra: Tensor, after: Tensor) -> Tensor:
+    """Two lists of values, grouped by `left` and `after` ``[num_dst + 1]``, group by group, those of `mine` first."""
+    out = mine.new_empty(mine.numel() + extra.numel())
+    for values, own, before in ((mine, left, after[:-1]), (extra, after, left[1:])):
+        places = torch.repeat_interleave(before.to(own.dtype), own.diff(), output_size=values.numel())
+        places += torch.arange(values.numel(), dtype=places.dtype, device=places.device)
+        out[places] = values.to(out.dtype)
+    return out

@@ -1,0 +1,237 @@
+"""Shards: the edges from one block of source rows into this rank's nodes, as CSR by destination."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardpass.core.sharding.host_copies import to_device, to_host
+
+
+class Block(NamedTuple):
+    """A run of source rows of one owner, in own-first numbering: what one round brings. Half-open."""
+
+    owner: int
+    start: int
+    stop: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.stop - self.start
+
+
+class Chunk(NamedTuple):
+    """Edges ``[start, stop)`` of a shard and the destination rows ``[low, high)`` they end in."""
+
+    start: int
+    stop: int
+    low: int
+    high: int
+
+
+def cut(indptr: Tensor, num_edges: int, max_edges: int) -> list[Chunk]:
+    """Edges grouped by `indptr` cut into runs of at most `max_edges`; ``low`` and ``high`` are rows of `indptr`.
+
+    A row with more edges than that is cut as well; every reduction merges across the cut.
+    """
+    starts = torch.arange(0, num_edges, max_edges)
+    stops = (starts + max_edges).clamp(max=num_edges)
+    pointers = indptr.to(device="cpu", dtype=torch.int64)
+    lows = torch.searchsorted(pointers, starts, right=True) - 1
+    highs = torch.searchsorted(pointers, stops - 1, right=True)
+    return [Chunk(*bounds) for bounds in torch.stack([starts, stops, lows, highs], 1).tolist()]
+
+
+def smallest_index_dtype(largest: int) -> torch.dtype:
+    """int32 where ids up to `largest` fit, else int64."""
+    return torch.int32 if largest < 2**31 else torch.int64
+
+
+class PlacedRows(NamedTuple):
+    """Rows of a block where they lie in a larger table, such as another rank's memory: ``table[places]``.
+
+    Args:
+        table: ``[rows, ...]``.
+        places: ``[block rows]``.
+    """
+
+    table: Tensor
+    places: Tensor
+
+
+@dataclass
+class Shard:
+    """Edges from one block into this rank's destination rows.
+
+    Args:
+        block: the source rows; ``src_rows`` count from ``block.start``.
+        indptr: ``[num_dst + 1]``, CSR by destination.
+        src_rows: ``[num_edges]`` row inside the block.
+        rows: what `edge_rows` is, or what makes it when it is first read.
+        home: the shard in CPU memory that this is a copy of, see `host_copies.py`; edge tensors are there as well.
+    """
+
+    block: Block
+    indptr: Tensor
+    src_rows: Tensor
+    rows: slice | Tensor | Callable[[], Tensor]
+    _transpose: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
+    _source_order: Tensor | None = field(default=None, repr=False)
+    home: Shard | None = field(default=None, repr=False)
+
+    @property
+    def edge_rows(self) -> slice | Tensor:
+        """Where the shard's edges stand in the edge list that edge tensors follow: a slice, or ``[num_edges]``."""
+        if callable(self.rows):
+            self.rows = self.rows()
+        return self.rows
+
+    @property
+    def num_edges(self) -> int:
+        return self.src_rows.numel()
+
+    @property
+    def num_dst(self) -> int:
+        return self.indptr.numel() - 1
+
+    def reading(self, rows: Tensor | PlacedRows) -> tuple[Shard, Tensor]:
+        """``(shard, table)``: the same edges by destination, with ``src_rows`` that count in the table rows lie in."""
+        if isinstance(rows, Tensor):
+            return self, rows
+        return Shard(self.block, self.indptr, rows.places.index_select(0, self.src_rows), self.rows), rows.table
+
+    def degrees(self) -> Tensor:
+        """Edges of this shard per destination row, ``[num_dst]``."""
+        return self.indptr[1:] - self.indptr[:-1]
+
+    def dst_rows(self, chunk: Chunk | None = None) -> Tensor:
+        """Destination row of each edge, int64; of a chunk, counted from ``chunk.low``."""
+        if chunk is None:
+            chunk = Chunk(0, self.num_edges, 0, self.num_dst)
+        bounds = self.indptr[chunk.low : chunk.high + 1].to(torch.int64).clamp(chunk.start, chunk.stop)
+        rows = torch.arange(chunk.high - chunk.low, device=bounds.device)
+        return torch.repeat_interleave(rows, bounds[1:] - bounds[:-1], output_size=chunk.stop - chunk.start)
+
+    def chunks(self, max_edges: int) -> list[Chunk]:
+        """The shard's edges cut into runs of at most `max_edges`, in destination order; see `cut`."""
+        return cut(self.indptr if self.home is None else self.home.indptr, self.num_edges, max_edges)
+
+    def places(self, positions: slice | Tensor) -> slice | Tensor:
+        """Where the edges at `positions` of the shard stand in the edge list that edge tensors follow."""
+        if self.home is not None:
+            return self.home.places(to_host(positions) if isinstance(positions, Tensor) else positions)
+        rows = self.edge_rows
+        if isinstance(rows, Tensor):
+            return rows[positions]
+        if isinstance(positions, slice):
+            return slice(rows.start + positions.start, rows.start + positions.stop)
+        return positions + rows.start
+
+    def select(self, edge_tensor: Tensor, chunk: Chunk | None = None) -> Tensor:
+        """The shard's rows (or a chunk's) of a tensor with one row per edge of the edge list."""
+        places = self.places(slice(0, self.num_edges) if chunk is None else slice(chunk.start, chunk.stop))
+        found = edge_tensor[places] if isinstance(places, slice) else edge_tensor.index_select(0, places)
+        return found if self.home is None else to_device(found, self.indptr.device)
+
+    def put(self, edge_tensor: Tensor, rows: Tensor, chunk: Chunk | None = None) -> None:
+        """Write `rows` where `select` reads."""
+        rows = rows if self.home is None else to_host(rows)
+        edge_tensor[self.places(slice(0, self.num_edges) if chunk is None else slice(chunk.start, chunk.stop))] = rows
+
+    def transpose(self) -> tuple[Tensor, Tensor]:
+        """CSR by source: ``(indptr [block rows + 1], dst_rows [E])``. Built once."""
+        if self._transpose is None and self.home is not None:
+            indptr, dst_rows = self.home.transpose()
+            self._transpose = to_device(indptr, self.indptr.device), to_device(dst_rows, self.indptr.device)
+        if self._transpose is None:
+            order = torch.argsort(self.src_rows, stable=True) if self._source_order is None else self._source_order
+            counts = torch.bincount(self.src_rows, minlength=self.block.num_rows)
+            indptr = torch.zeros(self.block.num_rows + 1, dtype=torch.int64, device=counts.device)
+            torch.cumsum(counts, 0, out=indptr[1:])
+            small = smallest_index_dtype(max(self.num_edges, self.num_dst))
+            self._transpose = (indptr.to(small), self.dst_rows().to(small)[order])
+        return self._transpose
+
+    def source_order(self) -> Tensor:
+        """Position in this shard of each edge of `transpose`, ``[E]``. Built once; ask before `transpose`."""
+        if self._source_order is None and self.home is not None:
+            self._source_order = to_device(self.home.source_order(), self.indptr.device)
+        if self._source_order is None:
+            small = smallest_index_dtype(max(self.num_edges, self.num_dst))
+            self._source_order = torch.argsort(self.src_rows, stable=True).to(small)
+        return self._source_order
+
+
+@dataclass
+class EdgeShards:
+    """One edge list, cut by source block. Edge tensors have ``num_edges`` rows in the order of that list.
+
+    Args:
+        shards: one per block, in the order of the rounds, the own block first; some may have no edges.
+        num_dst: destination rows of this rank.
+        num_edges: edges of this rank.
+        largest_degree: of any own node, where some edges are left out of the shards; None: as the shards say.
+        out_edges: the same edges as the owners of their sources see them, see `aggregation/out_edges.py`.
+        copy_stream: of a GPU, on which streamed shards are copied.
+    """
+
+    shards: tuple[Shard, ...]
+    num_dst: int
+    num_edges: int
+    largest_degree: int | None = None
+    out_edges: Any = field(default=None, compare=False, repr=False)
+    copy_stream: Any = field(default=None, compare=False, repr=False)
+
+    def degrees(self) -> Tensor:
+        """In-degree of each destination row, ``[num_dst]``, int64."""
+        total = torch.zeros(self.num_dst, dtype=torch.int64, device=self.shards[0].indptr.device)
+        for shard in self.shards:
+            total += shard.degrees()
+        return total
+
+
+def shard_order(src_rows: Tensor, dst_rows: Tensor, blocks: Sequence[Block]) -> tuple[Tensor, Tensor]:
+    """``(order, block_of_edge)``: the permutation that sorts edges by (block in round order, destination), stably."""
+    by_start = sorted(range(len(blocks)), key=lambda i: (blocks[i].start, blocks[i].stop))
+    starts = torch.tensor([blocks[i].start for i in by_start], device=src_rows.device)
+    rank_of = torch.tensor(by_start, device=src_rows.device)
+    block_of_edge = rank_of[torch.bucketize(src_rows, starts, right=True) - 1]
+    if _ascending(block_of_edge, dst_rows):
+        return torch.arange(dst_rows.numel(), device=dst_rows.device), block_of_edge  # sorting takes time and memory
+    by_dst = torch.argsort(dst_rows, stable=True)
+    order = by_dst[torch.argsort(block_of_edge[by_dst], stable=True)]
+    return order, block_of_edge
+
+
+def _ascending(first: Tensor, second: Tensor) -> bool:
+    """Whether pairs are in ascending order."""
+    larger, same = first[1:] > first[:-1], first[1:] == first[:-1]
+    return bool((larger | (same & (second[1:] >= second[:-1]))).all())
+
+
+def build_shards(src_rows: Tensor, dst_rows: Tensor, blocks: Sequence[Block], num_dst: int) -> EdgeShards:
+    """The shards of an edge list in own-first source rows and own destination rows, both ``[E]`` int64."""
+    order, block_of_edge = shard_order(src_rows, dst_rows, blocks)
+    in_order = bool((order[1:] > order[:-1]).all()) if order.numel() else True
+    counts = torch.bincount(block_of_edge, minlength=len(blocks)).tolist()
+    shards, first = [], 0
+    for block, count in zip(blocks, counts):
+        span = slice(first, first + count)
+        rows = src_rows[span] if in_order else src_rows[order[span]]
+        dst = dst_rows[span] if in_order else dst_rows[order[span]]
+        indptr = torch.zeros(num_dst + 1, dtype=torch.int64, device=dst.device)
+        torch.cumsum(torch.bincount(dst, minlength=num_dst), 0, out=indptr[1:])
+        shards.append(
+            Shard(
+                block=block,
+                indptr=indptr.to(smallest_index_dtype(count)),
+                src_rows=(rows - block.start).to(smallest_index_dtype(block.num_rows)),
+                rows=span if in_order else order[span],
+            )
+        )
+        first += count
+    return EdgeShards(tuple(shards), num_dst, src_rows.numel())

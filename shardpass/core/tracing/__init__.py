@@ -1,0 +1,63 @@
+"""What a layer computes: its message function, watched while it runs on a few edges, becomes a structure of reductions.
+
+This room sees one piece of edges at a time. It does not communicate and knows no shards of other ranks.
+"""
+
+from shardpass.core.tracing.edge_trace import (
+    DROPOUTS,
+    HARMLESS_OPS,
+    INDEX_OPS,
+    SCATTERS,
+    SHAPE_OPS,
+    EdgeTrace,
+    StopPass,
+    tensors_in,
+)
+from shardpass.core.tracing.probe_trace import ProbePhase
+from shardpass.core.tracing.probing import probe, sample_inputs
+from shardpass.core.tracing.program import (
+    KERNEL_FORMS,
+    AdditiveScore,
+    Attention,
+    DotScore,
+    Inputs,
+    MixedScore,
+    Program,
+    Reduction,
+    Score,
+    Structure,
+)
+from shardpass.core.tracing.reducers import REDUCERS, Base, Extremum, State, accumulator_dtype, rescale
+from shardpass.core.tracing.rowwise import RANDOM_FILLS, check_row_wise
+
+__all__ = [
+    "DROPOUTS",
+    "HARMLESS_OPS",
+    "INDEX_OPS",
+    "KERNEL_FORMS",
+    "RANDOM_FILLS",
+    "REDUCERS",
+    "SCATTERS",
+    "SHAPE_OPS",
+    "AdditiveScore",
+    "Attention",
+    "Base",
+    "DotScore",
+    "EdgeTrace",
+    "Extremum",
+    "Inputs",
+    "MixedScore",
+    "ProbePhase",
+    "Program",
+    "Reduction",
+    "Score",
+    "State",
+    "StopPass",
+    "Structure",
+    "accumulator_dtype",
+    "check_row_wise",
+    "probe",
+    "rescale",
+    "sample_inputs",
+    "tensors_in",
+]

@@ -1,0 +1,205 @@
+"""Which closed forms a body has, from the expressions that its probe kept: copies, scaled copies, attention.
+
+No table of layers: whatever computes ``x_j``, ``x_j * weight`` or a softmax-weighted sum of ``x_j`` is recognised,
+a user's own layer as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from shardpass.core.tracing.expression import DESTINATION, EDGE, SOURCE, Expr, plain
+from shardpass.core.tracing.program import AdditiveScore, Attention, DotScore, Form, MixedScore, Reduction, Score
+
+GENERAL: tuple[Form, str, str] = ("general", "", "")
+SOFTMAX_DTYPES = (torch.float32, torch.float64)
+_NO_EPS = 1e-12
+MAX_EPS = 1e-6  # a larger number added to the sum of weights is no guard against division by zero
+
+
+def simple_form(expr: Expr | None, tails: dict[str, tuple[int, ...]]) -> tuple[Form, str, str]:
+    """``(form, source, weight)`` of a message.
+
+    Args:
+        tails: of the source tensors, by name.
+    """
+    if expr is None:
+        return GENERAL
+    if expr.op == SOURCE and expr.tail == tails[expr.args[0]]:
+        return "copy", expr.args[0], ""
+    pair = _factors(expr, SOURCE)
+    if pair is not None:
+        copied, weight = pair
+        weight = weight.args[0].shaped(weight.tail) if weight.op == "cast" else weight
+        whole = copied.tail == tails[copied.args[0]] == expr.tail
+        if weight.op == EDGE and whole and (_numel(weight.tail) == 1 or _is_per_head(weight.tail, copied.tail)):
+            return "scale", copied.args[0], weight.args[0]
+    return GENERAL
+
+
+def _is_per_head(weight: tuple[int, ...], value: tuple[int, ...]) -> bool:
+    """Whether weights of the first shape scale values of the second one, each all channels of its head."""
+    last = next((k for k in range(len(value)) if weight[k:] == (1,) * (len(value) - k)), len(value))
+    return len(weight) == len(value) and 0 < last < len(value) and weight[:last] == value[:last]
+
+
+def extremum_form(expr: Expr | None, tails: dict[str, tuple[int, ...]]) -> tuple[Form, str, str]:
+    """``(form, source, "")`` of a message of which the max or min is taken."""
+    form, source, _ = simple_form(expr, tails)
+    return ("extremum", source, "") if form == "copy" else GENERAL
+
+
+def leading_maximum(expr: Expr | None, scores: Sequence[Expr | None], earlier: Sequence[Reduction]) -> int | None:
+    """The max reduction m where a message is ``exp(x - m[index])``: such a sum can be rescaled as the maximum grows.
+
+    Args:
+        scores: what the messages of the `earlier` reductions were.
+    """
+    if expr is None or expr.op != "exp" or expr.args[0].op != "sub":
+        return None
+    score, taken = expr.args[0].args
+    if not isinstance(score, Expr) or not isinstance(taken, Expr) or plain(taken).op != "gather":
+        return None
+    inner = plain(plain(taken).args[0])
+    if inner.op != "reduced" or inner.tail != score.tail:
+        return None
+    k = inner.args[0]
+    of_maximum = scores[k]
+    if of_maximum is None or plain(of_maximum) != plain(score):
+        return None
+    maximum = earlier[k]
+    is_that = not maximum.base.included or maximum.base.value == float("-inf")  # else the base may be larger
+    return k if maximum.op == "max" and is_that and maximum.tail == expr.tail else None
+
+
+def attention_of(
+    reductions: Sequence[Reduction],
+    messages: Sequence[Expr | None],
+    tails: dict[str, tuple[int, ...]],
+    num_drops: int,
+    captures: Sequence[torch.Tensor],
+) -> Attention | None:
+    """The attention that a whole body is, or None.
+
+    Args:
+        messages: what the messages of the reductions are.
+        tails: of the source tensors, by name.
+        num_drops: how often the body uses dropout.
+        captures: tensors from outside that the body uses.
+    """
+    counted = [k for k, reduction in enumerate(reductions) if reduction.form != "ones"]
+    if len(counted) != 3 or reductions[counted[1]].leader != counted[0]:
+        return None
+    maximum, total, output = counted
+    expr, exponential = messages[output], messages[total]
+    last = reductions[output]
+    pair = _factors(expr, SOURCE) if expr is not None else None
+    if pair is None or exponential is None or last.op != "sum" or last.base.value or last.dtype not in SOFTMAX_DTYPES:
+        return None
+    value, weight = pair
+    heads = _numel(exponential.tail)
+    name = value.args[0]
+    if value.tail != tails[name] or expr is None or expr.tail != value.tail or not value.tail:
+        return None
+    # the weights of a row: one for each head, the same for all that follows
+    if _numel(weight.tail) != heads or weight.tail[-1:] != (1,) or _numel(value.tail[: len(weight.tail) - 1]) != heads:
+        return None
+    if len(weight.tail) > len(value.tail) or reductions[total].dtype != last.dtype:
+        return None
+    dropout = 0.0
+    if weight.op == "dropout":
+        weight, dropout = weight.args[0], weight.args[1]
+    eps = _denominator(weight, exponential, total)
+    if eps is None or num_drops != (1 if dropout else 0) or not 0 <= dropout < 1:
+        return None
+    score = exponential.args[0].args[0]
+    if score.op == "detach" or (reductions[maximum].differentiable and eps > _NO_EPS):
+        return None  # the gradient through a maximum cancels without eps only
+    return Attention(maximum, total, output, name, heads, eps, dropout, _score(score, heads, captures))
+
+
+def _denominator(weight: Expr, exponential: Expr, total: int) -> float | None:
+    """The number e where `weight` is ``exponential / (total[index] + e)``, else None."""
+    if weight.op != "div" or not all(isinstance(arg, Expr) for arg in weight.args):
+        return None
+    above, below = weight.args
+    if above.shaped(exponential.tail) != exponential:
+        return None
+    eps = 0.0
+    for _ in range(2):  # before or after the rows of destinations are gathered
+        if below.op == "add" and any(isinstance(arg, float) for arg in below.args):
+            eps += sum(arg for arg in below.args if isinstance(arg, float))
+            below = next(arg for arg in below.args if isinstance(arg, Expr))
+        if below.op == "gather":
+            below = below.args[0]
+    gathered = below.op == "reduced" and below.args[0] == total
+    return eps if gathered and 0 <= eps <= MAX_EPS else None
+
+
+def _score(score: Expr, heads: int, captures: Sequence[torch.Tensor]) -> Score | None:
+    """The closed form of a score ``[E, heads]``, if it has one."""
+    return _additive(score) or _dot(score, heads) or _mixed(score, heads, captures)
+
+
+def _additive(score: Expr) -> AdditiveScore | None:
+    slanted = _slanted_sum(score)
+    return None if slanted is None else AdditiveScore(*slanted)
+
+
+def _slanted_sum(expr: Expr) -> tuple[str, str, float] | None:
+    """``(source, destination, slope)`` of ``leaky_relu(source + destination)``, or of the sum itself."""
+    slope = 1.0
+    if expr.op == "leaky_relu":
+        expr, slope = expr.args[0], expr.args[1]
+    pair = _pair(expr, "add")
+    return None if pair is None or slope < 0 else (*pair, slope)
+
+
+def _dot(score: Expr, heads: int) -> DotScore | None:
+    factor = 1.0
+    if score.op in ("div", "mul") and isinstance(score.args[1], float):
+        factor = 1 / score.args[1] if score.op == "div" else score.args[1]
+        score = score.args[0]
+    if score.op != "sum" or _numel(score.args[0].tail[:-1]) != heads:
+        return None
+    pair = _pair(score.args[0], "mul")
+    return None if pair is None else DotScore(*pair, factor)
+
+
+def _mixed(score: Expr, heads: int, captures: Sequence[torch.Tensor]) -> MixedScore | None:
+    if score.op != "sum" or score.args[0].op != "mul" or _numel(score.args[0].tail[:-1]) != heads:
+        return None
+    factors = score.args[0].args
+    for first, second in (factors, factors[::-1]):
+        if not isinstance(first, Expr) or not isinstance(second, Expr) or second.op != "outside":
+            continue
+        slanted = _slanted_sum(first)
+        number = next((n for n, tensor in enumerate(captures) if id(tensor) == second.args[0]), None)
+        same_for_all_edges = number is not None and captures[number].numel() == _numel(first.tail)
+        if slanted is not None and number is not None and same_for_all_edges and second.tail == first.tail:
+            return MixedScore(*slanted, number)
+    return None
+
+
+def _pair(expr: Expr, op: str) -> tuple[str, str] | None:
+    """The names of a source and a destination tensor of which `expr` is the elementwise sum or product."""
+    if expr.op != op or not all(isinstance(arg, Expr) and arg.tail == expr.tail for arg in expr.args):
+        return None
+    names = {arg.op: arg.args[0] for arg in expr.args}
+    return (names[SOURCE], names[DESTINATION]) if set(names) == {SOURCE, DESTINATION} else None
+
+
+def _factors(expr: Expr, op: str) -> tuple[Expr, Expr] | None:
+    """``(a, b)`` where `expr` is a product of a leaf a of kind `op` and something else b."""
+    if expr.op != "mul" or not all(isinstance(arg, Expr) for arg in expr.args):
+        return None
+    first, second = expr.args
+    if (first.op == op) == (second.op == op):
+        return None
+    return (first, second) if first.op == op else (second, first)
+
+
+def _numel(tail: tuple[int, ...]) -> int:
+    return torch.Size(tail).numel()

@@ -1,0 +1,211 @@
+"""Batch normalisation over the rows of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardpass.backends.communicator import Communicator
+from shardpass.core.ranks import OnRanks, begin_call, end_call, refuse_double_backward
+from shardpass.core.training.moments import Moments, accumulator_of, global_moments, row_chunks
+from shardpass.errors import RefusedError
+
+
+class DistributedBatchNorm(OnRanks, nn.BatchNorm1d):
+    """`torch.nn.BatchNorm1d` whose training statistics are those of the rows of all ranks together.
+
+    Parameters, buffers and ``state_dict`` keys are BatchNorm1d's. With batch statistics, forward and backward are
+    collective: every rank calls them in the same order with the same number of channels and dtype; the number of rows
+    may differ and may be 0. Running statistics are updated by the same bits on every rank. With running statistics
+    (evaluation) nothing is communicated. The gradients of weight and bias are local-partial: `sync_gradients` sums
+    them. Only ``[rows, channels]`` inputs are accepted.
+    """
+
+    def __init__(self, num_features: int, comm: Communicator, **options: Any) -> None:
+        """Args: as `torch.nn.BatchNorm1d`, and `comm`, the ranks whose rows form the batch."""
+        super().__init__(num_features, **options)
+        self.comm = comm
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The normalised rows, [num_own, channels], in the dtype of `input`. Collective with batch statistics.
+
+        Raises:
+            ValueError: the ranks together hold one row (as torch raises), or the shape or dtype does not fit.
+        """
+        if type(input) is not Tensor:
+            input = input.view_as(input)  # an autograd Function sees no further than what stands for a tensor
+        if not self.training and self.running_mean is not None and self.running_var is not None:
+            return super().forward(input)
+        self._check_batch(input)
+        if self.comm is not None and self.comm.order.inside is not None:
+            return self._inside_message(input, self.comm.order.inside)
+        comm = self.ranks()
+        if comm.size == 1:
+            return super().forward(input)  # torch's fused kernel: the same statistics
+        if comm.order.made_up:
+            return torch.cat([self._normalised(input[:0], comm), torch.zeros_like(input)])
+        return self._normalised(input, comm)
+
+    def _normalised(self, input: Tensor, comm: Communicator) -> Tensor:
+        label = f"batch norm over {input.shape[1]} channels of {_name(input.dtype)}"
+        number, token = begin_call(comm, label)
+        label = f"{label} #{number}"
+        with torch.no_grad():
+            moments = global_moments(input.detach(), comm, label)
+            self.track(moments, input.shape)
+        output, token = _Normalise.apply(
+            token, input, self.weight, self.bias, moments.mean, moments.variance, moments.count, self.eps, comm, label,
+        )  # fmt: skip
+        end_call(comm, token)
+        if comm.order.activations is not None:
+            comm.order.activations.note(
+                output, _normalised, input, self.weight, self.bias, moments.mean, moments.variance, self.eps
+            )
+        return output
+
+    def _inside_message(self, input: Tensor, trace: Any) -> Tensor:
+        """The normalised messages, [edges, channels]: these are some of the edges, the statistics are of all."""
+        mean, variance = trace.edge_moments(self, input)
+        output = (input - mean) * (variance + self.eps).rsqrt()
+        if self.weight is not None:
+            output = output * self.weight + self.bias
+        return output.to(input.dtype)
+
+    def _check_batch(self, input: Tensor) -> None:
+        if input.dim() == 3:
+            raise RefusedError("DistributedBatchNorm takes [rows, channels], found 3 dimensions: flatten to 2 first")
+        if input.dim() != 2 or input.shape[1] != self.num_features:
+            raise ValueError(f"expected [rows, {self.num_features}] input, found {list(input.shape)}")
+        kept = self.weight if self.weight is not None else self.running_mean
+        half = input.dtype in (torch.float16, torch.bfloat16)
+        if not input.is_floating_point() or (
+            kept is not None and kept.dtype != input.dtype and not (half and kept.dtype == torch.float32)
+        ):
+            expected = "a floating point dtype" if kept is None else _name(kept.dtype)
+            raise ValueError(f"expected {expected} input, found {_name(input.dtype)}: convert the input or the module")
+
+    def track(self, moments: Moments, shape: Sequence[int]) -> None:
+        """Update the running statistics as `torch.nn.BatchNorm1d` does."""
+        track = self.training and self.track_running_stats
+        share = self.momentum if self.momentum is not None else 0.0
+        if track and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                share = 1.0 / float(self.num_batches_tracked)
+        if moments.count == 1:
+            raise ValueError(
+                f"Expected more than 1 value per channel when training, got input size {list(shape)} "
+                f"(1 row on all ranks together)"
+            )
+        if track and moments.count and self.running_mean is not None and self.running_var is not None:
+            unbiased = moments.variance * (moments.count / (moments.count - 1))
+            self.running_mean.mul_(1 - share).add_((share * moments.mean).to(self.running_mean.dtype))
+            self.running_var.mul_(1 - share).add_((share * unbiased).to(self.running_var.dtype))
+
+
+class _Normalise(torch.autograd.Function):
+    """Rows normalised with given global moments, and the closed-form backward through those moments.
+
+    Backward is that of Ioffe and Szegedy (2015), section 3, with the sums over the batch taken over all ranks; the
+    gradients of weight and bias are local-partial. Saved: the input rows and four vectors of [channels].
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, token: Tensor, rows: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor,
+        variance: Tensor, count: int, eps: float, comm: Communicator, label: str,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        ctx.save_for_backward(token, rows, weight, mean, variance)
+        ctx.count, ctx.eps, ctx.comm, ctx.label, ctx.bias_dtype = (
+            count,
+            eps,
+            comm,
+            label,
+            bias is not None and bias.dtype,
+        )
+        return _normalised(rows, weight, bias, mean, variance, eps), torch.zeros_like(token)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_double_backward("DistributedBatchNorm")
+        token, rows, weight, mean, variance = ctx.saved_tensors
+        grad = grads[0]
+        dtype = accumulator_of(rows)
+        shift = mean.to(dtype)
+        inverse = (variance + ctx.eps).rsqrt()
+        sums = torch.zeros(2, rows.shape[1], dtype=torch.float64, device=rows.device)
+        for part in row_chunks(rows):  # sum of g and of g (x - shift)
+            own = grad[part].to(dtype)
+            sums[0] += own.sum(0)
+            sums[1] += (rows[part] - shift).mul_(own).sum(0)
+        sums[1] -= (mean - shift.double()) * sums[0]
+        total = ctx.comm.all_reduce(sums, "sum", f"{ctx.label} backward") / max(ctx.count, 1)
+        grad_rows = None
+        if ctx.needs_input_grad[1]:
+            scale = inverse if weight is None else inverse * weight.double()
+            slope = -scale * inverse.square() * total[1]
+            constant = -scale * total[0] + slope * (shift.double() - mean)
+            grad_rows = _affine(grad, scale, rows, shift, slope, constant)
+        grad_weight = None if weight is None else (sums[1] * inverse).to(weight.dtype)
+        grad_bias = sums[0].to(ctx.bias_dtype) if ctx.bias_dtype else None
+        return torch.zeros_like(token), grad_rows, grad_weight, grad_bias, *[None] * 6
+
+
+def _normalised(
+    rows: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor, eps: float
+) -> Tensor:
+    """``(rows - mean) / sqrt(variance + eps) * weight + bias``, [num_own, channels], in the dtype of `rows`."""
+    scale = (variance + eps).rsqrt()
+    if weight is not None:
+        scale = scale * weight.double()
+    dtype = accumulator_of(rows)
+    shift = mean.to(dtype)
+    offset = (shift.double() - mean) * scale  # what rounding the mean lost
+    if bias is not None:
+        offset = offset + bias.double()
+    scale, offset = scale.to(dtype), offset.to(dtype)
+    output = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
+    for part in row_chunks(rows):
+        torch.addcmul(offset, rows[part] - shift, scale, out=output[part])
+    return output
+
+
+def _affine(grad: Tensor, scale: Tensor, rows: Tensor, shift: Tensor, slope: Tensor, constant: Tensor) -> Tensor:
+    """``scale * grad + slope * (rows - shift) + constant``, [num_own, channels], in chunks, in the dtype of `rows`."""
+    scale, slope, constant = (vector.to(shift.dtype) for vector in (scale, slope, constant))
+    output = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
+    for part in row_chunks(rows):
+        value = (rows[part] - shift).mul_(slope).add_(constant)
+        torch.addcmul(value, grad[part].to(shift.dtype), scale, out=output[part])
+    return output
+
+
+def replace_batch_norms(module: nn.Module, comm: Communicator) -> nn.Module:
+    """`module` with every `torch.nn.BatchNorm1d` and `SyncBatchNorm` replaced by a `DistributedBatchNorm`.
+
+    Exactly these types: subclasses are left alone. Replaced in place in their parents; parameters, buffers, hooks and
+    the training flag are the same objects, and a norm used in several places is converted once. Not collective.
+
+    Returns:
+        `module` itself, or its replacement where it is a batch norm.
+    """
+    converted: dict[int, nn.Module] = {}
+    for parent in list(module.modules()):
+        for name, child in parent._modules.items():
+            if child is not None and type(child) in (nn.BatchNorm1d, nn.SyncBatchNorm):
+                parent._modules[name] = converted.setdefault(id(child), _convert(child, comm))
+    return _convert(module, comm) if type(module) in (nn.BatchNorm1d, nn.SyncBatchNorm) else module
+
+
+def _convert(norm: nn.Module, comm: Communicator) -> DistributedBatchNorm:
+    converted = DistributedBatchNorm.__new__(DistributedBatchNorm)
+    converted.__dict__.update(norm.__dict__)
+    converted.comm = comm
+    return converted
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
