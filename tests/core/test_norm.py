@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shardpass.core.ranks.autograd_order import chained
-from shardpass.core.training import norm as norm_module
-from shardpass.core.training.norm import DistributedBatchNorm, _merge, global_moments, replace_batch_norms
+from shardpass.core.training import moments as moments_module
+from shardpass.core.training.moments import _merge, global_moments
+from shardpass.core.training.norm import DistributedBatchNorm, replace_batch_norms
 from shardpass.errors import RefusedError, ShardpassError
 from shardpass.testing.run import run
 
@@ -46,7 +47,7 @@ def whole(steps, options, dtype=torch.float64):
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("chunk", [1 << 20, 48])
 def test_parity_over_several_steps(ranks, options, chunk, monkeypatch):
-    monkeypatch.setattr(norm_module, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(moments_module, "CHUNK_BYTES", chunk)
     torch.manual_seed(0)
     split = SPLITS[ranks]
     total = sum(split)
