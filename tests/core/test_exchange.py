@@ -12,6 +12,7 @@ from shardpass.core.exchange.halo import build_halo_plan
 from shardpass.core.exchange.packing import Packing
 from shardpass.core.exchange.tokens import Stream
 from shardpass.core.exchange.walk import GradientReturn, fetch_blocks
+from shardpass.core.ranks import Ranks
 from shardpass.core.ranks.options import Options
 from shardpass.core.sharding.ownership import Ownership
 from shardpass.errors import CommunicationError, InternalError
@@ -184,42 +185,46 @@ def test_bytes_on_the_wire(options):
     row_bytes = 3 * 8 + 4 * 4 + 8
 
     def work(inner):
-        comm = RecordingCommunicator(inner)
+        comm = Ranks(RecordingCommunicator(inner))
         plan = plan_of(comm, **options)
-        del comm.messages[:]
+        del comm.transport.messages[:]
         before = comm.bytes_sent
         list(fetch_blocks(plan, own(comm, whole), Stream(1, 0, "test")))
         fetched = comm.bytes_sent - before
-        sent = sum(m.num_bytes for m in comm.messages if m.kind == "send")
-        received = sum(m.num_bytes for m in comm.messages if m.kind == "recv")
+        sent = sum(m.num_bytes for m in comm.transport.messages if m.kind == "send")
+        received = sum(m.num_bytes for m in comm.transport.messages if m.kind == "recv")
         assert fetched == sent == row_bytes * sum(rows.numel() for rows in plan.send_rows)
         assert received == row_bytes * plan.num_halo
-        assert {m.peer for m in comm.messages if m.kind == "recv"} == {b.owner for b in plan.blocks[1:] if b.num_rows}
-        assert all(m.num_bytes for m in comm.messages)
+        assert {m.peer for m in comm.transport.messages if m.kind == "recv"} == {
+            b.owner for b in plan.blocks[1:] if b.num_rows
+        }
+        assert all(m.num_bytes for m in comm.transport.messages)
 
-        del comm.messages[:]
+        del comm.transport.messages[:]
         back = GradientReturn(plan, [torch.zeros(SOURCES.num_own(comm.rank), 3)], Stream(1, 1, "back"))
         for position in range(1, len(plan.blocks)):
             back.buffers(position)
             back.send(position)
         back.finish()
-        assert sum(m.num_bytes for m in comm.messages if m.kind == "send") == 12 * plan.num_halo
-        assert sum(m.num_bytes for m in comm.messages if m.kind == "recv") == 12 * sum(map(len, plan.send_rows))
+        assert sum(m.num_bytes for m in comm.transport.messages if m.kind == "send") == 12 * plan.num_halo
+        assert sum(m.num_bytes for m in comm.transport.messages if m.kind == "recv") == 12 * sum(
+            map(len, plan.send_rows)
+        )
 
     run(work, 4)
 
 
 def test_no_tensors_no_messages():
     def work(inner):
-        comm = RecordingCommunicator(inner)
+        comm = Ranks(RecordingCommunicator(inner))
         plan = plan_of(comm)
-        del comm.messages[:]
+        del comm.transport.messages[:]
         steps = [(position, rows) for position, _, rows in fetch_blocks(plan, [], Stream(1, 0, "test"))]
         assert steps == [(position, []) for position in range(len(plan.blocks))]
         back = GradientReturn(plan, [], Stream(1, 1, "back"))
         back.send(1)
         back.finish()
-        assert comm.messages == []
+        assert comm.transport.messages == []
 
     run(work, 4)
 

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import shardpass as sp
 from shardpass.backends.recording import RecordingCommunicator
 from shardpass.core.aggregation import sharded_call as core_aggregate
+from shardpass.core.ranks import Ranks
 from shardpass.testing.graphs import WholeGraph, assignments, awkward_graph, shard_in_memory
 from shardpass.testing.parity import differences, evaluate_sharded, evaluate_whole
 
@@ -84,14 +85,14 @@ def backward_bytes(name, graph, owners, ranks, options):
     """Bytes of the second backward over all ranks, and the labels of collectives of both."""
 
     def work(inner):
-        comm = RecordingCommunicator(inner)
+        comm = Ranks(RecordingCommunicator(inner))
         sharded = shard_in_memory(graph, owners, comm, options)
         model = UNCHECKED({**LAYERS, "SAGE": lambda: gnn.SAGEConv(5, 4)}[name]().double(), comm)
         model(sharded.x.requires_grad_(), sharded).sum().backward()
         out = model(sharded.x, sharded)
         before = comm.bytes_sent
         out.sum().backward()
-        return comm.bytes_sent - before, [m.label for m in comm.messages if m.kind.startswith("all_")]
+        return comm.bytes_sent - before, [m.label for m in comm.transport.messages if m.kind.startswith("all_")]
 
     found = sp.spawn(work, ranks)
     return sum(sent for sent, _ in found), found[0][1]
@@ -242,7 +243,7 @@ def test_ranks_that_mix_scores_differently_push(pulled):
 
 def test_a_rank_that_lost_the_out_edges_makes_all_count_again():
     def work(inner):
-        comm = RecordingCommunicator(inner)
+        comm = Ranks(RecordingCommunicator(inner))
         graph = shard_in_memory(GRAPH, torch.arange(GRAPH.num_nodes) % 2, comm, sp.Options(backward="pull"))
         model, found = UNCHECKED(gnn.SAGEConv(5, 4).double(), comm), []
         for turn in range(3):
@@ -251,7 +252,7 @@ def test_a_rank_that_lost_the_out_edges_makes_all_count_again():
             x = graph.x.clone().requires_grad_()
             model(x, graph).sum().backward()
             found.append(x.grad)
-        return found, sum("rows to pull" in message.label for message in comm.messages)
+        return found, sum("rows to pull" in message.label for message in comm.transport.messages)
 
     for found, counted in sp.spawn(work, 2):
         assert counted == 2 and torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])

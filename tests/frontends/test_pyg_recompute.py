@@ -131,7 +131,7 @@ def test_the_self_check_takes_part(training: bool) -> None:
         model = sp.pyg.wrap(GraphSAGE(6, 8, 2, 4, norm="batch_norm"), comm, checkpoint="activations").train(training)
         graph = shard_in_memory(GRAPH, MIX % 2, comm, sp.Options())
         model(graph.x.float(), graph).sum().backward()
-        assert comm.order.activations is None
+        assert comm.notes is None
 
     run(work, 2)
 

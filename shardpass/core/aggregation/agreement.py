@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from shardpass.backends.communicator import Communicator
-from shardpass.core.ranks import agree, digest, diverged
+from shardpass.core.ranks import Ranks, agree, digest, diverged
 from shardpass.core.sharding import EdgeShards
 from shardpass.core.tracing import Program, Structure, check_row_wise, probe
 from shardpass.errors import NeedsHaloError, RefusedError
@@ -49,7 +48,7 @@ def _without(program: Program, keep: list[bool]) -> Program:
 
 
 def settle(
-    comm: Communicator,
+    comm: Ranks,
     label: str,
     program: Program,
     edges: EdgeShards,
@@ -117,7 +116,7 @@ def _probe(
         return None, refusal
 
 
-def _raise_refusal(comm: Communicator, label: str, mine: RefusedError | None, kinds: list[int]) -> None:
+def _raise_refusal(comm: Ranks, label: str, mine: RefusedError | None, kinds: list[int]) -> None:
     """Raise on every rank if any refused: the firmest refusal, in the words of the first rank that gave it."""
     worst = max(kinds)
     if worst == 0:

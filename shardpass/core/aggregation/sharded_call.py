@@ -45,17 +45,17 @@ def aggregate(program: Program, plan: HaloPlan, edges: EdgeShards, weight: Tenso
         RefusedError: the body cannot be computed one shard at a time (on every rank, before any row is sent).
         DivergenceError: ranks run different bodies.
     """
-    journal = plan.comm.order.journal
-    if journal is None or program.aggregate is None:
+    kept = plan.comm.kept_calls
+    if kept is None or program.aggregate is None:
         return _aggregate(program, plan, edges, weight)
-    rows: Tensor = journal.result(program.name, lambda: _aggregate(program, plan, edges, weight))
+    rows: Tensor = kept.result(program.name, lambda: _aggregate(program, plan, edges, weight))
     return rows
 
 
 def _aggregate(program: Program, plan: HaloPlan, edges: EdgeShards, weight: Tensor | None) -> Tensor:
     number, token = begin_call(plan.comm, program.name)
     streamed_to = plan.comm.device if plan.options.stream_structure else None
-    program = replace(program, order=plan.comm.order, streamed_to=streamed_to)
+    program = replace(program, ranks=plan.comm, streamed_to=streamed_to)
     label = f"call {number} {program.name}"
     sums: dict[int, Tensor] | None = None
 

@@ -78,12 +78,8 @@ def inputs_at_once(
     found = AtOnce(inputs, positions, src_rows.numel() == 0)
     if found.made_up:
         found.inputs = _with_made_up_edge(inputs)
-    plan.comm.order.made_up = found.made_up
-    try:
-        with _Guard(program.name, found.inputs.index):
-            found.messages = body(found.inputs)
-    finally:
-        plan.comm.order.made_up = False
+    with plan.comm.made_up_edge(found.made_up), _Guard(program.name, found.inputs.index):
+        found.messages = body(found.inputs)
     return found
 
 
@@ -107,11 +103,8 @@ def aggregate_at_once(program: Program, plan: HaloPlan, edges: EdgeShards, label
     if program.aggregate is None:
         whole = out.new_zeros((edges.num_edges, *out.shape[1:]))
         return whole if found.made_up else whole.index_copy(0, found.positions, out)
-    plan.comm.order.made_up = found.made_up
-    try:
+    with plan.comm.made_up_edge(found.made_up):
         out = program.aggregate(out, found.inputs)
-    finally:
-        plan.comm.order.made_up = False
     return out.narrow(program.node_dim, 0, edges.num_dst) if found.made_up else out
 
 

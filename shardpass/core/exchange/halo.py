@@ -9,11 +9,10 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from shardpass.backends.communicator import Communicator
 from shardpass.core.exchange.schedule import Schedule
 from shardpass.core.exchange.windows import SharedRows, find_shared_rows
-from shardpass.core.ranks import Options
-from shardpass.core.sharding import Block, Caches, NodeType, Ownership
+from shardpass.core.ranks import Caches, Options, Ranks
+from shardpass.core.sharding import Block, NodeType, Ownership
 from shardpass.errors import InternalError
 
 
@@ -37,7 +36,7 @@ class HaloPlan:
         shared: the rows that go through shared memory; None where all go as messages.
     """
 
-    comm: Communicator
+    comm: Ranks
     options: Options
     num_own_src: int
     num_dst: int
@@ -52,7 +51,7 @@ class HaloPlan:
     @classmethod
     def over(
         cls,
-        comm: Communicator,
+        comm: Ranks,
         options: Options,
         schedule: Schedule,
         num_own_src: int,
@@ -83,7 +82,7 @@ class HaloPlan:
 
 
 def build_halo_plan(
-    comm: Communicator, sources: Ownership, src_ids: Tensor, num_dst: int, options: Options
+    comm: Ranks, sources: Ownership, src_ids: Tensor, num_dst: int, options: Options
 ) -> tuple[HaloPlan, Tensor]:
     """``(plan, src_rows)`` for edges whose sources have the global ids `src_ids`. Collective.
 

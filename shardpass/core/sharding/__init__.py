@@ -3,7 +3,6 @@
 This room knows ids, rows and edges. It does not communicate.
 """
 
-from shardpass.core.sharding.caches import Caches
 from shardpass.core.sharding.derived import Derivation, DerivedShards, KnownLists
 from shardpass.core.sharding.host_copies import HOST, StreamedShards, to_device, to_host
 from shardpass.core.sharding.ownership import EDGE, NODE, EdgeType, NodeType, Ownership
@@ -24,7 +23,6 @@ __all__ = [
     "HOST",
     "NODE",
     "Block",
-    "Caches",
     "Chunk",
     "Derivation",
     "DerivedShards",

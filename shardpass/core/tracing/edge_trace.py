@@ -157,7 +157,7 @@ class EdgeTrace(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._returned = returned
-        self.name, self.phase, self._order = program.name, phase, program.order
+        self.name, self.phase, self._ranks = program.name, phase, program.ranks
         self.substitutes = substitutes or {}
         self._expected = expected
         self._make_generator = generator
@@ -169,13 +169,15 @@ class EdgeTrace(TorchFunctionMode):
         self._aliases: dict[int, Tensor] = {id(index): index}  # tensors held, so that ids stay theirs
 
     def __enter__(self) -> EdgeTrace:
-        self._order.inside = self
+        if self._ranks is not None:
+            self._ranks.watch = self
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._order.inside = None
+        if self._ranks is not None:
+            self._ranks.watch = None
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -201,7 +203,7 @@ class EdgeTrace(TorchFunctionMode):
                 f"{self.name}: `{name}` inside a message draws from a generator of its own, but messages run several "
                 f"times and in pieces, and must draw the same each time. Leave out `generator`"
             )
-        if name in DROPOUTS and self._order.quiet:
+        if name in DROPOUTS and self._ranks is not None and not self._ranks.drops_in_messages:
             return args[0] if args else kwargs["input"]
         if name == "dropout" and self._make_generator is not None:
             return self._dropout(*args, **kwargs)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from shardpass.backends.communicator import CallOrder
+from shardpass.core.ranks import Ranks
 from shardpass.core.tracing.reducers import Base
 
 
@@ -56,7 +56,7 @@ class Program:
             leaves out a part without a gradient, as plain autograd does with what nothing uses.
         seed: of the random numbers of the call; None: drawn, where it uses any.
         streamed_to: the device to which edge tensors are copied, set by the engine; None where they are there.
-        order: of the communicator, set by the engine: no collective call may begin while the body runs.
+        ranks: set by the engine: no collective call may begin on them while the message function runs.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Program:
     checked: set[str] = field(default_factory=set)
     watch: Callable[[Structure], None] | None = None
     reads: set[str] | None = None
-    order: CallOrder = field(default_factory=CallOrder)
+    ranks: Ranks | None = None
     streamed_to: torch.device | None = None
     parts: Callable[[], list[Tensor]] = list
     seed: int | None = None
