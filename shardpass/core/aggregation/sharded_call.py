@@ -63,7 +63,7 @@ def _aggregate(program: Program, plan: HaloPlan, edges: EdgeShards, weight: Tens
         nonlocal sums
         sums = None
         if plan.options.cache_constant_inputs and not needs_gradients:
-            sums = plan.caches.of(ConstantSums).find(program.of_what_is_read(structure), structure, edges)
+            sums = plan.comm.caches.of(ConstantSums, plan).find(program.of_what_is_read(structure), structure, edges)
         return [int(sums is not None), digest(describe_map(weight)), *offer_pull(plan, edges, structure)]
 
     try:
@@ -95,7 +95,7 @@ def _aggregate(program: Program, plan: HaloPlan, edges: EdgeShards, weight: Tens
     call.pull = choose_pull(call, program, [rest for _, _, *rest in offers])
     outputs = _apply(call, program, token)
     if keeps_sums and not gradients:
-        plan.caches.of(ConstantSums).keep(
+        plan.comm.caches.of(ConstantSums, plan).keep(
             program, structure, edges, {k: output.detach() for k, output in enumerate(outputs)}
         )
     for k, (count, mean, variance) in call.norm_moments.items():

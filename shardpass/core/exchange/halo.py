@@ -16,7 +16,7 @@ from shardpass.core.sharding import Block, NodeType, Ownership
 from shardpass.errors import InternalError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class HaloPlan:
     """Own-first numbering of source rows and the rows that travel. Rectangular: sources and destinations may differ.
 
@@ -31,7 +31,6 @@ class HaloPlan:
         send_rows: ``send_rows[p]`` own rows that rank p needs, int64; empty for this rank itself.
         schedule: the rounds.
         blocks: the source rows of the own block and then of each round, in the order of the rounds.
-        caches: what is derived from this graph and kept.
         ends: the types of sources and destinations, where they are known.
         shared: the rows that go through shared memory; None where all go as messages.
     """
@@ -44,7 +43,6 @@ class HaloPlan:
     send_rows: tuple[Tensor, ...]
     schedule: Schedule
     blocks: tuple[Block, ...]
-    caches: Caches = field(default_factory=Caches, compare=False, repr=False)
     ends: tuple[NodeType, NodeType] | None = None
     shared: SharedRows | None = None
 

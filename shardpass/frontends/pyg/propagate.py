@@ -238,7 +238,7 @@ def shards_of(edge_index: ShardedEdgeIndex) -> EdgeShards:
     if edge_index.shards is not None:
         return edge_index.shards
     plan = edge_index.plan
-    return plan.caches.of(DerivedShards).find(edge_index.edges, plan.blocks, plan.num_dst)
+    return plan.comm.caches.of(DerivedShards, plan).find(edge_index.edges, plan.blocks, plan.num_dst)
 
 
 def _split(conv: MessagePassing, name: str, wanted: Any, direction: Direction, kwargs: dict[str, Any]) -> Parts:
