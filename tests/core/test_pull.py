@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import shardpass as sp
 from shardpass.backends.recording import RecordingCommunicator
-from shardpass.core.aggregation import sharded_call as core_aggregate
+from shardpass.core.aggregation import choice
+from shardpass.core.aggregation.pull import KnownOutEdges
 from shardpass.core.ranks import Ranks
 from shardpass.testing.graphs import WholeGraph, assignments, awkward_graph, shard_in_memory
 from shardpass.testing.parity import differences, evaluate_sharded, evaluate_whole
@@ -38,8 +39,8 @@ def pulled(monkeypatch):
         found.append(choose(*args))
         return found[-1]
 
-    choose = core_aggregate.choose_pull
-    monkeypatch.setattr(core_aggregate, "choose_pull", noted)
+    choose = choice.choose_pull
+    monkeypatch.setattr(choice, "choose_pull", noted)
     return found
 
 
@@ -248,7 +249,7 @@ def test_a_rank_that_lost_the_out_edges_makes_all_count_again():
         model, found = UNCHECKED(gnn.SAGEConv(5, 4).double(), comm), []
         for turn in range(3):
             if turn == 1 and comm.rank == 1:
-                graph.relation.shards.out_edges = None
+                comm.caches.of(KnownOutEdges, graph.relation.shards).out_edges = None
             x = graph.x.clone().requires_grad_()
             model(x, graph).sum().backward()
             found.append(x.grad)
@@ -266,9 +267,10 @@ def test_the_structure_is_there_once():
             model = UNCHECKED(gnn.SAGEConv(5, 4).double(), comm)
             model(graph.x.requires_grad_(), graph).sum().backward()
             shards = graph.relation.shards
-            kept.append((any(s._transpose is not None for s in shards.shards), shards.out_edges is not None))
-            if shards.out_edges is not None:
-                plan, mine = shards.out_edges.of(graph.relation.plan, shards, "")
+            out_edges = comm.caches.of(KnownOutEdges, shards).out_edges
+            kept.append((any(s._transpose is not None for s in shards.shards), out_edges is not None))
+            if out_edges is not None:
+                plan, mine = out_edges.of(graph.relation.plan, shards, "")
                 assert all(s.src_rows.dtype == s.indptr.dtype == torch.int32 for s in mine.shards)
                 plan.schedule.validate()
         return kept

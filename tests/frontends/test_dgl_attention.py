@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardpass as sp
-from shardpass.core.aggregation import sharded_call as core
+from shardpass.core.aggregation import autograd as core
 from shardpass.errors import RefusedError
 from shardpass.frontends.dgl.lazy import LazyEdges
 from shardpass.testing.graphs import assignments, shard_in_memory

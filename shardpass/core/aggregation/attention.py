@@ -13,9 +13,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from shardpass.core.aggregation.backward import Gradients, Returned
 from shardpass.core.aggregation.call import Call, Operands
 from shardpass.core.aggregation.forward import ForwardResult, counts
+from shardpass.core.aggregation.gradients import Gradients, Returned
 from shardpass.core.aggregation.scores import Outer, Piece, scores_of
 from shardpass.core.kernels import RowRun, SoftmaxState
 from shardpass.core.ranks import dropout_factors, piece_seed

@@ -140,8 +140,8 @@ def _with_edge_tensors(program: Program, plan: HaloPlan, edges: EdgeShards, labe
     """`program` with those tensors as edge tensors that every rank finds to be so; its message is checked if it can."""
     try:
         messages = replace(program, aggregate=None)
-        settled, structure, *_ = settle(plan.comm, label, messages, edges, plan.num_own_src)
-        return replace(program, edge=settled.edge).of_what_is_read(structure)
+        agreed = settle(plan.comm, label, messages, edges, plan.num_own_src)
+        return replace(program, edge=agreed.program.edge).of_what_is_read(agreed.structure)
     except NeedsHaloError:
         names = sorted(program.edge)
         mine = [int(program.edge[n].dim() > 0 and program.edge[n].size(0) == edges.num_edges) for n in names]

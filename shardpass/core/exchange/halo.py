@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardpass.core.exchange.schedule import Schedule
 from shardpass.core.exchange.windows import SharedRows, find_shared_rows
-from shardpass.core.ranks import Caches, Options, Ranks
+from shardpass.core.ranks import Options, Ranks
 from shardpass.core.sharding import Block, NodeType, Ownership
 from shardpass.errors import InternalError
 

@@ -166,7 +166,7 @@ class Shard:
         return self._source_order
 
 
-@dataclass
+@dataclass(eq=False)
 class EdgeShards:
     """One edge list, cut by source block. Edge tensors have ``num_edges`` rows in the order of that list.
 
@@ -175,7 +175,6 @@ class EdgeShards:
         num_dst: destination rows of this rank.
         num_edges: edges of this rank.
         largest_degree: of any own node, where some edges are left out of the shards; None: as the shards say.
-        out_edges: the same edges as the owners of their sources see them, see `aggregation/out_edges.py`.
         copy_stream: of a GPU, on which streamed shards are copied.
     """
 
@@ -183,7 +182,6 @@ class EdgeShards:
     num_dst: int
     num_edges: int
     largest_degree: int | None = None
-    out_edges: Any = field(default=None, compare=False, repr=False)
     copy_stream: Any = field(default=None, compare=False, repr=False)
 
     def degrees(self) -> Tensor:
