@@ -1,9 +1,9 @@
-"""Attention over in-edges in one pass forward and one backward: the general loops, where a body is recognised as such.
+"""Attention over in-edges in one pass forward and one pass backward, for message functions recognised as attention.
 
-Forward: online softmax, chunk by chunk and block by block; kept are a weighted sum and a log-sum-exp per destination
-and head. Backward: every weight is computed again from those, ``weight = exp(score - log_sum)``, and the gradient of a
-score is ``weight * (<grad, value> - <grad, out>)`` (Dao et al. 2022, arXiv 2205.14135, appendix B). Nothing with a row
-per edge outlives a chunk. How a score comes about is up to a `Scores`: in closed form, or by running the body.
+Forward is an online softmax, chunk by chunk and block by block. It keeps a weighted sum and a log-sum-exp of each
+destination and head. Backward computes every weight again from those, ``weight = exp(score - log_sum)``; the gradient
+of a score is ``weight * (<grad, value> - <grad, out>)`` (Dao et al. 2022, arXiv 2205.14135, appendix B). Nothing with
+a row per edge outlives a chunk. A `Scores` computes the scores, in closed form or by running the message function.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shardpass.errors import InternalError
 
 
 def run_attention(call: Call, operands: Operands, attention: Attention) -> ForwardResult:
-    """What forward finds of a body that is one attention. Collective; runs without gradients."""
+    """The reductions of a message function that is one attention. Collective; runs without gradients."""
     values = operands.src[attention.value]
     width = _numel(values) // attention.heads
     state = SoftmaxState.fresh(call.edges.num_dst, attention.heads, width, values)
@@ -38,7 +38,7 @@ def run_attention(call: Call, operands: Operands, attention: Attention) -> Forwa
             scores.accumulate(state, Piece(shard, run, rows, table, kept))
     total = state.total.add_(attention.eps)
     out = state.out.div_(total.unsqueeze(-1).masked_fill(total.unsqueeze(-1) == 0, 1))
-    if (state.top == float("-inf")).any():  # nothing but scores of -inf is 0 / 0, as the softmax of them is
+    if (state.top == float("-inf")).any():  # scores of -inf alone give 0 / 0, as their softmax does
         lost = (state.top == float("-inf")) & (call.degrees() > 0).unsqueeze(-1)
         out.masked_fill_(lost.unsqueeze(-1), float("nan"))
     result = ForwardResult(values=counts(call))
@@ -55,7 +55,7 @@ def run_attention(call: Call, operands: Operands, attention: Attention) -> Forwa
 def attention_gradients(
     call: Call, operands: Operands, attention: Attention, out: Tensor, log_sum: Tensor, gradients: Gradients
 ) -> None:
-    """The gradients of an attention, added to `gradients`. Collective."""
+    """Add the gradients of an attention to `gradients`. Collective."""
     heads, names = attention.heads, _fetched(call, attention)
     width = _numel(out) // heads
     grad, delta = gradient_and_delta(call, attention, out, gradients)
@@ -78,7 +78,7 @@ def attention_gradients(
 
 
 def gradient_and_delta(call: Call, attention: Attention, out: Tensor, gradients: Gradients) -> tuple[Tensor, Tensor]:
-    """The gradient of the result by head, ``[num_dst, heads, width]``, and ``<gradient, result>`` of each."""
+    """``(grad, delta)``: the gradient of the result, ``[num_dst, heads, width]``, and ``<grad, result>`` of each head."""
     if (gradients.reached - {attention.output}) & {*attention.members}:
         raise InternalError(f"{call.label}: the softmax inside is used outside it. Use Options(fuse_attention=False)")
     width = _numel(out) // attention.heads
@@ -87,10 +87,11 @@ def gradient_and_delta(call: Call, attention: Attention, out: Tensor, gradients:
 
 
 def dropout_of_edges(edges: EdgeShards, seed: int, like: Tensor, p: float) -> Tensor:
-    """What dropout multiplies the weights of an attention with, in a call whose seed is `seed`: all own edges at once.
+    """The factors by which dropout multiplies the weights of an attention, for all own edges, shaped as `like`.
 
     Args:
-        like: the weights, ``[num_edges, ...]``: gives shape and dtype.
+        seed: of the call.
+        like: the weights, ``[num_edges, ...]``; it gives shape and dtype.
         p: probability that a weight is dropped.
     """
     found = torch.ones_like(like, requires_grad=False)
@@ -110,10 +111,10 @@ def _fetched(call: Call, attention: Attention) -> list[str]:
 
 
 def chunk_edges(call: Call, attention: Attention, operands: Operands, in_one_loop: bool) -> int:
-    """How many edges are taken at a time: of what has a row per edge, a chunk holds `Options.chunk_bytes`.
+    """How many edges are taken at a time, so that a tensor with a row per edge holds `Options.chunk_bytes`.
 
     Args:
-        in_one_loop: nothing has a row per edge, but for the factors of dropout.
+        in_one_loop: no tensor has a row per edge, except for the factors of dropout.
     """
     if in_one_loop and not attention.dropout:
         return max(1, call.edges.num_edges)

@@ -1,8 +1,8 @@
-"""Sums over in-edges of tensors that never change (the features that go into the first layer), kept between epochs.
+"""Sums over in-edges of tensors that never change, kept between epochs: the features that enter the first layer.
 
-What is kept is found again by the very tensors it was computed from, at the version and with the content they had:
-writes through ``.data`` or numpy leave no other trace. Whether it is used is decided for every call by all ranks
-together: one rank that has to compute needs the others to send.
+A kept sum belongs to the very tensors it was computed from, at the version and with the content they had; a checksum
+of the content is the only trace that writes through ``.data`` or numpy leave. All ranks decide together, for every
+call, whether kept sums are used: a rank that has to compute its sum needs the others to send.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MOST_KEPT = 2  # calls; the least recently used goes first
 
 @dataclass
 class _Kept:
-    """One call: its inputs at their versions, its edges, its structure in words; results once it came again."""
+    """One call: its inputs and their versions, its edges, its structure in words, and its results once it came again."""
 
     inputs: list[tuple[str, weakref.ref[Tensor], int]]
     edges: weakref.ref[EdgeShards]
@@ -46,7 +46,7 @@ class _Kept:
 
 
 class ConstantSums:
-    """The reductions of the last few calls that came twice with the same inputs, on one plan."""
+    """The reductions of the last few calls over one halo plan that came twice with the same inputs."""
 
     def __init__(self) -> None:
         self._kept: list[_Kept] = []
@@ -57,7 +57,7 @@ class ConstantSums:
         return kept.values if kept is not None and kept.values else None
 
     def keep(self, program: Program, structure: Structure, edges: EdgeShards, values: dict[int, Tensor]) -> None:
-        """Keep `values` if the call comes for the second time: what comes once only, as activations do, is not kept."""
+        """Keep `values` if the call comes for the second time. Activations come once, so they are not kept."""
         if torch.is_inference_mode_enabled():
             return
         kept = self._entry(program, structure, edges)
@@ -101,7 +101,7 @@ def _inputs(program: Program) -> dict[str, Tensor]:
 
 
 def _checksum(tensor: Tensor) -> int:
-    """A number that depends on every element and on its row and column; reads the tensor once or twice."""
+    """A number that depends on every element and on its row and column. Reads the tensor once or twice."""
     if tensor.numel() == 0:
         return 0
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -12,7 +12,7 @@ from shardpass.core.tracing import Program, Structure
 
 
 def describe_map(weight: Tensor | None) -> str:
-    """What ranks must have in common, besides the program, to apply a map of `weight` before the sum."""
+    """What ranks must have in common, besides the program, to apply the map of `weight` before the sum."""
     if weight is None:
         return "none"
     autocast = torch.is_autocast_enabled(weight.device.type)
@@ -23,15 +23,15 @@ def describe_map(weight: Tensor | None) -> str:
 def transformed_first(
     program: Program, structure: Structure, gradients: frozenset[str], weight: Tensor, keeps_sums: bool
 ) -> tuple[Program, Structure, frozenset[str]] | None:
-    """The program with `weight` applied to the source rows, its structure and gradients; None if that is not cheaper.
+    """The program with `weight` applied to its source rows, its structure and gradients; `None` if not cheaper.
 
-    The node part must do no more than scale rows: the caller knows that. Transformed first, narrower rows travel, and
-    the sum need not be kept for the gradient of `weight`, which is then that of a map of the own rows.
+    The caller knows that the node part does no more than scale rows. With the map first, narrower rows travel, and the
+    sum need not be saved for the gradient of `weight`, which becomes the gradient of a map of the own rows.
 
     Args:
         gradients: the inputs that need gradients on some rank, agreed by all.
         weight: ``[out_channels, in_channels]``; `describe_map` says the same of it on every rank.
-        keeps_sums: sums of rows that need no gradient are kept between epochs, so they are left as they are.
+        keeps_sums: sums of rows without gradients are kept between epochs, so the map stays behind those.
     """
     sums = [(k, reduction) for k, reduction in enumerate(structure.reductions) if reduction.form != "ones"]
     if len(sums) != 1 or structure.edge_output or weight.dim() != 2:

@@ -1,8 +1,8 @@
-"""The out-edges of a rank's source nodes: its edge list as the owners of the sources see it, for `aggregation/pull.py`.
+"""The out-edges of a rank's nodes: an edge list as the owners of the sources see it, over which gradients are pulled.
 
-Edges live with their destination. To pull gradients, the owner of a source needs its out-edges, by block of
-destinations, and a halo plan of the destination rows that they end in: the halo plan against its direction. How many
-rows that plan moves is found without building it. Both are made once per edge list.
+Edges live with their destination. To pull gradients, the owner of a source needs its out-edges by block of
+destinations, and a halo plan of the destination rows in which they end. Counting the rows that such a plan would move
+does not need the plan. Counts, plan and edges are made once per edge list.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from shardpass.core.sharding import Block, EdgeShards, Shard, smallest_index_dty
 
 @dataclass
 class OutEdges:
-    """What pulling over one edge list moves, and the edges themselves once they are needed.
+    """How many rows a pull over one edge list moves, and the out-edges once they are needed.
 
     Args:
-        serial: number of the call in which all ranks made this together.
+        serial: number of the call in which all ranks counted together.
         counts: ``counts[q][p]`` destination rows of rank p that the sources of rank q have edges into.
     """
 
@@ -51,7 +51,7 @@ class OutEdges:
 
 
 def count_out_edges(plan: HaloPlan, edges: EdgeShards, serial: int, label: str) -> OutEdges:
-    """What pulling over `edges` would move. Collective: one small all-gather."""
+    """The out-edges of `edges`, counted only. Collective: one small all-gather."""
     mine = [0 if q == plan.comm.rank else _ends(edges, q).numel() for q in range(plan.comm.size)]
     rows = plan.comm.all_gather(torch.tensor(mine, device=plan.comm.device), label=f"{label}: rows to pull")
     return OutEdges(serial, tuple(zip(*(row.tolist() for row in rows))))
@@ -66,7 +66,7 @@ def _ends(edges: EdgeShards, owner: int) -> Tensor:
 def _build(
     plan: HaloPlan, edges: EdgeShards, counts: Sequence[Sequence[int]], label: str
 ) -> tuple[HaloPlan, EdgeShards]:
-    """Every rank sorts its edges by source, and sends them as the CSR that the owner of the sources needs."""
+    """The halo plan and the out-edges. Every rank sorts its edges by source and sends each owner a CSR of its part."""
     comm, rank = plan.comm, plan.comm.rank
     none = torch.zeros(0, dtype=torch.int64, device=comm.device)
     send_rows = [none if q == rank else _ends(edges, q) for q in range(comm.size)]
@@ -122,7 +122,7 @@ def _own_shard(shard: Shard, plan: HaloPlan) -> Shard:
 
 
 def _shard(block: Block, num_rows: int, rows: Tensor, degrees: Tensor, columns: Tensor) -> Shard:
-    """Edges in order of `rows`, each with its degree, as a shard; no edge tensor follows it."""
+    """A shard of edges in order of `rows`, which have the given degrees. No edge tensor follows its order."""
     counts = torch.zeros(num_rows + 1, dtype=torch.int64, device=columns.device)
     counts[rows + 1] = degrees.to(torch.int64)
     return Shard(block, counts.cumsum(0).to(smallest_index_dtype(columns.numel())), columns, slice(0, 0))

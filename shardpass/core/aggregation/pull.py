@@ -1,12 +1,12 @@
-"""Backward by pulling: the owner of a source fetches what its destinations know and computes its gradient by itself.
+"""Backward by pulling: the owner of a source fetches what its destinations know and computes the gradient itself.
 
-For a sum of copies destinations publish the gradient that arrived there. For an attention with a closed form they
-publish what makes every weight again (score of the destination, log-sum-exp) and its gradient (that of the result, and
-delta, see `attention.py`); what belongs to destinations goes back. Forward's loops over out-edges, then: source
-rows are not fetched again, and no gradients of source rows return.
+For a sum of copies, destinations publish the gradient that arrived there. For an attention with a closed form they
+publish what is needed to compute every weight again (the score of the destination, the log-sum-exp) and its gradient
+(that of the result, and delta; see `attention.py`). Gradients that belong to destinations return to them. Source rows
+are not fetched again, and gradients of source rows do not travel.
 
-Pushing (`backward.py`) is for everything else, and where it moves fewer bytes. Ranks choose alike, from counts and
-widths that all of them know.
+Everything else is pushed (`backward.py`), and so is what moves fewer bytes that way. All ranks choose alike, from
+counts and widths that all of them know.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from shardpass.core.tracing import AdditiveScore, Attention, MixedScore, Program
 
 @dataclass(frozen=True)
 class Widths:
-    """Bytes that one row costs in backward: a source row if pushed; a destination row if pulled."""
+    """Bytes that one row costs in backward: `push` for a source row, `pull` for a destination row."""
 
     push: int
     pull: int
@@ -59,7 +59,7 @@ def known_out_edges(plan: HaloPlan, edges: EdgeShards) -> OutEdges | None:
 
 
 def mix_of(plan: HaloPlan, structure: Structure) -> int:
-    """The fingerprint of the tensor with which scores are mixed, by which all ranks must mix alike; 0 without one."""
+    """The fingerprint of the tensor that mixes scores, which must be the same on all ranks; 0 without one."""
     mixes = structure.attention is not None and isinstance(structure.attention.score, MixedScore)
     if plan.comm.size == 1 or not plan.options.may_pull or not mixes or structure.mix is None:
         return 0
@@ -90,7 +90,7 @@ def choose_pull(call: Call, program: Program, offers: list[Offer]) -> OutEdges |
 
 
 def _widths(call: Call, program: Program) -> Widths | None:
-    """The widths of a call that can be pulled, else None; the same on every rank."""
+    """The widths of a call that can be pulled, or `None`; the same on every rank."""
     structure, plan = call.structure, call.plan
 
     def width(tensor: Tensor) -> int:
@@ -109,7 +109,7 @@ def _widths(call: Call, program: Program) -> Widths | None:
         return Widths(rows, rows)
     output = structure.reductions[attention.output]
     if attention.score is None or attention.dropout or plan.options.wire_dtype is not None or not output.differentiable:
-        return None  # with another dtype on the wire, weights would not be those of forward
+        return None  # another dtype on the wire would change the weights
     fetched = {call.canonical[name] for name in structure.sources_of(list(attention.members))}
     keeps = plan.options.runs_as != "sar"
     pushed = sum(width(program.src[name]) * ((not keeps) + (name in wanted)) for name in fetched)
@@ -121,7 +121,7 @@ def _widths(call: Call, program: Program) -> Widths | None:
 
 
 def _copied(call: Call) -> list[str]:
-    """The sources of copies that need gradients, under the names they are fetched by, sorted."""
+    """The sources of copies that need gradients, by the names under which they are fetched, sorted."""
     names = {call.canonical[r.source] for r in call.structure.reductions if r.differentiable and r.form == "copy"}
     return sorted(name for name in names if f"s:{name}" in call.gradients)
 
@@ -132,7 +132,7 @@ def _out_edges(call: Call) -> tuple[HaloPlan, EdgeShards]:
 
 
 def pull_copies(call: Call, gradients: Gradients) -> None:
-    """The gradients of sources of which sums of copies were taken, added to `gradients`. Collective."""
+    """Add the gradients of the sources of sums of copies to `gradients`. Collective."""
     reverse, edges = _out_edges(call)
     names, linear = _copied(call), is_linear(call)
     published = [_published(call, name, gradients) for name in names]
@@ -159,7 +159,7 @@ def pull_attention(
     log_sum: Tensor,
     gradients: Gradients,
 ) -> None:
-    """As `attention_gradients`, for scores in closed form and no dropout. Collective."""
+    """Add the gradients of an attention to `gradients`, for scores in closed form without dropout. Collective."""
     assert attention.score is not None
     name = attention.score.destination
     reverse, edges = _out_edges(call)
@@ -209,11 +209,11 @@ class _SourceSide:
         return torch.zeros_like(like) if found is None else found.view_as(like)
 
     def add(self, shard: Shard, rows: list[Tensor], to_dst: Tensor) -> None:
-        """Take the out-edges into one block of destinations.
+        """Add the gradients of the out-edges into one block of destinations.
 
         Args:
-            rows: what those publish: gradient, delta, log-sum-exp, and what their scores are made of.
-            to_dst: the gradient of the last of these, added to in place.
+            rows: what the destinations publish: gradient, delta, log-sum-exp, and what their scores are made of.
+            to_dst: where the gradient of the last of these is added.
         """
         grad, delta, log_sum, of_dst = rows
         if self.mix is not None and self._grad_mix is None:
@@ -233,7 +233,7 @@ class _SourceSide:
             edge_scores_adjoint(self.score, edges, *given, weights, relative, *into)
 
     def finish(self) -> None:
-        """Hand over the gradient of what scores are mixed with: that of the out-edges of this rank."""
+        """Add the gradient of what mixes scores, as far as it comes from this rank's out-edges."""
         if self._grad_mix is not None and isinstance(self.score, MixedScore):
             assert self.mix_shape is not None
             self.gradients.add_capture(self.score.mix, self._grad_mix.view(self.mix_shape))

@@ -52,8 +52,8 @@ class Piece(NamedTuple):
 
     Args:
         rows: of the block, by name.
-        values: those that are summed, ``[block rows, heads, width]``.
-        kept: what dropout multiplies the weights with, ``[edges of the run, heads]``, or None.
+        values: what is summed, ``[block rows, heads, width]``.
+        kept: the factors by which dropout multiplies the weights, ``[edges of the run, heads]``, or `None`.
     """
 
     shard: Shard
@@ -64,16 +64,16 @@ class Piece(NamedTuple):
 
 
 class Scores(Protocol):
-    """Where the scores of edges come from, and attention with them."""
+    """Computes the scores of edges, and attention with them."""
 
-    in_one_loop: bool  # nothing has a row per edge, so that edges need not be cut into chunks
+    in_one_loop: bool  # no tensor has a row per edge, so edges need not be cut into chunks
 
     def accumulate(self, state: SoftmaxState, piece: Piece) -> None:
         """Take a run of edges, in order of their destination, into `state`; see `kernels.accumulate`."""
         ...
 
     def adjoint(self, piece: Piece, outer: Outer, grad_values: Tensor, into: Rows, gradients: Gradients) -> None:
-        """Add the gradients of a run of edges, in order of their source: of the values, and of the scores' inputs."""
+        """Add the gradients of a run of edges, in order of their source, to those of values and of the scores' inputs."""
         ...
 
 
@@ -154,7 +154,7 @@ class _ClosedForm(_InSteps):
 
 
 class _Fused(_ClosedForm):
-    """A formula for which there are loops that do everything at once."""
+    """A formula for which one loop does everything."""
 
     in_one_loop = True
 

@@ -1,8 +1,8 @@
-"""A program run once on all of the rank's edges, every halo row here at the same time: for bodies that see whole
-neighbourhoods (a median, an LSTM over neighbours) and so cannot be computed in pieces. ``halo`` mode only.
+"""Message functions that need whole neighbourhoods at once, such as a median or an LSTM over neighbours.
 
-Ordinary autograd throughout; the halo rows come by a differentiable fetch. The row of a program's edge tensors must be
-told from tables of the same length, so ranks agree on them as they do for sharded calls.
+They cannot be computed in pieces, so they run once on all edges of the rank, with every halo row there at the same
+time. This needs the mode ``halo``. Gradients are plain autograd; a differentiable fetch brings the halo rows. Ranks
+agree which tensors have a row per edge, as they do for every sharded call, since a table may have the same length.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from shardpass.errors import NeedsHaloError, RefusedError
 
 @dataclass
 class AtOnce:
-    """All edges of the rank, sorted by destination, and what a body computes on them.
+    """All edges of the rank, sorted by destination, and the messages on them.
 
     Args:
-        inputs: what the body saw; on a rank without edges one made-up edge, into one more destination.
+        inputs: what the message function saw. A rank without edges has one made-up edge, into one more destination.
         positions: of the edges in the edge list.
         made_up: whether the edge is made up.
-        messages: what the body returned.
+        messages: what the message function returned: a tensor, or a dict of tensors with a row per edge.
     """
 
     inputs: Inputs
@@ -40,7 +40,7 @@ class AtOnce:
     messages: Any = None
 
     def padded(self, rows: Tensor) -> Tensor:
-        """`rows` ``[num_dst, ...]`` of destinations, with one for the made-up destination if there is one."""
+        """`rows` of destinations, ``[num_dst, ...]``, with one more where there is a made-up destination."""
         return torch.cat([rows, rows.new_zeros((1, *rows.shape[1:]))]) if self.made_up else rows
 
 
@@ -49,18 +49,19 @@ def inputs_at_once(
     plan: HaloPlan,
     edges: EdgeShards,
     label: str,
-    body: Callable[[Inputs], Any],
+    message: Callable[[Inputs], Any],
     places: Tensor | None = None,
 ) -> AtOnce:
-    """All edges with the rows they need, and what `body` makes of them. Collective, in backward too.
+    """All edges with the rows they need, and what `message` makes of them. Collective, in backward too.
 
     Args:
-        program: which inputs there are; its message is `body`'s, or is replaced by it for the checks.
-        body: of the messages: a tensor, or a dict of tensors with a row per edge.
-        places: of the edges among those of their destination, ``[num_edges]``; None: by the order of the edge list.
+        program: says which inputs there are.
+        message: the message function. It returns a tensor, or a dict of tensors with a row per edge.
+        places: the place of each edge among those of its destination, ``[num_edges]``. `None` keeps the order of the
+            edge list.
     """
     if program.reads is not None:
-        program = replace(program, message=lambda inputs: _side_by_side(body(inputs)))
+        program = replace(program, message=lambda inputs: _side_by_side(message(inputs)))
     program = _with_edge_tensors(program, plan, edges, label)
     src_rows, dst_rows, positions = _edges_by_destination(edges, places)
     degree = edges.largest_degree
@@ -79,12 +80,12 @@ def inputs_at_once(
     if found.made_up:
         found.inputs = _with_made_up_edge(inputs)
     with plan.comm.made_up_edge(found.made_up), _Guard(program.name, found.inputs.index):
-        found.messages = body(found.inputs)
+        found.messages = message(found.inputs)
     return found
 
 
 def _side_by_side(messages: Any) -> Tensor:
-    """The tensors of a dict as one, ``[E, columns]``, for the checks that look at one."""
+    """The tensors of a dict side by side, ``[E, columns]``, for checks that look at one tensor."""
     if isinstance(messages, Tensor):
         return messages
     kinds = [tensor.dtype for tensor in messages.values()]
@@ -93,10 +94,10 @@ def _side_by_side(messages: Any) -> Tensor:
 
 
 def aggregate_at_once(program: Program, plan: HaloPlan, edges: EdgeShards, label: str) -> Tensor:
-    """What `aggregate` returns, from one run of the body on all edges. Collective, in backward too.
+    """What `aggregate` returns, from one run of the message function on all edges. Collective, in backward too.
 
-    The body sees the edges sorted by destination, those of one destination in the order of the edge list. A rank
-    without edges runs it on one made-up edge into a destination of its own, which is dropped afterwards.
+    The message function sees the edges sorted by destination; those of one destination are in the order of the edge
+    list. A rank without edges runs it on one made-up edge into a destination of its own, which is dropped afterwards.
     """
     found = inputs_at_once(program, plan, edges, label, program.message)
     out = found.messages
@@ -109,9 +110,9 @@ def aggregate_at_once(program: Program, plan: HaloPlan, edges: EdgeShards, label
 
 
 class _Guard(TorchFunctionMode):
-    """Lets a message scatter along the destination index, look up by it and take some of it, and nothing else.
+    """Lets a message function scatter along the destination index, index with it, and take some of it.
 
-    Its numbers, and the order of the edges, are this rank's own.
+    It refuses everything else, since the numbers in the index and the order of the edges are this rank's own.
     """
 
     def __init__(self, name: str, index: Tensor) -> None:
@@ -137,7 +138,7 @@ class _Guard(TorchFunctionMode):
 
 
 def _with_edge_tensors(program: Program, plan: HaloPlan, edges: EdgeShards, label: str) -> Program:
-    """`program` with those tensors as edge tensors that every rank finds to be so; its message is checked if it can."""
+    """`program` with those edge tensors that every rank finds to have a row per edge. Checks the message if it can."""
     try:
         messages = replace(program, aggregate=None)
         agreed = settle(plan.comm, label, messages, edges, plan.num_own_src)

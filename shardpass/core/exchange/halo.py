@@ -1,4 +1,4 @@
-"""HaloPlan: which source rows a rank receives from and sends to each peer. Built with one exchange, then agreed."""
+"""The halo plan: which source rows a rank receives from each peer, and which it sends. Built with one exchange."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ from shardpass.errors import InternalError
 
 @dataclass(frozen=True, eq=False)
 class HaloPlan:
-    """Own-first numbering of source rows and the rows that travel. Rectangular: sources and destinations may differ.
+    """Own-first numbering of source rows, and the rows that travel. Sources and destinations may be different nodes.
 
-    Source rows of a rank: own rows ``0 .. num_own_src - 1``, then the halo rows grouped by owner, ascending in id.
+    The source rows of a rank are its own rows ``0 .. num_own_src - 1``, then the halo rows, grouped by owner and
+    ascending in id.
 
     Args:
-        comm: the communicator the rows travel on.
+        comm: the ranks.
         options: of the run.
         num_own_src: source rows this rank owns.
         num_dst: destination rows this rank owns.
-        halo_start: ``halo_start[q]`` first source row of owner q's halo rows; one more entry closes the last.
-        send_rows: ``send_rows[p]`` own rows that rank p needs, int64; empty for this rank itself.
+        halo_start: ``halo_start[q]`` is the first halo row of owner q; one more entry closes the last owner's.
+        send_rows: ``send_rows[p]`` are the own rows that rank p needs, int64; empty for this rank itself.
         schedule: the rounds.
         blocks: the source rows of the own block and then of each round, in the order of the rounds.
         ends: the types of sources and destinations, where they are known.
-        shared: the rows that go through shared memory; None where all go as messages.
+        shared: the rows that go through shared memory, or `None` where all go as messages.
     """
 
     comm: Ranks
@@ -56,7 +57,7 @@ class HaloPlan:
         num_dst: int,
         send_rows: Sequence[Tensor],
     ) -> HaloPlan:
-        """The plan that carries out `schedule`; its counts say how many halo rows each owner has. Collective."""
+        """The plan that carries out `schedule`, whose counts say how many halo rows each owner has. Collective."""
         needed = schedule.counts[comm.rank]
         halo_start = tuple(accumulate(needed, initial=num_own_src))
         blocks = [Block(comm.rank, 0, num_own_src)]

@@ -1,4 +1,4 @@
-"""Rows of several tensors as one piece of memory."""
+"""Rows of several tensors in one piece of memory: a message, or a window."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 
 
 class Packing:
-    """Rows of several tensors as one message: each tensor's rows contiguous, one after the other.
+    """How rows of several tensors make one message: the rows of each tensor together, one tensor after the other.
 
     Args:
-        tensors: of whose rows messages are made.
-        wire: the dtype in which rows of float32 travel; None: their own.
+        tensors: whose rows travel.
+        wire: the dtype in which float32 rows travel. `None` keeps float32.
     """
 
     def __init__(self, tensors: Sequence[Tensor], wire: torch.dtype | None = None) -> None:
@@ -25,16 +25,16 @@ class Packing:
 
     @property
     def layout(self) -> int:
-        """A fingerprint of what a row is, 31 bits, never 0: the same where rows are read as they were written."""
+        """A fingerprint of widths and dtypes, 31 bits, never 0. It is equal where rows are read as they were written."""
         return zlib.crc32(repr((self.tails, self.dtypes)).encode()) >> 1 | 1
 
     @property
     def converts(self) -> bool:
-        """Whether rows travel in another dtype than they are computed in."""
+        """Whether rows travel in another dtype than the one in which they are computed."""
         return self.dtypes != self.computed
 
     def to_computed(self, rows: list[Tensor]) -> list[Tensor]:
-        """`rows` as they travel in the dtypes in which they are computed; the same tensors where those agree."""
+        """`rows` that have travelled, in the dtypes in which they are computed. No copy where these are the same."""
         return [part.to(dtype) for part, dtype in zip(rows, self.computed)]
 
     def _spans(self, num_rows: int) -> list[tuple[int, int]]:

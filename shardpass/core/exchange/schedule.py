@@ -1,4 +1,4 @@
-"""The order of rounds as plain data: who sends which rows to whom, when. Printable, checked, simulated; no torch."""
+"""The order of rounds as plain data: who sends which rows to whom, and when. It can be printed and simulated."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardpass.errors import InternalError
 class Round:
     """One step: every rank p receives from ``(p - distance) % size`` the rows ``[start, stop)`` of what it needs there.
 
-    A pair that needs fewer rows gets what is left in the window, possibly nothing (and then sends no message).
+    A pair that needs fewer rows moves those that are left, and sends no message if there are none.
     """
 
     distance: int
@@ -22,7 +22,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Transfer:
-    """One rank's share of one round. Row ranges index the pair's list of needed rows; an empty range sends nothing."""
+    """One rank's share of one round. Row ranges index the list of rows that the pair needs; an empty one moves nothing."""
 
     round: int
     source: int
@@ -47,7 +47,7 @@ class Schedule:
 
     @classmethod
     def ring(cls, counts: Sequence[Sequence[int]], block_rows: int | None = None) -> Schedule:
-        """Rounds by ring distance; a block of more than `block_rows` rows is fetched in pieces of that size."""
+        """The rounds by ring distance. A block of more than `block_rows` rows comes in pieces of that size."""
         size = len(counts)
         rounds = []
         for distance in range(1, size):
@@ -103,10 +103,10 @@ class Schedule:
                     )
 
     def simulate(self, prefetch: int = 1, synchronous: bool = True) -> int:
-        """Run every rank step by step and return the most receive buffers any rank held at once.
+        """The most receive buffers that a rank holds at once, found by running all ranks step by step.
 
-        A rank has at most `prefetch` rounds under way (one, for 0: the one it waits for) and uses one more. With
-        `synchronous` sends complete only once the matching receive is posted (the harshest legal transport).
+        A rank has at most `prefetch` rounds under way, at least one, and uses the rows of one more. With `synchronous`,
+        sends complete only when the matching receive is posted, which is the harshest transport that is legal.
 
         Raises:
             InternalError: the ranks block each other (deadlock), naming the round each is stuck in.

@@ -1,4 +1,4 @@
-"""The identity of a walk's messages, and the messages in place of rows that lie in shared memory."""
+"""The identity of the messages of a walk, and the tokens that are sent where rows lie in shared memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardpass.core.exchange.windows import take_window
 from shardpass.errors import DivergenceError, InternalError
 
 _ROUND_BITS, _STREAM_BITS, _CALL_BITS = 14, 5, 12
-_OF_NOBODY = 0  # of a dry run, in which the other ranks are made up
+_OF_NOBODY = 0  # in a dry run, where the other ranks are made up
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class Stream:
 
 
 class Tokens:
-    """The messages of a walk for rows in shared memory: that they are there, and that they have been read."""
+    """The tokens of a walk: they tell that rows are there to be read, and that they have been read."""
 
     def __init__(self, plan: HaloPlan, stream: Stream, packing: Packing, counts: Sequence[int]) -> None:
-        """`counts`: for how many rows each rank needs shared memory in this walk; none if rows are not shared."""
+        """`counts`: for how many rows each rank needs shared memory in this walk; empty if rows are not shared."""
         self._plan, self._stream = plan, stream
         self._last, self._layout = len(plan.schedule.rounds), packing.layout
         self._token = torch.tensor([self._layout], dtype=torch.int32).view(torch.uint8)
@@ -49,7 +49,7 @@ class Tokens:
         return self.window is not None and rank in self.window.memory
 
     def token(self) -> Tensor:
-        """The message in place of rows: their layout."""
+        """What is sent in place of rows: the fingerprint of their layout."""
         return self._token
 
     def empty(self) -> Tensor:
@@ -59,8 +59,7 @@ class Tokens:
     def check(self, token: Tensor, source: int) -> None:
         """Raise unless `source` lays rows out as this rank reads them.
 
-        Messages of another length are refused by who receives them; memory would be read as whatever this rank takes
-        it for.
+        A message of another length is refused by its receiver, but memory has no length that would tell.
         """
         layout = int(token.view(torch.int32))
         if layout not in (self._layout, _OF_NOBODY):
@@ -71,11 +70,11 @@ class Tokens:
             )
 
     def expect_reader(self, reader: int) -> None:
-        """Before `reader` is told of rows: it will say that it has read them."""
+        """Note that `reader`, which is about to be told of rows, will say that it has read them."""
         self._done(self._plan.comm.rank, reader)
 
     def tell_owner(self, owner: int) -> None:
-        """The rows of `owner` have been read."""
+        """Tell `owner` that this rank has read its rows."""
         self._done(owner, self._plan.comm.rank)
 
     def _done(self, owner: int, reader: int) -> None:
@@ -90,7 +89,7 @@ class Tokens:
         self.window.readers.append(handle)
 
     def finish(self) -> None:
-        """The walk has ended on this rank."""
+        """End the walk on this rank."""
         if self.window is not None:
             self.window.give_back()
             self.window = None

@@ -1,4 +1,4 @@
-"""Rows carried between ranks as differentiable calls; halo fetch and push are each other's adjoint."""
+"""Rows that travel between ranks in differentiable calls. Fetching halo rows and scattering them are adjoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def halo_fetch(own: Tensor, plan: HaloPlan, label: str) -> Tensor:
     """Own rows ``[num_own_src, ...]`` followed by the halo rows: ``[num_src, ...]``. Collective, differentiable."""
     if not plan.schedule.rounds:
         return own
-    if own.device != plan.comm.device:  # what was computed from edges that are streamed
+    if own.device != plan.comm.device:  # computed from edges in CPU memory
         return halo_fetch(own.to(plan.comm.device), plan, label).to(own.device)
     return carry(plan.comm, own, label, lambda t, s: _gather(t, plan, s), lambda t, s: _sum_to_owners(t, plan, s))
 
@@ -35,7 +35,7 @@ def halo_push(rows: Tensor, plan: HaloPlan, label: str) -> Tensor:
 
 
 def carry(comm: Ranks, rows: Tensor, label: str, there: Carrier, back: Carrier) -> Tensor:
-    """``there(rows)`` as one differentiable call with the adjoint `back`. Collective, in backward too.
+    """``there(rows)``, as one differentiable call whose adjoint is `back`. Collective, in backward too.
 
     Every rank must pass rows of the same dtype and trailing shape.
     """

@@ -1,10 +1,10 @@
-"""Carries a schedule out: buffers, prefetch, gradient return. Buffers, no mathematics.
+"""A walk over the rounds of a schedule: rows are fetched forward, gradients return backward. Buffers, no mathematics.
 
-[Note: rows through shared memory] Between ranks of one host a round's message is a token of four bytes, which says what
-a row is: the rows lie in the sender's window (see `windows`). Forward, a rank publishes all rows that others need
-before its first round, and each reader gathers its own out of the owner's window, or computes on them where they lie.
-Backward, gradients are filled in where the owner reads them. Whoever has read for the last time says so with a second
-token, so that the window can be written again.
+[Note: rows through shared memory] Between ranks of one host the message of a round is a token of four bytes that says
+what a row is, and the rows lie in the sender's window (see `windows.py`). In forward, a rank publishes all rows that
+others need before its first round. Each reader gathers its own rows out of the owner's window, or computes on them
+where they lie. In backward, gradients are written where the owner reads them. A reader that is done says so with a
+second token, and the window may be written again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardpass.core.sharding import Block, PlacedRows
 
 
 class _Slots:
-    """A ring of byte buffers, each grown to the largest message it held; `fresh` hands out a new one every time."""
+    """A ring of byte buffers, each as large as its largest message. With `fresh` every message has a new one."""
 
     def __init__(self, count: int, device: torch.device, fresh: bool = False) -> None:
         self._buffers: list[Tensor | None] = [None] * count
@@ -51,12 +51,12 @@ def fetch_blocks(
 
     Args:
         tensors: ``[num_own_src, ...]`` each; detached, on the plan's device.
-        keep: the rows stay valid for ever. Otherwise only until the next step: the buffer is used again.
-        placed: rows that lie in shared memory may come as `PlacedRows`.
+        keep: the rows stay valid. Otherwise they are valid until the next step, which uses their buffer again.
+        placed: rows in shared memory may come as `PlacedRows`.
 
     Yields:
         position: of the block in ``plan.blocks``.
-        rows: the block's rows of each tensor, ``[block.num_rows, ...]``; with `placed`, some as `PlacedRows`.
+        rows: the block's rows of each tensor, ``[block.num_rows, ...]``; with `placed`, some are `PlacedRows`.
     """
     ahead = len(plan.schedule.rounds) if plan.options.runs_as == "halo" else plan.options.prefetch
     under_way = max(1, ahead)
@@ -155,7 +155,7 @@ class _Fetch:
         self.tokens.check(arrived, move.source)
         shared, window, source = self._plan.shared, self.tokens.window, move.source
         assert shared is not None and window is not None
-        if self._in_place and count == shared.published[source]:  # all that there are, in their order
+        if self._in_place and count == shared.published[source]:  # all rows of the window, in their order
             self._reading = source
             return packing.to_computed(packing.views(window.memory[source], count))
         is_last = move.recv_stop == self._plan.schedule.counts[self._plan.comm.rank][source]
@@ -172,13 +172,13 @@ class _Fetch:
         return packing.to_computed(views)
 
     def _has_read(self) -> None:
-        """The rows of the latest round have been used: whoever they were read from, in place, may write again."""
+        """Let the owner of the rows that were read in place write again, since the latest round is done with them."""
         if self._reading is not None:
             self.tokens.tell_owner(self._reading)
             self._reading = None
 
     def finish(self) -> None:
-        """The walk has ended on this rank."""
+        """End the walk on this rank."""
         self._has_read()
         self.tokens.finish()
 
@@ -193,12 +193,12 @@ def _select(tensor: Tensor, rows: Tensor, out: Tensor) -> None:
 class GradientReturn:
     """Carries the gradients of fetched rows back to their owners along the schedule with the peers swapped.
 
-    At most one round is under way: before the next is sent, the one before it has arrived and been added, so memory
-    is bounded however slow the network is. Rows are added in the order of the rounds: the same bits in every run.
+    At most one round is under way. Before the next is sent, the one before it has arrived and is added, so memory is
+    bounded however slow the network is. Rows are added in the order of the rounds, which gives the same bits each run.
     """
 
     def __init__(self, plan: HaloPlan, into: Sequence[Tensor], stream: Stream) -> None:
-        """`into`: the gradients of the own rows, ``[num_own_src, ...]`` each, added to in place."""
+        """`into`: the gradients of the own rows, ``[num_own_src, ...]`` each, to which is added in place."""
         self._plan, self._into, self._stream = plan, list(into), stream
         self._packing, self._filled = Packing(into, plan.options.wire_dtype), Packing(into)
         self._outgoing, self._incoming = _Slots(2, plan.comm.device), _Slots(1, plan.comm.device)
@@ -217,7 +217,7 @@ class GradientReturn:
         return self._filled.views(filling.zero_() if zeroed else filling, block.num_rows)
 
     def _leaving(self, position: int) -> Tensor:
-        """Where the gradients of the block at `position` are when they leave: in the own window, or in a message."""
+        """The memory from which the gradients of the block at `position` leave: the own window, or a message."""
         block, window = self._plan.blocks[position], self._tokens.window
         num_bytes = self._packing.num_bytes(block.num_rows)
         if window is None or not self._tokens.shared_with(block.owner):
@@ -226,7 +226,7 @@ class GradientReturn:
         return window.memory[self._plan.comm.rank][:num_bytes]
 
     def send(self, position: int) -> None:
-        """Start the return of what `buffers` of this position holds; finish the return before it."""
+        """Finish the return before this one, and start that of what `buffers` gave for `position`."""
         if not self._into:
             return
         self._settle()
@@ -257,7 +257,7 @@ class GradientReturn:
         self._pending = (move, buffer, handle)
 
     def _settle(self) -> None:
-        """Return when the window may be written again. First the own reading, for which others wait alike."""
+        """Return when the window may be written again. What others wait for, the own reading, comes first."""
         self._complete()
         if self._tokens.window is not None:
             self._tokens.window.wait_for_readers()

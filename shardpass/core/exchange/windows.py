@@ -1,10 +1,10 @@
-"""Rows between ranks of one host through shared memory: which rows, and the memory, used again from walk to walk.
+"""Rows that ranks of one host read in shared memory: which rows they are, and the memory, which walks use again.
 
-[Note: windows] A window is one piece of memory per rank: written by that rank, read by the others of its host. A walk
-over the rounds takes a window when it begins and gives it back when it ends. All ranks make the same walks in the same
-order and know the bytes that each of them needs, so all choose the same window, and make a new one at the same moment.
-Memory is read only after its owner's message that it may be, and written again only after every reader's message that
-it is done; so no order of reads and writes is assumed that the transport does not give.
+[Note: windows] A window is one piece of memory per rank. That rank writes it, and the others of its host read it. A
+walk over the rounds takes a window when it begins and gives it back when it ends. All ranks make the same walks in the
+same order and know how many bytes each of them needs, so all choose the same window and make a new one at the same
+moment. Memory is read only after its owner has sent a message that it may be, and written again only after every
+reader has sent a message that it is done. So the transport gives every order of reads and writes that is relied on.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class SharedRows:
     """Which rows go through shared memory.
 
     Args:
-        rows: own rows that other ranks of this host need, ascending, int64: what this rank publishes.
-        places: ``places[q]`` where the rows this rank needs of owner q lie among those that q publishes, int32.
+        rows: the own rows that this rank publishes, since other ranks of its host need them; ascending, int64.
+        places: ``places[q]`` says where the rows that this rank needs lie among those that q publishes, int32.
         published: how many rows each rank publishes.
         returned: the most rows of one round whose gradients each rank returns to a rank of its host.
     """
@@ -38,7 +38,7 @@ class SharedRows:
 
 
 def find_shared_rows(comm: Ranks, send_rows: Sequence[Tensor], schedule: Schedule) -> SharedRows | None:
-    """The rows of a halo plan that go through shared memory; None if there are none on any rank. Collective.
+    """The rows of a halo plan that go through shared memory, or `None` if no rank has any. Collective.
 
     Args:
         send_rows: own rows that each rank needs, ascending.
@@ -63,9 +63,9 @@ class Window:
     Args:
         sizes: bytes of every rank, of other hosts too.
         memory: uint8, ``[sizes[rank]]`` each.
-        call: that has taken it; None while it is free.
-        readers: messages of readers that are done, to be waited for before the own memory is written again, and own
-            messages of that kind to other ranks.
+        call: the number of the call that has taken it, or `None` while it is free.
+        readers: messages of readers that are done, which are awaited before the own memory is written again, and the
+            own messages of that kind to other ranks.
     """
 
     sizes: tuple[int, ...]
@@ -74,13 +74,13 @@ class Window:
     readers: list[Handle] = field(default_factory=list)
 
     def wait_for_readers(self) -> None:
-        """Return when every rank that was told to read the own memory has done so."""
+        """Return when every rank that was told to read the own memory has read it."""
         for handle in self.readers:
             handle.wait()
         self.readers.clear()
 
     def give_back(self) -> None:
-        """The walk has ended on this rank. Others may still read."""
+        """Mark the window as free on this rank. Others may still read it."""
         self.call = None
 
 
@@ -88,8 +88,8 @@ class WindowPool:
     """The windows of a run, kept between calls; the same on every rank.
 
     Attributes:
-        windows: those that were made and are still in use.
-        refused: some rank could not have shared memory: from then on all rows travel as messages.
+        windows: the windows that may be used.
+        refused: some rank could not have shared memory, so all rows travel as messages from then on.
     """
 
     def __init__(self) -> None:
@@ -103,14 +103,14 @@ def shares_rows(comm: Ranks) -> bool:
 
 
 def take_window(comm: Ranks, sizes: Sequence[int], call: int, label: str) -> Window | None:
-    """A window of `sizes` bytes per rank for a walk of call number `call`; None if rows have to go as messages.
+    """A window of `sizes` bytes per rank for a walk of call number `call`, or `None` if rows go as messages.
 
     Collective where memory has to be made; every rank must pass the same arguments.
     """
     pool = comm.caches.of(WindowPool)
     if not comm.shares_memory or pool.refused or not any(sizes):
         return None
-    # One that another call has left behind, by an error, is not used again: nobody knows who still reads it.
+    # A window that another call left behind by an error is not used again: nobody knows who still reads it.
     pool.windows = [window for window in pool.windows if window.call in (None, call)]
     free = [window for window in pool.windows if window.call is None]
     for window in free:
@@ -122,7 +122,7 @@ def take_window(comm: Ranks, sizes: Sequence[int], call: int, label: str) -> Win
         if free:
             sizes = [max(pair) for pair in zip(free[0].sizes, sizes)]
             pool.windows.remove(free[0])
-            free[0].memory.clear()  # before there is more
+            free[0].memory.clear()  # before more is allocated
         made = _make_window(comm, pool, tuple(sizes), label)
         if made is None:
             return None

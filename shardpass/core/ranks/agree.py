@@ -16,13 +16,13 @@ def digest(text: str) -> int:
 
 
 def agree(comm: Ranks, label: str, values: list[int]) -> list[list[int]]:
-    """Every rank's `values`, in rank order. Collective; equal lengths."""
+    """Every rank's `values`, in rank order. Collective; all ranks pass equally many."""
     gathered = comm.all_gather(torch.tensor(values, dtype=torch.int64, device=comm.device), label=label)
     return [row.tolist() for row in gathered]
 
 
 def diverged(comm: Ranks, label: str, mine: str) -> DivergenceError:
-    """The error for ranks that describe one call differently. Collective: every rank raises it."""
+    """The error for ranks that describe one call differently, for every rank to raise. Collective."""
     descriptions = comm.all_gather_object(mine, label=f"{label}: descriptions")
     other = next(r for r in range(comm.size) if descriptions[r] != descriptions[0])
     return DivergenceError(

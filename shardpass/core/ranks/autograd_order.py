@@ -1,23 +1,23 @@
-"""The order of differentiable collective calls: the same in backward on every rank.
+"""The order of differentiable collective calls, which is the same in backward on every rank.
 
 [Note: every rank takes part in backward]
-A collective call whose backward communicates must be visited by backward on every rank, in one order, or ranks wait
-for each other for ever. Autograd visits only what the local loss reaches. So each such call takes the previous call's
-0-dim *token* as one more autograd input and returns a new token as one more output, and the outputs of the outermost
-wrapped forward are tied to the last token. Whatever part of the outputs a rank's loss uses, backward then walks the
-chain of tokens, hence all calls, latest first; a call that the loss does not reach gets zeros and communicates them.
+Backward must visit a collective call whose backward communicates on every rank, in one order, or ranks wait for each
+other for ever. But autograd visits only what the local loss reaches. So each such call takes the 0-dim *token* of the
+previous call as one more autograd input, and returns a new token as one more output. The outputs of the outermost
+wrapped forward are tied to the last token. Whatever part of these outputs the loss of a rank uses, its backward walks
+the chain of tokens and visits all calls, the latest first. A call that the loss does not reach communicates zeros.
 
-A call is written so (`AllReduceSum` is the smallest one)::
+You write such a call like this (`AllReduceSum` is the smallest one)::
 
     number, token = begin_call(comm, label)
     output, token = SomeFunction.apply(token, tensor, comm, f"{label} #{number}")
     end_call(comm, token)
 
-and its Function (1) saves the token, and in backward unpacks ``ctx.saved_tensors`` before it communicates, so that a
-recomputation by `torch.utils.checkpoint` (which communicates itself) is over by then on every rank; (2) calls
-`refuse_double_backward`; (3) leaves gradient materialisation on, and returns a zero gradient for the token.
+Its Function does three things. (1) It saves the token, and backward unpacks ``ctx.saved_tensors`` before it
+communicates: a recomputation by `torch.utils.checkpoint`, which communicates itself, is then over on every rank. (2) It
+calls `refuse_double_backward`. (3) It leaves gradient materialization on, and returns a zero gradient for the token.
 
-The chain ties the calls of one outermost forward. Losses built from several forwards must reach each of them on every
+The chain ties the calls of one outermost forward. A loss built from several forwards must reach each of them on every
 rank, in the same order.
 """
 
@@ -36,14 +36,14 @@ from shardpass.errors import NeedsHaloError, RefusedError
 
 
 def begin_call(comm: Ranks, label: str) -> tuple[int, Tensor]:
-    """The number of this collective call and the 0-dim token it must take as an autograd input.
+    """The number of this collective call, and the 0-dim token that it must take as an autograd input.
 
-    The token is the latest one of the chain, a fresh leaf where no chain is active or it has none yet, and a constant
-    when gradients are disabled. Not collective itself; every rank begins the same calls in the same order.
+    The token is the latest one of the chain. It is a fresh leaf outside a chain, and a constant when gradients are
+    disabled. Not collective itself, but every rank begins the same calls in the same order.
 
     Args:
-        comm: the communicator on which the call will communicate.
-        label: what is called, for the messages of the caller.
+        comm: the ranks that will communicate.
+        label: names the call in error messages.
     """
     refuse_inside_message(comm, label)
     comm.calls += 1
@@ -55,10 +55,10 @@ def begin_call(comm: Ranks, label: str) -> tuple[int, Tensor]:
 
 
 def refuse_inside_message(comm: Ranks, label: str) -> None:
-    """Raise if a message function is running: it runs in pieces, so it cannot hold a collective call.
+    """Raise if a message function is running. It runs in pieces, so it cannot hold a collective call.
 
     Raises:
-        NeedsHaloError: in ``halo`` mode the message function runs once, on all edges of the rank, and may.
+        NeedsHaloError: in the mode ``halo`` a message function runs once, on all edges of the rank, and may hold one.
     """
     if comm.watch is not None:
         raise NeedsHaloError(
@@ -68,15 +68,19 @@ def refuse_inside_message(comm: Ranks, label: str) -> None:
 
 
 def end_call(comm: Ranks, token: Tensor) -> None:
-    """Make `token`, returned by the call, the latest of the chain; does nothing outside one or without gradients."""
+    """Make `token`, which the call returned, the latest of the chain. Nothing happens outside a chain."""
     if comm.forward is not None and token.requires_grad:
         comm.forward.token = token
 
 
 def start_chain(comm: Ranks, graph_is_hidden: bool = False) -> bool:
-    """Start the chain of an outermost wrapped forward; True if it was started here, False inside another one.
+    """Whether this is an outermost forward, whose chain starts here.
 
-    Whoever gets True ends it, with `end_chain` on success and `drop_chain` on an exception; `chained` does both.
+    Whoever gets `True` ends the chain, with `end_chain` on success and `drop_chain` on an exception. `chained` does
+    both.
+
+    Args:
+        graph_is_hidden: see `ForwardPass`.
     """
     if comm.forward is not None:
         return False
@@ -86,11 +90,11 @@ def start_chain(comm: Ranks, graph_is_hidden: bool = False) -> bool:
 
 
 def end_chain(comm: Ranks, outputs: Any) -> Any:
-    """`outputs` tied to the last token, structure kept; the chain is over afterwards.
+    """`outputs`, tied to the last token. Ends the chain.
 
-    Tied are the floating point tensors that require grad, found in nested tuples, lists, dicts and whatever else is
-    registered with torch's pytree. If none requires grad (a branch on this rank returned constants) all floating point
-    tensors are tied, so that this rank can still call backward and answer the others. Tensors are aliased, not copied.
+    This ties the floating point tensors that require grad, inside tuples, lists, dicts and whatever else is registered
+    with torch's pytree. If none requires grad, because a branch on this rank returned constants, it ties all floating
+    point tensors, so that this rank can still call backward and answer the others. Tensors are aliased, not copied.
     """
     token = None if comm.forward is None else comm.forward.token
     drop_chain(comm)
@@ -106,12 +110,12 @@ def end_chain(comm: Ranks, outputs: Any) -> Any:
 
 
 def drop_chain(comm: Ranks) -> None:
-    """End the chain without outputs, as after an exception; the graph behind the last token is released."""
+    """End the chain without outputs, as after an exception, and release the graph behind the last token."""
     comm.forward = None
 
 
 def chained(comm: Ranks, function: Callable[..., Any], *args: Any, graph_is_hidden: bool = False, **kwargs: Any) -> Any:
-    """What ``function(*args, **kwargs)`` returns, run as one chain; nested uses take part in the outermost chain."""
+    """What ``function(*args, **kwargs)`` returns, run as one chain. Nested uses take part in the outermost chain."""
     if not start_chain(comm, graph_is_hidden):
         return function(*args, **kwargs)
     try:
@@ -123,7 +127,7 @@ def chained(comm: Ranks, function: Callable[..., Any], *args: Any, graph_is_hidd
 
 
 def refuse_double_backward(name: str) -> None:
-    """Raise if the running backward was asked for its own graph. For the first line of a Function's backward.
+    """Raise if the running backward is to build a graph of its own. The first line of a Function's backward.
 
     Raises:
         RefusedError: gradients are enabled inside backward, that is ``create_graph=True``.
@@ -138,8 +142,8 @@ def refuse_double_backward(name: str) -> None:
 def all_reduce_sum(tensor: Tensor, comm: Ranks, label: str = "all_reduce_sum") -> Tensor:
     """The sum of `tensor` over ranks, differentiable; the same bits on every rank.
 
-    Collective, in backward too: the gradient of `tensor` is the sum over ranks of the gradients that arrive here, which
-    is right under our convention that the objective is the sum over ranks of what each calls backward on.
+    Collective, in backward too. The gradient of `tensor` is the sum over ranks of the gradients that arrive here, since
+    the objective is the sum over ranks of what each of them calls backward on.
 
     Args:
         tensor: floating point, with the same shape and dtype on every rank.
@@ -171,13 +175,13 @@ class AllReduceSum(torch.autograd.Function):
 
 
 class _Tie(torch.autograd.Function):
-    """Identity on the tensors, with the token as one more input: whoever reaches a tensor reaches the token."""
+    """The identity on tensors, with the token as one more input: backward from a tensor reaches the token."""
 
     @staticmethod
     def forward(ctx: Any, token: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.device = token.device
-        # detach, not view_as: an alias on which the user may still work in place
+        # detach and not view_as, so that the user may still change the alias in place
         return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
