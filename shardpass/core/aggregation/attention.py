@@ -78,7 +78,7 @@ def attention_gradients(
 
 
 def gradient_and_delta(call: Call, attention: Attention, out: Tensor, gradients: Gradients) -> tuple[Tensor, Tensor]:
-    """``(grad, delta)``: the gradient of the result, ``[num_dst, heads, width]``, and ``<grad, result>`` of each head."""
+    """``(grad, delta)``: the gradient of the result, ``[num_dst, heads, width]``, and ``<grad, result>``."""
     if (gradients.reached - {attention.output}) & {*attention.members}:
         raise InternalError(f"{call.label}: the softmax inside is used outside it. Use Options(fuse_attention=False)")
     width = _numel(out) // attention.heads

@@ -21,7 +21,7 @@ MOST_KEPT = 2  # calls; the least recently used goes first
 
 @dataclass
 class _Kept:
-    """One call: its inputs and their versions, its edges, its structure in words, and its results once it came again."""
+    """One call: its inputs at their versions, its edges, its structure in words, its results once it came again."""
 
     inputs: list[tuple[str, weakref.ref[Tensor], int]]
     edges: weakref.ref[EdgeShards]

@@ -73,7 +73,7 @@ class Scores(Protocol):
         ...
 
     def adjoint(self, piece: Piece, outer: Outer, grad_values: Tensor, into: Rows, gradients: Gradients) -> None:
-        """Add the gradients of a run of edges, in order of their source, to those of values and of the scores' inputs."""
+        """Add the gradients of a run of edges, by source, to those of values and of the scores' inputs."""
         ...
 
 

@@ -25,7 +25,7 @@ class Packing:
 
     @property
     def layout(self) -> int:
-        """A fingerprint of widths and dtypes, 31 bits, never 0. It is equal where rows are read as they were written."""
+        """A fingerprint of widths and dtypes, 31 bits, never 0. It tells how rows are to be read."""
         return zlib.crc32(repr((self.tails, self.dtypes)).encode()) >> 1 | 1
 
     @property

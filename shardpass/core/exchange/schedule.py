@@ -22,7 +22,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Transfer:
-    """One rank's share of one round. Row ranges index the list of rows that the pair needs; an empty one moves nothing."""
+    """One rank's share of one round. Row ranges index the rows that the pair needs; an empty one moves nothing."""
 
     round: int
     source: int
