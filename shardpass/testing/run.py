@@ -11,7 +11,7 @@ T = TypeVar("T")
 def run(
     fn: Callable[..., T],
     ranks: int,
-    backend: Literal["threads", "in_turn", "processes"] = "threads",
+    backend: Literal["threads", "processes"] = "threads",
     timeout: float = 60.0,
     args: tuple[Any, ...] = (),
 ) -> list[T]:
