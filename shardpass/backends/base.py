@@ -245,7 +245,7 @@ class BaseCommunicator(RawCommunicator):
             yield headers
 
     def _swap(self, sends: Sequence[Tensor], results: Sequence[Tensor], header: Header) -> None:
-        """``sends[r]`` goes to rank r, ``results[r]`` comes from it. Nearest ranks go first, so that none is flooded."""
+        """``sends[r]`` goes to rank r, ``results[r]`` comes from it. Nearest ranks first, so that none is flooded."""
         pending: list[Pending] = []
         header = replace(header, dtype=results[0].dtype)
         results[self.rank].copy_(sends[self.rank])

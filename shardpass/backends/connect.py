@@ -40,11 +40,7 @@ def connect(
     (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT); an MPI launcher; an srun step; a single process.
 
     With more than one rank, an exception that ends this process's script also ends the other ranks, with its words:
-    `sys.excepthook` is extended for that (the one in place runs first).
-
-    Ranks that share cores divide them: where the environment variable ``OMP_NUM_THREADS`` is not set, torch's computing
-    threads become at most the usable cores divided by the ranks on them (`torch.set_num_threads`). Never more threads
-    than before; a single process is left alone.
+    `sys.excepthook` is extended for that (the one in place runs first). Ranks that share cores divide them.
 
     Args:
         backend: ``"auto"``, ``"local"``, ``"torch_distributed"`` or ``"mpi"``. Threads are started with `spawn`.

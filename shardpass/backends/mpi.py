@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from shardpass.backends.base import BaseCommunicator
-from shardpass.backends.deadlock import Position
 from shardpass.backends.failure import Failure, TransportTimeoutError, first_failure
 from shardpass.backends.identity import MessageKey, Place, SlotTable
 from shardpass.backends.raw import DEFAULT_TIMEOUT
@@ -56,7 +55,7 @@ class _Request:
 class _Notes:
     """What the communicators of a job share: the requests under way, and short messages beside the ranks' calls.
 
-    The messages tell of divergences, positions and ends. A rank reads them while it waits, in whichever of its threads
+    The messages tell what ranks publish, of divergences and of ends. A rank reads them while it waits, in whichever of its threads
     waits. Nobody waits for a message to be read.
     """
 
@@ -113,7 +112,7 @@ class MpiCommunicator(BaseCommunicator):
         self._channel = parent.Dup()
         self._channel.Set_errhandler(mpi.ERRORS_RETURN)
         self._notes = notes
-        self._others: dict[int, Position] = {}
+        self._texts: dict[int, str] = {}  # by rank, what the others have published
         self.slots = SlotTable(int(self._channel.Get_attr(mpi.TAG_UB)) + 1)
         self.under_way = notes.under_way
         notes.comms[path] = self
@@ -167,16 +166,14 @@ class MpiCommunicator(BaseCommunicator):
         """Take in what another rank has told about this communicator."""
         if kind == "diverged":
             self.failure.set(DivergenceError, text)
-        elif text:
-            self._others[source] = Position.from_json(text)
         else:
-            self._others.pop(source, None)
+            self._texts[source] = text
 
-    def _publish(self, position: Position | None) -> None:
-        self._notes.send("position", self.path, "" if position is None else position.to_json())
+    def _publish(self, text: str) -> None:
+        self._notes.send("published", self.path, text)
 
-    def _positions(self) -> dict[int, Position]:
-        return dict(self._others)
+    def _published(self) -> dict[int, str]:
+        return dict(self._texts)
 
     def _spread_divergence(self, text: str) -> None:
         if self.failure.set(DivergenceError, text):

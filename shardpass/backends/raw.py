@@ -103,11 +103,11 @@ class RawCommunicator(Communicator):
         """Collective: a communicator with this path over the same ranks, with channels of its own."""
         raise NotImplementedError
 
-    def _publish(self, position: Position | None) -> None:
-        """Let the other ranks see where this one is blocked; `None` when it goes on."""
+    def _publish(self, text: str) -> None:
+        """Let the other ranks read ``text``, which replaces what this rank has published before."""
 
-    def _positions(self) -> dict[int, Position]:
-        """Where the other ranks are blocked, as far as they have published it."""
+    def _published(self) -> dict[int, str]:
+        """The latest text of each other rank, as far as it has arrived here."""
         return {}
 
     def _spread_divergence(self, text: str) -> None:
@@ -162,19 +162,20 @@ class RawCommunicator(Communicator):
         self._next_look = now + _LOOK_SECONDS
         position = replace(position, posted=self._tally.posted())
         self._show(position)
-        positions = {**self._positions(), self.rank: position}
+        texts = {rank: text for rank, text in self._published().items() if text and rank != self.rank}
+        positions = {self.rank: position, **{rank: Position.from_json(text) for rank, text in texts.items()}}
         stuck = [(rank, positions[rank].epoch) for rank in stuck_ranks(positions)]
         if stuck and stuck == self._stuck:
             self._spread_divergence(describe_stuck(positions))
         self._stuck = stuck
 
     def _show(self, position: Position | None) -> None:
-        """Publish where this rank is blocked, or that it goes on, unless the other ranks know it already."""
+        """Publish where this rank is blocked, or `None` if it goes on, unless that is published already."""
         with self._publishing:
             is_blocked = position is not None and self._where is not None
             if is_blocked != self._is_published:
                 self._is_published = is_blocked
-                self._publish(position if is_blocked else None)
+                self._publish(position.to_json() if position is not None and is_blocked else "")
 
     def ended_error(self, ended: Iterable[int]) -> CommunicationError | None:
         """An error if this rank waits for one of the ranks that have ``ended``."""

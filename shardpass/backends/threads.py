@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from shardpass.backends.base import BaseCommunicator
-from shardpass.backends.deadlock import Position
 from shardpass.backends.failure import Failure, TransportTimeoutError, first_failure
 from shardpass.backends.identity import MessageKey
 from shardpass.errors import CommunicationError, DivergenceError, PeerFailure
@@ -86,7 +85,7 @@ class _Channel:
         self.expected: dict[tuple[int, int, MessageKey], deque[_Arrival]] = {}
         self.meetings: dict[int, _Meeting] = {}  # by number, those that are not over
         self.num_entered_by_first = 0  # how many meetings rank 0 has come to
-        self.positions: dict[int, Position] = {}
+        self.published: dict[int, str] = {}  # by rank, see `RawCommunicator._publish`
         self.ended: set[int] = set()
 
 
@@ -229,14 +228,11 @@ class ThreadCommunicator(BaseCommunicator):
 
     # ---- failure
 
-    def _publish(self, position: Position | None) -> None:
-        if position is None:
-            self._channel.positions.pop(self.rank, None)
-        else:
-            self._channel.positions[self.rank] = position
+    def _publish(self, text: str) -> None:
+        self._channel.published[self.rank] = text
 
-    def _positions(self) -> dict[int, Position]:
-        return dict(self._channel.positions)
+    def _published(self) -> dict[int, str]:
+        return dict(self._channel.published)
 
     def _spread_divergence(self, text: str) -> None:
         self.failure.set(DivergenceError, text)

@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from shardpass.backends.base import BaseCommunicator
-from shardpass.backends.deadlock import Position
 from shardpass.backends.failure import Failure, TransportLostError, TransportTimeoutError, first_failure
 from shardpass.backends.identity import MessageKey, Place, SlotTable
 from shardpass.backends.raw import DEFAULT_TIMEOUT
@@ -97,16 +96,14 @@ class _Job:
             found += [rank for rank in ranks if self.notes.check([f"{self.name} ended {rank}"])]
         return found
 
-    def new_group(self, path: str) -> Any:
-        """Collective: a gloo group over the job's ranks, or `None` for one rank.
+    def new_group(self, path: str) -> dist.ProcessGroupGloo:  # type: ignore[name-defined]
+        """Collective: a gloo group over the job's ranks.
 
         It is not made by `torch.distributed.new_group`, whose names depend on how many groups this process has.
         """
-        size = len(self.members)
-        if size == 1:
-            return None
         store = dist.PrefixStore(f"{self.name} {path}", self._store)
-        return dist.ProcessGroupGloo(store, self.rank, size, timedelta(seconds=self.connect_timeout))  # type: ignore[attr-defined]
+        limit = timedelta(seconds=self.connect_timeout)
+        return dist.ProcessGroupGloo(store, self.rank, len(self.members), limit)  # type: ignore[attr-defined]
 
 
 def _own_store() -> Any:
@@ -122,10 +119,10 @@ class TorchCommunicator(BaseCommunicator):
 
     shares_memory = True
 
-    def __init__(self, job: _Job, group: Any, rank: int, device: torch.device, path: str) -> None:
-        super().__init__(rank, len(job.members), device, Failure(job.failure), path)
+    def __init__(self, job: _Job, device: torch.device, path: str) -> None:
+        super().__init__(job.rank, len(job.members), device, Failure(job.failure), path)
         self._job = job
-        self._group = group
+        self._group = job.new_group(path)
         self._slots = SlotTable()
         if job.watch is not None:
             job.watch.register(self)
@@ -154,14 +151,13 @@ class TorchCommunicator(BaseCommunicator):
         rank = members.index(dist.get_rank())
         try:
             job = _Job(members, rank, connect_timeout, owns_default, ends_process)
-            own = job.new_group(job.name)
+            comm = TorchCommunicator(job, torch.device(device), job.name)
         except RuntimeError as error:
             raise CommunicationError(
                 f"rank {rank} could not connect with the other {len(members) - 1} ranks of the group within "
                 f"{connect_timeout:.0f} s: {gloo_words(error)}. Set GLOO_SOCKET_IFNAME to the network "
                 f"interface that reaches them"
             ) from error
-        comm = TorchCommunicator(job, own, rank, torch.device(device), job.name)
         comm.timeout = timeout
         atexit.register(comm.close)
         if job.watch is not None:
@@ -183,8 +179,6 @@ class TorchCommunicator(BaseCommunicator):
             return _Transfer(self._group.recv([flat], source, place.slot), flat, self._slots, place)
 
     def _raw_gather(self, block: bytes, timeout: float) -> list[bytes]:
-        if self.size == 1:
-            return [block]
         mine = torch.frombuffer(bytearray(block), dtype=torch.uint8)
         blocks = list(torch.zeros(self.size, len(block), dtype=torch.uint8).unbind())
         options = distributed_c10d.AllgatherOptions()
@@ -192,16 +186,14 @@ class TorchCommunicator(BaseCommunicator):
         return [bytes(row.numpy().tobytes()) for row in blocks]
 
     def _raw_reduce(self, tensor: Tensor, op: str, timeout: float) -> None:
-        if self.size > 1:
-            options = dist.AllreduceOptions()
-            options.reduceOp = getattr(dist.ReduceOp, {"prod": "PRODUCT"}.get(op, op.upper()))
-            self._run(options, timeout, lambda: self._group.allreduce([tensor], options))
+        options = dist.AllreduceOptions()
+        options.reduceOp = getattr(dist.ReduceOp, {"prod": "PRODUCT"}.get(op, op.upper()))
+        self._run(options, timeout, lambda: self._group.allreduce([tensor], options))
 
     def _raw_broadcast(self, flat: Tensor, root: int, timeout: float) -> None:
-        if self.size > 1:
-            options = dist.BroadcastOptions()
-            options.rootRank, options.rootTensor = root, 0
-            self._run(options, timeout, lambda: self._group.broadcast([flat], options))
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        self._run(options, timeout, lambda: self._group.broadcast([flat], options))
 
     def _run(self, options: Any, timeout: float, start: Callable[[], Any]) -> None:
         options.timeout = timedelta(seconds=max(timeout, 0.001))
@@ -209,7 +201,7 @@ class TorchCommunicator(BaseCommunicator):
             start().wait()
 
     def _raw_duplicate(self, path: str) -> TorchCommunicator:
-        return TorchCommunicator(self._job, self._job.new_group(path), self.rank, self.device, path)
+        return TorchCommunicator(self._job, self.device, path)
 
     # ---- failure
 
@@ -230,22 +222,15 @@ class TorchCommunicator(BaseCommunicator):
 
     def break_connections(self) -> None:
         """Wake this rank's waits with an error. The watch calls it after it has recorded the reason."""
-        if self._group is not None:
-            break_group(self._group, (self.rank + 1) % self.size)
+        break_group(self._group, (self.rank + 1) % self.size)
 
-    def _publish(self, position: Position | None) -> None:
+    def _publish(self, text: str) -> None:
         with contextlib.suppress(RuntimeError):  # rank 0, which may hold the store, has ended already
-            self._job.notes.set(f"{self.path} {self.rank}", "" if position is None else position.to_json())
+            self._job.notes.set(f"{self.path} {self.rank}", text)
 
-    def _positions(self) -> dict[int, Position]:
-        found: dict[int, Position] = {}
-        for rank in range(self.size):
-            key = f"{self.path} {rank}"
-            if rank != self.rank and self._job.notes.check([key]):
-                text = self._job.notes.get(key).decode()
-                if text:
-                    found[rank] = Position.from_json(text)
-        return found
+    def _published(self) -> dict[int, str]:
+        keys = {rank: f"{self.path} {rank}" for rank in range(self.size)}
+        return {rank: self._job.notes.get(key).decode() for rank, key in keys.items() if self._job.notes.check([key])}
 
     def announce(self, reason: str) -> None:
         """See `RawCommunicator.announce`."""
