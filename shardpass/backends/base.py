@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from shardpass.backends.communicator import Handle, ReduceOp
-from shardpass.backends.deadlock import Position
+from shardpass.backends.deadlock import COLLECTIVE, Position, message_name
 from shardpass.backends.handle import ExchangeHandle, Step
 from shardpass.backends.identity import (
     COLLECTIVE_LANE,
@@ -100,7 +100,8 @@ class BaseCommunicator(RawCommunicator):
         raw = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
         landing = self._staged(recv)
         count = self._tally.add("recv", source, header.number)
-        position = Position(f"{header.describe()} from rank {source}", "recv", header.number, source, count)
+        awaits = message_name("send", self.rank, header.number)
+        position = Position(f"{header.describe()} from rank {source}", awaits, count, source)
         with self.waiting(position):
             arriving = self._raw_receive(raw, source, MessageKey(HEADER_LANE, header.number, HEADER_BYTES))
             pieces = self._receive_pieces(landing, source, header, PAYLOAD_LANE)
@@ -119,7 +120,8 @@ class BaseCommunicator(RawCommunicator):
     def _start_send(self, send: Tensor, to: int, header: Header) -> Step:
         raw = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)
         count = self._tally.add("send", to, header.number)
-        position = Position(f"{header.describe()} to rank {to}", "send", header.number, to, count)
+        awaits = message_name("recv", self.rank, header.number)
+        position = Position(f"{header.describe()} to rank {to}", awaits, count, to)
         with self.waiting(position):
             pieces = [self._raw_send(raw, to, MessageKey(HEADER_LANE, header.number, HEADER_BYTES))]
             pieces += self._send_pieces(self._staged(send), to, header, PAYLOAD_LANE)
@@ -237,7 +239,7 @@ class BaseCommunicator(RawCommunicator):
         self._check_open()
         header = header_of(kind, self._sequence + 1, tensor, op, root, label)
         self._sequence += 1
-        with self.waiting(Position(header.describe(), "collective", self._sequence)):
+        with self.waiting(Position(header.describe(), COLLECTIVE, self._sequence)):
             headers = [Header.unpack(raw) for raw in self._raw_gather(header.pack(), self.timeout)]
             problem = divergence(headers, free_rows)
             if problem is not None:

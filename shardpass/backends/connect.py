@@ -34,22 +34,7 @@ def connect(
     timeout: float = DEFAULT_TIMEOUT,
     connect_timeout: float | None = None,
 ) -> Communicator:
-    """This process's end of the run it was started in. Collective over the processes of the run.
-
-    ``"auto"`` takes, in this order: a torch.distributed process group that exists already; torchrun's variables
-    (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT); an MPI launcher; an srun step; a single process.
-
-    With more than one rank, an exception that ends this process's script also ends the other ranks, with its words:
-    `sys.excepthook` is extended for that (the one in place runs first). Ranks that share cores divide them.
-
-    Args:
-        backend: ``"auto"``, ``"local"``, ``"torch_distributed"`` or ``"mpi"``. Threads are started with `spawn`.
-        ranks: the number of ranks expected, checked.
-        device: of the tensors; ``"cuda"`` takes the device of the local rank.
-        group: a process group (torch_distributed) or an mpi4py communicator (mpi) to use instead of all processes.
-        timeout: seconds that a wait for another rank may take. A dead rank is found by other means, and at once.
-        connect_timeout: seconds that the other ranks may take to come; default: the environment variable
-            ``SHARDPASS_CONNECT_TIMEOUT``, or 60.
+    """The communicator of this process. Collective over the processes of the run. See `shardpass.connect`.
 
     Raises:
         CommunicationError: the other ranks cannot be reached, or are more or fewer than the launcher started.

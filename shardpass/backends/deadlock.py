@@ -13,32 +13,30 @@ import json
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Literal
 
 from shardpass.backends.identity import SAME_CALLS
 
+COLLECTIVE = "collective"
 _KEPT_TAGS = 64  # per peer and direction; a pair of ranks never has more messages under way at once
 
 
 @dataclass(frozen=True)
 class Position:
-    """What a blocked rank waits for.
+    """What a blocked rank waits for: until its peer, or every other rank, has posted ``awaits`` ``count`` times.
 
     Attributes:
         text: in words.
-        kind: ``"collective"``, ``"send"`` or ``"recv"``.
-        number: the sequence number of the collective, or the tag of the message.
+        awaits: `COLLECTIVE` or a `message_name`.
+        count: for a collective, its sequence number.
         peer: the other rank of the message; -1 for a collective.
-        count: this message is the ``count``-th with its tag and peer, counted from 1.
         epoch: the number of this wait on its rank.
-        posted: how often the rank has posted each message, by `message_name`.
+        posted: how often the rank itself has posted each thing.
     """
 
     text: str
-    kind: Literal["collective", "send", "recv"]
-    number: int
+    awaits: str
+    count: int
     peer: int = -1
-    count: int = 0
     epoch: int = 0
     posted: dict[str, int] = field(default_factory=dict)
 
@@ -53,7 +51,7 @@ class Position:
 
 
 def message_name(kind: str, peer: int, tag: int) -> str:
-    """The key of a message in `Position.posted`."""
+    """What a rank posts: a ``"send"`` to a peer, or a ``"recv"`` from it, with a tag."""
     return f"{kind} {peer} {tag}"
 
 
@@ -73,11 +71,7 @@ class Tally:
 
     def posted(self) -> dict[str, int]:
         """The counts of now, by `message_name`."""
-        return {
-            message_name(kind, peer, tag): count
-            for (kind, peer), counts in self._counts.items()
-            for tag, count in counts.items()
-        }
+        return {message_name(*end, tag): n for end, counts in self._counts.items() for tag, n in counts.items()}
 
 
 def stuck_ranks(positions: Mapping[int, Position]) -> list[int]:
@@ -95,15 +89,10 @@ def stuck_ranks(positions: Mapping[int, Position]) -> list[int]:
 
 
 def _waits_for(rank: int, positions: Mapping[int, Position]) -> list[int]:
-    """The blocked ranks that have not done what ``rank`` waits for."""
+    """The blocked ranks that have not posted what ``rank`` waits for."""
     mine = positions[rank]
-    if mine.kind == "collective":
-        others = {peer: other for peer, other in positions.items() if peer != rank}
-        return [p for p, other in others.items() if other.kind != "collective" or other.number < mine.number]
-    if mine.peer not in positions:
-        return []
-    counterpart = message_name("send" if mine.kind == "recv" else "recv", rank, mine.number)
-    return [mine.peer] if positions[mine.peer].posted.get(counterpart, 0) < mine.count else []
+    others = [peer for peer in positions if peer != rank and mine.peer in (-1, peer)]
+    return [peer for peer in others if positions[peer].posted.get(mine.awaits, 0) < mine.count]
 
 
 def describe_stuck(positions: Mapping[int, Position]) -> str:

@@ -55,8 +55,8 @@ class _Request:
 class _Notes:
     """What the communicators of a job share: the requests under way, and short messages beside the ranks' calls.
 
-    The messages tell what ranks publish, of divergences and of ends. A rank reads them while it waits, in whichever of its threads
-    waits. Nobody waits for a message to be read.
+    The messages tell what a rank publishes, that it has ended, and of divergences. A rank reads them while it waits, in
+    whichever of its threads waits. Nobody waits for a message to be read.
     """
 
     def __init__(self, mpi: Any, channel: Any) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardpass.backends.communicator import CallOrder, Communicator, WindowPool
-from shardpass.backends.deadlock import Position, Tally, describe_stuck, stuck_ranks
+from shardpass.backends.deadlock import COLLECTIVE, Position, Tally, describe_stuck, stuck_ranks
 from shardpass.backends.failure import Failure, TransportLostError, TransportTimeoutError, first_failure
 from shardpass.backends.identity import MessageKey
 from shardpass.errors import CommunicationError, DivergenceError, PeerFailure
@@ -160,7 +160,7 @@ class RawCommunicator(Communicator):
         if position is None or now < self._next_look or self.failure.happened:
             return
         self._next_look = now + _LOOK_SECONDS
-        position = replace(position, posted=self._tally.posted())
+        position = replace(position, posted={**self._tally.posted(), COLLECTIVE: self._sequence})
         self._show(position)
         texts = {rank: text for rank, text in self._published().items() if text and rank != self.rank}
         positions = {self.rank: position, **{rank: Position.from_json(text) for rank, text in texts.items()}}
@@ -201,6 +201,9 @@ class RawCommunicator(Communicator):
         raise DivergenceError(text)
 
     # ---- life -----------------------------------------------------------------------------------------------------
+
+    def let_first_rank_go(self) -> None:
+        """Return at once: where ranks share no process, each has a generator of its own."""
 
     def random_lock(self) -> AbstractContextManager[Any]:
         return nullcontext()

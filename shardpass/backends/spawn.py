@@ -26,16 +26,7 @@ def spawn(
     device: torch.device | str = "cpu",
     timeout: float | None = None,
 ) -> list[T]:
-    """What ``fn(comm, *args)`` returned on each rank, in rank order.
-
-    Args:
-        fn: the program of one rank. For processes it must be importable: define it at module level of a file whose
-            script part stands under ``if __name__ == "__main__":``. Its result must be picklable.
-        ranks: how many.
-        backend: ``"threads"`` of this process, or ``"processes"`` (gloo over the loopback interface).
-        args: further arguments, the same on every rank.
-        device: of the tensors; ``"cuda"`` gives rank r the device r modulo the number of devices (processes only).
-        timeout: seconds that a wait for another rank may take; 30 minutes by default.
+    """What ``fn(comm, *args)`` returned on each rank, in rank order. See `shardpass.spawn`.
 
     Raises:
         BaseException: what the first failing rank raised. All other ranks have ended by then.

@@ -30,6 +30,7 @@ _COMBINE: dict[str, Callable[..., Tensor]] = {
     "min": torch.minimum,
 }
 T = TypeVar("T")
+_Place = tuple[int, int, MessageKey]  # source, destination, and what the message is matched by
 
 
 class ThreadWorld:
@@ -81,8 +82,8 @@ class _Channel:
     def __init__(self, world: ThreadWorld) -> None:
         self.world = world
         self.failure = Failure(world.failure)
-        self.mail: dict[tuple[int, int, MessageKey], deque[Tensor]] = {}  # sent and not yet expected
-        self.expected: dict[tuple[int, int, MessageKey], deque[_Arrival]] = {}
+        self.mail: dict[_Place, deque[Tensor]] = {}  # sent and not yet expected
+        self.expected: dict[_Place, deque[_Arrival]] = {}  # expected and not yet sent
         self.meetings: dict[int, _Meeting] = {}  # by number, those that are not over
         self.num_entered_by_first = 0  # how many meetings rank 0 has come to
         self.published: dict[int, str] = {}  # by rank, see `RawCommunicator._publish`
@@ -155,13 +156,10 @@ class ThreadCommunicator(BaseCommunicator):
     def _raw_send(self, flat: Tensor, to: int, key: MessageKey) -> _Sent:
         place = (self.rank, to, key)
         with self._world.changed:
-            waiting = self._channel.expected.get(place)
-            if not waiting:
+            arrival = _first(self._channel.expected, place)
+            if arrival is None:
                 self._channel.mail.setdefault(place, deque()).append(flat.clone())
                 return _Sent()
-            arrival = waiting.popleft()
-            if not waiting:
-                del self._channel.expected[place]
         arrival.target.copy_(flat)
         with self._world.changed:
             arrival.is_done = True
@@ -172,13 +170,10 @@ class ThreadCommunicator(BaseCommunicator):
         place = (source, self.rank, key)
         arrival = _Arrival(self, flat)
         with self._world.changed:
-            letters = self._channel.mail.get(place)
-            if not letters:
+            letter = _first(self._channel.mail, place)
+            if letter is None:
                 self._channel.expected.setdefault(place, deque()).append(arrival)
                 return arrival
-            letter = letters.popleft()
-            if not letters:
-                del self._channel.mail[place]
         flat.copy_(letter)
         arrival.is_done = True
         return arrival
@@ -248,6 +243,17 @@ class ThreadCommunicator(BaseCommunicator):
         with self._world.changed:
             self._channel.ended.add(self.rank)
             self._world.changed.notify_all()
+
+
+def _first(boxes: dict[_Place, deque[T]], place: _Place) -> T | None:
+    """What came to ``place`` first, taken out; `None` if there is nothing."""
+    box = boxes.get(place)
+    if box is None:
+        return None
+    first = box.popleft()
+    if not box:
+        del boxes[place]
+    return first
 
 
 def _reduce(tensors: list[Tensor], op: str) -> Tensor:

@@ -96,7 +96,7 @@ class _Job:
             found += [rank for rank in ranks if self.notes.check([f"{self.name} ended {rank}"])]
         return found
 
-    def new_group(self, path: str) -> dist.ProcessGroupGloo:  # type: ignore[name-defined]
+    def new_group(self, path: str) -> Any:
         """Collective: a gloo group over the job's ranks.
 
         It is not made by `torch.distributed.new_group`, whose names depend on how many groups this process has.
