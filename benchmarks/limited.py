@@ -42,7 +42,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MKL_DISABLE_FAST_MM": "1",
 }
-SYSTEMS = ("pyg", "memory", "mapped", "offload", "in_turn")
+SYSTEMS = ("pyg", "memory", "mapped", "offload")
 MIN_BYTES = 1 << 16
 _STACK_BYTES = 1 << 20
 
@@ -124,29 +124,22 @@ def run_pyg(config: dict[str, Any]) -> dict[str, Any]:
 def run_rank(comm: sp.Communicator, config: dict[str, Any]) -> dict[str, Any]:
     """Ours, one rank: features in memory or mapped, saved tensors in memory or on disk."""
     folder = Path(config["folder"])
-    graph = sp.load(folder / store_of(config["system"]), comm)
+    graph = sp.load(folder / "store", comm)
     x = graph.x.clone() if config["system"] == "memory" else graph.x
     with sp.seed(0, comm):
         model = build_model(config)
     sp.pyg.wrap(model, comm)
     forward = lambda: sp.cross_entropy(model(x, graph), graph.y, graph.train_mask, comm)  # noqa: E731
     saved: Callable[[], AbstractContextManager[None]] = nullcontext
-    if config["system"] in ("offload", "in_turn"):
+    if config["system"] == "offload":
         saved = lambda: sp.offload(folder / "scratch", min_bytes=MIN_BYTES, read_ahead=1)  # noqa: E731
     return train(model, forward, config["epochs"], saved, lambda: sp.sync_gradients(model, comm))
-
-
-def store_of(system: str) -> str:
-    """The folder of the store: of several parts for ranks in turn, else of one."""
-    return "parts" if system == "in_turn" else "store"
 
 
 def run(config: dict[str, Any]) -> dict[str, Any]:
     """One system."""
     if config["system"] == "pyg":
         return run_pyg(config)
-    if config["system"] == "in_turn":
-        return sp.spawn(run_rank, config["parts"], "in_turn", args=(config,))[0]
     return run_rank(sp.connect(), config)
 
 
@@ -161,7 +154,7 @@ def main(config: dict[str, Any]) -> None:
     peak = Peak()
     budget = config.get("budget")
     if budget is not None:
-        store = folder / store_of(config["system"])
+        store = folder / "store"
         mapped = 0 if config["system"] == "pyg" else sum(file.stat().st_size for file in store.iterdir())
         bound = status("VmData") + mapped + budget
         resource.setrlimit(resource.RLIMIT_DATA, (bound, bound))

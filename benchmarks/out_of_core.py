@@ -3,8 +3,8 @@
     python -m benchmarks.out_of_core
 
 A GCN in float64 on a power-law graph, one rank, 10 epochs: plain PyG; ours with features in memory; with features
-mapped from disk; with features mapped and saved tensors offloaded; and that with several parts in turn. Then the first
-three of ours under a budget that the kernel enforces (RLIMIT_DATA): only the one that offloads fits in.
+mapped from disk; with features mapped and saved tensors offloaded. Then the three of ours under a budget that the
+kernel enforces (RLIMIT_DATA): only the one that offloads fits in.
 `benchmarks/limited.py` says what is bounded and measured.
 """
 
@@ -33,7 +33,6 @@ SYSTEM_NAMES = {
     "memory": "shardpass, in memory",
     "mapped": "shardpass, features mapped",
     "offload": "shardpass, features mapped, `sp.offload`",
-    "in_turn": "shardpass, the same, parts in turn",
 }
 BOUNDED = ("memory", "mapped", "offload")
 TOLERANCE = 1e-9
@@ -41,15 +40,14 @@ Record = dict[str, Any]
 _HEADER = ("system", "budget MiB", "peak MiB", "s/epoch", "CPU s/epoch", "last loss")
 
 
-def write_graph(folder: Path, num_nodes: int, degree: int, features: int, parts: int) -> Record:
-    """Arrays for PyG, for us a store of one part and one of several, with float64 features; its sizes."""
+def write_graph(folder: Path, num_nodes: int, degree: int, features: int) -> Record:
+    """Write the graph with float64 features, as arrays for PyG and as a store of one part for us; its sizes."""
     graph = powerlaw(num_nodes, degree, features)
     graph["x"] = graph["x"].astype(np.float64)
     for name in ("x", "y", "train_mask", "edge_index"):
         np.save(folder / f"{name}.npy", graph[name])
     sp.partition(graph, folder / "store", parts=1, method="range")
-    sp.partition(graph, folder / "parts", parts=parts)
-    size = {"nodes": num_nodes, "edges": int(graph["edge_index"].shape[1]), "features": features, "parts": parts}
+    size = {"nodes": num_nodes, "edges": int(graph["edge_index"].shape[1]), "features": features}
     return {**size, "classes": int(graph["y"].max()) + 1, "feature_bytes": int(graph["x"].nbytes)}
 
 
@@ -68,7 +66,7 @@ def run_child(config: Record) -> Record:
     return {**config, **json.loads(done.stdout.splitlines()[-1])}
 
 
-def measure(folder: Path, sizes: tuple[int, int, int, int], model: Record, share: float) -> Record:
+def measure(folder: Path, sizes: tuple[int, int, int], model: Record, share: float) -> Record:
     """All runs, those without a bound first; the budget is `share` of our peak in memory."""
     graph = write_graph(folder, *sizes)
     base = {**model, **graph, "folder": str(folder)}
@@ -96,7 +94,7 @@ def findings(found: Record) -> list[str]:
     trains = "failed" not in last and difference(found) <= TOLERANCE and last["written_bytes"] == 0
     others = all("failed" in record for record in records[len(SYSTEMS) : -1])
     say = {True: "**holds**", False: "**does NOT hold**"}
-    offload, in_turn = (records[SYSTEMS.index(name)]["peak_bytes"] / MIB for name in ("offload", "in_turn"))
+    offload = records[SYSTEMS.index("offload")]["peak_bytes"] / MIB
     return [
         f"The budget of {budget / MIB:.0f} MiB is below half of our peak in memory ({in_memory / MIB:.0f} MiB) and "
         f"below the size of the features ({graph['feature_bytes'] / MIB:.0f} MiB): {say[is_small]}.",
@@ -104,8 +102,7 @@ def findings(found: Record) -> list[str]:
         f"losses of the run without a bound (largest relative difference {difference(found):.1e}, at most "
         f"{TOLERANCE}): {say[trains]}.",
         f"Without offloading, or with features in memory, the same run ends for lack of memory: {say[others]}.",
-        f"With offloading, without a bound, one rank peaks at {offload:.0f} MiB, and {graph['parts']} parts in turn at "
-        f"{in_turn:.0f} MiB.",
+        f"With offloading, without a bound, it peaks at {offload:.0f} MiB.",
     ]
 
 
@@ -129,7 +126,7 @@ def markdown(found: Record) -> str:
         "",
         f"Graph: power law, {graph['nodes']:,} nodes, {graph['edges']:,} directed edges, {graph['features']} float64 "
         f"features. Model: PyG's GCN, {model['layers']} layers of {model['hidden']}, BatchNorm, Adam, float64. One "
-        f"rank ({graph['parts']} where parts take turns), one computing thread.",
+        f"rank, one computing thread.",
         "",
         "The peak is resident anonymous memory above that after the imports, so a graph and features in memory count;",
         "pages of the mapped file, which the kernel can drop at any time, do not. RLIMIT_DATA enforces the budget from",
@@ -165,7 +162,6 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=16_000)
     parser.add_argument("--degree", type=int, default=10)
     parser.add_argument("--features", type=int, default=1024)
-    parser.add_argument("--parts", type=int, default=4, help="how many are trained in turn")
     parser.add_argument("--hidden", type=int, default=32)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--epochs", type=int, default=10)
@@ -176,7 +172,7 @@ def main() -> None:
     model = {name: getattr(args, name) for name in ("hidden", "layers", "epochs")}
     where = machine()
     with tempfile.TemporaryDirectory(dir=args.scratch) as folder:
-        found = measure(Path(folder), (args.nodes, args.degree, args.features, args.parts), model, args.share)
+        found = measure(Path(folder), (args.nodes, args.degree, args.features), model, args.share)
     found = {"date": datetime.date.today().isoformat(), "machine": where, **found}
     stem = args.output / f"out-of-core-{found['date']}"
     args.output.mkdir(parents=True, exist_ok=True)

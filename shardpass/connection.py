@@ -8,9 +8,8 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from shardpass.backends import connect as connecting
-from shardpass.backends import spawn as spawning
-from shardpass.backends.communicator import Communicator
+from shardpass import backends
+from shardpass.backends import Communicator
 from shardpass.core.ranks import Ranks
 
 T = TypeVar("T")
@@ -22,7 +21,7 @@ def connect(
     ranks: int | None = None,
     device: torch.device | str = "cpu",
     group: Any = None,
-    timeout: float = connecting.DEFAULT_TIMEOUT,
+    timeout: float = backends.DEFAULT_TIMEOUT,
     connect_timeout: float | None = None,
 ) -> Ranks:
     """This process's end of the run it was started in. Collective over the processes of the run.
@@ -51,7 +50,7 @@ def connect(
         ValueError: for an unknown backend, or when ``ranks`` differs from the number of ranks.
     """
     return Ranks(
-        connecting.connect(
+        backends.connect(
             backend, ranks=ranks, device=device, group=group, timeout=timeout, connect_timeout=connect_timeout
         )
     )
@@ -81,7 +80,7 @@ def spawn(
         BaseException: what the first failing rank raised; all other ranks have been ended by then.
         CommunicationError: when a rank's process died without an exception.
     """
-    return spawning.spawn(partial(_with_ranks, fn), ranks, backend, args=args, device=device, timeout=timeout)
+    return backends.spawn(partial(_with_ranks, fn), ranks, backend, args=args, device=device, timeout=timeout)
 
 
 def _with_ranks(fn: Callable[..., T], comm: Communicator, *args: Any) -> T:

@@ -53,7 +53,7 @@ class Layer:
 
 
 COMMUNICATOR = "shardpass.backends.communicator"
-BASE = ("shardpass.errors", COMMUNICATOR)
+BASE = ("shardpass.errors", COMMUNICATOR, "shardpass.backends.delegating")
 CORE = (*BASE, "shardpass.core")
 
 ROOMS: dict[str, str] = {
@@ -375,7 +375,7 @@ def test_a_communicator_is_tensors_and_ranks() -> None:
 
 @pytest.mark.parametrize("path", modules(), ids=name_of)
 def test_nothing_is_kept_on_a_communicator(path: Path) -> None:
-    """Attributes of `Ranks` may be set; others, and those of its transport, are not for the engine's things."""
+    """Attributes of `Ranks` may be set; others, and those of its `inner`, are not for the engine's things."""
     if path.is_relative_to(PACKAGE / "backends") or path.name == "ranks.py":
         return
     known = attributes_of_ranks()
@@ -385,12 +385,12 @@ def test_nothing_is_kept_on_a_communicator(path: Path) -> None:
         for target in targets if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)) else ():
             if isinstance(target, ast.Attribute):
                 owner = dotted(target.value).split(".")[-1]
-                if (owner == "transport" and target.attr not in ("device", "max_message_bytes")) or (
+                if (owner == "inner" and target.attr not in ("device", "max_message_bytes")) or (
                     owner in ("comm", "ranks") and target.attr not in known
                 ):
                     found.append(f"line {node.lineno}: {ast.unparse(target)}")
         is_set = isinstance(node, ast.Call) and dotted(node.func) == "setattr" and bool(node.args)
-        if is_set and dotted(node.args[0]).split(".")[-1] in ("comm", "ranks", "transport"):
+        if is_set and dotted(node.args[0]).split(".")[-1] in ("comm", "ranks", "inner"):
             found.append(f"line {node.lineno}: setattr")
     assert not found, f"{name_of(path)} keeps something on a communicator: {found}"
 
@@ -400,7 +400,7 @@ def attributes_of_ranks() -> set[str]:
     (ranks,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Ranks")
     (made,) = (n for n in ranks.body if isinstance(n, ast.FunctionDef) and n.name == "__init__")
     targets = [t for n in ast.walk(made) for t in getattr(n, "targets", [getattr(n, "target", None)])]
-    return {t.attr for t in targets if isinstance(t, ast.Attribute) and not t.attr.startswith("_")} - {"transport"}
+    return {t.attr for t in targets if isinstance(t, ast.Attribute) and not t.attr.startswith("_")} - {"inner"}
 
 
 # ---- no state in modules, no work at import

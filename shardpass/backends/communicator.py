@@ -16,11 +16,12 @@ class Handle(Protocol):
     """A transfer under way."""
 
     def wait(self, timeout: float | None = None) -> None:
-        """Return when the transfer has completed (received rows are in place, sent rows may be overwritten).
+        """Return when the transfer has completed: received rows are in place, and sent rows may be overwritten.
 
         Raises:
-            CommunicationError: on a time-out or a dead peer; the message names the peer, the call and the round.
-            DivergenceError: when the peer's message belongs to another call, direction or round, or has another size.
+            CommunicationError: the wait has timed out, or the peer has died. The text names the peer, the call and the
+                round.
+            DivergenceError: the peer's message belongs to another call, direction or round, or has another size.
         """
         ...
 
@@ -29,10 +30,10 @@ class Handle(Protocol):
 class Communicator(Protocol):
     """One rank's end of a group of ranks.
 
-    Methods marked *collective* must be called by every rank in the same order with matching arguments. Every message
-    and every collective carries an identity (sequence number, kind, dtype, size, label), and a mismatch is a
-    `DivergenceError` on every rank involved, in words; it is never a hang and never a wrong number. All tensors are
-    contiguous and on ``device``; results are on ``device``.
+    Every rank must call the methods marked *collective* in the same order with matching arguments. Every message and
+    every collective carries an identity (sequence number, kind, dtype, size, label). A mismatch raises a
+    `DivergenceError` in words on every rank involved. It never causes a hang or a wrong number. All tensors are
+    contiguous and on ``device``, and so are results.
     """
 
     rank: int
@@ -46,12 +47,12 @@ class Communicator(Protocol):
     def exchange(
         self, send: Tensor | None, to: int, recv: Tensor | None, source: int, tag: int, label: str = ""
     ) -> Handle:
-        """Start sending ``send`` to rank ``to`` and receiving into ``recv`` from rank ``source``; non-blocking.
+        """Start to send ``send`` to rank ``to`` and to receive into ``recv`` from rank ``source``. It does not block.
 
-        ``None`` (or an empty tensor) means: nothing in that direction; the peer must agree. ``tag`` is in
-        ``[0, 2**31)`` and identifies call, direction and round; two messages between a pair that are under way at once
-        have different tags. The adjoint of an exchange is the exchange with the peers swapped. ``to == source == rank``
-        copies locally.
+        `None` or an empty tensor means that nothing travels in that direction, and the peer must agree. ``tag`` is in
+        ``[0, 2**31)`` and identifies call, direction and round: two messages between the same pair that are under way
+        at once have different tags. The adjoint of an exchange is the exchange with the peers swapped. If ``to`` and
+        ``source`` are this rank, the tensor is copied.
         """
         ...
 
@@ -87,37 +88,38 @@ class Communicator(Protocol):
         ...
 
     def background(self) -> Communicator | None:
-        """Collective where it makes one: a duplicate for one other thread of this rank, which is kept.
+        """A duplicate for one other thread of this rank. The first call makes it, which is collective, and keeps it.
 
-        None, on every rank, where there is no other rank or where the transport may not be called by two threads at
-        once. A new one is made on the ranks that have given theirs up.
+        It is `None` on every rank if there is no other rank, or if two threads may not call the transport at once. Once
+        the ranks have given the duplicate up, the next call makes a new one.
         """
         ...
 
     def give_up(self, reason: str) -> None:
-        """Have every rank's present and later calls on this communicator raise `DivergenceError` with ``reason``.
+        """Make every rank's present and later calls on this communicator raise `DivergenceError` with ``reason``.
 
-        Not collective; from any thread. Duplicates, and what this is a duplicate of, are not concerned.
+        It is not collective, and any thread may call it. It does not concern duplicates of this communicator, or the
+        communicator that this one is a duplicate of.
         """
         ...
 
     def share(self, num_bytes: int, label: str = "") -> dict[int, Tensor] | None:
         """Collective. New memory of the ranks of this host, by rank: uint8, ``[num_bytes of that rank]`` each.
 
-        It is aligned for every dtype and lives as long as a tensor on it, on any rank. Write to your own alone; what
-        you wrote before a message or a collective, the others see after it. None, on every rank, where some rank could
-        not have its own or map another's. `num_bytes` may differ.
+        The memory is aligned for every dtype, and lives as long as a tensor on it lives on any rank. Write only to your
+        own. What you wrote before a message or a collective, the other ranks see after it. ``num_bytes`` may differ
+        between ranks. The result is `None` on every rank if some rank could not have its own memory or map another's.
         """
         ...
 
     def random_lock(self) -> AbstractContextManager[Any]:
-        """Held while torch's process-wide generator is replayed: a real lock where ranks share a process."""
+        """A context to hold while torch's process-wide generator is replayed. It locks if ranks share a process."""
         ...
 
     def let_first_rank_go(self) -> None:
-        """Where ranks share a process: return once rank 0 has entered its next collective. Elsewhere at once.
+        """Return once rank 0 has entered its next collective if ranks share a process, and at once if they do not.
 
-        So that what rank 0 draws from the shared generator until then depends on nothing the other ranks do.
+        Until then, what rank 0 draws from the shared generator does not depend on what the other ranks do.
         """
         ...
 

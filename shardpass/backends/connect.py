@@ -1,4 +1,4 @@
-"""`connect`: the communicator of this process, from whatever started it."""
+"""`connect`: the communicator of this process, whatever started it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from shardpass.backends.base import DEFAULT_TIMEOUT
+from shardpass.backends.base import BaseCommunicator
 from shardpass.backends.communicator import Communicator
 from shardpass.backends.failure import first_failure, reason_of
-from shardpass.backends.launch import Launch, detect
+from shardpass.backends.launch import Launch, detect, local_rank
 from shardpass.backends.local import LocalCommunicator
-from shardpass.errors import CommunicationError, MissingDependencyError, PeerFailure
+from shardpass.backends.mpi import MpiCommunicator
+from shardpass.backends.raw import DEFAULT_TIMEOUT
+from shardpass.errors import CommunicationError, MissingDependencyError, PeerFailure, require
 
 TIMEOUT_VARIABLE = "SHARDPASS_CONNECT_TIMEOUT"
 _BACKENDS = ("auto", "local", "torch_distributed", "mpi")
@@ -31,44 +34,18 @@ def connect(
     timeout: float = DEFAULT_TIMEOUT,
     connect_timeout: float | None = None,
 ) -> Communicator:
-    """This process's end of the run it was started in. Collective over the processes of the run.
-
-    ``"auto"`` takes, in this order: a torch.distributed process group that exists already; torchrun's variables
-    (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT); an MPI launcher; an srun step; a single process.
-
-    With more than one rank, an exception that ends this process's script also ends the other ranks, with its words:
-    `sys.excepthook` is extended for that (the one in place runs first).
-
-    Ranks that share cores divide them: where the environment variable ``OMP_NUM_THREADS`` is not set, torch's computing
-    threads become at most the usable cores divided by the ranks on them (`torch.set_num_threads`). Never more threads
-    than before; a single process is left alone.
-
-    Args:
-        backend: ``"auto"``, ``"local"``, ``"torch_distributed"`` or ``"mpi"``. Threads are started with `spawn`.
-        ranks: the number of ranks expected, checked.
-        device: of the tensors; ``"cuda"`` takes the device of the local rank.
-        group: a process group (torch_distributed) or an mpi4py communicator (mpi) to use instead of all processes.
-        timeout: seconds a wait for another rank may take. A dead rank is found by other means, and at once.
-        connect_timeout: seconds the other ranks may take to come; default: the environment variable
-            ``SHARDPASS_CONNECT_TIMEOUT``, or 60.
+    """The communicator of this process. Collective over the processes of the run. See `shardpass.connect`.
 
     Raises:
-        CommunicationError: when the other ranks cannot be reached, or are more or fewer than the launcher started.
-        ValueError: for an unknown backend, or when ``ranks`` differs from the number of ranks.
+        CommunicationError: the other ranks cannot be reached, or are more or fewer than the launcher started.
+        ValueError: an unknown backend, or ``ranks`` differs from the number of ranks.
     """
-    if backend not in _BACKENDS:
-        hint = "; ranks as threads are started with shardpass.spawn(fn, ranks)" if backend == "threads" else ""
-        raise ValueError(f"connect: the backend is {backend!r}, but known are {', '.join(_BACKENDS)}{hint}")
-    limit = float(os.environ.get(TIMEOUT_VARIABLE, "60")) if connect_timeout is None else connect_timeout
-    launch = detect()
-    chosen = _choose(launch, group) if backend == "auto" else backend
-    device = _device(device)
-    comm: Any
+    launch, device = detect(), _device(device)
+    chosen = _choose(backend, launch, group)
     if chosen == "mpi":
-        from shardpass.backends.mpi import MpiCommunicator
-
-        comm = MpiCommunicator.from_mpi(group, device, timeout)
+        comm: BaseCommunicator = MpiCommunicator.from_mpi(group, device, timeout)
     elif chosen == "torch_distributed":
+        limit = float(os.environ.get(TIMEOUT_VARIABLE, "60")) if connect_timeout is None else connect_timeout
         comm = _connect_torch(launch, group, device, timeout, limit)
     else:
         comm = LocalCommunicator(device)
@@ -76,27 +53,27 @@ def connect(
     if comm.size > 1:
         _end_all_on_exception(comm)
         _share_cores(comm)
-    return comm  # type: ignore[no-any-return]
+    return comm
 
 
-def _choose(launch: Launch, group: Any) -> str:
-    import torch.distributed as dist
-
+def _choose(backend: str, launch: Launch, group: Any) -> str:
+    """The backend, with ``"auto"`` resolved."""
+    if backend not in _BACKENDS:
+        hint = "; ranks as threads are started with shardpass.spawn(fn, ranks)" if backend == "threads" else ""
+        raise ValueError(f"connect: the backend is {backend!r}, but known are {', '.join(_BACKENDS)}{hint}")
+    if backend != "auto":
+        return backend
     if dist.is_available() and dist.is_initialized() and (group is None or isinstance(group, dist.ProcessGroup)):
         return "torch_distributed"
     if group is not None:
         return "mpi"
     if launch.size == 1:
         return "local"
-    if launch.kind == "mpi":
-        return _mpi_or_srun(launch)
-    return "torch_distributed"
+    return _mpi_or_srun(launch) if launch.kind == "mpi" else "torch_distributed"
 
 
 def _mpi_or_srun(launch: Launch) -> str:
     """srun sets PMI variables too: without mpi4py, its step is still a step."""
-    from shardpass.errors import require
-
     try:
         require("mpi4py", "mpi", f"a run of {launch.size} processes under an MPI launcher ({launch.source})")
     except MissingDependencyError:
@@ -110,24 +87,23 @@ def _device(device: torch.device | str) -> torch.device:
     wanted = torch.device(device)
     if wanted.type != "cuda" or wanted.index is not None:
         return wanted
-    for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID",
-                 "SLURM_LOCALID"):  # fmt: skip
-        if name in os.environ:
-            return torch.device("cuda", int(os.environ[name]) % max(1, torch.cuda.device_count()))
-    return torch.device("cuda", torch.cuda.current_device())
+    number = local_rank()
+    if number is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cuda", number % max(1, torch.cuda.device_count()))
 
 
-def _check_size(comm: Any, launch: Launch, group: Any, ranks: int | None) -> None:
-    if group is None and launch.kind != "none" and comm.size != launch.size:
-        size = comm.size
+def _check_size(comm: BaseCommunicator, launch: Launch, group: Any, ranks: int | None) -> None:
+    """Raise, and close the communicator, unless it has as many ranks as were started and are expected."""
+    size = comm.size
+    if group is None and launch.kind != "none" and size != launch.size:
         comm.close()
         raise CommunicationError(
             f"the launcher started {launch.size} processes ({launch.source}={launch.size}), but this communicator "
             f"({type(comm).__name__}) has {size} rank{'s' if size > 1 else ''}: the processes would train separately. "
             f"Check that mpi4py or torch.distributed belongs to this launcher, or pass the right backend"
         )
-    if ranks is not None and comm.size != ranks:
-        size = comm.size
+    if ranks is not None and size != ranks:
         comm.close()
         raise ValueError(
             f"connect: ranks={ranks}, but {size} process{'es were' if size > 1 else ' was'} started; start with "
@@ -135,7 +111,7 @@ def _check_size(comm: Any, launch: Launch, group: Any, ranks: int | None) -> Non
         )
 
 
-def _share_cores(comm: Any) -> None:
+def _share_cores(comm: Communicator) -> None:
     """Divide the cores of this host among its ranks, unless OMP_NUM_THREADS says otherwise. Collective.
 
     Ranks that a launcher has bound to cores of their own (srun, mpirun) share with nobody.
@@ -156,79 +132,7 @@ def _usable_cores() -> set[int]:
     return set(range(os.cpu_count() or 1))
 
 
-# ---- torch.distributed ----
-
-
-def _connect_torch(launch: Launch, group: Any, device: torch.device, timeout: float, limit: float) -> Any:
-    import torch.distributed as dist
-
-    from shardpass.backends.torch_distributed import TorchCommunicator
-
-    owns = not dist.is_initialized()
-    if owns:
-        if launch.kind == "mpi" and "SLURM_PROCID" in os.environ:
-            launch = detect({name: value for name, value in os.environ.items() if "PMI" not in name})
-        _init_default_group(launch, device, timeout, limit)
-    return TorchCommunicator.from_group(group, device, timeout, limit, owns_default=owns, ends_process=True)
-
-
-def _init_default_group(launch: Launch, device: torch.device, timeout: float, limit: float) -> None:
-    import torch.distributed as dist
-
-    if not launch.host:
-        raise CommunicationError(
-            "connect(backend='torch_distributed') needs a process group (torch.distributed.init_process_group) or the "
-            "variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which torchrun sets"
-        )
-    store = _meet(launch, limit)
-    name = "cpu:gloo,cuda:nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
-    store = dist.PrefixStore("shardpass default group", store)
-    dist.init_process_group(
-        name, store=store, rank=launch.rank, world_size=launch.size, timeout=timedelta(seconds=max(limit, timeout))
-    )
-
-
-def _meet(launch: Launch, limit: float) -> Any:
-    """The store at rank 0's address, once every rank has reached it."""
-    import torch.distributed as dist
-
-    address = f"{launch.host}:{launch.port}"
-    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    start = monotonic()
-    try:
-        store: Any = dist.TCPStore(
-            launch.host, launch.port, None, launch.rank == 0 and not by_agent, timedelta(seconds=limit),
-            wait_for_workers=False, multi_tenant=True,
-        )  # fmt: skip
-    except RuntimeError as error:
-        raise CommunicationError(
-            f"rank {launch.rank} of {launch.size} could not reach rank 0 at {address} within {limit:.0f} s "
-            f"({str(error).splitlines()[0]}). Check the address (MASTER_ADDR, MASTER_PORT) and the firewall; "
-            f"{TIMEOUT_VARIABLE} gives slow starters more seconds"
-        ) from error
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"shardpass attempt {attempt}", store)
-    missing = list(range(launch.size))
-    try:
-        store.set(f"hello {launch.rank}", "hello")
-        while missing and monotonic() - start <= limit:
-            missing = [rank for rank in missing if not store.check([f"hello {rank}"])]
-            sleep(0.02 * bool(missing))
-    except RuntimeError:  # rank 0 keeps the store: its own time to wait was over, or it has ended
-        missing = [rank for rank in missing if rank != 0] or [0]
-    if not missing:
-        return store
-    waited, shown = monotonic() - start, ", ".join(str(rank) for rank in missing[:8])
-    raise CommunicationError(
-        f"rank {launch.rank} waited {waited:.0f} s at {address}, but of {launch.size} ranks these did not come: "
-        f"{shown}. Were they started with this address? {TIMEOUT_VARIABLE} gives slow starters more seconds"
-    )
-
-
-# ---- the end ----
-
-
-def _end_all_on_exception(comm: Any) -> None:
+def _end_all_on_exception(comm: BaseCommunicator) -> None:
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -239,3 +143,70 @@ def _end_all_on_exception(comm: Any) -> None:
             comm.announce(reason)
 
     sys.excepthook = hook
+
+
+# ---- torch.distributed
+
+
+def _connect_torch(launch: Launch, group: Any, device: torch.device, timeout: float, limit: float) -> BaseCommunicator:
+    from shardpass.backends.torch_distributed import TorchCommunicator  # torch may be built without it
+
+    owns = not dist.is_initialized()
+    if owns:
+        if launch.kind == "mpi" and "SLURM_PROCID" in os.environ:
+            launch = detect({name: value for name, value in os.environ.items() if "PMI" not in name})
+        _init_default_group(launch, device, timeout, limit)
+    return TorchCommunicator.from_group(group, device, timeout, limit, owns_default=owns, ends_process=True)
+
+
+def _init_default_group(launch: Launch, device: torch.device, timeout: float, limit: float) -> None:
+    if not launch.host:
+        raise CommunicationError(
+            "connect(backend='torch_distributed') needs a process group (torch.distributed.init_process_group) or the "
+            "variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which torchrun sets"
+        )
+    store = dist.PrefixStore("shardpass default group", _meet(launch, limit))
+    name = "cpu:gloo,cuda:nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
+    dist.init_process_group(
+        name, store=store, rank=launch.rank, world_size=launch.size, timeout=timedelta(seconds=max(limit, timeout))
+    )
+
+
+def _meet(launch: Launch, limit: float) -> dist.Store:
+    """The store at rank 0's address, once every rank has reached it."""
+    address, start = f"{launch.host}:{launch.port}", monotonic()
+    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        tcp = dist.TCPStore(
+            launch.host, launch.port, None, launch.rank == 0 and not by_agent, timedelta(seconds=limit),
+            wait_for_workers=False, multi_tenant=True,
+        )  # fmt: skip
+    except RuntimeError as error:
+        raise CommunicationError(
+            f"rank {launch.rank} of {launch.size} could not reach rank 0 at {address} within {limit:.0f} s "
+            f"({str(error).splitlines()[0]}). Check the address (MASTER_ADDR, MASTER_PORT) and the firewall; "
+            f"{TIMEOUT_VARIABLE} gives slow starters more seconds"
+        ) from error
+    store = dist.PrefixStore(f"shardpass attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", tcp)
+    missing = _wait_for_all(store, launch, start + limit)
+    if missing:
+        shown = ", ".join(str(rank) for rank in missing[:8])
+        raise CommunicationError(
+            f"rank {launch.rank} waited {monotonic() - start:.0f} s at {address}, but of {launch.size} ranks these did "
+            f"not come: {shown}. Were they started with this address? {TIMEOUT_VARIABLE} gives slow starters more "
+            f"seconds"
+        )
+    return store
+
+
+def _wait_for_all(store: dist.Store, launch: Launch, deadline: float) -> list[int]:
+    """The ranks that have not come until ``deadline``."""
+    missing = list(range(launch.size))
+    try:
+        store.set(f"hello {launch.rank}", "hello")
+        while missing and monotonic() <= deadline:
+            missing = [rank for rank in missing if not store.check([f"hello {rank}"])]
+            sleep(0.02 * bool(missing))
+    except RuntimeError:  # rank 0 keeps the store: it has waited long enough, or has ended
+        return [rank for rank in missing if rank != 0] or [0]
+    return missing

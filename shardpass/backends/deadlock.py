@@ -1,45 +1,44 @@
-"""Where a blocked rank stands, and the proof that ranks wait for each other in a circle.
+"""Where a blocked rank is, and the proof that ranks wait for each other in a circle.
 
-A message nobody will ever receive cannot be found by its header, since no header arrives. So a rank that has been
-blocked for a while publishes its position: what it waits for, and how often it has posted each message. A rank that
-waits for something its peer has not posted, while that peer is itself blocked, and so on around to the first, will
-wait for ever: that is a divergence, found without a time-out. A rank that computes has no position and is waited for.
+The header of a message cannot show that nobody will ever send that message. So a rank that has been blocked for a while
+publishes its position: what it waits for, and how often it has posted each message. Suppose that a rank waits for
+something that its peer has not posted, that this peer is blocked in the same way, and so on back to the first rank.
+Then all of them will wait for ever, and so will the ranks that wait for them. That is a divergence, and it is found
+without a time-out. A rank that computes has no position, so the others wait for it.
 """
 
 from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
 from shardpass.backends.identity import SAME_CALLS
 
-_KEPT_TAGS = 64  # per peer and direction; more messages between one pair are never under way at once
+COLLECTIVE = "collective"
+_KEPT_TAGS = 64  # per peer and direction; a pair of ranks never has more messages under way at once
 
 
-@dataclass
+@dataclass(frozen=True)
 class Position:
-    """What a blocked rank waits for.
+    """What a blocked rank waits for: until its peer, or every other rank, has posted ``awaits`` ``count`` times.
 
     Attributes:
         text: in words.
-        kind: ``"collective"``, ``"send"`` or ``"recv"``.
-        number: sequence number of the collective, or the tag.
-        peer: of the message, -1 for collectives.
-        count: this is the how-manieth message with that tag and peer.
-        sent, received: how often each ``"peer tag"`` has been posted.
-        epoch: grows with every blocking wait of this rank.
+        awaits: `COLLECTIVE` or a `message_name`.
+        count: for a collective, its sequence number.
+        peer: the other rank of the message; -1 for a collective.
+        epoch: the number of this wait on its rank.
+        posted: how often the rank itself has posted each thing.
     """
 
     text: str
-    kind: str
-    number: int
+    awaits: str
+    count: int
     peer: int = -1
-    count: int = 0
     epoch: int = 0
-    sent: dict[str, int] = field(default_factory=dict)
-    received: dict[str, int] = field(default_factory=dict)
+    posted: dict[str, int] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """The position as text."""
@@ -51,6 +50,11 @@ class Position:
         return Position(**json.loads(text))
 
 
+def message_name(kind: str, peer: int, tag: int) -> str:
+    """What a rank posts: a ``"send"`` to a peer, or a ``"recv"`` from it, with a tag."""
+    return f"{kind} {peer} {tag}"
+
+
 class Tally:
     """How often this rank has posted each message."""
 
@@ -58,64 +62,40 @@ class Tally:
         self._counts: dict[tuple[str, int], OrderedDict[int, int]] = {}
 
     def add(self, kind: str, peer: int, tag: int) -> int:
-        """Count one more ``"send"`` or ``"recv"``; the new count."""
+        """Count one more ``"send"`` or ``"recv"``. Returns the new count."""
         counts = self._counts.setdefault((kind, peer), OrderedDict())
         counts[tag] = counts.pop(tag, 0) + 1
         if len(counts) > _KEPT_TAGS:
             counts.popitem(last=False)
         return counts[tag]
 
-    def fill(self, position: Position) -> Position:
-        """``position`` with the counts of now."""
-        for (kind, peer), counts in self._counts.items():
-            kept = position.sent if kind == "send" else position.received
-            kept.update({f"{peer} {tag}": count for tag, count in counts.items()})
-        return position
+    def posted(self) -> dict[str, int]:
+        """The counts of now, by `message_name`."""
+        return {message_name(*end, tag): n for end, counts in self._counts.items() for tag, n in counts.items()}
 
 
-def find_circle(me: int, positions: Mapping[int, Position]) -> list[int] | None:
-    """The ranks from ``me`` on that wait for each other for ever, or None.
+def stuck_ranks(positions: Mapping[int, Position]) -> list[int]:
+    """The ranks that will wait for each other for ever, in order.
 
     Args:
-        me: this rank; ``positions[me]`` is where it is.
         positions: of the ranks known to be blocked.
     """
-    path: list[int] = []
-
-    def visit(rank: int) -> list[int] | None:
-        if rank in path:
-            return [*path, rank]
-        path.append(rank)
-        for peer in _waits_for(rank, positions):
-            found = visit(peer)
-            if found:
-                return found
-        path.pop()
-        return None
-
-    return visit(me)
+    stuck = set(positions)
+    while True:
+        free = {rank for rank in stuck if not stuck.intersection(_waits_for(rank, positions))}
+        if not free:
+            return sorted(stuck)
+        stuck -= free
 
 
 def _waits_for(rank: int, positions: Mapping[int, Position]) -> list[int]:
-    """The blocked ranks that have not done what ``rank`` waits for, and cannot before they go on."""
+    """The blocked ranks that have not posted what ``rank`` waits for."""
     mine = positions[rank]
-    lacking: Callable[[Position], bool]
-    if mine.kind == "collective":
-        candidates = [peer for peer in positions if peer != rank]
-        lacking = lambda other: other.kind != "collective" or other.number < mine.number  # noqa: E731
-    else:
-        candidates = [mine.peer] if mine.peer in positions else []
-        lacking = lambda other: _posted(other, rank, mine) < mine.count  # noqa: E731
-    return [peer for peer in candidates if lacking(positions[peer])]
+    others = [peer for peer in positions if peer != rank and mine.peer in (-1, peer)]
+    return [peer for peer in others if positions[peer].posted.get(mine.awaits, 0) < mine.count]
 
 
-def _posted(other: Position, rank: int, mine: Position) -> int:
-    counts = other.sent if mine.kind == "recv" else other.received
-    return counts.get(f"{rank} {mine.number}", 0)
-
-
-def describe_circle(circle: list[int], positions: Mapping[int, Position]) -> str:
-    """The circle in words, the same on every rank that finds it from the same positions."""
-    ranks = sorted(set(circle))
-    places = "; ".join(f"rank {rank} waits in {positions[rank].text}" for rank in ranks)
+def describe_stuck(positions: Mapping[int, Position]) -> str:
+    """The stuck ranks in words, the same on every rank that knows the same positions."""
+    places = "; ".join(f"rank {rank} waits in {positions[rank].text}" for rank in stuck_ranks(positions))
     return f"the ranks wait for each other and none can go on: {places}. {SAME_CALLS}"

@@ -1,86 +1,79 @@
-"""What went wrong first: one record per communicator, read by every wait."""
+"""The first failure of a communicator, which every wait looks at, and the words that ranks use for failures."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
-from shardpass.errors import CommunicationError, DivergenceError, PeerFailure
+from shardpass.errors import CommunicationError
 
 
 class TransportTimeoutError(Exception):
-    """A transfer did not complete in the given time. The base class turns it into words."""
+    """A transfer has not completed in the given time. `RawCommunicator.waiting` puts it into words."""
 
 
 class TransportLostError(Exception):
-    """The connection used by a transfer is closed. The base class turns it into words."""
+    """The connection that a transfer uses is closed. `RawCommunicator.waiting` puts it into words."""
 
 
 class Failure:
-    """The first failure of a communicator; later ones are ignored.
+    """The first failure of a communicator. Later ones are ignored.
 
-    A failure of the job (``parent``) is a failure of all its communicators; a divergence stays in its own.
+    Args:
+        parent: the failure of the whole job, which is also a failure of each of its communicators. A divergence
+            concerns only the communicator on which it happened.
+
+    Attributes:
+        noticed: whether somebody has been given the failure as an exception.
     """
 
     def __init__(self, parent: Failure | None = None) -> None:
         self._parent = parent
         self._lock = threading.Lock()
-        self._error: tuple[type[CommunicationError], str] | None = None
-        self.happened = threading.Event()
-        self.noticed = threading.Event()  # somebody has been told, by an exception
-        self._children: list[Failure] = []
-        if parent is not None:
-            parent._adopt(self)
+        self._first: tuple[type[CommunicationError], str] | None = None
+        self.noticed = False
 
-    def _adopt(self, child: Failure) -> None:
-        with self._lock:
-            self._children.append(child)
-            failed = self.happened.is_set()
-        if failed:
-            child.happened.set()
+    @property
+    def happened(self) -> bool:
+        """Whether the communicator or its job has failed."""
+        return self._first is not None or (self._parent is not None and self._parent.happened)
 
     def set(self, kind: type[CommunicationError], text: str) -> bool:
-        """Record a failure; False where another one was first."""
+        """Record a failure. Returns False if another one was first."""
         with self._lock:
-            if self._error is not None:
-                return False
-            self._error = (kind, text)
-            children = list(self._children)
-            self.happened.set()
-        for child in children:
-            child.happened.set()
-        return True
+            is_first = self._first is None
+            if is_first:
+                self._first = (kind, text)
+        return is_first
 
     def error(self) -> CommunicationError | None:
-        """A new exception for the recorded failure, or None."""
-        if not self.happened.is_set():
-            return None
-        if self._error is not None:
-            kind, text = self._error
-            self.noticed.set()
+        """A new exception for the first failure, or `None` if nothing has failed."""
+        if self._first is not None:
+            self.noticed = True
+            kind, text = self._first
             return kind(text)
-        return self._parent.error() if self._parent is not None else None
+        return None if self._parent is None else self._parent.error()
 
     def check(self) -> None:
-        """Raise the recorded failure, if any."""
-        if self.happened.is_set():
-            error = self.error()
-            if error is not None:
-                raise error
-
-
-KINDS: dict[str, type[CommunicationError]] = {
-    "failed": PeerFailure,
-    "lost": PeerFailure,
-    "diverged": DivergenceError,
-}
+        """Raise the first failure, if there is one."""
+        error = self.error()
+        if error is not None:
+            raise error
 
 
 def first_failure(rank: int, reason: str) -> str:
-    """The one sentence every rank shows."""
+    """The sentence that every rank shows when ``rank`` has failed."""
     return f"rank {rank} failed first: {reason}"
 
 
 def reason_of(error: BaseException) -> str:
-    """``ValueError: words`` for an exception."""
+    """An exception in words, such as ``ValueError: the text``."""
     text = str(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def note_rank(error: BaseException, rank: int) -> None:
+    """Add a note to ``error`` that says on which rank it was raised."""
+    if hasattr(error, "add_note"):  # from Python 3.11 on
+        with contextlib.suppress(Exception):
+            error.add_note(f"(raised on rank {rank})")

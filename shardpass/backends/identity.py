@@ -5,7 +5,8 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -30,62 +31,76 @@ DTYPES: tuple[torch.dtype | None, ...] = (
     None, torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
     torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128,
 )  # fmt: skip
+HEADER_LANE, PAYLOAD_LANE, COLLECTIVE_LANE = 0, 1, 2
 
 
 class MessageKey(NamedTuple):
-    """What a point-to-point message is matched by, besides its two ends: only equal keys meet."""
+    """What a point-to-point message is matched by besides its two ends: only equal keys meet."""
 
-    lane: int  # 0 header, 1 payload, 2 payload of a collective
+    lane: int  # one of the three above
     tag: int
     num_bytes: int
     dtype: int = 0
     piece: int = 0
 
-    def slot(self) -> int:
-        """The key as a number in ``[0, 2**31)``, for transports whose messages are matched by one integer.
+    def slot(self, num_slots: int = 1 << 31) -> int:
+        """The key as a number in ``[0, num_slots)``, for transports that match messages by one integer.
 
-        Two keys may share a slot (1 in 2**31); `SlotTable` makes that an error where both are under way at once.
+        Different keys rarely have the same slot. `SlotTable` raises an error when both are under way at once.
         """
-        return zlib.crc32(struct.pack("<BQQBI", *self)) & 0x7FFFFFFF
+        return (zlib.crc32(struct.pack("<BQQBI", *self)) & 0x7FFFFFFF) % num_slots
+
+
+class Place(NamedTuple):
+    """A slot in use."""
+
+    peer: int
+    is_sending: bool
+    slot: int
 
 
 class SlotTable:
-    """The slots in use between this rank and its peers, so that two messages never share one."""
+    """The slots in use between this rank and its peers, so that two messages never share one.
 
-    def __init__(self) -> None:
-        self._used: dict[tuple[int, bool, int], MessageKey] = {}
+    Args:
+        num_slots: slots are in ``[0, num_slots)``.
+    """
 
-    def take(self, peer: int, sending: bool, key: MessageKey) -> tuple[int, bool, int]:
-        """The place of ``key``, to be given back by `release` when its transfer has completed."""
-        place = (peer, sending, key.slot())
+    def __init__(self, num_slots: int = 1 << 31) -> None:
+        self._num_slots = num_slots
+        self._used: dict[Place, MessageKey] = {}
+
+    def take(self, peer: int, is_sending: bool, key: MessageKey) -> Place:
+        """The place of ``key``. Give it back with `release` when the transfer has completed."""
+        place = Place(peer, is_sending, key.slot(self._num_slots))
         other = self._used.get(place)
         if other is not None and other != key:
             raise InternalError(f"two messages under way with rank {peer} have the same slot: {other} and {key}")
-        if other is not None and key.lane < 2:
+        if other is not None and key.lane != COLLECTIVE_LANE:
             raise DivergenceError(
-                f"two messages with tag {key.tag} are under way at once {'to' if sending else 'from'} rank {peer}: "
+                f"two messages with tag {key.tag} are under way at once {'to' if is_sending else 'from'} rank {peer}: "
                 f"wait for the first, or use another tag"
             )
         self._used[place] = key
         return place
 
-    def release(self, place: tuple[int, bool, int]) -> None:
-        """Give a place back; unknown places are ignored."""
+    def release(self, place: Place) -> None:
+        """Give a place back. A place that is not in use is ignored."""
         self._used.pop(place, None)
 
 
 @dataclass(frozen=True)
 class Header:
-    """Who-is-where: sent ahead of every payload, and agreed on before every collective.
+    """What a message or a collective is. It travels with every message and before every collective.
 
     Attributes:
         kind: one of `KINDS`.
-        number: the tag of an exchange; the sequence number of a collective.
+        number: the tag of an exchange, or the sequence number of a collective.
         op: one of `OPS`.
-        dtype: None for calls without a tensor.
+        dtype: `None` for calls without a tensor.
         shape: at most `MAX_DIMS` sizes.
         root: of a broadcast.
-        label: of the caller, cut to 111 bytes.
+        label: of the caller, at most 111 bytes.
     """
 
     kind: str
@@ -97,8 +112,8 @@ class Header:
     label: str = ""
 
     def pack(self) -> bytes:
-        """`HEADER_BYTES` bytes."""
-        label = self.label.encode()[:_MAX_LABEL]
+        """The header as `HEADER_BYTES` bytes."""
+        label = self.label.encode()
         sizes = self.shape + (0,) * (MAX_DIMS - len(self.shape))
         codes = (KINDS.index(self.kind), OPS.index(self.op), DTYPES.index(self.dtype), len(self.shape))
         return _FORMAT.pack(_MAGIC, self.number, *codes, self.root, *sizes, len(label), label)
@@ -109,14 +124,14 @@ class Header:
         magic, number, kind, op, dtype, num_dims, root, *sizes, num_label, label = _FORMAT.unpack(raw)
         if magic != _MAGIC:
             raise DivergenceError(
-                f"a message header was expected, but {raw[:8]!r}... arrived: the ranks run different versions of "
+                f"expected a message header, but {raw[:8]!r}... arrived: the ranks run different versions of "
                 f"shardpass, or something else uses the same process group"
             )
-        text = label[:num_label].decode(errors="ignore")
+        text = label[:num_label].decode()
         return Header(KINDS[kind], number, OPS[op], DTYPES[dtype], tuple(sizes[:num_dims]), root, text)
 
     def describe(self) -> str:
-        """The call in words, e.g. ``all_reduce 'loss' (sum, float32 [3], collective 17)``."""
+        """The call in words, such as ``all_reduce 'loss' (sum, float32 [3], collective 17)``."""
         details = [self.op] if self.op else []
         if self.dtype is not None:
             details.append(f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}")
@@ -126,19 +141,6 @@ class Header:
         label = f" {self.label!r}" if self.label else ""
         return f"{self.kind}{label} ({', '.join(details)})"
 
-    def agrees(self, other: Header, free_rows: bool) -> bool:
-        """Whether both belong to one call. ``free_rows``: the first dimension may differ."""
-        if free_rows and len(self.shape) == len(other.shape) and self.shape:
-            if self.shape[1:] != other.shape[1:]:
-                return False
-        elif self.shape != other.shape:
-            return False
-        mine = (self.kind, self.number, self.op, self.dtype, self.root, self._cut_label())
-        return mine == (other.kind, other.number, other.op, other.dtype, other.root, other._cut_label())
-
-    def _cut_label(self) -> bytes:
-        return self.label.encode()[:_MAX_LABEL]
-
 
 def header_of(
     kind: str, number: int, tensor: torch.Tensor | None, op: str = "", root: int = 0, label: str = ""
@@ -146,28 +148,47 @@ def header_of(
     """The header of a call with ``tensor``.
 
     Raises:
-        TypeError: for a dtype that cannot be sent.
-        ValueError: for more than 8 dimensions.
+        TypeError: a tensor of this dtype cannot be sent.
+        ValueError: the tensor has more than 8 dimensions.
     """
+    label = label.encode()[:_MAX_LABEL].decode(errors="ignore")
     if tensor is None:
         return Header(kind, number, op, None, (), root, label)
     if tensor.dtype not in DTYPES:
         known = ", ".join(str(dtype) for dtype in DTYPES[1:])
-        raise TypeError(f"{kind} {label!r}: tensors of {tensor.dtype} cannot be sent; known are {known}")
+        raise TypeError(f"{kind} {label!r}: a tensor of {tensor.dtype} cannot be sent; the known dtypes are {known}")
     if tensor.dim() > MAX_DIMS:
-        raise ValueError(f"{kind} {label!r}: a tensor has at most {MAX_DIMS} dimensions here, not {tensor.dim()}")
+        raise ValueError(f"{kind} {label!r}: a tensor may have at most {MAX_DIMS} dimensions, not {tensor.dim()}")
     return Header(kind, number, op, tensor.dtype, tuple(tensor.shape), root, label)
 
 
+def mismatch(expected: Header, found: Header, rank: int, source: int) -> str | None:
+    """Words for a message to ``rank`` that is not the ``expected`` one, or `None` if it is. Its shape may differ."""
+    if found == replace(expected, shape=found.shape) and prod(found.shape) == prod(expected.shape):
+        return None
+    return f"rank {rank} expects {expected.describe()} from rank {source}, but rank {source} sends {found.describe()}"
+
+
 def divergence(headers: Sequence[Header], free_rows: bool) -> str | None:
-    """Words for headers that are not of one call, the same on every rank; None where they agree."""
-    if all(header.agrees(headers[0], free_rows) for header in headers):
+    """Words for headers that are not of one call, the same on every rank, or `None` if they are.
+
+    Args:
+        headers: of all ranks, in rank order.
+        free_rows: whether the first dimension may differ.
+    """
+    first = headers[0]
+    compared = [_with_rows(header, first.shape[:1]) for header in headers] if free_rows else headers
+    if all(header == first for header in compared):
         return None
     groups: dict[str, list[int]] = {}
     for rank, header in enumerate(headers):
         groups.setdefault(header.describe(), []).append(rank)
     places = "; ".join(f"{_ranks(ranks)} in {text}" for text, ranks in groups.items())
     return f"the ranks are in different calls, or in one call with different arguments: {places}. {SAME_CALLS}"
+
+
+def _with_rows(header: Header, rows: tuple[int, ...]) -> Header:
+    return replace(header, shape=rows + header.shape[1:]) if header.shape else header
 
 
 def _ranks(ranks: Sequence[int]) -> str:

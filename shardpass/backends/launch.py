@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+_LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID",
+                "SLURM_LOCALID")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -17,10 +19,10 @@ class Launch:
 
     Attributes:
         kind: ``"torchrun"`` (or anything that sets its variables), ``"mpi"``, ``"srun"`` or ``"none"``.
-        size: number of processes the launcher started.
-        rank: of this one; -1 where the transport tells.
+        size: number of processes that the launcher started.
+        rank: of this process; -1 if only MPI knows it.
         host, port: where rank 0 listens; empty and 0 for MPI and none.
-        source: the variable the size was read from.
+        source: the variable that the size was read from.
     """
 
     kind: Literal["torchrun", "mpi", "srun", "none"]
@@ -32,10 +34,10 @@ class Launch:
 
 
 def detect(environ: Mapping[str, str] | None = None) -> Launch:
-    """The launch that ``environ`` (default: this process's) tells of.
+    """How the process with the environment ``environ`` (default: this process) was started.
 
     Raises:
-        ValueError: when torchrun's variables are incomplete, or contradict each other.
+        ValueError: torchrun's variables are incomplete or contradict each other.
     """
     env = os.environ if environ is None else environ
     if "RANK" in env and "WORLD_SIZE" in env:
@@ -46,6 +48,11 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch:
     if "SLURM_PROCID" in env:
         return _srun(env)
     return Launch("none", 1)
+
+
+def local_rank() -> int | None:
+    """The number of this process among those of its host, or `None` if the launcher has not set one."""
+    return next((int(os.environ[name]) for name in _LOCAL_RANKS if name in os.environ), None)
 
 
 def _torchrun(env: Mapping[str, str]) -> Launch:
@@ -92,7 +99,4 @@ def _srun(env: Mapping[str, str]) -> Launch:
 def first_host(nodes: str) -> str:
     """The first host of a Slurm node list: ``gpu[03-05,9],login`` gives ``gpu03``."""
     match = re.match(r"([^,\[]*)(?:\[([0-9]+)[^\]]*\]([^,\[]*))?", nodes.strip())
-    if match is None:
-        return ""
-    prefix, number, suffix = match.groups()
-    return f"{prefix}{number or ''}{suffix or ''}"
+    return "".join(group or "" for group in match.groups()) if match else ""

@@ -6,21 +6,20 @@ import torch
 from torch import Tensor
 
 from shardpass.backends.base import BaseCommunicator
-from shardpass.backends.failure import Failure, first_failure
-from shardpass.errors import PeerFailure
+from shardpass.backends.failure import Failure
 
 
 class LocalCommunicator(BaseCommunicator):
-    """One rank and no peer.
+    """One rank without peers.
 
     Args:
-        device: on which the tensors are.
+        device: of the tensors.
     """
 
     moves_device_memory = True
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
-        super().__init__(0, 1, torch.device(device), Failure())
+    def __init__(self, device: torch.device | str = "cpu", path: str = "world") -> None:
+        super().__init__(0, 1, torch.device(device), Failure(), path)
 
     def _raw_gather(self, block: bytes, timeout: float) -> list[bytes]:
         return [block]
@@ -31,10 +30,5 @@ class LocalCommunicator(BaseCommunicator):
     def _raw_broadcast(self, flat: Tensor, root: int, timeout: float) -> None:
         pass
 
-    def _raw_duplicate(self, name: str) -> BaseCommunicator:
-        return LocalCommunicator(self.device)
-
-    def abort(self, reason: str) -> None:
-        """Raise, since there is no other rank to end."""
-        self.failure.set(PeerFailure, first_failure(0, reason))
-        self.failure.check()
+    def _raw_duplicate(self, path: str) -> LocalCommunicator:
+        return LocalCommunicator(self.device, path)

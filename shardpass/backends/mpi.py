@@ -1,7 +1,7 @@
 """Ranks of an MPI job, through mpi4py, on communicators of their own.
 
-Tensors go as buffers, never pickled. Every wait, of collectives too, is Test and a short sleep: Open MPI makes progress
-only inside its calls, and its blocking waits burn a core.
+Tensors travel as buffers and are never pickled. Every wait, also of a collective, tests and sleeps for a short time:
+Open MPI makes progress only inside its calls, and its blocking waits keep a core busy.
 """
 
 from __future__ import annotations
@@ -18,34 +18,26 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from shardpass.backends.base import DEFAULT_TIMEOUT, BaseCommunicator
-from shardpass.backends.deadlock import Position
+from shardpass.backends.base import BaseCommunicator
 from shardpass.backends.failure import Failure, TransportTimeoutError, first_failure
-from shardpass.backends.identity import MessageKey, SlotTable
-from shardpass.errors import CommunicationError, DivergenceError, require
+from shardpass.backends.identity import MessageKey, Place, SlotTable
+from shardpass.backends.raw import DEFAULT_TIMEOUT
+from shardpass.errors import DivergenceError, require
 
 _SPINS = 20  # tests without sleeping
 _MIN_SLEEP, _MAX_SLEEP = 20e-6, 1e-3  # seconds
 _NOTE_SECONDS = 0.05  # how often a waiting rank reads the notes of the others
-_STUCK_SECONDS = 1.0
 _ENDED_SECONDS = 2.0  # how long the last messages of a rank that has ended may take
-_TYPES = {
-    torch.float32: "FLOAT", torch.float64: "DOUBLE", torch.int64: "INT64_T", torch.int32: "INT32_T",
-    torch.int16: "INT16_T", torch.int8: "INT8_T", torch.uint8: "UINT8_T", torch.complex64: "C_FLOAT_COMPLEX",
-    torch.complex128: "C_DOUBLE_COMPLEX",
-}  # fmt: skip
 
 
 class _Request:
     """One MPI request of ``comm``.
 
-    MPI goes on reading and writing the buffer of a request until it is complete, also after its wait was given up (a
-    timeout, a divergence): until then the job holds it.
+    MPI reads or writes the buffer of a request until the request is complete, even if its wait was given up because of
+    a time-out or a divergence. So the job holds the request until then.
     """
 
-    def __init__(
-        self, comm: MpiCommunicator, request: Any, buffer: Any, place: tuple[int, bool, int] | None = None
-    ) -> None:
+    def __init__(self, comm: MpiCommunicator, request: Any, buffer: Any, place: Place | None = None) -> None:
         self._comm = comm
         self._request = request
         self._buffer = buffer
@@ -63,8 +55,8 @@ class _Request:
 class _Notes:
     """What the communicators of a job share: the requests under way, and short messages beside the ranks' calls.
 
-    The messages tell of divergences, positions and ends. They are read while a rank waits, by whichever of its threads
-    does. Nobody waits for one to be read.
+    The messages tell what a rank publishes, that it has ended, and of divergences. A rank reads them while it waits, in
+    whichever of its threads waits. Nobody waits for a message to be read.
     """
 
     def __init__(self, mpi: Any, channel: Any) -> None:
@@ -72,12 +64,12 @@ class _Notes:
         self._channel = channel
         self._sent: list[tuple[Any, bytes]] = []
         self._lock = threading.RLock()
+        self._ended: dict[int, float] = {}  # by rank: when it said so
         self.comms: dict[str, MpiCommunicator] = {}
         self.under_way: set[_Request] = set()
-        self.ended: dict[int, float] = {}
 
     def send(self, kind: str, path: str, text: str) -> None:
-        """To every other rank."""
+        """Send a note to every other rank."""
         raw = json.dumps([kind, path, text]).encode()
         with self._lock:
             self._sent = [(request, data) for request, data in self._sent if not request.Test()]
@@ -87,7 +79,7 @@ class _Notes:
                     self._sent.append((request, raw))
 
     def read(self) -> None:
-        """Take in what has arrived."""
+        """Take in the notes that have arrived."""
         status = self._mpi.Status()
         with self._lock:
             while True:
@@ -99,29 +91,30 @@ class _Notes:
                 message.Recv([raw, self._mpi.BYTE])
                 kind, path, text = json.loads(raw.decode())
                 if kind == "ended":
-                    self.ended.setdefault(source, monotonic())
+                    self._ended.setdefault(source, monotonic())
                 elif path in self.comms:
                     self.comms[path].take_note(kind, source, text)
 
+    def ended(self) -> list[int]:
+        """The ranks that have ended, once their last messages must have arrived."""
+        now = monotonic()
+        return [rank for rank, since in list(self._ended.items()) if now - since > _ENDED_SECONDS]
+
 
 class MpiCommunicator(BaseCommunicator):
-    """One rank of an MPI job. Made by `from_mpi`; collective."""
+    """One rank of an MPI job. `from_mpi` makes it."""
 
     shares_memory = True
 
     def __init__(self, mpi: Any, parent: Any, notes: _Notes, device: torch.device, path: str) -> None:
-        super().__init__(parent.Get_rank(), parent.Get_size(), device, Failure())
+        super().__init__(parent.Get_rank(), parent.Get_size(), device, Failure(), path)
         self._mpi = mpi
         self._channel = parent.Dup()
         self._channel.Set_errhandler(mpi.ERRORS_RETURN)
-        self._max_tag = int(self._channel.Get_attr(mpi.TAG_UB))
         self._notes = notes
-        self._twins: dict[str, int] = {}
-        self._others: dict[int, Position] = {}
-        self._published = False
-        self.slots = SlotTable()
+        self._texts: dict[int, str] = {}  # by rank, what the others have published
+        self.slots = SlotTable(int(self._channel.Get_attr(mpi.TAG_UB)) + 1)
         self.under_way = notes.under_way
-        self.path = path
         notes.comms[path] = self
 
     @staticmethod
@@ -131,16 +124,16 @@ class MpiCommunicator(BaseCommunicator):
         """Collective. The communicator over the ranks of ``parent``, an mpi4py communicator (default: all).
 
         Args:
-            parent: duplicated, so that its own messages never mix with ours.
+            parent: it is duplicated, so that its own messages never mix with ours.
             device: of the tensors.
-            timeout: seconds a wait may take by default.
+            timeout: seconds that a wait may take unless the caller says otherwise.
         """
         mpi = require("mpi4py.MPI", "mpi", "the mpi backend")
         parent = mpi.COMM_WORLD if parent is None else parent
         notes = _Notes(mpi, parent.Dup())
         comm = MpiCommunicator(mpi, parent, notes, torch.device(device), "world")
         comm.timeout = timeout
-        threads = mpi.Query_thread() == mpi.THREAD_MULTIPLE  # what mpi4py asks for, if the library has it
+        threads = mpi.Query_thread() == mpi.THREAD_MULTIPLE  # mpi4py asks for it, and gets it if the library has it
         every = comm.all_gather_object([mpi.Get_processor_name(), threads], "hosts")
         comm.local_ranks = tuple(r for r, (host, _) in enumerate(every) if host == every[comm.rank][0])
         comm.serves_threads = all(threads for _, threads in every)
@@ -155,55 +148,32 @@ class MpiCommunicator(BaseCommunicator):
             if test():
                 return
         start = monotonic()
-        pause, next_notes, next_look = _MIN_SLEEP, start, start + _STUCK_SECONDS
+        pause, next_notes = _MIN_SLEEP, start
         while not test():
             now = monotonic()
             if now >= next_notes:
+                next_notes = now + _NOTE_SECONDS
                 self._notes.read()
                 self.failure.check()
-                self._check_ended(now)
-                next_notes = now + _NOTE_SECONDS
+                self.check_ended(self._notes.ended())
+                self.look_for_circle()
             if now - start >= timeout:
                 raise TransportTimeoutError
-            if now >= next_look:
-                next_look = now + _STUCK_SECONDS / 2
-                circle = self.check_stuck()
-                if circle is not None:
-                    self._diverge(circle)
             sleep(pause)
             pause = min(2 * pause, _MAX_SLEEP)
 
-    def _check_ended(self, now: float) -> None:
-        position = self._where
-        if position is None:
-            return
-        for rank, since in self._notes.ended.items():
-            concerns = position.kind == "collective" or position.peer == rank
-            if concerns and now - since > _ENDED_SECONDS:
-                raise CommunicationError(
-                    f"rank {self.rank} waits in {position.text}, but rank {rank} has ended: it made fewer calls than "
-                    f"the others"
-                )
-
     def take_note(self, kind: str, source: int, text: str) -> None:
-        """What another rank has told about this communicator."""
+        """Take in what another rank has told about this communicator."""
         if kind == "diverged":
             self.failure.set(DivergenceError, text)
-        elif text:
-            self._others[source] = Position.from_json(text)
         else:
-            self._others.pop(source, None)
+            self._texts[source] = text
 
-    def _publish(self, position: Position | None) -> None:
-        if position is None and not self._published:
-            return
-        if position is not None and self._published:
-            return  # a position does not change while a rank is blocked
-        self._published = position is not None
-        self._notes.send("position", self.path, position.to_json() if position is not None else "")
+    def _publish(self, text: str) -> None:
+        self._notes.send("published", self.path, text)
 
-    def _positions(self) -> dict[int, Position]:
-        return dict(self._others)
+    def _published(self) -> dict[int, str]:
+        return dict(self._texts)
 
     def _spread_divergence(self, text: str) -> None:
         if self.failure.set(DivergenceError, text):
@@ -213,15 +183,11 @@ class MpiCommunicator(BaseCommunicator):
 
     def _raw_send(self, flat: Tensor, to: int, key: MessageKey) -> _Request:
         place = self.slots.take(to, True, key)
-        buffer = flat.numpy()
-        request = self._channel.Isend([buffer, self._mpi.BYTE], to, place[2] % (self._max_tag + 1))
-        return _Request(self, request, flat, place)
+        return _Request(self, self._channel.Isend([flat.numpy(), self._mpi.BYTE], to, place.slot), flat, place)
 
     def _raw_receive(self, flat: Tensor, source: int, key: MessageKey) -> _Request:
         place = self.slots.take(source, False, key)
-        buffer = flat.numpy()
-        request = self._channel.Irecv([buffer, self._mpi.BYTE], source, place[2] % (self._max_tag + 1))
-        return _Request(self, request, flat, place)
+        return _Request(self, self._channel.Irecv([flat.numpy(), self._mpi.BYTE], source, place.slot), flat, place)
 
     def _raw_gather(self, block: bytes, timeout: float) -> list[bytes]:
         size = len(block)
@@ -231,35 +197,27 @@ class MpiCommunicator(BaseCommunicator):
         return [bytes(blocks[i * size : (i + 1) * size]) for i in range(self.size)]
 
     def _raw_reduce(self, tensor: Tensor, op: str, timeout: float) -> None:
-        if tensor.dtype not in _TYPES:
-            raise TypeError(
-                f"all_reduce over MPI: {tensor.dtype} cannot be reduced; known are {', '.join(map(str, _TYPES))}"
-            )
-        kind = getattr(self._mpi, _TYPES[tensor.dtype])
-        request = self._channel.Iallreduce(self._mpi.IN_PLACE, [tensor.numpy(), kind], getattr(self._mpi, op.upper()))
+        request = self._channel.Iallreduce(self._mpi.IN_PLACE, tensor.numpy(), getattr(self._mpi, op.upper()))
         _Request(self, request, tensor).wait(timeout)
 
     def _raw_broadcast(self, flat: Tensor, root: int, timeout: float) -> None:
         request = self._channel.Ibcast([flat.numpy(), self._mpi.BYTE], root)
         _Request(self, request, flat).wait(timeout)
 
-    def _raw_duplicate(self, name: str) -> BaseCommunicator:
-        count = self._twins[name] = self._twins.get(name, 0) + 1
-        twin = MpiCommunicator(self._mpi, self._channel, self._notes, self.device, f"{self.path}/{name}#{count}")
-        twin.serves_threads = self.serves_threads
-        return twin
+    def _raw_duplicate(self, path: str) -> MpiCommunicator:
+        return MpiCommunicator(self._mpi, self._channel, self._notes, self.device, path)
 
     # ---- failure
 
     def announce(self, reason: str) -> NoReturn:
-        """End the job; does not return. The caller has printed the reason."""
+        """End the job. It does not return. The caller has printed the reason."""
         sys.stdout.flush()
         sys.stderr.flush()
         self._mpi.COMM_WORLD.Abort(1)
         os._exit(1)
 
     def abort(self, reason: str) -> NoReturn:
-        """Print the reason and end the job; does not return."""
+        """Print the reason and end the job. It does not return."""
         print(f"shardpass: {first_failure(self.rank, reason)}", file=sys.stderr, flush=True)
         self.announce(reason)
 

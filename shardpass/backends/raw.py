@@ -1,39 +1,59 @@
-"""The state of a communicator, the raw primitives a backend supplies, and waiting: what lies under `base`."""
+"""What lies under `base`: the state of a communicator, the raw primitives that a backend supplies, and waiting."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from time import monotonic
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from shardpass.backends.deadlock import Position, Tally, describe_circle, find_circle
-from shardpass.backends.failure import Failure, TransportLostError, TransportTimeoutError
-from shardpass.backends.handle import Pending
+from shardpass.backends.communicator import Communicator
+from shardpass.backends.deadlock import COLLECTIVE, Position, Tally, describe_stuck, stuck_ranks
+from shardpass.backends.failure import Failure, TransportLostError, TransportTimeoutError, first_failure
 from shardpass.backends.identity import MessageKey
-from shardpass.errors import CommunicationError, DivergenceError
+from shardpass.errors import CommunicationError, DivergenceError, PeerFailure
 
 DEFAULT_TIMEOUT = 1800.0  # seconds; a rank may be compiling a kernel, and a dead one is found by other means
+_FIRST_LOOK_SECONDS = 1.0  # how long a rank is blocked before it looks for a circle of waits
+_LOOK_SECONDS = 0.5  # how long it then waits before it looks again
+C = TypeVar("C", bound="RawCommunicator")
 
 
-class RawCommunicator:
-    """What a backend derives from, through `BaseCommunicator`.
+class Pending(Protocol):
+    """One raw message under way. It keeps the memory of its message alive."""
+
+    def wait(self, timeout: float) -> None:
+        """Return when the message has completed.
+
+        Raises:
+            TransportTimeoutError, TransportLostError: without words, which `RawCommunicator.waiting` adds.
+            CommunicationError: another rank has failed.
+        """
+        ...
+
+
+class RawCommunicator(Communicator):
+    """The part of `BaseCommunicator` that lies under exchanges and collectives.
 
     Attributes:
-        name: of this communicator, ``"world"`` or what `duplicate` was given.
-        timeout: seconds a wait may take by default.
+        path: ``"world"``, or the name of a duplicate after the path of what it duplicates; the same on every rank.
+        timeout: seconds that a wait may take unless the caller says otherwise.
         max_message_bytes: longer messages are split; the same on every rank.
+        failure: the first failure of this communicator.
+        given_up: whether this rank has given the communicator up.
     """
 
-    name: str = "world"
     serves_threads = True  # whether a duplicate may be used by another thread at the same time
-    moves_device_memory = False  # whether raw primitives take tensors on `device`; staged over the CPU otherwise
+    moves_device_memory = False  # whether raw primitives take tensors on `device`; otherwise they are staged on the CPU
     shares_memory = False  # whether the engine is to use `share` for rows between ranks of one host
 
-    def __init__(self, rank: int, size: int, device: torch.device, failure: Failure) -> None:
+    def __init__(self, rank: int, size: int, device: torch.device, failure: Failure, path: str = "world") -> None:
         self.rank = rank
         self.size = size
         self.device = device
@@ -43,14 +63,18 @@ class RawCommunicator:
         self.timeout = DEFAULT_TIMEOUT
         self.max_message_bytes = 1 << 30
         self.failure = failure
+        self.path = path
+        self.given_up = False
         self._sequence = 0
         self._epoch = 0
         self._tally = Tally()
+        self._num_duplicates: Counter[str] = Counter()
         self._where: Position | None = None
-        self._circle: tuple[list[int], list[int]] | None = None
+        self._next_look = 0.0
+        self._stuck: list[tuple[int, int]] = []
+        self._is_published = False
+        self._publishing = threading.Lock()
         self._closed = False
-        self._background: Any = None  # see `Communicator.background`
-        self.given_up = False  # by this rank
 
     # ---- raw primitives -------------------------------------------------------------------------------------------
 
@@ -63,26 +87,26 @@ class RawCommunicator:
         raise NotImplementedError
 
     def _raw_gather(self, block: bytes, timeout: float) -> list[bytes]:
-        """Collective: the blocks, all of `HEADER_BYTES`, of all ranks. Returns when every rank has entered."""
+        """Collective: the blocks of all ranks, each `HEADER_BYTES` long. Returns when every rank has entered."""
         raise NotImplementedError
 
     def _raw_reduce(self, tensor: Tensor, op: str, timeout: float) -> None:
-        """Collective: reduce in place. Never half precision, bool or empty."""
+        """Collective: reduce in place. The tensor is never half precision, bool or empty."""
         raise NotImplementedError
 
     def _raw_broadcast(self, flat: Tensor, root: int, timeout: float) -> None:
-        """Collective: fill the bytes ``flat``, not empty, in place."""
+        """Collective: fill the bytes ``flat``, which are not empty, in place."""
         raise NotImplementedError
 
-    def _raw_duplicate(self, name: str) -> Any:
-        """Collective: a communicator over the same ranks with channels of its own."""
+    def _raw_duplicate(self: C, path: str) -> C:
+        """Collective: a communicator with this path over the same ranks, with channels of its own."""
         raise NotImplementedError
 
-    def _publish(self, position: Position | None) -> None:
-        """Let the other ranks see where this one is blocked; None when it goes on."""
+    def _publish(self, text: str) -> None:
+        """Let the other ranks read ``text``, which replaces what this rank has published before."""
 
-    def _positions(self) -> dict[int, Position]:
-        """Where the other ranks are blocked, as far as they have published it."""
+    def _published(self) -> dict[int, str]:
+        """The latest text of each other rank, as far as it has arrived here."""
         return {}
 
     def _spread_divergence(self, text: str) -> None:
@@ -93,29 +117,23 @@ class RawCommunicator:
         """The failure behind a closed connection, if it becomes known shortly."""
         return self.failure.error()
 
-    def _diverge(self, text: str) -> NoReturn:
-        self._spread_divergence(text)
-        self.failure.check()
-        raise DivergenceError(text)
-
     # ---- waiting --------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def waiting(self, position: Position, timeout: float | None) -> Iterator[Callable[[Pending], None]]:
-        """While this rank is blocked at ``position``: a function that waits for one raw transfer after the other."""
-        limit = self.timeout if timeout is None else timeout
-        deadline = monotonic() + limit
+    def waiting(self, position: Position, timeout: float | None = None) -> Iterator[float]:
+        """A block in which this rank is blocked at ``position``. Yields the seconds that each transfer may take."""
+        seconds = self.timeout if timeout is None else timeout
         self._epoch += 1
-        position.epoch = self._epoch
-        self._circle = None
-        self._where = position
+        self._stuck = []
+        self._next_look = monotonic() + _FIRST_LOOK_SECONDS
+        self._where = replace(position, epoch=self._epoch)
         try:
-            yield lambda pending: pending.wait(max(0.0, deadline - monotonic()))
+            yield seconds
         except TransportTimeoutError:
             self.failure.check()
             raise CommunicationError(
-                f"rank {self.rank} has waited {limit:.0f} s in {position.text}, and nothing came. The other ranks are "
-                f"alive: one of them is slower than that, or has taken another path"
+                f"rank {self.rank} has waited {seconds:.0f} s in {position.text}, and nothing came. The other ranks "
+                f"are alive: one of them is slower than that, or has taken another path"
             ) from None
         except TransportLostError as error:
             known = self._explain_lost(position.peer)
@@ -128,62 +146,97 @@ class RawCommunicator:
             ) from None
         finally:
             self._where = None
-            self._publish(None)
+            self._show(None)
 
-    def check_stuck(self) -> str | None:
-        """For backends, while blocked for a second or more: words where the ranks wait in a circle, else None.
+    def look_for_circle(self) -> None:
+        """Spread a divergence if the ranks wait for each other in a circle.
 
-        The same circle must be seen twice, since what other ranks have published may just be going out of date.
+        A backend calls this from any thread, as often as it likes, while the rank is blocked. It does something only
+        once the rank has been blocked for a second. The same ranks must be stuck twice, since what other ranks have
+        published may just be going out of date.
         """
+        position, now = self._where, monotonic()
+        if position is None or now < self._next_look or self.failure.happened:
+            return
+        self._next_look = now + _LOOK_SECONDS
+        position = replace(position, posted={**self._tally.posted(), COLLECTIVE: self._sequence})
+        self._show(position)
+        texts = {rank: text for rank, text in self._published().items() if text and rank != self.rank}
+        positions = {self.rank: position, **{rank: Position.from_json(text) for rank, text in texts.items()}}
+        stuck = [(rank, positions[rank].epoch) for rank in stuck_ranks(positions)]
+        if stuck and stuck == self._stuck:
+            self._spread_divergence(describe_stuck(positions))
+        self._stuck = stuck
+
+    def _show(self, position: Position | None) -> None:
+        """Publish where this rank is blocked, or `None` if it goes on, unless that is published already."""
+        with self._publishing:
+            is_blocked = position is not None and self._where is not None
+            if is_blocked != self._is_published:
+                self._is_published = is_blocked
+                self._publish(position.to_json() if position is not None and is_blocked else "")
+
+    def ended_error(self, ended: Iterable[int]) -> CommunicationError | None:
+        """An error if this rank waits for one of the ranks that have ``ended``."""
         position = self._where
-        if position is None:
-            return None
-        position = self._tally.fill(Position(**{**position.__dict__, "sent": {}, "received": {}}))
-        self._publish(position)
-        positions = {**self._positions(), self.rank: position}
-        circle = find_circle(self.rank, positions)
-        seen = (circle, [positions[rank].epoch for rank in circle]) if circle else None
-        if seen is not None and seen == self._circle:
-            return describe_circle(seen[0], positions)
-        self._circle = seen
+        for rank in ended:
+            if position is not None and position.peer in (-1, rank):
+                return CommunicationError(
+                    f"rank {self.rank} waits in {position.text}, but rank {rank} has ended: it made fewer calls than "
+                    f"the others"
+                )
         return None
+
+    def check_ended(self, ended: Iterable[int]) -> None:
+        """Raise `ended_error`, if there is one."""
+        error = self.ended_error(ended)
+        if error is not None:
+            raise error
+
+    def diverge(self, text: str) -> NoReturn:
+        """Raise ``text`` as a `DivergenceError`, here and in the waits of every rank."""
+        self._spread_divergence(text)
+        self.failure.check()
+        raise DivergenceError(text)
 
     # ---- life -----------------------------------------------------------------------------------------------------
 
     def let_first_rank_go(self) -> None:
-        """See `Communicator.let_first_rank_go`."""
+        """Return at once: where ranks share no process, each has a generator of its own."""
 
     def random_lock(self) -> AbstractContextManager[Any]:
-        """See `Communicator.random_lock`."""
         return nullcontext()
 
     def give_up(self, reason: str) -> None:
-        """See `Communicator.give_up`."""
         self.given_up = True
-        if not self.failure.happened.is_set():
-            self._spread_divergence(f"rank {self.rank} has given up {self.name!r}: {reason}")
+        if not self.failure.happened:
+            self._spread_divergence(f"rank {self.rank} has given up {self.path!r}: {reason}")
+
+    def announce(self, reason: str) -> None:
+        """Make every rank, this one included, fail with ``reason`` in its present or next call."""
+        self.failure.set(PeerFailure, first_failure(self.rank, reason))
 
     def abort(self, reason: str) -> None:
-        """See `Communicator.abort`."""
-        raise NotImplementedError
+        """End every rank with this rank's ``reason``. It raises on this rank as well."""
+        self.announce(reason)
+        self.failure.check()
 
     def close(self) -> None:
-        """See `Communicator.close`."""
         self._closed = True
 
     def _check_open(self) -> None:
         if self._closed:
-            raise CommunicationError(f"the communicator {self.name!r} of rank {self.rank} has been closed")
+            raise CommunicationError(f"the communicator {self.path!r} of rank {self.rank} has been closed")
         self.failure.check()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a communicator belongs to its process; save model.state_dict() instead")
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> RawCommunicator:
+    def __deepcopy__(self: C, memo: dict[int, Any]) -> C:
         return self
 
-    def __copy__(self) -> RawCommunicator:
+    def __copy__(self: C) -> C:
         return self
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(name={self.name!r}, rank={self.rank}, size={self.size}, device={self.device})"
+        return f"{type(self).__name__}(path={self.path!r}, rank={self.rank}, size={self.size}, device={self.device})"

@@ -1,32 +1,31 @@
-"""Memory that the ranks of one host share, whatever carries their messages: a file without a name that all map.
+"""Memory that the ranks of one host share, whatever carries their messages: files without a name that all ranks map.
 
 [Note: a file without a name] Each rank makes a memory file (memfd), tells the others its process and descriptor, and
-closes it as soon as they have mapped it. So nothing is left behind by a crash at any moment, and the size of /dev/shm,
-which is small in many containers, does not matter. The space is reserved when the file is made: memory that is not
-there is an error then, not a fault at the first write. A random number at the front proves that a rank has mapped the
-file it was told of: process numbers mean nothing in another container or on another host of the same name.
+closes the file as soon as they have mapped it. So a crash at any moment leaves nothing behind, and the size of
+/dev/shm, which is small in many containers, does not matter. The space is reserved when the file is made, so that a
+lack of memory is an error then, not a fault at the first write. A random number at the front proves that a rank has
+mapped the file it was told of: in another container, or on another host of the same name, a process number means
+something else.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from shardpass.backends.communicator import Communicator
+from shardpass.backends.communicator import Communicator
 
 _PROOF_BYTES = 32
-_FRONT_BYTES = 64  # what comes after it is aligned for every dtype
+_FRONT_BYTES = 64  # so that what follows is aligned for every dtype
 
 Offer = tuple[str, str, int]  # path, proof, bytes
 
 
 def share(comm: Communicator, num_bytes: int, label: str) -> dict[int, Tensor] | None:
-    """See `Communicator.share`: over any communicator whose ranks are processes or threads of Linux."""
+    """See `Communicator.share`. It works for ranks that are processes or threads of Linux."""
     file, offer = _create(num_bytes)
     try:
         offers = comm.all_gather_object(offer, f"{label}: shared memory")
@@ -39,7 +38,7 @@ def share(comm: Communicator, num_bytes: int, label: str) -> dict[int, Tensor] |
 
 
 def _create(num_bytes: int) -> tuple[int | None, Offer | None]:
-    """The descriptor of a new file for `num_bytes`, and what the others need to map it; None where there is none."""
+    """The descriptor of a new file for `num_bytes` and what the others need to map it, or `None`."""
     try:
         file = os.memfd_create("shardpass")
     except (AttributeError, OSError):
@@ -66,7 +65,7 @@ def _map_all(offers: dict[int, Offer | None]) -> dict[int, Tensor] | None:
 
 def _map(path: str, proof: str, total: int) -> Tensor | None:
     try:
-        if os.stat(path).st_size != total:  # before it is opened: it may be anything, of anyone
+        if os.stat(path).st_size != total:  # checked before opening, since it may be anybody's file
             return None
         memory = torch.from_file(path, shared=True, size=total, dtype=torch.uint8)
     except (OSError, RuntimeError):

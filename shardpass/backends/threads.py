@@ -1,29 +1,36 @@
-"""Ranks as threads of one process: messages are copies in memory, waits are on one condition.
+"""Ranks as threads of one process: messages are copies in memory, and all waits are on one condition.
 
-For tests, notebooks and one machine with much memory. Torch releases the interpreter's lock in its kernels, so ranks
-compute at the same time. CPU only: autograd has one thread per CUDA device, and ranks waiting for each other in
-backward would block it.
+For tests, notebooks and a single machine with much memory. Torch releases the interpreter's lock in its kernels, so the
+ranks compute at the same time. CPU only: autograd has one thread per CUDA device, which ranks that wait for each other
+in backward would block.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from time import monotonic
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from shardpass.backends.base import BaseCommunicator
-from shardpass.backends.deadlock import Position
 from shardpass.backends.failure import Failure, TransportTimeoutError, first_failure
 from shardpass.backends.identity import MessageKey
 from shardpass.errors import CommunicationError, DivergenceError, PeerFailure
 
-_LOOK_SECONDS = 0.5  # how long a rank is blocked before it looks for a circle of waits
+_LOOK_SECONDS = 0.5  # how often a blocked rank looks why
+_COMBINE: dict[str, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "prod": torch.mul,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
+T = TypeVar("T")
+_Place = tuple[int, int, MessageKey]  # source, destination, and what the message is matched by
 
 
 class ThreadWorld:
@@ -32,10 +39,9 @@ class ThreadWorld:
     Args:
         size: number of ranks.
         device: of their tensors; CUDA is refused for more than one rank.
-        in_turn: one rank computes at a time, until it has to wait for another.
     """
 
-    def __init__(self, size: int, device: torch.device | str = "cpu", in_turn: bool = False) -> None:
+    def __init__(self, size: int, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
         if size < 1:
             raise ValueError(f"the number of ranks is {size}, but it must be at least 1")
@@ -48,93 +54,61 @@ class ThreadWorld:
         self.changed = threading.Condition()
         self.random = threading.RLock()
         self.failure = Failure()
-        self.turn = _Turn(in_turn)
 
     def communicators(self) -> list[ThreadCommunicator]:
-        """One communicator per rank; use each in a thread of its own."""
+        """One communicator per rank. Use each in a thread of its own."""
         channel = _Channel(self)
         return [ThreadCommunicator(channel, rank) for rank in range(self.size)]
 
     def fail(self, rank: int, reason: str) -> None:
-        """End all waits of all ranks; ``reason`` is shown where it is the first."""
+        """End all waits of all ranks. They show ``reason`` if this failure is the first."""
         self.failure.set(PeerFailure, first_failure(rank, reason))
         with self.changed:
             self.changed.notify_all()
 
 
-class _Turn:
-    """What a rank's thread holds while it computes, if ranks compute one at a time."""
+class _Meeting:
+    """One collective: what the ranks have brought, and the result once all have come."""
 
-    def __init__(self, is_needed: bool) -> None:
-        self.is_needed = is_needed
-        self._lock = threading.Lock()
-        self._holder: int | None = None
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """The block runs while no other rank computes."""
-        if not self.is_needed:
-            yield
-            return
-        with self._lock:
-            self._holder = threading.get_ident()
-            try:
-                yield
-            finally:
-                self._holder = None
-
-    @contextmanager
-    def given_up(self) -> Iterator[None]:
-        """Others may compute during the block. Threads that hold nothing, as those beside a rank's own, just run it."""
-        if not self.is_needed or self._holder != threading.get_ident():
-            yield
-            return
-        self._holder = None
-        self._lock.release()
-        try:
-            yield
-        finally:
-            self._lock.acquire()
-            self._holder = threading.get_ident()
+    def __init__(self) -> None:
+        self.brought: dict[int, Any] = {}
+        self.result: Any = None
+        self.is_over = False
 
 
 class _Channel:
-    """The mailboxes and the meeting point of one communicator (and its counterparts on the other ranks)."""
+    """The mailboxes and meetings of one communicator, which all ranks share."""
 
     def __init__(self, world: ThreadWorld) -> None:
         self.world = world
         self.failure = Failure(world.failure)
-        self.mail: dict[tuple[int, int, MessageKey], deque[Tensor]] = {}  # sent and not yet expected
-        self.expected: dict[tuple[int, int, MessageKey], deque[_Arrival]] = {}
-        self.deposits: dict[int, Any] = {}
-        self.round = 0
-        self.results: dict[int, list[Any]] = {}
-        self.left: dict[int, int] = {}
-        self.positions: dict[int, Position] = {}
+        self.mail: dict[_Place, deque[Tensor]] = {}  # sent and not yet expected
+        self.expected: dict[_Place, deque[_Arrival]] = {}  # expected and not yet sent
+        self.meetings: dict[int, _Meeting] = {}  # by number, those that are not over
+        self.num_entered_by_first = 0  # how many meetings rank 0 has come to
+        self.published: dict[int, str] = {}  # by rank, see `RawCommunicator._publish`
         self.ended: set[int] = set()
-        self.first_entered = 0  # collectives that rank 0 has entered
 
 
 class _Sent:
-    """A message that has been copied: the sender may overwrite its buffer."""
+    """A message that has been copied, so that the sender may overwrite its buffer."""
 
     def wait(self, timeout: float) -> None:
         """Return at once."""
 
 
 class _Arrival:
-    """A message expected by ``comm`` into ``target``."""
+    """A message that ``comm`` expects in ``target``."""
 
-    def __init__(self, comm: ThreadCommunicator, source: int, target: Tensor) -> None:
+    def __init__(self, comm: ThreadCommunicator, target: Tensor) -> None:
         self._comm = comm
-        self._source = source
         self.target = target
-        self.done = False
+        self.is_done = False
 
     def wait(self, timeout: float) -> None:
         """Return when the message is in place."""
-        if not self.done:
-            self._comm.block(lambda: self.done, timeout)
+        if not self.is_done:
+            self._comm.block(lambda: self.is_done, timeout)
 
 
 class ThreadCommunicator(BaseCommunicator):
@@ -142,116 +116,90 @@ class ThreadCommunicator(BaseCommunicator):
 
     moves_device_memory = True
 
-    def __init__(self, channel: _Channel, rank: int) -> None:
+    def __init__(self, channel: _Channel, rank: int, path: str = "world") -> None:
         world = channel.world
-        super().__init__(rank, world.size, world.device, channel.failure)
+        super().__init__(rank, world.size, world.device, channel.failure, path)
         self._channel = channel
         self._world = world
-        self._rounds = 0
-        self.serves_threads = not world.turn.is_needed  # a rank that waits for its other thread would keep its turn
+        self._num_meetings = 0
         self.local_ranks = tuple(range(world.size))
 
-    def block(self, ready: Callable[[], bool], timeout: float) -> None:
-        """Wait until ``ready()``, which is called with the world's condition held."""
-        with self._world.changed:
-            if ready():
-                return
-        with self._world.turn.given_up():
-            self._wait(ready, timeout)
+    # ---- waiting
 
-    def _wait(self, ready: Callable[[], bool], timeout: float) -> None:
+    def block(self, ready: Callable[[], bool], timeout: float) -> None:
+        """Return once ``ready()``, which is called with the world's condition held."""
         deadline = monotonic() + timeout
         changed = self._world.changed
         while True:
             with changed:
-                seconds = min(_LOOK_SECONDS, deadline - monotonic())
-                if changed.wait_for(lambda: ready() or self.failure.happened.is_set(), max(0.0, seconds)):
+                seconds = max(0.0, min(_LOOK_SECONDS, deadline - monotonic()))
+                if changed.wait_for(lambda: ready() or self.failure.happened, seconds):
                     if ready():
                         return
                     self.failure.check()
+                self.check_ended(sorted(self._channel.ended))
             if monotonic() >= deadline:
                 raise TransportTimeoutError
-            circle = self.check_stuck()
-            if circle is not None:
-                self._diverge(circle)
-            self._check_ended(ready)
+            self.look_for_circle()
 
-    def _check_ended(self, ready: Callable[[], bool]) -> None:
-        position, ended = self._where, self._channel.ended
-        if position is None or not ended:
-            return
-        missing = sorted(ended) if position.kind == "collective" else sorted(ended & {position.peer})
-        with self._world.changed:
-            if missing and not ready():
-                raise CommunicationError(
-                    f"rank {self.rank} waits in {position.text}, but rank {missing[0]} has ended: it made fewer calls "
-                    f"than the others"
-                )
+    def let_first_rank_go(self) -> None:
+        if self.rank > 0:
+            channel, mine = self._channel, self._num_meetings
+            self.block(lambda: channel.num_entered_by_first > mine or 0 in channel.ended, self.timeout)
+
+    def random_lock(self) -> AbstractContextManager[Any]:
+        """The lock of the world, since torch has one generator for the whole process."""
+        return self._world.random
+
+    # ---- raw primitives
 
     def _raw_send(self, flat: Tensor, to: int, key: MessageKey) -> _Sent:
         place = (self.rank, to, key)
         with self._world.changed:
-            waiting = self._channel.expected.get(place)
-            if waiting:
-                arrival = waiting.popleft()
-                if not waiting:
-                    del self._channel.expected[place]
-            else:
+            arrival = _first(self._channel.expected, place)
+            if arrival is None:
                 self._channel.mail.setdefault(place, deque()).append(flat.clone())
                 return _Sent()
         arrival.target.copy_(flat)
         with self._world.changed:
-            arrival.done = True
+            arrival.is_done = True
             self._world.changed.notify_all()
         return _Sent()
 
     def _raw_receive(self, flat: Tensor, source: int, key: MessageKey) -> _Arrival:
         place = (source, self.rank, key)
-        arrival = _Arrival(self, source, flat)
+        arrival = _Arrival(self, flat)
         with self._world.changed:
-            letters = self._channel.mail.get(place)
-            if not letters:
+            letter = _first(self._channel.mail, place)
+            if letter is None:
                 self._channel.expected.setdefault(place, deque()).append(arrival)
                 return arrival
-            letter = letters.popleft()
-            if not letters:
-                del self._channel.mail[place]
         flat.copy_(letter)
-        arrival.done = True
+        arrival.is_done = True
         return arrival
 
-    def let_first_rank_go(self) -> None:
-        """See `Communicator.let_first_rank_go`."""
-        if self.rank > 0:
-            channel, mine = self._channel, self._rounds
-            self.block(lambda: channel.first_entered > mine or 0 in channel.ended, self.timeout)
-
-    def _meet(self, deposit: Any, combine: Callable[[list[Any]], list[Any]], timeout: float) -> Any:
-        """Collective: the last rank to come makes every rank's result from the deposits, in rank order."""
-        channel, world = self._channel, self._world
-        self._rounds += 1
-        current = self._rounds
-        with world.changed:
+    def _meet(self, mine: Any, combine: Callable[[list[Any]], T], timeout: float) -> T:
+        """Collective: the last rank to come makes the result, for all, of what the ranks bring in rank order."""
+        channel, changed = self._channel, self._world.changed
+        self._num_meetings += 1
+        number = self._num_meetings
+        with changed:
+            meeting = channel.meetings.setdefault(number, _Meeting())
+            meeting.brought[self.rank] = mine
+            is_last = len(meeting.brought) == self.size
             if self.rank == 0:
-                channel.first_entered = current
-                world.changed.notify_all()
-            channel.deposits[self.rank] = deposit
-            last = len(channel.deposits) == world.size
-            if last:
-                deposits = [channel.deposits.pop(rank) for rank in range(world.size)]
-        if last:
-            results = combine(deposits)
-            with world.changed:
-                channel.results[current] = results
-                channel.left[current] = world.size
-                world.changed.notify_all()
+                channel.num_entered_by_first = number
+                changed.notify_all()
+        if is_last:
+            meeting.result = combine([meeting.brought[rank] for rank in range(self.size)])
+            with changed:
+                del channel.meetings[number]
+                meeting.brought.clear()
+                meeting.is_over = True
+                changed.notify_all()
         else:
-            self.block(lambda: current in channel.results, timeout)
-        with world.changed:
-            result = channel.results[current][self.rank]
-            channel.left[current] -= 1
-            if channel.left[current] == 0:
-                del channel.results[current], channel.left[current]
+            self.block(lambda: meeting.is_over, timeout)
+        result: T = meeting.result
         return result
 
     def _raw_gather(self, block: bytes, timeout: float) -> list[bytes]:
@@ -260,59 +208,56 @@ class ThreadCommunicator(BaseCommunicator):
                 f"rank {self.rank} calls the other ranks while it holds torch's random generator, which they wait for: "
                 f"a `with shardpass.seed(...)` block must not communicate. Build the model inside it, wrap it after"
             )
-        return list(self._meet(block, lambda blocks: [blocks] * self.size, timeout))
+        return self._meet(block, list, timeout)
 
     def _raw_reduce(self, tensor: Tensor, op: str, timeout: float) -> None:
-        tensor.copy_(self._meet(tensor, lambda tensors: [_reduce(tensors, op)] * self.size, timeout))
+        tensor.copy_(self._meet(tensor, lambda tensors: _reduce(tensors, op), timeout))
 
     def _raw_broadcast(self, flat: Tensor, root: int, timeout: float) -> None:
-        value = self._meet(flat, lambda tensors: [tensors[root].clone()] * self.size, timeout)
+        value = self._meet(flat, lambda tensors: tensors[root].clone(), timeout)
         if self.rank != root:
             flat.copy_(value)
 
-    def _raw_duplicate(self, name: str) -> BaseCommunicator:
-        channel = self._meet(None, lambda _: [_Channel(self._world)] * self.size, self.timeout)
-        return ThreadCommunicator(channel, self.rank)
+    def _raw_duplicate(self, path: str) -> ThreadCommunicator:
+        return ThreadCommunicator(self._meet(None, lambda _: _Channel(self._world), self.timeout), self.rank, path)
 
-    def random_lock(self) -> AbstractContextManager[Any]:
-        """The lock of the world: torch's generator is one for the whole process."""
-        return self._world.random
+    # ---- failure
 
-    def _publish(self, position: Position | None) -> None:
-        if position is not None:
-            self._channel.positions[self.rank] = position
-        elif self.rank in self._channel.positions:
-            self._channel.positions.pop(self.rank, None)
+    def _publish(self, text: str) -> None:
+        self._channel.published[self.rank] = text
 
-    def _positions(self) -> dict[int, Position]:
-        return dict(self._channel.positions)
+    def _published(self) -> dict[int, str]:
+        return dict(self._channel.published)
 
     def _spread_divergence(self, text: str) -> None:
         self.failure.set(DivergenceError, text)
         with self._world.changed:
             self._world.changed.notify_all()
 
-    def abort(self, reason: str) -> None:
-        """See `Communicator.abort`; raises on this rank as well."""
+    def announce(self, reason: str) -> None:
+        """See `RawCommunicator.announce`."""
         self._world.fail(self.rank, reason)
-        self.failure.check()
 
     def end(self) -> None:
-        """Note that this rank makes no further calls, so that ranks waiting for it are told."""
+        """Note that this rank makes no further calls, so that a rank that waits for it is told."""
         with self._world.changed:
             self._channel.ended.add(self.rank)
             self._world.changed.notify_all()
 
 
+def _first(boxes: dict[_Place, deque[T]], place: _Place) -> T | None:
+    """What came to ``place`` first, taken out; `None` if there is nothing."""
+    box = boxes.get(place)
+    if box is None:
+        return None
+    first = box.popleft()
+    if not box:
+        del boxes[place]
+    return first
+
+
 def _reduce(tensors: list[Tensor], op: str) -> Tensor:
     result = tensors[0].clone()
     for tensor in tensors[1:]:
-        if op == "sum":
-            result += tensor
-        elif op == "prod":
-            result *= tensor
-        elif op == "max":
-            torch.maximum(result, tensor, out=result)
-        else:
-            torch.minimum(result, tensor, out=result)
+        _COMBINE[op](result, tensor, out=result)
     return result

@@ -1,8 +1,8 @@
 """Ranks of a torch.distributed process group, over gloo connections of their own.
 
-Whatever backend the given group has, messages between ranks travel over a gloo group over the same ranks, made here:
-it makes progress by itself, honours tags, and its connections tell when a process dies. Tensors on a GPU are staged
-over the CPU.
+Whatever backend the given group has, messages between ranks travel over a gloo group that is made here over the same
+ranks. Gloo makes progress by itself, keeps tags apart, and its connections tell when a process dies. Tensors on a GPU
+are staged over the CPU.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ import atexit
 import contextlib
 import re
 import socket
-import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 import torch
@@ -22,28 +21,23 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from shardpass.backends.base import DEFAULT_TIMEOUT, BaseCommunicator
-from shardpass.backends.deadlock import Position
-from shardpass.backends.failure import (
-    Failure,
-    TransportLostError,
-    TransportTimeoutError,
-    first_failure,
-)
-from shardpass.backends.identity import MessageKey, SlotTable
+from shardpass.backends.base import BaseCommunicator
+from shardpass.backends.failure import Failure, TransportLostError, TransportTimeoutError, first_failure
+from shardpass.backends.identity import MessageKey, Place, SlotTable
+from shardpass.backends.raw import DEFAULT_TIMEOUT
 from shardpass.backends.watch import Watch, break_group
 from shardpass.errors import CommunicationError, DivergenceError
 
 _EXPLAIN_SECONDS = 5.0  # how long the reason of a closed connection may take around the ring
-_ENDED_SECONDS = 1.0  # how long a failure may take that is more of a reason than a rank which has ended in peace
+_ENDED_SECONDS = 1.0  # how long to wait for a failure that explains more than a rank which has ended in peace
 
 
 class _Transfer:
     """One gloo send or receive."""
 
-    def __init__(self, work: Any, flat: Tensor, slots: SlotTable, place: tuple[int, bool, int]) -> None:
+    def __init__(self, work: Any, flat: Tensor, slots: SlotTable, place: Place) -> None:
         self._work = work
-        self._flat = flat  # kept alive until done
+        self._flat = flat  # kept alive until the transfer is done
         self._slots = slots
         self._place = place
 
@@ -55,12 +49,12 @@ class _Transfer:
 
 
 @contextlib.contextmanager
-def _transport_errors() -> Any:
+def _transport_errors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
         text = gloo_words(error)
-        if "Timed out" in text or "timed out" in text:
+        if "timed out" in text.lower():
             raise TransportTimeoutError from None
         raise TransportLostError(text) from None
 
@@ -89,13 +83,13 @@ class _Job:
             self.watch = Watch(self.new_group("watch"), rank, len(members), self.failure, ends)
 
     def note_end(self) -> None:
-        """Tell whoever still waits for this rank that it has ended in peace."""
-        if not self.failure.happened.is_set():
+        """Tell every rank that still waits for this one that it has ended in peace."""
+        if not self.failure.happened:
             with contextlib.suppress(RuntimeError):  # rank 0, which may hold the store, has ended already
                 self.notes.set(f"{self.name} ended {self.rank}", "1")
 
-    def ended(self, ranks: Iterable[int]) -> list[int]:
-        """Those of ``ranks`` that have ended in peace, as far as that can be known."""
+    def ended(self, ranks: Sequence[int]) -> list[int]:
+        """Those of ``ranks`` that have ended in peace, as far as this rank can know."""
         before = (self.rank - 1) % len(self.members)
         found = [before] if self.watch is not None and self.watch.predecessor_ended and before in ranks else []
         with contextlib.suppress(RuntimeError):
@@ -103,19 +97,17 @@ class _Job:
         return found
 
     def new_group(self, path: str) -> Any:
-        """Collective: a gloo group over the job's ranks, or None for one rank.
+        """Collective: a gloo group over the job's ranks.
 
-        Not through `torch.distributed.new_group`, whose names depend on how many groups this process happens to have.
+        It is not made by `torch.distributed.new_group`, whose names depend on how many groups this process has.
         """
-        size = len(self.members)
-        if size == 1:
-            return None
         store = dist.PrefixStore(f"{self.name} {path}", self._store)
-        return dist.ProcessGroupGloo(store, self.rank, size, timedelta(seconds=self.connect_timeout))  # type: ignore[attr-defined]
+        limit = timedelta(seconds=self.connect_timeout)
+        return dist.ProcessGroupGloo(store, self.rank, len(self.members), limit)  # type: ignore[attr-defined]
 
 
 def _own_store() -> Any:
-    """A connection of our own to the default group's store: another thread may block in the group's."""
+    """A connection of our own to the default group's store, since another thread may block in the group's."""
     store: Any = distributed_c10d._get_default_store()
     if hasattr(store, "clone"):
         store = store.clone()
@@ -123,19 +115,15 @@ def _own_store() -> Any:
 
 
 class TorchCommunicator(BaseCommunicator):
-    """One rank of a process group. Made by `from_group`; collective over the group."""
+    """One rank of a process group. `from_group` makes it."""
 
     shares_memory = True
 
-    def __init__(self, job: _Job, group: Any, rank: int, device: torch.device, path: str) -> None:
-        super().__init__(rank, len(job.members), device, Failure(job.failure))
+    def __init__(self, job: _Job, device: torch.device, path: str) -> None:
+        super().__init__(job.rank, len(job.members), device, Failure(job.failure), path)
         self._job = job
-        self._group = group
+        self._group = job.new_group(path)
         self._slots = SlotTable()
-        self._twins: dict[str, int] = {}
-        self._published = False
-        self._publishing = threading.Lock()
-        self.path = path
         if job.watch is not None:
             job.watch.register(self)
 
@@ -151,26 +139,25 @@ class TorchCommunicator(BaseCommunicator):
         """Collective. The communicator over the ranks of ``group`` (default: all processes).
 
         Args:
-            group: a process group of this process; left as it is.
+            group: a process group of this process. It is left as it is.
             device: of the tensors.
-            timeout: seconds a wait may take by default.
-            connect_timeout: seconds the connections may take to come up.
-            owns_default: destroy the default group when the communicator is closed.
-            ends_process: end this process when another rank has failed and this one has made no call for a while.
+            timeout: seconds that a wait may take unless the caller says otherwise.
+            connect_timeout: seconds that the connections may take to come up.
+            owns_default: whether to destroy the default group when the communicator is closed.
+            ends_process: whether to end this process if another rank has failed and this one makes no call for a while.
         """
         given = group if group is not None else dist.group.WORLD
         members = dist.get_process_group_ranks(given)
         rank = members.index(dist.get_rank())
         try:
             job = _Job(members, rank, connect_timeout, owns_default, ends_process)
-            own = job.new_group(job.name)
+            comm = TorchCommunicator(job, torch.device(device), job.name)
         except RuntimeError as error:
             raise CommunicationError(
                 f"rank {rank} could not connect with the other {len(members) - 1} ranks of the group within "
                 f"{connect_timeout:.0f} s: {gloo_words(error)}. Set GLOO_SOCKET_IFNAME to the network "
                 f"interface that reaches them"
             ) from error
-        comm = TorchCommunicator(job, own, rank, torch.device(device), job.name)
         comm.timeout = timeout
         atexit.register(comm.close)
         if job.watch is not None:
@@ -183,17 +170,15 @@ class TorchCommunicator(BaseCommunicator):
 
     def _raw_send(self, flat: Tensor, to: int, key: MessageKey) -> _Transfer:
         place = self._slots.take(to, True, key)
-        with _transport_errors_in(self, to):
-            return _Transfer(self._group.send([flat], to, place[2]), flat, self._slots, place)
+        with _transport_errors():
+            return _Transfer(self._group.send([flat], to, place.slot), flat, self._slots, place)
 
     def _raw_receive(self, flat: Tensor, source: int, key: MessageKey) -> _Transfer:
         place = self._slots.take(source, False, key)
-        with _transport_errors_in(self, source):
-            return _Transfer(self._group.recv([flat], source, place[2]), flat, self._slots, place)
+        with _transport_errors():
+            return _Transfer(self._group.recv([flat], source, place.slot), flat, self._slots, place)
 
     def _raw_gather(self, block: bytes, timeout: float) -> list[bytes]:
-        if self.size == 1:
-            return [block]
         mine = torch.frombuffer(bytearray(block), dtype=torch.uint8)
         blocks = list(torch.zeros(self.size, len(block), dtype=torch.uint8).unbind())
         options = distributed_c10d.AllgatherOptions()
@@ -201,90 +186,58 @@ class TorchCommunicator(BaseCommunicator):
         return [bytes(row.numpy().tobytes()) for row in blocks]
 
     def _raw_reduce(self, tensor: Tensor, op: str, timeout: float) -> None:
-        if self.size > 1:
-            options = dist.AllreduceOptions()
-            options.reduceOp = getattr(dist.ReduceOp, {"prod": "PRODUCT"}.get(op, op.upper()))
-            self._run(options, timeout, lambda: self._group.allreduce([tensor], options))
+        options = dist.AllreduceOptions()
+        options.reduceOp = getattr(dist.ReduceOp, {"prod": "PRODUCT"}.get(op, op.upper()))
+        self._run(options, timeout, lambda: self._group.allreduce([tensor], options))
 
     def _raw_broadcast(self, flat: Tensor, root: int, timeout: float) -> None:
-        if self.size > 1:
-            options = dist.BroadcastOptions()
-            options.rootRank, options.rootTensor = root, 0
-            self._run(options, timeout, lambda: self._group.broadcast([flat], options))
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        self._run(options, timeout, lambda: self._group.broadcast([flat], options))
 
-    def _run(self, options: Any, timeout: float, start: Any) -> None:
+    def _run(self, options: Any, timeout: float, start: Callable[[], Any]) -> None:
         options.timeout = timedelta(seconds=max(timeout, 0.001))
         with _transport_errors():
             start().wait()
 
-    def _raw_duplicate(self, name: str) -> BaseCommunicator:
-        count = self._twins[name] = self._twins.get(name, 0) + 1
-        path = f"{self.path}/{name}#{count}"
-        return TorchCommunicator(self._job, self._job.new_group(path), self.rank, self.device, path)
+    def _raw_duplicate(self, path: str) -> TorchCommunicator:
+        return TorchCommunicator(self._job, self.device, path)
 
     # ---- failure
 
     def _spread_divergence(self, text: str) -> None:
         if self._job.watch is not None:
-            self._job.watch.tell("diverged", text, self.path)
+            self._job.watch.tell(text, self.path)
         self.failure.set(DivergenceError, text)
 
     def _explain_lost(self, peer: int) -> CommunicationError | None:
-        deadline = monotonic() + _EXPLAIN_SECONDS
-        while monotonic() < deadline and not self.failure.happened.wait(0.05):
-            concerned = self._job.ended([peer] if peer >= 0 else range(self.size))
-            if concerned and not self.failure.happened.wait(_ENDED_SECONDS):
-                place = "" if self._where is None else f" waits in {self._where.text}, but"
-                return CommunicationError(
-                    f"rank {self.rank}{place or ':'} rank {concerned[0]} has ended: it made fewer calls than the others"
-                )
-        return self.failure.error()
+        peers = range(self.size) if peer < 0 else [peer]
+        deadline, ended = monotonic() + _EXPLAIN_SECONDS, list[int]()
+        while monotonic() < deadline and not self.failure.happened:
+            sleep(0.05)
+            if not ended:
+                ended = self._job.ended(peers)
+                deadline = monotonic() + _ENDED_SECONDS if ended else deadline
+        return self.failure.error() or self.ended_error(ended)
 
     def break_connections(self) -> None:
-        """Wake this rank's waits with an error; called by the watch, after the reason has been recorded."""
-        if self._group is not None:
-            break_group(self._group, (self.rank + 1) % self.size)
+        """Wake this rank's waits with an error. The watch calls it after it has recorded the reason."""
+        break_group(self._group, (self.rank + 1) % self.size)
 
-    def blocked_epoch(self) -> int | None:
-        """A number that stays the same while this rank is blocked in one wait; None while it is not."""
-        where = self._where
-        return None if where is None else where.epoch
+    def _publish(self, text: str) -> None:
+        with contextlib.suppress(RuntimeError):  # rank 0, which may hold the store, has ended already
+            self._job.notes.set(f"{self.path} {self.rank}", text)
 
-    def look_for_circle(self) -> None:
-        """Called by the watch while this rank is blocked: wake every rank where ranks wait in a circle."""
-        with contextlib.suppress(RuntimeError):  # the store, or the counts changing while they are read
-            circle = self.check_stuck()
-            if circle is not None:
-                self._spread_divergence(circle)
-
-    def _publish(self, position: Position | None) -> None:
-        if position is None and not self._published:
-            return
-        with self._publishing, contextlib.suppress(RuntimeError):
-            self._published = position is not None and self._where is not None
-            self._job.notes.set(f"{self.path} {self.rank}", position.to_json() if position and self._published else "")
-
-    def _positions(self) -> dict[int, Position]:
-        found: dict[int, Position] = {}
-        for rank in range(self.size):
-            key = f"{self.path} {rank}"
-            if rank != self.rank and self._job.notes.check([key]):
-                text = self._job.notes.get(key).decode()
-                if text:
-                    found[rank] = Position.from_json(text)
-        return found
+    def _published(self) -> dict[int, str]:
+        keys = {rank: f"{self.path} {rank}" for rank in range(self.size)}
+        return {rank: self._job.notes.get(key).decode() for rank, key in keys.items() if self._job.notes.check([key])}
 
     def announce(self, reason: str) -> None:
-        """Make every rank, this one included, fail with ``reason`` at its next or present call."""
-        text = first_failure(self.rank, reason)
-        if self._job.watch is not None:
-            self._job.watch.tell("failed", text)
-
-    def abort(self, reason: str) -> None:
-        """See `Communicator.abort`; raises on this rank as well."""
-        self.announce(reason)
-        self.failure.check()
-        raise CommunicationError(first_failure(self.rank, reason))
+        """See `RawCommunicator.announce`."""
+        if self._job.watch is None:
+            super().announce(reason)
+        else:
+            self._job.watch.tell(first_failure(self.rank, reason))
 
     def close(self) -> None:
         """See `Communicator.close`. Closing the first communicator of a job ends its duplicates too."""
@@ -299,13 +252,3 @@ class TorchCommunicator(BaseCommunicator):
             self._job.watch.close()
         if self._job.owns_default and dist.is_initialized():
             dist.destroy_process_group()
-
-
-@contextlib.contextmanager
-def _transport_errors_in(comm: TorchCommunicator, peer: int) -> Any:
-    """For transfers that cannot even start."""
-    try:
-        yield
-    except RuntimeError:
-        known = comm._explain_lost(peer)
-        raise (known or CommunicationError(f"rank {comm.rank} lost its connection with rank {peer}")) from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import signal
 import socket
@@ -22,11 +23,23 @@ _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCA
 
 @dataclass
 class Ended:
-    """A run that has ended: all its output, seconds, exit code."""
+    """A run that has ended.
+
+    Attributes:
+        text: all its output.
+        code: the exit code.
+        end: the time when its last process had ended.
+    """
 
     text: str
-    seconds: float
     code: int
+    end: float
+
+    def seconds_after_fault(self) -> float:
+        """From the last line ``fault at <time>`` to the end. A busy machine may take its time until the fault."""
+        faults = re.findall(r"fault at ([\d.]+)", self.text)
+        assert faults, f"the fault did not happen:\n{self.text}"
+        return self.end - float(faults[-1])
 
 
 def mpirun() -> str | None:
@@ -66,7 +79,6 @@ def launch(launcher: str, ranks: int, what: str, limit: float = 90.0, **env: str
     """Run ``program.py`` on ``ranks`` ranks to its end; fails when processes are left."""
     token = uuid.uuid4().hex
     environ = {k: v for k, v in os.environ.items() if k not in _LAUNCHER_VARIABLES} | {"OMP_NUM_THREADS": "1"} | env
-    start = time.monotonic()
     if launcher == "bare":
         text, code = _bare(ranks, what, token, limit, environ)
     else:
@@ -74,12 +86,12 @@ def launch(launcher: str, ranks: int, what: str, limit: float = 90.0, **env: str
             command(launcher, ranks, what, token), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environ
         )
         text, code = _output(child, limit)
-    seconds = time.monotonic() - start
+    end = time.time()
     left = survivors(token)
     for process in left:
         os.kill(process, signal.SIGKILL)
     assert not left, f"processes left: {left}\n{text}"
-    return Ended(text, seconds, code)
+    return Ended(text, code, end)
 
 
 def _bare(ranks: int, what: str, token: str, limit: float, environ: dict[str, str]) -> tuple[str, int]:

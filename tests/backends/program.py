@@ -12,7 +12,7 @@ sys.path[:0] = [str(Path(__file__).parent), *map(str, Path(__file__).parents[1:3
 
 import contract  # noqa: E402
 
-from shardpass.backends.connect import connect  # noqa: E402
+from shardpass.backends import Communicator, connect  # noqa: E402
 
 
 def main(what: str) -> None:
@@ -27,25 +27,30 @@ def main(what: str) -> None:
     else:
         contract.check_exchange(comm)
         victim = comm.rank == comm.size - 1
-        if what == "raise" and victim:
-            raise ValueError("boo")
-        if what == "kill" and victim:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if what == "exit" and victim:
-            sys.exit(3)
-        if what == "abort" and victim:
-            comm.abort("the loss is nan")
-        if what == "raise while others compute":
-            if victim:
-                raise ValueError("boo")
-            time.sleep(60)
         if what == "slow" and victim:
             time.sleep(float(os.environ["SLOW_SECONDS"]))
+        elif victim:
+            fail(comm, what)
+        elif what == "raise while others compute":
+            time.sleep(60)
         to, source = contract.ring(comm)
         recv = torch.zeros(300_000)
         comm.exchange(torch.ones(300_000), to, recv, source, 77, "call 5 round 2").wait()
         comm.barrier("last")
     print(f"rank {comm.rank} is done", flush=True)
+
+
+def fail(comm: Communicator, what: str) -> None:
+    """End this rank as ``what`` says, and note the time."""
+    print(f"fault at {time.time():.3f}", flush=True)
+    if what.startswith("raise"):
+        raise ValueError("boo")
+    if what == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what == "exit":
+        sys.exit(3)
+    if what == "abort":
+        comm.abort("the loss is nan")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """What `connect` makes of its environment."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -8,13 +9,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shardpass.backends import connect as connect_module
-from shardpass.backends.connect import connect
+from shardpass.backends import connect
 from shardpass.backends.launch import detect, first_host
 from shardpass.backends.local import LocalCommunicator
 from shardpass.errors import CommunicationError
 
 from .launchers import free_port
+
+connect_module = importlib.import_module("shardpass.backends.connect")
 
 
 @pytest.fixture(autouse=True)

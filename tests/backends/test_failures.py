@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 
-from shardpass.backends.spawn import spawn
+from shardpass.backends import spawn
 from shardpass.errors import CommunicationError, PeerFailure
 
 from . import contract
@@ -19,14 +19,13 @@ from .launchers import launch, needs_mpi, survivors
 
 pytestmark = pytest.mark.processes
 LIMIT = 15.0  # seconds from the failure to the end of the last rank
-START = 15.0  # seconds that launchers and imports may take before
 LAUNCHERS = ["bare", "torchrun", pytest.param("mpirun", marks=[needs_mpi, pytest.mark.mpi])]
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_an_exception_on_one_rank(launcher):
     ended = launch(launcher, 3, "raise")
-    assert ended.code != 0 and ended.seconds < START + LIMIT, ended.text
+    assert ended.code != 0 and ended.seconds_after_fault() < LIMIT, ended.text
     assert "shardpass: rank 2 failed first: ValueError: boo" in ended.text
     assert 'raise ValueError("boo")' in ended.text, "the traceback"
     assert "is done" not in ended.text
@@ -37,7 +36,7 @@ def test_an_exception_on_one_rank(launcher):
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_killed_rank(launcher):
     ended = launch(launcher, 3, "kill")
-    assert ended.code != 0 and ended.seconds < START + LIMIT, ended.text
+    assert ended.code != 0 and ended.seconds_after_fault() < LIMIT, ended.text
     assert "is done" not in ended.text
     if launcher == "bare":
         assert ended.text.count("PeerFailure: rank 2 died first: its process ended without a word") == 2, ended.text
@@ -48,32 +47,25 @@ def test_a_killed_rank(launcher):
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_rank_that_leaves_early(launcher):
     ended = launch(launcher, 3, "exit")
-    assert ended.code != 0 and ended.seconds < START + LIMIT, ended.text
+    assert ended.code != 0 and ended.seconds_after_fault() < LIMIT, ended.text
     assert "is done" not in ended.text
 
 
 def test_an_exception_while_the_others_compute():
     ended = launch("bare", 2, "raise while others compute")
-    assert ended.seconds < START + LIMIT, ended.text
+    assert ended.seconds_after_fault() < LIMIT, ended.text
     assert "shardpass: rank 0 ends: rank 1 failed first: ValueError: boo" in ended.text
 
 
 def test_abort():
     ended = launch("bare", 2, "abort")
-    assert ended.seconds < START + LIMIT, ended.text
+    assert ended.seconds_after_fault() < LIMIT, ended.text
     assert ended.text.count("rank 1 failed first: the loss is nan") >= 2, ended.text
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS[::2])
 def test_a_slow_rank_is_waited_for(launcher):
     ended = launch(launcher, 2, "slow", SLOW_SECONDS="4")
-    assert ended.code == 0 and ended.text.count("is done") == 2, ended.text
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_rank_slow_for_a_minute_is_waited_for(launcher):
-    ended = launch(launcher, 2, "slow", limit=150, SLOW_SECONDS="60")
     assert ended.code == 0 and ended.text.count("is done") == 2, ended.text
 
 
@@ -96,11 +88,9 @@ def test_spawned_processes_raise_the_first_exception():
 
 
 def test_a_killed_spawned_process_is_named():
-    start = time.monotonic()
     with pytest.raises(CommunicationError, match="rank 1 failed first: its process was ended by SIGKILL") as caught:
         spawn(fail_as_told, 3, "processes", args=("kill",))
     assert not isinstance(caught.value, PeerFailure)
-    assert time.monotonic() - start < START + LIMIT
     assert not multiprocessing.active_children()
 
 

@@ -139,7 +139,7 @@ def test_refusals():
         ThreadWorld(2, "cuda")
     with pytest.raises(ValueError, match="at least 1"):
         spawn(contract.run_all, 0)
-    with pytest.raises(ValueError, match="known are 'threads', 'in_turn' and 'processes'"):
+    with pytest.raises(ValueError, match="must be 'threads' or 'processes'"):
         spawn(contract.run_all, 2, "fork")
 
 

@@ -16,7 +16,7 @@ SIZE, PAGES = 8_000_000, 100_000
 def test_windows_count_at_their_owner():
     comm = Ranks(LocalCommunicator())
     assert windows_of_others(comm) == 0
-    comm.transport.shares_memory = True
+    comm.inner.shares_memory = True
     window = take_window(comm, [SIZE], 1, "test")
     assert abs(windows_of_others(comm) + SIZE) < PAGES, "reserved, and not yet in the resident set"
     window.memory[0].fill_(1)

@@ -187,25 +187,25 @@ def test_bytes_on_the_wire(options):
     def work(inner):
         comm = Ranks(RecordingCommunicator(inner))
         plan = plan_of(comm, **options)
-        del comm.transport.messages[:]
+        del comm.inner.messages[:]
         before = comm.bytes_sent
         list(fetch_blocks(plan, own(comm, whole), Stream(1, 0, "test")))
         fetched = comm.bytes_sent - before
-        sent = sum(m.num_bytes for m in comm.transport.messages if m.kind == "send")
-        received = sum(m.num_bytes for m in comm.transport.messages if m.kind == "recv")
+        sent = sum(m.num_bytes for m in comm.inner.messages if m.kind == "send")
+        received = sum(m.num_bytes for m in comm.inner.messages if m.kind == "recv")
         assert fetched == sent == row_bytes * sum(rows.numel() for rows in plan.send_rows)
         assert received == row_bytes * plan.num_halo
-        received_from = {m.peer for m in comm.transport.messages if m.kind == "recv"}
+        received_from = {m.peer for m in comm.inner.messages if m.kind == "recv"}
         assert received_from == {b.owner for b in plan.blocks[1:] if b.num_rows}
-        assert all(m.num_bytes for m in comm.transport.messages)
+        assert all(m.num_bytes for m in comm.inner.messages)
 
-        del comm.transport.messages[:]
+        del comm.inner.messages[:]
         back = GradientReturn(plan, [torch.zeros(SOURCES.num_own(comm.rank), 3)], Stream(1, 1, "back"))
         for position in range(1, len(plan.blocks)):
             back.buffers(position)
             back.send(position)
         back.finish()
-        sizes = {kind: sum(m.num_bytes for m in comm.transport.messages if m.kind == kind) for kind in ("send", "recv")}
+        sizes = {kind: sum(m.num_bytes for m in comm.inner.messages if m.kind == kind) for kind in ("send", "recv")}
         assert sizes["send"] == 12 * plan.num_halo
         assert sizes["recv"] == 12 * sum(map(len, plan.send_rows))
 
@@ -216,13 +216,13 @@ def test_no_tensors_no_messages():
     def work(inner):
         comm = Ranks(RecordingCommunicator(inner))
         plan = plan_of(comm)
-        del comm.transport.messages[:]
+        del comm.inner.messages[:]
         steps = [(position, rows) for position, _, rows in fetch_blocks(plan, [], Stream(1, 0, "test"))]
         assert steps == [(position, []) for position in range(len(plan.blocks))]
         back = GradientReturn(plan, [], Stream(1, 1, "back"))
         back.send(1)
         back.finish()
-        assert comm.transport.messages == []
+        assert comm.inner.messages == []
 
     run(work, 4)
 

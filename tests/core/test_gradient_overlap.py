@@ -162,7 +162,7 @@ def test_sums_run_in_order_while_backward_runs():
         inner.all_reduce = noting
         with sp.sync_during_backward(model, recorded, 1):
             model[2](x).sum().backward()
-        return [message.label for message in recorded.transport.messages if message.kind == "all_reduce"]
+        return [message.label for message in recorded.inner.messages if message.kind == "all_reduce"]
 
     expected = [f"sync_during_backward bucket {number} of 6" for number in range(1, 7)]
     assert run(body, 2) == [expected, expected]
@@ -190,7 +190,7 @@ def test_one_duplicate_and_no_thread_is_left():
             with sp.sync_during_backward(model, recorded):
                 model(torch.ones(2, 3)).sum().backward()
         assert not model.weight._post_accumulate_grad_hooks or len(model.weight._post_accumulate_grad_hooks) == 1
-        return [message.kind for message in recorded.transport.messages].count("duplicate")
+        return [message.kind for message in recorded.inner.messages].count("duplicate")
 
     before = threading.active_count()
     assert run(body, 2) == [0, 0]  # made by the communicator itself
@@ -204,7 +204,7 @@ def test_frozen_parameters_do_not_travel_unless_some_rank_trains_them():
         x = torch.ones(1, 2, requires_grad=True)
         with sp.sync_during_backward(model, recorded):
             (model[1](x).sum() * 3).backward()
-        sent = sum(message.num_bytes for message in recorded.transport.messages if message.kind == "all_reduce")
+        sent = sum(message.num_bytes for message in recorded.inner.messages if message.kind == "all_reduce")
         return sent, model[1].weight.grad.tolist(), model[0].weight.grad
 
     assert run(body, 2) == [(12, [[3.0, 3.0]], None)] * 2

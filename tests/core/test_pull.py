@@ -93,7 +93,7 @@ def backward_bytes(name, graph, owners, ranks, options):
         out = model(sharded.x, sharded)
         before = comm.bytes_sent
         out.sum().backward()
-        return comm.bytes_sent - before, [m.label for m in comm.transport.messages if m.kind.startswith("all_")]
+        return comm.bytes_sent - before, [m.label for m in comm.inner.messages if m.kind.startswith("all_")]
 
     found = sp.spawn(work, ranks)
     return sum(sent for sent, _ in found), found[0][1]
@@ -253,7 +253,7 @@ def test_a_rank_that_lost_the_out_edges_makes_all_count_again():
             x = graph.x.clone().requires_grad_()
             model(x, graph).sum().backward()
             found.append(x.grad)
-        return found, sum("rows to pull" in message.label for message in comm.transport.messages)
+        return found, sum("rows to pull" in message.label for message in comm.inner.messages)
 
     for found, counted in sp.spawn(work, 2):
         assert counted == 2 and torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])

@@ -37,8 +37,8 @@ OPTIONS = [
 
 def sharing(comm, hosts=(0, 0, 0, 0)):
     """`comm` as that of a process: it shares memory with the ranks of its host."""
-    comm.transport.shares_memory = True
-    comm.transport.local_ranks = tuple(rank for rank in range(comm.size) if hosts[rank] == hosts[comm.rank])
+    comm.inner.shares_memory = True
+    comm.inner.local_ranks = tuple(rank for rank in range(comm.size) if hosts[rank] == hosts[comm.rank])
     return comm
 
 
@@ -99,9 +99,9 @@ def test_tokens_instead_of_rows():
         comm = Ranks(RecordingCommunicator(sharing(inner)))
         assert payload(comm, plan_of(comm, share_memory=False)) == sum(400 * len(rows) for rows in IDS_OF[comm.rank])
         plan = plan_of(comm)
-        del comm.transport.messages[:]
+        del comm.inner.messages[:]
         payload(comm, plan)
-        sent = [m for m in comm.transport.messages if m.kind == "send"]
+        sent = [m for m in comm.inner.messages if m.kind == "send"]
         assert all(m.num_bytes == 4 for m in sent)
         peers = sum(len(rows) > 0 for rows in plan.send_rows)
         owners = sum(block.num_rows > 0 for block in plan.blocks[1:])
@@ -143,7 +143,7 @@ def test_communicators_that_share_nothing(options):
         inner = inner if not options else sharing(inner)
         comm = Ranks(RecordingCommunicator(inner))
         assert plan_of(comm, **options).shared is None
-        assert [m.label for m in comm.transport.messages] == ["halo plan: needed rows", "halo plan"]
+        assert [m.label for m in comm.inner.messages] == ["halo plan: needed rows", "halo plan"]
 
     run(work, 4)
 
@@ -155,9 +155,9 @@ def test_no_memory_on_one_rank_means_messages_on_all():
         inner.share = lambda num_bytes, label: inner.barrier(label)
         assert payload(comm, plan) == sum(400 * len(rows) for rows in IDS_OF[comm.rank])
         assert comm.caches.of(WindowPool).refused and comm.caches.of(WindowPool).windows == []
-        del comm.transport.messages[:]
+        del comm.inner.messages[:]
         payload(comm, plan)
-        assert all(m.kind != "share" for m in comm.transport.messages), "asked once"
+        assert all(m.kind != "share" for m in comm.inner.messages), "asked once"
 
     run(work, 4)
 

@@ -156,7 +156,7 @@ def test_what_one_rank_does_alone_makes_no_rank_wrong(what, mode):
     expected = [p.grad for p in model.parameters()]
 
     def rank(comm):
-        comm.transport.shares_memory, comm.transport.local_ranks = True, tuple(range(comm.size))
+        comm.inner.shares_memory, comm.inner.local_ranks = True, tuple(range(comm.size))
         options = sp.Options(mode=mode, cache_constant_inputs=False)  # so the first layer, too, maps before its sum
         graph, own = shard_in_memory(whole, owners, comm, options), copy.deepcopy(model)
         for layer in own:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
-from shardpass.backends.communicator import Communicator, Handle, ReduceOp
+from shardpass.backends.communicator import Communicator
+from shardpass.backends.delegating import DelegatingCommunicator
 from shardpass.core.ranks.caches import Caches
 
 
@@ -58,13 +58,13 @@ class ForwardPass:
     graph_is_hidden: bool = False
 
 
-class Ranks(Communicator):
+class Ranks(DelegatingCommunicator):
     """One rank's end of a group of ranks, with the forward pass that is in progress.
 
-    It is a `Communicator` itself: all of that protocol goes to `transport`.
+    It is a `Communicator` itself and passes all of that protocol on to `inner`.
 
     Args:
-        transport: the communicator on which tensors travel.
+        inner: the communicator on which tensors travel.
 
     Attributes:
         calls: how many collective calls have begun; the number of a call is the same on every rank.
@@ -78,8 +78,8 @@ class Ranks(Communicator):
         caches: what is kept for as long as the run lasts, such as shared memory.
     """
 
-    def __init__(self, transport: Communicator) -> None:
-        self.transport = transport
+    def __init__(self, inner: Communicator) -> None:
+        super().__init__(inner)
         self.calls = 0
         self.forwards = 0
         self.forward: ForwardPass | None = None
@@ -109,95 +109,18 @@ class Ranks(Communicator):
         finally:
             self._is_silent = False
 
-    @property
-    def _wire(self) -> Communicator:
+    def before(self, kind: str, label: str, tensors: Sequence[Tensor] = ()) -> None:
+        """Refuse to communicate while the block of `silent` runs."""
         if self._is_silent:
             raise RuntimeError(
                 "the model communicates over the ranks of the whole run, while one rank runs a copy of it on a small "
                 "graph. Use graph.comm, or keep the communicator as an attribute of the model"
             )
-        return self.transport
-
-    # ---- the protocol
-
-    rank: int = property(lambda self: self.transport.rank)  # type: ignore[assignment]
-    size: int = property(lambda self: self.transport.size)  # type: ignore[assignment]
-    device: torch.device = property(lambda self: self.transport.device)  # type: ignore[assignment]
-    local_ranks: tuple[int, ...] = property(lambda self: self.transport.local_ranks)  # type: ignore[assignment]
-    shares_memory: bool = property(lambda self: self.transport.shares_memory)  # type: ignore[assignment]
-    serves_threads: bool = property(lambda self: self.transport.serves_threads)  # type: ignore[assignment]
-    bytes_sent: int = property(lambda self: self.transport.bytes_sent)  # type: ignore[assignment]
-
-    def exchange(
-        self, send: Tensor | None, to: int, recv: Tensor | None, source: int, tag: int, label: str = ""
-    ) -> Handle:
-        """See `Communicator.exchange`."""
-        return self._wire.exchange(send, to, recv, source, tag, label)
-
-    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum", label: str = "") -> Tensor:
-        """See `Communicator.all_reduce`."""
-        return self._wire.all_reduce(tensor, op, label)
-
-    def all_gather(self, tensor: Tensor, label: str = "") -> list[Tensor]:
-        """See `Communicator.all_gather`."""
-        return self._wire.all_gather(tensor, label)
-
-    def broadcast(self, tensor: Tensor, root: int = 0, label: str = "") -> Tensor:
-        """See `Communicator.broadcast`."""
-        return self._wire.broadcast(tensor, root, label)
-
-    def all_to_all(self, tensors: Sequence[Tensor], label: str = "") -> list[Tensor]:
-        """See `Communicator.all_to_all`."""
-        return self._wire.all_to_all(tensors, label)
-
-    def all_gather_object(self, obj: Any, label: str = "") -> list[Any]:
-        """See `Communicator.all_gather_object`."""
-        return self._wire.all_gather_object(obj, label)
-
-    def barrier(self, label: str = "") -> None:
-        """See `Communicator.barrier`."""
-        self._wire.barrier(label)
 
     def duplicate(self, name: str) -> Ranks:
         """Collective. The same ranks on a duplicate of the communicator, with a run of their own."""
-        return Ranks(self._wire.duplicate(name))
-
-    def background(self) -> Communicator | None:
-        """See `Communicator.background`."""
-        return self._wire.background()
-
-    def give_up(self, reason: str) -> None:
-        """See `Communicator.give_up`."""
-        self.transport.give_up(reason)
-
-    def share(self, num_bytes: int, label: str = "") -> dict[int, Tensor] | None:
-        """See `Communicator.share`."""
-        return self._wire.share(num_bytes, label)
-
-    def random_lock(self) -> AbstractContextManager[Any]:
-        """See `Communicator.random_lock`."""
-        return self.transport.random_lock()
-
-    def let_first_rank_go(self) -> None:
-        """See `Communicator.let_first_rank_go`."""
-        self.transport.let_first_rank_go()
-
-    def abort(self, reason: str) -> None:
-        """See `Communicator.abort`."""
-        self.transport.abort(reason)
-
-    def close(self) -> None:
-        """See `Communicator.close`."""
-        self.transport.close()
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("a communicator belongs to its process; save model.state_dict() instead")
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
-        return self
-
-    def __copy__(self) -> Ranks:
-        return self
+        self.before("duplicate", name)
+        return Ranks(self.inner.duplicate(name))
 
     def __repr__(self) -> str:
-        return f"Ranks({self.transport!r})"
+        return f"Ranks({self.inner!r})"

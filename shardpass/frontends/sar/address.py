@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from time import monotonic, sleep
 
-from shardpass.backends.connect import TIMEOUT_VARIABLE
+from shardpass.backends import TIMEOUT_VARIABLE
 from shardpass.errors import CommunicationError
 from shardpass.frontends.sar._state import STATE
 

@@ -1,4 +1,4 @@
-"""Training with ranks in turn and saved tensors on disk: the same numbers as ranks that run at once."""
+"""Training PyG models with saved tensors on disk: the same numbers, and nothing else holds the tensors in memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def train(comm, kind, options, directory):
     for _ in range(3):
         optimizer.zero_grad()
         folder = directory and directory / str(comm.rank)
-        with nullcontext() if folder is None else sp.offload(folder, min_bytes=8, outputs_of=model):
+        with nullcontext() if folder is None else sp.offload(folder, min_bytes=8):
             loss = sp.mean(model(graph.x, graph).square(), None, comm)
         loss.backward()
         sp.sync_gradients(model, comm)
@@ -42,7 +42,7 @@ def train(comm, kind, options, directory):
 def test_the_same_losses(kind, mode, tmp_path):
     options = sp.Options(mode=mode)
     expected = run(train, 3, args=(kind, options, None))
-    found = run(train, 3, "in_turn", args=(kind, options, tmp_path))
+    found = run(train, 3, args=(kind, options, tmp_path))
     for one, other in zip(expected, found):
         torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-14)
 
@@ -67,12 +67,3 @@ def test_edge_weights_of_layers_that_are_done_are_not_in_memory(tmp_path):
 def _vectors():
     found = [t for t in gc.get_objects() if type(t) is torch.Tensor]
     return [t for t in found if t.dim() == 1 and t.is_floating_point()]
-
-
-def test_offloaded_outputs_do_not_change_how_a_layer_runs(tmp_path, monkeypatch):
-    """Modules inside messages have hooks meanwhile, which the engine must not see."""
-    from shardpass.core.aggregation import forward
-
-    monkeypatch.setattr(forward, "_run_chunk", lambda *_: pytest.fail("a GCN's sums are left to kernels"))
-    (expected,), (found,) = (run(train, 1, args=(models.GCN, sp.Options(), folder)) for folder in (None, tmp_path))
-    assert all(torch.equal(a, b) for a, b in zip(expected, found))
