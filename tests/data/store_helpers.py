@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
@@ -133,11 +134,18 @@ def assert_same(found: RawGraph, expected: RawGraph) -> None:
             assert list(getattr(found, group)[kind]) == list(fields)
             for name, field in fields.items():
                 stored = getattr(found, group)[kind][name]
-                dense = field if isinstance(field, torch.Tensor) else field.to_dense()
+                dense = field.to_dense()
                 assert stored.dtype == dense.dtype
                 assert stored.shape == dense.shape
                 bits = (stored.contiguous().view(-1).view(torch.uint8), dense.contiguous().view(-1).view(torch.uint8))
                 assert torch.equal(*bits), f"{kind} {name}"
+
+
+def position_of(path: Path, key: str) -> int:
+    """Where the bytes of a tensor begin in a part file."""
+    content = path.read_bytes()
+    length = 8 + int.from_bytes(content[:8], "little")
+    return length + json.loads(content[8:length])[key]["data_offsets"][0]
 
 
 def assert_sorted(store: Store) -> None:

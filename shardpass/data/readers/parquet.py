@@ -28,7 +28,9 @@ def parquet_edges(path: Path, budget: Budget) -> tuple[EdgeArrays, FileRows | No
     table = _opened(path)
     names = table.schema.names
     weights = [name for name in names if place_of(name) == 2]
-    ends = sorted((name for name in names if name not in weights), key=lambda name: place_of(name) == 1)
+    ends = [name for name in names if name not in weights]
+    if [place_of(name) for name in ends] == [1, 0]:
+        ends.reverse()
     if len(ends) != 2 or not in_order(ends) or len(weights) > 1:
         raise ValueError(
             f"{path} has the columns {names}; expected two of node ids (src and dst) and perhaps one named weight"

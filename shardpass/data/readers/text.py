@@ -93,7 +93,7 @@ def _tables(path: Path, kind: Any, has_header: bool, budget: Budget) -> Iterator
         while count == _BLOCK_ROWS:
             try:
                 with warnings.catch_warnings():
-                    warnings.filterwarnings("ignore", message=".*input contained no data.*")
+                    warnings.filterwarnings("ignore", message=".*contained no data.*")
                     warnings.filterwarnings("error", category=DeprecationWarning)  # NumPy 1 warns and reads 2.5 as 2
                     table = np.loadtxt(file, kind, delimiter=_delimiter(path), max_rows=_BLOCK_ROWS, ndmin=ndmin)
             except ValueError as error:
