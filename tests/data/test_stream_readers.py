@@ -133,7 +133,7 @@ def test_fields_are_dropped(tmp_path, npy):
     [
         (
             "0,1\n1,2.5\n",
-            r"e\.csv cannot be read as numbers, in the rows from 0 on: could not convert string '2\.5' to int64 at row 1",
+            r"e\.csv cannot be read as numbers, in the rows from 0 on: could not convert string '2\.5' to int64",
         ),
         ("a,b\n\n0,1\n1,nan\n", r"e\.csv cannot be .* could not convert string 'nan' to int64 at row 1"),
         ("0,1\n1\n", r"e\.csv cannot be .* requires 2 columns but 1 were found at row 2"),
@@ -214,7 +214,7 @@ def test_wrong_parquet(tmp_path, npy):
             stored(streamed(npy, write_parquet(tmp_path / "e.parquet", **columns)), tmp_path)
     fields: list[tuple[dict[str, Any], str]] = [
         ({"id": [0, 1, 2, 4, 3], "a": Y}, r"x\.parquet, column 'id', row 3: found 4; expected 3: sort the rows by id"),
-        ({"a": [[1], [2], [3], [4], [5, 6]]}, r"x\.parquet, column 'a', rows from 0 on: lists of \[1, 2\] numbers"),
+        ({"a": [[1], [2], [3], [4], [5, 6]]}, r"x\.parquet, column 'a', rows from 3 on: lists of \[1, 2\] numbers"),
         ({"a": [1.0, None, 3.0, 4.0, 5.0]}, r"x\.parquet, column 'a', row 1: there is no value"),
     ]
     for columns, message in fields:

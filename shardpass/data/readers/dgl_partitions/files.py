@@ -10,7 +10,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ _TYPES: dict[tuple[int, int], tuple[torch.dtype, str]] = {
 
 @dataclass(frozen=True)
 class Stored:
-    """An array in a file. `values` is memory-mapped; numpy lacks bfloat16, whose bits it holds as int16."""
+    """An array in a file, memory-mapped. `values` has the bits of bfloat16, which NumPy lacks, as int16."""
 
     values: np.ndarray
     dtype: torch.dtype
@@ -52,10 +52,10 @@ class PartGraph:
 
 
 def read_tensors(path: Path) -> dict[str, Stored]:
-    """The arrays of a file of ``dgl.data.utils.save_tensors``, by name; none is read before it is used.
+    """The arrays in a file of ``dgl.data.utils.save_tensors``, by name. None is read before it is used.
 
     Raises:
-        ValueError: the file is missing, cut short, or not such a file; it is named.
+        ValueError: when the file is missing, cut short, or not such a file. The error names it.
     """
     cursor = _Cursor(path)
     cursor.expect(_TENSORS, "a file of DGL tensors")
@@ -70,14 +70,15 @@ def read_part_graph(path: Path) -> PartGraph:
     """The only graph in a file of ``dgl.save_graphs``, which has one node and one edge type.
 
     Raises:
-        ValueError: the file is missing, cut short, not such a file, or its arrays contradict each other.
+        ValueError: when the file is missing, cut short, not such a file, or its arrays contradict each other. The
+            error names it.
     """
     cursor = _Cursor(path)
     cursor.expect(_GRAPHS, "a file of DGL graphs")
-    kind = (cursor.count(), cursor.count(), cursor.count())
-    if kind != (_GRAPH_VERSION, _HETERO_GRAPH, 1):
+    version, kind, count = (cursor.count() for _ in range(3))
+    if (version, kind, count) != (_GRAPH_VERSION, _HETERO_GRAPH, 1):
         raise ValueError(
-            f"{path} holds {kind[2]} graphs in the format {kind[:2]} of DGL; expected one in the format "
+            f"{path} holds {count} graphs in the format {(version, kind)} of DGL; expected one in the format "
             f"{(_GRAPH_VERSION, _HETERO_GRAPH)}: partition the graph again with DGL 1.0 or newer"
         )
     cursor.position = _HEADER_BYTES
@@ -173,7 +174,7 @@ def _only(cursor: _Cursor, read: Callable[[_Cursor], T], what: str) -> T:
 def _read_meta_graph(cursor: _Cursor) -> None:
     """Skip the graph of types, which is always the same: one node type and one edge type."""
     cursor.expect(_META, "a graph of types")
-    _read_csr(cursor)
+    _read_matrix(cursor, "csr")
 
 
 _Matrix = tuple[int, int, np.ndarray, np.ndarray, np.ndarray]
@@ -181,15 +182,8 @@ _Matrix = tuple[int, int, np.ndarray, np.ndarray, np.ndarray]
 in order."""
 
 
-def _read_csr(cursor: _Cursor) -> _Matrix:
-    return _read_matrix(cursor, _CSR, flags=1)
-
-
-def _read_coo(cursor: _Cursor) -> _Matrix:
-    return _read_matrix(cursor, _COO, flags=2)
-
-
-def _read_matrix(cursor: _Cursor, magic: int, flags: int) -> _Matrix:
+def _read_matrix(cursor: _Cursor, kind: str) -> _Matrix:
+    magic, flags = (_COO, 2) if kind == "coo" else (_CSR, 1)
     cursor.expect(magic, "a sparse matrix")
     num_columns, num_rows = cursor.number("q"), cursor.number("q")
     first, second, ids = (cursor.array().values for _ in range(3))
@@ -208,10 +202,10 @@ def _read_unit_graph(cursor: _Cursor) -> dict[str, _Matrix]:
     if layout != _SEVERAL_FORMATS or not 1 <= stored <= 7:
         raise cursor.error(f"formats {code:#x}")
     formats: dict[str, _Matrix] = {}
-    for bit, name, read in ((1, "coo", _read_coo), (2, "csr", _read_csr), (4, "csc", _read_csr)):
+    for bit, name in ((1, "coo"), (2, "csr"), (4, "csc")):
         if stored & bit:
             _read_meta_graph(cursor)
-            formats[name] = read(cursor)
+            formats[name] = _read_matrix(cursor, name)
     return formats
 
 
@@ -246,15 +240,21 @@ def _check_rows(cursor: _Cursor, data: dict[str, Stored], count: int) -> None:
             raise cursor.error(f"{name!r} of the shape {list(stored.values.shape)} for {count} rows")
 
 
-def is_permutation(ids: Any) -> bool:
+def integers(data: dict[str, Stored], name: str, path: Path) -> np.ndarray:
+    """The integers that the graph of a part has under a name.
+
+    Raises:
+        ValueError: when there are none. The error names `path`.
+    """
+    values = data[name].values if name in data else np.empty((0, 0))
+    if values.ndim != 1 or values.dtype.kind not in "iu":
+        raise ValueError(f"{path} holds no integers {name!r}, which the parts of a DGL partition have")
+    return values
+
+
+def is_permutation(ids: np.ndarray) -> bool:
     """Whether a list of integers holds each of 0 .. len - 1 once."""
-    if ids.size == 0:
-        return True
-    if not (ids.min() >= 0 and ids.max() < ids.size):
-        return False
-    seen = np.zeros(ids.size, np.bool_)
-    seen[ids] = True
-    return bool(seen.all())
+    return np.array_equal(np.sort(ids), np.arange(ids.size))
 
 
 def reordered(values: np.ndarray, ids: np.ndarray) -> np.ndarray:

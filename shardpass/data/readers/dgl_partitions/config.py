@@ -16,17 +16,19 @@ _FILES = ("part_graph", "node_feats", "edge_feats")
 
 
 class IdRanges:
-    """DGL's ids after partitioning: within each part, those of each type are consecutive.
+    """DGL's ids after partitioning. Those of one type in one part are consecutive. A type goes by its number.
+
+    sizes: the number of ids of each type in each part, [types, parts]. totals: the number of ids of each type.
 
     Args:
-        path: of the JSON, for messages.
-        what: ``"node"`` or ``"edge"``, for messages.
-        ranges: first id and end of each type in each part, [types, parts, 2].
+        path: the JSON, which errors name.
+        what: ``"node"`` or ``"edge"``, for errors.
+        ranges: the first id and the end of each type in each part, [types, parts, 2].
     """
 
     def __init__(self, path: Path, what: str, ranges: np.ndarray) -> None:
-        self.what, self.num_parts = what, ranges.shape[1]
-        sizes = ranges[:, :, 1] - ranges[:, :, 0]
+        self.what, self.num_parts, self._ranges = what, ranges.shape[1], ranges
+        self.sizes = sizes = ranges[:, :, 1] - ranges[:, :, 0]
         self._offsets = np.concatenate([np.zeros((len(ranges), 1), np.int64), sizes.cumsum(1)], 1)
         self.totals: list[int] = self._offsets[:, -1].tolist()
         kinds, parts = np.nonzero(sizes)
@@ -40,15 +42,23 @@ class IdRanges:
         """Where the ids of a part are among those of their type."""
         return slice(int(self._offsets[kind, part]), int(self._offsets[kind, part + 1]))
 
+    def size(self, kind: int, part: int) -> int:
+        """The number of ids of a type in a part."""
+        return int(self.sizes[kind, part])
+
     def count(self, part: int) -> int:
-        """The ids of a part, of all types."""
-        return int((self._offsets[:, part + 1] - self._offsets[:, part]).sum())
+        """The number of ids of a part, of all types."""
+        return int(self.sizes[:, part].sum())
+
+    def by_type(self, values: np.ndarray) -> list[np.ndarray]:
+        """The values of each type, given those of all ids."""
+        return [np.concatenate([values[start:end] for start, end in ranges]) for ranges in self._ranges]
 
     def locate(self, ids: np.ndarray, path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The type, the number within the type, and the part of each id.
 
         Raises:
-            ValueError: an id that is no part's; `path` is named.
+            ValueError: when an id is out of range. The error names `path`.
         """
         ids = ids.astype(np.int64, copy=False)
         if ids.size and not (ids.min() >= 0 and ids.max() < sum(self.totals)):
@@ -56,6 +66,19 @@ class IdRanges:
         run = np.searchsorted(self._starts, ids, side="right") - 1
         kinds, parts = self._kinds[run], self._parts[run]
         return kinds, ids - self._starts[run] + self._offsets[kinds, parts], parts
+
+    def check_owned(self, ids: np.ndarray, part: int, path: Path) -> None:
+        """Return when these are all ids of a part, each once.
+
+        Raises:
+            ValueError: when they are not. The error names `path`.
+        """
+        _, _, parts = self.locate(ids, path)
+        if (parts != part).any() or ids.size != self.count(part) or np.unique(ids).size != ids.size:
+            raise ValueError(
+                f"{path} is altered or belongs to another partition: its inner {self.what}s are not those that the "
+                f"JSON gives to part {part}"
+            )
 
 
 @dataclass(frozen=True)
@@ -69,7 +92,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Config:
-    """What the JSON of a partition says, types in the order of their numbers."""
+    """What the JSON of a partition says. Types are in the order of their numbers."""
 
     path: Path
     method: str
@@ -79,12 +102,20 @@ class Config:
     edges: IdRanges
     parts: list[Part]
 
+    @property
+    def node_files(self) -> list[Path]:
+        return [part.node_fields for part in self.parts]
+
+    @property
+    def edge_files(self) -> list[Path]:
+        return [part.edge_fields for part in self.parts]
+
 
 def read_config(path: Path) -> Config:
     """The partition that a JSON describes.
 
     Raises:
-        ValueError: the JSON is missing, altered, or of a version that cannot be read; it is named.
+        ValueError: when the JSON is missing, altered, or of a version that cannot be read. The error names it.
     """
     raw = _load(path)
     if raw.get("graph_name") is None or not isinstance(raw.get("num_parts"), int) or raw["num_parts"] < 1:
@@ -138,10 +169,8 @@ def _ranges(path: Path, raw: Mapping[str, Any], what: str, types: list[str], num
             f"{path}: '{what}_map' is not a list of id ranges for each of {types}; "
             "partition the graph again with DGL 1.0 or newer (and reshuffle=True where there is such an option)"
         )
-    if not types:
-        return IdRanges(path, what, np.zeros((0, num_parts, 2), np.int64))
     try:
-        ranges = np.array([maps[name] for name in types])
+        ranges = np.array([maps[name] for name in types] or np.zeros((0, num_parts, 2), np.int64))
     except ValueError:  # rows of different lengths
         ranges = np.zeros(0)
     if ranges.shape != (len(types), num_parts, 2) or ranges.dtype.kind != "i":
