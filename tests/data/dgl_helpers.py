@@ -117,14 +117,12 @@ def assert_new_ids(written: Written, graph: RawGraph) -> None:
             assert torch.equal(graph.edge_fields[kind][name], field[edge_ids])
 
 
-def assert_division(written: Written, graph: RawGraph, original_ids: bool = False) -> None:
+def assert_division(written: Written, graph: RawGraph) -> None:
     """The parts that DGL's own loader tells."""
     book = dgl.distributed.load_partition_book(str(written.path), 0)[0]
     assert graph.division is not None and graph.division.parts == book.num_partitions()
     for kind in written.g.ntypes:
         part_of = graph.division.part_of[NODE if list(graph.num_nodes) == [NODE] else kind]
-        if original_ids:
-            part_of = part_of[written.node_ids if written.g.is_homogeneous else written.node_ids[kind]]
         assert torch.equal(part_of.long(), book.nid2partid(torch.arange(written.g.num_nodes(kind)), kind))
 
 
@@ -133,23 +131,3 @@ def change_graph(folder: Path, part: int, change: Any) -> None:
     graph = dgl.load_graphs(path)[0][0]
     change(graph)
     dgl.save_graphs(path, [graph])
-
-
-def add_original_ids(graph: Any, written: Written, whole: Any) -> None:
-    """The fields ``orig_id`` of a part's graph."""
-    book = dgl.distributed.load_partition_book(str(written.path), 0)[0]
-    single = written.g.is_homogeneous
-    for data, to_type, given, types, kinds, numbers in (
-        (graph.ndata, book.map_to_per_ntype, written.node_ids, written.g.ntypes, "_TYPE", whole.ndata),
-        (graph.edata, book.map_to_per_etype, written.edge_ids, written.g.canonical_etypes, "_TYPE", whole.edata),
-    ):
-        if single:
-            data["orig_id"] = given[data["_ID"]]
-            continue
-        found = torch.empty_like(data["_ID"])
-        type_ids, rows = to_type(data["_ID"])
-        for number, kind in enumerate(types):
-            chosen = type_ids == number
-            first = int((numbers[kinds] == number).nonzero()[0])
-            found[chosen] = given[kind][rows[chosen]] + first
-        data["orig_id"] = found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -13,11 +12,8 @@ import torch
 from dgl_helpers import (
     EDGES,
     NODES,
-    add_original_ids,
     assert_division,
     assert_new_ids,
-    change_graph,
-    expected,
     hetero,
     homogeneous,
     make,
@@ -178,59 +174,6 @@ class TestPartition:
         graph.edge_fields[EDGE].pop("trainer_id")
         written.g = homogeneous()  # partition_graph added the trainers to the other
         assert_new_ids(written, graph)
-
-    @pytest.mark.parametrize("kind", ["homogeneous", "hetero"])
-    def test_original_ids_in_fields(self, kind: str, tmp_path: Path) -> None:
-        g = make(kind)
-        for node_type in g.ntypes:
-            g.nodes[node_type].data["orig_id"] = torch.arange(g.num_nodes(node_type), dtype=torch.int32)
-        for edge_type in g.canonical_etypes:
-            g.edges[edge_type].data["orig_id"] = torch.arange(g.num_edges(edge_type))
-        written = write(tmp_path, g)
-        graph = read(written.path)
-        assert_same(graph, expected(g))
-        assert_division(written, graph, original_ids=True)
-        assert graph.source.endswith("; original node ids, original edge ids)")
-
-    def test_a_field_of_other_ids_is_a_field(self, tmp_path: Path) -> None:
-        g = homogeneous()
-        g.ndata["orig_id"] = torch.arange(NODES) + 1000
-        written = write(tmp_path, g)
-        assert_new_ids(written, read(written.path))
-
-    @pytest.mark.parametrize("kind", ["homogeneous", "hetero"])
-    def test_original_ids_in_graphs(self, kind: str, tmp_path: Path) -> None:
-        """As older versions of DGL left them: ids of the graph as a homogeneous one."""
-        written = write(tmp_path, make(kind))
-        whole = dgl.to_homogeneous(written.g)
-        for part in range(3):
-            change_graph(tmp_path, part, lambda g: add_original_ids(g, written, whole))
-        assert_same(read(written.path), expected(written.g))
-        change_graph(tmp_path, 1, lambda g: g.ndata.pop("orig_id"))
-        with pytest.raises(ValueError, match=r"altered or mixed: the original node ids of '\w+' are not each there"):
-            read(written.path)
-
-    @pytest.mark.parametrize("kind", ["homogeneous", "hetero"])
-    def test_original_ids_in_files(self, kind: str, tmp_path: Path) -> None:
-        """As DGL's distributed partitioning pipeline writes them."""
-        written = write(tmp_path, make(kind))
-        config = json.loads(written.path.read_text())
-        for part in range(3):
-            for name, given, types, ranges in (
-                ("orig_nids", written.node_ids, written.g.ntypes, "node_map"),
-                ("orig_eids", written.edge_ids, written.g.canonical_etypes, "edge_map"),
-            ):
-                pieces = {}
-                for kind_ in types:
-                    label = kind_ if isinstance(kind_, str) else ":".join(kind_)
-                    sizes = [end - start for start, end in config[ranges][label]]
-                    ids = given if written.g.is_homogeneous else given[kind_]
-                    pieces[label] = ids.split(sizes)[part].clone()
-                dgl.data.utils.save_tensors(str(tmp_path / f"part{part}" / f"{name}.dgl"), pieces)
-        assert_same(read(written.path), expected(written.g))
-        (tmp_path / "part1/orig_nids.dgl").unlink()
-        with pytest.raises(ValueError, match=r"part1/orig_nids\.dgl cannot be read: No such file"):
-            read(written.path)
 
     def test_the_partition_is_kept(self, tmp_path: Path) -> None:
         written = write(tmp_path / "dgl", hetero(), 2)

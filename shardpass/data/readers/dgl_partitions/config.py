@@ -12,8 +12,6 @@ import numpy as np
 
 from shardpass.data.raw import EdgeType
 
-_FILES = ("part_graph", "node_feats", "edge_feats")
-
 
 class IdRanges:
     """DGL's ids after partitioning. Those of one type in one part are consecutive. A type goes by its number.
@@ -21,12 +19,14 @@ class IdRanges:
     sizes: the number of ids of each type in each part, [types, parts]. totals: the number of ids of each type.
 
     Args:
-        path: the JSON, which errors name.
         what: ``"node"`` or ``"edge"``, for errors.
         ranges: the first id and the end of each type in each part, [types, parts, 2].
+
+    Raises:
+        ValueError: when the ranges have gaps or overlap.
     """
 
-    def __init__(self, path: Path, what: str, ranges: np.ndarray) -> None:
+    def __init__(self, what: str, ranges: np.ndarray) -> None:
         self.what, self.num_parts, self._ranges = what, ranges.shape[1], ranges
         self.sizes = sizes = ranges[:, :, 1] - ranges[:, :, 0]
         self._offsets = np.concatenate([np.zeros((len(ranges), 1), np.int64), sizes.cumsum(1)], 1)
@@ -36,15 +36,11 @@ class IdRanges:
         self._kinds, self._parts = kinds[order], parts[order]
         self._starts, ends = ranges[self._kinds, self._parts].T
         if (sizes < 0).any() or not np.array_equal(self._starts, np.concatenate([[0], ends])[: len(ends)]):
-            raise ValueError(f"{path} is altered: the {what} ids of its parts have gaps or overlap")
+            raise ValueError(f"the {what} ids of its parts have gaps or overlap")
 
     def rows(self, kind: int, part: int) -> slice:
         """Where the ids of a part are among those of their type."""
         return slice(int(self._offsets[kind, part]), int(self._offsets[kind, part + 1]))
-
-    def size(self, kind: int, part: int) -> int:
-        """The number of ids of a type in a part."""
-        return int(self.sizes[kind, part])
 
     def count(self, part: int) -> int:
         """The number of ids of a part, of all types."""
@@ -102,14 +98,6 @@ class Config:
     edges: IdRanges
     parts: list[Part]
 
-    @property
-    def node_files(self) -> list[Path]:
-        return [part.node_fields for part in self.parts]
-
-    @property
-    def edge_files(self) -> list[Path]:
-        return [part.edge_fields for part in self.parts]
-
 
 def read_config(path: Path) -> Config:
     """The partition that a JSON describes.
@@ -117,79 +105,56 @@ def read_config(path: Path) -> Config:
     Raises:
         ValueError: when the JSON is missing, altered, or of a version that cannot be read. The error names it.
     """
-    raw = _load(path)
-    if raw.get("graph_name") is None or not isinstance(raw.get("num_parts"), int) or raw["num_parts"] < 1:
-        raise ValueError(
-            f"{path} does not describe a DGL partition: expected the JSON that dgl.distributed.partition_graph wrote"
-        )
-    num_parts: int = raw["num_parts"]
-    node_types, edge_types = _types(path, raw, "ntypes"), _types(path, raw, "etypes")
-    split = {name: _edge_type(path, name) for name in edge_types}
-    for source, _, target in split.values():
-        if source not in node_types or target not in node_types:
-            raise ValueError(f"{path} is altered: an edge type between {source!r} and {target!r}, of {node_types}")
-    nodes = _ranges(path, raw, "node", node_types, num_parts)
-    edges = _ranges(path, raw, "edge", edge_types, num_parts)
-    parts = [_part(path, raw, part) for part in range(num_parts)]
-    method = str(raw.get("part_method", "unknown"))
-    return Config(path, method, node_types, list(split.values()), nodes, edges, parts)
-
-
-def _load(path: Path) -> dict[str, Any]:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
     except ValueError as error:
         raise ValueError(f"{path} is cut short or altered: it is not JSON ({error})") from error
-    return raw if isinstance(raw, dict) else {}
-
-
-def _types(path: Path, raw: Mapping[str, Any], key: str) -> list[str]:
-    numbers = raw.get(key)
-    if not isinstance(numbers, dict) or sorted(map(str, numbers.values())) != sorted(map(str, range(len(numbers)))):
-        raise ValueError(f"{path}: {key!r} is {numbers!r}; expected a number for each type")
-    return sorted(numbers, key=lambda name: int(numbers[name]))
-
-
-def _edge_type(path: Path, name: str) -> EdgeType:
-    names = name.split(":")
-    if len(names) != 3:
-        raise ValueError(
-            f"{path}: edge type {name!r}; expected <source>:<relation>:<target>, as DGL 1.0 and newer write it: "
-            "partition the graph again, or use DGL's tools/change_etype_to_canonical_etype.py"
-        )
-    return names[0], names[1], names[2]
-
-
-def _ranges(path: Path, raw: Mapping[str, Any], what: str, types: list[str], num_parts: int) -> IdRanges:
-    maps = raw.get(f"{what}_map")
-    if not isinstance(maps, dict) or set(maps) != set(types) or any(isinstance(ids, str) for ids in maps.values()):
-        raise ValueError(
-            f"{path}: '{what}_map' is not a list of id ranges for each of {types}; "
-            "partition the graph again with DGL 1.0 or newer (and reshuffle=True where there is such an option)"
-        )
     try:
-        ranges = np.array([maps[name] for name in types] or np.zeros((0, num_parts, 2), np.int64))
-    except ValueError:  # rows of different lengths
-        ranges = np.zeros(0)
+        return _parsed(path, raw)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(
+            f"{path} does not describe a DGL partition ({type(error).__name__}: {error}); expected the JSON that "
+            "dgl.distributed.partition_graph wrote with DGL 1.0 or newer, without use_graphbolt=True"
+        ) from error
+
+
+def _parsed(path: Path, raw: Mapping[str, Any]) -> Config:
+    num_parts: int = raw["num_parts"]
+    node_types, edge_names = _by_number(raw["ntypes"]), _by_number(raw["etypes"])
+    edge_types = []
+    for name in edge_names:
+        source, relation, target = name.split(":")  # before DGL 1.0 there was the relation only
+        if source not in node_types or target not in node_types:
+            raise ValueError(f"edge type {name!r} is not between {node_types}")
+        edge_types.append((source, relation, target))
+    files = [raw[f"part-{part}"] for part in range(num_parts)]
+    return Config(
+        path=path,
+        method=str(raw.get("part_method", "unknown")),
+        node_types=node_types,
+        edge_types=edge_types,
+        nodes=_ranges(raw, "node", node_types, num_parts),
+        edges=_ranges(raw, "edge", edge_names, num_parts),
+        parts=[Part(*(path.parent / of[key] for key in ("part_graph", "node_feats", "edge_feats"))) for of in files],
+    )
+
+
+def _by_number(numbers: Mapping[str, int]) -> list[str]:
+    """The names of types in the order of their numbers."""
+    names = sorted(numbers, key=lambda name: numbers[name])
+    if [numbers[name] for name in names] != list(range(len(names))):
+        raise ValueError(f"the types have the numbers {dict(numbers)}")
+    return names
+
+
+def _ranges(raw: Mapping[str, Any], what: str, types: list[str], num_parts: int) -> IdRanges:
+    maps = raw[f"{what}_map"]
+    ranges = np.array([maps[name] for name in types] or np.zeros((0, num_parts, 2), np.int64))
     if ranges.shape != (len(types), num_parts, 2) or ranges.dtype.kind != "i":
-        raise ValueError(f"{path}: '{what}_map' has no [start, end) for each of {num_parts} parts")
-    found = IdRanges(path, what, ranges)
-    if sum(found.totals) != raw.get(f"num_{what}s"):
-        raise ValueError(
-            f"{path} is altered: 'num_{what}s' is {raw.get(f'num_{what}s')}, parts have {sum(found.totals)}"
-        )
+        raise ValueError(f"{what}_map has no [start, end) for each of {num_parts} parts")
+    found = IdRanges(what, ranges)
+    if sum(found.totals) != raw[f"num_{what}s"]:
+        raise ValueError(f"num_{what}s is {raw[f'num_{what}s']}, but the parts have {sum(found.totals)}")
     return found
-
-
-def _part(path: Path, raw: Mapping[str, Any], part: int) -> Part:
-    files = raw.get(f"part-{part}")
-    if isinstance(files, dict) and "part_graph_graphbolt" in files and "part_graph" not in files:
-        raise ValueError(
-            f"{path} was written for GraphBolt, whose files cannot be read here: "
-            "run dgl.distributed.partition_graph again with use_graphbolt=False"
-        )
-    if not isinstance(files, dict) or not all(isinstance(files.get(key), str) for key in _FILES):
-        raise ValueError(f"{path}: 'part-{part}' does not name the files {', '.join(_FILES)}")
-    return Part(*(path.parent / files[key] for key in _FILES))

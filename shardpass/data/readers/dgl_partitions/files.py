@@ -1,4 +1,4 @@
-"""DGL's binary files, read with numpy alone: dicts of tensors and the graph of one part.
+"""DGL's binary files, read with NumPy alone: dicts of tensors and the graph of one part.
 
 All numbers are little-endian. A vector is a 64-bit count and its elements; a string is a vector of bytes.
 """
@@ -20,7 +20,8 @@ T = TypeVar("T")
 _ARRAY, _TENSORS, _GRAPHS = 0xDD5E40F096B4A13F, 0xDD5A9FBE3FA2443F, 0xDD2E4FF046B4A13F
 _HETERO, _META, _UNIT = 0xDD589FBE35224ABF, 0xDD3C5FFE20046ABF, 0xDD2E60F0F6B4A127
 _COO, _CSR = 0xDD61FFD305DFF127, 0xDD6CD31205DFF127
-_GRAPH_VERSION, _HETERO_GRAPH, _SEVERAL_FORMATS = 2, 2, 1
+_ONE_GRAPH = (2, 2, 1)  # the version, the kind of graphs, and how many there are
+_SEVERAL_FORMATS = 1
 _HEADER_BYTES, _INDEX_BYTES = 4096, 32
 
 # (DLPack type code, bits): the type of the elements, and one of numpy that is as wide
@@ -57,13 +58,7 @@ def read_tensors(path: Path) -> dict[str, Stored]:
     Raises:
         ValueError: when the file is missing, cut short, or not such a file. The error names it.
     """
-    cursor = _Cursor(path)
-    cursor.expect(_TENSORS, "a file of DGL tensors")
-    count = cursor.count()
-    arrays = cursor.named_arrays()
-    if len(arrays) != count or cursor.position != cursor.bytes.size:
-        raise cursor.error(f"{len(arrays)} tensors of {count}")
-    return arrays
+    return _parsed(path, _tensors)
 
 
 def read_part_graph(path: Path) -> PartGraph:
@@ -73,171 +68,7 @@ def read_part_graph(path: Path) -> PartGraph:
         ValueError: when the file is missing, cut short, not such a file, or its arrays contradict each other. The
             error names it.
     """
-    cursor = _Cursor(path)
-    cursor.expect(_GRAPHS, "a file of DGL graphs")
-    version, kind, count = (cursor.count() for _ in range(3))
-    if (version, kind, count) != (_GRAPH_VERSION, _HETERO_GRAPH, 1):
-        raise ValueError(
-            f"{path} holds {count} graphs in the format {(version, kind)} of DGL; expected one in the format "
-            f"{(_GRAPH_VERSION, _HETERO_GRAPH)}: partition the graph again with DGL 1.0 or newer"
-        )
-    cursor.position = _HEADER_BYTES
-    cursor.position = cursor.count()
-    cursor.expect(_HETERO, "the types of a graph")
-    _read_meta_graph(cursor)
-    formats = _only(cursor, _read_unit_graph, "edge types")
-    num_nodes = _only(cursor, lambda c: c.number("q"), "node types")
-    node_data = _only(cursor, _Cursor.named_arrays, "node types")
-    edge_data = _only(cursor, _Cursor.named_arrays, "edge types")
-    _only(cursor, _Cursor.string, "node types")
-    _only(cursor, _Cursor.string, "edge types")
-    cursor.take(_INDEX_BYTES)  # not needed, but a file without it was cut short
-    src, dst = _edges(cursor, formats, num_nodes)
-    _check_rows(cursor, node_data, num_nodes)
-    _check_rows(cursor, edge_data, src.size)
-    return PartGraph(num_nodes, src, dst, node_data, edge_data)
-
-
-class _Cursor:
-    """A place in a memory-mapped file. Every read is within the file or a ValueError that names it."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.position = path, 0
-        try:
-            self.bytes = np.memmap(path, np.uint8, "r").view(np.ndarray)
-        except OSError as error:
-            raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
-        except ValueError:  # numpy cannot map a file of no bytes
-            self.bytes = np.empty(0, np.uint8)
-
-    def error(self, found: str) -> ValueError:
-        return ValueError(
-            f"{self.path} is cut short or altered ({found}, at byte {self.position} of {self.bytes.size}); "
-            "copy it again, or partition the graph again"
-        )
-
-    def take(self, size: int) -> np.ndarray:
-        if not 0 <= size <= self.bytes.size - self.position:
-            raise self.error(f"{size} bytes expected")
-        self.position += size
-        return self.bytes[self.position - size : self.position]
-
-    def number(self, code: str) -> int:
-        return int(struct.unpack("<" + code, self.take(struct.calcsize("<" + code)).tobytes())[0])
-
-    def count(self) -> int:
-        return self.number("Q")
-
-    def expect(self, magic: int, what: str) -> None:
-        if self.count() != magic:
-            self.position -= 8
-            raise self.error(f"{what} expected")
-
-    def string(self) -> str:
-        try:
-            return self.take(self.count()).tobytes().decode()
-        except UnicodeDecodeError:
-            raise self.error("a name that is not UTF-8") from None
-
-    def vector(self, read: Callable[[_Cursor], T]) -> list[T]:
-        return [read(self) for _ in range(self.count())]
-
-    def named_arrays(self) -> dict[str, Stored]:
-        return dict(self.vector(lambda cursor: (cursor.string(), cursor.array())))
-
-    def array(self) -> Stored:
-        self.expect(_ARRAY, "an array")
-        self.take(8 + 8)  # reserved, and the device it was on
-        dims = self.number("i")
-        code, bits, lanes = self.number("B"), self.number("B"), self.number("H")
-        if (code, bits) not in _TYPES or lanes != 1:
-            raise ValueError(
-                f"{self.path} holds an array of {lanes} x {bits} bits of type {code}, which is unknown here"
-            )
-        dtype, name = _TYPES[code, bits]
-        if not 0 <= dims <= self.bytes.size:
-            raise self.error(f"an array of {dims} dimensions")
-        shape = [self.number("q") for _ in range(dims)]
-        size = self.number("q")
-        if min(shape, default=0) < 0 or math.prod(shape) * bits // 8 != size:
-            raise self.error(f"an array of the shape {shape} in {size} bytes")
-        return Stored(self.take(size).view("<" + name).reshape(shape), dtype)
-
-
-def _only(cursor: _Cursor, read: Callable[[_Cursor], T], what: str) -> T:
-    count = cursor.count()
-    if count != 1:
-        raise cursor.error(f"{count} {what} instead of 1")
-    return read(cursor)
-
-
-def _read_meta_graph(cursor: _Cursor) -> None:
-    """Skip the graph of types, which is always the same: one node type and one edge type."""
-    cursor.expect(_META, "a graph of types")
-    _read_matrix(cursor, "csr")
-
-
-_Matrix = tuple[int, int, np.ndarray, np.ndarray, np.ndarray]
-"""Numbers of rows and columns; rows and columns (COO) or row starts and columns (CSR) of the edges; their ids, if not
-in order."""
-
-
-def _read_matrix(cursor: _Cursor, kind: str) -> _Matrix:
-    magic, flags = (_COO, 2) if kind == "coo" else (_CSR, 1)
-    cursor.expect(magic, "a sparse matrix")
-    num_columns, num_rows = cursor.number("q"), cursor.number("q")
-    first, second, ids = (cursor.array().values for _ in range(3))
-    cursor.take(flags)  # what is sorted
-    if any(array.ndim != 1 or array.dtype.kind != "i" for array in (first, second, ids)):
-        raise cursor.error("edges that are not lists of integers")
-    return num_rows, num_columns, first, second, ids
-
-
-def _read_unit_graph(cursor: _Cursor) -> dict[str, _Matrix]:
-    """The edges of one type, in each format that they are stored in."""
-    cursor.expect(_UNIT, "edges")
-    code = cursor.count()
-    cursor.take(8)  # formats that may be made of the stored ones
-    stored, layout = code & 0xFFFFFFFF, code >> 32
-    if layout != _SEVERAL_FORMATS or not 1 <= stored <= 7:
-        raise cursor.error(f"formats {code:#x}")
-    formats: dict[str, _Matrix] = {}
-    for bit, name in ((1, "coo"), (2, "csr"), (4, "csc")):
-        if stored & bit:
-            _read_meta_graph(cursor)
-            formats[name] = _read_matrix(cursor, name)
-    return formats
-
-
-def _edges(cursor: _Cursor, formats: dict[str, _Matrix], num_nodes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Both ends of the edges, by edge id; of the formats, the one that needs the least work."""
-    name, (num_rows, num_columns, first, second, ids) = next(iter(formats.items()))
-    if not num_rows == num_columns == num_nodes:
-        raise cursor.error(f"edges between {num_rows} and {num_columns} of {num_nodes} nodes")
-    rows = first if name == "coo" else _expand(cursor, first, num_rows, second.size)
-    if not rows.size == second.size or ids.size not in (0, rows.size):
-        raise cursor.error(f"{rows.size} sources, {second.size} destinations and {ids.size} ids of edges")
-    for ends in (rows, second):
-        if ends.size and not (ends.min() >= 0 and ends.max() < num_nodes):
-            raise cursor.error(f"an edge beyond the {num_nodes} nodes")
-    if ids.size:
-        if not is_permutation(ids):
-            raise cursor.error("edge ids that are not a permutation")
-        rows, second = reordered(rows, ids), reordered(second, ids)
-    return (second, rows) if name == "csc" else (rows, second)  # a CSC has the destinations as its rows
-
-
-def _expand(cursor: _Cursor, starts: np.ndarray, num_rows: int, num_edges: int) -> np.ndarray:
-    counts = np.diff(starts)
-    if starts.size != num_rows + 1 or starts[0] != 0 or starts[-1] != num_edges or (counts < 0).any():
-        raise cursor.error("row starts that do not fit the edges")
-    return np.repeat(np.arange(num_rows), counts)
-
-
-def _check_rows(cursor: _Cursor, data: dict[str, Stored], count: int) -> None:
-    for name, stored in data.items():
-        if stored.values.shape[:1] != (count,):
-            raise cursor.error(f"{name!r} of the shape {list(stored.values.shape)} for {count} rows")
+    return _parsed(path, _graph)
 
 
 def integers(data: dict[str, Stored], name: str, path: Path) -> np.ndarray:
@@ -252,13 +83,152 @@ def integers(data: dict[str, Stored], name: str, path: Path) -> np.ndarray:
     return values
 
 
-def is_permutation(ids: np.ndarray) -> bool:
-    """Whether a list of integers holds each of 0 .. len - 1 once."""
-    return np.array_equal(np.sort(ids), np.arange(ids.size))
+class _Cursor:
+    """A place in the bytes of a file. Every read is within the file, or raises a ValueError."""
+
+    def __init__(self, content: np.ndarray) -> None:
+        self.content, self.position = content, 0
+
+    def take(self, size: int) -> np.ndarray:
+        if not 0 <= size <= self.content.size - self.position:
+            raise ValueError(f"{size} bytes expected")
+        self.position += size
+        return self.content[self.position - size : self.position]
+
+    def numbers(self, codes: str) -> tuple[int, ...]:
+        return struct.unpack("<" + codes, self.take(struct.calcsize("<" + codes)).tobytes())
+
+    def count(self) -> int:
+        return self.numbers("Q")[0]
+
+    def expect(self, magic: int, what: str) -> None:
+        _require(self.count() == magic, f"{what} expected")
+
+    def vector(self, read: Callable[[_Cursor], T]) -> list[T]:
+        return [read(self) for _ in range(self.count())]
+
+    def only(self, read: Callable[[_Cursor], T]) -> T:
+        """The element of a vector that has one for each type, of a graph of one type."""
+        _require(self.count() == 1, "one type expected")
+        return read(self)
+
+    def string(self) -> str:
+        return self.take(self.count()).tobytes().decode()
+
+    def named_arrays(self) -> dict[str, Stored]:
+        return dict(self.vector(lambda cursor: (cursor.string(), cursor.array())))
+
+    def array(self) -> Stored:
+        self.expect(_ARRAY, "an array")
+        self.take(8 + 8)  # reserved, and the device it was on
+        dims, code, bits, lanes = self.numbers("iBBH")
+        _require((code, bits) in _TYPES and lanes == 1, f"an array of {lanes} x {bits} bits of the type {code}")
+        _require(0 <= dims <= 32, f"an array of {dims} dimensions")
+        *shape, size = self.numbers("q" * (dims + 1))
+        dtype, name = _TYPES[code, bits]
+        _require(min(shape, default=0) >= 0 and math.prod(shape) * bits // 8 == size, f"the shape {shape}")
+        return Stored(self.take(size).view("<" + name).reshape(shape), dtype)
 
 
-def reordered(values: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """The array whose row ``ids[i]`` is ``values[i]``; `ids` is a permutation."""
-    rows = np.empty(values.shape, values.dtype.newbyteorder("="))
-    rows[ids] = values
-    return rows
+def _parsed(path: Path, parse: Callable[[_Cursor], T]) -> T:
+    try:
+        content = np.memmap(path, np.uint8, "r").view(np.ndarray) if path.stat().st_size else np.empty(0, np.uint8)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
+    cursor = _Cursor(content)
+    try:
+        return parse(cursor)
+    except ValueError as error:
+        raise ValueError(
+            f"{path} is cut short or altered ({error}, at byte {cursor.position} of {content.size}); "
+            "copy it again, or partition the graph again with DGL 1.0 or newer"
+        ) from error
+
+
+def _require(condition: bool, found: str) -> None:
+    if not condition:
+        raise ValueError(found)
+
+
+def _tensors(cursor: _Cursor) -> dict[str, Stored]:
+    cursor.expect(_TENSORS, "a file of DGL tensors")
+    count = cursor.count()
+    arrays = cursor.named_arrays()
+    _require(len(arrays) == count and cursor.position == cursor.content.size, f"{len(arrays)} tensors of {count}")
+    return arrays
+
+
+def _graph(cursor: _Cursor) -> PartGraph:
+    cursor.expect(_GRAPHS, "a file of DGL graphs")
+    version, kind, count = cursor.numbers("QQQ")
+    _require((version, kind, count) == _ONE_GRAPH, f"{count} graphs in the format {(version, kind)}")
+    cursor.position = _HEADER_BYTES
+    cursor.position = cursor.count()
+    cursor.expect(_HETERO, "the types of a graph")
+    _skip_meta_graph(cursor)
+    formats = cursor.only(_formats)
+    num_nodes = cursor.only(lambda c: c.numbers("q")[0])
+    node_data, edge_data = cursor.only(_Cursor.named_arrays), cursor.only(_Cursor.named_arrays)
+    cursor.only(_Cursor.string)  # the names of the types
+    cursor.only(_Cursor.string)
+    cursor.take(_INDEX_BYTES)  # not needed, but a file without it was cut short
+    src, dst = _edges(formats, num_nodes)
+    for data, count in ((node_data, num_nodes), (edge_data, src.size)):
+        for name, stored in data.items():
+            _require(stored.values.shape[:1] == (count,), f"{name!r} has not {count} rows")
+    return PartGraph(num_nodes, src, dst, node_data, edge_data)
+
+
+_Matrix = tuple[int, int, np.ndarray, np.ndarray, np.ndarray]
+"""Numbers of rows and columns; rows and columns (COO) or row starts and columns (CSR) of the edges; their ids, if not
+in order."""
+
+
+def _skip_meta_graph(cursor: _Cursor) -> None:
+    """The graph of types, which is always the same: one node type and one edge type."""
+    cursor.expect(_META, "a graph of types")
+    _matrix(cursor, "csr")
+
+
+def _matrix(cursor: _Cursor, kind: str) -> _Matrix:
+    magic, flags = (_COO, 2) if kind == "coo" else (_CSR, 1)
+    cursor.expect(magic, "a sparse matrix")
+    num_columns, num_rows = cursor.numbers("qq")
+    first, second, ids = (cursor.array().values for _ in range(3))
+    cursor.take(flags)  # what is sorted
+    _require(all(a.ndim == 1 and a.dtype.kind == "i" for a in (first, second, ids)), "edges that are not integers")
+    return num_rows, num_columns, first, second, ids
+
+
+def _formats(cursor: _Cursor) -> dict[str, _Matrix]:
+    """The edges of one type, in each format that they are stored in."""
+    cursor.expect(_UNIT, "edges")
+    code = cursor.count()
+    cursor.take(8)  # formats that may be made of the stored ones
+    stored, layout = code & 0xFFFFFFFF, code >> 32
+    _require(layout == _SEVERAL_FORMATS and 1 <= stored <= 7, f"the formats {code:#x}")
+    formats: dict[str, _Matrix] = {}
+    for bit, name in ((1, "coo"), (2, "csr"), (4, "csc")):
+        if stored & bit:
+            _skip_meta_graph(cursor)
+            formats[name] = _matrix(cursor, name)
+    return formats
+
+
+def _edges(formats: dict[str, _Matrix], num_nodes: int) -> tuple[np.ndarray, np.ndarray]:
+    """Both ends of the edges, by edge id; of the formats, the one that needs the least work."""
+    name, (num_rows, num_columns, rows, columns, ids) = next(iter(formats.items()))
+    _require(num_rows == num_columns == num_nodes, f"edges between {num_rows} and {num_columns} of {num_nodes} nodes")
+    if name != "coo":
+        counts = np.diff(rows)
+        fits = rows.size == num_rows + 1 and rows[0] == 0 and rows[-1] == columns.size and (counts >= 0).all()
+        _require(bool(fits), "row starts that do not fit the edges")
+        rows = np.repeat(np.arange(num_rows), counts)
+    _require(rows.size == columns.size and ids.size in (0, rows.size), "edges without an end or an id")
+    for ends in (rows, columns):
+        _require(not ends.size or (ends.min() >= 0 and ends.max() < num_nodes), f"an edge beyond the {num_nodes} nodes")
+    if ids.size:
+        order = ids.argsort()
+        _require(np.array_equal(ids[order], np.arange(ids.size)), "edge ids that are not a permutation")
+        rows, columns = rows[order], columns[order]
+    return (columns, rows) if name == "csc" else (rows, columns)  # a CSC has the destinations as its rows
