@@ -20,7 +20,7 @@ def run_inspect(store: Path, ranks: int | None, verify: bool) -> None:
         opened = open_store(store)
         for file in track(opened.files, "verifying", console=console, disable=not console.is_terminal):
             for key in file.record.tensors:
-                file.verify(key)
+                file.verified(key)
         console.print(f"verified: every byte of {len(opened.files)} part files is as written")
     report = inspect(store, ranks)
     console.print(_heading(report))

@@ -1,13 +1,18 @@
-"""Graphs on disk: readers, partitioners, and the store that ranks load their parts from."""
+"""Graphs on disk: readers, partitioners, and the store that ranks load their parts from.
 
-from shardpass.data.flow import LayerReport, inspect_layers
+A reader returns a `RawGraph`, a partitioner gives each of its nodes a part, `partition` writes a store of both, and
+`load` gives each rank its share. This package knows whole graphs and files. It knows no models and no frontends.
+"""
+
 from shardpass.data.inspect import GroupReport, Report, inspect, verify
+from shardpass.data.layer_report import LayerReport, inspect_layers
+from shardpass.data.load import load
 from shardpass.data.manifest import FieldInfo, Manifest
 from shardpass.data.merge import RankData, RankEdges, merge_parts, parts_of_rank
 from shardpass.data.partition import partition
 from shardpass.data.raw import EDGE, NODE, EdgeArrays, EdgeType, NodeType, RawGraph
 from shardpass.data.readers import GraphFiles, read, read_edge_list, stream_edge_list, stream_files, stream_ogb
-from shardpass.data.store import PartData, PartEdges, Store, open_store
+from shardpass.data.store import PartEdges, Store, open_store
 
 __all__ = [
     "EDGE",
@@ -20,7 +25,6 @@ __all__ = [
     "LayerReport",
     "Manifest",
     "NodeType",
-    "PartData",
     "PartEdges",
     "RankData",
     "RankEdges",
@@ -29,6 +33,7 @@ __all__ = [
     "Store",
     "inspect",
     "inspect_layers",
+    "load",
     "merge_parts",
     "open_store",
     "partition",

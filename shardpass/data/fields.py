@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -15,29 +14,28 @@ from shardpass.data.tensor_file import TensorFile
 class Fields(Mapping[str, Tensor]):
     """The fields of one node or edge type: a read-only mapping from name to tensor, [num_rows, ...].
 
-    Asking for a field checks its bytes against the store's checksums and keeps the tensor. A field of a single part is
-    a view of its file's memory, private to this process; those of several parts are copied into one tensor.
+    When you first ask for a field, its bytes are checked against the store's checksums, and the tensor is kept. A field
+    of a single part is a view of the memory-mapped file; writing to it does not change the file. A field of several
+    parts is copied into one tensor.
 
-    `info` tells dtype and row shape of every field without reading any.
+    `info` has the dtype and row shape of every field, and reading it reads no field.
 
     Raises:
-        StoreError: on `fields[name]`, naming the file whose bytes are altered.
-        KeyError: on `fields[name]`, listing the fields there are.
+        StoreError: on `fields[name]`, when its bytes are altered. The error names the file.
+        KeyError: on `fields[name]`, when there is no such field. The error lists those that there are.
     """
 
     def __init__(self, info: Mapping[str, FieldInfo], keys: Mapping[str, str], files: Sequence[TensorFile]) -> None:
         self.info = dict(info)
         self._keys, self._files = dict(keys), list(files)
         self._tensors: dict[str, Tensor] = {}
-        self._lock = threading.Lock()
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.info:
             raise KeyError(f"there is no field {name!r}; the store holds {sorted(self.info) or 'none here'}")
-        with self._lock:
-            if name not in self._tensors:
-                self._tensors[name] = read_joined(self._files, self._keys[name])
-            return self._tensors[name]
+        if name not in self._tensors:
+            self._tensors[name] = read_joined(self._files, self._keys[name])
+        return self._tensors[name]
 
     def __contains__(self, name: object) -> bool:
         return name in self.info
@@ -54,6 +52,6 @@ class Fields(Mapping[str, Tensor]):
 
 
 def read_joined(files: Sequence[TensorFile], key: str) -> Tensor:
-    """One tensor of every file, verified, one after the other; of a single file without a copy."""
+    """The rows of one tensor in all files, verified. If there is a single file, they are not copied."""
     tensors = [file.verified(key) for file in files]
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)

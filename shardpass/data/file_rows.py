@@ -1,10 +1,10 @@
-"""Arrays that stay in their files: rows are read when they are asked for, and nothing of them is kept in memory."""
+"""Arrays that stay in their files. Rows are read when they are asked for, and nothing of them stays in memory."""
 
 from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,119 +14,95 @@ from torch import Tensor
 
 from shardpass.errors import InternalError
 
-_ROWS_AT_ONCE = 1024  # rows in any order may each touch a page of their own, and some around it
+_ROWS_AT_ONCE = 1024  # each row of a random selection may touch a page of its own, and the pages around it
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class FileRows:
-    """An array in a file, one row per node or edge.
+    """An array in a file, with one row per node or edge.
 
     Args:
-        path: the file; it must not change while the array is in use.
-        array_dtype: NumPy's dtype of the numbers, as stored.
-        array_shape: of the whole array in the file.
-        offset: where it begins, in bytes.
-        fortran: whether the first index runs fastest.
-        selected: which of it this is: `()` all, `(0,)` its first row, `(slice(None), 1)` its second column.
-        origin: the file that errors name, where these rows are a converted copy of it.
+        array: the array, mapped from its file. Use the methods to read it: they let go of the pages that they touch.
+        name: the file that error messages name. If `array` is a converted copy, this is the file that you gave.
 
     Raises:
-        TypeError: for values that no tensor can hold.
+        TypeError: when the values are not numbers or booleans.
     """
 
-    path: Path
-    array_dtype: np.dtype[Any]
-    array_shape: tuple[int, ...]
-    offset: int = 0
-    fortran: bool = False
-    selected: tuple[Any, ...] = ()
-    origin: Path | None = None
+    array: np.ndarray
+    name: Path
 
     def __post_init__(self) -> None:
         try:
-            torch.from_numpy(np.empty(0, self.array_dtype.newbyteorder("=")))
+            torch.from_numpy(np.empty(0, self.array.dtype.newbyteorder("=")))
         except TypeError:
             raise TypeError(
-                f"{self.name} holds {self.array_dtype}, which tensors cannot hold; expected numbers or booleans"
+                f"{self.name} holds {self.array.dtype}, which tensors cannot hold; expected numbers or booleans"
             ) from None
 
-    @property
-    def name(self) -> Path:
-        """The file that errors should name."""
-        return self.origin or self.path
-
     @staticmethod
-    def of_npy(path: Path) -> FileRows:
+    def of_npy(path: Path, name: Path | None = None) -> FileRows:
         """The array of an `.npy` file.
 
         Raises:
-            ValueError: when the file is none, holds objects, or is shorter than its header says.
+            ValueError: when the file is not an `.npy` file, holds objects, or is shorter than its header says.
         """
         try:
             array = np.load(path, mmap_mode="r", allow_pickle=False)
         except (ValueError, EOFError) as error:
-            raise ValueError(f"{path} cannot be read as an .npy file of numbers: {error}") from error
+            raise ValueError(f"{name or path} cannot be read as an .npy file of numbers: {error}") from error
         if not isinstance(array, np.memmap):
             raise ValueError(f"{path} is not an .npy file; save the array with numpy.save")
-        fortran = array.flags.f_contiguous and not array.flags.c_contiguous
-        return FileRows(Path(path), array.dtype, tuple(array.shape), int(array.offset), fortran)
+        return FileRows(array, name or path)
+
+    @staticmethod
+    def of_numbers(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...], name: Path | None = None) -> FileRows:
+        """The array in a file that holds nothing but its numbers."""
+        empty = 0 in shape  # no file can be mapped that has no bytes
+        return FileRows(np.empty(shape, dtype) if empty else np.memmap(path, dtype, "r", 0, shape), name or path)
 
     @property
     def shape(self) -> torch.Size:
-        """Rows first, as a tensor's."""
-        return torch.Size(np.broadcast_to(np.empty((), bool), self.array_shape)[self.selected].shape)
+        return torch.Size(self.array.shape)
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the tensors that are read."""
-        return torch.from_numpy(np.empty(0, self.array_dtype.newbyteorder("="))).dtype
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cpu")
+        return torch.from_numpy(np.empty(0, self.array.dtype.newbyteorder("="))).dtype
 
     def __len__(self) -> int:
-        return self.shape[0]
+        return len(self.array)
 
-    def select(self, *selected: Any) -> FileRows:
-        """A row or a column of the whole array, or a run of rows."""
-        return replace(self, selected=selected)
+    def __getitem__(self, index: Any) -> FileRows:
+        """A part of the array that stays in the file too: `rows[0]` or `rows[:, 1]`."""
+        return FileRows(self.array[index], self.name)
 
     def block(self, start: int, stop: int) -> Tensor:
-        """The rows `[start, stop)`, in memory of their own."""
-        return self._tensor(self._view()[1][start:stop])
+        """A copy of the rows `[start, stop)`."""
+        return self._read(slice(start, stop))
 
     def take(self, ids: Tensor) -> Tensor:
-        """The rows `ids` (int64), in memory of their own."""
+        """A copy of the rows `ids` (int64)."""
         rows = torch.empty((ids.numel(), *self.shape[1:]), dtype=self.dtype)
-        if rows.numel() == 0:
-            return rows
-        mapping, view = self._view()
         for start in range(0, ids.numel(), _ROWS_AT_ONCE):
             wanted = ids[start : start + _ROWS_AT_ONCE]
-            rows[start : start + wanted.numel()] = self._tensor(view[wanted.numpy()])
-            if hasattr(mapping, "madvise"):
-                mapping.madvise(mmap.MADV_DONTNEED)  # pages of the file count as ours until they are let go
+            rows[start : start + wanted.numel()] = self._read(wanted.numpy())
         return rows
 
     def load(self) -> Tensor:
-        """The whole array, in memory."""
+        """A copy of the whole array."""
         return self.block(0, len(self))
 
-    def _view(self) -> tuple[Any, np.ndarray]:
-        """A new mapping of the file and the array in it; the mapping ends with the last reference."""
-        if 0 in self.array_shape:
-            return None, np.empty(self.array_shape, self.array_dtype)[self.selected]
-        order: Any = "F" if self.fortran else "C"
-        array = np.memmap(self.path, self.array_dtype, "r", self.offset, self.array_shape, order)
-        return getattr(array, "_mmap", None), np.asarray(array)[self.selected]
-
-    def _tensor(self, values: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.array(values, dtype=self.array_dtype.newbyteorder("="), order="C"))
+    def _read(self, rows: Any) -> Tensor:
+        values = np.array(self.array[rows], dtype=self.array.dtype.newbyteorder("="), order="C")
+        mapping: Any = getattr(self.array, "_mmap", None)
+        if hasattr(mapping, "madvise"):
+            mapping.madvise(mmap.MADV_DONTNEED)  # pages of the file count as ours until we let go of them
+        return torch.from_numpy(values)
 
 
 def blocks(rows: Tensor | FileRows, count: int) -> Iterator[tuple[int, Tensor]]:
-    """The rows of an array in runs of `count`: the first row's number and the rows."""
+    """The rows of an array, `count` at a time, each block with the number of its first row."""
     for start in range(0, len(rows), count):
         yield start, (rows.block(start, start + count) if isinstance(rows, FileRows) else rows[start : start + count])
 
@@ -137,17 +113,17 @@ def loaded(rows: Tensor | FileRows) -> Tensor:
 
 
 class RowWriter:
-    """A file of rows that grows by `append`; `rows()` is what was written.
+    """A file of rows that grows with every `append`. `rows()` returns what it holds.
 
     Args:
         path: the file to write.
-        dtype: NumPy's, of the numbers.
-        row_shape: of one row.
-        origin: the file that errors about these rows should name.
+        dtype: the NumPy dtype of the numbers.
+        row_shape: the shape of one row.
+        name: the file that error messages about these rows should name.
     """
 
-    def __init__(self, path: Path, dtype: Any, row_shape: tuple[int, ...] = (), origin: Path | None = None) -> None:
-        self.path, self.dtype, self.row_shape, self.origin = path, np.dtype(dtype), row_shape, origin
+    def __init__(self, path: Path, dtype: Any, row_shape: tuple[int, ...] = (), name: Path | None = None) -> None:
+        self.path, self.dtype, self.row_shape, self.name = path, np.dtype(dtype), row_shape, name
         self.count = 0
         path.write_bytes(b"")
 
@@ -157,9 +133,9 @@ class RowWriter:
         if raw.shape[1:] != self.row_shape:
             raise InternalError(f"{self.path}: rows of the shape {raw.shape[1:]}; expected {self.row_shape}")
         with open(self.path, "ab") as file:
-            file.write(raw.reshape(-1).view(np.uint8).data)
+            raw.tofile(file)
         self.count += len(raw)
 
     def rows(self) -> FileRows:
-        """What was written so far."""
-        return FileRows(self.path, self.dtype, (self.count, *self.row_shape), origin=self.origin)
+        """The rows that have been written."""
+        return FileRows.of_numbers(self.path, self.dtype, (self.count, *self.row_shape), self.name)

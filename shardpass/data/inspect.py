@@ -1,26 +1,29 @@
-"""What a partition costs, per part or per rank: sizes, halo rows, cut edges, balance. And the check of every byte."""
+"""What a partition costs, for each part or rank: sizes, halo rows, cut edges, balance. And the check of every byte."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from shardpass.data import keys
 from shardpass.data.manifest import Manifest
 from shardpass.data.merge import parts_of_rank
 from shardpass.data.raw import EdgeType, NodeType
-from shardpass.data.store import Progress, Store, open_store
+from shardpass.data.store import Store, open_store
 
 
 @dataclass(frozen=True)
 class GroupReport:
     """One part, or the run of parts of one rank.
 
-    nodes: own nodes per node type. edges: edges into them per edge type.
-    halo_rows: distinct sources owned by others, per edge type. cut_edges: edges from such sources, per edge type.
-    feature_bytes: bytes of all node and edge fields. structure_bytes: bytes of ids and edges, as stored.
+    nodes: the number of own nodes of each node type. edges: the number of edges into them, of each edge type.
+    halo_rows: the number of distinct sources that others own, for each edge type.
+    cut_edges: the number of edges from such sources, of each edge type.
+    feature_bytes: the bytes of all node and edge fields. structure_bytes: the bytes of ids and edges, as stored.
     """
 
     parts: range
@@ -54,7 +57,7 @@ class GroupReport:
 
 @dataclass(frozen=True)
 class Report:
-    """A store seen as `groups`: one per part when `ranks` is None, else one per rank."""
+    """A store seen as `groups`: one for each rank, or one for each part if `ranks` is `None`."""
 
     path: Path
     manifest: Manifest
@@ -63,16 +66,16 @@ class Report:
 
     @property
     def num_cut_edges(self) -> int:
-        """Edges whose ends are in different groups."""
+        """The number of edges whose ends are in different groups."""
         return sum(group.num_cut_edges for group in self.groups)
 
     @property
     def num_halo_rows(self) -> int:
-        """Rows that all groups together fetch in one layer."""
+        """The number of rows that all groups together fetch in one layer."""
         return sum(group.num_halo_rows for group in self.groups)
 
     def balance(self, quantity: str) -> float:
-        """The largest group over the mean (1.0 is perfect; 1.0 also where there is nothing).
+        """The largest group over the mean. 1.0 is perfect, and also what you get where there is nothing.
 
         Args:
             quantity: "num_nodes", "num_edges", "num_halo_rows", "num_cut_edges" or "num_bytes".
@@ -82,9 +85,13 @@ class Report:
 
 
 def inspect(path: str | os.PathLike[str], ranks: int | None = None) -> Report:
-    """Sizes, halo rows, cut edges and bytes of a store, per part, or per rank when run on `ranks` ranks.
+    """Sizes, halo rows, cut edges and bytes of a store.
 
-    Reads (and verifies) all source ids, no features.
+    All source ids are read and verified, but no features.
+
+    Args:
+        path: a store.
+        ranks: report what each of this many ranks would have. `None` reports each part.
 
     Raises:
         StoreError: when the store cannot be opened or its structure is altered.
@@ -96,14 +103,23 @@ def inspect(path: str | os.PathLike[str], ranks: int | None = None) -> Report:
     return Report(store.path, store.manifest, ranks, groups)
 
 
-def verify(path: str | os.PathLike[str], progress: Progress | None = None) -> Manifest:
-    """The manifest of a store of which every byte has been checked.
+def verify(path: str | os.PathLike[str], progress: Callable[[str, int, int], None] | None = None) -> Manifest:
+    """The manifest of a store, after every byte of the store has been checked.
+
+    Args:
+        path: a store.
+        progress: called as ``progress("verify", done, total)`` with the number of files.
 
     Raises:
-        StoreError: naming the first file that is missing, torn or altered.
+        StoreError: when a file is missing, torn or altered. The error names the first one.
     """
     store = open_store(path)
-    store.verify(progress)
+    report = progress or (lambda stage, done, total: None)
+    for done, file in enumerate(store.files):
+        report("verify", done, len(store.files))
+        for key in file.record.tensors:
+            file.verified(key)
+    report("verify", len(store.files), len(store.files))
     return store.manifest
 
 
@@ -113,17 +129,18 @@ def _group(store: Store, parts: range) -> GroupReport:
     halo_rows, cut_edges = {}, {}
     for kind in manifest.edge_types:
         halo_rows[kind], cut_edges[kind] = _remote(store, kind, parts, *spans[kind[0]])
-    files = [store.files[part] for part in parts]
-    features = sum(file.num_bytes(key) for file in files for key in file.record.tensors if _is_field(key))
-    total = sum(file.num_bytes(key) for file in files for key in file.record.tensors)
+    num_bytes = {False: 0, True: 0}
+    for file in store.files_of(parts):
+        for key in file.record.tensors:
+            num_bytes[keys.is_field(key)] += file.tensor(key).nbytes
     return GroupReport(
         parts=parts,
         nodes={kind: stop - start for kind, (start, stop) in spans.items()},
         edges={kind: sum(counts[part] for part in parts) for kind, counts in manifest.part_edges.items()},
         halo_rows=halo_rows,
         cut_edges=cut_edges,
-        feature_bytes=features,
-        structure_bytes=total - features,
+        feature_bytes=num_bytes[True],
+        structure_bytes=num_bytes[False],
     )
 
 
@@ -136,7 +153,3 @@ def _remote(store: Store, edge_type: EdgeType, parts: range, first: int, stop: i
         edges += remote.numel()
         distinct.append(remote.unique().long())
     return torch.cat(distinct).unique().numel(), edges
-
-
-def _is_field(key: str) -> bool:
-    return key.startswith(("node/", "edgefield/"))

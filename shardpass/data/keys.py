@@ -1,4 +1,4 @@
-"""The names of the tensors in a part file. Type and field names are percent-encoded, so no two can collide."""
+"""The names of part files and of the tensors in them. Type and field names are quoted, so that no two can collide."""
 
 from __future__ import annotations
 
@@ -27,6 +27,11 @@ def edge_array_key(edge_type: EdgeType, name: str) -> str:
 
 def edge_field_key(edge_type: EdgeType, name: str) -> str:
     return f"edgefield/{_quoted(*edge_type)}/{_quoted(name)}"
+
+
+def is_field(key: str) -> bool:
+    """Whether a tensor is a field, and not structure."""
+    return key.startswith(("node/", "edgefield/"))
 
 
 def _quoted(*names: str) -> str:

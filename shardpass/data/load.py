@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -21,14 +19,15 @@ from shardpass.errors import DivergenceError, PeerFailure
 def load(path: str | Path, comm: Ranks, options: Options | None = None) -> ShardedGraph:
     """This rank's share of the partitioned graph at `path`. Collective.
 
-    A graph with several node or edge types comes as a `ShardedHeteroGraph`. Any number of ranks up to the number of
-    parts will do; each owns a contiguous run of parts. Every rank must pass the same store and options.
+    A graph with several node or edge types is returned as a `ShardedHeteroGraph`. There may be as many ranks as parts,
+    or fewer; each rank owns a contiguous run of parts. Every rank must pass the same store and options.
 
     Raises:
-        ValueError: more ranks than parts.
-        StoreError: the store is missing, torn or altered (on the rank that found it; the others say which). Fields are
-            verified when they are first read, or all of them by ``shardpass inspect --verify``.
-        DivergenceError: ranks passed different stores or options.
+        ValueError: when there are more ranks than parts.
+        StoreError: when the store is missing, torn or altered. The rank that found it raises this; the others raise
+            `PeerFailure`, which names that rank. A field is verified when it is first read; `shardpass.data.verify`
+            checks all of them.
+        DivergenceError: when ranks passed different stores or options.
     """
     options = replace(options or Options())  # what mode="auto" comes to is this graph's own
     store, data, problem = None, None, None
@@ -56,7 +55,7 @@ def load(path: str | Path, comm: Ranks, options: Options | None = None) -> Shard
 
 
 def _agree_on_store(comm: Ranks, store: Store | None, options: Options, problem: Exception | None) -> None:
-    """Go on only if every rank opened the same store with the same options."""
+    """Return when every rank opened the same store with the same options."""
     mine = {
         "problem": "" if problem is None else str(problem),
         "store": _contents(store) if store else "",
@@ -76,10 +75,9 @@ def _agree_on_store(comm: Ranks, store: Store | None, options: Options, problem:
 
 
 def _contents(store: Store) -> str:
-    """What is in a store, in words that are the same for copies of it only: fields included."""
-    files = [(record.header_sha256, sorted(record.tensors.items())) for record in store.manifest.files]
-    contents = hashlib.sha256(json.dumps(files).encode()).hexdigest()
-    return f"one with partition {store.manifest.partition_fingerprint[:12]} and contents {contents[:24]}"
+    """Words for a store. They are the same for copies of it, and differ if a field differs."""
+    manifest = store.manifest
+    return f"one with partition {manifest.partition_fingerprint[:12]} and contents {manifest.contents_fingerprint[:24]}"
 
 
 def _ownership(store: Store, node_type: NodeType, ranks: int) -> Ownership:
@@ -111,7 +109,7 @@ def _relation(
 
 
 def _num_classes(comm: Ranks, node_type: NodeType, fields: OwnFields) -> int:
-    """Found when the graph is built, since a getter must not communicate."""
+    """The number of classes in the labels of all ranks. Collective, so that no getter needs to communicate later."""
     y = fields["y"]
     if y.is_floating_point():
         return y.size(-1) if y.dim() > 1 else 1

@@ -1,4 +1,4 @@
-"""`Manifest`: the one JSON file of a store that says what its part files hold, with a checksum over itself."""
+"""`Manifest`: what the part files of a store hold, and the JSON file that says so."""
 
 from __future__ import annotations
 
@@ -32,17 +32,18 @@ class FieldInfo:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a store holds. Counts are of the whole graph; lists run over its parts.
+    """What a store holds. Counts are of the whole graph, lists have an entry for each part.
 
-    num_parts: number of parts P.
-    num_nodes: nodes per node type. num_edges: edges per edge type.
-    offsets: per node type, P + 1 numbers: the new ids of part p are `[offsets[p], offsets[p + 1])`.
-    part_edges: per edge type, the edges of each part (those whose destination it owns).
-    cut_edges: per edge type, the edges whose ends are in different parts.
-    node_fields, edge_fields: dtype and row shape of every field, per type. graph_fields: numbers and strings.
-    files: size and checksums of each part's file.
+    num_parts: the number of parts P.
+    num_nodes: the number of nodes of each node type. num_edges: the number of edges of each edge type.
+    offsets: for each node type, P + 1 numbers: the new ids of part p are `[offsets[p], offsets[p + 1])`.
+    part_edges: for each edge type, the number of edges of each part, which are those into its nodes.
+    cut_edges: for each edge type, the number of edges whose ends are in different parts.
+    node_fields, edge_fields: for each type, the dtype and row shape of every field. graph_fields: numbers and strings.
+    files: the size and the checksums of each part's file.
     source, method, seed: where the graph came from and how it was partitioned.
-    graph_fingerprint: hash of the structure, the same for every partition of a graph. partition_fingerprint: of both.
+    graph_fingerprint: a hash of the structure, the same for every partition of a graph.
+    partition_fingerprint: a hash of the structure and the partition.
     """
 
     num_parts: int
@@ -65,7 +66,7 @@ class Manifest:
 
     @property
     def contents_fingerprint(self) -> str:
-        """A hash of all that the part files hold: structure, partition and every field."""
+        """A hash of everything in the part files: structure, partition and fields."""
         return hashlib.sha256(json.dumps([vars(record) for record in self.files]).encode()).hexdigest()
 
     @property
@@ -78,7 +79,7 @@ class Manifest:
 
 
 def write_manifest(manifest: Manifest, path: Path) -> None:
-    """Write a manifest with the SHA-256 of its own text (taken with 64 zeros in the place of the checksum)."""
+    """Write a manifest with the SHA-256 of its own text, in which 64 zeros stand for the checksum."""
     document = {"format": FORMAT, "version": manifest.format_version, "sha256": _BLANK, **_to_json(manifest)}
     text = json.dumps(document, indent=1).encode()
     path.write_bytes(text.replace(_BLANK.encode(), hashlib.sha256(text).hexdigest().encode(), 1))
@@ -88,13 +89,11 @@ def read_manifest(directory: Path) -> Manifest:
     """The manifest of the store in a directory.
 
     Raises:
-        StoreError: when the directory is missing or no store, or its manifest is altered or of a newer format.
+        StoreError: when the directory is missing or is not a store, or its manifest is altered or of a newer format.
     """
     path = directory / MANIFEST_NAME
     if directory.is_file():
-        raise StoreError(
-            f"{directory} is a file, not a store; make a store of a graph first: shardpass partition {directory} STORE"
-        )
+        raise StoreError(f"{directory} is a file, not a store; make a store of a graph first, with shardpass.partition")
     if not directory.is_dir():
         raise StoreError(f"there is no directory {directory}; write a store there with shardpass.partition")
     try:

@@ -1,4 +1,4 @@
-"""Which parts a rank owns, and their contents merged into one range of nodes."""
+"""Which parts a rank owns, and the contents of these parts merged into one range of nodes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from shardpass.data.store import Store
 
 @dataclass(frozen=True)
 class RankEdges:
-    """A rank's edges of one type (their destinations are its own), part by part, as the parts are sorted.
+    """The edges of one type into a rank's own nodes, part by part, in the order that they have in each part.
 
-    src: new global ids, int64. dst: rows of the rank, int64, in `[0, num_own)` of the destination type.
-    edge_ids: original positions, int64. All [num_edges]; the edge fields have this order too.
+    src: new global ids. dst: rows of the rank, in `[0, num_own)` of the destination type. edge_ids: original positions.
+    All are int64 [num_edges]. The edge fields have the same order.
     """
 
     src: Tensor
@@ -28,17 +28,15 @@ class RankEdges:
 
 @dataclass(frozen=True)
 class RankData:
-    """What the rank that owns a run of parts needs. Structure is verified; fields when they are first asked for.
+    """What the rank that owns a run of parts needs. Structure is verified, fields when you first ask for them.
 
     parts: the parts of the store that the rank owns.
-    first_ids: per node type, the new global id of the rank's row 0; its own ids are `[first, first + num_own)`.
-    node_ids: per node type, the original id of each own row, int64 [num_own].
-    node_fields, edge_fields: per type, tensors by name, in row order and in edge order.
-    edges: per edge type.
+    node_ids: for each node type, the original id of each own row, int64 [num_own].
+    node_fields, edge_fields: for each type, tensors by name, with one row per own node or edge.
+    edges: the edges of each edge type.
     """
 
     parts: range
-    first_ids: dict[NodeType, int]
     node_ids: dict[NodeType, Tensor]
     node_fields: dict[NodeType, Fields]
     edges: dict[EdgeType, RankEdges]
@@ -46,10 +44,10 @@ class RankData:
 
 
 def parts_of_rank(num_parts: int, ranks: int, rank: int) -> range:
-    """The parts that a rank owns: contiguous, as many on each rank as possible (they differ by at most one).
+    """The run of parts that a rank owns. The numbers of parts of two ranks differ by at most one.
 
     Raises:
-        ValueError: when there are more ranks than parts, or no such rank.
+        ValueError: when there are more ranks than parts, or the rank is out of range.
     """
     if ranks < 1 or not 0 <= rank < ranks:
         raise ValueError(f"rank {rank} of {ranks}: expected a rank in [0, {ranks}) of at least one")
@@ -68,15 +66,14 @@ def merge_parts(store: Store, parts: range) -> RankData:
 
     Raises:
         StoreError: when their structure is altered.
-        ValueError: when `parts` is not a non-empty run of parts of the store.
+        ValueError: when `parts` is empty or not a run of parts of the store.
     """
     if not len(parts) or parts.step != 1 or parts[0] < 0 or parts[-1] >= store.num_parts:
         raise ValueError(f"{parts} is not a run of parts in [0, {store.num_parts}) of {store.path}")
     manifest = store.manifest
-    files = [store.files[part] for part in parts]
+    files = store.files_of(parts)
     return RankData(
         parts=parts,
-        first_ids={kind: manifest.offsets[kind][parts[0]] for kind in manifest.node_types},
         node_ids={kind: read_joined(files, keys.node_ids_key(kind)) for kind in manifest.node_types},
         node_fields={kind: store.node_fields(kind, parts) for kind in manifest.node_types},
         edges={kind: _merged_edges(store, kind, parts) for kind in manifest.edge_types},
@@ -86,7 +83,7 @@ def merge_parts(store: Store, parts: range) -> RankData:
 
 def _merged_edges(store: Store, edge_type: EdgeType, parts: range) -> RankEdges:
     offsets = store.manifest.offsets[edge_type[2]]
-    # filled part by part: the 64-bit copies are made once, at their final place
+    # filled part by part, so that there is never more than one 64-bit copy
     num_edges = sum(store.manifest.part_edges[edge_type][part] for part in parts)
     src, dst, edge_ids = (torch.empty(num_edges, dtype=torch.int64) for _ in range(3))
     start = 0

@@ -1,4 +1,4 @@
-"""Which part each node goes to: METIS, LDG, Fennel, random, contiguous ranges, or the user's own assignment."""
+"""The part of each node: by METIS, LDG or Fennel, at random, in contiguous ranges, or as the user assigned it."""
 
 from __future__ import annotations
 
@@ -13,35 +13,9 @@ from shardpass.data.raw import NODE, NodeType, RawGraph
 from shardpass.data.rows import as_tensor
 from shardpass.data.streaming import PASSES, STREAMING, Budget, streamed_parts
 
+METHODS = ("fennel", "ldg", "metis", "random", "range")
 GIVEN = "given"
-"""The method a manifest records for a user's own assignment."""
-
-
-def random_parts(graph: RawGraph, parts: int, seed: int) -> dict[NodeType, Tensor]:
-    """Random parts; per type, and over all types, their sizes differ by at most one."""
-    generator = torch.Generator().manual_seed(seed)
-    assigned, dealt = {}, 0
-    for node_type, count in graph.num_nodes.items():
-        part_of = torch.empty(count, dtype=torch.int32)
-        part_of[torch.randperm(count, generator=generator)] = (torch.arange(dealt, dealt + count) % parts).int()
-        assigned[node_type] = part_of
-        dealt += count
-    return assigned
-
-
-def range_parts(graph: RawGraph, parts: int, seed: int) -> dict[NodeType, Tensor]:
-    """Contiguous ranges of original ids; per type, their sizes differ by at most one."""
-    return {
-        node_type: torch.div(torch.arange(count) * parts, max(1, count), rounding_mode="floor").int()
-        for node_type, count in graph.num_nodes.items()
-    }
-
-
-METHODS: dict[str, Callable[[RawGraph, int, int], dict[NodeType, Tensor]]] = {
-    "metis": metis_parts,
-    "random": random_parts,
-    "range": range_parts,
-}
+"""The method that a manifest records for a user's own assignment."""
 
 
 def assign(
@@ -53,32 +27,75 @@ def assign(
     passes: int = PASSES,
     budget: Budget | None = None,
 ) -> dict[NodeType, Tensor]:
-    """The part of each node by original id, int32 [num_nodes], per node type. Empty parts are legal.
+    """The part of each node by original id, int32 [num_nodes], for each node type. Parts may be empty.
 
     Args:
         graph: a validated graph.
-        parts: number of parts; may be larger than the number of nodes.
-        method: one of "metis", "ldg", "fennel", "random", "range"; ignored with an `assignment`.
-        assignment: parts in `[0, parts)`, one integer per node: an array, or per node type a dict of arrays.
-        seed: of the random choices; the same seed gives the same parts.
-        passes: of "ldg" and "fennel" over all nodes.
-        budget: memory for the edges of a graph in files.
+        parts: the number of parts. It may be larger than the number of nodes.
+        method: one of `METHODS`; not used if there is an `assignment`.
+        assignment: parts in `[0, parts)`, an integer for each node: an array, or a dict with one for each node type.
+        seed: of random choices. The same seed gives the same parts.
+        passes: how often "ldg" and "fennel" go over all nodes.
+        budget: memory for the edges of a graph in files, and who is told of the progress.
 
     Raises:
-        ValueError: an unknown method, no parts, or an assignment of another length or out of range.
-        TypeError: an assignment that is not of integers.
-        MissingDependencyError: "metis" without pymetis.
+        ValueError: when the method is unknown, there are no parts, or the assignment has a wrong length or part.
+        TypeError: when the assignment is not made of integers.
+        MissingDependencyError: when the method is "metis" and pymetis is not installed.
     """
+    budget = budget or Budget()
     if parts < 1:
         raise ValueError(f"{parts} parts; expected at least 1")
+    if assignment is None and method not in METHODS:
+        raise ValueError(f"unknown partition method {method!r}; the methods are {', '.join(METHODS)}")
+    streams = assignment is None and method in STREAMING
+    if not streams:  # a streaming method reports "count" and "bucket" before
+        budget.report("assign", 0, 1)
     if assignment is not None:
-        return _given_parts(graph, parts, assignment)
-    if method in STREAMING:
-        return streamed_parts(graph, parts, method, budget or Budget(), passes)
-    if method not in METHODS:
-        known = ", ".join(sorted((*METHODS, *STREAMING)))
-        raise ValueError(f"unknown partition method {method!r}; the methods are {known}")
-    return METHODS[method](graph, parts, seed)
+        found = _given_parts(graph, parts, assignment)
+    elif method == "random":
+        found = _random_parts(graph, parts, seed)
+    elif method == "range":
+        found = _range_parts(graph, parts)
+    elif streams:
+        found = _over_all_types(graph, parts, lambda: streamed_parts(graph, parts, method, budget, passes))
+    else:
+        found = _over_all_types(graph, parts, lambda: metis_parts(graph, parts, seed))
+    budget.report("assign", 1, 1)
+    return found
+
+
+def _over_all_types(graph: RawGraph, parts: int, cut: Callable[[], Tensor]) -> dict[NodeType, Tensor]:
+    """The parts that `cut` gives to the nodes of all types, one type after the other."""
+    sizes = list(graph.num_nodes.values())
+    total = sum(sizes)
+    if parts == 1:
+        part_of = torch.zeros(total, dtype=torch.int32)
+    elif parts >= total:
+        part_of = torch.arange(total, dtype=torch.int32)
+    else:
+        part_of = cut()
+    return dict(zip(graph.num_nodes, part_of.int().split(sizes)))
+
+
+def _random_parts(graph: RawGraph, parts: int, seed: int) -> dict[NodeType, Tensor]:
+    """Random parts whose sizes differ by at most one, for each type and for all types together."""
+    generator = torch.Generator().manual_seed(seed)
+    assigned, dealt = {}, 0
+    for node_type, count in graph.num_nodes.items():
+        part_of = torch.empty(count, dtype=torch.int32)
+        part_of[torch.randperm(count, generator=generator)] = (torch.arange(dealt, dealt + count) % parts).int()
+        assigned[node_type] = part_of
+        dealt += count
+    return assigned
+
+
+def _range_parts(graph: RawGraph, parts: int) -> dict[NodeType, Tensor]:
+    """Contiguous ranges of original ids whose sizes differ by at most one, for each type."""
+    return {
+        node_type: torch.div(torch.arange(count) * parts, max(1, count), rounding_mode="floor").int()
+        for node_type, count in graph.num_nodes.items()
+    }
 
 
 def _given_parts(graph: RawGraph, parts: int, assignment: Any) -> dict[NodeType, Tensor]:

@@ -1,25 +1,21 @@
-"""`RawGraph`: what every reader yields and every partitioner takes. Typed; a homogeneous graph is the one-type case."""
+"""`RawGraph`: the whole graph that every reader returns and every partitioner takes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from shardpass.core.sharding import EDGE, NODE, EdgeType, NodeType
 from shardpass.data.file_rows import FileRows, blocks
 from shardpass.data.rows import Field, as_field, as_tensor
 
-NodeType = str
-EdgeType = tuple[str, str, str]
-Scalar = bool | int | float | str
+__all__ = ["EDGE", "FIELD_DTYPES", "NODE", "Division", "EdgeArrays", "EdgeType", "NodeType", "RawGraph", "Scalar"]
 
-NODE: NodeType = "node"
-"""The node type of a homogeneous graph."""
-EDGE: EdgeType = (NODE, "to", NODE)
-"""The edge type of a homogeneous graph: (source type, relation, destination type)."""
+Scalar = bool | int | float | str
 
 FIELD_DTYPES: dict[torch.dtype, str] = {
     getattr(torch, name): name
@@ -28,15 +24,16 @@ FIELD_DTYPES: dict[torch.dtype, str] = {
         "float16", "bfloat16", "float32", "float64",
     )
 }  # fmt: skip
-"""The dtypes a stored field may have, and their names in a manifest."""
+"""The dtypes that a stored field may have, and their names in a manifest."""
 _BLOCK_ROWS = 1 << 20
 
 
 @dataclass(frozen=True)
 class EdgeArrays:
-    """The edges of one type: edge i goes from node `src[i]` to node `dst[i]`. Any integer arrays, [num_edges] each.
+    """The edges of one type: edge i goes from node `src[i]` to node `dst[i]`.
 
-    Arrays in files (`FileRows`) are never read whole.
+    Args:
+        src, dst: integer arrays of any kind, [num_edges]. Arrays in files (`FileRows`) are never read as a whole.
     """
 
     src: Any
@@ -44,7 +41,7 @@ class EdgeArrays:
 
 
 class Division(NamedTuple):
-    """A partition that a graph came with: how many parts, and the part of each node by type."""
+    """A partition that came with a graph: the number of parts, and for each node type the part of each node."""
 
     parts: int
     part_of: Mapping[NodeType, Tensor]
@@ -52,16 +49,16 @@ class Division(NamedTuple):
 
 @dataclass(frozen=True)
 class RawGraph:
-    """A whole graph as it was read: original node ids, original edge order.
+    """A whole graph as it was read, with its original node ids and the original order of its edges.
 
     Args:
-        num_nodes: nodes of each node type.
+        num_nodes: the number of nodes of each node type.
         edges: the edges of each edge type (source type, relation, destination type).
-        node_fields: per node type, arrays with one row per node.
-        edge_fields: per edge type, arrays with one row per edge.
+        node_fields: for each node type, arrays with one row per node.
+        edge_fields: for each edge type, arrays with one row per edge.
         graph_fields: numbers and strings that belong to the graph as a whole.
-        source: where the graph came from, in words; kept in the store's manifest.
-        division: the partition that the graph came with, if it did.
+        source: where the graph came from, in words. A store keeps this text in its manifest.
+        division: the partition that came with the graph, if there is one.
     """
 
     num_nodes: Mapping[NodeType, int]
@@ -74,31 +71,33 @@ class RawGraph:
 
     @property
     def num_edges(self) -> dict[EdgeType, int]:
-        """Edges of each edge type."""
+        """The number of edges of each edge type."""
         return {edge_type: len(arrays.src) for edge_type, arrays in self.edges.items()}
 
     def validate(self) -> RawGraph:
-        """The same graph, checked, with torch tensors for all arrays (memory is shared where it can be).
+        """The same graph, checked, with torch tensors for all arrays. Memory is shared where that is possible.
 
-        Edge ends come out as int32 or int64 tensors on the CPU, or stay in their files; every node type has an entry in
-        `node_fields` and every edge type one in `edge_fields`.
+        The ends of the edges become int32 or int64 tensors on the CPU, or stay in their files. Every node type has an
+        entry in `node_fields`, and every edge type one in `edge_fields`.
 
         Raises:
-            TypeError: edge indices that are not integers, fields of a type a tensor cannot hold.
-            ValueError: unknown node types, ids out of range (the first one is named), wrong numbers of rows.
+            TypeError: when edge ends are not integers, or a tensor cannot hold a field.
+            ValueError: when a node type is unknown, an id is out of range, or a field has a wrong number of rows.
         """
         for node_type, count in self.num_nodes.items():
             _check_name(node_type)
             if not isinstance(count, int) or isinstance(count, bool) or count < 0:
                 raise ValueError(f"number of nodes of type {node_type!r} is {count!r}; expected an integer >= 0")
-        edges = {kind: self._checked_edges(kind, arrays) for kind, arrays in self.edges.items()}
-        for name in ("node_fields", "edge_fields"):
-            known = self.num_nodes if name == "node_fields" else self.edges
+        for name, known in (("node_fields", self.num_nodes), ("edge_fields", self.edges)):
             for owner in getattr(self, name):
                 if owner not in known:
                     raise ValueError(
                         f"{name} has fields of {owner!r}, which is not a type of this graph: {list(known)}"
                     )
+        for name, value in self.graph_fields.items():
+            if not isinstance(value, bool | int | float | str):
+                raise TypeError(f"graph field {name!r} is a {type(value).__name__}; expected a number or a string")
+        edges = {kind: self._checked_edges(kind, arrays) for kind, arrays in self.edges.items()}
         node_fields = {
             kind: _checked_fields(self.node_fields.get(kind, {}), count, f"nodes of type {kind!r}")
             for kind, count in self.num_nodes.items()
@@ -107,11 +106,7 @@ class RawGraph:
             kind: _checked_fields(self.edge_fields.get(kind, {}), len(arrays.src), f"edges of type {kind!r}")
             for kind, arrays in edges.items()
         }
-        for name, value in self.graph_fields.items():
-            if not isinstance(value, bool | int | float | str):
-                raise TypeError(f"graph field {name!r} is a {type(value).__name__}; expected a number or a string")
-        graph_fields = dict(self.graph_fields)
-        return RawGraph(dict(self.num_nodes), edges, node_fields, edge_fields, graph_fields, self.source, self.division)
+        return replace(self, edges=edges, node_fields=node_fields, edge_fields=edge_fields)
 
     def _checked_edges(self, kind: EdgeType, arrays: EdgeArrays) -> EdgeArrays:
         if not (isinstance(kind, tuple) and len(kind) == 3):
@@ -124,13 +119,13 @@ class RawGraph:
         src = _checked_ends(arrays.src, self.num_nodes[kind[0]], f"source ids of edges {kind}")
         dst = _checked_ends(arrays.dst, self.num_nodes[kind[2]], f"destination ids of edges {kind}")
         if len(src) != len(dst):
-            raise ValueError(f"edges {kind}: {len(src)} sources and {len(dst)} destinations; expected as many")
+            raise ValueError(f"edges {kind}: {len(src)} sources and {len(dst)} destinations; expected as many of both")
         return EdgeArrays(src, dst)
 
 
 def _check_name(name: Any) -> None:
     if not isinstance(name, str):
-        raise TypeError(f"type name {name!r} is a {type(name).__name__}; expected a string")
+        raise TypeError(f"name {name!r} is a {type(name).__name__}; expected a string")
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -138,46 +133,35 @@ def _check_name(name: Any) -> None:
 
 
 def _checked_ends(values: Any, num_nodes: int, what: str) -> Tensor | FileRows:
+    """One end of all edges, as integers of which each is the id of a node."""
+    ends: Tensor | FileRows
     if isinstance(values, FileRows):
-        return _checked_file(values, num_nodes, f"{values.name}: {what}")
-    ends = as_tensor(values, what).cpu()
-    if ends.numel() == 0 and ends.dim() <= 1:
-        return ends.reshape(-1).long()  # an empty list has no integer type of its own
-    _check_kind(ends, what)
-    if ends.dtype is not torch.int32:
-        ends = ends.long()
-    _check_interval(ends, num_nodes, what)
-    return ends.contiguous()
-
-
-def _checked_file(values: FileRows, num_nodes: int, what: str) -> FileRows:
-    for start, ends in blocks(values, _BLOCK_ROWS):
-        _check_kind(ends, what, start)
-        _check_interval(ends.long(), num_nodes, what, start)
-    return values
-
-
-def _check_kind(ends: Tensor, what: str, first: int = 0) -> None:
-    if ends.dim() != 1:
+        ends, what = values, f"{values.name}: {what}"
+    else:
+        ends = as_tensor(values, what).cpu()
+        if ends.numel() == 0 and ends.dim() <= 1:
+            return ends.reshape(-1).long()  # an empty list has no integer type of its own
+    if len(ends.shape) != 1:
         raise ValueError(f"{what} have the shape {list(ends.shape)}; expected one number per edge")
-    if ends.dtype is torch.bool or ends.is_floating_point() or ends.is_complex():
-        found = _first_fraction(ends, first)
-        raise TypeError(f"{what} are {ends.dtype}{found}; expected integers: convert them to int64")
+    for start, block in blocks(ends, _BLOCK_ROWS):
+        if block.dtype is torch.bool or block.is_floating_point() or block.is_complex():
+            found = _first_fraction(block, start)
+            raise TypeError(f"{what} are {block.dtype}{found}; expected integers: convert them to int64")
+        ids = block.long()
+        if int(ids.min()) < 0 or int(ids.max()) >= num_nodes:
+            position = int(torch.nonzero((ids < 0) | (ids >= num_nodes))[0])
+            raise ValueError(
+                f"{what}: {int(ids[position])} at position {start + position} is outside the valid interval "
+                f"[0, {num_nodes}); correct the edge, or pass the true number of nodes"
+            )
+    if isinstance(ends, FileRows):
+        return ends
+    return (ends if ends.dtype is torch.int32 else ends.long()).contiguous()
 
 
-def _check_interval(ends: Tensor, num_nodes: int, what: str, first: int = 0) -> None:
-    if int(ends.min()) < 0 or int(ends.max()) >= num_nodes:
-        position = int(torch.nonzero((ends < 0) | (ends >= num_nodes))[0])
-        raise ValueError(
-            f"{what}: {int(ends[position])} at position {first + position} is outside the valid interval "
-            f"[0, {num_nodes}); correct the edge, or pass the true number of nodes"
-        )
-
-
-def _first_fraction(values: Tensor, first: int = 0) -> str:
-    if not values.is_floating_point():
-        return ""
-    wrong = torch.nonzero(values != values.floor())  # NaN differs from itself
+def _first_fraction(values: Tensor, first: int) -> str:
+    """Words about the first number that is not whole, if there is one in this block."""
+    wrong = torch.nonzero(values != values.floor()) if values.is_floating_point() else values[:0]  # NaN differs too
     if not wrong.numel():
         return ""
     return f" and not whole ({float(values[wrong[0, 0]])} at position {first + int(wrong[0, 0])})"

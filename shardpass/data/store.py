@@ -1,9 +1,8 @@
-"""Reading a store: `open_store`, its parts, and the check of every byte."""
+"""An open store: its manifest, its part files, and what can be read of them part by part."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,13 +15,10 @@ from shardpass.data.raw import EdgeType, NodeType
 from shardpass.data.tensor_file import TensorFile
 from shardpass.errors import StoreError
 
-Progress = Callable[[str, int, int], None]
-"""Called as `progress(stage, done, total)`."""
-
 
 @dataclass(frozen=True)
 class PartEdges:
-    """A part's edges of one type, sorted by (source part, destination, original id). Views of the file's memory.
+    """A part's edges of one type, sorted by (source part, destination, original id). Views of the mapped file.
 
     src: new global ids, int32 or int64. dst: rows of the part, int32. edge_ids: original positions, int64.
     shard_offsets: int64 [num_parts + 1]; the edges from part q are `[shard_offsets[q], shard_offsets[q + 1])`.
@@ -34,22 +30,8 @@ class PartEdges:
     shard_offsets: Tensor
 
 
-@dataclass(frozen=True)
-class PartData:
-    """One part of a store. Structure is verified; fields are verified when they are first asked for.
-
-    node_ids: original ids of the part's nodes, int64, per node type. edges: in-edges of its nodes, per edge type.
-    """
-
-    part: int
-    node_ids: dict[NodeType, Tensor]
-    node_fields: dict[NodeType, Fields]
-    edges: dict[EdgeType, PartEdges]
-    edge_fields: dict[EdgeType, Fields]
-
-
 class Store:
-    """An open partition directory. Made by `open_store`; `manifest` says what it holds."""
+    """An open store. Made by `open_store`; `manifest` says what it holds, `files` are its parts."""
 
     def __init__(self, path: Path, manifest: Manifest, files: list[TensorFile]) -> None:
         self.path, self.manifest, self.files = path, manifest, files
@@ -62,24 +44,6 @@ class Store:
         nodes, edges = (sum(counts.values()) for counts in (self.manifest.num_nodes, self.manifest.num_edges))
         return f"Store({str(self.path)!r}, {self.num_parts} parts, {nodes} nodes, {edges} edges)"
 
-    def read_part(self, part: int) -> PartData:
-        """One part, memory-mapped.
-
-        Raises:
-            StoreError: when the part's structure is altered.
-            ValueError: when there is no such part.
-        """
-        if not 0 <= part < self.num_parts:
-            raise ValueError(f"part {part} is outside the valid interval [0, {self.num_parts}) of {self.path}")
-        file = self.files[part]
-        return PartData(
-            part=part,
-            node_ids={kind: file.verified(keys.node_ids_key(kind)) for kind in self.manifest.node_types},
-            node_fields={kind: self.node_fields(kind, range(part, part + 1)) for kind in self.manifest.node_types},
-            edges={kind: self.part_edges(kind, part) for kind in self.manifest.edge_types},
-            edge_fields={kind: self.edge_fields(kind, range(part, part + 1)) for kind in self.manifest.edge_types},
-        )
-
     def part_edges(self, edge_type: EdgeType, part: int) -> PartEdges:
         """A part's edges of one type, verified."""
         file = self.files[part]
@@ -88,37 +52,25 @@ class Store:
     def node_fields(self, node_type: NodeType, parts: range) -> Fields:
         """The node fields of a run of parts, one part after the other."""
         info = self.manifest.node_fields[node_type]
-        return Fields(info, {name: keys.node_field_key(node_type, name) for name in info}, self._files_of(parts))
+        return Fields(info, {name: keys.node_field_key(node_type, name) for name in info}, self.files_of(parts))
 
     def edge_fields(self, edge_type: EdgeType, parts: range) -> Fields:
         """The edge fields of a run of parts, one part after the other."""
         info = self.manifest.edge_fields[edge_type]
-        return Fields(info, {name: keys.edge_field_key(edge_type, name) for name in info}, self._files_of(parts))
+        return Fields(info, {name: keys.edge_field_key(edge_type, name) for name in info}, self.files_of(parts))
 
-    def verify(self, progress: Progress | None = None) -> None:
-        """Return when every byte of every file is what was written.
-
-        Raises:
-            StoreError: naming the first file that differs.
-        """
-        for done, file in enumerate(self.files):
-            if progress:
-                progress("verify", done, len(self.files))
-            for key in file.record.tensors:
-                file.verify(key)
-        if progress:
-            progress("verify", len(self.files), len(self.files))
-
-    def _files_of(self, parts: range) -> list[TensorFile]:
-        return [self.files[part] for part in parts]
+    def files_of(self, parts: range) -> list[TensorFile]:
+        """The files of a run of parts."""
+        return self.files[parts.start : parts.stop]
 
 
 def open_store(path: str | os.PathLike[str]) -> Store:
-    """The store in a directory, with its manifest and the size and header of every part file verified.
+    """The store in a directory. The manifest and the size and header of every part file have been verified.
 
     Raises:
-        StoreError: when the directory is missing or no store, a file is missing, torn or altered, or the format is
-            that of a newer shardpass.
+        StoreError: when the directory is missing or is not a store, a file is missing, torn or altered, or a newer
+            shardpass wrote it.
+        MissingDependencyError: when safetensors is not installed.
     """
     directory = Path(path)
     manifest = read_manifest(directory)

@@ -11,7 +11,6 @@ import torch
 from store_helpers import values
 
 from shardpass.data import NODE, RawGraph, read
-from shardpass.data.readers import DglPartition, read_dgl_partition
 
 dgl = pytest.importorskip("dgl")
 
@@ -80,12 +79,6 @@ class Written:
     node_ids: Any
     edge_ids: Any
 
-    def known(self) -> DglPartition:
-        return read_dgl_partition(self.path, node_ids=self.node_ids, edge_ids=self.edge_ids)
-
-    def new_ids(self) -> DglPartition:
-        return read_dgl_partition(self.path)
-
 
 def write(folder: Path, g: Any, parts: int = 3, method: str = "random", **options: Any) -> Written:
     dgl.seed(0)
@@ -124,23 +117,13 @@ def assert_new_ids(written: Written, graph: RawGraph) -> None:
             assert torch.equal(graph.edge_fields[kind][name], field[edge_ids])
 
 
-def assert_assignment(written: Written, known: DglPartition, new: DglPartition) -> None:
+def assert_division(written: Written, graph: RawGraph) -> None:
     """The parts that DGL's own loader tells."""
     book = dgl.distributed.load_partition_book(str(written.path), 0)[0]
-    assert known.num_parts == new.num_parts == book.num_partitions()
+    assert graph.division is not None and graph.division.parts == book.num_partitions()
     for kind in written.g.ntypes:
-        name = NODE if list(new.assignment) == [NODE] else kind
-        parts = book.nid2partid(torch.arange(written.g.num_nodes(kind)), kind)
-        ids = written.node_ids if written.g.is_homogeneous else written.node_ids[kind]
-        assert torch.equal(new.assignment[name].long(), parts)
-        assert torch.equal(known.assignment[name][ids].long(), parts)
-
-
-def replace_ids(found: DglPartition, written: Written) -> DglPartition:
-    """The assignment by DGL's ids."""
-    single = written.g.is_homogeneous
-    parts = {k: p[written.node_ids if single else written.node_ids[k]] for k, p in found.assignment.items()}
-    return found._replace(assignment=parts)
+        part_of = graph.division.part_of[NODE if list(graph.num_nodes) == [NODE] else kind]
+        assert torch.equal(part_of.long(), book.nid2partid(torch.arange(written.g.num_nodes(kind)), kind))
 
 
 def change_graph(folder: Path, part: int, change: Any) -> None:
@@ -148,23 +131,3 @@ def change_graph(folder: Path, part: int, change: Any) -> None:
     graph = dgl.load_graphs(path)[0][0]
     change(graph)
     dgl.save_graphs(path, [graph])
-
-
-def add_original_ids(graph: Any, written: Written, whole: Any) -> None:
-    """The fields ``orig_id`` of a part's graph."""
-    book = dgl.distributed.load_partition_book(str(written.path), 0)[0]
-    single = written.g.is_homogeneous
-    for data, to_type, given, types, kinds, numbers in (
-        (graph.ndata, book.map_to_per_ntype, written.node_ids, written.g.ntypes, "_TYPE", whole.ndata),
-        (graph.edata, book.map_to_per_etype, written.edge_ids, written.g.canonical_etypes, "_TYPE", whole.edata),
-    ):
-        if single:
-            data["orig_id"] = given[data["_ID"]]
-            continue
-        found = torch.empty_like(data["_ID"])
-        type_ids, rows = to_type(data["_ID"])
-        for number, kind in enumerate(types):
-            chosen = type_ids == number
-            first = int((numbers[kinds] == number).nonzero()[0])
-            found[chosen] = given[kind][rows[chosen]] + first
-        data["orig_id"] = found

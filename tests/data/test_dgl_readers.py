@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -13,22 +12,17 @@ import torch
 from dgl_helpers import (
     EDGES,
     NODES,
-    add_original_ids,
-    assert_assignment,
+    assert_division,
     assert_new_ids,
-    change_graph,
-    expected,
     hetero,
     homogeneous,
     make,
-    replace_ids,
     write,
 )  # fmt: skip
 from store_helpers import assert_same, rebuilt
 
 import shardpass as sp
 from shardpass.data import EDGE, NODE, open_store, partition, read
-from shardpass.data.readers import read_dgl_partition
 from shardpass.testing.run import run
 
 dgl = pytest.importorskip("dgl")
@@ -154,106 +148,39 @@ class TestPartition:
     @pytest.mark.parametrize("kind", ["homogeneous", "hetero"])
     def test_the_same_graph(self, kind: str, method: str, formats: Any, tmp_path: Path) -> None:
         written = write(tmp_path, make(kind), method=method, graph_formats=formats)
-        known, new = written.known(), written.new_ids()
-        assert_same(known.graph, expected(written.g))
-        assert_new_ids(written, new.graph)
-        assert_assignment(written, known, new)
-        assert new.graph.source == f"some name.json (DGL partition, {method}; DGL's new node ids, DGL's new edge ids)"
-        assert known.graph.source.endswith("; original node ids, original edge ids)")
+        graph = read(written.path)
+        assert_new_ids(written, graph)
+        assert_division(written, graph)
+        assert graph.source == f"some name.json (DGL partition, {method}; DGL's new node ids, DGL's new edge ids)"
 
     @pytest.mark.parametrize("kind", ["homogeneous", "hetero"])
     @pytest.mark.parametrize("options", [{"parts": 1}, {"parts": 2, "num_hops": 2}], ids=str)
     def test_one_part_and_two_hops(self, kind: str, options: dict[str, int], tmp_path: Path) -> None:
         written = write(tmp_path, make(kind), **options)
-        known, new = written.known(), written.new_ids()
-        assert_same(known.graph, expected(written.g))
-        assert_new_ids(written, new.graph)
-        assert_assignment(written, known, new)
+        graph = read(written.path)
+        assert_new_ids(written, graph)
+        assert_division(written, graph)
 
     def test_one_named_type(self, tmp_path: Path) -> None:
         g = dgl.heterograph({("paper", "cites", "paper"): torch.randint(20, (2, 90)).unbind()}, {"paper": 20})
         written = write(tmp_path, g, 2)
-        assert_same(written.known().graph, expected(g))
+        assert_new_ids(written, read(written.path))
 
     def test_trainers(self, tmp_path: Path) -> None:
         written = write(tmp_path, homogeneous(), 2, "metis", num_trainers_per_machine=2)
-        graph = written.known().graph
+        graph = read(written.path)
         trainers = graph.node_fields[NODE].pop("trainer_id")
-        assert torch.equal(trainers // 2, written.known().assignment[NODE].long())
+        assert torch.equal(trainers // 2, graph.division.part_of[NODE].long())
         graph.edge_fields[EDGE].pop("trainer_id")
-        assert_same(graph, expected(homogeneous()))
-
-    @pytest.mark.parametrize("kind", ["homogeneous", "hetero"])
-    def test_original_ids_in_fields(self, kind: str, tmp_path: Path) -> None:
-        g = make(kind)
-        for node_type in g.ntypes:
-            g.nodes[node_type].data["orig_id"] = torch.arange(g.num_nodes(node_type), dtype=torch.int32)
-        for edge_type in g.canonical_etypes:
-            g.edges[edge_type].data["orig_id"] = torch.arange(g.num_edges(edge_type))
-        written = write(tmp_path, g)
-        found = written.new_ids()
-        assert_same(found.graph, expected(g))
-        assert_assignment(written, found, replace_ids(found, written))
-
-    def test_a_field_of_other_ids_is_a_field(self, tmp_path: Path) -> None:
-        g = homogeneous()
-        g.ndata["orig_id"] = torch.arange(NODES) + 1000
-        written = write(tmp_path, g)
-        assert_new_ids(written, written.new_ids().graph)
-        assert_same(written.known().graph, expected(g))
-
-    @pytest.mark.parametrize("kind", ["homogeneous", "hetero"])
-    def test_original_ids_in_graphs(self, kind: str, tmp_path: Path) -> None:
-        """As older versions of DGL left them: ids of the graph as a homogeneous one."""
-        written = write(tmp_path, make(kind))
-        whole = dgl.to_homogeneous(written.g)
-        for part in range(3):
-            change_graph(tmp_path, part, lambda g: add_original_ids(g, written, whole))
-        assert_same(read(written.path), expected(written.g))
-        change_graph(tmp_path, 1, lambda g: g.ndata.pop("orig_id"))
-        with pytest.raises(ValueError, match=r"altered or mixed: the original node ids of '\w+' are not each there"):
-            read(written.path)
-
-    @pytest.mark.parametrize("kind", ["homogeneous", "hetero"])
-    def test_original_ids_in_files(self, kind: str, tmp_path: Path) -> None:
-        """As DGL's distributed partitioning pipeline writes them."""
-        written = write(tmp_path, make(kind))
-        config = json.loads(written.path.read_text())
-        for part in range(3):
-            for name, given, types, ranges in (
-                ("orig_nids", written.node_ids, written.g.ntypes, "node_map"),
-                ("orig_eids", written.edge_ids, written.g.canonical_etypes, "edge_map"),
-            ):
-                pieces = {}
-                for kind_ in types:
-                    label = kind_ if isinstance(kind_, str) else ":".join(kind_)
-                    sizes = [end - start for start, end in config[ranges][label]]
-                    ids = given if written.g.is_homogeneous else given[kind_]
-                    pieces[label] = ids.split(sizes)[part].clone()
-                dgl.data.utils.save_tensors(str(tmp_path / f"part{part}" / f"{name}.dgl"), pieces)
-        assert_same(read(written.path), expected(written.g))
-        (tmp_path / "part1/orig_nids.dgl").unlink()
-        with pytest.raises(ValueError, match=r"part1/orig_nids\.dgl cannot be read: No such file"):
-            read(written.path)
-
-    def test_given_ids_are_checked(self, tmp_path: Path) -> None:
-        written = write(tmp_path, hetero(), 2)
-        ids = dict(written.node_ids)
-        with pytest.raises(ValueError, match="node_ids is one array; expected a dict"):
-            read_dgl_partition(written.path, node_ids=ids["user"])
-        with pytest.raises(ValueError, match="node_ids has the types"):
-            read_dgl_partition(written.path, node_ids={"user": ids["user"]})
-        for wrong in (ids["user"] + 1, ids["user"][:-1], ids["user"] * 0):
-            with pytest.raises(ValueError, match=r"node_ids of 'user' do not hold each of 0 \.\. 29 once"):
-                read_dgl_partition(written.path, node_ids={**ids, "user": wrong})
-        with pytest.raises(TypeError, match="node_ids of 'user' are float32"):
-            read_dgl_partition(written.path, node_ids={**ids, "user": ids["user"].float()})
+        written.g = homogeneous()  # partition_graph added the trainers to the other
+        assert_new_ids(written, graph)
 
     def test_the_partition_is_kept(self, tmp_path: Path) -> None:
         written = write(tmp_path / "dgl", hetero(), 2)
-        known = written.known()
-        sp.partition(known.graph, tmp_path / "store", known.num_parts, assignment=known.assignment)
-        assert_same(rebuilt(open_store(tmp_path / "store"), 2), known.graph)
+        graph = read(written.path)
+        manifest = sp.partition(written.path, tmp_path / "store")
+        assert manifest.num_parts == 2 and manifest.method == "given"
+        assert_same(rebuilt(open_store(tmp_path / "store"), 2), graph)
         shares = run(loaded, 2, args=(str(tmp_path / "store"),))
         for part, share in enumerate(shares):
             g, fields = dgl.distributed.load_partition(str(written.path), part)[:2]
@@ -261,19 +188,15 @@ class TestPartition:
             for kind, ids in share["node_ids"].items():
                 rows = fields[f"{kind}/feat"]
                 assert sorted(share["nodes"][kind]["feat"].tolist()) == sorted(rows.tolist())
-                assert torch.equal(known.assignment[kind][ids], torch.full_like(ids, part, dtype=torch.int32))
+                assert (graph.division.part_of[kind][ids] == part).all()
 
-    def test_the_partition_is_kept_without_a_word(self, tmp_path: Path) -> None:
+    def test_an_assignment_needs_its_number_of_parts(self, tmp_path: Path) -> None:
         written = write(tmp_path / "dgl", hetero(), 3)
-        known = written.known()
-        manifest = sp.partition(known.graph, tmp_path / "a", known.num_parts, assignment=known.assignment)
-        kept = sp.partition(written.path, tmp_path / "b", assignment=None)
-        assert kept.num_parts == 3 and kept.method == manifest.method == "given"
-        assert [len(set(part)) for part in kept.offsets.values()] and kept.offsets == manifest.offsets
+        graph = read(written.path)
         with pytest.raises(ValueError, match="how many parts"):
-            sp.partition(known.graph, tmp_path / "c")
+            sp.partition(written.g, tmp_path / "c")
         with pytest.raises(ValueError, match="pass parts"):
-            sp.partition(written.path, tmp_path / "c", assignment=known.assignment)
+            sp.partition(written.path, tmp_path / "c", assignment=graph.division.part_of)
 
     def test_another_partition_of_the_files(self, tmp_path: Path) -> None:
         written = write(tmp_path / "dgl", homogeneous(), 2)

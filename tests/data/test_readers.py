@@ -11,7 +11,7 @@ import torch
 from store_helpers import assert_same, awkward, rebuilt, shared_data
 
 from shardpass.data import EDGE, NODE, open_store, partition, read, read_edge_list
-from shardpass.data.rows import CsrRows
+from shardpass.data.rows import csr_rows, take_rows
 
 
 def edge_index() -> torch.Tensor:
@@ -159,7 +159,7 @@ def test_empty_text(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0,1.5\n", "cannot be read as an edge list of integers"),
+        ("0,1.5\n", "cannot be read as numbers, in the rows from 0 on: could not convert string '1.5' to int64"),
         ("0\n", "has 1 columns"),
         ("0,1,2,3\n", "has 4 columns"),
     ],
@@ -218,27 +218,37 @@ def test_unknown_inputs(tmp_path):
             read(tmp_path / name)
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
 def test_csr_rows():
     dense = torch.rand(7, 4).round()
-    csr = dense.to_sparse_csr()
-    rows = CsrRows(csr.values(), csr.col_indices(), csr.crow_indices(), (7, 4))
-    assert torch.equal(rows.to_dense(), dense)
-    ids = torch.tensor([6, 0, 0, 3])
-    assert torch.equal(rows.take(ids), dense[ids])
-    assert rows.take(torch.empty(0, dtype=torch.long)).shape == (0, 4)
-    doubled = CsrRows(torch.ones(2), torch.tensor([1, 1]), torch.tensor([0, 2]), (1, 3))
-    assert doubled.to_dense().tolist() == [[0, 2, 0]]
-    ones, columns = torch.ones(2), torch.tensor([0, 3])
-    for starts, ids, message in [
-        ([0, 2], columns, r"a column id is outside \[0, 3\)"),
-        ([0, 1], columns, "row starts are 2 numbers that end at 1; expected 2 from 0 to 2"),
-        ([0, 2], columns[:1], "1 columns for 2 values"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            CsrRows(ones, ids, torch.tensor(starts), (1, 3))
-    with pytest.raises(ValueError, match="row starts decrease"):
-        CsrRows(ones, columns, torch.tensor([0, 3, 2]), (2, 4))
+    rows, columns = dense.nonzero().unbind(1)
+    starts = torch.cat([torch.zeros(1, dtype=torch.long), torch.bincount(rows, minlength=7).cumsum(0)])
+    matrix = csr_rows(dense[rows, columns].numpy(), columns.int().numpy(), starts.int().numpy(), (7, 4))
+    assert torch.equal(matrix.to_dense(), dense)
+    for ids in (torch.tensor([6, 0, 0, 3]), torch.empty(0, dtype=torch.long), torch.arange(7)):
+        assert torch.equal(take_rows(matrix, ids), dense[ids])
+
+
+def test_csr_rows_of_scipy():
+    """Entries of a row may come in any order, and those for the same place are added up."""
+    matrix = csr_rows(torch.ones(3), torch.tensor([1, 0, 1]), torch.tensor([0, 3]), (1, 3))
+    assert take_rows(matrix, torch.tensor([0, 0])).tolist() == [[1, 2, 0]] * 2
+
+
+@pytest.mark.parametrize(
+    ("starts", "columns", "rows", "message"),
+    [
+        ([0, 2], [0, 3], 1, r"no CSR matrix of the shape \[1, 3\]: .*found index 3"),
+        ([0, 2], [0, -1], 1, "negative index -1"),
+        ([0, 1], [0, 2], 1, r"2 row starts with the ends \[0, 1\]; expected 2 that ascend from 0 to 2"),
+        ([0, 3, 2], [0, 2], 2, "expected 3 that ascend from 0 to 2"),
+        ([0, 2], [0, 2], 2, "2 row starts .* expected 3"),
+        ([], [0, 2], 0, "0 row starts"),
+        ([0, 2], [0], 1, "no CSR matrix"),
+    ],
+)
+def test_wrong_csr_rows(starts, columns, rows, message):
+    with pytest.raises(ValueError, match=f"sparse features.*{message}"):
+        csr_rows(torch.ones(2), torch.tensor(columns), torch.tensor(starts, dtype=torch.long), (rows, 3))
 
 
 @pytest.mark.parametrize("name", ["tolokers", "acm_hetero", "dblp_hetero"])

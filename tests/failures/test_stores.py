@@ -1,5 +1,6 @@
 """Damaged, replaced or unsuitable stores, and graphs that cannot be stored: told in words, nothing left or changed."""
 
+import json
 import shutil
 import time
 
@@ -9,7 +10,7 @@ import torch
 from torch_geometric.data import Data
 
 import shardpass as sp
-from shardpass.data import open_store, verify
+from shardpass.data import open_store, parts_of_rank, verify
 from shardpass.errors import DivergenceError, PeerFailure, StoreError
 
 from .training import LIMIT, NODES, PARTS, RANKS, Turn, begin, random_graph, run_ranks
@@ -43,7 +44,9 @@ def flip(path, kind):
     file = open_store(path.parent).files[number]
     key = next(k for k in file.record.tensors if (k.endswith("/x") if kind == "features" else k.endswith("src")))
     with open(path, "r+b") as raw:
-        raw.seek(file._entry(key)[1])
+        length = 8 + int.from_bytes(raw.read(8), "little")
+        raw.seek(8)
+        raw.seek(length + json.loads(raw.read(length - 8))[key]["data_offsets"][0])
         byte = raw.read(1)[0]
         raw.seek(-1, 1)
         raw.write(bytes([byte ^ 1]))
@@ -51,8 +54,6 @@ def flip(path, kind):
 
 
 def owner_of_part(path, part):
-    from shardpass.data.merge import parts_of_rank
-
     return next(rank for rank in range(RANKS) if part in parts_of_rank(PARTS, RANKS, rank))
 
 

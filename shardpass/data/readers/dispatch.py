@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shardpass.data.raw import Division, RawGraph
+from shardpass.data.raw import RawGraph
 from shardpass.data.readers.dgl import is_dgl, read_dgl
-from shardpass.data.readers.dgl_partition import read_dgl_partition
+from shardpass.data.readers.dgl_partitions import read_dgl_partition
 from shardpass.data.readers.graph_files import GraphFiles, stream_edge_list
 from shardpass.data.readers.mapping import read_mapping
 from shardpass.data.readers.npz import read_npz
@@ -89,8 +89,7 @@ def _read_path(path: Path) -> RawGraph:
     if path.suffix == ".npz":
         return read_npz(path)
     if path.suffix == ".json":
-        found = read_dgl_partition(path)
-        return replace(found.graph, division=Division(found.num_parts, found.assignment))
+        return read_dgl_partition(path)
     if path.suffix in (".npy", ".csv", ".txt"):
         raise ValueError(
             f"{path}: an edge list alone does not tell the number of nodes; "

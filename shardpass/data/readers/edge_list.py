@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from shardpass.data.file_rows import loaded
 from shardpass.data.raw import EDGE, NODE, EdgeArrays, RawGraph
+from shardpass.data.readers.graph_files import columns_of, open_edges
 from shardpass.data.readers.mapping import count_nodes
-from shardpass.data.readers.text import delimiter_of, edge_columns
 from shardpass.data.rows import as_tensor
+from shardpass.data.streaming import Budget
 
 
 def read_edge_list(
@@ -27,17 +30,16 @@ def read_edge_list(
     """The graph of an edge list, checked.
 
     Args:
-        edges: integers [2, num_edges] or [num_edges, 2], source first: an array, or a path to `.npy` (memory-mapped),
-            `.csv` (commas; a header line is skipped) or `.txt` (blanks; `#` begins a comment). A third column of
-            such a text file is the edge weight.
-        features: becomes `x`, [num_nodes, ...]: an array or a path to `.npy`, which stays memory-mapped.
-        labels: becomes `y`, [num_nodes]; -1 for unlabelled nodes. An array or a path to `.npy`.
-        masks: by name (`"train_mask"`), booleans [num_nodes]; arrays or paths to `.npy`.
-        weights: becomes `edge_weight`, [num_edges]. An array or a path to `.npy`.
-        num_nodes: needed when there is neither features nor labels nor masks.
+        edges: integers [2, num_edges] or [num_edges, 2], source first: an array, or a path of one of the files that
+            `stream_edge_list` reads. A third column of a text file is the edge weight.
+        features: becomes `x`, [num_nodes, ...]: an array, or the path of an `.npy` file, which stays memory-mapped.
+        labels: becomes `y`, [num_nodes]; -1 for unlabelled nodes. An array or the path of an `.npy` file.
+        masks: booleans [num_nodes] by name, such as `"train_mask"`. Arrays or paths of `.npy` files.
+        weights: becomes `edge_weight`, [num_edges]. An array or the path of an `.npy` file.
+        num_nodes: needed when there are neither features nor labels nor masks.
 
     Raises:
-        ValueError, TypeError: a file or array that is not as described.
+        ValueError, TypeError: when a file or array is not as described.
     """
     ends, column = _load_edges(edges)
     if weights is not None and column is not None:
@@ -51,6 +53,15 @@ def read_edge_list(
     return RawGraph({NODE: count}, {EDGE: ends}, {NODE: node_fields}, {EDGE: edge_fields}, {}, source).validate()
 
 
+def _load_edges(edges: Any) -> tuple[EdgeArrays, Any]:
+    """Both ends of the edges, and the weights if they are in the same file."""
+    if not isinstance(edges, str | os.PathLike) or Path(edges).suffix == ".npy":
+        return columns_of(as_tensor(_load(edges, "edges"), "edges")), None
+    with tempfile.TemporaryDirectory() as scratch:
+        ends, weights = open_edges(Path(edges), Budget(Path(scratch)))
+        return EdgeArrays(loaded(ends.src), loaded(ends.dst)), None if weights is None else loaded(weights)
+
+
 def _load(values: Any, what: str) -> Any:
     if not isinstance(values, str | os.PathLike):
         return as_tensor(values, what)
@@ -59,41 +70,3 @@ def _load(values: Any, what: str) -> Any:
         raise ValueError(f"{what}: {path} is not an .npy file; save the array with numpy.save")
     # copy-on-write: the file is never changed, and rows are read when they are written to their part
     return np.load(path, mmap_mode="c", allow_pickle=False)
-
-
-def _load_edges(edges: Any) -> tuple[EdgeArrays, Any]:
-    """Both ends of the edges, and the third column of a text file if there is one."""
-    column = None
-    text = isinstance(edges, str | os.PathLike) and Path(edges).suffix in (".csv", ".txt")
-    if text:
-        table, column = _load_text(Path(edges))
-    else:
-        table = as_tensor(_load(edges, "edges"), "edges")
-    shape = list(table.shape)
-    if text:
-        return EdgeArrays(table[:, 0], table[:, 1]), column
-    if len(shape) != 2 or 2 not in shape:
-        raise ValueError(f"edges have the shape {shape}; expected [2, num_edges] or [num_edges, 2]")
-    if shape == [2, 2]:
-        raise ValueError(
-            "edges of the shape [2, 2] can be read both ways; pass a PyG Data or {'edge_index': edges, 'num_nodes': n}"
-        )
-    by_row = shape[0] == 2
-    return (EdgeArrays(table[0], table[1]) if by_row else EdgeArrays(table[:, 0], table[:, 1])), column
-
-
-def _load_text(path: Path) -> tuple[Any, Any]:
-    """The first two columns [num_edges, 2] and the third of a text file (None if there is none)."""
-    delimiter = delimiter_of(path)
-    skip, columns = edge_columns(path)
-    if columns == 0:
-        return as_tensor(np.empty((0, 2), dtype=np.int64), "edges"), None
-    try:
-        # ids as integers: through floats those above 2**53 would change
-        table = np.loadtxt(path, np.int64, delimiter=delimiter, skiprows=skip, usecols=(0, 1), ndmin=2)
-        column = None
-        if columns == 3:
-            column = np.loadtxt(path, np.float32, delimiter=delimiter, skiprows=skip, usecols=2, ndmin=1)
-    except ValueError as error:
-        raise ValueError(f"{path} cannot be read as an edge list of integers: {error}") from error
-    return as_tensor(table, "edges"), column

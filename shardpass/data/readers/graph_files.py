@@ -1,44 +1,54 @@
-"""Graphs in files that are too large for memory: opened by `partition`, which has a folder for temporary files."""
+"""Graphs in files that are too large for memory. `partition` opens them, since it has a folder for temporary files."""
 
 from __future__ import annotations
 
 import os
+import shutil
+import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
+from torch import Tensor
 
-from shardpass.data.file_rows import FileRows, RowWriter
+from shardpass.data.file_rows import FileRows
 from shardpass.data.raw import EDGE, NODE, EdgeArrays, RawGraph
 from shardpass.data.readers.mapping import count_nodes
 from shardpass.data.readers.parquet import parquet_edges, parquet_rows
-from shardpass.data.readers.text import edge_columns, header_and_columns, is_text, table_blocks
-from shardpass.data.streaming.budget import Budget
+from shardpass.data.readers.text import is_text, text_edges, text_rows
+from shardpass.data.streaming import Budget
 
 PathLike = str | os.PathLike[str]
 
 _FIELD_FILES = (".npy", ".parquet", ".csv", ".csv.gz")
 _EDGE_FILES = (*_FIELD_FILES, ".txt", ".txt.gz")
-_NAMES = {"x": ("x", "features"), "y": ("y", "labels")}
-_MASKS = ("train_mask", "val_mask", "test_mask")
+_IN_FOLDERS = {
+    "x": ("x", "features"),
+    "y": ("y", "labels"),
+    "train_mask": ("train_mask",),
+    "val_mask": ("val_mask",),
+    "test_mask": ("test_mask",),
+}
+"""The fields that a folder may hold, and the names of their files."""
 
 
 class GraphFiles(ABC):
-    """A graph in files, not read yet. `shardpass.partition` takes it."""
+    """A graph in files that has not been read yet. `shardpass.partition` takes it."""
 
     @abstractmethod
     def open(self, budget: Budget) -> RawGraph:
-        """The graph, not yet checked, of arrays that stay in files: the given ones, or temporary ones in
-        `budget.scratch` where the given ones cannot be read row by row."""
+        """The graph, not checked yet. Its arrays stay in files.
+
+        Where the given files cannot be read row by row, the arrays are in temporary files in `budget.scratch`.
+        """
 
 
 @dataclass(frozen=True)
 class EdgeListFiles(GraphFiles):
-    """An edge list and arrays beside it; made by `stream_edge_list`.
+    """An edge list and arrays beside it. Made by `stream_edge_list`.
 
-    drop: names of fields to leave out.
+    drop: the names of fields to leave out.
     """
 
     edges: Path
@@ -48,10 +58,11 @@ class EdgeListFiles(GraphFiles):
     drop: tuple[str, ...] = ()
 
     def open(self, budget: Budget) -> RawGraph:
-        ends, column = open_edges(self.edges, budget)
-        if self.weights is not None and column is not None:
-            raise ValueError(f"edge weights are given twice: in {self.edges} and as weights={self.weights}")
-        weights = column if self.weights is None else open_rows(self.weights, budget)
+        ends, weights = open_edges(self.edges, budget)
+        if self.weights is not None:
+            if weights is not None:
+                raise ValueError(f"edge weights are given twice: in {self.edges} and as weights={self.weights}")
+            weights = open_rows(self.weights, budget)
         node_fields = {name: open_rows(path, budget) for name, path in self.fields.items() if name not in self.drop}
         edge_fields = {} if weights is None or "edge_weight" in self.drop else {"edge_weight": weights}
         count = count_nodes(self.num_nodes, node_fields, NODE)
@@ -70,38 +81,37 @@ def stream_edge_list(
 ) -> EdgeListFiles:
     """An edge list in files, for `shardpass.partition`, which never holds it in memory as a whole.
 
-    The files are read when it is partitioned, and must not change until then. `.npy` files are read in place; all
-    others are first copied, as plain numbers, to temporary files beside the store.
+    The files are read when the graph is partitioned, and must not change until then. `.npy` files are read in place.
+    All others are first copied, as plain numbers, to temporary files beside the store.
 
     Args:
-        edges: `.npy` of integers [2, num_edges] or [num_edges, 2], source first; `.csv` (commas; a header line is
-            skipped, but names such as dst and src must be in order) or `.txt` (blanks; `#` begins a comment), perhaps
-            compressed as `.gz`, with the weight of the edge as third column if there is one; `.parquet`, or a folder of
-            such files, with the columns src and dst (or source and target, or any two) and perhaps weight. Or a folder
-            that holds all: ``edges``, ``x`` or ``features``, ``y`` or ``labels``, ``train_mask``, ``val_mask``,
-            ``test_mask`` and ``weights``, each with one of these suffixes.
-        features: becomes `x`, [num_nodes, ...]: `.npy`, `.parquet` (a column of lists, or one column per channel; a
-            column id must count from 0) or `.csv`.
+        edges: `.npy` with integers [2, num_edges] or [num_edges, 2], source first. Or `.csv` (commas, perhaps a header
+            line) or `.txt` (blanks; `#` begins a comment), perhaps compressed as `.gz`, with the weight of the edge as
+            a third column if there is one. Or `.parquet`, or a folder of such files, with the columns src and dst (or
+            source and target, or any two) and perhaps weight. Or a folder that holds everything: ``edges``, ``x`` or
+            ``features``, ``y`` or ``labels``, ``train_mask``, ``val_mask``, ``test_mask`` and ``weights``, each with
+            one of these suffixes.
+        features: becomes `x`, [num_nodes, ...]: `.npy`, `.csv` or `.parquet` (a column of lists, or a column for each
+            channel; a column of ids must count from 0).
         labels: becomes `y`, [num_nodes]; -1 for unlabelled nodes.
-        masks: by name (`"train_mask"`), booleans [num_nodes].
+        masks: booleans [num_nodes] by name, such as `"train_mask"`.
         weights: becomes `edge_weight`, [num_edges].
-        num_nodes: needed when there is neither features nor labels nor masks.
+        num_nodes: needed when there are neither features nor labels nor masks.
 
     Raises:
-        ValueError: there is no such file, or of a kind that is not read.
+        ValueError: when a file does not exist or is of a kind that cannot be read.
     """
     given = {"x": features, "y": labels, **(masks or {})}
     fields = {name: Path(path) for name, path in given.items() if path is not None}
     path, beside = Path(edges), Path(weights) if weights is not None else None
     if path.is_dir() and (_in_folder(path, "edges") or not list(path.glob("*.parquet"))):
-        folder, path = path, _found(path)
-        fields = {**_fields_in(folder), **fields}
-        beside = beside or _in_folder(folder, "weights")
-    for file, suffixes in ((path, _EDGE_FILES), *((file, _FIELD_FILES) for file in (*fields.values(), beside) if file)):
-        if not file.exists():
-            raise ValueError(f"there is no file {file}")
-        if not file.name.endswith(suffixes) and not file.is_dir():
-            raise ValueError(f"{file}: expected one of {', '.join(suffixes)}; save arrays with numpy.save")
+        found = {field: _in_folder(path, *names) for field, names in _IN_FOLDERS.items()}
+        fields = {**{field: file for field, file in found.items() if file is not None}, **fields}
+        beside = beside or _in_folder(path, "weights")
+        path = _edges_in(path)
+    _check_kind(path, _EDGE_FILES)
+    for file in (*fields.values(), *([beside] if beside else [])):
+        _check_kind(file, _FIELD_FILES)
     return EdgeListFiles(path, fields, beside, num_nodes)
 
 
@@ -109,30 +119,40 @@ def open_edges(path: Path, budget: Budget) -> tuple[EdgeArrays, FileRows | None]
     """Both ends of the edges in a file, and their weights if they are in it too.
 
     Raises:
-        ValueError, TypeError: what is not as expected, with file and place.
+        ValueError, TypeError: when the file does not hold edges. The error names the file and the place.
     """
     if is_text(path):
-        return _text_edges(path, budget)
+        return text_edges(path, budget)
     if path.suffix == ".parquet" or path.is_dir():
-        src, dst, weights = parquet_edges(path, budget)
-        return EdgeArrays(src, dst), weights
-    return columns_of(FileRows.of_npy(path)), None
+        return parquet_edges(path, budget)
+    return columns_of(open_rows(path, budget), f"{path}: "), None
 
 
 def open_rows(path: Path, budget: Budget) -> FileRows:
-    """The array in a file, one row per node or edge.
+    """The array in a file or in an `.npz` archive (``graph.npz/x.npy``), one row per node or edge.
 
     Raises:
-        ValueError, TypeError: what is not as expected, with file and place.
+        ValueError, TypeError: when the file does not hold numbers. The error names the file and the place.
     """
     if is_text(path):
         return text_rows(path, budget)
     if path.suffix == ".parquet" or path.is_dir():
         return parquet_rows(path, budget)
-    return FileRows.of_npy(path)
+    return _unpacked(path, budget) if path.parent.suffix == ".npz" else FileRows.of_npy(path)
 
 
-def columns_of(edges: FileRows) -> EdgeArrays:
+def _unpacked(path: Path, budget: Budget) -> FileRows:
+    """An array of an `.npz` archive, such as ``graph.npz/x.npy``, copied to a temporary file."""
+    copy = budget.file()
+    try:
+        with zipfile.ZipFile(path.parent) as archive, archive.open(path.name) as packed, open(copy, "wb") as file:
+            shutil.copyfileobj(packed, file, 1 << 24)
+    except (zipfile.BadZipFile, EOFError) as error:
+        raise ValueError(f"{path.parent} cannot be read as an .npz of plain arrays: {error}") from error
+    return FileRows.of_npy(copy, path)
+
+
+def columns_of(edges: FileRows | Tensor, where: str = "") -> EdgeArrays:
     """Both ends of edges of the shape [2, num_edges] or [num_edges, 2].
 
     Raises:
@@ -140,43 +160,23 @@ def columns_of(edges: FileRows) -> EdgeArrays:
     """
     shape = list(edges.shape)
     if len(shape) != 2 or 2 not in shape:
-        raise ValueError(f"{edges.name}: edges have the shape {shape}; expected [2, num_edges] or [num_edges, 2]")
+        raise ValueError(f"{where}edges have the shape {shape}; expected [2, num_edges] or [num_edges, 2]")
     if shape == [2, 2]:
-        raise ValueError(f"{edges.name}: edges of the shape [2, 2] can be read both ways; save them as .csv")
-    if shape[0] == 2:
-        return EdgeArrays(edges.select(0), edges.select(1))
-    return EdgeArrays(edges.select(slice(None), 0), edges.select(slice(None), 1))
+        raise ValueError(
+            f"{where}edges of the shape [2, 2] can be read both ways; save them as .csv, or pass "
+            "{'edge_index': edges, 'num_nodes': n} to shardpass.data.read"
+        )
+    return EdgeArrays(edges[0], edges[1]) if shape[0] == 2 else EdgeArrays(edges[:, 0], edges[:, 1])
 
 
-def text_rows(path: Path, budget: Budget) -> FileRows:
-    """The numbers of a text file, [num_rows] or [num_rows, columns]: int64 if all are whole, else float32."""
-    skip, columns = header_and_columns(path)
-    row_shape = () if columns <= 1 else (columns,)
-    for kind in (np.int64, np.float32):
-        writer = RowWriter(budget.file(), kind, row_shape, path)
-        try:
-            for table in table_blocks(path, kind, skip, budget.report):
-                writer.append(table.reshape(-1, *row_shape))
-        except ValueError:
-            if kind is np.float32:
-                raise
-            continue
-        break
-    return writer.rows()
+def _check_kind(file: Path, suffixes: tuple[str, ...]) -> None:
+    if not file.exists():
+        raise ValueError(f"there is no file {file}")
+    if not file.name.endswith(suffixes) and not file.is_dir():
+        raise ValueError(f"{file}: expected one of {', '.join(suffixes)}; save arrays with numpy.save")
 
 
-def _text_edges(path: Path, budget: Budget) -> tuple[EdgeArrays, FileRows | None]:
-    skip, columns = edge_columns(path)
-    kind = np.dtype([("src", np.int64), ("dst", np.int64), ("weight", np.float32)][: columns or 2])
-    writers = {name: RowWriter(budget.file(), kind[name], origin=path) for name in kind.names or ()}
-    for table in table_blocks(path, kind, skip, budget.report):
-        for name, writer in writers.items():
-            writer.append(table[name])
-    rows = {name: writer.rows() for name, writer in writers.items()}
-    return EdgeArrays(rows["src"], rows["dst"]), rows.get("weight")
-
-
-def _found(folder: Path) -> Path:
+def _edges_in(folder: Path) -> Path:
     path = _in_folder(folder, "edges")
     if path is None:
         raise ValueError(
@@ -186,14 +186,8 @@ def _found(folder: Path) -> Path:
     return path
 
 
-def _fields_in(folder: Path) -> dict[str, Path]:
-    names = {**_NAMES, **{mask: (mask,) for mask in _MASKS}}
-    found = {field: _in_folder(folder, *choices) for field, choices in names.items()}
-    return {field: path for field, path in found.items() if path is not None}
-
-
 def _in_folder(folder: Path, *names: str) -> Path | None:
-    """The one file of these names with a known suffix."""
+    """The one file of these names with a known suffix, or `None`."""
     found = [folder / f"{name}{suffix}" for name in names for suffix in _EDGE_FILES]
     found = [path for path in found if path.exists()]
     if len(found) > 1:

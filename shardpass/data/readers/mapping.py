@@ -6,18 +6,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardpass.data.raw import EDGE, NODE, EdgeArrays, EdgeType, RawGraph, Scalar
-from shardpass.data.rows import CsrRows, as_tensor
+from shardpass.data.rows import as_tensor
 
 
 def read_mapping(arrays: Mapping[Any, Any], source: str = "a dict of arrays") -> RawGraph:
     """The graph of a dict.
 
-    One type: ``{"edge_index": [2, num_edges], "x": ..., "num_nodes": optional, ...}``. Several types: a dict of such
-    dicts, with a string for each node type and a tuple (source type, relation, destination type) for each edge type.
-    Keys that begin with ``edge_`` are per edge, numbers and strings belong to the graph, all others are per node.
+    A graph of one type is ``{"edge_index": [2, num_edges], "x": ..., "num_nodes": optional, ...}``. Keys that begin
+    with ``edge_`` are per edge, numbers and strings belong to the graph, and all others are per node. A graph of
+    several types is a dict of dicts, whose keys are strings for node types and tuples (source type, relation,
+    destination type) for edge types.
 
     Raises:
-        ValueError: when edges are missing, or fields do not fit; the field is named.
+        ValueError: when edges are missing, or fields do not fit. The error names the field.
     """
     if any(isinstance(key, tuple) for key in arrays):
         return _read_typed(arrays, source)
@@ -68,18 +69,18 @@ def edge_ends(edge_index: Any, what: str) -> EdgeArrays:
 
 
 def count_nodes(given: Any, fields: Mapping[str, Any], node_type: str) -> int:
-    """The number of nodes: as given, else the rows of the node fields (never guessed from the largest id)."""
+    """The number of nodes: as given, else the rows of a node field. It is never guessed from the largest id."""
     if given is not None:
         return int(given)
     for values in fields.values():
-        return int(values.shape[0]) if isinstance(values, CsrRows) else len(values)
+        return len(values)
     raise ValueError(
         f"the number of nodes of type {node_type!r} is unknown: there is no node field to count; pass num_nodes"
     )
 
 
 def is_scalar(value: Any) -> bool:
-    """Whether a value is one number or string (a 0-dimensional array counts)."""
+    """Whether a value is a single number or string. A 0-dimensional array is one."""
     return isinstance(value, bool | int | float | str) or getattr(value, "shape", None) == ()
 
 

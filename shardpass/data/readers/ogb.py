@@ -1,74 +1,62 @@
-"""Node datasets of the Open Graph Benchmark, from OGB's own directories, read piece by piece.
-
-The layout (Hu et al. 2020; `ogb.io.read_graph_raw`): ``raw/edge.csv.gz``, ``num-node-list.csv.gz``, and, where there
-are any, ``node-feat.csv.gz``, ``node-label.csv.gz``, ``edge-feat.csv.gz``, ``node_*.csv.gz``, ``edge_*.csv.gz``; or,
-for ogbn-papers100M, ``raw/data.npz`` and ``raw/node-label.npz``. ``split/<name>/{train,valid,test}.csv.gz`` hold node
-ids. ogbn-mag, which has several types, has folders ``raw/node-feat/<type>``, ``raw/node-label/<type>``,
-``raw/relations/<source>___<relation>___<target>`` and ``split/<name>/<type>`` with such files.
-"""
+"""Node datasets of the Open Graph Benchmark, from OGB's own directories, read piece by piece."""
 
 from __future__ import annotations
 
 import csv
 import zipfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardpass.data.file_rows import FileRows
-from shardpass.data.raw import EdgeArrays, NodeType, RawGraph
-from shardpass.data.readers.graph_files import GraphFiles, PathLike
-from shardpass.data.readers.ogb_arrays import (
-    OgbArrays,
-    is_binary,
-    is_typed,
-    labels,
-    masks,
-    ogb_arrays,
-    repeated,
-    with_inverse,
-)
-from shardpass.data.streaming.budget import Budget
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardpass.data.file_rows import FileRows, RowWriter, blocks
+from shardpass.data.raw import EdgeArrays, RawGraph
+from shardpass.data.readers.graph_files import GraphFiles, PathLike, open_edges, open_rows
+from shardpass.data.readers.ogb_directory import find_arrays, has_several_types, is_dataset
+from shardpass.data.readers.text import text_rows
+from shardpass.data.rows import Field
+from shardpass.data.streaming import Budget
 from shardpass.errors import require
 
 PREFIX = "ogbn-"
 _WITH_INVERSE = ("ogbn_proteins", "ogbn_products")  # where OGB's own loader adds the reverse of every edge
-_NAMES = {"node_feat": "x", "node_label": "y", "edge_feat": "edge_attr"}
+_MASKS = {"train": "train_mask", "valid": "val_mask", "test": "test_mask"}
+_BLOCK_ROWS = 1 << 16
 
 
 @dataclass(frozen=True)
 class OgbFiles(GraphFiles):
-    """A directory in OGB's layout; made by `stream_ogb`."""
+    """A directory in OGB's layout. Made by `stream_ogb`."""
 
     folder: Path
     add_inverse_edge: bool
     drop: tuple[str, ...] = ()
 
     def open(self, budget: Budget) -> RawGraph:
-        found = ogb_arrays(self.folder, budget, self._not_read())
-        node_fields = {kind: self._node_fields(found, kind, budget) for kind in found.num_nodes}
-        edges = found.edges
+        found = find_arrays(self.folder)
+        edges = {kind: _edges(path, budget) for kind, path in found.edges.items()}
+        edge_fields = {kind: self._opened(paths, budget) for kind, paths in found.edge_fields.items()}
         if self.add_inverse_edge:
-            edges = {kind: EdgeArrays(*with_inverse(ends, budget)) for kind, ends in edges.items()}
-        edge_fields = {kind: self._edge_fields(fields, budget) for kind, fields in found.edge_fields.items()}
+            edges = {kind: EdgeArrays(*_with_inverse(ends, budget)) for kind, ends in edges.items()}
+            edge_fields = {k: {name: _repeated(f, budget) for name, f in own.items()} for k, own in edge_fields.items()}
+        node_fields: dict[str, dict[str, Field]] = {}
+        for kind, count in found.num_nodes.items():
+            node_fields[kind] = {**self._opened(found.node_fields[kind], budget)}
+            if kind in found.splits:
+                node_fields[kind] |= self._masks(found.splits[kind], count, budget)
         source = f"{self.folder.name} (OGB{', with inverse edges' if self.add_inverse_edge else ''})"
         return RawGraph(found.num_nodes, edges, node_fields, edge_fields, {}, source)
 
-    def _not_read(self) -> list[str]:
-        """OGB's names of what is dropped."""
-        return [*self.drop, *(theirs for theirs, ours in _NAMES.items() if ours in self.drop)]
+    def _opened(self, paths: dict[str, Path], budget: Budget) -> dict[str, FileRows]:
+        kept = {name: open_rows(path, budget) for name, path in paths.items() if name not in self.drop}
+        return {name: _labels(rows, budget) if name == "y" else rows for name, rows in kept.items()}
 
-    def _node_fields(self, found: OgbArrays, kind: NodeType, budget: Budget) -> dict[str, FileRows]:
-        fields = {_NAMES.get(name, name): rows for name, rows in found.node_fields[kind].items()}
-        if "y" in fields:
-            fields["y"] = labels(fields["y"], budget)
-        if kind in found.splits:
-            fields |= masks(found.splits[kind], found.num_nodes[kind], budget)
-        return {name: rows for name, rows in fields.items() if name not in self.drop}
-
-    def _edge_fields(self, fields: dict[str, FileRows], budget: Budget) -> dict[str, FileRows]:
-        named = {_NAMES.get(name, name): rows for name, rows in fields.items()}
-        kept = {name: rows for name, rows in named.items() if name not in self.drop}
-        return {name: repeated(rows, budget) for name, rows in kept.items()} if self.add_inverse_edge else kept
+    def _masks(self, split: Path, num_nodes: int, budget: Budget) -> dict[str, Tensor]:
+        paths = {mask: split / f"{name}.csv.gz" for name, mask in _MASKS.items() if mask not in self.drop}
+        return {mask: _mask(path, num_nodes, budget) for mask, path in paths.items()}
 
 
 def stream_ogb(
@@ -76,40 +64,39 @@ def stream_ogb(
 ) -> OgbFiles:
     """A node dataset of OGB, for `shardpass.partition`, which never holds it in memory as a whole.
 
-    `x` are the node features, `y` the labels: int64 [num_nodes], -1 for unlabelled nodes, where there is one label per
+    `x` are the node features. `y` are the labels: int64 [num_nodes], -1 for unlabelled nodes, if there is one label per
     node; else float32 [num_nodes, tasks]. `edge_attr` are the edge features. `train_mask`, `val_mask` and `test_mask`
     are OGB's split. Further arrays keep their names (`node_year`, `node_species`).
 
     Args:
-        dataset: the directory of a dataset (``.../ogbn_arxiv``), or a name (``"ogbn-arxiv"``), which is looked for in
-            `root` and downloaded there with the ogb package if it is not there.
-        add_inverse_edge: add the reverse of each edge right behind it. None: where OGB's own loader does so
+        dataset: the directory of a dataset (``.../ogbn_arxiv``), or a name (``"ogbn-arxiv"``). The directory of this
+            name is looked for in `root`; if it is not there, the ogb package downloads it.
+        add_inverse_edge: add the reverse of each edge right behind it. `None` does so where OGB's own loader does
             (ogbn-proteins and ogbn-products).
         root: the directory of OGB's datasets.
-        drop: names of fields to leave out.
+        drop: the names of fields to leave out.
 
     Raises:
-        ValueError: a directory of another layout, a dataset that is not there and cannot be downloaded.
-        MissingDependencyError: when it is to be downloaded and ogb is not installed.
+        ValueError: when the directory has another layout, or the dataset cannot be downloaded.
+        MissingDependencyError: when the dataset is to be downloaded and ogb is not installed.
     """
     folder = Path(dataset)
     if not folder.exists() and str(dataset).startswith(PREFIX):
         folder = Path(root) / str(dataset).replace("-", "_")
         if not folder.exists():
             _download(str(dataset), folder)
-    raw = folder / "raw"
-    if not is_binary(folder) and not is_typed(folder) and not (raw / "edge.csv.gz").exists():
+    if not is_dataset(folder):
         raise ValueError(
             f"{folder} has neither raw/edge.csv.gz nor raw/data.npz; expected a node dataset as OGB writes it"
         )
-    if add_inverse_edge and is_typed(folder):
+    if add_inverse_edge and has_several_types(folder):
         raise ValueError(f"{folder} has several types: reverse edges would be of other types; add them as relations")
     inverse = folder.name in _WITH_INVERSE if add_inverse_edge is None else add_inverse_edge
     return OgbFiles(folder, inverse, tuple(drop))
 
 
 def is_ogb(path: Path) -> bool:
-    """Whether a directory has OGB's layout."""
+    """Whether a directory may be one of OGB's."""
     return (path / "raw").is_dir()
 
 
@@ -132,3 +119,56 @@ def _download(name: str, folder: Path) -> None:
             f"{name} is not in {folder.parent} and could not be downloaded from {facts['url']} ({error}); "
             f"{otherwise.replace('elsewhere', 'where there is a network')}"
         ) from error
+
+
+def _edges(path: Path, budget: Budget) -> EdgeArrays:
+    ends, weights = open_edges(path, budget)
+    if weights is not None:
+        raise ValueError(f"{path} has 3 columns; expected source and destination")
+    return ends
+
+
+def _with_inverse(ends: EdgeArrays, budget: Budget) -> Iterator[FileRows]:
+    """The sources and the destinations, with each edge followed by its reverse."""
+    for own, other in ((ends.src, ends.dst), (ends.dst, ends.src)):
+        writer = RowWriter(budget.file(), own.array.dtype, name=own.name)
+        for (_, first), (_, second) in zip(blocks(own, budget.block_edges), blocks(other, budget.block_edges)):
+            writer.append(np.stack([first.numpy(), second.numpy()], axis=1).reshape(-1))
+        yield writer.rows()
+
+
+def _repeated(rows: FileRows, budget: Budget) -> FileRows:
+    """Each row twice."""
+    writer = RowWriter(budget.file(), rows.array.dtype, tuple(rows.shape[1:]), rows.name)
+    for _, block in blocks(rows, _BLOCK_ROWS):
+        writer.append(np.repeat(block.numpy(), 2, axis=0))
+    return writer.rows()
+
+
+def _labels(rows: FileRows, budget: Budget) -> FileRows:
+    """Classes as int64 [num_nodes], -1 in the place of NaN; the labels of several tasks as float32."""
+    several = len(rows.shape) > 1 and rows.shape[1] > 1
+    kind, row_shape = (np.float32, tuple(rows.shape[1:])) if several else (np.int64, ())
+    writer = RowWriter(budget.file(), kind, row_shape, rows.name)
+    for start, block in blocks(rows, _BLOCK_ROWS):
+        values = block if several else block.double().nan_to_num(nan=-1).reshape(-1)
+        wrong = torch.nonzero(values != values.floor())
+        if wrong.numel() and not several:
+            row = int(wrong[0])
+            raise ValueError(f"{rows.name}, row {start + row}: label {float(values[row])}; expected a class")
+        writer.append(values.numpy())
+    return writer.rows()
+
+
+def _mask(path: Path, num_nodes: int, budget: Budget) -> Tensor:
+    """True at the ids in a file, bool [num_nodes]."""
+    if not path.exists():
+        raise ValueError(f"{path} is missing; expected train, valid and test there")
+    ids = text_rows(path, budget).load()
+    wrong = torch.nonzero((ids < 0) | (ids >= num_nodes) | (ids != ids.floor()))
+    if wrong.numel():
+        row = int(wrong[0])
+        raise ValueError(f"{path}, row {row}: node {ids[row].item()}; expected an integer in [0, {num_nodes})")
+    mask = torch.zeros(num_nodes, dtype=torch.bool)
+    mask[ids.long()] = True
+    return mask

@@ -1,4 +1,4 @@
-"""Numbers in text files (`.csv`, `.txt`, compressed or not), read a block of lines at a time."""
+"""Numbers in text files (`.csv`, `.txt`, compressed or not), read with `numpy.loadtxt` a block of rows at a time."""
 
 from __future__ import annotations
 
@@ -13,137 +13,112 @@ from typing import IO, Any
 
 import numpy as np
 
+from shardpass.data.file_rows import FileRows, RowWriter
+from shardpass.data.raw import EdgeArrays
 from shardpass.data.readers.column_names import in_order
-from shardpass.data.streaming.budget import Report
+from shardpass.data.streaming import Budget
 
-_BLOCK_BYTES = 4 << 20
-TEXT = (".csv", ".txt")
+_BLOCK_ROWS = 1 << 18
 
 
 def is_text(path: Path) -> bool:
     """Whether a file is read as text, by its name."""
-    return path.name.removesuffix(".gz").endswith(TEXT)
+    return path.name.removesuffix(".gz").endswith((".csv", ".txt"))
 
 
-def delimiter_of(path: Path) -> str | None:
+def text_edges(path: Path, budget: Budget) -> tuple[EdgeArrays, FileRows | None]:
+    """Both ends of the edges in a text file, and their weights if there is a third column.
+
+    Raises:
+        ValueError: when the columns are not source, destination and perhaps a weight, or hold no such numbers.
+    """
+    names, columns = _header(path)
+    if columns not in (0, 2, 3):
+        raise ValueError(f"{path} has {columns} columns; expected source, destination and perhaps a weight")
+    if not in_order(names):
+        raise ValueError(
+            f"{path} has the columns {', '.join(names)}; expected source, destination and perhaps a weight, "
+            "in this order"
+        )
+    kind = np.dtype([("src", np.int64), ("dst", np.int64), ("weight", np.float32)][: columns or 2])
+    writers = {name: RowWriter(budget.file(), kind[name], name=path) for name in kind.names or ()}
+    for table in _tables(path, kind, len(names) > 0, budget):
+        for name, writer in writers.items():
+            writer.append(table[name])
+    rows = {name: writer.rows() for name, writer in writers.items()}
+    return EdgeArrays(rows["src"], rows["dst"]), rows.get("weight")
+
+
+def text_rows(path: Path, budget: Budget) -> FileRows:
+    """The numbers of a text file, [num_rows] or [num_rows, columns]: int64 if all are whole, else float32.
+
+    Raises:
+        ValueError: when something is not a number, or a row has another number of columns than the first.
+    """
+    names, columns = _header(path)
+    row_shape = () if columns <= 1 else (columns,)
+    for kind in (np.int64, np.float32):
+        writer = RowWriter(budget.file(), kind, row_shape, path)
+        try:
+            for table in _tables(path, kind, len(names) > 0, budget):
+                writer.append(table.reshape(-1, *row_shape))
+            break
+        except ValueError:
+            if kind is np.float32:
+                raise
+    return writer.rows()
+
+
+def _header(path: Path) -> tuple[list[str], int]:
+    """The names in the header line, if there is one, and the number of columns (0 if the file holds no numbers)."""
+    names: list[str] = []
+    with _opened(path) as (_, file):
+        for number, line in enumerate(file):
+            words = [word.strip() for word in line.partition("#")[0].strip().split(_delimiter(path))]
+            if number == 0 and any(words) and not any(map(_is_number, words)):
+                names = words
+            elif any(words):
+                return names, len(words)
+    return names, 0
+
+
+def _tables(path: Path, kind: Any, has_header: bool, budget: Budget) -> Iterator[np.ndarray]:
+    """The rows of a text file in blocks: [n, columns], or [n] of a dtype with a name for each column."""
+    ndmin: Any = 1 if np.dtype(kind).names else 2
+    done, size = 0, path.stat().st_size
+    with _opened(path) as (raw, file):
+        for _ in range(has_header):
+            file.readline()
+        count = _BLOCK_ROWS
+        while count == _BLOCK_ROWS:
+            try:
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", message=".*contained no data.*")
+                    warnings.filterwarnings("error", category=DeprecationWarning)  # NumPy 1 warns and reads 2.5 as 2
+                    table = np.loadtxt(file, kind, delimiter=_delimiter(path), max_rows=_BLOCK_ROWS, ndmin=ndmin)
+            except ValueError as error:
+                raise ValueError(f"{path} cannot be read as numbers, in the rows from {done} on: {error}") from error
+            budget.report("read", min(raw.tell(), size), size)
+            count = len(table)
+            done += count
+            if count:
+                yield table
+
+
+def _delimiter(path: Path) -> str | None:
     """Commas in `.csv`, blanks in `.txt`."""
     return "," if path.name.removesuffix(".gz").endswith(".csv") else None
 
 
-def header_and_columns(path: Path) -> tuple[int, int]:
-    """How many lines to skip, and how many columns the file has (0 when it holds no numbers)."""
-    delimiter = delimiter_of(path)
-    with _told(path), open(path, "rb") as raw, _as_text(path, raw) as file:
-        header = False
-        for number, line in enumerate(file):
-            words = [word.strip() for word in line.partition("#")[0].strip().split(delimiter)]
-            if not any(words):
-                continue
-            if number == 0 and not any(_is_number(word) for word in words):
-                header = True
-                continue
-            return int(header), len(words)
-    return 0, 0
-
-
-def edge_columns(path: Path) -> tuple[int, int]:
-    """As `header_and_columns`, of an edge list.
-
-    Raises:
-        ValueError: other columns than source, destination and perhaps a weight, or names in another order.
-    """
-    skip, columns = header_and_columns(path)
-    if columns not in (0, 2, 3):
-        raise ValueError(f"{path} has {columns} columns; expected source, destination and perhaps a weight")
-    if skip:
-        with open(path, "rb") as raw, _as_text(path, raw) as file:
-            names = file.readline().split(delimiter_of(path))
-        if not in_order(names):
-            raise ValueError(
-                f"{path} has the columns {', '.join(name.strip() for name in names)}; expected source, destination and "
-                f"perhaps a weight, in this order"
-            )
-    return skip, columns
-
-
-def table_blocks(path: Path, kind: Any, skip: int, report: Report) -> Iterator[np.ndarray]:
-    """The rows of a text file in blocks: [n, columns] of a plain dtype, [n] of one with a name per column.
-
-    Args:
-        kind: NumPy's dtype. Whole numbers are not read through floats, so they are exact.
-        skip: lines to leave out at the beginning.
-        report: told the bytes read as the stage "read".
-
-    Raises:
-        ValueError: naming the first line that is not as expected.
-    """
-    dtype, size, done = np.dtype(kind), path.stat().st_size, skip
-    plain = dtype.names is None
-    columns = None
-    with open(path, "rb") as raw, _as_text(path, raw) as file:
-        for _ in range(skip):
-            file.readline()
-        while lines := _lines(file, path):
-            report("read", min(raw.tell(), size), size)
-            try:
-                with warnings.catch_warnings():
-                    warnings.filterwarnings("ignore", message=".*input contained no data.*")
-                    table = np.loadtxt(lines, dtype, delimiter=delimiter_of(path), ndmin=2 if plain else 1)
-                if table.size and plain:
-                    columns = columns or table.shape[1]
-                    if table.shape[1] != columns:
-                        raise ValueError("the number of columns changes between blocks")
-            except ValueError as error:
-                raise ValueError(_first_wrong(path, lines, done, dtype, columns, error)) from error
-            done += len(lines)
-            if table.size:
-                yield table
-
-
-def _lines(file: IO[str], path: Path) -> list[str]:
-    with _told(path):
-        return file.readlines(_BLOCK_BYTES)
-
-
 @contextmanager
-def _told(path: Path) -> Iterator[None]:
-    """A block in which a torn or foreign file is an error that names it."""
-    try:
-        yield
-    except (EOFError, gzip.BadGzipFile, zlib.error, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read as text: {error}") from error
-
-
-def _first_wrong(path: Path, lines: list[str], done: int, dtype: np.dtype[Any], columns: int | None, error: Any) -> str:
-    """A sentence about the first line that cannot be read."""
-    kinds = [dtype[name] for name in dtype.names or ()]
-    for number, line in enumerate(lines, done + 1):
-        words = line.partition("#")[0].strip().split(delimiter_of(path))
-        if words in ([], [""]):
-            continue
-        columns = columns or len(kinds) or len(words)
-        if len(words) != columns:
-            return f"{path}, line {number}: {len(words)} columns; expected {columns}, as in the lines before"
-        for word, kind in zip(words, kinds or [dtype] * columns):
-            if not _fits(word, kind):
-                wanted = "an integer" if kind.kind == "i" else "a number"
-                return f"{path}, line {number}: found {word.strip()!r}; expected {wanted}"
-    return f"{path} cannot be read, in the lines from {done + 1} on: {error}"
-
-
-def _fits(word: str, kind: np.dtype[Any]) -> bool:
-    if not word.strip():
-        return False
-    try:
-        np.loadtxt([word], kind, delimiter=",")
-    except ValueError:
-        return False
-    return True
-
-
-def _as_text(path: Path, raw: IO[bytes]) -> IO[str]:
-    opened: Any = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
-    return io.TextIOWrapper(opened, encoding="utf-8")
+def _opened(path: Path) -> Iterator[tuple[IO[bytes], IO[str]]]:
+    """The file as it is, which tells how much has been read, and its text."""
+    with open(path, "rb") as raw:
+        content: Any = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
+        try:
+            yield raw, io.TextIOWrapper(content, encoding="utf-8")
+        except (EOFError, gzip.BadGzipFile, zlib.error, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} cannot be read as text: {error}") from error
 
 
 def _is_number(word: str) -> bool:

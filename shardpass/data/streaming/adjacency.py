@@ -1,4 +1,4 @@
-"""The neighbours of all nodes, one run of nodes after the other: from memory, or from files sorted piece by piece."""
+"""The neighbours of all nodes, one run of nodes after the other."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ INT32_LIMIT = 2**31 - 1
 
 
 class Run(NamedTuple):
-    """The neighbours of the nodes first, first + 1, ...: of the i-th, `neighbours[starts[i] : starts[i + 1]]`.
+    """The neighbours of the nodes first, first + 1, ...: those of the i-th are `neighbours[starts[i] : starts[i + 1]]`.
 
-    Along edges in both directions; parallel edges count as many, self-loops not at all.
+    A node is a neighbour whatever the direction of the edge. Parallel edges count as many, self-loops not at all.
     """
 
     first: int
@@ -30,9 +30,11 @@ class Run(NamedTuple):
 
 
 class Adjacency:
-    """The neighbours of a graph's nodes; node types run on in the order of `graph.num_nodes`.
+    """The neighbours of a graph's nodes, with the ids of `joined_edges`.
 
-    in_degrees: edges into each node, self-loops too, int64 [num_nodes].
+    A graph in memory is a single run. The edges of a graph in files are sorted through further files.
+
+    in_degrees: the number of edges into each node, self-loops included, int64 [num_nodes].
     """
 
     def __init__(self, graph: RawGraph, budget: Budget) -> None:
@@ -41,7 +43,7 @@ class Adjacency:
         self.total = sum(graph.num_edges.values())
         self.in_degrees = torch.zeros(self.num_nodes, dtype=torch.long)
         degrees = torch.zeros(self.num_nodes, dtype=torch.long)
-        for done, src, dst in self._edges():
+        for done, src, dst in joined_edges(graph, budget.block_edges):
             budget.report("count", done, self.total)
             ones = torch.ones(len(src), dtype=torch.long)
             self.in_degrees.index_add_(0, dst, ones)
@@ -56,8 +58,7 @@ class Adjacency:
     def runs(self) -> Iterator[Run]:
         """All nodes in ascending order."""
         if self._buckets is None:
-            ends = [torch.cat(part) for part in zip(*((src, dst) for _, src, dst in self._edges()))]
-            src, dst = ends or (torch.empty(0, dtype=torch.long),) * 2
+            src, dst = all_edges(self.graph)
             yield to_run(0, self.num_nodes, torch.cat([src, dst]).numpy(), torch.cat([dst, src]).numpy())
             return
         for bucket in range(len(self._buckets)):
@@ -70,22 +71,12 @@ class Adjacency:
         for bucket in range(len(self._buckets or ())):
             self._buckets.remove(bucket)  # type: ignore[union-attr]
 
-    def _edges(self) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Edges in blocks, with ids that run on over the node types: how many came before, sources, destinations."""
-        firsts = dict(zip(self.graph.num_nodes, np.cumsum([0, *self.graph.num_nodes.values()]).tolist()))
-        done = 0
-        for (src_type, _, dst_type), arrays in self.graph.edges.items():
-            pairs = zip(blocks(arrays.src, self.budget.block_edges), blocks(arrays.dst, self.budget.block_edges))
-            for (_, src), (_, dst) in pairs:
-                yield done, src.long() + firsts[src_type], dst.long() + firsts[dst_type]
-                done += len(src)
-
     def _spill(self) -> Buckets:
         number = np.dtype(np.int32 if self.num_nodes <= INT32_LIMIT else np.int64)
         record = np.dtype([("node", number), ("neighbour", number)])
         self.budget.require_disk(2 * self.total * record.itemsize, "sorting the edges by node")
         buckets = Buckets(self.budget.scratch, self._starts, record)
-        for done, src, dst in self._edges():
+        for done, src, dst in joined_edges(self.graph, self.budget.block_edges):
             self.budget.report("bucket", done, self.total)
             for nodes, neighbours in ((src, dst), (dst, src)):
                 records = np.empty(len(nodes), record)
@@ -93,6 +84,26 @@ class Adjacency:
                 buckets.add(nodes.numpy(), records)
         self.budget.report("bucket", self.total, self.total)
         return buckets
+
+
+def joined_edges(graph: RawGraph, count: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """The edges of all types, at most `count` at a time: the number of edges before them, sources, and destinations.
+
+    The ids run on over the node types, in the order of `graph.num_nodes`.
+    """
+    firsts = dict(zip(graph.num_nodes, np.cumsum([0, *graph.num_nodes.values()]).tolist()))
+    done = 0
+    for (src_type, _, dst_type), arrays in graph.edges.items():
+        for (_, src), (_, dst) in zip(blocks(arrays.src, count), blocks(arrays.dst, count)):
+            yield done, src.long() + firsts[src_type], dst.long() + firsts[dst_type]
+            done += len(src)
+
+
+def all_edges(graph: RawGraph) -> tuple[Tensor, Tensor]:
+    """The sources and the destinations of all edges, with the ids of `joined_edges`, in memory."""
+    ends = [(src, dst) for _, src, dst in joined_edges(graph, max(1, sum(graph.num_edges.values())))]
+    src, dst = (torch.cat(parts) for parts in zip(*ends)) if ends else torch.empty(2, 0, dtype=torch.long)
+    return src, dst
 
 
 def to_run(first: int, count: int, nodes: Array, neighbours: Array) -> Run:
@@ -110,7 +121,7 @@ def to_run(first: int, count: int, nodes: Array, neighbours: Array) -> Run:
 
 
 def numba_loops_or_none() -> ModuleType | None:
-    """The compiled loops, where numba is installed."""
+    """The compiled loops, or `None` if numba is not installed."""
     try:
         from shardpass.data.streaming import numba_loops
     except ImportError:

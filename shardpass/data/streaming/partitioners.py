@@ -1,4 +1,4 @@
-"""LDG and Fennel: nodes stream by once or a few times, and each goes to the part that suits it best just then."""
+"""LDG and Fennel: they look at the nodes one after the other, once or a few times, and put each where it fits best."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardpass.data.raw import NodeType, RawGraph
+from shardpass.data.raw import RawGraph
 from shardpass.data.streaming.adjacency import Adjacency
 from shardpass.data.streaming.budget import Budget
 from shardpass.data.streaming.placing import SLACK, Placement, place
@@ -17,35 +17,23 @@ PASSES = 5
 _GAMMA = 1.5
 
 
-def streamed_parts(
-    graph: RawGraph, parts: int, method: str, budget: Budget, passes: int = PASSES
-) -> dict[NodeType, Tensor]:
-    """The part of each node, int32 [num_nodes], per node type.
+def streamed_parts(graph: RawGraph, parts: int, method: str, budget: Budget, passes: int = PASSES) -> Tensor:
+    """The part of each node, int32 [num_nodes]; the nodes of all types, one type after the other.
 
-    Nodes come in the order of their ids, types one after the other, without directions of edges and self-loops;
-    parallel edges count as many. The weight of a node is its in-degree plus the mean in-degree, as for METIS.
+    Nodes come in the order of their ids. The directions of edges do not matter, self-loops are left out, and parallel
+    edges count as many. The weight of a node is its in-degree plus the mean in-degree, as for METIS.
 
-    "ldg": linear deterministic greedy (Stanton and Kliot 2012): the part with the most neighbours, times its room.
-    "fennel": neighbours less ``1.5 (m / n) (weight / mean weight) sqrt(load / mean load)``, the marginal cost of Fennel
-    with gamma = 1.5 (Tsourakakis et al. 2014), written for nodes of different weights. Both keep every part within 1.05
-    of the mean, unless a node is heavier than the room left. Passes after the first know where neighbours went in the
-    one before (Nishimura and Ugander 2013).
+    "ldg" is linear deterministic greedy (Stanton and Kliot 2012): it takes the part with the most neighbours times the
+    room left. "fennel" takes the part with the most neighbours less ``1.5 (m / n) (weight / mean weight) sqrt(load /
+    mean load)``, the marginal cost of Fennel with gamma = 1.5 (Tsourakakis et al. 2014), written for nodes of different
+    weights. Both keep every part within 1.05 of the mean, unless a node is heavier than the room left. A pass after the
+    first knows where all neighbours went in the pass before (Nishimura and Ugander 2013).
 
     Raises:
-        ValueError: no passes, or no room for the temporary files of a graph in files.
+        ValueError: when there are no passes, or no room for the temporary files of a graph in files.
     """
     if passes < 1:
         raise ValueError(f"{passes} passes; expected at least 1")
-    sizes = list(graph.num_nodes.values())
-    total = sum(sizes)
-    if parts == 1 or parts >= total:
-        part_of = torch.arange(total) if parts > 1 else torch.zeros(total, dtype=torch.long)
-    else:
-        part_of = _stream(graph, parts, method, budget, passes)
-    return dict(zip(graph.num_nodes, part_of.int().split(sizes)))
-
-
-def _stream(graph: RawGraph, parts: int, method: str, budget: Budget, passes: int) -> Tensor:
     adjacency = Adjacency(graph, budget)
     num_nodes, num_edges = adjacency.num_nodes, adjacency.total
     mean_degree = max(1, num_edges // num_nodes)

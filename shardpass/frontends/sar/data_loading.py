@@ -11,8 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardpass.data.readers.dgl_config import Config, read_config
-from shardpass.data.readers.dgl_files import PartGraph, Stored, read_part_graph, read_tensors
+from shardpass.data.readers.dgl_partitions import (
+    Config,
+    PartGraph,
+    Stored,
+    read_config,
+    read_part_graph,
+    read_tensors,
+)
 from shardpass.frontends.sar.common_tuples import CanonicalType, PartitionData, ShardEdgesAndFeatures
 
 ORIGINAL = "orig_id"

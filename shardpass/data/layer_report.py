@@ -1,4 +1,4 @@
-"""What `ShardedGraph.layers` would save: the nodes, edges and halo rows that each layer needs for some wanted nodes."""
+"""The nodes, edges and halo rows that each layer needs for some wanted nodes: what `ShardedGraph.layers` would save."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardpass.data.store import Store, open_store
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One layer: `nodes` it computes, `edges` into them, `halo_rows` that all groups together fetch for them."""
+    """One layer: how many `nodes` it computes, `edges` into them, and `halo_rows` that all groups together fetch."""
 
     nodes: int
     edges: int
@@ -25,17 +25,17 @@ class LayerReport:
 def inspect_layers(
     path: str | os.PathLike[str], mask: str, num_layers: int, ranks: int | None = None
 ) -> list[LayerReport]:
-    """What each of `num_layers` layers needs for the nodes of a stored boolean field, the first layer first.
+    """What each layer needs for the nodes of a stored mask. The first layer comes first.
 
     Args:
         path: a store of one node and one edge type.
         mask: the name of the node field, for example ``"train_mask"``.
-        num_layers: of the model.
-        ranks: count halo rows between this many ranks; None: between parts.
+        num_layers: the number of layers of the model.
+        ranks: count the halo rows between this many ranks. `None` counts them between parts.
 
     Raises:
-        StoreError: the store cannot be opened or is altered.
-        ValueError: several types, no such field, a field that is no mask, or more ranks than parts.
+        StoreError: when the store cannot be opened or is altered.
+        ValueError: when the graph has several types, the store has no such mask, or there are more ranks than parts.
     """
     store = open_store(path)
     if list(store.manifest.num_edges) != [EDGE] or list(store.manifest.num_nodes) != [NODE]:
