@@ -11,7 +11,6 @@ is.
 from __future__ import annotations
 
 import gc
-import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,7 +30,6 @@ from shardpass.core.training import sync_gradients
 
 TERMS = ("store", "features", "parameters", "gradients", "optimizer", "activations", "halo", "temporaries")
 _OF_PARAMETERS = ("parameters", "gradients", "optimizer")
-_NUMBA_LOOPS = "shardpass.core.kernels.numba_loops"
 EPOCHS = 2  # sums of constant inputs are kept from the second on
 _EDGES, _EDGES_PER_BLOCK = 200_000, 8_000  # of the largest dry run: enough for several chunks of each block
 
@@ -119,8 +117,7 @@ def dry_run(training: Training, sizes: RankSizes, options: Options) -> Measured:
             }
     volume = sum(storage.num_bytes for storage in tracker.storages[made:])
     phases, loading = _replay(tracker, kinds, first)
-    compiled = tracker.runs_loops and _NUMBA_LOOPS in sys.modules
-    return Measured(phases, loaded, loading, comm.bytes_sent - sent, volume, compiled)
+    return Measured(phases, loaded, loading, comm.bytes_sent - sent, volume, tracker.runs_compiled_loops)
 
 
 def _kinds(tracker: MemoryTracker, forwards: list[tuple[int, int]]) -> dict[int, str]:

@@ -19,7 +19,7 @@ from torch.profiler import record_function
 
 from shardpass.backends.communicator import Handle
 from shardpass.core.exchange.halo import HaloPlan
-from shardpass.core.exchange.packing import Packing
+from shardpass.core.exchange.packing import Packing, message_buffer
 from shardpass.core.exchange.schedule import Transfer
 from shardpass.core.exchange.tokens import Stream, Tokens
 from shardpass.core.sharding import Block, PlacedRows
@@ -34,11 +34,11 @@ class _Slots:
 
     def get(self, index: int, num_bytes: int) -> Tensor:
         if self._fresh:
-            return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            return message_buffer(num_bytes, self._device)
         slot = index % len(self._buffers)
         buffer = self._buffers[slot]
         if buffer is None or buffer.numel() < num_bytes:
-            buffer = self._buffers[slot] = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            buffer = self._buffers[slot] = message_buffer(num_bytes, self._device)
         return buffer[:num_bytes]
 
 

@@ -5,7 +5,7 @@ knows one shard and tensors; it knows no ranks.
 """
 
 from shardpass.core.kernels import fused
-from shardpass.core.kernels.attention import EdgeRun, RowRun, SoftmaxState, adjoint, softmax_weights
+from shardpass.core.kernels.attention import COMPILED_LOOPS, EdgeRun, RowRun, SoftmaxState, adjoint, softmax_weights
 from shardpass.core.kernels.dispatch import (
     edge_dot,
     gather_extremum,
@@ -16,6 +16,7 @@ from shardpass.core.kernels.dispatch import (
 from shardpass.core.kernels.scores import edge_scores, edge_scores_adjoint
 
 __all__ = [
+    "COMPILED_LOOPS",
     "EdgeRun",
     "RowRun",
     "SoftmaxState",
