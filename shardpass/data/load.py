@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +26,15 @@ def load(path: str | Path, comm: Communicator, options: Options | None = None) -
     parts will do; each owns a contiguous run of parts. Every rank must pass the same store and options.
 
     Raises:
-        ValueError: more ranks than parts.
+        ValueError: more ranks than parts, or ``mode="auto"``, which a plan decides first.
         StoreError: the store is missing, torn or altered (on the rank that found it; the others say which). Fields are
             verified when they are first read, or all of them by ``shardpass inspect --verify``.
         DivergenceError: ranks passed different stores or options.
     """
-    options = replace(options or Options())  # what mode="auto" comes to is this graph's own
+    options = options or Options()
     store, data, problem = None, None, None
     try:
+        _refuse_undecided(options)
         store = open_store(path)
         data = merge_parts(store, parts_of_rank(store.num_parts, comm.size, comm.rank))
     except (OSError, ValueError) as error:
@@ -54,6 +55,14 @@ def load(path: str | Path, comm: Communicator, options: Options | None = None) -
     if list(ownership) == [NODE] and list(relations) == [EDGE]:
         return ShardedGraph(*share, num_classes=classes.get(NODE), **shared)
     return ShardedHeteroGraph(*share, num_classes=classes, **shared)
+
+
+def _refuse_undecided(options: Options) -> None:
+    if options.mode == "auto":
+        raise ValueError(
+            "mode='auto' must be decided before a graph is loaded: plan = shardpass.plan(model, path, comm=comm, "
+            "options=options), then shardpass.load(path, comm, plan.options)"
+        )
 
 
 def _agree_on_store(comm: Communicator, store: Store | None, options: Options, problem: Exception | None) -> None:

@@ -58,7 +58,7 @@ def fetch_blocks(
         position: of the block in ``plan.blocks``.
         rows: the block's rows of each tensor, ``[block.num_rows, ...]``; with `placed`, some as `PlacedRows`.
     """
-    ahead = len(plan.schedule.rounds) if plan.options.runs_as == "halo" else plan.options.prefetch
+    ahead = len(plan.schedule.rounds) if plan.options.mode == "halo" else plan.options.prefetch
     under_way = max(1, ahead)
     waiting: deque[Handle] = deque()
     moves = plan.schedule.transfers(plan.comm.rank) if tensors else []
@@ -93,7 +93,7 @@ class _Fetch:
     ) -> None:
         self._plan, self._tensors, self._stream = plan, tensors, stream
         self._packing = packing = Packing(tensors, plan.options.wire_dtype)
-        fresh, device = plan.options.runs_as == "halo", plan.comm.device
+        fresh, device = plan.options.mode == "halo", plan.comm.device
         self._received = _Slots(ahead + 1, device, fresh=keep or fresh)
         self._gathered = _Slots(1, device, fresh=keep or fresh)
         self._outgoing = _Slots(max(1, ahead), device, fresh=fresh)

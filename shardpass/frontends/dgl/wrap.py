@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import warnings
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardpass.backends.communicator import Communicator
-from shardpass.core.dryrun import choose_mode, undecided
 from shardpass.core.graphs import ShardedGraph
 from shardpass.core.memory import Checkpoint, check_choice, recomputed_activations
 from shardpass.core.ranks import chained, decorrelate, is_wrapped, refuse_shared_model
@@ -28,7 +26,7 @@ from shardpass.core.training import (
     sync_parameters,
 )
 from shardpass.errors import RefusedError
-from shardpass.frontends.dgl.check import checked_by, core_of
+from shardpass.frontends.dgl.check import checked_by
 from shardpass.frontends.dgl.convert import graph as to_dgl
 from shardpass.frontends.dgl.empty import EmptyRows
 from shardpass.frontends.dgl.graph import ShardedDGLGraph
@@ -122,13 +120,8 @@ class _Forward:
             )
         if not self.comm.order.active:
             self.comm.order.hidden = False
-        pristine = self._pristine
-        if pristine is not None and self.model.training not in self._checked:
+        if self._pristine is not None and self.model.training not in self._checked:
             self._check(args, kwargs, leaves)
-        trains = self.model.training and torch.is_grad_enabled() and not self.comm.order.active
-        if trains and any(undecided(core_of(leaf)) is not None for leaf in leaves):
-            frontend = checked_by(partial(wrap, check=False, checkpoint=self.checkpoint))
-            choose_mode(frontend, pristine, self.model, self.comm, args, kwargs)
         if torch.is_grad_enabled() and not self.comm.order.active:
             note_forward(self.model)
         args, kwargs = tree_map(self._graph_of, (args, kwargs))
