@@ -214,7 +214,7 @@ def _plan_on_first_rank(comm: Communicator, planner: _Planner, modes: Iterable[M
     if comm.rank == 0:
         try:
             made = planner.plan([comm.size], modes, budget)
-            larger = None if made.larger is None else asdict(made.larger)
+            larger = [] if made.larger is None else [asdict(made.larger)]
             mine = {"rows": [asdict(row) for row in made.rows], "left_out": made.left_out, "larger": larger}
         except Exception as error:  # whatever the model raises: the other ranks are waiting
             problem, mine = error, {"problem": f"{type(error).__name__}: {error}"}
@@ -223,9 +223,8 @@ def _plan_on_first_rank(comm: Communicator, planner: _Planner, modes: Iterable[M
         raise problem
     if "problem" in found:
         raise PeerFailure(f"rank 0 could not make the plan: {found['problem']}")
-    rows = [Estimate(**row) for row in found["rows"]]
-    larger = None if found["larger"] is None else Estimate(**found["larger"])
-    return Plan(rows, budget, found["left_out"], larger, planner.options)
+    rows, larger = ([Estimate(**row) for row in found[name]] for name in ("rows", "larger"))
+    return Plan(rows, budget, found["left_out"], larger[0] if larger else None, planner.options)
 
 
 def _training(
