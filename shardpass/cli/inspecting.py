@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from rich.progress import track
 from rich.table import Table
 
-from shardpass.cli.console import bytes_text, output
+from shardpass.cli.console import output
+from shardpass.core.ranks import bytes_text
 from shardpass.data import Report, inspect, inspect_layers, open_store
+from shardpass.data import verify as verify_store
 
 _QUANTITIES = ("num_nodes", "num_edges", "num_halo_rows", "num_cut_edges", "num_bytes")
 
@@ -17,11 +20,9 @@ def run_inspect(store: Path, ranks: int | None, verify: bool) -> None:
     """Print a table of the parts or ranks of a store; check all bytes first if asked to."""
     console = output()
     if verify:
-        opened = open_store(store)
-        for file in track(opened.files, "verifying", console=console, disable=not console.is_terminal):
-            for key in file.record.tensors:
-                file.verified(key)
-        console.print(f"verified: every byte of {len(opened.files)} part files is as written")
+        with console.status("verifying"):
+            manifest = verify_store(store)
+        console.print(f"verified: every byte of {manifest.num_parts} part files is as written")
     report = inspect(store, ranks)
     console.print(_heading(report))
     console.print(report_table(report))
@@ -54,7 +55,7 @@ def _heading(report: Report) -> str:
     )
 
 
-def _fields(by_type: dict) -> list[str]:  # type: ignore[type-arg]
+def _fields(by_type: Mapping[Any, Mapping[str, object]]) -> list[str]:
     several = len(by_type) > 1
     return [
         f"{kind if isinstance(kind, str) else '__'.join(kind)}.{name}" if several else name
@@ -67,11 +68,9 @@ def report_table(report: Report) -> Table:
     """One row per part or rank, then the balance (largest over mean) of each column."""
     by_rank = report.ranks is not None
     table = Table()
-    table.add_column("rank" if by_rank else "part", justify="right")
-    if by_rank:
-        table.add_column("parts")
-    for title in ("nodes", "edges", "halo rows", "cut edges", "bytes"):
-        table.add_column(title, justify="right")
+    for title in ("rank" if by_rank else "part", "parts", "nodes", "edges", "halo rows", "cut edges", "bytes"):
+        if by_rank or title != "parts":
+            table.add_column(title, justify="right")
     for number, group in enumerate(report.groups):
         span = [f"{group.parts.start}-{group.parts.stop - 1}" if len(group.parts) > 1 else f"{group.parts.start}"]
         counts = [f"{getattr(group, name):,}" for name in _QUANTITIES[:-1]]

@@ -11,7 +11,7 @@ import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from time import sleep
-from typing import Any
+from typing import Literal, NoReturn, TypeVar
 
 from shardpass.backends.failure import reason_of
 from shardpass.backends.launch import detect
@@ -20,46 +20,44 @@ from shardpass.connection import connect, spawn
 from shardpass.core.ranks import Ranks
 from shardpass.errors import InternalError, PeerFailure
 
-BACKENDS = ("auto", "threads", "processes", "torch_distributed", "mpi", "local")
-_HEAD_START = 1.0  # seconds for rank 0: an error that all ranks find is then told once
+C = TypeVar("C")
+T = TypeVar("T")
+Backend = Literal["auto", "threads", "processes", "torch_distributed", "mpi", "local"]
+_HEAD_START = 1.0  # seconds for rank 0, so that an error that all ranks find is told once
 
 
-def choose_backend(backend: str, ranks: int | None) -> str:
-    """`backend` with ``auto`` resolved: the launcher's if one started this process, else threads or a single rank.
+def starts_threads(backend: Backend, ranks: int | None) -> bool:
+    """Whether the command itself starts several ranks, as threads of this process."""
+    return (ranks or 1) > 1 and (backend == "threads" or (backend == "auto" and not _is_launched()))
 
-    Raises:
-        ValueError: an unknown backend, or one that contradicts the launcher or the number of ranks.
-    """
-    if backend not in BACKENDS:
-        raise ValueError(f"--backend is one of {', '.join(BACKENDS)}, got {backend!r}")
+
+def _is_launched() -> bool:
     launch = detect()
-    launched = launch.kind != "none" and launch.size > 1
-    if backend in ("threads", "processes"):
-        if launched:
-            raise ValueError(
-                f"--backend {backend} starts ranks itself, but a launcher started {launch.size} processes already "
-                f"({launch.source}={launch.size}): leave --backend away, or start the command without the launcher"
-            )
-        return backend
-    if backend != "auto":
-        return backend
-    if launched:
-        return "connect"
-    return "threads" if (ranks or 1) > 1 else "local"
+    return launch.kind != "none" and launch.size > 1
 
 
-def run_ranks(work: Callable[..., Any], config: Any, backend: str, ranks: int | None) -> Any:
-    """What ``work(comm, config)`` returned on this rank, or on rank 0 where the ranks are started here.
+def run_ranks(work: Callable[[Ranks, C], T], config: C, backend: Backend, ranks: int | None) -> T:
+    """What ``work(comm, config)`` returned on this rank, or on rank 0 if the ranks are started here.
 
     Args:
         work: a function at module level.
-        config: passed to it.
-        backend: from `choose_backend`.
+        backend: ``"auto"`` takes the ranks of the launcher if one started this process, else starts threads.
         ranks: number of ranks to start, or to expect from the launcher.
+
+    Raises:
+        ValueError: the backend contradicts the launcher or the number of ranks.
     """
-    if backend in ("threads", "processes"):
-        return spawn(work, ranks or 1, backend, args=(config,))[0]  # type: ignore[arg-type]
-    comm = connect("auto" if backend == "connect" else backend, ranks=ranks)
+    if backend in ("threads", "processes") and _is_launched():
+        launch = detect()
+        raise ValueError(
+            f"--backend {backend} starts ranks itself, but a launcher started {launch.size} processes already "
+            f"({launch.source}={launch.size}): leave --backend away, or start the command without the launcher"
+        )
+    if starts_threads(backend, ranks):
+        backend = "threads"
+    if backend == "threads" or backend == "processes":
+        return spawn(work, ranks or 1, backend, args=(config,))[0]
+    comm = connect(backend, ranks=ranks)
     try:
         return work(comm, config)
     except InternalError:
@@ -70,11 +68,11 @@ def run_ranks(work: Callable[..., Any], config: Any, backend: str, ranks: int | 
         comm.close()
 
 
-def _end_in_words(comm: Ranks, error: BaseException) -> None:
+def _end_in_words(comm: Ranks, error: BaseException) -> NoReturn:
     """One sentence from the rank that failed first, then the end of all ranks."""
     if comm.size == 1:
         fail(sentence(error))
-    if not isinstance(error, PeerFailure):  # else the rank that failed first has told why
+    if not isinstance(error, PeerFailure):  # otherwise the rank that failed first has told why
         if comm.rank:
             sleep(_HEAD_START)
         with contextlib.suppress(PeerFailure):
@@ -94,18 +92,15 @@ def find_program(name: str) -> str | None:
 def typed_command() -> str:
     """What to type in this shell for the ``shardpass`` of this Python environment, whether it is active or not."""
     program, active = find_program("shardpass"), shutil.which("shardpass")
-    if program is not None and active is not None and os.path.samefile(program, active):
-        return "shardpass"
-    words = [sys.executable, "-m", "shardpass.cli"] if program is None else [program]
-    inside = os.path.relpath(words[0])
-    return shlex.join([words[0] if inside.startswith("..") else inside, *words[1:]])
+    is_active = program is not None and active is not None and os.path.samefile(program, active)
+    return "shardpass" if is_active else shlex.join([sys.executable, "-m", "shardpass.cli"])
 
 
 def launcher_environment() -> dict[str, str]:
     """This process's environment for `mpirun` and `torchrun` on one machine: more ranks than cores, unbound, quiet.
 
-    Variables instead of flags, since each MPI ignores those of the others. Running as root is allowed only where this
-    process is root already (containers).
+    These are variables and not flags, since each MPI ignores those of the others. Running as root is allowed only if
+    this process is root already, as in containers.
     """
     env = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMIX_", "PRTE_"))}
     env |= {
@@ -121,7 +116,7 @@ def launcher_environment() -> dict[str, str]:
 
 
 def launch_command(launcher: str, ranks: int, module: str) -> list[str] | None:
-    """The command that runs ``python -m module`` on `ranks` ranks, to be extended by arguments; None where impossible.
+    """The command that runs ``python -m module`` on `ranks` ranks, without arguments; `None` if there is no mpirun.
 
     Args:
         launcher: ``"mpirun"``, ``"torchrun"``, or ``"none"`` for a plain process.

@@ -1,4 +1,4 @@
-"""`main`: the entry point of the `shardpass` command. Imports typer and rich only when called."""
+"""`main`: the entry point of the `shardpass` command. It imports typer and rich only when called."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from shardpass.errors import MissingDependencyError, require
 
 
 def main() -> None:
-    """Run the command line; without typer or rich, one sentence with the pip command and exit code 1."""
+    """Run the command line. If typer or rich is missing, print one sentence with the pip command and exit with 1."""
     try:
         for module in ("typer", "rich"):
             require(module, "cli", "the shardpass command")
@@ -18,7 +18,3 @@ def main() -> None:
     from shardpass.cli.app import app
 
     app(prog_name="shardpass")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,16 +1,15 @@
 """`PeakMeter`: how much memory a process needed at most, above what it held when the work began.
 
 [Note: what is measured]
-The peak is the resident set of the process (Linux: VmHWM, reset at the start by writing 5 to /proc/self/clear_refs), so
-it counts everything: tensors, gradients, optimizer state, transport buffers, allocator slack. Memory that ranks share
-is resident in each process that has read it, but counts at its owner alone (`windows_of_others`). With the environment
-variable MALLOC_MMAP_THRESHOLD_ set (see `exact_allocator`) glibc maps every larger block by itself and gives it back
-when it is freed, so that the peak is that of live bytes, not of what the allocator kept for later.
+The peak is the resident set of the process (on Linux VmHWM, which writing 5 to /proc/self/clear_refs resets), so it
+counts everything: tensors, gradients, optimizer state, transport buffers, what the allocator keeps. Memory that ranks
+share is resident in each process that has read it, but counts at its owner alone (`windows_of_others`). If the
+environment variable MALLOC_MMAP_THRESHOLD_ is set (see `exact_allocator`), glibc maps every larger block by itself and
+gives it back when it is freed. The peak is then that of live bytes.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -43,15 +42,16 @@ class PeakMeter:
             self.method += " (VmHWM, which could not be reset: a peak while loading counts)"
         self.baseline = _resident("VmRSS")
 
-    def peak(self, comm: Ranks) -> int:
-        """Bytes at the highest point so far, above the baseline; at least 0. `comm`: of this process."""
-        return max(0, _resident("VmHWM") - self.baseline - windows_of_others(comm))
+    def peak(self, comm: Ranks | None = None) -> int:
+        """Bytes at the highest point so far, above the baseline; at least 0. `comm` is the one of this process."""
+        shared = 0 if comm is None else windows_of_others(comm)
+        return max(0, _resident("VmHWM") - self.baseline - shared)
 
 
 def windows_of_others(comm: Ranks) -> int:
     """Bytes by which shared memory makes this process's resident set differ from what this rank has reserved.
 
-    That is: what is resident of the windows of all ranks (see `exchange/windows.py`), less the size of the rank's own.
+    That is what is resident of the windows of all ranks, less the size of the rank's own.
     """
     if not comm.shares_memory:
         return 0
@@ -65,7 +65,7 @@ def windows_of_others(comm: Ranks) -> int:
 
 
 def _resident(field: str) -> int:
-    """Bytes: VmRSS or VmHWM of this process; the high-water mark for both where there is no /proc."""
+    """Bytes of VmRSS or VmHWM of this process; the high-water mark for both on systems without /proc."""
     try:
         lines = _STATUS.read_text().splitlines()
     except OSError:
@@ -74,9 +74,3 @@ def _resident(field: str) -> int:
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
-
-
-def cpu_seconds() -> float:
-    """CPU seconds this process has used, in all its threads."""
-    times = os.times()
-    return times.user + times.system

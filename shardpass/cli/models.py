@@ -1,55 +1,78 @@
-"""The models that `shardpass train` knows: those of torch_geometric.nn.models, unmodified."""
+"""The models that the command line knows: those of `torch_geometric.nn.models`, unmodified."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from shardpass.cli.config import TrainConfig
+from shardpass.core.graphs import ShardedGraph
 from shardpass.errors import require
 
-NAMES = {"gcn": "GCN", "sage": "GraphSAGE", "gat": "GAT", "gin": "GIN", "pna": "PNA", "edgecnn": "EdgeCNN"}
+ModelName = Literal["gcn", "sage", "gat", "gin", "pna", "edgecnn"]
+Dtype = Literal["float32", "float64"]
+MODELS = {"gcn": "GCN", "sage": "GraphSAGE", "gat": "GAT", "gin": "GIN", "pna": "PNA", "edgecnn": "EdgeCNN"}
 _PNA = {"aggregators": ["mean", "min", "max", "std"], "scalers": ["identity", "amplification", "attenuation"]}
 
 
-def build_model(
-    config: TrainConfig, num_features: int, num_classes: int, in_degree_histogram: Tensor | None = None
-) -> nn.Module:
-    """A new PyG model as `config` describes it.
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model to build, as plain data."""
 
-    Args:
-        config: model, layers, hidden, heads, dropout, batch_norm.
-        num_features: channels of the node features.
-        num_classes: channels of the output.
-        in_degree_histogram: number of nodes of each in-degree over the whole graph; needed by PNA.
+    model: str = "sage"
+    layers: int = 2
+    hidden: int = 64
+    heads: int = 4
+    dropout: float = 0.0
+    batch_norm: bool = False
+    dtype: Dtype = "float32"
 
-    Raises:
-        ValueError: for an unknown model or sizes that do not fit.
-        MissingDependencyError: without PyG.
-    """
-    if config.model not in NAMES:
-        raise ValueError(f"unknown model {config.model!r}; the models are {', '.join(NAMES)}")
-    if config.model == "gat" and config.hidden % config.heads:
-        raise ValueError(
-            f"--hidden {config.hidden} is not a multiple of --heads {config.heads}: the heads of a GAT layer share the "
-            f"hidden channels evenly"
+    def __post_init__(self) -> None:
+        if self.model == "gat" and self.hidden % self.heads:
+            raise ValueError(
+                f"--hidden {self.hidden} is not a multiple of --heads {self.heads}: the heads of a GAT layer share the "
+                f"hidden channels evenly"
+            )
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """`dtype` as torch has it."""
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
+
+    def build(self, num_features: int, num_classes: int, in_degrees: Tensor | None = None) -> nn.Module:
+        """A new PyG model.
+
+        Args:
+            in_degrees: as `in_degrees_for` returns them; without, a ``"pna"`` has the right size and wrong numbers.
+
+        Raises:
+            MissingDependencyError: PyG is not installed.
+        """
+        models = require("torch_geometric.nn.models", "pyg", "shardpass train")
+        options: dict[str, Any] = {}
+        if self.model == "gat":
+            options["heads"] = self.heads
+        if self.model == "pna":
+            options = {**_PNA, "deg": torch.ones(2, dtype=torch.int64) if in_degrees is None else in_degrees}
+        make = getattr(models, MODELS[self.model])
+        norm = "batch_norm" if self.batch_norm else None
+        model: nn.Module = make(
+            num_features, self.hidden, self.layers, num_classes, dropout=self.dropout, norm=norm, **options
         )
-    models = require("torch_geometric.nn.models", "pyg", "shardpass train")
-    options: dict[str, Any] = {}
-    if config.model == "gat":
-        options["heads"] = config.heads
-    if config.model == "pna":
-        options.update(_PNA, deg=in_degree_histogram)
-    make = getattr(models, NAMES[config.model])
-    model: nn.Module = make(
-        num_features,
-        config.hidden,
-        config.layers,
-        num_classes,
-        dropout=config.dropout,
-        norm="batch_norm" if config.batch_norm else None,
-        **options,
-    )
-    return model.to(getattr(torch, config.dtype))
+        return model.to(self.torch_dtype)
+
+
+def in_degrees_for(config: ModelConfig, graph: ShardedGraph) -> Tensor | None:
+    """Number of nodes of each in-degree in the whole graph, ``[largest in-degree + 1]`` int64. Collective.
+
+    `None` for models that do not ask for it.
+    """
+    if config.model != "pna":
+        return None
+    degrees = torch.bincount(graph.edge_index[1].as_subclass(Tensor), minlength=graph.num_nodes)
+    largest = degrees.max() if degrees.numel() else torch.tensor(0)
+    top = int(graph.comm.all_reduce(largest.reshape(1), "max", "largest in-degree"))
+    return graph.comm.all_reduce(torch.bincount(degrees, minlength=top + 1), "sum", "in-degree histogram")

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from shardpass.cli.console import bytes_text, output
+from shardpass.cli.console import output
 from shardpass.cli.graphs import demo_graph
-from shardpass.data import GraphFiles, partition, read, stream_edge_list, stream_files
+from shardpass.core.ranks import bytes_text
+from shardpass.data import GraphFiles, RawGraph, partition, read, stream_edge_list, stream_files
 
 _EDGE_LISTS = (".npy", ".csv", ".csv.gz", ".txt", ".txt.gz", ".parquet")
 _PARTS = 4
@@ -26,44 +27,38 @@ _STAGES = {
 }
 
 
-@dataclass(frozen=True)
-class Source:
-    """What is to be partitioned. All but `name` and `drop` belong to edge lists."""
+def read_source(
+    name: str, drop: Sequence[str], masks: Mapping[str, Path | None], **beside: Any
+) -> GraphFiles | RawGraph:
+    """The graph, as `shardpass.partition` takes it.
 
-    name: str
-    features: Path | None = None
-    labels: Path | None = None
-    masks: Mapping[str, Path | None] | None = None
-    weights: Path | None = None
-    num_nodes: int | None = None
-    drop: tuple[str, ...] = ()
+    Args:
+        name: as on the command line.
+        drop: fields to leave out.
+        masks, beside: what an edge list does not hold itself; `None` if it is not given.
 
-    def read(self) -> Any:
-        """The graph, as `shardpass.partition` takes it.
-
-        Raises:
-            ValueError: options of edge lists with another kind of input, or what the readers find wrong.
-        """
-        masks = {name: path for name, path in (self.masks or {}).items() if path is not None}
-        beside = any(value is not None for value in (self.features, self.labels, self.weights, self.num_nodes)) or masks
-        if not self.name.startswith("demo:") and self.name.endswith(_EDGE_LISTS):
-            graph = stream_edge_list(
-                self.name, features=self.features, labels=self.labels, masks=masks, weights=self.weights,
-                num_nodes=self.num_nodes,
-            )  # fmt: skip
-            return replace(graph, drop=self.drop)
-        if beside:
-            raise ValueError(
-                f"--features, --labels, --weights, --num-nodes and masks belong to edge lists "
-                f"({', '.join(_EDGE_LISTS)}); {self.name} holds its own"
-            )
-        if self.name.startswith("demo:"):
-            return replace(read(demo_graph(self.name), drop=self.drop), source=self.name)
-        return stream_files(self.name, drop=self.drop) or read(self.name, drop=self.drop)
+    Raises:
+        ValueError: another kind of input came with options of edge lists, or a reader found something wrong.
+    """
+    given = {mask: path for mask, path in masks.items() if path is not None}
+    if not name.startswith("demo:") and name.endswith(_EDGE_LISTS):
+        return replace(stream_edge_list(name, masks=given, **beside), drop=tuple(drop))
+    if given or any(value is not None for value in beside.values()):
+        raise ValueError(
+            f"--features, --labels, --weights, --num-nodes and masks belong to edge lists ({', '.join(_EDGE_LISTS)}); "
+            f"{name} holds its own"
+        )
+    if name.startswith("demo:"):
+        return replace(read(demo_graph(name), drop=tuple(drop)), source=name)
+    return stream_files(name, drop=tuple(drop)) or read(name, drop=tuple(drop))
 
 
 def run_partition(
-    source: Source, target: Path, parts: int | None, assignment: Path | None, options: Mapping[str, Any]
+    read_graph: Callable[[], GraphFiles | RawGraph],
+    target: Path,
+    parts: int | None,
+    assignment: Path | None,
+    options: Mapping[str, Any],
 ) -> None:
     """Partition with progress shown, then say what was written. `options` are those of `shardpass.partition`."""
     console = output()
@@ -77,7 +72,7 @@ def run_partition(
             bar.update(tasks[stage], completed=done, total=total)
 
         progress("read", 0, 1)
-        graph = source.read()
+        graph = read_graph()
         if parts is None and (isinstance(graph, GraphFiles) or graph.division is None):
             parts = _PARTS
         part_of = None if assignment is None else np.load(assignment, allow_pickle=False)

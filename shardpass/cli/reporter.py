@@ -1,95 +1,84 @@
-"""`Reporter`: what rank 0 shows of a training run, and its JSON-lines log."""
+"""`Reporter`: what rank 0 shows of a training run, and its log of JSON lines."""
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from shardpass.cli.config import TrainConfig
-from shardpass.cli.console import bytes_text, output
+from shardpass.cli.console import output
+from shardpass.cli.task import SPLITS
 from shardpass.core.graphs import ShardedGraph
+from shardpass.core.ranks import bytes_text
 
-_METRICS = ("train", "val", "test")
+Record = dict[str, Any]
 
 
 class Reporter:
-    """A progress bar on a terminal, about ten lines elsewhere; one log line per epoch and one at the end."""
+    """A progress bar on a terminal and about ten lines elsewhere; one log line per epoch and one at the end."""
 
-    def __init__(self, config: TrainConfig, first_epoch: int) -> None:
+    def __init__(self, config: TrainConfig, graph: ShardedGraph, first_epoch: int, note: str) -> None:
+        """Say what is about to run, and `note`. Other ranks than the first show and write nothing."""
         self.config, self.first_epoch = config, first_epoch
-        self.console = output()
-        self.log: TextIO | None = None
-        if config.log:
+        is_first, to_file = graph.comm.rank == 0, config.log not in ("", "-")
+        if is_first and to_file:
             Path(config.log).parent.mkdir(parents=True, exist_ok=True)
-            self.log = open(config.log, "a" if config.resume else "w", encoding="utf-8")  # noqa: SIM115
-        self.bar: Progress | None = None
-
-    def begin(self, graph: ShardedGraph, note: str) -> None:
-        """Say what is about to run."""
-        if self.config.events:
-            return
+        path = config.log if is_first and to_file else os.devnull
+        self.log = open(path, "a" if config.resume else "w", encoding="utf-8")  # noqa: SIM115
+        self.prints_lines = is_first and config.log == "-"
+        self.console = output()
+        self.console.quiet = not is_first or self.prints_lines
         ranks = f"{graph.comm.size} rank{'s' if graph.comm.size > 1 else ''}"
         self.console.print(
-            f"{self.config.model} ({self.config.layers} layers, hidden {self.config.hidden}) on {graph.total_nodes:,} "
-            f"nodes and {graph.total_edges:,} edges, {ranks} ({type(graph.comm).__name__}), mode {self.config.mode}"
+            f"{config.model} ({config.layers} layers, hidden {config.hidden}) on {graph.total_nodes:,} nodes and "
+            f"{graph.total_edges:,} edges, {ranks} ({type(graph.comm).__name__}), mode {graph.options.mode}"
         )
         if note:
             self.console.print(note)
-        if self.console.is_terminal:
-            columns = (MofNCompleteColumn(), BarColumn(12), TextColumn("{task.description}"))
-            self.bar = Progress(*columns, TimeRemainingColumn(), console=self.console)
-            self.bar.add_task("", total=self.config.epochs, completed=self.first_epoch - 1)
-            self.bar.start()
+        columns = (MofNCompleteColumn(), BarColumn(12), TextColumn("{task.description}"), TimeRemainingColumn())
+        hidden = self.console.quiet or not self.console.is_terminal
+        self.bar = Progress(*columns, console=self.console, disable=hidden)
+        self.bar.add_task("", total=config.epochs, completed=first_epoch - 1)
+        self.bar.start()
 
-    def epoch(self, record: dict[str, Any]) -> None:
+    def epoch(self, record: Record) -> None:
         """Show and log one epoch."""
         self._write(record)
-        text = f"loss {record['loss']:.4f}" + "".join(f"  {m} {record[m]:.4f}" for m in _METRICS if m in record)
-        if self.config.events:
-            print(json.dumps(record), flush=True)
-        elif self.bar is not None:
-            self.bar.update(self.bar.task_ids[0], completed=record["epoch"], description=text)
-        elif self._is_shown(record["epoch"]):
-            self.console.print(f"epoch {record['epoch']:>4}/{self.config.epochs}  {text}  {record['seconds']:.2f} s")
+        epoch, last = record["epoch"], self.config.epochs
+        text = f"loss {record['loss']:.4f}" + "".join(f"  {m} {record[m]:.4f}" for m in SPLITS if m in record)
+        self.bar.update(self.bar.task_ids[0], completed=epoch, description=text)
+        step = max(1, (last - self.first_epoch + 1) // 10)
+        if self.bar.disable and (epoch in (self.first_epoch, last) or epoch % step == 0):
+            self.console.print(f"epoch {epoch:>4}/{last}  {text}  {record['seconds']:.2f} s")
 
-    def _is_shown(self, epoch: int) -> bool:
-        step = max(1, (self.config.epochs - self.first_epoch + 1) // 10)
-        return epoch in (self.first_epoch, self.config.epochs) or epoch % step == 0
-
-    def finish(self, summary: dict[str, Any]) -> None:
+    def finish(self, summary: Record) -> None:
         """Log the summary and show it as a table."""
         self._write(summary)
-        if self.bar is not None:
-            self.bar.stop()
-        if self.config.events:
-            print(json.dumps(summary), flush=True)
-        else:
-            self.console.print(summary_table(summary))
+        self.bar.stop()
+        self.console.print(summary_table(summary))
 
     def close(self) -> None:
         """Give back the terminal and the log file."""
-        if self.bar is not None:
-            self.bar.stop()
-        if self.log is not None:
-            self.log.close()
+        self.bar.stop()
+        self.log.close()
 
-    def _write(self, record: dict[str, Any]) -> None:
-        if self.log is not None:
-            self.log.write(json.dumps(record) + "\n")
-            self.log.flush()
+    def _write(self, record: Record) -> None:
+        line = json.dumps(record)
+        print(line, file=self.log, flush=True)
+        if self.prints_lines:
+            print(line, flush=True)
 
 
-def summary_table(summary: dict[str, Any]) -> Table:
+def summary_table(summary: Record) -> Table:
     """The summary of a run, for people."""
     table = Table(title="summary", show_header=False, title_justify="left")
-    table.add_column("what")
-    table.add_column("value")
     table.add_row("epochs", f"{summary['epochs']} (from {summary['first_epoch']})")
-    for key in ("loss", *_METRICS):
+    for key in ("loss", *SPLITS):
         if key in summary:
             table.add_row("loss" if key == "loss" else f"{key} accuracy", f"{summary[key]:.6g}")
     if summary["best"]:

@@ -1,11 +1,13 @@
-"""`train_rank`: one rank's part of `shardpass train`. The same script that a user would write, plus bookkeeping."""
+"""`train_rank`: one rank's part of `shardpass train`. It is the script that a user would write, plus bookkeeping."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,57 +15,50 @@ from torch import Tensor, nn
 import shardpass as sp
 from shardpass.cli.config import TrainConfig
 from shardpass.cli.memory import PeakMeter
-from shardpass.cli.models import build_model
-from shardpass.cli.profile import profiled
-from shardpass.cli.reporter import Reporter
-from shardpass.cli.task import Task, in_degree_histogram, read_task
-from shardpass.core.graphs import ShardedGraph
+from shardpass.cli.models import in_degrees_for
+from shardpass.cli.reporter import Record, Reporter
+from shardpass.cli.task import SPLITS
 from shardpass.core.ranks import Ranks
-
-Record = dict[str, Any]
+from shardpass.planning.sizes import known_sizes
 
 
 class Run:
-    """A training run on one rank: what is trained, on what, and where it stands."""
+    """A training run on one rank: what is trained, on what, and how far it has come."""
 
     def __init__(self, comm: Ranks, config: TrainConfig) -> None:
         self.comm, self.config = comm, config
-        options = sp.Options(mode=config.mode, memory_budget=config.memory_budget)
-        self.graph: ShardedGraph = sp.load(config.store, comm, options)
-        self.task: Task = read_task(self.graph, config)
-        histogram = in_degree_histogram(self.graph) if config.model == "pna" else None
+        plan = plan_of(comm, config) if config.mode == "auto" else None
+        self.estimate = plan.best if plan is not None else None
+        options = sp.Options(mode=config.mode) if plan is None else plan.options
+        self.graph = sp.load(config.store, comm, options)
+        self.task = config.task(self.graph)
+        in_degrees = in_degrees_for(config, self.graph)
         with sp.seed(config.seed, comm):
-            model = build_model(config, self.task.x.size(1), self.graph.num_classes, histogram)
-        self.model: nn.Module = sp.pyg.wrap(model, comm)
+            model = config.build(self.task.x.size(1), self.graph.num_classes, in_degrees)
+        self.model = sp.pyg.wrap(model, comm)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
         self.first_epoch = 1
         self.best: Record = {"epoch": 0, "val": -1.0}
-        self.note = ""
 
-    def resume(self) -> None:
-        """Continue where the checkpoint stands; from the first epoch if there is none yet. Collective."""
+    def resume(self) -> str:
+        """Continue where the checkpoint stands, or begin if there is none yet; says which. Collective."""
         path = self.config.checkpoint
-        assert path is not None
         if not self.comm.all_gather_object(os.path.exists(path), "checkpoint exists")[0]:
-            self.note = f"no checkpoint at {path} yet: starting at epoch 1"
-            return
+            return f"no checkpoint at {path} yet: starting at epoch 1"
         found = sp.load_checkpoint(path, self.comm, self.model, self.optimizer, graph=self.graph)
         self.first_epoch, self.best = found["epoch"] + 1, found["extra"]["best"]
-        self.note = f"continuing from {path} at epoch {self.first_epoch}"
+        return f"continuing from {path} at epoch {self.first_epoch}"
 
     def save(self, epoch: int) -> None:
         """Write the checkpoint. Collective."""
-        assert self.config.checkpoint is not None
-        extra = {"best": self.best}
-        sp.save_checkpoint(
-            self.config.checkpoint, self.comm, self.model, self.optimizer, epoch=epoch, graph=self.graph, extra=extra
-        )
+        path, extra = self.config.checkpoint, {"best": self.best}
+        sp.save_checkpoint(path, self.comm, self.model, self.optimizer, epoch=epoch, graph=self.graph, extra=extra)
 
     def step(self) -> float:
-        """One epoch: forward, backward, update. The loss over all training nodes. Collective."""
+        """The loss over all training nodes in one epoch: forward, backward, update. Collective."""
         self.model.train()
         logits = self.model(self.task.x, self.graph)
-        loss = sp.cross_entropy(logits, self.task.y, self._labelled("train"), self.comm)
+        loss = sp.cross_entropy(logits, self.task.y, self.task.masks["train"], self.comm)
         self.optimizer.zero_grad()
         loss.backward()
         sp.sync_gradients(self.model, self.comm)
@@ -72,90 +67,102 @@ class Run:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """The accuracy of each stored split, by the parameters as they are. Collective."""
+        """The accuracy in each split that has a mask. Collective."""
         self.model.eval()
         logits = self.model(self.task.x, self.graph)
-        return {split: sp.accuracy(logits, self.task.y, self._labelled(split), self.comm) for split in self.task.masks}
+        return {name: sp.accuracy(logits, self.task.y, mask, self.comm) for name, mask in self.task.masks.items()}
 
-    def _labelled(self, split: str) -> Tensor:
-        return self.task.masks[split] & (self.task.y >= 0)  # -1: unlabelled
-
-    def epochs(self, reporter: Reporter | None) -> Record:
-        """Every epoch from where the run stands. The last epoch's record. Collective."""
-        config, record = self.config, {}
-        for epoch in range(self.first_epoch, config.epochs + 1):
+    def train(self, reporter: Reporter) -> Record:
+        """Train to the last epoch and return its record. Collective."""
+        config, last = self.config, self.config.epochs
+        record: Record = {"epoch": self.first_epoch - 1}
+        for epoch in range(self.first_epoch, last + 1):
             start, sent = perf_counter(), self.comm.bytes_sent
-            # not the first: it builds what is kept, and checks the model
-            traced = config.profile if epoch == min(self.first_epoch + 2, config.epochs) else None
-            with profiled(traced, self.comm, config.shared_process):
+            # not the first epochs: they build what is kept, and check the model
+            with profiled(config, self.comm, epoch == min(self.first_epoch + 2, last)):
                 record = {"event": "epoch", "epoch": epoch, "loss": self.step()}
             record["seconds"], record["bytes_sent"] = perf_counter() - start, self.comm.bytes_sent - sent
-            if epoch % config.eval_every == 0 or epoch == config.epochs:
-                record.update(self.evaluate())
-                self._note_best(record)
-            if reporter:
-                reporter.epoch(record)
-            # After the log line: a kill between the two repeats an epoch in the log instead of losing it.
-            if config.checkpoint and (epoch % config.checkpoint_every == 0 or epoch == config.epochs):
+            if epoch % config.eval_every == 0 or epoch == last:
+                record |= self.evaluate()
+                if record.get("val", -1.0) > self.best["val"]:
+                    self.best = {"epoch": epoch, "val": record["val"], "test": record.get("test")}
+            reporter.epoch(record)
+            # after the log line: a kill between the two repeats an epoch in the log instead of losing it
+            if config.checkpoint and (epoch % config.checkpoint_every == 0 or epoch == last):
                 self.save(epoch)
-        return record
+        return record if record["epoch"] >= self.first_epoch else record | self.evaluate()
 
-    def _note_best(self, record: Record) -> None:
-        if record.get("val", -1.0) > self.best["val"]:
-            self.best = {"epoch": record["epoch"], "val": record["val"], "test": record.get("test")}
+
+def plan_of(comm: Ranks, config: TrainConfig) -> sp.Plan:
+    """The plan that decides the mode ``"auto"``. Collective."""
+
+    def call(model: nn.Module, graph: sp.ShardedGraph) -> Tensor:
+        logits: Tensor = model(config.task(graph).x, graph)
+        return logits
+
+    def loss(logits: Tensor, graph: sp.ShardedGraph) -> Tensor:
+        task = config.task(graph)
+        return sp.cross_entropy(logits, task.y, task.masks["train"], graph.comm)
+
+    model = config.build(*known_sizes(config.store))
+    return sp.plan(model, config.store, comm=comm, budget=config.memory_budget, call=call, loss=loss)
 
 
 def train_rank(comm: Ranks, config: TrainConfig) -> Record:
     """Train as one rank of `comm`; the summary, the same on every rank. Collective."""
     torch.set_num_threads(config.threads)
     run = Run(comm, config)
-    if config.resume:
-        run.resume()
-    meter = PeakMeter()
-    reporter = Reporter(config, run.first_epoch) if comm.rank == 0 else None
-    start = perf_counter()
-    try:
-        if reporter:
-            reporter.begin(run.graph, run.note)
-        last = run.epochs(reporter) or {"epoch": run.first_epoch - 1, **run.evaluate()}
+    note = run.resume() if config.resume else ""
+    meter, start = PeakMeter(), perf_counter()
+    with closing(Reporter(config, run.graph, run.first_epoch, note)) as reporter:
+        last = run.train(reporter)
         summary = summarise(run, last, meter, perf_counter() - start)
-        if reporter:
-            reporter.finish(summary)
-    finally:
-        if reporter:
-            reporter.close()
+        reporter.finish(summary)
     return summary
 
 
 def summarise(run: Run, last: Record, meter: PeakMeter, seconds: float) -> Record:
     """The closing record: results, and per rank the peak memory and the bytes sent. Collective."""
-    comm = run.comm
-    mine = {
-        "peak": meter.peak(comm),
-        "sent": comm.bytes_sent,
-        "nodes": run.graph.num_nodes,
-        "edges": run.graph.num_edges,
-    }
+    comm, graph = run.comm, run.graph
+    mine = {"peak": meter.peak(comm), "sent": comm.bytes_sent, "nodes": graph.num_nodes, "edges": graph.num_edges}
     ranks = comm.all_gather_object(mine, "summary")
-    chosen = run.graph.options.chosen.estimate
-    first, count = run.first_epoch, max(0, last["epoch"] - run.first_epoch + 1)
+    count = last["epoch"] - run.first_epoch + 1
     return {
         "event": "summary",
         "ranks": comm.size,
         "backend": type(comm).__name__.removesuffix("Communicator").lower(),
         "epochs": last["epoch"],
-        "first_epoch": first,
-        **{key: last[key] for key in ("loss", "train", "val", "test") if key in last},
+        "first_epoch": run.first_epoch,
+        **{key: last[key] for key in ("loss", *SPLITS) if key in last},
         "best": run.best if run.best["epoch"] else None,
         "seconds": seconds,
-        "seconds_per_epoch": seconds / count if count else None,
+        "seconds_per_epoch": seconds / count if count > 0 else None,
         "peak_bytes": [rank["peak"] for rank in ranks],
         "peak_is_of_all_ranks": run.config.shared_process,
         "peak_method": meter.method,
-        "mode": run.graph.options.runs_as,
-        "estimated_peak_bytes": None if chosen is None else chosen.above_loaded,
+        "mode": graph.options.mode,
+        "estimated_peak_bytes": None if run.estimate is None else run.estimate.above_loaded,
         "bytes_sent": [rank["sent"] for rank in ranks],
         "nodes": [rank["nodes"] for rank in ranks],
         "edges": [rank["edges"] for rank in ranks],
         "config": asdict(run.config),
     }
+
+
+@contextmanager
+def profiled(config: TrainConfig, comm: Ranks, is_traced: bool) -> Iterator[None]:
+    """Trace the block with torch's profiler into the file that `config` names, if it is the one to be traced.
+
+    The engine's rounds are in the trace as "send", "wait for" and "compute", with the call and the block. Several ranks
+    put their number before the suffix. Ranks that are threads share one profiler, so only rank 0 is traced there.
+    """
+    if not (config.profile and is_traced) or (config.shared_process and comm.rank > 0):
+        yield
+        return
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as trace:
+        yield
+    file = Path(config.profile)
+    if comm.size > 1:
+        file = file.with_name(f"{file.stem}.rank{comm.rank}{file.suffix or '.json'}")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    trace.export_chrome_trace(str(file))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +23,16 @@ def load(path: str | Path, comm: Ranks, options: Options | None = None) -> Shard
     or fewer; each rank owns a contiguous run of parts. Every rank must pass the same store and options.
 
     Raises:
-        ValueError: when there are more ranks than parts.
+        ValueError: when there are more ranks than parts, or for ``mode="auto"``, which a plan decides first.
         StoreError: when the store is missing, torn or altered. The rank that found it raises this; the others raise
             `PeerFailure`, which names that rank. A field is verified when it is first read; `shardpass.data.verify`
             checks all of them.
         DivergenceError: when ranks passed different stores or options.
     """
-    options = replace(options or Options())  # what mode="auto" comes to is this graph's own
+    options = options or Options()
     store, data, problem = None, None, None
     try:
+        _refuse_undecided(options)
         store = open_store(path)
         data = merge_parts(store, parts_of_rank(store.num_parts, comm.size, comm.rank))
     except (OSError, ValueError) as error:
@@ -54,8 +55,16 @@ def load(path: str | Path, comm: Ranks, options: Options | None = None) -> Shard
     return ShardedHeteroGraph(*share, num_classes=classes, **shared)
 
 
+def _refuse_undecided(options: Options) -> None:
+    if options.mode == "auto":
+        raise ValueError(
+            "mode='auto' must be decided before a graph is loaded: plan = shardpass.plan(model, path, comm=comm, "
+            "options=options), then shardpass.load(path, comm, plan.options)"
+        )
+
+
 def _agree_on_store(comm: Ranks, store: Store | None, options: Options, problem: Exception | None) -> None:
-    """Return when every rank opened the same store with the same options."""
+    """Go on only if every rank opened the same store with the same options."""
     mine = {
         "problem": "" if problem is None else str(problem),
         "store": _contents(store) if store else "",

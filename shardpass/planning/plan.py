@@ -5,22 +5,27 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from shardpass.core.dryrun import TERMS, Estimate, Training, estimate, fastest
+from shardpass.core.exchange import shares_rows
 from shardpass.core.graphs import ShardedGraph
 from shardpass.core.memory import Checkpoint
 from shardpass.core.ranks import MODES, Mode, Options, Ranks, bytes_text, parse_bytes
 from shardpass.core.training import cross_entropy
-from shardpass.errors import NeedsHaloError
+from shardpass.errors import NeedsHaloError, PeerFailure, RefusedError
 from shardpass.planning.sizes import GraphCounts, sizes_of
 
+Graph = str | os.PathLike[str] | GraphCounts
+Call = Callable[[nn.Module, ShardedGraph], Any]
+Loss = Callable[[Any, ShardedGraph], Tensor]
+
 _MOST_DOUBLINGS = 5
-_LATER_MODE: Mode = "sar"
+_LEAST: Mode = "sar"  # the mode that needs the least memory
 
 
 @dataclass(frozen=True)
@@ -29,20 +34,33 @@ class Plan:
 
     Args:
         rows: one estimate per number of ranks and mode.
-        budget: bytes per rank; None: no bound.
+        budget: bytes per rank; `None` if there is no bound.
         left_out: modes that the model cannot run in, with the reason.
-        larger: where nothing fits: the smallest number of ranks tried on which sar mode does, if one was found.
+        larger: if nothing fits, the smallest number of ranks tried on which the mode ``"sar"`` does, if one was found.
+        given: the options that the plan was made with.
     """
 
     rows: list[Estimate]
     budget: int | None = None
     left_out: dict[Mode, str] = field(default_factory=dict)
     larger: Estimate | None = None
+    given: Options = field(default_factory=Options)
 
     @property
     def best(self) -> Estimate | None:
-        """The fastest estimate that fits the budget; None where none does."""
+        """The fastest estimate that fits the budget; `None` if none fits."""
         return fastest(self.rows, self.budget)
+
+    @property
+    def options(self) -> Options:
+        """The options that the plan was made with, in the mode of the best estimate: pass them to `load`.
+
+        Raises:
+            RefusedError: nothing fits the budget.
+        """
+        if self.best is None:
+            raise RefusedError(self.verdict)
+        return replace(self.given, mode=self.best.mode, memory_budget=None)
 
     def on(self, ranks: int, mode: Mode) -> Estimate:
         """The estimate for a number of ranks and a mode.
@@ -77,11 +95,12 @@ class Plan:
         return text + "More ranks, checkpoint='activations', fewer channels or layers make it smaller."
 
     def __str__(self) -> str:
-        head = ["ranks", "mode", *TERMS, "process", "loading", "peak", ""]
+        head = ["ranks", "mode", *TERMS, "process", "loading", "peak", "fetched/epoch", ""]
         lines = [head]
         for row in self.rows:
-            mark = "<- take" if row is self.best else ("" if self.budget is None or row.peak <= self.budget else "no")
-            numbers = (*row.terms.values(), row.loading, row.peak)
+            fits = self.budget is None or row.peak <= self.budget
+            mark = "<- take" if row is self.best else ("" if fits else "too large")
+            numbers = (*row.terms.values(), row.loading, row.peak, row.fetched)
             lines.append([str(row.ranks), row.mode, *(bytes_text(number) for number in numbers), mark])
         widths = [max(len(line[k]) for line in lines) for k in range(len(head))]
         table = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths)).rstrip() for line in lines]
@@ -90,97 +109,136 @@ class Plan:
 
 def plan(
     model: nn.Module,
-    graph: str | os.PathLike[str] | GraphCounts,
+    graph: Graph,
     ranks: Sequence[int] = (1, 2, 4, 8),
     modes: Iterable[Mode] = MODES,
     *,
     budget: str | float | None = None,
     options: Options | None = None,
     optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.Adam,
-    call: Callable[[nn.Module, ShardedGraph], Any] | None = None,
-    loss: Callable[[Any, ShardedGraph], Tensor] | None = None,
+    call: Call | None = None,
+    loss: Loss | None = None,
     frontend: Literal["pyg", "dgl"] = "pyg",
     checkpoint: Checkpoint = None,
     ranks_per_host: int = 1,
+    comm: Ranks | None = None,
 ) -> Plan:
     """The estimated peak memory per rank of training `model`, by term, for every mode and number of ranks.
 
-    For each, copies of the model are trained for two epochs on a made-up rank, in this process, without communication.
-    See ``docs/memory.md`` for what is counted.
+    Copies of the model are trained for two epochs on a made-up rank, in this process. ``docs/memory.md`` says what is
+    counted.
 
     Args:
-        model: as built, not wrapped; it is not changed.
+        model: as built, not wrapped. It is not changed.
         graph: a store that `partition` wrote, or counts.
         ranks: numbers of ranks.
         modes: of ``"sar"``, ``"keep"``, ``"halo"``.
-        budget: bytes per rank, as a number or as ``"6GiB"``.
-        options: all but the mode.
+        budget: bytes per rank, as a number or as ``"6GiB"``; by default the `memory_budget` of `options`.
+        options: of the run. The mode is not read.
         optimizer: makes the optimizer of parameters.
-        call: calls the model on a graph; None: ``model(graph.x, graph)``, for DGL ``model(graph, graph.x)``.
-        loss: of what the model returned, 0-dim; None: cross entropy with ``graph.y`` over ``graph.train_mask``.
+        call: calls the model on a graph, by default ``model(graph.x, graph)``, for DGL ``model(graph, graph.x)``.
+        loss: of the output, 0-dim; by default cross entropy with ``graph.y`` over ``graph.train_mask``.
         frontend: whose layers the model is made of.
-        checkpoint: as in ``wrap``: None or ``"activations"``.
-        ranks_per_host: processes on one host, which share memory (unless ``options.share_memory`` is False); the
-            memory that a rank shares counts at the rank that owns it.
+        checkpoint: as in ``wrap``.
+        ranks_per_host: processes of one host. They share memory unless ``options.share_memory`` is False, and shared
+            memory counts at the rank that owns it.
+        comm: plan for its ranks and hosts, in place of `ranks` and `ranks_per_host`. Then the call is collective: rank
+            0 makes the plan, and every rank returns it.
 
     Raises:
-        ValueError: a store of several types or without features, an unknown mode, a budget that is no size, or fewer
-            than one rank per host.
+        ValueError: a store of several types or without features, an unknown mode, or a budget that is no size.
         RefusedError: the model cannot be run on a sharded graph.
     """
-    if ranks_per_host < 1:
-        raise ValueError(f"ranks_per_host is at least 1, got {ranks_per_host}")
-    limit = None if budget is None else parse_bytes(budget)
     options = options or Options()
     training = _training(model, optimizer, call, loss, frontend, checkpoint)
-    rows: list[Estimate] = []
-    left_out: dict[Mode, str] = {}
-    for size in ranks:
-        sizes = replace(sizes_of(graph, size), per_host=ranks_per_host)
-        for mode in modes:
-            try:
-                found = estimate(training, sizes, replace(options, mode=mode))
-            except NeedsHaloError as reason:
-                left_out[mode] = str(reason)
-                continue
-            rows.append(Estimate.of(found, size, mode))
-    planned = Plan(rows, limit, left_out)
-    if limit is None or planned.best is not None or _LATER_MODE in left_out or not rows:
-        return planned
-    return replace(planned, larger=_larger(training, graph, options, max(ranks), limit, ranks_per_host))
+    budget = options.memory_budget if budget is None else budget
+    limit = None if budget is None else parse_bytes(budget)
+    if comm is None:
+        return _Planner(training, graph, options, ranks_per_host).plan(ranks, modes, limit)
+    return _plan_on_first_rank(comm, _Planner(training, graph, options, _ranks_per_host(comm)), modes, limit)
 
 
-def _larger(
-    training: Training,
-    graph: str | os.PathLike[str] | GraphCounts,
-    options: Options,
-    ranks: int,
-    limit: int,
-    per_host: int,
-) -> Estimate | None:
-    """The first estimate in sar mode that fits, on twice, four times ... as many ranks; None if none does."""
-    for _ in range(_MOST_DOUBLINGS):
-        ranks *= 2
-        sizes = replace(sizes_of(graph, ranks, beyond_parts=True), per_host=per_host)
-        found = Estimate.of(estimate(training, sizes, replace(options, mode=_LATER_MODE)), ranks, _LATER_MODE)
-        if found.peak <= limit:
-            return found
-        if sizes.nodes <= 1:
-            break
-    return None
+@dataclass(frozen=True)
+class _Planner:
+    """Makes the estimates of one plan."""
+
+    training: Training
+    graph: Graph
+    options: Options
+    per_host: int
+
+    def __post_init__(self) -> None:
+        if self.per_host < 1:
+            raise ValueError(f"ranks_per_host is at least 1, got {self.per_host}")
+
+    def plan(self, ranks: Sequence[int], modes: Iterable[Mode], budget: int | None) -> Plan:
+        """The plan for these numbers of ranks and modes."""
+        rows: list[Estimate] = []
+        left_out: dict[Mode, str] = {}
+        modes = tuple(modes)
+        for count in ranks:
+            sizes = replace(sizes_of(self.graph, count), per_host=self.per_host)
+            for mode in modes:
+                try:
+                    rows.append(estimate(self.training, sizes, mode, self.options))
+                except NeedsHaloError as reason:
+                    left_out[mode] = str(reason)
+        planned = Plan(rows, budget, left_out, given=self.options)
+        if budget is None or planned.best is not None or _LEAST in left_out or not rows:
+            return planned
+        return replace(planned, larger=self._first_that_fits(max(ranks), budget))
+
+    def _first_that_fits(self, ranks: int, budget: int) -> Estimate | None:
+        """The first estimate that fits on twice, four times ... as many ranks; `None` if none does."""
+        for _ in range(_MOST_DOUBLINGS):
+            ranks *= 2
+            sizes = replace(sizes_of(self.graph, ranks, beyond_parts=True), per_host=self.per_host)
+            found = estimate(self.training, sizes, _LEAST, self.options)
+            if found.peak <= budget:
+                return found
+            if sizes.nodes <= 1:
+                break
+        return None
+
+
+def _ranks_per_host(comm: Ranks) -> int:
+    """How many ranks share memory on the host that has most of them. Collective."""
+    here = len(comm.local_ranks) if shares_rows(comm) else 1
+    return max(comm.all_gather_object(here, "plan: ranks per host"))
+
+
+def _plan_on_first_rank(comm: Ranks, planner: _Planner, modes: Iterable[Mode], budget: int | None) -> Plan:
+    """The plan for the ranks of `comm`, which rank 0 makes for all. Collective."""
+    mine: dict[str, Any] = {}
+    problem: Exception | None = None
+    if comm.rank == 0:
+        try:
+            made = planner.plan([comm.size], modes, budget)
+            larger = [] if made.larger is None else [asdict(made.larger)]
+            mine = {"rows": [asdict(row) for row in made.rows], "left_out": made.left_out, "larger": larger}
+        except Exception as error:  # whatever the model raises: the other ranks are waiting
+            problem, mine = error, {"problem": f"{type(error).__name__}: {error}"}
+    found = comm.all_gather_object(mine, "plan: estimates")[0]
+    if problem is not None:
+        raise problem
+    if "problem" in found:
+        raise PeerFailure(f"rank 0 could not make the plan: {found['problem']}")
+    rows = [Estimate(**row) for row in found["rows"]]
+    larger_rows = [Estimate(**row) for row in found["larger"]]
+    return Plan(rows, budget, found["left_out"], larger_rows[0] if larger_rows else None, planner.options)
 
 
 def _training(
     model: nn.Module,
     optimizer: Callable[[Any], torch.optim.Optimizer],
-    call: Callable[[nn.Module, ShardedGraph], Any] | None,
-    loss: Callable[[Any, ShardedGraph], Tensor] | None,
+    call: Call | None,
+    loss: Loss | None,
     frontend: Literal["pyg", "dgl"] = "pyg",
     checkpoint: Checkpoint = None,
 ) -> Training:
     call, loss = call or _CALLS[frontend], loss or _cross_entropy
 
-    def build(comm: Ranks, graph: ShardedGraph) -> nn.Module:
+    def build(comm: Ranks) -> nn.Module:
         if frontend == "pyg":
             from shardpass.frontends.pyg import wrap
         else:
@@ -190,10 +248,10 @@ def _training(
     def run(model: nn.Module, graph: ShardedGraph) -> Tensor:
         return loss(call(model, graph), graph)
 
-    return Training(build, lambda graph: graph, run, optimizer)
+    return Training(build, optimizer, run)
 
 
-_CALLS: dict[str, Callable[[nn.Module, ShardedGraph], Any]] = {
+_CALLS: dict[str, Call] = {
     "pyg": lambda model, graph: model(graph.x, graph),
     "dgl": lambda model, graph: model(graph, graph.x),
 }

@@ -38,6 +38,13 @@ def refused(*arguments: Any) -> str:
     return lines[0]
 
 
+def misused(*arguments: Any) -> str:
+    """What typer said about options that it does not take, without boxes and line breaks."""
+    result = cli(*arguments)
+    assert result.exit_code == 2, result.output
+    return " ".join(result.stderr.replace("│", " ").split())
+
+
 def launched(launcher: str, ranks: int, *arguments: Any, timeout: float = 120) -> subprocess.CompletedProcess[str]:
     """The outcome of a command under ``mpirun``, ``torchrun`` or ``none``."""
     command = launch_command(launcher, ranks, MODULE)

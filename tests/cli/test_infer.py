@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cli_helpers import epochs, passed, refused
+from cli_helpers import epochs, misused, passed, refused
 
 import shardpass as sp
 from shardpass.cli.graphs import powerlaw
@@ -75,7 +75,7 @@ def test_a_model_of_ones_own(store: Path, tmp_path: Path) -> None:
 
 
 def test_what_does_not_exist(store: Path, tmp_path: Path) -> None:
-    assert "does not exist" in refused("infer", store, tmp_path / "a.npy", "--weights", tmp_path / "none.pt")
+    assert "does not exist" in misused("infer", store, tmp_path / "a.npy", "--weights", tmp_path / "none.pt")
     (tmp_path / "w.pt").write_bytes(b"")
     assert "--model is one of" in refused(
         "infer", store, tmp_path / "a.npy", "--weights", tmp_path / "w.pt", "--model", "mlp"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cli_helpers import epochs, passed, records, refused
+from cli_helpers import epochs, misused, passed, records, refused
 
 from shardpass.cli.graphs import powerlaw
 from shardpass.data import partition
@@ -121,19 +121,27 @@ def test_splits_and_unlabelled_nodes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--model", "foo"), "unknown model 'foo'; the models are gcn, sage, gat, gin, pna, edgecnn"),
         (("--model", "gat", "--hidden", "6", "--heads", "4"), "--hidden 6 is not a multiple of --heads 4"),
-        (("--mode", "fast"), "mode is one of sar, keep, halo or auto, got 'fast'"),
-        (("--backend", "smoke"), "--backend is one of auto, threads"),
-        (("--dtype", "int8"), "--dtype is float32 or float64, got 'int8'"),
-        (("--dropout", "1"), "--dropout is in [0, 1), got 1.0"),
-        (("--epochs", "0"), "--epochs is at least 1, got 0"),
         (("--ranks", "5"), "5 ranks, but the store has 4 parts"),
         (("--backend", "mpi", "--ranks", "3"), "ranks=3, but 1 process was started; start with `mpirun -n 3`"),
     ],
 )
 def test_refusals(arguments: tuple[str, ...], words: str, store: Path) -> None:
     assert words in refused("train", store, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--model", "foo"), ("--mode", "fast"), ("--backend", "smoke"), ("--dtype", "int8"), ("--dropout", "1.5"),
+     ("--epochs", "0")],
+)  # fmt: skip
+def test_options_out_of_range(option: str, value: str, store: Path) -> None:
+    assert f"Invalid value for '{option}'" in misused("train", store, option, value)
+
+
+def test_a_log_of_lines_instead_of_the_display(store: Path) -> None:
+    lines = passed("train", store, "--epochs", 2, "--ranks", 2, "--hidden", 8, "--log", "-").splitlines()
+    assert [json.loads(line)["event"] for line in lines] == ["epoch", "epoch", "summary"]
 
 
 def test_a_store_that_is_not_there(tmp_path: Path) -> None:

@@ -1,13 +1,13 @@
-"""An ordinary PyG script: a GAT on one graph in one process. No shardpass in it; the demo runs it for comparison.
+"""An ordinary PyG script, a GAT on one graph in one process, which the demo runs for comparison.
 
     python plain_pyg.py GRAPH.npz HIDDEN HEADS EPOCHS LR
 
-Prints one JSON line per epoch and one at the end, as ``shardpass train --events`` does.
+Prints one JSON line per epoch and one at the end, as ``shardpass train --log -`` does. Only the meter of memory, which
+should be the same in both programs, is shardpass's.
 """
 
 import json
 import sys
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -15,20 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-
-def resident(field: str) -> int:
-    """Bytes this process holds (VmRSS) or held at most (VmHWM)."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
-
-
-def start_meter() -> int:
-    """The bytes held now; the high-water mark starts here."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-        return resident("VmRSS")
-    except OSError:
-        return -1
+from shardpass.cli.memory import PeakMeter
 
 
 def main(path: str, hidden: int, heads: int, epochs: int, lr: float) -> None:
@@ -41,7 +28,7 @@ def main(path: str, hidden: int, heads: int, epochs: int, lr: float) -> None:
     torch.manual_seed(0)
     model = GAT(x.size(1), hidden, 2, int(y.max()) + 1, heads=heads)
     optimizer = torch.optim.Adam(model.parameters(), lr=lr)
-    baseline = start_meter()
+    meter = PeakMeter()
     record: dict[str, Any] = {}
     for epoch in range(1, epochs + 1):
         start = perf_counter()
@@ -59,8 +46,7 @@ def main(path: str, hidden: int, heads: int, epochs: int, lr: float) -> None:
             for split in ("train", "val", "test"):
                 record[split] = right[graph[f"{split}_mask"]].double().mean().item()
         print(json.dumps(record), flush=True)
-    peak = [resident("VmHWM") - baseline] if baseline >= 0 else []
-    print(json.dumps({**record, "event": "summary", "peak_bytes": peak}), flush=True)
+    print(json.dumps({**record, "event": "summary", "peak_bytes": [meter.peak()]}), flush=True)
 
 
 if __name__ == "__main__":

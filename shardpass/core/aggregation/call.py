@@ -125,7 +125,7 @@ class Call:
     def keeps_rows(self) -> bool:
         """Whether fetched rows are kept for another pass. A pulling backward does not read them."""
         wanted = self.reads_sources_again or self.structure.num_stages > 1
-        return self.plan.options.runs_as != "sar" and self.pull is None and wanted
+        return self.plan.options.mode != "sar" and self.pull is None and wanted
 
     def degrees(self) -> Tensor:
         """In-degree of each own node, ``[num_dst]`` int64, on the device of node rows."""

@@ -111,7 +111,7 @@ def _widths(call: Call, program: Program) -> Widths | None:
     if attention.score is None or attention.dropout or plan.options.wire_dtype is not None or not output.differentiable:
         return None  # another dtype on the wire would change the weights
     fetched = {call.canonical[name] for name in structure.sources_of(list(attention.members))}
-    keeps = plan.options.runs_as != "sar"
+    keeps = plan.options.mode != "sar"
     pushed = sum(width(program.src[name]) * ((not keeps) + (name in wanted)) for name in fetched)
     score = program.dst[attention.score.destination]
     per_head = attention.heads * output.dtype.itemsize

@@ -1,9 +1,8 @@
-"""A model on a made-up rank, with every tensor counted: what the planner's estimates are made of."""
+"""A dry run trains copies of a model on one made-up rank and counts every tensor. Planners estimate memory with it."""
 
-from shardpass.core.dryrun.auto import choose_mode, undecided
-from shardpass.core.dryrun.estimate import COMPILED_BYTES, PROCESS_BYTES, Estimate, fastest
+from shardpass.core.dryrun.estimate import COMPILED_BYTES, PROCESS_BYTES, Estimate, estimate, fastest
 from shardpass.core.dryrun.rank import Field, RankSizes
-from shardpass.core.dryrun.trial import TERMS, Training, estimate
+from shardpass.core.dryrun.trial import TERMS, Training
 
 __all__ = [
     "COMPILED_BYTES",
@@ -13,8 +12,6 @@ __all__ = [
     "Field",
     "RankSizes",
     "Training",
-    "choose_mode",
     "estimate",
     "fastest",
-    "undecided",
 ]

@@ -1,19 +1,24 @@
-"""`Estimate`: what one rank needs in one mode, by term; and which of several to take."""
+"""`Estimate`: what one rank needs in one mode, by term; and which of several estimates to take."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from shardpass.core.dryrun.trial import TERMS, Measured
-from shardpass.core.ranks import MODES, Mode
+from shardpass.core.dryrun.rank import RankSizes
+from shardpass.core.dryrun.trial import TERMS, Measured, Training, dry_run, extrapolate
+from shardpass.core.ranks import MODES, Mode, Options
 
 PROCESS_BYTES, COMPILED_BYTES, FIRST_BYTES = 14 << 20, 70 << 20, 22 << 20
-"""What a training process comes to need outside torch's tensors, measured on a graph of 400 nodes: code and Python
-objects that the first epoch leaves, transport; numba's, where its loops run; and what the process needs for a moment in
-the first epoch (the self-check), which only a small graph does not need more than later."""
+"""What a training process needs outside torch's tensors, measured on a graph of 400 nodes.
+
+The first figure is what the first epoch leaves behind: code, Python objects, the transport. The second is numba's, in a
+process that runs its loops. The third is what a process needs for a moment in the first epoch, during the self-check;
+later epochs of all but a small graph need more than that.
+"""
 
 _MADE, _FETCHED = 4e9, 1e9  # bytes per second; see `Estimate.seconds`
+_EDGES, _EDGES_PER_BLOCK = 200_000, 8_000  # of the largest dry run: enough for several chunks of each block
 
 
 @dataclass(frozen=True)
@@ -23,10 +28,10 @@ class Estimate:
     Args:
         ranks, mode: of the run.
         terms: bytes of each term at the peak of training.
-        loaded: bytes once graph, fields and model are loaded, before the first epoch.
+        loaded: bytes once the graph, its fields and the model are loaded, before the first epoch.
         loading: bytes at the peak of loading them.
         fetched: bytes that a rank fetches in one epoch.
-        made: bytes of all that operations make in one epoch.
+        made: bytes of all results of operations in one epoch.
         phase: where the peak is.
     """
 
@@ -56,21 +61,36 @@ class Estimate:
 
     @property
     def peak(self) -> int:
-        """Bytes at the highest point, loading included: what a budget must hold."""
+        """Bytes at the highest point, loading included. This is what a budget must hold."""
         return max(self.training, self.loading + self.terms["process"])
 
     @property
     def above_loaded(self) -> int:
-        """Bytes at the peak of training above the loaded graph, fields and model: what a run measures."""
+        """Bytes at the peak of training above the loaded graph, fields and model, which is what a run measures."""
         return self.training - self.loaded
 
     @property
     def seconds(self) -> float:
-        """A figure by which estimates are ranked, not a forecast: an epoch at 4 GB made and 1 GB fetched per second."""
+        """A figure that ranks estimates: an epoch at 4 GB made and 1 GB fetched per second. It is no forecast."""
         return self.made / _MADE + self.fetched / _FETCHED
 
 
+def estimate(training: Training, sizes: RankSizes, mode: Mode, options: Options) -> Estimate:
+    """What a rank of these sizes needs in a mode, whatever mode `options` has.
+
+    A small rank is run dry as it is. In place of a large one, two smaller ones are run.
+    """
+    options = replace(options, mode=mode, memory_budget=None)
+    edges = max(_EDGES, _EDGES_PER_BLOCK * sizes.ranks)
+    largest = max(sizes.edges / edges, sizes.nodes / edges)
+    if largest <= 1:
+        return Estimate.of(dry_run(training, sizes, options), sizes.ranks, mode)
+    scales = (0.5 / largest, 1 / largest)
+    small, large = (dry_run(training, sizes.scaled(scale), options) for scale in scales)
+    return Estimate.of(extrapolate(small, large, scales), sizes.ranks, mode)
+
+
 def fastest(estimates: Iterable[Estimate], budget: int | None) -> Estimate | None:
-    """The estimate with the least `seconds` among those that fit; of equal ones the smallest. None: nothing fits."""
+    """The estimate with the least `seconds` of those within `budget`, and of equals the smallest; `None` if none is."""
     fitting = [estimate for estimate in estimates if budget is None or estimate.peak <= budget]
     return min(fitting, key=lambda e: (e.seconds, e.peak, MODES.index(e.mode)), default=None)

@@ -1,17 +1,15 @@
-"""Run a model's epochs on a made-up rank and tell the memory at the peak of each phase, by term; extrapolate it.
+"""Run a model's epochs on a made-up rank, find the memory at the peak of each phase by term, and extrapolate it.
 
 [Note: how the dry run is extrapolated]
-What a rank needs is a constant (parameters; temporaries, which `Options.chunk_bytes` bounds) and something in
-proportion to its size (all else), at each moment. Two runs of different size give both, for every phase between two
-steps of communication and every term. The peak of the real rank is the largest phase after extrapolation, so the phase
-in which a small rank peaks need not be the one in which the large rank does. A rank that is small itself is run as it
-is.
+At each moment a rank needs a constant (parameters, and temporaries, which `Options.chunk_bytes` bounds) and something
+in proportion to its size (everything else). Two runs of different size give both, for each term in each phase. A phase
+lasts from one step of communication to the next. The peak of the real rank is its largest phase after extrapolation,
+which need not be the phase in which a small rank peaks.
 """
 
 from __future__ import annotations
 
 import gc
-import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from shardpass.core.dryrun.communicator import DryCommunicator
 from shardpass.core.dryrun.rank import RankSizes, made_up_rank
@@ -30,9 +27,7 @@ from shardpass.core.training import sync_gradients
 
 TERMS = ("store", "features", "parameters", "gradients", "optimizer", "activations", "halo", "temporaries")
 _OF_PARAMETERS = ("parameters", "gradients", "optimizer")
-_NUMBA_LOOPS = "shardpass.core.kernels.numba_loops"
 EPOCHS = 2  # sums of constant inputs are kept from the second on
-_EDGES, _EDGES_PER_BLOCK = 200_000, 8_000  # of the largest dry run: enough for several chunks of each block
 
 Bytes = dict[str, float]
 """Bytes by term."""
@@ -40,19 +35,17 @@ Bytes = dict[str, float]
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained, and how. The functions are the user's, or made up where there are none.
+    """What is trained, and how.
 
     Args:
-        build: the model, wrapped for a communicator, for a made-up graph; a new one each time.
-        inputs: what the model is called with, made of the graph once.
-        loss: of a forward pass: calls the model with the inputs, gives a 0-dim tensor.
-        optimizer: of parameters.
+        build: a new model each time, wrapped for a communicator.
+        optimizer: makes the optimizer of parameters.
+        loss: calls the model on a graph and returns the loss, a 0-dim tensor.
     """
 
-    build: Callable[[Ranks, ShardedGraph], nn.Module]
-    inputs: Callable[[ShardedGraph], Any]
-    loss: Callable[[nn.Module, Any], Tensor]
+    build: Callable[[Ranks], nn.Module]
     optimizer: Callable[[Any], torch.optim.Optimizer]
+    loss: Callable[[nn.Module, ShardedGraph], Tensor]
 
 
 @dataclass(frozen=True)
@@ -61,10 +54,10 @@ class Measured:
 
     Args:
         phases: per phase its label and, at its peak, the bytes of each term.
-        loaded: bytes when the graph, its fields and the model are there, and no epoch has begun.
+        loaded: bytes once the graph, its fields and the model are loaded, before the first epoch.
         loading: bytes at the peak of loading.
         sent: bytes that the last epoch sent.
-        made: bytes of all results that operations of the last epoch made.
+        made: bytes of all results of operations of the last epoch.
         compiled: whether loops compiled by numba ran.
     """
 
@@ -77,53 +70,49 @@ class Measured:
 
 
 def dry_run(training: Training, sizes: RankSizes, options: Options) -> Measured:
-    """Train on a made-up rank of these sizes for two epochs, and measure. Leaves torch's random state as it was."""
+    """What training on a made-up rank of these sizes needs. Leaves torch's random state as it was."""
     tracker = MemoryTracker()
     comm = Ranks(DryCommunicator(sizes.ranks, notify=tracker.phase, per_host=sizes.per_host))
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        gc.collect()
-        with tracker:
-            graph = made_up_rank(sizes, comm, options)
-            inputs = training.inputs(graph)
-            given = [leaf for leaf in tree_leaves(inputs) if type(leaf) in (Tensor, nn.Parameter)]
-            features = tracker.numbers([*graph.node.values(), *graph.edge.values(), *given])
-            model = training.build(comm, graph)
-            parameters = tracker.numbers([*model.parameters(), *model.buffers()])
-            loaded, first = tracker.live_bytes, len(tracker.events)
-            optimizer = training.optimizer(model.parameters())
-            made, sent = 0, 0
-            forwards, gradients = [], set()
-            for _ in range(EPOCHS):
-                made, sent = len(tracker.storages), comm.bytes_sent
-                tracker.phase("forward")
-                begin = len(tracker.events)
-                loss = training.loss(model, inputs)
-                forwards.append((begin, len(tracker.events)))
-                optimizer.zero_grad()
-                tracker.phase("backward")
-                loss.backward()  # type: ignore[no-untyped-call]
-                tracker.phase("sync")
-                sync_gradients(model, comm)
-                tracker.phase("step")
-                optimizer.step()
-                gradients |= tracker.numbers(p.grad for p in model.parameters() if p.grad is not None)
-                del loss
-            states = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
-            kinds = {
-                **_kinds(tracker, forwards),
-                **dict.fromkeys(tracker.numbers(states), "optimizer"),
-                **dict.fromkeys(gradients, "gradients"),
-                **dict.fromkeys(features, "features"),
-                **dict.fromkeys(parameters, "parameters"),
-            }
+    gc.collect()
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), tracker:
+        graph = made_up_rank(sizes, comm, options)
+        features = tracker.numbers([*graph.node.values(), *graph.edge.values()])
+        model = training.build(comm)
+        parameters = tracker.numbers([*model.parameters(), *model.buffers()])
+        loaded, first = tracker.live_bytes, len(tracker.events)
+        optimizer = training.optimizer(model.parameters())
+        made, sent = 0, 0
+        forwards, gradients = [], set()
+        for _ in range(EPOCHS):
+            made, sent = len(tracker.storages), comm.bytes_sent
+            tracker.phase("forward")
+            begin = len(tracker.events)
+            loss = training.loss(model, graph)
+            forwards.append((begin, len(tracker.events)))
+            optimizer.zero_grad()
+            tracker.phase("backward")
+            loss.backward()  # type: ignore[no-untyped-call]
+            tracker.phase("sync")
+            sync_gradients(model, comm)
+            tracker.phase("step")
+            optimizer.step()
+            gradients |= tracker.numbers(p.grad for p in model.parameters() if p.grad is not None)
+            del loss
+        states = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
+        kinds = {
+            **_kinds(tracker, forwards),
+            **dict.fromkeys(tracker.numbers(states), "optimizer"),
+            **dict.fromkeys(gradients, "gradients"),
+            **dict.fromkeys(features, "features"),
+            **dict.fromkeys(parameters, "parameters"),
+        }
     volume = sum(storage.num_bytes for storage in tracker.storages[made:])
     phases, loading = _replay(tracker, kinds, first)
-    compiled = tracker.runs_loops and _NUMBA_LOOPS in sys.modules
-    return Measured(phases, loaded, loading, comm.bytes_sent - sent, volume, compiled)
+    return Measured(phases, loaded, loading, comm.bytes_sent - sent, volume, tracker.runs_compiled_loops)
 
 
 def _kinds(tracker: MemoryTracker, forwards: list[tuple[int, int]]) -> dict[int, str]:
-    """The term of each storage, but for those that are found by asking the model, optimizer and graph."""
+    """The term of each storage, as far as its lifetime tells; the model, optimizer and graph know theirs."""
     found = {}
     end = len(tracker.events)
     for number, storage in enumerate(tracker.storages):
@@ -132,7 +121,7 @@ def _kinds(tracker: MemoryTracker, forwards: list[tuple[int, int]]) -> dict[int,
         if storage.is_message:
             found[number] = "halo"
         elif died == end:
-            found[number] = "store"  # and what is kept for the next epoch: derived shards, sums of constant inputs
+            found[number] = "store"  # including what is kept for the next epoch: derived shards, sums of constants
         elif in_forward and died >= in_forward[0]:
             found[number] = "activations"
         else:
@@ -141,7 +130,7 @@ def _kinds(tracker: MemoryTracker, forwards: list[tuple[int, int]]) -> dict[int,
 
 
 def _replay(tracker: MemoryTracker, kinds: dict[int, str], first: int) -> tuple[list[tuple[str, Bytes]], float]:
-    """The terms at the peak of each phase that begins at event `first` or later; the largest total before it."""
+    """The terms at the peak of each phase that begins at event `first` or later, and the largest total before it."""
     now = dict.fromkeys(TERMS, 0.0)
     phases: list[tuple[str, Bytes]] = []
     total = loading = 0.0
@@ -163,7 +152,7 @@ def _replay(tracker: MemoryTracker, kinds: dict[int, str], first: int) -> tuple[
 
 
 def extrapolate(small: Measured, large: Measured, scales: tuple[float, float]) -> Measured:
-    """What a rank of scale 1 needs, from dry runs at two smaller scales (the second larger). See the note above."""
+    """What a rank of scale 1 needs, from dry runs at two smaller scales in ascending order. See the note above."""
 
     def line(low: float, high: float) -> float:
         return max(0.0, high + (high - low) / (scales[1] - scales[0]) * (1 - scales[1]))
@@ -178,7 +167,7 @@ def extrapolate(small: Measured, large: Measured, scales: tuple[float, float]) -
 
 
 def _numbered(phases: list[tuple[str, Bytes]]) -> dict[tuple[str, int], Bytes]:
-    """Phases by label and how often it came before: a choice that depends on sizes may add a step to one run."""
+    """Phases by label and count of the label, since a choice that depends on sizes may add a step to one run."""
     counts: Counter[str] = Counter()
     found = {}
     for label, terms in phases:
@@ -188,16 +177,5 @@ def _numbered(phases: list[tuple[str, Bytes]]) -> dict[tuple[str, int], Bytes]:
 
 
 def _in_proportion(terms: Bytes, factor: float) -> Bytes:
-    """`terms` of a rank `factor` times as large, if all but what belongs to parameters were in proportion."""
+    """`terms` of a rank `factor` times as large, with all but the terms of parameters in proportion."""
     return {term: count if term in _OF_PARAMETERS else count * factor for term, count in terms.items()}
-
-
-def estimate(training: Training, sizes: RankSizes, options: Options) -> Measured:
-    """What a rank of these sizes needs. Runs it dry as it is if it is small, else two smaller ones."""
-    edges = max(_EDGES, _EDGES_PER_BLOCK * sizes.ranks)
-    largest = max(sizes.edges / edges, sizes.nodes / edges)
-    if largest <= 1:
-        return dry_run(training, sizes, options)
-    scales = (0.5 / largest, 1 / largest)
-    runs = [dry_run(training, sizes.scaled(scale), options) for scale in scales]
-    return extrapolate(runs[0], runs[1], scales)

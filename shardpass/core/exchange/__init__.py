@@ -4,7 +4,7 @@ This room moves rows and gradients of rows between ranks. It does no mathematics
 """
 
 from shardpass.core.exchange.halo import HaloPlan, build_halo_plan
-from shardpass.core.exchange.packing import Packing
+from shardpass.core.exchange.packing import MESSAGE_BUFFER, Packing
 from shardpass.core.exchange.schedule import Schedule, Transfer
 from shardpass.core.exchange.tokens import Stream
 from shardpass.core.exchange.transfer import carry, halo_fetch, halo_push
@@ -12,6 +12,7 @@ from shardpass.core.exchange.walk import GradientReturn, fetch_blocks
 from shardpass.core.exchange.windows import WindowPool, shares_rows
 
 __all__ = [
+    "MESSAGE_BUFFER",
     "GradientReturn",
     "HaloPlan",
     "Packing",

@@ -7,6 +7,16 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
+
+MESSAGE_BUFFER = "message buffer"
+"""The name under which a profiler, or the dry run of the planner, sees that memory for messages is made."""
+
+
+def message_buffer(num_bytes: int, device: torch.device) -> Tensor:
+    """New memory for the rows of a message, uint8 ``[num_bytes]``, not initialised."""
+    with record_function(MESSAGE_BUFFER):
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
 class Packing:

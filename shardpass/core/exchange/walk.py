@@ -19,7 +19,7 @@ from torch.profiler import record_function
 
 from shardpass.backends.communicator import Handle
 from shardpass.core.exchange.halo import HaloPlan
-from shardpass.core.exchange.packing import Packing
+from shardpass.core.exchange.packing import Packing, message_buffer
 from shardpass.core.exchange.schedule import Transfer
 from shardpass.core.exchange.tokens import Stream, Tokens
 from shardpass.core.sharding import Block, PlacedRows
@@ -34,11 +34,11 @@ class _Slots:
 
     def get(self, index: int, num_bytes: int) -> Tensor:
         if self._fresh:
-            return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            return message_buffer(num_bytes, self._device)
         slot = index % len(self._buffers)
         buffer = self._buffers[slot]
         if buffer is None or buffer.numel() < num_bytes:
-            buffer = self._buffers[slot] = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            buffer = self._buffers[slot] = message_buffer(num_bytes, self._device)
         return buffer[:num_bytes]
 
 
@@ -58,7 +58,7 @@ def fetch_blocks(
         position: of the block in ``plan.blocks``.
         rows: the block's rows of each tensor, ``[block.num_rows, ...]``; with `placed`, some are `PlacedRows`.
     """
-    ahead = len(plan.schedule.rounds) if plan.options.runs_as == "halo" else plan.options.prefetch
+    ahead = len(plan.schedule.rounds) if plan.options.mode == "halo" else plan.options.prefetch
     under_way = max(1, ahead)
     waiting: deque[Handle] = deque()
     moves = plan.schedule.transfers(plan.comm.rank) if tensors else []
@@ -93,7 +93,7 @@ class _Fetch:
     ) -> None:
         self._plan, self._tensors, self._stream = plan, tensors, stream
         self._packing = packing = Packing(tensors, plan.options.wire_dtype)
-        fresh, device = plan.options.runs_as == "halo", plan.comm.device
+        fresh, device = plan.options.mode == "halo", plan.comm.device
         self._received = _Slots(ahead + 1, device, fresh=keep or fresh)
         self._gathered = _Slots(1, device, fresh=keep or fresh)
         self._outgoing = _Slots(max(1, ahead), device, fresh=fresh)

@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from shardpass.backends.communicator import Handle
+from shardpass.core.exchange.packing import MESSAGE_BUFFER
 from shardpass.core.exchange.schedule import Schedule
 from shardpass.core.ranks import Ranks
 
@@ -132,7 +134,8 @@ def take_window(comm: Ranks, sizes: Sequence[int], call: int, label: str) -> Win
 
 
 def _make_window(comm: Ranks, pool: WindowPool, sizes: tuple[int, ...], label: str) -> Window | None:
-    memory = comm.share(sizes[comm.rank], label)
+    with record_function(MESSAGE_BUFFER):
+        memory = comm.share(sizes[comm.rank], label)
     if memory is None:
         pool.windows, pool.refused = [], True
         return None

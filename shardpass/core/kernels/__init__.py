@@ -6,6 +6,7 @@ knows one shard and tensors; it knows no ranks.
 
 from shardpass.core.kernels import fused
 from shardpass.core.kernels.attention import accumulate, adjoint, softmax_weights
+from shardpass.core.kernels.cpu_loops import COMPILED_LOOPS
 from shardpass.core.kernels.dispatch import (
     edge_dot,
     gather_extremum,
@@ -17,6 +18,7 @@ from shardpass.core.kernels.runs import ClosedScores, EdgeRun, RowRun, SoftmaxSt
 from shardpass.core.kernels.scores import edge_scores, edge_scores_adjoint
 
 __all__ = [
+    "COMPILED_LOOPS",
     "ClosedScores",
     "EdgeRun",
     "RowRun",

@@ -10,8 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from shardpass.core.kernels.runs import EdgeRun, RowRun
+
+COMPILED_LOOPS = "compiled loops"
+"""The name under which a profiler, or the dry run of the planner, sees loops compiled by numba run."""
 
 DTYPES = (torch.float32, torch.float64)
 _SMALL = 1 << 14  # edges below which a thread is not worth starting
@@ -59,8 +63,9 @@ def _num_threads(num_edges: int) -> int:
 def in_threads(work: Callable[..., None], arguments: Sequence[tuple[Any, ...]]) -> None:
     """Call `work` with each of the arguments, all at the same time."""
     others = [threading.Thread(target=work, args=given) for given in arguments[1:]]
-    for thread in others:
-        thread.start()
-    work(*arguments[0])
-    for thread in others:
-        thread.join()
+    with record_function(COMPILED_LOOPS):
+        for thread in others:
+            thread.start()
+        work(*arguments[0])
+        for thread in others:
+            thread.join()

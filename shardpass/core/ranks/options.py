@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -13,14 +13,6 @@ Mode = Literal["sar", "keep", "halo"]
 MODES: tuple[Mode, ...] = ("sar", "keep", "halo")
 Backward = Literal["auto", "push", "pull"]
 BACKWARDS: tuple[Backward, ...] = ("auto", "push", "pull")
-
-
-@dataclass
-class Chosen:
-    """What ``mode="auto"`` came to: the mode, and the estimate it was chosen by. Nothing until a model trains."""
-
-    mode: Mode | None = None
-    estimate: Any = None
 
 
 @dataclass(frozen=True)
@@ -65,14 +57,13 @@ class Options:
     share_memory: bool = True
     memory_budget: str | float | None = None
     stream_structure: bool = False
-    chosen: Chosen = field(default_factory=Chosen, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.mode not in (*MODES, "auto"):
             raise ValueError(f"mode is one of {', '.join(MODES)} or auto, got {self.mode!r}")
         if (self.mode == "auto") != (self.memory_budget is not None):
             raise ValueError(
-                f"mode='auto' and memory_budget (--memory-budget) go together, got mode={self.mode!r} and "
+                f"mode='auto' and memory_budget go together: give both or neither, got mode={self.mode!r} and "
                 f"memory_budget={self.memory_budget!r}"
             )
         if self.memory_budget is not None:
@@ -100,8 +91,3 @@ class Options:
     def may_pull(self) -> bool:
         """Whether a backward may pull; out-edges are not streamed."""
         return self.backward != "push" and not self.stream_structure
-
-    @property
-    def runs_as(self) -> Mode:
-        """The mode that runs now: of ``"auto"`` the chosen one, and ``"sar"`` before it is chosen."""
-        return (self.chosen.mode or "sar") if self.mode == "auto" else self.mode

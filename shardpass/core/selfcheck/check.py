@@ -199,7 +199,7 @@ def _run_whole(model: nn.Module, small: SmallCall, real: Ranks) -> tuple[Trial, 
 def _run_ranks(
     model: nn.Module, small: SmallCall, real: Ranks, options: Options, grads: bool, whole: Trial
 ) -> list[Trial]:
-    quick = replace(options, mode=options.runs_as, memory_budget=None, chunk_bytes=1 << 10, wire_dtype=None)
+    quick = replace(options, chunk_bytes=1 << 10, wire_dtype=None)
 
     def work(comm: Ranks) -> Trial:
         comm.drops_in_messages = False

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import warnings
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from dgl import DGLGraph
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from shardpass.core.dryrun import choose_mode, undecided
 from shardpass.core.graphs import ShardedGraph
 from shardpass.core.memory import Checkpoint, check_choice, recomputed_activations
 from shardpass.core.ranks import Ranks, chained, decorrelate, is_wrapped, refuse_shared_model
@@ -27,7 +25,7 @@ from shardpass.core.training import (
     sync_parameters,
 )
 from shardpass.errors import RefusedError
-from shardpass.frontends.dgl.check import checked_by, core_of
+from shardpass.frontends.dgl.check import checked_by
 from shardpass.frontends.dgl.convert import graph as to_dgl
 from shardpass.frontends.dgl.empty import EmptyRows
 from shardpass.frontends.dgl.graph import ShardedDGLGraph
@@ -122,10 +120,6 @@ class _Forward:
         pristine, hidden = self._pristine, False
         if pristine is not None and self.model.training not in self._checked:
             hidden = not self._check(args, kwargs, leaves)
-        trains = self.model.training and torch.is_grad_enabled() and self.comm.forward is None
-        if trains and any(undecided(core_of(leaf)) is not None for leaf in leaves):
-            frontend = checked_by(partial(wrap, check=False, checkpoint=self.checkpoint))
-            choose_mode(frontend, pristine, self.model, self.comm, args, kwargs)
         if torch.is_grad_enabled() and self.comm.forward is None:
             note_forward(self.model)
         args, kwargs = tree_map(self._graph_of, (args, kwargs))

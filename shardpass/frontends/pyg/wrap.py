@@ -12,7 +12,6 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch_geometric.nn.conv import MessagePassing
 
-from shardpass.core.dryrun import choose_mode, undecided
 from shardpass.core.graphs import ShardedEdgeIndex, ShardedGraph, ShardedHeteroGraph
 from shardpass.core.memory import Checkpoint, check_choice, recomputed_activations
 from shardpass.core.ranks import Ranks, chained, decorrelate, is_wrapped, refuse_shared_model
@@ -204,11 +203,9 @@ class _Forward:
             raise RefusedError(_NO_SCRIPT)
         model = self.model
         _keep_attached(model)
-        given, pristine = _has_graph((args, kwargs)), self.unchecked.pristine
+        given = _has_graph((args, kwargs))
         if given and model.training not in self.unchecked.seen:
             self._first_call(args, kwargs)
-        if model.training and torch.is_grad_enabled() and self.comm.forward is None:
-            self._choose_mode(pristine, args, kwargs)
         hidden = not given and self.unchecked.pristine is not None
         refuse_norms_of_some_nodes(model, args, kwargs)
         if torch.is_grad_enabled() and self.comm.forward is None:
@@ -234,11 +231,6 @@ class _Forward:
         refuse_node_tables(self.model, self.comm, args, kwargs)
         if pristine is not None:
             check_model(checked_by(_unchecked), pristine, self.model, self.comm, args, kwargs, self.method)
-
-    def _choose_mode(self, pristine: nn.Module | None, args: Any, kwargs: Any) -> None:
-        if any(undecided(leaf) is not None for leaf in tree_leaves((args, kwargs))):
-            frontend = checked_by(partial(wrap, check=False, checkpoint=self.checkpoint))
-            choose_mode(frontend, pristine, self.model, self.comm, args, kwargs, self.method)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         method = self.adapted or partial(getattr(type(self.model), self.method), self.model)
