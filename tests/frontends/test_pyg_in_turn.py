@@ -28,7 +28,7 @@ def train(comm, kind, options, directory):
     for _ in range(3):
         optimizer.zero_grad()
         folder = directory and directory / str(comm.rank)
-        with nullcontext() if folder is None else sp.offload(folder, min_bytes=8, outputs_of=model):
+        with nullcontext() if folder is None else sp.offload(folder, min_bytes=8):
             loss = sp.mean(model(graph.x, graph).square(), None, comm)
         loss.backward()
         sp.sync_gradients(model, comm)
