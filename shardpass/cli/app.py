@@ -203,6 +203,7 @@ def infer(
     threads: Annotated[int, typer.Option(help="Computing threads per rank.")] = 1,
     dtype: Annotated[str, typer.Option(help="float32 or float64.")] = "float32",
     overwrite: Annotated[bool, typer.Option(help="Replace a file that is there already.")] = False,
+    tag: Annotated[str, typer.Option(help="Any text: a run does not continue one with another tag.")] = "",
 ) -> None:
     """Write a trained model's output for every node. A run that was ended goes on where it stood."""
     from shardpass.cli.inferring import InferConfig, infer_rank
@@ -211,7 +212,7 @@ def infer(
     with told_in_words():
         config = InferConfig(
             str(store), str(output), str(weights), model, layers, hidden, heads, batch_norm, frontend,
-            mode, threads, dtype, overwrite,  # type: ignore[arg-type]
+            mode, threads, dtype, overwrite, tag,  # type: ignore[arg-type]
         )  # fmt: skip
         run_ranks(infer_rank, config, choose_backend(backend, ranks), ranks)
 

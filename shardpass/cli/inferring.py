@@ -39,6 +39,7 @@ class InferConfig:
     threads: int = 1
     dtype: Literal["float32", "float64"] = "float32"
     overwrite: bool = False
+    tag: str = ""
 
     def __post_init__(self) -> None:
         if self.frontend not in ("pyg", "dgl"):
@@ -70,7 +71,8 @@ def infer_rank(comm: Communicator, config: InferConfig) -> list[str]:
     console = Console(stderr=True)
     with console.status("inference") if comm.rank == 0 else nullcontext() as status:
         told = None if status is None else lambda name: status.update(f"inference: {name}")
-        files = sp.infer(model, graph, config.output, *args, overwrite=config.overwrite, progress=told)
+        options = {"overwrite": config.overwrite, "tag": config.tag}
+        files = sp.infer(model, graph, config.output, *args, progress=told, **options)
     if comm.rank == 0:
         console.print("wrote", *map(str, files))
     return [str(file) for file in files]
