@@ -157,8 +157,8 @@ def test_another_computation_does_not_go_on_from_it(change, tmp_path, monkeypatc
 
 def test_what_a_model_is_reads_the_same_in_every_process():
     code = (
-        "import torch; from tests.frontends.test_inference import Net; from shardpass.core.inference.fingerprint import model_lines; "
-        "torch.manual_seed(0); print(list(model_lines(Net())))"
+        "import torch; from tests.frontends.test_inference import Net; "
+        "from shardpass.core.inference.fingerprint import model_lines; torch.manual_seed(0); print(list(model_lines(Net())))"
     )
 
     def run(seed):

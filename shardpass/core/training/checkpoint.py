@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from shardpass import errors
 from shardpass.backends.communicator import Communicator
 from shardpass.core.ranks import derive_seed, get_random_state, set_random_state
+from shardpass.core.training.buckets import broadcast_tensors
 from shardpass.core.training.checkpoint_file import decode, describe, digest, encode, read_file, write_file
-from shardpass.core.training.gradients import broadcast_tensors, forget_gradients
+from shardpass.core.training.gradients import forget_gradients
 from shardpass.errors import CheckpointError
 
 FORMAT = 1
