@@ -7,6 +7,7 @@ and that no other file uses such names.
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -46,6 +47,7 @@ __all__ = [
     "tree_map",
     "tree_unflatten",
     "version_of",
+    "with_versions",
 ]
 
 DisableTorchFunction = torch._C.DisableTorchFunction
@@ -101,6 +103,13 @@ def argument_names(operator: Any) -> set[str]:
 def state_versions(state: dict[str, Any]) -> dict[str, Any]:
     """The versions of the modules that torch keeps beside a ``state_dict``, by module."""
     return dict(getattr(state, "_metadata", {}))
+
+
+def with_versions(state: dict[str, Any], versions: dict[str, Any]) -> dict[str, Any]:
+    """`state` as a ``state_dict`` with the versions that `state_versions` returned of it."""
+    versioned = OrderedDict(state)
+    versioned._metadata = versions  # type: ignore[attr-defined]
+    return versioned
 
 
 def is_inside_ddp() -> bool:
