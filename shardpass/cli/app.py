@@ -201,12 +201,13 @@ def infer(
     threads: Threads = 1,
     dtype: Type = "float32",
     overwrite: Annotated[bool, typer.Option(help="Replace a file that is there already.")] = False,
+    tag: Annotated[str, typer.Option(help="Any text: a run does not continue one with another tag.")] = "",
 ) -> None:
     """Write a trained model's output for every node. A run that was ended goes on where it stood."""
     with told_in_words():
         config = InferConfig(
             model, layers, hidden, heads, 0.0, batch_norm, dtype, store=str(store), output=str(output),
-            weights=str(weights), frontend=frontend, mode=mode, threads=threads, overwrite=overwrite,
+            weights=str(weights), frontend=frontend, mode=mode, threads=threads, overwrite=overwrite, tag=tag,
         )  # fmt: skip
         run_ranks(infer_rank, config, backend, ranks)
 

@@ -31,6 +31,7 @@ class InferConfig(ModelConfig):
     mode: Mode = "sar"
     threads: int = 1
     overwrite: bool = False
+    tag: str = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,7 +56,8 @@ def infer_rank(comm: Ranks, config: InferConfig) -> list[str]:
     with console.status("inference") as status:
         args = (x, graph) if is_pyg else (graph, x)
         told = partial(_show, status) if comm.rank == 0 else None
-        files = sp.infer(model, graph, config.output, *args, overwrite=config.overwrite, progress=told)
+        options = {"overwrite": config.overwrite, "tag": config.tag, "progress": told}
+        files = sp.infer(model, graph, config.output, *args, **options)
     console.print("wrote", *map(str, files))
     return [str(file) for file in files]
 

@@ -127,12 +127,12 @@ def changed_code(self, inputs, edge_index):
     return self.last(self.second(self.first(inputs[0], edge_index).relu(), edge_index), edge_index)
 
 
-@pytest.mark.parametrize("change", ["a setting", "the code", "an input"])
+@pytest.mark.parametrize("change", ["a setting", "the code and the tag", "an input"])
 def test_another_computation_does_not_go_on_from_it(change, tmp_path, monkeypatch):
     torch.manual_seed(2)
     state, path = Scaled().double().state_dict(), tmp_path / "logits.npy"
 
-    def work(comm, stop, slope=0.1, factor=1.0):
+    def work(comm, stop, slope=0.1, factor=1.0, tag=""):
         owners = assignments(GRAPH.num_nodes, comm.size, GRAPH.edge_index)["random"]
         graph = shard_in_memory(GRAPH, owners, comm, sp.Options())
         model = Scaled(slope).double()
@@ -141,12 +141,12 @@ def test_another_computation_does_not_go_on_from_it(change, tmp_path, monkeypatc
         if stop:
             model.last.register_forward_pre_hook(stopped)
         graph.x[-1] *= factor
-        sp.infer(model, graph, path, [graph.x], graph)
+        sp.infer(model, graph, path, [graph.x], graph, tag=tag)
 
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="stopped by the test"):
-        if change == "the code":
+        if change == "the code and the tag":
             patch.setattr(Scaled, "forward", changed_code)
-        other = {"a setting": {"slope": 0.2}, "an input": {"factor": 2.0}}.get(change, {})
+        other = {"a setting": {"slope": 0.2}, "an input": {"factor": 2.0}}.get(change, {"tag": "other code"})
         sp.spawn(lambda comm: work(comm, True, **other), 2)
     model = Scaled().double()
     model.load_state_dict(state)
@@ -157,8 +157,9 @@ def test_another_computation_does_not_go_on_from_it(change, tmp_path, monkeypatc
 
 def test_what_a_model_is_reads_the_same_in_every_process():
     code = (
-        "import torch; from tests.frontends.test_inference import Net; from shardpass.core.sameness import same_model; "
-        "torch.manual_seed(0); print(list(same_model(Net())))"
+        "import torch; from tests.frontends.test_inference import Net; "
+        "from shardpass.core.inference.fingerprint import model_lines; "
+        "torch.manual_seed(0); print(list(model_lines(Net())))"
     )
 
     def run(seed):
@@ -246,7 +247,7 @@ def test_rows_of_one_of_several_types(tmp_path):
         graph = shard_hetero_in_memory(whole, hetero_assignments(whole, comm.size)["random"], comm)
         return sp.infer(sp.pyg.wrap(copy.deepcopy(model), comm, check=False), graph, path, **options)
 
-    with pytest.raises(ValueError, match="several node types: say of which its rows are"):
+    with pytest.raises(ValueError, match="several node types: pass the type of its rows"):
         sp.spawn(work, 2)
     with pytest.raises(ValueError, match="node_type='book'; expected one of"):
         sp.spawn(lambda comm: work(comm, node_type="book"), 2)

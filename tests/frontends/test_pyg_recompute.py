@@ -137,5 +137,5 @@ def test_the_self_check_takes_part(training: bool) -> None:
 
 
 def test_another_choice_is_refused() -> None:
-    with pytest.raises(ValueError, match="checkpoint is None or 'activations', got 'all'"):
+    with pytest.raises(ValueError, match="checkpoint must be None or 'activations', found 'all'"):
         run(lambda comm: sp.pyg.wrap(GCN(6, 8, 2), comm, checkpoint="all"), 1)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Inference over the whole graph: layer by layer, resumable, written by all ranks into one file in original order."""
+"""Inference over the whole graph, layer by layer. All ranks write one file in original order; a run can be resumed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shardpass import errors
 from shardpass.core.graphs import ShardedGraph
-from shardpass.core.inference.fingerprint import same_arguments, same_model, same_tensor
+from shardpass.core.inference.fingerprint import argument_lines, model_lines, tensor_line
 from shardpass.core.inference.journal import Journal
 from shardpass.core.ranks import Ranks
 from shardpass.core.sharding import NodeType
@@ -32,30 +32,32 @@ def infer(
     overwrite: bool = False,
     progress: Callable[[str], None] | None = None,
     node_type: NodeType | None = None,
+    tag: str = "",
 ) -> list[Path]:
-    """Write what `model` gives for every node of the graph, in the original node order, as ``.npy``. Collective.
+    """The files to which the output of `model` for every node was written, as ``.npy`` in original order. Collective.
 
-    The model runs in evaluation mode without gradients, so no rank holds more than its own rows of the layers at hand
-    and a block of fetched ones. The result of every sharded call is kept beside the output until that is complete:
-    where a run is ended, the next one with the same model, inputs and ranks goes on from there. Ranks agree first that
-    they have the same parameters.
+    The model runs in evaluation mode without gradients, so a rank holds its own rows of the layers at hand and a block
+    of fetched rows. The result of every sharded call is kept beside the output until the output is complete. If a run
+    is ended, the next one with the same model, inputs, ranks and tag continues from there. A change of code alone is
+    not noticed: pass another `tag` then. All ranks must have the same parameters.
 
     Args:
-        model: wrapped by `pyg.wrap` or `dgl.wrap`, with its parameters loaded. One that was trained elsewhere fits.
-        graph: of whose nodes.
-        path: the file to write, which every rank must reach. Where the model returns a dict by node type, there is one
+        model: wrapped by `pyg.wrap` or `dgl.wrap`, with its parameters loaded. It may have been trained elsewhere.
+        graph: the nodes and edges.
+        path: the file to write, which every rank must reach. If the model returns a dict by node type, there is one
             file per type: ``logits.npy`` becomes ``logits.paper.npy``.
-        args: what the model is called with; ``(graph.x, graph)`` if nothing is given, of a graph of several types
-            ``(graph.x_dict, graph)``.
-        overwrite: replace a file that is there.
-        progress: told the name of each layer as it begins.
-        node_type: of whose nodes the rows are, where the model returns one tensor and the graph has several types.
+        args: what the model is called with. The default is ``(graph.x, graph)``, or ``(graph.x_dict, graph)`` for a
+            graph of several types.
+        overwrite: whether to replace a file that exists.
+        progress: called with the name of each layer as it begins.
+        node_type: the type of the rows, if the model returns one tensor and the graph has several types.
+        tag: any text. A run does not continue one that had another tag.
 
     Returns:
-        The files written, ``[total_nodes, ...]`` each. `numpy.load` with ``mmap_mode="r"`` opens them without reading.
+        The files, ``[total_nodes, ...]`` each. `numpy.load` with ``mmap_mode="r"`` opens them without reading.
 
     Raises:
-        FileExistsError: there is such a file (on every rank, as all errors here).
+        FileExistsError: the file exists. (All errors here are raised on every rank.)
         ValueError: the model is not wrapped, has other parameters on some rank, or does not return rows of own nodes.
         OSError: a rank cannot write.
     """
@@ -67,7 +69,7 @@ def infer(
     _on_all(comm, lambda: graph.ids_of(node_type) if node_type is not None else None)
     args = args or (graph.x if graph.is_homogeneous else graph.x_dict, graph)
     _same_parameters(model, comm)
-    fingerprint = _fingerprint(model, graph, args)
+    fingerprint = _fingerprint(model, graph, args, tag)
     journal = Journal(path.with_name(f".{path.name}.partial"), comm, fingerprint, progress)
     with _evaluating(model), torch.no_grad():
         comm.kept_calls = journal
@@ -90,21 +92,21 @@ def _refuse_existing(path: Path, overwrite: bool) -> None:
 
 
 def _same_parameters(model: nn.Module, comm: Ranks) -> None:
-    """Refuse parameters that were loaded on some ranks only, after `wrap`. Collective."""
-    every = comm.all_gather_object([[name, same_tensor(value)] for name, value in alike(model)], "infer: parameters")
+    """Raise if ranks have different parameters, as when some of them loaded weights after `wrap`. Collective."""
+    every = comm.all_gather_object([[name, tensor_line(value)] for name, value in alike(model)], "infer: parameters")
     for rank, found in enumerate(every):
         other = next((mine[0] for mine, theirs in zip(every[0], found) if mine != theirs), None)
         if other is not None:
             raise ValueError(
                 f"infer: parameter {other!r} has other values on rank {rank} than on rank 0; load the same weights on "
-                f"every rank, or before wrap, which takes those of rank 0"
+                f"every rank, or load them before wrap, which gives every rank those of rank 0"
             )
 
 
-def _fingerprint(model: nn.Module, graph: ShardedGraph, args: tuple[Any, ...]) -> str:
-    """Of all that this rank's rows depend on. Collective: of the other ranks as well."""
-    parts = [graph.partition_fingerprint, graph.contents, str(graph.comm.size), str(graph.options.wire_dtype)]
-    parts += [*same_model(model), *same_arguments(args, graph)]
+def _fingerprint(model: nn.Module, graph: ShardedGraph, args: tuple[Any, ...], tag: str) -> str:
+    """A hash of what the rows of all ranks depend on, the same on every rank. Collective."""
+    parts = [graph.partition_fingerprint, graph.contents, str(graph.comm.size), str(graph.options.wire_dtype), tag]
+    parts += [*model_lines(model), *argument_lines(args, graph)]
     mine = hashlib.sha256("\n".join(parts).encode()).hexdigest()
     every = graph.comm.all_gather_object(mine, "infer: fingerprints")
     return hashlib.sha256("".join(every).encode()).hexdigest()
@@ -125,12 +127,12 @@ Rows = dict[Path, tuple[Tensor, Tensor, int]]
 
 
 def _rows_by_type(graph: ShardedGraph, found: Any, path: Path, overwrite: bool, node_type: NodeType | None) -> Rows:
-    """By file: own rows, their original ids, and how many rows all ranks have."""
+    """For each file to write: own rows, their original ids, and how many rows all ranks have."""
     if isinstance(found, Tensor):
         if node_type is None and len(graph.node_types) > 1:
             raise ValueError(
-                f"infer: the model returned one tensor, and the graph has several node types: say of which its rows "
-                f"are, node_type=...; types: {graph.node_types}"
+                f"infer: the model returned one tensor, and the graph has several node types: pass the type of its "
+                f"rows as node_type=...; types: {graph.node_types}"
             )
         by_type: dict[Path, tuple[Any, Any]] = {path: (node_type, found)}
     elif isinstance(found, dict):
@@ -157,7 +159,7 @@ def _rows_by_type(graph: ShardedGraph, found: Any, path: Path, overwrite: bool, 
 
 
 def _write(comm: Ranks, path: Path, rows: Tensor, ids: Tensor, total: int) -> None:
-    """The rows of all ranks as one file, complete when it has its name. Collective."""
+    """Write the rows of all ranks into one file, which gets its name when it is complete. Collective."""
     partial = path.with_name(f".{path.name}.writing")
     shape = (total, *rows.shape[1:])
 
@@ -178,7 +180,7 @@ def _write(comm: Ranks, path: Path, rows: Tensor, ids: Tensor, total: int) -> No
 
 
 def _on_all(comm: Ranks, work: Callable[[], Any]) -> Any:
-    """What `work` returned here; an error on one rank is raised on all, as one of the same kind. Collective."""
+    """What `work` returned on this rank. An error on one rank is raised on all, with the same type. Collective."""
     result, problem = None, None
     kinds = {kind.__name__: kind for kind in (FileExistsError, OSError, ValueError)}
     try:

@@ -3,7 +3,6 @@
 This room works on any torch module. It knows neither graphs nor shards.
 """
 
-from shardpass.core.memory.layer_outputs import only_watch
 from shardpass.core.memory.offloading import offload
 from shardpass.core.memory.recompute import Checkpoint, check_choice, recomputed_activations
 
@@ -11,6 +10,5 @@ __all__ = [
     "Checkpoint",
     "check_choice",
     "offload",
-    "only_watch",
     "recomputed_activations",
 ]

@@ -1,8 +1,7 @@
-"""A file without a name that holds tensors; they are mapped where they are read."""
+"""A file without a name that holds tensors. They are mapped into memory when somebody reads them."""
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import tempfile
@@ -14,38 +13,33 @@ import torch
 from torch import Tensor
 
 
-class Mapping(mmap.mmap):
-    """The memory of a tensor that lies in the file; it ends with the tensor's storage."""
+class _Mapping(mmap.mmap):
+    """The memory of a tensor that was read. It keeps the range from being written again while the tensor lives."""
 
     range: Range
 
 
 class Range:
-    """Where one tensor lies in a file. Its bytes are free again when nobody has this, nor a mapping of it."""
+    """Where one tensor lies in a file. Its bytes can be used again once nobody holds this object or a tensor of it."""
 
     def __init__(self, file: ScratchFile, start: int, num_bytes: int) -> None:
-        self.start, self.num_bytes, self.file, self.is_coming = start, num_bytes, file, False
+        self._file, self._start, self._num_bytes = file, start, num_bytes
         weakref.finalize(self, file.free, start, num_bytes)
 
-    def map(self, shape: Sequence[int], dtype: torch.dtype, shared: bool = False) -> tuple[Tensor, Mapping]:
-        """The content as a tensor whose pages are those of the file, and its memory.
-
-        Args:
-            shared: what is written into the tensor changes the file; otherwise it is the tensor's own.
-        """
-        access = mmap.ACCESS_WRITE if shared else mmap.ACCESS_COPY
-        memory = Mapping(self.file.fileno, self.num_bytes, access=access, offset=self.start)
+    def map(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The content as a tensor. What you write into the tensor does not reach the file."""
+        memory = _Mapping(self._file.fileno, self._num_bytes, access=mmap.ACCESS_COPY, offset=self._start)
         memory.range = self
-        return torch.frombuffer(memory, dtype=dtype).view(tuple(shape)), memory
+        return torch.frombuffer(memory, dtype=dtype).view(tuple(shape))
 
     def read(self) -> None:
-        """Have the kernel read it, where it can be asked; call it in another thread, it may wait for the disk."""
+        """Ask the kernel to read the content. Call it in a thread of its own: it may wait for the disk."""
         if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self.file.fileno, self.start, self.num_bytes, os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(self._file.fileno, self._start, self._num_bytes, os.POSIX_FADV_WILLNEED)
 
 
 class ScratchFile:
-    """Goes with the process; ranges that are freed are used again, which is many times faster than new ones."""
+    """A file that ends with the process. It writes to freed ranges first, which is much faster than growing."""
 
     def __init__(self, folder: Path | None) -> None:
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - open as long as a range needs it
@@ -58,33 +52,34 @@ class ScratchFile:
         return self._file.fileno()
 
     def write(self, host: Tensor) -> Range:
-        """Where the content lies from now on.
+        """Where the content of `host` lies from now on.
 
         Args:
             host: contiguous, on the CPU, not empty.
+
+        Raises:
+            OSError: the disk is full.
         """
-        num_bytes = host.numel() * host.itemsize
-        # not through numpy, which would mark the storage as one that must not be replaced
-        data = memoryview((ctypes.c_ubyte * num_bytes).from_address(host.data_ptr()))
-        free = self._free.get(_pages(num_bytes))
+        data = memoryview(host.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+        free = self._free.get(_pages(len(data)))
         start = free.pop() if free else self._end
-        self._end = max(self._end, start + _pages(num_bytes))
+        self._end = max(self._end, start + _pages(len(data)))
         done = 0
         try:
-            while done < num_bytes:
+            while done < len(data):
                 done += os.pwrite(self.fileno, data[done:], start + done)
         except OSError as error:
             raise OSError(
-                f"sp.offload could not write {num_bytes} bytes at {start} to a file in {self._where}: "
-                f"{error.strerror}. Give it a folder with more room"
+                f"sp.offload could not write {len(data)} bytes at {start} to a file in {self._where}: "
+                f"{error.strerror}. Pass a folder on a disk with more room"
             ) from error
-        return Range(self, start, num_bytes)
+        return Range(self, start, len(data))
 
     def free(self, start: int, num_bytes: int) -> None:
-        """The bytes are not needed any more."""
+        """Let the bytes be written again."""
         self._free.setdefault(_pages(num_bytes), []).append(start)
 
 
 def _pages(num_bytes: int) -> int:
-    """`num_bytes` rounded up to what can be mapped by itself."""
+    """`num_bytes` rounded up to a size at which the next range may begin."""
     return -(-num_bytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY

@@ -3,6 +3,7 @@
 This room knows tensors and the `Communicator` protocol. It knows nothing of graphs.
 """
 
+from shardpass.core.ranks import torch_private
 from shardpass.core.ranks.agree import agree, digest, diverged
 from shardpass.core.ranks.autograd_order import (
     all_reduce_sum,
@@ -71,4 +72,5 @@ __all__ = [
     "seed",
     "set_random_state",
     "start_chain",
+    "torch_private",
 ]

@@ -31,8 +31,8 @@ class MessageWatch(Protocol):
 class RecomputationNotes(Protocol):
     """What notes how activations are made, so that backward can compute them again."""
 
-    def note(self, output: Tensor, function: Callable[..., Tensor], *inputs: Any) -> None:
-        """Note that `output` is ``function(*inputs)``."""
+    def note(self, out: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Note that `out` is ``function(*args, **kwargs)``."""
         ...
 
 

@@ -1,8 +1,8 @@
 """Checkpoints of a distributed training run: one file, written by rank 0, loaded without executing anything.
 
 [Note: all ranks fail together]
-Rank 0 alone touches the file and passes on what it read. Whatever can go wrong is found before anything is changed, and
-every verdict is agreed: an error on one rank is raised on all. What the file holds is told in `checkpoint_file`.
+Rank 0 alone touches the file and passes on what it read. Every check comes before anything is changed, and ranks agree
+on its verdict: an error on one rank is raised on all. `checkpoint_file` describes the content of the file.
 """
 
 from __future__ import annotations
@@ -10,21 +10,29 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from shardpass import errors
-from shardpass.core.ranks import Ranks, derive_seed, get_random_state, set_random_state
+from shardpass.core.ranks import Ranks, derive_seed, get_random_state, set_random_state, torch_private
+from shardpass.core.training.buckets import broadcast_tensors
 from shardpass.core.training.checkpoint_file import decode, describe, digest, encode, read_file, write_file
-from shardpass.core.training.gradients import broadcast_tensors, forget_gradients
+from shardpass.core.training.gradients import forget_gradients
 from shardpass.errors import CheckpointError
 
 FORMAT = 1
 Optimizer = torch.optim.Optimizer
-Span = tuple[int, int, int]
-"""First and last row (exclusive) of this rank, and rows of all ranks."""
+_T = TypeVar("_T")
+
+
+class Span(NamedTuple):
+    """The rows of one rank, `start` to `stop` (exclusive), of the `total` rows of all ranks."""
+
+    start: int
+    stop: int
+    total: int
 
 
 def save_checkpoint(
@@ -42,11 +50,11 @@ def save_checkpoint(
     Args:
         path: the file, replaced if it exists; only rank 0 needs to reach it.
         comm: the ranks.
-        model: its ``state_dict`` is saved as rank 0 has it, rows owned by ranks (``shardpass_local``) from each.
+        model: the ``state_dict`` of rank 0 is saved, but rows owned by ranks (``shardpass_local``) of every rank.
         optimizer: any torch optimizer whose state is tensors and JSON values.
-        epoch: returned by `load_checkpoint`.
-        graph: its ``fingerprint`` and ``partition_fingerprint`` are kept and compared on loading.
-        extra: nested dicts, lists and tuples of tensors and JSON values; rank 0's is kept.
+        epoch: what `load_checkpoint` returns as the epoch.
+        graph: its ``fingerprint`` and ``partition_fingerprint`` are saved, and compared on loading.
+        extra: nested dicts, lists and tuples of tensors and JSON values. That of rank 0 is saved.
 
     Raises:
         CheckpointError: on every rank, if something cannot be stored or written on one, or if parameters that ranks
@@ -55,7 +63,9 @@ def save_checkpoint(
     errors.require("safetensors", "store", "save_checkpoint")
     tensors: dict[str, Tensor] = {}
     trees = _agreed(comm, lambda: _trees(model, optimizer, extra, tensors))
-    local = _local_names(model, optimizer, tensors)
+    tables = _tables(model, optimizer)
+    # of the state of a table, what has its shape has a row for each of its rows
+    local = [name for name, value in tensors.items() if getattr(_of_name(name, tables), "shape", None) == value.shape]
     _refuse_different(comm, model)
     states = get_random_state()
     kinds = comm.all_gather_object(sorted(states), "checkpoint random states")
@@ -83,17 +93,17 @@ def load_checkpoint(
     Args:
         path: the file; only rank 0 needs to reach it.
         comm: the ranks.
-        model: with the names, shapes and dtypes of the saved one.
-        optimizer: of the saved class, over parameters of the saved shapes; None leaves the saved state unused.
-        graph: refused if the checkpoint was written for another graph or partition; not compared if None, which is
-            refused for a model with rows owned by ranks (`NodeEmbedding`).
+        model: it has the names, shapes and dtypes of the saved one.
+        optimizer: of the saved class, over parameters of the saved shapes. `None` leaves the saved state unused.
+        graph: the checkpoint is refused if it was written for another graph or partition. `None` leaves that unchecked,
+            and is refused for a model with rows owned by ranks (`NodeEmbedding`).
 
     Returns:
-        ``{"epoch": ..., "extra": ..., "random": ...}``; random is ``"restored"``, or ``"derived"`` when the number of
-        ranks is another one: then each rank continues with a stream derived from the saved one and its rank.
+        ``{"epoch": ..., "extra": ..., "random": ...}``. The last is ``"restored"``, or ``"derived"`` if the number of
+        ranks has changed: then each rank continues with random numbers that follow from the saved state and its rank.
 
     Raises:
-        CheckpointError: on every rank: the file is missing, torn or altered, or does not fit.
+        CheckpointError: on every rank, if the file is missing, torn or altered, or does not fit.
     """
     errors.require("safetensors", "store", "load_checkpoint")
     read: dict[str, Tensor] = {}
@@ -108,66 +118,64 @@ def load_checkpoint(
     return {"epoch": manifest["epoch"], "extra": extra, "random": "restored" if same else "derived"}
 
 
-def _passed_on(
-    manifest: dict[str, Any], read: dict[str, Tensor], comm: Ranks, spans: dict[str, Span]
-) -> dict[str, Tensor]:
-    """The tensors of the file; of those with rows owned by ranks, the rows of this one. Collective."""
-    tensors: dict[str, Tensor] = {}
-    pieces: dict[str, list[Tensor]] = {name: [] for name in manifest["local"]}
-    first = dict.fromkeys(manifest["local"], 0)
-    for name, (dtype, shape) in manifest["tensors"].items():
-        whole = read[name] if comm.rank == 0 else torch.empty(shape, dtype=getattr(torch, dtype))
-        broadcast_tensors([whole], comm, "load_checkpoint")
-        table, _, rank = name.rpartition("@")
-        if table not in pieces:
-            tensors[name] = whole
-        elif table.startswith("random/"):
-            tensors[name] = whole
-            if int(rank) == comm.rank % manifest["ranks"]:
-                tensors[table] = whole
-        elif _span_of(table, spans) is not None:
-            start, stop, _ = _span_of(table, spans) or (0, 0, 0)
-            low, high = max(start, first[table]), min(stop, first[table] + len(whole))
-            pieces[table].append(whole[max(0, low - first[table]) : max(0, high - first[table])].clone())
-            first[table] += len(whole)
-    return tensors | {name: torch.cat(parts) for name, parts in pieces.items() if parts}
+def _tables(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:
+    """The parameters with rows owned by ranks, each by how the names begin under which it and its state are saved."""
+    named = {f"model/{name}": parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
+    if optimizer is not None:
+        groups = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        named |= {f"optimizer/state/{index}/": parameter for index, parameter in enumerate(groups)}
+    return {name: parameter for name, parameter in named.items() if getattr(parameter, "shardpass_local", False)}
+
+
+def _of_name(name: str, by_beginning: dict[str, _T]) -> _T | None:
+    """What belongs to the tensor saved as `name`, of a dict with the keys of `_tables`."""
+    for beginning, found in by_beginning.items():
+        if name == beginning or (beginning.endswith("/") and name.startswith(beginning)):
+            return found
+    return None
 
 
 def _spans(model: nn.Module, optimizer: Optimizer | None, comm: Ranks) -> dict[str, Span]:
-    """Rows of this rank in tables owned by ranks, by the beginning of the names under which they are saved. Collective.
+    """For each of `_tables`, which of its rows are this rank's. Collective.
 
-    Ranks own contiguous runs of the same order of nodes, so that their rows one after the other are the same table
+    Ranks own contiguous runs of the same order of nodes. So their rows, one rank after the other, are the same table
     for any number of ranks.
     """
-    named = model.named_parameters(remove_duplicate=False)
-    counts = {f"model/{name}": len(p) for name, p in named if getattr(p, "shardpass_local", False)}
-    for index, parameter in enumerate(_optimized(optimizer) if optimizer else []):
-        if getattr(parameter, "shardpass_local", False):
-            counts[f"optimizer/state/{index}/"] = len(parameter)
+    counts = {name: len(parameter) for name, parameter in _tables(model, optimizer).items()}
     every = comm.all_gather_object(counts, "checkpoint rows")
     spans = {}
     for name, count in counts.items():
         rows = [other.get(name, 0) for other in every]
         start = sum(rows[: comm.rank])
-        spans[name] = (start, start + count, sum(rows))
+        spans[name] = Span(start, start + count, sum(rows))
     return spans
 
 
-def _span_of(name: str, spans: dict[str, Span]) -> Span | None:
-    return next(
-        (s for prefix, s in spans.items() if name == prefix or (prefix[-1] == "/" and name.startswith(prefix))), None
-    )
+def _passed_on(
+    manifest: dict[str, Any], read: dict[str, Tensor], comm: Ranks, spans: dict[str, Span]
+) -> dict[str, Tensor]:
+    """The tensors that rank 0 has read; of tables, the rows of this rank. Collective."""
+    tensors: dict[str, Tensor] = {}
+    for name, (dtype, shape) in manifest["tensors"].items():
+        tensor = read[name] if comm.rank == 0 else torch.empty(shape, dtype=getattr(torch, dtype))
+        broadcast_tensors([tensor], comm, "load_checkpoint")
+        if name in manifest["local"] and not name.startswith("random/"):
+            start, stop, _ = _of_name(name, spans) or Span(0, 0, 0)
+            tensor = tensor[start:stop].clone()
+        tensors[name] = tensor
+    return tensors
 
 
 def _continue_random(manifest: dict[str, Any], tensors: dict[str, Tensor], comm: Ranks) -> bool:
-    """Restore this rank's random state, or derive one on another number of ranks; whether it was restored."""
+    """Restore this rank's random state, or derive one on another number of ranks. Whether it was restored."""
     names = [name for name in manifest["local"] if name.startswith("random/")]
+    states = {name.removeprefix("random/"): tensors[name].view(manifest["ranks"], -1) for name in names}
     same = bool(manifest["ranks"] == comm.size)
     with comm.random_lock():
         if same:
-            set_random_state({name.removeprefix("random/"): tensors[name] for name in names})
+            set_random_state({kind: rows[comm.rank].clone() for kind, rows in states.items()})
         else:
-            torch.manual_seed(derive_seed(digest(tensors["random/cpu@0"]), comm.size, comm.rank))
+            torch.manual_seed(derive_seed(digest(states["cpu"][0]), comm.size, comm.rank))
     return same
 
 
@@ -188,7 +196,7 @@ def _trees(model: nn.Module, optimizer: Optimizer | None, extra: Any, tensors: d
     state = model.state_dict()
     trees = {
         "model": encode(dict(state), "model", tensors),
-        "model_metadata": encode(dict(getattr(state, "_metadata", {})), "model_metadata", tensors),
+        "model_metadata": encode(torch_private.state_versions(state), "model_metadata", tensors),
         "extra": encode(extra, "extra", tensors),
         "optimizer": None,
     }
@@ -199,10 +207,6 @@ def _trees(model: nn.Module, optimizer: Optimizer | None, extra: Any, tensors: d
             "state": encode(optimizer.state_dict(), "optimizer", tensors),
         }
     return trees
-
-
-def _optimized(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _shapes(optimizer: Optimizer) -> list[list[list[int]]]:
@@ -222,20 +226,6 @@ def _refuse_different(comm: Ranks, model: nn.Module) -> None:
                 f"the parameter {name!r} differs between rank 0 and rank {other}, so the ranks do not train one model. "
                 f"Every step needs sync_gradients before it, and every rank the same optimizer"
             )
-
-
-def _local_names(model: nn.Module, optimizer: Optimizer | None, tensors: dict[str, Tensor]) -> list[str]:
-    """The tensors of which every rank has rows of its own: such parameters, and optimizer state of their shape."""
-    local = [
-        f"model/{name}"
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if getattr(parameter, "shardpass_local", False)
-    ]
-    for index, parameter in enumerate(_optimized(optimizer) if optimizer else []):
-        if getattr(parameter, "shardpass_local", False):
-            prefix = f"optimizer/state/{index}/"
-            local += [n for n, t in tensors.items() if n.startswith(prefix) and t.shape == parameter.shape]
-    return [name for name in local if name in tensors]
 
 
 def _fingerprints(graph: Any) -> tuple[str | None, str | None]:
@@ -269,11 +259,13 @@ def _validate(
     own = {name: describe(value) for name, value in model.state_dict().items()}
     saved = {}
     for name, tree in manifest["model"]["dict"]:
-        stored = tree["tensor"] if isinstance(tree, dict) and "tensor" in tree else None
-        if stored is not None and stored in local:
-            saved[name] = _table(stored, manifest, spans)
-        else:
-            saved[name] = "{} {}".format(*manifest["tensors"][stored]) if stored else "no tensor"
+        saved[name] = "no tensor"
+        if isinstance(tree, dict) and "tensor" in tree:
+            dtype, shape = manifest["tensors"][tree["tensor"]]
+            span = _of_name(tree["tensor"], spans) if tree["tensor"] in local else None
+            if span is not None and span.total == shape[0]:
+                shape = [span.stop - span.start, *shape[1:]]  # the rows of this rank
+            saved[name] = f"{dtype} {shape}"
     for name in [*own, *saved]:
         if own.get(name) != saved.get(name):
             raise CheckpointError(
@@ -282,15 +274,6 @@ def _validate(
             )
     if optimizer is not None:
         _validate_optimizer(what, manifest["optimizer"], optimizer, bool(local))
-
-
-def _table(name: str, manifest: dict[str, Any], spans: dict[str, Span]) -> str:
-    """A saved table as this rank's rows of it would be described; the whole, where the tables differ in length."""
-    parts = [manifest["tensors"][f"{name}@{rank}"] for rank in range(manifest["ranks"])]
-    dtype, (_, *tail) = parts[0]
-    saved = sum(shape[0] for _, shape in parts)
-    start, stop, total = _span_of(name, spans) or (0, saved, saved)
-    return f"{dtype} {[stop - start if total == saved else saved, *tail]}"
 
 
 def _validate_optimizer(what: str, saved: dict[str, Any] | None, optimizer: Optimizer, local: bool) -> None:
@@ -311,19 +294,9 @@ def _restore(
 ) -> None:
     try:
         state = decode(manifest["model"], tensors)
-        model.load_state_dict(_with_metadata(state, decode(manifest["model_metadata"], tensors)))
+        model.load_state_dict(torch_private.with_versions(state, decode(manifest["model_metadata"], tensors)))
         if optimizer is not None:
             optimizer.load_state_dict(decode(manifest["optimizer"]["state"], tensors))
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"the state could not be restored: {error}") from error
     forget_gradients(model)
-
-
-def _with_metadata(state: dict[str, Any], metadata: dict[str, Any]) -> dict[str, Any]:
-    """`state` as a ``state_dict`` with the module versions that torch keeps as an attribute."""
-    from collections import OrderedDict
-
-    versioned: Any = OrderedDict(state)
-    versioned._metadata = metadata
-    result: dict[str, Any] = versioned
-    return result

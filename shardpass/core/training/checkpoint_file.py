@@ -99,8 +99,9 @@ def _storable(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 
 
 def read_file(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """The manifest of the file, whose tensors are put into `tensors`; every byte is verified.
+    """The manifest of the file. Its tensors are put into `tensors`; every byte is verified.
 
+    What was stored per rank as ``name@rank`` is one tensor again, ``name``, with the rows of one rank after the other.
     The manifest gains ``"tensors"``: name -> [dtype, shape].
 
     Raises:
@@ -121,6 +122,8 @@ def read_file(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
     if _checksum(header["shardpass"], tensors) != header["checksum"]:
         raise CheckpointError(f"the checkpoint {str(path)!r} was altered or damaged: its checksum does not fit")
     manifest: dict[str, Any] = json.loads(header["shardpass"])
+    for name in manifest["local"]:
+        tensors[name] = torch.cat([tensors.pop(f"{name}@{rank}") for rank in range(manifest["ranks"])])
     manifest["tensors"] = {name: [_dtype(tensor), list(tensor.shape)] for name, tensor in sorted(tensors.items())}
     return manifest
 

@@ -1,16 +1,16 @@
-"""Gradients summed over ranks while backward still runs.
+"""Gradients that are summed over ranks while backward still runs.
 
 [Note: two threads of one rank]
-Backward itself communicates: the sharded calls, on the caller's communicator, in the thread that runs backward. The
-sums of gradients run in one other thread, on a duplicate of that communicator (`Communicator.background`), bucket after
-bucket in one order. So no message of the one can meet one of the other, and ranks cannot cross. The other thread waits
-for other ranks' other threads only, and these for their own backward; backward never waits for the other thread until
-it is over on every rank, which the agreement at the end of the block (on the caller's communicator) makes sure of.
-Hence no circle of waits runs through both. A rank that leaves the block by an exception gives the duplicate up: the
-other ranks' threads wake up with its reason.
+Backward itself communicates: the sharded calls do, on the caller's communicator, in the thread that runs backward. One
+other thread sums the gradients, on a duplicate of that communicator (`Communicator.background`), bucket after bucket in
+one order. So no message of one thread can meet a message of the other, and ranks cannot cross. The other thread waits
+only for the same thread of other ranks, and these wait for their own backward. Backward does not wait for the other
+thread until backward has ended on every rank, which the agreement at the end of the block makes sure of (on the
+caller's communicator). Hence no circle of waits runs through both. A rank that leaves the block by an exception gives
+the duplicate up, which wakes the other ranks' threads and tells them the reason.
 
-A sum is put into ``.grad`` at the end of the block only. Until then a gradient is this rank's own part, so that all
-checks are those of `sync_gradients`, and a block left by an exception has changed no gradient.
+A sum is put into ``.grad`` at the end of the block only. Until then a gradient is this rank's own part. So the checks
+are those of `sync_gradients`, and a block that is left by an exception has changed no gradient.
 """
 
 from __future__ import annotations
@@ -24,22 +24,18 @@ import torch
 from torch import Tensor, nn
 
 from shardpass.backends.communicator import Communicator
-from shardpass.core.ranks import Ranks
+from shardpass.core.ranks import Ranks, torch_private
+from shardpass.core.training.buckets import BUCKET_BYTES, cut_buckets, flatten, sum_flat, unpack
 from shardpass.core.training.gradients import (
-    BUCKET_BYTES,
     CHANGED,
     PROBLEMS,
     agree_on_gradients,
     alike,
-    cut_buckets,
-    flatten,
     gradient_of,
     mark_summed,
     refuse_ddp,
     state_of,
-    sum_flat,
     sum_gradients,
-    unpack,
     watch_of,
 )
 from shardpass.errors import RefusedError
@@ -47,27 +43,27 @@ from shardpass.errors import RefusedError
 
 @contextmanager
 def sync_during_backward(model: nn.Module, comm: Ranks, bucket_bytes: int = BUCKET_BYTES) -> Iterator[None]:
-    """A ``with`` block for the last backward of a step, after which gradients are as `sync_gradients` leaves them.
+    """A ``with`` block for the last backward of a step. After it, gradients are as `sync_gradients` leaves them.
 
-    ``with sync_during_backward(model, comm): loss.backward()``. Buckets of gradients are summed over ranks in another
-    thread while backward goes on. A bucket is summed when backward has made all its gradients and the buckets before it
-    are under way; what backward does not reach on this rank waits for the end of the block. Where the transport cannot
-    be called from two threads (an MPI without them), all is summed at the end.
+    ``with sync_during_backward(model, comm): loss.backward()``. Another thread sums buckets of gradients over ranks
+    while backward goes on. It begins a bucket when backward has made all gradients of it and the buckets before it have
+    begun. Gradients that backward does not reach on this rank wait for the end of the block. If two threads cannot call
+    the transport (an MPI without thread support), all gradients are summed at the end.
 
-    Collective: every rank enters and leaves the block. The sums are those of `sync_gradients` up to rounding, the same
-    bits on every rank; and the same bits as `sync_gradients` where every parameter that some rank trains has a gradient
-    on some rank, with the same `bucket_bytes`. To accumulate gradients, run the earlier backward passes before the
-    block. Within it, a parameter may get a gradient by one backward; clip or scale gradients after it.
+    Collective: every rank enters and leaves the block. The sums are the same bits on every rank, and those of
+    `sync_gradients` up to rounding. They are the same bits as those of `sync_gradients` if every parameter that some
+    rank trains has a gradient on some rank, and `bucket_bytes` is the same. To accumulate gradients, run the earlier
+    backward passes before the block. Within it, run one backward; clip or scale gradients after it.
 
     Args:
         model: the same architecture on every rank.
         comm: the ranks. It keeps one duplicate of itself for all blocks.
-        bucket_bytes: gradients travel concatenated, per dtype, in buckets of about this size; the same on every rank. A
+        bucket_bytes: gradients travel concatenated, per dtype, in buckets of about this size, the same on every rank. A
             model whose gradients fit into one bucket has nothing to overlap.
 
     Raises:
-        ShardpassError: on every rank, where `sync_gradients` raises, and if a gradient was changed within the block
-            after backward had made it.
+        ShardpassError: on every rank, if `sync_gradients` would raise, or a gradient was changed within the block after
+            backward had made it.
         RefusedError: DistributedDataParallel is around the model or within it, or the block is within another one.
         DivergenceError: another rank has left the block by an exception, or takes another path.
     """
@@ -106,9 +102,7 @@ class _Block:
         self.comm = comm
         self.bucket_bytes = bucket_bytes
         self.named = list(alike(model))
-        planned = [
-            parameter for parameter in reversed(self._trained_somewhere()) if not nn.parameter.is_lazy(parameter)
-        ]
+        planned = self._trained_somewhere()[::-1]
         self.buckets: list[list[nn.Parameter]] = list(cut_buckets(planned, bucket_bytes))
         self.bucket_of = {id(parameter): k for k, bucket in enumerate(self.buckets) for parameter in bucket}
         self.missing = [{id(parameter) for parameter in bucket if _trains(parameter)} for bucket in self.buckets]
@@ -141,7 +135,7 @@ class _Block:
 
     def _look(self, parameter: Tensor) -> None:
         grad = parameter.grad
-        self.seen.setdefault(id(parameter), (grad, 0 if grad is None else grad._version))
+        self.seen.setdefault(id(parameter), (grad, 0 if grad is None else torch_private.version_of(grad)))
 
     def _send(self) -> None:
         """Start summing the next bucket, with what its gradients are now."""
@@ -178,7 +172,7 @@ class _Block:
         if state in PROBLEMS or key not in self.seen:
             return state
         grad, version = self.seen[key]
-        same = grad is parameter.grad and (grad is None or grad._version == version)
+        same = grad is parameter.grad and (grad is None or torch_private.version_of(grad) == version)
         return state if same and key not in self.changed else CHANGED
 
     def give_up(self, error: BaseException) -> None:

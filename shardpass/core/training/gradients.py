@@ -1,40 +1,34 @@
-"""Parameters and gradients kept alike on all ranks.
+"""Parameters and gradients that are the same on all ranks.
 
 [Note: how misuse is found]
-Every trainable parameter of a model carries one `_Watch`, attached as autograd hooks at the first forward or sync.
+Every trainable parameter of a model has one `_Watch`, which is attached as autograd hooks at the first forward or sync.
 Hooks are neither pickled nor copied with a parameter, so what a watch knows is valid for as long as it exists.
 
-* A gradient summed over ranks must not be summed again. `sync_gradients` tags the gradient tensors it has summed. A
-  tagged tensor that is not all zeros at the next sync is a second sync; a tagged one that was not all zeros when
-  backward added to it (so no ``zero_grad`` came between) is marked stale and refused at the next sync.
+* A gradient that was summed over ranks must not be summed again, nor may backward add to it. `mark_summed` tags the
+  gradient tensor. The tag is taken off when backward adds to a gradient that is all zeros, as after ``zero_grad``. A
+  tagged gradient that is not all zeros is refused at the next sync.
 * A parameter must not change between backward and the sync. The watch records the parameter's version whenever a
-  gradient arrives; the next sync, or the next forward where sync was forgotten, compares.
+  gradient arrives. The next sync compares it, and so does the next forward if there was no sync.
 """
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shardpass.backends.communicator import Communicator
-from shardpass.core.ranks import Ranks, identity_of, refuse_alike
+from shardpass.core.ranks import Ranks, identity_of, refuse_alike, torch_private
+from shardpass.core.training.buckets import BUCKET_BYTES, broadcast_tensors, cut_buckets, flatten, sum_flat, unpack
 from shardpass.errors import RefusedError, ShardpassError
 
-_T = TypeVar("_T", bound=Tensor)
-
-BUCKET_BYTES = 25 << 20
-ABSENT, PRESENT, SECOND, STALE, STEPPED, SPARSE, CHANGED = range(7)
+ABSENT, PRESENT, SUMMED, STEPPED, SPARSE, CHANGED = range(6)
 PROBLEMS = {
-    SECOND: "was already summed over ranks: sync_gradients was called twice, or after "
-    "sync_during_backward, without zero_grad and backward between",
-    STALE: "holds a sum over ranks to which backward has added: call optimizer.zero_grad() before each backward that "
-    "follows a sync_gradients",
+    SUMMED: "was already summed over ranks: call optimizer.zero_grad() before each backward that follows a sum, and "
+    "either sync_gradients or sync_during_backward once after it",
     STEPPED: "belongs to parameter values that have changed since backward: call sync_gradients after the last "
     "backward and before optimizer.step()",
     SPARSE: "is sparse: build the layer with sparse=False, or let ranks own its rows (NodeEmbedding)",
@@ -46,8 +40,8 @@ PROBLEMS = {
 def sync_parameters(model: nn.Module, comm: Ranks, bucket_bytes: int = BUCKET_BYTES) -> None:
     """Give every rank the parameters and buffers of rank 0. Collective.
 
-    Parameters marked ``shardpass_local`` (rows owned by ranks) are left alone; tied parameters travel once. What was
-    recorded about gradients of earlier backward passes is forgotten.
+    Parameters marked ``shardpass_local`` (rows owned by ranks) are left alone, and tied parameters travel once. Records
+    of the gradients of earlier backward passes are dropped.
 
     Args:
         model: the same architecture on every rank: names, shapes and dtypes of parameters and buffers are compared.
@@ -55,50 +49,31 @@ def sync_parameters(model: nn.Module, comm: Ranks, bucket_bytes: int = BUCKET_BY
         bucket_bytes: tensors travel concatenated in buckets of about this size.
 
     Raises:
-        ValueError: on every rank, if the models differ; names the first difference.
+        ValueError: on every rank, if the models differ; it names the first difference.
     """
     named = [*alike(model), *model.named_buffers()]
     for name, tensor in named:
         if nn.parameter.is_lazy(tensor):
             raise ValueError(f"parameter {name!r} is not initialised yet: run the lazy module once before wrapping it")
     own = [f"{name}: {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}" for name, tensor in named]
-    every = comm.all_gather_object([own, _settings(model)], "sync_parameters")
-    for rank, (other, settings) in enumerate(every):
-        first = _first_difference(every[0][0], other)
-        if first:
-            raise ValueError(
-                f"the models differ: {first[0]} on rank 0, {first[1]} on rank {rank}; build the same model on "
-                f"every rank"
-            )
-        first = _first_difference(every[0][1], settings)
-        if first and comm.rank == 0:
-            warnings.warn(
-                f"the models differ in a setting: {first[0]} on rank 0, {first[1]} on rank {rank}. If the model "
-                f"computes with it, ranks compute different things: build the same model on every rank",
-                stacklevel=3,
-            )
+    first, *others = [[*found, "nothing more"] for found in comm.all_gather_object(own, "sync_parameters")]
+    for rank, other in enumerate(others, 1):
+        for left, right in zip(first, other):
+            if left != right:
+                raise ValueError(
+                    f"the models differ: {left} on rank 0, {right} on rank {rank}; build the same model on every rank"
+                )
     if comm.size > 1:
         broadcast_tensors([tensor for _, tensor in named], comm, "sync_parameters", bucket_bytes)
     forget_gradients(model)
 
 
-def _settings(model: nn.Module) -> list[str]:
-    """Numbers, strings and functions that modules hold as attributes, as ``name: value``."""
-    found = []
-    for prefix, module in model.named_modules():
-        for key, value in sorted(vars(module).items()):
-            shown = value if isinstance(value, (bool, int, float, str)) else getattr(value, "__qualname__", None)
-            if shown is not None and not key.startswith("_"):
-                found.append(f"{prefix}.{key}".lstrip(".") + f": {shown}")
-    return found
-
-
 def sync_gradients(model: nn.Module, comm: Ranks, bucket_bytes: int = BUCKET_BYTES) -> None:
     """Sum the gradients of the parameters over ranks, in place. Collective; once per step, after the last backward.
 
-    A parameter that has a gradient on some rank gets one on every rank; one that has none anywhere keeps None (backward
-    through a wrapped model gives zeros to parameters that the loss does not reach).
-    Parameters marked ``shardpass_local`` are left alone. Buckets are summed in a fixed order.
+    A parameter that has a gradient on some rank gets one on every rank. One that has none anywhere keeps `None`.
+    (Backward through a wrapped model gives zeros to parameters that the loss does not reach.) Parameters marked
+    ``shardpass_local`` are left alone. Buckets are summed in a fixed order.
 
     Args:
         model: the same architecture on every rank.
@@ -106,8 +81,8 @@ def sync_gradients(model: nn.Module, comm: Ranks, bucket_bytes: int = BUCKET_BYT
         bucket_bytes: gradients travel concatenated, per dtype, in buckets of about this size.
 
     Raises:
-        ShardpassError: on every rank, if a gradient was summed before, backward added to a summed one, a parameter
-            changed since backward, or a gradient is sparse. See [Note: how misuse is found].
+        ShardpassError: on every rank, if a gradient was summed before, a parameter has changed since backward, or a
+            gradient is sparse. See [Note: how misuse is found].
         RefusedError: DistributedDataParallel is around the model or within it.
     """
     refuse_ddp(model)
@@ -119,11 +94,11 @@ def sync_gradients(model: nn.Module, comm: Ranks, bucket_bytes: int = BUCKET_BYT
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float, comm: Ranks) -> Tensor:
-    """The 2-norm of all gradients, 0-dim float64, which are then scaled in place to at most `max_norm`. Collective.
+    """The 2-norm of all gradients, 0-dim float64; gradients are then scaled to at most `max_norm`. Collective.
 
     Call it after `sync_gradients`. Gradients of rows owned by ranks (`NodeEmbedding`) are those of all ranks, and every
-    rank scales by the same factor; `torch.nn.utils.clip_grad_norm_` would see each rank's own rows. Without such rows
-    the two do the same.
+    rank scales by the same factor, while `torch.nn.utils.clip_grad_norm_` would see each rank's own rows. Without such
+    rows the two do the same.
 
     Args:
         model: the same architecture on every rank.
@@ -135,48 +110,45 @@ def clip_grad_norm(model: nn.Module, max_norm: float, comm: Ranks) -> Tensor:
     """
     sums = torch.zeros(2, dtype=torch.float64, device=comm.device)  # squares of own rows; gradients not summed yet
     shared = torch.zeros((), dtype=torch.float64, device=comm.device)
-    for parameter in model.parameters():
-        if parameter.grad is None:
-            continue
-        square = torch.linalg.vector_norm(parameter.grad.detach().double()).square().to(comm.device)
+    found = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    for parameter in found:
+        square = torch.linalg.vector_norm(gradient_of(parameter).detach().double()).square().to(comm.device)
         if getattr(parameter, "shardpass_local", False):
             sums[0] += square
-            continue
-        shared += square
-        watch = watch_of(parameter)
-        sums[1] += int(watch is not None and watch.version is not None)
+        else:
+            shared += square
+            watch = watch_of(parameter)
+            sums[1] += int(watch is not None and watch.version is not None)
     squares, unsummed = comm.all_reduce(sums, "sum", "clip_grad_norm").unbind()
     if unsummed:
         raise ShardpassError("clip_grad_norm: gradients are not summed over ranks yet; call sync_gradients before it")
     norm = (shared + squares).sqrt()
     factor = float((max_norm / (norm + 1e-6)).clamp(max=1.0))  # as torch does
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad.detach().mul_(factor)
+    for parameter in found:
+        gradient_of(parameter).detach().mul_(factor)
     return norm
 
 
 def note_forward(model: nn.Module) -> None:
-    """Watch the parameters' gradients from now on. For the wrapper, at every outermost forward. Not collective.
+    """Watch the gradients of the parameters from now on. The wrapper calls it at every outermost forward.
 
     Raises:
-        ShardpassError: the parameters changed since the last backward although its gradients were never summed.
+        ShardpassError: a parameter has changed since the last backward although its gradient was not summed.
         RefusedError: the forward runs inside DistributedDataParallel.
     """
-    check_not_ddp()
+    if torch_private.is_inside_ddp():
+        raise RefusedError(_ddp_sentence("the wrapped model"))
     if not torch.is_grad_enabled():
         return
     for name, parameter in alike(model):
         watch = watch_of(parameter)
-        if watch is None or watch.version is None:
-            continue
-        if watch.version != parameter._version:
+        if watch is not None and watch.has_changed(parameter):
             raise ShardpassError(
                 f"parameter {name!r} has changed since the last backward, but its gradient was not summed over ranks: "
-                f"call sync_gradients(model, comm) after backward and before optimizer.step(). (If those gradients "
-                f"were dropped on purpose, call sync_parameters(model, comm) first.)"
+                f"call sync_gradients(model, comm) after backward and before optimizer.step(). (If you dropped those "
+                f"gradients on purpose, call sync_parameters(model, comm) first.)"
             )
-        if parameter.grad is None:
+        if watch is not None and parameter.grad is None:
             watch.version = None  # dropped without a step
 
 
@@ -188,10 +160,10 @@ def forget_gradients(model: nn.Module) -> None:
 
 
 def refuse_ddp(model: nn.Module) -> None:
-    """Raise if gradients of `model` are averaged by DistributedDataParallel.
+    """Raise if DistributedDataParallel averages gradients of `model`.
 
     Raises:
-        RefusedError: they are.
+        RefusedError: it is around the model or within it.
     """
     for name, module in model.named_modules():
         if isinstance(module, DistributedDataParallel):
@@ -217,53 +189,42 @@ def refuse_as_built(model: nn.Module) -> None:
             )
 
 
-def check_not_ddp() -> None:
-    """Raise if the caller runs inside the forward of DistributedDataParallel. For the wrapper's forward.
-
-    Raises:
-        RefusedError: it does.
-    """
-    if DistributedDataParallel._get_active_ddp_module() is not None:
-        raise RefusedError(_ddp_sentence("the wrapped model"))
-
-
-def broadcast_tensors(tensors: Sequence[Tensor], comm: Ranks, label: str, bucket_bytes: int = BUCKET_BYTES) -> None:
-    """Overwrite `tensors` with those of rank 0, in place; any dtype. Collective; shapes and dtypes must agree."""
-    with torch.no_grad():
-        for bucket in cut_buckets(tensors, bucket_bytes):
-            flat = flatten(bucket, comm.device)
-            comm.broadcast(flat.view(torch.uint8), 0, label)  # bytes: booleans and complex numbers travel too
-            if comm.rank != 0:
-                unpack(flat, bucket)
+def _ddp_sentence(where: str) -> str:
+    return (
+        f"DistributedDataParallel around {where} is refused: it averages gradients over ranks, while the gradients of "
+        f"a sharded graph are parts of one sum. Remove it and call sync_gradients(model, comm) after backward"
+    )
 
 
 class _Watch:
-    """What is known of one parameter's gradient; called by autograd after a gradient was accumulated."""
+    """What is known of one parameter's gradient. Autograd calls it when a gradient has been accumulated.
+
+    Attributes:
+        version: the parameter's version when the latest gradient arrived that was not summed; `None` without one.
+    """
 
     def __init__(self) -> None:
-        self.version: int | None = None  # of the parameter when the latest unsummed gradient arrived
-        self.onto_summed = False
+        self.version: int | None = None
+        self._onto_summed = False
 
     def before(self, parameter: Tensor | None) -> None:
-        grad = None if parameter is None else parameter.grad
-        self.onto_summed = grad is not None and hasattr(grad, "shardpass_summed") and bool(grad.any())
+        """Autograd is about to add to the gradient."""
+        self._onto_summed = parameter is not None and is_summed(parameter)
 
     def __call__(self, parameter: Tensor) -> None:
-        grad: Any = parameter.grad
-        if self.onto_summed:
-            grad.shardpass_stale = True
-        else:
-            for tag in ("shardpass_summed", "shardpass_stale"):
-                if hasattr(grad, tag):
-                    delattr(grad, tag)
-        self.onto_summed = False
-        self.version = parameter._version
+        if hasattr(parameter.grad, "shardpass_summed") and not self._onto_summed:
+            del parameter.grad.shardpass_summed  # type: ignore[union-attr]
+        self._onto_summed = False
+        self.version = torch_private.version_of(parameter)
+
+    def has_changed(self, parameter: Tensor) -> bool:
+        """Whether the parameter has changed since a gradient arrived that was not summed."""
+        return self.version not in (None, torch_private.version_of(parameter))
 
 
 def watch_of(parameter: Tensor) -> _Watch | None:
-    """The watch of a trainable parameter, attached now if it has none; None for a frozen one."""
-    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    for hook in hooks.values():
+    """The watch of a trainable parameter, attached now if it has none; `None` for a frozen one."""
+    for hook in torch_private.grad_hooks(parameter):
         if isinstance(hook, _Watch):
             return hook
     if not (parameter.requires_grad and parameter.is_leaf):
@@ -275,7 +236,7 @@ def watch_of(parameter: Tensor) -> _Watch | None:
 
 
 def alike(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters that are alike on all ranks; the same object once."""
+    """The names of the parameters that are the same on all ranks, and the parameters; the same object once."""
     for name, parameter in model.named_parameters():
         if not getattr(parameter, "shardpass_local", False):
             yield name, parameter
@@ -286,7 +247,7 @@ def agree_on_gradients(named: list[tuple[str, nn.Parameter]], states: list[int],
 
     Args:
         named: names and parameters, the same on every rank.
-        states: `state_of` each of them here.
+        states: `state_of` each of them on this rank.
         comm: the ranks.
         label: of the collective.
     """
@@ -294,42 +255,45 @@ def agree_on_gradients(named: list[tuple[str, nn.Parameter]], states: list[int],
     rows = torch.cat(comm.all_gather(torch.tensor([own], dtype=torch.uint8, device=comm.device), label)).cpu()
     every, identities = rows[:, : len(states)], rows[:, len(states) :]
     refuse_alike(identities.tolist())
-    found = [(state, rank, column) for rank, row in enumerate(every.tolist()) for column, state in enumerate(row)]
-    for state, rank, column in found:
-        if state in PROBLEMS:
-            raise ShardpassError(f"the gradient of {named[column][0]!r} on rank {rank} {PROBLEMS[state]}")
+    for rank, row in enumerate(every.tolist()):
+        for (name, _), state in zip(named, row):
+            if state in PROBLEMS:
+                raise ShardpassError(f"the gradient of {name!r} on rank {rank} {PROBLEMS[state]}")
     present: list[bool] = every.any(0).tolist()
     return present
 
 
 def state_of(parameter: nn.Parameter) -> int:
-    """What is to be said of its gradient before it is summed: ``ABSENT``, ``PRESENT`` or one of `PROBLEMS`."""
-    grad, watch = parameter.grad, watch_of(parameter)
-    if grad is None:
+    """What is known of its gradient before it is summed: ``ABSENT``, ``PRESENT`` or one of `PROBLEMS`."""
+    watch = watch_of(parameter)
+    if parameter.grad is None:
         return ABSENT
-    if grad.layout != torch.strided:
+    if parameter.grad.layout != torch.strided:
         return SPARSE
-    if hasattr(grad, "shardpass_stale") and bool(grad.any()):
-        return STALE
-    if hasattr(grad, "shardpass_summed") and bool(grad.any()):
-        return SECOND
-    if watch is not None and watch.version is not None and watch.version != parameter._version:
-        return STEPPED
-    return PRESENT
+    if is_summed(parameter):
+        return SUMMED
+    return STEPPED if watch is not None and watch.has_changed(parameter) else PRESENT
+
+
+def is_summed(parameter: Tensor) -> bool:
+    """Whether its gradient is, or contains, a sum over ranks that is not all zeros."""
+    grad = parameter.grad
+    return grad is not None and hasattr(grad, "shardpass_summed") and bool(grad.any())
 
 
 def mark_summed(named: list[tuple[str, nn.Parameter]]) -> None:
     """Note that the gradients are sums over ranks from now on."""
     for _, parameter in named:
-        if parameter.grad is not None:
-            parameter.grad.shardpass_summed = True  # type: ignore[attr-defined]
+        grad: Any = parameter.grad
+        if grad is not None:
+            grad.shardpass_summed = True
         watch = watch_of(parameter)
         if watch is not None:
             watch.version = None
 
 
 def sum_gradients(parameters: Sequence[nn.Parameter], comm: Ranks, bucket_bytes: int) -> None:
-    """Sum the gradients of `parameters`, the same on every rank, over ranks in place; None counts as zeros. Collective.
+    """Sum the gradients of `parameters`, the same on every rank, over ranks in place. Collective. `None` is zeros.
 
     Buckets run from the last parameter to the first, as backward meets them.
     """
@@ -340,57 +304,7 @@ def sum_gradients(parameters: Sequence[nn.Parameter], comm: Ranks, bucket_bytes:
 
 
 def gradient_of(parameter: nn.Parameter) -> Tensor:
-    """Its gradient, set to zeros where it is None."""
+    """Its gradient, which is set to zeros if it is `None`."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad
-
-
-def cut_buckets(tensors: Sequence[_T], bucket_bytes: int) -> Iterator[list[_T]]:
-    """The tensors in order, grouped by dtype and cut into lists of about `bucket_bytes`."""
-    by_dtype: dict[torch.dtype, list[_T]] = {}
-    for tensor in tensors:
-        by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    for group in by_dtype.values():
-        bucket: list[_T] = []
-        size = 0
-        for tensor in group:
-            if bucket and size + tensor.nbytes > bucket_bytes:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(tensor)
-            size += tensor.nbytes
-        yield bucket
-
-
-def flatten(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """A copy of all of them, one after the other, ``[numbers in all]``."""
-    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).to(device)
-
-
-def unpack(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Overwrite `tensors` with what `flatten` has put one after the other."""
-    with torch.no_grad():
-        for tensor, values in zip(tensors, flat.split([tensor.numel() for tensor in tensors])):
-            tensor.copy_(values.view(tensor.shape))
-
-
-def sum_flat(flat: Tensor, comm: Communicator, label: str) -> Tensor:
-    """The sum over ranks, a new tensor; complex numbers too. Collective."""
-    if flat.is_complex():
-        return torch.view_as_complex(comm.all_reduce(torch.view_as_real(flat), "sum", label))
-    return comm.all_reduce(flat, "sum", label)
-
-
-def _first_difference(own: list[str], other: list[str]) -> tuple[str, str] | None:
-    for left, right in zip([*own, "nothing more"], [*other, "nothing more"]):
-        if left != right:
-            return left, right
-    return None
-
-
-def _ddp_sentence(where: str) -> str:
-    return (
-        f"DistributedDataParallel around {where} is refused: it averages gradients over ranks, while the gradients of "
-        f"a sharded graph are parts of one sum. Remove it and call sync_gradients(model, comm) after backward"
-    )

@@ -17,10 +17,10 @@ class DistributedBatchNorm(OnRanks, nn.BatchNorm1d):
     """`torch.nn.BatchNorm1d` whose training statistics are those of the rows of all ranks together.
 
     Parameters, buffers and ``state_dict`` keys are BatchNorm1d's. With batch statistics, forward and backward are
-    collective: every rank calls them in the same order with the same number of channels and dtype; the number of rows
-    may differ and may be 0. Running statistics are updated by the same bits on every rank. With running statistics
-    (evaluation) nothing is communicated. The gradients of weight and bias are local-partial: `sync_gradients` sums
-    them. Only ``[rows, channels]`` inputs are accepted.
+    collective: every rank calls them in the same order, with the same number of channels and dtype. The number of rows
+    may differ and may be 0. Running statistics are the same bits on every rank. With running statistics (evaluation)
+    nothing is communicated. The gradients of weight and bias are this rank's part, and `sync_gradients` sums them. The
+    input must be ``[rows, channels]``.
     """
 
     def __init__(self, num_features: int, comm: Ranks, **options: Any) -> None:
@@ -108,8 +108,8 @@ class DistributedBatchNorm(OnRanks, nn.BatchNorm1d):
 class _Normalise(torch.autograd.Function):
     """Rows normalised with given global moments, and the closed-form backward through those moments.
 
-    Backward is that of Ioffe and Szegedy (2015), section 3, with the sums over the batch taken over all ranks; the
-    gradients of weight and bias are local-partial. Saved: the input rows and four vectors of [channels].
+    Backward is that of Ioffe and Szegedy (2015), section 3, with the sums over the batch taken over all ranks. The
+    gradients of weight and bias are this rank's part. Saved are the input rows and three vectors of [channels].
     """
 
     @staticmethod
@@ -118,13 +118,8 @@ class _Normalise(torch.autograd.Function):
         variance: Tensor, count: int, eps: float, comm: Ranks, label: str,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         ctx.save_for_backward(token, rows, weight, mean, variance)
-        ctx.count, ctx.eps, ctx.comm, ctx.label, ctx.bias_dtype = (
-            count,
-            eps,
-            comm,
-            label,
-            bias is not None and bias.dtype,
-        )
+        ctx.count, ctx.eps, ctx.comm, ctx.label = count, eps, comm, label
+        ctx.bias_dtype = None if bias is None else bias.dtype
         return _normalised(rows, weight, bias, mean, variance, eps), torch.zeros_like(token)
 
     @staticmethod
@@ -149,7 +144,7 @@ class _Normalise(torch.autograd.Function):
             constant = -scale * total[0] + slope * (shift.double() - mean)
             grad_rows = _affine(grad, scale, rows, shift, slope, constant)
         grad_weight = None if weight is None else (sums[1] * inverse).to(weight.dtype)
-        grad_bias = sums[0].to(ctx.bias_dtype) if ctx.bias_dtype else None
+        grad_bias = None if ctx.bias_dtype is None else sums[0].to(ctx.bias_dtype)
         return torch.zeros_like(token), grad_rows, grad_weight, grad_bias, *[None] * 6
 
 
@@ -185,18 +180,21 @@ def _affine(grad: Tensor, scale: Tensor, rows: Tensor, shift: Tensor, slope: Ten
 def replace_batch_norms(module: nn.Module, comm: Ranks) -> nn.Module:
     """`module` with every `torch.nn.BatchNorm1d` and `SyncBatchNorm` replaced by a `DistributedBatchNorm`.
 
-    Exactly these types: subclasses are left alone. Replaced in place in their parents; parameters, buffers, hooks and
-    the training flag are the same objects, and a norm used in several places is converted once. Not collective.
+    Subclasses of these types are left alone. Norms are replaced in place in their parents. Parameters, buffers, hooks
+    and the training flag are the same objects, and a norm in several places is converted once. Not collective.
 
     Returns:
         `module` itself, or its replacement where it is a batch norm.
     """
-    converted: dict[int, nn.Module] = {}
-    for parent in list(module.modules()):
-        for name, child in parent._modules.items():
-            if child is not None and type(child) in (nn.BatchNorm1d, nn.SyncBatchNorm):
-                parent._modules[name] = converted.setdefault(id(child), _convert(child, comm))
-    return _convert(module, comm) if type(module) in (nn.BatchNorm1d, nn.SyncBatchNorm) else module
+    converted: dict[nn.Module, DistributedBatchNorm] = {}
+    for path, child in list(module.named_modules(remove_duplicate=False)):
+        if type(child) in (nn.BatchNorm1d, nn.SyncBatchNorm):
+            norm = converted.setdefault(child, _convert(child, comm))
+            parent, _, name = path.rpartition(".")
+            if not name:
+                return norm
+            setattr(module.get_submodule(parent), name, norm)
+    return module
 
 
 def _convert(norm: nn.Module, comm: Ranks) -> DistributedBatchNorm:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
 from shardpass.core.ranks import Ranks
+from shardpass.core.training.checkpoint_file import digest
 from shardpass.errors import RefusedError
 
 
@@ -33,10 +34,13 @@ def shared_copy(model: nn.Module) -> nn.Module:
 def follow(copied: nn.Module, model: nn.Module, comm: Ranks, methods: Iterable[str] = ()) -> None:
     """Let every call of `copied` use the present parameters and buffers of `model`. Calls are collective.
 
-    Statistics that batches leave in buffers (those of BatchNorm) differ between ranks; before a call, buffers that do
-    are set to their mean over ranks, on the model as well.
+    Batches leave different statistics in the buffers of the ranks (those of BatchNorm). Before a call, such buffers are
+    set to their mean over ranks, in the model as well.
 
     Args:
+        copied: made by `shared_copy` of `model`.
+        model: the model that is trained on batches.
+        comm: the ranks.
         methods: names of further methods that are called from outside, such as ``encode``.
     """
     refresh = partial(_refresh, model, comm, copied)
@@ -51,28 +55,24 @@ def _refreshed(refresh: Callable[[], None], method: Callable[..., Any], *args: A
 
 
 def _refresh(model: nn.Module, comm: Ranks, copied: nn.Module) -> None:
-    originals = dict(model.named_modules())
     with torch.no_grad():
         _agree_on_buffers(model, comm)
-    for name, module in copied.named_modules():
-        theirs = originals[name]
-        module._parameters.update(theirs._parameters)  # model.to() and load_state_dict(assign=True) make new ones
-        module._buffers.update(theirs._buffers)
+    modules = dict(copied.named_modules(remove_duplicate=False))
+    # model.to() and load_state_dict(assign=True) make new tensors
+    found = model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+    for path, tensor in chain(*found):
+        parent, _, name = path.rpartition(".")
+        setattr(modules[parent], name, tensor)
 
 
 def _agree_on_buffers(model: nn.Module, comm: Ranks) -> None:
     buffers = [b for b in model.buffers() if b.is_floating_point() and b.numel()]
     if not buffers or comm.size == 1:
         return
-    raw = [hashlib.blake2b(_bytes(buffer), digest_size=7).digest() for buffer in buffers]
-    own = torch.tensor([int.from_bytes(digest, "little") for digest in raw], device=comm.device)
+    hashes = [int(digest(buffer.detach().cpu())[:14], 16) for buffer in buffers]
+    own = torch.tensor(hashes, device=comm.device)
     digests = torch.stack(comm.all_gather(own, "buffers of the model"))
     for buffer, same in zip(buffers, (digests == digests[0]).all(0).tolist()):
         if not same:
             total = comm.all_reduce(buffer.detach().to(comm.device, torch.float64).contiguous(), "sum", "buffers")
             buffer.copy_(total / comm.size)
-
-
-def _bytes(tensor: torch.Tensor) -> bytes:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return bytes(flat.view(torch.uint8).numpy().tobytes())

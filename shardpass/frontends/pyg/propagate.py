@@ -14,7 +14,6 @@ from torch_geometric.nn.conv import GraphConv, MessagePassing, SAGEConv
 from shardpass.core.aggregation import aggregate
 from shardpass.core.exchange import HaloPlan
 from shardpass.core.graphs import ReversedEdges, ShardedEdgeIndex, ShardedGraph, reversed_edges
-from shardpass.core.memory import only_watch
 from shardpass.core.ranks import agree
 from shardpass.core.sharding import DerivedShards, EdgeShards
 from shardpass.core.tracing import Inputs, Program, Structure
@@ -148,7 +147,7 @@ class ShardedMessagePassing:
         own = {"aggregate", "update", "message"} & vars(conv).keys() or getattr(forward, "adapted", forward) is not None
         inner = conv.aggr_module
         hooked = conv._aggregate_forward_pre_hooks or conv._aggregate_forward_hooks or conv._propagate_forward_hooks
-        hooked = hooked or not (inner is None or only_watch({**inner._forward_pre_hooks, **inner._forward_hooks}))
+        hooked = hooked or (inner is not None and (inner._forward_pre_hooks or inner._forward_hooks))
         return (
             type(conv) in _MAPPED_NEXT
             and type(inner) in (SumAggregation, MeanAggregation)

@@ -1,0 +1,128 @@
+"""Everything that shardpass uses of torch and that torch does not document.
+
+A new release of torch may break this file and no other. `tests/core/test_torch_private.py` checks what each name does,
+and that no other file uses such names.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
+from torch.nn.modules.dropout import _DropoutNd as AnyDropout
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import MappingKey, tree_flatten, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
+from torch.utils.weak import WeakTensorKeyDictionary
+
+__all__ = [
+    "AnyBatchNorm",
+    "AnyDropout",
+    "DisableTorchFunction",
+    "DisableTorchFunctionSubclass",
+    "MappingKey",
+    "StorageWeakRef",
+    "TorchDispatchMode",
+    "WeakTensorKeyDictionary",
+    "argument_names",
+    "base_of",
+    "call_uncompiled",
+    "grad_hooks",
+    "has_forward_hook",
+    "is_inside_ddp",
+    "node_number",
+    "on_deepcopy",
+    "saved_tensor_hooks",
+    "state_versions",
+    "storage_number",
+    "tree_flatten",
+    "tree_flatten_with_path",
+    "tree_leaves",
+    "tree_map",
+    "tree_unflatten",
+    "version_of",
+    "with_versions",
+]
+
+DisableTorchFunction = torch._C.DisableTorchFunction
+"""A block in which neither subclasses nor function modes see what torch functions are called."""
+DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
+"""A block in which subclasses do not see what torch functions are called; function modes do."""
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often `tensor`, or a tensor that shares its memory, was changed in place; -1 for an inference tensor."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def base_of(tensor: Tensor) -> Tensor:
+    """The tensor of which `tensor` is a view, or `tensor` itself."""
+    return tensor if tensor._base is None else tensor._base
+
+
+def storage_number(tensor: Tensor) -> int:
+    """A number that tells the tensor's storage from all others that are alive."""
+    return tensor.untyped_storage()._cdata
+
+
+def node_number(node: torch.autograd.graph.Node) -> int:
+    """How many autograd nodes this thread made before `node`."""
+    return node._sequence_nr()  # type: ignore[attr-defined, no-any-return]
+
+
+def saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """The innermost pair of saved-tensor hooks that is active in this thread, or `None`."""
+    hooks: tuple[Callable[..., Any], Callable[..., Any]] | None
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+    return hooks
+
+
+def grad_hooks(parameter: Tensor) -> list[Callable[..., Any]]:
+    """What `Tensor.register_post_accumulate_grad_hook` has registered on `parameter`."""
+    return list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
+def has_forward_hook(module: nn.Module, hook: Callable[..., Any] | None = None) -> bool:
+    """Whether `hook` is a forward pre-hook of `module`; without `hook`, whether it has any forward hook or pre-hook."""
+    if hook is not None:
+        return hook in module._forward_pre_hooks.values()
+    return bool(module._forward_pre_hooks or module._forward_hooks)
+
+
+def argument_names(operator: Any) -> set[str]:
+    """The names of the arguments of an operator, as a dispatch mode is given it."""
+    return {argument.name for argument in operator._schema.arguments}
+
+
+def state_versions(state: dict[str, Any]) -> dict[str, Any]:
+    """The versions of the modules that torch keeps beside a ``state_dict``, by module."""
+    return dict(getattr(state, "_metadata", {}))
+
+
+def with_versions(state: dict[str, Any], versions: dict[str, Any]) -> dict[str, Any]:
+    """`state` as a ``state_dict`` with the versions that `state_versions` returned of it."""
+    versioned = OrderedDict(state)
+    versioned._metadata = versions  # type: ignore[attr-defined]
+    return versioned
+
+
+def is_inside_ddp() -> bool:
+    """Whether the caller runs inside the forward of DistributedDataParallel."""
+    return DistributedDataParallel._get_active_ddp_module() is not None
+
+
+def on_deepcopy(module: torch.fx.GraphModule, hook: Callable[[nn.Module], Any]) -> None:
+    """Call `hook` with every deep copy of `module`."""
+    module._register_deepcopy_hook(hook)
+
+
+def call_uncompiled(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What ``function(*args, **kwargs)`` returns, left alone by `torch.compile`."""
+    dynamo = sys.modules.get("torch._dynamo")  # torch.compile imports it
+    return (function if dynamo is None else dynamo.disable(function))(*args, **kwargs)
