@@ -73,7 +73,7 @@ def _aggregate(program: Program, plan: HaloPlan, edges: EdgeShards, weight: Tens
             raise
         return _mapped(aggregate_at_once(program, plan, edges, label), weight)
     if not plan.options.fuse_attention:
-        structure.attention = None
+        structure = replace(structure, attention=None)
     if program.watch is not None:
         program.watch(structure)
     program = program.of_what_is_read(structure)
@@ -141,7 +141,7 @@ def _call_of(
         dst_names=sorted(program.dst),
         edge_names=sorted(program.edge),
         gradients=gradients - {f"s:{name}" for name in unused},  # they get none, as in plain autograd: not zeros
-        captured=structure.captures,
+        captured=list(structure.captures),
         seed=_seed(program, plan, number, structure.random or structure.drops),
     )
 
@@ -278,7 +278,6 @@ def _node_part(
         inputs = sample_inputs(program, call.edges, call.plan.num_own_src, grads=False, count=num_edges)
         inputs.num_dst = call.edges.num_dst
     message = call.structure.message
-    assert message is not None
     phase = _NodePhase(outputs, call.edges.num_dst)
     scales = _DividesInPlace(outputs) if in_place else nullcontext()
     sums = [k for k, reduction in enumerate(call.structure.reductions) if only_scales and reduction.form != "ones"]

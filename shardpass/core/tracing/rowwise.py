@@ -114,7 +114,7 @@ def _check_block(program: Program, structure: Structure, num_dst: int, halves: t
     }
     if program.streamed_to is not None:
         whole["edge"] = {key: to_device(t, program.streamed_to) for key, t in whole["edge"].items()}
-    device = structure.message.device if structure.message is not None else torch.device("cpu")
+    device = structure.message.device
     few = max(1, min(BLOCK_DST, num_dst - 2))
     front, back = int(num_dst > few), int(num_dst > few + 1)
     index = (torch.arange(BLOCK_EDGES) % few).to(device)
