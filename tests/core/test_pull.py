@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import shardpass as sp
 from shardpass.backends.recording import RecordingCommunicator
 from shardpass.core.aggregation import sharded_call as core_aggregate
+from shardpass.core.sharding import Transposes
 from shardpass.testing.graphs import WholeGraph, assignments, awkward_graph, shard_in_memory
 from shardpass.testing.parity import differences, evaluate_sharded, evaluate_whole
 
@@ -264,8 +265,8 @@ def test_the_structure_is_there_once():
             graph = shard_in_memory(GRAPH, torch.arange(GRAPH.num_nodes) % 3, comm, sp.Options(backward=backward))
             model = UNCHECKED(gnn.SAGEConv(5, 4).double(), comm)
             model(graph.x.requires_grad_(), graph).sum().backward()
-            shards = graph.relation.shards
-            kept.append((any(s._transpose is not None for s in shards.shards), shards.out_edges is not None))
+            shards, transposes = graph.relation.shards, graph.relation.plan.caches.of(Transposes)
+            kept.append((any(s in transposes._kept for s in shards.shards), shards.out_edges is not None))
             if shards.out_edges is not None:
                 plan, mine = shards.out_edges.of(graph.relation.plan, shards, "")
                 assert all(s.src_rows.dtype == s.indptr.dtype == torch.int32 for s in mine.shards)

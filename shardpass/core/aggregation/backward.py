@@ -11,7 +11,7 @@ from shardpass.core.aggregation.call import Call, Operands
 from shardpass.core.aggregation.forward import ONLY
 from shardpass.core.exchange import GradientReturn
 from shardpass.core.kernels import edge_dot, gather_extremum_transposed, gather_sum_transposed
-from shardpass.core.sharding import Chunk, Shard
+from shardpass.core.sharding import Chunk, Shard, Transposes
 from shardpass.core.tracing import KERNEL_FORMS, REDUCERS, Base, EdgeTrace, Extremum, Inputs, Reduction, State, StopPass
 
 
@@ -169,7 +169,7 @@ def _run_kernels(
     reductions = [call.structure.reductions[k] for k in members]
     weighted = [r for r in reductions if r.weight in gradients.edge]
     returned = Returned(call, gradients, sorted({r.source for r in reductions}))
-    max_edges, linear = call.chunk_edges(operands), is_linear(call)
+    max_edges, linear, transposes = call.chunk_edges(operands), is_linear(call), call.plan.caches.of(Transposes)
     if not weighted and not returned.names:
         return
     compared = [r for k, r in zip(members, reductions) if shares[k] is not None]
@@ -180,13 +180,13 @@ def _run_kernels(
                 grad, share = gradients.reductions[k], shares[k]
                 if share is not None and reduction.source in into and k in gradients.reached:
                     target = into[reduction.source]
-                    gather_extremum_transposed(target, shard, rows[reduction.source], values[k], share)
+                    gather_extremum_transposed(target, shard, transposes, rows[reduction.source], values[k], share)
                 elif share is None and reduction.source in into:
                     scalars = call.weights(operands, shard, reduction.weight)
                     fresh = linear and call.canonical[reduction.source] not in written
                     written.add(call.canonical[reduction.source])
                     if k in gradients.reached:
-                        gather_sum_transposed(into[reduction.source], shard, grad, scalars, fresh)
+                        gather_sum_transposed(into[reduction.source], shard, transposes, grad, scalars, fresh)
                     elif fresh:
                         into[reduction.source].zero_()
                 gradients.ran |= shard.num_edges > 0

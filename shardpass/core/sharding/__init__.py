@@ -5,7 +5,7 @@ This room knows ids, rows and edges. It does not communicate.
 
 from shardpass.core.sharding.caches import Caches
 from shardpass.core.sharding.derived import Derivation, DerivedShards, KnownLists
-from shardpass.core.sharding.host_copies import HOST, StreamedShards, to_device, to_host
+from shardpass.core.sharding.host_copies import HOST, to_device, to_host
 from shardpass.core.sharding.ownership import EDGE, NODE, EdgeType, NodeType, Ownership
 from shardpass.core.sharding.shard import (
     Block,
@@ -18,6 +18,8 @@ from shardpass.core.sharding.shard import (
     shard_order,
     smallest_index_dtype,
 )
+from shardpass.core.sharding.streamed_shards import CopyStreams, StreamedShards
+from shardpass.core.sharding.transposes import Transposes
 
 __all__ = [
     "EDGE",
@@ -26,6 +28,7 @@ __all__ = [
     "Block",
     "Caches",
     "Chunk",
+    "CopyStreams",
     "Derivation",
     "DerivedShards",
     "EdgeShards",
@@ -36,6 +39,7 @@ __all__ = [
     "PlacedRows",
     "Shard",
     "StreamedShards",
+    "Transposes",
     "build_shards",
     "cut",
     "shard_order",

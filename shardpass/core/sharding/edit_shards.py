@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from shardpass.core.sharding.shard import EdgeShards, Shard, build_shards, smallest_index_dtype
+from shardpass.core.sharding.shard import EdgeShards, LazyRows, Shard, build_shards, smallest_index_dtype
 
 
 def edit_shards(base: EdgeShards, kept: Tensor | None, added: Tensor | None) -> EdgeShards:
@@ -39,7 +39,7 @@ def _edited(mine: Shard, extra: Shard, kept: Tensor | None, num_kept: int) -> Sh
     else:
         left, src_rows = _running(chosen)[mine.indptr], mine.src_rows[chosen]
     if extra.num_edges == 0:
-        rows = mine.rows if kept is None else partial(_places_left, mine, kept)
+        rows = mine.rows if kept is None else LazyRows(partial(_places_left, mine, kept))
         return Shard(mine.block, left, src_rows, rows)
     small = smallest_index_dtype(src_rows.numel() + extra.num_edges)
     left, after = left.to(small), extra.indptr.to(small)
@@ -49,7 +49,7 @@ def _edited(mine: Shard, extra: Shard, kept: Tensor | None, num_kept: int) -> Sh
         assert isinstance(theirs, Tensor)
         return _merged(_places_left(mine, kept), left, theirs + num_kept, after)
 
-    return Shard(mine.block, left + after, _merged(src_rows, left, extra.src_rows, after), places)
+    return Shard(mine.block, left + after, _merged(src_rows, left, extra.src_rows, after), LazyRows(places))
 
 
 def _places_left(mine: Shard, kept: Tensor | None) -> Tensor:

@@ -63,7 +63,20 @@ class PlacedRows(NamedTuple):
     places: Tensor
 
 
-@dataclass
+class LazyRows:
+    """The owner of a shard's `edge_rows` that are made when somebody first reads them: few calls have edge tensors."""
+
+    def __init__(self, make: Callable[[], Tensor]) -> None:
+        self._rows: Tensor | Callable[[], Tensor] = make
+
+    def read(self) -> Tensor:
+        """The rows."""
+        if not isinstance(self._rows, Tensor):
+            self._rows = self._rows()
+        return self._rows
+
+
+@dataclass(frozen=True, eq=False)
 class Shard:
     """Edges from one block into this rank's destination rows.
 
@@ -71,24 +84,20 @@ class Shard:
         block: the source rows; ``src_rows`` count from ``block.start``.
         indptr: ``[num_dst + 1]``, CSR by destination.
         src_rows: ``[num_edges]`` row inside the block.
-        rows: what `edge_rows` is, or what makes it when it is first read.
-        home: the shard in CPU memory that this is a copy of, see `host_copies.py`; edge tensors are there as well.
+        rows: what `edge_rows` is, or its owner.
+        home: the shard in CPU memory of which this is a copy, see `streamed_shards.py`. Edge tensors are there as well.
     """
 
     block: Block
     indptr: Tensor
     src_rows: Tensor
-    rows: slice | Tensor | Callable[[], Tensor]
-    _transpose: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
-    _source_order: Tensor | None = field(default=None, repr=False)
+    rows: slice | Tensor | LazyRows
     home: Shard | None = field(default=None, repr=False)
 
     @property
     def edge_rows(self) -> slice | Tensor:
         """Where the shard's edges stand in the edge list that edge tensors follow: a slice, or ``[num_edges]``."""
-        if callable(self.rows):
-            self.rows = self.rows()
-        return self.rows
+        return self.rows.read() if isinstance(self.rows, LazyRows) else self.rows
 
     @property
     def num_edges(self) -> int:
@@ -142,29 +151,6 @@ class Shard:
         rows = rows if self.home is None else to_host(rows)
         edge_tensor[self.places(slice(0, self.num_edges) if chunk is None else slice(chunk.start, chunk.stop))] = rows
 
-    def transpose(self) -> tuple[Tensor, Tensor]:
-        """CSR by source: ``(indptr [block rows + 1], dst_rows [E])``. Built once."""
-        if self._transpose is None and self.home is not None:
-            indptr, dst_rows = self.home.transpose()
-            self._transpose = to_device(indptr, self.indptr.device), to_device(dst_rows, self.indptr.device)
-        if self._transpose is None:
-            order = torch.argsort(self.src_rows, stable=True) if self._source_order is None else self._source_order
-            counts = torch.bincount(self.src_rows, minlength=self.block.num_rows)
-            indptr = torch.zeros(self.block.num_rows + 1, dtype=torch.int64, device=counts.device)
-            torch.cumsum(counts, 0, out=indptr[1:])
-            small = smallest_index_dtype(max(self.num_edges, self.num_dst))
-            self._transpose = (indptr.to(small), self.dst_rows().to(small)[order])
-        return self._transpose
-
-    def source_order(self) -> Tensor:
-        """Position in this shard of each edge of `transpose`, ``[E]``. Built once; ask before `transpose`."""
-        if self._source_order is None and self.home is not None:
-            self._source_order = to_device(self.home.source_order(), self.indptr.device)
-        if self._source_order is None:
-            small = smallest_index_dtype(max(self.num_edges, self.num_dst))
-            self._source_order = torch.argsort(self.src_rows, stable=True).to(small)
-        return self._source_order
-
 
 @dataclass
 class EdgeShards:
@@ -176,7 +162,6 @@ class EdgeShards:
         num_edges: edges of this rank.
         largest_degree: of any own node, where some edges are left out of the shards; None: as the shards say.
         out_edges: the same edges as the owners of their sources see them, see `aggregation/out_edges.py`.
-        copy_stream: of a GPU, on which streamed shards are copied.
     """
 
     shards: tuple[Shard, ...]
@@ -184,7 +169,6 @@ class EdgeShards:
     num_edges: int
     largest_degree: int | None = None
     out_edges: Any = field(default=None, compare=False, repr=False)
-    copy_stream: Any = field(default=None, compare=False, repr=False)
 
     def degrees(self) -> Tensor:
         """In-degree of each destination row, ``[num_dst]``, int64."""
