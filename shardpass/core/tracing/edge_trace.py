@@ -17,19 +17,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from shardpass.core.tracing.program import EdgeNorm, Program
 from shardpass.core.tracing.reducers import Base
 from shardpass.errors import NeedsHaloError, RefusedError
 
-SCATTERS = {
-    "scatter_add_": "sum",
-    "scatter_add": "sum",
-    "index_add_": "sum",
-    "index_add": "sum",
-    "scatter_reduce_": "",  # an argument says which
-    "scatter_reduce": "",
-}
+SCATTERS = dict.fromkeys("scatter_add_ scatter_add index_add_ index_add".split(), "sum")
+SCATTERS |= dict.fromkeys("scatter_reduce_ scatter_reduce".split(), "")  # an argument says which reduction
 REDUCE_NAMES = {"sum": "sum", "amax": "max", "amin": "min", "prod": "prod"}
 SHAPE_OPS = frozenset(
     "view expand expand_as unsqueeze squeeze reshape contiguous clone to long detach flatten view_as alias".split()
@@ -137,7 +132,7 @@ class EdgeTrace(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if self.substitutes:
-            args, kwargs = self._substituted(args, kwargs)
+            args, kwargs = tree_map_only(Tensor, lambda t: self.substitutes.get(id(t), t), (args, kwargs))
         if name in ("scatter_reduce", "scatter_reduce_"):
             scatter = _bound(name, args, kwargs)
             if scatter["reduce"] == "mean" and self.is_index(scatter["index"]):
@@ -248,16 +243,6 @@ class EdgeTrace(TorchFunctionMode):
                         f"not use in forward: the layer keeps it on itself, and was called again or changed since. "
                         f"Pass it to propagate() as an argument"
                     )
-
-    def _substituted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        def swap(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                return self.substitutes.get(id(value), value)
-            if type(value) in (list, tuple) and any(id(v) in self.substitutes for v in value):
-                return type(value)(swap(v) for v in value)
-            return value
-
-        return tuple(swap(a) for a in args), {key: swap(value) for key, value in kwargs.items()}
 
     def _indexable(self, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Arguments in which a tensor over all own destinations is cut to those of this piece."""

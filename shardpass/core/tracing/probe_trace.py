@@ -15,23 +15,12 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from shardpass.core.tracing.edge_trace import SHAPE_OPS, EdgeTrace, sequence_number
-from shardpass.core.tracing.expression import (
-    BINARY,
-    DESTINATION,
-    EDGE,
-    KEEPS_VALUES,
-    SOURCE,
-    Expr,
-    apply,
-    opaque,
-    plain,
-)
+from shardpass.core.tracing.expression import BINARY, KEEPS_VALUES, Expr, apply, opaque, plain
 from shardpass.core.tracing.program import EdgeNorm, Inputs, Program
 from shardpass.core.tracing.reducers import REDUCERS, Base
 from shardpass.errors import RefusedError
 
 EVERYTHING = "*"
-KINDS = {"s": SOURCE, "d": DESTINATION, "e": EDGE}
 SHAPE_ONLY = frozenset("new_ones new_zeros new_full ones_like zeros_like full_like new_empty".split())
 TAMPERS = frozenset("register_hook retain_grad register_post_accumulate_grad_hook set_ requires_grad_ __set__".split())
 HARMLESS_USES = frozenset(
@@ -97,7 +86,7 @@ class ProbeTrace(EdgeTrace):
         self._held: list[Tensor] = []  # keeps ids and storages from being used again
         for key, tensor in inputs.items():
             self._adopt(tensor, {key}, key)
-            self._enter(tensor, Expr(KINDS[key[0]], (key[2:],), tuple(tensor.shape[1:])))
+            self._enter(tensor, Expr(key[0], (key[2:],), tuple(tensor.shape[1:])))
         self._adopt(inputs.index, set())
 
     def _adopt(self, tensor: Tensor, depends: set[str], leaf: str = "") -> None:

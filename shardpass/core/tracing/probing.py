@@ -20,7 +20,7 @@ from shardpass.core.ranks import get_random_state, has_drawn
 from shardpass.core.sharding import EdgeShards, to_device
 from shardpass.core.tracing.probe_trace import EVERYTHING, ProbeTrace, Seen
 from shardpass.core.tracing.program import Attention, Inputs, MixedScore, Program, Reduction, Structure
-from shardpass.core.tracing.recognise import GENERAL, attention_of, extremum_form, leading_maximum, simple_form
+from shardpass.core.tracing.recognise import GENERAL, Tails, attention_of, extremum_form, leading_maximum, simple_form
 from shardpass.errors import RefusedError
 
 SAMPLE_EDGES = 16
@@ -193,8 +193,7 @@ def _reduction(
     )
 
 
-def _tails(program: Program) -> dict[str, tuple[int, ...]]:
-    """Shapes of a row of the source tensors."""
+def _tails(program: Program) -> Tails:
     return {name: tuple(tensor.shape[1:]) for name, tensor in program.src.items()}
 
 
