@@ -410,7 +410,7 @@ def test_random_numbers_are_noticed_and_given_back(graph):
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-def test_random_numbers_of_another_thread_are_not_the_body_s(graph):
+def test_random_numbers_of_another_thread_are_not_the_message_function_s(graph):
     """Ranks that are threads share torch's generator: one may be in a dropout while another looks at a layer."""
 
     def elsewhere(i):

@@ -13,7 +13,7 @@ from shardpass.core.sharding.host_copies import to_device, to_host
 
 
 class Block(NamedTuple):
-    """A run of source rows of one owner, in own-first numbering: what one round brings. Half-open."""
+    """Source rows ``[start, stop)`` of one owner, in own-first numbering: what one round brings."""
 
     owner: int
     start: int
@@ -34,9 +34,9 @@ class Chunk(NamedTuple):
 
 
 def cut(indptr: Tensor, num_edges: int, max_edges: int) -> list[Chunk]:
-    """Edges grouped by `indptr` cut into runs of at most `max_edges`; ``low`` and ``high`` are rows of `indptr`.
+    """Chunks of at most `max_edges` of the edges that `indptr` groups; ``low`` and ``high`` are rows of `indptr`.
 
-    A row with more edges than that is cut as well; every reduction merges across the cut.
+    A row with more edges is cut as well, since every reduction merges across the cut.
     """
     starts = torch.arange(0, num_edges, max_edges)
     stops = (starts + max_edges).clamp(max=num_edges)
@@ -47,7 +47,7 @@ def cut(indptr: Tensor, num_edges: int, max_edges: int) -> list[Chunk]:
 
 
 def smallest_index_dtype(largest: int) -> torch.dtype:
-    """int32 where ids up to `largest` fit, else int64."""
+    """int32 if ids up to `largest` fit, else int64."""
     return torch.int32 if largest < 2**31 else torch.int64
 
 
@@ -108,7 +108,7 @@ class Shard:
         return self.indptr.numel() - 1
 
     def reading(self, rows: Tensor | PlacedRows) -> tuple[Shard, Tensor]:
-        """``(shard, table)``: the same edges by destination, with ``src_rows`` that count in the table rows lie in."""
+        """``(shard, table)``: the same edges by destination, with ``src_rows`` that are rows of `table`."""
         if isinstance(rows, Tensor):
             return self, rows
         return Shard(self.block, self.indptr, rows.places.index_select(0, self.src_rows), self.rows), rows.table
@@ -118,7 +118,7 @@ class Shard:
         return self.indptr[1:] - self.indptr[:-1]
 
     def dst_rows(self, chunk: Chunk | None = None) -> Tensor:
-        """Destination row of each edge, int64; of a chunk, counted from ``chunk.low``."""
+        """Destination row of each edge, int64. Those of a chunk are counted from ``chunk.low``."""
         if chunk is None:
             chunk = Chunk(0, self.num_edges, 0, self.num_dst)
         bounds = self.indptr[chunk.low : chunk.high + 1].to(torch.int64).clamp(chunk.start, chunk.stop)
@@ -126,7 +126,7 @@ class Shard:
         return torch.repeat_interleave(rows, bounds[1:] - bounds[:-1], output_size=chunk.stop - chunk.start)
 
     def chunks(self, max_edges: int) -> list[Chunk]:
-        """The shard's edges cut into runs of at most `max_edges`, in destination order; see `cut`."""
+        """Chunks of at most `max_edges` of the shard's edges, in destination order; see `cut`."""
         return cut(self.indptr if self.home is None else self.home.indptr, self.num_edges, max_edges)
 
     def places(self, positions: slice | Tensor) -> slice | Tensor:
@@ -157,10 +157,10 @@ class EdgeShards:
     """One edge list, cut by source block. Edge tensors have ``num_edges`` rows in the order of that list.
 
     Args:
-        shards: one per block, in the order of the rounds, the own block first; some may have no edges.
+        shards: one per block, in the order of the rounds, the own block first. Some may have no edges.
         num_dst: destination rows of this rank.
         num_edges: edges of this rank.
-        largest_degree: of any own node, where some edges are left out of the shards; None: as the shards say.
+        largest_degree: the largest in-degree of an own node, if the shards leave out some edges; else None.
         out_edges: the same edges as the owners of their sources see them, see `aggregation/out_edges.py`.
     """
 
@@ -179,7 +179,7 @@ class EdgeShards:
 
 
 def shard_order(src_rows: Tensor, dst_rows: Tensor, blocks: Sequence[Block]) -> tuple[Tensor, Tensor]:
-    """``(order, block_of_edge)``: the permutation that sorts edges by (block in round order, destination), stably."""
+    """``(order, block_of_edge)``: `order` sorts edges by (block in round order, destination), and is stable."""
     by_start = sorted(range(len(blocks)), key=lambda i: (blocks[i].start, blocks[i].stop))
     starts = torch.tensor([blocks[i].start for i in by_start], device=src_rows.device)
     rank_of = torch.tensor(by_start, device=src_rows.device)
@@ -192,7 +192,7 @@ def shard_order(src_rows: Tensor, dst_rows: Tensor, blocks: Sequence[Block]) -> 
 
 
 def _ascending(first: Tensor, second: Tensor) -> bool:
-    """Whether pairs are in ascending order."""
+    """Whether the pairs ``(first[i], second[i])`` ascend."""
     larger, same = first[1:] > first[:-1], first[1:] == first[:-1]
     return bool((larger | (same & (second[1:] >= second[:-1]))).all())
 

@@ -1,8 +1,8 @@
-"""Reductions over the in-edges of a node, in pieces: any split, any order, the same answer.
+"""Reductions over the in-edges of a node, in pieces: any split and any order of the edges give the same answer.
 
 A reducer keeps a state with one row per destination. `accumulate` takes the messages of some edges into it, `merge`
-joins two states, `value` finishes, and `vjp` gives the gradient of the messages of some edges from the finished value:
-backward needs no other edge's message.
+joins two states, and `value` finishes. `vjp` gives the gradient of the messages of some edges from the finished value,
+so that backward needs no other edge's message.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ State = list[Tensor]
 
 
 class Base(NamedTuple):
-    """What a destination holds before any message, and whether it takes part (torch's ``include_self``)."""
+    """What a destination holds before any message, and whether that takes part (torch's ``include_self``)."""
 
     value: float = 0.0
     included: bool = False
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Half precision accumulates in float32; bool and integers in themselves."""
+    """The dtype in which messages of `dtype` are accumulated: float32 for half precision, else `dtype` itself."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
@@ -34,7 +34,7 @@ def expand_index(index: Tensor, values: Tensor) -> Tensor:
 
 
 class Reducer:
-    """Base class: one message tensor ``[E, ...]``, one value ``[num_dst, ...]``."""
+    """Base class of reducers of one message tensor ``[E, ...]`` to one value ``[num_dst, ...]``."""
 
     name: str
     is_global = False  # one result for all edges of all ranks, instead of one per destination
@@ -50,7 +50,7 @@ class Reducer:
         self.merge(state, part)
 
     def fill(self, state: State, values: Tensor, index: Tensor) -> None:
-        """As `accumulate`, into a state fresh from `init`."""
+        """Like `accumulate`, into a state fresh from `init`."""
         raise NotImplementedError
 
     def merge(self, state: State, other: State) -> None:
@@ -58,7 +58,7 @@ class Reducer:
         raise NotImplementedError
 
     def value(self, state: State, base: Base) -> Tensor:
-        """The reduction, ``[num_dst, ...]``; destinations without a message hold ``base.value``."""
+        """The reduction, ``[num_dst, ...]``. Destinations without a message hold ``base.value``."""
         raise NotImplementedError
 
     def vjp(self, values: Tensor, index: Tensor, state: State, value: Tensor, grad: Tensor, base: Base) -> Tensor:
@@ -90,7 +90,7 @@ class Sum(Reducer):
 class Extremum(Reducer):
     """max or min. The gradient is split evenly among tied messages, as torch's ``scatter_reduce`` does.
 
-    torch counts the base as one more tie where the result equals it, even with ``include_self=False``; so does this.
+    torch counts the base as one more tie if the result equals it, even with ``include_self=False``. So does this.
     """
 
     def __init__(self, name: str) -> None:
@@ -134,9 +134,9 @@ class Extremum(Reducer):
 
 
 class FirstExtremum(Reducer):
-    """max or min where the whole gradient goes to the first of the tied messages, as in DGL.
+    """max or min whose whole gradient goes to the first of the tied messages, as in DGL.
 
-    Messages are pairs ``[E, ..., 2]`` of a value and its place in the order of edges; so is the result.
+    The messages and the result are pairs ``[..., 2]`` of a value and its place in the order of edges.
     """
 
     def __init__(self, op: str) -> None:
@@ -173,9 +173,9 @@ class FirstExtremum(Reducer):
 
 
 class Prod(Reducer):
-    """The product, kept as the product of the non-zero messages and the count of zeros, so that its vjp is exact.
+    """The product. It keeps the product of the non-zero messages and the count of zeros, so that its vjp is exact.
 
-    The count of all messages is kept too: a destination without one holds the base, as in torch.
+    It also counts all messages, because a destination without one holds the base, as in torch.
     """
 
     name = "prod"
@@ -214,7 +214,7 @@ class Prod(Reducer):
 
 
 def rescale(old_peak: Tensor, new_peak: Tensor) -> Tensor:
-    """``exp(old - new)``, 1 where both are the same infinity."""
+    """``exp(old - new)``, and 1 if both are the same infinity."""
     return torch.where(old_peak == new_peak, 1, (old_peak - new_peak).exp())
 
 
