@@ -3,8 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from shardpass.backends.communicator import Communicator
-from shardpass.backends.connect import connect
-from shardpass.backends.spawn import spawn
+from shardpass.connection import connect, spawn
 from shardpass.core.graphs import NodeEmbedding, ShardedGraph, ShardedHeteroGraph, gather
 from shardpass.core.inference import infer
 from shardpass.core.memory import offload

@@ -4,56 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 ReduceOp = Literal["sum", "max", "min", "prod"]
-
-
-@dataclass
-class CallOrder:
-    """What ties the sharded calls of one forward pass into one sequence, the same on every rank.
-
-    ``token`` is the 0-dim tensor that the latest differentiable collective call returned; the next call takes it as an
-    autograd input, so that backward visits the calls of every rank in the same (reversed) order, also where a rank's
-    loss does not reach a call. ``None`` outside a wrapped model's forward pass. ``calls`` counts calls, for messages,
-    and ``forwards`` outermost forwards.
-    ``inside`` is set while a message function runs, to what watches it (it has a ``name``): no call may begin then,
-    since a message function runs several times, and not on every rank alike. ``made_up`` is set while one runs on a
-    made-up edge, because this rank has none: that edge must not count. ``quiet`` switches dropout inside messages off.
-    ``hidden`` is set while a model runs whose self-check did not see the graph. ``alone`` is set while this rank runs a
-    self-check that the others wait for: nothing may be communicated then. ``journal`` is set during a forward whose
-    calls are kept on disk, to what keeps them. ``syncing`` is set while gradients are summed during backward.
-    ``activations`` is set while a model runs whose activations are computed again in backward, to what notes how they
-    are made.
-    """
-
-    calls: int = 0
-    forwards: int = 0
-    token: Tensor | None = None
-    active: bool = False
-    inside: Any = None
-    made_up: bool = False
-    quiet: bool = False
-    hidden: bool = False
-    alone: bool = False
-    journal: Any = None
-    syncing: bool = False
-    activations: Any = None
-
-
-@dataclass
-class WindowPool:
-    """The shared memory that the engine keeps between calls, see `exchange/windows.py`; the same on every rank.
-
-    ``refused`` is set once shared memory could not be had on some rank: from then on rows travel as messages.
-    """
-
-    windows: list[Any] = field(default_factory=list)
-    refused: bool = False
 
 
 class Handle(Protocol):
@@ -83,8 +39,7 @@ class Communicator(Protocol):
     size: int
     device: torch.device
     local_ranks: tuple[int, ...]  # ranks on this host, this one included
-    order: CallOrder
-    windows: WindowPool | None  # None, on every rank, where rows between ranks of one host travel as messages
+    shares_memory: bool  # whether rows between ranks of one host may be read by `share` in place of messages
     serves_threads: bool  # whether a duplicate may be used by another thread at the same time; the same on every rank
     bytes_sent: int  # payload bytes this rank has put on the wire in `exchange` (self-exchanges excluded)
 

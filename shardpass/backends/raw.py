@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from shardpass.backends.communicator import CallOrder, WindowPool
 from shardpass.backends.deadlock import Position, Tally, describe_circle, find_circle
 from shardpass.backends.failure import Failure, TransportLostError, TransportTimeoutError
 from shardpass.backends.handle import Pending
@@ -39,8 +38,7 @@ class RawCommunicator:
         self.size = size
         self.device = device
         self.local_ranks: tuple[int, ...] = (rank,)
-        self.order = CallOrder()
-        self.windows = WindowPool() if self.shares_memory and device.type == "cpu" else None
+        self.shares_memory = self.shares_memory and device.type == "cpu"
         self.bytes_sent = 0
         self.timeout = DEFAULT_TIMEOUT
         self.max_message_bytes = 1 << 30
@@ -176,11 +174,6 @@ class RawCommunicator:
     def _check_open(self) -> None:
         if self._closed:
             raise CommunicationError(f"the communicator {self.name!r} of rank {self.rank} has been closed")
-        if self.order.alone:
-            raise RuntimeError(
-                "the model communicates over the ranks of the whole run, while one rank checks a copy of it on a small "
-                "graph. Use graph.comm, or keep the communicator as an attribute of the model"
-            )
         self.failure.check()
 
     def __reduce__(self) -> NoReturn:

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from shardpass.backends.communicator import CallOrder, Communicator, Handle, ReduceOp, WindowPool
+from shardpass.backends.communicator import Communicator, Handle, ReduceOp
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,7 @@ class RecordingCommunicator:
     local_ranks: tuple[int, ...] = property(lambda self: self.inner.local_ranks)  # type: ignore[assignment]
     serves_threads: bool = property(lambda self: self.inner.serves_threads)  # type: ignore[assignment]
     bytes_sent: int = property(lambda self: self.inner.bytes_sent)  # type: ignore[assignment]
-    windows: WindowPool | None = property(lambda self: self.inner.windows)  # type: ignore[assignment]
-    order: CallOrder = property(lambda self: self.inner.order)  # type: ignore[assignment]
+    shares_memory: bool = property(lambda self: self.inner.shares_memory)  # type: ignore[assignment]
 
     def _note(self, kind: str, label: str, tensors: Sequence[Tensor] = (), peer: int = -1, tag: int = -1) -> None:
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)

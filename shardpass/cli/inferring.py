@@ -14,11 +14,10 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import shardpass as sp
-from shardpass.backends.communicator import Communicator
 from shardpass.cli.config import TrainConfig
 from shardpass.cli.models import NAMES, build_model
 from shardpass.cli.task import in_degree_histogram
-from shardpass.core.ranks import Mode
+from shardpass.core.ranks import Mode, Ranks
 from shardpass.errors import require
 
 
@@ -49,7 +48,7 @@ class InferConfig:
             raise ValueError(f"--weights {self.weights} does not exist")
 
 
-def infer_rank(comm: Communicator, config: InferConfig) -> list[str]:
+def infer_rank(comm: Ranks, config: InferConfig) -> list[str]:
     """Infer as one rank of `comm`; the files written. Collective."""
     torch.set_num_threads(config.threads)
     graph = sp.load(config.store, comm, sp.Options(mode=config.mode))
@@ -101,7 +100,7 @@ def _function(name: str) -> Callable[[sp.ShardedGraph], nn.Module]:
     return found
 
 
-def _load_weights(path: Path, comm: Communicator, model: nn.Module, graph: sp.ShardedGraph) -> None:
+def _load_weights(path: Path, comm: Ranks, model: nn.Module, graph: sp.ShardedGraph) -> None:
     if path.suffix in (".pt", ".pth", ".bin"):
         _load_state(path, model, _readable(path, lambda: torch.load(path, map_location="cpu", weights_only=True)))
     elif _is_checkpoint(path):

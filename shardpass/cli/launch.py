@@ -13,12 +13,11 @@ from pathlib import Path
 from time import sleep
 from typing import Any
 
-from shardpass.backends.communicator import Communicator
-from shardpass.backends.connect import connect
 from shardpass.backends.failure import reason_of
 from shardpass.backends.launch import detect
-from shardpass.backends.spawn import spawn
 from shardpass.cli.console import EXPECTED, fail, sentence
+from shardpass.connection import connect, spawn
+from shardpass.core.ranks import Ranks
 from shardpass.errors import InternalError, PeerFailure
 
 BACKENDS = ("auto", "threads", "processes", "torch_distributed", "mpi", "local")
@@ -71,7 +70,7 @@ def run_ranks(work: Callable[..., Any], config: Any, backend: str, ranks: int | 
         comm.close()
 
 
-def _end_in_words(comm: Communicator, error: BaseException) -> None:
+def _end_in_words(comm: Ranks, error: BaseException) -> None:
     """One sentence from the rank that failed first, then the end of all ranks."""
     if comm.size == 1:
         fail(sentence(error))

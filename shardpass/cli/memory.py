@@ -14,7 +14,8 @@ import os
 import sys
 from pathlib import Path
 
-from shardpass.backends.communicator import Communicator
+from shardpass.core.exchange import WindowPool
+from shardpass.core.ranks import Ranks
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _MAPS, _WINDOW = Path("/proc/self/smaps"), "memfd:shardpass"
@@ -42,17 +43,17 @@ class PeakMeter:
             self.method += " (VmHWM, which could not be reset: a peak while loading counts)"
         self.baseline = _resident("VmRSS")
 
-    def peak(self, comm: Communicator) -> int:
+    def peak(self, comm: Ranks) -> int:
         """Bytes at the highest point so far, above the baseline; at least 0. `comm`: of this process."""
         return max(0, _resident("VmHWM") - self.baseline - windows_of_others(comm))
 
 
-def windows_of_others(comm: Communicator) -> int:
+def windows_of_others(comm: Ranks) -> int:
     """Bytes by which shared memory makes this process's resident set differ from what this rank has reserved.
 
     That is: what is resident of the windows of all ranks (see `exchange/windows.py`), less the size of the rank's own.
     """
-    if comm.windows is None:
+    if not comm.shares_memory:
         return 0
     resident, inside = 0, False
     for line in _MAPS.read_text().splitlines():
@@ -60,7 +61,7 @@ def windows_of_others(comm: Communicator) -> int:
             inside = _WINDOW in line
         elif inside and line.startswith("Rss:"):
             resident += int(line.split()[1]) * 1024
-    return resident - sum(window.sizes[comm.rank] for window in comm.windows.windows)
+    return resident - sum(window.sizes[comm.rank] for window in comm.caches.of(WindowPool).windows)
 
 
 def _resident(field: str) -> int:

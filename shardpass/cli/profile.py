@@ -8,17 +8,17 @@ from pathlib import Path
 
 import torch
 
-from shardpass.backends.communicator import Communicator
+from shardpass.core.ranks import Ranks
 
 
-def trace_path(path: str, comm: Communicator) -> Path:
+def trace_path(path: str, comm: Ranks) -> Path:
     """Where this rank writes: `path`, with the rank before the suffix where there are several."""
     file = Path(path)
     return file if comm.size == 1 else file.with_name(f"{file.stem}.rank{comm.rank}{file.suffix or '.json'}")
 
 
 @contextmanager
-def profiled(path: str | None, comm: Communicator, shared_process: bool) -> Iterator[None]:
+def profiled(path: str | None, comm: Ranks, shared_process: bool) -> Iterator[None]:
     """Trace what runs inside; nothing without a `path`.
 
     The engine's rounds are in it as "send", "wait for" and "compute" with the name of the call and the block. Ranks

@@ -9,14 +9,13 @@ import sys
 
 import torch
 
-from shardpass.backends.communicator import Communicator
-from shardpass.backends.connect import connect
-from shardpass.backends.spawn import spawn
+from shardpass.connection import connect, spawn
+from shardpass.core.ranks import Ranks
 
 PASSED = "self-test passed"
 
 
-def talk(comm: Communicator) -> str:
+def talk(comm: Ranks) -> str:
     """An exchange in a ring and a reduction, both checked; says on what. Collective."""
     torch.set_num_threads(1)
     if comm.size != 2:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import shardpass as sp
-from shardpass.backends.communicator import Communicator
 from shardpass.cli.config import TrainConfig
 from shardpass.cli.memory import PeakMeter
 from shardpass.cli.models import build_model
@@ -19,6 +18,7 @@ from shardpass.cli.profile import profiled
 from shardpass.cli.reporter import Reporter
 from shardpass.cli.task import Task, in_degree_histogram, read_task
 from shardpass.core.graphs import ShardedGraph
+from shardpass.core.ranks import Ranks
 
 Record = dict[str, Any]
 
@@ -26,7 +26,7 @@ Record = dict[str, Any]
 class Run:
     """A training run on one rank: what is trained, on what, and where it stands."""
 
-    def __init__(self, comm: Communicator, config: TrainConfig) -> None:
+    def __init__(self, comm: Ranks, config: TrainConfig) -> None:
         self.comm, self.config = comm, config
         options = sp.Options(mode=config.mode, memory_budget=config.memory_budget)
         self.graph: ShardedGraph = sp.load(config.store, comm, options)
@@ -105,7 +105,7 @@ class Run:
             self.best = {"epoch": record["epoch"], "val": record["val"], "test": record.get("test")}
 
 
-def train_rank(comm: Communicator, config: TrainConfig) -> Record:
+def train_rank(comm: Ranks, config: TrainConfig) -> Record:
     """Train as one rank of `comm`; the summary, the same on every rank. Collective."""
     torch.set_num_threads(config.threads)
     run = Run(comm, config)

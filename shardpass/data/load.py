@@ -10,16 +10,15 @@ from typing import Any
 
 import torch
 
-from shardpass.backends.communicator import Communicator
 from shardpass.core.graphs import OwnFields, Relation, ShardedGraph, ShardedHeteroGraph, build_relation
-from shardpass.core.ranks import Options
+from shardpass.core.ranks import Options, Ranks
 from shardpass.core.sharding import EDGE, NODE, NodeType, Ownership
 from shardpass.data.merge import RankData, merge_parts, parts_of_rank
 from shardpass.data.store import Store, open_store
 from shardpass.errors import DivergenceError, PeerFailure
 
 
-def load(path: str | Path, comm: Communicator, options: Options | None = None) -> ShardedGraph:
+def load(path: str | Path, comm: Ranks, options: Options | None = None) -> ShardedGraph:
     """This rank's share of the partitioned graph at `path`. Collective.
 
     A graph with several node or edge types comes as a `ShardedHeteroGraph`. Any number of ranks up to the number of
@@ -56,7 +55,7 @@ def load(path: str | Path, comm: Communicator, options: Options | None = None) -
     return ShardedHeteroGraph(*share, num_classes=classes, **shared)
 
 
-def _agree_on_store(comm: Communicator, store: Store | None, options: Options, problem: Exception | None) -> None:
+def _agree_on_store(comm: Ranks, store: Store | None, options: Options, problem: Exception | None) -> None:
     """Go on only if every rank opened the same store with the same options."""
     mine = {
         "problem": "" if problem is None else str(problem),
@@ -90,7 +89,7 @@ def _ownership(store: Store, node_type: NodeType, ranks: int) -> Ownership:
 
 
 def _relation(
-    comm: Communicator,
+    comm: Ranks,
     store: Store,
     data: RankData,
     edge_type: tuple[str, str, str],
@@ -111,7 +110,7 @@ def _relation(
     )
 
 
-def _num_classes(comm: Communicator, node_type: NodeType, fields: OwnFields) -> int:
+def _num_classes(comm: Ranks, node_type: NodeType, fields: OwnFields) -> int:
     """Found when the graph is built, since a getter must not communicate."""
     y = fields["y"]
     if y.is_floating_point():

@@ -11,11 +11,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from shardpass.backends.communicator import Communicator
 from shardpass.core.dryrun import TERMS, Estimate, Training, estimate, fastest
 from shardpass.core.graphs import ShardedGraph
 from shardpass.core.memory import Checkpoint
-from shardpass.core.ranks import MODES, Mode, Options, bytes_text, parse_bytes
+from shardpass.core.ranks import MODES, Mode, Options, Ranks, bytes_text, parse_bytes
 from shardpass.core.training import cross_entropy
 from shardpass.errors import NeedsHaloError
 from shardpass.planning.sizes import GraphCounts, sizes_of
@@ -181,7 +180,7 @@ def _training(
 ) -> Training:
     call, loss = call or _CALLS[frontend], loss or _cross_entropy
 
-    def build(comm: Communicator, graph: ShardedGraph) -> nn.Module:
+    def build(comm: Ranks, graph: ShardedGraph) -> nn.Module:
         if frontend == "pyg":
             from shardpass.frontends.pyg import wrap
         else:

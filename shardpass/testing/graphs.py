@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from shardpass.backends.communicator import Communicator
 from shardpass.core.graphs import OwnFields, ShardedGraph, build_relation
-from shardpass.core.ranks import Options
+from shardpass.core.ranks import Options, Ranks
 from shardpass.core.sharding import EDGE, NODE, Ownership
 
 
@@ -57,9 +56,7 @@ def assignments(num_nodes: int, ranks: int, edge_index: Tensor) -> dict[str, Ten
     return found
 
 
-def shard_in_memory(
-    graph: WholeGraph, owners: Tensor, comm: Communicator, options: Options | None = None
-) -> ShardedGraph:
+def shard_in_memory(graph: WholeGraph, owners: Tensor, comm: Ranks, options: Options | None = None) -> ShardedGraph:
     """This rank's share of `graph`, node i owned by rank ``owners[i]``. Collective, with the same arguments."""
     options = options or Options()
     order = torch.argsort(owners, stable=True)

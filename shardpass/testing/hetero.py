@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardpass.backends.communicator import Communicator
 from shardpass.core.graphs import OwnFields, ShardedGraph, ShardedHeteroGraph, build_relation
-from shardpass.core.ranks import Options
+from shardpass.core.ranks import Options, Ranks
 from shardpass.core.sharding import EDGE, NODE, EdgeType, NodeType, Ownership
 from shardpass.testing.graphs import WholeGraph, shard_in_memory
 from shardpass.testing.parity import Outcome, cotangent
@@ -88,7 +87,7 @@ def hetero_assignments(graph: WholeHeteroGraph, ranks: int) -> dict[str, dict[No
 
 
 def shard_hetero_in_memory(
-    graph: WholeHeteroGraph, owners: dict[NodeType, Tensor], comm: Communicator, options: Options | None = None
+    graph: WholeHeteroGraph, owners: dict[NodeType, Tensor], comm: Ranks, options: Options | None = None
 ) -> ShardedHeteroGraph:
     """This rank's share of `graph`, node i of a type owned by rank ``owners[type][i]``. Collective, same arguments."""
     options = options or Options()
@@ -138,7 +137,7 @@ def evaluate_sharded_hetero(
     call: HeteroCaller,
     owners: dict[NodeType, Tensor],
     ranks: int,
-    wrap: Callable[[nn.Module, Communicator], nn.Module],
+    wrap: Callable[[nn.Module, Ranks], nn.Module],
     options: Options,
     whole: Outcome,
 ) -> Outcome:
@@ -146,7 +145,7 @@ def evaluate_sharded_hetero(
     kinds = [name.removeprefix("output of ") for name in whole.inputs if name.startswith("output of ")]
     cotangents = {kind: cotangent(whole.inputs[f"output of {kind}"]) for kind in kinds}
 
-    def work(comm: Communicator) -> tuple[Any, ...]:
+    def work(comm: Ranks) -> tuple[Any, ...]:
         mine = wrap(copy.deepcopy(model), comm)
         sharded = shard_hetero_in_memory(graph, owners, comm, options)
         types: list[Any] = [*graph.num_nodes, *graph.edges]
@@ -200,7 +199,7 @@ def shard_by_type(
     num_nodes: dict[Any, int],
     edges: dict[Any, Tensor],
     owners: dict[Any, Tensor],
-    comm: Communicator,
+    comm: Ranks,
     options: Options,
 ) -> ShardedGraph:
     """This rank's share of a graph without fields, given by type; a homogeneous one is the graph of one type."""

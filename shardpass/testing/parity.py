@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardpass.backends.communicator import Communicator
-from shardpass.core.ranks import Options
+from shardpass.core.ranks import Options, Ranks
 from shardpass.testing.graphs import WholeGraph, shard_in_memory
 from shardpass.testing.run import run
 
@@ -54,14 +53,14 @@ def evaluate_sharded(
     call: Caller,
     owners: Tensor,
     ranks: int,
-    wrap: Callable[[nn.Module, Communicator], nn.Module],
+    wrap: Callable[[nn.Module, Ranks], nn.Module],
     options: Options,
     whole: Outcome,
 ) -> Outcome:
     """`model` on `ranks` in-process ranks: rows put back in the original order, parameter gradients summed."""
     cotangents = cotangent(whole.output)
 
-    def work(comm: Communicator) -> tuple[Any, ...]:
+    def work(comm: Ranks) -> tuple[Any, ...]:
         mine = wrap(copy.deepcopy(model), comm)
         sharded = shard_in_memory(graph, owners, comm, options)
         inputs = _leaves({**dict(sharded.node), **dict(sharded.edge)})

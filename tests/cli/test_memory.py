@@ -4,19 +4,19 @@ import sys
 
 import pytest
 
-from shardpass.backends.communicator import WindowPool
 from shardpass.backends.local import LocalCommunicator
 from shardpass.cli.memory import windows_of_others
 from shardpass.core.exchange.windows import take_window
+from shardpass.core.ranks import Ranks
 
 SIZE, PAGES = 8_000_000, 100_000
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc")
 def test_windows_count_at_their_owner():
-    comm = LocalCommunicator()
+    comm = Ranks(LocalCommunicator())
     assert windows_of_others(comm) == 0
-    comm.windows = WindowPool()
+    comm.transport.shares_memory = True
     window = take_window(comm, [SIZE], 1, "test")
     assert abs(windows_of_others(comm) + SIZE) < PAGES, "reserved, and not yet in the resident set"
     window.memory[0].fill_(1)

@@ -44,7 +44,7 @@ def test_losses_that_reach_different_calls(ranks, recompute):
             return checkpoint(forward, comm, x, use_reentrant=False) if recompute else forward(comm, x)
 
         branches = chained(comm, call, x)
-        assert comm.order.token is None and not comm.order.active
+        assert comm.forward is None
         (branches[comm.rank % 3] ** 2).sum().backward()
         return x.grad
 
@@ -111,7 +111,7 @@ def test_without_gradients_there_are_no_tokens(mode):
         with mode():
             output = chained(comm, lambda: all_reduce_sum(x, comm))
             assert not begin_call(comm, "probe")[1].requires_grad
-        assert not output.requires_grad and comm.order.token is None
+        assert not output.requires_grad and comm.forward is None
         return output.tolist()
 
     assert run(body, 2) == [[2.0, 2.0]] * 2
@@ -141,10 +141,10 @@ def test_nested_chains_belong_to_the_outermost():
         assert not start_chain(comm)
         x = torch.ones(1, requires_grad=True)
         y = chained(comm, all_reduce_sum, x, comm)
-        assert comm.order.active and comm.order.token is not None
+        assert comm.forward is not None and comm.forward.token is not None
         z = end_chain(comm, y)
-        assert not comm.order.active and z is not y
-        return comm.order.calls
+        assert comm.forward is None and z is not y
+        return comm.calls
 
     assert run(body, 1) == [1]
 
@@ -157,10 +157,10 @@ def test_an_exception_ends_the_chain():
 
         with pytest.raises(KeyError, match="mine"):
             chained(comm, forward)
-        assert not comm.order.active and comm.order.token is None
+        assert comm.forward is None
         start_chain(comm)
         drop_chain(comm)
-        return not comm.order.active
+        return comm.forward is None
 
     assert run(body, 1) == [True]
 
@@ -171,7 +171,7 @@ def test_outside_a_chain_tokens_are_not_carried_over():
         assert (first[0], second[0]) == (1, 2)
         assert first[1] is not second[1] and first[1].is_leaf
         all_reduce_sum(torch.ones(1), comm)
-        return comm.order.token is None
+        return comm.forward is None
 
     assert run(body, 1) == [True]
 

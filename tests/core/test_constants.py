@@ -86,7 +86,7 @@ def test_activations_are_not_kept():
                 h = x
                 for layer in layers:
                     h = layer(h, graph)
-        kept = graph.edge_index.plan.caches.of(ConstantSums)._kept
+        kept = graph.edge_index.plan.comm.caches.of(ConstantSums, graph.edge_index.plan)._kept
         return [sum(bool(one.values) for one in kept), sum(not one.values for one in kept)]
 
     for filled, noted in sp.spawn(rank, RANKS):

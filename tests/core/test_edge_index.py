@@ -345,8 +345,8 @@ def test_a_derived_list_holds_no_numbers_until_they_are_read():
     mask.fill_(True)  # what the caller does with its mask later does not matter
     assert torch.equal(derived.plain, expected)
     plan = index.plan
-    shards = plan.caches.of(DerivedShards).find(derived.derivation, plan.blocks, plan.num_dst)
+    shards = plan.comm.caches.of(DerivedShards, plan).find(derived.derivation, plan.blocks, plan.num_dst)
     again = torch.cat([index[:, index[0] != index[1]], loops], dim=1)
-    assert plan.caches.of(DerivedShards).find(again.derivation, plan.blocks, plan.num_dst) is shards
+    assert plan.comm.caches.of(DerivedShards, plan).find(again.derivation, plan.blocks, plan.num_dst) is shards
     other = torch.cat([index[:, index[0] == index[1]], loops], dim=1)
-    assert plan.caches.of(DerivedShards).find(other.derivation, plan.blocks, plan.num_dst) is not shards
+    assert plan.comm.caches.of(DerivedShards, plan).find(other.derivation, plan.blocks, plan.num_dst) is not shards

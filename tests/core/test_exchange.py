@@ -12,6 +12,7 @@ from shardpass.core.exchange.halo import build_halo_plan
 from shardpass.core.exchange.packing import Packing
 from shardpass.core.exchange.tokens import Stream
 from shardpass.core.exchange.walk import GradientReturn, fetch_blocks
+from shardpass.core.ranks import Ranks
 from shardpass.core.ranks.options import Options
 from shardpass.core.sharding.ownership import Ownership
 from shardpass.errors import CommunicationError, InternalError
@@ -120,7 +121,7 @@ def test_rows_stay_valid_as_long_as_promised(keep, ahead):
 def test_no_more_messages_under_way_than_allowed(ahead):
     def work(inner):
         comm = Counting(inner)
-        plan = plan_of(comm, block_rows=1, prefetch=ahead)
+        plan = plan_of(Ranks(comm), block_rows=1, prefetch=ahead)
         for _ in fetch_blocks(plan, own(comm, [table(torch.float32, (2,), 0)]), Stream(1, 0, "test")):
             pass
         return comm.most, comm.under_way, len(plan.schedule.rounds)
@@ -154,7 +155,7 @@ def test_messages_under_way_have_buffers_of_their_own(ahead):
 
     def work(inner):
         comm = Watching(inner)
-        plan = plan_of(comm, block_rows=1, prefetch=ahead)
+        plan = plan_of(Ranks(comm), block_rows=1, prefetch=ahead)
         list(fetch_blocks(plan, own(comm, [table(torch.float32, (2,), 0)]), Stream(1, 0, "test")))
         assert len(comm.seen) <= ahead + 1 + max(1, ahead)
         comm.seen.clear()
@@ -167,7 +168,7 @@ def test_messages_under_way_have_buffers_of_their_own(ahead):
 def test_one_round_in_halo_mode_posts_everything():
     def work(inner):
         comm = Counting(inner)
-        plan = plan_of(comm, mode="halo", block_rows=1)
+        plan = plan_of(Ranks(comm), mode="halo", block_rows=1)
         next(rounds := fetch_blocks(plan, own(comm, [table(torch.float32, (2,), 0)]), Stream(1, 0, "test")))
         next(rounds)
         most = comm.most
@@ -184,42 +185,44 @@ def test_bytes_on_the_wire(options):
     row_bytes = 3 * 8 + 4 * 4 + 8
 
     def work(inner):
-        comm = RecordingCommunicator(inner)
+        comm = Ranks(RecordingCommunicator(inner))
         plan = plan_of(comm, **options)
-        del comm.messages[:]
+        del comm.transport.messages[:]
         before = comm.bytes_sent
         list(fetch_blocks(plan, own(comm, whole), Stream(1, 0, "test")))
         fetched = comm.bytes_sent - before
-        sent = sum(m.num_bytes for m in comm.messages if m.kind == "send")
-        received = sum(m.num_bytes for m in comm.messages if m.kind == "recv")
+        sent = sum(m.num_bytes for m in comm.transport.messages if m.kind == "send")
+        received = sum(m.num_bytes for m in comm.transport.messages if m.kind == "recv")
         assert fetched == sent == row_bytes * sum(rows.numel() for rows in plan.send_rows)
         assert received == row_bytes * plan.num_halo
-        assert {m.peer for m in comm.messages if m.kind == "recv"} == {b.owner for b in plan.blocks[1:] if b.num_rows}
-        assert all(m.num_bytes for m in comm.messages)
+        received_from = {m.peer for m in comm.transport.messages if m.kind == "recv"}
+        assert received_from == {b.owner for b in plan.blocks[1:] if b.num_rows}
+        assert all(m.num_bytes for m in comm.transport.messages)
 
-        del comm.messages[:]
+        del comm.transport.messages[:]
         back = GradientReturn(plan, [torch.zeros(SOURCES.num_own(comm.rank), 3)], Stream(1, 1, "back"))
         for position in range(1, len(plan.blocks)):
             back.buffers(position)
             back.send(position)
         back.finish()
-        assert sum(m.num_bytes for m in comm.messages if m.kind == "send") == 12 * plan.num_halo
-        assert sum(m.num_bytes for m in comm.messages if m.kind == "recv") == 12 * sum(map(len, plan.send_rows))
+        sizes = {kind: sum(m.num_bytes for m in comm.transport.messages if m.kind == kind) for kind in ("send", "recv")}
+        assert sizes["send"] == 12 * plan.num_halo
+        assert sizes["recv"] == 12 * sum(map(len, plan.send_rows))
 
     run(work, 4)
 
 
 def test_no_tensors_no_messages():
     def work(inner):
-        comm = RecordingCommunicator(inner)
+        comm = Ranks(RecordingCommunicator(inner))
         plan = plan_of(comm)
-        del comm.messages[:]
+        del comm.transport.messages[:]
         steps = [(position, rows) for position, _, rows in fetch_blocks(plan, [], Stream(1, 0, "test"))]
         assert steps == [(position, []) for position in range(len(plan.blocks))]
         back = GradientReturn(plan, [], Stream(1, 1, "back"))
         back.send(1)
         back.finish()
-        assert comm.messages == []
+        assert comm.transport.messages == []
 
     run(work, 4)
 
@@ -272,7 +275,7 @@ def test_returns_are_added_in_one_order():
 def test_at_most_one_return_is_under_way():
     def work(inner):
         comm = Counting(inner)
-        returned(comm, plan_of(comm, block_rows=1, prefetch=3))
+        returned(comm, plan_of(Ranks(comm), block_rows=1, prefetch=3))
         return comm.most, comm.under_way
 
     assert run(work, 4) == [(1, 0)] * 4

@@ -13,6 +13,7 @@ from torch import nn
 import shardpass as sp
 from shardpass.backends.recording import RecordingCommunicator
 from shardpass.core.graphs.embedding import OwnRows
+from shardpass.core.ranks import Ranks
 from shardpass.core.ranks.autograd_order import all_reduce_sum
 from shardpass.core.training.gradients import note_forward
 from shardpass.core.training.norm import DistributedBatchNorm
@@ -141,7 +142,7 @@ def test_sums_run_in_order_while_backward_runs():
     """The last layer's bucket is summed before backward has gone on to the first layer."""
 
     def body(comm):
-        recorded = RecordingCommunicator(comm)
+        recorded = Ranks(RecordingCommunicator(comm))
         model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
         summed = threading.Event()
         x = model[:2](torch.ones(2, 3))
@@ -161,7 +162,7 @@ def test_sums_run_in_order_while_backward_runs():
         inner.all_reduce = noting
         with sp.sync_during_backward(model, recorded, 1):
             model[2](x).sum().backward()
-        return [message.label for message in recorded.messages if message.kind == "all_reduce"]
+        return [message.label for message in recorded.transport.messages if message.kind == "all_reduce"]
 
     expected = [f"sync_during_backward bucket {number} of 6" for number in range(1, 7)]
     assert run(body, 2) == [expected, expected]
@@ -182,14 +183,14 @@ def test_gradients_made_in_another_order_on_every_rank_do_not_cross(ranks):
 
 def test_one_duplicate_and_no_thread_is_left():
     def body(comm):
-        recorded = RecordingCommunicator(comm)
+        recorded = Ranks(RecordingCommunicator(comm))
         model = nn.Linear(3, 3)
         for _ in range(3):
             model.zero_grad()
             with sp.sync_during_backward(model, recorded):
                 model(torch.ones(2, 3)).sum().backward()
         assert not model.weight._post_accumulate_grad_hooks or len(model.weight._post_accumulate_grad_hooks) == 1
-        return [message.kind for message in recorded.messages].count("duplicate")
+        return [message.kind for message in recorded.transport.messages].count("duplicate")
 
     before = threading.active_count()
     assert run(body, 2) == [0, 0]  # made by the communicator itself
@@ -198,12 +199,12 @@ def test_one_duplicate_and_no_thread_is_left():
 
 def test_frozen_parameters_do_not_travel_unless_some_rank_trains_them():
     def body(comm):
-        recorded = RecordingCommunicator(comm)
+        recorded = Ranks(RecordingCommunicator(comm))
         model = nn.ModuleList([nn.Linear(50, 50).requires_grad_(False), nn.Linear(2, 1).requires_grad_(comm.rank == 1)])
         x = torch.ones(1, 2, requires_grad=True)
         with sp.sync_during_backward(model, recorded):
             (model[1](x).sum() * 3).backward()
-        sent = sum(message.num_bytes for message in recorded.messages if message.kind == "all_reduce")
+        sent = sum(message.num_bytes for message in recorded.transport.messages if message.kind == "all_reduce")
         return sent, model[1].weight.grad.tolist(), model[0].weight.grad
 
     assert run(body, 2) == [(12, [[3.0, 3.0]], None)] * 2

@@ -152,7 +152,7 @@ def test_evaluation_does_not_communicate():
     def body(comm):
         layer = DistributedBatchNorm(3, comm).eval()
         if comm.rank == 0:  # the other rank never answers
-            return layer(torch.randn(0, 3)).shape, layer(torch.randn(5, 3)).shape, comm.order.calls
+            return layer(torch.randn(0, 3)).shape, layer(torch.randn(5, 3)).shape, comm.calls
         return None
 
     assert run(body, 2)[0] == ((0, 3), (5, 3), 0)

@@ -12,7 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 import shardpass as sp
 from shardpass.backends.recording import RecordingCommunicator
-from shardpass.core.aggregation import sharded_call as core_aggregate
+from shardpass.core.aggregation import choice
+from shardpass.core.aggregation.pull import KnownOutEdges
+from shardpass.core.ranks import Ranks
 from shardpass.core.sharding import Transposes
 from shardpass.testing.graphs import WholeGraph, assignments, awkward_graph, shard_in_memory
 from shardpass.testing.parity import differences, evaluate_sharded, evaluate_whole
@@ -38,8 +40,8 @@ def pulled(monkeypatch):
         found.append(choose(*args))
         return found[-1]
 
-    choose = core_aggregate.choose_pull
-    monkeypatch.setattr(core_aggregate, "choose_pull", noted)
+    choose = choice.choose_pull
+    monkeypatch.setattr(choice, "choose_pull", noted)
     return found
 
 
@@ -85,14 +87,14 @@ def backward_bytes(name, graph, owners, ranks, options):
     """Bytes of the second backward over all ranks, and the labels of collectives of both."""
 
     def work(inner):
-        comm = RecordingCommunicator(inner)
+        comm = Ranks(RecordingCommunicator(inner))
         sharded = shard_in_memory(graph, owners, comm, options)
         model = UNCHECKED({**LAYERS, "SAGE": lambda: gnn.SAGEConv(5, 4)}[name]().double(), comm)
         model(sharded.x.requires_grad_(), sharded).sum().backward()
         out = model(sharded.x, sharded)
         before = comm.bytes_sent
         out.sum().backward()
-        return comm.bytes_sent - before, [m.label for m in comm.messages if m.kind.startswith("all_")]
+        return comm.bytes_sent - before, [m.label for m in comm.transport.messages if m.kind.startswith("all_")]
 
     found = sp.spawn(work, ranks)
     return sum(sent for sent, _ in found), found[0][1]
@@ -243,16 +245,16 @@ def test_ranks_that_mix_scores_differently_push(pulled):
 
 def test_a_rank_that_lost_the_out_edges_makes_all_count_again():
     def work(inner):
-        comm = RecordingCommunicator(inner)
+        comm = Ranks(RecordingCommunicator(inner))
         graph = shard_in_memory(GRAPH, torch.arange(GRAPH.num_nodes) % 2, comm, sp.Options(backward="pull"))
         model, found = UNCHECKED(gnn.SAGEConv(5, 4).double(), comm), []
         for turn in range(3):
             if turn == 1 and comm.rank == 1:
-                graph.relation.shards.out_edges = None
+                comm.caches.of(KnownOutEdges, graph.relation.shards).out_edges = None
             x = graph.x.clone().requires_grad_()
             model(x, graph).sum().backward()
             found.append(x.grad)
-        return found, sum("rows to pull" in message.label for message in comm.messages)
+        return found, sum("rows to pull" in message.label for message in comm.transport.messages)
 
     for found, counted in sp.spawn(work, 2):
         assert counted == 2 and torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
@@ -265,10 +267,11 @@ def test_the_structure_is_there_once():
             graph = shard_in_memory(GRAPH, torch.arange(GRAPH.num_nodes) % 3, comm, sp.Options(backward=backward))
             model = UNCHECKED(gnn.SAGEConv(5, 4).double(), comm)
             model(graph.x.requires_grad_(), graph).sum().backward()
-            shards, transposes = graph.relation.shards, graph.relation.plan.caches.of(Transposes)
-            kept.append((any(s in transposes._kept for s in shards.shards), shards.out_edges is not None))
-            if shards.out_edges is not None:
-                plan, mine = shards.out_edges.of(graph.relation.plan, shards, "")
+            shards = graph.relation.shards
+            out_edges = comm.caches.of(KnownOutEdges, shards).out_edges
+            kept.append((any(s in comm.caches.of(Transposes)._kept for s in shards.shards), out_edges is not None))
+            if out_edges is not None:
+                plan, mine = out_edges.of(graph.relation.plan, shards, "")
                 assert all(s.src_rows.dtype == s.indptr.dtype == torch.int32 for s in mine.shards)
                 plan.schedule.validate()
         return kept

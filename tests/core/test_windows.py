@@ -10,12 +10,12 @@ from torch.utils.checkpoint import checkpoint
 from torch_geometric.nn import GATConv, SAGEConv
 
 import shardpass as sp
-from shardpass.backends.communicator import WindowPool
 from shardpass.backends.recording import RecordingCommunicator
 from shardpass.core.exchange.halo import build_halo_plan
 from shardpass.core.exchange.tokens import Stream
 from shardpass.core.exchange.walk import GradientReturn, fetch_blocks
-from shardpass.core.exchange.windows import take_window
+from shardpass.core.exchange.windows import WindowPool, take_window
+from shardpass.core.ranks import Ranks
 from shardpass.core.ranks.options import Options
 from shardpass.core.sharding.ownership import Ownership
 from shardpass.errors import CommunicationError, DivergenceError
@@ -37,8 +37,8 @@ OPTIONS = [
 
 def sharing(comm, hosts=(0, 0, 0, 0)):
     """`comm` as that of a process: it shares memory with the ranks of its host."""
-    comm.windows = WindowPool()
-    comm.local_ranks = tuple(rank for rank in range(comm.size) if hosts[rank] == hosts[comm.rank])
+    comm.transport.shares_memory = True
+    comm.transport.local_ranks = tuple(rank for rank in range(comm.size) if hosts[rank] == hosts[comm.rank])
     return comm
 
 
@@ -81,8 +81,8 @@ def test_the_numbers_of_messages_to_the_bit(options, hosts):
         by_message = walks(comm, plan_of(comm, **options), (1, 2, 3))
         plan = plan_of(sharing(comm, hosts), **options)
         shared = walks(comm, plan, (4, 1, 2, 3), slow=2)[-len(by_message) :]
-        assert plan.shared is not None and not comm.windows.refused
-        assert len(comm.windows.windows) == 2, "rows and gradients at a time"
+        assert plan.shared is not None and not comm.caches.of(WindowPool).refused
+        assert len(comm.caches.of(WindowPool).windows) == 2, "rows and gradients at a time"
         assert all(torch.equal(a, b) for a, b in zip(by_message, shared, strict=True))
 
     run(work, 4)
@@ -96,12 +96,12 @@ def payload(comm, plan):
 
 def test_tokens_instead_of_rows():
     def work(inner):
-        comm = RecordingCommunicator(sharing(inner))
+        comm = Ranks(RecordingCommunicator(sharing(inner)))
         assert payload(comm, plan_of(comm, share_memory=False)) == sum(400 * len(rows) for rows in IDS_OF[comm.rank])
         plan = plan_of(comm)
-        del comm.messages[:]
+        del comm.transport.messages[:]
         payload(comm, plan)
-        sent = [m for m in comm.messages if m.kind == "send"]
+        sent = [m for m in comm.transport.messages if m.kind == "send"]
         assert all(m.num_bytes == 4 for m in sent)
         peers = sum(len(rows) > 0 for rows in plan.send_rows)
         owners = sum(block.num_rows > 0 for block in plan.blocks[1:])
@@ -141,23 +141,23 @@ def test_communicators_that_share_nothing(options):
 
     def work(inner):
         inner = inner if not options else sharing(inner)
-        comm = RecordingCommunicator(inner)
+        comm = Ranks(RecordingCommunicator(inner))
         assert plan_of(comm, **options).shared is None
-        assert [m.label for m in comm.messages] == ["halo plan: needed rows", "halo plan"]
+        assert [m.label for m in comm.transport.messages] == ["halo plan: needed rows", "halo plan"]
 
     run(work, 4)
 
 
 def test_no_memory_on_one_rank_means_messages_on_all():
     def work(inner):
-        comm = RecordingCommunicator(sharing(inner))
+        comm = Ranks(RecordingCommunicator(sharing(inner)))
         plan = plan_of(comm)
         inner.share = lambda num_bytes, label: inner.barrier(label)
         assert payload(comm, plan) == sum(400 * len(rows) for rows in IDS_OF[comm.rank])
-        assert comm.windows.refused and comm.windows.windows == []
-        del comm.messages[:]
+        assert comm.caches.of(WindowPool).refused and comm.caches.of(WindowPool).windows == []
+        del comm.transport.messages[:]
         payload(comm, plan)
-        assert all(m.kind != "share" for m in comm.messages), "asked once"
+        assert all(m.kind != "share" for m in comm.transport.messages), "asked once"
 
     run(work, 4)
 
@@ -222,7 +222,8 @@ def test_layers_on_several_graphs_of_one_communicator(name, mode):
         for on, share in ((comm, False), (comm, True), (twin, True)):
             options = sp.Options(mode=mode, share_memory=share, block_rows=None if on is comm else 3)
             results.append(trained(on, [shard_in_memory(graph, part, on, options) for part in parts.values()], name))
-        assert comm.windows.windows and twin.windows.windows and comm.windows is not twin.windows
+        ours, theirs = comm.caches.of(WindowPool), twin.caches.of(WindowPool)
+        assert ours.windows and theirs.windows and ours is not theirs
         assert all(torch.equal(a, b) for a, b in zip(results[0], results[1], strict=True))
         for a, b in zip(results[0], results[2], strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-10)

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardpass as sp
-from shardpass.core.aggregation import sharded_call as core
+from shardpass.core.aggregation import autograd as core
 from shardpass.errors import RefusedError
 from shardpass.frontends.dgl.lazy import LazyEdges
 from shardpass.testing.graphs import assignments, shard_in_memory
@@ -195,9 +195,9 @@ def test_it_is_the_same_without_fusing(passes):
         for fused in (True, False):
             mine = UNCHECKED(copy.deepcopy(model), comm)
             g = sp.dgl.graph(share(comm, sp.Options(fuse_attention=fused)))
-            before = comm.order.calls
+            before = comm.calls
             out = mine(g, g.ndata["x"])
-            counts.append(comm.order.calls - before)
+            counts.append(comm.calls - before)
             (out * out.detach().cos()).sum().backward()
             found.append([out.detach(), *(p.grad for p in mine.parameters())])
         for one, other in zip(*found):
@@ -291,16 +291,16 @@ def test_looking_at_edge_data_does_not_compute_them():
         g.ndata["h"] = g.ndata["x"].view(-1, 5, 1).clone().requires_grad_()
         g.apply_edges(fn.u_add_v("h", "h", "e"))
         e = g.edata["e"]
-        before = comm.order.calls
+        before = comm.calls
         if comm.rank == 0:  # on one rank alone
             assert "not computed yet" in repr(e) and "not computed yet" in f"{e}{e!s}"
             assert e.shape == (g.num_edges(), 5, 1) and e.dim() == 3 and e.size(0) == len(e) and e.requires_grad
             assert e.dtype == torch.float64 and e.device.type == "cpu" and e.is_floating_point() and not e.is_cuda
             assert g.edge_attr_schemes()["e"] == ((5, 1), torch.float64)
         a = edge_softmax(g, e)
-        assert type(a) is LazyEdges and comm.order.calls == before
+        assert type(a) is LazyEdges and comm.calls == before
         assert type(a + 0) is LazyEdges and type(a.clone()) is torch.Tensor
-        assert comm.order.calls == before + 1 and "tensor(" in repr(a)
+        assert comm.calls == before + 1 and "tensor(" in repr(a)
 
     run(work, 2)
 

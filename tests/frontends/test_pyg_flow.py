@@ -15,6 +15,7 @@ from torch import nn
 
 import shardpass as sp
 from shardpass.backends.recording import RecordingCommunicator
+from shardpass.core.ranks import Ranks
 from shardpass.errors import RefusedError
 from shardpass.testing.graphs import WholeGraph, assignments, shard_in_memory
 from shardpass.testing.parity import cotangent
@@ -92,7 +93,7 @@ def test_layers_shrink_to_what_is_needed():
     graph, owners = chain(), torch.arange(24) % 2
 
     def work(inner):
-        comm = RecordingCommunicator(inner)
+        comm = Ranks(RecordingCommunicator(inner))
         sharded = shard_in_memory(graph, owners, comm)
         wanted = sharded.node_ids == 23
         layers = sharded.layers(wanted, 3)

@@ -116,8 +116,8 @@ def test_a_union_of_relations_is_made_once_for_all_layers_and_calls():
             model(graph.x_dict, graph)
         plans = [relation.plan for relation in graph.relations.values()]
         return (
-            sum(len(plan.caches.of(Unions).made) for plan in plans),
-            plans[0].caches.of(Unions).made[0].edge_index.plan.num_halo,
+            sum(len(plan.comm.caches.of(Unions, plan).made) for plan in plans),
+            plans[0].comm.caches.of(Unions, plans[0]).made[0].edge_index.plan.num_halo,
             graph.num_halo,
         )
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch_geometric.nn import GAT, GCN, GIN, GraphSAGE
 
 import shardpass as sp
-from shardpass.core.aggregation import sharded_call as aggregate
+from shardpass.core.aggregation import choice
 from shardpass.testing.graphs import WholeGraph, awkward_graph, shard_in_memory
 from shardpass.testing.live_bytes import LiveBytes
 from shardpass.testing.run import run
@@ -37,7 +37,7 @@ GRAPH = graph_with_isolated_nodes()
 
 @pytest.fixture(autouse=True)
 def _fixed_dropout_of_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aggregate, "draw_seed", lambda comm: 5)
+    monkeypatch.setattr(choice, "draw_seed", lambda comm: 5)
 
 
 @contextmanager
@@ -131,7 +131,7 @@ def test_the_self_check_takes_part(training: bool) -> None:
         model = sp.pyg.wrap(GraphSAGE(6, 8, 2, 4, norm="batch_norm"), comm, checkpoint="activations").train(training)
         graph = shard_in_memory(GRAPH, MIX % 2, comm, sp.Options())
         model(graph.x.float(), graph).sum().backward()
-        assert comm.order.activations is None
+        assert comm.notes is None
 
     run(work, 2)
 

@@ -4,18 +4,52 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
-from shardpass.backends.communicator import Communicator
-from shardpass.core.ranks import agree, digest, diverged
+from shardpass.core.ranks import Ranks, agree, digest, diverged
 from shardpass.core.sharding import EdgeShards
 from shardpass.core.tracing import Program, Structure, check_row_wise, probe
 from shardpass.errors import NeedsHaloError, RefusedError
 
 _ATTEMPTS = 4
-OFFERS = 4
-Offer = Callable[[Program, Structure, bool], list[int]]
+_WORDS = 62  # numbers in which a rank describes a call, padded: lengths must agree before contents can
+
+
+class Offer(NamedTuple):
+    """What one rank knows of a call besides its structure; all ranks read the offers of all.
+
+    Args:
+        has_sums: whether it has kept the sums of this call, whose inputs do not change.
+        linear_map: fingerprint of the linear map that follows; see `describe_map`.
+        out_edges: the serial number of its `OutEdges`, or -1.
+        mix: fingerprint of the tensor with which scores are mixed.
+    """
+
+    has_sums: int = 0
+    linear_map: int = 0
+    out_edges: int = -1
+    mix: int = 0
+
+
+class Agreed(NamedTuple):
+    """What all ranks have agreed on.
+
+    Args:
+        program: with those edge tensors that every rank finds to have one row per edge.
+        structure: of its message function.
+        gradients: the inputs (``"s:x"``, ``"d:x"``, ``"e:w"``) that need gradients on some rank.
+        offers: of each rank, in rank order.
+    """
+
+    program: Program
+    structure: Structure
+    gradients: frozenset[str]
+    offers: list[Offer]
+
+
+MakeOffer = Callable[[Program, Structure, bool], Offer]
 
 
 def gradient_flags(program: Program) -> list[bool]:
@@ -49,27 +83,24 @@ def _without(program: Program, keep: list[bool]) -> Program:
 
 
 def settle(
-    comm: Communicator,
+    comm: Ranks,
     label: str,
     program: Program,
     edges: EdgeShards,
     num_own_src: int,
-    offer: Offer = lambda program, structure, gradients: [0] * OFFERS,
-) -> tuple[Program, Structure, frozenset[str], list[list[int]]]:
-    """``(program, structure, gradients, offers)``; the first three are agreed by all ranks. Collective.
+    make_offer: MakeOffer = lambda program, structure, needs_gradients: Offer(),
+) -> Agreed:
+    """What all ranks agree this call to be. Collective.
 
-    An edge tensor is one on which every rank found one row per edge; an input needs gradients if it does on any rank.
+    An edge tensor is one on which every rank finds one row per edge. An input needs gradients if it does on any rank.
+    Where ranks differ in these, they look at the message function again with what they have in common.
 
     Args:
-        offer: what this rank has to say about the call once it knows its structure, and whether an input needs a
-            gradient: `OFFERS` numbers.
-
-    Returns:
-        offers: what each rank said, in rank order.
+        make_offer: says what this rank knows, given the structure and whether an input needs a gradient.
 
     Raises:
-        RefusedError: on every rank, if the body cannot be computed one shard at a time on any.
-        DivergenceError: on every rank, if the ranks' bodies differ.
+        RefusedError: on every rank, if the message function cannot be computed one shard at a time on any.
+        DivergenceError: on every rank, if the ranks' message functions differ.
     """
     flags = gradient_flags(program)
     edge_names = sorted(program.edge)
@@ -81,26 +112,25 @@ def settle(
         with comm.random_lock():  # the probe looks at the state of a generator that threads share
             structure, refusal = _probe(candidate, edges, num_own_src, needs_grad)
         text = f"inputs {names}, grad {torch.is_grad_enabled()}: " + (structure.describe() if structure else "refused")
-        words = f"{_in_words(program)} (computed as {text})"
         kind = 0 if refusal is None else (1 if isinstance(refusal, NeedsHaloError) else 2)
         values = [digest(text), kind, *map(int, flags), *map(int, per_edge)]
-        mine = offer(candidate, structure, bool(needs_grad)) if structure is not None else [0] * OFFERS
-        answers = agree(comm, f"{label}: agreement", [len(values), *values] + [0] * (62 - len(values)) + mine)
-        offers = [answer[-OFFERS:] for answer in answers]
-        answers = [answer[:-OFFERS] for answer in answers]
-        if all(answer == answers[0] for answer in answers) and not kind:
-            assert structure is not None
-            return candidate, structure, frozenset(needs_grad), offers
-        _raise_refusal(comm, label, refusal, [answer[2] for answer in answers])
-        if any(answer[0] != len(values) for answer in answers):
+        mine = Offer() if structure is None else make_offer(candidate, structure, bool(needs_grad))
+        padding = [0] * (_WORDS - len(values))
+        answers = agree(comm, f"{label}: agreement", [len(values), *values, *padding, *mine])
+        offers = [Offer(*answer[1 + _WORDS :]) for answer in answers]
+        described = [answer[: 1 + _WORDS] for answer in answers]
+        if all(answer == described[0] for answer in described) and structure is not None:
+            return Agreed(candidate, structure, frozenset(needs_grad), offers)
+        _raise_refusal(comm, label, refusal, [answer[2] for answer in described])
+        if any(answer[0] != len(values) for answer in described):
             break
-        rest = [answer[3 : 1 + len(values)] for answer in answers]
+        rest = [answer[3 : 1 + len(values)] for answer in described]
         joined = [any(column) for column in zip(*(r[: len(flags)] for r in rest))] if flags else []
         common = [all(column) for column in zip(*(r[len(flags) :] for r in rest))] if per_edge else []
         if joined == flags and common == per_edge and all(r == rest[0] for r in rest):
             break
         flags, per_edge = joined, common
-    raise diverged(comm, label, words)
+    raise diverged(comm, label, f"{_in_words(program)} (computed as {text})")
 
 
 def _probe(
@@ -117,7 +147,7 @@ def _probe(
         return None, refusal
 
 
-def _raise_refusal(comm: Communicator, label: str, mine: RefusedError | None, kinds: list[int]) -> None:
+def _raise_refusal(comm: Ranks, label: str, mine: RefusedError | None, kinds: list[int]) -> None:
     """Raise on every rank if any refused: the firmest refusal, in the words of the first rank that gave it."""
     worst = max(kinds)
     if worst == 0:

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from shardpass.core.aggregation.backward import Gradients, Returned
 from shardpass.core.aggregation.call import Call, Operands
 from shardpass.core.aggregation.forward import ForwardResult, counts
+from shardpass.core.aggregation.gradients import Gradients, Returned
 from shardpass.core.aggregation.scores import Outer, Piece, scores_of
 from shardpass.core.kernels import RowRun, SoftmaxState
 from shardpass.core.ranks import dropout_factors, piece_seed
@@ -64,7 +64,7 @@ def attention_gradients(
     most = chunk_edges(call, attention, operands, scores.in_one_loop)
     one_by_one = bool(attention.dropout) or not scores.in_one_loop
     returned = Returned(call, gradients, names)
-    reached, transposes = attention.output in gradients.reached, call.plan.caches.of(Transposes)
+    reached, transposes = attention.output in gradients.reached, call.plan.comm.caches.of(Transposes)
     for position, shard, rows in call.walk(operands, names):
         with returned.block(position) as into:
             table = rows[attention.value].reshape(-1, heads, width) if rows else grad[:0]

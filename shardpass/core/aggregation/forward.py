@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from shardpass.core.aggregation.call import Call, Operands
+from shardpass.core.aggregation.call import Call, EdgePiece, Operands
+from shardpass.core.aggregation.rerun import run_again
 from shardpass.core.kernels import gather_extremum, gather_sum
-from shardpass.core.sharding import HOST, Chunk, Shard
-from shardpass.core.tracing import KERNEL_FORMS, REDUCERS, Base, EdgeTrace, State, StopPass, accumulator_dtype, rescale
+from shardpass.core.sharding import HOST, Chunk
+from shardpass.core.tracing import KERNEL_FORMS, REDUCERS, Base, State, StopPass, accumulator_dtype, rescale
 from shardpass.errors import DivergenceError
 
 ONLY = slice(0, 1)  # the one row of a reduction over all edges
@@ -18,7 +19,12 @@ ONLY = slice(0, 1)  # the one row of a reduction over all edges
 
 @dataclass
 class ForwardResult:
-    """What forward found: the reductions' values and states ``[num_dst, ...]``, or the edge result."""
+    """What forward found.
+
+    Attributes:
+        values, states: of the reductions by their number, ``[num_dst, ...]`` each.
+        edges: the edge result, ``[num_edges, ...]``, or `None`.
+    """
 
     values: dict[int, Tensor] = field(default_factory=dict)
     states: dict[int, State] = field(default_factory=dict)
@@ -26,37 +32,23 @@ class ForwardResult:
 
 
 def run_forward(call: Call, operands: Operands) -> ForwardResult:
-    """All reductions of the call's body, or its edge result. Collective; runs without gradients."""
-    result = ForwardResult()
-    structure, edges = call.structure, call.edges
-    device = call.plan.comm.device
+    """All reductions of the call, or its edge result. Collective; runs without gradients."""
+    result, structure = ForwardResult(), call.structure
     result.values.update(counts(call))
     for stage in range(structure.num_stages):
         members = [k for k in structure.of_stage(stage) if structure.reductions[k].form != "ones"]
         to_edges = structure.edge_output and stage == structure.num_stages - 1
         by_kernels = all(structure.reductions[k].form in KERNEL_FORMS for k in members) and not to_edges
-        for k in members:
-            reduction = structure.reductions[k]
-            like = torch.empty(0, dtype=reduction.dtype, device=device)
-            if by_kernels and reduction.op == "sum":  # the first block writes it
-                dtype = accumulator_dtype(reduction.dtype)
-                result.states[k] = [like.new_empty((edges.num_dst, *reduction.tail), dtype=dtype)]
-            else:
-                result.states[k] = REDUCERS[reduction.op].init(edges.num_dst, reduction.tail, like)
+        _start_states(call, members, by_kernels, result)
         if to_edges:
-            shape = edges.num_edges, *(structure.edge_tail or ())  # some edges may be left out
-            place = device if call.streamed_to is None else HOST
+            shape = call.edges.num_edges, *(structure.edge_tail or ())  # some edges may be left out
+            place = call.plan.comm.device if call.streamed_to is None else HOST
             result.edges = torch.zeros(shape, dtype=structure.edge_dtype, device=place)
         if by_kernels:
             _run_kernels(call, operands, members, result)
         elif members or to_edges:
-            _run_body(call, operands, members, stage, to_edges, result)
-        for k in members:
-            reduction = structure.reductions[k]
-            if REDUCERS[reduction.op].is_global:
-                _merge_ranks(call, k, result.states[k])
-            value = REDUCERS[reduction.op].value(result.states[k], reduction.base)
-            result.values[k] = value.to(reduction.dtype)
+            _run_messages(call, operands, members, stage, to_edges, result)
+        _finish_values(call, members, result)
     return result
 
 
@@ -70,8 +62,28 @@ def counts(call: Call) -> dict[int, Tensor]:
     return found
 
 
+def _start_states(call: Call, members: list[int], by_kernels: bool, result: ForwardResult) -> None:
+    for k in members:
+        reduction = call.structure.reductions[k]
+        like = torch.empty(0, dtype=reduction.dtype, device=call.plan.comm.device)
+        if by_kernels and reduction.op == "sum":  # the first block writes it
+            shape = (call.edges.num_dst, *reduction.tail)
+            result.states[k] = [like.new_empty(shape, dtype=accumulator_dtype(reduction.dtype))]
+        else:
+            result.states[k] = REDUCERS[reduction.op].init(call.edges.num_dst, reduction.tail, like)
+
+
+def _finish_values(call: Call, members: list[int], result: ForwardResult) -> None:
+    for k in members:
+        reduction = call.structure.reductions[k]
+        reducer = REDUCERS[reduction.op]
+        if reducer.is_global:
+            _merge_ranks(call, k, result.states[k])
+        result.values[k] = reducer.value(result.states[k], reduction.base).to(reduction.dtype)
+
+
 def _merge_ranks(call: Call, k: int, state: State) -> None:
-    """Join the states of all ranks, in rank order, into `state`. Collective."""
+    """Merge the states of all ranks, in rank order, into `state`. Collective."""
     reducer = REDUCERS[call.structure.reductions[k].op]
     widths = [part.numel() for part in state]
     gathered = call.plan.comm.all_gather(torch.cat([part.reshape(1, -1) for part in state], dim=1), label=call.label)
@@ -96,11 +108,11 @@ def _run_kernels(call: Call, operands: Operands, members: list[int], result: For
             if reductions[k].form == "extremum":
                 gather_extremum(reductions[k].op, state, shard, source)
                 continue
-            scalars = call.weights(operands, shard, reductions[k].weight)
-            gather_sum(state[0], shard, source, scalars, fresh=position == 0)
+            weights = call.weights(operands, shard, reductions[k].weight)
+            gather_sum(state[0], shard, source, weights, fresh=position == 0)
 
 
-def _run_body(
+def _run_messages(
     call: Call, operands: Operands, members: list[int], stage: int, to_edges: bool, result: ForwardResult
 ) -> None:
     names = call.structure.sources_of(members, with_edges=to_edges)
@@ -108,37 +120,20 @@ def _run_body(
     for position, shard, rows in call.walk(operands, names):
         for chunk in shard.chunks(max_edges):
             phase = ForwardPhase(call, chunk, stage, None if to_edges else max(members), result)
-            message = _run_chunk(call, operands, phase, position, shard, chunk, rows)
+            inputs = call.inputs(operands, EdgePiece.of_chunk(shard, chunk), rows)
+            generator = call.generator(position, chunk.start)
+            run = run_again(call, inputs, phase, (position, chunk.start), generator)
+            if run.message is None:
+                continue
+            if call.program.aggregate is not None or run.num_reductions != len(call.structure.reductions):
+                raise DivergenceError(
+                    f"{call.program.name} on rank {call.plan.comm.rank}: the message function made "
+                    f"{run.num_reductions} reductions on some edges and {len(call.structure.reductions)} on others; a "
+                    f"Python branch depends on the data of a few edges"
+                )
             if to_edges:
-                assert result.edges is not None and message is not None
-                shard.put(result.edges, message, chunk)
-
-
-def _run_chunk(
-    call: Call,
-    operands: Operands,
-    phase: ForwardPhase,
-    position: int,
-    shard: Shard,
-    chunk: Chunk,
-    rows: dict[str, Tensor],
-) -> Tensor | None:
-    program = call.program
-    inputs = call.inputs(operands, shard, chunk, rows)
-    try:
-        trace = EdgeTrace(program, inputs.index, phase, generator=call.generator(position, chunk))
-        with call.scope(position, chunk.start), trace:
-            message = program.message(inputs)
-            if program.aggregate is not None:
-                program.aggregate(message, inputs)
-    except StopPass:
-        return None
-    if program.aggregate is not None or trace.count != len(call.structure.reductions):
-        raise DivergenceError(
-            f"{program.name} on rank {call.plan.comm.rank}: the body made {trace.count} reductions on some edges and "
-            f"{len(call.structure.reductions)} on others; a Python branch depends on the data of a few edges"
-        )
-    return message
+                assert result.edges is not None
+                shard.put(result.edges, run.message, chunk)
 
 
 class ForwardPhase:
@@ -160,10 +155,8 @@ class ForwardPhase:
         window = ONLY if REDUCERS[op].is_global else self._window
         if k in self._result.values:
             return self._result.values[k][window]
-        if REDUCERS[op].is_global:
-            answer = values.new_zeros((1, 2, *values.shape[1:]))
-        else:
-            answer = values.new_zeros((self.num_dst, *values.shape[1:]))
+        shape = (1, 2) if REDUCERS[op].is_global else (self.num_dst,)
+        answer = values.new_zeros((*shape, *values.shape[1:]))
         if reduction.stage == self._stage:
             state = [part[window] for part in self._result.states[k]]
             if reduction.leader is not None:

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shardpass.core.aggregation.agreement import Offer
 from shardpass.core.aggregation.attention import chunk_edges, gradient_and_delta
-from shardpass.core.aggregation.backward import Gradients, is_linear
 from shardpass.core.aggregation.call import Call, Operands
+from shardpass.core.aggregation.gradients import Gradients, is_linear
 from shardpass.core.aggregation.out_edges import OutEdges, count_out_edges
 from shardpass.core.exchange import GradientReturn, HaloPlan, fetch_blocks
 from shardpass.core.kernels import RowRun, adjoint, edge_scores, edge_scores_adjoint, fused, gather_sum, softmax_weights
@@ -35,18 +36,29 @@ class Widths:
     pull: int
 
 
-def offer_pull(plan: HaloPlan, edges: EdgeShards, structure: Structure) -> list[int]:
-    """What this rank knows that a choice between push and pull needs: the serial of its `OutEdges` and the digest of a
-    tensor that scores are mixed with, by which all ranks must mix alike."""
+class KnownOutEdges:
+    """The out-edges of one edge list, once all ranks have counted them."""
+
+    out_edges: OutEdges | None = None
+
+
+def known_out_edges(plan: HaloPlan, edges: EdgeShards) -> OutEdges | None:
+    """The out-edges that this rank knows of `edges`; `None` where it knows none, or where nothing is pulled."""
     if plan.comm.size == 1 or not plan.options.may_pull:
-        return [-1, 0]
+        return None
+    return plan.comm.caches.of(KnownOutEdges, edges).out_edges
+
+
+def mix_of(plan: HaloPlan, structure: Structure) -> int:
+    """The fingerprint of the tensor with which scores are mixed, by which all ranks must mix alike; 0 without one."""
     mixes = structure.attention is not None and isinstance(structure.attention.score, MixedScore)
-    mix = digest(repr(structure.mix.tolist())) if mixes and structure.mix is not None else 0
-    return [-1 if edges.out_edges is None else edges.out_edges.serial, mix]
+    if plan.comm.size == 1 or not plan.options.may_pull or not mixes or structure.mix is None:
+        return 0
+    return digest(repr(structure.mix.tolist()))
 
 
-def choose_pull(call: Call, program: Program, offers: list[list[int]]) -> OutEdges | None:
-    """The out-edges over which backward will pull; None: it pushes. Collective where ranks do not know them yet.
+def choose_pull(call: Call, program: Program, offers: list[Offer]) -> OutEdges | None:
+    """The out-edges over which backward will pull, or `None` where it pushes. Collective where ranks differ in them.
 
     Args:
         program: with its tensors.
@@ -56,11 +68,12 @@ def choose_pull(call: Call, program: Program, offers: list[list[int]]) -> OutEdg
     if plan.comm.size == 1 or not plan.options.may_pull:
         return None
     widths = _widths(call, program)
-    if widths is None or any(mix != offers[0][1] for _, mix in offers):
+    if widths is None or any(offer.mix != offers[0].mix for offer in offers):
         return None
-    known = edges.out_edges
-    if known is None or any(serial != known.serial for serial, _ in offers):
-        known = edges.out_edges = count_out_edges(plan, edges, call.number, call.label)
+    cache = plan.comm.caches.of(KnownOutEdges, edges)
+    known = cache.out_edges
+    if known is None or any(offer.out_edges != known.serial for offer in offers):
+        known = cache.out_edges = count_out_edges(plan, edges, call.number, call.label)
     if plan.options.backward == "pull":
         return known
     pushed = widths.push * sum(map(sum, plan.schedule.counts))

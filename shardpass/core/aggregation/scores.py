@@ -1,4 +1,4 @@
-"""Where the scores of an attention come from: a closed form, or the body itself, run up to its softmax."""
+"""Where the scores of an attention come from: a closed form, or the message function, run up to its softmax."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from shardpass.core.aggregation.backward import Gradients
-from shardpass.core.aggregation.call import Call, Operands
+from shardpass.core.aggregation.call import Call, EdgePiece, Operands
+from shardpass.core.aggregation.gradients import Gradients
+from shardpass.core.aggregation.rerun import GradientRun, run_again
 from shardpass.core.kernels import EdgeRun, RowRun, SoftmaxState, fused
 from shardpass.core.kernels import attention as steps
 from shardpass.core.kernels import scores as kernels
-from shardpass.core.sharding import Shard, to_host
-from shardpass.core.tracing import AdditiveScore, Attention, Base, EdgeTrace, Inputs, MixedScore, Score, StopPass
+from shardpass.core.sharding import Shard
+from shardpass.core.tracing import AdditiveScore, Attention, Base, MixedScore, Score, StopPass
+from shardpass.errors import InternalError
 
 Rows = dict[str, Tensor]
 Adjoint = Callable[[Tensor, Rows, Gradients], None]
@@ -70,7 +72,7 @@ def scores_of(call: Call, operands: Operands, attention: Attention) -> Scores:
     """The scores of `attention`."""
     form, mix = attention.score, call.structure.mix
     if form is None:
-        return _Body(call, operands, attention)
+        return _FromMessages(call, operands, attention)
     tensors = operands.src[attention.value], operands.src[form.source], operands.dst[form.destination], mix
     is_fused = fused.handles(*tensors)
     return (_Fused if is_fused else _ClosedForm)(operands, form, attention.heads, mix)
@@ -168,100 +170,58 @@ class _Fused(_ClosedForm):
         return fused.Operands(self.score, of_source, self.of_dst, self.mix, kept)
 
 
-class _Body(_InSteps):
-    """Whatever the body computes, by running it up to the softmax."""
+class _FromMessages(_InSteps):
+    """Whatever the message function computes up to its softmax."""
 
     def __init__(self, call: Call, operands: Operands, attention: Attention) -> None:
         self.call, self.operands, self.attention = call, operands, attention
         self.names = call.structure.reductions[attention.maximum].sources
 
     def forward(self, shard: Shard, run: EdgeRun, rows: Rows) -> Tensor:
-        return self._in_heads(self._run(self._gathered(shard, run, rows, leaves=False), {}, None, None))
+        inputs = self.call.inputs(self.operands, _piece_of(shard, run), self._seen(rows))
+        phase = _ScorePhase(self.call, self.attention, None)
+        run_again(self.call, inputs, phase)
+        return self._in_heads(phase.scores)
 
     def weights(self, shard: Shard, run: EdgeRun, rows: Rows, log_sum: Tensor) -> tuple[Tensor, Adjoint]:
-        call = self.call
-        leaves = [saved.detach().requires_grad_() for saved in self.operands.captures]
-        substitutes = {id(original): leaf for original, leaf in zip(call.captured, leaves)}
-        with torch.enable_grad():
-            inputs = self._gathered(shard, run, rows, leaves=True)
-            expected = {id(t) for group in (inputs.src, inputs.dst, inputs.edge) for t in group.values()}
-            expected |= {id(t) for t in (*leaves, *call.captured)}
-            # measured from the logarithm of the sum instead of from the maximum, exp(score) is the weight itself
-            weights = self._run(inputs, substitutes, expected, log_sum)
-        captured = [*enumerate(leaves), *((i, t) for i, t in enumerate(call.captured) if t.requires_grad)]
+        again = GradientRun(self.call, self.operands, _piece_of(shard, run), self._seen(rows))
+        # Measured from the logarithm of the sum instead of from the maximum, exp(score) is the weight itself.
+        phase = _ScorePhase(self.call, self.attention, log_sum)
+        again.run(phase)
+        weights = phase.scores
 
         def pull(relative: Tensor, into: Rows, gradients: Gradients) -> None:
-            self._pull(weights, relative.view_as(weights), shard, run, inputs, captured, into, gradients)
+            if weights.requires_grad:
+                again.add_gradients([weights], [relative.view_as(weights)], into, gradients)
 
         return self._in_heads(weights.detach()), pull
+
+    def _seen(self, rows: Rows) -> Rows:
+        return {name: rows[name] for name in self.names}
 
     def _in_heads(self, scores: Tensor) -> Tensor:
         return scores.reshape(scores.size(0), self.attention.heads).clone(memory_format=torch.contiguous_format)
 
-    def _pull(
-        self,
-        weights: Tensor,
-        grad: Tensor,
-        shard: Shard,
-        run: EdgeRun,
-        inputs: Inputs,
-        captured: list[tuple[int, Tensor]],
-        into: Rows,
-        gradients: Gradients,
-    ) -> None:
-        targets: list[tuple[str, str | int, Tensor]] = []
-        for kind, tensors in (("s", inputs.src), ("d", inputs.dst), ("e", inputs.edge)):
-            targets += [(kind, name, t) for name, t in tensors.items() if t.requires_grad]
-        targets += [("c", i, t) for i, t in captured]
-        if not weights.requires_grad or not targets:
-            return
-        found = torch.autograd.grad(weights, [t for *_, t in targets], grad, allow_unused=True)
-        for (kind, key, _), part in zip(targets, found):
-            if part is None:
-                continue
-            if kind == "s":
-                into[str(key)].index_add_(0, run.src_rows, part)
-            elif kind == "d":
-                gradients.of_dst(str(key)).index_add_(0, run.dst_rows, part)
-            elif kind == "e":
-                places = shard.places(run.positions)
-                part = part if self.call.streamed_to is None else to_host(part)
-                gradients.of_edges(str(key))[places] += part  # each edge stands there once
-            else:
-                gradients.add_capture(int(key), part)
 
-    def _gathered(self, shard: Shard, run: EdgeRun, rows: Rows, leaves: bool) -> Inputs:
-        call, operands = self.call, self.operands
-        seen = {name: rows[name] for name in self.names}
-        return call.gathered(operands, run.src_rows, run.dst_rows, shard.places(run.positions), seen, leaves)
-
-    def _run(
-        self,
-        inputs: Inputs,
-        substitutes: dict[int, Tensor],
-        expected: set[int] | None,
-        log_sum: Tensor | None,
-    ) -> Tensor:
-        phase = _ScorePhase(self.call, self.attention, log_sum)
-        try:
-            with self.call.scope(), EdgeTrace(self.call.program, inputs.index, phase, substitutes, expected):
-                message = self.call.program.message(inputs)
-                if self.call.program.aggregate is not None:
-                    self.call.program.aggregate(message, inputs)
-        except StopPass:
-            pass
-        assert phase.found is not None
-        return phase.found
+def _piece_of(shard: Shard, run: EdgeRun) -> EdgePiece:
+    return EdgePiece.of_run(shard, run.src_rows, run.dst_rows, run.positions)
 
 
 class _ScorePhase:
-    """Ends a run of the body at its scores; given what to measure them from, at ``exp(score - log_sum)``."""
+    """Ends a run of the message function at its scores, or at ``exp(score - log_sum)`` where `log_sum` is given."""
 
     def __init__(self, call: Call, attention: Attention, log_sum: Tensor | None) -> None:
         self.num_dst = self.whole_dst = call.edges.num_dst
         self.offset = 0
-        self.found: Tensor | None = None
+        self._scores: Tensor | None = None
         self._reductions, self._attention, self._log_sum = call.structure.reductions, attention, log_sum
+
+    @property
+    def scores(self) -> Tensor:
+        """What the run ended at."""
+        if self._scores is None:
+            raise InternalError("the message function ended before its softmax")
+        return self._scores
 
     def known_base(self, k: int) -> Base | None:
         return self._reductions[k].base
@@ -270,6 +230,6 @@ class _ScorePhase:
         if k == self._attention.maximum and self._log_sum is not None:
             return self._log_sum.view(-1, *self._reductions[k].tail)
         if k in self._attention.members:
-            self.found = values
+            self._scores = values
             raise StopPass
         return values.new_ones((self.num_dst, *values.shape[1:]))  # a count, which no score depends on

@@ -78,12 +78,8 @@ def inputs_at_once(
     found = AtOnce(inputs, positions, src_rows.numel() == 0)
     if found.made_up:
         found.inputs = _with_made_up_edge(inputs)
-    plan.comm.order.made_up = found.made_up
-    try:
-        with _Guard(program.name, found.inputs.index):
-            found.messages = body(found.inputs)
-    finally:
-        plan.comm.order.made_up = False
+    with plan.comm.made_up_edge(found.made_up), _Guard(program.name, found.inputs.index):
+        found.messages = body(found.inputs)
     return found
 
 
@@ -107,11 +103,8 @@ def aggregate_at_once(program: Program, plan: HaloPlan, edges: EdgeShards, label
     if program.aggregate is None:
         whole = out.new_zeros((edges.num_edges, *out.shape[1:]))
         return whole if found.made_up else whole.index_copy(0, found.positions, out)
-    plan.comm.order.made_up = found.made_up
-    try:
+    with plan.comm.made_up_edge(found.made_up):
         out = program.aggregate(out, found.inputs)
-    finally:
-        plan.comm.order.made_up = False
     return out.narrow(program.node_dim, 0, edges.num_dst) if found.made_up else out
 
 
@@ -147,8 +140,8 @@ def _with_edge_tensors(program: Program, plan: HaloPlan, edges: EdgeShards, labe
     """`program` with those tensors as edge tensors that every rank finds to be so; its message is checked if it can."""
     try:
         messages = replace(program, aggregate=None)
-        settled, structure, *_ = settle(plan.comm, label, messages, edges, plan.num_own_src)
-        return replace(program, edge=settled.edge).of_what_is_read(structure)
+        agreed = settle(plan.comm, label, messages, edges, plan.num_own_src)
+        return replace(program, edge=agreed.program.edge).of_what_is_read(agreed.structure)
     except NeedsHaloError:
         names = sorted(program.edge)
         mine = [int(program.edge[n].dim() > 0 and program.edge[n].size(0) == edges.num_edges) for n in names]

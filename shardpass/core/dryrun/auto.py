@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from shardpass.backends.communicator import Communicator
 from shardpass.core.dryrun.estimate import Estimate, fastest
 from shardpass.core.dryrun.rank import Field, RankSizes, made_up_rows
 from shardpass.core.dryrun.trial import Training, estimate
+from shardpass.core.exchange import shares_rows
 from shardpass.core.graphs import BatchIndex, OwnRows, ShardedEdgeIndex, ShardedGraph, node_embeddings
-from shardpass.core.ranks import MODES, Options, bytes_text, parse_bytes
+from shardpass.core.ranks import MODES, Options, Ranks, bytes_text, parse_bytes
 from shardpass.core.selfcheck import Frontend
 from shardpass.core.sharding import EDGE, NODE
 from shardpass.errors import NeedsHaloError, RefusedError, ShardpassError
@@ -39,7 +39,7 @@ def choose_mode(
     frontend: Frontend,
     pristine: nn.Module | None,
     model: nn.Module,
-    comm: Communicator,
+    comm: Ranks,
     args: Any,
     kwargs: Any,
     method: str = "forward",
@@ -73,12 +73,9 @@ def choose_mode(
             nodes, edges, cut, halo, per_host = (max(column) for column in zip(*every))
             largest = RankSizes(comm.size, nodes, edges, cut, halo, per_host=per_host)
             training = _training(frontend, pristine, model, comm, args, kwargs, method)
-            comm.order.alone = True
-            try:
-                with ThreadPoolExecutor(1) as clean:  # no autocast, checkpointing or function mode is on there
-                    answer = clean.submit(_estimates, training, largest, options, comm).result()
-            finally:
-                comm.order.alone = False
+            # In a thread of its own no autocast, checkpointing or function mode is on.
+            with comm.silent(), ThreadPoolExecutor(1) as clean:
+                answer = clean.submit(_estimates, training, largest, options, comm).result()
     answer = comm.all_gather_object(answer, "mode='auto': estimates")[0]
     if answer["refusal"]:
         raise RefusedError(answer["refusal"])
@@ -95,7 +92,7 @@ _SEVERAL_TYPES = (
 )
 
 
-def _take(estimates: list[Estimate], options: Options, comm: Communicator) -> None:
+def _take(estimates: list[Estimate], options: Options, comm: Ranks) -> None:
     assert options.memory_budget is not None
     budget = parse_bytes(options.memory_budget)
     best = fastest(estimates, budget)
@@ -136,17 +133,17 @@ def _relation(frontend: Frontend, args: Any, kwargs: Any) -> ShardedEdgeIndex | 
     return next(iter(found.values())) if len(found) == 1 else None
 
 
-def _sizes(frontend: Frontend, comm: Communicator, args: Any, kwargs: Any) -> list[int] | None:
+def _sizes(frontend: Frontend, comm: Ranks, args: Any, kwargs: Any) -> list[int] | None:
     """Own nodes, edges, cut edges, halo rows, ranks that share memory; None where not of one relation of one type."""
     index = _relation(frontend, args, kwargs)
     if index is None or index.plan.num_own_src != index.plan.num_dst:
         return None
     cut = int((index[0].as_subclass(Tensor) >= index.plan.num_own_src).sum())
-    per_host = 1 if comm.windows is None or comm.windows.refused else len(comm.local_ranks)
+    per_host = len(comm.local_ranks) if shares_rows(comm) else 1
     return [index.plan.num_dst, index.size(1), cut, index.plan.num_halo, per_host]
 
 
-def _estimates(training: Training, sizes: RankSizes, options: Options, comm: Communicator) -> dict[str, Any]:
+def _estimates(training: Training, sizes: RankSizes, options: Options, comm: Ranks) -> dict[str, Any]:
     """Estimates of all modes the model can run in, as plain data; or why there are none."""
     found, refusal = [], ""
     with comm.random_lock():  # ranks that are threads share torch's generator, which a dry run puts back
@@ -174,7 +171,7 @@ def _training(
     frontend: Frontend,
     pristine: nn.Module,
     model: nn.Module,
-    comm: Communicator,
+    comm: Ranks,
     args: Any,
     kwargs: Any,
     method: str,
@@ -185,7 +182,7 @@ def _training(
     flags = {name: module.training for name, module in model.named_modules()}
     num_nodes, num_edges = index.plan.num_dst, index.size(1)
 
-    def build(dry: Communicator, graph: ShardedGraph) -> nn.Module:
+    def build(dry: Ranks, graph: ShardedGraph) -> nn.Module:
         made = copy.deepcopy(pristine, {id(comm): dry})
         for name, module in made.named_modules():
             module.training = flags.get(name, module.training)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardpass.backends.communicator import CallOrder, Communicator, Handle, ReduceOp, WindowPool
+from shardpass.backends.communicator import Communicator, Handle, ReduceOp
 
 
 class _Done:
@@ -40,9 +40,8 @@ class DryCommunicator:
     ) -> None:
         self.rank, self.size, self.device = 0, size, torch.device(device)
         self.local_ranks: tuple[int, ...] = tuple(range(min(per_host, size)))
-        self.order = CallOrder()
         self.bytes_sent = 0
-        self.windows: WindowPool | None = WindowPool() if len(self.local_ranks) > 1 else None
+        self.shares_memory = len(self.local_ranks) > 1
         self.serves_threads = False
         self._notify = notify or (lambda label: None)
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from shardpass.core.dryrun.communicator import DryCommunicator
 from shardpass.core.graphs import OwnFields, ShardedGraph, build_relation
-from shardpass.core.ranks import Options
+from shardpass.core.ranks import Options, Ranks
 from shardpass.core.sharding import EDGE, NODE, Ownership
 
 
@@ -61,7 +60,7 @@ class RankSizes:
         )
 
 
-def made_up_rank(sizes: RankSizes, comm: DryCommunicator, options: Options) -> ShardedGraph:
+def made_up_rank(sizes: RankSizes, comm: Ranks, options: Options) -> ShardedGraph:
     """A rank's share of a random graph with these sizes, every peer sending it exactly as many rows as any other."""
     generator = torch.Generator().manual_seed(0)
     others = sizes.ranks - 1

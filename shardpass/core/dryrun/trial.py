@@ -21,12 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from shardpass.backends.communicator import Communicator
 from shardpass.core.dryrun.communicator import DryCommunicator
 from shardpass.core.dryrun.rank import RankSizes, made_up_rank
 from shardpass.core.dryrun.tracker import MemoryTracker
 from shardpass.core.graphs import ShardedGraph
-from shardpass.core.ranks import Options
+from shardpass.core.ranks import Options, Ranks
 from shardpass.core.training import sync_gradients
 
 TERMS = ("store", "features", "parameters", "gradients", "optimizer", "activations", "halo", "temporaries")
@@ -50,7 +49,7 @@ class Training:
         optimizer: of parameters.
     """
 
-    build: Callable[[Communicator, ShardedGraph], nn.Module]
+    build: Callable[[Ranks, ShardedGraph], nn.Module]
     inputs: Callable[[ShardedGraph], Any]
     loss: Callable[[nn.Module, Any], Tensor]
     optimizer: Callable[[Any], torch.optim.Optimizer]
@@ -80,7 +79,7 @@ class Measured:
 def dry_run(training: Training, sizes: RankSizes, options: Options) -> Measured:
     """Train on a made-up rank of these sizes for two epochs, and measure. Leaves torch's random state as it was."""
     tracker = MemoryTracker()
-    comm = DryCommunicator(sizes.ranks, notify=tracker.phase, per_host=sizes.per_host)
+    comm = Ranks(DryCommunicator(sizes.ranks, notify=tracker.phase, per_host=sizes.per_host))
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         gc.collect()
         with tracker:

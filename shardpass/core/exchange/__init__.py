@@ -9,6 +9,7 @@ from shardpass.core.exchange.schedule import Schedule, Transfer
 from shardpass.core.exchange.tokens import Stream
 from shardpass.core.exchange.transfer import carry, halo_fetch, halo_push
 from shardpass.core.exchange.walk import GradientReturn, fetch_blocks
+from shardpass.core.exchange.windows import WindowPool, shares_rows
 
 __all__ = [
     "GradientReturn",
@@ -17,9 +18,11 @@ __all__ = [
     "Schedule",
     "Stream",
     "Transfer",
+    "WindowPool",
     "build_halo_plan",
     "carry",
     "fetch_blocks",
     "halo_fetch",
     "halo_push",
+    "shares_rows",
 ]

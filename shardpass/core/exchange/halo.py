@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from shardpass.backends.communicator import Communicator
 from shardpass.core.exchange.schedule import Schedule
 from shardpass.core.exchange.windows import SharedRows, find_shared_rows
-from shardpass.core.ranks import Options
-from shardpass.core.sharding import Block, Caches, NodeType, Ownership
+from shardpass.core.ranks import Options, Ranks
+from shardpass.core.sharding import Block, NodeType, Ownership
 from shardpass.errors import InternalError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class HaloPlan:
     """Own-first numbering of source rows and the rows that travel. Rectangular: sources and destinations may differ.
 
@@ -32,12 +31,11 @@ class HaloPlan:
         send_rows: ``send_rows[p]`` own rows that rank p needs, int64; empty for this rank itself.
         schedule: the rounds.
         blocks: the source rows of the own block and then of each round, in the order of the rounds.
-        caches: what is derived from this graph and kept.
         ends: the types of sources and destinations, where they are known.
         shared: the rows that go through shared memory; None where all go as messages.
     """
 
-    comm: Communicator
+    comm: Ranks
     options: Options
     num_own_src: int
     num_dst: int
@@ -45,14 +43,13 @@ class HaloPlan:
     send_rows: tuple[Tensor, ...]
     schedule: Schedule
     blocks: tuple[Block, ...]
-    caches: Caches = field(default_factory=Caches, compare=False, repr=False)
     ends: tuple[NodeType, NodeType] | None = None
     shared: SharedRows | None = None
 
     @classmethod
     def over(
         cls,
-        comm: Communicator,
+        comm: Ranks,
         options: Options,
         schedule: Schedule,
         num_own_src: int,
@@ -83,7 +80,7 @@ class HaloPlan:
 
 
 def build_halo_plan(
-    comm: Communicator, sources: Ownership, src_ids: Tensor, num_dst: int, options: Options
+    comm: Ranks, sources: Ownership, src_ids: Tensor, num_dst: int, options: Options
 ) -> tuple[HaloPlan, Tensor]:
     """``(plan, src_rows)`` for edges whose sources have the global ids `src_ids`. Collective.
 

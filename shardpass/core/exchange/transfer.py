@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardpass.backends.communicator import Communicator
 from shardpass.core.exchange.halo import HaloPlan
 from shardpass.core.exchange.tokens import Stream
 from shardpass.core.exchange.walk import GradientReturn, fetch_blocks
-from shardpass.core.ranks import agree, begin_call, digest, diverged, end_call, refuse_double_backward
+from shardpass.core.ranks import Ranks, agree, begin_call, digest, diverged, end_call, refuse_double_backward
 
 Carrier = Callable[[Tensor, Stream], Tensor]
 
@@ -35,7 +34,7 @@ def halo_push(rows: Tensor, plan: HaloPlan, label: str) -> Tensor:
     return carry(plan.comm, rows, label, lambda t, s: _sum_to_owners(t, plan, s), lambda t, s: _gather(t, plan, s))
 
 
-def carry(comm: Communicator, rows: Tensor, label: str, there: Carrier, back: Carrier) -> Tensor:
+def carry(comm: Ranks, rows: Tensor, label: str, there: Carrier, back: Carrier) -> Tensor:
     """``there(rows)`` as one differentiable call with the adjoint `back`. Collective, in backward too.
 
     Every rank must pass rows of the same dtype and trailing shape.

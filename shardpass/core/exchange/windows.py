@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from shardpass.backends.communicator import Communicator, Handle, WindowPool
+from shardpass.backends.communicator import Handle
 from shardpass.core.exchange.schedule import Schedule
+from shardpass.core.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -36,14 +37,14 @@ class SharedRows:
     returned: tuple[int, ...]
 
 
-def find_shared_rows(comm: Communicator, send_rows: Sequence[Tensor], schedule: Schedule) -> SharedRows | None:
+def find_shared_rows(comm: Ranks, send_rows: Sequence[Tensor], schedule: Schedule) -> SharedRows | None:
     """The rows of a halo plan that go through shared memory; None if there are none on any rank. Collective.
 
     Args:
         send_rows: own rows that each rank needs, ascending.
         schedule: of the plan.
     """
-    if comm.windows is None or comm.windows.refused:
+    if not shares_rows(comm):
         return None
     here = [rank in comm.local_ranks and rank != comm.rank for rank in range(comm.size)]
     wanted = [rows if local else rows[:0] for rows, local in zip(send_rows, here)]
@@ -83,13 +84,31 @@ class Window:
         self.call = None
 
 
-def take_window(comm: Communicator, sizes: Sequence[int], call: int, label: str) -> Window | None:
+class WindowPool:
+    """The windows of a run, kept between calls; the same on every rank.
+
+    Attributes:
+        windows: those that were made and are still in use.
+        refused: some rank could not have shared memory: from then on all rows travel as messages.
+    """
+
+    def __init__(self) -> None:
+        self.windows: list[Window] = []
+        self.refused = False
+
+
+def shares_rows(comm: Ranks) -> bool:
+    """Whether rows between ranks of one host go through shared memory; the same on every rank."""
+    return comm.shares_memory and not comm.caches.of(WindowPool).refused
+
+
+def take_window(comm: Ranks, sizes: Sequence[int], call: int, label: str) -> Window | None:
     """A window of `sizes` bytes per rank for a walk of call number `call`; None if rows have to go as messages.
 
     Collective where memory has to be made; every rank must pass the same arguments.
     """
-    pool = comm.windows
-    if pool is None or pool.refused or not any(sizes):
+    pool = comm.caches.of(WindowPool)
+    if not comm.shares_memory or pool.refused or not any(sizes):
         return None
     # One that another call has left behind, by an error, is not used again: nobody knows who still reads it.
     pool.windows = [window for window in pool.windows if window.call in (None, call)]
@@ -112,10 +131,10 @@ def take_window(comm: Communicator, sizes: Sequence[int], call: int, label: str)
     return window
 
 
-def _make_window(comm: Communicator, pool: WindowPool, sizes: tuple[int, ...], label: str) -> Window | None:
+def _make_window(comm: Ranks, pool: WindowPool, sizes: tuple[int, ...], label: str) -> Window | None:
     memory = comm.share(sizes[comm.rank], label)
     if memory is None:
         pool.windows, pool.refused = [], True
         return None
     pool.windows.append(Window(sizes, memory))
-    return pool.windows[-1]  # type: ignore[no-any-return]
+    return pool.windows[-1]

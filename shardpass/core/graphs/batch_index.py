@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardpass.backends.communicator import Communicator
 from shardpass.core.graphs.edge_index import SourceRows
 from shardpass.core.graphs.readout import Reduction, reduce_rows
+from shardpass.core.ranks import Ranks
 from shardpass.errors import RefusedError
 
 _DESCRIBES = frozenset(
@@ -39,16 +39,16 @@ _EXTREMA: dict[str, Reduction] = {"amax": "max", "amin": "min"}
 class BatchIndex(Tensor):
     """``batch`` of a sharded graph: all own nodes belong to graph 0 of the whole."""
 
-    comm: Communicator
+    comm: Ranks
     num_nodes: int  # own nodes; the size of one of the dimensions, the others repeat it
 
     @staticmethod
-    def of(num_nodes: int, comm: Communicator) -> Any:
+    def of(num_nodes: int, comm: Ranks) -> Any:
         """The stand-in for `num_nodes` own nodes, ``[num_nodes]`` int64 on the device of `comm`."""
         return BatchIndex.wrap(torch.zeros(num_nodes, dtype=torch.int64, device=comm.device), num_nodes, comm)
 
     @staticmethod
-    def wrap(zeros: Tensor, num_nodes: int, comm: Communicator) -> Any:
+    def wrap(zeros: Tensor, num_nodes: int, comm: Ranks) -> Any:
         """`zeros`, int64, as the graph of `num_nodes` own nodes."""
         out = zeros.as_subclass(BatchIndex)
         out.num_nodes, out.comm = num_nodes, comm

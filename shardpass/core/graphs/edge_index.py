@@ -167,7 +167,7 @@ class SourceRows(Tensor):
         table = first if args else kwargs.get("input")
         if name in ("__getitem__", "index_select") and not isinstance(table, (SourceRows, ShardedEdgeIndex)):
             if mine.flow is not None:
-                mine.flow.note_indexing(mine.plan.comm.order, table)
+                mine.flow.note_indexing(mine.plan.comm, table)
             return _gather_by_source(mine.plan, name, args, kwargs)
         if name in ("scatter_add_", "scatter_add"):
             return _scatter_to_source(mine.plan, name, args, kwargs)

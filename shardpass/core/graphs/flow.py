@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from shardpass.backends.communicator import CallOrder
 from shardpass.core.exchange import HaloPlan, build_halo_plan, halo_fetch, halo_push
 from shardpass.core.graphs.edge_index import ShardedEdgeIndex
+from shardpass.core.ranks import Ranks
 from shardpass.core.sharding import EdgeShards, KnownLists, Ownership, build_shards
 from shardpass.errors import RefusedError
 
@@ -42,26 +42,26 @@ class LayerFlow:
     _known: KnownLists[EdgeShards] = field(default_factory=KnownLists, compare=False, repr=False)
     _used: dict[int, set[Content]] = field(default_factory=dict, compare=False, repr=False)
 
-    def note(self, name: str, order: CallOrder, sources: dict[str, Tensor]) -> None:
+    def note(self, name: str, comm: Ranks, sources: dict[str, Tensor]) -> None:
         """Note that `name` sends messages from `sources` over this layer.
 
         Raises:
             RefusedError: they are not those of an earlier message of this forward, so may have been made from its
                 result, of which only the needed rows are computed; or a later layer came before this one.
         """
-        last = self.progress.get(order.forwards, -1)
+        last = self.progress.get(comm.forwards, -1)
         if self.number < last:
             raise RefusedError(
                 f"{name} was given number {self.number} of graph.layers after number {last}: a layer computes "
                 f"only what the layers after it need. Use them in their order, the first layer's first"
             )
         self.progress.clear()
-        self.progress[order.forwards] = self.number
+        self.progress[comm.forwards] = self.number
         mine = {_content(t) for t in sources.values() if t.numel()}
-        known = self._used.get(order.forwards)
+        known = self._used.get(comm.forwards)
         if known is None:
             self._used.clear()
-            self._used[order.forwards] = mine
+            self._used[comm.forwards] = mine
         elif not mine <= known:
             raise RefusedError(
                 f"{name}: a second message over one edge_index of graph.layers may read rows that the first left out "
@@ -69,14 +69,14 @@ class LayerFlow:
                 f"are hops and give each its own, or call the model with the graph"
             )
 
-    def note_indexing(self, order: CallOrder, table: Tensor) -> None:
+    def note_indexing(self, comm: Ranks, table: Tensor) -> None:
         """Note that rows of `table` are taken by source.
 
         Raises:
             RefusedError: a message has gone over this layer in this forward, and `table` is not what it was made from:
                 then it may have been made from its result, of which only the needed rows are computed.
         """
-        known = self._used.get(order.forwards)
+        known = self._used.get(comm.forwards)
         if known is None or table.dim() < 2 or not table.numel():  # degrees and the like are whole
             return
         if _content(table) not in known:

@@ -9,12 +9,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from shardpass.backends.communicator import Communicator
 from shardpass.core.exchange import HaloPlan, build_halo_plan
 from shardpass.core.graphs.batch_index import BatchIndex
 from shardpass.core.graphs.edge_index import ShardedEdgeIndex
 from shardpass.core.graphs.flow import message_flow
-from shardpass.core.ranks import Options
+from shardpass.core.ranks import Options, Ranks
 from shardpass.core.sharding import (
     EDGE,
     HOST,
@@ -71,7 +70,7 @@ class Relation:
 
 
 def build_relation(
-    comm: Communicator,
+    comm: Ranks,
     sources: Ownership,
     src_ids: Tensor,
     dst_rows: Tensor,
@@ -114,7 +113,7 @@ class ShardedGraph:
 
     def __init__(
         self,
-        comm: Communicator,
+        comm: Ranks,
         options: Options,
         ownership: dict[NodeType, Ownership],
         node_ids: dict[NodeType, Tensor],

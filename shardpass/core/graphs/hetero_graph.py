@@ -6,10 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from shardpass.backends.communicator import Communicator
 from shardpass.core.graphs.edge_index import ShardedEdgeIndex
 from shardpass.core.graphs.graph import OwnFields, Relation, ShardedGraph
-from shardpass.core.ranks import Options
+from shardpass.core.ranks import Options, Ranks
 from shardpass.core.sharding import EdgeType, NodeType, Ownership
 
 
@@ -119,7 +118,7 @@ class ShardedHeteroGraph(ShardedGraph):
 
     def __init__(
         self,
-        comm: Communicator,
+        comm: Ranks,
         options: Options,
         ownership: dict[NodeType, Ownership],
         node_ids: dict[NodeType, Tensor],

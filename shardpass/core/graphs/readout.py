@@ -12,14 +12,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from shardpass.backends.communicator import Communicator
-from shardpass.core.ranks import begin_call, end_call, refuse_double_backward
+from shardpass.core.ranks import Ranks, begin_call, end_call, refuse_double_backward
 from shardpass.errors import RefusedError
 
 Reduction = Literal["sum", "max", "min", "prod"]
 
 
-def reduce_rows(rows: Tensor, op: Reduction, comm: Communicator, base: float | None = None) -> Tensor:
+def reduce_rows(rows: Tensor, op: Reduction, comm: Ranks, base: float | None = None) -> Tensor:
     """`rows` of all ranks reduced along dimension 0: ``[...]`` for ``[num_own, ...]``, the same bits on every rank.
 
     Collective, in backward too where `rows` requires grad on any rank. A rank without rows takes part. Partial results
@@ -67,7 +66,7 @@ def _partial(operand: Tensor, op: Reduction) -> Tensor:
     return torch.stack([best.double(), (operand == best).sum(0).double()])
 
 
-def _gathered(partial: Tensor, wants: bool, comm: Communicator, label: str) -> tuple[Tensor, bool]:
+def _gathered(partial: Tensor, wants: bool, comm: Ranks, label: str) -> tuple[Tensor, bool]:
     """The contributions of all ranks, ``[ranks, parts, ...]``, and whether any of them wants gradients. Collective."""
     flag = torch.full((1,), float(wants), dtype=torch.float64, device=partial.device)
     rows = torch.cat(comm.all_gather(torch.cat([partial.flatten(), flag])[None], label))
@@ -95,7 +94,7 @@ class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, token: Tensor, operand: Tensor, tied: Tensor | None, factor: Tensor, value: Tensor,
-        comm: Communicator, label: str,
+        comm: Ranks, label: str,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         ctx.save_for_backward(token, tied, factor)
         ctx.shape, ctx.comm, ctx.label = operand.shape, comm, label
@@ -112,7 +111,7 @@ class _Reduce(torch.autograd.Function):
         return torch.zeros_like(token), grad, None, None, None, None, None
 
 
-def all_rows(rows: Tensor, comm: Communicator) -> Tensor:
+def all_rows(rows: Tensor, comm: Ranks) -> Tensor:
     """The rows of all ranks in the order of the ranks: ``[total, ...]`` for ``[num_own, ...]``, on every rank.
 
     Collective, in backward too: each rank gets the sum over ranks of the gradients of its rows. Every rank then holds
@@ -133,7 +132,7 @@ class _AllRows(torch.autograd.Function):
     """Forward: gather. Backward: every rank sends each owner its rows of the gradient; the owner adds them."""
 
     @staticmethod
-    def forward(ctx: Any, token: Tensor, rows: Tensor, comm: Communicator, label: str) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, token: Tensor, rows: Tensor, comm: Ranks, label: str) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(token)
         parts = comm.all_gather(rows.detach().contiguous(), label)
         ctx.sizes, ctx.comm, ctx.label = [part.size(0) for part in parts], comm, label

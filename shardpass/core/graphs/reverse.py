@@ -84,7 +84,7 @@ def reversed_edges(edge_index: ShardedEdgeIndex, label: str) -> ReversedEdges:
             f"graph with its edges the other way round, or load it without that option"
         )
     edges = Derivation.of(edge_index.sources_first) if edge_index.shards is not None else edge_index.edges
-    lists = plan.caches.of(_ReversedLists).lists
+    lists = plan.comm.caches.of(_ReversedLists, plan).lists
     known = lists.find(edges)
     serial = -1 if known is None else known.serial
     answers = agree(comm, f"{label}: reversed edges", [serial])

@@ -69,7 +69,7 @@ def union(pieces: Sequence[Piece], num_src: int, num_dst: int, label: str) -> Sh
     for piece in pieces:
         _check(piece, plan, num_src, num_dst, label)
     of = tuple((piece.edge_index.shards, piece.src_start, piece.dst_start) for piece in pieces)
-    made = plan.caches.of(Unions).made
+    made = plan.comm.caches.of(Unions, plan).made
     known = next((u for u in made if _same(u, of, (num_src, num_dst))), None)
     answers = agree(plan.comm, f"{label}: union of relations", [-1 if known is None else known.serial])
     if known is not None and all(answer == answers[0] for answer in answers):

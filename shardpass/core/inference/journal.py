@@ -16,8 +16,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from shardpass.backends.communicator import Communicator
-from shardpass.core.ranks import agree
+from shardpass.core.ranks import Ranks, agree
 
 _ENTRY = "call-{:04}.safetensors"
 
@@ -33,7 +32,7 @@ class Journal:
     """
 
     def __init__(
-        self, folder: Path, comm: Communicator, fingerprint: str, progress: Callable[[str], None] | None = None
+        self, folder: Path, comm: Ranks, fingerprint: str, progress: Callable[[str], None] | None = None
     ) -> None:
         """Collective: ranks agree how many calls every one of them has."""
         self._progress, self._device = progress, comm.device

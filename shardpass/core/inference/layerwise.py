@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from shardpass import errors
-from shardpass.backends.communicator import Communicator
 from shardpass.core.graphs import ShardedGraph
 from shardpass.core.inference.fingerprint import same_arguments, same_model, same_tensor
 from shardpass.core.inference.journal import Journal
+from shardpass.core.ranks import Ranks
 from shardpass.core.sharding import NodeType
 from shardpass.core.training import alike
 
@@ -70,11 +70,11 @@ def infer(
     fingerprint = _fingerprint(model, graph, args)
     journal = Journal(path.with_name(f".{path.name}.partial"), comm, fingerprint, progress)
     with _evaluating(model), torch.no_grad():
-        comm.order.journal = journal
+        comm.kept_calls = journal
         try:
             found = model(*args)
         finally:
-            comm.order.journal = None
+            comm.kept_calls = None
     rows = _on_all(comm, lambda: _rows_by_type(graph, found, path, overwrite, node_type))
     for target, (values, ids, total) in rows.items():
         _write(comm, target, values, ids, total)
@@ -89,7 +89,7 @@ def _refuse_existing(path: Path, overwrite: bool) -> None:
         raise FileExistsError(f"{path} exists: give another name, or overwrite=True (--overwrite)")
 
 
-def _same_parameters(model: nn.Module, comm: Communicator) -> None:
+def _same_parameters(model: nn.Module, comm: Ranks) -> None:
     """Refuse parameters that were loaded on some ranks only, after `wrap`. Collective."""
     every = comm.all_gather_object([[name, same_tensor(value)] for name, value in alike(model)], "infer: parameters")
     for rank, found in enumerate(every):
@@ -156,7 +156,7 @@ def _rows_by_type(graph: ShardedGraph, found: Any, path: Path, overwrite: bool, 
     return rows
 
 
-def _write(comm: Communicator, path: Path, rows: Tensor, ids: Tensor, total: int) -> None:
+def _write(comm: Ranks, path: Path, rows: Tensor, ids: Tensor, total: int) -> None:
     """The rows of all ranks as one file, complete when it has its name. Collective."""
     partial = path.with_name(f".{path.name}.writing")
     shape = (total, *rows.shape[1:])
@@ -177,7 +177,7 @@ def _write(comm: Communicator, path: Path, rows: Tensor, ids: Tensor, total: int
     _on_all(comm, lambda: os.replace(partial, path) if comm.rank == 0 else None)
 
 
-def _on_all(comm: Communicator, work: Callable[[], Any]) -> Any:
+def _on_all(comm: Ranks, work: Callable[[], Any]) -> Any:
     """What `work` returned here; an error on one rank is raised on all, as one of the same kind. Collective."""
     result, problem = None, None
     kinds = {kind.__name__: kind for kind in (FileExistsError, OSError, ValueError)}

@@ -34,7 +34,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardpass.backends.communicator import Communicator
+from shardpass.core.ranks import Ranks
 
 Checkpoint = Literal["activations"] | None
 MAX_STEPS = 32  # of one recipe: bounds what a chain of residual sums costs
@@ -194,7 +194,7 @@ class Recipe:
 class Activations(TorchFunctionMode):
     """Notes how the results of cheap operations are made while the outermost forward of a model runs on this rank."""
 
-    def __init__(self, comm: Communicator) -> None:
+    def __init__(self, comm: Ranks) -> None:
         super().__init__()
         self._comm = comm
         self._values = WeakTensorKeyDictionary()
@@ -205,7 +205,7 @@ class Activations(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not torch.is_grad_enabled() or self._comm.order.inside is not None:
+        if not torch.is_grad_enabled() or self._comm.watch is not None:
             return func(*args, **kwargs)
         if func is F.batch_norm:
             return self._batch_norm(*args, **kwargs)
@@ -303,7 +303,7 @@ class Activations(TorchFunctionMode):
 
 
 @contextmanager
-def recomputed_activations(comm: Communicator, inputs: Any, active: bool = True) -> Iterator[None]:
+def recomputed_activations(comm: Ranks, inputs: Any, active: bool = True) -> Iterator[None]:
     """While the block runs, autograd keeps recipes of activations where it can. Nothing is communicated.
 
     Does nothing without gradients, inside another such block, and under saved-tensor hooks of the caller's own (such as
@@ -315,16 +315,16 @@ def recomputed_activations(comm: Communicator, inputs: Any, active: bool = True)
         active: False: do nothing.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
-    if not active or comm.order.activations is not None or hooks is not None or not torch.is_grad_enabled():
+    if not active or comm.notes is not None or hooks is not None or not torch.is_grad_enabled():
         yield
         return
-    comm.order.activations = noted = Activations(comm)
+    comm.notes = noted = Activations(comm)
     kept = [noted.pack(x) for x in tree_leaves(inputs) if type(x) in _PLAIN and x.is_floating_point()]
     try:
         with torch.autograd.graph.saved_tensors_hooks(noted.pack, _unpack), noted:
             yield
     finally:
-        comm.order.activations = None
+        comm.notes = None
         kept.clear()
 
 

@@ -6,7 +6,7 @@ import hashlib
 
 import torch
 
-from shardpass.backends.communicator import Communicator
+from shardpass.core.ranks.ranks import Ranks
 from shardpass.errors import DivergenceError
 
 
@@ -15,13 +15,13 @@ def digest(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 2
 
 
-def agree(comm: Communicator, label: str, values: list[int]) -> list[list[int]]:
+def agree(comm: Ranks, label: str, values: list[int]) -> list[list[int]]:
     """Every rank's `values`, in rank order. Collective; equal lengths."""
     gathered = comm.all_gather(torch.tensor(values, dtype=torch.int64, device=comm.device), label=label)
     return [row.tolist() for row in gathered]
 
 
-def diverged(comm: Communicator, label: str, mine: str) -> DivergenceError:
+def diverged(comm: Ranks, label: str, mine: str) -> DivergenceError:
     """The error for ranks that describe one call differently. Collective: every rank raises it."""
     descriptions = comm.all_gather_object(mine, label=f"{label}: descriptions")
     other = next(r for r in range(comm.size) if descriptions[r] != descriptions[0])

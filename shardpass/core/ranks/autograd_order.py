@@ -30,12 +30,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from shardpass.backends.communicator import Communicator
 from shardpass.core.ranks.random import refuse_checkpointed_draws
+from shardpass.core.ranks.ranks import ForwardPass, Ranks
 from shardpass.errors import NeedsHaloError, RefusedError
 
 
-def begin_call(comm: Communicator, label: str) -> tuple[int, Tensor]:
+def begin_call(comm: Ranks, label: str) -> tuple[int, Tensor]:
     """The number of this collective call and the 0-dim token it must take as an autograd input.
 
     The token is the latest one of the chain, a fresh leaf where no chain is active or it has none yet, and a constant
@@ -45,56 +45,54 @@ def begin_call(comm: Communicator, label: str) -> tuple[int, Tensor]:
         comm: the communicator on which the call will communicate.
         label: what is called, for the messages of the caller.
     """
-    order = comm.order
     refuse_inside_message(comm, label)
-    order.calls += 1
+    comm.calls += 1
     if not torch.is_grad_enabled():
-        return order.calls, torch.zeros((), device=comm.device)
-    if order.active and order.token is not None:
-        return order.calls, order.token
-    return order.calls, _new_token(comm)
+        return comm.calls, torch.zeros((), device=comm.device)
+    if comm.forward is not None and comm.forward.token is not None:
+        return comm.calls, comm.forward.token
+    return comm.calls, _new_token(comm)
 
 
-def refuse_inside_message(comm: Communicator, label: str) -> None:
+def refuse_inside_message(comm: Ranks, label: str) -> None:
     """Raise if a message function is running: it runs in pieces, so it cannot hold a collective call.
 
     Raises:
         NeedsHaloError: in ``halo`` mode the message function runs once, on all edges of the rank, and may.
     """
-    if comm.order.inside is not None:
+    if comm.watch is not None:
         raise NeedsHaloError(
-            f"{comm.order.inside.name}: {label} inside message() needs all edges of the graph at once, so it cannot be "
+            f"{comm.watch.name}: {label} inside message() needs all edges of the graph at once, so it cannot be "
             f"computed one shard at a time. Use Options(mode='halo') for this model, or move it out of message()"
         )
 
 
-def end_call(comm: Communicator, token: Tensor) -> None:
+def end_call(comm: Ranks, token: Tensor) -> None:
     """Make `token`, returned by the call, the latest of the chain; does nothing outside one or without gradients."""
-    if comm.order.active and token.requires_grad:
-        comm.order.token = token
+    if comm.forward is not None and token.requires_grad:
+        comm.forward.token = token
 
 
-def start_chain(comm: Communicator) -> bool:
+def start_chain(comm: Ranks, graph_is_hidden: bool = False) -> bool:
     """Start the chain of an outermost wrapped forward; True if it was started here, False inside another one.
 
     Whoever gets True ends it, with `end_chain` on success and `drop_chain` on an exception; `chained` does both.
     """
-    if comm.order.active:
+    if comm.forward is not None:
         return False
-    comm.order.active = True
-    comm.order.forwards += 1
-    comm.order.token = _new_token(comm) if torch.is_grad_enabled() else None
+    comm.forwards += 1
+    comm.forward = ForwardPass(_new_token(comm) if torch.is_grad_enabled() else None, graph_is_hidden)
     return True
 
 
-def end_chain(comm: Communicator, outputs: Any) -> Any:
+def end_chain(comm: Ranks, outputs: Any) -> Any:
     """`outputs` tied to the last token, structure kept; the chain is over afterwards.
 
     Tied are the floating point tensors that require grad, found in nested tuples, lists, dicts and whatever else is
     registered with torch's pytree. If none requires grad (a branch on this rank returned constants) all floating point
     tensors are tied, so that this rank can still call backward and answer the others. Tensors are aliased, not copied.
     """
-    token = comm.order.token
+    token = None if comm.forward is None else comm.forward.token
     drop_chain(comm)
     if token is None or token.grad_fn is None or not torch.is_grad_enabled():
         return outputs  # no differentiable call was made
@@ -107,15 +105,14 @@ def end_chain(comm: Communicator, outputs: Any) -> Any:
     return tree_unflatten(leaves, structure)
 
 
-def drop_chain(comm: Communicator) -> None:
+def drop_chain(comm: Ranks) -> None:
     """End the chain without outputs, as after an exception; the graph behind the last token is released."""
-    comm.order.active = False
-    comm.order.token = None
+    comm.forward = None
 
 
-def chained(comm: Communicator, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def chained(comm: Ranks, function: Callable[..., Any], *args: Any, graph_is_hidden: bool = False, **kwargs: Any) -> Any:
     """What ``function(*args, **kwargs)`` returns, run as one chain; nested uses take part in the outermost chain."""
-    if not start_chain(comm):
+    if not start_chain(comm, graph_is_hidden):
         return function(*args, **kwargs)
     try:
         with refuse_checkpointed_draws(comm):
@@ -138,7 +135,7 @@ def refuse_double_backward(name: str) -> None:
         )
 
 
-def all_reduce_sum(tensor: Tensor, comm: Communicator, label: str = "all_reduce_sum") -> Tensor:
+def all_reduce_sum(tensor: Tensor, comm: Ranks, label: str = "all_reduce_sum") -> Tensor:
     """The sum of `tensor` over ranks, differentiable; the same bits on every rank.
 
     Collective, in backward too: the gradient of `tensor` is the sum over ranks of the gradients that arrive here, which
@@ -159,7 +156,7 @@ class AllReduceSum(torch.autograd.Function):
     """Forward: sum over ranks. Backward: sum of the gradients over ranks. See `all_reduce_sum`."""
 
     @staticmethod
-    def forward(ctx: Any, token: Tensor, tensor: Tensor, comm: Communicator, label: str) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, token: Tensor, tensor: Tensor, comm: Ranks, label: str) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(token)
         ctx.comm, ctx.label = comm, label
         total = comm.all_reduce(tensor.detach().contiguous(), "sum", label)
@@ -188,7 +185,7 @@ class _Tie(torch.autograd.Function):
         return torch.zeros((), device=ctx.device), *grads
 
 
-def _new_token(comm: Communicator) -> Tensor:
+def _new_token(comm: Ranks) -> Tensor:
     return torch.zeros((), device=comm.device, requires_grad=True)
 
 

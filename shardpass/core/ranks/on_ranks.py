@@ -5,16 +5,16 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from shardpass.backends.communicator import Communicator
+from shardpass.core.ranks.ranks import Ranks
 from shardpass.errors import ShardpassError
 
 
 class OnRanks:
     """What makes a module one over the rows of all ranks: deep copies share its communicator, pickles drop it."""
 
-    comm: Communicator | None
+    comm: Ranks | None
 
-    def ranks(self) -> Communicator:
+    def ranks(self) -> Ranks:
         """The communicator.
 
         Raises:

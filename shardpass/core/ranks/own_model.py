@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from shardpass.backends.communicator import Communicator
 from shardpass.core.ranks.random import are_threads
+from shardpass.core.ranks.ranks import Ranks
 from shardpass.errors import RefusedError
 
 _BYTES = 8
 
 
-def is_wrapped(model: nn.Module, comm: Communicator) -> bool:
+def is_wrapped(model: nn.Module, comm: Ranks) -> bool:
     """Whether `model` is wrapped already, for these ranks. Not collective.
 
     Raises:
@@ -30,7 +30,7 @@ def is_wrapped(model: nn.Module, comm: Communicator) -> bool:
     return True
 
 
-def refuse_shared_model(model: nn.Module, comm: Communicator) -> None:
+def refuse_shared_model(model: nn.Module, comm: Ranks) -> None:
     """Raise if ranks hold the same model, or the same trainable parameters. Collective where ranks are threads.
 
     Raises:
@@ -41,7 +41,7 @@ def refuse_shared_model(model: nn.Module, comm: Communicator) -> None:
         _refuse_alike(comm.all_gather_object(mine, "wrap: a model for each rank"))
 
 
-def identity_of(parameters: Sequence[Tensor], comm: Communicator) -> list[int]:
+def identity_of(parameters: Sequence[Tensor], comm: Ranks) -> list[int]:
     """What tells these parameters from those of other threads, as bytes; nothing where ranks are processes."""
     if not are_threads(comm):
         return []

@@ -23,11 +23,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardpass.backends.communicator import Communicator
+from shardpass.core.ranks.ranks import Ranks
 from shardpass.errors import RefusedError
 
 
-def seed(seed: int, comm: Communicator) -> AbstractContextManager[None]:
+def seed(seed: int, comm: Ranks) -> AbstractContextManager[None]:
     """Seed torch on every rank alike, so that what is built next is the same on every rank. Collective.
 
     Args:
@@ -56,7 +56,7 @@ def seed(seed: int, comm: Communicator) -> AbstractContextManager[None]:
     return _seeded(seed, comm)
 
 
-def decorrelate(comm: Communicator) -> None:
+def decorrelate(comm: Ranks) -> None:
     """Give every rank its own random stream, from the seed that rank 0 set last and the rank. Collective.
 
     With one rank the generator is left as it is: a run in one process draws what it would draw without us.
@@ -74,7 +74,7 @@ def derive_seed(*parts: object) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-def draw_seed(comm: Communicator) -> int:
+def draw_seed(comm: Ranks) -> int:
     """A seed for this rank's own random numbers, drawn from torch's generator."""
     with comm.random_lock():  # ranks that are threads share the generator, which one may be replaying
         return int(torch.randint(2**62, ()))
@@ -86,7 +86,7 @@ def piece_seed(seed: int, position: int, first_edge: int = 0) -> int:
 
 
 @contextmanager
-def replayed(comm: Communicator, seed: int) -> Iterator[None]:
+def replayed(comm: Ranks, seed: int) -> Iterator[None]:
     """A block whose random numbers of torch follow from `seed`; torch's generator is afterwards what it was.
 
     Raises:
@@ -101,7 +101,7 @@ def replayed(comm: Communicator, seed: int) -> Iterator[None]:
         yield
 
 
-def refuse_checkpointed_draws(comm: Communicator) -> AbstractContextManager[Any]:
+def refuse_checkpointed_draws(comm: Ranks) -> AbstractContextManager[Any]:
     """A block in which code under `torch.utils.checkpoint` may not draw random numbers, where ranks are threads.
 
     Backward would set torch's generator back to draw the same again, and meanwhile other ranks draw from it.
@@ -112,21 +112,21 @@ def refuse_checkpointed_draws(comm: Communicator) -> AbstractContextManager[Any]
     return _CheckpointedDraws(comm) if are_threads(comm) else nullcontext()
 
 
-def are_threads(comm: Communicator) -> bool:
+def are_threads(comm: Ranks) -> bool:
     """Whether the ranks are threads of one process, which share all that is one for the process."""
     return comm.size > 1 and not isinstance(comm.random_lock(), nullcontext)
 
 
 class _CheckpointedDraws(TorchFunctionMode):
-    def __init__(self, comm: Communicator) -> None:
+    def __init__(self, comm: Ranks) -> None:
         super().__init__()
-        self._order = comm.order
+        self._comm = comm
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
         under = "" if hooks is None else getattr(hooks[0], "__module__", "")
-        if under != "torch.utils.checkpoint" or self._order.inside is not None:
+        if under != "torch.utils.checkpoint" or self._comm.watch is not None:
             return func(*args, **kwargs)
         with Draws() as draws:
             out = func(*args, **kwargs)
@@ -236,7 +236,7 @@ def _signed(bits: int) -> int:
 
 
 @contextmanager
-def _seeded(seed: int, comm: Communicator) -> Iterator[None]:
+def _seeded(seed: int, comm: Ranks) -> Iterator[None]:
     with comm.random_lock():
         torch.manual_seed(seed)
         yield

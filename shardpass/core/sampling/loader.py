@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from shardpass.backends.communicator import Communicator
-from shardpass.core.ranks import derive_seed
+from shardpass.core.ranks import Ranks, derive_seed
 from shardpass.core.sampling.prefetch import BatchIterator, Work
 from shardpass.core.sampling.seeds import Seeds, deal, number_of_steps, order_of
 from shardpass.core.sampling.structure import SampledSource
@@ -124,14 +123,14 @@ class Epochs:
         return found
 
 
-def own_communicator(comm: Communicator, prefetch: int) -> tuple[Communicator, int]:
+def own_communicator(comm: Ranks, prefetch: int) -> tuple[Ranks, int]:
     """``(communicator, prefetch)`` for a loader: one of its own, unless threads cannot be used here. Collective."""
     allowed = torch.tensor([prefetch if comm.serves_threads else 0], device=comm.device)
     ahead = int(comm.all_reduce(allowed, "min", "sampling: prefetch"))
     return (comm.duplicate("sampling"), ahead) if ahead else (comm, 0)
 
 
-def agree_on(comm: Communicator, words: str) -> None:
+def agree_on(comm: Ranks, words: str) -> None:
     """Go on only if every rank makes the same loader. Collective.
 
     Raises:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from shardpass.backends.communicator import Communicator
+from shardpass.core.ranks import Ranks
 from shardpass.errors import DivergenceError
 
 _GO, _STOP = 1, 0
@@ -71,7 +71,7 @@ class Work:
         epoch: for agreement.
     """
 
-    def __init__(self, comm: Communicator, make: Callable[[int], Any], num_steps: int, ahead: int, epoch: int) -> None:
+    def __init__(self, comm: Ranks, make: Callable[[int], Any], num_steps: int, ahead: int, epoch: int) -> None:
         self.comm, self.make, self.num_steps, self.ahead, self.epoch = comm, make, num_steps, ahead, epoch
         self._tokens: SimpleQueue[int] = SimpleQueue()
         self._batches: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()

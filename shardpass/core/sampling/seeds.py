@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from shardpass.backends.communicator import Communicator
+from shardpass.core.ranks import Ranks
 from shardpass.core.sampling.drawing import keys_of
 from shardpass.core.sampling.wire import exchange_arrays
 
@@ -44,7 +44,7 @@ def order_of(ids: Array, seed: int | None) -> Array:
     return ids if seed is None else keys_of(seed, ids).view(np.int64)
 
 
-def deal(comm: Communicator, keys: Array, columns: list[Array], batch_size: int, drop_last: bool) -> list[Seeds]:
+def deal(comm: Ranks, keys: Array, columns: list[Array], batch_size: int, drop_last: bool) -> list[Seeds]:
     """This rank's seeds of every step of an epoch. Collective.
 
     All seeds of all ranks stand in the order of their keys; step t takes ``batch_size * comm.size`` of them. Within a
@@ -80,7 +80,7 @@ def deal(comm: Communicator, keys: Array, columns: list[Array], batch_size: int,
     return _padded(comm, found) if steps and not quota.all() else found
 
 
-def _among_first(comm: Communicator, keys: Array, positions: Array) -> Array:
+def _among_first(comm: Ranks, keys: Array, positions: Array) -> Array:
     """For each position p, how many own keys are among the p smallest of all ranks. By bisection of the keys."""
     if comm.size == 1 or not len(positions):
         return positions
@@ -95,7 +95,7 @@ def _among_first(comm: Communicator, keys: Array, positions: Array) -> Array:
     return np.searchsorted(keys, high, side="right")
 
 
-def _balanced(comm: Communicator, held: list[Array], nth: Array, counts: Array, quota: Array) -> list[Array]:
+def _balanced(comm: Ranks, held: list[Array], nth: Array, counts: Array, quota: Array) -> list[Array]:
     """`held` after what ranks have above their quota went to those below theirs, in the order of ranks."""
     surplus, deficit = np.maximum(counts - quota, 0), np.maximum(quota - counts, 0)
     step = held[0]
@@ -108,7 +108,7 @@ def _balanced(comm: Communicator, held: list[Array], nth: Array, counts: Array, 
     return [np.concatenate(columns) for columns in zip(*found)]
 
 
-def _padded(comm: Communicator, found: list[Seeds]) -> list[Seeds]:
+def _padded(comm: Ranks, found: list[Seeds]) -> list[Seeds]:
     """`found` where the last step, which has fewer seeds than there are ranks, has one of rank 0 where it had none."""
     last = found[-1]
     spare = torch.tensor([int(column[0]) if comm.rank == 0 else 0 for column in last.columns], dtype=torch.int64)

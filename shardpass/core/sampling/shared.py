@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from shardpass.core.exchange import WindowPool
 from shardpass.core.sampling.structure import InEdges, SampledSource, Structure
 
 Array = Any
@@ -33,8 +34,9 @@ def share_structure(source: SampledSource, allowed: bool = True) -> SampledSourc
     Returns:
         `source` itself where ranks are on several hosts, are threads, or cannot have such memory.
     """
-    comm, pool = source.comm, source.comm.windows
-    if not allowed or pool is None or pool.refused or comm.size == 1 or len(comm.local_ranks) < comm.size:
+    comm = source.comm
+    pool = comm.caches.of(WindowPool)
+    if not allowed or not comm.shares_memory or pool.refused or comm.size == 1 or len(comm.local_ranks) < comm.size:
         return source
     found = placed(source)
     pool.refused = found is None

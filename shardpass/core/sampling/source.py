@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardpass.backends.communicator import Communicator
 from shardpass.core.exchange import HaloPlan, halo_fetch
 from shardpass.core.graphs import ShardedGraph
+from shardpass.core.ranks import Ranks
 from shardpass.core.sampling.shared import share_structure
 from shardpass.core.sampling.structure import InEdges, SampledSource
 from shardpass.core.sharding import Ownership
@@ -86,7 +86,7 @@ def in_edges(
     return InEdges(indptr, src_ids, kept, order.astype(small), fields, sorted_weights)
 
 
-def _weights(comm: Communicator, fields: Mapping[str, Tensor], name: str) -> Array:
+def _weights(comm: Ranks, fields: Mapping[str, Tensor], name: str) -> Array:
     """The weights of own edges, float64 in the rank's order. Collective: a problem of one rank is raised on all."""
     problem, values = None, np.empty(0)
     if name not in fields:

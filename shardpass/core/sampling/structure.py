@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from shardpass.backends.communicator import Communicator
+from shardpass.core.ranks import Ranks
 from shardpass.core.sharding import EdgeType, NodeType, Ownership
 
 Array = Any
@@ -64,7 +64,7 @@ class SampledSource:
         parts: the structure of every rank, where all can read it, see `shared`; None: neighbours are asked for.
     """
 
-    comm: Communicator
+    comm: Ranks
     ownership: dict[NodeType, Ownership]
     node_ids: dict[NodeType, Array]
     node_fields: dict[NodeType, Mapping[str, Tensor]]

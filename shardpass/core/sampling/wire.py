@@ -10,15 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardpass.backends.communicator import Communicator
 from shardpass.core.exchange import Packing
+from shardpass.core.ranks import Ranks
 from shardpass.errors import InternalError
 
 Array = Any
 
 
 def exchange_arrays(
-    comm: Communicator, arrays: Sequence[Sequence[Array]], label: str, dtype: Any = np.int64
+    comm: Ranks, arrays: Sequence[Sequence[Array]], label: str, dtype: Any = np.int64
 ) -> list[list[Array]]:
     """``arrays[r]`` go to rank r; ``result[r]`` came from rank r, as `dtype`. Collective.
 
@@ -51,7 +51,7 @@ def exchange_arrays(
 
 
 def exchange_rows(
-    comm: Communicator,
+    comm: Ranks,
     tensors: Sequence[Mapping[str, Tensor]],
     send: Sequence[Sequence[Tensor]],
     counts: Sequence[Sequence[int]],
@@ -94,7 +94,7 @@ def _aligned(num_bytes: int) -> int:
 
 
 def _packed(
-    comm: Communicator, groups: Sequence[Sequence[Tensor]], packings: Sequence[Packing], rows: Sequence[Tensor]
+    comm: Ranks, groups: Sequence[Sequence[Tensor]], packings: Sequence[Packing], rows: Sequence[Tensor]
 ) -> Tensor:
     sizes = [_aligned(packing.num_bytes(len(chosen))) for packing, chosen in zip(packings, rows)]
     message = torch.zeros(sum(sizes), dtype=torch.uint8, device=comm.device)

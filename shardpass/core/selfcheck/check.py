@@ -26,9 +26,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from shardpass.backends.communicator import Communicator
 from shardpass.core.graphs import OwnRows, ShardedEdgeIndex, ShardedGraph, node_embeddings
-from shardpass.core.ranks import Options
+from shardpass.core.ranks import Options, Ranks
 from shardpass.core.selfcheck.compare import Trial, difference, kind_of
 from shardpass.core.selfcheck.frontend import Frontend
 from shardpass.core.selfcheck.small import CannotCheckError, SmallCall
@@ -59,7 +58,7 @@ def check_model(
     frontend: Frontend,
     pristine: nn.Module,
     model: nn.Module,
-    comm: Communicator,
+    comm: Ranks,
     args: Any,
     kwargs: Any,
     method: str = "forward",
@@ -87,12 +86,9 @@ def check_model(
         flags = {name: module.training for name, module in model.named_modules()}
         for name, module in pristine.named_modules():
             module.training = flags.get(name, module.training)
-        comm.order.alone = True
-        try:
-            with ThreadPoolExecutor(1) as clean:  # no autocast, no_grad, checkpointing or function mode is on there
-                verdict = clean.submit(_verdict, frontend, pristine, comm, args, kwargs, options, method).result()
-        finally:
-            comm.order.alone = False
+        # In a thread of its own no autocast, no_grad, checkpointing or function mode is on.
+        with comm.silent(), ThreadPoolExecutor(1) as clean:
+            verdict = clean.submit(_verdict, frontend, pristine, comm, args, kwargs, options, method).result()
         gc.collect()  # copies of modules hang together in cycles, with all their parameters and gradients
     refusal, warning = comm.all_gather_object(verdict, "self-check: verdict")[chosen]
     if refusal:
@@ -102,7 +98,7 @@ def check_model(
 
 
 def _verdict(
-    frontend: Frontend, pristine: nn.Module, comm: Communicator, args: Any, kwargs: Any, options: Options, method: str
+    frontend: Frontend, pristine: nn.Module, comm: Ranks, args: Any, kwargs: Any, options: Options, method: str
 ) -> list[str]:
     """``[why it is refused, why it could not be checked]``; empty where that is not so."""
     if 8 * (RANKS + 1) * sum(p.numel() for p in pristine.parameters()) > _LARGEST:
@@ -171,7 +167,7 @@ class _Quiet(TorchFunctionMode):
         return out.fill_(0.5) if filled and isinstance(out, Tensor) else out
 
 
-def _with_tables(model: nn.Module, ids: dict[Any, Tensor], real: Communicator, comm: Communicator) -> nn.Module:
+def _with_tables(model: nn.Module, ids: dict[Any, Tensor], real: Ranks, comm: Ranks) -> nn.Module:
     """A copy of `model` whose node embeddings hold the rows `ids`, with `comm` wherever it holds the `real` one."""
     model = copy.deepcopy(model, {id(real): comm})
     for position, table in enumerate(node_embeddings(model).values()):
@@ -181,10 +177,10 @@ def _with_tables(model: nn.Module, ids: dict[Any, Tensor], real: Communicator, c
     return model
 
 
-def _run_whole(model: nn.Module, small: SmallCall, real: Communicator) -> tuple[Trial, bool]:
+def _run_whole(model: nn.Module, small: SmallCall, real: Ranks) -> tuple[Trial, bool]:
     """The trial on the whole graph, and whether the model could run on inputs that require grad."""
 
-    def work(comm: Communicator) -> tuple[Trial, bool]:
+    def work(comm: Ranks) -> tuple[Trial, bool]:
         for grads in (True, False):
             try:
                 args, kwargs, inputs = small.whole(grads)
@@ -201,12 +197,12 @@ def _run_whole(model: nn.Module, small: SmallCall, real: Communicator) -> tuple[
 
 
 def _run_ranks(
-    model: nn.Module, small: SmallCall, real: Communicator, options: Options, grads: bool, whole: Trial
+    model: nn.Module, small: SmallCall, real: Ranks, options: Options, grads: bool, whole: Trial
 ) -> list[Trial]:
     quick = replace(options, mode=options.runs_as, memory_budget=None, chunk_bytes=1 << 10, wire_dtype=None)
 
-    def work(comm: Communicator) -> Trial:
-        comm.order.quiet = True
+    def work(comm: Ranks) -> Trial:
+        comm.drops_in_messages = False
         args, kwargs, inputs, ids = small.sharded(comm, quick, grads)
         mine = small.frontend.wrap(_with_tables(model, ids, real, comm), comm)
         return _trial(mine, args, kwargs, inputs, ids, small, whole, comm.size)

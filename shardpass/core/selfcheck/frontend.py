@@ -8,9 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardpass.backends.communicator import Communicator
 from shardpass.core.graphs import ShardedGraph
-from shardpass.core.ranks import Options
+from shardpass.core.ranks import Options, Ranks
 
 Fields = dict[Any, dict[str, Tensor]]
 """Tensors by node or edge type and name."""
@@ -31,9 +30,9 @@ class Frontend:
         every_node: whether every node of the small graph needs an in-edge.
     """
 
-    wrap: Callable[[nn.Module, Communicator], nn.Module]
-    run: Callable[[Callable[[Communicator], Any], int], list[Any]]
-    shard: Callable[[dict[Any, int], dict[Any, Tensor], dict[Any, Tensor], Communicator, Options], ShardedGraph]
+    wrap: Callable[[nn.Module, Ranks], nn.Module]
+    run: Callable[[Callable[[Ranks], Any], int], list[Any]]
+    shard: Callable[[dict[Any, int], dict[Any, Tensor], dict[Any, Tensor], Ranks, Options], ShardedGraph]
     core_of: Callable[[Any], ShardedGraph | None]
     fields_of: Callable[[Any], Mapping[Any, Mapping[str, Tensor]]]
     whole: Callable[[dict[Any, int], dict[Any, Tensor], Fields], Any]

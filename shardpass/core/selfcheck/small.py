@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import MappingKey, tree_flatten_with_path, tree_unflatten
 
-from shardpass.backends.communicator import Communicator
 from shardpass.core.graphs import BatchIndex, ShardedEdgeIndex, ShardedGraph, ShardedHeteroGraph
-from shardpass.core.ranks import Options
+from shardpass.core.ranks import Options, Ranks
 from shardpass.core.selfcheck.frontend import Fields, Frontend
 from shardpass.core.sharding import EDGE, NODE, EdgeType, NodeType
 
@@ -83,9 +82,7 @@ class SmallCall:
         args, kwargs = tree_unflatten(values, self._structure)
         return args, kwargs, inputs
 
-    def sharded(
-        self, comm: Communicator, options: Options, grads: bool
-    ) -> tuple[Any, Any, list[Tensor], dict[Any, Tensor]]:
+    def sharded(self, comm: Ranks, options: Options, grads: bool) -> tuple[Any, Any, list[Tensor], dict[Any, Tensor]]:
         """``(args, kwargs, inputs, ids)`` of one rank; `ids` are its rows of every node and edge type. Collective."""
         graph = self.frontend.shard(self.num_nodes, self.edges, self.owners, comm, options)
         ids = _ids(graph)

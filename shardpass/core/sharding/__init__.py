@@ -3,7 +3,6 @@
 This room knows ids, rows and edges. It does not communicate.
 """
 
-from shardpass.core.sharding.caches import Caches
 from shardpass.core.sharding.derived import Derivation, DerivedShards, KnownLists
 from shardpass.core.sharding.host_copies import HOST, to_device, to_host
 from shardpass.core.sharding.ownership import EDGE, NODE, EdgeType, NodeType, Ownership
@@ -26,7 +25,6 @@ __all__ = [
     "HOST",
     "NODE",
     "Block",
-    "Caches",
     "Chunk",
     "CopyStreams",
     "Derivation",

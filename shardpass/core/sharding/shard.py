@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -152,7 +152,7 @@ class Shard:
         edge_tensor[self.places(slice(0, self.num_edges) if chunk is None else slice(chunk.start, chunk.stop))] = rows
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class EdgeShards:
     """One edge list, cut by source block. Edge tensors have ``num_edges`` rows in the order of that list.
 
@@ -161,14 +161,12 @@ class EdgeShards:
         num_dst: destination rows of this rank.
         num_edges: edges of this rank.
         largest_degree: the largest in-degree of an own node, if the shards leave out some edges; else None.
-        out_edges: the same edges as the owners of their sources see them, see `aggregation/out_edges.py`.
     """
 
     shards: tuple[Shard, ...]
     num_dst: int
     num_edges: int
     largest_degree: int | None = None
-    out_edges: Any = field(default=None, compare=False, repr=False)
 
     def degrees(self) -> Tensor:
         """In-degree of each destination row, ``[num_dst]``, int64."""

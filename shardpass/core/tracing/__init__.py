@@ -10,6 +10,7 @@ from shardpass.core.tracing.edge_trace import (
     SCATTERS,
     SHAPE_OPS,
     EdgeTrace,
+    Phase,
     StopPass,
     tensors_in,
 )
@@ -47,6 +48,7 @@ __all__ = [
     "Extremum",
     "Inputs",
     "MixedScore",
+    "Phase",
     "ProbePhase",
     "Program",
     "Reduction",

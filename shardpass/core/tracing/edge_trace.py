@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from shardpass.core.tracing.program import EdgeNorm, Program
+from shardpass.core.tracing.program import Program
 from shardpass.core.tracing.reducers import Base
 from shardpass.errors import NeedsHaloError, RefusedError
 
@@ -106,7 +106,7 @@ class EdgeTrace(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._returned = returned
-        self.name, self.phase, self._order = program.name, phase, program.order
+        self.name, self.phase, self._ranks = program.name, phase, program.ranks
         self.substitutes = substitutes or {}
         self._expected = expected
         self._make_generator = generator
@@ -118,13 +118,15 @@ class EdgeTrace(TorchFunctionMode):
         self._aliases: dict[int, Tensor] = {id(index): index}  # tensors held, so that ids stay theirs
 
     def __enter__(self) -> EdgeTrace:
-        self._order.inside = self
+        if self._ranks is not None:
+            self._ranks.watch = self
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._order.inside = None
+        if self._ranks is not None:
+            self._ranks.watch = None
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -145,7 +147,7 @@ class EdgeTrace(TorchFunctionMode):
     def run(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Tensor]) -> Any:
         """Carry out one intercepted call."""
         self._check_repeatable(name, args, kwargs)
-        if name in DROPOUTS and self._order.quiet:
+        if name in DROPOUTS and self._ranks is not None and not self._ranks.drops_in_messages:
             return args[0] if args else kwargs["input"]
         if name == "dropout" and self._make_generator is not None:
             return self._dropout(*args, **kwargs)
@@ -179,7 +181,7 @@ class EdgeTrace(TorchFunctionMode):
         k, self.count = self.count, self.count + 1
         return self.phase.reduce(k, op, messages, self._index, base)
 
-    def edge_moments(self, norm: EdgeNorm, rows: Tensor) -> Tensor:
+    def edge_moments(self, norm: nn.Module, rows: Tensor) -> Tensor:
         """Mean and population variance of `rows` ``[E, channels]`` over all edges of all ranks: ``[2, channels]``.
 
         Args:

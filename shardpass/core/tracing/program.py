@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from shardpass.backends.communicator import CallOrder
+from shardpass.core.ranks import Ranks
 from shardpass.core.tracing.reducers import Base
-from shardpass.core.training import Moments
+from shardpass.core.training import DistributedBatchNorm
 
 Value = TypeVar("Value")
 
@@ -80,7 +80,7 @@ class Program:
             Backward leaves out a part without a gradient, as plain autograd does with what nothing uses.
         seed: of the random numbers of the call. With None the engine draws one if it is needed.
         streamed_to: the device to which the engine copies edge tensors, or None if they are there already.
-        order: of the communicator, set by the engine: no collective call may begin while the message function runs.
+        ranks: set by the engine: no collective call may begin on them while the message function runs.
     """
 
     name: str
@@ -93,7 +93,7 @@ class Program:
     checked: set[str] = field(default_factory=set)
     watch: Callable[[Structure], None] | None = None
     reads: set[str] | None = None
-    order: CallOrder = field(default_factory=CallOrder)
+    ranks: Ranks | None = None
     streamed_to: torch.device | None = None
     parts: Callable[[], list[Tensor]] = list
     seed: int | None = None
@@ -218,14 +218,6 @@ class Attention:
         return self.maximum, self.total, self.output
 
 
-class EdgeNorm(Protocol):
-    """A batch norm inside a message function."""
-
-    def track(self, moments: Moments, shape: Sequence[int]) -> None:
-        """Update the running statistics by the moments of all edges' messages, which have this shape."""
-        ...
-
-
 @dataclass(frozen=True)
 class Structure:
     """What one run of a program on a few edges shows. It is equal on every rank but for the values of the tensors.
@@ -256,7 +248,7 @@ class Structure:
     captures: tuple[Tensor, ...]
     drops: bool
     random: bool
-    norms: dict[int, EdgeNorm]
+    norms: dict[int, DistributedBatchNorm]
     message: Tensor
     attention: Attention | None
     mix: Tensor | None

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shardpass import errors
-from shardpass.backends.communicator import Communicator
-from shardpass.core.ranks import derive_seed, get_random_state, set_random_state
+from shardpass.core.ranks import Ranks, derive_seed, get_random_state, set_random_state
 from shardpass.core.training.checkpoint_file import decode, describe, digest, encode, read_file, write_file
 from shardpass.core.training.gradients import broadcast_tensors, forget_gradients
 from shardpass.errors import CheckpointError
@@ -30,7 +29,7 @@ Span = tuple[int, int, int]
 
 def save_checkpoint(
     path: str | os.PathLike[str],
-    comm: Communicator,
+    comm: Ranks,
     model: nn.Module,
     optimizer: Optimizer | None = None,
     *,
@@ -73,7 +72,7 @@ def save_checkpoint(
 
 def load_checkpoint(
     path: str | os.PathLike[str],
-    comm: Communicator,
+    comm: Ranks,
     model: nn.Module,
     optimizer: Optimizer | None = None,
     *,
@@ -110,7 +109,7 @@ def load_checkpoint(
 
 
 def _passed_on(
-    manifest: dict[str, Any], read: dict[str, Tensor], comm: Communicator, spans: dict[str, Span]
+    manifest: dict[str, Any], read: dict[str, Tensor], comm: Ranks, spans: dict[str, Span]
 ) -> dict[str, Tensor]:
     """The tensors of the file; of those with rows owned by ranks, the rows of this one. Collective."""
     tensors: dict[str, Tensor] = {}
@@ -134,7 +133,7 @@ def _passed_on(
     return tensors | {name: torch.cat(parts) for name, parts in pieces.items() if parts}
 
 
-def _spans(model: nn.Module, optimizer: Optimizer | None, comm: Communicator) -> dict[str, Span]:
+def _spans(model: nn.Module, optimizer: Optimizer | None, comm: Ranks) -> dict[str, Span]:
     """Rows of this rank in tables owned by ranks, by the beginning of the names under which they are saved. Collective.
 
     Ranks own contiguous runs of the same order of nodes, so that their rows one after the other are the same table
@@ -160,7 +159,7 @@ def _span_of(name: str, spans: dict[str, Span]) -> Span | None:
     )
 
 
-def _continue_random(manifest: dict[str, Any], tensors: dict[str, Tensor], comm: Communicator) -> bool:
+def _continue_random(manifest: dict[str, Any], tensors: dict[str, Tensor], comm: Ranks) -> bool:
     """Restore this rank's random state, or derive one on another number of ranks; whether it was restored."""
     names = [name for name in manifest["local"] if name.startswith("random/")]
     same = bool(manifest["ranks"] == comm.size)
@@ -172,7 +171,7 @@ def _continue_random(manifest: dict[str, Any], tensors: dict[str, Tensor], comm:
     return same
 
 
-def _agreed(comm: Communicator, work: Callable[[], Any]) -> Any:
+def _agreed(comm: Ranks, work: Callable[[], Any]) -> Any:
     """What `work` returned here; a CheckpointError on one rank is raised on all. Collective."""
     result, problem = None, None
     try:
@@ -211,7 +210,7 @@ def _shapes(optimizer: Optimizer) -> list[list[list[int]]]:
     return [[list(parameter.shape) for parameter in group["params"]] for group in optimizer.param_groups]
 
 
-def _refuse_different(comm: Communicator, model: nn.Module) -> None:
+def _refuse_different(comm: Ranks, model: nn.Module) -> None:
     """Refuse parameters that have drifted apart: the file would hold rank 0's. Collective."""
     shared = {n: p for n, p in model.named_parameters() if not getattr(p, "shardpass_local", False)}
     mine = {name: digest(parameter.detach().cpu()) for name, parameter in shared.items()}

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from shardpass.backends.communicator import Communicator
+from shardpass.core.ranks import Ranks
 from shardpass.core.training.gradients import (
     BUCKET_BYTES,
     CHANGED,
@@ -45,7 +46,7 @@ from shardpass.errors import RefusedError
 
 
 @contextmanager
-def sync_during_backward(model: nn.Module, comm: Communicator, bucket_bytes: int = BUCKET_BYTES) -> Iterator[None]:
+def sync_during_backward(model: nn.Module, comm: Ranks, bucket_bytes: int = BUCKET_BYTES) -> Iterator[None]:
     """A ``with`` block for the last backward of a step, after which gradients are as `sync_gradients` leaves them.
 
     ``with sync_during_backward(model, comm): loss.backward()``. Buckets of gradients are summed over ranks in another
@@ -71,12 +72,13 @@ def sync_during_backward(model: nn.Module, comm: Communicator, bucket_bytes: int
         DivergenceError: another rank has left the block by an exception, or takes another path.
     """
     refuse_ddp(model)
-    if comm.order.syncing:
+    open_blocks = comm.caches.of(_OpenBlocks)
+    if open_blocks.any:
         raise RefusedError(
             "sync_during_backward within a sync_during_backward block of the same communicator is refused: end the "
             "first block, or put both models into one nn.ModuleList and use one block"
         )
-    comm.order.syncing = True
+    open_blocks.any = True
     try:
         block = _Block(model, comm, bucket_bytes)
         try:
@@ -88,13 +90,19 @@ def sync_during_backward(model: nn.Module, comm: Communicator, bucket_bytes: int
         finally:
             block.close()
     finally:
-        comm.order.syncing = False
+        open_blocks.any = False
+
+
+class _OpenBlocks:
+    """Whether gradients of some model are being summed during backward."""
+
+    any = False
 
 
 class _Block:
     """What one block knows of gradients, and the sums under way."""
 
-    def __init__(self, model: nn.Module, comm: Communicator, bucket_bytes: int) -> None:
+    def __init__(self, model: nn.Module, comm: Ranks, bucket_bytes: int) -> None:
         self.comm = comm
         self.bucket_bytes = bucket_bytes
         self.named = list(alike(model))

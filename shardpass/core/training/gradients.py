@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shardpass.backends.communicator import Communicator
-from shardpass.core.ranks import identity_of, refuse_alike
+from shardpass.core.ranks import Ranks, identity_of, refuse_alike
 from shardpass.errors import RefusedError, ShardpassError
 
 _T = TypeVar("_T", bound=Tensor)
@@ -43,7 +43,7 @@ PROBLEMS = {
 }
 
 
-def sync_parameters(model: nn.Module, comm: Communicator, bucket_bytes: int = BUCKET_BYTES) -> None:
+def sync_parameters(model: nn.Module, comm: Ranks, bucket_bytes: int = BUCKET_BYTES) -> None:
     """Give every rank the parameters and buffers of rank 0. Collective.
 
     Parameters marked ``shardpass_local`` (rows owned by ranks) are left alone; tied parameters travel once. What was
@@ -93,7 +93,7 @@ def _settings(model: nn.Module) -> list[str]:
     return found
 
 
-def sync_gradients(model: nn.Module, comm: Communicator, bucket_bytes: int = BUCKET_BYTES) -> None:
+def sync_gradients(model: nn.Module, comm: Ranks, bucket_bytes: int = BUCKET_BYTES) -> None:
     """Sum the gradients of the parameters over ranks, in place. Collective; once per step, after the last backward.
 
     A parameter that has a gradient on some rank gets one on every rank; one that has none anywhere keeps None (backward
@@ -118,7 +118,7 @@ def sync_gradients(model: nn.Module, comm: Communicator, bucket_bytes: int = BUC
     mark_summed(named)
 
 
-def clip_grad_norm(model: nn.Module, max_norm: float, comm: Communicator) -> Tensor:
+def clip_grad_norm(model: nn.Module, max_norm: float, comm: Ranks) -> Tensor:
     """The 2-norm of all gradients, 0-dim float64, which are then scaled in place to at most `max_norm`. Collective.
 
     Call it after `sync_gradients`. Gradients of rows owned by ranks (`NodeEmbedding`) are those of all ranks, and every
@@ -227,9 +227,7 @@ def check_not_ddp() -> None:
         raise RefusedError(_ddp_sentence("the wrapped model"))
 
 
-def broadcast_tensors(
-    tensors: Sequence[Tensor], comm: Communicator, label: str, bucket_bytes: int = BUCKET_BYTES
-) -> None:
+def broadcast_tensors(tensors: Sequence[Tensor], comm: Ranks, label: str, bucket_bytes: int = BUCKET_BYTES) -> None:
     """Overwrite `tensors` with those of rank 0, in place; any dtype. Collective; shapes and dtypes must agree."""
     with torch.no_grad():
         for bucket in cut_buckets(tensors, bucket_bytes):
@@ -283,9 +281,7 @@ def alike(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             yield name, parameter
 
 
-def agree_on_gradients(
-    named: list[tuple[str, nn.Parameter]], states: list[int], comm: Communicator, label: str
-) -> list[bool]:
+def agree_on_gradients(named: list[tuple[str, nn.Parameter]], states: list[int], comm: Ranks, label: str) -> list[bool]:
     """Which parameters have a gradient on some rank. Collective; the first problem of any rank is raised on all.
 
     Args:
@@ -332,7 +328,7 @@ def mark_summed(named: list[tuple[str, nn.Parameter]]) -> None:
             watch.version = None
 
 
-def sum_gradients(parameters: Sequence[nn.Parameter], comm: Communicator, bucket_bytes: int) -> None:
+def sum_gradients(parameters: Sequence[nn.Parameter], comm: Ranks, bucket_bytes: int) -> None:
     """Sum the gradients of `parameters`, the same on every rank, over ranks in place; None counts as zeros. Collective.
 
     Buckets run from the last parameter to the first, as backward meets them.

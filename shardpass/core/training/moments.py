@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardpass.backends.communicator import Communicator
+from shardpass.core.ranks import Ranks
 
 CHUNK_BYTES = 1 << 20  # rows are processed in chunks whose temporaries stay in cache; larger ones on accelerators
 ACCELERATOR_CHUNK_BYTES = 1 << 26
@@ -23,7 +23,7 @@ class Moments:
     variance: Tensor
 
 
-def global_moments(rows: Tensor, comm: Communicator, label: str) -> Moments:
+def global_moments(rows: Tensor, comm: Ranks, label: str) -> Moments:
     """The moments of the rows of all ranks, the same bits on every rank. Collective.
 
     Every chunk gives its count, mean and squares about its mean, exact to the accumulation dtype also where the mean

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardpass.backends.communicator import Communicator
-from shardpass.core.ranks import OnRanks, begin_call, end_call, refuse_double_backward
+from shardpass.core.ranks import OnRanks, Ranks, begin_call, end_call, refuse_double_backward
 from shardpass.core.training.moments import Moments, accumulator_of, global_moments, row_chunks
 from shardpass.errors import RefusedError
 
@@ -24,7 +23,7 @@ class DistributedBatchNorm(OnRanks, nn.BatchNorm1d):
     them. Only ``[rows, channels]`` inputs are accepted.
     """
 
-    def __init__(self, num_features: int, comm: Communicator, **options: Any) -> None:
+    def __init__(self, num_features: int, comm: Ranks, **options: Any) -> None:
         """Args: as `torch.nn.BatchNorm1d`, and `comm`, the ranks whose rows form the batch."""
         super().__init__(num_features, **options)
         self.comm = comm
@@ -40,16 +39,16 @@ class DistributedBatchNorm(OnRanks, nn.BatchNorm1d):
         if not self.training and self.running_mean is not None and self.running_var is not None:
             return super().forward(input)
         self._check_batch(input)
-        if self.comm is not None and self.comm.order.inside is not None:
-            return self._inside_message(input, self.comm.order.inside)
+        if self.comm is not None and self.comm.watch is not None:
+            return self._inside_message(input, self.comm.watch)
         comm = self.ranks()
         if comm.size == 1:
             return super().forward(input)  # torch's fused kernel: the same statistics
-        if comm.order.made_up:
+        if comm.has_made_up_edge:
             return torch.cat([self._normalised(input[:0], comm), torch.zeros_like(input)])
         return self._normalised(input, comm)
 
-    def _normalised(self, input: Tensor, comm: Communicator) -> Tensor:
+    def _normalised(self, input: Tensor, comm: Ranks) -> Tensor:
         label = f"batch norm over {input.shape[1]} channels of {_name(input.dtype)}"
         number, token = begin_call(comm, label)
         label = f"{label} #{number}"
@@ -60,8 +59,8 @@ class DistributedBatchNorm(OnRanks, nn.BatchNorm1d):
             token, input, self.weight, self.bias, moments.mean, moments.variance, moments.count, self.eps, comm, label,
         )  # fmt: skip
         end_call(comm, token)
-        if comm.order.activations is not None:
-            comm.order.activations.note(
+        if comm.notes is not None:
+            comm.notes.note(
                 output, _normalised, input, self.weight, self.bias, moments.mean, moments.variance, self.eps
             )
         return output
@@ -116,7 +115,7 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, token: Tensor, rows: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor,
-        variance: Tensor, count: int, eps: float, comm: Communicator, label: str,
+        variance: Tensor, count: int, eps: float, comm: Ranks, label: str,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         ctx.save_for_backward(token, rows, weight, mean, variance)
         ctx.count, ctx.eps, ctx.comm, ctx.label, ctx.bias_dtype = (
@@ -183,7 +182,7 @@ def _affine(grad: Tensor, scale: Tensor, rows: Tensor, shift: Tensor, slope: Ten
     return output
 
 
-def replace_batch_norms(module: nn.Module, comm: Communicator) -> nn.Module:
+def replace_batch_norms(module: nn.Module, comm: Ranks) -> nn.Module:
     """`module` with every `torch.nn.BatchNorm1d` and `SyncBatchNorm` replaced by a `DistributedBatchNorm`.
 
     Exactly these types: subclasses are left alone. Replaced in place in their parents; parameters, buffers, hooks and
@@ -200,7 +199,7 @@ def replace_batch_norms(module: nn.Module, comm: Communicator) -> nn.Module:
     return _convert(module, comm) if type(module) in (nn.BatchNorm1d, nn.SyncBatchNorm) else module
 
 
-def _convert(norm: nn.Module, comm: Communicator) -> DistributedBatchNorm:
+def _convert(norm: nn.Module, comm: Ranks) -> DistributedBatchNorm:
     converted = DistributedBatchNorm.__new__(DistributedBatchNorm)
     converted.__dict__.update(norm.__dict__)
     converted.comm = comm

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardpass.backends.communicator import Communicator
+from shardpass.core.ranks import Ranks
 from shardpass.errors import DivergenceError
 
 
@@ -24,7 +24,7 @@ def cross_entropy(
     logits: Tensor,
     y: Tensor,
     mask: Tensor | None,
-    comm: Communicator,
+    comm: Ranks,
     weight: Tensor | None = None,
     label_smoothing: float = 0.0,
 ) -> Tensor:
@@ -59,7 +59,7 @@ def cross_entropy(
     return _global_mean("cross_entropy", losses, denominator, problem, comm, _trailing(logits))
 
 
-def mean(values: Tensor, mask: Tensor | None, comm: Communicator) -> Tensor:
+def mean(values: Tensor, mask: Tensor | None, comm: Ranks) -> Tensor:
     """The mean of `values` over the masked nodes of all ranks; its gradient is that of this rank's share.
 
     Collective in forward (once). For any loss that is computed per node (``reduction="none"``).
@@ -77,7 +77,7 @@ def mean(values: Tensor, mask: Tensor | None, comm: Communicator) -> Tensor:
     return _global_mean("mean", chosen, float(chosen.numel()), problem, comm, _trailing(values))
 
 
-def sum(values: Tensor, mask: Tensor | None, comm: Communicator) -> Tensor:
+def sum(values: Tensor, mask: Tensor | None, comm: Ranks) -> Tensor:
     """The sum of `values` over the masked nodes of all ranks; its gradient is that of this rank's share.
 
     Collective in forward (once). Arguments and errors as in `mean`, but nodes may be absent everywhere: the sum is 0.
@@ -88,7 +88,7 @@ def sum(values: Tensor, mask: Tensor | None, comm: Communicator) -> Tensor:
     return _Share.apply(own, totals[0], 1.0).to(chosen.dtype)
 
 
-def replicated(term: Tensor, comm: Communicator) -> Tensor:
+def replicated(term: Tensor, comm: Ranks) -> Tensor:
     """`term` itself, its gradient divided by the number of ranks; for what every rank computes alike.
 
     A penalty on the weights, say: every rank calls backward on it, and the gradients are summed over ranks. Not
@@ -99,7 +99,7 @@ def replicated(term: Tensor, comm: Communicator) -> Tensor:
     return _Replicated.apply(term, comm.size)
 
 
-def accuracy(logits: Tensor, y: Tensor, mask: Tensor | None, comm: Communicator) -> float:
+def accuracy(logits: Tensor, y: Tensor, mask: Tensor | None, comm: Ranks) -> float:
     """The fraction of masked nodes of all ranks whose largest logit is that of their class. Collective (once).
 
     Arguments and errors as in `cross_entropy`, with `y` class ids.
@@ -120,7 +120,7 @@ def accuracy(logits: Tensor, y: Tensor, mask: Tensor | None, comm: Communicator)
     return totals[0] / totals[1]
 
 
-def total(count: int | float, comm: Communicator) -> int | float:
+def total(count: int | float, comm: Ranks) -> int | float:
     """The sum of `count` over ranks: an int if it is one on this rank, else a float. Collective (once)."""
     dtype = torch.int64 if isinstance(count, Integral) else torch.float64
     value = torch.tensor([count], dtype=dtype, device=comm.device)
@@ -165,7 +165,7 @@ class _Replicated(torch.autograd.Function):
 
 
 def _global_mean(
-    name: str, losses: Tensor, denominator: float, problem: str | None, comm: Communicator, identity: str
+    name: str, losses: Tensor, denominator: float, problem: str | None, comm: Ranks, identity: str
 ) -> Tensor:
     """The sum of `losses` over the sum of `denominator`, both over ranks. Per rank in float64, for any W alike."""
     own = losses.sum(dtype=torch.float64)
@@ -179,7 +179,7 @@ def _global_mean(
     return _Share.apply(own, numerator / denominator, denominator).to(losses.dtype)
 
 
-def _agree(name: str, values: list[float], problem: str | None, comm: Communicator, identity: str) -> list[float]:
+def _agree(name: str, values: list[float], problem: str | None, comm: Ranks, identity: str) -> list[float]:
     """The sums of `values` over ranks, or the first problem of any rank raised on all of them. Collective.
 
     `identity` says what must agree between ranks (dtype and trailing shape); it travels as a checksum.

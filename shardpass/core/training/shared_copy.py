@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardpass.backends.communicator import Communicator
+from shardpass.core.ranks import Ranks
 from shardpass.errors import RefusedError
 
 
@@ -30,7 +30,7 @@ def shared_copy(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, {id(tensor): tensor for tensor in held}).eval()
 
 
-def follow(copied: nn.Module, model: nn.Module, comm: Communicator, methods: Iterable[str] = ()) -> None:
+def follow(copied: nn.Module, model: nn.Module, comm: Ranks, methods: Iterable[str] = ()) -> None:
     """Let every call of `copied` use the present parameters and buffers of `model`. Calls are collective.
 
     Statistics that batches leave in buffers (those of BatchNorm) differ between ranks; before a call, buffers that do
@@ -50,7 +50,7 @@ def _refreshed(refresh: Callable[[], None], method: Callable[..., Any], *args: A
     return method(*args, **kwargs)
 
 
-def _refresh(model: nn.Module, comm: Communicator, copied: nn.Module) -> None:
+def _refresh(model: nn.Module, comm: Ranks, copied: nn.Module) -> None:
     originals = dict(model.named_modules())
     with torch.no_grad():
         _agree_on_buffers(model, comm)
@@ -60,7 +60,7 @@ def _refresh(model: nn.Module, comm: Communicator, copied: nn.Module) -> None:
         module._buffers.update(theirs._buffers)
 
 
-def _agree_on_buffers(model: nn.Module, comm: Communicator) -> None:
+def _agree_on_buffers(model: nn.Module, comm: Ranks) -> None:
     buffers = [b for b in model.buffers() if b.is_floating_point() and b.numel()]
     if not buffers or comm.size == 1:
         return

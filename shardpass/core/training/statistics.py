@@ -7,13 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardpass.backends.communicator import Communicator
-from shardpass.core.ranks import begin_call, end_call, refuse_double_backward
+from shardpass.core.ranks import Ranks, begin_call, end_call, refuse_double_backward
 from shardpass.core.training.moments import global_moments
 from shardpass.errors import RefusedError
 
 
-def row_moments(rows: Tensor, comm: Communicator) -> tuple[int, Tensor, Tensor]:
+def row_moments(rows: Tensor, comm: Ranks) -> tuple[int, Tensor, Tensor]:
     """How many rows all ranks hold, and their mean and biased variance per channel, float64 ``[channels]`` each.
 
     Collective, in backward too; the same bits on every rank. Differentiable: the gradients of mean and variance are
@@ -44,7 +43,7 @@ class _Moments(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, token: Tensor, rows: Tensor, mean: Tensor, variance: Tensor, count: int, comm: Communicator,
+        ctx: Any, token: Tensor, rows: Tensor, mean: Tensor, variance: Tensor, count: int, comm: Ranks,
         label: str,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         ctx.save_for_backward(token, rows, mean)
@@ -77,7 +76,7 @@ def shifted(rows: Tensor, mean: Tensor, scale: Tensor, bias: Tensor | None = Non
     return torch.addcmul(constant.to(dtype), rows.to(dtype) - near, scale.to(dtype)).to(rows.dtype)
 
 
-def total_rows(rows: Tensor, comm: Communicator) -> list[int]:
+def total_rows(rows: Tensor, comm: Ranks) -> list[int]:
     """How many rows each rank holds. Collective."""
     number, _ = begin_call(comm, "number of rows")
     counts = comm.all_gather(torch.tensor([rows.size(0)], device=comm.device), f"number of rows #{number}")

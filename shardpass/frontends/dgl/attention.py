@@ -80,7 +80,7 @@ def deferred_fields(passing: MessagePassing, function: Any) -> dict[str, LazyEdg
     function = function if is_builtin(function) else frozen(function)
     passing = passing.snapshot(function)
     program, body = passing.program_of(function, "edges of ")
-    program = replace(program, order=plan.comm.order)
+    program = replace(program, ranks=plan.comm)
     with plan.comm.random_lock():
         found = _sighted(passing, program, body)
     if found is None:

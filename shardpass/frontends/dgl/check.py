@@ -9,14 +9,14 @@ import dgl
 import torch
 from torch import Tensor, nn
 
-from shardpass.backends.communicator import Communicator
 from shardpass.core.graphs import ShardedGraph
+from shardpass.core.ranks import Ranks
 from shardpass.core.selfcheck import Fields, Frontend
 from shardpass.frontends.dgl.convert import edge_type, graph, node_type
 from shardpass.frontends.dgl.graph import ShardedDGLGraph
 
 
-def checked_by(wrap: Callable[[nn.Module, Communicator], nn.Module]) -> Frontend:
+def checked_by(wrap: Callable[[nn.Module, Ranks], nn.Module]) -> Frontend:
     """What the self-check asks of this frontend, whose models are wrapped by `wrap`."""
     from shardpass.testing.hetero import shard_by_type
     from shardpass.testing.run import run

@@ -14,8 +14,8 @@ from dgl import DGLError
 from dgl.base import ALL, is_all
 from torch import Tensor
 
-from shardpass.backends.communicator import Communicator
 from shardpass.core.graphs import ShardedGraph
+from shardpass.core.ranks import Ranks
 from shardpass.frontends.dgl.attention import attended, deferred_fields, hand_over, softmax_in_sight
 from shardpass.frontends.dgl.closed import refused
 from shardpass.frontends.dgl.frames import Frame, FramesByType
@@ -55,7 +55,7 @@ class ShardedDGLGraph(TypedGraph):
 
     def __init__(
         self,
-        comm: Communicator,
+        comm: Ranks,
         sources: dict[NodeType, Nodes],
         destinations: dict[NodeType, Nodes],
         edges: dict[CanonicalType, Edges],
@@ -226,14 +226,16 @@ class ShardedDGLGraph(TypedGraph):
         return MessagePassing(self._edges[kind], *frames, self._checked)
 
     def _warn_if_hidden(self) -> None:
-        order = self.comm.order
-        if order.hidden and self.comm.rank == 0:
+        forward = self.comm.forward
+        if forward is None or not forward.graph_is_hidden:
+            return
+        forward.graph_is_hidden = False
+        if self.comm.rank == 0:
             warnings.warn(
                 "the model runs without the self-check: the graph is not among the arguments of the wrapped model (it "
                 "is kept on the model, or inside an object). Pass it as an argument of its own, once",
                 stacklevel=5,
             )
-        order.hidden = False
 
     def _reduced(
         self, kind: CanonicalType, message: Any, reducer: Any, empty: float | None = None

@@ -39,11 +39,8 @@ def reduced_by_user(
         rows = (starts[chosen].unsqueeze(1) + torch.arange(degree, device=chosen.device)).view(-1)
         mail = {name: value[rows].view(len(chosen), degree, *value.shape[1:]) for name, value in messages.items()}
         batch = ShardedNodeBatch(None, chosen, canonical[2], _rows_of(passing.dst, everything, chosen), msgs=mail)
-        plan.comm.order.made_up = everything.made_up
-        try:
+        with plan.comm.made_up_edge(everything.made_up):
             found.append(dict(reducer(batch)))
-        finally:
-            plan.comm.order.made_up = False
         nodes.append(chosen)
     order = torch.cat(nodes)
     result = {}

@@ -135,11 +135,11 @@ class MessagePassing:
         return program, function
 
     def _extremum(self, op: str, empty: float) -> Callable[[Tensor, Inputs], Tensor]:
-        order = self.edges.plan.comm.order
+        comm = self.edges.plan.comm
 
         def extremum(messages: Tensor, inputs: Inputs) -> Tensor:
-            found: Tensor = order.inside.first_extremum(op, messages, inputs.edge[_PLACES], empty)
-            return found
+            assert comm.watch is not None
+            return comm.watch.first_extremum(op, messages, inputs.edge[_PLACES], empty)
 
         return extremum
 

@@ -9,7 +9,7 @@ from dgl import DGLError
 from dgl.base import ALL, is_all
 from torch import Tensor
 
-from shardpass.backends.communicator import Communicator
+from shardpass.core.ranks import Ranks
 from shardpass.frontends.dgl.closed import Closed
 from shardpass.frontends.dgl.numbers import NodeCounts, OwnCount, OwnEdgeCount
 from shardpass.frontends.dgl.structure import CanonicalType, Edges, Nodes, NodeType
@@ -18,7 +18,7 @@ from shardpass.frontends.dgl.structure import CanonicalType, Edges, Nodes, NodeT
 class TypedGraph(Closed):
     """What a sharded graph says about its structure. Nothing here communicates or is ever changed."""
 
-    comm: Communicator
+    comm: Ranks
     is_block = False
     _sources: dict[NodeType, Nodes]
     _destinations: dict[NodeType, Nodes]

@@ -13,11 +13,10 @@ from dgl import DGLGraph
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from shardpass.backends.communicator import Communicator
 from shardpass.core.dryrun import choose_mode, undecided
 from shardpass.core.graphs import ShardedGraph
 from shardpass.core.memory import Checkpoint, check_choice, recomputed_activations
-from shardpass.core.ranks import chained, decorrelate, is_wrapped, refuse_shared_model
+from shardpass.core.ranks import Ranks, chained, decorrelate, is_wrapped, refuse_shared_model
 from shardpass.core.selfcheck import check_model, copy_for_check
 from shardpass.core.training import (
     follow,
@@ -37,7 +36,7 @@ from shardpass.frontends.dgl.lazy import ordinary
 from shardpass.frontends.dgl.refusals import refuse_unsupported
 
 
-def wrap(model: nn.Module, comm: Communicator, check: bool = True, checkpoint: Checkpoint = None) -> nn.Module:
+def wrap(model: nn.Module, comm: Ranks, check: bool = True, checkpoint: Checkpoint = None) -> nn.Module:
     """`model`, ready to be called with a sharded graph where its DGLGraph went. Changed in place. Collective.
 
     The graph may be what `shardpass.load` returns or what `shardpass.dgl.graph` made of it. Parameters and buffers are
@@ -77,7 +76,7 @@ def wrap(model: nn.Module, comm: Communicator, check: bool = True, checkpoint: C
     return model
 
 
-def exact(model: nn.Module, comm: Communicator, check: bool = True) -> nn.Module:
+def exact(model: nn.Module, comm: Ranks, check: bool = True) -> nn.Module:
     """A wrapped copy of `model` with the same parameters, for the whole graph while `model` is trained on batches.
 
     Collective; so is every call. The copy is in evaluation mode and always uses the present parameters and buffers of
@@ -96,7 +95,7 @@ def exact(model: nn.Module, comm: Communicator, check: bool = True) -> nn.Module
     return copied
 
 
-def _unchecked(model: nn.Module, comm: Communicator) -> nn.Module:
+def _unchecked(model: nn.Module, comm: Ranks) -> nn.Module:
     return wrap(model, comm, check=False)
 
 
@@ -104,7 +103,7 @@ class _Forward:
     """The outermost forward: turns graphs of the engine into DGL's, and ties the call into one order of backward."""
 
     def __init__(
-        self, model: nn.Module, comm: Communicator, pristine: nn.Module | None = None, checkpoint: Checkpoint = None
+        self, model: nn.Module, comm: Ranks, pristine: nn.Module | None = None, checkpoint: Checkpoint = None
     ) -> None:
         self.model, self.comm, self._pristine, self.checkpoint = model, comm, pristine, checkpoint
         self._checked: set[bool] = set()
@@ -120,16 +119,14 @@ class _Forward:
                 f"graph are numbered anew on every rank. Pass the graph that shardpass.load returned; for an ordinary "
                 f"graph, load the state_dict into a model that is not wrapped"
             )
-        if not self.comm.order.active:
-            self.comm.order.hidden = False
-        pristine = self._pristine
+        pristine, hidden = self._pristine, False
         if pristine is not None and self.model.training not in self._checked:
-            self._check(args, kwargs, leaves)
-        trains = self.model.training and torch.is_grad_enabled() and not self.comm.order.active
+            hidden = not self._check(args, kwargs, leaves)
+        trains = self.model.training and torch.is_grad_enabled() and self.comm.forward is None
         if trains and any(undecided(core_of(leaf)) is not None for leaf in leaves):
             frontend = checked_by(partial(wrap, check=False, checkpoint=self.checkpoint))
             choose_mode(frontend, pristine, self.model, self.comm, args, kwargs)
-        if torch.is_grad_enabled() and not self.comm.order.active:
+        if torch.is_grad_enabled() and self.comm.forward is None:
             note_forward(self.model)
         args, kwargs = tree_map(self._graph_of, (args, kwargs))
         graphs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ShardedDGLGraph)]
@@ -138,18 +135,17 @@ class _Forward:
             recomputed_activations(self.comm, (args, kwargs), active),
             EmptyRows() if any(graph.lacks_rows for graph in graphs) else nullcontext(),
         ):
-            return chained(self.comm, self._computed, *args, **kwargs)
+            return chained(self.comm, self._computed, *args, graph_is_hidden=hidden, **kwargs)
 
     def _computed(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns; edge data among it are computed before the chain of calls ends."""
         return tree_map(ordinary, type(self.model).forward(self.model, *args, **kwargs))
 
-    def _check(self, args: Any, kwargs: Any, leaves: list[Any]) -> None:
-        """The self-check, at the first call on a graph in each training mode. Collective."""
+    def _check(self, args: Any, kwargs: Any, leaves: list[Any]) -> bool:
+        """Whether a graph is among the arguments; runs the self-check on it. Collective."""
         given = [leaf for leaf in leaves if isinstance(leaf, (ShardedGraph, ShardedDGLGraph))]
         if not given:
-            self.comm.order.hidden = not self.comm.order.active  # a graph that it uses says so
-            return
+            return False  # a graph that the model uses says so
         if any(isinstance(leaf, ShardedDGLGraph) and leaf.core is None for leaf in given):
             if self.comm.rank == 0 and not self._warned:
                 warnings.warn(
@@ -158,7 +154,7 @@ class _Forward:
                     stacklevel=4,
                 )
             self._warned = True
-            return
+            return True
         for leaf in given:
             if isinstance(leaf, ShardedDGLGraph):  # one rank alone looks at the fields
                 ordinary([dict(frame.set_fields) for frame in leaf.frames.edges.values()])
@@ -167,6 +163,7 @@ class _Forward:
         self._checked.add(self.model.training)
         if len(self._checked) == 2:
             self._pristine = None
+        return True
 
     def _graph_of(self, value: Any) -> Any:
         if not isinstance(value, ShardedGraph):

@@ -10,15 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.utils import get_laplacian
 
-from shardpass.backends.communicator import Communicator
 from shardpass.core.graphs import ShardedEdgeIndex
-from shardpass.core.ranks import all_reduce_sum
+from shardpass.core.ranks import Ranks, all_reduce_sum
 
 
 class Replacement:
     """Takes the place of a method of one module; deep copies follow the copied module, on the same communicator."""
 
-    def __init__(self, module: nn.Module, comm: Communicator) -> None:
+    def __init__(self, module: nn.Module, comm: Ranks) -> None:
         self.module, self.comm = module, comm
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Replacement:
@@ -50,7 +49,7 @@ class _ChebNorm(Replacement):
         return original(self.module, edge_index, num_nodes, edge_weight, normalization, lambda_max, dtype, batch)
 
 
-def max_over_ranks(values: Tensor, comm: Communicator) -> Tensor:
+def max_over_ranks(values: Tensor, comm: Ranks) -> Tensor:
     """The largest of all ranks' `values`, 0-dim; its gradient is shared evenly by ties, as torch does. Collective."""
     flat = values.detach().reshape(-1)
     mine = flat.max() if flat.numel() else flat.new_tensor(float("-inf"))
@@ -70,14 +69,14 @@ class _HypergraphForward(Replacement):
         return out
 
 
-REPLACED: dict[str, tuple[str, Callable[[nn.Module, Communicator], Replacement]]] = {
+REPLACED: dict[str, tuple[str, Callable[[nn.Module, Ranks], Replacement]]] = {
     "ChebConv": ("__norm__", _ChebNorm),
     "HypergraphConv": ("forward", _HypergraphForward),
 }
 """By the name of a class of PyG: the method to replace, and by what."""
 
 
-def adapt(module: nn.Module, comm: Communicator) -> None:
+def adapt(module: nn.Module, comm: Ranks) -> None:
     """Replace the method of `module` that looks at all nodes or edges, where its class is one that has one."""
     for kind in type(module).__mro__:
         if kind.__module__.startswith("torch_geometric.") and kind.__name__ in REPLACED:

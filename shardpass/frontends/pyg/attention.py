@@ -16,9 +16,8 @@ from torch_geometric.nn import attention, models
 from torch_geometric.nn.attention import performer
 from torch_geometric.nn.models import sgformer
 
-from shardpass.backends.communicator import Communicator
 from shardpass.core.graphs import BatchIndex, all_rows
-from shardpass.core.ranks import OnRanks, all_reduce_sum, refuse_inside_message
+from shardpass.core.ranks import OnRanks, Ranks, all_reduce_sum, refuse_inside_message
 from shardpass.core.training import total_rows
 from shardpass.errors import RefusedError
 from shardpass.frontends.pyg.hetero import exchanged
@@ -182,7 +181,7 @@ def _single(x: Tensor) -> Tensor:
     return x
 
 
-def _summed(product: Tensor, total: Tensor, comm: Communicator) -> tuple[Tensor, Tensor]:
+def _summed(product: Tensor, total: Tensor, comm: Ranks) -> tuple[Tensor, Tensor]:
     """Two sums over own nodes made sums over all, ``[1, heads, m, d]`` and ``[1, heads, m]``. One collective call."""
     both = all_reduce_sum(torch.cat([product, total.unsqueeze(-1)], -1), comm, "linear attention")
     return both[..., :-1], both[..., -1]
@@ -199,7 +198,7 @@ DISTRIBUTED: dict[type[nn.Module], Any] = {
 }
 
 
-def distribute_attention(model: nn.Module, comm: Communicator) -> None:
+def distribute_attention(model: nn.Module, comm: Ranks) -> None:
     """Give every attention over all nodes in `model` its distributed class, in place. Not collective."""
     for module in list(model.modules()):
         if type(module) not in DISTRIBUTED:

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch_geometric.nn import Sequential
 
-from shardpass.backends.communicator import Communicator
 from shardpass.core.graphs import ShardedGraph
+from shardpass.core.ranks import Ranks
 from shardpass.core.selfcheck import Fields, Frontend, copy_for_check
 from shardpass.core.sharding import EDGE
 
@@ -35,7 +35,7 @@ def _being_imported(model: nn.Module) -> bool:
     return any(getattr(spec, "_initializing", False) for spec in specs)
 
 
-def checked_by(wrap: Callable[[nn.Module, Communicator], nn.Module]) -> Frontend:
+def checked_by(wrap: Callable[[nn.Module, Ranks], nn.Module]) -> Frontend:
     """What the self-check asks of this frontend, whose models are wrapped by `wrap`."""
     from shardpass.testing.hetero import shard_by_type
     from shardpass.testing.run import run

@@ -17,14 +17,13 @@ from torch import Tensor, nn
 from torch_geometric.nn import to_hetero_with_bases_transformer as bases
 from torch_geometric.nn.conv import HANConv, HGTConv, RGCNConv
 
-from shardpass.backends.communicator import Communicator
 from shardpass.core.graphs import Piece, ShardedEdgeIndex, ShardedGraph, reversed_edges, union
-from shardpass.core.ranks import agree, all_reduce_sum, digest, diverged
+from shardpass.core.ranks import Ranks, agree, all_reduce_sum, digest, diverged
 from shardpass.core.sharding import EdgeType, NodeType
 from shardpass.errors import RefusedError
 
 
-def adapt_hetero(model: nn.Module, comm: Communicator) -> None:
+def adapt_hetero(model: nn.Module, comm: Ranks) -> None:
     """Make the parts of `model` that reach across node types right on a sharded graph. In place.
 
     Raises:
@@ -76,7 +75,7 @@ def is_sharded(edge_index_dict: Any) -> bool:
     )
 
 
-def check_types(values: Sequence[Any], comm: Communicator) -> None:
+def check_types(values: Sequence[Any], comm: Ranks) -> None:
     """Raise if the arguments of a model do not fit together by type. Collective where they hold sharded edges by type.
 
     Raises:
@@ -168,7 +167,7 @@ class HGTForward:
 class HANForward:
     """`HANConv.forward` with the mean over own nodes replaced by one over the nodes of all ranks."""
 
-    def __init__(self, conv: HANConv, title: str, comm: Communicator) -> None:
+    def __init__(self, conv: HANConv, title: str, comm: Ranks) -> None:
         self.conv, self.title, self.comm = conv, title, comm
 
     def __call__(

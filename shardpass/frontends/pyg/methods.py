@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from shardpass.backends.communicator import Communicator
 from shardpass.core.graphs import BatchIndex, ShardedEdgeIndex
+from shardpass.core.ranks import Ranks
 from shardpass.errors import RefusedError
 from shardpass.frontends.pyg import model_parts
 from shardpass.frontends.pyg.adapt import Replacement
@@ -54,7 +54,7 @@ REFUSED_METHODS: dict[str, dict[str, str]] = {
 }
 """By the name of a class of nn.models: methods that raise, with the reason and what to do."""
 
-REPLACED_METHODS: dict[str, dict[str, Callable[[nn.Module, Communicator], Replacement]]] = {
+REPLACED_METHODS: dict[str, dict[str, Callable[[nn.Module, Ranks], Replacement]]] = {
     "LabelPropagation": {"forward": model_parts.LabelPropagationForward},
     "CorrectAndSmooth": {"correct": model_parts.Correct},
     "AttentiveFP": {"forward": model_parts.AttentiveFPForward},
@@ -86,7 +86,7 @@ CALLED_WITH_A_GRAPH: dict[str, tuple[str, ...]] = {
 """Methods besides ``forward`` that run as ``forward`` does when they are called on the wrapped model itself."""
 
 
-def adapt_methods(module: nn.Module, comm: Communicator) -> None:
+def adapt_methods(module: nn.Module, comm: Ranks) -> None:
     """Refuse, replace and guard the methods of `module` as its class wants it. What a subclass overrides is its own."""
     for name, reason in _own(module, REFUSED_METHODS):
         setattr(module, name, _Refusing(type(module).__name__, name, reason))
@@ -124,7 +124,7 @@ class _Refusing:
 class _Guarded(Replacement):
     """A method whose arguments are looked at before it runs."""
 
-    def __init__(self, module: nn.Module, comm: Communicator, name: str, arguments: dict[str, str]) -> None:
+    def __init__(self, module: nn.Module, comm: Ranks, name: str, arguments: dict[str, str]) -> None:
         super().__init__(module, comm)
         self.name, self.arguments = name, arguments
         self.inner = vars(module).get(name)  # what took the place of the method

@@ -15,9 +15,8 @@ import torch
 import torch_geometric.nn as gnn
 from torch import Tensor, nn
 
-from shardpass.backends.communicator import Communicator
 from shardpass.core.graphs import BatchIndex
-from shardpass.core.ranks import OnRanks, refuse_inside_message
+from shardpass.core.ranks import OnRanks, Ranks, refuse_inside_message
 from shardpass.core.training import global_moments, row_moments, shifted, total_rows
 from shardpass.errors import RefusedError
 
@@ -53,7 +52,7 @@ class DistributedNorm(OnRanks):
         weight = getattr(self, "weight", None)
         if weight is not None:
             x = x.to(torch.promote_types(x.dtype, weight.dtype))  # as under autocast
-        if comm.order.made_up:  # that row does not count
+        if comm.has_made_up_edge:  # that row does not count
             return torch.cat([self.normalised(x[:0], batch is not None, comm), torch.zeros_like(x)])
         return self.normalised(x, batch is not None, comm)
 
@@ -61,7 +60,7 @@ class DistributedNorm(OnRanks):
         """Whether this call computes statistics of the rows it is given, rather than using running ones."""
         return True
 
-    def normalised(self, x: Tensor, batch_given: bool, comm: Communicator) -> Tensor:
+    def normalised(self, x: Tensor, batch_given: bool, comm: Ranks) -> Tensor:
         """The normalised rows of `x`, ``[num_own, channels]``. Collective."""
         raise NotImplementedError
 
@@ -76,7 +75,7 @@ def _affine(norm: Any, scale: Tensor) -> tuple[Tensor, Tensor | None]:
 class DistributedGraphNorm(DistributedNorm, gnn.GraphNorm):
     """`torch_geometric.nn.GraphNorm` over the nodes of all ranks (Cai et al., ICML 2021, arXiv 2009.03294)."""
 
-    def normalised(self, x: Tensor, batch_given: bool, comm: Communicator) -> Tensor:
+    def normalised(self, x: Tensor, batch_given: bool, comm: Ranks) -> Tensor:
         """See `DistributedNorm`; the mean of ``(x - a m)^2`` is ``var + ((1 - a) m)^2``."""
         _, mean, variance = row_moments(x, comm)
         share = self.mean_scale.double()
@@ -94,7 +93,7 @@ class DistributedInstanceNorm(DistributedNorm, gnn.InstanceNorm):
         """See `DistributedNorm`."""
         return self.training or not self.track_running_stats
 
-    def normalised(self, x: Tensor, batch_given: bool, comm: Communicator) -> Tensor:
+    def normalised(self, x: Tensor, batch_given: bool, comm: Ranks) -> Tensor:
         """See `DistributedNorm`. Running statistics are updated by the same bits on every rank."""
         count, mean, variance = row_moments(x, comm)
         if count == 1 and not batch_given:
@@ -112,7 +111,7 @@ class DistributedInstanceNorm(DistributedNorm, gnn.InstanceNorm):
 class DistributedLayerNorm(DistributedNorm, gnn.LayerNorm):
     """`torch_geometric.nn.LayerNorm` with ``mode="graph"``: over all channels of all nodes of all ranks."""
 
-    def normalised(self, x: Tensor, batch_given: bool, comm: Communicator) -> Tensor:
+    def normalised(self, x: Tensor, batch_given: bool, comm: Ranks) -> Tensor:
         """See `DistributedNorm`. As in PyG, eps is added to the deviation without `batch`, to the variance with it."""
         _, means, variances = row_moments(x, comm)
         mean = means.mean()
@@ -128,7 +127,7 @@ class DistributedLayerNorm(DistributedNorm, gnn.LayerNorm):
 class DistributedPairNorm(DistributedNorm, gnn.PairNorm):
     """`torch_geometric.nn.PairNorm` over the nodes of all ranks (Zhao and Akoglu, ICLR 2020, arXiv 1909.12223)."""
 
-    def normalised(self, x: Tensor, batch_given: bool, comm: Communicator) -> Tensor:
+    def normalised(self, x: Tensor, batch_given: bool, comm: Ranks) -> Tensor:
         """See `DistributedNorm`; the mean square length of centred rows is the sum of the channels' variances."""
         _, mean, variance = row_moments(x, comm)
         if not self.scale_individually:
@@ -140,7 +139,7 @@ class DistributedPairNorm(DistributedNorm, gnn.PairNorm):
 class DistributedMeanSubtractionNorm(DistributedNorm, gnn.MeanSubtractionNorm):
     """`torch_geometric.nn.MeanSubtractionNorm` over the nodes of all ranks (Yang et al., arXiv 2003.13663)."""
 
-    def normalised(self, x: Tensor, batch_given: bool, comm: Communicator) -> Tensor:
+    def normalised(self, x: Tensor, batch_given: bool, comm: Ranks) -> Tensor:
         """See `DistributedNorm`."""
         _, mean, _ = row_moments(x, comm)
         return shifted(x, mean, torch.ones_like(mean))
@@ -149,7 +148,7 @@ class DistributedMeanSubtractionNorm(DistributedNorm, gnn.MeanSubtractionNorm):
 class DistributedGraphSizeNorm(DistributedNorm, gnn.GraphSizeNorm):
     """`torch_geometric.nn.GraphSizeNorm` with the number of nodes of all ranks (Dwivedi et al., arXiv 2003.00982)."""
 
-    def normalised(self, x: Tensor, batch_given: bool, comm: Communicator) -> Tensor:
+    def normalised(self, x: Tensor, batch_given: bool, comm: Ranks) -> Tensor:
         """See `DistributedNorm`. Nothing travels in backward."""
         return x * max(1, sum(total_rows(x, comm))) ** -0.5
 
@@ -168,7 +167,7 @@ class DistributedSingleBatchNorm(OnRanks, gnn.BatchNorm):
         refuse_inside_message(comm, "BatchNorm with allow_single_element")
         if not self.training:
             return self.module(x)  # type: ignore[no-any-return]
-        counts = total_rows(x[:0] if comm.order.made_up else x, comm)
+        counts = total_rows(x[:0] if comm.has_made_up_edge else x, comm)
         if comm.size > 1 and set(counts) == {1}:
             raise RefusedError(
                 "BatchNorm(allow_single_element=True) of one row on every rank: one graph-level row and one node per "
@@ -200,9 +199,9 @@ class DistributedHeteroBatchNorm(OnRanks, gnn.HeteroBatchNorm):
         return out * self.weight[type_vec] + self.bias[type_vec] if self.affine else out
 
     @torch.no_grad()
-    def _moments(self, x: Tensor, type_vec: Tensor, comm: Communicator) -> tuple[Tensor, Tensor]:
+    def _moments(self, x: Tensor, type_vec: Tensor, comm: Ranks) -> tuple[Tensor, Tensor]:
         """Mean and biased variance of each type, float64 ``[num_types, channels]``; updates the running ones."""
-        rows = x[:0] if comm.order.made_up else x
+        rows = x[:0] if comm.has_made_up_edge else x
         kinds = type_vec[: rows.size(0)]
         found = [global_moments(rows[kinds == k], comm, f"moments of type {k}") for k in range(self.num_types)]
         mean, variance = torch.stack([m.mean for m in found]), torch.stack([m.variance for m in found])
@@ -229,7 +228,7 @@ DISTRIBUTED: dict[type[nn.Module], Any] = {
 }
 
 
-def distribute_norms(model: nn.Module, comm: Communicator) -> None:
+def distribute_norms(model: nn.Module, comm: Ranks) -> None:
     """Give every PyG norm of `model` over a graph its distributed class, in place. Not collective.
 
     Exactly the types in `DISTRIBUTED`; subclasses are left alone. Norms that are right on own rows as they are

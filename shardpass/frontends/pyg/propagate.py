@@ -129,7 +129,7 @@ class ShardedMessagePassing:
         )
         program.watch = partial(_note_fused, list(lazy.values()))
         if edge_index.flow is not None:
-            edge_index.flow.note(self.name, plan.comm.order, parts.src)
+            edge_index.flow.note(self.name, plan.comm, parts.src)
         parts.src, parts.dst = {}, {}  # what the body holds lives until backward: node rows are inputs of the call
         whole = {**kwargs, "dim_size": plan.num_dst, "size_i": plan.num_dst, "size_j": plan.num_own_src}
 
@@ -165,11 +165,11 @@ class ShardedMessagePassing:
                 f"methods are called with graph.edge_index"
             )
         refuse_ordinary(self.name, edge_index)
-        order = edge_index.plan.comm.order
-        if order.hidden:
+        forward = edge_index.plan.comm.forward
+        if forward is not None and forward.graph_is_hidden:
             if edge_index.flow is not None:
                 raise RefusedError(f"{self.name}: pass what graph.layers returned as an argument of the wrapped model")
-            order.hidden = False
+            forward.graph_is_hidden = False
             if edge_index.plan.comm.rank == 0:
                 warnings.warn(
                     f"{self.name} runs without the self-check: the graph is not among the arguments of the wrapped "
@@ -238,7 +238,7 @@ def shards_of(edge_index: ShardedEdgeIndex) -> EdgeShards:
     if edge_index.shards is not None:
         return edge_index.shards
     plan = edge_index.plan
-    return plan.caches.of(DerivedShards).find(edge_index.edges, plan.blocks, plan.num_dst)
+    return plan.comm.caches.of(DerivedShards, plan).find(edge_index.edges, plan.blocks, plan.num_dst)
 
 
 def _split(conv: MessagePassing, name: str, wanted: Any, direction: Direction, kwargs: dict[str, Any]) -> Parts:

@@ -10,9 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from shardpass.backends.communicator import Communicator
 from shardpass.core.graphs import BatchIndex, ShardedEdgeIndex, ShardedGraph
-from shardpass.core.ranks import OnRanks
+from shardpass.core.ranks import OnRanks, Ranks
 from shardpass.core.training import DistributedBatchNorm
 from shardpass.errors import RefusedError
 from shardpass.frontends.pyg import attention, models, modules, private
@@ -86,7 +85,7 @@ def _refuse_ordinary_argument(
         refuse_ordinary(name, edge_index)
 
 
-def refuse_node_tables(model: nn.Module, comm: Communicator, args: Any, kwargs: Any) -> None:
+def refuse_node_tables(model: nn.Module, comm: Ranks, args: Any, kwargs: Any) -> None:
     """Raise if a parameter has a row per node of the graph that `model` is called with. Collective.
 
     Raises:

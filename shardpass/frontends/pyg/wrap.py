@@ -12,11 +12,10 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch_geometric.nn.conv import MessagePassing
 
-from shardpass.backends.communicator import Communicator
 from shardpass.core.dryrun import choose_mode, undecided
 from shardpass.core.graphs import ShardedEdgeIndex, ShardedGraph, ShardedHeteroGraph
 from shardpass.core.memory import Checkpoint, check_choice, recomputed_activations
-from shardpass.core.ranks import chained, decorrelate, is_wrapped, refuse_shared_model
+from shardpass.core.ranks import Ranks, chained, decorrelate, is_wrapped, refuse_shared_model
 from shardpass.core.selfcheck import check_model
 from shardpass.core.training import (
     follow,
@@ -43,7 +42,7 @@ from shardpass.frontends.pyg.refusals import (
 )
 
 
-def wrap(model: nn.Module, comm: Communicator, check: bool = True, checkpoint: Checkpoint = None) -> nn.Module:
+def wrap(model: nn.Module, comm: Ranks, check: bool = True, checkpoint: Checkpoint = None) -> nn.Module:
     """`model`, ready to be called with a `ShardedGraph` where ``edge_index`` went. Changed in place. Collective.
 
     Parameters and buffers are broadcast from rank 0. Message passing is carried out by the engine, norms use the
@@ -89,7 +88,7 @@ def wrap(model: nn.Module, comm: Communicator, check: bool = True, checkpoint: C
     return model
 
 
-def exact(model: nn.Module, comm: Communicator, check: bool = True) -> nn.Module:
+def exact(model: nn.Module, comm: Ranks, check: bool = True) -> nn.Module:
     """A wrapped copy of `model` with the same parameters, for the whole graph while `model` is trained on batches.
 
     Collective; so is every call. The copy is in evaluation mode and always uses the present parameters and buffers of
@@ -107,7 +106,7 @@ def exact(model: nn.Module, comm: Communicator, check: bool = True) -> nn.Module
     return copied
 
 
-def _unchecked(model: nn.Module, comm: Communicator) -> nn.Module:
+def _unchecked(model: nn.Module, comm: Ranks) -> nn.Module:
     return wrap(model, comm, check=False)
 
 
@@ -122,7 +121,7 @@ def _refuse_as_built(model: nn.Module) -> None:
 
 
 def _make_outermost(
-    model: nn.Module, comm: Communicator, pristine: nn.Module | None = None, checkpoint: Checkpoint = None
+    model: nn.Module, comm: Ranks, pristine: nn.Module | None = None, checkpoint: Checkpoint = None
 ) -> None:
     model._shardpass_wrapped = True  # type: ignore[assignment]
     unchecked = _Unchecked(pristine)
@@ -190,7 +189,7 @@ class _Forward:
     """An outermost method: turns graphs into ``edge_index`` and ties the call into one order of backward."""
 
     def __init__(
-        self, model: nn.Module, comm: Communicator, unchecked: _Unchecked, method: str, checkpoint: Checkpoint
+        self, model: nn.Module, comm: Ranks, unchecked: _Unchecked, method: str, checkpoint: Checkpoint
     ) -> None:
         self.model, self.comm, self.unchecked, self.method = model, comm, unchecked, method
         self.checkpoint = checkpoint
@@ -208,17 +207,16 @@ class _Forward:
         given, pristine = _has_graph((args, kwargs)), self.unchecked.pristine
         if given and model.training not in self.unchecked.seen:
             self._first_call(args, kwargs)
-        if model.training and torch.is_grad_enabled() and not self.comm.order.active:
+        if model.training and torch.is_grad_enabled() and self.comm.forward is None:
             self._choose_mode(pristine, args, kwargs)
-        if not self.comm.order.active:
-            self.comm.order.hidden = not given and self.unchecked.pristine is not None
+        hidden = not given and self.unchecked.pristine is not None
         refuse_norms_of_some_nodes(model, args, kwargs)
-        if torch.is_grad_enabled() and not self.comm.order.active:
+        if torch.is_grad_enabled() and self.comm.forward is None:
             note_forward(model)
         args, kwargs = tree_map(_edge_index_of, (args, kwargs))
         check_types((*args, *kwargs.values()), self.comm)
         with recomputed_activations(self.comm, (args, kwargs), self.checkpoint is not None and model.training):
-            return chained(self.comm, self._run, *args, **kwargs)
+            return chained(self.comm, self._run, *args, graph_is_hidden=hidden, **kwargs)
 
     def __reduce__(self) -> Any:
         raise TypeError(

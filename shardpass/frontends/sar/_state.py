@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from shardpass.backends.communicator import Communicator
-from shardpass.core.ranks import Options
+from shardpass.core.ranks import Options, Ranks
 from shardpass.errors import ShardpassError
 
 
@@ -45,7 +44,7 @@ class State:
         on_connected: what to do once all ranks have come.
     """
 
-    comm: Communicator | None = None
+    comm: Ranks | None = None
     comm_device: torch.device = torch.device("cpu")
     backend: str = ""
     master_ip: str = ""
@@ -59,7 +58,7 @@ class State:
 STATE = State()
 
 
-def communicator() -> Communicator:
+def communicator() -> Ranks:
     """The communicator of this process.
 
     Raises:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardpass.backends.communicator import Communicator
-from shardpass.backends.connect import connect
+from shardpass.connection import connect
+from shardpass.core.ranks import Ranks
 from shardpass.core.training import sync_gradients, sync_parameters
 from shardpass.frontends.sar._state import STATE, communicator
 from shardpass.frontends.sar.address import SOCKET_VARIABLE, address_of, nfs_ip_init
@@ -80,7 +80,7 @@ def initialize_comms(
     logging.getLogger("shardpass.sar").info("rank %d of %d has joined over %s", rank, world_size, type(comm).__name__)
 
 
-def _connected(rank: int, world_size: int, ip: str, port: int, backend: str) -> Communicator:
+def _connected(rank: int, world_size: int, ip: str, port: int, backend: str) -> Ranks:
     if backend == "mpi":
         comm = connect("mpi", ranks=world_size)
     else:

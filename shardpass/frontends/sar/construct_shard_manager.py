@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardpass.backends.communicator import Communicator
 from shardpass.core.graphs import build_relation
-from shardpass.core.ranks import Options
+from shardpass.core.ranks import Options, Ranks
 from shardpass.core.sharding import Ownership
 from shardpass.errors import DivergenceError, PeerFailure
 from shardpass.frontends.dgl.structure import Edges, Nodes
@@ -112,7 +111,7 @@ def convert_dist_graph(dist_graph: Any) -> GraphShardManager:
 
 
 def _agreed(
-    comm: Communicator, data: PartitionData, chosen: Options, homogeneous: bool, part: OwnPart | None,
+    comm: Ranks, data: PartitionData, chosen: Options, homogeneous: bool, part: OwnPart | None,
     problem: Exception | None,
 ) -> OwnPart:  # fmt: skip
     """The part to build the graph of, if every rank has its own of one partition, with the same choices."""
@@ -141,7 +140,7 @@ def _agreed(
     return merged(part, stored) if homogeneous else part
 
 
-def _graph(comm: Communicator, part: OwnPart, chosen: Options) -> GraphShardManager:
+def _graph(comm: Ranks, part: OwnPart, chosen: Options) -> GraphShardManager:
     owned = {kind: Ownership.from_counts([end - start for start, end in ends]) for kind, ends in part.ranges.items()}
     nodes = {}
     for kind, ownership in owned.items():
@@ -153,7 +152,7 @@ def _graph(comm: Communicator, part: OwnPart, chosen: Options) -> GraphShardMana
 
 
 def _edges(
-    comm: Communicator, kind: CanonicalType, listed: EdgeList, owned: Mapping[str, Ownership], chosen: Options
+    comm: Ranks, kind: CanonicalType, listed: EdgeList, owned: Mapping[str, Ownership], chosen: Options
 ) -> Edges:
     source, _, target = kind
     offsets = torch.tensor(owned[source].offsets, device=listed.parts.device)

@@ -1,0 +1,88 @@
+"""`connect` and `spawn`: they have a backend make communicators, and wrap each in the engine's `Ranks`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+import torch
+
+from shardpass.backends import connect as connecting
+from shardpass.backends import spawn as spawning
+from shardpass.backends.communicator import Communicator
+from shardpass.core.ranks import Ranks
+
+T = TypeVar("T")
+
+
+def connect(
+    backend: str = "auto",
+    *,
+    ranks: int | None = None,
+    device: torch.device | str = "cpu",
+    group: Any = None,
+    timeout: float = connecting.DEFAULT_TIMEOUT,
+    connect_timeout: float | None = None,
+) -> Ranks:
+    """This process's end of the run it was started in. Collective over the processes of the run.
+
+    ``"auto"`` takes, in this order: a torch.distributed process group that exists already; torchrun's variables
+    (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT); an MPI launcher; an srun step; a single process.
+
+    With more than one rank, an exception that ends this process's script also ends the other ranks, with its words:
+    `sys.excepthook` is extended for that (the one in place runs first).
+
+    Ranks that share cores divide them: where the environment variable ``OMP_NUM_THREADS`` is not set, torch's computing
+    threads become at most the usable cores divided by the ranks on them (`torch.set_num_threads`). Never more threads
+    than before; a single process is left alone.
+
+    Args:
+        backend: ``"auto"``, ``"local"``, ``"torch_distributed"`` or ``"mpi"``. Threads are started with `spawn`.
+        ranks: the number of ranks expected, checked.
+        device: of the tensors; ``"cuda"`` takes the device of the local rank.
+        group: a process group (torch_distributed) or an mpi4py communicator (mpi) to use instead of all processes.
+        timeout: seconds a wait for another rank may take. A dead rank is found by other means, and at once.
+        connect_timeout: seconds the other ranks may take to come; default: the environment variable
+            ``SHARDPASS_CONNECT_TIMEOUT``, or 60.
+
+    Raises:
+        CommunicationError: when the other ranks cannot be reached, or are more or fewer than the launcher started.
+        ValueError: for an unknown backend, or when ``ranks`` differs from the number of ranks.
+    """
+    return Ranks(
+        connecting.connect(
+            backend, ranks=ranks, device=device, group=group, timeout=timeout, connect_timeout=connect_timeout
+        )
+    )
+
+
+def spawn(
+    fn: Callable[..., T],
+    ranks: int,
+    backend: Literal["threads", "processes"] = "threads",
+    *,
+    args: tuple[Any, ...] = (),
+    device: torch.device | str = "cpu",
+    timeout: float | None = None,
+) -> list[T]:
+    """What ``fn(comm, *args)`` returned on each rank, in rank order.
+
+    Args:
+        fn: the program of one rank. For processes it must be importable: defined at module level of a file whose
+            script part stands under ``if __name__ == "__main__":``. Its result must be picklable.
+        ranks: how many.
+        backend: ``"threads"`` of this process, or ``"processes"`` (gloo over the loopback interface).
+        args: further arguments, the same on every rank.
+        device: of the tensors; ``"cuda"`` gives rank r the device r modulo the number of devices (processes only).
+        timeout: seconds a wait for another rank may take; 30 minutes by default.
+
+    Raises:
+        BaseException: what the first failing rank raised; all other ranks have been ended by then.
+        CommunicationError: when a rank's process died without an exception.
+    """
+    return spawning.spawn(partial(_with_ranks, fn), ranks, backend, args=args, device=device, timeout=timeout)
+
+
+def _with_ranks(fn: Callable[..., T], comm: Communicator, *args: Any) -> T:
+    return fn(Ranks(comm), *args)

@@ -1,0 +1,149 @@
+"""One sharded call as an autograd function: the forward and backward loops between autograd's inputs and outputs."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardpass.core.aggregation.attention import attention_gradients, run_attention
+from shardpass.core.aggregation.backward import Results, run_backward
+from shardpass.core.aggregation.call import Call, Operands
+from shardpass.core.aggregation.forward import ForwardResult, run_forward
+from shardpass.core.aggregation.gradients import Gradients, needed_values, zero_gradients
+from shardpass.core.aggregation.pull import pull_attention, pull_copies
+from shardpass.core.ranks import end_call, refuse_double_backward
+from shardpass.core.tracing import Program
+
+
+def run_call(call: Call, program: Program, token: Tensor) -> list[Tensor]:
+    """The reductions of a call, ``[num_dst, ...]`` each, or its edge result alone. Collective. Ends the call.
+
+    Args:
+        program: with its tensors.
+        token: that `begin_call` gave.
+    """
+    *outputs, last = _ShardedCall.apply(
+        call,
+        token,
+        *(program.src[name] for name in call.src_names),
+        *(program.dst[name] for name in call.dst_names),
+        *(program.edge[name] for name in call.edge_names),
+        *call.captured,
+    )
+    end_call(call.plan.comm, last)
+    return outputs
+
+
+class _Layout(NamedTuple):
+    """What stands where among the tensors that autograd saves: the token, then these.
+
+    Args:
+        num_inputs: inputs of the function.
+        values: the reductions whose value is saved.
+        states: the reductions whose state is saved, and how many tensors each has.
+        kept: the names of the sources whose fetched rows are saved, one tensor per round.
+    """
+
+    num_inputs: int
+    values: list[int]
+    states: list[tuple[int, int]]
+    kept: list[str]
+
+
+class _ShardedCall(torch.autograd.Function):
+    """Inputs: call, token, sources, destinations, edges, captures. Outputs: reductions or edge result, then a token."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, token: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.call = call
+        structure, operands = call.structure, call.operands(tensors)
+        if structure.attention is None:
+            result = run_forward(call, operands)
+        else:
+            result = run_attention(call, operands, structure.attention)
+        for k in structure.norms:
+            mean, variance = result.values[k][0].double().unbind()
+            call.norm_moments[k] = (int(result.states[k][0]), mean, variance)
+        _save(ctx, call, token, tensors, operands, result)
+        if result.edges is not None:
+            outputs, fixed = [result.edges], [] if structure.edge_differentiable else [result.edges]
+        else:
+            outputs = [result.values[k] for k in range(len(structure.reductions))]
+            fixed = [out for out, reduction in zip(outputs, structure.reductions) if not reduction.differentiable]
+        if fixed:
+            ctx.mark_non_differentiable(*fixed)
+        return (*outputs, torch.zeros_like(token))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        call: Call = ctx.call
+        refuse_double_backward(call.label)
+        token, operands, results = _saved(ctx)
+        grad_edges, by_reduction = None, {}
+        if call.structure.edge_output:
+            grad_edges = None if grads[0] is None else grads[0].contiguous()
+        else:
+            by_reduction = {k: g for k, g in enumerate(grads[:-1]) if g is not None}
+        found = zero_gradients(call, operands, by_reduction, grad_edges)
+        _add_gradients(call, operands, results, found)
+        of_inputs: list[Tensor | None] = [
+            *(found.found(f"s:{name}") for name in call.src_names),
+            *(found.found(f"d:{name}") for name in call.dst_names),
+            *(found.found(f"e:{name}") for name in call.edge_names),
+            *found.captures,
+        ]
+        needed = ctx.needs_input_grad[2:]
+        return (None, torch.zeros_like(token), *(g if need else None for g, need in zip(of_inputs, needed)))
+
+
+def _add_gradients(call: Call, operands: Operands, results: Results, into: Gradients) -> None:
+    """Run backward in the way that was chosen. Collective."""
+    structure, attention = call.structure, call.structure.attention
+    if not structure.differentiable:
+        return  # frozen, and of constant inputs: autograd comes here because of the token, on every rank
+    if attention is not None:
+        (log_sum,) = results.states[attention.maximum]
+        add_gradients = attention_gradients if call.pull is None else pull_attention
+        add_gradients(call, operands, attention, results.values[attention.output], log_sum, into)
+    elif call.pull is not None:
+        pull_copies(call, into)
+    else:
+        run_backward(call, operands, results, into)
+
+
+def _save(
+    ctx: Any, call: Call, token: Tensor, tensors: tuple[Tensor, ...], operands: Operands, result: ForwardResult
+) -> None:
+    values, states = needed_values(call)
+    kept = sorted(operands.kept)
+    inputs = tensors
+    if not call.reads_sources_again:  # then their shapes will do
+        count = len(call.src_names)
+        inputs = (*(t.new_empty(()).expand(t.shape) for t in tensors[:count]), *tensors[count:])
+    ctx.layout = _Layout(len(inputs), values, [(k, len(result.states[k])) for k in states], kept)
+    ctx.save_for_backward(
+        token,
+        *inputs,
+        *(result.values[k] for k in values),
+        *(part for k in states for part in result.states[k]),
+        *(rows for name in kept for rows in operands.kept[name]),
+    )
+
+
+def _saved(ctx: Any) -> tuple[Tensor, Operands, Results]:
+    call, layout = ctx.call, ctx.layout
+    saved = iter(ctx.saved_tensors)  # before communicating: a checkpoint recomputes, and communicates, here
+
+    def take(count: int) -> list[Tensor]:
+        return [next(saved) for _ in range(count)]
+
+    (token,) = take(1)
+    operands = call.operands(take(layout.num_inputs))
+    values = dict(zip(layout.values, take(len(layout.values))))
+    states = {k: take(size) for k, size in layout.states}
+    num_rounds = len(call.plan.blocks) - 1
+    operands.kept.update({name: take(num_rounds) for name in layout.kept})
+    return token, operands, Results(values, states)

@@ -1,0 +1,122 @@
+"""Which way a sharded call goes: sums that are kept, the linear map first, gradients pulled or pushed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from shardpass.core.aggregation.agreement import Agreed, Offer
+from shardpass.core.aggregation.call import Call
+from shardpass.core.aggregation.constants import ConstantSums
+from shardpass.core.aggregation.linear_first import describe_map, transformed_first
+from shardpass.core.aggregation.pull import choose_pull, known_out_edges, mix_of
+from shardpass.core.exchange import HaloPlan
+from shardpass.core.ranks import digest, draw_seed
+from shardpass.core.sharding import EdgeShards
+from shardpass.core.tracing import Program, Structure
+
+
+class OwnOffer:
+    """Makes this rank's `Offer`.
+
+    Attributes:
+        sums: the kept sums of the call, or `None`.
+    """
+
+    def __init__(self, plan: HaloPlan, edges: EdgeShards, weight: Tensor | None) -> None:
+        self._plan, self._edges, self._weight = plan, edges, weight
+        self.sums: dict[int, Tensor] | None = None
+
+    def __call__(self, program: Program, structure: Structure, needs_gradients: bool) -> Offer:
+        plan, edges = self._plan, self._edges
+        self.sums = None
+        if plan.options.cache_constant_inputs and not needs_gradients:
+            self.sums = constant_sums(plan).find(program.of_what_is_read(structure), structure, edges)
+        known = known_out_edges(plan, edges)
+        serial = -1 if known is None else known.serial
+        return Offer(int(self.sums is not None), digest(describe_map(self._weight)), serial, mix_of(plan, structure))
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a call is carried out.
+
+    Args:
+        program: with the tensors that it reads.
+        call: what is to be computed.
+        weight: the linear map that is still to be applied to the result, or `None`.
+        only_scales: the node part does no more than scale the sum; a linear map was given.
+        sums: the results, where all ranks have kept them, or `None`.
+    """
+
+    program: Program
+    call: Call
+    weight: Tensor | None
+    only_scales: bool
+    sums: dict[int, Tensor] | None
+
+
+def choose_way(
+    agreed: Agreed,
+    plan: HaloPlan,
+    edges: EdgeShards,
+    number: int,
+    weight: Tensor | None,
+    sums: dict[int, Tensor] | None,
+) -> Way:
+    """The way that moves the fewest bytes; the same on every rank. Collective where ranks do not know their out-edges.
+
+    Args:
+        number: of the call.
+        weight: of a linear map of the result, or `None`.
+        sums: that this rank has kept.
+    """
+    program, structure, gradients, offers = agreed
+    if not plan.options.fuse_attention:
+        structure = replace(structure, attention=None)
+    if program.watch is not None:
+        program.watch(structure)
+    program = program.of_what_is_read(structure)
+    only_scales = weight is not None
+    maps_alike = all(offer.linear_map == offers[0].linear_map for offer in offers)  # a hook may be on one rank alone
+    if weight is not None and maps_alike:
+        keeps_sums = plan.options.cache_constant_inputs
+        first = transformed_first(program, structure, gradients, weight, keeps_sums)
+        if first is not None:
+            (program, structure, gradients), weight = first, None
+    call = _call_of(program, plan, edges, structure, number, gradients)
+    if all(offer.has_sums for offer in offers):
+        return Way(program, call, weight, only_scales, sums)
+    call.pull = choose_pull(call, program, offers)
+    return Way(program, call, weight, only_scales, None)
+
+
+def constant_sums(plan: HaloPlan) -> ConstantSums:
+    """The sums over the edges of `plan` that are kept between epochs."""
+    return plan.comm.caches.of(ConstantSums, plan)
+
+
+def _call_of(
+    program: Program, plan: HaloPlan, edges: EdgeShards, structure: Structure, number: int, gradients: frozenset[str]
+) -> Call:
+    first: dict[int, str] = {}
+    canonical = {name: first.setdefault(id(program.src[name]), name) for name in sorted(program.src)}
+    used = structure.sources_of(list(range(len(structure.reductions))), with_edges=True)
+    unused = set(canonical.values()) - {canonical[name] for name in used}
+    seed = program.seed
+    if seed is None:
+        seed = draw_seed(plan.comm) if structure.random or structure.drops else number
+    return Call(
+        program=replace(program, src={}, dst={}, edge={}),
+        plan=plan,
+        edges=edges,
+        structure=structure,
+        number=number,
+        canonical=canonical,
+        dst_names=sorted(program.dst),
+        edge_names=sorted(program.edge),
+        gradients=gradients - {f"s:{name}" for name in unused},  # they get none, as in plain autograd: not zeros
+        captured=list(structure.captures),
+        seed=seed,
+    )

@@ -1,0 +1,158 @@
+"""The gradients of one sharded call: where backward adds them, and how those of halo rows return to their owners."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from shardpass.core.aggregation.call import Call, Operands
+from shardpass.core.exchange import GradientReturn
+from shardpass.core.tracing import REDUCERS
+
+
+@dataclass
+class Gradients:
+    """The gradients of a call's inputs, added up during backward.
+
+    Attributes:
+        src, dst, edge: of the inputs that need gradients, by name; source gradients are those of the own rows.
+        captures: of the captured tensors; `None` until something is added.
+        reductions: of the reductions' results.
+        edges: of the edge result, or `None`.
+        reached: the reductions to which this rank's loss leads. Of others nothing is computed, as in plain autograd,
+            where zero times the infinite slope of a function would be NaN; their rounds are walked for other ranks.
+        touched: the edge and destination inputs to which something was added.
+        ran: whether this rank had edges to go over.
+    """
+
+    src: dict[str, Tensor]
+    dst: dict[str, Tensor]
+    edge: dict[str, Tensor]
+    captures: list[Tensor | None]
+    reductions: dict[int, Tensor]
+    edges: Tensor | None
+    reached: set[int]
+    touched: set[str] = field(default_factory=set)
+    ran: bool = False
+
+    def of_edges(self, name: str) -> Tensor:
+        """The gradient of an edge tensor, to be added to."""
+        self.touched.add(f"e:{name}")
+        return self.edge[name]
+
+    def of_dst(self, name: str) -> Tensor:
+        """The gradient of a destination tensor, to be added to."""
+        self.touched.add(f"d:{name}")
+        return self.dst[name]
+
+    def add_capture(self, number: int, part: Tensor) -> None:
+        """Add to the gradient of a captured tensor, in its shape."""
+        old = self.captures[number]
+        self.captures[number] = part if old is None else old + part
+
+    def found(self, key: str) -> Tensor | None:
+        """The gradient of an input (``"s:x"``, ``"d:x"``, ``"e:w"``); `None` where none is needed or none arrived."""
+        kind, name = key[0], key[2:]
+        gradient = {"s": self.src, "d": self.dst, "e": self.edge}[kind].get(name)
+        if gradient is None:
+            return None
+        is_reached = bool(self.reached) or self.edges is not None
+        if kind == "s":  # other ranks may have sent some
+            return gradient if is_reached or gradient.any() else None
+        return gradient if key in self.touched or (is_reached and not self.ran) else None
+
+
+def needed_values(call: Call) -> tuple[list[int], list[int]]:
+    """``(values, states)``: the reductions whose value, and whose state, backward reads."""
+    structure = call.structure
+    if structure.attention is not None:
+        return [structure.attention.output], [structure.attention.maximum]
+    values: set[int] = set()
+    for reduction in structure.reductions:
+        if reduction.differentiable:
+            values |= reduction.parents
+    if structure.edge_output:
+        values |= {k for k, r in enumerate(structure.reductions) if r.depth < structure.edge_depth}
+    states = [k for k, r in enumerate(structure.reductions) if r.differentiable and r.op != "sum"]
+    return sorted(values | set(states)), states
+
+
+def is_linear(call: Call) -> bool:
+    """Whether kernels do all of backward. They write source gradients before they add, so nothing must be zeroed."""
+    structure = call.structure
+    differentiable = [r for r in structure.reductions if r.differentiable]
+    sources = {call.canonical[r.source] for r in differentiable if r.form in ("copy", "scale")}
+    return (
+        not structure.edge_output
+        and structure.max_depth == 0
+        and all(r.form in ("copy", "scale") for r in differentiable)
+        and sources
+        == {call.canonical[name] for name in call.canonical if f"s:{call.canonical[name]}" in call.gradients}
+    )
+
+
+def zero_gradients(
+    call: Call, operands: Operands, grad_reductions: dict[int, Tensor], grad_edges: Tensor | None
+) -> Gradients:
+    """Where backward adds: zeros for each input that needs a gradient, and the gradients of the outputs."""
+
+    def zeros(kind: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        make = torch.empty_like if kind == "s" and is_linear(call) else torch.zeros_like
+        return {
+            name: make(t, memory_format=torch.contiguous_format)
+            for name, t in tensors.items()
+            if f"{kind}:{name}" in call.gradients
+        }
+
+    structure = call.structure
+    alone = structure.max_depth == 0 or structure.attention is not None
+    reductions = {}
+    for k, reduction in enumerate(structure.reductions):
+        if not reduction.differentiable:
+            continue
+        if k in grad_reductions:  # deeper reductions add to those they hang on
+            reductions[k] = grad_reductions[k] if alone else grad_reductions[k].clone()
+        else:
+            shape = (1, 2) if REDUCERS[reduction.op].is_global else (call.edges.num_dst,)
+            reductions[k] = torch.zeros((*shape, *reduction.tail), dtype=reduction.dtype, device=call.plan.comm.device)
+    return Gradients(
+        src={n: t for n, t in zeros("s", operands.src).items() if call.canonical[n] == n},
+        dst=zeros("d", operands.dst),
+        edge=zeros("e", operands.edge),
+        captures=[None] * len(operands.captures),
+        reductions=reductions,
+        edges=grad_edges,
+        reached=set(grad_reductions),
+    )
+
+
+class Returned:
+    """Where the source gradients of each block go: those of own rows into the result, others back to their owners."""
+
+    def __init__(self, call: Call, gradients: Gradients, names: list[str]) -> None:
+        wanted = {call.canonical[name] for name in names} & set(gradients.src)
+        self.names = sorted(wanted)
+        self._alias = {name: call.canonical[name] for name in names if call.canonical[name] in wanted}
+        self._own = [gradients.src[name] for name in self.names]
+        self._return = GradientReturn(call.plan, self._own, call.stream())
+        self._position, self._zeroed = 0, True
+
+    def block(self, position: int, zeroed: bool = True) -> Returned:
+        """Itself, to be entered for the block at `position`, whose gradients start from zero if `zeroed`."""
+        self._position, self._zeroed = position, zeroed
+        return self
+
+    def __enter__(self) -> dict[str, Tensor]:
+        into = self._own if self._position == 0 else self._return.buffers(self._position, self._zeroed)
+        by_name = dict(zip(self.names, into))
+        return {name: by_name[canonical] for name, canonical in self._alias.items()}
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if kind is None and self._position > 0:
+            self._return.send(self._position)
+
+    def finish(self) -> None:
+        """Return when the last gradients have arrived and are added."""
+        self._return.finish()

@@ -1,0 +1,45 @@
+"""The node part of a message function: what it makes of the finished reductions, as ordinary autograd."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shardpass.core.aggregation.call import Call
+from shardpass.core.tracing import Base, EdgeTrace, Program, sample_inputs
+
+
+def run_node_part(program: Program, call: Call, outputs: list[Tensor], only_scales: bool) -> Tensor:
+    """What the node part of `program` makes of the reductions `outputs`, ``[num_dst, ...]``.
+
+    It sees one made-up edge, so that code which branches on there being none behaves as usual. On a rank without
+    destinations there is none for that edge to end in.
+
+    Args:
+        program: with its tensors.
+        only_scales: the node part does no more than divide the sum that a scatter returns.
+    """
+    assert program.aggregate is not None
+    with torch.no_grad():
+        num_edges = min(1, call.edges.num_dst)
+        inputs = sample_inputs(program, call.edges, call.plan.num_own_src, grads=False, count=num_edges)
+        inputs.num_dst = call.edges.num_dst
+    phase = _NodePhase(outputs, call.edges.num_dst)
+    sums = [k for k, reduction in enumerate(call.structure.reductions) if only_scales and reduction.form != "ones"]
+    with EdgeTrace(program, inputs.index, phase, returned=frozenset(sums)) as trace:
+        trace.count = call.structure.num_message
+        return program.aggregate(call.structure.message[:num_edges], inputs)
+
+
+class _NodePhase:
+    """Gives the finished reductions, connected to autograd, to the node part."""
+
+    def __init__(self, outputs: list[Tensor], num_dst: int) -> None:
+        self.num_dst, self.offset, self.whole_dst = num_dst, 0, num_dst
+        self._outputs = outputs
+
+    def known_base(self, k: int) -> Base | None:
+        return Base()
+
+    def reduce(self, k: int, op: str, values: Tensor, index: Tensor, base: Base) -> Tensor:
+        return self._outputs[k]
