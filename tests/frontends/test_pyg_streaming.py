@@ -162,7 +162,8 @@ def test_on_a_gpu(kind):
         torch.testing.assert_close(other, one, rtol=1e-10, atol=1e-10)
 
 
-def test_few_shards_are_on_the_device_at_once(monkeypatch):
+@pytest.mark.parametrize(("modules", "tensors"), [((streamed_shards,), 2), ((streamed_shards, transposes), 4)])
+def test_few_shards_are_on_the_device_at_once(modules, tensors, monkeypatch):
     alive, most = weakref.WeakSet(), []
     real = host_copies.to_device
 
@@ -178,11 +179,11 @@ def test_few_shards_are_on_the_device_at_once(monkeypatch):
         def __init__(self, tensor):
             tensor.keyed = self
 
-    for module in (streamed_shards, transposes):
+    for module in modules:
         monkeypatch.setattr(module, "to_device", to_device)
     options = sp.Options(stream_structure=True, block_rows=1)
     run(step, 3, args=("SAGE", options, None))
-    assert max(most) <= 3 * 3 * 2 < len(most)  # ranks, shards, and the two tensors of each
+    assert max(most) <= 3 * 3 * tensors < len(most)  # ranks, shards, and the tensors of each
 
 
 @pytest.mark.parametrize("wrong", [{"mode": "halo"}, {"mode": "auto", "memory_budget": 1e9}, {"backward": "pull"}])
