@@ -29,9 +29,9 @@ class Sides(Generic[Value]):
     edge: dict[str, Value]
 
     def items(self) -> Iterator[tuple[str, Value]]:
-        """``(key, value)`` of each input."""
+        """``(key, value)`` of each input, by side and then by name: in the same order on every rank."""
         for kind, side in zip("sde", (self.src, self.dst, self.edge)):
-            yield from ((f"{kind}:{name}", value) for name, value in side.items())
+            yield from ((f"{kind}:{name}", value) for name, value in sorted(side.items()))
 
     def only(self, keys: Collection[str]) -> Sides[Value]:
         """The inputs whose keys are among `keys`."""
