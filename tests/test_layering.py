@@ -53,52 +53,75 @@ class Layer:
 
 
 COMMUNICATOR = "shardpass.backends.communicator"
+BASE = ("shardpass.errors", COMMUNICATOR)
+CORE = (*BASE, "shardpass.core")
+
+ROOMS: dict[str, str] = {
+    "ranks": "",
+    "sharding": "ranks",
+    "training": "ranks",
+    "exchange": "ranks sharding",
+    "tracing": "ranks sharding",
+    "kernels": "ranks sharding tracing",
+    "memory": "ranks tracing",
+    "graphs": "ranks sharding exchange",
+    "aggregation": "ranks sharding training exchange tracing kernels",
+    "sampling": "ranks sharding exchange kernels graphs",
+    "inference": "ranks sharding training graphs",
+    "selfcheck": "ranks sharding tracing graphs",
+    "dryrun": "ranks sharding training exchange graphs selfcheck",
+}
+"""The rooms of ``core/`` from the lowest to the highest, and the rooms that each may import."""
+
+
+def room(name: str) -> Layer:
+    """The layer of one room of ``core/``."""
+    own = tuple(f"shardpass.core.{other}" for other in (name, *ROOMS[name].split()))
+    if name == "kernels":
+        return Layer((*BASE, *own), third_party=words("numba llvmlite triton"))
+    if name == "sampling":
+        return Layer((*BASE, *own), third_party=words("numba"))
+    return Layer((*BASE, *own), lazy=words("safetensors"))
+
+
 LAYERS: dict[str, Layer] = {
-    "core": Layer(("shardpass.errors", "shardpass.core", COMMUNICATOR), lazy=frozenset(["safetensors"])),
-    "core/kernels": Layer(
-        ("shardpass.errors", "shardpass.core"), third_party=frozenset(["numba", "llvmlite", "triton"])
-    ),
-    "backends": Layer(("shardpass.errors", "shardpass.backends"), lazy=frozenset(["mpi4py"])),
+    **{f"core/{name}": room(name) for name in ROOMS},
+    "core": Layer(()),
+    "backends": Layer(("shardpass.errors", "shardpass.backends"), lazy=words("mpi4py")),
     "data": Layer(
-        ("shardpass.errors", "shardpass.core", "shardpass.data", COMMUNICATOR),
-        lazy=frozenset(["pymetis", "torch_geometric", "safetensors", "pyarrow", "pandas", "ogb"]),
+        (*CORE, "shardpass.data"),
+        third_party=words("safetensors"),
+        lazy=words("pymetis torch_geometric safetensors pyarrow pandas ogb"),
     ),
-    "data/streaming": Layer(("shardpass.errors", "shardpass.core", "shardpass.data"), third_party=frozenset(["numba"])),
+    "data/streaming": Layer((*CORE, "shardpass.data"), third_party=words("numba")),
     "frontends/pyg": Layer(
-        ("shardpass.errors", "shardpass.core", "shardpass.frontends.pyg", COMMUNICATOR),
-        third_party=frozenset(["torch_geometric"]),
-        lazy_own=("shardpass.testing",),
+        (*CORE, "shardpass.testing", "shardpass.frontends.pyg"), third_party=words("torch_geometric")
     ),
-    "frontends/dgl": Layer(
-        ("shardpass.errors", "shardpass.core", "shardpass.frontends.dgl", COMMUNICATOR),
-        third_party=frozenset(["dgl"]),
-        lazy_own=("shardpass.testing",),
-    ),
+    "frontends/dgl": Layer((*CORE, "shardpass.testing", "shardpass.frontends.dgl"), third_party=words("dgl")),
     "frontends/sar": Layer(
         (
-            "shardpass.errors",
-            "shardpass.core",
+            *CORE,
+            "shardpass.connection",
             "shardpass.backends",
             "shardpass.data",
             "shardpass.frontends.dgl",
             "shardpass.frontends.sar",
         ),
-        third_party=frozenset(["dgl"]),
+        third_party=words("dgl"),
     ),
     "frontends": Layer(()),
     "planning": Layer(
-        ("shardpass.errors", "shardpass.core", "shardpass.data", "shardpass.planning", COMMUNICATOR),
-        lazy_own=("shardpass.frontends",),
+        (*CORE, "shardpass.data", "shardpass.planning"),
+        lazy_own=("shardpass.frontends",),  # of which a plan needs one, and either may be absent
     ),
     "testing": Layer(
-        ("shardpass.errors", "shardpass.core", "shardpass.backends", "shardpass.data", "shardpass.testing"),
-        lazy=frozenset(["torch_geometric", "dgl"]),
-        lazy_own=("shardpass.frontends",),
+        (*CORE, "shardpass.connection", "shardpass.data", "shardpass.testing"), lazy=words("torch_geometric dgl")
     ),
-    "cli": Layer(("shardpass",), third_party=frozenset(["typer", "rich", "click"]), lazy=OPTIONAL),
+    "cli": Layer(("shardpass",), third_party=words("typer rich click"), lazy=OPTIONAL, lazy_own=("shardpass.cli",)),
     "": Layer(
         (
             "shardpass.backends",
+            "shardpass.connection",
             "shardpass.core",
             "shardpass.data",
             "shardpass.errors",
@@ -107,7 +130,24 @@ LAYERS: dict[str, Layer] = {
         )
     ),
 }
-"""By folder, the deepest one that fits. ``""`` is the package's own ``__init__.py`` and ``errors.py``."""
+"""By folder, the deepest one that fits. ``""`` is ``__init__.py``, ``connection.py`` and ``errors.py``.
+
+``lazy_own`` of the command line: commands are imported when they run, since ``shardpass --help`` should not wait.
+"""
+
+HIDDEN: dict[str, str] = {
+    "__init__.py": "shardpass.pyg and shardpass.dgl import PyG and DGL, so only when asked for",
+    "backends/connect.py": "mpi4py is optional",
+    "core/kernels": "loops in numba and Triton are optional",
+    "core/sampling": "loops in numba are optional",
+    "data/streaming": "loops in numba are optional",
+    "planning": "frontends are optional",
+    "cli": "a command is imported when it runs",
+}
+"""Where modules of shardpass may be imported inside functions, and why. None of these opens a circle."""
+
+ANY_FIELDS: dict[str, str] = {}
+"""Fields that may be typed ``Any``, as ``"file.py Class.field"``, and why no type could be named."""
 
 
 def modules() -> list[Path]:
@@ -210,6 +250,157 @@ def test_optional_packages_are_imported_where_used(path: Path) -> None:
         if not inside and module.split(".")[0] in OPTIONAL - allowed
     ]
     assert not found, f"{name_of(path)} imports optional packages at module level: {found}"
+
+
+@pytest.mark.parametrize("path", modules(), ids=name_of)
+def test_rooms_of_the_engine_are_imported_by_name(path: Path) -> None:
+    """Other packages and other rooms import ``shardpass.core.ROOM``, never a file inside it."""
+    own = path.relative_to(PACKAGE).parts[1] if path.is_relative_to(PACKAGE / "core") else None
+    found = []
+    for module, line, _ in imports(parse(path)):
+        parts = module.split(".")
+        if parts[:2] == ["shardpass", "core"] and len(parts) > 3 and parts[2] != own:
+            found.append(f"line {line}: {module}")
+    assert not found, f"{name_of(path)} imports files of other rooms: {found}"
+
+
+def test_rooms_import_lower_rooms_only() -> None:
+    order = list(ROOMS)
+    folders = {path.name for path in (PACKAGE / "core").iterdir() if (path / "__init__.py").exists()}
+    assert folders == set(order)
+    for number, name in enumerate(order):
+        assert set(ROOMS[name].split()) <= set(order[:number]), f"{name} imports a room that is not below it"
+
+
+@pytest.mark.parametrize("name", ROOMS)
+def test_a_room_says_what_it_is(name: str) -> None:
+    tree = parse(PACKAGE / "core" / name / "__init__.py")
+    assert ast.get_docstring(tree), f"core/{name} has no docstring"
+    exported = [n for n in tree.body if isinstance(n, ast.Assign) and dotted(n.targets[0]) == "__all__"]
+    assert len(exported) == 1
+
+
+@pytest.mark.parametrize("path", modules(), ids=name_of)
+def test_no_import_is_hidden(path: Path) -> None:
+    tree, name = parse(path), name_of(path)
+    checked = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.If) and is_type_checking(node)]
+    hidden = [line for module, line, inside in imports(tree) if inside and module.startswith("shardpass.")]
+    if not any(name == where or name.startswith(where + "/") for where in HIDDEN):
+        assert not checked, f"{name} imports under TYPE_CHECKING in lines {checked}"
+        assert not hidden, f"{name} imports modules of shardpass inside functions in lines {hidden}"
+
+
+def module_graph() -> dict[str, set[str]]:
+    """Which modules of shardpass each of them imports, in functions too."""
+    names = {}
+    for path in modules():
+        parts = list(path.relative_to(ROOT).with_suffix("").parts)
+        names[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    graph: dict[str, set[str]] = {}
+    for name, path in names.items():
+        graph[name] = set()
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "shardpass":
+                for alias in node.names:
+                    full = f"{node.module}.{alias.name}"
+                    graph[name].add(full if full in names else str(node.module))
+    # A package's __init__ collects the names of its own modules, which do not import it back by a name.
+    return {name: {other for other in found if other != name and other in names} for name, found in graph.items()}
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """The strongly connected components of more than one module (Tarjan 1972)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        index[name] = low[name] = len(index)
+        stack.append(name)
+        for other in graph[name]:
+            if other not in index:
+                visit(other)
+                low[name] = min(low[name], low[other])
+            elif other in stack:
+                low[name] = min(low[name], index[other])
+        if low[name] == index[name]:
+            members = stack[stack.index(name) :]
+            del stack[stack.index(name) :]
+            if len(members) > 1:
+                found.append(sorted(members))
+
+    for name in graph:
+        if name not in index:
+            visit(name)
+    return found
+
+
+def test_there_are_no_circles_of_imports() -> None:
+    assert not circles(module_graph())
+
+
+def test_circles_are_noticed() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
+
+
+# ---- what a value is, and where things are kept
+
+
+def any_fields(path: Path) -> list[str]:
+    """Annotated fields of classes that are typed ``Any``."""
+    found = []
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.ClassDef):
+            for item in node.body:
+                if isinstance(item, ast.AnnAssign) and "Any" in ast.unparse(item.annotation).split(" | "):
+                    found.append(f"{name_of(path)} {node.name}.{ast.unparse(item.target)}")
+    return found
+
+
+@pytest.mark.parametrize("path", [p for p in modules() if p.is_relative_to(PACKAGE / "core")], ids=name_of)
+def test_fields_have_types(path: Path) -> None:
+    found = [field for field in any_fields(path) if field not in ANY_FIELDS]
+    assert not found, f"fields typed Any: {found}"
+
+
+def test_a_communicator_is_tensors_and_ranks() -> None:
+    """What the engine keeps of a run is on `core.ranks.Ranks`, which has a communicator."""
+    tree = parse(PACKAGE / "backends" / "communicator.py")
+    (protocol,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Communicator")
+    fields = {dotted(n.target): ast.unparse(n.annotation) for n in protocol.body if isinstance(n, ast.AnnAssign)}
+    assert set(fields) == words("rank size device local_ranks shares_memory serves_threads bytes_sent")
+    assert set(fields.values()) <= {"int", "bool", "torch.device", "tuple[int, ...]"}
+
+
+@pytest.mark.parametrize("path", modules(), ids=name_of)
+def test_nothing_is_kept_on_a_communicator(path: Path) -> None:
+    """Attributes of `Ranks` may be set; others, and those of its transport, are not for the engine's things."""
+    if path.is_relative_to(PACKAGE / "backends") or path.name == "ranks.py":
+        return
+    known = attributes_of_ranks()
+    found = []
+    for node in ast.walk(parse(path)):
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        for target in targets if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)) else ():
+            if isinstance(target, ast.Attribute):
+                owner = dotted(target.value).split(".")[-1]
+                if (owner == "transport" and target.attr not in ("device", "max_message_bytes")) or (
+                    owner in ("comm", "ranks") and target.attr not in known
+                ):
+                    found.append(f"line {node.lineno}: {ast.unparse(target)}")
+        is_set = isinstance(node, ast.Call) and dotted(node.func) == "setattr" and bool(node.args)
+        if is_set and dotted(node.args[0]).split(".")[-1] in ("comm", "ranks", "transport"):
+            found.append(f"line {node.lineno}: setattr")
+    assert not found, f"{name_of(path)} keeps something on a communicator: {found}"
+
+
+def attributes_of_ranks() -> set[str]:
+    tree = parse(PACKAGE / "core" / "ranks" / "ranks.py")
+    (ranks,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Ranks")
+    (made,) = (n for n in ranks.body if isinstance(n, ast.FunctionDef) and n.name == "__init__")
+    targets = [t for n in ast.walk(made) for t in getattr(n, "targets", [getattr(n, "target", None)])]
+    return {t.attr for t in targets if isinstance(t, ast.Attribute) and not t.attr.startswith("_")} - {"transport"}
 
 
 # ---- no state in modules, no work at import

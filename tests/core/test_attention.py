@@ -9,8 +9,9 @@ import torch.nn.functional as F
 import shardpass as sp
 from shardpass.core.aggregation import sharded_call as core_aggregate
 from shardpass.core.kernels import attention as kernels
+from shardpass.core.kernels import cpu_loops, fused
 from shardpass.core.kernels import scores as score_kernels
-from shardpass.core.kernels.attention import EdgeRun, SoftmaxState
+from shardpass.core.kernels.runs import EdgeRun, SoftmaxState
 from shardpass.core.ranks.random import dropout_factors
 from shardpass.core.sharding.shard import Block, build_shards, cut
 from shardpass.core.sharding.transposes import Transposes
@@ -24,6 +25,7 @@ NUM_DST, BLOCK_ROWS, HEADS, WIDTH = 50, 23, 3, 5
 def loops(request, monkeypatch):
     if request.param == "torch":
         monkeypatch.setattr(kernels, "numba_loops_for", lambda rows: None)
+        monkeypatch.setattr(fused, "numba_loops_for", lambda rows: None)
     else:
         pytest.importorskip("numba")
     return request.param
@@ -147,7 +149,7 @@ def test_threads_share_the_rows_of_a_chunk(monkeypatch):
     (run,), found = by_destination(shard, 10_000), []
     (back,) = by_source(shard, 10_000)
     for count in (1, 4):
-        monkeypatch.setattr(kernels, "_num_threads", lambda num_edges, count=count: count)
+        monkeypatch.setattr(cpu_loops, "_num_threads", lambda num_edges, count=count: count)
         state = SoftmaxState.fresh(NUM_DST, HEADS, WIDTH, values)
         kernels.accumulate(state, run, scores.clone(), values, None)
         into = torch.zeros_like(values)

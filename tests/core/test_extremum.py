@@ -8,7 +8,7 @@ import torch
 import shardpass as sp
 from shardpass.core import kernels
 from shardpass.core.aggregation import sharded_call as core_aggregate
-from shardpass.core.kernels import attention as loops_of
+from shardpass.core.kernels import cpu_loops as loops_of
 from shardpass.core.kernels import extremum as extremum_kernels
 from shardpass.core.sharding.shard import Block, build_shards
 from shardpass.core.sharding.transposes import Transposes

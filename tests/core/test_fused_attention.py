@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from shardpass.core.kernels import attention as steps
-from shardpass.core.kernels import fused
+from shardpass.core.kernels import cpu_loops, fused
 from shardpass.core.kernels import scores as score_steps
-from shardpass.core.kernels.attention import RowRun, SoftmaxState
+from shardpass.core.kernels.runs import ClosedScores, RowRun, SoftmaxState
 from shardpass.core.ranks.random import dropout_factors
 from shardpass.core.sharding.shard import Block, build_shards, cut
 from shardpass.core.sharding.transposes import Transposes
@@ -99,7 +99,7 @@ class Case:
         return self.form, run, self.squeezed(self.of_source), self.squeezed(self.of_dst), self.mix
 
     def at_once(self, run):
-        return fused.Operands(self.form, self.of_source, self.of_dst, self.mix, self.kept(run))
+        return ClosedScores(self.form, self.of_source, self.of_dst, self.mix, self.kept(run))
 
     def forward(self, is_fused, most):
         state = SoftmaxState.fresh(self.shard.num_dst, self.heads, self.width, self.values)
@@ -132,12 +132,13 @@ def check(case, most, bound, monkeypatch, threads=1):
     exact, dtype = case.double(), case.values.dtype
     with monkeypatch.context() as patch:
         patch.setattr(steps, "numba_loops_for", lambda rows: None)
+        patch.setattr(fused, "numba_loops_for", lambda rows: None)
         patch.setattr(steps, "triton_attention_for", lambda *tensors: None)
         right = exact.forward(False, 1000)
         log_sum = (right.top + right.total.log()).to(dtype)
         delta = (exact.grad * right.out / right.total.clamp(min=1e-30).unsqueeze(-1)).sum(-1).to(dtype)
         right_gradients = exact.backward(False, 1000, log_sum.double(), delta.double())
-    monkeypatch.setattr(steps, "_num_threads", lambda num_edges: threads)
+    monkeypatch.setattr(cpu_loops, "_num_threads", lambda num_edges: threads)
     found = case.forward(True, most), case.backward(True, most, log_sum, delta)
     for mine, theirs in zip((*found[0], *found[1]), (*right, *right_gradients)):
         assert mine.dtype == dtype
@@ -166,7 +167,7 @@ def test_single_precision(name, monkeypatch):
 def test_threads_have_sums_of_their_own(name, monkeypatch):
     case = Case(FORMS[name], 2, 4, torch.float64, False)
     for run in runs(case.shard, 10_000, True):
-        assert len(steps.cut_rows(run, 1)) == 1
+        assert len(cpu_loops.cut_rows(run, 1)) == 1
     check(case, 10_000, 1e-11, monkeypatch, threads=3)
 
 

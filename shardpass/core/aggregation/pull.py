@@ -22,7 +22,16 @@ from shardpass.core.aggregation.call import Call, Operands
 from shardpass.core.aggregation.gradients import Gradients, is_linear
 from shardpass.core.aggregation.out_edges import OutEdges, count_out_edges
 from shardpass.core.exchange import GradientReturn, HaloPlan, fetch_blocks
-from shardpass.core.kernels import RowRun, adjoint, edge_scores, edge_scores_adjoint, fused, gather_sum, softmax_weights
+from shardpass.core.kernels import (
+    ClosedScores,
+    RowRun,
+    adjoint,
+    edge_scores,
+    edge_scores_adjoint,
+    fused,
+    gather_sum,
+    softmax_weights,
+)
 from shardpass.core.ranks import digest
 from shardpass.core.sharding import EdgeShards, Shard
 from shardpass.core.tracing import AdditiveScore, Attention, MixedScore, Program, Structure
@@ -215,7 +224,7 @@ class _SourceSide:
             given = self.of_source, of_dst.contiguous(), self.mix
             into = self._grad_source, to_dst, self._grad_mix
             if self.in_one_loop:
-                of = fused.Operands(self.score, *given, None)
+                of = ClosedScores(self.score, *given, None)
                 fused.adjoint(run, of, self.values, log_sum, grad, delta, self._grad_values, *into)
                 continue
             edges = run.by_source()

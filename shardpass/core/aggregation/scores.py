@@ -11,9 +11,18 @@ from torch import Tensor
 from shardpass.core.aggregation.call import Call, EdgePiece, Operands
 from shardpass.core.aggregation.gradients import Gradients
 from shardpass.core.aggregation.rerun import GradientRun, run_again
-from shardpass.core.kernels import EdgeRun, RowRun, SoftmaxState, fused
-from shardpass.core.kernels import attention as steps
-from shardpass.core.kernels import scores as kernels
+from shardpass.core.kernels import (
+    ClosedScores,
+    EdgeRun,
+    RowRun,
+    SoftmaxState,
+    accumulate,
+    adjoint,
+    edge_scores,
+    edge_scores_adjoint,
+    fused,
+    softmax_weights,
+)
 from shardpass.core.sharding import Shard
 from shardpass.core.tracing import AdditiveScore, Attention, Base, MixedScore, Score, StopPass
 from shardpass.errors import InternalError
@@ -60,7 +69,7 @@ class Scores(Protocol):
     in_one_loop: bool  # nothing has a row per edge, so that edges need not be cut into chunks
 
     def accumulate(self, state: SoftmaxState, piece: Piece) -> None:
-        """Take a run of edges, in order of their destination, into `state`; see `kernels.attention.accumulate`."""
+        """Take a run of edges, in order of their destination, into `state`; see `kernels.accumulate`."""
         ...
 
     def adjoint(self, piece: Piece, outer: Outer, grad_values: Tensor, into: Rows, gradients: Gradients) -> None:
@@ -93,13 +102,13 @@ class _InSteps:
 
     def accumulate(self, state: SoftmaxState, piece: Piece) -> None:
         edges = piece.run.by_destination()
-        steps.accumulate(state, edges, self.forward(piece.shard, edges, piece.rows), piece.values, piece.kept)
+        accumulate(state, edges, self.forward(piece.shard, edges, piece.rows), piece.values, piece.kept)
 
     def adjoint(self, piece: Piece, outer: Outer, grad_values: Tensor, into: Rows, gradients: Gradients) -> None:
         edges = piece.run.by_source()
         weights, pull = self.weights(piece.shard, edges, piece.rows, outer.log_sum)
         given = edges, weights, piece.values, piece.kept, outer.grad, outer.delta
-        pull(steps.adjoint(*given, grad_values), into, gradients)
+        pull(adjoint(*given, grad_values), into, gradients)
 
 
 class _ClosedForm(_InSteps):
@@ -114,16 +123,16 @@ class _ClosedForm(_InSteps):
         self.mix = None if mix is None else mix.reshape(self.tail).contiguous()
 
     def forward(self, shard: Shard, run: EdgeRun, rows: Rows) -> Tensor:
-        return kernels.edge_scores(self.score, run, self._of_source(rows), self.of_dst, self.mix)
+        return edge_scores(self.score, run, self._of_source(rows), self.of_dst, self.mix)
 
     def weights(self, shard: Shard, run: EdgeRun, rows: Rows, log_sum: Tensor) -> tuple[Tensor, Adjoint]:
-        weights = steps.softmax_weights(run, self.forward(shard, run, rows), log_sum)
+        weights = softmax_weights(run, self.forward(shard, run, rows), log_sum)
 
         def pull(relative: Tensor, into: Rows, gradients: Gradients) -> None:
             of_source = self._of_source(rows)
             source, target, grad_mix = self._targets(of_source, into, gradients)
             given = self.score, run, of_source, self.of_dst, self.mix
-            kernels.edge_scores_adjoint(*given, weights, relative, source, target, grad_mix)
+            edge_scores_adjoint(*given, weights, relative, source, target, grad_mix)
             self._add_mix(grad_mix, gradients)
 
         return weights, pull
@@ -166,8 +175,8 @@ class _Fused(_ClosedForm):
         fused.adjoint(piece.run, of, values, *given, source, target, grad_mix)
         self._add_mix(grad_mix, gradients)
 
-    def _of(self, of_source: Tensor, kept: Tensor | None) -> fused.Operands:
-        return fused.Operands(self.score, of_source, self.of_dst, self.mix, kept)
+    def _of(self, of_source: Tensor, kept: Tensor | None) -> ClosedScores:
+        return ClosedScores(self.score, of_source, self.of_dst, self.mix, kept)
 
 
 class _FromMessages(_InSteps):

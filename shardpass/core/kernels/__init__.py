@@ -5,7 +5,7 @@ knows one shard and tensors; it knows no ranks.
 """
 
 from shardpass.core.kernels import fused
-from shardpass.core.kernels.attention import EdgeRun, RowRun, SoftmaxState, adjoint, softmax_weights
+from shardpass.core.kernels.attention import accumulate, adjoint, softmax_weights
 from shardpass.core.kernels.dispatch import (
     edge_dot,
     gather_extremum,
@@ -13,12 +13,15 @@ from shardpass.core.kernels.dispatch import (
     gather_sum,
     gather_sum_transposed,
 )
+from shardpass.core.kernels.runs import ClosedScores, EdgeRun, RowRun, SoftmaxState
 from shardpass.core.kernels.scores import edge_scores, edge_scores_adjoint
 
 __all__ = [
+    "ClosedScores",
     "EdgeRun",
     "RowRun",
     "SoftmaxState",
+    "accumulate",
     "adjoint",
     "edge_dot",
     "edge_scores",

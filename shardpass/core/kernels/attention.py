@@ -6,87 +6,12 @@ Source: the online softmax of Milakov and Gimelshein 2018 (arXiv 1805.02867) and
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
-from itertools import pairwise
-from types import ModuleType
-from typing import Any, NamedTuple
-
 import torch
 from torch import Tensor
 
+from shardpass.core.kernels.cpu_loops import attention_loops, by_rows, cut_rows, in_threads, numba_loops_for
 from shardpass.core.kernels.gpu import triton_attention_for
-from shardpass.core.sharding import Chunk
-from shardpass.errors import InternalError
-
-DTYPES = (torch.float32, torch.float64)
-_SMALL = 1 << 14  # edges below which a thread is not worth starting
-
-
-class EdgeRun(NamedTuple):
-    """A chunk of the edges of a shard in one of its two orders.
-
-    Args:
-        indptr: of all edges in that order, by destination or by source.
-        bounds: the edges of the chunk and the rows of `indptr` they belong to.
-        src_rows, dst_rows: ``[edges of the chunk]``; rows of the block, destination rows.
-        positions: of the chunk's edges in the shard: a slice, or ``[edges of the chunk]``.
-    """
-
-    indptr: Tensor
-    bounds: Chunk
-    src_rows: Tensor
-    dst_rows: Tensor
-    positions: slice | Tensor
-
-
-class RowRun(NamedTuple):
-    """A run of the edges of a shard in one of its two orders, by row: what loops over rows walk.
-
-    Args:
-        indptr, bounds: as in `EdgeRun`.
-        columns: ``[edges of the run]``; the rows at the other end of the edges.
-        positions: as in `EdgeRun`; None where only loops over rows follow, which need none.
-    """
-
-    indptr: Tensor
-    bounds: Chunk
-    columns: Tensor
-    positions: slice | Tensor | None
-
-    def by_destination(self) -> EdgeRun:
-        """The same edges one by one, where `indptr` counts those of destinations."""
-        return EdgeRun(self.indptr, self.bounds, self.columns, self._rows(), self.known_positions())
-
-    def by_source(self) -> EdgeRun:
-        """The same edges one by one, where `indptr` counts those of sources."""
-        return EdgeRun(self.indptr, self.bounds, self._rows(), self.columns, self.known_positions())
-
-    def known_positions(self) -> slice | Tensor:
-        """`positions`, which must be there."""
-        if self.positions is None:
-            raise InternalError("edges are taken one by one, but nothing says where they stand")
-        return self.positions
-
-    def _rows(self) -> Tensor:
-        start, stop, low, high = self.bounds
-        counts = self.indptr[low : high + 1].long().clamp(start, stop).diff()
-        rows = torch.arange(low, high, device=counts.device)
-        return torch.repeat_interleave(rows, counts, output_size=stop - start)
-
-
-class SoftmaxState(NamedTuple):
-    """What online softmax keeps for a destination: largest score, sum of weights ``[num_dst, heads]``, weighted sum."""
-
-    top: Tensor
-    total: Tensor
-    out: Tensor
-
-    @classmethod
-    def fresh(cls, num_dst: int, heads: int, width: int, like: Tensor) -> SoftmaxState:
-        """The state of destinations that have seen no edge."""
-        top = like.new_full((num_dst, heads), float("-inf"))
-        return cls(top, torch.zeros_like(top), like.new_zeros((num_dst, heads, width)))
+from shardpass.core.kernels.runs import EdgeRun, SoftmaxState
 
 
 def accumulate(state: SoftmaxState, run: EdgeRun, scores: Tensor, values: Tensor, kept: Tensor | None) -> None:
@@ -178,51 +103,3 @@ def _accumulate(state: SoftmaxState, run: EdgeRun, scores: Tensor, values: Tenso
     total.mul_(scale).index_add_(0, rows, weights)
     used = weights if kept is None else weights * kept
     out.mul_(scale.unsqueeze(-1)).index_add_(0, rows, used.unsqueeze(-1) * values.index_select(0, run.src_rows))
-
-
-def numba_loops_for(rows: Tensor) -> ModuleType | None:
-    if rows.device.type != "cpu" or rows.dtype not in DTYPES:
-        return None
-    try:
-        from shardpass.core.kernels import numba_loops
-    except ImportError:
-        return None
-    return numba_loops
-
-
-def attention_loops() -> Any:
-    """`numba_attention`, imported where `numba_loops_for` found loops: what is compiled has no types for a checker."""
-    from shardpass.core.kernels import numba_attention
-
-    return numba_attention
-
-
-def cut_rows(run: EdgeRun | RowRun, most: int | None = None) -> list[tuple[int, int]]:
-    """Ranges of the run's rows with about as many edges each, one for each thread of torch, `most` at most."""
-    start, stop, low, high = run.bounds
-    count = _num_threads(stop - start)
-    count = count if most is None else min(count, most)
-    if count == 1:
-        return [(low, high)]
-    edges = torch.linspace(start, stop, count + 1).to(run.indptr.dtype)[1:-1]
-    cuts = torch.searchsorted(run.indptr[low : high + 1], edges).add_(low).tolist()
-    return list(pairwise([low, *cuts, high]))
-
-
-def by_rows(run: EdgeRun | RowRun, work: Callable[[int, int], None]) -> None:
-    """Call `work` for ranges of the run's rows with about as many edges each, one for each thread of torch."""
-    in_threads(work, cut_rows(run))
-
-
-def _num_threads(num_edges: int) -> int:
-    return max(1, min(torch.get_num_threads(), num_edges // _SMALL))
-
-
-def in_threads(work: Callable[..., None], arguments: Sequence[tuple[Any, ...]]) -> None:
-    """Call `work` with each of the arguments, all at the same time."""
-    others = [threading.Thread(target=work, args=given) for given in arguments[1:]]
-    for thread in others:
-        thread.start()
-    work(*arguments[0])
-    for thread in others:
-        thread.join()

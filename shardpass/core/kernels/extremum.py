@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from shardpass.core.kernels.attention import RowRun, by_rows, numba_loops_for
+from shardpass.core.kernels.cpu_loops import by_rows, numba_loops_for
 from shardpass.core.kernels.gpu import triton_extremum_for
 from shardpass.core.kernels.reference import CHUNK_EDGES
+from shardpass.core.kernels.runs import RowRun
 from shardpass.core.sharding import Chunk, Shard, Transposes
 from shardpass.core.tracing import REDUCERS, State
 

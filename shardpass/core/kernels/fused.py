@@ -1,47 +1,13 @@
-"""Attention whose scores have a closed form, a run of edges in one loop of numba or Triton, for dtypes that are one."""
+"""Attention whose scores have a closed form: one loop of numba or Triton for a run of edges, in one dtype."""
 
 from __future__ import annotations
-
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardpass.core.kernels import attention
-from shardpass.core.kernels.attention import RowRun, SoftmaxState, cut_rows, in_threads
+from shardpass.core.kernels.cpu_loops import attention_loops, cut_rows, in_threads, numba_loops_for
 from shardpass.core.kernels.gpu import triton_attention_for
-from shardpass.core.tracing import AdditiveScore, DotScore, Score
-
-
-class Operands(NamedTuple):
-    """What the scores of edges are made of.
-
-    Args:
-        form: the formula.
-        of_source: rows of the block, ``[block rows, heads, channels]``; one channel in an `AdditiveScore`.
-        of_dst: rows of all destinations, in the same shape.
-        mix: of a `MixedScore`, ``[heads, channels]``.
-        kept: what dropout multiplies the weights with, ``[edges of the run, heads]``, or None.
-    """
-
-    form: Score
-    of_source: Tensor
-    of_dst: Tensor
-    mix: Tensor | None
-    kept: Tensor | None
-
-    @property
-    def number(self) -> float:
-        return self.form.factor if isinstance(self.form, DotScore) else self.form.slope
-
-    def kind(self, loops: Any) -> int:
-        if isinstance(self.form, AdditiveScore):
-            return int(loops.ADDITIVE)
-        return int(loops.DOT if isinstance(self.form, DotScore) else loops.MIXED)
-
-    def none(self) -> Any:
-        """Stands for a tensor ``[edges, heads]`` or ``[heads, channels]`` that there is not."""
-        return self.of_source.new_empty((0, self.of_source.size(1))).numpy()
+from shardpass.core.kernels.runs import ClosedScores, RowRun, SoftmaxState
 
 
 def handles(*tensors: Tensor | None) -> bool:
@@ -49,10 +15,10 @@ def handles(*tensors: Tensor | None) -> bool:
     given = [tensor for tensor in tensors if tensor is not None]
     if triton_attention_for(*given) is not None:  # its atomic additions come in any order
         return not torch.are_deterministic_algorithms_enabled()
-    return attention.numba_loops_for(given[0]) is not None and len({(t.dtype, t.device) for t in given}) == 1
+    return numba_loops_for(given[0]) is not None and len({(t.dtype, t.device) for t in given}) == 1
 
 
-def accumulate(state: SoftmaxState, run: RowRun, of: Operands, values: Tensor) -> None:
+def accumulate(state: SoftmaxState, run: RowRun, of: ClosedScores, values: Tensor) -> None:
     """Take a run of edges, in order of their destination, into `state`.
 
     Args:
@@ -61,7 +27,7 @@ def accumulate(state: SoftmaxState, run: RowRun, of: Operands, values: Tensor) -
     triton = triton_attention_for(values)
     if triton is not None:
         return triton.accumulate_closed(state, run, of, values)
-    loops = attention.attention_loops()
+    loops = attention_loops()
     mix, kept = (of.none() if t is None else t.numpy() for t in (of.mix, of.kept))
     edges = run.indptr.numpy(), run.columns.numpy()
     given = of.of_source.numpy(), of.of_dst.numpy(), mix, of.number, values.numpy(), kept
@@ -72,7 +38,7 @@ def accumulate(state: SoftmaxState, run: RowRun, of: Operands, values: Tensor) -
 
 def adjoint(
     run: RowRun,
-    of: Operands,
+    of: ClosedScores,
     values: Tensor,
     log_sum: Tensor,
     grad: Tensor,
@@ -94,7 +60,7 @@ def adjoint(
     if triton is not None:
         into_all = grad_values, grad_source, grad_dst, grad_mix
         return triton.adjoint_closed(run, of, values, log_sum, grad, delta, *into_all)
-    loops = attention.attention_loops()
+    loops = attention_loops()
     mix, kept = (of.none() if t is None else t.numpy() for t in (of.mix, of.kept))
     edges = run.indptr.numpy(), run.columns.numpy()
     given = of.of_dst.numpy(), of.of_source.numpy(), mix, of.number, log_sum.numpy(), values.numpy(), kept

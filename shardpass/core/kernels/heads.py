@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from shardpass.core.kernels import reference
-from shardpass.core.kernels.attention import RowRun, by_rows, numba_loops_for
+from shardpass.core.kernels.cpu_loops import by_rows, numba_loops_for
+from shardpass.core.kernels.runs import RowRun
 from shardpass.core.sharding import Chunk, Shard, Transposes
 
 

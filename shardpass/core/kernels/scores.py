@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardpass.core.kernels.attention import EdgeRun
+from shardpass.core.kernels.runs import EdgeRun
 from shardpass.core.tracing import DotScore, Score
 
 

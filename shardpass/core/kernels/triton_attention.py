@@ -24,8 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardpass.core.kernels.attention import EdgeRun, RowRun, SoftmaxState
-from shardpass.core.kernels.fused import Operands
+from shardpass.core.kernels.runs import ClosedScores, EdgeRun, RowRun, SoftmaxState
 from shardpass.core.kernels.triton_sums import accumulator, block_of, tile_of
 from shardpass.core.tracing import DotScore, accumulator_dtype
 
@@ -38,7 +37,7 @@ def accumulate(state: SoftmaxState, run: EdgeRun, scores: Tensor, values: Tensor
     _attend(state, run, run.src_rows, (scores, scores, scores, 1, 1.0, GIVEN), values, kept)
 
 
-def accumulate_closed(state: SoftmaxState, run: RowRun, of: Operands, values: Tensor) -> None:
+def accumulate_closed(state: SoftmaxState, run: RowRun, of: ClosedScores, values: Tensor) -> None:
     """See `fused.accumulate`."""
     mix, channels = of.of_dst if of.mix is None else of.mix, of.of_dst.size(2)
     _attend(state, run, run.columns, (of.of_source, of.of_dst, mix, channels, of.number, _kind(of)), values, of.kept)
@@ -74,7 +73,7 @@ def adjoint(
 
 def adjoint_closed(
     run: RowRun,
-    of: Operands,
+    of: ClosedScores,
     values: Tensor,
     log_sum: Tensor,
     grad: Tensor,
@@ -122,7 +121,7 @@ def _packed(*tensors: Tensor) -> list[Tensor]:
     return [tensor.contiguous() for tensor in tensors]
 
 
-def _kind(of: Operands) -> str:
+def _kind(of: ClosedScores) -> str:
     return DOT if isinstance(of.form, DotScore) else SLANTED if of.mix is None else MIXED
 
 
