@@ -23,8 +23,8 @@ from shardpass.core.tracing.program import Program
 from shardpass.core.tracing.reducers import Base
 from shardpass.errors import NeedsHaloError, RefusedError
 
-SCATTERS = dict.fromkeys("scatter_add_ scatter_add index_add_ index_add".split(), "sum")
-SCATTERS |= dict.fromkeys("scatter_reduce_ scatter_reduce".split(), "")  # an argument says which reduction
+SUMS = frozenset("scatter_add_ scatter_add index_add_ index_add".split())
+SCATTERS = SUMS.union("scatter_reduce_ scatter_reduce".split())
 REDUCE_NAMES = {"sum": "sum", "amax": "max", "amin": "min", "prod": "prod"}
 SHAPE_OPS = frozenset(
     "view expand expand_as unsqueeze squeeze reshape contiguous clone to long detach flatten view_as alias".split()
@@ -280,7 +280,7 @@ class EdgeTrace(TorchFunctionMode):
         self, name: str, base: Tensor, dim: int, index: Any, source: Any, reduce: str = "", include_self: bool = True,
         alpha: float = 1, out: Any = None,
     ) -> Tensor:  # fmt: skip
-        op = SCATTERS[name] or REDUCE_NAMES.get(reduce)
+        op = "sum" if name in SUMS else REDUCE_NAMES.get(reduce)
         supported = op is not None and alpha == 1 and out is None
         if not supported or not self.is_index(index) or not isinstance(source, Tensor):
             raise RefusedError(f"{self.name}: `{name}` is used with the destination index in an unsupported way")

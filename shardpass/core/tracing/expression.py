@@ -13,12 +13,16 @@ from typing import Any
 
 from torch import Tensor
 
-BINARY = (
-    dict.fromkeys("add __add__ __radd__".split(), "add")
-    | dict.fromkeys("sub __sub__".split(), "sub")
-    | dict.fromkeys("mul __mul__ __rmul__".split(), "mul")
-    | dict.fromkeys("div true_divide __truediv__ __div__".split(), "div")
-)
+BINARY = {
+    name: op
+    for op, names in (
+        ("add", "add __add__ __radd__"),
+        ("sub", "sub __sub__"),
+        ("mul", "mul __mul__ __rmul__"),
+        ("div", "div true_divide __truediv__ __div__"),
+    )
+    for name in names.split()
+}
 KEEPS_VALUES = frozenset(["view", "reshape", "unsqueeze", "squeeze", "contiguous", "clone", "to", "view_as", "flatten"])
 SOURCE, DESTINATION, EDGE = "sde"  # as in the keys of `Sides`
 

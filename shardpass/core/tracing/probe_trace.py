@@ -18,7 +18,6 @@ from shardpass.core.tracing.edge_trace import SHAPE_OPS, EdgeTrace, sequence_num
 from shardpass.core.tracing.expression import BINARY, KEEPS_VALUES, Expr, apply, opaque, plain
 from shardpass.core.tracing.program import Inputs, Program
 from shardpass.core.tracing.reducers import REDUCERS, Base
-from shardpass.core.training import DistributedBatchNorm
 from shardpass.errors import RefusedError
 
 EVERYTHING = "*"
@@ -76,7 +75,7 @@ class ProbeTrace(EdgeTrace):
         super().__init__(program, inputs.index, phase, generator=lambda: torch.Generator(device).manual_seed(0))
         self.seen: list[Seen] = []  # the reductions, in order
         self.captures: dict[int, Tensor] = {}
-        self.norms: dict[int, DistributedBatchNorm] = {}
+        self.norms: dict[int, nn.Module] = {}
         self.leaves: dict[int, str] = {}  # keys of the inputs and of the results of reductions, by id
         self.used_otherwise: set[int] = set()  # reductions whose result is more than gathered back to edges
         self.is_tampered = False  # hooks on tensors, or data exchanged: expressions do not say what is computed
@@ -110,7 +109,6 @@ class ProbeTrace(EdgeTrace):
         return result
 
     def edge_moments(self, norm: nn.Module, rows: Tensor) -> Tensor:
-        assert isinstance(norm, DistributedBatchNorm)
         self.norms[self.count] = norm
         return self._made_of_latest(super().edge_moments(norm, rows))
 

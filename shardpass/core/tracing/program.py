@@ -7,11 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import Generic, Literal, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardpass.core.ranks import Ranks
 from shardpass.core.tracing.reducers import Base
-from shardpass.core.training import DistributedBatchNorm
 
 Value = TypeVar("Value")
 
@@ -248,7 +247,7 @@ class Structure:
     captures: tuple[Tensor, ...]
     drops: bool
     random: bool
-    norms: dict[int, DistributedBatchNorm]
+    norms: dict[int, nn.Module]
     message: Tensor
     attention: Attention | None
     mix: Tensor | None
