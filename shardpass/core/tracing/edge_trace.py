@@ -112,6 +112,7 @@ class EdgeTrace(TorchFunctionMode):
         self._make_generator = generator
         self._generator: torch.Generator | None = None
         self.num_drops = 0
+        self.norms: dict[int, nn.Module] = {}  # by the number of their reduction
         self._first_node = sequence_number() if expected is not None else 0
         self.count = 0
         self._index = index
@@ -135,13 +136,13 @@ class EdgeTrace(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if self.substitutes:
             args, kwargs = tree_map_only(Tensor, lambda t: self.substitutes.get(id(t), t), (args, kwargs))
-        if name in ("scatter_reduce", "scatter_reduce_"):
-            scatter = _bound(name, args, kwargs)
-            if scatter["reduce"] == "mean" and self.is_index(scatter["index"]):
-                return self._mean(name, **scatter)
         operands = tensors_in((*args, *kwargs.values()))
         if self._expected is not None:
             self._check_expected(operands)
+        if name in ("scatter_reduce", "scatter_reduce_"):
+            scatter = _bound(args, kwargs)
+            if scatter["reduce"] == "mean" and self.is_index(scatter["index"]):
+                return self._mean(name, **scatter)
         return self.run(func, name, args, kwargs, operands)
 
     def run(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Tensor]) -> Any:
@@ -155,7 +156,7 @@ class EdgeTrace(TorchFunctionMode):
             return func(*args, **kwargs)
         first = args[0] if args else None
         if name in SCATTERS:
-            return self._scatter(name, **_bound(name, args, kwargs))
+            return self._scatter(name, **_bound(args, kwargs))
         if self.is_index(first) and (name in SHAPE_OPS or (name == "__getitem__" and _adds_dimensions(args[1]))):
             out = func(*args, **kwargs)
             self._aliases[id(out)] = out
@@ -171,13 +172,8 @@ class EdgeTrace(TorchFunctionMode):
             f"computed one shard at a time. Use Options(mode='halo') for this model"
         )
 
-    def reduce(self, op: str, messages: Tensor, base: Base, of: Tensor) -> Tensor:
-        """The value of the next reduction of the message function, ``[num_dst, ...]``.
-
-        Args:
-            messages: what is reduced by destination, ``[E, ...]``.
-            of: the tensor of the message function that `messages` are made from.
-        """
+    def reduce(self, op: str, messages: Tensor, base: Base) -> Tensor:
+        """The value of the next reduction: `messages` ``[E, ...]`` reduced by destination, ``[num_dst, ...]``."""
         k, self.count = self.count, self.count + 1
         return self.phase.reduce(k, op, messages, self._index, base)
 
@@ -187,8 +183,10 @@ class EdgeTrace(TorchFunctionMode):
         Args:
             norm: the batch norm that asks. Its running statistics are updated once the result is known.
         """
+        self.norms[self.count] = norm
         with torch._C.DisableTorchFunction():
-            return self.reduce("edge_moments", rows, Base(), rows)[0].to(rows.dtype)
+            moments = self.reduce("edge_moments", rows, Base())
+            return self._step(Tensor.to, self._step(torch.select, moments, 0, 0), rows.dtype)
 
     def first_extremum(self, op: str, values: Tensor, places: Tensor, base: float = 0.0) -> Tensor:
         """The largest or smallest of `values` ``[E, ...]`` per destination: ``[num_dst, ...]``.
@@ -202,8 +200,9 @@ class EdgeTrace(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             dtype = torch.promote_types(values.dtype, torch.float32)
             places = places.to(dtype).view(-1, *[1] * (values.dim() - 1)).expand_as(values)
-            pair = torch.stack([values.to(dtype), places], dim=-1)
-            return self.reduce(f"first_{op}", pair, Base(base), values)[..., 0].to(values.dtype)
+            pair = self._step(torch.stack, [self._step(Tensor.to, values, dtype), places], -1)
+            result = self.reduce(f"first_{op}", pair, Base(base))
+            return self._step(Tensor.to, self._step(torch.select, result, -1, 0), values.dtype)
 
     def is_index(self, value: Any) -> bool:
         """Whether `value` is the destination index or a reshaped copy of it."""
@@ -258,8 +257,8 @@ class EdgeTrace(TorchFunctionMode):
         return self._of_piece(table, dim), *args[1:]
 
     def _step(self, function: Any, *args: Any) -> Any:
-        """``function(*args)`` as if the message function had called it."""
-        return self.__torch_function__(function, (), args)
+        """``function(*args)``, traced as what the message function calls."""
+        return self.run(function, function.__name__, args, {}, tensors_in(args))
 
     def _of_piece(self, table: Tensor, dim: int) -> Tensor:
         """`table` over the destinations of this piece, or over all own destinations and then cut to those."""
@@ -292,7 +291,7 @@ class EdgeTrace(TorchFunctionMode):
             fill = Base(self._base_value(base, name), op == "sum" or include_self)
         # the very tensor where it can be: the probe recognises simple messages by identity
         messages = source.movedim(dim, 0) if dim else source
-        value = self.reduce(op, messages, fill, messages)
+        value = self.reduce(op, messages, fill)
         value = (value.movedim(0, dim) if dim else value).to(base.dtype)
         if k in self._returned:
             return value
@@ -333,7 +332,7 @@ class EdgeTrace(TorchFunctionMode):
         return float(first)
 
 
-def _bound(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _bound(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a scatter by name, with one set of names for all scatters."""
     names = {"self": "base", "input": "base", "src": "source"}
     positional = dict(zip(("base", "dim", "index", "source", "reduce"), args))

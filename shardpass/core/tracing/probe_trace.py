@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import Node
 
 from shardpass.core.tracing.edge_trace import SHAPE_OPS, EdgeTrace, sequence_number
@@ -75,7 +75,6 @@ class ProbeTrace(EdgeTrace):
         super().__init__(program, inputs.index, phase, generator=lambda: torch.Generator(device).manual_seed(0))
         self.seen: list[Seen] = []  # the reductions, in order
         self.captures: dict[int, Tensor] = {}
-        self.norms: dict[int, nn.Module] = {}
         self.leaves: dict[int, str] = {}  # keys of the inputs and of the results of reductions, by id
         self.used_otherwise: set[int] = set()  # reductions whose result is more than gathered back to edges
         self.is_tampered = False  # hooks on tensors, or data exchanged: expressions do not say what is computed
@@ -101,23 +100,11 @@ class ProbeTrace(EdgeTrace):
             expr = Expr("detach", (expr,), expr.tail)  # made with gradients switched off
         self._exprs[id(tensor)] = (expr, tensor.grad_fn)
 
-    def reduce(self, op: str, messages: Tensor, base: Base, of: Tensor) -> Tensor:
+    def reduce(self, op: str, messages: Tensor, base: Base) -> Tensor:
         key = f"r:{self.count}"
-        self.seen.append(Seen(op, messages, base, frozenset(self.origin(of)), self._expr(messages)))
-        result = super().reduce(op, messages, base, of)
+        self.seen.append(Seen(op, messages, base, frozenset(self.origin(messages)), self._expr(messages)))
+        result = super().reduce(op, messages, base)
         self._adopt(result, {key}, key)
-        return result
-
-    def edge_moments(self, norm: nn.Module, rows: Tensor) -> Tensor:
-        self.norms[self.count] = norm
-        return self._made_of_latest(super().edge_moments(norm, rows))
-
-    def first_extremum(self, op: str, values: Tensor, places: Tensor, base: float = 0.0) -> Tensor:
-        return self._made_of_latest(super().first_extremum(op, values, places, base))
-
-    def _made_of_latest(self, result: Tensor) -> Tensor:
-        with torch._C.DisableTorchFunction():
-            self._adopt(result, {f"r:{self.count - 1}"})
         return result
 
     def origin(self, tensor: Tensor) -> set[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Generic, Literal, TypeVar
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,34 +12,32 @@ from torch import Tensor, nn
 from shardpass.core.ranks import Ranks
 from shardpass.core.tracing.reducers import Base
 
-Value = TypeVar("Value")
-
 
 @dataclass
-class Sides(Generic[Value]):
-    """Something for each input of a program, by its name: of sources, of destinations, of edges.
+class Sides:
+    """The inputs of a program by name: tensors of sources, of destinations, of edges.
 
     The key of an input is ``"s:x"`` for the source tensor ``x``, ``"d:x"`` for a destination and ``"e:x"`` for an edge
     tensor.
     """
 
-    src: dict[str, Value]
-    dst: dict[str, Value]
-    edge: dict[str, Value]
+    src: dict[str, Tensor]
+    dst: dict[str, Tensor]
+    edge: dict[str, Tensor]
 
-    def items(self) -> Iterator[tuple[str, Value]]:
-        """``(key, value)`` of each input, by side and then by name: in the same order on every rank."""
+    def items(self) -> Iterator[tuple[str, Tensor]]:
+        """``(key, tensor)`` of each input, by side and then by name: in the same order on every rank."""
         for kind, side in zip("sde", (self.src, self.dst, self.edge)):
-            yield from ((f"{kind}:{name}", value) for name, value in sorted(side.items()))
+            yield from ((f"{kind}:{name}", tensor) for name, tensor in sorted(side.items()))
 
-    def only(self, keys: Collection[str]) -> Sides[Value]:
+    def only(self, keys: Collection[str]) -> Sides:
         """The inputs whose keys are among `keys`."""
         sides = zip("sde", (self.src, self.dst, self.edge))
         return Sides(*({name: t for name, t in side.items() if f"{kind}:{name}" in keys} for kind, side in sides))
 
 
 @dataclass
-class Inputs(Sides[Tensor]):
+class Inputs(Sides):
     """What the message function sees of some edges. All of `src`, `dst` and `edge` have one row per edge, ``[E, ...]``.
 
     Args:
@@ -98,7 +96,7 @@ class Program:
     seed: int | None = None
 
     @property
-    def inputs(self) -> Sides[Tensor]:
+    def inputs(self) -> Sides:
         """The whole tensors."""
         return Sides(self.src, self.dst, self.edge)
 
