@@ -37,7 +37,7 @@ from torch import Tensor
 
 from shardpass.core import kernels
 from shardpass.core.kernels import RowRun, SoftmaxState, fused
-from shardpass.core.sharding import Block, Chunk, Shard, build_shards
+from shardpass.core.sharding import Block, Chunk, Shard, Transposes, build_shards
 from shardpass.core.tracing import REDUCERS, AdditiveScore, Base, DotScore, MixedScore, Score
 
 
@@ -69,6 +69,7 @@ class Case:
         generator = torch.Generator().manual_seed(0)
         src, dst = torch.randint(0, num_nodes, (2, num_edges), generator=generator).to(device)
         self.shard: Shard = build_shards(src, dst, [Block(0, 0, num_nodes)], num_nodes).shards[0]
+        self.transposes = Transposes()
         self.num_nodes, self.num_edges, self.heads, self.width = num_nodes, num_edges, heads, width
         self.x, self.y, self.grad, self.out, self.other = (
             torch.randn((num_nodes, heads, width), generator=generator, dtype=dtype).to(device) for _ in range(5)
@@ -91,11 +92,11 @@ class Case:
             ("weighted sum per head", self.per_head, number * self.heads),
         ):
             found[label] = lambda w=weight: kernels.gather_sum(out, shard, x, w, fresh=True), row + more
-            back = lambda w=weight: kernels.gather_sum_transposed(other, shard, grad, w, fresh=True)  # noqa: E731
+            back = lambda w=weight: kernels.gather_sum_transposed(other, shard, self.transposes, grad, w, fresh=True)  # noqa: E731
             found[f"{label}, transposed"] = back, row + more
         found["max"] = lambda: kernels.gather_extremum("max", best, shard, x), row
         found["max, backward"] = (
-            lambda: kernels.gather_extremum_transposed(other, shard, x, value, grad),
+            lambda: kernels.gather_extremum_transposed(other, shard, self.transposes, x, value, grad),
             2 * row,
         )
         dots = row + number * self.heads
@@ -121,8 +122,7 @@ class Case:
         of_dst = (self.grad[:, :, :1] if additive else self.grad).contiguous()
         of = fused.Operands(form, source, of_dst, self.mix if isinstance(form, MixedScore) else None, None)
         whole = Chunk(0, self.num_edges, 0, self.num_nodes)
-        indptr, columns = shard.transpose()
-        positions = shard.source_order()
+        indptr, columns, positions = self.transposes.of(shard, with_order=True)
         by_destination = RowRun(shard.indptr, whole, shard.src_rows, slice(0, self.num_edges))
         by_source = RowRun(indptr, whole, columns, positions)
         state = SoftmaxState.fresh(self.num_nodes, self.heads, self.width, values)

@@ -14,6 +14,7 @@ from shardpass.core.kernels import scores as score_kernels
 from shardpass.core.kernels.runs import EdgeRun, SoftmaxState
 from shardpass.core.ranks.random import dropout_factors
 from shardpass.core.sharding.shard import Block, build_shards, cut
+from shardpass.core.sharding.transposes import Transposes
 from shardpass.core.tracing.program import AdditiveScore, DotScore, MixedScore, Program
 from shardpass.testing.graphs import assignments, awkward_graph, shard_in_memory
 
@@ -51,8 +52,7 @@ def by_destination(shard, most):
 
 
 def by_source(shard, most):
-    position = shard.source_order()
-    indptr, dst = shard.transpose()
+    indptr, dst, position = Transposes().of(shard, with_order=True)
     src = shard.src_rows.long()[position.long()]
     for chunk in cut(indptr, shard.num_edges, most):
         span = slice(chunk.start, chunk.stop)

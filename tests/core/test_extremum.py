@@ -11,6 +11,7 @@ from shardpass.core.aggregation import sharded_call as core_aggregate
 from shardpass.core.kernels import cpu_loops as loops_of
 from shardpass.core.kernels import extremum as extremum_kernels
 from shardpass.core.sharding.shard import Block, build_shards
+from shardpass.core.sharding.transposes import Transposes
 from shardpass.core.tracing import probing as probe
 from shardpass.core.tracing.program import Program
 from shardpass.core.tracing.recognise import GENERAL
@@ -88,7 +89,7 @@ def equal_the_reducer(num_edges, tail, op, dtype, device):
     into = torch.zeros_like(rows)
     for shard in parts:
         window = slice(shard.block.start, shard.block.stop)
-        kernels.gather_extremum_transposed(into[window], shard, rows[window], value, share)
+        kernels.gather_extremum_transposed(into[window], shard, Transposes(), rows[window], value, share)
     bound = 0.1 if dtype == torch.bfloat16 else 1e-6
     torch.testing.assert_close(into, expected, rtol=bound, atol=bound)
 
@@ -101,7 +102,7 @@ def test_threads_share_the_rows(monkeypatch):
         monkeypatch.setattr(loops_of, "_num_threads", lambda num_edges, count=count: count)
         state, into = REDUCERS["max"].init(NUM_DST, (5,), rows), torch.zeros_like(rows)
         kernels.gather_extremum("max", state, parts[0], rows)
-        kernels.gather_extremum_transposed(into, parts[0], rows, state[0], state[1].double())
+        kernels.gather_extremum_transposed(into, parts[0], Transposes(), rows, state[0], state[1].double())
         found.append([*state, into])
     for one, four in zip(*found):
         torch.testing.assert_close(one, four, rtol=0, atol=0, equal_nan=True)

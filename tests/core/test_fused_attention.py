@@ -14,6 +14,7 @@ from shardpass.core.kernels import scores as score_steps
 from shardpass.core.kernels.runs import ClosedScores, RowRun, SoftmaxState
 from shardpass.core.ranks.random import dropout_factors
 from shardpass.core.sharding.shard import Block, build_shards, cut
+from shardpass.core.sharding.transposes import Transposes
 from shardpass.core.tracing.program import AdditiveScore, DotScore, MixedScore
 
 
@@ -57,8 +58,9 @@ def a_shard(size):
 
 
 def runs(shard, most, transposed):
-    indptr, columns = (shard.indptr, shard.src_rows) if not transposed else shard.transpose()
-    positions = shard.source_order() if transposed else None
+    indptr, columns, positions = shard.indptr, shard.src_rows, None
+    if transposed:
+        indptr, columns, positions = Transposes().of(shard, with_order=True)
     for chunk in cut(indptr, shard.num_edges, most):
         span = slice(chunk.start, chunk.stop)
         yield RowRun(indptr, chunk, columns[span], span if positions is None else positions[span])

@@ -8,6 +8,7 @@ import torch
 from shardpass.core import kernels
 from shardpass.core.kernels import cpu, reference
 from shardpass.core.sharding.shard import Block, Shard, build_shards
+from shardpass.core.sharding.transposes import Transposes
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 TAILS = [(1,), (3,), (16,), (100,), (2, 3), (4, 1)]
@@ -48,14 +49,14 @@ def test_gather_sum(dtype, tail, weighted):
     wide = torch.float32 if dtype.itemsize == 2 else dtype
     for transposed in (False, True):
         count, into = (NUM_DST, BLOCK_ROWS) if transposed else (BLOCK_ROWS, NUM_DST)
-        name = "gather_sum_transposed" if transposed else "gather_sum"
+        name, turned = ("gather_sum_transposed", [Transposes()]) if transposed else ("gather_sum", [])
         rows, start = numbers((count, *tail), dtype), numbers((into, *tail), wide, 3)
         matrix = dense(shard, weight, transposed)
         right = start.double() + (matrix @ rows.double().flatten(1)).view(into, *tail)
         assert cpu.handles(rows)
         for module in (kernels, cpu, reference):
             out = start.clone()
-            getattr(module, name)(out, shard, rows, weight)
+            getattr(module, name)(out, shard, *turned, rows, weight)
             torch.testing.assert_close(out.double(), right, rtol=bound(dtype), atol=bound(dtype))
 
 
@@ -84,7 +85,7 @@ def test_weights_of_another_dtype(weight_dtype):
     rows, grad = numbers((BLOCK_ROWS, 4), torch.float64), numbers((50, 4), torch.float64)
     out, back = torch.zeros(50, 4, dtype=torch.float64), torch.zeros(BLOCK_ROWS, 4, dtype=torch.float64)
     kernels.gather_sum(out, shard, rows, weight)
-    kernels.gather_sum_transposed(back, shard, grad, weight)
+    kernels.gather_sum_transposed(back, shard, Transposes(), grad, weight)
     torch.testing.assert_close(out, dense(shard, weight) @ rows, rtol=0, atol=1e-12)
     torch.testing.assert_close(back, dense(shard, weight, True) @ grad, rtol=0, atol=1e-12)
 
@@ -115,7 +116,7 @@ def test_empty_shards_change_nothing(num_dst):
     for shard in build_shards(none, none, [Block(0, 0, 0), Block(1, 0, 3)], num_dst).shards:
         out, back = torch.ones(num_dst, 2), torch.ones(shard.block.num_rows, 2)
         kernels.gather_sum(out, shard, torch.ones(shard.block.num_rows, 2), torch.ones(0))
-        kernels.gather_sum_transposed(back, shard, torch.ones(num_dst, 2), None)
+        kernels.gather_sum_transposed(back, shard, Transposes(), torch.ones(num_dst, 2), None)
         assert bool((out == 1).all()) and bool((back == 1).all())
         assert kernels.edge_dot(shard, torch.ones(shard.block.num_rows, 2), torch.ones(num_dst, 2), 5).shape == (0,)
 
@@ -152,7 +153,7 @@ def test_a_weight_for_each_head(dtype, bound, loops, fresh, monkeypatch):
     out, back = numbers((50, 3, 4), dtype, 5), numbers((BLOCK_ROWS, 3, 4), dtype, 6)
     before = (torch.zeros_like(out), torch.zeros_like(back)) if fresh else (out.clone(), back.clone())
     kernels.gather_sum(out, shard, rows, weight, fresh)
-    kernels.gather_sum_transposed(back, shard, grad, weight, fresh)
+    kernels.gather_sum_transposed(back, shard, Transposes(), grad, weight, fresh)
     for head in range(3):
         there = dense(shard, weight[:, head]) @ rows[:, head].double() + before[0][:, head].double()
         again = dense(shard, weight[:, head], True) @ grad[:, head].double() + before[1][:, head].double()
@@ -194,14 +195,14 @@ def test_sums_of_triton(triton_device, dtype, tail, heads, index):
     wide = torch.float32 if dtype.itemsize == 2 else dtype
     shape = (shard.num_edges,) if heads == 1 else (shard.num_edges, heads)
     weight = None if heads is None else numbers(shape, dtype, 2).to(triton_device)
-    for name, count, into in (("gather_sum", 8, 7), ("gather_sum_transposed", 7, 8)):
+    for name, count, into, turned in (("gather_sum", 8, 7, []), ("gather_sum_transposed", 7, 8, [Transposes()])):
         rows = numbers((count, *tail), dtype).to(triton_device)
         for fresh in (False, True):
             start = numbers((into, *tail), wide, 3).to(triton_device)
             out, right = torch.full_like(start, float("nan")) if fresh else start.clone(), start.double()
             right = torch.zeros_like(right) if fresh else right
-            getattr(reference, name)(right, shard, rows.double(), None if weight is None else weight.double())
-            getattr(kernels, name)(out, shard, rows, weight, fresh)
+            getattr(reference, name)(right, shard, *turned, rows.double(), None if weight is None else weight.double())
+            getattr(kernels, name)(out, shard, *turned, rows, weight, fresh)
             torch.testing.assert_close(out.double(), right, rtol=bound(wide), atol=bound(wide))
 
 

@@ -321,13 +321,13 @@ def test_an_input_that_needs_no_gradient_has_none(graph):
 def test_buffers_and_frozen_parameters_are_no_captures(graph):
     buffer, frozen = torch.ones(4, dtype=torch.float64), matrix(4).requires_grad_(False)
     found = look(graph, lambda i: i.src["x"] * buffer + frozen)
-    assert found.captures == [] and found.reductions[0].differentiable
+    assert found.captures == () and found.reductions[0].differentiable
 
 
 def test_captures_are_found_on_every_call_with_gradients(graph):
     w = matrix(4)
     with torch.no_grad():
-        assert look(graph, lambda i: i.src["x"] * w).captures == []
+        assert look(graph, lambda i: i.src["x"] * w).captures == ()
     assert [t is w for t in look(graph, lambda i: i.src["x"] * w).captures] == [True]
 
 
@@ -410,7 +410,7 @@ def test_random_numbers_are_noticed_and_given_back(graph):
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-def test_random_numbers_of_another_thread_are_not_the_body_s(graph):
+def test_random_numbers_of_another_thread_are_not_the_message_function_s(graph):
     """Ranks that are threads share torch's generator: one may be in a dropout while another looks at a layer."""
 
     def elsewhere(i):

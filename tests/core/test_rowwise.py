@@ -48,13 +48,13 @@ def sharded(message, reduce=None, ranks=3, mode="sar", kind="random"):
         graph = shard_in_memory(GRAPH, owners, comm, Options(mode=mode, chunk_bytes=400))
         x, e = graph.x.clone().requires_grad_(), graph.edge_attr.clone().requires_grad_()
 
-        def body(i):
+        def of_inputs(i):
             return message(Edges(i.src["x"], i.dst["x"], i.edge["e"], i.edge["w"], i.index, i.num_dst))
 
         def tail(messages, i):
             return (reduce or add_up)(messages, i.index, i.num_dst)
 
-        program = Program("Layer (convs.0)", {"x": x}, {"x": x}, {"e": e, "w": graph.edge_weight}, body, tail)
+        program = Program("Layer (convs.0)", {"x": x}, {"x": x}, {"e": e, "w": graph.edge_weight}, of_inputs, tail)
         out = aggregate(program, graph.relation.plan, graph.relation.shards)
         out.cos().sum().backward()
         return graph.node_ids, graph.edge_ids, out.detach(), x.grad, e.grad

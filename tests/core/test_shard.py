@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardpass.core.sharding.shard import Block, build_shards, shard_order, smallest_index_dtype
+from shardpass.core.sharding.transposes import Transposes
 
 BLOCKS = (Block(1, 0, 4), Block(0, 6, 9), Block(2, 9, 9), Block(0, 4, 6), Block(2, 9, 12))  # round order, not by start
 NUM_DST = 5
@@ -92,9 +93,12 @@ def test_chunks_cover_the_edges_once(edges, max_edges):
 @given(edge_lists())
 def test_transpose(edges):
     for shard in build_shards(*edges, BLOCKS, NUM_DST).shards:
-        (indptr, dst), position = shard.transpose(), shard.source_order()
+        transposes = Transposes()
+        assert transposes.of(shard).order is None
+        indptr, dst, position = transposes.of(shard, with_order=True)
         assert indptr.dtype == dst.dtype == position.dtype == torch.int32
-        assert shard.transpose()[0] is indptr, "built once"
+        assert transposes.of(shard).indptr is indptr, "made once"
+        assert all(map(torch.equal, Transposes().of(shard, with_order=True), (indptr, dst, position)))
         src_rows, dst_rows = shard.src_rows.tolist(), shard.dst_rows().tolist()
         assert indptr.tolist()[0] == 0 and indptr.numel() == shard.block.num_rows + 1
         for row in range(shard.block.num_rows):
@@ -126,7 +130,7 @@ def test_no_edges(num_dst):
     for shard in built.shards:
         assert shard.chunks(3) == [] and shard.dst_rows().tolist() == []
         assert shard.select(torch.ones(0, 2)).shape == (0, 2)
-        assert shard.transpose()[0].tolist() == [0] * (shard.block.num_rows + 1)
+        assert Transposes().of(shard).indptr.tolist() == [0] * (shard.block.num_rows + 1)
 
 
 def test_index_dtype():

@@ -19,11 +19,10 @@ pytest.importorskip("torch_geometric")
 from torch_geometric.nn import GATConv, GATv2Conv, GCNConv, GINEConv, PNAConv, SAGEConv, TransformerConv
 
 import shardpass as sp
-from shardpass.core.aggregation import call, scores
+from shardpass.core.aggregation import call, rerun
 from shardpass.core.kernels import cpu, fused, heads
-from shardpass.core.sharding import host_copies as streaming
-from shardpass.core.sharding import shard
-from shardpass.core.tracing import probe, rowwise
+from shardpass.core.sharding import host_copies, shard, streamed_shards, transposes
+from shardpass.core.tracing import probing, rowwise
 from shardpass.errors import RefusedError
 from shardpass.testing.graphs import assignments, awkward_graph, shard_in_memory
 from shardpass.testing.run import run
@@ -61,7 +60,7 @@ class Places(TorchDispatchMode):
 
 def watched(places, monkeypatch):
     """Has the copies that the engine makes marked."""
-    real = streaming.to_device, streaming.to_host
+    real = host_copies.to_device, host_copies.to_host
 
     def to_device(tensor, device):
         assert places.of(tensor) != "device"
@@ -72,10 +71,10 @@ def watched(places, monkeypatch):
         assert places.of(tensor) != "host"
         return places.mark(real[1](tensor), "host")
 
-    for module in (call, probe, rowwise, scores, shard, streaming):
-        for name, function in (("to_device", to_device), ("to_host", to_host)):
-            if hasattr(module, name):
-                monkeypatch.setattr(module, name, function)
+    for module in (call, probing, rowwise, shard, streamed_shards, transposes):
+        monkeypatch.setattr(module, "to_device", to_device)
+    for module in (rerun, shard):
+        monkeypatch.setattr(module, "to_host", to_host)
 
 
 class Edges(torch.nn.Module):
@@ -163,9 +162,10 @@ def test_on_a_gpu(kind):
         torch.testing.assert_close(other, one, rtol=1e-10, atol=1e-10)
 
 
-def test_few_shards_are_on_the_device_at_once(monkeypatch):
+@pytest.mark.parametrize(("modules", "tensors"), [((streamed_shards,), 2), ((streamed_shards, transposes), 4)])
+def test_few_shards_are_on_the_device_at_once(modules, tensors, monkeypatch):
     alive, most = weakref.WeakSet(), []
-    real = streaming.to_device
+    real = host_copies.to_device
 
     def to_device(tensor, device):
         copy = real(tensor, device)
@@ -179,10 +179,11 @@ def test_few_shards_are_on_the_device_at_once(monkeypatch):
         def __init__(self, tensor):
             tensor.keyed = self
 
-    monkeypatch.setattr(streaming, "to_device", to_device)
+    for module in modules:
+        monkeypatch.setattr(module, "to_device", to_device)
     options = sp.Options(stream_structure=True, block_rows=1)
     run(step, 3, args=("SAGE", options, None))
-    assert max(most) <= 3 * 3 * 2 < len(most)  # ranks, shards, and the two tensors of each
+    assert max(most) <= 3 * 3 * tensors < len(most)  # ranks, shards, and the tensors of each
 
 
 @pytest.mark.parametrize("wrong", [{"mode": "halo"}, {"mode": "auto", "memory_budget": 1e9}, {"backward": "pull"}])

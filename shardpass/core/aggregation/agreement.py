@@ -52,22 +52,6 @@ class Agreed(NamedTuple):
 MakeOffer = Callable[[Program, Structure, bool], Offer]
 
 
-def gradient_flags(program: Program) -> list[bool]:
-    """Whether each input of `program` requires grad here, in a fixed order of names."""
-    if not torch.is_grad_enabled():
-        return [False] * len(_names(program))
-    tensors = {"s": program.src, "d": program.dst, "e": program.edge}
-    return [tensors[key[0]][key[2:]].requires_grad for key in _names(program)]
-
-
-def _names(program: Program) -> list[str]:
-    return [
-        f"{kind}:{name}"
-        for kind, tensors in (("s", program.src), ("d", program.dst), ("e", program.edge))
-        for name in sorted(tensors)
-    ]
-
-
 def _in_words(program: Program) -> str:
     kinds = (("source", program.src), ("destination", program.dst), ("edge", program.edge))
     found = [
@@ -102,10 +86,10 @@ def settle(
         RefusedError: on every rank, if the message function cannot be computed one shard at a time on any.
         DivergenceError: on every rank, if the ranks' message functions differ.
     """
-    flags = gradient_flags(program)
+    inputs = dict(program.inputs.items())
+    names, flags = list(inputs), [torch.is_grad_enabled() and tensor.requires_grad for tensor in inputs.values()]
     edge_names = sorted(program.edge)
     per_edge = [t.dim() > 0 and t.size(0) == edges.num_edges for t in (program.edge[n] for n in edge_names)]
-    names = _names(program)
     for _ in range(_ATTEMPTS):
         candidate = _without(program, per_edge)
         needs_grad = {name for name, flag in zip(names, flags) if flag}

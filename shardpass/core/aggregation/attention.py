@@ -19,7 +19,7 @@ from shardpass.core.aggregation.gradients import Gradients, Returned
 from shardpass.core.aggregation.scores import Outer, Piece, scores_of
 from shardpass.core.kernels import RowRun, SoftmaxState
 from shardpass.core.ranks import dropout_factors, piece_seed
-from shardpass.core.sharding import EdgeShards, Shard, cut
+from shardpass.core.sharding import EdgeShards, Shard, Transposes, cut
 from shardpass.core.tracing import Attention
 from shardpass.errors import InternalError
 
@@ -64,13 +64,13 @@ def attention_gradients(
     most = chunk_edges(call, attention, operands, scores.in_one_loop)
     one_by_one = bool(attention.dropout) or not scores.in_one_loop
     returned = Returned(call, gradients, names)
-    reached = attention.output in gradients.reached
+    reached, transposes = attention.output in gradients.reached, call.plan.comm.caches.of(Transposes)
     for position, shard, rows in call.walk(operands, names):
         with returned.block(position) as into:
             table = rows[attention.value].reshape(-1, heads, width) if rows else grad[:0]
             is_wanted = attention.value in into
             target = into[attention.value].view_as(table) if is_wanted else torch.zeros_like(table)
-            for run in _by_source(shard, most, one_by_one) if reached else ():
+            for run in _by_source(shard, transposes, most, one_by_one) if reached else ():
                 kept = _kept(call, attention, position, run, grad)
                 gradients.ran = True
                 scores.adjoint(Piece(shard, run, rows, table, kept), outer, target, into, gradients)
@@ -132,11 +132,11 @@ def _by_destination(shard: Shard, most: int) -> Iterator[RowRun]:
         yield RowRun(shard.indptr, chunk, shard.src_rows[span], span)
 
 
-def _by_source(shard: Shard, most: int, one_by_one: bool) -> Iterator[RowRun]:
+def _by_source(shard: Shard, transposes: Transposes, most: int, one_by_one: bool) -> Iterator[RowRun]:
     if shard.num_edges == 0:
         return
-    positions = shard.source_order() if one_by_one else None
-    indptr, dst_rows = shard.transpose()
+    indptr, dst_rows, order = transposes.of(shard, with_order=one_by_one)
+    positions = order if one_by_one else None
     for chunk in cut(indptr, shard.num_edges, most):
         span = slice(chunk.start, chunk.stop)
         yield RowRun(indptr, chunk, dst_rows[span], None if positions is None else positions[span])

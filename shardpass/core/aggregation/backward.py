@@ -11,7 +11,7 @@ from shardpass.core.aggregation.forward import ONLY
 from shardpass.core.aggregation.gradients import Gradients, Returned, is_linear
 from shardpass.core.aggregation.rerun import GradientRun
 from shardpass.core.kernels import edge_dot, gather_extremum_transposed, gather_sum_transposed
-from shardpass.core.sharding import Chunk, Shard
+from shardpass.core.sharding import Chunk, Shard, Transposes
 from shardpass.core.tracing import KERNEL_FORMS, REDUCERS, Base, Extremum, Reduction, State, StopPass
 
 
@@ -55,7 +55,7 @@ class _KernelPass:
         self.call, self.operands, self.values, self.gradients = call, operands, results.values, gradients
         self.reductions = {k: call.structure.reductions[k] for k in members}
         self.shares = {k: self._share(k, reduction, results) for k, reduction in self.reductions.items()}
-        self.writes_first = is_linear(call)
+        self.writes_first, self.transposes = is_linear(call), call.plan.comm.caches.of(Transposes)
         self.written: set[str] = set()
 
     def _share(self, k: int, reduction: Reduction, results: Results) -> Tensor | None:
@@ -92,14 +92,15 @@ class _KernelPass:
         grad, share, is_reached = self.gradients.reductions[k], self.shares[k], k in self.gradients.reached
         if share is not None:
             if is_reached:
-                gather_extremum_transposed(into, shard, rows[reduction.source], self.values[k], share)
+                source = rows[reduction.source]
+                gather_extremum_transposed(into, shard, self.transposes, source, self.values[k], share)
             return
         name = self.call.canonical[reduction.source]
         fresh = self.writes_first and name not in self.written
         self.written.add(name)
         if is_reached:
             weights = self.call.weights(self.operands, shard, reduction.weight)
-            gather_sum_transposed(into, shard, grad, weights, fresh)
+            gather_sum_transposed(into, shard, self.transposes, grad, weights, fresh)
         elif fresh:
             into.zero_()
 

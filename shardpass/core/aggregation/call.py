@@ -13,7 +13,7 @@ from torch import Tensor
 from shardpass.core.aggregation.out_edges import OutEdges
 from shardpass.core.exchange import HaloPlan, Stream, fetch_blocks
 from shardpass.core.ranks import piece_seed, replayed
-from shardpass.core.sharding import Chunk, EdgeShards, Shard, StreamedShards, to_device
+from shardpass.core.sharding import Chunk, CopyStreams, EdgeShards, Shard, StreamedShards, to_device
 from shardpass.core.tracing import Inputs, Program, Structure
 
 
@@ -163,7 +163,8 @@ class Call:
         tensors, keep = [operands.src[name] for name in missing], self.keeps_rows
         streamed = self.streamed_to
         rounds = fetch_blocks(self.plan, tensors, self.stream(), keep=keep, placed=placed and streamed is None)
-        shards = self.edges.shards if streamed is None else StreamedShards(self.edges, streamed)
+        copies = self.plan.comm.caches.of(CopyStreams)
+        shards = self.edges.shards if streamed is None else StreamedShards(self.edges, streamed, copies)
         for position, _, fetched in rounds:
             rows = dict(zip(missing, fetched))
             for name in wanted:

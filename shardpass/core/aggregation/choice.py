@@ -117,6 +117,6 @@ def _call_of(
         dst_names=sorted(program.dst),
         edge_names=sorted(program.edge),
         gradients=gradients - {f"s:{name}" for name in unused},  # they get none, as in plain autograd: not zeros
-        captured=structure.captures,
+        captured=list(structure.captures),
         seed=seed,
     )

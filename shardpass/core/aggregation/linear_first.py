@@ -44,12 +44,12 @@ def transformed_first(
     if reduction.tail != (in_channels,) or out_channels > in_channels or (keeps_sums and f"s:{name}" not in gradients):
         return None
     rows, message = program.src[name], structure.message
-    if rows.dtype != weight.dtype or message is None or torch.is_autocast_enabled(rows.device.type):
+    if rows.dtype != weight.dtype or torch.is_autocast_enabled(rows.device.type):
         return None
     if torch.is_grad_enabled() and weight.requires_grad:
         gradients |= {f"s:{name}"}
         reduction = replace(reduction, differentiable=True)
     reductions = list(structure.reductions)
     reductions[k] = replace(reduction, tail=(out_channels,))
-    narrow = replace(structure, reductions=reductions, message=message[:, :out_channels])
+    narrow = replace(structure, reductions=tuple(reductions), message=message[:, :out_channels])
     return replace(program, src={**program.src, name: F.linear(rows, weight)}), narrow, gradients

@@ -19,7 +19,7 @@ def run_node_part(program: Program, call: Call, outputs: list[Tensor], only_scal
         program: with its tensors.
         only_scales: the node part does no more than divide the sum that a scatter returns.
     """
-    assert program.aggregate is not None and call.structure.message is not None
+    assert program.aggregate is not None
     with torch.no_grad():
         num_edges = min(1, call.edges.num_dst)
         inputs = sample_inputs(program, call.edges, call.plan.num_own_src, grads=False, count=num_edges)

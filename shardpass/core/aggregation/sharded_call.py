@@ -20,7 +20,7 @@ from shardpass.core.exchange import HaloPlan
 from shardpass.core.ranks import begin_call
 from shardpass.core.sharding import EdgeShards
 from shardpass.core.tracing import Program
-from shardpass.core.training import Moments
+from shardpass.core.training import DistributedBatchNorm, Moments
 from shardpass.errors import NeedsHaloError
 
 
@@ -71,7 +71,9 @@ def _note_results(call: Call, program: Program, outputs: list[Tensor]) -> None:
         found = {k: output.detach() for k, output in enumerate(outputs)}
         constant_sums(call.plan).keep(program, call.structure, call.edges, found)
     for k, (count, mean, variance) in call.norm_moments.items():
-        call.structure.norms[k].track(Moments(count, mean, variance), [count, mean.numel()])
+        norm = call.structure.norms[k]
+        assert isinstance(norm, DistributedBatchNorm)
+        norm.track(Moments(count, mean, variance), [count, mean.numel()])
 
 
 def _finish(way: Way, outputs: list[Tensor]) -> Tensor:

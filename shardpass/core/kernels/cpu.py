@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardpass.core.sharding import Shard
+from shardpass.core.sharding import Shard, Transposes
 
 CHUNK_ROWS = 1024
 
@@ -50,8 +50,10 @@ def gather_sum(out: Tensor, shard: Shard, rows: Tensor, weight: Tensor | None, f
     _accumulate(out, shard.indptr, shard.src_rows.to(shard.indptr.dtype), rows, weight, fresh)
 
 
-def gather_sum_transposed(out: Tensor, shard: Shard, grad: Tensor, weight: Tensor | None, fresh: bool = False) -> None:
+def gather_sum_transposed(
+    out: Tensor, shard: Shard, transposes: Transposes, grad: Tensor, weight: Tensor | None, fresh: bool = False
+) -> None:
     """See `kernels.gather_sum_transposed`."""
-    weight = None if weight is None else weight.index_select(0, shard.source_order())
-    indptr, columns = shard.transpose()
+    indptr, columns, order = transposes.of(shard, with_order=weight is not None)
+    weight = None if weight is None or order is None else weight.index_select(0, order)
     _accumulate(out, indptr, columns, grad, weight, fresh)

@@ -9,7 +9,7 @@ from torch import Tensor
 from shardpass.core.kernels import cpu, heads, reference
 from shardpass.core.kernels.extremum import gather_extremum, gather_extremum_transposed
 from shardpass.core.kernels.gpu import triton_sums_for
-from shardpass.core.sharding import PlacedRows, Shard
+from shardpass.core.sharding import PlacedRows, Shard, Transposes
 
 __all__ = [
     "edge_dot",
@@ -36,16 +36,19 @@ def gather_sum(
     _sums_for(out, shard, rows, weight).gather_sum(out, shard, rows, weight, fresh)
 
 
-def gather_sum_transposed(out: Tensor, shard: Shard, grad: Tensor, weight: Tensor | None, fresh: bool = False) -> None:
+def gather_sum_transposed(
+    out: Tensor, shard: Shard, transposes: Transposes, grad: Tensor, weight: Tensor | None, fresh: bool = False
+) -> None:
     """``out[src] += weight * grad[dst]`` over the shard's edges, in place: the adjoint of `gather_sum` in `rows`.
 
     Args:
         out: ``[block rows, ...]``.
+        transposes: those of the shards of the graph.
         grad: ``[num_dst, ...]``.
         weight: as in `gather_sum`.
         fresh: as in `gather_sum`.
     """
-    _sums_for(out, shard, grad, weight).gather_sum_transposed(out, shard, grad, weight, fresh)
+    _sums_for(out, shard, grad, weight).gather_sum_transposed(out, shard, transposes, grad, weight, fresh)
 
 
 def edge_dot(shard: Shard, rows: Tensor, grad: Tensor, max_edges: int, num_heads: int = 1) -> Tensor:

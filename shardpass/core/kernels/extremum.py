@@ -8,7 +8,7 @@ from shardpass.core.kernels.cpu_loops import by_rows, numba_loops_for
 from shardpass.core.kernels.gpu import triton_extremum_for
 from shardpass.core.kernels.reference import CHUNK_EDGES
 from shardpass.core.kernels.runs import RowRun
-from shardpass.core.sharding import Chunk, Shard
+from shardpass.core.sharding import Chunk, Shard, Transposes
 from shardpass.core.tracing import REDUCERS, State
 
 
@@ -35,21 +35,24 @@ def gather_extremum(op: str, state: State, shard: Shard, rows: Tensor) -> None:
         REDUCERS[op].accumulate(window, messages, shard.dst_rows(chunk))
 
 
-def gather_extremum_transposed(out: Tensor, shard: Shard, rows: Tensor, value: Tensor, share: Tensor) -> None:
+def gather_extremum_transposed(
+    out: Tensor, shard: Shard, transposes: Transposes, rows: Tensor, value: Tensor, share: Tensor
+) -> None:
     """``out[src] += (rows[src] == value[dst]) * share[dst]`` over the shard's edges, in place: the adjoint in `rows`.
 
     Args:
         out: ``[block rows, ...]``.
+        transposes: those of the shards of the graph.
         rows: as in `gather_extremum`.
         value: the max or min, ``[num_dst, ...]``.
         share: the part of its gradient that each tied message gets, ``[num_dst, ...]``.
     """
     triton = triton_extremum_for(out, rows, value, share)
     if triton is not None and shard.num_edges:
-        return triton.gather_extremum_transposed(out, shard, rows, value, share)
+        return triton.gather_extremum_transposed(out, shard, transposes, rows, value, share)
     loops = numba_loops_for(rows)
     if loops is not None and shard.num_edges and len({t.dtype for t in (out, rows, value, share)}) == 1:
-        indptr, columns = shard.transpose()
+        indptr, columns, _ = transposes.of(shard)
         run, loop, into = _run(shard, indptr, columns), loops.extremum_adjoint, _flat(out).numpy()
         given = [t.numpy() for t in (indptr, columns, *(_flat(part.contiguous()) for part in (rows, value, share)))]
         return by_rows(run, lambda low, high: loop(*given, low, high, into))

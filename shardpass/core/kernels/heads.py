@@ -7,7 +7,7 @@ from torch import Tensor
 from shardpass.core.kernels import reference
 from shardpass.core.kernels.cpu_loops import by_rows, numba_loops_for
 from shardpass.core.kernels.runs import RowRun
-from shardpass.core.sharding import Chunk, Shard
+from shardpass.core.sharding import Chunk, Shard, Transposes
 
 
 def handles(rows: Tensor, grad: Tensor) -> bool:
@@ -24,14 +24,17 @@ def gather_sum(out: Tensor, shard: Shard, rows: Tensor, weight: Tensor, fresh: b
     _accumulate(out, shard.indptr, shard.src_rows, rows, weight)
 
 
-def gather_sum_transposed(out: Tensor, shard: Shard, grad: Tensor, weight: Tensor, fresh: bool) -> None:
+def gather_sum_transposed(
+    out: Tensor, shard: Shard, transposes: Transposes, grad: Tensor, weight: Tensor, fresh: bool
+) -> None:
     """See `kernels.gather_sum_transposed`; `weight` is ``[num_edges, heads]``."""
     if numba_loops_for(grad) is None or out.dtype != grad.dtype:
-        return reference.gather_sum_transposed(out, shard, grad, weight, fresh)
+        return reference.gather_sum_transposed(out, shard, transposes, grad, weight, fresh)
     if fresh:
         out.zero_()
-    weight = weight.index_select(0, shard.source_order())
-    _accumulate(out, *shard.transpose(), grad, weight)
+    indptr, columns, order = transposes.of(shard, with_order=True)
+    assert order is not None
+    _accumulate(out, indptr, columns, grad, weight.index_select(0, order))
 
 
 def edge_dot(shard: Shard, rows: Tensor, grad: Tensor, heads: int, max_edges: int) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardpass.core.sharding import Shard
+from shardpass.core.sharding import Shard, Transposes
 
 CHUNK_EDGES = 8192
 
@@ -30,8 +30,10 @@ def gather_sum(out: Tensor, shard: Shard, rows: Tensor, weight: Tensor | None, f
         out[chunk.low : chunk.high].index_add_(0, shard.dst_rows(chunk), messages.to(out.dtype))
 
 
-def gather_sum_transposed(out: Tensor, shard: Shard, grad: Tensor, weight: Tensor | None, fresh: bool = False) -> None:
-    """See `kernels.gather_sum_transposed`."""
+def gather_sum_transposed(
+    out: Tensor, shard: Shard, transposes: Transposes, grad: Tensor, weight: Tensor | None, fresh: bool = False
+) -> None:
+    """See `kernels.gather_sum_transposed`. It goes by destination, so it needs no transpose."""
     if fresh:
         out.zero_()
     for chunk in shard.chunks(CHUNK_EDGES):

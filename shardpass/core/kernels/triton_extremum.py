@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from shardpass.core.kernels.triton_sums import MOST_CHANNELS, accumulator, tile_of
-from shardpass.core.sharding import Shard
+from shardpass.core.sharding import Shard, Transposes
 from shardpass.core.tracing import State
 
 
@@ -34,10 +34,12 @@ def gather_extremum(op: str, state: State, shard: Shard, rows: Tensor) -> None:
         )
 
 
-def gather_extremum_transposed(out: Tensor, shard: Shard, rows: Tensor, value: Tensor, share: Tensor) -> None:
+def gather_extremum_transposed(
+    out: Tensor, shard: Shard, transposes: Transposes, rows: Tensor, value: Tensor, share: Tensor
+) -> None:
     """See `kernels.gather_extremum_transposed`."""
     target, num_channels = out.view(-1), rows.shape[1:].numel()
-    given = [t.contiguous() for t in (*shard.transpose(), rows, value, share)]
+    given = [t.contiguous() for t in (*transposes.of(shard)[:2], rows, value, share)]
     if target.numel() == 0:
         return
     block_e, block_c, num_warps = tile_of(min(num_channels, MOST_CHANNELS))

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardpass.core.sharding import Shard
+from shardpass.core.sharding import Shard, Transposes
 
 TILE = 1024  # numbers that a program of one warp gathers at a time
 MOST_EDGES, MOST_CHANNELS = 32, 128
@@ -28,11 +28,12 @@ def gather_sum(out: Tensor, shard: Shard, rows: Tensor, weight: Tensor | None, f
     _accumulate(out, shard.indptr, shard.src_rows, None, rows, weight, fresh)
 
 
-def gather_sum_transposed(out: Tensor, shard: Shard, grad: Tensor, weight: Tensor | None, fresh: bool = False) -> None:
+def gather_sum_transposed(
+    out: Tensor, shard: Shard, transposes: Transposes, grad: Tensor, weight: Tensor | None, fresh: bool = False
+) -> None:
     """See `kernels.gather_sum_transposed`; weights with heads too."""
-    order = None if weight is None else shard.source_order()
-    indptr, columns = shard.transpose()
-    _accumulate(out, indptr, columns, order, grad, weight, fresh)
+    indptr, columns, order = transposes.of(shard, with_order=weight is not None)
+    _accumulate(out, indptr, columns, None if weight is None else order, grad, weight, fresh)
 
 
 def edge_dot(shard: Shard, rows: Tensor, grad: Tensor, heads: int) -> Tensor:

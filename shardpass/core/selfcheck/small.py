@@ -22,17 +22,44 @@ class CannotCheckError(Exception):
     """The call cannot be made over, with the reason."""
 
 
-@dataclass
-class Argument:
-    """One leaf of the arguments: `kind` is the node or edge type whose rows it holds, None for a constant.
+@dataclass(frozen=True)
+class GraphArgument:
+    """A graph, with the fields that the model may read from it."""
 
-    `role` is ``"graph"``, ``"edge_index"``, ``"batch"``, ``"rows"`` or ``"constant"``; `value` the rows of the whole
-    small graph, or the constant.
-    """
+    fields: Fields
 
-    role: str
-    kind: Any
-    value: Any
+
+@dataclass(frozen=True)
+class EdgeIndexArgument:
+    """The ends of the edges of one type."""
+
+    kind: EdgeType
+
+
+@dataclass(frozen=True)
+class BatchArgument:
+    """Which graph of a batch each node belongs to; the small graph is one."""
+
+    rows: Tensor
+
+
+@dataclass(frozen=True)
+class RowsArgument:
+    """Rows of the nodes or edges of one type."""
+
+    kind: Kind
+    rows: Tensor
+
+
+@dataclass(frozen=True)
+class Constant:
+    """Anything else."""
+
+    value: object
+
+
+Argument = GraphArgument | EdgeIndexArgument | BatchArgument | RowsArgument | Constant
+"""One leaf of the arguments, made over for the whole small graph."""
 
 
 class SmallCall:
@@ -73,12 +100,15 @@ class SmallCall:
         inputs: list[Tensor] = []
         values: list[Any] = []
         for argument in self._arguments:
-            if argument.role == "graph":
-                values.append(self.frontend.whole(self.num_nodes, dict(self.edges), argument.value))
-            elif argument.role == "edge_index":
-                values.append(self.edges[argument.kind])
-            else:
-                values.append(_leaf(argument, argument.value, grads, inputs))
+            match argument:
+                case GraphArgument(fields):
+                    values.append(self.frontend.whole(self.num_nodes, dict(self.edges), fields))
+                case EdgeIndexArgument(kind):
+                    values.append(self.edges[kind])
+                case RowsArgument(_, rows):
+                    values.append(_leaf(rows, grads, inputs))
+                case BatchArgument(value) | Constant(value):
+                    values.append(_copy(value))
         args, kwargs = tree_unflatten(values, self._structure)
         return args, kwargs, inputs
 
@@ -89,23 +119,26 @@ class SmallCall:
         inputs: list[Tensor] = []
         values: list[Any] = []
         for argument in self._arguments:
-            if argument.role == "graph":
-                fields = {k: {n: t[ids[k]] for n, t in named.items()} for k, named in argument.value.items()}
-                values.append(self.frontend.sharded(graph, fields))
-            elif argument.role == "edge_index":
-                values.append(graph.relations[argument.kind].edge_index)
-            elif argument.role == "batch":
-                values.append(graph.batch)
-            else:
-                own = argument.value if argument.kind is None else argument.value[ids[argument.kind]]
-                values.append(_leaf(argument, own, grads, inputs))
+            match argument:
+                case GraphArgument(fields):
+                    own = {k: {n: t[ids[k]] for n, t in named.items()} for k, named in fields.items()}
+                    values.append(self.frontend.sharded(graph, own))
+                case EdgeIndexArgument(kind):
+                    values.append(graph.relations[kind].edge_index)
+                case BatchArgument():
+                    values.append(graph.batch)
+                case RowsArgument(kind, rows):
+                    values.append(_leaf(rows[ids[kind]], grads, inputs))
+                case Constant(value):
+                    values.append(_copy(value))
         args, kwargs = tree_unflatten(values, self._structure)
         return args, kwargs, inputs, ids
 
     @property
     def input_kinds(self) -> list[Any]:
         """The node or edge type of each of the inputs."""
-        return [a.kind for a in self._arguments if a.role == "rows" and a.value.is_floating_point()]
+        given = [argument for argument in self._arguments if isinstance(argument, RowsArgument)]
+        return [argument.kind for argument in given if argument.rows.is_floating_point()]
 
     def _drawn(self, limit: int, count: int) -> Tensor:
         return torch.randint(0, limit, (count,), generator=self._generator)
@@ -123,19 +156,19 @@ class SmallCall:
     def _argument(self, path: Any, leaf: Any, real: dict[Any, int]) -> Argument:
         keys = [entry.key for entry in path if isinstance(entry, MappingKey) and entry.key in self.counts]
         if self.frontend.core_of(leaf) is not None:
-            return Argument("graph", None, self._fields(leaf))
+            return GraphArgument(self._fields(leaf))
         if isinstance(leaf, ShardedEdgeIndex):
             if leaf.is_reversed or leaf.derivation is not None:
                 raise CannotCheckError("it is called with an edge_index that was changed outside it")
-            return Argument("edge_index", keys[-1] if keys else EDGE, None)
+            return EdgeIndexArgument(keys[-1] if keys else EDGE)
         if isinstance(leaf, BatchIndex):
-            return Argument("batch", NODE, torch.zeros(self.num_nodes[NODE], dtype=torch.int64))
+            return BatchArgument(torch.zeros(self.num_nodes[NODE], dtype=torch.int64))
         if not isinstance(leaf, Tensor):
-            return Argument("constant", None, leaf)
+            return Constant(leaf)
         kind = keys[-1] if keys else _kind_of(leaf, real)
         if kind is None:
-            return Argument("constant", None, self._cast(leaf.detach().cpu()))
-        return Argument("rows", kind, self._rows(leaf.detach().cpu(), self.counts[kind]))
+            return Constant(self._cast(leaf.detach().cpu()))
+        return RowsArgument(kind, self._rows(leaf.detach().cpu(), self.counts[kind]))
 
     def _fields(self, graph: Any) -> Fields:
         """Fields of the small graph, in place of those that the model may read from the real one."""
@@ -197,8 +230,13 @@ def _ids(graph: ShardedGraph) -> dict[Any, Tensor]:
     return {NODE: graph.node_ids, EDGE: graph.edge_ids}
 
 
-def _leaf(argument: Argument, value: Any, grads: bool, inputs: list[Tensor]) -> Any:
-    if argument.role != "rows" or not value.is_floating_point():
-        return value.clone() if isinstance(value, Tensor) else value
-    inputs.append(value.detach().clone().requires_grad_(grads))
-    return inputs[-1].clone()  # which the model may change in place
+def _copy(value: object) -> object:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _leaf(rows: Tensor, grads: bool, inputs: list[Tensor]) -> Tensor:
+    """A copy of `rows` that the model may change in place; floating point rows are among the `inputs` from here on."""
+    if not rows.is_floating_point():
+        return rows.clone()
+    inputs.append(rows.detach().clone().requires_grad_(grads))
+    return inputs[-1].clone()

@@ -4,7 +4,7 @@ This room knows ids, rows and edges. It does not communicate.
 """
 
 from shardpass.core.sharding.derived import Derivation, DerivedShards, KnownLists
-from shardpass.core.sharding.host_copies import HOST, StreamedShards, to_device, to_host
+from shardpass.core.sharding.host_copies import HOST, to_device, to_host
 from shardpass.core.sharding.ownership import EDGE, NODE, EdgeType, NodeType, Ownership
 from shardpass.core.sharding.shard import (
     Block,
@@ -17,6 +17,8 @@ from shardpass.core.sharding.shard import (
     shard_order,
     smallest_index_dtype,
 )
+from shardpass.core.sharding.streamed_shards import CopyStreams, StreamedShards
+from shardpass.core.sharding.transposes import Transposes
 
 __all__ = [
     "EDGE",
@@ -24,6 +26,7 @@ __all__ = [
     "NODE",
     "Block",
     "Chunk",
+    "CopyStreams",
     "Derivation",
     "DerivedShards",
     "EdgeShards",
@@ -34,6 +37,7 @@ __all__ = [
     "PlacedRows",
     "Shard",
     "StreamedShards",
+    "Transposes",
     "build_shards",
     "cut",
     "shard_order",

@@ -1,8 +1,8 @@
 """Edge lists that a layer derives from a graph's own in forward (self-loops added, edges masked), and their shards.
 
-Deriving is cheap, sharding the result is not, and layers derive the same list in every forward: so the shards are kept,
-shared by all layers, and found again. No communication: a derived list uses the same halo. Where all that was done is
-dropping edges and adding some, the list is kept as that, and its numbers are made only if something reads them.
+Deriving a list is cheap, sharding it is not, and layers derive the same list in every forward. So its shards are kept,
+for all layers, and found again. This does not communicate, because a derived list uses the same halo. A list that was
+made by dropping and adding edges is kept as these edits; its numbers are made only if something reads them.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Derivation:
     """An edge list as what was done to another one.
 
     Args:
-        base: ``[2, E]``, never written to.
-        shards: of the base, where they are known.
-        kept: ``[E]`` bool, the edges that stayed; None: all.
-        added: ``[2, k]`` each, appended in order.
+        base: the other one, ``[2, E]``. It is never written to.
+        kept: the edges that stayed, ``[E]`` bool. None means all.
+        added: edges appended in order, ``[2, k]`` each.
         num_edges: of the result.
+        shards: of the base, if they are known.
     """
 
     base: Tensor
@@ -45,13 +45,13 @@ class Derivation:
         return Derivation(base, None, (), base.size(1), shards)
 
     def masked(self, kept: Tensor) -> Derivation:
-        """With only the edges of the base for which `kept` is true."""
+        """This list with only the edges of the base for which `kept` is true."""
         num_edges = int(kept.sum())
         kept = kept.as_subclass(Tensor)  # a plain mask from here on
         return replace(self, kept=kept.clone() if num_edges < kept.numel() else None, num_edges=num_edges)
 
     def extended(self, edges: Sequence[Tensor]) -> Derivation:
-        """With `edges` appended."""
+        """This list with `edges` appended."""
         added = (*self.added, *(e.clone() for e in edges))
         return replace(self, added=added, num_edges=self.num_edges + sum(e.size(1) for e in edges))
 
@@ -82,14 +82,14 @@ Value = TypeVar("Value")
 
 
 class KnownLists(Generic[Value]):
-    """Something kept for each of the last few edge lists of one graph; least recently used dropped."""
+    """A value for each of the last few edge lists of one graph. The least recently used are dropped."""
 
     def __init__(self) -> None:
         self._known: list[tuple[Tensor | Derivation, Value]] = []
         self.count = 0  # of all that were ever kept
 
     def find(self, edges: Tensor | Derivation) -> Value | None:
-        """What is kept for a list equal to `edges` ``[2, num_edges]``; None where there is none."""
+        """The value for a list equal to `edges` ``[2, num_edges]``, or None."""
         for position, (known, value) in enumerate(self._known):
             if _same(known, edges):
                 self._known.append(self._known.pop(position))
@@ -97,7 +97,7 @@ class KnownLists(Generic[Value]):
         return None
 
     def keep(self, edges: Tensor | Derivation, value: Value) -> Value:
-        """`value`, kept for `edges`."""
+        """`value`, which is kept for `edges`."""
         if isinstance(edges, Tensor):
             largest = int(edges.max()) if edges.numel() else 0
             edges = edges.to(smallest_index_dtype(largest), copy=True)

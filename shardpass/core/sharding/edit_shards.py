@@ -1,7 +1,7 @@
 """Shards of an edge list with some edges dropped and others added, merged from shards that are sorted already.
 
-Sorting the whole list anew would take several times its memory. What only tensors with a row per edge need, the place
-of each edge in the list, is made when it is first read.
+Sorting the whole list again would take several times its memory. Only edge tensors need the place of each edge in the
+list, so it is made when it is first read.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from shardpass.core.sharding.shard import EdgeShards, Shard, build_shards, smallest_index_dtype
+from shardpass.core.sharding.shard import EdgeShards, LazyRows, Shard, build_shards, smallest_index_dtype
 
 
 def edit_shards(base: EdgeShards, kept: Tensor | None, added: Tensor | None) -> EdgeShards:
-    """The shards of the list whose edges are those of `base` with `kept`, then `added`; as `build_shards` makes them.
+    """What `build_shards` would make of the edges of `base` that are `kept`, followed by those `added`.
 
     Args:
-        base: whose shards are in the order of the rounds.
-        kept: ``[base.num_edges]`` bool; None: all stay.
+        base: its shards are in the order of the rounds.
+        kept: ``[base.num_edges]`` bool. None keeps all.
         added: ``[2, k]`` in own-first source rows and own destination rows, or None.
     """
     num_kept = base.num_edges if kept is None else int(kept.sum())
@@ -32,14 +32,14 @@ def edit_shards(base: EdgeShards, kept: Tensor | None, added: Tensor | None) -> 
 
 
 def _edited(mine: Shard, extra: Shard, kept: Tensor | None, num_kept: int) -> Shard:
-    """What is left of a shard, and `extra` of the same block; in each destination row the latter come last."""
+    """The shard of the kept edges of `mine` and all of `extra`, which come last in each destination row."""
     chosen = None if kept is None else mine.select(kept)
     if chosen is None or bool(chosen.all()):
         left, src_rows = mine.indptr, mine.src_rows
     else:
         left, src_rows = _running(chosen)[mine.indptr], mine.src_rows[chosen]
     if extra.num_edges == 0:
-        rows = mine.rows if kept is None else partial(_places_left, mine, kept)
+        rows = mine.rows if kept is None else LazyRows(partial(_places_left, mine, kept))
         return Shard(mine.block, left, src_rows, rows)
     small = smallest_index_dtype(src_rows.numel() + extra.num_edges)
     left, after = left.to(small), extra.indptr.to(small)
@@ -49,11 +49,11 @@ def _edited(mine: Shard, extra: Shard, kept: Tensor | None, num_kept: int) -> Sh
         assert isinstance(theirs, Tensor)
         return _merged(_places_left(mine, kept), left, theirs + num_kept, after)
 
-    return Shard(mine.block, left + after, _merged(src_rows, left, extra.src_rows, after), places)
+    return Shard(mine.block, left + after, _merged(src_rows, left, extra.src_rows, after), LazyRows(places))
 
 
 def _places_left(mine: Shard, kept: Tensor | None) -> Tensor:
-    """Where the edges of a shard that stay stand among all that stay."""
+    """The places that the kept edges of `mine` have among all kept edges."""
     places = mine.places(torch.arange(mine.num_edges, device=mine.indptr.device))
     assert isinstance(places, Tensor)
     return places if kept is None else _running(kept)[places[kept[places]]].long()
@@ -67,7 +67,7 @@ def _running(chosen: Tensor) -> Tensor:
 
 
 def _merged(mine: Tensor, left: Tensor, extra: Tensor, after: Tensor) -> Tensor:
-    """Two lists of values, grouped by `left` and `after` ``[num_dst + 1]``, group by group, those of `mine` first."""
+    """The values of two lists that `left` and `after` ``[num_dst + 1]`` group, by group, those of `mine` first."""
     out = mine.new_empty(mine.numel() + extra.numel())
     for values, own, before in ((mine, left, after[:-1]), (extra, after, left[1:])):
         places = torch.repeat_interleave(before.to(own.dtype), own.diff(), output_size=values.numel())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from shardpass.core.sharding.host_copies import to_device, to_host
 
 
 class Block(NamedTuple):
-    """A run of source rows of one owner, in own-first numbering: what one round brings. Half-open."""
+    """Source rows ``[start, stop)`` of one owner, in own-first numbering: what one round brings."""
 
     owner: int
     start: int
@@ -34,9 +34,9 @@ class Chunk(NamedTuple):
 
 
 def cut(indptr: Tensor, num_edges: int, max_edges: int) -> list[Chunk]:
-    """Edges grouped by `indptr` cut into runs of at most `max_edges`; ``low`` and ``high`` are rows of `indptr`.
+    """Chunks of at most `max_edges` of the edges that `indptr` groups; ``low`` and ``high`` are rows of `indptr`.
 
-    A row with more edges than that is cut as well; every reduction merges across the cut.
+    A row with more edges is cut as well, since every reduction merges across the cut.
     """
     starts = torch.arange(0, num_edges, max_edges)
     stops = (starts + max_edges).clamp(max=num_edges)
@@ -47,7 +47,7 @@ def cut(indptr: Tensor, num_edges: int, max_edges: int) -> list[Chunk]:
 
 
 def smallest_index_dtype(largest: int) -> torch.dtype:
-    """int32 where ids up to `largest` fit, else int64."""
+    """int32 if ids up to `largest` fit, else int64."""
     return torch.int32 if largest < 2**31 else torch.int64
 
 
@@ -63,7 +63,20 @@ class PlacedRows(NamedTuple):
     places: Tensor
 
 
-@dataclass
+class LazyRows:
+    """The owner of a shard's `edge_rows` that are made when somebody first reads them: few calls have edge tensors."""
+
+    def __init__(self, make: Callable[[], Tensor]) -> None:
+        self._rows: Tensor | Callable[[], Tensor] = make
+
+    def read(self) -> Tensor:
+        """The rows."""
+        if not isinstance(self._rows, Tensor):
+            self._rows = self._rows()
+        return self._rows
+
+
+@dataclass(frozen=True, eq=False)
 class Shard:
     """Edges from one block into this rank's destination rows.
 
@@ -71,24 +84,20 @@ class Shard:
         block: the source rows; ``src_rows`` count from ``block.start``.
         indptr: ``[num_dst + 1]``, CSR by destination.
         src_rows: ``[num_edges]`` row inside the block.
-        rows: what `edge_rows` is, or what makes it when it is first read.
-        home: the shard in CPU memory that this is a copy of, see `host_copies.py`; edge tensors are there as well.
+        rows: what `edge_rows` is, or its owner.
+        home: the shard in CPU memory of which this is a copy, see `streamed_shards.py`. Edge tensors are there as well.
     """
 
     block: Block
     indptr: Tensor
     src_rows: Tensor
-    rows: slice | Tensor | Callable[[], Tensor]
-    _transpose: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
-    _source_order: Tensor | None = field(default=None, repr=False)
+    rows: slice | Tensor | LazyRows
     home: Shard | None = field(default=None, repr=False)
 
     @property
     def edge_rows(self) -> slice | Tensor:
         """Where the shard's edges stand in the edge list that edge tensors follow: a slice, or ``[num_edges]``."""
-        if callable(self.rows):
-            self.rows = self.rows()
-        return self.rows
+        return self.rows.read() if isinstance(self.rows, LazyRows) else self.rows
 
     @property
     def num_edges(self) -> int:
@@ -99,7 +108,7 @@ class Shard:
         return self.indptr.numel() - 1
 
     def reading(self, rows: Tensor | PlacedRows) -> tuple[Shard, Tensor]:
-        """``(shard, table)``: the same edges by destination, with ``src_rows`` that count in the table rows lie in."""
+        """``(shard, table)``: the same edges by destination, with ``src_rows`` that are rows of `table`."""
         if isinstance(rows, Tensor):
             return self, rows
         return Shard(self.block, self.indptr, rows.places.index_select(0, self.src_rows), self.rows), rows.table
@@ -109,7 +118,7 @@ class Shard:
         return self.indptr[1:] - self.indptr[:-1]
 
     def dst_rows(self, chunk: Chunk | None = None) -> Tensor:
-        """Destination row of each edge, int64; of a chunk, counted from ``chunk.low``."""
+        """Destination row of each edge, int64. Those of a chunk are counted from ``chunk.low``."""
         if chunk is None:
             chunk = Chunk(0, self.num_edges, 0, self.num_dst)
         bounds = self.indptr[chunk.low : chunk.high + 1].to(torch.int64).clamp(chunk.start, chunk.stop)
@@ -117,7 +126,7 @@ class Shard:
         return torch.repeat_interleave(rows, bounds[1:] - bounds[:-1], output_size=chunk.stop - chunk.start)
 
     def chunks(self, max_edges: int) -> list[Chunk]:
-        """The shard's edges cut into runs of at most `max_edges`, in destination order; see `cut`."""
+        """Chunks of at most `max_edges` of the shard's edges, in destination order; see `cut`."""
         return cut(self.indptr if self.home is None else self.home.indptr, self.num_edges, max_edges)
 
     def places(self, positions: slice | Tensor) -> slice | Tensor:
@@ -142,47 +151,22 @@ class Shard:
         rows = rows if self.home is None else to_host(rows)
         edge_tensor[self.places(slice(0, self.num_edges) if chunk is None else slice(chunk.start, chunk.stop))] = rows
 
-    def transpose(self) -> tuple[Tensor, Tensor]:
-        """CSR by source: ``(indptr [block rows + 1], dst_rows [E])``. Built once."""
-        if self._transpose is None and self.home is not None:
-            indptr, dst_rows = self.home.transpose()
-            self._transpose = to_device(indptr, self.indptr.device), to_device(dst_rows, self.indptr.device)
-        if self._transpose is None:
-            order = torch.argsort(self.src_rows, stable=True) if self._source_order is None else self._source_order
-            counts = torch.bincount(self.src_rows, minlength=self.block.num_rows)
-            indptr = torch.zeros(self.block.num_rows + 1, dtype=torch.int64, device=counts.device)
-            torch.cumsum(counts, 0, out=indptr[1:])
-            small = smallest_index_dtype(max(self.num_edges, self.num_dst))
-            self._transpose = (indptr.to(small), self.dst_rows().to(small)[order])
-        return self._transpose
 
-    def source_order(self) -> Tensor:
-        """Position in this shard of each edge of `transpose`, ``[E]``. Built once; ask before `transpose`."""
-        if self._source_order is None and self.home is not None:
-            self._source_order = to_device(self.home.source_order(), self.indptr.device)
-        if self._source_order is None:
-            small = smallest_index_dtype(max(self.num_edges, self.num_dst))
-            self._source_order = torch.argsort(self.src_rows, stable=True).to(small)
-        return self._source_order
-
-
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class EdgeShards:
     """One edge list, cut by source block. Edge tensors have ``num_edges`` rows in the order of that list.
 
     Args:
-        shards: one per block, in the order of the rounds, the own block first; some may have no edges.
+        shards: one per block, in the order of the rounds, the own block first. Some may have no edges.
         num_dst: destination rows of this rank.
         num_edges: edges of this rank.
-        largest_degree: of any own node, where some edges are left out of the shards; None: as the shards say.
-        copy_stream: of a GPU, on which streamed shards are copied.
+        largest_degree: the largest in-degree of an own node, if the shards leave out some edges; else None.
     """
 
     shards: tuple[Shard, ...]
     num_dst: int
     num_edges: int
     largest_degree: int | None = None
-    copy_stream: Any = field(default=None, compare=False, repr=False)
 
     def degrees(self) -> Tensor:
         """In-degree of each destination row, ``[num_dst]``, int64."""
@@ -193,7 +177,7 @@ class EdgeShards:
 
 
 def shard_order(src_rows: Tensor, dst_rows: Tensor, blocks: Sequence[Block]) -> tuple[Tensor, Tensor]:
-    """``(order, block_of_edge)``: the permutation that sorts edges by (block in round order, destination), stably."""
+    """``(order, block_of_edge)``: `order` sorts edges by (block in round order, destination), and is stable."""
     by_start = sorted(range(len(blocks)), key=lambda i: (blocks[i].start, blocks[i].stop))
     starts = torch.tensor([blocks[i].start for i in by_start], device=src_rows.device)
     rank_of = torch.tensor(by_start, device=src_rows.device)
@@ -206,7 +190,7 @@ def shard_order(src_rows: Tensor, dst_rows: Tensor, blocks: Sequence[Block]) -> 
 
 
 def _ascending(first: Tensor, second: Tensor) -> bool:
-    """Whether pairs are in ascending order."""
+    """Whether the pairs ``(first[i], second[i])`` ascend."""
     larger, same = first[1:] > first[:-1], first[1:] == first[:-1]
     return bool((larger | (same & (second[1:] >= second[:-1]))).all())
 

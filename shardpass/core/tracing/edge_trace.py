@@ -1,11 +1,11 @@
-"""Watching a body run: scatters along the destination index become reductions over all of a node's in-edges.
+"""Watching a message function run: a scatter onto the destinations becomes a reduction over all of a node's in-edges.
 
-[Note: bodies run in pieces]
-The body of a program is ordinary torch code, written for all edges at once. The engine runs it on a few edges at a
-time under `EdgeTrace`, a TorchFunctionMode. Whatever is row-wise needs no attention. A scatter onto the destinations
-is a reduction over edges that are not all here; the trace hands its messages to a *phase* (forward: accumulate;
-backward: note the messages, give back the known result as a leaf; tail: give back the finished reduction) and returns
-what the phase answers. Any other use of the destination index that would need a whole neighbourhood at once (sorting,
+[Note: message functions run in pieces]
+A program's message function is ordinary torch code, written for all edges at once. The engine runs it on a few edges
+at a time under `EdgeTrace`, a TorchFunctionMode. Whatever works row by row needs no attention. A scatter onto the
+destinations is a reduction over edges that are not all here. The trace hands its messages to a *phase*, and returns
+what the phase answers: in forward the phase accumulates them; in backward it notes them and answers with the known
+result as a leaf. Any other use of the destination index that would need a whole neighbourhood at once (sorting,
 counting, comparing) is refused by name.
 """
 
@@ -15,94 +15,43 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from shardpass.core.tracing.program import Program
 from shardpass.core.tracing.reducers import Base
 from shardpass.errors import NeedsHaloError, RefusedError
 
-SCATTERS = {
-    "scatter_add_": "sum",
-    "scatter_add": "sum",
-    "index_add_": "sum",
-    "index_add": "sum",
-    "scatter_reduce_": "",
-    "scatter_reduce": "",
-}
+SUMS = frozenset("scatter_add_ scatter_add index_add_ index_add".split())
+SCATTERS = SUMS.union("scatter_reduce_ scatter_reduce".split())
 REDUCE_NAMES = {"sum": "sum", "amax": "max", "amin": "min", "prod": "prod"}
 SHAPE_OPS = frozenset(
-    [
-        "view",
-        "expand",
-        "expand_as",
-        "unsqueeze",
-        "squeeze",
-        "reshape",
-        "contiguous",
-        "clone",
-        "to",
-        "long",
-        "detach",
-        "flatten",
-        "view_as",
-        "alias",
-    ]
+    "view expand expand_as unsqueeze squeeze reshape contiguous clone to long detach flatten view_as alias".split()
 )
-INDEX_OPS = frozenset(["index_select", "gather", "__getitem__", "take_along_dim"])
+INDEX_OPS = frozenset("index_select gather __getitem__ take_along_dim".split())
 HARMLESS_OPS = frozenset(
-    [
-        "size",
-        "dim",
-        "numel",
-        "__get__",
-        "ones_like",
-        "new_ones",
-        "new_zeros",
-        "new_full",
-        "new_empty",
-        "zeros_like",
-        "empty_like",
-        "full_like",
-        "__len__",
-        "is_floating_point",
-        "is_complex",
-        "ndimension",
-        "stride",
-        "element_size",
-        "data_ptr",
-        "is_contiguous",
-        "nelement",
-        "__repr__",
-    ]
+    "size dim numel __get__ ones_like new_ones new_zeros new_full new_empty zeros_like empty_like full_like __len__ "
+    "is_floating_point is_complex ndimension stride element_size data_ptr is_contiguous nelement __repr__".split()
 )
 DROPOUTS = frozenset(
-    [
-        "dropout",
-        "dropout_",
-        "alpha_dropout",
-        "alpha_dropout_",
-        "feature_alpha_dropout",
-        "feature_dropout",
-        "dropout1d",
-        "dropout2d",
-    ]
+    "dropout dropout_ alpha_dropout alpha_dropout_ feature_alpha_dropout feature_dropout dropout1d dropout2d".split()
 )
 
 
 class StopPass(BaseException):
-    """Raised inside a body once everything the running pass needs has been seen. Never reaches a user."""
+    """Raised inside a message function once the running pass has seen everything it needs. Never reaches a user."""
 
 
 class Phase(Protocol):
-    """What becomes of reductions, and of other calls, in one run of the body."""
+    """What becomes of the reductions in one run of a message function."""
 
     num_dst: int
     offset: int  # first whole destination row of this piece
     whole_dst: int  # destination rows of the rank
 
     def known_base(self, k: int) -> Base | None:
-        """What the structure says of the base of reduction `k`; None where it is to be found out."""
+        """The base of reduction `k` if the structure is known already, else None: the trace then finds it out."""
         ...
 
     def reduce(self, k: int, op: str, values: Tensor, index: Tensor, base: Base) -> Tensor:
@@ -111,7 +60,7 @@ class Phase(Protocol):
 
 
 def sequence_number() -> int:
-    """The number autograd gives to the next node: nodes made before have smaller ones."""
+    """The number that autograd gives to the next node. Nodes made before have smaller ones."""
     if torch.is_inference_mode_enabled():
         return 0
     with torch.enable_grad():
@@ -119,7 +68,7 @@ def sequence_number() -> int:
 
 
 def tensors_in(args: Iterable[Any]) -> list[Tensor]:
-    """The tensors among arguments, looked for one list or tuple deep."""
+    """The tensors among `args` and in the lists and tuples among them; it does not look into nested ones."""
     found = []
     for arg in args:
         if isinstance(arg, Tensor):
@@ -130,19 +79,19 @@ def tensors_in(args: Iterable[Any]) -> list[Tensor]:
 
 
 class EdgeTrace(TorchFunctionMode):
-    """Runs a body on a piece of the edges.
+    """Runs a message function on a piece of the edges.
 
     Args:
-        program: whose body it is.
-        index: the piece's destination index.
-        phase: what reductions become.
-        substitutes: tensors to put in the place of others, by id.
-        expected: when the body runs again, ids of the tensors that require grad and were there before it; a body that
-            uses another one is refused, since its gradient would be lost. None: any may be used.
-        generator: makes the generator from which dropout inside the body draws, the same whenever this piece runs.
-            None: torch's own, which ranks that are threads share.
-        returned: reductions whose result the body takes from what the scatter returns, not from the tensor that it
-            scatters into: nothing is copied there.
+        program: the program that the message function belongs to.
+        index: the destination index of the piece.
+        phase: decides what reductions become.
+        substitutes: tensors to use in place of others, by id.
+        expected: ids of the tensors that require grad and were there before a second run. The trace refuses a message
+            function that uses another one, since its gradient would be lost. None allows any.
+        generator: makes the generator that dropout inside the message function draws from, the same whenever this
+            piece runs. None means torch's own generator, which ranks that are threads share.
+        returned: reductions whose result the message function takes from what the scatter returns, not from the tensor
+            that it scatters into. The trace copies nothing into that tensor.
     """
 
     def __init__(
@@ -163,6 +112,7 @@ class EdgeTrace(TorchFunctionMode):
         self._make_generator = generator
         self._generator: torch.Generator | None = None
         self.num_drops = 0
+        self.norms: dict[int, nn.Module] = {}  # by the number of their reduction
         self._first_node = sequence_number() if expected is not None else 0
         self.count = 0
         self._index = index
@@ -185,38 +135,29 @@ class EdgeTrace(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if self.substitutes:
-            args, kwargs = self._substituted(args, kwargs)
+            args, kwargs = tree_map_only(Tensor, lambda t: self.substitutes.get(id(t), t), (args, kwargs))
         operands = tensors_in((*args, *kwargs.values()))
         if self._expected is not None:
             self._check_expected(operands)
+        if name in ("scatter_reduce", "scatter_reduce_"):
+            scatter = _bound(args, kwargs)
+            if scatter["reduce"] == "mean" and self.is_index(scatter["index"]):
+                return self._mean(name, **scatter)
         return self.run(func, name, args, kwargs, operands)
 
     def run(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Tensor]) -> Any:
         """Carry out one intercepted call."""
-        if name == "batch_norm" and kwargs.get("training", args[5] if len(args) > 5 else False):
-            raise RefusedError(
-                f"{self.name}: BatchNorm in training mode inside message() takes statistics over all edges of the "
-                f"graph. Use a torch.nn.BatchNorm1d module, which wrap() replaces by one that does"
-            )
-        if isinstance(kwargs.get("generator"), torch.Generator):
-            raise RefusedError(
-                f"{self.name}: `{name}` inside a message draws from a generator of its own, but messages run several "
-                f"times and in pieces, and must draw the same each time. Leave out `generator`"
-            )
+        self._check_repeatable(name, args, kwargs)
         if name in DROPOUTS and self._ranks is not None and not self._ranks.drops_in_messages:
             return args[0] if args else kwargs["input"]
         if name == "dropout" and self._make_generator is not None:
             return self._dropout(*args, **kwargs)
-        if not any(id(t) in self._aliases for t in operands):
+        if not any(self.is_index(operand) for operand in operands):
             return func(*args, **kwargs)
-        if name in SCATTERS:
-            return self._scatter(name, args, kwargs)
         first = args[0] if args else None
-        if name in SHAPE_OPS and self.is_index(first):
-            out = func(*args, **kwargs)
-            self._aliases[id(out)] = out
-            return out
-        if name == "__getitem__" and self.is_index(first) and _adds_dimensions(args[1]):
+        if name in SCATTERS:
+            return self._scatter(name, **_bound(args, kwargs))
+        if self.is_index(first) and (name in SHAPE_OPS or (name == "__getitem__" and _adds_dimensions(args[1]))):
             out = func(*args, **kwargs)
             self._aliases[id(out)] = out
             return out
@@ -231,8 +172,57 @@ class EdgeTrace(TorchFunctionMode):
             f"computed one shard at a time. Use Options(mode='halo') for this model"
         )
 
+    def reduce(self, op: str, messages: Tensor, base: Base) -> Tensor:
+        """The value of the next reduction: `messages` ``[E, ...]`` reduced by destination, ``[num_dst, ...]``."""
+        k, self.count = self.count, self.count + 1
+        return self.phase.reduce(k, op, messages, self._index, base)
+
+    def edge_moments(self, norm: nn.Module, rows: Tensor) -> Tensor:
+        """Mean and population variance of `rows` ``[E, channels]`` over all edges of all ranks: ``[2, channels]``.
+
+        Args:
+            norm: the batch norm that asks. Its running statistics are updated once the result is known.
+        """
+        self.norms[self.count] = norm
+        with torch._C.DisableTorchFunction():
+            moments = self.reduce("edge_moments", rows, Base())
+            return self._step(Tensor.to, self._step(torch.select, moments, 0, 0), rows.dtype)
+
+    def first_extremum(self, op: str, values: Tensor, places: Tensor, base: float = 0.0) -> Tensor:
+        """The largest or smallest of `values` ``[E, ...]`` per destination: ``[num_dst, ...]``.
+
+        Args:
+            op: ``max`` or ``min``.
+            places: where each edge stands in an order of its destination's edges, ``[E]``. The gradient goes to the
+                first of the tied values.
+            base: what a destination without a message holds.
+        """
+        with torch._C.DisableTorchFunction():
+            dtype = torch.promote_types(values.dtype, torch.float32)
+            places = places.to(dtype).view(-1, *[1] * (values.dim() - 1)).expand_as(values)
+            pair = self._step(torch.stack, [self._step(Tensor.to, values, dtype), places], -1)
+            result = self.reduce(f"first_{op}", pair, Base(base))
+            return self._step(Tensor.to, self._step(torch.select, result, -1, 0), values.dtype)
+
+    def is_index(self, value: Any) -> bool:
+        """Whether `value` is the destination index or a reshaped copy of it."""
+        return isinstance(value, Tensor) and id(value) in self._aliases
+
+    def _check_repeatable(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse what would differ from piece to piece, or from one run to the next."""
+        if name == "batch_norm" and kwargs.get("training", args[5] if len(args) > 5 else False):
+            raise RefusedError(
+                f"{self.name}: BatchNorm in training mode inside message() takes statistics over all edges of the "
+                f"graph. Use a torch.nn.BatchNorm1d module, which wrap() replaces by one that does"
+            )
+        if isinstance(kwargs.get("generator"), torch.Generator):
+            raise RefusedError(
+                f"{self.name}: `{name}` inside a message draws from a generator of its own, but messages run several "
+                f"times and in pieces, and must draw the same each time. Leave out `generator`"
+            )
+
     def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        """`torch.nn.functional.dropout` from a generator of this piece's own."""
+        """`torch.nn.functional.dropout` from the generator of this piece."""
         if not training or p == 0:
             return input
         self.num_drops += 1
@@ -255,91 +245,77 @@ class EdgeTrace(TorchFunctionMode):
                         f"Pass it to propagate() as an argument"
                     )
 
-    def edge_moments(self, norm: Any, rows: Tensor) -> Tensor:
-        """Mean and population variance of `rows` ``[E, channels]`` over all edges of all ranks: ``[2, channels]``.
-
-        Args:
-            norm: the batch norm that asks; its running statistics are updated once the result is known.
-        """
-        k, self.count = self.count, self.count + 1
-        with torch._C.DisableTorchFunction():
-            return self.phase.reduce(k, "edge_moments", rows, self._index, Base())[0].to(rows.dtype)
-
-    def first_extremum(self, op: str, values: Tensor, places: Tensor, base: float = 0.0) -> Tensor:
-        """The largest or smallest of `values` ``[E, ...]`` per destination: ``[num_dst, ...]``.
-
-        Args:
-            op: ``max`` or ``min``.
-            places: of the edges in an order of each destination's edges, ``[E]``; the gradient goes to the first tie.
-            base: what a destination without a message holds.
-        """
-        k, self.count = self.count, self.count + 1
-        with torch._C.DisableTorchFunction():
-            dtype = torch.promote_types(values.dtype, torch.float32)
-            places = places.to(dtype).view(-1, *[1] * (values.dim() - 1)).expand_as(values)
-            pair = torch.stack([values.to(dtype), places], dim=-1)
-            return self.phase.reduce(k, f"first_{op}", pair, self._index, Base(base))[..., 0].to(values.dtype)
-
-    def is_index(self, value: Any) -> bool:
-        """Whether `value` is the destination index or a reshaped copy of it."""
-        return isinstance(value, Tensor) and id(value) in self._aliases
-
-    def _substituted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        def swap(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                return self.substitutes.get(id(value), value)
-            if type(value) in (list, tuple) and any(id(v) in self.substitutes for v in value):
-                return type(value)(swap(v) for v in value)
-            return value
-
-        return tuple(swap(a) for a in args), {key: swap(value) for key, value in kwargs.items()}
-
     def _indexable(self, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Arguments in which a tensor over all own destinations is cut to those of this piece."""
-        phase, table = self.phase, args[0]
+        table = args[0]
         dim = 0 if name == "__getitem__" else int(args[1])
         if name == "__getitem__" and isinstance(args[1], tuple):
             dims = [d for d, item in enumerate(args[1]) if self.is_index(item)]
             if len(dims) != 1 or any(item is Ellipsis for item in args[1]):
                 raise RefusedError(f"{self.name}: indexing with a tuple of destination indices is not supported")
             dim = dims[0]
-        rows = table.size(dim)
+        return self._of_piece(table, dim), *args[1:]
+
+    def _step(self, function: Any, *args: Any) -> Any:
+        """``function(*args)``, traced as what the message function calls."""
+        return self.run(function, function.__name__, args, {}, tensors_in(args))
+
+    def _of_piece(self, table: Tensor, dim: int) -> Tensor:
+        """`table` over the destinations of this piece, or over all own destinations and then cut to those."""
+        phase, rows, dim = self.phase, table.size(dim), dim % table.dim()
         if rows == phase.num_dst:
-            return args
+            return table
+        if rows == phase.whole_dst == 0:  # the made-up edge of a probe ends in a made-up destination
+            made_up = table.new_zeros([*table.shape[:dim], phase.num_dst, *table.shape[dim + 1 :]])
+            return self._step(torch.cat, [table, made_up], dim)
         if rows == phase.whole_dst:
-            return (table.narrow(dim, phase.offset, phase.num_dst), *args[1:])
+            return self._step(torch.narrow, table, dim, phase.offset, phase.num_dst)
         raise RefusedError(
             f"{self.name}: a tensor with {rows} rows is indexed by destination; expected {phase.whole_dst} rows "
             f"(the own destination nodes of this rank)"
         )
 
-    def _scatter(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        names = ("self", "dim", "index", "src" if "index" not in name else "source", "reduce")
-        bound = {**dict(zip(names, args)), **kwargs}
-        base: Tensor = bound["self"] if "self" in bound else bound["input"]
-        dim, index = bound["dim"], bound["index"]
-        source = bound.get("src", bound.get("source"))
-        if not self.is_index(index) or not isinstance(source, Tensor) or bound.get("alpha", 1) != 1:
+    def _scatter(
+        self, name: str, base: Tensor, dim: int, index: Any, source: Any, reduce: str = "", include_self: bool = True,
+        alpha: float = 1, out: Any = None,
+    ) -> Tensor:  # fmt: skip
+        op = "sum" if name in SUMS else REDUCE_NAMES.get(reduce)
+        supported = op is not None and alpha == 1 and out is None
+        if not supported or not self.is_index(index) or not isinstance(source, Tensor):
             raise RefusedError(f"{self.name}: `{name}` is used with the destination index in an unsupported way")
-        op = SCATTERS[name] or REDUCE_NAMES.get(bound["reduce"], "")
-        if not op:
-            raise NeedsHaloError(
-                f"{self.name}: aggregation {bound['reduce']!r} cannot be computed one shard at a time. "
-                f"Use Options(mode='halo') for this model"
-            )
+        assert op is not None
         dim = dim % source.dim()
         self._check_index(index, source, dim, name)
-        k, self.count = self.count, self.count + 1
-        fill = self.phase.known_base(k)
+        k, fill = self.count, self.phase.known_base(self.count)
         if fill is None:
-            included = op == "sum" or bool(bound.get("include_self", True))
-            fill = Base(self._base_value(base, name), included)
+            fill = Base(self._base_value(base, name), op == "sum" or include_self)
         # the very tensor where it can be: the probe recognises simple messages by identity
-        value = self.phase.reduce(k, op, source.movedim(dim, 0) if dim else source, self._index, fill)
+        messages = source.movedim(dim, 0) if dim else source
+        value = self.reduce(op, messages, fill)
         value = (value.movedim(0, dim) if dim else value).to(base.dtype)
         if k in self._returned:
             return value
         return base.copy_(value) if name.endswith("_") else value.clone()
+
+    def _mean(
+        self, name: str, base: Tensor, dim: int, index: Tensor, source: Tensor, reduce: str, include_self: bool = True
+    ) -> Tensor:
+        """`scatter_reduce` with ``"mean"`` in steps that the trace sees: a sum, a count, and what torch makes of them.
+
+        Both reductions have kernels, which no reduction of its own for the mean would have.
+        """
+        given, dim = self._of_piece(base, dim), dim % base.dim()
+        total = self._step(torch.scatter_add, torch.zeros_like(given), dim, index, source)
+        ones = source.new_ones(self._index.numel())
+        count = self._step(torch.scatter_add, given.new_zeros(given.size(dim)), 0, self._index, ones)
+        count = count.view([-1 if d == dim else 1 for d in range(given.dim())])
+        if include_self:
+            total, count = self._step(torch.add, total, given), self._step(torch.add, count, 1)
+        divide = torch.div if given.is_floating_point() else torch.floor_divide
+        mean = self._step(divide, total, self._step(torch.clamp, count, 1))
+        if not include_self:
+            mean = self._step(torch.where, count > 0, mean, given)
+        return self._step(Tensor.copy_, given, mean) if name.endswith("_") else mean
 
     def _check_index(self, index: Tensor, source: Tensor, dim: int, name: str) -> None:
         others = [d for d in range(index.dim()) if d != dim]
@@ -354,6 +330,13 @@ class EdgeTrace(TorchFunctionMode):
         if not bool((base.detach() == first).all()):
             raise RefusedError(f"{self.name}: `{name}` onto a tensor that is not filled with one constant")
         return float(first)
+
+
+def _bound(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a scatter by name, with one set of names for all scatters."""
+    names = {"self": "base", "input": "base", "src": "source"}
+    positional = dict(zip(("base", "dim", "index", "source", "reduce"), args))
+    return positional | {names.get(key, key): value for key, value in kwargs.items()}
 
 
 def _adds_dimensions(key: Any) -> bool:

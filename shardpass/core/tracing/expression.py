@@ -1,43 +1,40 @@
-"""What a tensor inside a body is made of, as far as a few operations go: the form in which layers are recognised.
+"""What a tensor inside a message function is made of, as far as a few operations go: this is how layers are recognised.
 
-An `Expr` stands for a tensor with one row per edge, or per destination. Leaves are inputs of the body, results of
-reductions, tensors made outside, and anything whose origin was not followed (`opaque`, equal only to itself). Changes
-of shape that keep the order of values are no operation: they only change `tail`.
+An `Expr` stands for a tensor with one row per edge, or per destination. Its leaves are inputs of the message function,
+results of reductions, tensors made outside, and anything whose origin was not followed (`opaque`, equal only to
+itself). A change of shape that keeps the order of the values is no operation: it only changes `tail`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
 BINARY = {
-    "add": "add",
-    "__add__": "add",
-    "__radd__": "add",
-    "sub": "sub",
-    "__sub__": "sub",
-    "mul": "mul",
-    "__mul__": "mul",
-    "__rmul__": "mul",
-    "div": "div",
-    "true_divide": "div",
-    "__truediv__": "div",
-    "__div__": "div",
+    name: op
+    for op, names in (
+        ("add", "add __add__ __radd__"),
+        ("sub", "sub __sub__"),
+        ("mul", "mul __mul__ __rmul__"),
+        ("div", "div true_divide __truediv__ __div__"),
+    )
+    for name in names.split()
 }
 KEEPS_VALUES = frozenset(["view", "reshape", "unsqueeze", "squeeze", "contiguous", "clone", "to", "view_as", "flatten"])
-SOURCE, DESTINATION, EDGE = "source", "destination", "edge"
+SOURCE, DESTINATION, EDGE = "sde"  # as in the keys of `Sides`
 
 
 @dataclass(frozen=True)
 class Expr:
     """One tensor: ``op`` of ``args`` (expressions, numbers, or what names a leaf), with ``tail = shape[1:]``.
 
-    Leaves: ``source``, ``destination`` and ``edge`` (name), ``reduced`` (number of the reduction), ``outside`` (id),
-    ``opaque`` (what identifies the tensor). Operations: those of `BINARY`, ``exp``, ``leaky_relu`` (x, slope), ``sum``
-    over the last dimension, ``gather`` of a row per destination, ``detach``, ``dropout`` (x, p), ``cast`` to the dtype
-    of the operation it goes into.
+    The leaves are `SOURCE`, `DESTINATION` and `EDGE` (name), ``reduced`` (number of the reduction), ``outside`` (id)
+    and ``opaque`` (what identifies the tensor). The operations are those of `BINARY`, ``exp``, ``leaky_relu`` (x,
+    slope), ``sum`` over the last dimension, ``gather`` of a row per destination, ``detach``, ``dropout`` (x, p), and
+    ``cast`` to the dtype of the operation that uses it.
     """
 
     op: str
@@ -49,12 +46,12 @@ class Expr:
         return replace(self, tail=tail)
 
 
-def apply(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor, known: Any) -> Expr | None:
-    """What `out`, the result of the torch function `name`, is made of; None where that is not followed.
+Known = Callable[[Tensor], Expr]
+"""Gives what a tensor is made of."""
 
-    Args:
-        known: gives the `Expr` of a tensor.
-    """
+
+def apply(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor, known: Known) -> Expr | None:
+    """What `out`, the result of the torch function `name`, is made of; None if that is not followed."""
     first = args[0] if args else None
     if not isinstance(first, Tensor) or out.dim() == 0:
         return None
@@ -83,8 +80,9 @@ def apply(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor,
     return None
 
 
-def _binary(op: str, args: tuple[Any, ...], out: Tensor, known: Any) -> Expr | None:
-    tail, parts = tuple(out.shape[1:]), []
+def _binary(op: str, args: tuple[Any, ...], out: Tensor, known: Known) -> Expr | None:
+    tail = tuple(out.shape[1:])
+    parts: list[Expr | float] = []
     for arg in args:
         if isinstance(arg, Tensor):
             expr = known(arg)
@@ -97,14 +95,14 @@ def _binary(op: str, args: tuple[Any, ...], out: Tensor, known: Any) -> Expr | N
 
 
 def opaque(tensor: Tensor, storage: int, writes: int) -> Expr:
-    """The leaf for a tensor that was not followed; equal for tensors that see the same memory in the same way."""
+    """The leaf for a tensor that was not followed; equal for tensors that view the same memory in the same way."""
     version = -1 if tensor.is_inference() else tensor._version
     view = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
     return Expr("opaque", (storage, writes, version, view, tensor.grad_fn is None), tuple(tensor.shape[1:]))
 
 
 def plain(expr: Expr) -> Expr:
-    """Without `detach` around it: the same values, whatever becomes of gradients."""
+    """`expr` without `detach` around it: the same values, whatever becomes of gradients."""
     while expr.op == "detach" and isinstance(expr.args[0], Expr):
         expr = expr.args[0].shaped(expr.tail)
     return expr

@@ -1,24 +1,26 @@
-"""One trace of a body on a few edges, without communication: which reductions it makes, of what, in which order.
+"""One run of a program on a few edges, without communication: which reductions it makes, of what, in which order.
 
 [Note: what the probe decides]
-The engine has to know before it communicates how many passes over the source blocks a body takes, what each pass must
-fetch, and what backward will differentiate; and all ranks have to agree. So the body first runs on a few edges of this
-rank (on a made-up edge where it has none) with every input a fresh leaf, under a `ProbeTrace`.
+Before the engine communicates it has to know how many passes over the source blocks a program takes, what each pass
+must fetch, and what backward will differentiate; and all ranks have to agree. So the program first runs on a few edges
+of this rank (on a made-up edge if it has none), under a `ProbeTrace` and with every input a fresh leaf.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardpass.core.ranks import get_random_state, has_drawn
 from shardpass.core.sharding import EdgeShards, to_device
-from shardpass.core.tracing.probe_trace import EVERYTHING, ProbePhase, ProbeTrace
+from shardpass.core.tracing.probe_trace import EVERYTHING, ProbeTrace, Seen
 from shardpass.core.tracing.program import Attention, Inputs, MixedScore, Program, Reduction, Structure
-from shardpass.core.tracing.recognise import GENERAL, attention_of, extremum_form, leading_maximum, simple_form
-from shardpass.core.tracing.reducers import Base
+from shardpass.core.tracing.recognise import GENERAL, Tails, attention_of, extremum_form, leading_maximum, simple_form
 from shardpass.errors import RefusedError
 
 SAMPLE_EDGES = 16
@@ -27,7 +29,7 @@ SAMPLE_EDGES = 16
 def sample_inputs(
     program: Program, edges: EdgeShards, num_own_src: int, grads: bool, count: int = SAMPLE_EDGES
 ) -> Inputs:
-    """Inputs for `count` edges, or for one made-up edge on a rank without any. Values matter little, shapes do."""
+    """Inputs for `count` edges, or for one made-up edge on a rank without any. Shapes matter, values matter little."""
     count = max(min(1, count), min(count, edges.num_edges))
     rows = torch.arange(count)
 
@@ -53,144 +55,136 @@ def sample_inputs(
 
 
 def probe(program: Program, edges: EdgeShards, num_own_src: int, needs_grad: set[str]) -> Structure:
-    """The structure of `program`'s body on this rank. Not collective.
+    """The structure of `program` on this rank. Not collective.
 
     Args:
-        needs_grad: the inputs (``"s:x"``, ``"d:x"``, ``"e:w"``) that require grad on some rank.
+        needs_grad: keys of the inputs that require grad on some rank.
 
     Raises:
-        RefusedError: the body does something that cannot be computed one shard at a time.
+        RefusedError: the message function does something that cannot be computed one shard at a time.
     """
     state = get_random_state()
     keep_captures = torch.is_grad_enabled()
     grads = not torch.is_inference_mode_enabled()
     with torch.set_grad_enabled(grads):
         look = partial(_traced, program, edges, num_own_src, grads)
-        trace, phase, message, num_message = look()
-        random = has_drawn(state, look)
-        structure = _structure(program, trace, phase, message, num_message, needs_grad, random)
-    if structure.attention is not None and isinstance(structure.attention.score, MixedScore):
-        structure.mix = structure.captures[structure.attention.score.mix].detach()
-    if not keep_captures:
-        structure.captures.clear()
-    return structure
+        traced = look()
+        structure = _structure(program, traced, needs_grad, random=has_drawn(state, look))
+    return structure if keep_captures else replace(structure, captures=())
 
 
-def _traced(
-    program: Program, edges: EdgeShards, num_own_src: int, grads: bool
-) -> tuple[ProbeTrace, ProbePhase, Tensor, int]:
-    """The body's trace on a few edges, the reductions found, its message, and how many of them the edge part made."""
+class _Traced(NamedTuple):
+    """One run on a few edges: its trace, the message, and how many reductions the message function made."""
+
+    trace: ProbeTrace
+    message: Tensor
+    num_message: int
+
+
+def _traced(program: Program, edges: EdgeShards, num_own_src: int, grads: bool) -> _Traced:
     inputs = sample_inputs(program, edges, num_own_src, grads)
-    phase = ProbePhase(inputs.num_dst, edges.num_dst)
-    trace = ProbeTrace(program, inputs, phase)
+    trace = ProbeTrace(program, inputs, edges.num_dst)
     with trace:
         message = program.message(inputs)
         num_message = trace.count
         if program.aggregate is not None:
             program.aggregate(message, inputs)
-    return trace, phase, message, num_message
+    return _Traced(trace, message, num_message)
 
 
-def _structure(
-    program: Program,
-    trace: ProbeTrace,
-    phase: ProbePhase,
-    message: Tensor,
-    num_message: int,
-    needs_grad: set[str],
-    random: bool,
-) -> Structure:
+class _Place(NamedTuple):
+    """Where something computed on edges stands among the reductions; the fields are those of `Reduction`."""
+
+    parents: frozenset[int] = frozenset()
+    depth: int = -1
+    stage: int = 0
+    sources: frozenset[str] = frozenset()
+
+    @staticmethod
+    def of(depends: Collection[str], earlier: Sequence[Reduction], program: Program) -> _Place:
+        """The place of what depends on `depends`, given the reductions made before."""
+        everything = EVERYTHING in depends
+        parents = frozenset(range(len(earlier)) if everything else map(int, _names("r:", depends)))
+        sources = program.src if everything or torch.is_inference_mode_enabled() else _names("s:", depends)
+        depth = 1 + max((earlier[k].depth for k in parents), default=-1)
+        stage = 1 + max((earlier[k].stage for k in parents), default=-1)
+        return _Place(parents, depth, stage, frozenset(sources))
+
+
+def _names(kind: str, keys: Collection[str]) -> list[str]:
+    return [key.removeprefix(kind) for key in keys if key.startswith(kind)]
+
+
+def _structure(program: Program, traced: _Traced, needs_grad: set[str], random: bool) -> Structure:
+    trace, message = traced.trace, traced.message
     reductions: list[Reduction] = []
-    gradient_sources = set(needs_grad)
-    for k, (op, values, base, _) in enumerate(phase.found):
-        depends = trace.reduced[k]
-        differentiable = _differentiable(trace, values, gradient_sources)
-        reductions.append(_reduction(program, trace, reductions, op, values, base, depends, differentiable))
+    with_gradient = set(needs_grad)
+    for k, seen in enumerate(trace.seen):
+        differentiable = _differentiable(trace, seen.messages, with_gradient)
+        reductions.append(_reduction(program, trace, reductions, seen, differentiable))
         if differentiable:
-            gradient_sources.add(f"r:{k}")
-    edge_tail, edge_dtype, depth, stage, sources = None, None, -1, 0, frozenset[str]()
-    differentiable = False
-    if program.aggregate is None:
-        depends = trace.origin(message)
-        parents = _parents(depends, len(reductions))
-        depth = 1 + max((reductions[k].depth for k in parents), default=-1)
-        stage = 1 + max((reductions[k].stage for k in parents), default=-1)
-        edge_tail, edge_dtype = tuple(message.shape[1:]), message.dtype
-        sources = _sources(depends, program)
-        differentiable = _differentiable(trace, message, gradient_sources)
-    last = max([r.stage for r in reductions] + ([stage] if program.aggregate is None else []), default=0)
+            with_gradient.add(f"r:{k}")
+    is_result = program.aggregate is None
+    place = _Place.of(trace.origin(message), reductions, program) if is_result else _Place()
+    edge_differentiable = is_result and _differentiable(trace, message, with_gradient)
+    captures = tuple(trace.captures.values())
+    attention = None if random or is_result else _attention(program, trace, reductions, captures)
+    score = None if attention is None else attention.score
     return Structure(
-        reductions=reductions,
-        num_message=num_message,
-        num_stages=last + 1,
-        edge_tail=edge_tail,
-        edge_dtype=edge_dtype,
-        edge_depth=depth,
-        edge_sources=sources,
-        edge_differentiable=differentiable,
-        captures=list(trace.captures.values()),
+        reductions=tuple(reductions),
+        num_message=traced.num_message,
+        num_stages=1 + max([r.stage for r in reductions] + [place.stage] * is_result, default=0),
+        edge_tail=tuple(message.shape[1:]) if is_result else None,
+        edge_dtype=message.dtype if is_result else None,
+        edge_depth=place.depth,
+        edge_sources=place.sources,
+        edge_differentiable=edge_differentiable,
+        captures=captures,
         drops=trace.num_drops > 0,
         random=random,
         norms=trace.norms,
         message=message.detach(),
-        attention=None if random or program.aggregate is None else _attention(program, trace, reductions),
+        attention=attention,
+        mix=captures[score.mix].detach() if isinstance(score, MixedScore) else None,
     )
 
 
-def _attention(program: Program, trace: ProbeTrace, reductions: list[Reduction]) -> Attention | None:
-    tails = {name: tuple(tensor.shape[1:]) for name, tensor in program.src.items()}
-    messages = [trace.messages.get(k) for k in range(len(reductions))]
+def _attention(
+    program: Program, trace: ProbeTrace, reductions: list[Reduction], captures: Sequence[Tensor]
+) -> Attention | None:
     if trace.is_tampered:
         return None
-    found = attention_of(reductions, messages, tails, trace.num_drops, list(trace.captures.values()))
+    messages = [seen.expr for seen in trace.seen]
+    found = attention_of(reductions, messages, _tails(program), trace.num_drops, captures)
     return found if found is not None and not trace.used_otherwise & {found.maximum, found.total} else None
 
 
-def _parents(depends: set[str], count: int) -> frozenset[int]:
-    if EVERYTHING in depends:
-        return frozenset(range(count))
-    return frozenset(int(d[2:]) for d in depends if d.startswith("r:"))
-
-
-def _sources(depends: set[str], program: Program) -> frozenset[str]:
-    if EVERYTHING in depends or torch.is_inference_mode_enabled():
-        return frozenset(program.src)
-    return frozenset(d[2:] for d in depends if d.startswith("s:"))
-
-
 def _reduction(
-    program: Program,
-    trace: ProbeTrace,
-    earlier: list[Reduction],
-    op: str,
-    values: Tensor,
-    base: Base,
-    depends: set[str],
-    differentiable: bool,
+    program: Program, trace: ProbeTrace, earlier: list[Reduction], seen: Seen, differentiable: bool
 ) -> Reduction:
-    parents = _parents(depends, len(earlier))
-    depth = 1 + max((earlier[k].depth for k in parents), default=-1)
-    stage = 1 + max((earlier[k].stage for k in parents), default=-1)
-    expr = None if trace.is_tampered else trace.messages.get(len(earlier))
-    tails = {name: tuple(tensor.shape[1:]) for name, tensor in program.src.items()}
-    form, source, weight = simple_form(expr, tails) if op == "sum" and not base.value else GENERAL
-    if op in ("max", "min"):
-        form, source, weight = extremum_form(expr, tails)
-    if form == "general" and op == "sum" and not base.value and not depends and bool((values == 1).all()):
-        form = "ones"
+    place = _Place.of(seen.depends, earlier, program)
+    op, values, expr = seen.op, seen.messages, seen.expr
+    form, source, weight = GENERAL
     leader = None
-    if op == "sum" and not base.value:
-        leader = leading_maximum(expr, [trace.messages.get(k) for k in range(len(earlier))], earlier)
-        leader = leader if parents == {leader} else None
+    if trace.is_tampered:
+        pass  # the expression does not say what is computed
+    elif op in ("max", "min"):
+        form, source, weight = extremum_form(expr, _tails(program))
+    elif op == "sum" and not seen.base.value:
+        form, source, weight = simple_form(expr, _tails(program))
+        leader = leading_maximum(expr, [other.expr for other in trace.seen], earlier)
+        leader = leader if place.parents == {leader} else None
+    if form == "general" and op == "sum" and not seen.base.value and not seen.depends and bool((values == 1).all()):
+        form = "ones"
     return Reduction(
         op=op,
-        base=base,
+        base=seen.base,
         tail=tuple(values.shape[1:]),
         dtype=values.dtype,
-        stage=earlier[leader].stage if leader is not None else stage,
-        depth=depth,
-        sources=_sources(depends, program),
-        parents=parents,
+        stage=place.stage if leader is None else earlier[leader].stage,
+        depth=place.depth,
+        sources=place.sources,
+        parents=place.parents,
         leader=leader,
         differentiable=differentiable,
         form=form,
@@ -199,10 +193,14 @@ def _reduction(
     )
 
 
-def _differentiable(trace: ProbeTrace, value: Tensor, gradient_sources: set[str]) -> bool:
+def _tails(program: Program) -> Tails:
+    return {name: tuple(tensor.shape[1:]) for name, tensor in program.src.items()}
+
+
+def _differentiable(trace: ProbeTrace, value: Tensor, with_gradient: set[str]) -> bool:
     """Whether gradients flow from `value` to an input that needs them or to a capture; finds hidden captures."""
     if value.grad_fn is None:
-        return trace.leaves.get(id(value), "") in gradient_sources or id(value) in trace.captures
+        return trace.leaves.get(id(value), "") in with_gradient or id(value) in trace.captures
     captured_nodes = {t.grad_fn for t in trace.captures.values() if t.grad_fn is not None}
     reached, stack, seen = False, [value.grad_fn], set()
     while stack:
@@ -217,7 +215,7 @@ def _differentiable(trace: ProbeTrace, value: Tensor, gradient_sources: set[str]
             known = trace.leaves.get(id(leaf))
             if known is None:
                 trace.captures.setdefault(id(leaf), leaf)
-            reached |= known is None or known in gradient_sources
+            reached |= known is None or known in with_gradient
         elif node._sequence_nr() < trace.first_node:
             raise RefusedError(
                 f"{trace.name}: the message uses a tensor computed outside it ({node.name()}) in a way that cannot be "

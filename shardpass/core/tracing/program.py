@@ -1,34 +1,54 @@
-"""What is computed on edges, as data: the body a frontend gives, and the structure that one trace of it shows."""
+"""What is computed on edges, as data: the program a frontend gives, and the structure that one run of it shows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardpass.core.ranks import Ranks
 from shardpass.core.tracing.reducers import Base
 
 
 @dataclass
-class Inputs:
-    """What the body sees of some edges.
+class Sides:
+    """The inputs of a program by name: tensors of sources, of destinations, of edges.
 
-    Args:
-        src: rows of source nodes, one per edge, ``[E, ...]`` each.
-        dst: rows of destination nodes, one per edge, ``[E, ...]`` each.
-        edge: rows of edge tensors, ``[E, ...]`` each.
-        index: destination of each edge, ``[E]`` int64, counted inside the piece: in ``[0, num_dst)``.
-        num_dst: destinations in the piece.
-        max_degree: the largest in-degree of the whole graph, where all in-edges are here at once; else None.
+    The key of an input is ``"s:x"`` for the source tensor ``x``, ``"d:x"`` for a destination and ``"e:x"`` for an edge
+    tensor.
     """
 
     src: dict[str, Tensor]
     dst: dict[str, Tensor]
     edge: dict[str, Tensor]
+
+    def items(self) -> Iterator[tuple[str, Tensor]]:
+        """``(key, tensor)`` of each input, by side and then by name: in the same order on every rank."""
+        for kind, side in zip("sde", (self.src, self.dst, self.edge)):
+            yield from ((f"{kind}:{name}", tensor) for name, tensor in sorted(side.items()))
+
+    def only(self, keys: Collection[str]) -> Sides:
+        """The inputs whose keys are among `keys`."""
+        sides = zip("sde", (self.src, self.dst, self.edge))
+        return Sides(*({name: t for name, t in side.items() if f"{kind}:{name}" in keys} for kind, side in sides))
+
+
+@dataclass
+class Inputs(Sides):
+    """What the message function sees of some edges. All of `src`, `dst` and `edge` have one row per edge, ``[E, ...]``.
+
+    Args:
+        src: rows of the source nodes.
+        dst: rows of the destination nodes.
+        edge: rows of the edge tensors.
+        index: destination of each edge, ``[E]`` int64, counted inside the piece: in ``[0, num_dst)``.
+        num_dst: destinations in the piece.
+        max_degree: the largest in-degree of the whole graph where all in-edges are here at once, else None.
+    """
+
     index: Tensor
     num_dst: int
     max_degree: int | None = None
@@ -42,20 +62,21 @@ class Program:
         name: what the user calls it, for messages, e.g. ``"GATConv (convs.1)"``.
         src: whole tensors of the source nodes, ``[num_own_src, ...]``.
         dst: whole tensors of the destination nodes, ``[num_dst, ...]``.
-        edge: tensors that may have one row per edge, ``[num_edges, ...]``. Ranks agree which of them do; the others
-            are left out of ``Inputs.edge``, and the body must use them whole.
-        message: edge part of the body, ``[E, ...]``. Treats edges independently; reduces over in-edges with torch's
-            scatter functions along ``Inputs.index`` only.
-        aggregate: node part: from the message, ``[num_dst, ...]``. None: the messages themselves are the result.
+        edge: tensors that may have one row per edge, ``[num_edges, ...]``. The ranks agree which of them do. The others
+            are left out of ``Inputs.edge``, and the message function must use them whole.
+        message: the message function, which returns ``[E, ...]``. It treats edges independently, and reduces over
+            in-edges only with torch's scatter functions along ``Inputs.index``.
+        aggregate: the node part: makes ``[num_dst, ...]`` from the message. With None the messages are the result.
         node_dim: dimension of destinations in what `aggregate` returns.
-        checked: signatures of this body that passed the row-wise check; kept by the frontend between calls.
-        watch: told the structure once ranks agree on it.
-        reads: inputs (``"s:x"``, ``"d:x"``, ``"e:w"``) that the body has read, entered by itself as it runs: others are
-            not gathered. None: all are read.
-        parts: where the message is several tensors side by side, those of the latest run, each ``[E, ...]``. Backward
-            leaves out a part without a gradient, as plain autograd does with what nothing uses.
-        seed: of the random numbers of the call; None: drawn, where it uses any.
-        streamed_to: the device to which edge tensors are copied, set by the engine; None where they are there.
+        checked: signatures under which the message function passed the row-wise check. The frontend keeps it between
+            calls.
+        watch: is called with the structure once the ranks agree on it.
+        reads: keys of the inputs that the message function has read; it enters them itself as it runs. The others are
+            not gathered. None means that it reads all.
+        parts: if the message is several tensors side by side, gives those of the latest run, each ``[E, ...]``.
+            Backward leaves out a part without a gradient, as plain autograd does with what nothing uses.
+        seed: of the random numbers of the call. With None the engine draws one if it is needed.
+        streamed_to: the device to which the engine copies edge tensors, or None if they are there already.
         ranks: set by the engine: no collective call may begin on them while the message function runs.
     """
 
@@ -74,6 +95,11 @@ class Program:
     parts: Callable[[], list[Tensor]] = list
     seed: int | None = None
 
+    @property
+    def inputs(self) -> Sides:
+        """The whole tensors."""
+        return Sides(self.src, self.dst, self.edge)
+
     def columns(self, message: Tensor, grad: Tensor) -> list[tuple[Tensor, Tensor]]:
         """What backward starts from where messages are the result: ``(tensor, its gradient)`` of each part in use."""
         parts = self.parts()
@@ -84,25 +110,21 @@ class Program:
         return [(part, column) for part, column in pairs if part.requires_grad and column.any()]
 
     def of_what_is_read(self, structure: Structure) -> Program:
-        """This program without the inputs that its body does not read."""
+        """This program without the inputs that its message function does not read."""
         if self.reads is None:
             return self
         members = list(range(len(structure.reductions)))
-        read = self.reads | {f"s:{name}" for name in structure.sources_of(members, with_edges=True)}
-        src, dst, edge = (
-            {name: tensor for name, tensor in tensors.items() if f"{kind}:{name}" in read}
-            for kind, tensors in (("s", self.src), ("d", self.dst), ("e", self.edge))
-        )
-        return replace(self, src=src, dst=dst, edge=edge)
+        kept = self.inputs.only(self.reads | {f"s:{name}" for name in structure.sources_of(members, with_edges=True)})
+        return replace(self, src=kept.src, dst=kept.dst, edge=kept.edge)
 
 
 Form = Literal["general", "ones", "copy", "scale", "extremum"]
-KERNEL_FORMS = ("copy", "scale", "extremum")  # no body runs for these
+KERNEL_FORMS = ("copy", "scale", "extremum")  # kernels compute these, no message function runs
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """One reduction over in-edges inside a body.
+    """One reduction over in-edges inside a program.
 
     Args:
         op: name of the reducer.
@@ -168,7 +190,7 @@ Score = AdditiveScore | DotScore | MixedScore
 
 @dataclass(frozen=True)
 class Attention:
-    """A body that is one softmax-weighted sum of a source tensor.
+    """A message function that is one softmax-weighted sum of a source tensor.
 
     Args:
         maximum, total, output: its three reductions: largest score, sum of weights, weighted sum.
@@ -176,7 +198,7 @@ class Attention:
         heads: scores of an edge.
         eps: added to the sum of weights.
         dropout: probability with which a weight is dropped.
-        score: the closed form of the scores; None: whatever the body computes.
+        score: the closed form of the scores. With None the message function computes them.
     """
 
     maximum: int
@@ -193,25 +215,26 @@ class Attention:
         return self.maximum, self.total, self.output
 
 
-@dataclass
+@dataclass(frozen=True)
 class Structure:
-    """What one trace of a body shows; equal on every rank but for the tensors of `captures`, which equal in number.
+    """What one run of a program on a few edges shows. It is equal on every rank but for the values of the tensors.
 
     Args:
-        reductions: in program order.
-        num_message: how many of them the edge part makes (the node part's follow).
+        reductions: in the order in which the program makes them.
+        num_message: how many of them the message function makes; the node part makes the others.
         num_stages: forward passes, the one for an edge result included.
-        edge_tail, edge_dtype: of the message when it is the result, else None.
+        edge_tail, edge_dtype: of the message if it is the result, else None.
         edge_depth, edge_sources, edge_differentiable: as in `Reduction`, for an edge result.
-        captures: tensors that require grad, made outside the body, that it uses.
-        drops: the body uses dropout, for which every piece of edges has a generator of its own.
-        random: the body draws other random numbers.
-        norms: batch norms in the body, by the number of their reduction.
-        attention: what the whole body is, where it is that.
-        mix: the tensor of its `MixedScore`, detached; captures are not kept where gradients are off.
+        captures: tensors that require grad, were made outside the message function, and are used in it.
+        drops: the message function uses dropout, for which every piece of edges has its own generator.
+        random: the message function draws other random numbers.
+        norms: batch norms in the message function, by the number of their reduction.
+        message: what the message function returned for the few edges, detached.
+        attention: the attention that the whole program is, if it is one.
+        mix: the tensor of its `MixedScore`, detached. `captures` is empty where gradients are off.
     """
 
-    reductions: list[Reduction]
+    reductions: tuple[Reduction, ...]
     num_message: int
     num_stages: int
     edge_tail: tuple[int, ...] | None
@@ -219,13 +242,13 @@ class Structure:
     edge_depth: int
     edge_sources: frozenset[str]
     edge_differentiable: bool
-    captures: list[Tensor] = field(default_factory=list)
-    drops: bool = False
-    random: bool = False
-    norms: dict[int, Any] = field(default_factory=dict)
-    message: Tensor | None = None
-    attention: Attention | None = None
-    mix: Tensor | None = None
+    captures: tuple[Tensor, ...]
+    drops: bool
+    random: bool
+    norms: dict[int, nn.Module]
+    message: Tensor
+    attention: Attention | None
+    mix: Tensor | None
 
     @property
     def edge_output(self) -> bool:
@@ -233,7 +256,7 @@ class Structure:
 
     @property
     def differentiable(self) -> bool:
-        """Whether a gradient flows through the body at all."""
+        """Whether a gradient flows through the program at all."""
         return self.edge_differentiable or any(r.differentiable for r in self.reductions)
 
     def of_stage(self, stage: int) -> list[int]:

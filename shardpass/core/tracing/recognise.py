@@ -1,7 +1,7 @@
-"""Which closed forms a body has, from the expressions that its probe kept: copies, scaled copies, attention.
+"""The closed forms of a program, from the expressions that its probe kept: copies, scaled copies, attention.
 
-No table of layers: whatever computes ``x_j``, ``x_j * weight`` or a softmax-weighted sum of ``x_j`` is recognised,
-a user's own layer as well.
+There is no table of layers. Whatever computes ``x_j``, ``x_j * weight`` or a softmax-weighted sum of ``x_j`` is
+recognised, a user's own layer as well.
 """
 
 from __future__ import annotations
@@ -14,19 +14,15 @@ from shardpass.core.tracing.expression import DESTINATION, EDGE, SOURCE, Expr, p
 from shardpass.core.tracing.program import AdditiveScore, Attention, DotScore, Form, MixedScore, Reduction, Score
 
 GENERAL: tuple[Form, str, str] = ("general", "", "")
+Tails = dict[str, tuple[int, ...]]
+"""Shapes of a row of the source tensors, by name."""
 SOFTMAX_DTYPES = (torch.float32, torch.float64)
 _NO_EPS = 1e-12
 MAX_EPS = 1e-6  # a larger number added to the sum of weights is no guard against division by zero
 
 
-def simple_form(expr: Expr | None, tails: dict[str, tuple[int, ...]]) -> tuple[Form, str, str]:
-    """``(form, source, weight)`` of a message.
-
-    Args:
-        tails: of the source tensors, by name.
-    """
-    if expr is None:
-        return GENERAL
+def simple_form(expr: Expr, tails: Tails) -> tuple[Form, str, str]:
+    """``(form, source, weight)`` of a message whose sum is taken."""
     if expr.op == SOURCE and expr.tail == tails[expr.args[0]]:
         return "copy", expr.args[0], ""
     pair = _factors(expr, SOURCE)
@@ -45,19 +41,19 @@ def _is_per_head(weight: tuple[int, ...], value: tuple[int, ...]) -> bool:
     return len(weight) == len(value) and 0 < last < len(value) and weight[:last] == value[:last]
 
 
-def extremum_form(expr: Expr | None, tails: dict[str, tuple[int, ...]]) -> tuple[Form, str, str]:
-    """``(form, source, "")`` of a message of which the max or min is taken."""
+def extremum_form(expr: Expr, tails: Tails) -> tuple[Form, str, str]:
+    """``(form, source, "")`` of a message whose max or min is taken."""
     form, source, _ = simple_form(expr, tails)
     return ("extremum", source, "") if form == "copy" else GENERAL
 
 
-def leading_maximum(expr: Expr | None, scores: Sequence[Expr | None], earlier: Sequence[Reduction]) -> int | None:
+def leading_maximum(expr: Expr, scores: Sequence[Expr], earlier: Sequence[Reduction]) -> int | None:
     """The max reduction m where a message is ``exp(x - m[index])``: such a sum can be rescaled as the maximum grows.
 
     Args:
-        scores: what the messages of the `earlier` reductions were.
+        scores: what the messages of the `earlier` reductions were made of.
     """
-    if expr is None or expr.op != "exp" or expr.args[0].op != "sub":
+    if expr.op != "exp" or expr.args[0].op != "sub":
         return None
     score, taken = expr.args[0].args
     if not isinstance(score, Expr) or not isinstance(taken, Expr) or plain(taken).op != "gather":
@@ -66,8 +62,7 @@ def leading_maximum(expr: Expr | None, scores: Sequence[Expr | None], earlier: S
     if inner.op != "reduced" or inner.tail != score.tail:
         return None
     k = inner.args[0]
-    of_maximum = scores[k]
-    if of_maximum is None or plain(of_maximum) != plain(score):
+    if plain(scores[k]) != plain(score):
         return None
     maximum = earlier[k]
     is_that = not maximum.base.included or maximum.base.value == float("-inf")  # else the base may be larger
@@ -76,18 +71,17 @@ def leading_maximum(expr: Expr | None, scores: Sequence[Expr | None], earlier: S
 
 def attention_of(
     reductions: Sequence[Reduction],
-    messages: Sequence[Expr | None],
-    tails: dict[str, tuple[int, ...]],
+    messages: Sequence[Expr],
+    tails: Tails,
     num_drops: int,
     captures: Sequence[torch.Tensor],
 ) -> Attention | None:
-    """The attention that a whole body is, or None.
+    """The attention that a whole program is, or None.
 
     Args:
-        messages: what the messages of the reductions are.
-        tails: of the source tensors, by name.
-        num_drops: how often the body uses dropout.
-        captures: tensors from outside that the body uses.
+        messages: what the messages of the reductions are made of.
+        num_drops: how often the program uses dropout.
+        captures: tensors from outside that it uses.
     """
     counted = [k for k, reduction in enumerate(reductions) if reduction.form != "ones"]
     if len(counted) != 3 or reductions[counted[1]].leader != counted[0]:
@@ -95,13 +89,13 @@ def attention_of(
     maximum, total, output = counted
     expr, exponential = messages[output], messages[total]
     last = reductions[output]
-    pair = _factors(expr, SOURCE) if expr is not None else None
-    if pair is None or exponential is None or last.op != "sum" or last.base.value or last.dtype not in SOFTMAX_DTYPES:
+    pair = _factors(expr, SOURCE)
+    if pair is None or last.op != "sum" or last.base.value or last.dtype not in SOFTMAX_DTYPES:
         return None
     value, weight = pair
     heads = _numel(exponential.tail)
     name = value.args[0]
-    if value.tail != tails[name] or expr is None or expr.tail != value.tail or not value.tail:
+    if value.tail != tails[name] or expr.tail != value.tail or not value.tail:
         return None
     # the weights of a row: one for each head, the same for all that follows
     if _numel(weight.tail) != heads or weight.tail[-1:] != (1,) or _numel(value.tail[: len(weight.tail) - 1]) != heads:
@@ -121,7 +115,7 @@ def attention_of(
 
 
 def _denominator(weight: Expr, exponential: Expr, total: int) -> float | None:
-    """The number e where `weight` is ``exponential / (total[index] + e)``, else None."""
+    """The number e if `weight` is ``exponential / (total[index] + e)``, else None."""
     if weight.op != "div" or not all(isinstance(arg, Expr) for arg in weight.args):
         return None
     above, below = weight.args
@@ -192,7 +186,7 @@ def _pair(expr: Expr, op: str) -> tuple[str, str] | None:
 
 
 def _factors(expr: Expr, op: str) -> tuple[Expr, Expr] | None:
-    """``(a, b)`` where `expr` is a product of a leaf a of kind `op` and something else b."""
+    """``(a, b)`` if `expr` is the product of a leaf a of kind `op` and something else, b."""
     if expr.op != "mul" or not all(isinstance(arg, Expr) for arg in expr.args):
         return None
     first, second = expr.args

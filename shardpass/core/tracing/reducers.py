@@ -1,8 +1,8 @@
-"""Reductions over the in-edges of a node, in pieces: any split, any order, the same answer.
+"""Reductions over the in-edges of a node, in pieces: any split and any order of the edges give the same answer.
 
 A reducer keeps a state with one row per destination. `accumulate` takes the messages of some edges into it, `merge`
-joins two states, `value` finishes, and `vjp` gives the gradient of the messages of some edges from the finished value:
-backward needs no other edge's message.
+joins two states, and `value` finishes. `vjp` gives the gradient of the messages of some edges from the finished value,
+so that backward needs no other edge's message.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ State = list[Tensor]
 
 
 class Base(NamedTuple):
-    """What a destination holds before any message, and whether it takes part (torch's ``include_self``)."""
+    """What a destination holds before any message, and whether that takes part (torch's ``include_self``)."""
 
     value: float = 0.0
     included: bool = False
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Half precision accumulates in float32; bool and integers in themselves."""
+    """The dtype in which messages of `dtype` are accumulated: float32 for half precision, else `dtype` itself."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
@@ -34,7 +34,7 @@ def expand_index(index: Tensor, values: Tensor) -> Tensor:
 
 
 class Reducer:
-    """Base class: one message tensor ``[E, ...]``, one value ``[num_dst, ...]``."""
+    """Base class of reducers of one message tensor ``[E, ...]`` to one value ``[num_dst, ...]``."""
 
     name: str
     is_global = False  # one result for all edges of all ranks, instead of one per destination
@@ -50,7 +50,7 @@ class Reducer:
         self.merge(state, part)
 
     def fill(self, state: State, values: Tensor, index: Tensor) -> None:
-        """As `accumulate`, into a state fresh from `init`."""
+        """Like `accumulate`, into a state fresh from `init`."""
         raise NotImplementedError
 
     def merge(self, state: State, other: State) -> None:
@@ -58,7 +58,7 @@ class Reducer:
         raise NotImplementedError
 
     def value(self, state: State, base: Base) -> Tensor:
-        """The reduction, ``[num_dst, ...]``; destinations without a message hold ``base.value``."""
+        """The reduction, ``[num_dst, ...]``. Destinations without a message hold ``base.value``."""
         raise NotImplementedError
 
     def vjp(self, values: Tensor, index: Tensor, state: State, value: Tensor, grad: Tensor, base: Base) -> Tensor:
@@ -87,34 +87,10 @@ class Sum(Reducer):
         return grad.index_select(0, index)
 
 
-class Mean(Reducer):
-    name = "mean"
-
-    def init(self, num_dst: int, tail: Sequence[int], like: Tensor) -> State:
-        total = like.new_zeros((num_dst, *tail), dtype=accumulator_dtype(like.dtype))
-        return [total, total.new_zeros((num_dst,) + (1,) * len(tail))]
-
-    def accumulate(self, state: State, values: Tensor, index: Tensor) -> None:
-        state[0].index_add_(0, index, values.to(state[0].dtype))
-        state[1].view(-1).index_add_(0, index, state[1].new_ones(index.numel()))
-
-    fill = accumulate
-
-    def merge(self, state: State, other: State) -> None:
-        state[0] += other[0]
-        state[1] += other[1]
-
-    def value(self, state: State, base: Base) -> Tensor:
-        return state[0] / state[1].clamp(min=1)
-
-    def vjp(self, values: Tensor, index: Tensor, state: State, value: Tensor, grad: Tensor, base: Base) -> Tensor:
-        return (grad / state[1].clamp(min=1)).index_select(0, index)
-
-
 class Extremum(Reducer):
     """max or min. The gradient is split evenly among tied messages, as torch's ``scatter_reduce`` does.
 
-    torch counts the base as one more tie where the result equals it, even with ``include_self=False``; so does this.
+    torch counts the base as one more tie if the result equals it, even with ``include_self=False``. So does this.
     """
 
     def __init__(self, name: str) -> None:
@@ -158,9 +134,9 @@ class Extremum(Reducer):
 
 
 class FirstExtremum(Reducer):
-    """max or min where the whole gradient goes to the first of the tied messages, as in DGL.
+    """max or min whose whole gradient goes to the first of the tied messages, as in DGL.
 
-    Messages are pairs ``[E, ..., 2]`` of a value and its place in the order of edges; so is the result.
+    The messages and the result are pairs ``[..., 2]`` of a value and its place in the order of edges.
     """
 
     def __init__(self, op: str) -> None:
@@ -197,9 +173,9 @@ class FirstExtremum(Reducer):
 
 
 class Prod(Reducer):
-    """The product, kept as the product of the non-zero messages and the count of zeros, so that its vjp is exact.
+    """The product. It keeps the product of the non-zero messages and the count of zeros, so that its vjp is exact.
 
-    The count of all messages is kept too: a destination without one holds the base, as in torch.
+    It also counts all messages, because a destination without one holds the base, as in torch.
     """
 
     name = "prod"
@@ -237,54 +213,30 @@ class Prod(Reducer):
         return grad.index_select(0, index) * torch.where(alone, others, 0) * scale
 
 
-class LogSumExp(Reducer):
-    """log sum exp, with a running maximum. A destination without a message holds the base."""
-
-    name = "logsumexp"
-
-    def init(self, num_dst: int, tail: Sequence[int], like: Tensor) -> State:
-        peak = like.new_full((num_dst, *tail), float("-inf"), dtype=accumulator_dtype(like.dtype))
-        return [peak, torch.zeros_like(peak)]
-
-    def fill(self, state: State, values: Tensor, index: Tensor) -> None:
-        peak, total = state
-        values = values.to(peak.dtype)
-        peak.scatter_reduce_(0, expand_index(index, values), values, "amax", include_self=True)
-        total.index_add_(0, index, rescale(values, peak.index_select(0, index)))
-
-    def merge(self, state: State, other: State) -> None:
-        peak = torch.maximum(state[0], other[0])
-        state[1].mul_(rescale(state[0], peak)).add_(other[1] * rescale(other[0], peak))
-        state[0].copy_(peak)
-
-    def value(self, state: State, base: Base) -> Tensor:
-        return torch.where(state[1] == 0, base.value, state[0] + state[1].log())
-
-    def vjp(self, values: Tensor, index: Tensor, state: State, value: Tensor, grad: Tensor, base: Base) -> Tensor:
-        return (values - value.index_select(0, index)).exp() * grad.index_select(0, index)
-
-
 def rescale(old_peak: Tensor, new_peak: Tensor) -> Tensor:
-    """``exp(old - new)``, 1 where both are the same infinity."""
+    """``exp(old - new)``, and 1 if both are the same infinity."""
     return torch.where(old_peak == new_peak, 1, (old_peak - new_peak).exp())
 
 
-class Moments(Reducer):
-    """Population variance or standard deviation by stable merging (Chan, Golub, LeVeque 1979, eq. 2.1)."""
+class EdgeMoments(Reducer):
+    """Mean and population variance over all edges of the graph: ``[1, 2, channels]`` from ``[E, channels]``.
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    States merge without cancellation (Chan, Golub, LeVeque 1979, eq. 2.1).
+    """
+
+    name = "edge_moments"
+    is_global = True
 
     def init(self, num_dst: int, tail: Sequence[int], like: Tensor) -> State:
-        mean = like.new_zeros((num_dst, *tail), dtype=accumulator_dtype(like.dtype))
-        return [mean.new_zeros((num_dst,) + (1,) * len(tail)), mean, torch.zeros_like(mean)]
+        mean = like.new_zeros((1, *tail), dtype=accumulator_dtype(like.dtype))
+        return [mean.new_zeros((1,) + (1,) * len(tail)), mean, torch.zeros_like(mean)]
 
     def fill(self, state: State, values: Tensor, index: Tensor) -> None:
         count, mean, squares = state
-        values = values.to(mean.dtype)
-        count.view(-1).index_add_(0, index, count.new_ones(index.numel()))
-        mean.index_add_(0, index, values).div_(count.clamp(min=1))
-        squares.index_add_(0, index, (values - mean.index_select(0, index)).square())
+        values, only = values.to(mean.dtype), torch.zeros_like(index)
+        count += index.numel()
+        mean.index_add_(0, only, values).div_(count.clamp(min=1))
+        squares.index_add_(0, only, (values - mean).square())
 
     def merge(self, state: State, other: State) -> None:
         count, mean, squares = state
@@ -295,31 +247,6 @@ class Moments(Reducer):
         count += other[0]
 
     def value(self, state: State, base: Base) -> Tensor:
-        variance = state[2] / state[0].clamp(min=1)
-        return variance.sqrt() if self.name == "std" else variance
-
-    def vjp(self, values: Tensor, index: Tensor, state: State, value: Tensor, grad: Tensor, base: Base) -> Tensor:
-        if self.name == "std":
-            grad = torch.where(value == 0, 0, grad / (2 * value))
-        scale = (2 * grad / state[0].clamp(min=1)).index_select(0, index)
-        return (values - state[1].index_select(0, index)) * scale
-
-
-class EdgeMoments(Moments):
-    """Mean and population variance over all edges of the graph: ``[1, 2, channels]`` from ``[E, channels]``."""
-
-    is_global = True
-
-    def __init__(self) -> None:
-        super().__init__("edge_moments")
-
-    def init(self, num_dst: int, tail: Sequence[int], like: Tensor) -> State:
-        return super().init(1, tail, like)
-
-    def fill(self, state: State, values: Tensor, index: Tensor) -> None:
-        super().fill(state, values, torch.zeros_like(index))
-
-    def value(self, state: State, base: Base) -> Tensor:
         return torch.stack([state[1], state[2] / state[0].clamp(min=1)], dim=1)
 
     def vjp(self, values: Tensor, index: Tensor, state: State, value: Tensor, grad: Tensor, base: Base) -> Tensor:
@@ -327,59 +254,15 @@ class EdgeMoments(Moments):
         return (grad_mean + 2 * (values - mean) * grad_variance) / count
 
 
-class SoftmaxSum(Reducer):
-    """``sum_j softmax(logits)_j values_j`` in one pass (online softmax, Milakov and Gimelshein 2018).
-
-    Messages are ``(logits, values)``: ``[E, heads]`` and ``[E, heads, channels]``.
-    """
-
-    name = "softmax_sum"
-
-    def init_pair(self, num_dst: int, logits: Tensor, values: Tensor) -> State:
-        """The state of `num_dst` destinations that have seen no message."""
-        state = LogSumExp().init(num_dst, logits.shape[1:], logits)
-        return [*state, values.new_zeros((num_dst, *values.shape[1:]), dtype=state[0].dtype)]
-
-    def fill_pair(self, state: State, logits: Tensor, values: Tensor, index: Tensor) -> None:
-        """Take edges into a state fresh from `init_pair`."""
-        LogSumExp().fill(state[:2], logits, index)
-        weights = (logits - state[0].index_select(0, index)).exp()
-        state[2].index_add_(0, index, weights.unsqueeze(-1) * values)
-
-    def merge(self, state: State, other: State) -> None:
-        peak = torch.maximum(state[0], other[0])
-        mine, theirs = rescale(state[0], peak), rescale(other[0], peak)
-        state[1].mul_(mine).add_(other[1] * theirs)
-        state[2].mul_(mine.unsqueeze(-1)).add_(other[2] * theirs.unsqueeze(-1))
-        state[0].copy_(peak)
-
-    def value(self, state: State, base: Base) -> Tensor:
-        return state[2] / state[1].masked_fill(state[1] == 0, 1).unsqueeze(-1)
-
-    def vjp_pair(
-        self, logits: Tensor, values: Tensor, index: Tensor, state: State, value: Tensor, grad: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Gradients of `logits` and `values` (FlashAttention's identities: ``ds = p (dp - delta)``)."""
-        lse = state[0] + state[1].log()
-        p = (logits - lse.index_select(0, index)).exp()
-        g = grad.index_select(0, index)
-        delta = (grad * value).sum(-1).index_select(0, index)
-        return p * ((g * values).sum(-1) - delta), p.unsqueeze(-1) * g
-
-
 REDUCERS: dict[str, Reducer] = {
     reducer.name: reducer
     for reducer in (
         Sum(),
-        Mean(),
         Extremum("max"),
         Extremum("min"),
         FirstExtremum("max"),
         FirstExtremum("min"),
         Prod(),
-        LogSumExp(),
-        Moments("var"),
-        Moments("std"),
         EdgeMoments(),
     )
 }

@@ -1,9 +1,9 @@
-"""Row-wise or refused: a body must treat edges independently, or cutting the edges changes the answer.
+"""Row-wise or refused: a message function must treat edges independently, or else pieces give another answer.
 
-The body runs on a block of made-up edges and on its two halves (twice: cut in the middle, then shuffled), with dropout
-and other random numbers switched off. Reductions are given the same values in each run, so only the edge part itself is
-compared; and the node part, which must come from reductions alone. The first half has one destination more in front,
-the second one more at the end, both without edges: their presence must not matter.
+It runs on a block of made-up edges and on the two halves of it, twice: cut in the middle, and shuffled. Dropout and
+other random numbers are switched off. Reductions are given the same values in each run, so that only the message
+function itself is compared, and the node part, which must come from reductions alone. The first half has one more
+destination in front and the second one at the end, both without edges: their presence must not matter.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _run(program: Program, inputs: Inputs, phase: _RowPhase) -> tuple[_RowPhase,
 
 
 def check_row_wise(program: Program, structure: Structure, num_dst: int) -> None:
-    """Refuse a body whose result on a block of edges is not that on its two halves. Not collective.
+    """Refuse a message function whose result on a block of edges is not that on its two halves. Not collective.
 
     Raises:
         RefusedError: naming the program and what to do.
@@ -114,7 +114,7 @@ def _check_block(program: Program, structure: Structure, num_dst: int, halves: t
     }
     if program.streamed_to is not None:
         whole["edge"] = {key: to_device(t, program.streamed_to) for key, t in whole["edge"].items()}
-    device = structure.message.device if structure.message is not None else torch.device("cpu")
+    device = structure.message.device
     few = max(1, min(BLOCK_DST, num_dst - 2))
     front, back = int(num_dst > few), int(num_dst > few + 1)
     index = (torch.arange(BLOCK_EDGES) % few).to(device)
