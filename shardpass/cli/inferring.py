@@ -56,8 +56,7 @@ def infer_rank(comm: Ranks, config: InferConfig) -> list[str]:
     with console.status("inference") as status:
         args = (x, graph) if is_pyg else (graph, x)
         told = partial(_show, status) if comm.rank == 0 else None
-        options = {"overwrite": config.overwrite, "tag": config.tag, "progress": told}
-        files = sp.infer(model, graph, config.output, *args, **options)
+        files = sp.infer(model, graph, config.output, *args, overwrite=config.overwrite, tag=config.tag, progress=told)
     console.print("wrote", *map(str, files))
     return [str(file) for file in files]
 

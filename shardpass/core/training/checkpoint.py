@@ -160,8 +160,8 @@ def _passed_on(
         tensor = read[name] if comm.rank == 0 else torch.empty(shape, dtype=getattr(torch, dtype))
         broadcast_tensors([tensor], comm, "load_checkpoint")
         if name in manifest["local"] and not name.startswith("random/"):
-            start, stop, _ = _of_name(name, spans) or Span(0, 0, 0)
-            tensor = tensor[start:stop].clone()
+            span = _of_name(name, spans) or Span(0, 0, 0)
+            tensor = tensor[span.start : span.stop].clone()
         tensors[name] = tensor
     return tensors
 
