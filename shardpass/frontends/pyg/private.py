@@ -3,6 +3,11 @@ these a release of PyG no longer has."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+from torch_geometric.nn.conv import MessagePassing
+
 MESSAGE_PASSING = frozenset(
     "inspector special_args explain decomposed_layers node_dim flow _edge_user_args _message_forward_pre_hooks "
     "_message_forward_hooks _propagate_forward_pre_hooks _propagate_forward_hooks _aggregate_forward_pre_hooks "
@@ -31,3 +36,16 @@ GLOBALS: dict[str, frozenset[str]] = {
 
 CACHES = ("_cached_edge_index", "_cached_adj_t", "_cached_x", "_cached_h")
 """Where layers with ``cached=True`` keep a graph."""
+
+
+def with_hooks(conv: MessagePassing, step: str, given: tuple[Any, ...], run: Callable[..., Any]) -> Any:
+    """What ``run(*given)`` returns, between the hooks of `conv` for that step, called as PyG calls them."""
+    for hook in getattr(conv, f"_{step}_forward_pre_hooks").values():
+        changed = hook(conv, given)
+        if changed is not None:
+            given = changed if isinstance(changed, tuple) else (changed,)
+    out = run(*given)
+    for hook in getattr(conv, f"_{step}_forward_hooks").values():
+        changed = hook(conv, given, out)
+        out = out if changed is None else changed
+    return out

@@ -31,9 +31,10 @@ from shardpass.frontends.pyg.adapt import adapt
 from shardpass.frontends.pyg.attention import distribute_attention
 from shardpass.frontends.pyg.check import checked_by, copy_of_model
 from shardpass.frontends.pyg.hetero import adapt_hetero, check_types
-from shardpass.frontends.pyg.lazy import LazyEdges, LazySums, Poison
+from shardpass.frontends.pyg.lazy import Lazy
 from shardpass.frontends.pyg.methods import adapt_methods, methods_to_run
 from shardpass.frontends.pyg.norms import distribute_norms
+from shardpass.frontends.pyg.poison import Poison
 from shardpass.frontends.pyg.propagate import ShardedMessagePassing
 from shardpass.frontends.pyg.refusals import (
     refuse_node_tables,
@@ -133,9 +134,9 @@ def _make_outermost(
 
 def _attach(conv: MessagePassing, name: str) -> None:
     engine = ShardedMessagePassing(conv, _title(conv, name))
-    conv.propagate = _Method(engine, "propagate")  # type: ignore[method-assign]
+    conv.propagate = engine.propagate  # type: ignore[method-assign]
     if conv.inspector.implements("edge_update"):
-        conv.edge_updater = _Method(engine, "edge_updater")  # type: ignore[method-assign]
+        conv.edge_updater = engine.edge_updater  # type: ignore[method-assign]
 
 
 def _title(conv: MessagePassing, name: str) -> str:
@@ -156,18 +157,8 @@ def _keep_attached(model: nn.Module) -> None:
                 f"{type(module).__name__} ({name}): explanations are not supported on a sharded graph; set "
                 f"explain=False, or load the state_dict into a model that is not wrapped"
             )
-        if not isinstance(vars(module).get("propagate"), _Method):
+        if not isinstance(getattr(module.propagate, "__self__", None), ShardedMessagePassing):
             _attach(module, name)
-
-
-class _Method:
-    """A bound method that deep copies with its layer (a plain bound method would stay with the old one)."""
-
-    def __init__(self, engine: ShardedMessagePassing, name: str) -> None:
-        self.engine, self.name = engine, name
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.engine, self.name)(*args, **kwargs)
 
 
 class _Unchecked:
@@ -265,7 +256,7 @@ def _returned(value: Any) -> Any:
     """A deferred edge result is computed while the ranks are still in step; a value that is not there is said so."""
     if isinstance(value, Poison):
         raise RefusedError(value.reason)
-    return value.materialise() if isinstance(value, (LazyEdges, LazySums)) else value
+    return value.materialise() if isinstance(value, Lazy) else value
 
 
 def _edge_index_of(value: Any) -> Any:
