@@ -21,7 +21,7 @@ from shardpass.core.graphs import BatchIndex, all_rows
 from shardpass.core.ranks import OnRanks, all_reduce_sum, refuse_inside_message
 from shardpass.core.training import total_rows
 from shardpass.errors import RefusedError
-from shardpass.frontends.pyg.hetero import exchanged
+from shardpass.frontends.pyg.private import exchanged
 
 _ALL_PAIRS = (
     "its attention runs over all pairs of nodes; use attn_type='performer', which is exact, or call "

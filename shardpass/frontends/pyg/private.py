@@ -4,6 +4,7 @@ these a release of PyG no longer has."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 from torch_geometric.nn.conv import MessagePassing
@@ -49,3 +50,9 @@ def with_hooks(conv: MessagePassing, step: str, given: tuple[Any, ...], run: Cal
         changed = hook(conv, given, out)
         out = out if changed is None else changed
     return out
+
+
+def exchanged(function: Any, **helpers: Any) -> Callable[..., Any]:
+    """A copy of `function` in which global names, listed in `GLOBALS`, mean `helpers`; its module stays as it is."""
+    names = {**function.__globals__, **helpers}
+    return FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)

@@ -22,24 +22,26 @@ _STATISTICS = (
     "its statistics run over all nodes of the graph. Norms of torch_geometric.nn and BatchNorm1d are exact, but not "
     "classes derived from them"
 )
-_NEIGHBOURS = "it builds its own graph from node positions; build the graph before partitioning"
-
+_UNKNOWN = "this release of shardpass does not know it, so it may mix nodes; write it with layers that are known"
+_CONVS = (
+    ("GravNetConv DynamicEdgeConv XConv", "it builds its own graph from node positions; build the graph before "
+     "partitioning"),
+    ("SplineConv", "it needs pyg-lib, which was not at hand when layers were proved exact"),
+    ("WLConv", "it sorts and hashes whole neighbourhoods"),
+    ("PANConv", "it multiplies whole adjacency matrices"),
+    ("MeshCNNConv", "its message relies on edges that come in groups of four"),
+    ("SuperGATConv", "in training it draws negative edges among all nodes"),
+    ("FusedGATConv", "it needs a CSR graph of its own"),
+    ("CuGraphSAGEConv CuGraphGATConv CuGraphRGCNConv", "it needs a graph of its own"),
+)  # fmt: skip
 REFUSED: dict[str, str] = {
-    "GravNetConv": _NEIGHBOURS,
-    "DynamicEdgeConv": _NEIGHBOURS,
-    "XConv": _NEIGHBOURS,
-    "SplineConv": "it needs pyg-lib, which was not at hand when layers were proved exact",
-    "WLConv": "it sorts and hashes whole neighbourhoods",
-    "PANConv": "it multiplies whole adjacency matrices",
-    "MeshCNNConv": "its message relies on edges that come in groups of four",
-    "SuperGATConv": "in training it draws negative edges among all nodes",
-    "FusedGATConv": "it needs a CSR graph of its own",
-    "CuGraphSAGEConv": "it needs a graph of its own",
-    "CuGraphGATConv": "it needs a graph of its own",
-    "CuGraphRGCNConv": "it needs a graph of its own",
+    **{name: reason for names, reason in _CONVS for name in names.split()},
     **modules.REFUSED,
     **models.REFUSED,
 }
+_KNOWN = models.EXACT.union(
+    models.ROW_WISE, modules.ROW_WISE, modules.NORMS, modules.ATTENTION, modules.READOUTS, modules.WHOLE_SETS
+)
 _TORCH_NORMS = (nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
@@ -150,24 +152,34 @@ def _tables(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _reason(module: nn.Module) -> str | None:
     if isinstance(module, OnRanks):
         return None  # of a model that was wrapped before
-    if attention.reason_to_refuse(module):
-        return attention.reason_to_refuse(module)
-    for kind in type(module).__mro__:
-        if kind.__module__.startswith("torch_geometric."):
-            reason = REFUSED.get(kind.__name__) or modules.reason_to_refuse(kind)
-            reason = reason or models.reason_to_refuse(kind, module)
-            if reason:
-                return reason
+    reasons = [attention.reason_to_refuse(module), *(_reason_for_class(kind, module) for kind in type(module).__mro__)]
+    if any(reasons):
+        return next(filter(None, reasons))
     if isinstance(module, _TORCH_NORMS) or _is_unknown_batch_norm(module) or is_unknown_norm(module):
         return _STATISTICS
     if any(getattr(module, name, None) is not None for name in private.CACHES):
-        return (
-            "with cached=True it keeps the graph it was called with before wrap; make it anew, or set its cache to None"
-        )
+        return "with cached=True it keeps the graph of a call before wrap; make it anew, or set its cache to None"
     return None
 
 
+def _reason_for_class(kind: type, module: Any) -> str | None:
+    """Why `module` is refused for being of the class `kind` of PyG."""
+    if not kind.__module__.startswith("torch_geometric."):
+        return None
+    if kind.__name__ in REFUSED:
+        return REFUSED[kind.__name__]
+    for package, reason in models.ELSEWHERE.items():
+        if kind.__module__.startswith(package):
+            return reason
+    refused_if = models.REFUSED_IF.get(kind.__name__)
+    if refused_if and refused_if[0](module):
+        return refused_if[1]
+    in_nn = kind.__module__.startswith("torch_geometric.nn.")
+    known = kind.__module__.startswith("torch_geometric.nn.conv.") or kind.__name__ in _KNOWN
+    return _UNKNOWN if in_nn and not known else None
+
+
 def _is_unknown_batch_norm(module: nn.Module) -> bool:
-    """Whether `module` is of a class derived from a batch norm, whose statistics `wrap` does not know how to share."""
+    """Whether the class of `module` is derived from a batch norm, and `wrap` cannot know what the class changes."""
     known = (nn.BatchNorm1d, nn.SyncBatchNorm, DistributedBatchNorm)
     return isinstance(module, nn.modules.batchnorm._BatchNorm) and type(module) not in known

@@ -27,7 +27,6 @@ from shardpass.core.training import (
     sync_parameters,
 )
 from shardpass.errors import RefusedError
-from shardpass.frontends.pyg.adapt import adapt
 from shardpass.frontends.pyg.attention import distribute_attention
 from shardpass.frontends.pyg.check import checked_by, copy_of_model
 from shardpass.frontends.pyg.hetero import adapt_hetero, check_types
@@ -79,7 +78,6 @@ def wrap(model: nn.Module, comm: Communicator, check: bool = True, checkpoint: C
         if isinstance(module, MessagePassing):
             _attach(module, name)
             refuse_ordinary_first(module, _title(module, name))
-        adapt(module, comm)
         adapt_methods(module, comm)
     adapt_hetero(model, comm)
     sync_parameters(model, comm)
