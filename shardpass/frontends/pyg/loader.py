@@ -33,7 +33,52 @@ from shardpass.frontends.pyg.loader_arguments import own_rows, settings_of
 Array = Any
 
 
-class NeighborLoader(EpochLoader):
+class BatchLoader(EpochLoader):
+    """What both loaders do: draw the neighbourhoods of seeds, and make a `Data` or `HeteroData` of them. Collective."""
+
+    def _prepare(
+        self, graph: ShardedGraph, settings: Settings, transform: Callable[[Any], Any] | None, words: str
+    ) -> None:
+        """Get ready to draw; `words` say what this loader is, and every rank must give the same."""
+        agree_on(graph.comm, f"{words}, {settings}")
+        comm, ahead = own_communicator(graph.comm, settings.prefetch)
+        self._graph, self._transform, self._settings = graph, transform, replaced(settings, prefetch=ahead)
+        self._source: SampledSource = replaced(source_of(graph, settings.weight), comm=comm)
+        self._drawer = Drawer(
+            self._source, settings.replace, settings.weight is not None, settings.edge_fields, settings.wire
+        )
+        self._fetcher = RowFetcher(self._source, settings.node_fields, settings.wire)
+
+    def _begin(self, ids: Array, columns: list[Array]) -> None:
+        """Deal out the seeds: their `ids`, which differ over all ranks, and what belongs to each."""
+        self._epochs = Epochs(self._source, self._settings, ids, columns, self._transformed)
+
+    def _transformed(self, seeds: Seeds, seed: int) -> Any:
+        batch = self._make(seeds, seed)
+        return batch if self._transform is None else self._transform(batch)
+
+    def _make(self, seeds: Seeds, seed: int) -> Data | HeteroData:
+        """The batch of the seeds of one step. Collective."""
+        raise NotImplementedError
+
+    def _drawn(self, seeds: Mapping[NodeType, Array], seed: int) -> tuple[Any, dict[NodeType, Array]]:
+        """The neighbourhoods of `seeds`, global ids by type, and the number of each seed in them. Collective."""
+        found, numbers = sample(self._drawer, seeds, self._settings.fanouts, seed, every_layer=False)
+        rows = self._fetcher.fetch(found.ids)
+        batch: Any = Data() if self._graph.is_homogeneous else HeteroData()
+        for kind in self._graph.node_types:
+            _fill_nodes(self._store(batch, kind), found, rows[kind], kind)
+        for edge_type in self._graph.edge_types:
+            fields = {name: self._source.edges[edge_type].fields[name] for name in self._drawer.edge_fields[edge_type]}
+            _fill_edges(self._store(batch, edge_type), found, edge_type, fields, self._source.comm.device)
+        return batch, numbers
+
+    def _store(self, batch: Any, kind: NodeType | EdgeType) -> Any:
+        """Where a batch holds what belongs to a node or edge type."""
+        return batch if self._graph.is_homogeneous else batch[kind]
+
+
+class NeighborLoader(BatchLoader):
     """Mini-batches of sampled neighbourhoods, as `torch_geometric.loader.NeighborLoader` yields them. Collective.
 
     Every rank makes the same loader and iterates over it in step: all take the same number of batches, ``len(loader)``.
@@ -76,63 +121,18 @@ class NeighborLoader(EpochLoader):
         **kwargs: Any,
     ) -> None:
         settings = settings_of("NeighborLoader", graph, num_neighbors, **kwargs)
-        kind, rows = own_rows(graph, input_nodes)
-        self._batches = Batches(graph, settings, transform, f"seeds of type {kind!r}")
-        ids = graph.node_ids_dict[kind].cpu().numpy()[rows]
-        owned = graph.ownership[kind].to_global(torch.from_numpy(rows), graph.comm.rank).numpy()
+        self._type, rows = own_rows(graph, input_nodes)
+        self._prepare(graph, settings, transform, f"seeds of type {self._type!r}")
+        ids = graph.node_ids_dict[self._type].cpu().numpy()[rows]
+        owned = graph.ownership[self._type].to_global(torch.from_numpy(rows), graph.comm.rank).numpy()
+        self._begin(ids, [owned])
 
-        def make(seeds: Seeds, seed: int) -> Data | HeteroData:
-            batch, _ = self._batches.of({kind: seeds.columns[0]}, seed)
-            store = self._batches.store(batch, kind)
-            store.batch_size = seeds.counted
-            store.input_id = store.n_id[: seeds.counted]
-            return self._batches.transformed(batch)
-
-        self._epochs = Epochs(self._batches.source, self._batches.settings, ids, [owned], make)
-
-
-class Batches:
-    """Makes a `Data` or `HeteroData` of the neighbourhoods of seeds. Collective.
-
-    Args:
-        graph: the rank's share.
-        settings: as given; `prefetch` is 0 afterwards where threads cannot be used.
-        transform: of batches.
-        words: what the loader is, for agreement.
-    """
-
-    def __init__(
-        self, graph: ShardedGraph, settings: Settings, transform: Callable[[Any], Any] | None, words: str
-    ) -> None:
-        agree_on(graph.comm, f"{words}, {settings}")
-        comm, ahead = own_communicator(graph.comm, settings.prefetch)
-        self.source: SampledSource = replaced(source_of(graph, settings.weight), comm=comm)
-        self.settings, self._transform = replaced(settings, prefetch=ahead), transform
-        self._graph = graph
-        self._drawer = Drawer(
-            self.source, settings.replace, settings.weight is not None, settings.edge_fields, settings.wire
-        )
-        self._fetcher = RowFetcher(self.source, settings.node_fields, settings.wire)
-
-    def of(self, seeds: Mapping[NodeType, Array], seed: int) -> tuple[Data | HeteroData, dict[NodeType, Array]]:
-        """The batch of `seeds`, global ids by type, and the number of each seed in it. Collective."""
-        found, numbers = sample(self._drawer, seeds, self.settings.fanouts, seed, every_layer=False)
-        rows = self._fetcher.fetch(found.ids)
-        batch: Any = Data() if self._graph.is_homogeneous else HeteroData()
-        for kind in self._graph.node_types:
-            _fill_nodes(self.store(batch, kind), found, rows[kind], kind)
-        for edge_type in self._graph.edge_types:
-            fields = {name: self.source.edges[edge_type].fields[name] for name in self._drawer.edge_fields[edge_type]}
-            _fill_edges(self.store(batch, edge_type), found, edge_type, fields, self.source.comm.device)
-        return batch, numbers
-
-    def store(self, batch: Any, kind: NodeType | EdgeType) -> Any:
-        """Where a batch holds what belongs to a node or edge type."""
-        return batch if self._graph.is_homogeneous else batch[kind]
-
-    def transformed(self, batch: Any) -> Any:
-        """`batch` through the user's transform."""
-        return batch if self._transform is None else self._transform(batch)
+    def _make(self, seeds: Seeds, seed: int) -> Data | HeteroData:
+        batch, _ = self._drawn({self._type: seeds.columns[0]}, seed)
+        store = self._store(batch, self._type)
+        store.batch_size = seeds.counted
+        store.input_id = store.n_id[: seeds.counted]
+        return batch  # type: ignore[no-any-return]
 
 
 def _fill_nodes(store: Any, found: Sample, rows: dict[str, Tensor], kind: NodeType) -> None:
