@@ -89,7 +89,7 @@ def made_up_rank(sizes: RankSizes, comm: DryCommunicator, options: Options) -> S
         {NODE: OwnFields(nodes, lambda t: t)},
         {EDGE: relation},
         total_edges={EDGE: sizes.edges * sizes.ranks},
-        num_classes=sizes.num_classes,
+        num_classes={NODE: sizes.num_classes},
     )
 
 
