@@ -9,16 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch_geometric.nn import to_hetero_with_bases_transformer as bases
-from torch_geometric.nn.conv import HANConv, HGTConv, RGCNConv
+from torch_geometric.nn.conv import HANConv, HGTConv
 
 from shardpass.backends.communicator import Communicator
-from shardpass.core.graphs import Piece, ShardedEdgeIndex, ShardedGraph, reversed_edges, union
+from shardpass.core.graphs import Piece, ShardedEdgeIndex, reversed_edges, union
 from shardpass.core.ranks import agree, all_reduce_sum, digest, diverged
 from shardpass.core.sharding import EdgeType, NodeType
 from shardpass.errors import RefusedError
@@ -37,8 +36,6 @@ def adapt_hetero(model: nn.Module, comm: Communicator) -> None:
             module.forward = partial(_hgt, _known(module, HGTConv, title), title)
         elif isinstance(module, HANConv):
             module.forward = partial(_han, _known(module, HANConv, title), title, comm)
-        elif isinstance(module, RGCNConv):
-            module.register_forward_pre_hook(_refuse_numbered_nodes, with_kwargs=True)
         elif isinstance(module, torch.fx.GraphModule):
             _exchange_in_graph(module)
 
@@ -50,18 +47,6 @@ def _known(module: Any, kind: type[nn.Module], title: str) -> Any:
             f"reaches across node types outside message passing. Use that class, or HeteroConv"
         )
     return module
-
-
-def _refuse_numbered_nodes(conv: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Without `x`, `RGCNConv` numbers the nodes itself and looks up a row of weights for each."""
-    given = signature(type(conv).forward).bind(conv, *args, **kwargs).arguments
-    x = given["x"]
-    sharded = isinstance(given["edge_index"], (ShardedGraph, ShardedEdgeIndex))
-    if sharded and (x[0] if isinstance(x, tuple) else x) is None:
-        raise RefusedError(
-            f"{type(conv).__name__} without x numbers the nodes from 0 on every rank; pass x=graph.node_ids, the "
-            f"original number of each own node"
-        )
 
 
 def is_sharded(edge_index_dict: Any) -> bool:

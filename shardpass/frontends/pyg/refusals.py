@@ -1,14 +1,15 @@
-"""PyG modules that mix nodes outside message passing, and would be silently wrong: refused by name."""
+"""What would be silently wrong on a sharded graph: refused by name, when a model is wrapped or called."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from functools import partial
+from inspect import signature
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch_geometric.nn.conv import RGCNConv
 
 from shardpass.backends.communicator import Communicator
 from shardpass.core.graphs import BatchIndex, ShardedEdgeIndex, ShardedGraph
@@ -46,7 +47,7 @@ _TORCH_NORMS = (nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d, nn.InstanceNo
 
 
 def refuse_unsupported(model: nn.Module) -> None:
-    """Raise if `model` holds a module known to be wrong on a sharded graph.
+    """Raise if `model` has a module that is known to be wrong on a sharded graph.
 
     Raises:
         RefusedError: naming the first such module, the reason, and what to do.
@@ -59,7 +60,7 @@ def refuse_unsupported(model: nn.Module) -> None:
 
 
 def refuse_ordinary(name: str, edge_index: Any) -> None:
-    """Raise if a layer is given other edges than those of a sharded graph.
+    """Raise if a layer is given edges that are not those of a sharded graph.
 
     Raises:
         RefusedError: it is.
@@ -72,20 +73,23 @@ def refuse_ordinary(name: str, edge_index: Any) -> None:
         )
 
 
-def refuse_ordinary_first(layer: nn.Module, name: str) -> None:
-    """Let `layer` refuse ordinary edges when it is called, before it indexes nodes by them."""
-    names = list(inspect.signature(type(layer).forward).parameters)[1:]
-    if "edge_index" in names:
-        hook = partial(_refuse_ordinary_argument, name, names.index("edge_index"))
-        layer.register_forward_pre_hook(hook, with_kwargs=True)
+def check_arguments_of(layer: nn.Module, name: str) -> None:
+    """Let `layer` look at the arguments of each call before its own code indexes nodes by them."""
+    if "edge_index" in signature(type(layer).forward).parameters:
+        layer.register_forward_pre_hook(partial(_check_arguments, name), with_kwargs=True)
 
 
-def _refuse_ordinary_argument(
-    name: str, place: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    edge_index = kwargs.get("edge_index", args[place] if place < len(args) else None)
+def _check_arguments(name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    given = signature(type(layer).forward).bind(layer, *args, **kwargs).arguments
+    edge_index, x = given["edge_index"], given.get("x")
     if isinstance(edge_index, Tensor):
         refuse_ordinary(name, edge_index)
+    is_sharded = isinstance(edge_index, (ShardedGraph, ShardedEdgeIndex))
+    if isinstance(layer, RGCNConv) and is_sharded and (x[0] if isinstance(x, tuple) else x) is None:
+        raise RefusedError(
+            f"{type(layer).__name__} without x numbers the nodes from 0 on every rank; pass x=graph.node_ids, the "
+            f"original number of each own node"
+        )
 
 
 def refuse_node_tables(model: nn.Module, comm: Communicator, args: Any, kwargs: Any) -> None:
@@ -103,14 +107,14 @@ def refuse_node_tables(model: nn.Module, comm: Communicator, args: Any, kwargs: 
         if parameter.size(0) in totals:
             raise RefusedError(
                 f"parameter or buffer {name!r} {list(parameter.shape)} has a row for each of the {parameter.size(0)} "
-                f"nodes of the graph, but a rank holds its own only, in another order. Use "
+                f"nodes of the graph, but a rank only has its own nodes, in another order. Use "
                 f"shardpass.NodeEmbedding(graph, {parameter.size(1)}) in its place, or a node field; "
                 f"if the two numbers are equal by chance, change the width"
             )
 
 
 def refuse_norms_of_some_nodes(model: nn.Module, args: Any, kwargs: Any) -> None:
-    """Raise if `model` is called with `graph.layers` and has a part that combines all nodes, or remembers its edges.
+    """Raise if `model` is called with `graph.layers`, but has a part that combines all nodes or remembers its edges.
 
     Raises:
         RefusedError: naming the part.
@@ -120,8 +124,8 @@ def refuse_norms_of_some_nodes(model: nn.Module, args: Any, kwargs: Any) -> None
         return
     if any(isinstance(leaf, BatchIndex) for leaf in leaves):
         raise RefusedError(
-            "graph.batch together with graph.layers: a readout takes all nodes, but nodes that are not needed are left "
-            "out. Call the model with the graph"
+            "graph.batch together with graph.layers: a readout takes all nodes, but graph.layers leaves out those that "
+            "are not needed. Call the model with the graph"
         )
     for name, module in model.named_modules():
         if getattr(module, "cached", False):
@@ -138,7 +142,7 @@ def refuse_norms_of_some_nodes(model: nn.Module, args: Any, kwargs: Any) -> None
 
 
 def _tables(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Tensors that may be tables by node: of embeddings and containers, and those that a user's own class holds."""
+    """Tensors that may have a row per node: those of embeddings, of containers, and of a user's own classes."""
     for prefix, module in model.named_modules():
         known = type(module).__module__.startswith(("torch.", "torch_geometric."))
         if known and not isinstance(module, (nn.Embedding, nn.ParameterDict, nn.ParameterList)):

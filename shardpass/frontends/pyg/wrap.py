@@ -36,9 +36,9 @@ from shardpass.frontends.pyg.norms import distribute_norms
 from shardpass.frontends.pyg.poison import Poison
 from shardpass.frontends.pyg.propagate import ShardedMessagePassing
 from shardpass.frontends.pyg.refusals import (
+    check_arguments_of,
     refuse_node_tables,
     refuse_norms_of_some_nodes,
-    refuse_ordinary_first,
     refuse_unsupported,
 )
 
@@ -77,7 +77,7 @@ def wrap(model: nn.Module, comm: Communicator, check: bool = True, checkpoint: C
     for name, module in model.named_modules():
         if isinstance(module, MessagePassing):
             _attach(module, name)
-            refuse_ordinary_first(module, _title(module, name))
+            check_arguments_of(module, _title(module, name))
         adapt_methods(module, comm)
     adapt_hetero(model, comm)
     sync_parameters(model, comm)
