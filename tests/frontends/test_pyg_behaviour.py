@@ -135,7 +135,7 @@ def test_wrapping_keeps_names_and_class():
 def test_a_layer_that_remembers_another_graph_is_refused():
     layer = gnn.GCNConv(5, 6, cached=True).double()
     layer(GRAPH.node["x"], GRAPH.edge_index)
-    with pytest.raises(RefusedError, match="keeps the graph it was called with before wrap"):
+    with pytest.raises(RefusedError, match="keeps the graph of a call before wrap"):
         sp.pyg.wrap(layer, sp.connect("local"))
 
 

@@ -3,8 +3,8 @@
 Each class here is a subclass of the norm that it stands for, and keeps its parameters, buffers, ``state_dict`` keys and
 options. `distribute_norms` changes the class of a norm in place. With batch statistics, forward and backward are
 collective: every rank calls them in the same order. ``batch`` is `None` or ``graph.batch``, since a sharded graph is
-one graph. On one rank PyG's own code runs. Inside ``message()`` a norm is exact in ``halo`` mode, where its rows are the
-edges of all ranks, and refused in the other modes.
+one graph. On one rank PyG's own code runs. Inside ``message()`` a norm is exact in ``halo`` mode, where its rows are
+the edges of all ranks, and refused in the other modes.
 """
 
 from __future__ import annotations
