@@ -27,23 +27,23 @@ Array = Any
 class LinkNeighborLoader(BatchLoader):
     """Mini-batches of links, as `torch_geometric.loader.LinkNeighborLoader` yields them. Collective.
 
-    As `NeighborLoader`, with links as seeds. A batch has ``edge_label_index``, numbers of the ends of its links among
-    the batch's nodes; ``edge_label``, where labels or binary negatives were asked for: negatives have label 0, and
-    given labels that begin with 0 are one more then; or with triplets ``src_index``, ``dst_pos_index``,
-    ``dst_neg_index``; and ``input_id``. Negatives are drawn uniformly from all nodes of the graph, as PyG's, and may
-    happen to be edges. The edges of the links themselves may be drawn as neighbours, as in PyG. In the last step of an
-    epoch a rank may be left without a link; its labels are empty then.
+    This is a `NeighborLoader` with links as seeds. A batch has ``input_id`` and ``edge_label_index``, the numbers that
+    the ends of its links have among its nodes. With labels or binary negatives it has ``edge_label``: negatives have
+    label 0, and your labels are raised by one if they begin with 0. With triplets it has ``src_index``,
+    ``dst_pos_index`` and ``dst_neg_index`` instead. As in PyG, negatives are drawn uniformly from all nodes of the graph
+    and may happen to be edges, and the links themselves may be drawn as neighbours. In the last step of an epoch a rank
+    may have no link; its labels are then empty.
 
     Args:
         graph: what `shardpass.load` returned.
         num_neighbors: as in `NeighborLoader`.
-        edge_label_index: the links of this rank, every one on one rank: None for its own edges; a bool mask over them
-            or their positions; or original node ids ``[2, n]``. Of a heterogeneous graph an edge type, or a pair of it
-            and one of these.
+        edge_label_index: the links of this rank; each link belongs to one rank. `None` for all own edges, a bool mask
+            over them, their positions, or original node ids ``[2, n]``. For a heterogeneous graph an edge type, or a
+            pair of an edge type and one of these.
         edge_label: a number for each link, ``[n]``.
         neg_sampling: ``"binary"``, ``"triplet"`` or a `torch_geometric.sampler.NegativeSampling` without weights.
         neg_sampling_ratio: the same as ``NegativeSampling("binary", ratio)``.
-        batch_size: links per rank and step, at most, negatives not counted.
+        batch_size: the most links per rank and step; negatives do not count.
         shuffle, drop_last, replace, weight_attr, transform, seed, prefetch, node_attrs, edge_attrs: as in
             `NeighborLoader`.
 

@@ -82,29 +82,30 @@ class NeighborLoader(BatchLoader):
     """Mini-batches of sampled neighbourhoods, as `torch_geometric.loader.NeighborLoader` yields them. Collective.
 
     Every rank makes the same loader and iterates over it in step: all take the same number of batches, ``len(loader)``.
-    A batch is a `Data` (or `HeteroData`) of ordinary tensors, for an ordinary model that is not wrapped. Neighbours are
-    drawn by the ranks that own the nodes. Which seeds a step has, over all ranks, and which neighbours of a node are
-    drawn in it depends on `seed`, the epoch and the step, not on the ranks.
+    A batch is a `Data` or `HeteroData` of ordinary tensors, for an ordinary model that is not wrapped. The seeds of a
+    step, over all ranks, and the neighbours that are drawn for them follow from `seed`, the epoch and the step, whatever
+    the number of ranks.
 
-    Attributes of a batch: stored node fields and edge fields; ``edge_index``; ``n_id`` and ``e_id``, original ids of
-    nodes and edges; ``batch_size``, the number of seeds, which are its first nodes; ``input_id``, original ids of the
-    seeds; ``num_sampled_nodes`` and ``num_sampled_edges`` of each hop. In the last step of an epoch a rank may be left
-    without a seed: its ``batch_size`` is 0, and its nodes are those of another rank's seed, so that models run.
+    A batch has the stored node and edge fields; ``edge_index``; ``n_id`` and ``e_id``, the original ids of nodes and
+    edges; ``batch_size``, the number of seeds, which are its first nodes; ``input_id``, the original ids of the seeds;
+    ``num_sampled_nodes`` and ``num_sampled_edges`` of each hop. In the last step of an epoch a rank may have no seed.
+    Its ``batch_size`` is then 0, and its nodes are those of another rank's seed, so that models run.
 
     Args:
         graph: what `shardpass.load` returned.
         num_neighbors: how many in-neighbours are drawn in each hop, -1 for all: a list, or a list by edge type.
-        input_nodes: the seeds among own nodes: bool ``[num_own]``, own rows, or None for all. Of a heterogeneous graph
-            a node type, or a pair of it and one of these. They may be of any number on each rank.
+        input_nodes: the seeds among own nodes: a mask ``[num_own]``, own rows, or `None` for all. For a heterogeneous
+            graph a node type, or a pair of a node type and one of these. Ranks may have different numbers of seeds.
         transform: applied to each batch.
         batch_size: seeds per rank and step, at most; a step of all ranks takes ``batch_size * comm.size``. Default: 1.
-        shuffle: a new random order of all ranks' seeds every epoch; otherwise that of their original ids.
-        drop_last: leave out a last step that is not full.
+        shuffle: put the seeds of all ranks into a new random order every epoch. Otherwise they come in the order of
+            their original ids.
+        drop_last: skip the last step if it is not full.
         replace: draw neighbours with replacement.
-        weight_attr: name of the edge field that neighbours are drawn in proportion to; weight 0: never.
-        seed: of all that is random, 0 by default.
-        prefetch: batches made ahead in the background, 2 by default; 0: none, and no thread.
-        node_attrs, edge_attrs: names of the fields that come with a batch; None: all that are stored.
+        weight_attr: the edge field in proportion to which neighbours are drawn. Edges of weight 0 are never drawn.
+        seed: everything random follows from it; 0 by default.
+        prefetch: how many batches a background thread makes ahead, 2 by default. With 0 there is no thread.
+        node_attrs, edge_attrs: names of the fields that come with a batch; `None` for all stored fields.
 
     Raises:
         ValueError: bad arguments, on the rank that has them.

@@ -81,7 +81,7 @@ def check_arguments_of(layer: nn.Module, name: str) -> None:
 
 def _check_arguments(name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     given = signature(type(layer).forward).bind(layer, *args, **kwargs).arguments
-    edge_index, x = given["edge_index"], given.get("x")
+    edge_index, x = given.get("edge_index"), given.get("x")
     if isinstance(edge_index, Tensor):
         refuse_ordinary(name, edge_index)
     is_sharded = isinstance(edge_index, (ShardedGraph, ShardedEdgeIndex))

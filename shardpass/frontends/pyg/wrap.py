@@ -46,23 +46,23 @@ from shardpass.frontends.pyg.refusals import (
 def wrap(model: nn.Module, comm: Communicator, check: bool = True, checkpoint: Checkpoint = None) -> nn.Module:
     """`model`, ready to be called with a `ShardedGraph` where ``edge_index`` went. Changed in place. Collective.
 
-    Parameters and buffers are broadcast from rank 0. Message passing is carried out by the engine, norms use the
-    statistics of all ranks' nodes, and layers that cannot be exact are refused by name. Parameter names, ``state_dict``
-    keys and the class of the model stay. An ordinary ``edge_index`` is refused from then on: ids are numbered anew.
+    Rank 0 broadcasts its parameters and buffers. From then on the engine passes the messages, norms use the statistics
+    of all ranks' nodes, and an ordinary ``edge_index`` is refused, because a sharded graph numbers nodes anew. Layers
+    that cannot be exact are refused by name. Parameter names, ``state_dict`` keys and the class of the model stay.
 
     Args:
         model: any PyG model; every rank must pass the same one.
         comm: the ranks that share the graph.
         check: before the first forward, run copies of the model on a small random graph, whole and in pieces, and
-            refuse on a difference (see `shardpass.core.selfcheck`). Where it cannot run, it warns and says why.
-        checkpoint: None, or ``"activations"``: norms, activations, dropout and sums between layers that pass messages
-            are computed again in backward rather than kept. Less memory, the same bits, some more passes over node
-            rows. Nothing is sent, so ranks may differ.
+            refuse the model if they differ (see `shardpass.core.selfcheck`). A check that cannot run warns and says why.
+        checkpoint: with ``"activations"``, backward computes norms, activations, dropout and sums between layers that
+            pass messages again, and forward does not keep them. This takes less memory and some more passes over node
+            rows, and gives the same bits. Nothing is sent for it, so ranks may differ.
 
     Raises:
-        RefusedError: the model holds a layer that cannot be exact on a sharded graph; it is wrapped for other ranks;
-            ranks that are threads pass one model object.
-        ValueError: ranks passed different models (on every rank); `checkpoint` is neither None nor ``"activations"``.
+        RefusedError: the model has a layer that cannot be exact on a sharded graph; it is wrapped for other ranks; or
+            ranks that are threads pass the same model object.
+        ValueError: ranks passed different models (on every rank); `checkpoint` is neither `None` nor ``"activations"``.
     """
     check_choice(checkpoint)
     if is_wrapped(model, comm):
@@ -91,8 +91,8 @@ def wrap(model: nn.Module, comm: Communicator, check: bool = True, checkpoint: C
 def exact(model: nn.Module, comm: Communicator, check: bool = True) -> nn.Module:
     """A wrapped copy of `model` with the same parameters, for the whole graph while `model` is trained on batches.
 
-    Collective; so is every call. The copy is in evaluation mode and always uses the present parameters and buffers of
-    `model`. BatchNorm statistics that batches left on the ranks are averaged before a call.
+    Collective, as every call of the copy is. The copy is in evaluation mode and always uses the present parameters and
+    buffers of `model`. Before each call, the BatchNorm statistics that batches left on the ranks are averaged.
 
     Args:
         model: an ordinary PyG model, not wrapped; its parameters become those of rank 0.
@@ -115,7 +115,7 @@ def _refuse_as_built(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(getattr(module, "_orig_mod", None), nn.Module) and _passes_messages(module):
             raise RefusedError(
-                f"{name or 'the model'} is compiled and holds layers that pass messages, in which ranks communicate: "
+                f"{name or 'the model'} is compiled and has layers that pass messages, in which ranks communicate: "
                 f"wrap the model first, then compile it (its layers run as they are) or its dense parts"
             )
 
