@@ -30,9 +30,9 @@ class LinkNeighborLoader(BatchLoader):
     This is a `NeighborLoader` with links as seeds. A batch has ``input_id`` and ``edge_label_index``, the numbers that
     the ends of its links have among its nodes. With labels or binary negatives it has ``edge_label``: negatives have
     label 0, and your labels are raised by one if they begin with 0. With triplets it has ``src_index``,
-    ``dst_pos_index`` and ``dst_neg_index`` instead. As in PyG, negatives are drawn uniformly from all nodes of the graph
-    and may happen to be edges, and the links themselves may be drawn as neighbours. In the last step of an epoch a rank
-    may have no link; its labels are then empty.
+    ``dst_pos_index`` and ``dst_neg_index`` instead. As in PyG, negatives are drawn uniformly from all nodes and may
+    happen to be edges, and the links themselves may be drawn as neighbours. In the last step of an epoch a rank may
+    have no link; its labels are then empty.
 
     Args:
         graph: what `shardpass.load` returned.

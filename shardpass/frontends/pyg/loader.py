@@ -83,8 +83,8 @@ class NeighborLoader(BatchLoader):
 
     Every rank makes the same loader and iterates over it in step: all take the same number of batches, ``len(loader)``.
     A batch is a `Data` or `HeteroData` of ordinary tensors, for an ordinary model that is not wrapped. The seeds of a
-    step, over all ranks, and the neighbours that are drawn for them follow from `seed`, the epoch and the step, whatever
-    the number of ranks.
+    step, over all ranks, and the neighbours that are drawn for them follow from `seed`, the epoch and the step, for any
+    number of ranks.
 
     A batch has the stored node and edge fields; ``edge_index``; ``n_id`` and ``e_id``, the original ids of nodes and
     edges; ``batch_size``, the number of seeds, which are its first nodes; ``input_id``, the original ids of the seeds;

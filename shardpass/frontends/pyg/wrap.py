@@ -54,7 +54,7 @@ def wrap(model: nn.Module, comm: Communicator, check: bool = True, checkpoint: C
         model: any PyG model; every rank must pass the same one.
         comm: the ranks that share the graph.
         check: before the first forward, run copies of the model on a small random graph, whole and in pieces, and
-            refuse the model if they differ (see `shardpass.core.selfcheck`). A check that cannot run warns and says why.
+            refuse the model if they differ (see `shardpass.core.selfcheck`). If it cannot run, it warns.
         checkpoint: with ``"activations"``, backward computes norms, activations, dropout and sums between layers that
             pass messages again, and forward does not keep them. This takes less memory and some more passes over node
             rows, and gives the same bits. Nothing is sent for it, so ranks may differ.
