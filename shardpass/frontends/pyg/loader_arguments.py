@@ -15,22 +15,20 @@ from shardpass.core.sharding import EdgeType, NodeType
 
 Array = Any
 
-_THREAD = "batches are made in a thread of this process; `prefetch` is the number that it makes ahead"
-_DRAWN_EDGES = 'a batch holds only the edges that were drawn ("directional")'
-_NO_TIME = "there is no temporal sampling"
-_DEALT = "seeds are dealt out to all ranks together; choose them by input_nodes"
-_REASONS = {
-    "num_workers": _THREAD,
-    "worker_init_fn": _THREAD,
-    "subgraph_type": _DRAWN_EDGES,
-    "directed": _DRAWN_EDGES,
-    "disjoint": "a batch is one subgraph",
-    **dict.fromkeys(("time_attr", "input_time", "temporal_strategy", "edge_label_time"), _NO_TIME),
-    **dict.fromkeys(("sampler", "batch_sampler"), _DEALT),
-    "generator": "everything random follows from `seed`",
-    "neighbor_sampler": "ranks draw neighbours together",
-    "transform_sampler_output": "use `transform`",
-}
+_GROUPS = (
+    (
+        "num_workers worker_init_fn",
+        "batches are made in a thread of this process; `prefetch` is the number that it makes ahead",
+    ),
+    ("subgraph_type directed", 'a batch holds only the edges that were drawn ("directional")'),
+    ("disjoint", "a batch is one subgraph"),
+    ("time_attr input_time temporal_strategy edge_label_time", "there is no temporal sampling"),
+    ("sampler batch_sampler", "seeds are dealt out to all ranks together; choose them by input_nodes"),
+    ("generator", "everything random follows from `seed`"),
+    ("neighbor_sampler", "ranks draw neighbours together"),
+    ("transform_sampler_output", "use `transform`"),
+)
+_REASONS = {name: reason for names, reason in _GROUPS for name in names.split()}
 """Why an argument of PyG's loaders is not supported here."""
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "num_workers": (0,),
