@@ -32,7 +32,7 @@ class BatchIndex(Tensor):
     """``batch`` of a sharded graph: all own nodes belong to graph 0 of the whole."""
 
     comm: Communicator
-    num_nodes: int  # own nodes; the size of one of the dimensions, the others repeat it
+    num_nodes: int  # own nodes: the size of one dimension, which the others repeat
 
     @staticmethod
     def of(num_nodes: int, comm: Communicator) -> Any:
