@@ -50,9 +50,8 @@ def load(path: str | Path, comm: Ranks, options: Options | None = None) -> Shard
         "contents": _contents(store),
     }
     share = (comm, options, ownership, data.node_ids, fields, relations)
-    if list(ownership) == [NODE] and list(relations) == [EDGE]:
-        return ShardedGraph(*share, num_classes=classes.get(NODE), **shared)
-    return ShardedHeteroGraph(*share, num_classes=classes, **shared)
+    is_homogeneous = list(ownership) == [NODE] and list(relations) == [EDGE]
+    return (ShardedGraph if is_homogeneous else ShardedHeteroGraph)(*share, num_classes=classes, **shared)
 
 
 def _refuse_undecided(options: Options) -> None:

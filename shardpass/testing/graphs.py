@@ -79,5 +79,5 @@ def shard_in_memory(graph: WholeGraph, owners: Tensor, comm: Ranks, options: Opt
         {NODE: fields},
         {EDGE: relation},
         total_edges={EDGE: graph.edge_index.size(1)},
-        num_classes=int(y.max()) + 1 if y is not None else None,
+        num_classes={NODE: int(y.max()) + 1} if y is not None else None,
     )

@@ -131,7 +131,7 @@ def test_self_loops_of_pyg_as_they_are():
     lambda e: (~(e[0] == e[1]) & (e[1] > 3)).sum(),
 ])  # fmt: skip
 def test_whether_there_are_self_loops_is_a_question_to_all_ranks(ask):
-    with pytest.raises(RefusedError, match="mask of this rank's edges"):
+    with pytest.raises(RefusedError, match="mask over this rank's edges"):
         on_ranks(lambda graph: ask(graph.edge_index))
     selected = on_ranks(lambda g: g.edge_attr[g.edge_index[0] == g.edge_index[1]].size(0))
     assert sum(selected) == int((GRAPH.edge_index[0] == GRAPH.edge_index[1]).sum())

@@ -81,7 +81,7 @@ def test_fields_that_come_with_a_batch():
             "num_workers=2, which is not supported on a sharded graph: batches are",
         ),
         ({"disjoint": True}, TypeError, "NeighborLoader got disjoint=True"),
-        ({"subgraph_type": "induced"}, TypeError, "only the edges that were drawn are in a batch"),
+        ({"subgraph_type": "induced"}, TypeError, "a batch holds only the edges that were drawn"),
         ({"time_attr": "t"}, TypeError, "there is no temporal sampling"),
         ({"colour": 1}, TypeError, r"colour=1, which is not supported on a sharded graph; see help"),
         ({"node_attrs": "x"}, ValueError, r"node_attrs is 'x'; expected a list of names, such as \['x'\]"),

@@ -140,7 +140,7 @@ def test_wrong_masks_are_told():
         graph = shard_in_memory(chain(), torch.arange(24) % 2, comm)
         with pytest.raises(ValueError, match=r"expected bool \[12\], got torch.int64 \[3\]"):
             graph.layers(torch.arange(3), 2)
-        with pytest.raises(RefusedError, match=r"not supported with graph\.layers"):
+        with pytest.raises(RefusedError, match=r"do not work with graph\.layers"):
             sp.pyg.wrap(gnn.SAGEConv(5, 5, flow="target_to_source"), comm)(
                 graph.x, graph.layers(graph.x[:, 0] > 0, 1)[0]
             )

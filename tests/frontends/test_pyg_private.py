@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,14 @@ pytest.importorskip("torch_geometric")
 
 import torch_geometric
 import torch_geometric.nn as gnn
+from torch import nn
+from torch_geometric.nn import attention
 
 import shardpass.frontends.pyg as frontend
 from shardpass.frontends.pyg import private
+
+from .model_cases import Variational
+from .pyg_cases import GRAPH
 
 RELEASE = f"PyG {torch_geometric.__version__}"
 
@@ -26,6 +32,50 @@ def test_layers(name):
 @pytest.mark.parametrize("name", sorted(private.INSPECTOR))
 def test_inspector(name):
     assert callable(getattr(gnn.GATConv(3, 4).inspector, name, None)), f"{RELEASE}: its inspector has no {name!r}"
+
+
+def encoded():
+    model = gnn.VGAE(Variational()).double()
+    model.encode(GRAPH.node["x"], GRAPH.edge_index)
+    return model
+
+
+EXAMPLES = {
+    "Sequential": lambda: gnn.Sequential("x", [(nn.ReLU(), "x -> x")]),
+    "GraphNorm": lambda: gnn.GraphNorm(3),
+    "InstanceNorm": lambda: gnn.InstanceNorm(3),
+    "LayerNorm": lambda: gnn.LayerNorm(3),
+    "PairNorm": lambda: gnn.PairNorm(),
+    "BatchNorm": lambda: gnn.BatchNorm(3),
+    "HeteroBatchNorm": lambda: gnn.HeteroBatchNorm(3, 2),
+    "GPSConv": lambda: gnn.GPSConv(4, None),
+    "HGTConv": lambda: gnn.HGTConv(3, 4, (["a"], [("a", "to", "a")])),
+    "GATConv": lambda: gnn.GATConv(3, 4),
+    "PerformerAttention": lambda: attention.PerformerAttention(4, 2),
+    "PerformerProjection": lambda: attention.PerformerAttention(4, 2).fast_attn,
+    "SGFormerAttention": lambda: attention.SGFormerAttention(4),
+    "PolynormerAttention": lambda: attention.PolynormerAttention(4, 2, qk_shared=False),
+    "AttentiveFP": lambda: gnn.AttentiveFP(3, 4, 2, 2, 2, 2),
+    "CorrectAndSmooth": lambda: gnn.CorrectAndSmooth(2, 0.5, 2, 0.5),
+    "VGAE": encoded,
+    "ARGA": lambda: gnn.ARGA(nn.Linear(3, 4), nn.Linear(4, 1)),
+    "GroupAddRev": lambda: gnn.GroupAddRev(gnn.GCNConv(2, 2), num_groups=2),
+    "DeepGCNLayer": lambda: gnn.DeepGCNLayer(gnn.GCNConv(3, 3)),
+}
+
+
+@pytest.mark.parametrize("name", private.ATTRIBUTES)
+def test_attributes(name):
+    instance = EXAMPLES[name]()
+    assert type(instance).__name__ == name
+    missing = [attribute for attribute in private.ATTRIBUTES[name].split() if not hasattr(instance, attribute)]
+    assert not missing, f"{RELEASE}: {name} has no {missing} any more"
+
+
+@pytest.mark.parametrize("module", private.FUNCTIONS)
+def test_functions(module):
+    missing = [name for name in private.FUNCTIONS[module].split() if not hasattr(importlib.import_module(module), name)]
+    assert not missing, f"{RELEASE}: {module} has no {missing} any more"
 
 
 def found(path):
@@ -54,15 +104,20 @@ def test_caches():
     assert "_cached_x" in vars(gnn.SGConv(3, 4)) and "_cached_h" in vars(gnn.SSGConv(3, 4, 0.1))
 
 
-def test_no_other_private_names_are_used():
-    """In the code of the frontend: attributes of a layer, called `conv` or `module` there, that begin with one _."""
-    import re
+FILES = sorted(Path(frontend.__file__).parent.glob("*.py"))
 
-    allowed = private.MESSAGE_PASSING | {
-        "_shardpass_wrapped",
-        "_register_deepcopy_hook",
-        "_buffers",
-    }  # the last are torch's
-    for path in Path(frontend.__file__).parent.glob("*.py"):
-        used = set(re.findall(r"\b(?:conv|module|model|layer)\.(_[a-z]\w*)", path.read_text()))
-        assert used <= allowed, f"{path.name}: add {sorted(used - allowed)} to private.py"
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_no_other_private_names_are_used(path):
+    """In the code of the frontend: attributes of a layer, called `conv` or `module` there, that begin with one _."""
+    ours = {"_shardpass_wrapped"}
+    of_torch = {"_register_deepcopy_hook", "_buffers"}
+    used = set(re.findall(r"\b(?:conv|module|model|layer)\.(_[a-z]\w*)", path.read_text()))
+    unlisted = used - private.MESSAGE_PASSING - ours - of_torch
+    assert not unlisted, f"{path.name}: add {sorted(unlisted)} to private.py"
+
+
+def test_only_listed_globals_are_exchanged():
+    listed = frozenset().union(*private.GLOBALS.values())
+    used = {name for path in FILES for name in re.findall(r"exchanged\(\w+, (\w+)=", path.read_text())}
+    assert used == listed

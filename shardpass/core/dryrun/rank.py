@@ -88,7 +88,7 @@ def made_up_rank(sizes: RankSizes, comm: Ranks, options: Options) -> ShardedGrap
         {NODE: OwnFields(nodes, lambda t: t)},
         {EDGE: relation},
         total_edges={EDGE: sizes.edges * sizes.ranks},
-        num_classes=sizes.num_classes,
+        num_classes={NODE: sizes.num_classes},
     )
 
 

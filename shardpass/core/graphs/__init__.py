@@ -1,7 +1,6 @@
-"""What a model is given: the sharded graph, its
-stand-ins for ``edge_index`` and ``batch``, and graphs of several types.
+"""What a model is given: the sharded graph, its stand-ins for ``edge_index`` and ``batch``, graphs of several types.
 
-This room describes a graph and edge lists that are derived from it. It does not aggregate messages.
+This room describes a graph and the edge lists that are derived from it. It does not aggregate messages.
 """
 
 from shardpass.core.graphs.batch_index import BatchIndex

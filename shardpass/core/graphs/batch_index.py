@@ -1,9 +1,9 @@
 """What stands for ``batch`` on a sharded graph: an integer tensor ``[num_own]`` of zeros that knows of the other ranks.
 
-A sharded graph is one graph, so every own node belongs to graph 0, and so do the nodes of all other ranks. Scattering
-node rows onto it is therefore a reduction over the nodes of all ranks (`readout.py`), and indexing a table of one
-graph with it gives every own node the same row. With these two, readouts, softmax over all nodes and norms that are
-written for a ``batch`` run as they are. Whatever else would depend on how the nodes lie on ranks is refused by name.
+A sharded graph is one graph, so every node of every rank belongs to graph 0. Scattering node rows onto ``batch`` is
+therefore a reduction over the nodes of all ranks (`readout.py`), and indexing a table of one graph with it gives every
+own node the same row. These two are enough for readouts, for softmax over all nodes, and for norms that take a
+``batch``. Everything else would depend on which rank owns which node, and is refused by name.
 """
 
 from __future__ import annotations
@@ -15,18 +15,10 @@ from torch import Tensor
 
 from shardpass.core.graphs.edge_index import SourceRows
 from shardpass.core.graphs.readout import Reduction, reduce_rows
+from shardpass.core.graphs.stand_in import PRINTS, describes
 from shardpass.core.ranks import Ranks
 from shardpass.errors import RefusedError
 
-_DESCRIBES = frozenset(
-    "size dim stride __len__ is_floating_point is_complex is_signed ndimension element_size get_device is_contiguous "
-    "data_ptr __repr__ __str__ __format__ __hash__ storage_offset is_inference new_ones new_zeros new_full new_empty "
-    "ones_like zeros_like full_like empty_like is_same_size".split()
-)
-_PROPERTIES = frozenset(
-    "shape dtype device layout is_cuda is_cpu is_sparse is_sparse_csr is_quantized is_meta is_mps is_nested is_mkldnn "
-    "is_xpu ndim requires_grad is_leaf grad_fn grad itemsize nbytes names output_nr _version".split()
-)
 _SAME_ROWS = frozenset(
     "clone contiguous detach to long cpu cuda alias view expand expand_as unsqueeze reshape squeeze".split()
 )
@@ -40,7 +32,7 @@ class BatchIndex(Tensor):
     """``batch`` of a sharded graph: all own nodes belong to graph 0 of the whole."""
 
     comm: Ranks
-    num_nodes: int  # own nodes; the size of one of the dimensions, the others repeat it
+    num_nodes: int  # own nodes: the size of one dimension, which the others repeat
 
     @staticmethod
     def of(num_nodes: int, comm: Ranks) -> Any:
@@ -60,7 +52,7 @@ class BatchIndex(Tensor):
         return self.as_subclass(Tensor)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError("the batch of a sharded graph belongs to its process; it is all zeros, and need not be saved")
+        raise TypeError("the batch of a sharded graph belongs to its process and cannot be saved; it is all zeros")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BatchIndex:
         return self
@@ -82,9 +74,11 @@ class BatchIndex(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if name in ("__getitem__", "index_select") and first is not mine:
                 return _look_up(name, *args, **kwargs)
-            if name in ("__repr__", "__str__", "__format__"):
+            if name in PRINTS:
                 return func(mine.plain, *args[1:], **kwargs)
-            if name in _DESCRIBES or (name == "__get__" and _property(func) in _PROPERTIES):
+            if name in ("numel", "nelement"):  # this is how PyG asks whether there is any node: some rank has one
+                return max(1, func(mine.plain))
+            if describes(func):
                 return func(*args, **kwargs)
             if first is mine:
                 return _asked(mine, name, func, args, kwargs)
@@ -92,25 +86,21 @@ class BatchIndex(Tensor):
 
 
 def _asked(mine: BatchIndex, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What does not depend on the other ranks' nodes."""
+    """The result of a function of `mine` that does not depend on the nodes of other ranks."""
     plain = (mine.plain, *args[1:])
     if name in _SAME_ROWS:
         out = func(*plain, **kwargs)
         return BatchIndex.wrap(out, mine.num_nodes, mine.comm) if out.dtype == torch.int64 else out
-    if name in ("numel", "nelement"):  # PyG asks so whether there is any node at all: there is, on some rank
-        return max(1, func(*plain))
     if name in ("max", "min", "amax", "amin") and len(args) == 1 and not kwargs:
         return mine.plain.new_zeros(())
     if name in ("eq", "ne", "__eq__", "__ne__") and isinstance(args[1], int):
         return func(*plain)
-    if name in ("__getitem__", "index_select"):
-        key = args[-1]
-        if mine.dim() == 1 and isinstance(key, Tensor) and not isinstance(key, BatchIndex):  # some of the own nodes
-            if isinstance(key, SourceRows):  # sources of edges, also on other ranks: of the same graph all the same
-                key = torch.zeros_like(key.as_subclass(Tensor))
-                return BatchIndex.wrap(key, key.size(0), mine.comm)
-            chosen = func(*plain, **kwargs)
-            return BatchIndex.wrap(chosen, chosen.size(0), mine.comm)
+    key = args[-1]
+    by_rows = name in ("__getitem__", "index_select") and isinstance(key, Tensor) and not isinstance(key, BatchIndex)
+    if by_rows and mine.dim() == 1:  # some of the own nodes, or sources of edges, on any rank: all of one graph
+        is_of_edges = isinstance(key, SourceRows)
+        chosen = torch.zeros_like(key.as_subclass(Tensor)) if is_of_edges else func(*plain, **kwargs)
+        return BatchIndex.wrap(chosen, chosen.size(0), mine.comm)
     raise _refused(name)
 
 
@@ -166,13 +156,9 @@ def _look_up(name: str, input: Any, *rest: Any, dim: int = 0, index: Any = None)
     )
 
 
-def _property(func: Any) -> str:
-    return getattr(getattr(func, "__self__", None), "__name__", "")
-
-
 def _refused(name: str) -> RefusedError:
     return RefusedError(
-        f"`{name}` on the batch of a sharded graph: its nodes lie on several ranks, so this needs all of them in one "
-        f"place. Sums, means, maxima, minima, products and softmax over `batch` work; for anything else take the rows "
-        f"of all ranks together with shardpass.gather"
+        f"`{name}` on the batch of a sharded graph needs all nodes in one place, but they are on several ranks. Sums, "
+        f"means, maxima, minima, products and softmax over `batch` work; for anything else, collect the rows of all "
+        f"ranks with shardpass.gather"
     )

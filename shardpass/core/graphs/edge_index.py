@@ -1,8 +1,8 @@
 """What stands for ``edge_index`` on a sharded graph: an integer tensor ``[2, num_edges]`` in own-first numbering.
 
 Row 1 holds own destination rows. Row 0 holds source rows: own rows first, then halo rows. So ``(i, i)`` is a
-self-loop, ``row != col`` finds self-loops, degrees by row 1 are whole, and structural code (adding self-loops, masks,
-normalisation) runs as it is. Only row 0 is special: indexing a node tensor with it is a differentiable halo fetch, and
+self-loop, ``row != col`` finds self-loops, degrees by row 1 are complete, and code that adds self-loops, masks edges or
+normalises runs as it is. Only row 0 is special: indexing a node tensor with it is a differentiable halo fetch, and
 scattering onto it is a differentiable push to the owners. Any other use is refused by name.
 """
 
@@ -15,29 +15,13 @@ import torch
 from torch import Tensor
 
 from shardpass.core.exchange import HaloPlan, halo_fetch, halo_push
+from shardpass.core.graphs.stand_in import PRINTS, describes
 from shardpass.core.sharding import Derivation, EdgeShards
 from shardpass.errors import RefusedError
 
-_DESCRIBES = frozenset(
-    (
-        "size dim numel stride __len__ is_floating_point is_complex is_signed ndimension nelement element_size "
-        "get_device is_contiguous data_ptr __repr__ __str__ __format__ __hash__ storage_offset is_inference "
-        "new_ones new_zeros new_full new_empty ones_like zeros_like full_like empty_like rand_like requires_grad_ "
-        "is_same_size"
-    ).split()
-)
 _COPIES = frozenset(["clone", "contiguous", "detach", "to", "long", "cpu", "cuda", "alias"])
 _RESHAPES = frozenset(["view", "expand", "expand_as", "unsqueeze", "reshape", "flatten", "squeeze"])
 _COMPARES = frozenset(["eq", "ne", "__eq__", "__ne__"])
-_PROPERTIES = frozenset(
-    (
-        "shape dtype device layout is_cuda is_sparse is_sparse_csr ndim requires_grad is_leaf grad_fn is_quantized "
-        "is_meta is_mps is_nested is_mkldnn is_cpu is_xpu itemsize nbytes names grad output_nr _version is_vulkan "
-        "is_ipu"
-    ).split()
-)
-
-
 _COUNTS = frozenset(
     ["any", "all", "sum", "mean", "max", "min", "item", "tolist", "count_nonzero", "__bool__", "__len__"]
 )
@@ -47,7 +31,7 @@ _OF_DATA = frozenset("x y edge_index edge_attr edge_weight edge_type batch x_dic
 class ShardedEdgeIndex(Tensor):
     """``edge_index`` of a sharded graph, or one derived from it by adding, removing, reordering or flipping edges.
 
-    The numbers are stored sources first. A flipped one stores the same and is marked `is_reversed`.
+    It stores sources first. After a flip it stores the same numbers, and `is_reversed` is true.
     """
 
     plan: HaloPlan
@@ -120,9 +104,9 @@ class ShardedEdgeIndex(Tensor):
         name = getattr(func, "__name__", "")
         mine = next(t for t in _flat(args, kwargs) if isinstance(t, ShardedEdgeIndex))
         with torch._C.DisableTorchFunctionSubclass():
-            if name in ("__repr__", "__str__", "__format__"):
+            if name in PRINTS:
                 return func(*_plain(args), **kwargs)
-            if name in _DESCRIBES or (name == "__get__" and _property(func) in _PROPERTIES):
+            if describes(func):
                 return func(*args, **kwargs)
             if name == "max" and len(args) == 1 and not kwargs:  # PyG asks so for the number of nodes
                 return torch.tensor(max(mine.plan.num_own_src, mine.plan.num_dst) - 1)
@@ -174,7 +158,7 @@ class SourceRows(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if name == "__setitem__" and first is not mine and _only_own_rows(first, args[1]):
                 return func(*_plain(args), **kwargs)
-            if name in _DESCRIBES or (name == "__get__" and _property(func) in _PROPERTIES):
+            if name in PRINTS or describes(func):
                 return func(*args, **kwargs)
             if name in _COPIES | _RESHAPES and isinstance(first, SourceRows):
                 return SourceRows.wrap(func(*_plain(args), **kwargs), mine.plan, mine.flow)
@@ -190,7 +174,7 @@ class SourceRows(Tensor):
 
 
 class EdgeMask(Tensor):
-    """Which own edges are self-loops, or not. It selects edges; whether there are any is a question to all ranks."""
+    """Which own edges are self-loops, or are not. It selects edges; whether there are any, no rank knows alone."""
 
     @classmethod
     def __torch_function__(
@@ -199,8 +183,8 @@ class EdgeMask(Tensor):
         name = getattr(func, "__name__", "")
         if name in _COUNTS and args and isinstance(args[0], EdgeMask):
             raise RefusedError(
-                f"`{name}` of a mask of this rank's edges (self-loops): other ranks hold other edges and would get "
-                f"another answer. Find out before partitioning, or count over all ranks with shardpass.total"
+                f"`{name}` of a mask over this rank's edges (self-loops): other ranks have other edges and would get "
+                f"another answer. Compute it before partitioning, or count over all ranks with shardpass.total"
             )
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*args, **(kwargs or {}))
@@ -216,8 +200,8 @@ def _refused(name: str, what: str) -> RefusedError:
             f"torch.utils.checkpoint, reentrant checkpointing is not supported: pass use_reentrant=False"
         )
     return RefusedError(
-        f"`{name}` on {what} of a sharded graph: ids are numbered per rank, so the result would differ "
-        f"from that on the whole graph. Compute it before partitioning and store it as a node or edge field"
+        f"`{name}` on {what} of a sharded graph: ids are numbered per rank, so the result would differ from that of "
+        f"the whole graph. Compute it before partitioning and store it as a node or edge field"
     )
 
 
@@ -266,8 +250,8 @@ def _check_piece(mine: ShardedEdgeIndex, piece: Tensor) -> None:
         if piece.plan is mine.plan and piece.is_reversed == mine.is_reversed:
             return
         raise RefusedError(
-            "`cat` of the edge_index of a sharded graph with its reverse, or with that of another graph: the edges "
-            "against the direction belong to other ranks. Add them before partitioning (PyG: to_undirected)"
+            "`cat` of the edge_index of a sharded graph with its reverse, or with that of another graph: reversed "
+            "edges belong to other ranks. Add them before partitioning (PyG: to_undirected)"
         )
     plan, data = mine.plan, _plain_one(piece)
     loops = data.dim() == 2 and data.size(0) == 2 and torch.equal(data[0], data[1])
@@ -297,20 +281,18 @@ def _only_own_rows(table: Any, key: Any) -> bool:
 
 
 def _gather_by_source(plan: HaloPlan, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    bound = {**dict(zip(("input", "dim", "index"), args)), **kwargs}
-    if name == "__getitem__":
-        bound = {"input": args[0], "dim": 0, "index": args[1]}
+    given = (args[0], 0, args[1]) if name == "__getitem__" else args
+    bound = {**dict(zip(("input", "dim", "index"), given)), **kwargs}
     table, dim, index = bound["input"], bound["dim"], bound["index"]
     if not isinstance(index, SourceRows):  # a tuple or list of indices
         raise _refused("__getitem__ with several indices", "source node ids")
     dim = dim % table.dim()
-    if table.size(dim) == plan.num_own_src:
-        table = halo_fetch(table.movedim(dim, 0), plan, "halo fetch").movedim(0, dim)
-    else:
+    if table.size(dim) != plan.num_own_src:
         raise RefusedError(
             f"a tensor with {table.size(dim)} rows is indexed by source node; expected {plan.num_own_src} rows "
             f"(the own nodes of rank {plan.comm.rank})"
         )
+    table = halo_fetch(table.movedim(dim, 0), plan, "halo fetch").movedim(0, dim)
     numbers = _plain_one(index).to(table.device)  # edges that are streamed are in CPU memory
     return table.index_select(dim, numbers) if index.dim() == 1 else table[numbers]
 
@@ -332,10 +314,6 @@ def _scatter_to_source(plan: HaloPlan, name: str, args: tuple[Any, ...], kwargs:
     partial = source.new_zeros(shape).scatter_add(dim, index, source)
     total = base + halo_push(partial.movedim(dim, 0), plan, "halo push").movedim(0, dim)
     return base.copy_(total) if name.endswith("_") else total
-
-
-def _property(func: Any) -> str:
-    return getattr(getattr(func, "__self__", None), "__name__", "")
 
 
 def _flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

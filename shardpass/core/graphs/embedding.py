@@ -23,19 +23,19 @@ class OwnRows(nn.Parameter):
 class NodeEmbedding(nn.Module):
     """Learnable rows of this rank's nodes: ``NodeEmbedding(graph, 64)()`` is ``[num_nodes, 64]``. Not collective.
 
-    Takes the place of ``torch.nn.Embedding(num_nodes, dim)`` in a model: `weight` holds the own rows in the order of
-    ``graph.node_ids``. `sync_parameters` and `sync_gradients` leave it alone, checkpoints load on any number of ranks.
-    The first values are standard normal and depend only on the original ids and torch's random state, which
-    `shardpass.seed` makes the same on every rank: so they are the same for any number of ranks.
+    It takes the place of ``torch.nn.Embedding(num_nodes, dim)`` in a model: `weight` holds the own rows in the order of
+    ``graph.node_ids``. `sync_parameters` and `sync_gradients` leave it alone, and checkpoints load on any number of
+    ranks. The first values are standard normal. They only depend on the original ids and on torch's random state, which
+    `shardpass.seed` makes the same on every rank, so they are the same for any number of ranks.
 
     Args:
         graph: this rank's share.
         dim: columns of the table.
-        node_type: of the nodes, in a graph of several types.
-        dtype: of the table; None for torch's default.
+        node_type: the type of the nodes, in a graph of several types.
+        dtype: of the table; `None` for torch's default.
 
     Raises:
-        ValueError: the graph has several node types and none, or an unknown one, was given.
+        ValueError: `node_type` is unknown, or missing for a graph of several types.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""Message-flow graphs: per layer, only the nodes that the wanted ones need. In the field also called blocks.
+"""Message-flow graphs: each layer computes only the nodes that the wanted ones need. They are also called blocks.
 
-The last layer computes the wanted nodes, the one before it these and their in-neighbours, and so on. A layer still sees
-the whole edge list of the rank, so that degrees and normalisation are those of the graph; only `propagate` is cut down:
-edges into other nodes are left out, and their halo rows are not fetched. Rows of other nodes are then without meaning.
+The last layer computes the wanted nodes, the layer before it these and their in-neighbours, and so on. A layer still
+sees the whole edge list of the rank, so that degrees and normalisation are those of the graph. Only `propagate` does
+less: it leaves out edges into other nodes and does not fetch their halo rows. The rows of other nodes have no meaning.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class LayerFlow:
         """Note that `name` sends messages from `sources` over this layer.
 
         Raises:
-            RefusedError: they are not those of an earlier message of this forward, so may have been made from its
+            RefusedError: an earlier message of this forward had other sources, so these may have been made from its
                 result, of which only the needed rows are computed; or a later layer came before this one.
         """
         last = self.progress.get(comm.forwards, -1)
@@ -73,8 +73,8 @@ class LayerFlow:
         """Note that rows of `table` are taken by source.
 
         Raises:
-            RefusedError: a message has gone over this layer in this forward, and `table` is not what it was made from:
-                then it may have been made from its result, of which only the needed rows are computed.
+            RefusedError: a message has gone over this layer in this forward, and `table` is not one of its sources. It
+                may have been made from the result, of which only the needed rows are computed.
         """
         known = self._used.get(comm.forwards)
         if known is None or table.dim() < 2 or not table.numel():  # degrees and the like are whole
@@ -99,7 +99,7 @@ class LayerFlow:
 
 
 def _content(tensor: Tensor) -> Content:
-    """What tells a tensor's content from any other: its memory, which is not used again under this reference."""
+    """What identifies the content of a tensor: its memory, which is not reused while this reference exists."""
     return StorageWeakRef(tensor.untyped_storage()), tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version
 
 
@@ -109,7 +109,7 @@ def message_flow(edge_index: ShardedEdgeIndex, sources: Ownership, wanted: Tenso
     Args:
         edge_index: of a graph whose sources and destinations are the same nodes.
         sources: their ownership.
-        wanted: the own rows wanted of the last layer, ``[num_nodes]`` bool.
+        wanted: the own rows that the last layer must compute, ``[num_nodes]`` bool.
         num_layers: the same on every rank.
     """
     plan = edge_index.plan

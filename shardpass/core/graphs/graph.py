@@ -38,8 +38,7 @@ class OwnFields(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._read:
             if name not in self._stored:
-                known = ", ".join(sorted(self._stored)) or "none"
-                raise KeyError(f"no field {name!r} is stored for this graph; there are: {known}")
+                raise KeyError(f"no field {name!r} is stored for this graph; there are: {self.listed()}")
             self._read[name] = self._place(self._stored[name])
         return self._read[name]
 
@@ -48,6 +47,10 @@ class OwnFields(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._stored)
+
+    def listed(self) -> str:
+        """The names, for an error message."""
+        return ", ".join(sorted(self)) or "none"
 
 
 @dataclass
@@ -86,7 +89,7 @@ def build_relation(
         src_ids: global source id of each edge, ``[num_edges]`` int64.
         dst_rows: own destination row of each edge, ``[num_edges]`` int64.
         edge_ids, fields: per edge, in the same order as `src_ids`.
-        ends: the types of sources and destinations, for telling edges of another type.
+        ends: the types of sources and destinations, by which edges of another type are recognised.
     """
     device = HOST if options.stream_structure else comm.device
     src_ids, dst_rows, edge_ids = src_ids.to(device), dst_rows.to(device), edge_ids.to(device)
@@ -121,7 +124,7 @@ class ShardedGraph:
         relations: dict[EdgeType, Relation],
         *,
         total_edges: dict[EdgeType, int],
-        num_classes: int | None = None,
+        num_classes: Mapping[NodeType, int] | None = None,
         fingerprint: str = "",
         partition_fingerprint: str = "",
         contents: str = "",
@@ -130,7 +133,12 @@ class ShardedGraph:
         self.fingerprint, self.partition_fingerprint, self.contents = fingerprint, partition_fingerprint, contents
         self.relations = relations
         self._node_ids, self._node_fields = node_ids, node_fields
-        self._total_edges, self._num_classes = total_edges, num_classes
+        self._total_edges, self._num_classes = total_edges, dict(num_classes or {})
+        if options.stream_structure and not self.is_homogeneous:
+            raise ValueError(
+                f"Options(stream_structure=True) is for graphs of one node and one edge type, and this one has "
+                f"{len(relations)} edge types: load it without that option"
+            )
 
     def __repr__(self) -> str:
         return (
@@ -175,19 +183,16 @@ class ShardedGraph:
         return self.relation.fields
 
     def __getattr__(self, name: str) -> Tensor:
-        if name.startswith("_") or name not in ("x", "y", "pos", "train_mask", "val_mask", "test_mask"):
-            if name in ("edge_attr", "edge_weight", "edge_type"):
-                return self._field(self.edge, name, "edge")
+        if name in ("x", "y", "pos", "train_mask", "val_mask", "test_mask"):
+            fields, kind = self.node, "node"
+        elif name in ("edge_attr", "edge_weight", "edge_type"):
+            fields, kind = self.edge, "edge"
+        else:
             raise AttributeError(
                 f"ShardedGraph has no attribute {name!r}; stored fields: graph.node[...], graph.edge[...]"
             )
-        return self._field(self.node, name, "node")
-
-    @staticmethod
-    def _field(fields: OwnFields, name: str, kind: str) -> Tensor:
         if name not in fields:
-            known = ", ".join(sorted(fields)) or "none"
-            raise AttributeError(f"this graph has no {kind} field {name!r}; there are: {known}")
+            raise AttributeError(f"this graph has no {kind} field {name!r}; there are: {fields.listed()}")
         return fields[name]
 
     @property
@@ -196,11 +201,11 @@ class ShardedGraph:
         return self.relation.edge_index
 
     def layers(self, nodes: Tensor, num_layers: int) -> list[ShardedEdgeIndex]:
-        """An ``edge_index`` for each layer of a model that is asked for the outputs of `nodes` only. Collective.
+        """An ``edge_index`` for each layer of a model from which you only want the outputs of `nodes`. Collective.
 
-        A layer called with its one leaves out the nodes, and the halo rows, that none of `nodes` needs. The outputs of
-        `nodes` are those of the whole graph, if nothing but message passing and row-wise code is between the layers;
-        rows of other nodes are without meaning. Norms over all nodes are refused.
+        A layer that is called with its own ``edge_index`` leaves out the nodes and halo rows that none of `nodes`
+        needs. If there is only message passing and row-wise code between the layers, the outputs of `nodes` are those
+        of the whole graph. The rows of other nodes have no meaning. Norms over all nodes are refused.
 
         Args:
             nodes: own rows, ``[num_nodes]`` bool.
@@ -262,10 +267,10 @@ class ShardedGraph:
     @property
     def num_classes(self) -> int:
         """Classes of ``y``: columns of a float matrix, or the largest label of the whole graph plus one."""
-        if self._num_classes is None:
+        if NODE not in self._num_classes:
             named = "; store 'label' under that name, or give the number yourself" if "label" in self.node else ""
             raise ValueError(f"this graph has no labels: no node field 'y' is stored{named}")
-        return self._num_classes
+        return self._num_classes[NODE]
 
     @property
     def node_ids(self) -> Tensor:
@@ -319,13 +324,14 @@ def gather(graph: ShardedGraph, rows: Tensor, node_type: NodeType | None = None)
             f"rank {graph.comm.rank}: gather takes one row per own node, expected {ids.numel()} rows, "
             f"got {rows.size(0)}"
         )
-    root = graph.comm.rank == 0
-    empty = rows.new_empty((0, *rows.shape[1:]))
-    ids = ids.to(graph.comm.device)
-    to_root = [rows.detach().contiguous()] + [empty] * (graph.comm.size - 1)
-    parts = graph.comm.all_to_all(to_root, label="gather rows")
-    id_parts = graph.comm.all_to_all([ids] + [ids[:0]] * (graph.comm.size - 1), label="gather ids")
-    if not root:
+    comm = graph.comm
+
+    def at_root(own: Tensor, label: str) -> list[Tensor]:
+        return comm.all_to_all([own] + [own[:0]] * (comm.size - 1), label=label)
+
+    parts = at_root(rows.detach().contiguous(), "gather rows")
+    id_parts = at_root(ids.to(comm.device), "gather ids")
+    if comm.rank != 0:
         return None
     out = rows.new_empty((total, *rows.shape[1:]))
     for part, part_ids in zip(parts, id_parts):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
 
 from shardpass.core.graphs.edge_index import ShardedEdgeIndex
 from shardpass.core.graphs.graph import OwnFields, Relation, ShardedGraph
-from shardpass.core.ranks import Options, Ranks
-from shardpass.core.sharding import EdgeType, NodeType, Ownership
+from shardpass.core.sharding import EdgeType, NodeType
 
 
 class _OfOneType:
@@ -20,7 +20,7 @@ class _OfOneType:
 
     def __getattr__(self, name: str) -> Tensor:
         if name.startswith("_") or name not in self._fields:
-            raise AttributeError(f"{self._what} have no field {name!r}; there are: {_names(self._fields)}")
+            raise AttributeError(f"{self._what} have no field {name!r}; there are: {self._fields.listed()}")
         return self._fields[name]
 
     def __getitem__(self, name: str) -> Tensor:
@@ -42,7 +42,7 @@ class OwnNodes(_OfOneType):
         fields: node tensors, own rows.
         node_ids: original id of each own node, ``[num_nodes]`` int64.
         total_nodes: nodes of this type in the whole graph.
-        num_classes: of ``y`` over all ranks; None where there is none.
+        num_classes: classes of ``y`` over all ranks; `None` without ``y``.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class OwnNodes(_OfOneType):
 
     @property
     def num_features(self) -> int:
-        """Channels of ``x``, 0 where there is none."""
+        """Channels of ``x``; 0 without ``x``."""
         if "x" not in self:
             return 0
         x = self["x"]
@@ -116,43 +116,17 @@ class ShardedHeteroGraph(ShardedGraph):
     ``graph.<field>_dict`` any stored field by type, for the types that have it: ``x_dict``, ``edge_attr_dict``.
     """
 
-    def __init__(
-        self,
-        comm: Ranks,
-        options: Options,
-        ownership: dict[NodeType, Ownership],
-        node_ids: dict[NodeType, Tensor],
-        node_fields: dict[NodeType, OwnFields],
-        relations: dict[EdgeType, Relation],
-        *,
-        total_edges: dict[EdgeType, int],
-        num_classes: dict[NodeType, int],
-        fingerprint: str = "",
-        partition_fingerprint: str = "",
-        contents: str = "",
-    ) -> None:
-        if options.stream_structure:
-            raise ValueError(
-                "Options(stream_structure=True) is for graphs of one node and one edge type, and this one has "
-                f"{len(relations)} edge types: load it without that option"
-            )
-        super().__init__(
-            comm,
-            options,
-            ownership,
-            node_ids,
-            node_fields,
-            relations,
-            total_edges=total_edges,
-            fingerprint=fingerprint,
-            partition_fingerprint=partition_fingerprint,
-            contents=contents,
-        )
-        self._nodes = {
-            kind: OwnNodes(kind, node_fields[kind], node_ids[kind], owned.num_total, num_classes.get(kind))
-            for kind, owned in ownership.items()
+    @cached_property
+    def _nodes(self) -> dict[NodeType, OwnNodes]:
+        fields, ids, classes = self._node_fields, self._node_ids, self._num_classes
+        return {
+            kind: OwnNodes(kind, fields[kind], ids[kind], owned.num_total, classes.get(kind))
+            for kind, owned in self.ownership.items()
         }
-        self._edges = {kind: OwnEdges(kind, relation, total_edges[kind]) for kind, relation in relations.items()}
+
+    @cached_property
+    def _edges(self) -> dict[EdgeType, OwnEdges]:
+        return {kind: OwnEdges(kind, relation, self._total_edges[kind]) for kind, relation in self.relations.items()}
 
     def __repr__(self) -> str:
         nodes = ", ".join(f"{nodes.num_nodes} of {nodes.total_nodes} {kind}" for kind, nodes in self._nodes.items())
@@ -162,8 +136,9 @@ class ShardedHeteroGraph(ShardedGraph):
         )
 
     def __getitem__(self, key: str | tuple[str, ...]) -> Any:
-        """The nodes of a type (`OwnNodes`), or the edges of one (`OwnEdges`), which may be named as PyG allows it: by
-        all three names, by source and destination, or by the relation, where that tells which.
+        """The nodes of a type (`OwnNodes`), or the edges of a type (`OwnEdges`).
+
+        As in PyG, an edge type has three names. Its ends, or its relation alone, will do where they say which it is.
         """
         if isinstance(key, str) and key in self._nodes:
             return self._nodes[key]
@@ -179,14 +154,12 @@ class ShardedHeteroGraph(ShardedGraph):
                 f"ShardedHeteroGraph has no attribute {name!r}: a field belongs to a type, as in graph[type].{name} or "
                 f"graph.{name}_dict; types: {self.node_types}, {self.edge_types}"
             )
-        return self._collect(name.removesuffix("_dict"))
-
-    def _collect(self, name: str) -> dict[Any, Tensor]:
+        field = name.removesuffix("_dict")
         owners: dict[Any, _OfOneType] = {**self._nodes, **self._edges}
-        found = {kind: owner[name] for kind, owner in owners.items() if name in owner}
+        found = {kind: owner[field] for kind, owner in owners.items() if field in owner}
         if not found:
             known = {kind: owner.keys() for kind, owner in owners.items() if owner.keys()}
-            raise AttributeError(f"no type of this graph has a field {name!r}; there are: {known}")
+            raise AttributeError(f"no type of this graph has a field {field!r}; there are: {known}")
         return found
 
     @property
@@ -206,13 +179,9 @@ class ShardedHeteroGraph(ShardedGraph):
 
     @property
     def num_features(self) -> dict[NodeType, int]:  # type: ignore[override]
-        """Channels of ``x`` of each type, 0 where there is none: as in PyG's ``HeteroData``."""
+        """Channels of ``x`` of each type; 0 without ``x``, as in PyG's ``HeteroData``."""
         return {kind: nodes.num_features for kind, nodes in self._nodes.items()}
 
     def metadata(self) -> tuple[list[NodeType], list[EdgeType]]:
         """Node and edge types, as `to_hetero`, `HGTConv` and others take them."""
         return self.node_types, self.edge_types
-
-
-def _names(fields: OwnFields) -> str:
-    return ", ".join(sorted(fields)) or "none"

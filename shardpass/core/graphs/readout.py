@@ -1,8 +1,8 @@
-"""Sum, maximum, minimum and product over the node rows of all ranks: what a graph-level readout is made of.
+"""Sum, maximum, minimum and product over the node rows of all ranks, of which graph-level readouts are made.
 
-The result is the same on every rank. Under our convention (the objective is the sum over ranks of what each calls
-backward on) the gradient of the result is the sum over ranks of the gradients that arrive at it; every rank then has
-the gradient of its own rows. So a loss computed from the result on every rank goes through `replicated`.
+The result is the same on every rank. The objective is the sum over ranks of what each rank calls backward on, so the
+gradient of the result is the sum over ranks of the gradients that arrive at it, and every rank gets that of its own
+rows. A loss that every rank computes from the result therefore goes through `replicated`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def reduce_rows(rows: Tensor, op: Reduction, comm: Ranks, base: float | None = N
     Args:
         rows: the trailing shape and dtype are the same on every rank; floating point, or integers for ``sum``.
         op: the reduction. ``max`` and ``min`` split the gradient evenly among the tied rows of all ranks, as in torch.
-        base: for ``max`` and ``min``: what a row-less result would hold. torch's ``scatter_reduce_`` counts it as one
-            more tie where the result equals it (also with ``include_self=False``), so it is counted here.
+        base: for ``max`` and ``min``, the result without rows. torch's ``scatter_reduce_`` counts it as one more tie if
+            the result equals it, also with ``include_self=False``, so it is counted here.
 
     Raises:
         RefusedError: an integer maximum, minimum or product; a backward with ``create_graph=True``.
@@ -114,8 +114,8 @@ class _Reduce(torch.autograd.Function):
 def all_rows(rows: Tensor, comm: Ranks) -> Tensor:
     """The rows of all ranks in the order of the ranks: ``[total, ...]`` for ``[num_own, ...]``, on every rank.
 
-    Collective, in backward too: each rank gets the sum over ranks of the gradients of its rows. Every rank then holds
-    the rows of the whole graph, so this is for graphs whose rows fit one memory.
+    Collective, in backward too: each rank gets the sum over ranks of the gradients of its rows. Every rank holds the
+    rows of the whole graph, so these must fit its memory.
 
     Args:
         rows: floating point; trailing shape and dtype are the same on every rank.

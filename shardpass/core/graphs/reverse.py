@@ -1,8 +1,8 @@
 """Edge lists against their direction: the same edges, living with the owners of their sources.
 
-Messages that run from destinations to sources would end on other ranks. So the edges are sent there once: each rank
-gets its out-edges, with a halo plan of their own, and messages against the direction become ordinary ones. Edge tensors
-follow by a differentiable exchange, to the new order and back.
+Messages from destinations to sources would end on other ranks. So each rank is sent its out-edges once. They get their
+own halo plan, and messages against the direction become ordinary ones. A differentiable exchange brings edge tensors to
+the new order and back.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ReversedEdges:
 
     Args:
         edge_index: the stand-in, in the new order of edges.
-        serial: the number of this list among those made for its graph, the same on every rank.
+        serial: the number of this list among those that were made for its graph; the same on every rank.
         leaving: ``leaving[q]`` the edges of the old list whose source rank q owns, int64.
         came: how many edges came from each rank.
         order: for each edge of the new list its position among those that came, rank by rank, int64.
@@ -80,8 +80,8 @@ def reversed_edges(edge_index: ShardedEdgeIndex, label: str) -> ReversedEdges:
     plan, comm = edge_index.plan, edge_index.plan.comm
     if plan.options.stream_structure:
         raise RefusedError(
-            f"{label}: messages against the direction of the edges, with Options(stream_structure=True). Store the "
-            f"graph with its edges the other way round, or load it without that option"
+            f"{label}: messages against the direction of the edges do not work with Options(stream_structure=True). "
+            f"Store the graph with its edges the other way round, or load it without that option"
         )
     edges = Derivation.of(edge_index.sources_first) if edge_index.shards is not None else edge_index.edges
     lists = plan.comm.caches.of(_ReversedLists, plan).lists

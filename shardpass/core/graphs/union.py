@@ -1,7 +1,7 @@
-"""Several relations as one edge list: for layers that put the nodes of several types into one tensor.
+"""Several relations as one edge list, for layers that put the nodes of several types into one tensor.
 
-Their rows stand one after the other, so the source rows of a relation begin somewhere in that tensor, and so do its
-destination rows. The union gets a halo plan of its own, so that each row travels once, whichever relations need it.
+The rows of a type are a run of that tensor, so a relation's source rows and destination rows each begin somewhere in
+it. The union has its own halo plan, so that each row travels once, however many relations need it.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def _check(piece: Piece, first: HaloPlan, num_src: int, num_dst: int, label: str
     plan = piece.edge_index.plan
     if piece.edge_index.is_reversed or plan.comm is not first.comm:
         raise RefusedError(
-            f"{label}: relations of one graph in their own direction are needed here. Store the edges against the "
-            f"direction as an edge type of its own before partitioning (PyG: ToUndirected)"
+            f"{label} takes relations of one graph in their own direction. Store reversed edges as an edge type of "
+            f"their own before partitioning (PyG: ToUndirected)"
         )
     if piece.src_start + plan.num_own_src > num_src or piece.dst_start + plan.num_dst > num_dst:
         raise ValueError(

@@ -1,8 +1,8 @@
 """PyG's attention over all nodes, with the nodes of all ranks.
 
-Linear attention (Performer, SGFormer, Polynormer) needs sums over all nodes of small matrices: `wrap` exchanges it, and
-it is exact at the cost of one all-reduce. ``GPSConv(attn_type="multihead")`` attends over all pairs of nodes: exact
-too, but every rank then holds the rows of all nodes, so it is done only where `gather_attention` asks for it.
+Linear attention (Performer, SGFormer, Polynormer) needs sums over all nodes of small matrices. `wrap` exchanges its
+classes, and it is exact at the cost of one all-reduce. ``GPSConv(attn_type="multihead")`` attends over all pairs of
+nodes. That is exact too, but every rank then holds the rows of all nodes, so you ask for it with `gather_attention`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from shardpass.core.graphs import BatchIndex, all_rows
 from shardpass.core.ranks import OnRanks, Ranks, all_reduce_sum, refuse_inside_message
 from shardpass.core.training import total_rows
 from shardpass.errors import RefusedError
-from shardpass.frontends.pyg.hetero import exchanged
+from shardpass.frontends.pyg.norms import distribute
+from shardpass.frontends.pyg.private import exchanged
 
 _ALL_PAIRS = (
     "its attention runs over all pairs of nodes; use attn_type='performer', which is exact, or call "
@@ -30,11 +31,11 @@ _DERIVED = "its attention runs over all nodes; PyG's own classes are exact, but 
 
 
 def gather_attention(model: nn.Module) -> nn.Module:
-    """`model`, whose ``GPSConv(attn_type="multihead")`` layers `wrap` then accepts. In place, not collective.
+    """`model`, changed in place so that `wrap` accepts its ``GPSConv(attn_type="multihead")`` layers. Not collective.
 
-    Every rank gathers the layer's input rows of all ranks, in forward and again as gradients: memory for
-    ``[total_nodes, channels]``, and work for ``[num_own, total_nodes]`` scores per head. For graphs of which that is
-    affordable; otherwise use ``attn_type="performer"``, which needs no such call.
+    Every rank gathers the input rows of all ranks in forward, and their gradients in backward. This takes memory for
+    ``[total_nodes, channels]`` and work for ``[num_own, total_nodes]`` scores per head. Where that is too much, use
+    ``attn_type="performer"``, which needs no such call.
 
     Args:
         model: not wrapped yet.
@@ -46,7 +47,7 @@ def gather_attention(model: nn.Module) -> nn.Module:
 
 
 class _OneGraph(OnRanks):
-    """A module that lays out the nodes of each graph as a padded batch: own rows here, since there is one graph."""
+    """A module that pads the nodes of each graph to a dense batch. Here there is one graph, with the own rows."""
 
     def run(self, original: Any, batch: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
         """``original(self, *args, batch, **kwargs)`` with own rows for its dense batch."""
@@ -56,7 +57,7 @@ class _OneGraph(OnRanks):
         if isinstance(batch, BatchIndex):
             batch = batch.plain
         elif batch is not None and bool(batch.any()):
-            raise RefusedError(f"{type(self).__name__}: `batch` speaks of several graphs; pass graph.batch or None")
+            raise RefusedError(f"{type(self).__name__}: `batch` means several graphs; pass graph.batch or None")
         return exchanged(original, to_dense_batch=_own_rows)(self, *args, batch, **kwargs)  # type: ignore[no-any-return]
 
 
@@ -201,19 +202,15 @@ DISTRIBUTED: dict[type[nn.Module], Any] = {
 def distribute_attention(model: nn.Module, comm: Ranks) -> None:
     """Give every attention over all nodes in `model` its distributed class, in place. Not collective."""
     for module in list(model.modules()):
-        if type(module) not in DISTRIBUTED:
-            continue
-        module.comm = comm  # type: ignore[assignment]
-        module.__class__ = DISTRIBUTED[type(module)]
-        inner = getattr(module, "attn", None)
-        if isinstance(module, gnn.GPSConv) and type(inner) is nn.MultiheadAttention:
-            inner.comm = comm  # type: ignore[assignment]
-            inner.__class__ = DistributedMultiheadAttention
+        if isinstance(module, gnn.GPSConv) and type(module.attn) is nn.MultiheadAttention:
+            distribute(module.attn, DistributedMultiheadAttention, comm)
+        if type(module) in DISTRIBUTED:
+            distribute(module, DISTRIBUTED[type(module)], comm)
 
 
 def reason_to_refuse(module: Any) -> str | None:
-    """Why an attention over all nodes is refused; None where it is exact, or is something else."""
-    if any(isinstance(module, kind) and type(module) is not kind for kind in DISTRIBUTED):
+    """Why an attention over all nodes is refused; `None` for one that is exact, and for any other module."""
+    if isinstance(module, tuple(DISTRIBUTED)) and type(module) not in DISTRIBUTED:
         return _DERIVED
     if not isinstance(module, gnn.GPSConv) or type(module.attn) is attention.PerformerAttention:
         return None

@@ -1,42 +1,40 @@
-"""PyG's layers and models over several node types. Their own code runs; single helpers of it are exchanged for ours.
+"""PyG's layers and models over several node types. Their own code runs, with some of its helpers exchanged for ours.
 
-`HeteroConv` and `to_hetero` need nothing: they call an ordinary layer per edge type. Three others reach across types or
-ranks outside message passing: HGT and `to_hetero_with_bases` put the nodes of all types into one tensor and shift ids
-to match, and HAN takes a mean over all nodes of a type.
+`HeteroConv` and `to_hetero` need nothing: they call an ordinary layer for each edge type. Three others reach across
+types or ranks outside message passing: HGT and `to_hetero_with_bases` put the nodes of all types into one tensor and
+shift ids to match, and HAN takes a mean over all nodes of a type.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from inspect import signature
-from types import FunctionType
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch_geometric.nn import to_hetero_with_bases_transformer as bases
-from torch_geometric.nn.conv import HANConv, HGTConv, RGCNConv
+from torch_geometric.nn.conv import HANConv, HGTConv
 
-from shardpass.core.graphs import Piece, ShardedEdgeIndex, ShardedGraph, reversed_edges, union
+from shardpass.core.graphs import Piece, ShardedEdgeIndex, reversed_edges, union
 from shardpass.core.ranks import Ranks, agree, all_reduce_sum, digest, diverged
 from shardpass.core.sharding import EdgeType, NodeType
 from shardpass.errors import RefusedError
+from shardpass.frontends.pyg.private import exchanged
 
 
 def adapt_hetero(model: nn.Module, comm: Ranks) -> None:
     """Make the parts of `model` that reach across node types right on a sharded graph. In place.
 
     Raises:
-        RefusedError: a layer derived from one of these has a forward of its own.
+        RefusedError: a class derived from one of these layers has its own forward.
     """
     for name, module in model.named_modules():
         title = f"{type(module).__name__} ({name})" if name else type(module).__name__
         if isinstance(module, HGTConv):
-            module.forward = HGTForward(_known(module, HGTConv, title), title)
+            module.forward = partial(_hgt, _known(module, HGTConv, title), title)
         elif isinstance(module, HANConv):
-            module.forward = HANForward(_known(module, HANConv, title), title, comm)
-        elif isinstance(module, RGCNConv):
-            module.register_forward_pre_hook(_refuse_numbered_nodes, with_kwargs=True)
+            module.forward = partial(_han, _known(module, HANConv, title), title, comm)
         elif isinstance(module, torch.fx.GraphModule):
             _exchange_in_graph(module)
 
@@ -45,27 +43,9 @@ def _known(module: Any, kind: type[nn.Module], title: str) -> Any:
     if type(module).forward is not kind.forward:
         raise RefusedError(
             f"{title} cannot be exact on a sharded graph: its forward is not that of PyG's {kind.__name__}, which "
-            f"reaches across node types outside message passing"
+            f"reaches across node types outside message passing. Use that class, or HeteroConv"
         )
     return module
-
-
-def _refuse_numbered_nodes(conv: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Without `x`, `RGCNConv` numbers the nodes itself, and has a row of weights for each."""
-    given = signature(type(conv).forward).bind(conv, *args, **kwargs).arguments
-    x = given["x"]
-    sharded = isinstance(given["edge_index"], (ShardedGraph, ShardedEdgeIndex))
-    if sharded and (x[0] if isinstance(x, tuple) else x) is None:
-        raise RefusedError(
-            f"{type(conv).__name__} without x numbers the nodes from 0 on every rank; pass x=graph.node_ids, the "
-            f"original number of each own node"
-        )
-
-
-def exchanged(function: Any, **helpers: Any) -> Callable[..., Any]:
-    """`function` itself, with other meanings for some global names in it. The module it comes from stays as it is."""
-    names = {**function.__globals__, **helpers}
-    return FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
 
 
 def is_sharded(edge_index_dict: Any) -> bool:
@@ -76,11 +56,11 @@ def is_sharded(edge_index_dict: Any) -> bool:
 
 
 def check_types(values: Sequence[Any], comm: Ranks) -> None:
-    """Raise if the arguments of a model do not fit together by type. Collective where they hold sharded edges by type.
+    """Raise if the arguments of a model do not fit together by type. Collective if they hold sharded edges by type.
 
     Raises:
         RefusedError, ValueError: see `check_edges_by_type`.
-        DivergenceError: ranks pass other types, or in another order, in which layers would communicate.
+        DivergenceError: ranks pass different types, or pass them in a different order.
     """
     by_type = [value for value in values if isinstance(value, Mapping)]
     if not any(is_sharded(value) for value in by_type):
@@ -94,11 +74,11 @@ def check_types(values: Sequence[Any], comm: Ranks) -> None:
 
 
 def check_edges_by_type(edge_index_dict: Any) -> None:
-    """Raise if edges of a sharded graph stand under the wrong type, or beside ordinary ones.
+    """Raise if edges of a sharded graph are under the wrong type, or beside ordinary ones.
 
     Raises:
-        RefusedError: some of the edges are ordinary tensors, whose ids mean nothing here.
-        ValueError: the nodes at the ends are of other types than the key says.
+        RefusedError: some of the edges are ordinary tensors, whose ids mean nothing on a sharded graph.
+        ValueError: the types of the nodes at the ends are not those of the key.
     """
     if not is_sharded(edge_index_dict):
         return
@@ -116,82 +96,83 @@ def check_edges_by_type(edge_index_dict: Any) -> None:
             raise ValueError(f"the edges under {kind} go from {ends[0]!r} to {ends[1]!r}; expected edges of that type")
 
 
-def _check_rows(rows: Mapping[NodeType, int], kind: EdgeType, edges: ShardedEdgeIndex, title: str) -> None:
-    ends = (kind[2], kind[0]) if edges.is_reversed else (kind[0], kind[2])
-    for end, expected in zip(ends, (edges.plan.num_own_src, edges.plan.num_dst)):
-        if rows[end] != expected:
-            raise ValueError(
-                f"{title} on rank {edges.plan.comm.rank}: the tensor of {end!r} has {rows[end]} rows; the edges {kind} "
-                f"need {expected} (the own nodes)"
-            )
+def _union(
+    edges: Mapping[EdgeType, ShardedEdgeIndex], src_start: Mapping[EdgeType, int], dst_start: Mapping[NodeType, int],
+    rows: Mapping[NodeType, int], sizes: tuple[int, int], title: str,
+) -> ShardedEdgeIndex:  # fmt: skip
+    """The edges of the types in `src_start` as one list. Collective.
+
+    Args:
+        src_start, dst_start: where the rows of an edge type's sources, and of a node type, begin in the tensor of all.
+        rows: own rows of each node type.
+        sizes: rows of the source and of the destination tensor of all types.
+    """
+    for kind in src_start:
+        ends = (kind[2], kind[0]) if edges[kind].is_reversed else (kind[0], kind[2])
+        for end, expected in zip(ends, (edges[kind].plan.num_own_src, edges[kind].plan.num_dst)):
+            if rows[end] != expected:
+                raise ValueError(
+                    f"{title} on rank {edges[kind].plan.comm.rank}: the tensor of {end!r} has {rows[end]} rows; the "
+                    f"edges {kind} need {expected} (the own nodes)"
+                )
+    pieces = [Piece(edges[kind], start, dst_start[kind[2]]) for kind, start in src_start.items()]
+    return union(pieces, *sizes, title)
 
 
-class HGTForward:
-    """`HGTConv.forward` with ids shifted by type replaced by a union of relations."""
+def _hgt(conv: HGTConv, title: str, x_dict: dict[NodeType, Tensor], edge_index_dict: dict[EdgeType, Any]) -> Any:
+    """`HGTConv.forward`, in which a union of relations takes the place of node ids that are shifted by type."""
+    original = type(conv).forward
+    if not is_sharded(edge_index_dict):
+        return original(conv, x_dict, edge_index_dict)
+    check_edges_by_type(edge_index_dict)
+    unknown = [kind for kind in edge_index_dict if kind not in conv.edge_types_map]
+    if unknown:
+        raise ValueError(f"{title}: {unknown} are not edge types of this layer: {conv.edge_types}")
+    rows = {kind: x.size(0) for kind, x in x_dict.items()}
 
-    def __init__(self, conv: HGTConv, title: str) -> None:
-        self.conv, self.title = conv, title
+    def construct(
+        edges: dict[EdgeType, Any], src_start: dict[EdgeType, int], dst_start: dict[NodeType, int],
+        edge_attr_dict: Any, num_nodes: int,
+    ) -> tuple[ShardedEdgeIndex, Tensor]:  # fmt: skip
+        weights = [edge_attr_dict["__".join(kind)].expand(edges[kind].size(1), -1) for kind in src_start]
+        num_dst = sum(rows[kind] for kind in dst_start)
+        return _union(edges, src_start, dst_start, rows, (num_nodes, num_dst), title), torch.cat(weights)
 
-    def __call__(self, x_dict: dict[NodeType, Tensor], edge_index_dict: dict[EdgeType, Any]) -> Any:
-        original = type(self.conv).forward
-        if not is_sharded(edge_index_dict):
-            return original(self.conv, x_dict, edge_index_dict)
+    # HGTConv relies on the order of its own edge types
+    ordered = {kind: edge_index_dict[kind] for kind in conv.edge_types if kind in edge_index_dict}
+    for kind, edges in ordered.items():
+        if edges.is_reversed:  # no edge tensors that would have to follow
+            ordered[kind] = reversed_edges(edges, title).edge_index
+    return exchanged(original, construct_bipartite_edge_index=construct)(conv, x_dict, ordered)
+
+
+def _han(
+    conv: HANConv, title: str, comm: Ranks, x_dict: dict[NodeType, Tensor],
+    edge_index_dict: dict[EdgeType, Any], *args: Any, **kwargs: Any,
+) -> Any:  # fmt: skip
+    """`HANConv.forward`, in which the mean over own nodes is one over the nodes of all ranks."""
+    forward = type(conv).forward
+    if is_sharded(edge_index_dict):
         check_edges_by_type(edge_index_dict)
-        unknown = [kind for kind in edge_index_dict if kind not in self.conv.edge_types_map]
-        if unknown:
-            raise ValueError(f"{self.title}: {unknown} are not edge types of this layer: {self.conv.edge_types}")
-        rows = {kind: x.size(0) for kind, x in x_dict.items()}
-
-        def construct(
-            edges: dict[EdgeType, Any],
-            src_start: dict[EdgeType, int],
-            dst_start: dict[NodeType, int],
-            edge_attr_dict: Any,
-            num_nodes: int,
-        ) -> tuple[ShardedEdgeIndex, Tensor]:
-            for kind in src_start:
-                _check_rows(rows, kind, edges[kind], self.title)
-            pieces = [Piece(edges[kind], start, dst_start[kind[-1]]) for kind, start in src_start.items()]
-            weights = [edge_attr_dict["__".join(kind)].expand(edges[kind].size(1), -1) for kind in src_start]
-            num_dst = sum(rows[kind] for kind in dst_start)
-            return union(pieces, num_nodes, num_dst, self.title), torch.cat(weights)
-
-        # HGTConv relies on the order of its own edge types
-        ordered = {kind: edge_index_dict[kind] for kind in self.conv.edge_types if kind in edge_index_dict}
-        for kind, edges in ordered.items():
-            if edges.is_reversed:  # no edge tensors that would have to follow
-                ordered[kind] = reversed_edges(edges, self.title).edge_index
-        return exchanged(original, construct_bipartite_edge_index=construct)(self.conv, x_dict, ordered)
+        forward = exchanged(forward, group=partial(_group, title, comm))
+    return forward(conv, x_dict, edge_index_dict, *args, **kwargs)
 
 
-class HANForward:
-    """`HANConv.forward` with the mean over own nodes replaced by one over the nodes of all ranks."""
-
-    def __init__(self, conv: HANConv, title: str, comm: Ranks) -> None:
-        self.conv, self.title, self.comm = conv, title, comm
-
-    def __call__(
-        self, x_dict: dict[NodeType, Tensor], edge_index_dict: dict[EdgeType, Any], *args: Any, **kw: Any
-    ) -> Any:
-        original = type(self.conv).forward
-        if not is_sharded(edge_index_dict):
-            return original(self.conv, x_dict, edge_index_dict, *args, **kw)
-        check_edges_by_type(edge_index_dict)
-        return exchanged(original, group=self._group)(self.conv, x_dict, edge_index_dict, *args, **kw)
-
-    def _group(self, xs: list[Tensor], q: Tensor, k_lin: nn.Module) -> tuple[Tensor | None, Tensor | None]:
-        """What PyG's `group` returns on the whole graph: own rows ``[num_nodes, channels]``, and the same attention."""
-        if not xs:
-            return None, None
-        out = torch.stack(xs)  # [num_edge_types, num_nodes, channels]
-        own = torch.tensor([out.size(1)], device=self.comm.device)
-        count = int(self.comm.all_reduce(own, "sum", f"{self.title}: number of nodes"))
-        if not count:
-            return out.view(0, out.size(-1)), None
-        scores = torch.tanh(k_lin(out)).sum(1, dtype=torch.promote_types(out.dtype, torch.float32))
-        mean = all_reduce_sum(scores, self.comm, f"{self.title}: semantic attention") / count
-        attention = (q * mean.to(out.dtype)).sum(-1).softmax(dim=0)
-        return (attention.view(len(xs), 1, 1) * out).sum(0), attention
+def _group(
+    title: str, comm: Ranks, xs: list[Tensor], q: Tensor, k_lin: nn.Module
+) -> tuple[Tensor | None, Tensor | None]:
+    """What PyG's `group` returns on the whole graph: own rows ``[num_nodes, channels]``, and the same attention."""
+    if not xs:
+        return None, None
+    out = torch.stack(xs)  # [num_edge_types, num_nodes, channels]
+    own = torch.tensor([out.size(1)], device=comm.device)
+    count = int(comm.all_reduce(own, "sum", f"{title}: number of nodes"))
+    if not count:
+        return out.view(0, out.size(-1)), None
+    scores = torch.tanh(k_lin(out)).sum(1, dtype=torch.promote_types(out.dtype, torch.float32))
+    mean = all_reduce_sum(scores, comm, f"{title}: semantic attention") / count
+    attention = (q * mean.to(out.dtype)).sum(-1).softmax(dim=0)
+    return (attention.view(len(xs), 1, 1) * out).sum(0), attention
 
 
 class NodeOffsets(dict[NodeType, int]):
@@ -214,11 +195,8 @@ def group_edges(values: dict[EdgeType, Any], type2id: dict[EdgeType, int], offse
     title = "to_hetero_with_bases"
     if offsets is None:
         raise ValueError(f"{title}: a node-level argument must come before edge_index in the forward of the model")
-    for kind in type2id:
-        _check_rows(offsets.rows, kind, values[kind], title)
-    pieces = [Piece(values[kind], offsets[kind[0]], offsets[kind[2]]) for kind in type2id]
     total = sum(offsets.rows.values())
-    return union(pieces, total, total, title)
+    return _union(values, {kind: offsets[kind[0]] for kind in type2id}, offsets, offsets.rows, (total, total), title)
 
 
 def _exchange_in_graph(model: torch.fx.GraphModule) -> None:

@@ -1,9 +1,9 @@
-"""Tensor stand-ins of the PyG frontend: a deferred edge update or sum, and a value that must not be used."""
+"""Tensors that are computed on their first use: the result of an edge update, and a sum over in-edges."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,104 +11,109 @@ from torch import Tensor
 
 from shardpass.core.sharding import EdgeShards
 from shardpass.errors import RefusedError
-
-if TYPE_CHECKING:
-    from shardpass.frontends.pyg.body import Parts
+from shardpass.frontends.pyg.arguments import Arguments
 
 
-class LazyEdges(Tensor):
-    """The result of an edge update, not computed yet.
+class Lazy(Tensor):
+    """A stand-in for a result. Its first use computes the result, which is collective."""
 
-    Handed to `propagate` it is computed edge by edge inside the message, and no tensor with a row per edge exists.
-    Any other use computes it whole.
+    _compute: Callable[..., Tensor]
+    _value: Tensor | None
+
+    def materialise(self) -> Tensor:
+        """The result. Collective on the first use."""
+        if self._value is None:
+            self._value = self._compute()
+        return self._value
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return func(*map(computed, args), **{name: computed(value) for name, value in (kwargs or {}).items()})
+
+
+def computed(value: Any) -> Any:
+    """`value` with the results themselves in place of their stand-ins, also inside a list or tuple."""
+    if isinstance(value, Lazy):
+        return value.materialise()
+    return type(value)(map(computed, value)) if type(value) in (list, tuple) else value
+
+
+class LazyEdges(Lazy):
+    """The result of an edge update, ``[num_edges, ...]``, before it is computed.
+
+    When it is passed to `propagate`, the message function computes it edge by edge, and no tensor with a row per edge
+    exists. Any other use computes it whole.
     """
 
     title: str
-    parts: Parts
+    arguments: Arguments
     message: Callable[..., Tensor]
     shards: EdgeShards  # of the edges, in the direction of the messages
-    with_grad: bool  # whether gradients were enabled when it was made
-    versions: list[int]  # of the tensors it is made of
-    _compute: Callable[[], Tensor]
-    _value: Tensor | None
-    _drawn: bool  # computed once already, inside a message, with random numbers
+    with_grad: bool  # whether gradients were enabled when this was made
+    versions: list[int]  # of the tensors that it is made of
+    _drawn: bool  # a message function has already computed it, with random numbers
 
     @staticmethod
     def make(
-        name: str, parts: Parts, message: Callable[..., Tensor], compute: Callable[[], Tensor], shards: EdgeShards
-    ) -> Any:
-        """A stand-in for what `compute` returns; `message` gives its rows for some edges."""
+        name: str, arguments: Arguments, message: Callable[..., Tensor], compute: Callable[[], Tensor],
+        shards: EdgeShards,
+    ) -> Any:  # fmt: skip
+        """A stand-in for what `compute` returns; `message` returns the rows of some edges."""
         out = torch.empty(0).as_subclass(LazyEdges)
-        out.title, out.parts, out.message, out._compute, out._value = name, parts, message, compute, None
+        out.title, out.arguments, out.message, out._compute, out._value = name, arguments, message, compute, None
         out.shards, out.with_grad, out._drawn = shards, torch.is_grad_enabled(), False
-        out.versions = _versions(parts)
+        out.versions = _versions(arguments)
         return out
 
     def may_be_fused(self, shards: EdgeShards) -> bool:
-        """Whether a message over `shards` may compute it on the way: then it has the same value as computed before."""
+        """Whether a message function over `shards` may compute it, with the same result as computing it whole."""
         self._refuse_changes()
         return self._value is None and self.shards is shards and self.with_grad == torch.is_grad_enabled()
 
     def fused(self, random: bool) -> None:
-        """Note that a message has computed it; `random`: with random numbers, which another use would draw anew."""
+        """Note that a message function has computed it. If it drew `random` numbers, another use would draw others."""
         self._drawn = self._drawn or random
 
     def materialise(self) -> Tensor:
         """The edge tensor, ``[num_edges, ...]``. Collective on the first use."""
         if self._value is None:
             self._refuse_changes()
-            with torch.set_grad_enabled(self.with_grad):
-                self._value = self._compute()
-        return self._value
+        with torch.set_grad_enabled(self.with_grad):
+            return super().materialise()
 
     def _refuse_changes(self) -> None:
         if self._drawn:
             raise RefusedError(
                 f"{self.title}: the result of edge_updater is used a second time, but it holds random numbers "
-                f"(dropout) that were drawn inside the message. Switch dropout off for this call (eval), or use it once"
+                f"(dropout) that were drawn inside the message function. Switch dropout off for this call (eval), or "
+                f"use the result once"
             )
-        if self._value is None and self.versions != _versions(self.parts):
+        if self._value is None and self.versions != _versions(self.arguments):
             raise RefusedError(
                 f"{self.title}: a tensor given to edge_updater was changed in place before its result was used. Use "
                 f"the form that returns a new tensor"
             )
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return func(*(_real(a) for a in args), **{k: _real(v) for k, v in (kwargs or {}).items()})
+
+def _versions(arguments: Arguments) -> list[int]:
+    tensors = [t for group in (arguments.src, arguments.dst, arguments.edge) for t in group.values()]
+    return [t._version for t in tensors if not t.is_inference()]
 
 
-def _real(value: Any) -> Any:
-    if isinstance(value, (LazyEdges, LazySums)):
-        return value.materialise()
-    if type(value) in (list, tuple):
-        return type(value)(_real(v) for v in value)
-    return value
+class LazySums(Lazy):
+    """Sums over in-edges, ``[num_dst, channels]``, before they are computed.
 
-
-class LazySums(Tensor):
-    """The result of a sum over in-edges, not computed yet, so that a linear map after it can be made before it.
-
-    Any use but `torch.nn.functional.linear` computes it as it is.
+    If the first use is `torch.nn.functional.linear`, the engine may apply the linear map before it sums.
     """
 
-    _compute: Callable[[Tensor | None], Tensor]
-    _value: Tensor | None
-
     @staticmethod
-    def make(compute: Callable[[Tensor | None], Tensor]) -> Any:
-        """A stand-in for what ``compute(None)`` returns; ``compute(weight)`` is that after ``F.linear``."""
+    def make(compute: Callable[..., Tensor]) -> Any:
+        """A stand-in for what ``compute()`` returns; ``compute(weight)`` returns ``F.linear`` of that."""
         out = torch.empty(0).as_subclass(LazySums)
         out._compute, out._value = compute, None
         return out
-
-    def materialise(self) -> Tensor:
-        """The sums, ``[num_dst, channels]``. Collective on the first use."""
-        if self._value is None:
-            self._value = self._compute(None)
-        return self._value
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """``F.linear`` of the sums, ``[num_dst, out_channels]``. Collective unless they were computed before."""
@@ -123,30 +128,4 @@ class LazySums(Tensor):
     ) -> Any:
         if func is F.linear and args and isinstance(args[0], LazySums):
             return args[0].linear(*args[1:], **(kwargs or {}))
-        return func(*(_real(a) for a in args), **{k: _real(v) for k, v in (kwargs or {}).items()})
-
-
-def _versions(parts: Parts) -> list[int]:
-    tensors = [t for group in (parts.src, parts.dst, parts.edge) for t in group.values()]
-    return [t._version for t in tensors if not t.is_inference()]
-
-
-class Poison(Tensor):
-    """A tensor whose every use is refused, with the reason."""
-
-    reason: str
-
-    @staticmethod
-    def make(reason: str) -> Any:
-        """A stand-in that raises `RefusedError` with `reason` when used."""
-        out = torch.empty(0).as_subclass(Poison)
-        out.reason = reason
-        return out
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        values = [*args, *(kwargs or {}).values()]
-        found = [v for a in values for v in (a if isinstance(a, (list, tuple)) else [a]) if isinstance(v, Poison)]
-        raise RefusedError(found[0].reason)
+        return super().__torch_function__(func, types, args, kwargs)

@@ -13,36 +13,36 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.sampler import NegativeSampling
 
 from shardpass.core.graphs import ShardedGraph
-from shardpass.core.ranks import derive_seed
-from shardpass.core.sampling import EpochLoader, Epochs, SampledSource, Seeds, global_ids, keys_of, uniforms
+from shardpass.core.ranks import Ranks, derive_seed
+from shardpass.core.sampling import SampledSource, Seeds, global_ids, keys_of, uniforms
 from shardpass.core.sharding import EdgeType
 from shardpass.core.training import digest
-from shardpass.frontends.pyg.loader import Batches
+from shardpass.frontends.pyg.loader import BatchLoader
 from shardpass.frontends.pyg.loader_arguments import settings_of
 
 Array = Any
 
 
-class LinkNeighborLoader(EpochLoader):
+class LinkNeighborLoader(BatchLoader):
     """Mini-batches of links, as `torch_geometric.loader.LinkNeighborLoader` yields them. Collective.
 
-    As `NeighborLoader`, with links as seeds. A batch has ``edge_label_index``, numbers of the ends of its links among
-    the batch's nodes; ``edge_label``, where labels or binary negatives were asked for: negatives have label 0, and
-    given labels that begin with 0 are one more then; or with triplets ``src_index``, ``dst_pos_index``,
-    ``dst_neg_index``; and ``input_id``. Negatives are drawn uniformly from all nodes of the graph, as PyG's, and may
-    happen to be edges. The edges of the links themselves may be drawn as neighbours, as in PyG. In the last step of an
-    epoch a rank may be left without a link; its labels are empty then.
+    This is a `NeighborLoader` with links as seeds. A batch has ``input_id`` and ``edge_label_index``, the numbers that
+    the ends of its links have among its nodes. With labels or binary negatives it has ``edge_label``: negatives have
+    label 0, and your labels are raised by one if they begin with 0. With triplets it has ``src_index``,
+    ``dst_pos_index`` and ``dst_neg_index`` instead. As in PyG, negatives are drawn uniformly from all nodes and may
+    happen to be edges, and the links themselves may be drawn as neighbours. In the last step of an epoch a rank may
+    have no link; its labels are then empty.
 
     Args:
         graph: what `shardpass.load` returned.
         num_neighbors: as in `NeighborLoader`.
-        edge_label_index: the links of this rank, every one on one rank: None for its own edges; a bool mask over them
-            or their positions; or original node ids ``[2, n]``. Of a heterogeneous graph an edge type, or a pair of it
-            and one of these.
+        edge_label_index: the links of this rank; each link belongs to one rank. `None` for all own edges, a bool mask
+            over them, their positions, or original node ids ``[2, n]``. For a heterogeneous graph an edge type, or a
+            pair of an edge type and one of these.
         edge_label: a number for each link, ``[n]``.
         neg_sampling: ``"binary"``, ``"triplet"`` or a `torch_geometric.sampler.NegativeSampling` without weights.
         neg_sampling_ratio: the same as ``NegativeSampling("binary", ratio)``.
-        batch_size: links per rank and step, at most, negatives not counted.
+        batch_size: the most links per rank and step; negatives do not count.
         shuffle, drop_last, replace, weight_attr, transform, seed, prefetch, node_attrs, edge_attrs: as in
             `NeighborLoader`.
 
@@ -64,49 +64,45 @@ class LinkNeighborLoader(EpochLoader):
         **kwargs: Any,
     ) -> None:
         settings = settings_of("LinkNeighborLoader", graph, num_neighbors, **kwargs)
-        self._graph, self._negatives = graph, _negatives(neg_sampling, neg_sampling_ratio)
+        self._negatives = _negatives(neg_sampling, neg_sampling_ratio)
         self._type, given = _type_and_links(graph, edge_label_index)
+        self._dtype = None if edge_label is None else edge_label.dtype
         words = f"links of {self._type}, labels {edge_label is not None and edge_label.dtype}, {self._negatives}"
-        self._batches = Batches(graph, settings, transform, words)
-        ids, src, dst = _links(graph, self._batches.source, self._type, given)
-        self._dtype = torch.float32 if edge_label is None else edge_label.dtype
-        self._labelled = edge_label is not None
-        columns = [ids, src, dst, _label_column(graph, edge_label, len(ids), self._negatives)]
-        self._epochs = Epochs(self._batches.source, self._batches.settings, ids, columns, self._make)
+        self._prepare(graph, settings, transform, words)
+        ids, src, dst = _links(graph, self._source, self._type, given)
+        self._begin(ids, [ids, src, dst, _label_column(graph, edge_label, len(ids), self._negatives)])
 
     def _make(self, seeds: Seeds, seed: int) -> Data | HeteroData:
         ids, src, dst, label = seeds.columns
-        count, negatives = seeds.counted, self._negatives
+        count, negatives, device = seeds.counted, self._negatives, self._graph.comm.device
         src_neg, dst_neg = self._draw_negatives(ids[:count], seed)
         ends: dict[str, Array] = {}
         for kind, part in ((self._type[0], [src, src_neg]), (self._type[2], [dst, dst_neg])):
             ends[kind] = np.concatenate([ends.get(kind, ids[:0]), *part])
-        batch, numbers = self._batches.of(ends, seed)
-        device = self._graph.comm.device
+        batch, numbers = self._drawn(ends, seed)
         src_numbers = torch.from_numpy(numbers[self._type[0]]).to(device)
         dst_numbers = torch.from_numpy(numbers[self._type[2]]).to(device)[-(len(dst) + len(dst_neg)) :]
-        kept = torch.ones(len(src) + len(src_neg), dtype=torch.bool)  # a link that does not count is left out
-        kept[count : len(src)] = False
-        store = self._batches.store(batch, self._type)
+        store = self._store(batch, self._type)
         store.input_id = torch.from_numpy(ids[:count]).to(device)
         if negatives is not None and negatives.amount_is_triplets:
-            self._batches.store(batch, self._type[0]).src_index = src_numbers[:count]
-            targets = self._batches.store(batch, self._type[2])
+            self._store(batch, self._type[0]).src_index = src_numbers[:count]
+            targets = self._store(batch, self._type[2])
             targets.dst_pos_index = dst_numbers[:count]
             targets.dst_neg_index = dst_numbers[len(dst) :].view(count, int(negatives.amount)).squeeze(-1)
-            return self._batches.transformed(batch)
-        kept = kept.to(device)
+            return batch  # type: ignore[no-any-return]
+        kept = torch.ones(len(src) + len(src_neg), dtype=torch.bool, device=device)
+        kept[count : len(src)] = False  # a link that does not count is left out
         store.edge_label_index = torch.stack([src_numbers[: len(kept)][kept], dst_numbers[kept]])
-        if self._labelled or negatives is not None:
-            labels = torch.from_numpy(label[:count]).view(torch.float64).to(self._dtype)
+        if self._dtype is not None or negatives is not None:
+            labels = torch.from_numpy(label[:count]).view(torch.float64).to(self._dtype or torch.float32)
             store.edge_label = torch.cat([labels, labels.new_zeros(len(src_neg))]).to(device)
-        return self._batches.transformed(batch)
+        return batch  # type: ignore[no-any-return]
 
     def _draw_negatives(self, ids: Array, seed: int) -> tuple[Array, Array]:
         """Global ids of the ends of negatives: sources only where pairs are drawn."""
         if self._negatives is None:
             return ids[:0], ids[:0]
-        owned = self._batches.source.ownership
+        owned = self._source.ownership
         num = math.ceil(len(ids) * self._negatives.amount)
         nth = np.arange(num)
         keys = keys_of(derive_seed(seed, "negatives"), ids)
@@ -153,41 +149,52 @@ def _type_and_links(graph: ShardedGraph, given: Any) -> tuple[EdgeType, Any]:
 
 def _links(graph: ShardedGraph, source: SampledSource, kind: EdgeType, given: Any) -> tuple[Array, Array, Array]:
     """``(ids, src, dst)`` of links: ids that differ over all ranks, global ids of their ends. Collective."""
-    comm, edges = graph.comm, source.edges[kind]
-    num = len(edges.edge_ids)
-    where = f"rank {comm.rank}: edge_label_index"
     links = None if given is None else torch.as_tensor(given).cpu()
+    where = f"rank {graph.comm.rank}: edge_label_index"
     if links is not None and links.is_floating_point() and links.numel():
         raise ValueError(f"{where} is {links.dtype}; expected a bool mask, own edges or original ids as integers")
     if links is not None and links.dim() == 2 and links.size(0) == 2 and links.dtype != torch.bool:
-        src, dst = (global_ids(source, end, part.to(torch.int64).numpy()) for end, part in zip(kind[::2], links))
-        if len(src) and min(src.min(), dst.min()) < 0:
-            bad = links[:, torch.from_numpy((src < 0) | (dst < 0))][:, 0].tolist()
-            raise ValueError(
-                f"{where} has the link {bad}; expected original ids of nodes of {kind[0]!r} and {kind[2]!r}"
-            )
-        found = comm.all_gather_object((len(src), digest(links)), "links")
-        if comm.size > 1 and len(src) and all(one == found[0] for one in found):
-            raise ValueError(
-                f"{where}: every rank was given the same {len(src)} links; each link is given by one rank. Where all "
-                f"have the whole list, let each take its share: links[:, rank::{comm.size}], and the labels' likewise"
-            )
-        return np.arange(len(src)) + sum(count for count, _ in found[: comm.rank]), src, dst
-    place = np.empty(num, dtype=np.int64)  # of each own edge, in the order of the rank's edge tensors
-    place[edges.rows] = np.arange(num)
+        return _links_of_ids(graph.comm, source, kind, links, where)
+    edges = source.edges[kind]
+    place = np.empty(len(edges.edge_ids), dtype=np.int64)  # of each own edge, in the order of the rank's edge tensors
+    place[edges.rows] = np.arange(len(place))
     if links is not None:
-        shape = list(links.shape)
-        if links.dtype == torch.bool and shape != [num]:
-            raise ValueError(f"{where} is a mask {shape}; expected one entry per own edge, [{num}]")
-        if links.dtype != torch.bool and links.dim() != 1:
-            raise ValueError(f"{where} is {links.dtype} {shape}; expected a mask, own edges, or original ids [2, n]")
-        chosen = links.nonzero().view(-1).numpy() if links.dtype == torch.bool else links.to(torch.int64).numpy()
-        if len(chosen) and not (0 <= chosen.min() <= chosen.max() < num and len(np.unique(chosen)) == len(chosen)):
-            raise ValueError(f"{where} holds an edge twice, or one outside [0, {num}), the own edges")
-        place = place[chosen]
-    owned = graph.ownership[kind[2]].offsets[comm.rank]
+        place = place[_chosen_edges(links, len(place), where)]
+    owned = graph.ownership[kind[2]].offsets[graph.comm.rank]
     dst = np.searchsorted(edges.indptr, place, side="right") - 1 + owned
     return edges.edge_ids[place].astype(np.int64), edges.src_ids[place].astype(np.int64), dst.astype(np.int64)
+
+
+def _links_of_ids(
+    comm: Ranks, source: SampledSource, kind: EdgeType, links: Tensor, where: str
+) -> tuple[Array, Array, Array]:
+    """The links between nodes that are given by their original ids, ``[2, n]``. Collective."""
+    src, dst = (global_ids(source, end, part.to(torch.int64).numpy()) for end, part in zip(kind[::2], links))
+    if len(src) and min(src.min(), dst.min()) < 0:
+        bad = links[:, torch.from_numpy((src < 0) | (dst < 0))][:, 0].tolist()
+        raise ValueError(f"{where} has the link {bad}; expected original ids of nodes of {kind[0]!r} and {kind[2]!r}")
+    found = comm.all_gather_object((len(src), digest(links)), "links")
+    if comm.size > 1 and len(src) and all(one == found[0] for one in found):
+        raise ValueError(
+            f"{where}: every rank was given the same {len(src)} links; each link is given by one rank. Where all "
+            f"have the whole list, let each take its share: links[:, rank::{comm.size}], and the labels' likewise"
+        )
+    return np.arange(len(src)) + sum(count for count, _ in found[: comm.rank]), src, dst
+
+
+def _chosen_edges(links: Tensor, num: int, where: str) -> Array:
+    """The own edges that a mask or their positions choose, int64."""
+    shape = list(links.shape)
+    if links.dtype == torch.bool:
+        if shape != [num]:
+            raise ValueError(f"{where} is a mask {shape}; expected one entry per own edge, [{num}]")
+        return links.nonzero().view(-1).numpy()
+    if links.dim() != 1:
+        raise ValueError(f"{where} is {links.dtype} {shape}; expected a mask, own edges, or original ids [2, n]")
+    chosen = links.to(torch.int64).numpy()
+    if len(chosen) and not (0 <= chosen.min() <= chosen.max() < num and len(np.unique(chosen)) == len(chosen)):
+        raise ValueError(f"{where} holds an edge twice, or one outside [0, {num}), the own edges")
+    return chosen
 
 
 def _label_column(graph: ShardedGraph, label: Tensor | None, num: int, negatives: _Negatives | None) -> Array:

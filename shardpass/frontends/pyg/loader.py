@@ -33,33 +33,79 @@ from shardpass.frontends.pyg.loader_arguments import own_rows, settings_of
 Array = Any
 
 
-class NeighborLoader(EpochLoader):
+class BatchLoader(EpochLoader):
+    """What both loaders do: draw the neighbourhoods of seeds, and make a `Data` or `HeteroData` of them. Collective."""
+
+    def _prepare(
+        self, graph: ShardedGraph, settings: Settings, transform: Callable[[Any], Any] | None, words: str
+    ) -> None:
+        """Get ready to draw; `words` say what this loader is, and every rank must give the same."""
+        agree_on(graph.comm, f"{words}, {settings}")
+        comm, ahead = own_communicator(graph.comm, settings.prefetch)
+        self._graph, self._transform, self._settings = graph, transform, replaced(settings, prefetch=ahead)
+        self._source: SampledSource = replaced(source_of(graph, settings.weight), comm=comm)
+        self._drawer = Drawer(
+            self._source, settings.replace, settings.weight is not None, settings.edge_fields, settings.wire
+        )
+        self._fetcher = RowFetcher(self._source, settings.node_fields, settings.wire)
+
+    def _begin(self, ids: Array, columns: list[Array]) -> None:
+        """Deal out the seeds: their `ids`, which differ over all ranks, and what belongs to each."""
+        self._epochs = Epochs(self._source, self._settings, ids, columns, self._transformed)
+
+    def _transformed(self, seeds: Seeds, seed: int) -> Any:
+        batch = self._make(seeds, seed)
+        return batch if self._transform is None else self._transform(batch)
+
+    def _make(self, seeds: Seeds, seed: int) -> Data | HeteroData:
+        """The batch of the seeds of one step. Collective."""
+        raise NotImplementedError
+
+    def _drawn(self, seeds: Mapping[NodeType, Array], seed: int) -> tuple[Any, dict[NodeType, Array]]:
+        """The neighbourhoods of `seeds`, global ids by type, and the number of each seed in them. Collective."""
+        found, numbers = sample(self._drawer, seeds, self._settings.fanouts, seed, every_layer=False)
+        rows = self._fetcher.fetch(found.ids)
+        batch: Any = Data() if self._graph.is_homogeneous else HeteroData()
+        for kind in self._graph.node_types:
+            _fill_nodes(self._store(batch, kind), found, rows[kind], kind)
+        for edge_type in self._graph.edge_types:
+            fields = {name: self._source.edges[edge_type].fields[name] for name in self._drawer.edge_fields[edge_type]}
+            _fill_edges(self._store(batch, edge_type), found, edge_type, fields, self._source.comm.device)
+        return batch, numbers
+
+    def _store(self, batch: Any, kind: NodeType | EdgeType) -> Any:
+        """Where a batch holds what belongs to a node or edge type."""
+        return batch if self._graph.is_homogeneous else batch[kind]
+
+
+class NeighborLoader(BatchLoader):
     """Mini-batches of sampled neighbourhoods, as `torch_geometric.loader.NeighborLoader` yields them. Collective.
 
     Every rank makes the same loader and iterates over it in step: all take the same number of batches, ``len(loader)``.
-    A batch is a `Data` (or `HeteroData`) of ordinary tensors, for an ordinary model that is not wrapped. Neighbours are
-    drawn by the ranks that own the nodes. Which seeds a step has, over all ranks, and which neighbours of a node are
-    drawn in it depends on `seed`, the epoch and the step, not on the ranks.
+    A batch is a `Data` or `HeteroData` of ordinary tensors, for an ordinary model that is not wrapped. The seeds of a
+    step, over all ranks, and the neighbours that are drawn for them follow from `seed`, the epoch and the step, for any
+    number of ranks.
 
-    Attributes of a batch: stored node fields and edge fields; ``edge_index``; ``n_id`` and ``e_id``, original ids of
-    nodes and edges; ``batch_size``, the number of seeds, which are its first nodes; ``input_id``, original ids of the
-    seeds; ``num_sampled_nodes`` and ``num_sampled_edges`` of each hop. In the last step of an epoch a rank may be left
-    without a seed: its ``batch_size`` is 0, and its nodes are those of another rank's seed, so that models run.
+    A batch has the stored node and edge fields; ``edge_index``; ``n_id`` and ``e_id``, the original ids of nodes and
+    edges; ``batch_size``, the number of seeds, which are its first nodes; ``input_id``, the original ids of the seeds;
+    ``num_sampled_nodes`` and ``num_sampled_edges`` of each hop. In the last step of an epoch a rank may have no seed.
+    Its ``batch_size`` is then 0, and its nodes are those of another rank's seed, so that models run.
 
     Args:
         graph: what `shardpass.load` returned.
         num_neighbors: how many in-neighbours are drawn in each hop, -1 for all: a list, or a list by edge type.
-        input_nodes: the seeds among own nodes: bool ``[num_own]``, own rows, or None for all. Of a heterogeneous graph
-            a node type, or a pair of it and one of these. They may be of any number on each rank.
+        input_nodes: the seeds among own nodes: a mask ``[num_own]``, own rows, or `None` for all. For a heterogeneous
+            graph a node type, or a pair of a node type and one of these. Ranks may have different numbers of seeds.
         transform: applied to each batch.
         batch_size: seeds per rank and step, at most; a step of all ranks takes ``batch_size * comm.size``. Default: 1.
-        shuffle: a new random order of all ranks' seeds every epoch; otherwise that of their original ids.
-        drop_last: leave out a last step that is not full.
+        shuffle: put the seeds of all ranks into a new random order every epoch. Otherwise they come in the order of
+            their original ids.
+        drop_last: skip the last step if it is not full.
         replace: draw neighbours with replacement.
-        weight_attr: name of the edge field that neighbours are drawn in proportion to; weight 0: never.
-        seed: of all that is random, 0 by default.
-        prefetch: batches made ahead in the background, 2 by default; 0: none, and no thread.
-        node_attrs, edge_attrs: names of the fields that come with a batch; None: all that are stored.
+        weight_attr: the edge field in proportion to which neighbours are drawn. Edges of weight 0 are never drawn.
+        seed: everything random follows from it; 0 by default.
+        prefetch: how many batches a background thread makes ahead, 2 by default. With 0 there is no thread.
+        node_attrs, edge_attrs: names of the fields that come with a batch; `None` for all stored fields.
 
     Raises:
         ValueError: bad arguments, on the rank that has them.
@@ -76,63 +122,18 @@ class NeighborLoader(EpochLoader):
         **kwargs: Any,
     ) -> None:
         settings = settings_of("NeighborLoader", graph, num_neighbors, **kwargs)
-        kind, rows = own_rows(graph, input_nodes)
-        self._batches = Batches(graph, settings, transform, f"seeds of type {kind!r}")
-        ids = graph.node_ids_dict[kind].cpu().numpy()[rows]
-        owned = graph.ownership[kind].to_global(torch.from_numpy(rows), graph.comm.rank).numpy()
+        self._type, rows = own_rows(graph, input_nodes)
+        self._prepare(graph, settings, transform, f"seeds of type {self._type!r}")
+        ids = graph.node_ids_dict[self._type].cpu().numpy()[rows]
+        owned = graph.ownership[self._type].to_global(torch.from_numpy(rows), graph.comm.rank).numpy()
+        self._begin(ids, [owned])
 
-        def make(seeds: Seeds, seed: int) -> Data | HeteroData:
-            batch, _ = self._batches.of({kind: seeds.columns[0]}, seed)
-            store = self._batches.store(batch, kind)
-            store.batch_size = seeds.counted
-            store.input_id = store.n_id[: seeds.counted]
-            return self._batches.transformed(batch)
-
-        self._epochs = Epochs(self._batches.source, self._batches.settings, ids, [owned], make)
-
-
-class Batches:
-    """Makes a `Data` or `HeteroData` of the neighbourhoods of seeds. Collective.
-
-    Args:
-        graph: the rank's share.
-        settings: as given; `prefetch` is 0 afterwards where threads cannot be used.
-        transform: of batches.
-        words: what the loader is, for agreement.
-    """
-
-    def __init__(
-        self, graph: ShardedGraph, settings: Settings, transform: Callable[[Any], Any] | None, words: str
-    ) -> None:
-        agree_on(graph.comm, f"{words}, {settings}")
-        comm, ahead = own_communicator(graph.comm, settings.prefetch)
-        self.source: SampledSource = replaced(source_of(graph, settings.weight), comm=comm)
-        self.settings, self._transform = replaced(settings, prefetch=ahead), transform
-        self._graph = graph
-        self._drawer = Drawer(
-            self.source, settings.replace, settings.weight is not None, settings.edge_fields, settings.wire
-        )
-        self._fetcher = RowFetcher(self.source, settings.node_fields, settings.wire)
-
-    def of(self, seeds: Mapping[NodeType, Array], seed: int) -> tuple[Data | HeteroData, dict[NodeType, Array]]:
-        """The batch of `seeds`, global ids by type, and the number of each seed in it. Collective."""
-        found, numbers = sample(self._drawer, seeds, self.settings.fanouts, seed, every_layer=False)
-        rows = self._fetcher.fetch(found.ids)
-        batch: Any = Data() if self._graph.is_homogeneous else HeteroData()
-        for kind in self._graph.node_types:
-            _fill_nodes(self.store(batch, kind), found, rows[kind], kind)
-        for edge_type in self._graph.edge_types:
-            fields = {name: self.source.edges[edge_type].fields[name] for name in self._drawer.edge_fields[edge_type]}
-            _fill_edges(self.store(batch, edge_type), found, edge_type, fields, self.source.comm.device)
-        return batch, numbers
-
-    def store(self, batch: Any, kind: NodeType | EdgeType) -> Any:
-        """Where a batch holds what belongs to a node or edge type."""
-        return batch if self._graph.is_homogeneous else batch[kind]
-
-    def transformed(self, batch: Any) -> Any:
-        """`batch` through the user's transform."""
-        return batch if self._transform is None else self._transform(batch)
+    def _make(self, seeds: Seeds, seed: int) -> Data | HeteroData:
+        batch, _ = self._drawn({self._type: seeds.columns[0]}, seed)
+        store = self._store(batch, self._type)
+        store.batch_size = seeds.counted
+        store.input_id = store.n_id[: seeds.counted]
+        return batch  # type: ignore[no-any-return]
 
 
 def _fill_nodes(store: Any, found: Sample, rows: dict[str, Tensor], kind: NodeType) -> None:

@@ -1,4 +1,4 @@
-"""What the arguments of loaders mean, and the words for those that mean nothing here."""
+"""The arguments of the loaders: what they mean, and why some of PyG's are refused."""
 
 from __future__ import annotations
 
@@ -15,22 +15,21 @@ from shardpass.core.sharding import EdgeType, NodeType
 
 Array = Any
 
-_REASONS = {
-    "num_workers": "batches are made in a thread of this process; `prefetch` says how many ahead",
-    "subgraph_type": 'only the edges that were drawn are in a batch ("directional")',
-    "directed": "only the edges that were drawn are in a batch",
-    "disjoint": "a batch is one subgraph",
-    "time_attr": "there is no temporal sampling",
-    "input_time": "there is no temporal sampling",
-    "temporal_strategy": "there is no temporal sampling",
-    "edge_label_time": "there is no temporal sampling",
-    "sampler": "seeds are dealt out to all ranks together; choose them by input_nodes",
-    "batch_sampler": "seeds are dealt out to all ranks together; choose them by input_nodes",
-    "generator": "everything random follows from `seed`",
-    "worker_init_fn": "batches are made in a thread of this process",
-    "neighbor_sampler": "ranks draw neighbours together",
-    "transform_sampler_output": "use `transform`",
-}
+_GROUPS = (
+    (
+        "num_workers worker_init_fn",
+        "batches are made in a thread of this process; `prefetch` is the number that it makes ahead",
+    ),
+    ("subgraph_type directed", 'a batch holds only the edges that were drawn ("directional")'),
+    ("disjoint", "a batch is one subgraph"),
+    ("time_attr input_time temporal_strategy edge_label_time", "there is no temporal sampling"),
+    ("sampler batch_sampler", "seeds are dealt out to all ranks together; choose them by input_nodes"),
+    ("generator", "everything random follows from `seed`"),
+    ("neighbor_sampler", "ranks draw neighbours together"),
+    ("transform_sampler_output", "use `transform`"),
+)
+_REASONS = {name: reason for names, reason in _GROUPS for name in names.split()}
+"""Why an argument of PyG's loaders is not supported here."""
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "num_workers": (0,),
     "subgraph_type": ("directional",),
@@ -38,10 +37,11 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "disjoint": (False,),
     "temporal_strategy": ("uniform",),
     "is_sorted": (True, False),
-    "filter_per_worker": (None, True, False),
+    "filter_per_worker": (True, False),
     "persistent_workers": (True, False),
     "pin_memory": (False,),
 }
+"""Values besides `None` that ask for nothing else than what is done here."""
 
 
 def settings_of(
@@ -60,28 +60,25 @@ def settings_of(
     edge_attrs: Sequence[str] | None = None,
     **others: Any,
 ) -> Settings:
-    """What the arguments that the loaders have in common come to; `NeighborLoader` says what they mean.
+    """The settings that the arguments of both loaders give; `NeighborLoader` documents them.
 
     Raises:
-        TypeError, ValueError: the argument that is wrong, in the words of `refuse`, `fanouts_of` and `wanted_fields`.
+        TypeError, ValueError: naming the argument that is wrong.
     """
     if not isinstance(graph, ShardedGraph):
         raise TypeError(f"{name} takes the graph that shardpass.load returned, found a {type(graph).__name__}")
-    refuse(name, others)
-    node_fields, edge_fields = wanted_fields(graph, node_attrs, edge_attrs)
+    _refuse(name, others)
+    nodes = {kind: sorted(graph.fields_of(kind)) for kind in graph.node_types}
+    edges = {kind: sorted(graph.relations[kind].fields) for kind in graph.edge_types}
     return Settings(
-        fanouts_of(graph, num_neighbors), batch_size, shuffle, drop_last, replace, weight_attr, seed, prefetch,
-        node_fields, edge_fields, wire=graph.options.wire_dtype,
+        _fanouts_of(graph, num_neighbors), batch_size, shuffle, drop_last, replace, weight_attr, seed, prefetch,
+        _chosen("node", nodes, node_attrs), _chosen("edge", edges, edge_attrs), wire=graph.options.wire_dtype,
     )  # fmt: skip
 
 
-def refuse(name: str, kwargs: Mapping[str, Any]) -> None:
-    """Raise for arguments of PyG's loaders that would change what is sampled and are not there.
-
-    Raises:
-        TypeError: names the first, with the reason.
-    """
-    for argument, value in kwargs.items():
+def _refuse(name: str, arguments: Mapping[str, Any]) -> None:
+    """Raise for the first argument of PyG's loaders that would change what is sampled."""
+    for argument, value in arguments.items():
         if value is None or any(value is known or value == known for known in _HARMLESS.get(argument, ())):
             continue
         reason = _REASONS.get(argument)
@@ -95,7 +92,7 @@ def own_rows(graph: ShardedGraph, input_nodes: Any) -> tuple[NodeType, Array]:
     """``(type, rows)``: the seeds among own nodes, int64.
 
     Raises:
-        ValueError: a type that is not there, or what is neither a mask nor rows, or a row that comes twice.
+        ValueError: an unknown type; neither a mask nor rows; a row out of range; a row twice.
     """
     kind, nodes = _type_and_nodes(graph, input_nodes)
     if kind not in graph.ownership:
@@ -137,55 +134,32 @@ def _type_and_nodes(graph: ShardedGraph, input_nodes: Any) -> tuple[Any, Any]:
     )
 
 
-def fanouts_of(graph: ShardedGraph, num_neighbors: Any) -> list[dict[EdgeType, int]]:
-    """The fanout of each hop by edge type.
-
-    Raises:
-        ValueError: what is no list, an empty one, lists of different lengths, an unknown edge type, or a number below
-            -1.
-    """
-    if not isinstance(num_neighbors, Mapping):
-        given = {kind: _one_per_hop(num_neighbors) for kind in graph.edge_types}
-    else:
-        unknown = [kind for kind in num_neighbors if kind not in graph.edge_types]
-        missing = [kind for kind in graph.edge_types if kind not in num_neighbors]
-        if unknown or missing:
-            raise ValueError(
-                f"num_neighbors by edge type has {'unknown' if unknown else 'no entry for'} {(unknown or missing)[0]}; "
-                f"expected a list for each of {graph.edge_types}"
-            )
-        given = {kind: _one_per_hop(num_neighbors[kind]) for kind in graph.edge_types}
+def _fanouts_of(graph: ShardedGraph, num_neighbors: Any) -> list[dict[EdgeType, int]]:
+    """The fanout of each hop by edge type."""
+    by_type = num_neighbors if isinstance(num_neighbors, Mapping) else dict.fromkeys(graph.edge_types, num_neighbors)
+    wrong = [f"unknown {kind}" for kind in by_type if kind not in graph.edge_types]
+    wrong += [f"no entry for {kind}" for kind in graph.edge_types if kind not in by_type]
+    if wrong:
+        raise ValueError(f"num_neighbors by edge type has {wrong[0]}; expected a list for each of {graph.edge_types}")
+    given = {kind: _one_per_hop(by_type[kind]) for kind in graph.edge_types}
     lengths = {len(numbers) for numbers in given.values()}
     if len(lengths) != 1:
         raise ValueError(f"num_neighbors has lists of different lengths: {given}; expected one number per hop")
-    for numbers in given.values():
-        for number in numbers:
-            if not isinstance(number, (int, np.integer)) or isinstance(number, bool) or number < -1:
-                raise ValueError(f"num_neighbors holds {number!r}; expected an integer, -1 for all in-neighbours")
-    return [{kind: int(numbers[hop]) for kind, numbers in given.items()} for hop in range(lengths.pop())]
+    return [{kind: numbers[hop] for kind, numbers in given.items()} for hop in range(lengths.pop())]
 
 
-def _one_per_hop(numbers: Any) -> list[Any]:
+def _one_per_hop(numbers: Any) -> list[int]:
     found = numbers.tolist() if isinstance(numbers, (Tensor, np.ndarray)) else numbers
     if not isinstance(found, (list, tuple)) or not found:
         raise ValueError(f"num_neighbors is {numbers!r}; expected a list of one number per hop, such as [10, 5]")
-    return list(found)
-
-
-def wanted_fields(
-    graph: ShardedGraph, node_attrs: Sequence[str] | None, edge_attrs: Sequence[str] | None
-) -> tuple[dict[NodeType, list[str]], dict[EdgeType, list[str]]]:
-    """The fields that come with a batch, by type: those named that a type has, or all.
-
-    Raises:
-        ValueError: a name that no type has.
-    """
-    nodes = {kind: sorted(graph.fields_of(kind)) for kind in graph.node_types}
-    edges = {kind: sorted(graph.relations[kind].fields) for kind in graph.edge_types}
-    return _chosen("node", nodes, node_attrs), _chosen("edge", edges, edge_attrs)
+    for number in found:
+        if not isinstance(number, (int, np.integer)) or isinstance(number, bool) or number < -1:
+            raise ValueError(f"num_neighbors holds {number!r}; expected an integer, -1 for all in-neighbours")
+    return [int(number) for number in found]
 
 
 def _chosen(what: str, stored: dict[Any, list[str]], names: Sequence[str] | None) -> dict[Any, list[str]]:
+    """The fields that come with a batch, by type: those named, or all."""
     if names is None:
         return stored
     if isinstance(names, str):

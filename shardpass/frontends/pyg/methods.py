@@ -1,14 +1,15 @@
-"""The methods of PyG's models besides ``forward``: called with a graph as ``forward`` is, guarded, or refused by name.
+"""The methods of PyG's layers and models that do not run as they are: refused by name, replaced, or guarded.
 
-A method that averages over own rows, or looks up ids of the whole graph among them, would be silently wrong. So each
-public method of an exact model has a line below, or is right on own rows as it is: the tests list which are.
+A method that averages over own rows, or looks up ids of the whole graph among them, would be silently wrong. Every
+public method of an exact model has a line below, or is right on own rows: the tests list which are.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from copy import deepcopy
+from functools import partial
+from inspect import signature
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -16,10 +17,9 @@ from torch import nn
 from shardpass.core.graphs import BatchIndex, ShardedEdgeIndex
 from shardpass.core.ranks import Ranks
 from shardpass.errors import RefusedError
-from shardpass.frontends.pyg import model_parts
-from shardpass.frontends.pyg.adapt import Replacement
+from shardpass.frontends.pyg import replacements
 
-_SAMPLED = "must be left out: it speaks of sampled neighbours, but a sharded graph is trained whole"
+_SAMPLED = "must be left out: it belongs to sampled neighbours, but a sharded graph is trained whole"
 _EDGES = "must be left out or be the graph: it holds ids of the whole graph, but the rows here are own ones"
 _BATCH = "must be graph.batch, so that the readout takes in the nodes of all ranks"
 _LOADER = (
@@ -54,12 +54,14 @@ REFUSED_METHODS: dict[str, dict[str, str]] = {
 }
 """By the name of a class of nn.models: methods that raise, with the reason and what to do."""
 
-REPLACED_METHODS: dict[str, dict[str, Callable[[nn.Module, Ranks], Replacement]]] = {
-    "LabelPropagation": {"forward": model_parts.LabelPropagationForward},
-    "CorrectAndSmooth": {"correct": model_parts.Correct},
-    "AttentiveFP": {"forward": model_parts.AttentiveFPForward},
-    "VGAE": {"kl_loss": model_parts.KlLoss},
-    "ARGA": {"reg_loss": model_parts.RegLoss, "discriminator_loss": model_parts.DiscriminatorLoss},
+REPLACED_METHODS: dict[str, dict[str, Callable[..., Any]]] = {
+    "ChebConv": {"__norm__": replacements.cheb_norm},
+    "HypergraphConv": {"forward": replacements.hypergraph},
+    "LabelPropagation": {"forward": replacements.label_propagation},
+    "CorrectAndSmooth": {"correct": replacements.correct},
+    "AttentiveFP": {"forward": replacements.attentive_fp},
+    "VGAE": {"kl_loss": replacements.kl_loss},
+    "ARGA": {"reg_loss": replacements.reg_loss, "discriminator_loss": replacements.discriminator_loss},
 }
 """Methods that look at all nodes, and what takes their place."""
 
@@ -72,7 +74,7 @@ GUARDED: dict[str, dict[str, dict[str, str]]] = {
     "InnerProductDecoder": {"forward": {"edge_index": _EDGES}},
     "ARLinkPredictor": {"forward": {"edge_index": _EDGES}, "decode": {"edge_index": _EDGES}},
 }
-"""Arguments of methods that must be left out, or come from the sharded graph, with the reason."""
+"""Arguments of methods that must be left out, or must come from the sharded graph, with the reason."""
 
 CALLED_WITH_A_GRAPH: dict[str, tuple[str, ...]] = {
     "CorrectAndSmooth": ("correct", "smooth"),
@@ -87,13 +89,17 @@ CALLED_WITH_A_GRAPH: dict[str, tuple[str, ...]] = {
 
 
 def adapt_methods(module: nn.Module, comm: Ranks) -> None:
-    """Refuse, replace and guard the methods of `module` as its class wants it. What a subclass overrides is its own."""
+    """Refuse, replace and guard the methods of `module` as its class needs. A method that a subclass overrides stays.
+
+    Partial functions take their place: a deep copy of `module` deep-copies those for the copied module.
+    """
     for name, reason in _own(module, REFUSED_METHODS):
-        setattr(module, name, _Refusing(type(module).__name__, name, reason))
+        setattr(module, name, partial(_refuse, f"{type(module).__name__}.{name}()", reason))
     for name, replacement in _own(module, REPLACED_METHODS):
-        setattr(module, name, replacement(module, comm))
+        setattr(module, name, partial(replacement, module, comm))
     for name, arguments in _own(module, GUARDED):
-        setattr(module, name, _Guarded(module, comm, name, arguments))
+        run = vars(module).get(name) or MethodType(getattr(type(module), name), module)
+        setattr(module, name, partial(_guarded, module, name, arguments, run))
 
 
 def methods_to_run(module: nn.Module) -> list[str]:
@@ -108,38 +114,21 @@ def _own(module: nn.Module, table: dict[str, dict[str, Any]]) -> list[tuple[str,
 
 
 def _name(kind: type) -> str:
-    return kind.__name__ if kind.__module__.startswith("torch_geometric.nn.models.") else ""
+    return kind.__name__ if kind.__module__.startswith("torch_geometric.nn.") else ""
 
 
-class _Refusing:
-    """A method that raises `RefusedError`, whatever it is called with."""
-
-    def __init__(self, kind: str, name: str, reason: str) -> None:
-        self.kind, self.name, self.reason = kind, name, reason
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise RefusedError(f"{self.kind}.{self.name}() cannot be exact on a sharded graph: {self.reason}")
+def _refuse(name: str, reason: str, *args: Any, **kwargs: Any) -> Any:
+    raise RefusedError(f"{name} cannot be exact on a sharded graph: {reason}")
 
 
-class _Guarded(Replacement):
-    """A method whose arguments are looked at before it runs."""
-
-    def __init__(self, module: nn.Module, comm: Ranks, name: str, arguments: dict[str, str]) -> None:
-        super().__init__(module, comm)
-        self.name, self.arguments = name, arguments
-        self.inner = vars(module).get(name)  # what took the place of the method
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Guarded:
-        copied = memo[id(self)] = _Guarded.__new__(_Guarded)
-        vars(copied).update(deepcopy(vars(self), memo))
-        return copied
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        original = getattr(type(self.module), self.name)
-        given = inspect.signature(original).bind(self.module, *args, **kwargs).arguments
-        for argument, reason in self.arguments.items():
-            value = given.get(argument)
-            fits = isinstance(value, BatchIndex) if reason == _BATCH else value is None
-            if not fits and not (reason == _EDGES and isinstance(value, ShardedEdgeIndex)):
-                raise RefusedError(f"{type(self.module).__name__}.{self.name}(): `{argument}` {reason}")
-        return self.inner(*args, **kwargs) if self.inner is not None else original(self.module, *args, **kwargs)
+def _guarded(
+    module: nn.Module, name: str, arguments: dict[str, str], run: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """What `run` returns, which is a method of `module` or its replacement, if its `arguments` are as they must be."""
+    given = signature(getattr(type(module), name)).bind(module, *args, **kwargs).arguments
+    for argument, reason in arguments.items():
+        value = given.get(argument)
+        fits = isinstance(value, BatchIndex) if reason == _BATCH else value is None
+        if not fits and not (reason == _EDGES and isinstance(value, ShardedEdgeIndex)):
+            raise RefusedError(f"{type(module).__name__}.{name}(): `{argument}` {reason}")
+    return run(*args, **kwargs)

@@ -91,18 +91,3 @@ ELSEWHERE: dict[str, str] = {
     "model that is not wrapped",
 }
 """Packages of PyG outside torch_geometric.nn that hold modules, each refused as a whole."""
-
-_UNKNOWN = "this release of shardpass does not know it, so it may mix nodes; write it with layers that are known"
-
-
-def reason_to_refuse(kind: type, module: Any) -> str | None:
-    """Why `module` is refused for being of the class `kind`; None if it is not, or `kind` is not of nn.models."""
-    for package, reason in ELSEWHERE.items():
-        if kind.__module__.startswith(package):
-            return reason
-    name = kind.__name__
-    if not kind.__module__.startswith("torch_geometric.nn.models."):
-        return None
-    if name in REFUSED_IF and REFUSED_IF[name][0](module):
-        return REFUSED_IF[name][1]
-    return None if name in EXACT | ROW_WISE else REFUSED.get(name, _UNKNOWN)

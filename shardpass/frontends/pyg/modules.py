@@ -46,42 +46,17 @@ _TRIPLETS = (
     "own nodes yourself and exchange messages with a layer of torch_geometric.nn"
 )
 
-REFUSED: dict[str, str] = {
-    "TopKPooling": _DROPS + _GATHER,
-    "SAGPooling": _DROPS + _GATHER,
-    "ASAPooling": _DROPS + _GATHER,
-    "PANPooling": _DROPS + _GATHER,
-    "EdgePooling": _DROPS + _GATHER,
-    "ClusterPooling": _DROPS + _GATHER,
-    "MemPooling": "it assigns all nodes to clusters at once, in a padded batch" + _GATHER,
-    "Select": _DROPS + _GATHER,
-    "SelectTopK": _DROPS + _GATHER,
-    "Connect": _DROPS + _GATHER,
-    "FilterEdges": _DROPS + _GATHER,
-    "DMoNPooling": "it assigns all nodes to clusters at once, with a dense adjacency matrix" + _GATHER,
-    "DenseGATConv": _DENSE,
-    "DenseGCNConv": _DENSE,
-    "DenseGINConv": _DENSE,
-    "DenseGraphConv": _DENSE,
-    "DenseSAGEConv": _DENSE,
-    "QFormer": _ALL_PAIRS,
-    "KGEModel": _TRIPLETS,
-    "ComplEx": _TRIPLETS,
-    "DistMult": _TRIPLETS,
-    "RotatE": _TRIPLETS,
-    "TransE": _TRIPLETS,
-    "DataParallel": "it splits a list of graphs over devices and averages gradients; ranks share one graph instead",
-}
+_GROUPS = (
+    (
+        "TopKPooling SAGPooling ASAPooling PANPooling EdgePooling ClusterPooling Select SelectTopK Connect FilterEdges",
+        _DROPS + _GATHER,
+    ),
+    ("MemPooling", "it assigns all nodes to clusters at once, in a padded batch" + _GATHER),
+    ("DMoNPooling", "it assigns all nodes to clusters at once, with a dense adjacency matrix" + _GATHER),
+    ("DenseGATConv DenseGCNConv DenseGINConv DenseGraphConv DenseSAGEConv", _DENSE),
+    ("QFormer", _ALL_PAIRS),
+    ("KGEModel ComplEx DistMult RotatE TransE", _TRIPLETS),
+    ("DataParallel", "it splits a list of graphs over devices and averages gradients; ranks share one graph instead"),
+)
+REFUSED: dict[str, str] = {name: reason for names, reason in _GROUPS for name in names.split()}
 """What cannot be exact, with the reason and what to do."""
-
-_ELSEWHERE = ("torch_geometric.nn.conv.", "torch_geometric.nn.models.")
-
-
-def reason_to_refuse(kind: type) -> str | None:
-    """Why a class of torch_geometric.nn outside ``nn.conv`` and ``nn.models`` is refused, or None if it is not."""
-    if not kind.__module__.startswith("torch_geometric.nn.") or kind.__module__.startswith(_ELSEWHERE):
-        return None
-    if kind.__name__ in ROW_WISE | NORMS | ATTENTION | READOUTS | WHOLE_SETS:
-        return None
-    unknown = "this release of shardpass does not know it, so it may mix nodes; write it with layers that are known"
-    return REFUSED.get(kind.__name__, unknown)

@@ -1,10 +1,10 @@
-"""PyG's norms over a graph with the statistics of all ranks' nodes.
+"""PyG's norms over a graph, with the statistics of all ranks' nodes.
 
-Each class here is a subclass of the norm it stands for: parameters, buffers, ``state_dict`` keys and options are its
-own. `distribute_norms` changes the class of a norm in place, so it stays the same object. With batch statistics
-forward and backward are collective: every rank calls them in the same order. ``batch`` is None or ``graph.batch``
-(a sharded graph is one graph). On one rank PyG's own code runs. How a norm sees its rows inside ``message()`` is
-decided by the engine: in ``halo`` mode they are all edges of all ranks; in pieces it is refused.
+Each class here is a subclass of the norm that it stands for, and keeps its parameters, buffers, ``state_dict`` keys and
+options. `distribute_norms` changes the class of a norm in place. With batch statistics, forward and backward are
+collective: every rank calls them in the same order. ``batch`` is `None` or ``graph.batch``, since a sharded graph is
+one graph. On one rank PyG's own code runs. Inside ``message()`` a norm is exact in ``halo`` mode, where its rows are
+the edges of all ranks, and refused in the other modes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardpass.errors import RefusedError
 
 
 class DistributedNorm(OnRanks):
-    """What the norms over one graph share: the meaning of ``batch``, and who takes part."""
+    """What all of these norms share: the meaning of ``batch``, and which rows count."""
 
     def forward(
         self, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None, dim_size: int | None = None
@@ -31,15 +31,15 @@ class DistributedNorm(OnRanks):
 
         Args:
             x: own rows, ``[num_own, channels]``.
-            batch: None, ``graph.batch``, or zeros.
-            batch_size, dim_size: None or 1.
+            batch: `None`, ``graph.batch``, or zeros.
+            batch_size, dim_size: `None` or 1.
 
         Raises:
-            RefusedError: `batch` or `batch_size` speak of several graphs; a message runs in pieces.
+            RefusedError: `batch` or `batch_size` mean several graphs; the norm is inside a message that runs in pieces.
         """
         comm, name = self.ranks(), type(self).__bases__[-1].__name__
         refuse_inside_message(comm, name)
-        if not self.takes_statistics():
+        if not self._takes_statistics():
             return super().forward(x)  # type: ignore[misc, no-any-return]
         if comm.size == 1:
             plain = batch.plain if isinstance(batch, BatchIndex) else batch
@@ -47,26 +47,26 @@ class DistributedNorm(OnRanks):
         several = batch is not None and not isinstance(batch, BatchIndex) and bool(batch.any())
         if several or (dim_size or batch_size or 1) != 1:
             raise RefusedError(
-                f"{name}: `batch` speaks of several graphs, but a sharded graph is one graph; pass graph.batch or None"
+                f"{name}: `batch` means several graphs, but a sharded graph is one graph; pass graph.batch or None"
             )
         weight = getattr(self, "weight", None)
         if weight is not None:
             x = x.to(torch.promote_types(x.dtype, weight.dtype))  # as under autocast
         if comm.has_made_up_edge:  # that row does not count
-            return torch.cat([self.normalised(x[:0], batch is not None, comm), torch.zeros_like(x)])
-        return self.normalised(x, batch is not None, comm)
+            return torch.cat([self._normalised(x[:0], batch is not None, comm), torch.zeros_like(x)])
+        return self._normalised(x, batch is not None, comm)
 
-    def takes_statistics(self) -> bool:
-        """Whether this call computes statistics of the rows it is given, rather than using running ones."""
+    def _takes_statistics(self) -> bool:
+        """Whether this call computes statistics of its rows. Otherwise it uses the running ones."""
         return True
 
-    def normalised(self, x: Tensor, batch_given: bool, comm: Ranks) -> Tensor:
+    def _normalised(self, x: Tensor, batch_given: bool, comm: Ranks) -> Tensor:
         """The normalised rows of `x`, ``[num_own, channels]``. Collective."""
         raise NotImplementedError
 
 
 def _affine(norm: Any, scale: Tensor) -> tuple[Tensor, Tensor | None]:
-    """`scale` times the weight of `norm`, and its bias, in float64; as they are where it has none."""
+    """`scale` times the weight of `norm`, and its bias, in float64; `scale` and `None` for a norm without them."""
     if norm.weight is None or norm.bias is None:
         return scale, None
     return scale * norm.weight.double(), norm.bias.double()
@@ -75,8 +75,8 @@ def _affine(norm: Any, scale: Tensor) -> tuple[Tensor, Tensor | None]:
 class DistributedGraphNorm(DistributedNorm, gnn.GraphNorm):
     """`torch_geometric.nn.GraphNorm` over the nodes of all ranks (Cai et al., ICML 2021, arXiv 2009.03294)."""
 
-    def normalised(self, x: Tensor, batch_given: bool, comm: Ranks) -> Tensor:
-        """See `DistributedNorm`; the mean of ``(x - a m)^2`` is ``var + ((1 - a) m)^2``."""
+    def _normalised(self, x: Tensor, batch_given: bool, comm: Ranks) -> Tensor:
+        # the mean of (x - a m)^2 is var + ((1 - a) m)^2
         _, mean, variance = row_moments(x, comm)
         share = self.mean_scale.double()
         variance = variance + ((1 - share) * mean).square()
@@ -89,12 +89,10 @@ class DistributedInstanceNorm(DistributedNorm, gnn.InstanceNorm):
     With running statistics (evaluation) nothing is communicated.
     """
 
-    def takes_statistics(self) -> bool:
-        """See `DistributedNorm`."""
+    def _takes_statistics(self) -> bool:
         return self.training or not self.track_running_stats
 
-    def normalised(self, x: Tensor, batch_given: bool, comm: Ranks) -> Tensor:
-        """See `DistributedNorm`. Running statistics are updated by the same bits on every rank."""
+    def _normalised(self, x: Tensor, batch_given: bool, comm: Ranks) -> Tensor:
         count, mean, variance = row_moments(x, comm)
         if count == 1 and not batch_given:
             raise ValueError(
@@ -111,8 +109,8 @@ class DistributedInstanceNorm(DistributedNorm, gnn.InstanceNorm):
 class DistributedLayerNorm(DistributedNorm, gnn.LayerNorm):
     """`torch_geometric.nn.LayerNorm` with ``mode="graph"``: over all channels of all nodes of all ranks."""
 
-    def normalised(self, x: Tensor, batch_given: bool, comm: Ranks) -> Tensor:
-        """See `DistributedNorm`. As in PyG, eps is added to the deviation without `batch`, to the variance with it."""
+    def _normalised(self, x: Tensor, batch_given: bool, comm: Ranks) -> Tensor:
+        # as in PyG, eps is added to the deviation without `batch`, and to the variance with it
         _, means, variances = row_moments(x, comm)
         mean = means.mean()
         variance = (variances + (means - mean).square()).mean()
@@ -127,8 +125,8 @@ class DistributedLayerNorm(DistributedNorm, gnn.LayerNorm):
 class DistributedPairNorm(DistributedNorm, gnn.PairNorm):
     """`torch_geometric.nn.PairNorm` over the nodes of all ranks (Zhao and Akoglu, ICLR 2020, arXiv 1909.12223)."""
 
-    def normalised(self, x: Tensor, batch_given: bool, comm: Ranks) -> Tensor:
-        """See `DistributedNorm`; the mean square length of centred rows is the sum of the channels' variances."""
+    def _normalised(self, x: Tensor, batch_given: bool, comm: Ranks) -> Tensor:
+        # the mean square length of centred rows is the sum of the channels' variances
         _, mean, variance = row_moments(x, comm)
         if not self.scale_individually:
             return shifted(x, mean, self.scale * (self.eps + variance.sum()).rsqrt())
@@ -139,8 +137,7 @@ class DistributedPairNorm(DistributedNorm, gnn.PairNorm):
 class DistributedMeanSubtractionNorm(DistributedNorm, gnn.MeanSubtractionNorm):
     """`torch_geometric.nn.MeanSubtractionNorm` over the nodes of all ranks (Yang et al., arXiv 2003.13663)."""
 
-    def normalised(self, x: Tensor, batch_given: bool, comm: Ranks) -> Tensor:
-        """See `DistributedNorm`."""
+    def _normalised(self, x: Tensor, batch_given: bool, comm: Ranks) -> Tensor:
         _, mean, _ = row_moments(x, comm)
         return shifted(x, mean, torch.ones_like(mean))
 
@@ -148,8 +145,7 @@ class DistributedMeanSubtractionNorm(DistributedNorm, gnn.MeanSubtractionNorm):
 class DistributedGraphSizeNorm(DistributedNorm, gnn.GraphSizeNorm):
     """`torch_geometric.nn.GraphSizeNorm` with the number of nodes of all ranks (Dwivedi et al., arXiv 2003.00982)."""
 
-    def normalised(self, x: Tensor, batch_given: bool, comm: Ranks) -> Tensor:
-        """See `DistributedNorm`. Nothing travels in backward."""
+    def _normalised(self, x: Tensor, batch_given: bool, comm: Ranks) -> Tensor:
         return x * max(1, sum(total_rows(x, comm))) ** -0.5
 
 
@@ -160,8 +156,8 @@ class DistributedSingleBatchNorm(OnRanks, gnn.BatchNorm):
         """The normalised rows, ``[num_own, channels]``. Collective in training.
 
         Raises:
-            RefusedError: every one of several ranks holds one row. If that is the output of a readout, the whole graph
-                has one row, else as many as there are ranks; the two cannot be told apart.
+            RefusedError: each of several ranks has one row. That may be the output of a readout, one row for the whole
+                graph, or one node per rank: they look alike.
         """
         comm = self.ranks()
         refuse_inside_message(comm, "BatchNorm with allow_single_element")
@@ -170,7 +166,7 @@ class DistributedSingleBatchNorm(OnRanks, gnn.BatchNorm):
         counts = total_rows(x[:0] if comm.has_made_up_edge else x, comm)
         if comm.size > 1 and set(counts) == {1}:
             raise RefusedError(
-                "BatchNorm(allow_single_element=True) of one row on every rank: one graph-level row and one node per "
+                "BatchNorm(allow_single_element=True) with one row on every rank: one graph-level row and one node per "
                 "rank look alike. Leave that option out, or normalise before the readout"
             )
         return gnn.BatchNorm.forward(self, x) if sum(counts) <= 1 else self.module(x)  # type: ignore[no-any-return]
@@ -231,17 +227,21 @@ DISTRIBUTED: dict[type[nn.Module], Any] = {
 def distribute_norms(model: nn.Module, comm: Ranks) -> None:
     """Give every PyG norm of `model` over a graph its distributed class, in place. Not collective.
 
-    Exactly the types in `DISTRIBUTED`; subclasses are left alone. Norms that are right on own rows as they are
-    (``LayerNorm(mode="node")``, ``BatchNorm``, whose inner norm is replaced) keep their class.
+    Norms that are right on own rows keep their class: ``LayerNorm(mode="node")``, and ``BatchNorm``, whose inner norm
+    is replaced. So do classes derived from those in `DISTRIBUTED`.
     """
     for module in model.modules():
         if type(module) in DISTRIBUTED and _is_over_graph(module, type(module)):
-            module.comm = comm  # type: ignore[assignment]
-            module.__class__ = DISTRIBUTED[type(module)]
+            distribute(module, DISTRIBUTED[type(module)], comm)
+
+
+def distribute(module: Any, kind: type, comm: Ranks) -> None:
+    """Make `module`, in place, one of the class `kind` over the rows of all ranks."""
+    module.comm, module.__class__ = comm, kind
 
 
 def is_unknown_norm(module: nn.Module) -> bool:
-    """Whether `module` is of a class derived from a norm over a graph: `distribute_norms` leaves such a class alone."""
+    """Whether the class of `module` is derived from a norm over a graph, which `distribute_norms` leaves alone."""
     bases = [kind for kind in DISTRIBUTED if isinstance(module, kind) and type(module) is not kind]
     return any(_is_over_graph(module, kind) for kind in bases)
 

@@ -1,14 +1,15 @@
-"""PyG modules that mix nodes outside message passing, and would be silently wrong: refused by name."""
+"""What would be silently wrong on a sharded graph: refused by name, when a model is wrapped or called."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from functools import partial
+from inspect import signature
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch_geometric.nn.conv import RGCNConv
 
 from shardpass.core.graphs import BatchIndex, ShardedEdgeIndex, ShardedGraph
 from shardpass.core.ranks import OnRanks, Ranks
@@ -21,29 +22,31 @@ _STATISTICS = (
     "its statistics run over all nodes of the graph. Norms of torch_geometric.nn and BatchNorm1d are exact, but not "
     "classes derived from them"
 )
-_NEIGHBOURS = "it builds its own graph from node positions; build the graph before partitioning"
-
+_UNKNOWN = "this release of shardpass does not know it, so it may mix nodes; write it with layers that are known"
+_CONVS = (
+    ("GravNetConv DynamicEdgeConv XConv", "it builds its own graph from node positions; build the graph before "
+     "partitioning"),
+    ("SplineConv", "it needs pyg-lib, which was not at hand when layers were proved exact"),
+    ("WLConv", "it sorts and hashes whole neighbourhoods"),
+    ("PANConv", "it multiplies whole adjacency matrices"),
+    ("MeshCNNConv", "its message relies on edges that come in groups of four"),
+    ("SuperGATConv", "in training it draws negative edges among all nodes"),
+    ("FusedGATConv", "it needs a CSR graph of its own"),
+    ("CuGraphSAGEConv CuGraphGATConv CuGraphRGCNConv", "it needs a graph of its own"),
+)  # fmt: skip
 REFUSED: dict[str, str] = {
-    "GravNetConv": _NEIGHBOURS,
-    "DynamicEdgeConv": _NEIGHBOURS,
-    "XConv": _NEIGHBOURS,
-    "SplineConv": "it needs pyg-lib, which was not at hand when layers were proved exact",
-    "WLConv": "it sorts and hashes whole neighbourhoods",
-    "PANConv": "it multiplies whole adjacency matrices",
-    "MeshCNNConv": "its message relies on edges that come in groups of four",
-    "SuperGATConv": "in training it draws negative edges among all nodes",
-    "FusedGATConv": "it needs a CSR graph of its own",
-    "CuGraphSAGEConv": "it needs a graph of its own",
-    "CuGraphGATConv": "it needs a graph of its own",
-    "CuGraphRGCNConv": "it needs a graph of its own",
+    **{name: reason for names, reason in _CONVS for name in names.split()},
     **modules.REFUSED,
     **models.REFUSED,
 }
+_KNOWN = models.EXACT.union(
+    models.ROW_WISE, modules.ROW_WISE, modules.NORMS, modules.ATTENTION, modules.READOUTS, modules.WHOLE_SETS
+)
 _TORCH_NORMS = (nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
 def refuse_unsupported(model: nn.Module) -> None:
-    """Raise if `model` holds a module known to be wrong on a sharded graph.
+    """Raise if `model` has a module that is known to be wrong on a sharded graph.
 
     Raises:
         RefusedError: naming the first such module, the reason, and what to do.
@@ -56,7 +59,7 @@ def refuse_unsupported(model: nn.Module) -> None:
 
 
 def refuse_ordinary(name: str, edge_index: Any) -> None:
-    """Raise if a layer is given other edges than those of a sharded graph.
+    """Raise if a layer is given edges that are not those of a sharded graph.
 
     Raises:
         RefusedError: it is.
@@ -69,20 +72,23 @@ def refuse_ordinary(name: str, edge_index: Any) -> None:
         )
 
 
-def refuse_ordinary_first(layer: nn.Module, name: str) -> None:
-    """Let `layer` refuse ordinary edges when it is called, before it indexes nodes by them."""
-    names = list(inspect.signature(type(layer).forward).parameters)[1:]
-    if "edge_index" in names:
-        hook = partial(_refuse_ordinary_argument, name, names.index("edge_index"))
-        layer.register_forward_pre_hook(hook, with_kwargs=True)
+def check_arguments_of(layer: nn.Module, name: str) -> None:
+    """Let `layer` look at the arguments of each call before its own code indexes nodes by them."""
+    if "edge_index" in signature(type(layer).forward).parameters:
+        layer.register_forward_pre_hook(partial(_check_arguments, name), with_kwargs=True)
 
 
-def _refuse_ordinary_argument(
-    name: str, place: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    edge_index = kwargs.get("edge_index", args[place] if place < len(args) else None)
+def _check_arguments(name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    given = signature(type(layer).forward).bind(layer, *args, **kwargs).arguments
+    edge_index, x = given.get("edge_index"), given.get("x")
     if isinstance(edge_index, Tensor):
         refuse_ordinary(name, edge_index)
+    is_sharded = isinstance(edge_index, (ShardedGraph, ShardedEdgeIndex))
+    if isinstance(layer, RGCNConv) and is_sharded and (x[0] if isinstance(x, tuple) else x) is None:
+        raise RefusedError(
+            f"{type(layer).__name__} without x numbers the nodes from 0 on every rank; pass x=graph.node_ids, the "
+            f"original number of each own node"
+        )
 
 
 def refuse_node_tables(model: nn.Module, comm: Ranks, args: Any, kwargs: Any) -> None:
@@ -100,14 +106,14 @@ def refuse_node_tables(model: nn.Module, comm: Ranks, args: Any, kwargs: Any) ->
         if parameter.size(0) in totals:
             raise RefusedError(
                 f"parameter or buffer {name!r} {list(parameter.shape)} has a row for each of the {parameter.size(0)} "
-                f"nodes of the graph, but a rank holds its own only, in another order. Use "
+                f"nodes of the graph, but a rank only has its own nodes, in another order. Use "
                 f"shardpass.NodeEmbedding(graph, {parameter.size(1)}) in its place, or a node field; "
                 f"if the two numbers are equal by chance, change the width"
             )
 
 
 def refuse_norms_of_some_nodes(model: nn.Module, args: Any, kwargs: Any) -> None:
-    """Raise if `model` is called with `graph.layers` and has a part that combines all nodes, or remembers its edges.
+    """Raise if `model` is called with `graph.layers`, but has a part that combines all nodes or remembers its edges.
 
     Raises:
         RefusedError: naming the part.
@@ -117,8 +123,8 @@ def refuse_norms_of_some_nodes(model: nn.Module, args: Any, kwargs: Any) -> None
         return
     if any(isinstance(leaf, BatchIndex) for leaf in leaves):
         raise RefusedError(
-            "graph.batch together with graph.layers: a readout takes all nodes, but nodes that are not needed are left "
-            "out. Call the model with the graph"
+            "graph.batch together with graph.layers: a readout takes all nodes, but graph.layers leaves out those that "
+            "are not needed. Call the model with the graph"
         )
     for name, module in model.named_modules():
         if getattr(module, "cached", False):
@@ -135,7 +141,7 @@ def refuse_norms_of_some_nodes(model: nn.Module, args: Any, kwargs: Any) -> None
 
 
 def _tables(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Tensors that may be tables by node: of embeddings and containers, and those that a user's own class holds."""
+    """Tensors that may have a row per node: those of embeddings, of containers, and of a user's own classes."""
     for prefix, module in model.named_modules():
         known = type(module).__module__.startswith(("torch.", "torch_geometric."))
         if known and not isinstance(module, (nn.Embedding, nn.ParameterDict, nn.ParameterList)):
@@ -149,24 +155,34 @@ def _tables(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _reason(module: nn.Module) -> str | None:
     if isinstance(module, OnRanks):
         return None  # of a model that was wrapped before
-    if attention.reason_to_refuse(module):
-        return attention.reason_to_refuse(module)
-    for kind in type(module).__mro__:
-        if kind.__module__.startswith("torch_geometric."):
-            reason = REFUSED.get(kind.__name__) or modules.reason_to_refuse(kind)
-            reason = reason or models.reason_to_refuse(kind, module)
-            if reason:
-                return reason
+    reasons = [attention.reason_to_refuse(module), *(_reason_for_class(kind, module) for kind in type(module).__mro__)]
+    if any(reasons):
+        return next(filter(None, reasons))
     if isinstance(module, _TORCH_NORMS) or _is_unknown_batch_norm(module) or is_unknown_norm(module):
         return _STATISTICS
     if any(getattr(module, name, None) is not None for name in private.CACHES):
-        return (
-            "with cached=True it keeps the graph it was called with before wrap; make it anew, or set its cache to None"
-        )
+        return "with cached=True it keeps the graph of a call before wrap; make it anew, or set its cache to None"
     return None
 
 
+def _reason_for_class(kind: type, module: Any) -> str | None:
+    """Why `module` is refused for being of the class `kind` of PyG."""
+    if not kind.__module__.startswith("torch_geometric."):
+        return None
+    if kind.__name__ in REFUSED:
+        return REFUSED[kind.__name__]
+    for package, reason in models.ELSEWHERE.items():
+        if kind.__module__.startswith(package):
+            return reason
+    refused_if = models.REFUSED_IF.get(kind.__name__)
+    if refused_if and refused_if[0](module):
+        return refused_if[1]
+    in_nn = kind.__module__.startswith("torch_geometric.nn.")
+    known = kind.__module__.startswith("torch_geometric.nn.conv.") or kind.__name__ in _KNOWN
+    return _UNKNOWN if in_nn and not known else None
+
+
 def _is_unknown_batch_norm(module: nn.Module) -> bool:
-    """Whether `module` is of a class derived from a batch norm, whose statistics `wrap` does not know how to share."""
+    """Whether the class of `module` is derived from a batch norm, and `wrap` cannot know what the class changes."""
     known = (nn.BatchNorm1d, nn.SyncBatchNorm, DistributedBatchNorm)
     return isinstance(module, nn.modules.batchnorm._BatchNorm) and type(module) not in known

@@ -25,18 +25,18 @@ from shardpass.core.training import (
     sync_parameters,
 )
 from shardpass.errors import RefusedError
-from shardpass.frontends.pyg.adapt import adapt
 from shardpass.frontends.pyg.attention import distribute_attention
 from shardpass.frontends.pyg.check import checked_by, copy_of_model
 from shardpass.frontends.pyg.hetero import adapt_hetero, check_types
-from shardpass.frontends.pyg.lazy import LazyEdges, LazySums, Poison
+from shardpass.frontends.pyg.lazy import Lazy
 from shardpass.frontends.pyg.methods import adapt_methods, methods_to_run
 from shardpass.frontends.pyg.norms import distribute_norms
+from shardpass.frontends.pyg.poison import Poison
 from shardpass.frontends.pyg.propagate import ShardedMessagePassing
 from shardpass.frontends.pyg.refusals import (
+    check_arguments_of,
     refuse_node_tables,
     refuse_norms_of_some_nodes,
-    refuse_ordinary_first,
     refuse_unsupported,
 )
 
@@ -44,23 +44,23 @@ from shardpass.frontends.pyg.refusals import (
 def wrap(model: nn.Module, comm: Ranks, check: bool = True, checkpoint: Checkpoint = None) -> nn.Module:
     """`model`, ready to be called with a `ShardedGraph` where ``edge_index`` went. Changed in place. Collective.
 
-    Parameters and buffers are broadcast from rank 0. Message passing is carried out by the engine, norms use the
-    statistics of all ranks' nodes, and layers that cannot be exact are refused by name. Parameter names, ``state_dict``
-    keys and the class of the model stay. An ordinary ``edge_index`` is refused from then on: ids are numbered anew.
+    Rank 0 broadcasts its parameters and buffers. From then on the engine passes the messages, norms use the statistics
+    of all ranks' nodes, and an ordinary ``edge_index`` is refused, because a sharded graph numbers nodes anew. Layers
+    that cannot be exact are refused by name. Parameter names, ``state_dict`` keys and the class of the model stay.
 
     Args:
         model: any PyG model; every rank must pass the same one.
         comm: the ranks that share the graph.
         check: before the first forward, run copies of the model on a small random graph, whole and in pieces, and
-            refuse on a difference (see `shardpass.core.selfcheck`). Where it cannot run, it warns and says why.
-        checkpoint: None, or ``"activations"``: norms, activations, dropout and sums between layers that pass messages
-            are computed again in backward rather than kept. Less memory, the same bits, some more passes over node
-            rows. Nothing is sent, so ranks may differ.
+            refuse the model if they differ (see `shardpass.core.selfcheck`). If it cannot run, it warns.
+        checkpoint: with ``"activations"``, backward computes norms, activations, dropout and sums between layers that
+            pass messages again, and forward does not keep them. This takes less memory and some more passes over node
+            rows, and gives the same bits. Nothing is sent for it, so ranks may differ.
 
     Raises:
-        RefusedError: the model holds a layer that cannot be exact on a sharded graph; it is wrapped for other ranks;
-            ranks that are threads pass one model object.
-        ValueError: ranks passed different models (on every rank); `checkpoint` is neither None nor ``"activations"``.
+        RefusedError: the model has a layer that cannot be exact on a sharded graph; it is wrapped for other ranks; or
+            ranks that are threads pass the same model object.
+        ValueError: ranks passed different models (on every rank); `checkpoint` is neither `None` nor ``"activations"``.
     """
     check_choice(checkpoint)
     if is_wrapped(model, comm):
@@ -75,8 +75,7 @@ def wrap(model: nn.Module, comm: Ranks, check: bool = True, checkpoint: Checkpoi
     for name, module in model.named_modules():
         if isinstance(module, MessagePassing):
             _attach(module, name)
-            refuse_ordinary_first(module, _title(module, name))
-        adapt(module, comm)
+            check_arguments_of(module, _title(module, name))
         adapt_methods(module, comm)
     adapt_hetero(model, comm)
     sync_parameters(model, comm)
@@ -90,8 +89,8 @@ def wrap(model: nn.Module, comm: Ranks, check: bool = True, checkpoint: Checkpoi
 def exact(model: nn.Module, comm: Ranks, check: bool = True) -> nn.Module:
     """A wrapped copy of `model` with the same parameters, for the whole graph while `model` is trained on batches.
 
-    Collective; so is every call. The copy is in evaluation mode and always uses the present parameters and buffers of
-    `model`. BatchNorm statistics that batches left on the ranks are averaged before a call.
+    Collective, as every call of the copy is. The copy is in evaluation mode and always uses the present parameters and
+    buffers of `model`. Before each call, the BatchNorm statistics that batches left on the ranks are averaged.
 
     Args:
         model: an ordinary PyG model, not wrapped; its parameters become those of rank 0.
@@ -114,7 +113,7 @@ def _refuse_as_built(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(getattr(module, "_orig_mod", None), nn.Module) and _passes_messages(module):
             raise RefusedError(
-                f"{name or 'the model'} is compiled and holds layers that pass messages, in which ranks communicate: "
+                f"{name or 'the model'} is compiled and has layers that pass messages, in which ranks communicate: "
                 f"wrap the model first, then compile it (its layers run as they are) or its dense parts"
             )
 
@@ -131,9 +130,9 @@ def _make_outermost(
 
 def _attach(conv: MessagePassing, name: str) -> None:
     engine = ShardedMessagePassing(conv, _title(conv, name))
-    conv.propagate = _Method(engine, "propagate")  # type: ignore[method-assign]
+    conv.propagate = engine.propagate  # type: ignore[method-assign]
     if conv.inspector.implements("edge_update"):
-        conv.edge_updater = _Method(engine, "edge_updater")  # type: ignore[method-assign]
+        conv.edge_updater = engine.edge_updater  # type: ignore[method-assign]
 
 
 def _title(conv: MessagePassing, name: str) -> str:
@@ -154,18 +153,8 @@ def _keep_attached(model: nn.Module) -> None:
                 f"{type(module).__name__} ({name}): explanations are not supported on a sharded graph; set "
                 f"explain=False, or load the state_dict into a model that is not wrapped"
             )
-        if not isinstance(vars(module).get("propagate"), _Method):
+        if not isinstance(getattr(module.propagate, "__self__", None), ShardedMessagePassing):
             _attach(module, name)
-
-
-class _Method:
-    """A bound method that deep copies with its layer (a plain bound method would stay with the old one)."""
-
-    def __init__(self, engine: ShardedMessagePassing, name: str) -> None:
-        self.engine, self.name = engine, name
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.engine, self.name)(*args, **kwargs)
 
 
 class _Unchecked:
@@ -255,7 +244,7 @@ def _returned(value: Any) -> Any:
     """A deferred edge result is computed while the ranks are still in step; a value that is not there is said so."""
     if isinstance(value, Poison):
         raise RefusedError(value.reason)
-    return value.materialise() if isinstance(value, (LazyEdges, LazySums)) else value
+    return value.materialise() if isinstance(value, Lazy) else value
 
 
 def _edge_index_of(value: Any) -> Any:

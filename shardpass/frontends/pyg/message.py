@@ -1,0 +1,63 @@
+"""The message function of a PyG layer as the engine runs it on some of the edges: the layer's own methods and hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch_geometric.nn.conv import MessagePassing
+
+from shardpass.core.tracing import Inputs
+from shardpass.frontends.pyg.arguments import Arguments, moved
+from shardpass.frontends.pyg.dense import holding, whole_neighbourhoods
+from shardpass.frontends.pyg.frozen import Frozen
+from shardpass.frontends.pyg.lazy import LazyEdges
+from shardpass.frontends.pyg.private import with_hooks
+
+
+class MessageFunction:
+    """`message` and `aggregate` of a layer, called with what PyG would have collected for some of the edges.
+
+    Args:
+        conv: the layer.
+        arguments: of both methods.
+        lazy: edge updates that the message function computes itself, by name.
+        held: names of edge tensors that the layer keeps as attributes while it runs.
+        frozen: the layer as it was in forward.
+    """
+
+    def __init__(
+        self, conv: MessagePassing, arguments: Arguments, lazy: Mapping[str, LazyEdges], held: Sequence[str],
+        frozen: Frozen,
+    ) -> None:  # fmt: skip
+        self._conv, self._arguments, self._lazy, self._held, self._frozen = conv, arguments, lazy, held, frozen
+        self._given: dict[str, Any] = {}  # in the latest run
+
+    def message(self, inputs: Inputs) -> Tensor:
+        """The messages of some edges, one row each."""
+        conv, given = self._conv, self._given
+        with self._frozen.as_in_forward():
+            given.clear()
+            given.update(self._arguments.collected(inputs))
+            for name, value in self._lazy.items():
+                given[name] = value.message(inputs, f"{name}:")
+            with holding(conv, {name: given[name] for name in self._held}):
+                wanted = conv.inspector.collect_param_data("message", given)
+                messages = with_hooks(conv, "message", (wanted,), lambda found: conv.message(**found))
+        return moved(messages, conv.node_dim % messages.dim(), 0)
+
+    def reduce(self, messages: Tensor, inputs: Inputs) -> Tensor:
+        """What the layer's `aggregate` makes of messages."""
+        conv, given = self._conv, self._given
+        given = given if inputs.index is given.get("index") else self._arguments.collected(inputs)
+        messages = moved(messages, 0, conv.node_dim % messages.dim())
+        with self._frozen.as_in_forward(), whole_neighbourhoods(conv, inputs.max_degree):
+            wanted = conv.inspector.collect_param_data("aggregate", given)
+            out: Tensor = with_hooks(conv, "aggregate", (wanted,), lambda found: conv.aggregate(messages, **found))
+        return out
+
+    def release(self) -> None:
+        """Drop what is an input of the call: what a message function holds lives until backward."""
+        self._arguments.release()
+        self._given.clear()
