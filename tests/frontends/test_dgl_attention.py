@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shardpass as sp
 from shardpass.core.aggregation import sharded_call as core
 from shardpass.errors import RefusedError
-from shardpass.frontends.dgl.lazy import LazyEdges
 from shardpass.testing.graphs import assignments, shard_in_memory
 from shardpass.testing.run import run
 

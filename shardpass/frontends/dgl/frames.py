@@ -61,14 +61,13 @@ class Frame(MutableMapping[str, Tensor]):
     def __len__(self) -> int:
         return len({**self._stored, **self._data})
 
-    @property
-    def set_fields(self) -> Mapping[str, Tensor]:
-        """The fields that were set, without those of the store that were only read."""
-        return self._data
+    def clone(self, kind: type[Frame] | None = None) -> Frame:
+        """Another frame of the same tensors: what is set in one is not seen in the other.
 
-    def clone(self) -> Frame:
-        """Another frame of the same tensors: what is set in one is not seen in the other."""
-        other = type(self)(self.num_rows, self.what, {})
+        Args:
+            kind: its class; `None`: the same.
+        """
+        other = (kind or type(self))(self.num_rows, self.what, {})
         other._stored, other._data = dict(self._stored), dict(self._data)
         return other
 

@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 from dgl import DGLError
-from dgl.function.base import BuiltinFunction, TargetCode
-from dgl.function.message import BinaryMessageFunction, CopyMessageFunction
 from torch import Tensor
 
 from shardpass.core.tracing import Inputs
 from shardpass.errors import RefusedError
+from shardpass.frontends.dgl.private import BinaryMessageFunction, BuiltinFunction, CopyMessageFunction, TargetCode
 
 _SIDES = {TargetCode.SRC: "s", TargetCode.DST: "d", TargetCode.EDGE: "e"}
 REDUCERS = ("sum", "mean", "max", "min")

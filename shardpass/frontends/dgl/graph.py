@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import dgl
 import torch
 from dgl import DGLError
-from dgl.base import ALL, is_all
 from torch import Tensor
 
 from shardpass.backends.communicator import Communicator
 from shardpass.core.graphs import ShardedGraph
-from shardpass.frontends.dgl.attention import attended, deferred_fields, hand_over, softmax_in_sight
 from shardpass.frontends.dgl.closed import refused
 from shardpass.frontends.dgl.frames import Frame, FramesByType
 from shardpass.frontends.dgl.functions import is_builtin
-from shardpass.frontends.dgl.lazy import LazyEdges
 from shardpass.frontends.dgl.mailbox import reduced_by_user, warn_once
 from shardpass.frontends.dgl.messages import MessagePassing, without_infinity
+from shardpass.frontends.dgl.private import ALL, is_all
 from shardpass.frontends.dgl.structure import CanonicalType, Edges, Nodes, NodeType
 from shardpass.frontends.dgl.typed_graph import TypedGraph
 from shardpass.frontends.dgl.udf import LazyFields, ShardedNodeBatch
 from shardpass.frontends.dgl.views import DataViews
+
+Graph = TypeVar("Graph", bound="ShardedDGLGraph")
 
 
 class Frames(NamedTuple):
@@ -163,7 +162,7 @@ class ShardedDGLGraph(TypedGraph):
 
     def local_var(self) -> ShardedDGLGraph:
         """The same graph with data of its own."""
-        other = self._copy()
+        other = self.copied_as(type(self))
         other._clone_frames()
         return other
 
@@ -171,8 +170,9 @@ class ShardedDGLGraph(TypedGraph):
         """As `local_var`: the structure is never changed."""
         return self.local_var()
 
-    def _copy(self) -> ShardedDGLGraph:
-        other: ShardedDGLGraph = object.__new__(type(self))
+    def copied_as(self, kind: type[Graph]) -> Graph:
+        """This graph, with the same frames, as one of the class `kind`."""
+        other = object.__new__(kind)
         other.__dict__.update(self.__dict__)
         return other
 
@@ -194,7 +194,7 @@ class ShardedDGLGraph(TypedGraph):
                 raise DGLError(f"{key} means {len(wanted)} edge types of {self.canonical_etypes}; name one")
             key = wanted[0]
         kind = self.to_canonical_etype(key)
-        other = self._copy()
+        other = self.copied_as(type(self))
         other.core = self.core if len(self._edges) == 1 else None
         src, _, dst = kind
         other._sources, other._destinations = {src: self._sources[src]}, {dst: self._destinations[dst]}
@@ -205,15 +205,7 @@ class ShardedDGLGraph(TypedGraph):
 
     @property
     def _graph(self) -> Any:
-        """The index on which DGL's own kernels run: the in-edges of own nodes.
-
-        For `dgl.ops` only: given this index, DGL's functions in C would read the rank's edges as a whole graph.
-        """
-        caller = sys._getframe(2)  # through `Closed.__getattribute__`
-        if not caller.f_globals.get("__name__", "").startswith("dgl.ops."):
-            raise refused(f"the structure that {caller.f_code.co_name}() reads", "do that before partitioning")
-        if any(isinstance(value, LazyEdges) for value in caller.f_locals.values()):
-            hand_over(caller.f_globals)
+        """The index of the in-edges of own nodes, on which DGL's own kernels run (`edge_softmax`); see `LocalIndex`."""
         if len(self._edges) != 1:
             raise refused("a DGL kernel over several edge types", "use graph[etype] for one of them")
         return next(iter(self._edges.values())).index
@@ -240,8 +232,7 @@ class ShardedDGLGraph(TypedGraph):
     ) -> dict[str, Tensor]:
         passing = self._passing(kind)
         if is_builtin(reducer):
-            found = attended(passing, message, reducer)
-            return passing.reduced(message, reducer, empty) if found is None else found
+            return passing.reduced(message, reducer, empty)
         warn_once(passing, self._warned)
         return reduced_by_user(passing, message, reducer)
 
@@ -303,9 +294,7 @@ class ShardedDGLGraph(TypedGraph):
         kind = self.to_canonical_etype(etype)
         passing, frame = self._passing(kind), self._edge_frames[kind]
         if is_all(edges):
-            waiting = deferred_fields(passing, func) if softmax_in_sight(sys._getframe(1)) else None
-            frame.update(passing.per_edge(func) if waiting is None else waiting)
-            return
+            return frame.update(passing.per_edge(func))
         if isinstance(edges, tuple):
             raise refused("apply_edges on (source, destination) pairs", "pass positions of this rank's own edges")
         chosen = torch.as_tensor(edges, device=self.device)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-import dgl
-from dgl.heterograph_index import HeteroGraphIndex
 from torch import Tensor
 
 from shardpass.core.exchange import HaloPlan
 from shardpass.frontends.dgl.closed import refused
+from shardpass.frontends.dgl.private import HeteroGraphIndex, local_index
 
 
 class LocalIndex(HeteroGraphIndex):
@@ -25,8 +24,7 @@ class LocalIndex(HeteroGraphIndex):
     def of(src_rows: Tensor, dst_rows: Tensor, plan: HaloPlan) -> Any:
         """The index of edges in own-first numbering."""
         num_src = max(plan.num_src, plan.num_own_src, plan.num_dst) + 1
-        block = dgl.create_block((src_rows, dst_rows), num_src_nodes=num_src, num_dst_nodes=plan.num_dst)
-        index = block._graph
+        index = local_index(src_rows, dst_rows, num_src, plan.num_dst)
         index.__class__ = LocalIndex
         return index
 

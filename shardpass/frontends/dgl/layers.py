@@ -6,7 +6,6 @@ Each is given a class derived from its own, so it stays the same object with the
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -20,18 +19,11 @@ from torch.utils.checkpoint import checkpoint
 from shardpass.core.exchange import halo_push
 from shardpass.core.ranks import agree
 from shardpass.frontends.dgl import readouts
+from shardpass.frontends.dgl.attention import Attends
 from shardpass.frontends.dgl.closed import refused
 from shardpass.frontends.dgl.empty import EmptyRows
 from shardpass.frontends.dgl.graph import ShardedDGLGraph
-from shardpass.frontends.dgl.lazy import ordinary
-
-
-def with_names(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
-    """The code of `function`, in which the global `names` mean something else."""
-    return types.FunctionType(
-        function.__code__, {**function.__globals__, **names}, function.__name__, function.__defaults__,
-        function.__closure__,
-    )  # fmt: skip
+from shardpass.frontends.dgl.private import with_names
 
 
 class _Reversed:
@@ -63,11 +55,56 @@ class ShardedEdgeWeightNorm(dnn.EdgeWeightNorm):
         return with_names(dnn.EdgeWeightNorm.forward, reverse=_Reversed)(self, graph, edge_weight)
 
 
+class ShardedAGNNConv(Attends, dnn.AGNNConv):
+    """`dgl.nn.AGNNConv`."""
+
+
+class ShardedDotGatConv(Attends, dnn.DotGatConv):
+    """`dgl.nn.DotGatConv`."""
+
+
+class ShardedGATConv(Attends, dnn.GATConv):
+    """`dgl.nn.GATConv`."""
+
+
+class ShardedGATv2Conv(Attends, dnn.GATv2Conv):
+    """`dgl.nn.GATv2Conv`."""
+
+
+class _OwnEdgeCounts(ShardedDGLGraph):
+    """A graph whose ``num_edges()`` is a plain number: how many edges this rank has."""
+
+    def num_edges(self, etype: Any = None) -> int:
+        """Own edges of a type; None: of all."""
+        return int(super().num_edges(etype))
+
+
+class _ChecksWeights:
+    """Layers that compare the number of edge weights with ``graph.num_edges()``, also where a rank has no edges."""
+
+    def forward(self, graph: Any, *args: Any, **kwargs: Any) -> Any:
+        """What the layer computes on own rows. Collective."""
+        counted = graph.copied_as(_OwnEdgeCounts) if isinstance(graph, ShardedDGLGraph) else graph
+        return super().forward(counted, *args, **kwargs)  # type: ignore[misc]
+
+
+class ShardedGINConv(_ChecksWeights, dnn.GINConv):
+    """`dgl.nn.GINConv`."""
+
+
+class ShardedGraphConv(_ChecksWeights, dnn.GraphConv):
+    """`dgl.nn.GraphConv`."""
+
+
+class ShardedSAGEConv(_ChecksWeights, dnn.SAGEConv):
+    """`dgl.nn.SAGEConv`."""
+
+
 class _NormalisesWeights:
     """Layers that make an EdgeWeightNorm in forward."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        original = type(self).__mro__[2].forward  # type: ignore[attr-defined]
+        original = super().forward.__func__  # type: ignore[misc]
         return with_names(original, EdgeWeightNorm=ShardedEdgeWeightNorm)(self, *args, **kwargs)
 
 
@@ -92,7 +129,7 @@ class _ReadsOut:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         names = ("sum_nodes", "mean_nodes", "max_nodes", "softmax_nodes", "broadcast_nodes")
-        original = type(self).__mro__[2].forward  # type: ignore[attr-defined]
+        original = super().forward.__func__  # type: ignore[misc]
         return with_names(original, **{name: getattr(readouts, name) for name in names})(self, *args, **kwargs)
 
 
@@ -158,7 +195,7 @@ class ShardedTypedLinear(dnn.TypedLinear):
 
     def forward(self, x: Tensor, x_type: Tensor, sorted_by_type: bool = False) -> Tensor:
         """Rows of `x` times the matrix of their type."""
-        return super().forward(ordinary(x), x_type, False)
+        return super().forward(x, x_type, False)
 
 
 class ShardedGatedGraphConv(dnn.GatedGraphConv):
@@ -183,16 +220,23 @@ class ShardedGatedGraphConv(dnn.GatedGraphConv):
 
 
 ADAPTED: dict[type[nn.Module], type[nn.Module]] = {
+    dnn.AGNNConv: ShardedAGNNConv,
     dnn.APPNPConv: ShardedAPPNPConv,
     dnn.AvgPooling: ShardedAvgPooling,
     dnn.ChebConv: ShardedChebConv,
+    dnn.DotGatConv: ShardedDotGatConv,
     dnn.EdgeWeightNorm: ShardedEdgeWeightNorm,
+    dnn.GATConv: ShardedGATConv,
+    dnn.GATv2Conv: ShardedGATv2Conv,
     dnn.GCN2Conv: ShardedGCN2Conv,
+    dnn.GINConv: ShardedGINConv,
     dnn.GatedGraphConv: ShardedGatedGraphConv,
     dnn.GlobalAttentionPooling: ShardedGlobalAttentionPooling,
+    dnn.GraphConv: ShardedGraphConv,
     dnn.GroupRevRes: ShardedGroupRevRes,
     dnn.LabelPropagation: ShardedLabelPropagation,
     dnn.MaxPooling: ShardedMaxPooling,
+    dnn.SAGEConv: ShardedSAGEConv,
     dnn.SGConv: ShardedSGConv,
     dnn.Set2Set: ShardedSet2Set,
     dnn.SumPooling: ShardedSumPooling,

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from shardpass.core.aggregation import AtOnce, inputs_at_once
 from shardpass.core.ranks import begin_call
-from shardpass.frontends.dgl.frames import Frame
-from shardpass.frontends.dgl.messages import MessagePassing
+from shardpass.frontends.dgl.messages import Fields, MessagePassing
 from shardpass.frontends.dgl.udf import LazyFields, ShardedNodeBatch
 
 
@@ -54,7 +53,7 @@ def reduced_by_user(
     return result
 
 
-def _rows_of(frame: Frame, everything: AtOnce, chosen: Tensor) -> LazyFields:
+def _rows_of(frame: Fields, everything: AtOnce, chosen: Tensor) -> LazyFields:
     return LazyFields(frame, lambda rows: everything.padded(rows)[chosen])
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,14 +12,13 @@ from shardpass.core.aggregation import aggregate
 from shardpass.core.sharding import EdgeShards
 from shardpass.core.tracing import Inputs, Program
 from shardpass.errors import RefusedError
-from shardpass.frontends.dgl.frames import Frame
 from shardpass.frontends.dgl.functions import is_builtin, message_of, operands, reducer_of
-from shardpass.frontends.dgl.lazy import ordinary
 from shardpass.frontends.dgl.structure import Edges
 from shardpass.frontends.dgl.udf import EdgeFunction, Packing
 
 _PLACES = "place of the edge"
 _EXTREMA = ("max", "min")
+Fields = Mapping[str, Tensor]
 
 
 class MessagePassing:
@@ -31,7 +30,7 @@ class MessagePassing:
         checked: signatures of user-defined bodies that passed the row-wise check, by function.
     """
 
-    def __init__(self, edges: Edges, src: Frame, dst: Frame, edata: Frame, checked: dict[Any, set[str]]) -> None:
+    def __init__(self, edges: Edges, src: Fields, dst: Fields, edata: Fields, checked: dict[Any, set[str]]) -> None:
         self.edges, self.src, self.dst, self.edata, self.checked = edges, src, dst, edata, checked
 
     def reduced(self, message: Any, reducer: Any, empty: float | None = None) -> dict[str, Tensor]:
@@ -100,15 +99,17 @@ class MessagePassing:
         name = self.edges.canonical[1]
         return "" if name == "_E" else f" over {name!r}"
 
-    def snapshot(self, message: Any) -> MessagePassing:
-        """The same with the data as they are now; those that a built-in `message` does not read are left out."""
-        src, dst, edata = self.src.clone(), self.dst.clone(), self.edata.clone()
-        if is_builtin(message):
-            read = set(operands(message))
-            for side, frame in (("s", src), ("d", dst), ("e", edata)):
-                for name in [name for name in frame if (side, name) not in read]:
-                    del frame[name]
-        return MessagePassing(self.edges, src, dst, edata, self.checked)
+    def only_read_by(self, message: Any) -> MessagePassing:
+        """The same with no other data than a built-in `message` reads, as they are now."""
+        return MessagePassing(self.edges, *self._read_by(message), self.checked)
+
+    def _read_by(self, message: Any) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+        """The source, destination and edge tensors that a built-in `message` reads."""
+        frames = {"s": self.src, "d": self.dst, "e": self.edata}
+        read: dict[str, dict[str, Tensor]] = {side: {} for side in frames}
+        for side, name in operands(message):
+            read[side][name] = frames[side][name]
+        return read["s"], read["d"], read["e"]
 
     def program_of(self, message: Any, what: str) -> tuple[Program, Callable[[Inputs], dict[str, Tensor]]]:
         """A program that reads what `message` reads, and what it computes on some edges, by field.
@@ -117,21 +118,15 @@ class MessagePassing:
             what: comes before the message in the name of the program.
         """
         canonical, where = self.edges.canonical, self.where
-        frames = {"s": self.src, "d": self.dst, "e": self.edata}
         if is_builtin(message):
-            read: dict[str, dict[str, Tensor]] = {"s": {}, "d": {}, "e": {}}
-            for side, name in operands(message):
-                read[side][name] = ordinary(frames[side][name])
             computed = message_of(message)
-            name = f"{what}{message.name}{where}"
-            program = Program(name, read["s"], read["d"], read["e"], computed, None)
+            program = Program(f"{what}{message.name}{where}", *self._read_by(message), computed, None)
             program.checked = self.checked.setdefault(message.name, set())
             return program, lambda inputs: {message.out_field: computed(inputs)}
         reads: set[str] = set()
         function = EdgeFunction(message, canonical, reads)
-        src, dst, edge = (ordinary(dict(frame)) for frame in frames.values())
-        program = Program(f"{what}{function.name}{where}", src, dst, edge, _unset, None)
-        program.reads = reads
+        given = dict(self.src), dict(self.dst), dict(self.edata)
+        program = Program(f"{what}{function.name}{where}", *given, _unset, None, reads=reads)
         return program, function
 
     def _extremum(self, op: str, empty: float) -> Callable[[Tensor, Inputs], Tensor]:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import dis
-import sys
-from functools import lru_cache
-from types import CodeType
 from typing import Any
 
 import torch
@@ -50,40 +46,36 @@ class OwnCount(int):
         return self.total != 0
 
     def __floordiv__(self, other: Any) -> int:
-        raise refused(
-            "a whole-number part of this rank's number of nodes or edges",
-            "it differs from rank to rank; take it from the whole graph (ShardedGraph.total_nodes) before forward, or "
-            "int(...) of the number if a size on this rank is meant",
-        )
+        raise _differs("a whole-number part of this rank's number of nodes or edges")
 
     def __mod__(self, other: Any) -> int:
         return self // other
 
+    def __mul__(self, other: Any) -> int:
+        if isinstance(other, OwnCount):
+            raise _differs("the product of this rank's numbers of nodes or edges, a number of pairs,")
+        return int(self) * other  # type: ignore[no-any-return]
+
 
 class OwnEdgeCount(OwnCount):
-    """How many edges this rank has; ``== 0`` asks for all ranks too, since that is how loops skip empty edge types.
-
-    Only where the 0 is written in the code: ``edge_weight.shape[0] == graph.num_edges()`` compares numbers of rows.
-    """
+    """How many edges this rank has. ``== 0`` asks for all ranks too, since that is how loops skip empty edge types."""
 
     def __eq__(self, other: object) -> bool:
-        frame = sys._getframe(1)
-        return (self.total if _beside_a_zero(frame.f_code, frame.f_lasti) else int(self)) == other
+        return self.against(other) == other
 
     def __ne__(self, other: object) -> bool:
-        frame = sys._getframe(1)
-        return (self.total if _beside_a_zero(frame.f_code, frame.f_lasti) else int(self)) != other
+        return self.against(other) != other
 
     def __hash__(self) -> int:
         return hash(int(self))
 
 
-@lru_cache(maxsize=1024)
-def _beside_a_zero(code: CodeType, position: int) -> bool:
-    """Whether the comparison at `position` of `code` has a literal 0 as its right operand."""
-    steps = [step for step in dis.get_instructions(code) if step.offset <= position and step.opname != "CACHE"]
-    compares = len(steps) > 1 and steps[-1].opname == "COMPARE_OP"  # not a look-up in a dict
-    return compares and steps[-2].opname == "LOAD_CONST" and steps[-2].argval == 0
+def _differs(what: str) -> Exception:
+    return refused(
+        what,
+        "it differs from rank to rank; take it from the whole graph (ShardedGraph.total_nodes) before forward, or "
+        "int(...) of the number if a size on this rank is meant",
+    )
 
 
 class NodeCounts(Tensor):

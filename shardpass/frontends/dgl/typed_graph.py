@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 from dgl import DGLError
-from dgl.base import ALL, is_all
 from torch import Tensor
 
 from shardpass.backends.communicator import Communicator
 from shardpass.frontends.dgl.closed import Closed
 from shardpass.frontends.dgl.numbers import NodeCounts, OwnCount, OwnEdgeCount
+from shardpass.frontends.dgl.private import ALL, is_all
 from shardpass.frontends.dgl.structure import CanonicalType, Edges, Nodes, NodeType
 
 

@@ -8,12 +8,12 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
-from dgl.udf import EdgeBatch, NodeBatch
 from torch import Tensor, nn
 
 from shardpass.core.tracing import Inputs
 from shardpass.errors import RefusedError
 from shardpass.frontends.dgl.closed import refused
+from shardpass.frontends.dgl.private import EdgeBatch, NodeBatch, copy_of
 
 
 class LazyFields(MutableMapping[str, Tensor]):
@@ -134,11 +134,7 @@ def frozen(function: Callable[..., Any]) -> Callable[..., Any]:
             return kept
         return types.CellType(_snapshot(held) if isinstance(held, nn.Module) else held)
 
-    cells = tuple(cell(kept) for kept in function.__closure__)
-    copy = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
-    copy.__kwdefaults__, copy.__qualname__ = function.__kwdefaults__, function.__qualname__
-    copy.__dict__.update(function.__dict__)
-    return copy
+    return copy_of(function, function.__globals__, tuple(cell(kept) for kept in function.__closure__))
 
 
 def _snapshot(held: Any) -> Any:

@@ -33,7 +33,6 @@ from shardpass.frontends.dgl.convert import graph as to_dgl
 from shardpass.frontends.dgl.empty import EmptyRows
 from shardpass.frontends.dgl.graph import ShardedDGLGraph
 from shardpass.frontends.dgl.layers import adapt, adapt_for_check
-from shardpass.frontends.dgl.lazy import ordinary
 from shardpass.frontends.dgl.refusals import refuse_unsupported
 
 
@@ -112,7 +111,6 @@ class _Forward:
         self._graphs: list[tuple[ShardedGraph, ShardedDGLGraph]] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = tree_map(ordinary, (args, kwargs))
         leaves = tree_leaves((args, kwargs))
         if any(isinstance(leaf, DGLGraph) and not isinstance(leaf, ShardedDGLGraph) for leaf in leaves):
             raise RefusedError(
@@ -138,11 +136,7 @@ class _Forward:
             recomputed_activations(self.comm, (args, kwargs), active),
             EmptyRows() if any(graph.lacks_rows for graph in graphs) else nullcontext(),
         ):
-            return chained(self.comm, self._computed, *args, **kwargs)
-
-    def _computed(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns; edge data among it are computed before the chain of calls ends."""
-        return tree_map(ordinary, type(self.model).forward(self.model, *args, **kwargs))
+            return chained(self.comm, type(self.model).forward, self.model, *args, **kwargs)
 
     def _check(self, args: Any, kwargs: Any, leaves: list[Any]) -> None:
         """The self-check, at the first call on a graph in each training mode. Collective."""
@@ -159,9 +153,6 @@ class _Forward:
                 )
             self._warned = True
             return
-        for leaf in given:
-            if isinstance(leaf, ShardedDGLGraph):  # one rank alone looks at the fields
-                ordinary([dict(frame.set_fields) for frame in leaf.frames.edges.values()])
         assert self._pristine is not None
         check_model(checked_by(_unchecked), self._pristine, self.model, self.comm, args, kwargs)
         self._checked.add(self.model.training)
