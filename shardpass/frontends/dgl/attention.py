@@ -1,10 +1,10 @@
 """DGL's own attention layers as one sharded call.
 
 ``apply_edges``, ``edge_softmax``, dropout and ``update_all`` of such a layer become one pass over the edges, in which
-no tensor has a row per edge. The layer runs its own unmodified ``forward`` on an `AttentionGraph`. There, ``apply_edges``
-computes nothing: it gives `Scores`, which remember how the scores are made. ``edge_softmax`` makes `Weights` of them, and
-``update_all`` with such weights is the sharded call. If the layer does anything else with scores or weights, they are
-computed whole, by the calls that it makes on an ordinary graph. They never leave the layer.
+no tensor has a row per edge. The layer runs its own unmodified ``forward`` on an `AttentionGraph`. There,
+``apply_edges`` computes nothing: it gives `Scores`, which remember how the scores are made. ``edge_softmax`` makes
+`Weights` of them, and ``update_all`` with such weights is the sharded call. If the layer does anything else with scores
+or weights, they are computed whole, by the calls that it makes on an ordinary graph. They never leave the layer.
 """
 
 from __future__ import annotations

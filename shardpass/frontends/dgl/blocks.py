@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import dgl
 import numpy as np
@@ -14,8 +14,9 @@ from torch import Tensor
 from shardpass.core.exchange import halo_fetch, halo_push
 from shardpass.core.graphs import build_relation
 from shardpass.core.sharding import Ownership
-from shardpass.frontends.dgl.graph import ShardedDGLGraph
+from shardpass.frontends.dgl.frames import Frames
 from shardpass.frontends.dgl.structure import CanonicalType, Edges, Nodes, NodeType
+from shardpass.frontends.dgl.typed_graph import TypedGraph
 
 Rows = dict[NodeType, Tensor]
 
@@ -39,29 +40,32 @@ class SomeRows(Mapping[str, Tensor]):
         return len(self._fields)
 
 
-def mfgs(graph: ShardedDGLGraph, nodes: Any, num_layers: int, keep_seeds: bool = True) -> list[ShardedDGLGraph]:
-    """A block for each layer of a model that is asked for the outputs of `nodes` only, the first layer's first.
+class BlockParts(NamedTuple):
+    """What a block is made of: its source and destination nodes by type, and its edges by canonical type."""
 
-    Collective. The destinations of a block come first among its sources, as in DGL; its data are rows of the graph's.
-    The destinations of the last block are `nodes`, in their order on this rank.
+    sources: dict[NodeType, Nodes]
+    destinations: dict[NodeType, Nodes]
+    edges: dict[CanonicalType, Edges]
+
+
+def parts_of_blocks(
+    graph: TypedGraph, frames: Frames, nodes: Any, num_layers: int, keep_seeds: bool
+) -> list[BlockParts]:
+    """The block of each layer, the first layer's first. Collective; see `ShardedDGLGraph.mfgs`.
 
     Args:
-        graph: homogeneous or typed.
-        nodes: own rows, bool ``[num_own]`` or int64; a dict by type where there are several. May be empty on a rank.
-        num_layers: the same on every rank.
-        keep_seeds: whether destinations are sources also where no edge begins in them; layers that read their own row
-            need that.
+        frames: the data of `graph`.
     """
     wanted = rows_of(graph, nodes)
-    blocks: list[ShardedDGLGraph] = []
+    blocks: list[BlockParts] = []
     for _ in range(num_layers):
         sources = _sources(graph, wanted, keep_seeds)
-        blocks.insert(0, _block(graph, sources, wanted))
+        blocks.insert(0, _block(graph, frames, sources, wanted))
         wanted = sources
     return blocks
 
 
-def rows_of(graph: ShardedDGLGraph, nodes: Any) -> Rows:
+def rows_of(graph: TypedGraph, nodes: Any) -> Rows:
     """Own nodes given as masks or rows, by type, as rows, int64."""
     given = nodes if isinstance(nodes, Mapping) else {graph.nodes_type(None): nodes}
     unknown = [kind for kind in given if kind not in graph.dsttypes]
@@ -97,7 +101,7 @@ def _kept(edges: Edges, wanted: Tensor) -> tuple[Tensor, Tensor]:
     return kept, places[edges.dst_rows[kept]]
 
 
-def _sources(graph: ShardedDGLGraph, wanted: Rows, keep_seeds: bool) -> Rows:
+def _sources(graph: TypedGraph, wanted: Rows, keep_seeds: bool) -> Rows:
     """The own nodes that some rank reads to compute `wanted`. Collective."""
     read = {kind: torch.zeros(graph.num_src_nodes(kind), device=graph.device) for kind in graph.srctypes}
     with torch.no_grad():
@@ -115,7 +119,7 @@ def _sources(graph: ShardedDGLGraph, wanted: Rows, keep_seeds: bool) -> Rows:
     return sources
 
 
-def _block(graph: ShardedDGLGraph, sources: Rows, wanted: Rows) -> ShardedDGLGraph:
+def _block(graph: TypedGraph, frames: Frames, sources: Rows, wanted: Rows) -> BlockParts:
     comm = graph.comm
     mine = [[rows.numel() for rows in side.values()] for side in (sources, wanted)]
     counts = comm.all_gather_object(mine, "nodes of a block")
@@ -123,14 +127,12 @@ def _block(graph: ShardedDGLGraph, sources: Rows, wanted: Rows) -> ShardedDGLGra
     totals = {kind: sum(theirs[1][place] for theirs in counts) for place, kind in enumerate(wanted)}
     edges = {}
     for kind in graph.canonical_etypes:
-        edges[kind] = _block_edges(graph, kind, sources[kind[0]], wanted[kind[2]], owned[kind[0]])
-    frames = graph.frames
-    return ShardedDGLGraph(
-        comm,
+        fields = frames.edges[kind]
+        edges[kind] = _block_edges(graph, kind, fields, sources[kind[0]], wanted[kind[2]], owned[kind[0]])
+    return BlockParts(
         {kind: _nodes(rows, owned[kind].num_total, frames.nodes[kind]) for kind, rows in sources.items()},
         {kind: _nodes(rows, totals[kind], frames.nodes[kind]) for kind, rows in wanted.items()},
         edges,
-        is_block=True,
     )
 
 
@@ -140,15 +142,17 @@ def _nodes(rows: Tensor, total: int, frame: Mapping[str, Tensor]) -> Nodes:
 
 
 def _block_edges(
-    graph: ShardedDGLGraph, kind: CanonicalType, sources: Tensor, wanted: Tensor, owned: Ownership
-) -> Edges:
+    graph: TypedGraph, kind: CanonicalType, stored: Mapping[str, Tensor], sources: Tensor, wanted: Tensor,
+    owned: Ownership,
+) -> Edges:  # fmt: skip
+    """The edges into `wanted`, whose sources are the `sources` of all ranks. Collective."""
     edges, comm = graph.edges_of(kind), graph.comm
     kept, dst_rows = _kept(edges, wanted)
     numbers = torch.full((edges.plan.num_own_src,), -1, device=graph.device)
     numbers[sources] = owned.to_global(torch.arange(sources.numel(), device=graph.device), comm.rank)
     with torch.no_grad():
         numbers = halo_fetch(numbers, edges.plan, f"numbers of the sources of {kind}")
-    fields = SomeRows(graph.frames.edges[kind], kept)
+    fields = SomeRows(stored, kept)
     options = edges.plan.options
     if options.backward == "auto":  # a block is gone before the out-edges that pulling needs have paid off
         options = replace(options, backward="push")

@@ -66,7 +66,14 @@ class Closed(DGLGraph):
     def __getattribute__(self, name: str) -> Any:
         if not name.startswith("__") and _is_inherited(type(self), name):
             raise refused(f"DGLGraph.{name}", advice_for(name))
-        return super().__getattribute__(name)
+        try:
+            return super().__getattribute__(name)
+        except ClosedMemberError:
+            raise
+        except AttributeError:
+            if name.startswith("__") or not name.startswith("_"):
+                raise
+            raise refused("the structure that functions of DGL read", "call them before partitioning") from None
 
     def __reduce__(self) -> Any:
         raise TypeError("a sharded graph belongs to its process: save the store's path and load it again")

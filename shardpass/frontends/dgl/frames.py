@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from dgl import DGLError
@@ -70,6 +70,13 @@ class Frame(MutableMapping[str, Tensor]):
         other = (kind or type(self))(self.num_rows, self.what, {})
         other._stored, other._data = dict(self._stored), dict(self._data)
         return other
+
+
+class Frames(NamedTuple):
+    """The data of a graph by node type, and by canonical edge type."""
+
+    nodes: dict[str, Frame]
+    edges: dict[tuple[str, str, str], Frame]
 
 
 class FramesByType(MutableMapping[str, dict[Any, Tensor]]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import dgl
 import torch
@@ -14,8 +14,9 @@ from torch import Tensor
 
 from shardpass.backends.communicator import Communicator
 from shardpass.core.graphs import ShardedGraph
+from shardpass.frontends.dgl.blocks import parts_of_blocks
 from shardpass.frontends.dgl.closed import refused
-from shardpass.frontends.dgl.frames import Frame, FramesByType
+from shardpass.frontends.dgl.frames import Frame, Frames, FramesByType
 from shardpass.frontends.dgl.functions import is_builtin
 from shardpass.frontends.dgl.mailbox import reduced_by_user, warn_once
 from shardpass.frontends.dgl.messages import MessagePassing, without_infinity
@@ -26,13 +27,6 @@ from shardpass.frontends.dgl.udf import LazyFields, ShardedNodeBatch
 from shardpass.frontends.dgl.views import DataViews
 
 Graph = TypeVar("Graph", bound="ShardedDGLGraph")
-
-
-class Frames(NamedTuple):
-    """Data by node type, and by canonical edge type."""
-
-    nodes: dict[NodeType, Frame]
-    edges: dict[CanonicalType, Frame]
 
 
 class ShardedDGLGraph(TypedGraph):
@@ -87,12 +81,21 @@ class ShardedDGLGraph(TypedGraph):
         return any(part.num == 0 for part in nodes) or any(part.num == 0 for part in self._edges.values())
 
     def mfgs(self, nodes: Any, num_layers: int, keep_seeds: bool = True) -> list[ShardedDGLGraph]:
-        """A block for each layer of a model that is asked for the outputs of `nodes` only. Collective; see `mfgs`."""
-        from shardpass.frontends.dgl.blocks import mfgs
+        """A block for each layer of a model that is asked for the outputs of `nodes` only, the first layer's first.
 
+        Collective. The destinations of a block come first among its sources, as in DGL, and its data are rows of this
+        graph's. The destinations of the last block are `nodes`, in their order on this rank.
+
+        Args:
+            nodes: own rows, bool ``[num_own]`` or int64; a dict by type if there are several. May be empty on a rank.
+            num_layers: the same on every rank.
+            keep_seeds: whether destinations are sources also where no edge begins in them. Layers that read the row of
+                the node itself need that.
+        """
         if self.is_block:
             raise refused("mfgs of a block", "make them from the graph")
-        return mfgs(self, nodes, num_layers, keep_seeds)
+        found = parts_of_blocks(self, self.frames, nodes, num_layers, keep_seeds)
+        return [ShardedDGLGraph(self.comm, *parts, is_block=True) for parts in found]
 
     # ---- data
 

@@ -98,7 +98,7 @@ def blocks_of(graph: GraphShardManager, seeds: Any, num_layers: int, keep_seed_n
         for kind in graph.ntypes:
             graph.nodes[kind].data[_ROW] = torch.arange(graph.nodes_of(kind).num, device=graph.device)
         found = graph.mfgs(seeds, num_layers, keep_seed_nodes)
-        blocks = [_as_manager(block) for block in found]
+        blocks = [block.copied_as(GraphShardManager) for block in found]
         for block in blocks:
             block._inputs = {kind: block.srcnodes[kind].data[_ROW] for kind in block.srctypes}
             block._seeds = {kind: block.dstnodes[kind].data[_ROW] for kind in block.dsttypes}
@@ -106,9 +106,3 @@ def blocks_of(graph: GraphShardManager, seeds: Any, num_layers: int, keep_seed_n
                 for kind in kinds:
                     del views[kind].data[_ROW]
     return blocks
-
-
-def _as_manager(block: ShardedDGLGraph) -> GraphShardManager:
-    manager: GraphShardManager = object.__new__(GraphShardManager)
-    manager.__dict__.update(block.__dict__)
-    return manager

@@ -6,11 +6,13 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import dgl.nn.pytorch as dnn
-from dgl.base import ALL, is_all
+from dgl.nn.functional import edge_softmax as dgl_edge_softmax
 from torch import Tensor, nn
 
 from shardpass.core.training import DistributedBatchNorm
 from shardpass.errors import RefusedError
+from shardpass.frontends.dgl.graph import ShardedDGLGraph
+from shardpass.frontends.dgl.private import ALL, is_all
 from shardpass.frontends.sar._state import communicator
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -65,8 +67,6 @@ def edge_softmax(graph: Any, logits: Tensor, eids: Any = ALL, norm_by: str = "ds
     Raises:
         RefusedError: over some edges only, or over out-edges, some of which are on other ranks.
     """
-    from dgl.nn.functional import edge_softmax as dgl_edge_softmax
-
     if not is_all(eids) or norm_by != "dst":
         raise RefusedError(
             f"edge_softmax with norm_by={norm_by!r}{'' if is_all(eids) else ' over some edges'}: a rank holds the "
@@ -77,10 +77,6 @@ def edge_softmax(graph: Any, logits: Tensor, eids: Any = ALL, norm_by: str = "ds
 
 def patched_edge_softmax(graph: Any, *args: Any, **kwargs: Any) -> Tensor:
     """`edge_softmax` of a sharded graph, DGL's own of any other."""
-    from dgl.nn.functional import edge_softmax as dgl_edge_softmax
-
-    from shardpass.frontends.dgl.graph import ShardedDGLGraph
-
     chosen = edge_softmax if isinstance(graph, ShardedDGLGraph) else dgl_edge_softmax
     return chosen(graph, *args, **kwargs)
 
