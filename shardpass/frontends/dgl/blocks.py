@@ -1,4 +1,4 @@
-"""Message-flow graphs: per layer, only the nodes that the wanted ones need, as DGL's blocks."""
+"""What DGL's blocks are made of: for each layer, only the nodes that the wanted outputs need."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Rows = dict[NodeType, Tensor]
 
 
 class SomeRows(Mapping[str, Tensor]):
-    """Some rows of the fields of a frame, each selected when it is asked for."""
+    """Some rows of the fields of a frame. A field is selected when it is first asked for."""
 
     def __init__(self, fields: Mapping[str, Tensor], rows: Tensor) -> None:
         self._fields, self._rows = fields, rows
@@ -66,7 +66,7 @@ def parts_of_blocks(
 
 
 def rows_of(graph: TypedGraph, nodes: Any) -> Rows:
-    """Own nodes given as masks or rows, by type, as rows, int64."""
+    """Own nodes as rows, int64, by type. They may be given as masks or as rows."""
     given = nodes if isinstance(nodes, Mapping) else {graph.nodes_type(None): nodes}
     unknown = [kind for kind in given if kind not in graph.dsttypes]
     if unknown:
@@ -87,14 +87,14 @@ def rows_of(graph: TypedGraph, nodes: Any) -> Rows:
         chosen = chosen.to(torch.int64)
         outside = chosen.numel() and bool(((chosen < 0) | (chosen >= num)).any())
         if outside or torch.unique(chosen).numel() != chosen.numel():
-            raise ValueError(f"nodes of {kind!r}: own rows in [0, {num}), each once, are expected on rank "
-                             f"{graph.comm.rank}; ids of the whole graph are in graph.ndata[dgl.NID]")  # fmt: skip
+            raise ValueError(f"nodes of {kind!r} on rank {graph.comm.rank}: expected own rows in [0, {num}), each once; "
+                             f"ids of the whole graph are in graph.ndata[dgl.NID]")  # fmt: skip
         rows[kind] = chosen
     return rows
 
 
 def _kept(edges: Edges, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions of the edges that end in `wanted`, and the place there of the node that each ends in."""
+    """``(positions, places)``: of the edges that end in `wanted`, and of the node in `wanted` where each ends."""
     places = torch.full((edges.plan.num_dst,), -1, device=wanted.device)
     places[wanted] = torch.arange(wanted.numel(), device=wanted.device)
     kept = (places[edges.dst_rows] >= 0).nonzero().view(-1)
@@ -154,7 +154,7 @@ def _block_edges(
         numbers = halo_fetch(numbers, edges.plan, f"numbers of the sources of {kind}")
     fields = SomeRows(stored, kept)
     options = edges.plan.options
-    if options.backward == "auto":  # a block is gone before the out-edges that pulling needs have paid off
+    if options.backward == "auto":  # a block is short-lived: collecting the out-edges that pulling needs does not pay
         options = replace(options, backward="push")
     relation = build_relation(
         comm, owned, numbers[edges.src_rows[kept]], dst_rows, wanted.numel(), edges.ids[kept], fields,

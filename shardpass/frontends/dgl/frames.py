@@ -1,4 +1,4 @@
-"""Node and edge data by name, as DGL's frames: a dict of tensors that checks their number of rows."""
+"""Node and edge data by name: dicts of tensors that check the number of rows, as DGL's frames do."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Frame(MutableMapping[str, Tensor]):
     """The data of this rank's nodes or edges of one type.
 
     Args:
-        num_rows: that every tensor has.
-        what: ``"nodes"`` or ``"edges"``, for messages.
-        stored: fields of the graph's store, each read when it is first asked for.
+        num_rows: how many rows every tensor has.
+        what: ``"nodes"`` or ``"edges"``, for error messages.
+        stored: the fields of the graph's store. Each is read when it is asked for.
     """
 
     def __init__(self, num_rows: int, what: str, stored: Mapping[str, Tensor]) -> None:

@@ -32,19 +32,19 @@ Graph = TypeVar("Graph", bound="ShardedDGLGraph")
 class ShardedDGLGraph(TypedGraph):
     """One rank's share of a graph where a DGLGraph goes.
 
-    Node data hold own rows ``[num_own, ...]``, edge data the edges into own nodes, in the order of
-    ``graph.edata[dgl.EID]``. ``update_all`` and ``apply_edges`` are collective: every rank calls them in one order.
-    What is not offered raises `ClosedMemberError`.
+    Node data have a row for each own node, ``[num_own, ...]``. Edge data have a row for each edge into an own node, in
+    the order of ``graph.edata[dgl.EID]``. ``update_all`` and ``apply_edges`` are collective: every rank calls them, in
+    the same order. A member of DGLGraph that is not offered raises `ClosedMemberError`.
 
     Args:
         comm: the ranks that share the graph.
-        sources, destinations: nodes by type; the same dict unless the graph is a block.
+        sources, destinations: the nodes by type; the same dict unless the graph is a block.
         edges: by canonical type.
         is_block: whether sources and destinations are different sets of nodes.
     """
 
     core: ShardedGraph | None = None
-    """The engine's graph that this stands for; None for blocks and for single edge types of it."""
+    """The engine's graph that this stands for; `None` for a block and for a single edge type of several."""
 
     def __init__(
         self,
@@ -145,17 +145,9 @@ class ShardedDGLGraph(TypedGraph):
         """``edges["type"].data``."""
         return DataViews("edges", self._edge_frames, self.to_canonical_etype)
 
-    def node_attr_schemes(self, ntype: NodeType | None = None) -> dict[str, Any]:
-        """Shape and dtype of each field of a node type."""
-        return _schemes(self._src_frames[self._one(self._src_frames, ntype, "Node")])
-
-    def edge_attr_schemes(self, etype: Any = None) -> dict[str, Any]:
-        """Shape and dtype of each field of an edge type."""
-        return _schemes(self._edge_frames[self.to_canonical_etype(etype)])
-
     @contextmanager
     def local_scope(self) -> Iterator[None]:
-        """Within, data set on this graph is forgotten on leaving."""
+        """A context. Data that you set on this graph within it are forgotten when you leave it."""
         kept = self._src_frames, self._dst_frames, self._edge_frames
         self._clone_frames()
         try:
@@ -170,7 +162,7 @@ class ShardedDGLGraph(TypedGraph):
         return other
 
     def clone(self) -> ShardedDGLGraph:
-        """As `local_var`: the structure is never changed."""
+        """The same as `local_var`, since the structure never changes."""
         return self.local_var()
 
     def copied_as(self, kind: type[Graph]) -> Graph:
@@ -240,14 +232,13 @@ class ShardedDGLGraph(TypedGraph):
         return reduced_by_user(passing, message, reducer)
 
     def update_all(self, message_func: Any, reduce_func: Any, apply_node_func: Any = None, etype: Any = None) -> None:
-        """Send messages along all edges of a type and set what the destinations make of them. Collective.
+        """Send messages along all edges of a type, and set what the destinations compute of them. Collective.
 
         Args:
-            message_func: of ``dgl.function``, or a function of edges that returns a dict of fields.
-            reduce_func: of ``dgl.function`` (computed part by part), or a function of nodes, for which all halo rows
-                are fetched at once.
-            apply_node_func: a function of the destination nodes, for what is set.
-            etype: needed where there are several, unless both functions are of ``dgl.function``.
+            message_func: one of ``dgl.function``, or a function of edges that returns a dict of fields.
+            reduce_func: one of ``dgl.function``, or a function of nodes, for which all halo rows are fetched at once.
+            apply_node_func: a function of the destination nodes, applied to what the reduce function gives.
+            etype: needed if there are several types, unless both functions are of ``dgl.function``.
         """
         if etype is None and len(self._edges) > 1:
             if not is_builtin(message_func) or not is_builtin(reduce_func) or reduce_func.name == "mean":
@@ -264,7 +255,8 @@ class ShardedDGLGraph(TypedGraph):
         """`update_all` for several edge types, whose results are merged by `cross_reducer`. Collective.
 
         Args:
-            etype_dict: (message function, reduce function[, apply function]) by edge type; the same order on all ranks.
+            etype_dict: ``(message function, reduce function[, apply function])`` by edge type, in the same order on all
+                ranks.
             cross_reducer: ``sum``, ``mean``, ``min``, ``max``, ``stack``, or a function of a list of tensors.
         """
         results: dict[NodeType, list[tuple[int, dict[str, Tensor]]]] = {}
@@ -287,36 +279,40 @@ class ShardedDGLGraph(TypedGraph):
                 self.apply_nodes(apply_node_func, ntype=ntype)
 
     def apply_edges(self, func: Any, edges: Any = ALL, etype: Any = None) -> None:
-        """Set fields of edges from what `func` computes on them. Collective.
+        """Set the fields that `func` computes on edges. Collective.
 
         Args:
-            func: of ``dgl.function``, or a function of edges that returns a dict of fields.
-            edges: positions of own edges (the same call on every rank, with its own); default: all.
-            etype: needed where there are several.
+            func: one of ``dgl.function``, or a function of edges that returns a dict of fields.
+            edges: positions of own edges. Every rank makes the call, each with its own positions. The default is all.
+            etype: needed if there are several types.
         """
         kind = self.to_canonical_etype(etype)
         passing, frame = self._passing(kind), self._edge_frames[kind]
         if is_all(edges):
             return frame.update(passing.per_edge(func))
-        if isinstance(edges, tuple):
-            raise refused("apply_edges on (source, destination) pairs", "pass positions of this rank's own edges")
-        chosen = torch.as_tensor(edges, device=self.device)
-        chosen = chosen.nonzero().view(-1) if chosen.dtype == torch.bool else chosen.to(torch.int64)
-        chosen = torch.unique(chosen)
-        if chosen.numel() and not 0 <= int(chosen[0]) <= int(chosen[-1]) < frame.num_rows:
-            raise DGLError(
-                f"apply_edges: positions of own edges in [0, {frame.num_rows}) are expected on rank {self.comm.rank}; "
-                f"ids of the whole graph are in graph.edata[dgl.EID]"
-            )
+        chosen = self._positions(edges, frame.num_rows)
         for name, rows in passing.per_edge(func, chosen).items():
             if name in frame:
                 rows = frame[name].index_copy(0, chosen, rows[chosen])
             frame[name] = rows
 
+    def _positions(self, edges: Any, num_edges: int) -> Tensor:
+        if isinstance(edges, tuple):
+            raise refused("apply_edges on (source, destination) pairs", "pass positions of this rank's own edges")
+        chosen = torch.as_tensor(edges, device=self.device)
+        chosen = torch.unique(chosen.nonzero().view(-1) if chosen.dtype == torch.bool else chosen.to(torch.int64))
+        if chosen.numel() and not 0 <= int(chosen[0]) <= int(chosen[-1]) < num_edges:
+            raise DGLError(
+                f"apply_edges on rank {self.comm.rank}: found positions from {int(chosen[0])} to {int(chosen[-1])}, "
+                f"expected positions of own edges in [0, {num_edges}). Ids of the whole graph are in "
+                f"graph.edata[dgl.EID]"
+            )
+        return chosen
+
     def apply_nodes(
         self, func: Callable[[Any], dict[str, Tensor]], v: Any = ALL, ntype: NodeType | None = None
     ) -> None:
-        """Set fields of own nodes from what `func` computes on them; of rows `v` only. Not collective."""
+        """Set the fields that `func` computes on own nodes, or on the rows `v` of them. Not collective."""
         kind = self._one(self._dst_frames, ntype, "Node")
         frame = self._dst_frames[kind]
         rows = torch.arange(frame.num_rows, device=self.device)
@@ -349,10 +345,6 @@ def _frame(part: Nodes | Edges, id_field: str) -> Frame:
 
 def _view(frames: dict[Any, Frame]) -> Any:
     return next(iter(frames.values())) if len(frames) == 1 else FramesByType(frames)
-
-
-def _schemes(frame: Frame) -> dict[str, Any]:
-    return {name: (tuple(tensor.shape[1:]), tensor.dtype) for name, tensor in frame.items()}
 
 
 _MERGERS: dict[str, Callable[[Tensor], Tensor]] = {

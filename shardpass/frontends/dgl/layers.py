@@ -1,6 +1,6 @@
-"""DGL modules that need more than message passing: their unmodified code, with a few of the names it uses replaced.
+"""DGL modules that need more than message passing: classes in whose unmodified code a few names mean something else.
 
-Each is given a class derived from its own, so it stays the same object with the same parameters.
+`adapt` gives a module the class here that is derived from its own. It stays the same object with the same parameters.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shardpass.frontends.dgl.private import with_names
 
 
 class _Reversed:
-    """The reversed graph, as EdgeWeightNorm uses it: sums of an edge field over the out-edges of own nodes."""
+    """The reversed graph in EdgeWeightNorm, which sums an edge field over the out-edges of own nodes."""
 
     def __init__(self, graph: ShardedDGLGraph) -> None:
         self._edges = graph.edges_of(None)
@@ -72,10 +72,10 @@ class ShardedGATv2Conv(Attends, dnn.GATv2Conv):
 
 
 class _OwnEdgeCounts(ShardedDGLGraph):
-    """A graph whose ``num_edges()`` is a plain number: how many edges this rank has."""
+    """A graph whose ``num_edges()`` is a plain number."""
 
     def num_edges(self, etype: Any = None) -> int:
-        """Own edges of a type; None: of all."""
+        """How many edges of a type this rank has; `None` means all types."""
         return int(super().num_edges(etype))
 
 
@@ -101,7 +101,7 @@ class ShardedSAGEConv(_ChecksWeights, dnn.SAGEConv):
 
 
 class _NormalisesWeights:
-    """Layers that make an EdgeWeightNorm in forward."""
+    """Layers that make an `EdgeWeightNorm` in forward."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         original = super().forward.__func__  # type: ignore[misc]
@@ -125,7 +125,7 @@ class ShardedTAGConv(_NormalisesWeights, dnn.TAGConv):
 
 
 class _ReadsOut:
-    """Readouts."""
+    """Modules that use DGL's readouts."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         names = ("sum_nodes", "mean_nodes", "max_nodes", "softmax_nodes", "broadcast_nodes")
@@ -158,11 +158,11 @@ class ShardedWeightAndSum(_ReadsOut, dnn.WeightAndSum):
 
 
 class ShardedChebConv(_ReadsOut, dnn.ChebConv):
-    """`dgl.nn.ChebConv`: `lambda_max` is broadcast to own nodes."""
+    """`dgl.nn.ChebConv`, which broadcasts `lambda_max` to own nodes."""
 
 
 class ShardedLabelPropagation(dnn.LabelPropagation):
-    """`dgl.nn.LabelPropagation`: the number of classes is that of the labels of all ranks."""
+    """`dgl.nn.LabelPropagation`, with the number of classes that the labels of all ranks have."""
 
     def forward(self, g: ShardedDGLGraph, labels: Tensor, mask: Tensor | None = None) -> Tensor:
         """Propagated labels of own nodes, ``[num_own, classes]``. Collective."""
@@ -175,9 +175,10 @@ class ShardedLabelPropagation(dnn.LabelPropagation):
 
 
 class ShardedGroupRevRes(dnn.GroupRevRes):
-    """`dgl.nn.GroupRevRes`: backward computes the layer again from its input, which is kept, not from its output.
+    """`dgl.nn.GroupRevRes`, which keeps its input and computes the layer again from it in backward.
 
-    DGL's own frees and recovers the input inside a backward, where ranks would communicate out of step.
+    DGL's own class frees its input and recovers it from the output inside backward, where ranks would communicate out
+    of step.
     """
 
     def forward(self, g: ShardedDGLGraph, x: Tensor, *args: Any) -> Tensor:
@@ -191,7 +192,7 @@ class ShardedGroupRevRes(dnn.GroupRevRes):
 
 
 class ShardedTypedLinear(dnn.TypedLinear):
-    """`dgl.nn.TypedLinear`: edges of a part are not sorted by type, whatever the caller says of the whole list."""
+    """`dgl.nn.TypedLinear`, which ignores `sorted_by_type`: the edges of a part are not sorted, even if all edges are."""
 
     def forward(self, x: Tensor, x_type: Tensor, sorted_by_type: bool = False) -> Tensor:
         """Rows of `x` times the matrix of their type."""
@@ -199,7 +200,7 @@ class ShardedTypedLinear(dnn.TypedLinear):
 
 
 class ShardedGatedGraphConv(dnn.GatedGraphConv):
-    """`dgl.nn.GatedGraphConv`: its code skips edge types that have no edges, which differs from rank to rank."""
+    """`dgl.nn.GatedGraphConv`, which skips no edge type: which types have no edges differs from rank to rank."""
 
     def forward(self, graph: ShardedDGLGraph, feat: Tensor, etypes: Tensor | None = None) -> Tensor:
         """Updated own rows, ``[num_own, out_feats]``. Collective."""
@@ -247,7 +248,7 @@ ADAPTED: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def adapt(model: nn.Module) -> None:
-    """Give the modules of `model` that need it their sharded class, in place. Exactly the types in `ADAPTED`."""
+    """Give the modules of `model` whose class is a key of `ADAPTED` their sharded class, in place."""
     for module in model.modules():
         kind = ADAPTED.get(type(module))
         if kind is not None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from shardpass.core.aggregation import aggregate
 from shardpass.core.sharding import EdgeShards
 from shardpass.core.tracing import Inputs, Program
-from shardpass.errors import RefusedError
+from shardpass.errors import InternalError, RefusedError
 from shardpass.frontends.dgl.functions import is_builtin, message_of, operands, reducer_of
 from shardpass.frontends.dgl.structure import Edges
 from shardpass.frontends.dgl.udf import EdgeFunction, Packing
@@ -27,7 +27,7 @@ class MessagePassing:
     Args:
         edges: the structure.
         src, dst, edata: the data of their sources, destinations and themselves.
-        checked: signatures of user-defined bodies that passed the row-wise check, by function.
+        checked: by message function, the signatures with which it passed the row-wise check.
     """
 
     def __init__(self, edges: Edges, src: Fields, dst: Fields, edata: Fields, checked: dict[Any, set[str]]) -> None:
@@ -37,18 +37,21 @@ class MessagePassing:
         """What a built-in `reducer` makes of the messages: ``{field: [num_dst, ...]}``. Collective.
 
         Args:
-            empty: what a destination without messages holds under max and min; None: 0, as after DGL's update_all.
+            empty: what a destination without messages holds under max and min. `None` means 0, as after DGL's
+                ``update_all``.
         """
         op = reducer_of(reducer, message.out_field if is_builtin(message) else None)
-        program, body = self.program_of(message, f"{op} of ")
+        program, computed = self.program_of(message, f"{op} of ")
 
         def only(inputs: Inputs) -> Tensor:
-            found = body(inputs)
+            found = computed(inputs)
             if reducer.msg_field not in found:
                 raise KeyError(f"the reduce function reads {reducer.msg_field!r}, but the message has {sorted(found)}")
             rows = found[reducer.msg_field]
             if not rows.is_floating_point():
-                raise RefusedError(f"{op} of messages of {rows.dtype}: DGL reduces floating point only; convert them")
+                raise RefusedError(
+                    f"{op} of messages of {rows.dtype}: DGL reduces floating point numbers only. Convert them"
+                )
             return rows
 
         program.message = only
@@ -71,7 +74,7 @@ class MessagePassing:
         """What a message function gives for every own edge: ``{field: [num_edges, ...]}``. Collective.
 
         Args:
-            chosen: positions of the edges to compute; the rows of others are 0.
+            chosen: the positions of the edges to compute. The rows of other edges are 0.
         """
         shards = self.edges.shards if chosen is None else self.edges.only(chosen)
         packing, found = Packing(), {}
@@ -88,14 +91,14 @@ class MessagePassing:
     def _packed(
         self, message: Any, shards: EdgeShards, packing: Packing, only: torch.dtype | None
     ) -> dict[str, Tensor]:
-        program, body = self.program_of(message, "edges of ")
-        program.message = lambda inputs: packing.pack(body(inputs), only)
+        program, computed = self.program_of(message, "edges of ")
+        program.message = lambda inputs: packing.pack(computed(inputs), only)
         program.parts = lambda: packing.parts
         return packing.unpack(aggregate(program, self.edges.plan, shards))
 
     @property
     def where(self) -> str:
-        """Over which edges, for messages."""
+        """The edge type, in the words that names of calls end with."""
         name = self.edges.canonical[1]
         return "" if name == "_E" else f" over {name!r}"
 
@@ -112,10 +115,10 @@ class MessagePassing:
         return read["s"], read["d"], read["e"]
 
     def program_of(self, message: Any, what: str) -> tuple[Program, Callable[[Inputs], dict[str, Tensor]]]:
-        """A program that reads what `message` reads, and what it computes on some edges, by field.
+        """A program that reads what `message` reads, and the function that computes its fields on some edges.
 
         Args:
-            what: comes before the message in the name of the program.
+            what: the words before the name of the message in the name of the program.
         """
         canonical, where = self.edges.canonical, self.where
         if is_builtin(message):
@@ -140,7 +143,7 @@ class MessagePassing:
 
 
 def _unset(inputs: Inputs) -> Tensor:
-    raise AssertionError("the message is set by whoever made the program")
+    raise InternalError("a program ran before its message function was set")
 
 
 def summed(messages: Tensor, inputs: Inputs) -> Tensor:
@@ -149,5 +152,5 @@ def summed(messages: Tensor, inputs: Inputs) -> Tensor:
 
 
 def without_infinity(rows: Tensor) -> Tensor:
-    """DGL's rule for destinations without messages under max and min: infinite values become 0."""
+    """`rows` with 0 for infinite values, which is DGL's rule for nodes without messages under max and min."""
     return torch.where(torch.isinf(rows), torch.zeros_like(rows), rows) if rows.is_floating_point() else rows

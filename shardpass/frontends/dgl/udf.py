@@ -1,4 +1,4 @@
-"""User-defined message and reduce functions: what they see of edges and nodes, and how they are run again later."""
+"""User-defined message and reduce functions: what they see of edges and nodes, and how they run again in backward."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from shardpass.frontends.dgl.private import EdgeBatch, NodeBatch, copy_of
 
 
 class LazyFields(MutableMapping[str, Tensor]):
-    """Fields that a user's function may read, each made when it is. It may set fields for itself, as DGL allows.
+    """The fields that a user's function may read. Each is made when it is read. The function may also set fields.
 
     Args:
         rows: the fields as they are.
-        made: from the field, what the function sees.
-        note: told the name of every field that is read.
+        made: gives what the function sees of a field.
+        note: called with the name of each field that is read.
     """
 
     def __init__(
@@ -56,30 +56,30 @@ class LazyFields(MutableMapping[str, Tensor]):
 
 
 class ShardedEdgeBatch(EdgeBatch):
-    """Some edges, as a user's message function sees them."""
+    """What a user's message function sees of some edges."""
 
     def edges(self) -> NoReturn:
-        """Refused: numbers of nodes and edges are this rank's own."""
+        """Refused, since each rank numbers its nodes and edges by itself."""
         raise refused(
             "edges.edges() in a message function", "put the ids you need into srcdata, dstdata or edata before"
         )
 
 
 class ShardedNodeBatch(NodeBatch):
-    """Some nodes, as a user's reduce or apply function sees them."""
+    """What a user's reduce or apply function sees of some nodes."""
 
     def nodes(self) -> NoReturn:
-        """Refused: numbers of nodes are this rank's own."""
+        """Refused, since each rank numbers its nodes by itself."""
         raise refused("nodes.nodes() in a user's function", "read graph.ndata[dgl.NID] there, the original ids")
 
 
 class EdgeFunction:
-    """A user's function of edges as a body: every run gives the fields it returns, by name.
+    """A user's function of edges as a message function of the engine, which returns fields by name.
 
     Args:
-        function: of an `EdgeBatch`.
+        function: takes an `EdgeBatch`.
         canonical: the type of the edges.
-        reads: where the inputs it reads are noted, as `Program.reads`.
+        reads: a set to which the names of the inputs that it reads are added; see `Program.reads`.
     """
 
     def __init__(self, function: Callable[[Any], dict[str, Tensor]], canonical: Any, reads: set[str]) -> None:
@@ -113,10 +113,10 @@ class EdgeFunction:
 
 
 def frozen(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` with what it holds now: backward runs it again, when a loop variable or a setting may have moved on.
+    """A copy of `function` that keeps what it holds now.
 
-    That is what closures hold, what `functools.partial` holds, and the attributes of modules in closures and of the
-    object whose method it is.
+    Backward runs it again, when a loop variable or a setting may have changed. What it holds is the contents of its
+    closure or `functools.partial`, the attributes of modules among them, and those of the object whose method it is.
     """
     if isinstance(function, types.MethodType):
         return types.MethodType(frozen(function.__func__), _snapshot(function.__self__))
@@ -138,7 +138,7 @@ def frozen(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _snapshot(held: Any) -> Any:
-    """An object with the attributes of `held` as they are now, and its parameters and buffers themselves."""
+    """A copy of an object that keeps its attributes as they are now. It shares parameters and buffers with `held`."""
     if isinstance(held, torch.jit.ScriptModule) or type(held).__new__ is not object.__new__:
         return held
     attributes = getattr(held, "__dict__", None)
@@ -152,7 +152,7 @@ def _snapshot(held: Any) -> Any:
 
 
 class Packing:
-    """Several fields as one tensor: of one dtype, side by side. What is packed first decides names and shapes."""
+    """Several fields of one dtype as one tensor, side by side."""
 
     def __init__(self) -> None:
         self._layout: list[tuple[str, torch.Size]] = []
@@ -160,7 +160,7 @@ class Packing:
         self.dtypes: dict[str, torch.dtype] = {}
 
     def pack(self, fields: Mapping[str, Tensor], only: torch.dtype | None = None) -> Tensor:
-        """The fields of the dtype `only` (None: that of the first one) as ``[E, columns]``, or the one as it is."""
+        """The fields of the dtype `only` as ``[E, columns]``; a single one as it is. `None` means the first field's dtype."""
         self.dtypes = {name: tensor.dtype for name, tensor in fields.items()}
         only = only or next(iter(fields.values())).dtype
         chosen = {name: tensor for name, tensor in fields.items() if tensor.dtype == only}

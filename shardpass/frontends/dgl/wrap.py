@@ -47,11 +47,11 @@ def wrap(model: nn.Module, comm: Communicator, check: bool = True, checkpoint: C
         model: any DGL model; every rank must pass the same one.
         comm: the ranks that share the graph.
         check: before the first forward on a graph, run copies of the model on a small random graph, whole and in
-            pieces, and refuse on a difference (see `shardpass.core.selfcheck`). Where it cannot run, it warns and says
-            why.
-        checkpoint: None, or ``"activations"``: norms, activations, dropout and sums between layers that pass messages
-            are computed again in backward rather than kept. Less memory, the same bits, some more passes over node
-            rows. Nothing is sent, so ranks may differ.
+            pieces, and refuse it if the results differ (see `shardpass.core.selfcheck`). If the check cannot run, it
+            warns and says why.
+        checkpoint: ``"activations"`` computes norms, activations, dropout and sums between layers that pass messages
+            again in backward rather than keeping them. This takes less memory and some more passes over node rows, and
+            gives the same bits. It sends nothing, so ranks may differ. `None` keeps everything.
 
     Raises:
         RefusedError: the model holds a layer that cannot be exact on a sharded graph; it is wrapped for other ranks;
@@ -100,7 +100,7 @@ def _unchecked(model: nn.Module, comm: Communicator) -> nn.Module:
 
 
 class _Forward:
-    """The outermost forward: turns graphs of the engine into DGL's, and ties the call into one order of backward."""
+    """The outermost forward. It turns graphs of the engine into DGL's and gives the call one order of backward."""
 
     def __init__(
         self, model: nn.Module, comm: Communicator, pristine: nn.Module | None = None, checkpoint: Checkpoint = None
