@@ -87,8 +87,10 @@ def rows_of(graph: TypedGraph, nodes: Any) -> Rows:
         chosen = chosen.to(torch.int64)
         outside = chosen.numel() and bool(((chosen < 0) | (chosen >= num)).any())
         if outside or torch.unique(chosen).numel() != chosen.numel():
-            raise ValueError(f"nodes of {kind!r} on rank {graph.comm.rank}: expected own rows in [0, {num}), each once; "
-                             f"ids of the whole graph are in graph.ndata[dgl.NID]")  # fmt: skip
+            raise ValueError(
+                f"nodes of {kind!r} on rank {graph.comm.rank}: expected own rows in [0, {num}), each once. Ids of the "
+                f"whole graph are in graph.ndata[dgl.NID]"
+            )
         rows[kind] = chosen
     return rows
 

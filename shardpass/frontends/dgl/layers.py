@@ -192,7 +192,7 @@ class ShardedGroupRevRes(dnn.GroupRevRes):
 
 
 class ShardedTypedLinear(dnn.TypedLinear):
-    """`dgl.nn.TypedLinear`, which ignores `sorted_by_type`: the edges of a part are not sorted, even if all edges are."""
+    """`dgl.nn.TypedLinear`, which ignores `sorted_by_type`: a part of a sorted list of edges is not sorted."""
 
     def forward(self, x: Tensor, x_type: Tensor, sorted_by_type: bool = False) -> Tensor:
         """Rows of `x` times the matrix of their type."""

@@ -160,7 +160,7 @@ class Packing:
         self.dtypes: dict[str, torch.dtype] = {}
 
     def pack(self, fields: Mapping[str, Tensor], only: torch.dtype | None = None) -> Tensor:
-        """The fields of the dtype `only` as ``[E, columns]``; a single one as it is. `None` means the first field's dtype."""
+        """The fields of the dtype `only` (or the first one's) as ``[E, columns]``. A single one stays as it is."""
         self.dtypes = {name: tensor.dtype for name, tensor in fields.items()}
         only = only or next(iter(fields.values())).dtype
         chosen = {name: tensor for name, tensor in fields.items() if tensor.dtype == only}
