@@ -144,7 +144,7 @@ class AttentionFrame(Frame):
 
     def __setitem__(self, name: str, value: Any) -> None:
         if isinstance(value, _Uncomputed):
-            self._data[name] = value  # type: ignore[assignment]
+            self._own[name] = value  # type: ignore[assignment]
         else:
             super().__setitem__(name, value)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -14,30 +14,11 @@ from torch import Tensor
 from shardpass.core.exchange import halo_fetch, halo_push
 from shardpass.core.graphs import build_relation
 from shardpass.core.sharding import Ownership
-from shardpass.frontends.dgl.frames import Frames
+from shardpass.frontends.dgl.frames import Frames, LazyFields
 from shardpass.frontends.dgl.structure import CanonicalType, Edges, Nodes, NodeType
 from shardpass.frontends.dgl.typed_graph import TypedGraph
 
 Rows = dict[NodeType, Tensor]
-
-
-class SomeRows(Mapping[str, Tensor]):
-    """Some rows of the fields of a frame. A field is selected when it is first asked for."""
-
-    def __init__(self, fields: Mapping[str, Tensor], rows: Tensor) -> None:
-        self._fields, self._rows = fields, rows
-        self._selected: dict[str, Tensor] = {}  # so that what is written into a field stays there
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._selected:
-            self._selected[name] = self._fields[name].index_select(0, self._rows)
-        return self._selected[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._fields)
-
-    def __len__(self) -> int:
-        return len(self._fields)
 
 
 class BlockParts(NamedTuple):
@@ -139,7 +120,7 @@ def _block(graph: TypedGraph, frames: Frames, sources: Rows, wanted: Rows) -> Bl
 
 
 def _nodes(rows: Tensor, total: int, frame: Mapping[str, Tensor]) -> Nodes:
-    fields = SomeRows(frame, rows)
+    fields = LazyFields(frame, lambda field: field.index_select(0, rows))
     return Nodes(rows.numel(), total, fields[dgl.NID], fields)
 
 
@@ -154,7 +135,7 @@ def _block_edges(
     numbers[sources] = owned.to_global(torch.arange(sources.numel(), device=graph.device), comm.rank)
     with torch.no_grad():
         numbers = halo_fetch(numbers, edges.plan, f"numbers of the sources of {kind}")
-    fields = SomeRows(stored, kept)
+    fields = LazyFields(stored, lambda field: field.index_select(0, kept))
     options = edges.plan.options
     if options.backward == "auto":  # a block is short-lived: collecting the out-edges that pulling needs does not pay
         options = replace(options, backward="push")

@@ -16,14 +16,14 @@ from shardpass.backends.communicator import Communicator
 from shardpass.core.graphs import ShardedGraph
 from shardpass.frontends.dgl.blocks import parts_of_blocks
 from shardpass.frontends.dgl.closed import refused
-from shardpass.frontends.dgl.frames import Frame, Frames, FramesByType
+from shardpass.frontends.dgl.frames import Frame, Frames, FramesByType, LazyFields
 from shardpass.frontends.dgl.functions import is_builtin
 from shardpass.frontends.dgl.mailbox import reduced_by_user, warn_once
 from shardpass.frontends.dgl.messages import MessagePassing, without_infinity
 from shardpass.frontends.dgl.private import ALL, is_all
 from shardpass.frontends.dgl.structure import CanonicalType, Edges, Nodes, NodeType
 from shardpass.frontends.dgl.typed_graph import TypedGraph
-from shardpass.frontends.dgl.udf import LazyFields, ShardedNodeBatch
+from shardpass.frontends.dgl.udf import ShardedNodeBatch
 from shardpass.frontends.dgl.views import DataViews
 
 Graph = TypeVar("Graph", bound="ShardedDGLGraph")

@@ -22,12 +22,12 @@ class LocalIndex(HeteroGraphIndex):
     """
 
     @staticmethod
-    def of(src_rows: Tensor, dst_rows: Tensor, plan: HaloPlan) -> Any:
+    def of(src_rows: Tensor, dst_rows: Tensor, plan: HaloPlan) -> LocalIndex:
         """The index of edges in own-first numbering."""
         num_src = max(plan.num_src, plan.num_own_src, plan.num_dst) + 1
         index = local_index(src_rows, dst_rows, num_src, plan.num_dst)
         index.__class__ = LocalIndex
-        return index
+        return index  # type: ignore[no-any-return]
 
     def reverse(self) -> NoReturn:
         """Refused."""

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from shardpass.core.aggregation import AtOnce, inputs_at_once
 from shardpass.core.ranks import begin_call
+from shardpass.frontends.dgl.frames import LazyFields
 from shardpass.frontends.dgl.messages import Fields, MessagePassing
-from shardpass.frontends.dgl.udf import LazyFields, ShardedNodeBatch
+from shardpass.frontends.dgl.udf import ShardedNodeBatch
 
 
 def reduced_by_user(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -96,7 +95,7 @@ class Edges:
         return places
 
     @cached_property
-    def index(self) -> Any:
+    def index(self) -> LocalIndex:
         """A DGL graph index of the own edges; see `LocalIndex`."""
         return LocalIndex.of(self.src_rows, self.dst_rows, self.plan)
 

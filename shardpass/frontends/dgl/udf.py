@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NoReturn
 
@@ -13,46 +13,9 @@ from torch import Tensor, nn
 from shardpass.core.tracing import Inputs
 from shardpass.errors import RefusedError
 from shardpass.frontends.dgl.closed import refused
+from shardpass.frontends.dgl.frames import LazyFields
 from shardpass.frontends.dgl.private import EdgeBatch, NodeBatch, copy_of
-
-
-class LazyFields(MutableMapping[str, Tensor]):
-    """The fields that a user's function may read. Each is made when it is read. The function may also set fields.
-
-    Args:
-        rows: the fields as they are.
-        made: gives what the function sees of a field.
-        note: called with the name of each field that is read.
-    """
-
-    def __init__(
-        self, rows: Mapping[str, Tensor], made: Callable[[Tensor], Tensor], note: Callable[[str], None] | None = None
-    ) -> None:
-        self._rows, self._made, self._note = rows, made, note
-        self._own: dict[str, Tensor] = {}
-        self._gone: set[str] = set()
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._own:
-            if name in self._gone:
-                raise KeyError(name)
-            self._own[name] = self._made(self._rows[name])
-            if self._note is not None:
-                self._note(name)
-        return self._own[name]
-
-    def __setitem__(self, name: str, value: Tensor) -> None:
-        self._own[name] = value
-
-    def __delitem__(self, name: str) -> None:
-        self._own.pop(name, None)
-        self._gone.add(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(name for name in {**self._rows, **self._own} if name in self._own or name not in self._gone)
-
-    def __len__(self) -> int:
-        return len(list(iter(self)))
+from shardpass.frontends.dgl.structure import CanonicalType
 
 
 class ShardedEdgeBatch(EdgeBatch):
@@ -82,7 +45,7 @@ class EdgeFunction:
         reads: a set to which the names of the inputs that it reads are added; see `Program.reads`.
     """
 
-    def __init__(self, function: Callable[[Any], dict[str, Tensor]], canonical: Any, reads: set[str]) -> None:
+    def __init__(self, function: Callable[[Any], dict[str, Tensor]], canonical: CanonicalType, reads: set[str]) -> None:
         self.function, self.canonical, self.reads = frozen(function), canonical, reads
         self.name = getattr(function, "__qualname__", None) or type(function).__name__
 

@@ -33,8 +33,8 @@ def load_dgl_partition_data(
     """One part of a graph that ``dgl.distributed.partition_graph`` wrote. Not collective.
 
     Only the files of that part are read. All node and edge features are kept, and original ids (``orig_id``) if they
-    are stored. DGL stores booleans as uint8, so a feature with ``mask`` in its name that holds only zeros and ones becomes
-    boolean again.
+    are stored. DGL stores booleans as uint8. So a feature with ``mask`` in its name that holds only zeros and ones
+    becomes boolean again.
 
     Args:
         partition_json_file: the JSON that partition_graph wrote.

@@ -26,8 +26,8 @@ class GraphShardManager(ShardedDGLGraph):
     block from `construct_mfgs` say which nodes it takes and gives.
     """
 
-    _inputs: Any = None
-    _seeds: Any = None
+    _inputs: dict[str, Tensor] | None = None
+    _seeds: dict[str, Tensor] | None = None
 
     @property
     def input_nodes(self) -> Any:
