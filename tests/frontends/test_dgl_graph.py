@@ -315,7 +315,7 @@ def test_counts_are_own_sizes_but_whether_there_are_any_is_asked_of_all():
     rows = torch.zeros(0, 4)
     assert some != rows.shape[0] and some == 3 and len(torch.zeros(3)) == some
     assert torch.zeros(none, 2).shape == (0, 2) and list(range(some)) == [0, 1, 2] and some + 1 == 4
-    assert {none: 1}[0] == 1 and max(some, 0) == 3
+    assert {some: 1}[3] == 1 and max(some, 0) == 3
     nodes = OwnCount.of(0, 7)
     assert nodes and nodes > 0 and nodes == rows.shape[0] and {nodes: 1}[0] == 1
 
