@@ -208,6 +208,19 @@ def test_dropped_weights_are_the_same_in_every_use(ranks, passes):
     assert 0.4 < share_dropped < 0.6 and len(passes) == ranks
 
 
+def test_whatever_reads_weights_gets_them_computed(passes):
+    def work(comm):
+        graph, model, seen = share(comm), UNCHECKED(dnn.GATConv(5, 3, 2, **ZERO), comm), []
+        model.attn_drop.register_forward_hook(lambda module, args, weights: seen.append(weights.detach().sum(0)))
+        model(graph, graph.node["x"])
+        return seen
+
+    found = run(work, 2)
+    num_nodes = int((torch.bincount(GRAPH.edge_index[1]) > 0).sum())
+    torch.testing.assert_close(sum(rows for (rows,) in found), torch.full((2, 1), float(num_nodes)))
+    assert len(passes) == 2
+
+
 def test_without_gradients(passes):
     torch.manual_seed(0)
     model = dnn.GATConv(5, 3, 2, **ZERO).double()

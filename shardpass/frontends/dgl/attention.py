@@ -48,6 +48,11 @@ class _Uncomputed:
         found = first.followed(func, args, kwargs)
         return func(*whole(args), **whole(kwargs)) if found is NotImplemented else found
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.whole(), name)
+
     def __mul__(self, other: Any) -> Any:
         return torch.mul(self, other)  # type: ignore[arg-type]
 
@@ -102,9 +107,10 @@ class Weights(_Uncomputed):
     """The softmax of scores over the in-edges of a node.
 
     Args:
-        scores: of which it is the softmax.
+        scores: the scores.
         dropout: the probability with which an entry is set to 0.
-        seed: tells which entries are; the same in every use, by the rule of the engine's own attention.
+        seed: decides which entries those are, in every use alike, by the rule of the engine's attention. `None` without
+            dropout.
     """
 
     scores: Scores
@@ -233,7 +239,7 @@ def _edge_softmax(graph: AttentionGraph, logits: Any) -> Any:
 
 
 class Attends:
-    """An attention layer of DGL in one sharded call: comes before its class among the bases."""
+    """A base class that comes before one of DGL's attention layers and makes it one sharded call."""
 
     def forward(self, graph: Any, *args: Any, **kwargs: Any) -> Any:
         """What the layer computes on own rows. Collective."""
