@@ -1,4 +1,4 @@
-"""Attention of DGL layers in one sharded call: which layers get it; any other use of edge data is as before."""
+"""DGL's own attention layers take one sharded call; attention that users write themselves is exact without it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardpass as sp
 from shardpass.core.aggregation import autograd as core
-from shardpass.errors import RefusedError
-from shardpass.frontends.dgl.lazy import LazyEdges
 from shardpass.testing.graphs import assignments, shard_in_memory
 from shardpass.testing.run import run
 
 from .dgl_cases import CONVS, ZERO
-from .dgl_parity import GRAPH, UNCHECKED, edges, float64, largest_error, onto_nodes  # noqa: F401
-from .ranks import ONE_TO_FOUR
+from .dgl_parity import GRAPH, UNCHECKED, float64, largest_error, onto_nodes  # noqa: F401
 
 OWNERS = assignments(GRAPH.num_nodes, 3, GRAPH.edge_index)["random"]
 
@@ -45,24 +42,39 @@ def passes(monkeypatch):
     return found
 
 
-class Own(nn.Module):
-    """A layer of the user's own; `scores` makes the scores, `between` changes what it is about."""
+LAYERS = ("GATConv", "GATv2Conv", "DotGatConv", "AGNNConv")
+FUSED = {name: CONVS[name] for name in CONVS if name.split()[0] in LAYERS}
+del FUSED["GATConv weighted"]  # its weights are no softmax any more
 
-    def __init__(self, scores="u_add_v", between=None):
+
+@pytest.mark.parametrize("name", FUSED)
+def test_layers_that_are_an_attention_take_one_pass(name, passes):
+    largest_error(FUSED[name], ranks=2, modes=(("sar", "keep", "halo"),))
+    assert len(passes) == 6  # ranks times modes
+
+
+SCORES = {"GATConv": "AdditiveScore", "GATv2Conv": "MixedScore", "DotGatConv": "DotScore"}
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_scores_of_known_layers_have_a_closed_form(name, passes):
+    largest_error(FUSED[name], ranks=1, modes=(("sar",),))
+    assert [type(attention.score).__name__ for attention in passes] == [SCORES[name]]
+
+
+class Own(nn.Module):
+    """A layer of the user's own; `scores` makes the scores, `between` the weights and what else is returned."""
+
+    def __init__(self, scores="u_add_v", between=lambda m, g, e: (edge_softmax(g, e), None)):
         super().__init__()
         self.lin, self.left, self.right = nn.Linear(5, 6), nn.Linear(5, 2), nn.Linear(5, 2)
         self.mix = nn.Linear(4, 2)
-        self.factor = nn.Parameter(torch.tensor([1.3, 0.4]).view(1, 2, 1))
-        self.bn = nn.BatchNorm1d(2)
-        self.kind, self.between = scores, between or (lambda m, g, e: (edge_softmax(g, e), None))
+        self.kind, self.between = scores, between
 
     def scores(self, g):
         if self.kind == "udf":
             g.apply_edges(lambda batch: {"e": self.mix(torch.cat([batch.src["l"], batch.dst["r"]], -1))})
             return F.elu(g.edata.pop("e")).unsqueeze(-1)
-        if self.kind == "u_mul_v":
-            g.apply_edges(fn.u_mul_v("l", "r", "e"))
-            return torch.tanh(g.edata["e"]).unsqueeze(2) / 0.7
         g.apply_edges(fn.u_add_v("l", "r", "e"))
         return F.leaky_relu(g.edata.pop("e"), 0.1).unsqueeze(-1)
 
@@ -77,60 +89,18 @@ class Own(nn.Module):
             return out if more is None else torch.cat([out, onto_nodes(more, g)], 1)
 
 
-def plain(m, g, i):
-    return m(g, i["x"])
+class Derived(dnn.GATConv):
+    """A class of the user's own, made of one of DGL's."""
+
+    def forward(self, graph, feat):
+        return super().forward(graph, feat).flatten(1)
 
 
-FUSED = {
-    **{name: CONVS[name] for name in CONVS if name.split()[0] in ("GATConv", "GATv2Conv", "DotGatConv", "AGNNConv")},
-    **{f"own {kind}": (lambda kind=kind: Own(kind), plain) for kind in ("u_add_v", "u_mul_v", "udf")},
-    "own scaled": (lambda: Own(between=lambda m, g, e: (edge_softmax(g, m.factor * e), None)), plain),
-}
-del FUSED["GATConv weighted"]  # its weights are no softmax any more
-
-
-@pytest.mark.parametrize("name", FUSED)
-def test_layers_that_are_an_attention_take_one_pass(name, passes):
-    largest_error(FUSED[name], ranks=2, modes=(("sar", "keep", "halo"),))
-    assert len(passes) == 6  # ranks times modes
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("ranks", ONE_TO_FOUR)
-@pytest.mark.parametrize("name", [name for name in FUSED if name.startswith("own")])
-def test_own_layers_on_any_number_of_ranks(name, ranks):
-    largest_error(FUSED[name], ranks=ranks, modes=(("sar", "keep", "halo"),) * 3)
-
-
-SCORES = {"GATConv": "AdditiveScore", "GATv2Conv": "MixedScore", "DotGatConv": "DotScore"}
-
-
-@pytest.mark.parametrize("name", SCORES)
-def test_scores_of_known_layers_have_a_closed_form(name, passes):
-    largest_error(FUSED[name], ranks=1, modes=(("sar",),))
-    assert [type(attention.score).__name__ for attention in passes] == [SCORES[name]]
-
-
-def read(m, g, e):
-    weights = edge_softmax(g, e)
-    return weights * float(weights.detach().sum() > -1), None
-
-
-def kept(m, g, e):
-    g.edata["first"] = edge_softmax(g, e)
-    g.edata["second"] = g.edata["first"] * 2
-    return g.edata["first"], g.edata["second"]
-
-
-def in_place(m, g, e):
+def changed_in_place(m, g, e):
     e = e * 1.0
     e[:, 0] *= 2
     e += 0.5
     return edge_softmax(g, e), e
-
-
-def by_functions(m, g, e):
-    return edge_softmax(g, torch.where(e > 0, e, -e)), torch.cat([e, e.abs()], -1)
 
 
 def by_kernel(m, g, e):
@@ -138,16 +108,8 @@ def by_kernel(m, g, e):
     return e.exp() / dgl.ops.e_add_v(g, torch.zeros_like(e), sums), e
 
 
-def normed(m, g, e):
-    return edge_softmax(g, m.bn(e.squeeze(-1)).unsqueeze(-1)), None
-
-
 def weighted(m, g, e):
     return edge_softmax(g, e) * g.edata["edge_weight"].view(-1, 1, 1), None
-
-
-def summed_up(m, g, e):
-    return edge_softmax(g, e).sum(1, keepdim=True), e.sum()[None].expand(g.num_edges())[:, None] * 0
 
 
 def over_two_edge_sets(m, g, e):
@@ -157,33 +119,22 @@ def over_two_edge_sets(m, g, e):
     return edge_softmax(g, g.edata["z"]), g.edata["z"]
 
 
-def without_gradient(m, g, e):
-    with torch.no_grad():
-        weights = edge_softmax(g, e)
-    return weights, None
+OWN = {
+    "scores of a user's function": lambda: Own("udf"),
+    "derived": lambda: Derived(5, 3, 2, **ZERO),
+    **{use.__name__: lambda use=use: Own(between=use) for use in (changed_in_place, by_kernel, weighted)},
+    "over_two_edge_sets": lambda: Own(between=over_two_edge_sets),
+}
 
 
-def detached(m, g, e):
-    return edge_softmax(g, e.detach()), e
-
-
-def dropped_in_evaluation(m, g, e):
-    return F.dropout(edge_softmax(g, e), 0.5, training=False), None
-
-
-OTHER_USES = [
-    *(read, kept, in_place, by_functions, by_kernel, normed, weighted, summed_up, over_two_edge_sets),
-    *(without_gradient, detached, dropped_in_evaluation),
-]
-
-
-@pytest.mark.parametrize("use", OTHER_USES, ids=lambda use: use.__name__)
-def test_any_other_use_is_as_on_the_whole_graph(use):
+@pytest.mark.parametrize("name", OWN)
+def test_attention_that_users_write_is_exact(name, passes):
     def call(m, g, i):
         g.edata["edge_weight"] = i["edge_weight"]
         return m(g, i["x"])
 
-    largest_error((lambda: Own(between=use), call), modes=(("sar",), ("keep",), ("halo",)))
+    largest_error((OWN[name], call), modes=(("sar",), ("keep",), ("halo",)))
+    assert not passes  # it is computed by the calls that it makes
 
 
 def test_it_is_the_same_without_fusing(passes):
@@ -257,62 +208,17 @@ def test_dropped_weights_are_the_same_in_every_use(ranks, passes):
     assert 0.4 < share_dropped < 0.6 and len(passes) == ranks
 
 
-def test_weights_used_twice_are_attended_twice(passes):
-    class Diffusion(nn.Module):
-        """The same dropped weights in every step."""
-
-        def forward(self, g, x):
-            with g.local_scope():
-                g.ndata["h"], g.ndata["s"] = x, x[:, :1]
-                g.apply_edges(fn.u_add_v("s", "s", "e"))
-                g.edata["a"] = F.dropout(edge_softmax(g, g.edata["e"]), 0.3)
-                for _ in range(2):
-                    g.update_all(fn.u_mul_e("h", "a", "m"), fn.sum("m", "h"))
-                first, g.ndata["h"] = g.ndata["h"], x
-                g.edata["b"] = g.edata["a"].clone()
-                for _ in range(2):
-                    g.update_all(fn.u_mul_e("h", "b", "m"), fn.sum("m", "h"))
-                return first, g.ndata["h"]
-
+def test_whatever_reads_weights_gets_them_computed(passes):
     def work(comm):
-        graph = share(comm)
-        x = graph.node["x"]
-        g = sp.dgl.graph(graph)
-        first, second = Diffusion()(g, x)
-        torch.testing.assert_close(first, second, rtol=0, atol=1e-12)
+        graph, model, seen = share(comm), UNCHECKED(dnn.GATConv(5, 3, 2, **ZERO), comm), []
+        model.attn_drop.register_forward_hook(lambda module, args, weights: seen.append(weights.detach().sum(0)))
+        model(graph, graph.node["x"])
+        return seen
 
-    run(work, 2)
-    assert len(passes) == 4
-
-
-def test_looking_at_edge_data_does_not_compute_them():
-    def work(comm):
-        g = sp.dgl.graph(share(comm))
-        g.ndata["h"] = g.ndata["x"].view(-1, 5, 1).clone().requires_grad_()
-        g.apply_edges(fn.u_add_v("h", "h", "e"))
-        e = g.edata["e"]
-        before = comm.calls
-        if comm.rank == 0:  # on one rank alone
-            assert "not computed yet" in repr(e) and "not computed yet" in f"{e}{e!s}"
-            assert e.shape == (g.num_edges(), 5, 1) and e.dim() == 3 and e.size(0) == len(e) and e.requires_grad
-            assert e.dtype == torch.float64 and e.device.type == "cpu" and e.is_floating_point() and not e.is_cuda
-            assert g.edge_attr_schemes()["e"] == ((5, 1), torch.float64)
-        a = edge_softmax(g, e)
-        assert type(a) is LazyEdges and comm.calls == before
-        assert type(a + 0) is LazyEdges and type(a.clone()) is torch.Tensor
-        assert comm.calls == before + 1 and "tensor(" in repr(a)
-
-    run(work, 2)
-
-
-def test_edge_data_are_computed_at_once_where_no_softmax_follows():
-    def work(comm):
-        g = sp.dgl.graph(share(comm))
-        g.ndata["h"] = g.ndata["x"]
-        g.apply_edges(fn.u_add_v("h", "h", "e"))
-        return type(g.edata["e"])
-
-    assert run(work, 2) == [torch.Tensor] * 2
+    found = run(work, 2)
+    num_nodes = int((torch.bincount(GRAPH.edge_index[1]) > 0).sum())
+    torch.testing.assert_close(sum(rows for (rows,) in found), torch.full((2, 1), float(num_nodes)))
+    assert len(passes) == 2
 
 
 def test_without_gradients(passes):
@@ -328,48 +234,7 @@ def test_without_gradients(passes):
             torch.testing.assert_close(mine(graph, graph.node["x"]), expected, rtol=0, atol=1e-12)
 
     run(work, 2)
-    assert len(passes) == 4  # inference mode counts no changes, so nothing waits there
-
-
-def waiting(g):
-    g.ndata["h"] = g.ndata["x"].clone().requires_grad_() * 1
-    g.apply_edges(fn.u_add_v("h", "h", "e"))
-    return edge_softmax(g, g.edata["e"])
-
-
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, rows):
-        return rows * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 2
-
-
-def test_what_would_be_wrong_is_refused():
-    def work(comm):
-        g = sp.dgl.graph(share(comm))
-        a = waiting(g)
-        g.ndata["h"].mul_(2)
-        with pytest.raises(RefusedError, match="changed in place before"):
-            a.sum()
-        a = waiting(g)
-        for _ in range(2):  # computed or not
-            with pytest.raises(RefusedError, match="Doubled, which would lose their gradient"):
-                Doubled.apply(a)
-            a.sum()
-        assert Doubled.apply(a.clone()).requires_grad
-        e = waiting(g)
-        later = e * 3
-        e.materialise().add_(1)
-        with pytest.raises(RefusedError, match="changed in place before"):
-            later.sum()
-        for wrong in ({"norm_by": "src"}, {"eids": torch.tensor([0])}):
-            with pytest.raises(RefusedError, match="not available on a sharded graph"):
-                edge_softmax(g, waiting(g), **wrong)
-
-    run(work, 2)
+    assert len(passes) == 4  # the engine recognises nothing in inference mode, and computes the weights whole
 
 
 def test_blocks_and_typed_graphs(passes):
@@ -390,30 +255,6 @@ def test_blocks_and_typed_graphs(passes):
 
     run(work, 2)
     assert len(passes) == 4
-
-
-@pytest.mark.filterwarnings("error:.*self-check")
-def test_edge_data_left_on_the_graph_and_the_self_check():
-    class Leaves(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv = Own()
-
-        def forward(self, g, x):
-            g.ndata["s"] = x[:, :1]
-            g.apply_edges(fn.u_add_v("s", "s", "e"))
-            g.edata["a"] = edge_softmax(g, g.edata["e"])
-            return self.conv(g, x)
-
-    def work(comm):
-        g, model = sp.dgl.graph(share(comm)), sp.dgl.wrap(Leaves().double(), comm)
-        out = model(g, g.ndata["x"])
-        model.eval()
-        torch.testing.assert_close(model(g, g.ndata["x"]), out)
-        sums = torch.zeros(g.num_nodes(), 1).index_add(0, g.edges_of(None).dst_rows, g.edata["a"])
-        assert ((sums - 1).abs() < 1e-12)[g.in_degrees() > 0].all()
-
-    run(work, 2)
 
 
 def test_recomputed_activations(passes):

@@ -85,8 +85,8 @@ FUNCTIONS = {
     "add_nodes": lambda g: dgl.add_nodes(g, 1),
     "add_reverse_edges": dgl.add_reverse_edges,
     "add_self_loop": dgl.add_self_loop,
-    "adj_product_graph": lambda g: dgl.adj_product_graph(g, g, "w"),
-    "adj_sum_graph": lambda g: dgl.adj_sum_graph([g, g], "w"),
+    "adj_product_graph": lambda g: dgl.adj_product_graph(g, g, "edge_weight"),
+    "adj_sum_graph": lambda g: dgl.adj_sum_graph([g, g], "edge_weight"),
     "batch": lambda g: dgl.batch([g, g]),
     "block_to_graph": dgl.block_to_graph,
     "bfs_nodes_generator": lambda g: dgl.bfs_nodes_generator(g, 0),
@@ -112,7 +112,6 @@ FUNCTIONS = {
     "mean_nodes": lambda g: dgl.mean_nodes(g, "x"),
     "merge": lambda g: dgl.merge([g, g]),
     "metapath_reachable_graph": lambda g: dgl.metapath_reachable_graph(g, ["_E", "_E"]),
-    "metis_partition": lambda g: dgl.metis_partition(g, 2),
     "node_homophily": lambda g: dgl.node_homophily(g, torch.zeros(g.num_nodes())),
     "node_subgraph": lambda g: dgl.node_subgraph(g, [0]),
     "node_type_subgraph": lambda g: dgl.node_type_subgraph(g, ["_N"]),
@@ -155,7 +154,6 @@ FUNCTIONS = {
     "sampling.pinsage": lambda g: dgl.sampling.RandomWalkNeighborSampler(g, 2, 0.5, 2, 2)(torch.tensor([0])),
     "dataloading": lambda g: next(iter(dgl.dataloading.DataLoader(
         g, torch.arange(2), dgl.dataloading.MultiLayerFullNeighborSampler(1)))),
-    "graph.index": lambda g: g._graph,
     "edge_softmax by source": lambda g: edge_softmax(g, g.edata["edge_weight"], norm_by="src"),
     "edge_softmax of some": lambda g: edge_softmax(g, g.edata["edge_weight"][:2], eids=torch.arange(2)),
     "ops.copy_u": lambda g: dgl.ops.copy_u(g, g.ndata["x"]),
@@ -192,7 +190,7 @@ def test_functions_of_graphs_raise(name):
 
 def test_the_more_likely_ones_say_what_to_do():
     g = one_rank()
-    for name in ("reverse", "add_self_loop", "to_block", "khop_in_subgraph", "in_subgraph", "sum_nodes", "to_simple"):
+    for name in ("reverse", "add_self_loop", "to_block", "khop_in_subgraph", "sum_nodes", "to_simple"):
         with pytest.raises(RefusedError, match="sharded graph"):
             FUNCTIONS[name](g)
 

@@ -128,7 +128,7 @@ def test_what_is_refused():
         share = shard_in_memory(GRAPH, owners, comm)
         sampler = dgl.dataloading.NeighborSampler([2])
         for other in (dgl.dataloading.ShaDowKHopSampler([2]), dgl.dataloading.as_edge_prediction_sampler(sampler)):
-            with pytest.raises(RefusedError, match="Sampler is not supported on a sharded graph: neighbours are drawn"):
+            with pytest.raises(RefusedError, match="Sampler is not supported on a sharded graph: the ranks that own"):
                 sp.dgl.DataLoader(share, share.train_mask, other)
         with pytest.raises(RefusedError, match="edge_dir='out'"):
             sp.dgl.DataLoader(share, share.train_mask, dgl.dataloading.NeighborSampler([2], edge_dir="out"))

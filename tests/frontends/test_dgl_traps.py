@@ -300,5 +300,8 @@ def test_parts_of_own_counts_are_refused():
                 count // 3
             with pytest.raises(NotImplementedError, match="differs from rank to rank"):
                 count % 3
+            with pytest.raises(NotImplementedError, match="a number of pairs"):
+                count * g.num_nodes()
+            assert count * 2 == 2 * count == 2 * int(count)
 
     run(work, 2)

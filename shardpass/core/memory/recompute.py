@@ -96,6 +96,8 @@ class Activations(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if any(not issubclass(kind, Tensor) for kind in types):
+            return func(*args, **kwargs)  # something that stands for a tensor, and has no values to keep
         if not torch.is_grad_enabled() or self._comm.watch is not None:
             return func(*args, **kwargs)
         if func is F.batch_norm:

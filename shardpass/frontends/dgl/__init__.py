@@ -1,4 +1,4 @@
-"""The DGL frontend: unmodified DGL models, and DGL message passing, on a sharded graph."""
+"""The DGL frontend: unmodified DGL models and DGL message passing on a sharded graph."""
 
 from shardpass.errors import require
 

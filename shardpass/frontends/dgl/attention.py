@@ -1,245 +1,256 @@
-"""Attention in DGL's terms, ``apply_edges``, ``edge_softmax`` and ``update_all``, as one sharded call.
+"""DGL's own attention layers as one sharded call.
 
-[Note: where edge data wait]
-``apply_edges`` leaves its result uncomputed where a softmax over edges is in sight: where the function that calls it,
-one that called that, or a method of the same module names DGL's ``edge_softmax``. Elsewhere nothing would be gained.
-It depends on the code alone, so ranks that run the same code decide alike.
+``apply_edges``, ``edge_softmax``, dropout and ``update_all`` of such a layer become one pass over the edges, in which
+no tensor has a row per edge. The layer runs its own unmodified ``forward`` on an `AttentionGraph`. There,
+``apply_edges`` computes nothing: it gives `Scores`, which remember how the scores are made. ``edge_softmax`` makes
+`Weights` of them, and ``update_all`` with such weights is the sharded call. If the layer does anything else with scores
+or weights, they are computed whole, by the calls that it makes on an ordinary graph. They never leave the layer.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import lru_cache
-from types import CodeType, FrameType, FunctionType
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import dgl.ops
 import torch
-from dgl.backend import edge_softmax as dgl_edge_softmax
-from dgl.base import ALL, is_all
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
-from shardpass.core.aggregation import aggregate
-from shardpass.core.ranks import get_random_state, has_drawn
-from shardpass.core.tracing import EdgeTrace, Inputs, ProbePhase, Program, Structure, sample_inputs
-from shardpass.errors import RefusedError
-from shardpass.frontends.dgl.deferred import (
-    Deferred,
-    Dropout,
-    EdgeCall,
-    EdgeField,
-    Run,
-    Softmax,
-    TorchCall,
-    conditions,
-    lineage,
-)
-from shardpass.frontends.dgl.functions import is_builtin, message_of, operands
-from shardpass.frontends.dgl.lazy import LazyEdges, cannot_wait, ordinary
+from shardpass.core.aggregation import aggregate, dropout_of_edges
+from shardpass.core.ranks import draw_seed
+from shardpass.core.tracing import Inputs, Program, Structure
+from shardpass.frontends.dgl.frames import Frame
+from shardpass.frontends.dgl.functions import message_of, operands
+from shardpass.frontends.dgl.graph import ShardedDGLGraph
 from shardpass.frontends.dgl.messages import MessagePassing, summed
-from shardpass.frontends.dgl.udf import frozen
+from shardpass.frontends.dgl.private import ALL, softmax_kernel, with_names
 
-_CALLERS = 6
-_REFUSED = "not an attention"
-
-
-def softmax_in_sight(frame: FrameType | None) -> bool:
-    """Whether the function of `frame`, one that called it, or a method of their module names ``edge_softmax``."""
-    for _ in range(_CALLERS):
-        if frame is None or frame.f_globals.get("__name__") == nn.Module.__module__:
-            return False
-        names = _names(frame.f_code)
-        if frame.f_code.co_argcount:
-            owner = frame.f_locals.get(frame.f_code.co_varnames[0])
-            if isinstance(owner, nn.Module):
-                names |= _names_in(type(owner))  # type: ignore[arg-type]
-        if "edge_softmax" in names or any(frame.f_globals.get(name) is dgl.ops.edge_softmax for name in names):
-            return True
-        frame = frame.f_back
-    return False
+Step = Callable[[Tensor], Tensor]
 
 
-@lru_cache(maxsize=1024)
-def _names(code: CodeType) -> frozenset[str]:
-    inner = [_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
-    return frozenset(code.co_names).union(*inner)
+class _Uncomputed:
+    """Edge data of which only the formula is kept. Torch's functions take it where they take a tensor."""
+
+    def whole(self) -> Tensor:
+        """The values, ``[num_edges, ...]``. Collective."""
+        raise NotImplementedError
+
+    def followed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What `func` makes of it where that needs no values, else NotImplemented."""
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        first = next(given for given in (*args, *kwargs.values()) if isinstance(given, _Uncomputed))
+        found = first.followed(func, args, kwargs)
+        return func(*whole(args), **whole(kwargs)) if found is NotImplemented else found
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.whole(), name)
+
+    def __mul__(self, other: Any) -> Any:
+        return torch.mul(self, other)  # type: ignore[arg-type]
+
+    def __truediv__(self, other: Any) -> Any:
+        return torch.div(self, other)  # type: ignore[arg-type]
+
+    def sum(self, dim: int) -> Any:
+        """As `torch.sum`."""
+        return torch.sum(self, dim=dim)  # type: ignore[call-overload]
+
+    def unsqueeze(self, dim: int) -> Any:
+        """As `torch.unsqueeze`."""
+        return torch.unsqueeze(self, dim=dim)  # type: ignore[arg-type]
 
 
-@lru_cache(maxsize=1024)
-def _names_in(kind: type) -> frozenset[str]:
-    own = [base for base in kind.__mro__ if base not in nn.Module.__mro__]
-    methods = [method for base in own for method in vars(base).values() if isinstance(method, FunctionType)]
-    return frozenset[str]().union(*(_names(method.__code__) for method in methods))
+_ROW_BY_ROW = (F.leaky_relu, Tensor.mul, Tensor.__mul__, torch.mul, torch.div, torch.sum, torch.unsqueeze)
+"""The functions by which DGL's layers make scores of what ``apply_edges`` gives. None of them mixes edges there."""
 
 
-def deferred_fields(passing: MessagePassing, function: Any) -> dict[str, LazyEdges] | None:
-    """The fields that ``apply_edges(function)`` sets, not computed yet; None where they have to be computed at once."""
-    plan = passing.edges.plan
-    if not plan.options.fuse_attention or cannot_wait() or torch.is_autocast_enabled("cuda"):
-        return None
-    function = function if is_builtin(function) else frozen(function)
-    passing = passing.snapshot(function)
-    program, body = passing.program_of(function, "edges of ")
-    program = replace(program, ranks=plan.comm)
-    with plan.comm.random_lock():
-        found = _sighted(passing, program, body)
-    if found is None:
-        return None
-    sample, outside = found
-    if program.reads is not None:
-        src, dst, edge = (
-            {name: tensor for name, tensor in tensors.items() if f"{kind}:{name}" in program.reads}
-            for kind, tensors in (("s", program.src), ("d", program.dst), ("e", program.edge))
-        )
-        program = replace(program, src=src, dst=dst, edge=edge)
-    call = EdgeCall(passing.edges, program, body, outside, lambda: passing.per_edge(function))
-    return {name: LazyEdges.of(EdgeField(call, name, rows)) for name, rows in sample.items()}
+@dataclass(eq=False)
+class Scores(_Uncomputed):
+    """What ``apply_edges`` gives in an attention layer.
+
+    Args:
+        passing: the edges, with the fields that `message` reads as they were then.
+        message: the built-in message function.
+        steps: what was done to the rows since.
+    """
+
+    passing: MessagePassing
+    message: Any
+    steps: tuple[Step, ...] = ()
+
+    def whole(self) -> Tensor:
+        """The scores, ``[num_edges, ...]``. Collective."""
+        return _after(self.passing.per_edge(self.message)[self.message.out_field], self.steps)
+
+    def followed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The scores after one more of the functions that treat rows one by one, with numbers or parameters."""
+        given = [*args, *kwargs.values()]
+        if func not in _ROW_BY_ROW or any(isinstance(a, Tensor) and not isinstance(a, nn.Parameter) for a in given):
+            return NotImplemented
+
+        def step(rows: Tensor) -> Tensor:
+            return func(*(rows if a is self else a for a in args), **kwargs)  # type: ignore[no-any-return]
+
+        return replace(self, steps=(*self.steps, step))
 
 
-def _sighted(passing: MessagePassing, program: Program, body: Any) -> tuple[dict[str, Tensor], list[Tensor]] | None:
-    """What `body` gives for some made-up edges, and what it uses of outside; None if it may not wait."""
+@dataclass(eq=False)
+class Weights(_Uncomputed):
+    """The softmax of scores over the in-edges of a node.
 
-    def look() -> tuple[Any, _Sighting]:
-        inputs = sample_inputs(program, passing.edges.shards, passing.edges.plan.num_own_src, False, 2)
-        trace = _Sighting(program, inputs)
-        with torch.no_grad(), trace:
-            return body(inputs), trace
+    Args:
+        scores: the scores.
+        dropout: the probability with which an entry is set to 0.
+        seed: decides which entries those are, in every use alike, by the rule of the engine's attention. `None` without
+            dropout.
+    """
 
-    state = get_random_state()
-    try:
-        found, trace = look()
-    except RefusedError:
-        return None  # and is refused when it is computed, on every rank
-    given = [t for rows in (program.src, program.dst, program.edge) for t in rows.values()] + trace.outside
-    if has_drawn(state, look) or trace.count or trace.num_drops or any(t.is_inference() for t in given):
-        return None
-    return (found, trace.outside) if all(rows.is_floating_point() for rows in found.values()) else None
+    scores: Scores
+    dropout: float = 0.0
+    seed: int | None = None
+    _value: list[Tensor] = field(default_factory=list)
+
+    def whole(self) -> Tensor:
+        """The weights, ``[num_edges, ...]``. Collective on the first use."""
+        if not self._value:
+            edges = self.scores.passing.edges
+            rows: Tensor = softmax_kernel(edges.index, self.scores.whole())
+            if self.seed is not None:
+                rows = rows * dropout_of_edges(edges.shards, self.seed, rows, self.dropout)
+            self._value.append(rows)
+        return self._value[0]
+
+    def followed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The weights of which `torch.nn.functional.dropout` drops some."""
+        return self._dropped(*args, **kwargs) if func is F.dropout and self.seed is None else NotImplemented
+
+    def _dropped(self, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+        if not training or p == 0:
+            return self
+        if inplace or not 0 < p < 1:
+            return NotImplemented
+        return Weights(self.scores, p, draw_seed(self.scores.passing.edges.plan.comm))
 
 
-class _Sighting(EdgeTrace):
-    """An `EdgeTrace` that notes which tensors come from outside."""
+def whole(value: Any) -> Any:
+    """`value`, in which scores and weights are computed. Collective."""
+    return tree_map(lambda leaf: leaf.whole() if isinstance(leaf, _Uncomputed) else leaf, value)
 
-    def __init__(self, program: Program, inputs: Inputs) -> None:
-        phase = ProbePhase(inputs.num_dst, inputs.num_dst)
-        super().__init__(program, inputs.index, phase, generator=torch.Generator)
-        self.outside: list[Tensor] = []
-        self._made = [t for rows in (inputs.src, inputs.dst, inputs.edge) for t in rows.values()] + [inputs.index]
-        self._known = {id(t) for t in self._made}
 
-    def run(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Tensor]) -> Any:
-        new = [t for t in operands if id(t) not in self._known]
-        self.outside += new
-        out = super().run(func, name, args, kwargs, operands)
-        made = [t for t in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(t, Tensor)]
-        self._made += made  # held, so that ids stay theirs
-        self._known.update(id(t) for t in [*new, *made])
-        return out
+class AttentionFrame(Frame):
+    """Edge data in an attention layer, where a field may be `Scores` or `Weights`."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if isinstance(value, _Uncomputed):
+            self._own[name] = value  # type: ignore[assignment]
+        else:
+            super().__setitem__(name, value)
+
+
+class AttentionGraph(ShardedDGLGraph):
+    """What an attention layer of DGL sees of a graph: the same, but for ``apply_edges`` and ``update_all``."""
+
+    @staticmethod
+    def of(graph: ShardedDGLGraph) -> AttentionGraph:
+        """`graph`, for the time of the layer's ``forward``."""
+        other = graph.copied_as(AttentionGraph)
+        other._edge_frames = {kind: frame.clone(AttentionFrame) for kind, frame in graph.frames.edges.items()}
+        return other
+
+    def apply_edges(self, func: Any, edges: Any = ALL, etype: Any = None) -> None:
+        """Note what `func`, a built-in function, computes on all edges."""
+        kind = self.to_canonical_etype(etype)
+        self._edge_frames[kind][func.out_field] = Scores(self._passing(kind).only_read_by(func), func)  # type: ignore[assignment]
+
+    def update_all(self, message_func: Any, reduce_func: Any, apply_node_func: Any = None, etype: Any = None) -> None:
+        """Sum the rows of the sources, each times the weight of its edge. Collective."""
+        kind = self.to_canonical_etype(etype)
+        (_, value), (_, weight) = operands(message_func)
+        weights: Any = self._edge_frames[kind][weight]
+        if isinstance(weights, Weights):
+            found = _weighted_sum(self._passing(kind), message_func, value, weights)
+            if found is not None:
+                self._set(kind[2], {reduce_func.out_field: found})
+                return
+            self._edge_frames[kind][weight] = weights.whole()
+        super().update_all(message_func, reduce_func, apply_node_func, etype)
 
 
 class _NotAttentionError(Exception):
-    """Ends a call before any row is sent: its body is no attention, so the edge data are computed whole."""
+    """Ends a call before any row is sent: the engine does not recognise it, so weights are computed whole."""
 
 
-def attended(passing: MessagePassing, message: Any, reducer: Any) -> dict[str, Tensor] | None:
-    """What ``update_all(message, reducer)`` gives where it is an attention whose weights wait: computed in one pass.
-
-    ``{field: [num_dst, ...]}``, or None: it is something else. Collective.
-    """
-    found = _weighted_sum(passing, message, reducer)
-    if found is None:
-        return None
-    field, weight, data = found
-    data = data.frozen()
-    nodes = list(lineage(data))
-    waiting = [node for node in nodes if not node.is_known]
-    if not any(isinstance(node, Softmax) for node in waiting) or any(n.conditions != conditions() for n in waiting):
-        return None
-    for node in waiting:
-        node.refuse_changes()
-    key = f"{message.name} of {data.describe()} under {conditions()}"
-    refused = passing.checked.setdefault(_REFUSED, set())
-    if key in refused:
-        return None
-    program = _program(passing, message, field, weight, data, nodes)
-    if not any(isinstance(node, EdgeField) and node.call.program.reads is not None for node in waiting):
-        program.checked = passing.checked.setdefault(key, set())
-    try:
-        return {reducer.out_field: aggregate(program, passing.edges.plan, passing.edges.shards)}
-    except _NotAttentionError:
-        refused.add(key)
-        return None
-
-
-def _weighted_sum(passing: MessagePassing, message: Any, reducer: Any) -> tuple[str, str, Deferred] | None:
-    """``(source field, edge field, edge data)`` of a sum of source rows times edge data that wait."""
-    if not is_builtin(message) or reducer.name != "sum" or reducer.msg_field != message.out_field or cannot_wait():
-        return None
-    names = dict(operands(message))
-    if getattr(message, "binary_op", "") != "mul" or set(names) != {"s", "e"}:
-        return None
-    weights, value = passing.edata.get(names["e"]), passing.src[names["s"]]
-    if not isinstance(weights, LazyEdges) or weights.data_of_edges.is_known or value.is_inference():
-        return None
-    data = weights.data_of_edges
-    return (names["s"], names["e"], data) if data.edges is passing.edges else None
-
-
-def _program(
-    passing: MessagePassing, message: Any, field: str, weight: str, data: Deferred, nodes: list[Deferred]
-) -> Program:
-    src, dst, edge = {"value": passing.src[field]}, dict[str, Tensor](), dict[str, Tensor]()
-    names: dict[int, str] = {}
-    for node in nodes:
-        whole = [node.value()] if node.is_known else node.edge_tensors() if isinstance(node, TorchCall) else []
-        for tensor in whole:
-            edge[names.setdefault(id(tensor), f"{len(names)}")] = tensor
-        if isinstance(node, EdgeField) and not node.is_known and id(node.call) not in names:
-            prefix = names[id(node.call)] = f"{len(names)}:"
-            given = node.call.program
-            for mine, theirs in ((src, given.src), (dst, given.dst), (edge, given.edge)):
-                mine.update({prefix + name: tensor for name, tensor in theirs.items()})
-    computed = message_of(message)
+def _weighted_sum(passing: MessagePassing, message: Any, value: str, weights: Weights) -> Tensor | None:
+    """The sum over in-edges of source rows `value` times `weights`, in one pass. `None` where that cannot be done."""
+    scores, edges, steps = weights.scores, passing.edges, weights.scores.steps
+    read, _ = scores.passing.program_of(scores.message, "scores by ")
+    score_of, weighted_by = message_of(scores.message), message_of(message)
+    (_, weight), dropout = operands(message)[1], weights.dropout
 
     def weighted(inputs: Inputs) -> Tensor:
-        rows = Run(inputs, names).rows(data)
-        return computed(Inputs({field: inputs.src["value"]}, {}, {weight: rows}, inputs.index, inputs.num_dst))
+        rows = _softmax(_after(score_of(inputs), steps), inputs)
+        rows = F.dropout(rows, dropout, True) if dropout else rows
+        return weighted_by(Inputs({value: inputs.src[_VALUE]}, {}, {weight: rows}, inputs.index, inputs.num_dst))
 
     def watch(structure: Structure) -> None:
         if structure.attention is None:
             raise _NotAttentionError
 
-    where = passing.where
-    program = Program(f"attention by {message.name}{where}", src, dst, edge, weighted, summed, watch=watch)
-    seeds = [node.seed for node in nodes if isinstance(node, Dropout)]
-    program.seed = seeds[0] if seeds else None
-    return program
+    program = Program(
+        f"attention by {message.name}{passing.where}", {**read.src, _VALUE: passing.src[value]}, read.dst, read.edge,
+        weighted, summed, watch=watch, seed=weights.seed,
+    )  # fmt: skip
+    program.checked = passing.checked.setdefault((program.name, scores.message.name, len(steps)), set())
+    try:
+        return aggregate(program, edges.plan, edges.shards)
+    except _NotAttentionError:
+        return None
 
 
-def hand_over(names: dict[str, Any]) -> None:
-    """Let kernels of DGL, the globals ``*_internal`` of a module of ``dgl.ops``, know edge data that wait.
-
-    Whatever else they are called with, they do what they did.
-    """
-    for name, kernel in list(names.items()):
-        if name == "edge_softmax_internal":
-            names[name] = _edge_softmax
-        elif name.endswith("_internal") and not isinstance(kernel, _Kernel):
-            names[name] = _Kernel(kernel)
+_VALUE = "value of the attention"
 
 
-def _edge_softmax(gidx: Any, logits: Any, eids: Any = ALL, norm_by: str = "dst") -> Any:
-    if isinstance(logits, LazyEdges):
-        data = logits.data_of_edges
-        if is_all(eids) and norm_by == "dst" and gidx is data.edges.index and not data.is_known and not cannot_wait():
-            return LazyEdges.of(Softmax(data))
-    return dgl_edge_softmax(gidx, ordinary(logits), eids=eids, norm_by=norm_by)
+def _after(rows: Tensor, steps: tuple[Step, ...]) -> Tensor:
+    for step in steps:
+        rows = step(rows)
+    return rows
 
 
-class _Kernel:
-    """A kernel of DGL that computes edge data first."""
+def _softmax(scores: Tensor, inputs: Inputs) -> Tensor:
+    """The softmax of some scores over the in-edges of each destination, in functions that the engine recognises."""
+    index, size = inputs.index, (inputs.num_dst, *scores.shape[1:])
+    place = index.view(-1, *[1] * (scores.dim() - 1)).expand_as(scores)
+    top = scores.new_full(size, float("-inf")).scatter_reduce(0, place, scores.detach(), "amax", include_self=False)
+    weights = (scores - top.index_select(0, index)).exp()
+    return weights / scores.new_zeros(size).index_add(0, index, weights).index_select(0, index)
 
-    def __init__(self, kernel: Any) -> None:
-        self._kernel = kernel
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._kernel(*ordinary(args), **ordinary(kwargs))
+def _edge_softmax(graph: AttentionGraph, logits: Any) -> Any:
+    """DGL's ``edge_softmax`` in an attention layer."""
+    return Weights(logits) if isinstance(logits, Scores) else softmax_kernel(graph.edges_of(None).index, logits)
+
+
+class Attends:
+    """A base class that comes before one of DGL's attention layers and makes it one sharded call."""
+
+    def forward(self, graph: Any, *args: Any, **kwargs: Any) -> Any:
+        """What the layer computes on own rows. Collective."""
+        original = super().forward  # type: ignore[misc]
+        if not _is_fused(graph):
+            return original(graph, *args, **kwargs)
+        attending = with_names(original.__func__, edge_softmax=_edge_softmax)
+        return whole(attending(self, AttentionGraph.of(graph), *args, **kwargs))
+
+
+def _is_fused(graph: Any) -> bool:
+    if not isinstance(graph, ShardedDGLGraph) or torch.is_autocast_enabled("cuda"):
+        return False
+    return all(graph.edges_of(kind).plan.options.fuse_attention for kind in graph.canonical_etypes)

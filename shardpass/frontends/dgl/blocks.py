@@ -1,10 +1,10 @@
-"""Message-flow graphs: per layer, only the nodes that the wanted ones need, as DGL's blocks."""
+"""What DGL's blocks are made of: for each layer, only the nodes that the wanted outputs need."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import dgl
 import numpy as np
@@ -14,55 +14,40 @@ from torch import Tensor
 from shardpass.core.exchange import halo_fetch, halo_push
 from shardpass.core.graphs import build_relation
 from shardpass.core.sharding import Ownership
-from shardpass.frontends.dgl.graph import ShardedDGLGraph
+from shardpass.frontends.dgl.frames import Frames, LazyFields
 from shardpass.frontends.dgl.structure import CanonicalType, Edges, Nodes, NodeType
+from shardpass.frontends.dgl.typed_graph import TypedGraph
 
 Rows = dict[NodeType, Tensor]
 
 
-class SomeRows(Mapping[str, Tensor]):
-    """Some rows of the fields of a frame, each selected when it is asked for."""
+class BlockParts(NamedTuple):
+    """What a block is made of: its source and destination nodes by type, and its edges by canonical type."""
 
-    def __init__(self, fields: Mapping[str, Tensor], rows: Tensor) -> None:
-        self._fields, self._rows = fields, rows
-        self._selected: dict[str, Tensor] = {}  # so that what is written into a field stays there
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._selected:
-            self._selected[name] = self._fields[name].index_select(0, self._rows)
-        return self._selected[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._fields)
-
-    def __len__(self) -> int:
-        return len(self._fields)
+    sources: dict[NodeType, Nodes]
+    destinations: dict[NodeType, Nodes]
+    edges: dict[CanonicalType, Edges]
 
 
-def mfgs(graph: ShardedDGLGraph, nodes: Any, num_layers: int, keep_seeds: bool = True) -> list[ShardedDGLGraph]:
-    """A block for each layer of a model that is asked for the outputs of `nodes` only, the first layer's first.
-
-    Collective. The destinations of a block come first among its sources, as in DGL; its data are rows of the graph's.
-    The destinations of the last block are `nodes`, in their order on this rank.
+def parts_of_blocks(
+    graph: TypedGraph, frames: Frames, nodes: Any, num_layers: int, keep_seeds: bool
+) -> list[BlockParts]:
+    """The block of each layer, the first layer's first. Collective; see `ShardedDGLGraph.mfgs`.
 
     Args:
-        graph: homogeneous or typed.
-        nodes: own rows, bool ``[num_own]`` or int64; a dict by type where there are several. May be empty on a rank.
-        num_layers: the same on every rank.
-        keep_seeds: whether destinations are sources also where no edge begins in them; layers that read their own row
-            need that.
+        frames: the data of `graph`.
     """
     wanted = rows_of(graph, nodes)
-    blocks: list[ShardedDGLGraph] = []
+    blocks: list[BlockParts] = []
     for _ in range(num_layers):
         sources = _sources(graph, wanted, keep_seeds)
-        blocks.insert(0, _block(graph, sources, wanted))
+        blocks.insert(0, _block(graph, frames, sources, wanted))
         wanted = sources
     return blocks
 
 
-def rows_of(graph: ShardedDGLGraph, nodes: Any) -> Rows:
-    """Own nodes given as masks or rows, by type, as rows, int64."""
+def rows_of(graph: TypedGraph, nodes: Any) -> Rows:
+    """Own nodes as rows, int64, by type. They may be given as masks or as rows."""
     given = nodes if isinstance(nodes, Mapping) else {graph.nodes_type(None): nodes}
     unknown = [kind for kind in given if kind not in graph.dsttypes]
     if unknown:
@@ -83,21 +68,23 @@ def rows_of(graph: ShardedDGLGraph, nodes: Any) -> Rows:
         chosen = chosen.to(torch.int64)
         outside = chosen.numel() and bool(((chosen < 0) | (chosen >= num)).any())
         if outside or torch.unique(chosen).numel() != chosen.numel():
-            raise ValueError(f"nodes of {kind!r}: own rows in [0, {num}), each once, are expected on rank "
-                             f"{graph.comm.rank}; ids of the whole graph are in graph.ndata[dgl.NID]")  # fmt: skip
+            raise ValueError(
+                f"nodes of {kind!r} on rank {graph.comm.rank}: expected own rows in [0, {num}), each once. Ids of the "
+                f"whole graph are in graph.ndata[dgl.NID]"
+            )
         rows[kind] = chosen
     return rows
 
 
 def _kept(edges: Edges, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions of the edges that end in `wanted`, and the place there of the node that each ends in."""
+    """``(positions, places)``: of the edges that end in `wanted`, and of the node in `wanted` where each ends."""
     places = torch.full((edges.plan.num_dst,), -1, device=wanted.device)
     places[wanted] = torch.arange(wanted.numel(), device=wanted.device)
     kept = (places[edges.dst_rows] >= 0).nonzero().view(-1)
     return kept, places[edges.dst_rows[kept]]
 
 
-def _sources(graph: ShardedDGLGraph, wanted: Rows, keep_seeds: bool) -> Rows:
+def _sources(graph: TypedGraph, wanted: Rows, keep_seeds: bool) -> Rows:
     """The own nodes that some rank reads to compute `wanted`. Collective."""
     read = {kind: torch.zeros(graph.num_src_nodes(kind), device=graph.device) for kind in graph.srctypes}
     with torch.no_grad():
@@ -115,7 +102,7 @@ def _sources(graph: ShardedDGLGraph, wanted: Rows, keep_seeds: bool) -> Rows:
     return sources
 
 
-def _block(graph: ShardedDGLGraph, sources: Rows, wanted: Rows) -> ShardedDGLGraph:
+def _block(graph: TypedGraph, frames: Frames, sources: Rows, wanted: Rows) -> BlockParts:
     comm = graph.comm
     mine = [[rows.numel() for rows in side.values()] for side in (sources, wanted)]
     counts = comm.all_gather_object(mine, "nodes of a block")
@@ -123,34 +110,34 @@ def _block(graph: ShardedDGLGraph, sources: Rows, wanted: Rows) -> ShardedDGLGra
     totals = {kind: sum(theirs[1][place] for theirs in counts) for place, kind in enumerate(wanted)}
     edges = {}
     for kind in graph.canonical_etypes:
-        edges[kind] = _block_edges(graph, kind, sources[kind[0]], wanted[kind[2]], owned[kind[0]])
-    frames = graph.frames
-    return ShardedDGLGraph(
-        comm,
+        fields = frames.edges[kind]
+        edges[kind] = _block_edges(graph, kind, fields, sources[kind[0]], wanted[kind[2]], owned[kind[0]])
+    return BlockParts(
         {kind: _nodes(rows, owned[kind].num_total, frames.nodes[kind]) for kind, rows in sources.items()},
         {kind: _nodes(rows, totals[kind], frames.nodes[kind]) for kind, rows in wanted.items()},
         edges,
-        is_block=True,
     )
 
 
 def _nodes(rows: Tensor, total: int, frame: Mapping[str, Tensor]) -> Nodes:
-    fields = SomeRows(frame, rows)
+    fields = LazyFields(frame, lambda field: field.index_select(0, rows))
     return Nodes(rows.numel(), total, fields[dgl.NID], fields)
 
 
 def _block_edges(
-    graph: ShardedDGLGraph, kind: CanonicalType, sources: Tensor, wanted: Tensor, owned: Ownership
-) -> Edges:
+    graph: TypedGraph, kind: CanonicalType, stored: Mapping[str, Tensor], sources: Tensor, wanted: Tensor,
+    owned: Ownership,
+) -> Edges:  # fmt: skip
+    """The edges into `wanted`, whose sources are the `sources` of all ranks. Collective."""
     edges, comm = graph.edges_of(kind), graph.comm
     kept, dst_rows = _kept(edges, wanted)
     numbers = torch.full((edges.plan.num_own_src,), -1, device=graph.device)
     numbers[sources] = owned.to_global(torch.arange(sources.numel(), device=graph.device), comm.rank)
     with torch.no_grad():
         numbers = halo_fetch(numbers, edges.plan, f"numbers of the sources of {kind}")
-    fields = SomeRows(graph.frames.edges[kind], kept)
+    fields = LazyFields(stored, lambda field: field.index_select(0, kept))
     options = edges.plan.options
-    if options.backward == "auto":  # a block is gone before the out-edges that pulling needs have paid off
+    if options.backward == "auto":  # a block is short-lived: collecting the out-edges that pulling needs does not pay
         options = replace(options, backward="push")
     relation = build_relation(
         comm, owned, numbers[edges.src_rows[kept]], dst_rows, wanted.numel(), edges.ids[kept], fields,

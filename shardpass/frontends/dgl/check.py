@@ -17,7 +17,7 @@ from shardpass.frontends.dgl.graph import ShardedDGLGraph
 
 
 def checked_by(wrap: Callable[[nn.Module, Ranks], nn.Module]) -> Frontend:
-    """What the self-check asks of this frontend, whose models are wrapped by `wrap`."""
+    """The self-check's view of this frontend. `wrap` wraps its models."""
     from shardpass.testing.hetero import shard_by_type
     from shardpass.testing.run import run
 
@@ -34,7 +34,7 @@ def checked_by(wrap: Callable[[nn.Module, Ranks], nn.Module]) -> Frontend:
 
 
 def core_of(value: Any) -> ShardedGraph | None:
-    """The engine's graph that `value` stands for; None where it is none, or a part of one."""
+    """The engine's graph that `value` stands for, or `None` if it is no graph or only a part of one."""
     if isinstance(value, ShardedDGLGraph):
         return value.core
     return value if isinstance(value, ShardedGraph) else None

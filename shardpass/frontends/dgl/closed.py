@@ -1,4 +1,4 @@
-"""The part of DGLGraph that a sharded graph does not offer: every member raises one sentence that says what to do."""
+"""What DGLGraph has and a sharded graph does not offer: each such member raises an error that says what to do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardpass.errors import RefusedError
 
 
 class ClosedMemberError(RefusedError, DGLError, AttributeError):
-    """A member that a sharded graph does not offer. An AttributeError, so that ``hasattr`` tells the truth."""
+    """A sharded graph does not offer a member of DGLGraph. It is an AttributeError, so that ``hasattr`` is right."""
 
 
 _ADVICE = (
@@ -30,6 +30,8 @@ _ADVICE = (
         "sample_etype_neighbors sample_labors sample_neighbors sample_neighbors_biased sample_neighbors_fused "
         "select_topk global_uniform_negative_sampling get_node_storage get_edge_storage",
     ),
+    ("read the fields themselves: graph.ndata and graph.edata", "node_attr_schemes edge_attr_schemes"),
+    ("use get_ntype_id, or the names of types", "get_ntype_id_from_src get_ntype_id_from_dst"),
     (
         "it needs the structure of the whole graph; compute it before partitioning and store it as a field",
         "adj adj_external adj_tensors adjacency_matrix inc incidence_matrix is_multigraph to_networkx to_cugraph "
@@ -58,7 +60,7 @@ def refused(what: str, advice: str) -> ClosedMemberError:
 
 
 class Closed(DGLGraph):
-    """A DGLGraph by type only: whatever public member a subclass does not define is refused by name."""
+    """A DGLGraph by its type only. A public member that a subclass does not define is refused by name."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         return object.__new__(cls)
@@ -66,7 +68,14 @@ class Closed(DGLGraph):
     def __getattribute__(self, name: str) -> Any:
         if not name.startswith("__") and _is_inherited(type(self), name):
             raise refused(f"DGLGraph.{name}", advice_for(name))
-        return super().__getattribute__(name)
+        try:
+            return super().__getattribute__(name)
+        except ClosedMemberError:
+            raise
+        except AttributeError:
+            if name.startswith("__") or not name.startswith("_"):
+                raise
+            raise refused("the structure that functions of DGL read", "call them before partitioning") from None
 
     def __reduce__(self) -> Any:
         raise TypeError("a sharded graph belongs to its process: save the store's path and load it again")

@@ -12,12 +12,12 @@ DGL_EDGE: CanonicalType = ("_N", "_E", "_N")
 
 
 def graph(sharded: ShardedGraph) -> ShardedDGLGraph:
-    """`sharded` (from `shardpass.load`) as what stands for a DGLGraph. Collective: out-degrees are counted.
+    """A graph from `shardpass.load` as what stands for a DGLGraph. Collective, since out-degrees are counted.
 
-    Stored node and edge fields are in its data under their names, original ids under ``dgl.NID`` and ``dgl.EID``.
+    Its data hold the stored node and edge fields under their names, and original ids under ``dgl.NID`` and ``dgl.EID``.
 
     Raises:
-        TypeError: something else.
+        TypeError: `sharded` is not such a graph.
         ValueError: it was loaded with ``Options(stream_structure=True)``, which is for PyG's layers.
     """
     if not isinstance(sharded, ShardedGraph):
@@ -43,10 +43,10 @@ def graph(sharded: ShardedGraph) -> ShardedDGLGraph:
 
 
 def node_type(kind: NodeType) -> NodeType:
-    """DGL's name of a node type: its own for that of a homogeneous graph."""
+    """DGL's name of a node type. The nodes of a homogeneous graph are called `_N`."""
     return DGL_NODE if kind == NODE else kind
 
 
 def edge_type(kind: EdgeType) -> CanonicalType:
-    """DGL's name of an edge type: its own for that of a homogeneous graph."""
+    """DGL's name of an edge type. The edges of a homogeneous graph are called `_E`."""
     return DGL_EDGE if kind == EDGE else kind

@@ -1,4 +1,4 @@
-"""A rank without nodes or edges runs the same code as the others, on tensors without rows."""
+"""A rank without nodes or edges runs the same code as the other ranks, on tensors without rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ _RESHAPES = (Tensor.view, Tensor.reshape, torch.reshape)
 
 
 class EmptyRows(TorchFunctionMode):
-    """Makes ``h.view(len(h), -1, 4)`` of no rows what it is of one: torch cannot tell what the -1 stands for."""
+    """A context in which ``h.view(len(h), -1, 4)`` of no rows has the shape that it has of one row.
+
+    Torch alone cannot tell what the -1 stands for.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _RESHAPES and args and isinstance(args[0], Tensor) and args[0].numel() == 0:
@@ -22,7 +25,7 @@ class EmptyRows(TorchFunctionMode):
 
 
 def _with_sizes(tensor: Tensor, sizes: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments of a reshape of `tensor`, in which a -1 beside a 0 is what it would be if there were one row."""
+    """The arguments of a reshape of `tensor`, with a -1 beside a 0 replaced by its value for a tensor of one row."""
     shape = list(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else list(sizes)
     if not all(isinstance(size, int) for size in shape) or shape.count(-1) != 1 or 0 not in shape:
         return (tensor, *sizes)

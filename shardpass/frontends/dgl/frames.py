@@ -1,38 +1,79 @@
-"""Node and edge data by name, as DGL's frames: a dict of tensors that checks their number of rows."""
+"""Node and edge data by name: dicts of tensors that check the number of rows, as DGL's frames do."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any, NamedTuple
 
 import torch
 from dgl import DGLError
 from torch import Tensor
 
 
-class Frame(MutableMapping[str, Tensor]):
+class LazyFields(MutableMapping[str, Tensor]):
+    """Fields that are made of others, each when it is first read, and then kept. Fields may be set and deleted too.
+
+    Args:
+        rows: the fields of which they are made.
+        made: makes one of them.
+        note: called with the name of each field that is read.
+    """
+
+    def __init__(
+        self, rows: Mapping[str, Tensor], made: Callable[[Tensor], Tensor], note: Callable[[str], None] | None = None
+    ) -> None:
+        self._rows, self._made, self._note = rows, made, note
+        self._own: dict[str, Tensor] = {}
+        self._gone: set[str] = set()
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self:
+            raise KeyError(name)
+        if name not in self._own:
+            self._own[name] = self._made(self._rows[name])
+            if self._note is not None:
+                self._note(name)
+        return self._own[name]
+
+    def __setitem__(self, name: str, value: Tensor) -> None:
+        self._own[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        if name not in self:
+            raise KeyError(name)
+        self._own.pop(name, None)
+        self._gone.add(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._own or (name in self._rows and name not in self._gone)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(name for name in {**dict.fromkeys(self._rows), **self._own} if name in self)
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
+class Frame(LazyFields):
     """The data of this rank's nodes or edges of one type.
 
     Args:
-        num_rows: that every tensor has.
-        what: ``"nodes"`` or ``"edges"``, for messages.
-        stored: fields of the graph's store, each read when it is first asked for.
+        num_rows: how many rows every tensor has.
+        what: ``"nodes"`` or ``"edges"``, for error messages.
+        stored: the fields of the graph's store. Each is read when it is first asked for.
     """
 
     def __init__(self, num_rows: int, what: str, stored: Mapping[str, Tensor]) -> None:
+        super().__init__(stored, lambda rows: rows)
         self.num_rows, self.what = num_rows, what
-        self._stored: dict[str, Mapping[str, Tensor]] = dict.fromkeys(stored, stored)
-        self._data: dict[str, Tensor] = {}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.num_rows} {self.what}: {', '.join(self)})"
 
     def __getitem__(self, name: str) -> Tensor:
-        if name in self._data:
-            return self._data[name]
-        if name not in self._stored:
+        if name not in self:
             raise KeyError(f"no field {name!r} of these {self.what}; there are: {', '.join(self) or 'none'}")
-        return self._stored[name][name]
+        return super().__getitem__(name)
 
     def __setitem__(self, name: str, value: Any) -> None:
         if isinstance(value, Mapping):
@@ -44,33 +85,24 @@ class Frame(MutableMapping[str, Tensor]):
                 f"Expect number of features to match number of {self.what} (len(u)). Got {rows} and {self.num_rows} "
                 f"instead: field {name!r} must have a row for each of this rank's own {self.what}"
             )
-        self._data[name] = value
+        super().__setitem__(name, value)
 
-    def __delitem__(self, name: str) -> None:
-        if name not in self:
-            raise KeyError(name)
-        self._data.pop(name, None)
-        self._stored.pop(name, None)
+    def clone(self, kind: type[Frame] | None = None) -> Frame:
+        """Another frame of the same tensors: what is set in one is not seen in the other.
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._data or name in self._stored
-
-    def __iter__(self) -> Iterator[str]:
-        return iter({**self._stored, **self._data})
-
-    def __len__(self) -> int:
-        return len({**self._stored, **self._data})
-
-    @property
-    def set_fields(self) -> Mapping[str, Tensor]:
-        """The fields that were set, without those of the store that were only read."""
-        return self._data
-
-    def clone(self) -> Frame:
-        """Another frame of the same tensors: what is set in one is not seen in the other."""
-        other = type(self)(self.num_rows, self.what, {})
-        other._stored, other._data = dict(self._stored), dict(self._data)
+        Args:
+            kind: its class; `None` means the same class.
+        """
+        other = (kind or type(self))(self.num_rows, self.what, self._rows)
+        other._own, other._gone = dict(self._own), set(self._gone)
         return other
+
+
+class Frames(NamedTuple):
+    """The data of a graph by node type, and by canonical edge type."""
+
+    nodes: dict[str, Frame]
+    edges: dict[tuple[str, str, str], Frame]
 
 
 class FramesByType(MutableMapping[str, dict[Any, Tensor]]):

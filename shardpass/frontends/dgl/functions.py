@@ -1,4 +1,4 @@
-"""DGL's built-in message functions as bodies for the engine: which operands they read, what they compute."""
+"""DGL's built-in message functions for the engine: which operands they read and what they compute."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 from dgl import DGLError
-from dgl.function.base import BuiltinFunction, TargetCode
-from dgl.function.message import BinaryMessageFunction, CopyMessageFunction
 from torch import Tensor
 
 from shardpass.core.tracing import Inputs
 from shardpass.errors import RefusedError
+from shardpass.frontends.dgl.private import BinaryMessageFunction, BuiltinFunction, CopyMessageFunction, TargetCode
 
 _SIDES = {TargetCode.SRC: "s", TargetCode.DST: "d", TargetCode.EDGE: "e"}
 REDUCERS = ("sum", "mean", "max", "min")
@@ -24,16 +23,18 @@ def is_builtin(function: Any) -> bool:
 
 
 def operands(function: Any) -> list[tuple[str, str]]:
-    """``(side, field)`` of each operand of a built-in message function; side is ``s``, ``d`` or ``e``."""
+    """``(side, field)`` of each operand of a built-in message function. The side is ``s``, ``d`` or ``e``."""
     if isinstance(function, CopyMessageFunction):
         return [(_SIDES[function.target], function.in_field)]
     if isinstance(function, BinaryMessageFunction):
         return [(_SIDES[function.lhs], function.lhs_field), (_SIDES[function.rhs], function.rhs_field)]
-    raise RefusedError(f"{function!r} is not a message function that shardpass knows; write it as a function of edges")
+    raise RefusedError(
+        f"{function!r} is not a built-in message function that shardpass knows. Write it as a function of edges"
+    )
 
 
 def reducer_of(function: Any, out_field: str | None) -> str:
-    """The name of a built-in reduce function whose message field is `out_field` (None: not checked)."""
+    """The name of a built-in reduce function. It must read the field `out_field`, unless that is `None`."""
     if function.name not in REDUCERS:
         raise RefusedError(f"the reduce function {function.name!r} is not supported; known are {', '.join(REDUCERS)}")
     if out_field is not None and out_field != function.msg_field:
@@ -45,7 +46,7 @@ def reducer_of(function: Any, out_field: str | None) -> str:
 
 
 def message_of(function: Any) -> Callable[[Inputs], Tensor]:
-    """What a built-in message function computes on some edges, ``[E, ...]``."""
+    """The function that computes a built-in message on some edges, ``[E, ...]``."""
     reads = operands(function)
 
     def message(inputs: Inputs) -> Tensor:
@@ -58,7 +59,7 @@ def message_of(function: Any) -> Callable[[Inputs], Tensor]:
 
 
 def _same_dims(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """DGL broadcasts trailing dimensions: ones are put in after the first dimension of the shorter."""
+    """Both tensors with as many dimensions. DGL puts ones after the first dimension of the one that has fewer."""
     if left.dim() == right.dim():
         return left, right
     dims = max(left.dim(), right.dim())

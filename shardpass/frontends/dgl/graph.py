@@ -2,56 +2,49 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 import dgl
 import torch
 from dgl import DGLError
-from dgl.base import ALL, is_all
 from torch import Tensor
 
 from shardpass.core.graphs import ShardedGraph
 from shardpass.core.ranks import Ranks
-from shardpass.frontends.dgl.attention import attended, deferred_fields, hand_over, softmax_in_sight
+from shardpass.frontends.dgl.blocks import parts_of_blocks
 from shardpass.frontends.dgl.closed import refused
-from shardpass.frontends.dgl.frames import Frame, FramesByType
+from shardpass.frontends.dgl.frames import Frame, Frames, FramesByType, LazyFields
 from shardpass.frontends.dgl.functions import is_builtin
-from shardpass.frontends.dgl.lazy import LazyEdges
 from shardpass.frontends.dgl.mailbox import reduced_by_user, warn_once
 from shardpass.frontends.dgl.messages import MessagePassing, without_infinity
+from shardpass.frontends.dgl.private import ALL, is_all
 from shardpass.frontends.dgl.structure import CanonicalType, Edges, Nodes, NodeType
 from shardpass.frontends.dgl.typed_graph import TypedGraph
-from shardpass.frontends.dgl.udf import LazyFields, ShardedNodeBatch
+from shardpass.frontends.dgl.udf import ShardedNodeBatch
 from shardpass.frontends.dgl.views import DataViews
 
-
-class Frames(NamedTuple):
-    """Data by node type, and by canonical edge type."""
-
-    nodes: dict[NodeType, Frame]
-    edges: dict[CanonicalType, Frame]
+Graph = TypeVar("Graph", bound="ShardedDGLGraph")
 
 
 class ShardedDGLGraph(TypedGraph):
     """One rank's share of a graph where a DGLGraph goes.
 
-    Node data hold own rows ``[num_own, ...]``, edge data the edges into own nodes, in the order of
-    ``graph.edata[dgl.EID]``. ``update_all`` and ``apply_edges`` are collective: every rank calls them in one order.
-    What is not offered raises `ClosedMemberError`.
+    Node data have a row for each own node, ``[num_own, ...]``. Edge data have a row for each edge into an own node, in
+    the order of ``graph.edata[dgl.EID]``. ``update_all`` and ``apply_edges`` are collective: every rank calls them, in
+    the same order. A member of DGLGraph that is not offered raises `ClosedMemberError`.
 
     Args:
         comm: the ranks that share the graph.
-        sources, destinations: nodes by type; the same dict unless the graph is a block.
+        sources, destinations: the nodes by type; the same dict unless the graph is a block.
         edges: by canonical type.
         is_block: whether sources and destinations are different sets of nodes.
     """
 
     core: ShardedGraph | None = None
-    """The engine's graph that this stands for; None for blocks and for single edge types of it."""
+    """The engine's graph that this stands for; `None` for a block and for a single edge type of several."""
 
     def __init__(
         self,
@@ -88,12 +81,21 @@ class ShardedDGLGraph(TypedGraph):
         return any(part.num == 0 for part in nodes) or any(part.num == 0 for part in self._edges.values())
 
     def mfgs(self, nodes: Any, num_layers: int, keep_seeds: bool = True) -> list[ShardedDGLGraph]:
-        """A block for each layer of a model that is asked for the outputs of `nodes` only. Collective; see `mfgs`."""
-        from shardpass.frontends.dgl.blocks import mfgs
+        """A block for each layer of a model that is asked for the outputs of `nodes` only, the first layer's first.
 
+        Collective. The destinations of a block come first among its sources, as in DGL, and its data are rows of this
+        graph's. The destinations of the last block are `nodes`, in their order on this rank.
+
+        Args:
+            nodes: own rows, bool ``[num_own]`` or int64; a dict by type if there are several. May be empty on a rank.
+            num_layers: the same on every rank.
+            keep_seeds: whether destinations are sources also where no edge begins in them. Layers that read the row of
+                the node itself need that.
+        """
         if self.is_block:
             raise refused("mfgs of a block", "make them from the graph")
-        return mfgs(self, nodes, num_layers, keep_seeds)
+        found = parts_of_blocks(self, self.frames, nodes, num_layers, keep_seeds)
+        return [ShardedDGLGraph(self.comm, *parts, is_block=True) for parts in found]
 
     # ---- data
 
@@ -143,17 +145,9 @@ class ShardedDGLGraph(TypedGraph):
         """``edges["type"].data``."""
         return DataViews("edges", self._edge_frames, self.to_canonical_etype)
 
-    def node_attr_schemes(self, ntype: NodeType | None = None) -> dict[str, Any]:
-        """Shape and dtype of each field of a node type."""
-        return _schemes(self._src_frames[self._one(self._src_frames, ntype, "Node")])
-
-    def edge_attr_schemes(self, etype: Any = None) -> dict[str, Any]:
-        """Shape and dtype of each field of an edge type."""
-        return _schemes(self._edge_frames[self.to_canonical_etype(etype)])
-
     @contextmanager
     def local_scope(self) -> Iterator[None]:
-        """Within, data set on this graph is forgotten on leaving."""
+        """A context. Data that you set on this graph within it are forgotten when you leave it."""
         kept = self._src_frames, self._dst_frames, self._edge_frames
         self._clone_frames()
         try:
@@ -163,16 +157,17 @@ class ShardedDGLGraph(TypedGraph):
 
     def local_var(self) -> ShardedDGLGraph:
         """The same graph with data of its own."""
-        other = self._copy()
+        other = self.copied_as(type(self))
         other._clone_frames()
         return other
 
     def clone(self) -> ShardedDGLGraph:
-        """As `local_var`: the structure is never changed."""
+        """The same as `local_var`, since the structure never changes."""
         return self.local_var()
 
-    def _copy(self) -> ShardedDGLGraph:
-        other: ShardedDGLGraph = object.__new__(type(self))
+    def copied_as(self, kind: type[Graph]) -> Graph:
+        """This graph, with the same frames, as one of the class `kind`."""
+        other = object.__new__(kind)
         other.__dict__.update(self.__dict__)
         return other
 
@@ -194,7 +189,7 @@ class ShardedDGLGraph(TypedGraph):
                 raise DGLError(f"{key} means {len(wanted)} edge types of {self.canonical_etypes}; name one")
             key = wanted[0]
         kind = self.to_canonical_etype(key)
-        other = self._copy()
+        other = self.copied_as(type(self))
         other.core = self.core if len(self._edges) == 1 else None
         src, _, dst = kind
         other._sources, other._destinations = {src: self._sources[src]}, {dst: self._destinations[dst]}
@@ -205,15 +200,7 @@ class ShardedDGLGraph(TypedGraph):
 
     @property
     def _graph(self) -> Any:
-        """The index on which DGL's own kernels run: the in-edges of own nodes.
-
-        For `dgl.ops` only: given this index, DGL's functions in C would read the rank's edges as a whole graph.
-        """
-        caller = sys._getframe(2)  # through `Closed.__getattribute__`
-        if not caller.f_globals.get("__name__", "").startswith("dgl.ops."):
-            raise refused(f"the structure that {caller.f_code.co_name}() reads", "do that before partitioning")
-        if any(isinstance(value, LazyEdges) for value in caller.f_locals.values()):
-            hand_over(caller.f_globals)
+        """The index of the in-edges of own nodes, on which DGL's own kernels run (`edge_softmax`); see `LocalIndex`."""
         if len(self._edges) != 1:
             raise refused("a DGL kernel over several edge types", "use graph[etype] for one of them")
         return next(iter(self._edges.values())).index
@@ -242,20 +229,18 @@ class ShardedDGLGraph(TypedGraph):
     ) -> dict[str, Tensor]:
         passing = self._passing(kind)
         if is_builtin(reducer):
-            found = attended(passing, message, reducer)
-            return passing.reduced(message, reducer, empty) if found is None else found
+            return passing.reduced(message, reducer, empty)
         warn_once(passing, self._warned)
         return reduced_by_user(passing, message, reducer)
 
     def update_all(self, message_func: Any, reduce_func: Any, apply_node_func: Any = None, etype: Any = None) -> None:
-        """Send messages along all edges of a type and set what the destinations make of them. Collective.
+        """Send messages along all edges of a type, and set what the destinations compute of them. Collective.
 
         Args:
-            message_func: of ``dgl.function``, or a function of edges that returns a dict of fields.
-            reduce_func: of ``dgl.function`` (computed part by part), or a function of nodes, for which all halo rows
-                are fetched at once.
-            apply_node_func: a function of the destination nodes, for what is set.
-            etype: needed where there are several, unless both functions are of ``dgl.function``.
+            message_func: one of ``dgl.function``, or a function of edges that returns a dict of fields.
+            reduce_func: one of ``dgl.function``, or a function of nodes, for which all halo rows are fetched at once.
+            apply_node_func: a function of the destination nodes, applied to what the reduce function gives.
+            etype: needed if there are several types, unless both functions are of ``dgl.function``.
         """
         if etype is None and len(self._edges) > 1:
             if not is_builtin(message_func) or not is_builtin(reduce_func) or reduce_func.name == "mean":
@@ -272,7 +257,8 @@ class ShardedDGLGraph(TypedGraph):
         """`update_all` for several edge types, whose results are merged by `cross_reducer`. Collective.
 
         Args:
-            etype_dict: (message function, reduce function[, apply function]) by edge type; the same order on all ranks.
+            etype_dict: ``(message function, reduce function[, apply function])`` by edge type, in the same order on all
+                ranks.
             cross_reducer: ``sum``, ``mean``, ``min``, ``max``, ``stack``, or a function of a list of tensors.
         """
         results: dict[NodeType, list[tuple[int, dict[str, Tensor]]]] = {}
@@ -295,38 +281,40 @@ class ShardedDGLGraph(TypedGraph):
                 self.apply_nodes(apply_node_func, ntype=ntype)
 
     def apply_edges(self, func: Any, edges: Any = ALL, etype: Any = None) -> None:
-        """Set fields of edges from what `func` computes on them. Collective.
+        """Set the fields that `func` computes on edges. Collective.
 
         Args:
-            func: of ``dgl.function``, or a function of edges that returns a dict of fields.
-            edges: positions of own edges (the same call on every rank, with its own); default: all.
-            etype: needed where there are several.
+            func: one of ``dgl.function``, or a function of edges that returns a dict of fields.
+            edges: positions of own edges. Every rank makes the call, each with its own positions. The default is all.
+            etype: needed if there are several types.
         """
         kind = self.to_canonical_etype(etype)
         passing, frame = self._passing(kind), self._edge_frames[kind]
         if is_all(edges):
-            waiting = deferred_fields(passing, func) if softmax_in_sight(sys._getframe(1)) else None
-            frame.update(passing.per_edge(func) if waiting is None else waiting)
-            return
-        if isinstance(edges, tuple):
-            raise refused("apply_edges on (source, destination) pairs", "pass positions of this rank's own edges")
-        chosen = torch.as_tensor(edges, device=self.device)
-        chosen = chosen.nonzero().view(-1) if chosen.dtype == torch.bool else chosen.to(torch.int64)
-        chosen = torch.unique(chosen)
-        if chosen.numel() and not 0 <= int(chosen[0]) <= int(chosen[-1]) < frame.num_rows:
-            raise DGLError(
-                f"apply_edges: positions of own edges in [0, {frame.num_rows}) are expected on rank {self.comm.rank}; "
-                f"ids of the whole graph are in graph.edata[dgl.EID]"
-            )
+            return frame.update(passing.per_edge(func))
+        chosen = self._positions(edges, frame.num_rows)
         for name, rows in passing.per_edge(func, chosen).items():
             if name in frame:
                 rows = frame[name].index_copy(0, chosen, rows[chosen])
             frame[name] = rows
 
+    def _positions(self, edges: Any, num_edges: int) -> Tensor:
+        if isinstance(edges, tuple):
+            raise refused("apply_edges on (source, destination) pairs", "pass positions of this rank's own edges")
+        chosen = torch.as_tensor(edges, device=self.device)
+        chosen = torch.unique(chosen.nonzero().view(-1) if chosen.dtype == torch.bool else chosen.to(torch.int64))
+        if chosen.numel() and not 0 <= int(chosen[0]) <= int(chosen[-1]) < num_edges:
+            raise DGLError(
+                f"apply_edges on rank {self.comm.rank}: found positions from {int(chosen[0])} to {int(chosen[-1])}, "
+                f"expected positions of own edges in [0, {num_edges}). Ids of the whole graph are in "
+                f"graph.edata[dgl.EID]"
+            )
+        return chosen
+
     def apply_nodes(
         self, func: Callable[[Any], dict[str, Tensor]], v: Any = ALL, ntype: NodeType | None = None
     ) -> None:
-        """Set fields of own nodes from what `func` computes on them; of rows `v` only. Not collective."""
+        """Set the fields that `func` computes on own nodes, or on the rows `v` of them. Not collective."""
         kind = self._one(self._dst_frames, ntype, "Node")
         frame = self._dst_frames[kind]
         rows = torch.arange(frame.num_rows, device=self.device)
@@ -359,10 +347,6 @@ def _frame(part: Nodes | Edges, id_field: str) -> Frame:
 
 def _view(frames: dict[Any, Frame]) -> Any:
     return next(iter(frames.values())) if len(frames) == 1 else FramesByType(frames)
-
-
-def _schemes(frame: Frame) -> dict[str, Any]:
-    return {name: (tuple(tensor.shape[1:]), tensor.dtype) for name, tensor in frame.items()}
 
 
 _MERGERS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -1,34 +1,33 @@
-"""A real DGL graph index of this rank's edges, so that unmodified code may run DGL's kernels on them."""
+"""A real DGL graph index of this rank's edges, so that unmodified code can run DGL's kernels on them."""
 
 from __future__ import annotations
 
 from typing import Any, NoReturn
 
-import dgl
-from dgl.heterograph_index import HeteroGraphIndex
 from torch import Tensor
 
 from shardpass.core.exchange import HaloPlan
 from shardpass.frontends.dgl.closed import refused
+from shardpass.frontends.dgl.private import HeteroGraphIndex, local_index
 
 
 class LocalIndex(HeteroGraphIndex):
-    """The index of the own in-edges, in the rank's edge order. What needs destinations and edges only is whole on it.
+    """The index of the edges into own nodes, in the rank's edge order.
 
     [Note: edge softmax needs no communication]
-    All in-edges of a node are here, so ``dgl.nn.functional.edge_softmax`` and ``copy_e``, ``e_op_v`` with any reducer
-    give what they give on the whole graph. A kernel that reads source nodes would not: the number of sources is one
-    that no node tensor of this rank has, so it fails.
+    All in-edges of a node are here. So ``dgl.nn.functional.edge_softmax``, and kernels that read destinations and edges
+    only (``copy_e``, ``e_op_v``), give what they give on the whole graph. A kernel that reads source nodes would not.
+    The index therefore has a number of source nodes that no node tensor of this rank has, so that such a kernel raises.
+    Functions that walk along out-edges raise too, since the index has no format for that.
     """
 
     @staticmethod
-    def of(src_rows: Tensor, dst_rows: Tensor, plan: HaloPlan) -> Any:
+    def of(src_rows: Tensor, dst_rows: Tensor, plan: HaloPlan) -> LocalIndex:
         """The index of edges in own-first numbering."""
         num_src = max(plan.num_src, plan.num_own_src, plan.num_dst) + 1
-        block = dgl.create_block((src_rows, dst_rows), num_src_nodes=num_src, num_dst_nodes=plan.num_dst)
-        index = block._graph
+        index = local_index(src_rows, dst_rows, num_src, plan.num_dst)
         index.__class__ = LocalIndex
-        return index
+        return index  # type: ignore[no-any-return]
 
     def reverse(self) -> NoReturn:
         """Refused."""
@@ -37,6 +36,6 @@ class LocalIndex(HeteroGraphIndex):
     def _no(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise refused("an operation on the structure of the graph", "do it before partitioning")
 
-    edges = adjacency_matrix = adjacency_matrix_tensors = edge_subgraph = node_subgraph = _no
+    edges = adjacency_matrix = adjacency_matrix_tensors = edge_subgraph = node_subgraph = copy_to = _no
     out_edges = in_edges = find_edges = edge_id = edge_ids = successors = predecessors = _no
     has_edges_between = has_edge_between = line_graph = in_subgraph = out_subgraph = get_unitgraph = _no

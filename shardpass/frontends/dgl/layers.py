@@ -1,12 +1,11 @@
-"""DGL modules that need more than message passing: their unmodified code, with a few of the names it uses replaced.
+"""DGL modules that need more than message passing: classes in whose unmodified code a few names mean something else.
 
-Each is given a class derived from its own, so it stays the same object with the same parameters.
+`adapt` gives a module the class here that is derived from its own. It stays the same object with the same parameters.
 """
 
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -20,22 +19,15 @@ from torch.utils.checkpoint import checkpoint
 from shardpass.core.exchange import halo_push
 from shardpass.core.ranks import agree
 from shardpass.frontends.dgl import readouts
+from shardpass.frontends.dgl.attention import Attends
 from shardpass.frontends.dgl.closed import refused
 from shardpass.frontends.dgl.empty import EmptyRows
 from shardpass.frontends.dgl.graph import ShardedDGLGraph
-from shardpass.frontends.dgl.lazy import ordinary
-
-
-def with_names(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
-    """The code of `function`, in which the global `names` mean something else."""
-    return types.FunctionType(
-        function.__code__, {**function.__globals__, **names}, function.__name__, function.__defaults__,
-        function.__closure__,
-    )  # fmt: skip
+from shardpass.frontends.dgl.private import with_names
 
 
 class _Reversed:
-    """The reversed graph, as EdgeWeightNorm uses it: sums of an edge field over the out-edges of own nodes."""
+    """The reversed graph in EdgeWeightNorm, which sums an edge field over the out-edges of own nodes."""
 
     def __init__(self, graph: ShardedDGLGraph) -> None:
         self._edges = graph.edges_of(None)
@@ -63,11 +55,56 @@ class ShardedEdgeWeightNorm(dnn.EdgeWeightNorm):
         return with_names(dnn.EdgeWeightNorm.forward, reverse=_Reversed)(self, graph, edge_weight)
 
 
+class ShardedAGNNConv(Attends, dnn.AGNNConv):
+    """`dgl.nn.AGNNConv`."""
+
+
+class ShardedDotGatConv(Attends, dnn.DotGatConv):
+    """`dgl.nn.DotGatConv`."""
+
+
+class ShardedGATConv(Attends, dnn.GATConv):
+    """`dgl.nn.GATConv`."""
+
+
+class ShardedGATv2Conv(Attends, dnn.GATv2Conv):
+    """`dgl.nn.GATv2Conv`."""
+
+
+class _OwnEdgeCounts(ShardedDGLGraph):
+    """A graph whose ``num_edges()`` is a plain number."""
+
+    def num_edges(self, etype: Any = None) -> int:
+        """How many edges of a type this rank has; `None` means all types."""
+        return int(super().num_edges(etype))
+
+
+class _ChecksWeights:
+    """Layers that compare the number of edge weights with ``graph.num_edges()``, also where a rank has no edges."""
+
+    def forward(self, graph: Any, *args: Any, **kwargs: Any) -> Any:
+        """What the layer computes on own rows. Collective."""
+        counted = graph.copied_as(_OwnEdgeCounts) if isinstance(graph, ShardedDGLGraph) else graph
+        return super().forward(counted, *args, **kwargs)  # type: ignore[misc]
+
+
+class ShardedGINConv(_ChecksWeights, dnn.GINConv):
+    """`dgl.nn.GINConv`."""
+
+
+class ShardedGraphConv(_ChecksWeights, dnn.GraphConv):
+    """`dgl.nn.GraphConv`."""
+
+
+class ShardedSAGEConv(_ChecksWeights, dnn.SAGEConv):
+    """`dgl.nn.SAGEConv`."""
+
+
 class _NormalisesWeights:
-    """Layers that make an EdgeWeightNorm in forward."""
+    """Layers that make an `EdgeWeightNorm` in forward."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        original = type(self).__mro__[2].forward  # type: ignore[attr-defined]
+        original = super().forward.__func__  # type: ignore[misc]
         return with_names(original, EdgeWeightNorm=ShardedEdgeWeightNorm)(self, *args, **kwargs)
 
 
@@ -88,11 +125,11 @@ class ShardedTAGConv(_NormalisesWeights, dnn.TAGConv):
 
 
 class _ReadsOut:
-    """Readouts."""
+    """Modules that use DGL's readouts."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         names = ("sum_nodes", "mean_nodes", "max_nodes", "softmax_nodes", "broadcast_nodes")
-        original = type(self).__mro__[2].forward  # type: ignore[attr-defined]
+        original = super().forward.__func__  # type: ignore[misc]
         return with_names(original, **{name: getattr(readouts, name) for name in names})(self, *args, **kwargs)
 
 
@@ -121,11 +158,11 @@ class ShardedWeightAndSum(_ReadsOut, dnn.WeightAndSum):
 
 
 class ShardedChebConv(_ReadsOut, dnn.ChebConv):
-    """`dgl.nn.ChebConv`: `lambda_max` is broadcast to own nodes."""
+    """`dgl.nn.ChebConv`, which broadcasts `lambda_max` to own nodes."""
 
 
 class ShardedLabelPropagation(dnn.LabelPropagation):
-    """`dgl.nn.LabelPropagation`: the number of classes is that of the labels of all ranks."""
+    """`dgl.nn.LabelPropagation`, with the number of classes that the labels of all ranks have."""
 
     def forward(self, g: ShardedDGLGraph, labels: Tensor, mask: Tensor | None = None) -> Tensor:
         """Propagated labels of own nodes, ``[num_own, classes]``. Collective."""
@@ -138,9 +175,10 @@ class ShardedLabelPropagation(dnn.LabelPropagation):
 
 
 class ShardedGroupRevRes(dnn.GroupRevRes):
-    """`dgl.nn.GroupRevRes`: backward computes the layer again from its input, which is kept, not from its output.
+    """`dgl.nn.GroupRevRes`, which keeps its input and computes the layer again from it in backward.
 
-    DGL's own frees and recovers the input inside a backward, where ranks would communicate out of step.
+    DGL's own class frees its input and recovers it from the output inside backward, where ranks would communicate out
+    of step.
     """
 
     def forward(self, g: ShardedDGLGraph, x: Tensor, *args: Any) -> Tensor:
@@ -154,15 +192,15 @@ class ShardedGroupRevRes(dnn.GroupRevRes):
 
 
 class ShardedTypedLinear(dnn.TypedLinear):
-    """`dgl.nn.TypedLinear`: edges of a part are not sorted by type, whatever the caller says of the whole list."""
+    """`dgl.nn.TypedLinear`, which ignores `sorted_by_type`: a part of a sorted list of edges is not sorted."""
 
     def forward(self, x: Tensor, x_type: Tensor, sorted_by_type: bool = False) -> Tensor:
         """Rows of `x` times the matrix of their type."""
-        return super().forward(ordinary(x), x_type, False)
+        return super().forward(x, x_type, False)
 
 
 class ShardedGatedGraphConv(dnn.GatedGraphConv):
-    """`dgl.nn.GatedGraphConv`: its code skips edge types that have no edges, which differs from rank to rank."""
+    """`dgl.nn.GatedGraphConv`, which skips no edge type: which types have no edges differs from rank to rank."""
 
     def forward(self, graph: ShardedDGLGraph, feat: Tensor, etypes: Tensor | None = None) -> Tensor:
         """Updated own rows, ``[num_own, out_feats]``. Collective."""
@@ -183,16 +221,23 @@ class ShardedGatedGraphConv(dnn.GatedGraphConv):
 
 
 ADAPTED: dict[type[nn.Module], type[nn.Module]] = {
+    dnn.AGNNConv: ShardedAGNNConv,
     dnn.APPNPConv: ShardedAPPNPConv,
     dnn.AvgPooling: ShardedAvgPooling,
     dnn.ChebConv: ShardedChebConv,
+    dnn.DotGatConv: ShardedDotGatConv,
     dnn.EdgeWeightNorm: ShardedEdgeWeightNorm,
+    dnn.GATConv: ShardedGATConv,
+    dnn.GATv2Conv: ShardedGATv2Conv,
     dnn.GCN2Conv: ShardedGCN2Conv,
+    dnn.GINConv: ShardedGINConv,
     dnn.GatedGraphConv: ShardedGatedGraphConv,
     dnn.GlobalAttentionPooling: ShardedGlobalAttentionPooling,
+    dnn.GraphConv: ShardedGraphConv,
     dnn.GroupRevRes: ShardedGroupRevRes,
     dnn.LabelPropagation: ShardedLabelPropagation,
     dnn.MaxPooling: ShardedMaxPooling,
+    dnn.SAGEConv: ShardedSAGEConv,
     dnn.SGConv: ShardedSGConv,
     dnn.Set2Set: ShardedSet2Set,
     dnn.SumPooling: ShardedSumPooling,
@@ -203,7 +248,7 @@ ADAPTED: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def adapt(model: nn.Module) -> None:
-    """Give the modules of `model` that need it their sharded class, in place. Exactly the types in `ADAPTED`."""
+    """Give the modules of `model` whose class is a key of `ADAPTED` their sharded class, in place."""
     for module in model.modules():
         kind = ADAPTED.get(type(module))
         if kind is not None:

@@ -43,30 +43,35 @@ Array = Any
 class DataLoader(EpochLoader):
     """Mini-batches of blocks, as `dgl.dataloading.DataLoader` yields them. Collective.
 
-    Every rank makes the same loader and iterates over it in step: all take the same number of batches, ``len(loader)``.
-    Yields ``(input_nodes, output_nodes, blocks)``: original ids of the nodes that the first block reads and that the
-    last one computes (by type where there are several), and ordinary DGL blocks, for an ordinary model that is not
-    wrapped. ``dgl.NID`` and ``dgl.EID`` are original ids. The source nodes of the first block have the graph's node
-    fields, the destinations of the last one too, and every block the edge fields; or those that the sampler prefetches.
-    Which seeds a step has, over all ranks, and which neighbours of a node are drawn in each of its layers depends on
-    `seed`, the epoch and the step, not on the ranks.
+    Every rank makes the same loader and iterates over it in step. All ranks take the same number of batches,
+    ``len(loader)``.
+
+    It yields ``(input_nodes, output_nodes, blocks)``: the original ids of the nodes that the first block reads and of
+    those that the last block computes (dicts by type if there are several types), and ordinary DGL blocks, for a model
+    that is not wrapped. ``dgl.NID`` and ``dgl.EID`` are original ids. The sources of the first block and the
+    destinations of the last one have the graph's node fields, and every block its edge fields. If the sampler
+    prefetches fields, they have those only.
+
+    The seeds of a step, over all ranks, and the neighbours that are drawn in each layer depend on `seed`, the epoch and
+    the step, not on the ranks.
 
     Args:
         graph: what `shardpass.load` returned, or `shardpass.dgl.graph` made of it.
-        indices: the seeds among own nodes: bool ``[num_own]``, own rows, or a dict of these by type.
+        indices: the seeds among own nodes, as a mask, bool ``[num_own]``, as own rows, or as a dict of these by type.
         graph_sampler: a `dgl.dataloading.NeighborSampler` with its fanouts, `replace`, `prob` or `mask`, and names to
             prefetch.
-        batch_size: seeds per rank and step, at most; a step of all ranks takes ``batch_size * comm.size``.
-        shuffle: a new random order of all ranks' seeds every epoch; otherwise that of their original ids.
-        drop_last: leave out a last step that is not full.
-        seed: of all that is random.
-        prefetch: batches made ahead in the background; 0: none, and no thread.
+        batch_size: the most seeds of a rank in a step. A step of all ranks takes ``batch_size * comm.size``.
+        shuffle: whether the seeds of all ranks have a new random order in every epoch. Otherwise they are in the order
+            of their original ids.
+        drop_last: whether to leave out a last step that is not full.
+        seed: decides everything that is random.
+        prefetch: how many batches a thread makes ahead. With 0 there is no thread.
 
     Raises:
-        ValueError: bad arguments, on the rank that has them; on every rank, if in the last step some would have no
-            seed: with batches of one, or fewer seeds than ranks.
-        RefusedError: another sampler.
-        DivergenceError: on every rank, if ranks make different loaders.
+        ValueError: an argument is not allowed (on the rank that has it), or some rank would have no seed in the last
+            step (on every rank).
+        RefusedError: the sampler is of another class.
+        DivergenceError: ranks make different loaders (on every rank).
     """
 
     def __init__(
@@ -97,7 +102,8 @@ class DataLoader(EpochLoader):
         if is_short(self._epochs.total, batch_size, whole.comm.size, drop_last):
             raise ValueError(
                 f"{self._epochs.total} seeds in batches of {batch_size} on {whole.comm.size} ranks leave some ranks "
-                f"without a seed in the last step, for which DGL has no blocks: use drop_last=True, or larger batches"
+                f"without a seed in the last step, and DGL has no blocks without nodes: use drop_last=True, or larger "
+                f"batches"
             )
 
     def _make(self, seeds: Seeds, seed: int) -> tuple[Any, Any, list[Any]]:
@@ -110,7 +116,7 @@ class DataLoader(EpochLoader):
 def settings_of(
     graph: ShardedDGLGraph, sampler: Any, batch_size: int, shuffle: bool, drop_last: bool, seed: int, prefetch: int
 ) -> Settings:
-    """What a sampler of DGL and the arguments of a loader come to."""
+    """The settings that a sampler of DGL and the arguments of a loader stand for."""
     sources, labels = _fields_of(graph, sampler)
     nodes = {kind: sorted({*sources[kind], *labels[kind]}) for kind in graph.ntypes}
     wanted = _names(getattr(sampler, "prefetch_edge_feats", None), graph.canonical_etypes, graph.to_canonical_etype)
@@ -127,7 +133,7 @@ class Blocks:
 
     Args:
         graph: the rank's share.
-        settings: as given; `prefetch` is 0 afterwards where threads cannot be used.
+        settings: how to sample. `self.settings.prefetch` is 0 if threads cannot be used.
     """
 
     def __init__(self, graph: ShardedDGLGraph, settings: Settings) -> None:
@@ -234,7 +240,7 @@ def _names(given: Any, kinds: Sequence[Any], canonical: Any) -> dict[Any, Sequen
 
 
 def _fanouts(graph: ShardedDGLGraph, fanouts: Any) -> list[dict[CanonicalType, int]]:
-    """The fanout of each hop by edge type, the seeds' hop first; DGL gives the first layer's first."""
+    """The fanout of each hop by edge type, beginning with the seeds' hop. DGL begins with the first layer's."""
     if not isinstance(fanouts, (list, tuple)) or not fanouts:
         raise ValueError(f"fanouts of the sampler is {fanouts!r}; expected a list of one number per layer")
     found = []
@@ -258,13 +264,15 @@ def _refuse(kwargs: Mapping[str, Any], sampler: Any, device: torch.device) -> No
         if not value or name == "use_ddp" or is_ours:
             continue
         raise TypeError(
-            f"DataLoader got {name}={value!r}, which is not supported on a sharded graph: batches are made in a thread "
-            f"of this process, `prefetch` of them ahead, on the device of the communicator"
+            f"DataLoader got {name}={value!r}, which is not supported on a sharded graph: a thread of this process "
+            f"makes `prefetch` batches ahead, on the device of the communicator. Leave it out"
         )
     if type(sampler) not in (NeighborSampler, MultiLayerFullNeighborSampler):
         raise RefusedError(
-            f"{type(sampler).__name__} is not supported on a sharded graph: neighbours are drawn by the ranks that own "
-            f"them, as dgl.dataloading.NeighborSampler says"
+            f"{type(sampler).__name__} is not supported on a sharded graph: the ranks that own nodes draw their "
+            f"neighbours. Use dgl.dataloading.NeighborSampler"
         )
     if sampler.edge_dir != "in":
-        raise RefusedError("NeighborSampler(edge_dir='out') is not supported: a rank owns the in-edges of its nodes")
+        raise RefusedError(
+            "NeighborSampler(edge_dir='out') is not supported, since a rank owns the in-edges of its nodes: use 'in'"
+        )

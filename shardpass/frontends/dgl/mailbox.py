@@ -1,4 +1,4 @@
-"""User-defined reduce functions: all messages of a node at once, nodes of one degree together, as DGL runs them."""
+"""User-defined reduce functions. Each sees all messages of a node at once, and nodes of one degree together."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 
 from shardpass.core.aggregation import AtOnce, inputs_at_once
 from shardpass.core.ranks import begin_call
-from shardpass.frontends.dgl.frames import Frame
-from shardpass.frontends.dgl.messages import MessagePassing
-from shardpass.frontends.dgl.udf import LazyFields, ShardedNodeBatch
+from shardpass.frontends.dgl.frames import LazyFields
+from shardpass.frontends.dgl.messages import Fields, MessagePassing
+from shardpass.frontends.dgl.udf import ShardedNodeBatch
 
 
 def reduced_by_user(
@@ -25,9 +25,9 @@ def reduced_by_user(
     order of original edge ids; a node without messages holds 0.
     """
     edges, plan = passing.edges, passing.edges.plan
-    program, body = passing.program_of(message, "mailbox of ")
+    program, computed = passing.program_of(message, "mailbox of ")
     number, _ = begin_call(plan.comm, program.name)
-    everything = inputs_at_once(program, plan, edges.shards, f"call {number} {program.name}", body, edges.places)
+    everything = inputs_at_once(program, plan, edges.shards, f"call {number} {program.name}", computed, edges.places)
     messages, index = everything.messages, everything.inputs.index
     degrees = torch.bincount(index, minlength=everything.inputs.num_dst)
     starts = torch.cumsum(degrees, 0) - degrees
@@ -51,12 +51,12 @@ def reduced_by_user(
     return result
 
 
-def _rows_of(frame: Frame, everything: AtOnce, chosen: Tensor) -> LazyFields:
+def _rows_of(frame: Fields, everything: AtOnce, chosen: Tensor) -> LazyFields:
     return LazyFields(frame, lambda rows: everything.padded(rows)[chosen])
 
 
 def warn_once(passing: MessagePassing, warned: set[str]) -> None:
-    """Say, once per edge type and on one rank, what a user-defined reduce function costs."""
+    """Warn, once per edge type and on rank 0, what a user-defined reduce function costs."""
     plan = passing.edges.plan
     key = str(passing.edges.canonical)
     if key in warned or plan.comm.rank != 0 or plan.options.mode == "halo":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,15 +11,14 @@ from torch import Tensor
 from shardpass.core.aggregation import aggregate
 from shardpass.core.sharding import EdgeShards
 from shardpass.core.tracing import Inputs, Program
-from shardpass.errors import RefusedError
-from shardpass.frontends.dgl.frames import Frame
+from shardpass.errors import InternalError, RefusedError
 from shardpass.frontends.dgl.functions import is_builtin, message_of, operands, reducer_of
-from shardpass.frontends.dgl.lazy import ordinary
 from shardpass.frontends.dgl.structure import Edges
 from shardpass.frontends.dgl.udf import EdgeFunction, Packing
 
 _PLACES = "place of the edge"
 _EXTREMA = ("max", "min")
+Fields = Mapping[str, Tensor]
 
 
 class MessagePassing:
@@ -28,28 +27,31 @@ class MessagePassing:
     Args:
         edges: the structure.
         src, dst, edata: the data of their sources, destinations and themselves.
-        checked: signatures of user-defined bodies that passed the row-wise check, by function.
+        checked: by message function, the signatures with which it passed the row-wise check.
     """
 
-    def __init__(self, edges: Edges, src: Frame, dst: Frame, edata: Frame, checked: dict[Any, set[str]]) -> None:
+    def __init__(self, edges: Edges, src: Fields, dst: Fields, edata: Fields, checked: dict[Any, set[str]]) -> None:
         self.edges, self.src, self.dst, self.edata, self.checked = edges, src, dst, edata, checked
 
     def reduced(self, message: Any, reducer: Any, empty: float | None = None) -> dict[str, Tensor]:
         """What a built-in `reducer` makes of the messages: ``{field: [num_dst, ...]}``. Collective.
 
         Args:
-            empty: what a destination without messages holds under max and min; None: 0, as after DGL's update_all.
+            empty: what a destination without messages holds under max and min. `None` means 0, as after DGL's
+                ``update_all``.
         """
         op = reducer_of(reducer, message.out_field if is_builtin(message) else None)
-        program, body = self.program_of(message, f"{op} of ")
+        program, computed = self.program_of(message, f"{op} of ")
 
         def only(inputs: Inputs) -> Tensor:
-            found = body(inputs)
+            found = computed(inputs)
             if reducer.msg_field not in found:
                 raise KeyError(f"the reduce function reads {reducer.msg_field!r}, but the message has {sorted(found)}")
             rows = found[reducer.msg_field]
             if not rows.is_floating_point():
-                raise RefusedError(f"{op} of messages of {rows.dtype}: DGL reduces floating point only; convert them")
+                raise RefusedError(
+                    f"{op} of messages of {rows.dtype}: DGL reduces floating point numbers only. Convert them"
+                )
             return rows
 
         program.message = only
@@ -72,7 +74,7 @@ class MessagePassing:
         """What a message function gives for every own edge: ``{field: [num_edges, ...]}``. Collective.
 
         Args:
-            chosen: positions of the edges to compute; the rows of others are 0.
+            chosen: the positions of the edges to compute. The rows of other edges are 0.
         """
         shards = self.edges.shards if chosen is None else self.edges.only(chosen)
         packing, found = Packing(), {}
@@ -89,49 +91,45 @@ class MessagePassing:
     def _packed(
         self, message: Any, shards: EdgeShards, packing: Packing, only: torch.dtype | None
     ) -> dict[str, Tensor]:
-        program, body = self.program_of(message, "edges of ")
-        program.message = lambda inputs: packing.pack(body(inputs), only)
+        program, computed = self.program_of(message, "edges of ")
+        program.message = lambda inputs: packing.pack(computed(inputs), only)
         program.parts = lambda: packing.parts
         return packing.unpack(aggregate(program, self.edges.plan, shards))
 
     @property
     def where(self) -> str:
-        """Over which edges, for messages."""
+        """The edge type, in the words that names of calls end with."""
         name = self.edges.canonical[1]
         return "" if name == "_E" else f" over {name!r}"
 
-    def snapshot(self, message: Any) -> MessagePassing:
-        """The same with the data as they are now; those that a built-in `message` does not read are left out."""
-        src, dst, edata = self.src.clone(), self.dst.clone(), self.edata.clone()
-        if is_builtin(message):
-            read = set(operands(message))
-            for side, frame in (("s", src), ("d", dst), ("e", edata)):
-                for name in [name for name in frame if (side, name) not in read]:
-                    del frame[name]
-        return MessagePassing(self.edges, src, dst, edata, self.checked)
+    def only_read_by(self, message: Any) -> MessagePassing:
+        """The same with no other data than a built-in `message` reads, as they are now."""
+        return MessagePassing(self.edges, *self._read_by(message), self.checked)
+
+    def _read_by(self, message: Any) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+        """The source, destination and edge tensors that a built-in `message` reads."""
+        frames = {"s": self.src, "d": self.dst, "e": self.edata}
+        read: dict[str, dict[str, Tensor]] = {side: {} for side in frames}
+        for side, name in operands(message):
+            read[side][name] = frames[side][name]
+        return read["s"], read["d"], read["e"]
 
     def program_of(self, message: Any, what: str) -> tuple[Program, Callable[[Inputs], dict[str, Tensor]]]:
-        """A program that reads what `message` reads, and what it computes on some edges, by field.
+        """A program that reads what `message` reads, and the function that computes its fields on some edges.
 
         Args:
-            what: comes before the message in the name of the program.
+            what: the words before the name of the message in the name of the program.
         """
         canonical, where = self.edges.canonical, self.where
-        frames = {"s": self.src, "d": self.dst, "e": self.edata}
         if is_builtin(message):
-            read: dict[str, dict[str, Tensor]] = {"s": {}, "d": {}, "e": {}}
-            for side, name in operands(message):
-                read[side][name] = ordinary(frames[side][name])
             computed = message_of(message)
-            name = f"{what}{message.name}{where}"
-            program = Program(name, read["s"], read["d"], read["e"], computed, None)
+            program = Program(f"{what}{message.name}{where}", *self._read_by(message), computed, None)
             program.checked = self.checked.setdefault(message.name, set())
             return program, lambda inputs: {message.out_field: computed(inputs)}
         reads: set[str] = set()
         function = EdgeFunction(message, canonical, reads)
-        src, dst, edge = (ordinary(dict(frame)) for frame in frames.values())
-        program = Program(f"{what}{function.name}{where}", src, dst, edge, _unset, None)
-        program.reads = reads
+        given = dict(self.src), dict(self.dst), dict(self.edata)
+        program = Program(f"{what}{function.name}{where}", *given, _unset, None, reads=reads)
         return program, function
 
     def _extremum(self, op: str, empty: float) -> Callable[[Tensor, Inputs], Tensor]:
@@ -145,7 +143,7 @@ class MessagePassing:
 
 
 def _unset(inputs: Inputs) -> Tensor:
-    raise AssertionError("the message is set by whoever made the program")
+    raise InternalError("a program ran before its message function was set")
 
 
 def summed(messages: Tensor, inputs: Inputs) -> Tensor:
@@ -154,5 +152,5 @@ def summed(messages: Tensor, inputs: Inputs) -> Tensor:
 
 
 def without_infinity(rows: Tensor) -> Tensor:
-    """DGL's rule for destinations without messages under max and min: infinite values become 0."""
+    """`rows` with 0 for infinite values, which is DGL's rule for nodes without messages under max and min."""
     return torch.where(torch.isinf(rows), torch.zeros_like(rows), rows) if rows.is_floating_point() else rows

@@ -1,4 +1,4 @@
-"""Readouts over the nodes of all ranks, under the names and with the arguments of DGL's."""
+"""Readouts over the nodes of all ranks, with the names and arguments of DGL's."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from shardpass.frontends.dgl.graph import ShardedDGLGraph
 
 
 def sum_nodes(graph: ShardedDGLGraph, feat: str, weight: str | None = None, *, ntype: str | None = None) -> Tensor:
-    """The sum of a node field over all nodes, ``[1, ...]``, the same on every rank. Collective, in backward too.
+    """The sum of a node field over all nodes, ``[1, ...]``, the same on every rank. Collective, also in backward.
 
     Args:
         graph: a sharded graph.
-        feat: the field, own rows; `weight` names one that multiplies it.
-        ntype: of the nodes; None: the only one.
+        feat: the name of the field.
+        weight: the name of a field that multiplies it.
+        ntype: the type of the nodes. It may be left out if there is one.
     """
     if _is_plain(graph):
         return dgl.sum_nodes(graph, feat, weight, ntype=ntype)
@@ -71,10 +72,10 @@ def broadcast_nodes(graph: ShardedDGLGraph, graph_feat: Tensor, *, ntype: str | 
 
 
 def _is_plain(graph: Any) -> bool:
-    """Whether `graph` is an ordinary DGLGraph, so that a model that uses these runs on one too.
+    """Whether `graph` is an ordinary DGLGraph. Models that use these readouts run on such graphs too.
 
     Raises:
-        RefusedError: it is neither that nor a sharded one.
+        RefusedError: it is neither an ordinary nor a sharded DGLGraph.
     """
     if isinstance(graph, ShardedGraph):
         raise RefusedError("readouts take what shardpass.dgl.graph(graph) returns, which has the fields set in forward")
@@ -85,5 +86,4 @@ def _is_plain(graph: Any) -> bool:
 
 def _weighted(graph: ShardedDGLGraph, feat: str, weight: str | None, ntype: str | None) -> Tensor:
     data = graph.dstnodes[ntype].data
-    rows = data[feat] if weight is None else data[feat] * data[weight]
-    return rows
+    return data[feat] if weight is None else data[feat] * data[weight]

@@ -1,16 +1,14 @@
-"""DGL modules that cannot be exact on a sharded graph: refused by name."""
+"""The DGL modules that cannot be exact on a sharded graph. `wrap` refuses them by name."""
 
 from __future__ import annotations
 
-from dgl.nn.pytorch import GroupRevRes
+import dgl.nn.pytorch as dnn
 from torch import nn
 
 from shardpass.core.training import DistributedBatchNorm
 from shardpass.errors import RefusedError
 
-_STATISTICS = (
-    "its statistics run over all nodes of the graph. BatchNorm1d is exact, classes derived from it are not known"
-)
+_STATISTICS = "its statistics run over all nodes of the graph. BatchNorm1d is exact, but not a class derived from it"
 _EXPLAINS = "it explains a model on subgraphs that it cuts out of a whole graph"
 _BUILDS = "it builds a graph from node positions; build the graph before partitioning"
 _WALKS = "it walks over the whole graph; use one process"
@@ -72,12 +70,12 @@ def refuse_unsupported(model: nn.Module) -> None:
 
 
 def reason_to_refuse(module: nn.Module) -> str | None:
-    """Why `module` cannot be exact; None where it can."""
+    """Why `module` cannot be exact, or `None` if it can."""
     for kind in type(module).__mro__:
         if kind.__module__.startswith("dgl.") and kind.__name__ in REFUSED:
             return REFUSED[kind.__name__]
     norms = nn.modules.batchnorm._BatchNorm
-    if isinstance(module, GroupRevRes) and any(isinstance(part, norms) for part in module.modules()):
+    if isinstance(module, dnn.GroupRevRes) and any(isinstance(part, norms) for part in module.modules()):
         return _GROUPS
     known = type(module) in (nn.BatchNorm1d, nn.SyncBatchNorm) or isinstance(module, DistributedBatchNorm)
     derived = isinstance(module, nn.modules.batchnorm._BatchNorm) and not known

@@ -1,11 +1,10 @@
-"""What this rank knows of the edges of one type: shards, halo, ids, degrees. Never changed once made."""
+"""What this rank knows of the nodes and edges of one type. It does not change once it is made."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,9 +23,10 @@ class Nodes:
     """This rank's nodes of one type.
 
     Args:
-        num: own nodes; `total` those of all ranks.
-        ids: original id of each, ``[num]`` int64.
-        fields: stored tensors, own rows.
+        num: how many nodes this rank has.
+        total: how many nodes all ranks have.
+        ids: the original id of each own node, ``[num]`` int64.
+        fields: stored tensors with a row for each own node.
     """
 
     num: int
@@ -43,10 +43,11 @@ class Edges:
         canonical: (source type, edge type, destination type).
         plan: the halo of their sources.
         shards: the edges by source block.
-        src_rows: own-first source row of each edge, ``[num]`` int64; `dst_rows` its own destination row.
-        ids: original id of each edge, ``[num]`` int64.
-        total: edges of this type on all ranks.
-        fields: stored tensors, in the order of the edges.
+        src_rows: the source row of each edge in own-first numbering, ``[num]`` int64.
+        dst_rows: the own row of the destination of each edge.
+        ids: the original id of each edge, ``[num]`` int64.
+        total: how many edges of this type all ranks have.
+        fields: stored tensors with a row for each edge.
         out_degrees: of the own source nodes in the whole graph, ``[num_own_src]`` int64.
     """
 
@@ -63,7 +64,7 @@ class Edges:
 
     @staticmethod
     def of(canonical: CanonicalType, relation: Relation, total: int) -> Edges:
-        """The edges of a core relation. Collective: out-degrees are counted here, not when they are asked for."""
+        """The edges of a relation of the engine. Collective: out-degrees are counted now, not when asked for."""
         src_rows, dst_rows = relation.edge_index.sources_first
         plan = relation.plan
         counts = torch.bincount(src_rows, minlength=plan.num_src).to(torch.float64)
@@ -75,17 +76,17 @@ class Edges:
 
     @property
     def num(self) -> int:
-        """Own edges."""
+        """How many edges this rank has."""
         return self.ids.numel()
 
     @cached_property
     def in_degrees(self) -> Tensor:
-        """Of the own destination nodes, ``[num_dst]`` int64."""
+        """The in-degree of each own destination node, ``[num_dst]`` int64."""
         return self.shards.degrees()
 
     @cached_property
     def places(self) -> Tensor:
-        """Place of each edge among those of its destination in the order of original ids, ``[num]`` int64."""
+        """The place of each edge among the edges into its destination, by original id, ``[num]`` int64."""
         order = torch.argsort(self.ids)
         order = order[torch.argsort(self.dst_rows[order], stable=True)]
         starts = torch.cumsum(self.in_degrees, 0) - self.in_degrees
@@ -94,15 +95,15 @@ class Edges:
         return places
 
     @cached_property
-    def index(self) -> Any:
-        """A DGL graph index of the own edges, for kernels that need destinations and edges only."""
+    def index(self) -> LocalIndex:
+        """A DGL graph index of the own edges; see `LocalIndex`."""
         return LocalIndex.of(self.src_rows, self.dst_rows, self.plan)
 
     def only(self, chosen: Tensor) -> EdgeShards:
-        """The shards of some of the edges, which keep their rows in edge tensors; the last few are kept.
+        """The shards of some of the edges, which keep their rows in edge tensors. The latest eight results are kept.
 
         Args:
-            chosen: positions of edges, int64.
+            chosen: the positions of the edges, int64.
         """
         for known, shards in self._subsets:
             if known.shape == chosen.shape and torch.equal(known, chosen):

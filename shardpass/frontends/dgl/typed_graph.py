@@ -6,17 +6,17 @@ from typing import Any
 
 import torch
 from dgl import DGLError
-from dgl.base import ALL, is_all
 from torch import Tensor
 
 from shardpass.core.ranks import Ranks
 from shardpass.frontends.dgl.closed import Closed
-from shardpass.frontends.dgl.numbers import NodeCounts, OwnCount, OwnEdgeCount
+from shardpass.frontends.dgl.counts import NodeCounts, OwnCount, OwnEdgeCount
+from shardpass.frontends.dgl.private import ALL, is_all
 from shardpass.frontends.dgl.structure import CanonicalType, Edges, Nodes, NodeType
 
 
 class TypedGraph(Closed):
-    """What a sharded graph says about its structure. Nothing here communicates or is ever changed."""
+    """What a sharded graph says about its structure. Nothing here communicates, and nothing changes."""
 
     comm: Ranks
     is_block = False
@@ -25,16 +25,16 @@ class TypedGraph(Closed):
     _edges: dict[CanonicalType, Edges]
 
     def nodes_type(self, ntype: NodeType | None) -> NodeType:
-        """The type of destination nodes that is meant; None: the only one."""
+        """The type of destination nodes that `ntype` means; `None` means the only one."""
         kind: NodeType = self._one(self._destinations, ntype, "Node")
         return kind
 
     def nodes_of(self, ntype: NodeType | None) -> Nodes:
-        """The destination nodes of a type; None: of the only one."""
+        """The destination nodes of a type; `None` means the only type."""
         return self._destinations[self._one(self._destinations, ntype, "Node")]
 
     def edges_of(self, etype: Any) -> Edges:
-        """The structure of the edges of a type; None: of the only one."""
+        """The structure of the edges of a type; `None` means the only type."""
         return self._edges[self.to_canonical_etype(etype)]
 
     # ---- types
@@ -51,7 +51,7 @@ class TypedGraph(Closed):
 
     @property
     def ntypes(self) -> list[NodeType]:
-        """Types of nodes; of a block those of its sources, then of its destinations, as in DGL."""
+        """Types of nodes. Those of a block are the types of its sources, then of its destinations, as in DGL."""
         return [*self._sources, *self._destinations] if self.is_block else list(self._sources)
 
     @property
@@ -70,7 +70,7 @@ class TypedGraph(Closed):
         return len(self._sources) == len(self._edges) == 1 and not self.is_block
 
     def to_canonical_etype(self, etype: Any) -> CanonicalType:
-        """The canonical type that `etype` (a name, a canonical type, or None for the only one) means."""
+        """The canonical type that `etype` means: a name, a canonical type, or `None` for the only one."""
         if etype is None:
             if len(self._edges) != 1:
                 raise DGLError("Edge type name must be specified if there are more than one edge types.")
@@ -88,14 +88,6 @@ class TypedGraph(Closed):
     def get_ntype_id(self, ntype: NodeType | None) -> int:
         """Position of a node type in `ntypes`."""
         return self.ntypes.index(self._one(self._sources | self._destinations, ntype, "Node"))
-
-    def get_ntype_id_from_src(self, ntype: NodeType | None) -> int:
-        """Position of a type in `srctypes`."""
-        return self.srctypes.index(self._one(self._sources, ntype, "SRC node"))
-
-    def get_ntype_id_from_dst(self, ntype: NodeType | None) -> int:
-        """Position of a type in `dsttypes`."""
-        return self.dsttypes.index(self._one(self._destinations, ntype, "DST node"))
 
     @staticmethod
     def _one(known: dict[Any, Any], kind: Any, what: str) -> Any:
@@ -117,22 +109,22 @@ class TypedGraph(Closed):
         return found
 
     def num_src_nodes(self, ntype: NodeType | None = None) -> int:
-        """Own source nodes of a type; None: of all."""
+        """How many source nodes of a type this rank has; `None` means all types."""
         return self._count(self._sources, ntype, "SRC node")
 
     def num_dst_nodes(self, ntype: NodeType | None = None) -> int:
-        """Own destination nodes of a type; None: of all."""
+        """How many destination nodes of a type this rank has; `None` means all types."""
         return self._count(self._destinations, ntype, "DST node")
 
     def num_nodes(self, ntype: NodeType | None = None) -> int:
-        """Own nodes of a type; None: of all."""
+        """How many nodes of a type this rank has; `None` means all types."""
         if self.is_block and ntype is None:
             everything = {("src", k): n for k, n in self._sources.items()}
             return self._count({**everything, **self._destinations}, None, "Node")
         return self._count(self._sources if ntype in self._sources else self._destinations, ntype, "Node")
 
     def num_edges(self, etype: Any = None) -> int:
-        """Own edges of a type; None: of all."""
+        """How many edges of a type this rank has; `None` means all types."""
         kind = None if etype is None else self.to_canonical_etype(etype)
         return self._count(self._edges, kind, "Edge")
 
@@ -140,31 +132,31 @@ class TypedGraph(Closed):
     number_of_nodes, number_of_edges = num_nodes, num_edges
 
     def in_degrees(self, v: Any = ALL, etype: Any = None) -> Tensor:
-        """In-degree of own destination nodes, ``[num_own]`` int64; of rows `v` only."""
+        """In-degrees of own destination nodes, ``[num_own]`` int64, or of the rows `v` of them."""
         degrees = self._edges[self.to_canonical_etype(etype)].in_degrees
         return degrees if is_all(v) else degrees[v]
 
     def out_degrees(self, u: Any = ALL, etype: Any = None) -> Tensor:
-        """Out-degree of own source nodes in the whole graph, ``[num_own]`` int64; of rows `u` only."""
+        """Out-degrees of own source nodes in the whole graph, ``[num_own]`` int64, or of the rows `u` of them."""
         degrees = self._edges[self.to_canonical_etype(etype)].out_degrees
         return degrees if is_all(u) else degrees[u]
 
     @property
     def batch_size(self) -> int:
-        """A sharded graph is one graph."""
+        """1: a sharded graph is one graph."""
         return 1
 
     def batch_num_nodes(self, ntype: NodeType | None = None) -> Tensor:
-        """Nodes of the one graph: as a size this rank's, as a divisor those of all ranks; see `NodeCounts`."""
+        """The number of nodes, for use as a size or a divisor; see `NodeCounts`."""
         nodes = self.nodes_of(ntype)
         return NodeCounts.of(nodes.num, nodes.total)
 
     @property
     def device(self) -> torch.device:
-        """Of all tensors."""
+        """Where all tensors of this rank are."""
         return self.comm.device
 
     @property
     def idtype(self) -> torch.dtype:
-        """Of node and edge ids."""
+        """The type of node and edge ids."""
         return torch.int64

@@ -1,88 +1,51 @@
-"""User-defined message and reduce functions: what they see of edges and nodes, and how they are run again later."""
+"""User-defined message and reduce functions: what they see of edges and nodes, and how they run again in backward."""
 
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
-from dgl.udf import EdgeBatch, NodeBatch
 from torch import Tensor, nn
 
 from shardpass.core.tracing import Inputs
 from shardpass.errors import RefusedError
 from shardpass.frontends.dgl.closed import refused
-
-
-class LazyFields(MutableMapping[str, Tensor]):
-    """Fields that a user's function may read, each made when it is. It may set fields for itself, as DGL allows.
-
-    Args:
-        rows: the fields as they are.
-        made: from the field, what the function sees.
-        note: told the name of every field that is read.
-    """
-
-    def __init__(
-        self, rows: Mapping[str, Tensor], made: Callable[[Tensor], Tensor], note: Callable[[str], None] | None = None
-    ) -> None:
-        self._rows, self._made, self._note = rows, made, note
-        self._own: dict[str, Tensor] = {}
-        self._gone: set[str] = set()
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._own:
-            if name in self._gone:
-                raise KeyError(name)
-            self._own[name] = self._made(self._rows[name])
-            if self._note is not None:
-                self._note(name)
-        return self._own[name]
-
-    def __setitem__(self, name: str, value: Tensor) -> None:
-        self._own[name] = value
-
-    def __delitem__(self, name: str) -> None:
-        self._own.pop(name, None)
-        self._gone.add(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(name for name in {**self._rows, **self._own} if name in self._own or name not in self._gone)
-
-    def __len__(self) -> int:
-        return len(list(iter(self)))
+from shardpass.frontends.dgl.frames import LazyFields
+from shardpass.frontends.dgl.private import EdgeBatch, NodeBatch, copy_of
+from shardpass.frontends.dgl.structure import CanonicalType
 
 
 class ShardedEdgeBatch(EdgeBatch):
-    """Some edges, as a user's message function sees them."""
+    """What a user's message function sees of some edges."""
 
     def edges(self) -> NoReturn:
-        """Refused: numbers of nodes and edges are this rank's own."""
+        """Refused, since each rank numbers its nodes and edges by itself."""
         raise refused(
             "edges.edges() in a message function", "put the ids you need into srcdata, dstdata or edata before"
         )
 
 
 class ShardedNodeBatch(NodeBatch):
-    """Some nodes, as a user's reduce or apply function sees them."""
+    """What a user's reduce or apply function sees of some nodes."""
 
     def nodes(self) -> NoReturn:
-        """Refused: numbers of nodes are this rank's own."""
+        """Refused, since each rank numbers its nodes by itself."""
         raise refused("nodes.nodes() in a user's function", "read graph.ndata[dgl.NID] there, the original ids")
 
 
 class EdgeFunction:
-    """A user's function of edges as a body: every run gives the fields it returns, by name.
+    """A user's function of edges as a message function of the engine, which returns fields by name.
 
     Args:
-        function: of an `EdgeBatch`.
+        function: takes an `EdgeBatch`.
         canonical: the type of the edges.
-        reads: where the inputs it reads are noted, as `Program.reads`.
+        reads: a set to which the names of the inputs that it reads are added; see `Program.reads`.
     """
 
-    def __init__(self, function: Callable[[Any], dict[str, Tensor]], canonical: Any, reads: set[str]) -> None:
+    def __init__(self, function: Callable[[Any], dict[str, Tensor]], canonical: CanonicalType, reads: set[str]) -> None:
         self.function, self.canonical, self.reads = frozen(function), canonical, reads
         self.name = getattr(function, "__qualname__", None) or type(function).__name__
 
@@ -113,10 +76,10 @@ class EdgeFunction:
 
 
 def frozen(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` with what it holds now: backward runs it again, when a loop variable or a setting may have moved on.
+    """A copy of `function` that keeps what it holds now.
 
-    That is what closures hold, what `functools.partial` holds, and the attributes of modules in closures and of the
-    object whose method it is.
+    Backward runs it again, when a loop variable or a setting may have changed. What it holds is the contents of its
+    closure or `functools.partial`, the attributes of modules among them, and those of the object whose method it is.
     """
     if isinstance(function, types.MethodType):
         return types.MethodType(frozen(function.__func__), _snapshot(function.__self__))
@@ -134,15 +97,11 @@ def frozen(function: Callable[..., Any]) -> Callable[..., Any]:
             return kept
         return types.CellType(_snapshot(held) if isinstance(held, nn.Module) else held)
 
-    cells = tuple(cell(kept) for kept in function.__closure__)
-    copy = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
-    copy.__kwdefaults__, copy.__qualname__ = function.__kwdefaults__, function.__qualname__
-    copy.__dict__.update(function.__dict__)
-    return copy
+    return copy_of(function, function.__globals__, tuple(cell(kept) for kept in function.__closure__))
 
 
 def _snapshot(held: Any) -> Any:
-    """An object with the attributes of `held` as they are now, and its parameters and buffers themselves."""
+    """A copy of an object that keeps its attributes as they are now. It shares parameters and buffers with `held`."""
     if isinstance(held, torch.jit.ScriptModule) or type(held).__new__ is not object.__new__:
         return held
     attributes = getattr(held, "__dict__", None)
@@ -156,7 +115,7 @@ def _snapshot(held: Any) -> Any:
 
 
 class Packing:
-    """Several fields as one tensor: of one dtype, side by side. What is packed first decides names and shapes."""
+    """Several fields of one dtype as one tensor, side by side."""
 
     def __init__(self) -> None:
         self._layout: list[tuple[str, torch.Size]] = []
@@ -164,7 +123,7 @@ class Packing:
         self.dtypes: dict[str, torch.dtype] = {}
 
     def pack(self, fields: Mapping[str, Tensor], only: torch.dtype | None = None) -> Tensor:
-        """The fields of the dtype `only` (None: that of the first one) as ``[E, columns]``, or the one as it is."""
+        """The fields of the dtype `only` (or the first one's) as ``[E, columns]``. A single one stays as it is."""
         self.dtypes = {name: tensor.dtype for name, tensor in fields.items()}
         only = only or next(iter(fields.values())).dtype
         chosen = {name: tensor for name, tensor in fields.items() if tensor.dtype == only}

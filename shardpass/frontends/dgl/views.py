@@ -21,9 +21,9 @@ class DataViews:
     """What ``graph.nodes``, ``srcnodes``, ``dstnodes`` and ``edges`` are: data by type.
 
     Args:
-        name: of the property, for messages.
-        frames: by type.
-        canonical: the key in `frames` that a type means.
+        name: the name of the property, for error messages.
+        frames: the data by type.
+        canonical: gives the key in `frames` that a type means.
     """
 
     def __init__(self, name: str, frames: dict[Any, Frame], canonical: Callable[[Any], Any]) -> None:

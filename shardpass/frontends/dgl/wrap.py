@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,6 @@ from shardpass.frontends.dgl.convert import graph as to_dgl
 from shardpass.frontends.dgl.empty import EmptyRows
 from shardpass.frontends.dgl.graph import ShardedDGLGraph
 from shardpass.frontends.dgl.layers import adapt, adapt_for_check
-from shardpass.frontends.dgl.lazy import ordinary
 from shardpass.frontends.dgl.refusals import refuse_unsupported
 
 
@@ -45,11 +45,11 @@ def wrap(model: nn.Module, comm: Ranks, check: bool = True, checkpoint: Checkpoi
         model: any DGL model; every rank must pass the same one.
         comm: the ranks that share the graph.
         check: before the first forward on a graph, run copies of the model on a small random graph, whole and in
-            pieces, and refuse on a difference (see `shardpass.core.selfcheck`). Where it cannot run, it warns and says
-            why.
-        checkpoint: None, or ``"activations"``: norms, activations, dropout and sums between layers that pass messages
-            are computed again in backward rather than kept. Less memory, the same bits, some more passes over node
-            rows. Nothing is sent, so ranks may differ.
+            pieces, and refuse it if the results differ (see `shardpass.core.selfcheck`). If the check cannot run, it
+            warns and says why.
+        checkpoint: ``"activations"`` computes norms, activations, dropout and sums between layers that pass messages
+            again in backward rather than keeping them. This takes less memory and some more passes over node rows, and
+            gives the same bits. It sends nothing, so ranks may differ. `None` keeps everything.
 
     Raises:
         RefusedError: the model holds a layer that cannot be exact on a sharded graph; it is wrapped for other ranks;
@@ -98,7 +98,7 @@ def _unchecked(model: nn.Module, comm: Ranks) -> nn.Module:
 
 
 class _Forward:
-    """The outermost forward: turns graphs of the engine into DGL's, and ties the call into one order of backward."""
+    """The outermost forward. It turns graphs of the engine into DGL's and gives the call one order of backward."""
 
     def __init__(
         self, model: nn.Module, comm: Ranks, pristine: nn.Module | None = None, checkpoint: Checkpoint = None
@@ -109,7 +109,6 @@ class _Forward:
         self._graphs: list[tuple[ShardedGraph, ShardedDGLGraph]] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = tree_map(ordinary, (args, kwargs))
         leaves = tree_leaves((args, kwargs))
         if any(isinstance(leaf, DGLGraph) and not isinstance(leaf, ShardedDGLGraph) for leaf in leaves):
             raise RefusedError(
@@ -129,11 +128,8 @@ class _Forward:
             recomputed_activations(self.comm, (args, kwargs), active),
             EmptyRows() if any(graph.lacks_rows for graph in graphs) else nullcontext(),
         ):
-            return chained(self.comm, self._computed, *args, graph_is_hidden=hidden, **kwargs)
-
-    def _computed(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns; edge data among it are computed before the chain of calls ends."""
-        return tree_map(ordinary, type(self.model).forward(self.model, *args, **kwargs))
+            forward = partial(type(self.model).forward, self.model)
+            return chained(self.comm, forward, *args, graph_is_hidden=hidden, **kwargs)
 
     def _check(self, args: Any, kwargs: Any, leaves: list[Any]) -> bool:
         """Whether a graph is among the arguments; runs the self-check on it. Collective."""
@@ -149,9 +145,6 @@ class _Forward:
                 )
             self._warned = True
             return True
-        for leaf in given:
-            if isinstance(leaf, ShardedDGLGraph):  # one rank alone looks at the fields
-                ordinary([dict(frame.set_fields) for frame in leaf.frames.edges.values()])
         assert self._pristine is not None
         check_model(checked_by(_unchecked), self._pristine, self.model, self.comm, args, kwargs)
         self._checked.add(self.model.training)

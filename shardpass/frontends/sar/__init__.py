@@ -1,4 +1,4 @@
-"""The documented names of SAR (IntelLabs): ``from shardpass.frontends import sar`` instead of ``import sar``."""
+"""The documented names of SAR (IntelLabs). Write ``from shardpass.frontends import sar`` instead of ``import sar``."""
 
 from shardpass.errors import require
 

@@ -1,8 +1,7 @@
 """The one place where this frontend keeps state of the process.
 
-SAR's interface is global by nature: ``sar.rank()`` and ``sar.gather_grads(model)`` take no communicator, so one must be
-kept between calls. What is kept is in `STATE`; `Config` has attributes that scripts assign. The rest of the package
-passes such things as arguments.
+SAR's interface is global: ``sar.rank()`` and ``sar.gather_grads(model)`` take no communicator, so `STATE` keeps one
+between calls. `Config` has attributes that scripts assign. The rest of the package passes such things as arguments.
 """
 
 from __future__ import annotations
@@ -18,14 +17,16 @@ from shardpass.errors import ShardpassError
 
 
 class Config:
-    """How graphs constructed from now on communicate; assign to its attributes before constructing, alike on all ranks.
+    """How graphs communicate. Assign to its attributes before you construct a graph, alike on all ranks.
 
-    A graph keeps the options it was constructed with; the size of messages is that of the latest graph for all.
+    A graph keeps the options with which it was constructed. The largest message is that of the latest graph, for all.
 
     Attributes:
         disable_sr: keep fetched rows for backward instead of fetching them again (``Options(mode="keep")``).
-        max_collective_size: the most float32 elements of one message; longer ones are split. 0: those over 1 GiB are.
-        pipeline_depth: rounds fetched ahead of the one being computed, at least 1 (``Options(prefetch=...)``).
+        max_collective_size: the most float32 elements of one message. Longer messages are split. With 0, messages of
+            more than 1 GiB are split.
+        pipeline_depth: how many rounds are fetched ahead of the one being computed, at least 1
+            (``Options(prefetch=...)``).
     """
 
     disable_sr: bool = False
@@ -37,18 +38,14 @@ class State:
     """What `initialize_comms` and `nfs_ip_init` leave for later calls, and which synchronised models are running.
 
     Attributes:
-        comm: of this process; None before `initialize_comms`.
-        comm_device: what the user asked for, for `sar.comm_device`.
-        backend, master_ip, master_port: as passed to `initialize_comms`.
-        forwards: models whose forward is running, outermost first, and how to leave it; see `ordered.py`.
-        on_connected: what to do once all ranks have come.
+        comm: the communicator of this process; `None` before `initialize_comms`.
+        comm_device: what `sar.comm_device` answers.
+        forwards: the models whose forward is running, outermost first, and how to leave each; see `ordered.py`.
+        on_connected: what to do once all ranks have joined.
     """
 
     comm: Ranks | None = None
     comm_device: torch.device = torch.device("cpu")
-    backend: str = ""
-    master_ip: str = ""
-    master_port: int = 0
 
     def __init__(self) -> None:
         self.forwards: list[tuple[Any, bool, ExitStack]] = []
@@ -76,7 +73,7 @@ def options() -> Options:
     """The options that `Config` stands for now.
 
     Raises:
-        ValueError: an attribute of `Config` has no meaning.
+        ValueError: an attribute of `Config` is not allowed.
     """
     depth, largest = Config.pipeline_depth, Config.max_collective_size
     for name, value, least in (("pipeline_depth", depth, 1), ("max_collective_size", largest, 0)):

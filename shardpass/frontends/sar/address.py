@@ -25,13 +25,13 @@ _POLL_SECONDS = 0.1
 def nfs_ip_init(_rank: int, ip_file: str) -> str:
     """The IP address of rank 0, which rank 0 writes to `ip_file` and the others read there. Returns once it is known.
 
-    The file may be on any file system that all ranks see. What an earlier run has left in it is not used: a rank takes
-    an address only if rank 0 of a run that is just starting answers there. Rank 0 removes the file when all ranks have
-    come (`initialize_comms`).
+    The file may be on any file system that all ranks see. A rank takes an address only if rank 0 of a run that is just
+    starting answers there, so a file that an earlier run has left is not used. Rank 0 removes the file when all ranks
+    have joined (`initialize_comms`).
 
     Args:
-        _rank: of this process.
-        ip_file: path of the file; the same on all ranks.
+        _rank: the rank of this process.
+        ip_file: the path of the file, the same on all ranks.
 
     Raises:
         CommunicationError: no rank 0 of a starting run was found within ``SHARDPASS_CONNECT_TIMEOUT`` (60) seconds.
@@ -43,7 +43,7 @@ def nfs_ip_init(_rank: int, ip_file: str) -> str:
 
 
 def own_ip() -> str:
-    """The IPv4 address of this host: of the interface in ``SAR_SOCKET_NAME``, else the one that reaches other hosts.
+    """The IPv4 address of the interface in ``SAR_SOCKET_NAME``, or else of the one that reaches other hosts.
 
     Raises:
         ValueError: there is no such interface, or it has no IPv4 address.
@@ -61,7 +61,7 @@ def address_of(interface: str) -> str:
     """The IPv4 address of a network interface of this host.
 
     Raises:
-        ValueError: there is none; the interfaces of this host are named.
+        ValueError: there is no such interface, or it has no IPv4 address.
     """
     known = [name for _, name in socket.if_nameindex()]
     if interface not in known:
@@ -126,7 +126,7 @@ def _find(path: Path, rank: int, limit: float) -> str:
 
 
 def _read(path: Path) -> Iterator[tuple[str, int, str]]:
-    """What is in the file, if `nfs_ip_init` wrote it."""
+    """The address, port and token in the file, if `nfs_ip_init` wrote it."""
     with contextlib.suppress(OSError, ValueError):
         ip, port, token = path.read_text(encoding="utf-8").split()
         yield ip, int(port), token

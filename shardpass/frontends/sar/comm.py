@@ -20,13 +20,10 @@ from shardpass.frontends.sar.ordered import make_ready
 
 __all__ = [
     "all_reduce",
-    "backend",
     "comm_device",
     "gather_grads",
     "initialize_comms",
     "is_initialized",
-    "master_ip",
-    "master_port",
     "nfs_ip_init",
     "rank",
     "sync_params",
@@ -48,21 +45,21 @@ def initialize_comms(
 ) -> None:
     """Join the other ranks. Collective; a second call with the same rank and size does nothing.
 
-    A ``torch.distributed`` process group that exists already is used. Otherwise one is made at the given address, but
-    for ``"mpi"``, which uses the ranks of mpirun through mpi4py. ``"ccl"`` and ``"nccl"`` are accepted; messages of
-    graphs travel over gloo with every backend but ``"mpi"``, those of GPUs staged over the CPU. The environment
-    variable ``SAR_SOCKET_NAME`` names the network interface to use.
+    With ``"mpi"``, the ranks are those of mpirun, through mpi4py. With any other backend, a ``torch.distributed``
+    process group is used if there is one, and made at the given address if not. Messages of graphs then travel over
+    gloo, also with ``"ccl"`` and ``"nccl"``; those of GPUs are staged over the CPU. The environment variable
+    ``SAR_SOCKET_NAME`` names the network interface to use.
 
     Args:
-        rank, world_size: of this process, and how many there are.
-        master_ip_address, master_port_number: where rank 0 is reached; unused for ``"mpi"``.
+        rank: the rank of this process.
+        world_size: how many ranks there are.
+        master_ip_address, master_port_number: where rank 0 listens. Unused with ``"mpi"``.
         backend: ``"gloo"``, ``"mpi"``, ``"nccl"`` or ``"ccl"``.
-        comm_device: what `comm_device` answers; default: the CPU, or the current GPU for ``"nccl"``.
+        comm_device: what `comm_device` answers. By default the current GPU with ``"nccl"``, else the CPU.
 
     Raises:
-        ValueError: an unknown backend, or a rank or size that differs from that of the launcher or of an earlier call.
-        CommunicationError: the other ranks do not come within ``SHARDPASS_CONNECT_TIMEOUT`` (60) seconds; it names
-            them.
+        ValueError: the backend is unknown, or rank or size differ from those of the launcher or of an earlier call.
+        CommunicationError: some ranks do not join within ``SHARDPASS_CONNECT_TIMEOUT`` (60) seconds. It names them.
     """
     _check(rank, world_size, backend)
     if STATE.comm is not None:
@@ -72,8 +69,7 @@ def initialize_comms(
     wanted = comm_device if comm_device is not None else _comm_device
     device = _device(backend) if wanted is None else torch.device(wanted)
     comm = _connected(rank, world_size, master_ip_address, master_port_number, backend)
-    STATE.comm, STATE.comm_device, STATE.backend = comm, device, backend
-    STATE.master_ip, STATE.master_port = master_ip_address, master_port_number
+    STATE.comm, STATE.comm_device = comm, device
     comm.barrier("initialize_comms")
     while STATE.on_connected:
         STATE.on_connected.pop()()
@@ -87,7 +83,7 @@ def _connected(rank: int, world_size: int, ip: str, port: int, backend: str) -> 
         with _environment(_launch(rank, world_size, ip, port)):
             comm = connect("torch_distributed", device=_device(backend))
     _check_same(rank, world_size, comm.rank, comm.size, "the launcher or the process group says")
-    comm.device = torch.device("cpu")  # until a graph tells on which device its tensors are
+    comm.device = torch.device("cpu")  # until a graph says on which device its tensors are
     return comm
 
 
@@ -123,7 +119,7 @@ def _device(backend: str) -> torch.device:
 
 
 def _launch(rank: int, world_size: int, ip: str, port: int) -> dict[str, str | None]:
-    """Variables by which `connect` finds the ranks at the given address, whatever launcher there is."""
+    """Environment variables with which `connect` finds the ranks at the given address, whatever the launcher."""
     found: dict[str, str | None] = {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
@@ -169,34 +165,16 @@ def world_size() -> int:
 
 
 def comm_device() -> torch.device:
-    """The communication device passed to `initialize_comms`. Graphs do not use it: transports stage what they must."""
+    """The communication device that `initialize_comms` was given. Graphs do not use it."""
     communicator()
     return STATE.comm_device
-
-
-def backend() -> str:
-    """The backend passed to `initialize_comms`."""
-    communicator()
-    return STATE.backend
-
-
-def master_ip() -> str:
-    """The address passed to `initialize_comms`."""
-    communicator()
-    return STATE.master_ip
-
-
-def master_port() -> int:
-    """The port passed to `initialize_comms`."""
-    communicator()
-    return STATE.master_port
 
 
 def sync_params(model: nn.Module) -> None:
     """Give every rank the parameters and buffers of rank 0, and make the model ready for sharded graphs. Collective.
 
-    Ready means: modules of ``dgl.nn`` that need more than message passing are adapted, or refused by name, and backward
-    of the model visits every call of its forward on every rank, whatever part of its outputs the rank's loss uses.
+    Modules of ``dgl.nn`` that need more than message passing are adapted, or refused by name. From then on, backward of
+    the model visits every call of its forward on every rank, whatever part of its outputs the rank's loss uses.
 
     Raises:
         ValueError: ranks passed different models (on every rank).
@@ -223,8 +201,8 @@ def all_reduce(red_tensor: Tensor, op: Any = "sum", move_to_comm_device: bool = 
 
     Args:
         red_tensor: on any device; the same shape and dtype on every rank.
-        op: of ``torch.distributed.ReduceOp`` (SUM, MAX, MIN, PRODUCT) or its name.
-        move_to_comm_device: accepted; tensors are moved where they must be.
+        op: SUM, MAX, MIN or PRODUCT of ``torch.distributed.ReduceOp``, or its name.
+        move_to_comm_device: ignored; tensors are moved where they must be.
     """
     name = str(op).split(".")[-1].lower()
     name = {"product": "prod"}.get(name, name)

@@ -14,11 +14,11 @@ class ShardEdgesAndFeatures(NamedTuple):
 
     Attributes:
         edges: (source ids, destination ids), int64 [num_edges] each, in the numbering of `PartitionData.node_ranges`.
-            Where there are several edge types, sorted by type.
-        edge_features: tensors with a row per edge. ``_ID`` (``dgl.EID``): its number within its type, as DGL gave it
-            when it partitioned the graph. ``_TYPE`` (``dgl.ETYPE``), where there are several types: its index in
-            `PartitionData.edge_type_names`. ``<source type>:<edge type>:<destination type>/<name>``: a stored feature,
-            with a row for each of the edges of that type only.
+            Several edge types are sorted by type.
+        edge_features: tensors with a row per edge. ``_ID`` (``dgl.EID``) is the number of the edge within its type,
+            which DGL gave it when it partitioned the graph. ``_TYPE`` (``dgl.ETYPE``), if there are several types, is
+            the index of its type in `PartitionData.edge_type_names`. A stored feature is called
+            ``<source type>:<edge type>:<destination type>/<name>`` and has a row for each edge of that type.
     """
 
     edges: tuple[Tensor, Tensor]
@@ -28,17 +28,17 @@ class ShardEdgesAndFeatures(NamedTuple):
 class PartitionData(NamedTuple):
     """This rank's part of a graph.
 
-    Nodes are numbered part by part, and within a part type by type: that is what ids mean here.
+    Ids here number the nodes part by part, and within a part type by type.
 
     Attributes:
         node_ranges: (first id, end) of each part's nodes.
         shard_edges_and_features: for each part, the edges from its nodes into this rank's nodes.
-        node_features: by ``<node type>/<name>``, a row for each of this rank's nodes of the type. ``_TYPE``
-            (``dgl.NTYPE``), where there are several types: the index in `node_type_names` of each of this rank's nodes.
+        node_features: by ``<node type>/<name>``, with a row for each of this rank's nodes of the type. ``_TYPE``
+            (``dgl.NTYPE``), if there are several types, is the index in `node_type_names` of each of its nodes.
         node_type_names: the node types, in the order of their nodes within a part.
         edge_type_names: (source type, edge type, destination type) of each edge type.
-        node_type_ranges: (first id, end) of each part's nodes of each type; empty: there is one type, which has all.
-        own_partition_idx: which part is this rank's; -1: the one numbered as the rank.
+        node_type_ranges: (first id, end) of each part's nodes of each type. Empty if all nodes have one type.
+        own_partition_idx: which part is this rank's. -1 means the part that has the rank's number.
     """
 
     node_ranges: list[tuple[int, int]]

@@ -32,12 +32,12 @@ def construct_full_graph(partition_data: PartitionData, homogeneous: bool = Fals
     Args:
         partition_data: of this rank, from `load_dgl_partition_data`; rank r has part r.
         homogeneous: put all nodes into one type and all edges into one, as ``dgl.to_homogeneous`` does, with their
-            types in ``ndata[dgl.NTYPE]`` and ``edata[dgl.ETYPE]``: for `RelGraphConv`. Nodes are in the order of
-            `suffix_key_lookup` with ``type_list``. Features that all types have alike come along.
+            types in ``ndata[dgl.NTYPE]`` and ``edata[dgl.ETYPE]``, as `RelGraphConv` needs it. Nodes are in the order
+            of `suffix_key_lookup` with ``type_list``. The features that all types have in one shape are kept.
 
     Raises:
-        ValueError: the partition does not fit the ranks, or the data contradict each other (on the rank that found it;
-            the others say which).
+        ValueError: the partition does not fit the ranks, or the data contradict each other. The rank that found it
+            raises it; the others name that rank.
         DivergenceError: ranks hold parts of different partitions, or differ in `Config`.
     """
     comm, chosen, part, problem = communicator(), Options(), None, None
@@ -62,26 +62,26 @@ def construct_mfgs(
 ) -> list[GraphShardManager]:
     """A block (message flow graph) for each layer of a model that is asked for some nodes only. Collective.
 
-    The first layer's comes first; it takes the rows ``blocks[0].input_nodes`` of this rank's part. The last one gives
-    the seeds in ascending order, ``blocks[-1].seeds``.
+    The first layer's block comes first. It takes the rows ``blocks[0].input_nodes`` of this rank's part. The last block
+    gives the rows ``blocks[-1].seeds``, the seeds in ascending order.
 
     Args:
         partition_data: of this rank.
-        seed_nodes: ids of own nodes in the numbering of `PartitionData.node_ranges`, which is rows of the part plus
+        seed_nodes: ids of own nodes in the numbering of `PartitionData.node_ranges`: rows of the part plus
             ``node_ranges[rank][0]``. May be empty on a rank.
         num_layers: the same on every rank.
         keep_seed_nodes: whether destinations of a layer are among its sources also where no edge begins in them.
         homogeneous: see `construct_full_graph`.
 
     Raises:
-        ValueError: seeds that are not this rank's; otherwise as `construct_full_graph`.
+        ValueError: some seeds are not this rank's, or as in `construct_full_graph`.
     """
     graph = construct_full_graph(partition_data, homogeneous)
     return blocks_of(graph, _own_rows(graph, partition_data, seed_nodes), num_layers, keep_seed_nodes)
 
 
 def _own_rows(graph: GraphShardManager, data: PartitionData, seed_nodes: Tensor) -> dict[str, Tensor]:
-    """The seeds as rows of this rank's part, ascending, by node type of the graph. Collective."""
+    """The seeds as rows of this rank's part, in ascending order, by node type of the graph. Collective."""
     rank = graph.comm.rank
     seeds = torch.unique(torch.as_tensor(seed_nodes).to(torch.int64)).to(graph.device)
     ranges = dict(data.node_type_ranges)
@@ -114,7 +114,7 @@ def _agreed(
     comm: Ranks, data: PartitionData, chosen: Options, homogeneous: bool, part: OwnPart | None,
     problem: Exception | None,
 ) -> OwnPart:  # fmt: skip
-    """The part to build the graph of, if every rank has its own of one partition, with the same choices."""
+    """This rank's part, once all ranks agree on the partition and on `Config`. Collective."""
     mine = {
         "problem": "" if problem is None else str(problem),
         "partition": json.dumps([data.node_type_names, data.edge_type_names, data.node_ranges, data.node_type_ranges]),
@@ -166,7 +166,7 @@ def _edges(
 
 
 def _ids(fields: Mapping[str, Tensor], first: int | None, otherwise: Any) -> Tensor:
-    """Original ids where they are stored, else those that DGL gave."""
+    """The original ids if they are stored, else the ids that DGL gave."""
     stored = fields.get("orig_id")
     if stored is not None and stored.dim() == 1 and not stored.is_floating_point():
         return stored.to(torch.int64)

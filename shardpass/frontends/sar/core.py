@@ -1,4 +1,4 @@
-"""``sar.core``, where scripts look for the classes of graphs."""
+"""``sar.core``, in which scripts look for the classes of graphs."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ ORIGINAL = "orig_id"
 
 
 class InEdges(NamedTuple):
-    """The edges into this rank's nodes: both ends' ids, the index of its type, and its number within the type."""
+    """The edges into this rank's nodes: ids of both ends, the type of each edge and its number in the type."""
 
     src: Tensor
     dst: Tensor
@@ -38,17 +38,17 @@ def load_dgl_partition_data(
 ) -> PartitionData:
     """One part of a graph that ``dgl.distributed.partition_graph`` wrote. Not collective.
 
-    Only the files of that part are read, and no package of DGL's is needed for it. All node and edge features are kept,
-    original ids (``orig_id``) among them where they are stored. DGL stores booleans as uint8: features with
-    ``mask`` in their name that hold zeros and ones come back as booleans.
+    Only the files of that part are read. All node and edge features are kept, and original ids (``orig_id``) if they
+    are stored. DGL stores booleans as uint8. So a feature with ``mask`` in its name that holds only zeros and ones
+    becomes boolean again.
 
     Args:
         partition_json_file: the JSON that partition_graph wrote.
-        own_partition_idx: the part to load: the rank of the caller.
-        device: of the edges and their features, and so of the graph made of them. Node features are on the CPU.
+        own_partition_idx: the part to load, which is the rank of the caller.
+        device: where the edges and their features are, and so the graph made of them. Node features are on the CPU.
 
     Raises:
-        ValueError: no such part; a file that is missing, cut short or altered (it is named).
+        ValueError: there is no such part, or a file is missing, cut short or altered. It names the file.
     """
     config = read_config(Path(partition_json_file))
     num_parts, part = config.nodes.num_parts, own_partition_idx
@@ -80,14 +80,14 @@ def split(
     starts: Sequence[int],
     device: torch.device,
 ) -> list[ShardEdgesAndFeatures]:
-    """The edges by the part of their source, sorted by type, then number.
+    """The edges by the part of their source, sorted by type and then by number.
 
     Args:
-        edges: into this rank's nodes.
-        node_ranges: of all parts.
-        features: of each type by full name, rows by number less `starts` of the type.
+        edges: the edges into this rank's nodes.
+        node_ranges: the ranges of all parts.
+        features: of each type, by full name. The row of an edge is its number less the entry of `starts`.
         starts: the lowest number of each type.
-        device: of the result.
+        device: where the result is.
     """
     order = np.lexsort((edges.numbers.numpy(), edges.kinds.numpy()))
     src, dst, kinds, numbers = (tensor[torch.from_numpy(order)] for tensor in edges)
@@ -105,7 +105,7 @@ def split(
 
 
 def _type_ranges(config: Config) -> dict[str, list[tuple[int, int]]]:
-    """First id and end of the nodes of each type in each part; DGL numbers part by part, type by type."""
+    """First id and end of the nodes of each type in each part. DGL numbers part by part, and in a part type by type."""
     ranges: dict[str, list[tuple[int, int]]] = {kind: [] for kind in config.node_types}
     position = 0
     for part in range(config.nodes.num_parts):
@@ -186,7 +186,7 @@ def _by_kind(features: Mapping[str, Tensor], labels: Sequence[str]) -> list[dict
 
 
 def _as_mask(name: str, rows: Tensor) -> Tensor:
-    """`rows` as booleans where they were before DGL stored them as uint8, which would be taken for row numbers."""
+    """`rows`, as booleans if they are a mask. DGL stored it as uint8, which torch takes for row numbers."""
     was_mask = "mask" in name and rows.dtype == torch.uint8 and (not rows.numel() or int(rows.max()) <= 1)
     return rows.view(torch.bool) if was_mask else rows
 

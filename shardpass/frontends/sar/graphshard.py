@@ -1,4 +1,4 @@
-"""The graph that SAR's scripts hold: a `ShardedDGLGraph` with the few names that SAR adds."""
+"""The graph that SAR's scripts use: a `ShardedDGLGraph` with the few names that SAR adds."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _ROW = "row in the part"
 class GraphShardManager(ShardedDGLGraph):
     """One rank's share of a graph, made by `construct_full_graph`, `construct_mfgs` or `convert_dist_graph`.
 
-    It goes where a layer of ``dgl.nn`` expects a DGLGraph, or a block; see `ShardedDGLGraph`. Of the blocks of
-    `construct_mfgs`, `input_nodes` and `seeds` tell which nodes they take and give.
+    Pass it to a layer of ``dgl.nn`` as its DGLGraph or block; see `ShardedDGLGraph`. The `input_nodes` and `seeds` of a
+    block from `construct_mfgs` say which nodes it takes and gives.
     """
 
-    _inputs: Any = None
-    _seeds: Any = None
+    _inputs: dict[str, Tensor] | None = None
+    _seeds: dict[str, Tensor] | None = None
 
     @property
     def input_nodes(self) -> Any:
@@ -61,12 +61,12 @@ class GraphShardManager(ShardedDGLGraph):
         return self
 
     def get_full_partition_graph(self, delete_shard_data: bool = True) -> DistributedBlock:
-        """The same graph, whose halo rows are fetched all at once and kept for backward. Collective.
+        """The same graph, but its halo rows are fetched all at once and kept for backward. Collective.
 
-        Features that were set on this graph do not come along; stored ones do. Edges are in another order.
+        It has the stored features, but not those that were set on this graph. Its edges are in another order.
 
         Args:
-            delete_shard_data: accepted; what this graph holds is freed when the last reference to it goes.
+            delete_shard_data: ignored. What this graph holds is freed when the last reference to it goes.
         """
         edges = {kind: self._at_once(kind) for kind in self.canonical_etypes}
         block = DistributedBlock(self.comm, self._sources, self._destinations, edges, self.is_block)
@@ -98,7 +98,7 @@ def blocks_of(graph: GraphShardManager, seeds: Any, num_layers: int, keep_seed_n
         for kind in graph.ntypes:
             graph.nodes[kind].data[_ROW] = torch.arange(graph.nodes_of(kind).num, device=graph.device)
         found = graph.mfgs(seeds, num_layers, keep_seed_nodes)
-        blocks = [_as_manager(block) for block in found]
+        blocks = [block.copied_as(GraphShardManager) for block in found]
         for block in blocks:
             block._inputs = {kind: block.srcnodes[kind].data[_ROW] for kind in block.srctypes}
             block._seeds = {kind: block.dstnodes[kind].data[_ROW] for kind in block.dsttypes}
@@ -106,9 +106,3 @@ def blocks_of(graph: GraphShardManager, seeds: Any, num_layers: int, keep_seed_n
                 for kind in kinds:
                     del views[kind].data[_ROW]
     return blocks
-
-
-def _as_manager(block: ShardedDGLGraph) -> GraphShardManager:
-    manager: GraphShardManager = object.__new__(GraphShardManager)
-    manager.__dict__.update(block.__dict__)
-    return manager

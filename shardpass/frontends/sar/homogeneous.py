@@ -13,7 +13,9 @@ from shardpass.frontends.sar.own_part import EdgeList, OwnPart, Schema, words_of
 
 
 def merged(part: OwnPart, every: Sequence[Schema]) -> OwnPart:
-    """All types as one, nodes in the order of `PartitionData.node_ranges`, with the features that all types have alike.
+    """The part with all types made one. Nodes are in the order of `PartitionData.node_ranges`.
+
+    Features that all types have with one dtype and shape are kept.
 
     Args:
         part: of this rank.

@@ -9,8 +9,8 @@ def logging_setup(level: int | str, _rank: int = -1, _world_size: int = -1) -> N
     """Show what shardpass logs, each line with the rank, on standard error. A second call replaces the first.
 
     Args:
-        level: of ``logging``, e.g. ``logging.INFO`` or ``"INFO"``.
-        _rank, _world_size: to be shown; -1: none.
+        level: as in ``logging``, for example ``logging.INFO`` or ``"INFO"``.
+        _rank, _world_size: what each line shows. With -1 it shows neither.
     """
     logger = logging.getLogger("shardpass")
     for handler in list(logger.handlers):
@@ -25,4 +25,4 @@ def logging_setup(level: int | str, _rank: int = -1, _world_size: int = -1) -> N
 
 
 class _Shown(logging.StreamHandler):  # type: ignore[type-arg]
-    """The handler that `logging_setup` has added."""
+    """The handler that `logging_setup` adds."""

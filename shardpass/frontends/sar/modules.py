@@ -1,4 +1,4 @@
-"""Modules and functions that SAR offered beside its graphs."""
+"""Modules and functions that SAR offers beside its graphs."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import dgl.nn.pytorch as dnn
-from dgl.base import ALL, is_all
+from dgl.nn.functional import edge_softmax as dgl_edge_softmax
 from torch import Tensor, nn
 
 from shardpass.core.training import DistributedBatchNorm
 from shardpass.errors import RefusedError
+from shardpass.frontends.dgl.graph import ShardedDGLGraph
+from shardpass.frontends.dgl.private import ALL, is_all
 from shardpass.frontends.sar._state import communicator
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -26,9 +28,9 @@ class DistributedBN1D(DistributedBatchNorm):
         n_feats: channels.
         eps: added to the variance.
         affine: with `weight` and `bias`.
-        distributed: False: over this rank's nodes only.
-        options: momentum, track_running_stats, dtype, device as of BatchNorm1d. Without running statistics, evaluation
-            uses those of the batch, and is collective.
+        distributed: whether statistics are over the nodes of all ranks, rather than this rank's.
+        options: momentum, track_running_stats, dtype and device, as in BatchNorm1d. Without running statistics,
+            evaluation uses those of the batch and is collective.
     """
 
     def __init__(
@@ -52,9 +54,9 @@ class RelGraphConv(dnn.RelGraphConv):
     def forward(
         self, g: Any, feat: Tensor, etypes: Tensor, norm: Tensor | None = None, *, presorted: bool = False
     ) -> Any:
-        """New own rows, [num_own, out_feat]. Collective. Args: as DGL's; `presorted` makes no difference.
+        """New own rows, [num_own, out_feat]. Collective. The arguments are DGL's, but `presorted` is ignored.
 
-        Edges of a rank are grouped by the part of their source, so they are never sorted by type as a whole.
+        The edges of a rank are grouped by the part of their source, so they are never sorted by type as a whole.
         """
         return super().forward(g, feat, etypes, norm, presorted=False)
 
@@ -63,10 +65,8 @@ def edge_softmax(graph: Any, logits: Tensor, eids: Any = ALL, norm_by: str = "ds
     """Softmax of `logits` ``[num_edges, ...]`` over the in-edges of each node. Not collective.
 
     Raises:
-        RefusedError: over some edges only, or over out-edges, some of which are on other ranks.
+        RefusedError: you ask for some edges only, or for out-edges, some of which are on other ranks.
     """
-    from dgl.nn.functional import edge_softmax as dgl_edge_softmax
-
     if not is_all(eids) or norm_by != "dst":
         raise RefusedError(
             f"edge_softmax with norm_by={norm_by!r}{'' if is_all(eids) else ' over some edges'}: a rank holds the "
@@ -77,19 +77,15 @@ def edge_softmax(graph: Any, logits: Tensor, eids: Any = ALL, norm_by: str = "ds
 
 def patched_edge_softmax(graph: Any, *args: Any, **kwargs: Any) -> Tensor:
     """`edge_softmax` of a sharded graph, DGL's own of any other."""
-    from dgl.nn.functional import edge_softmax as dgl_edge_softmax
-
-    from shardpass.frontends.dgl.graph import ShardedDGLGraph
-
     chosen = edge_softmax if isinstance(graph, ShardedDGLGraph) else dgl_edge_softmax
     return chosen(graph, *args, **kwargs)
 
 
 def message_has_parameters(param_foo: Callable[..., Any]) -> Callable[[Function], Function]:
-    """A decorator that returns the message function as it is: the parameters that a message uses are found anyway.
+    """A decorator that returns the message function as it is, since the parameters that it uses are found anyway.
 
     Args:
-        param_foo: what told SAR the parameters; checked to be callable, not called.
+        param_foo: a function that told SAR the parameters. It is not called.
     """
     if not callable(param_foo):
         raise TypeError(
@@ -104,4 +100,4 @@ def message_has_parameters(param_foo: Callable[..., Any]) -> Callable[[Function]
 
 
 def patch_dgl() -> None:
-    """Does nothing: unmodified layers of ``dgl.nn`` run on sharded graphs, and `RelGraphConv` is there without it."""
+    """Do nothing: unmodified layers of ``dgl.nn`` run on sharded graphs, and `RelGraphConv` is there anyway."""

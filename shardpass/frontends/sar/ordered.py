@@ -2,12 +2,12 @@
 
 [Note: why sync_params hooks the model]
 Ranks take part in one backward only if autograd visits the same collective calls on each, in one order; see the note in
-`autograd_order.py`. `shardpass.dgl.wrap` sees to it in the outermost forward. Models of SAR's scripts are plain modules
-passed a graph, but every such script hands its model to `sync_params` once; so that is where the outermost forward
-is found. The hooks are module-level functions: a hooked model can be copied and pickled.
+`autograd_order.py`. `shardpass.dgl.wrap` sees to it in the outermost forward. The models of SAR's scripts are plain
+modules, but every script hands its model to `sync_params` once, which hooks the outermost forward. The hooks are
+module-level functions, so that a hooked model can be copied and pickled.
 
-A model that was never passed to `sync_params` still runs. Its calls are then tied together by nothing but the data that
-flows between them: where a rank's loss does not reach a call that other ranks' losses reach, all ranks get an error.
+A model that was never passed to `sync_params` still runs. Only the data that flow between its calls then tie them
+together. If a rank's loss does not reach a call that the losses of other ranks reach, all ranks get an error.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardpass.frontends.sar._state import STATE, communicator
 
 
 def make_ready(model: nn.Module) -> None:
-    """Adapt the modules of `model` that need it, in place, and hook its forward. Once; a wrapped model is ready.
+    """Adapt the modules of `model` that need it, in place, and hook its forward. A model that is ready stays as it is.
 
     Raises:
         RefusedError: the model holds a layer that cannot be exact on a sharded graph.
@@ -69,7 +69,7 @@ def _begin(model: nn.Module, args: Any, kwargs: Any) -> None:
 
 def _end(model: nn.Module, args: Any, output: Any) -> Any:
     if not STATE.forwards or STATE.forwards[-1][0] is not model:
-        return None  # `_begin` did not run: there are no ranks, or a hook of the user's failed before it
+        return None  # `_begin` did not run: there are no ranks, or a hook of the user failed before it
     _, outermost, leaving = STATE.forwards.pop()
     leaving.close()
     if not outermost:

@@ -1,4 +1,4 @@
-"""`PartitionData` checked and sorted out by type: what a graph is built of."""
+"""What a graph is built of: `PartitionData`, checked and separated by type."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ class EdgeList:
     """The edges of one type into this rank's nodes.
 
     Args:
-        parts: the part of each source, int64 [num_edges]; `src_rows` its row among the sources of that part.
-        dst_rows: own row of each destination.
-        ids: of the edges.
-        fields: by name, a row per edge.
+        parts: the part of each source, int64 [num_edges].
+        src_rows: the row of each source among the sources of its part.
+        dst_rows: the own row of each destination.
+        ids: the id of each edge.
+        fields: tensors with a row per edge, by name.
     """
 
     parts: Tensor
@@ -41,11 +42,11 @@ class OwnPart:
     """A rank's part by type.
 
     Args:
-        device: of the graph.
+        device: where the graph is.
         ranges: (first id, end) of the nodes of each type in each part.
-        counts: own nodes of each type.
-        node_fields: of each type, by name.
-        edges: of each type.
+        counts: how many own nodes there are of each type.
+        node_fields: the node features of each type, by name.
+        edges: the edges of each type.
     """
 
     device: torch.device
@@ -135,8 +136,8 @@ def _rows(ids: Tensor, start: int, end: int) -> Tensor:
     if ids.numel() and not (int(ids.min()) >= start and int(ids.max()) < end):
         wrong = ids[(ids < start) | (ids >= end)]
         raise ValueError(
-            f"an edge ends at node {int(wrong[0])}, which is outside [{start}, {end}): edges of a shard come from one "
-            f"part and lead to the rank's own, and their ids are those of node_ranges"
+            f"an edge ends at node {int(wrong[0])}, which is outside [{start}, {end}). Edges of a shard lead from one "
+            f"part to this rank's own, with ids as in node_ranges"
         )
     return ids.to(torch.int64) - start
 
@@ -158,7 +159,7 @@ def _node_fields(
             continue
         kinds = [kind for kind in names if key.startswith(f"{kind}/")]
         if not kinds and len(names) > 1:
-            continue  # the user's own, with rows of several types
+            continue  # a feature that the user added, with rows of several types
         kind = max(kinds, key=len, default=names[0])
         if rows.size(0) != counts[kind]:
             raise ValueError(f"node feature {key!r} has {rows.size(0)} rows; this rank has {counts[kind]} such nodes")
@@ -167,7 +168,7 @@ def _node_fields(
 
 
 def schemas(part: OwnPart) -> Schema:
-    """How many nodes and edges of each type there are, and what is stored of them, in words that JSON knows."""
+    """How many nodes and edges of each type there are, and the dtypes and shapes of their fields, as JSON values."""
     rows: dict[str, tuple[int, Mapping[str, Tensor]]] = {
         f"nodes of type {kind!r}": (count, part.node_fields[kind]) for kind, count in part.counts.items()
     }
@@ -179,7 +180,7 @@ def schemas(part: OwnPart) -> Schema:
 
 
 def take_over(part: OwnPart, every: Sequence[Schema], rank: int) -> None:
-    """Give a rank without nodes or edges of a type the fields of the others, without rows.
+    """Give a rank without nodes or edges of a type the fields that the other ranks have, without rows.
 
     Raises:
         ValueError: ranks differ in what is stored (on every rank).
@@ -203,5 +204,5 @@ def take_over(part: OwnPart, every: Sequence[Schema], rank: int) -> None:
 
 
 def words_of(tensor: Tensor) -> list[Any]:
-    """Its dtype and the shape of a row."""
+    """The dtype of a tensor and the shape of a row."""
     return [str(tensor.dtype).removeprefix("torch."), *tensor.shape[1:]]

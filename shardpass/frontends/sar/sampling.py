@@ -1,4 +1,4 @@
-"""SAR's names for sampling: blocks of neighbours drawn from the graph that ranks share."""
+"""Sampling under SAR's names: blocks of neighbours drawn from the graph that ranks share."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class DataLoader:
         batch_size: seeds per rank and step, at most.
         shuffle: a new random order of all ranks' seeds every epoch.
         precompute_optimized_batches, optimized_batches_cache: not supported.
-        num_workers: accepted; batches are made ahead in a thread.
-        seed: of all that is random.
+        num_workers: ignored; a thread makes batches ahead.
+        seed: decides everything that is random.
     """
 
     def __init__(
@@ -74,8 +74,8 @@ class DataLoader:
     ) -> None:
         if precompute_optimized_batches or optimized_batches_cache:
             raise RefusedError(
-                "sar.DataLoader(precompute_optimized_batches=True) is not supported: seeds are shuffled over all ranks "
-                "and dealt out evenly in every epoch; leave it out"
+                "sar.DataLoader(precompute_optimized_batches=True) is not supported: every epoch shuffles "
+                "the seeds of all ranks and deals them out evenly. Leave it out"
             )
         held = graph.local_var()
         for features in (graph_sampler.inputs, graph_sampler.outputs):

@@ -22,15 +22,15 @@ def suffix_key_lookup(
     Args:
         feature_dict: `PartitionData.node_features` or the like.
         key: a name without its type, or a full name.
-        expand_to_all: with a `type_list`, put in zeros for the nodes of types that lack the feature; otherwise such
-            types are left out.
-        type_list: the types whose rows follow one another in the result (`PartitionData.node_type_names`); None: the
-            one type that has the feature.
+        expand_to_all: with a `type_list`, whether nodes of types that lack the feature get zeros. Otherwise such types
+            are left out.
+        type_list: the types whose rows follow one another in the result, such as `PartitionData.node_type_names`.
+            `None` means the one type that has the feature.
 
     Raises:
         KeyError: there is no such feature.
-        ValueError: several types have it and there is no `type_list`; their rows differ in shape or dtype; the number
-            of nodes of a type that lacks it cannot be told.
+        ValueError: several types have it and there is no `type_list`, or their rows differ in shape or dtype, or it is
+            not known how many nodes a type has that lacks it.
     """
     known = ", ".join(sorted(feature_dict)) or "none"
     matches = [name for name in feature_dict if name == key or name.endswith(f"/{key}")]
@@ -65,7 +65,7 @@ def _joined(features: Mapping[str, Tensor], key: str, labels: Sequence[str], exp
 
 
 def _count(features: Mapping[str, Tensor], label: str, number: int) -> int:
-    """How many nodes of a type there are, from what else is known of them."""
+    """How many nodes of a type there are, from `dgl.NTYPE` or another feature."""
     if dgl.NTYPE in features:
         return int((features[dgl.NTYPE] == number).sum())
     for name, tensor in features.items():

@@ -1,11 +1,7 @@
-"""Counts that are a rank's own as sizes, but speak for the whole graph where code asks about it."""
+"""Counts that are this rank's own as sizes, and those of the whole graph where code branches on them."""
 
 from __future__ import annotations
 
-import dis
-import sys
-from functools import lru_cache
-from types import CodeType
 from typing import Any
 
 import torch
@@ -15,10 +11,10 @@ from shardpass.frontends.dgl.closed import refused
 
 
 class OwnCount(int):
-    """How many nodes or edges this rank has. Whether there are any is answered for all ranks together.
+    """How many nodes this rank has. Whether there are any is answered for all ranks together.
 
-    Layers branch on there being none (``if graph.num_nodes() > 0``); a rank without any, in a graph that has some, must
-    take the branch that the others take. ``==`` compares this rank's number: that is how shapes are checked.
+    Layers branch on there being none (``if graph.num_nodes() > 0``). A rank without any, in a graph that has some, must
+    take the branch that the other ranks take. ``==`` compares this rank's number, since that is how code checks shapes.
     """
 
     total: int
@@ -31,7 +27,7 @@ class OwnCount(int):
         return count
 
     def against(self, other: Any) -> int:
-        """What is compared with `other`."""
+        """The number to compare with `other`."""
         return self.total if isinstance(other, int) and other == 0 else int(self)
 
     def __gt__(self, other: Any) -> bool:
@@ -50,48 +46,47 @@ class OwnCount(int):
         return self.total != 0
 
     def __floordiv__(self, other: Any) -> int:
-        raise refused(
-            "a whole-number part of this rank's number of nodes or edges",
-            "it differs from rank to rank; take it from the whole graph (ShardedGraph.total_nodes) before forward, or "
-            "int(...) of the number if a size on this rank is meant",
-        )
+        raise _differs("a whole-number part of this rank's number of nodes or edges")
 
     def __mod__(self, other: Any) -> int:
         return self // other
 
+    def __mul__(self, other: Any) -> int:
+        if isinstance(other, OwnCount):
+            raise _differs("a number of pairs of this rank's nodes or edges")
+        return int(self) * other  # type: ignore[no-any-return]
+
 
 class OwnEdgeCount(OwnCount):
-    """How many edges this rank has; ``== 0`` asks for all ranks too, since that is how loops skip empty edge types.
-
-    Only where the 0 is written in the code: ``edge_weight.shape[0] == graph.num_edges()`` compares numbers of rows.
-    """
+    """How many edges this rank has. ``== 0`` asks for all ranks too, since loops skip empty edge types by it."""
 
     def __eq__(self, other: object) -> bool:
-        frame = sys._getframe(1)
-        return (self.total if _beside_a_zero(frame.f_code, frame.f_lasti) else int(self)) == other
+        return self.against(other) == other
 
     def __ne__(self, other: object) -> bool:
-        frame = sys._getframe(1)
-        return (self.total if _beside_a_zero(frame.f_code, frame.f_lasti) else int(self)) != other
+        return self.against(other) != other
 
     def __hash__(self) -> int:
         return hash(int(self))
 
 
-@lru_cache(maxsize=1024)
-def _beside_a_zero(code: CodeType, position: int) -> bool:
-    """Whether the comparison at `position` of `code` has a literal 0 as its right operand."""
-    steps = [step for step in dis.get_instructions(code) if step.offset <= position and step.opname != "CACHE"]
-    compares = len(steps) > 1 and steps[-1].opname == "COMPARE_OP"  # not a look-up in a dict
-    return compares and steps[-2].opname == "LOAD_CONST" and steps[-2].argval == 0
+def _differs(what: str) -> Exception:
+    return refused(
+        what,
+        "it differs from rank to rank. Compute it from the whole graph (ShardedGraph.total_nodes) before forward, or "
+        "pass the count through int(...) if you mean a size on this rank",
+    )
+
+
+_SIZES = ("ones", "zeros", "full", "new_ones", "new_zeros", "new_full")
 
 
 class NodeCounts(Tensor):
     """What ``graph.batch_num_nodes()`` gives: ``[1]``, the nodes of the one graph.
 
-    Layers use it in two ways. As a size (of a tensor of ones, as the number of repetitions) it is this rank's number of
-    nodes; as a divisor (graph norms divide by it) it is that of all ranks. Any other use is refused, since it would
-    mean one of the two.
+    Layers use it as a size (of a tensor of ones, as a number of repetitions) or as a divisor (graph norms divide by
+    it). As a size it is this rank's number of nodes, as a divisor that of all ranks. Any other use is refused, since it
+    could mean either.
     """
 
     own: int
@@ -121,16 +116,14 @@ class NodeCounts(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if name in ("true_divide", "div", "__truediv__", "divide") and mine == [args[1]]:
                 return func(args[0], mine[0].total, *args[2:], **kwargs)
-            if name in ("ones", "zeros", "full", "new_ones", "new_zeros", "new_full"):
-                args = tuple(a.own if isinstance(a, NodeCounts) else a for a in args)
-                return func(*args, **kwargs)
+            if name in _SIZES:
+                return func(*(a.own if isinstance(a, NodeCounts) else a for a in args), **kwargs)
             if name == "repeat_interleave" and len(mine) == 1 and args[0] is not mine[0]:
-                args = tuple(torch.tensor([a.own]) if isinstance(a, NodeCounts) else a for a in args)
-                return func(*args, **kwargs)
+                return func(*(torch.tensor([a.own]) if isinstance(a, NodeCounts) else a for a in args), **kwargs)
             if name in ("__repr__", "__get__", "size", "dim", "is_floating_point", "__format__", "__len__"):
                 return func(*args, **kwargs)
         raise refused(
             f"`{name}` on graph.batch_num_nodes()",
-            "it is a size on this rank but a divisor over all; readouts are shardpass.dgl.sum_nodes and its like, or "
-            "the modules of dgl.nn in a wrapped model",
+            "it is a size on this rank but a divisor over all ranks. For readouts use shardpass.dgl.sum_nodes and its "
+            "like, or the modules of dgl.nn in a wrapped model",
         )

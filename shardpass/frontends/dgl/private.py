@@ -1,0 +1,88 @@
+"""What this frontend uses of DGL beyond its documented interface, in one place.
+
+`tests/frontends/test_dgl_private.py` says which of these a release of DGL no longer has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import CellType, FunctionType
+from typing import Any
+
+import dgl
+from dgl.backend import edge_softmax as softmax_kernel
+from dgl.base import ALL, is_all
+from dgl.function.base import BuiltinFunction, TargetCode
+from dgl.function.message import BinaryMessageFunction, CopyMessageFunction
+from dgl.heterograph_index import HeteroGraphIndex
+from dgl.udf import EdgeBatch, NodeBatch
+from torch import Tensor
+
+__all__ = [
+    "ALL",
+    "ATTRIBUTES",
+    "GLOBALS",
+    "BinaryMessageFunction",
+    "BuiltinFunction",
+    "CopyMessageFunction",
+    "EdgeBatch",
+    "HeteroGraphIndex",
+    "NodeBatch",
+    "TargetCode",
+    "copy_of",
+    "is_all",
+    "local_index",
+    "softmax_kernel",
+    "with_names",
+]
+
+_READOUTS = frozenset(["sum_nodes", "mean_nodes", "max_nodes", "softmax_nodes", "broadcast_nodes"])
+_NORM = frozenset(["EdgeWeightNorm"])
+_SOFTMAX = frozenset(["edge_softmax"])
+
+GLOBALS: dict[str, frozenset[str]] = {
+    "AGNNConv": _SOFTMAX,
+    "APPNPConv": _NORM,
+    "AvgPooling": frozenset(["mean_nodes"]),
+    "ChebConv": frozenset(["broadcast_nodes"]),
+    "DotGatConv": _SOFTMAX,
+    "EdgeWeightNorm": frozenset(["reverse"]),
+    "GATConv": _SOFTMAX,
+    "GATv2Conv": _SOFTMAX,
+    "GCN2Conv": _NORM,
+    "GlobalAttentionPooling": frozenset(["sum_nodes", "softmax_nodes"]),
+    "LabelPropagation": frozenset(["F"]),
+    "MaxPooling": frozenset(["max_nodes"]),
+    "SGConv": _NORM,
+    "Set2Set": frozenset(["sum_nodes", "softmax_nodes", "broadcast_nodes"]),
+    "SumPooling": frozenset(["sum_nodes"]),
+    "TAGConv": _NORM,
+    "WeightAndSum": frozenset(["sum_nodes"]),
+}
+"""Global names that the ``forward`` of a class of ``dgl.nn`` uses and that `layers.py` gives another meaning there."""
+
+ATTRIBUTES: dict[str, frozenset[str]] = {
+    "GatedGraphConv": frozenset(["_n_etypes", "_n_steps", "_out_feats", "linears", "gru"]),
+    "GroupRevRes": frozenset(["_forward"]),
+}
+"""Attributes of a layer of ``dgl.nn`` that `layers.py` reads or calls."""
+
+
+def local_index(src_rows: Tensor, dst_rows: Tensor, num_src: int, num_dst: int) -> Any:
+    """A graph index of the given edges, on which DGL's kernels run. It cannot be walked along out-edges."""
+    block = dgl.create_block((src_rows, dst_rows), num_src_nodes=num_src, num_dst_nodes=num_dst)
+    return block.formats(["coo", "csc"])._graph
+
+
+def with_names(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
+    """A copy of `function` in which the global `names` mean something else. The module it comes from stays as it is."""
+    original: Any = function
+    return copy_of(original, {**original.__globals__, **names}, original.__closure__)
+
+
+def copy_of(function: Any, names: dict[str, Any], closure: tuple[CellType, ...] | None) -> Callable[..., Any]:
+    """A copy of `function` with other global `names` and another `closure`."""
+    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, closure)
+    copy.__kwdefaults__, copy.__qualname__ = function.__kwdefaults__, function.__qualname__
+    copy.__dict__.update(function.__dict__)
+    return copy
