@@ -69,7 +69,7 @@ ROOMS: dict[str, str] = {
     "sampling": "ranks sharding exchange kernels graphs",
     "inference": "ranks sharding training graphs",
     "selfcheck": "ranks sharding tracing graphs",
-    "dryrun": "ranks sharding training exchange graphs selfcheck",
+    "dryrun": "ranks sharding training exchange kernels graphs",
 }
 """The rooms of ``core/`` from the lowest to the highest, and the rooms that each may import."""
 
@@ -138,6 +138,7 @@ LAYERS: dict[str, Layer] = {
 HIDDEN: dict[str, str] = {
     "__init__.py": "shardpass.pyg and shardpass.dgl import PyG and DGL, so only when asked for",
     "backends/connect.py": "mpi4py is optional",
+    "backends/processes.py": "torch may be built without torch.distributed",
     "core/kernels": "loops in numba and Triton are optional",
     "core/sampling": "loops in numba are optional",
     "data/streaming": "loops in numba are optional",

@@ -8,7 +8,7 @@ agree which tensors have a row per edge, as they do for every sharded call, sinc
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from shardpass.core.ranks import agree
 from shardpass.core.sharding import EdgeShards
 from shardpass.core.tracing import HARMLESS_OPS, INDEX_OPS, SCATTERS, SHAPE_OPS, Inputs, Program, tensors_in
 from shardpass.errors import NeedsHaloError, RefusedError
+
+Messages = Tensor | dict[str, Tensor]
 
 
 @dataclass
@@ -37,7 +39,7 @@ class AtOnce:
     inputs: Inputs
     positions: Tensor
     made_up: bool
-    messages: Any = None
+    messages: Messages = field(default_factory=dict)
 
     def padded(self, rows: Tensor) -> Tensor:
         """`rows` of destinations, ``[num_dst, ...]``, with one more where there is a made-up destination."""
@@ -49,7 +51,7 @@ def inputs_at_once(
     plan: HaloPlan,
     edges: EdgeShards,
     label: str,
-    message: Callable[[Inputs], Any],
+    message: Callable[[Inputs], Messages],
     places: Tensor | None = None,
 ) -> AtOnce:
     """All edges with the rows they need, and what `message` makes of them. Collective, in backward too.
@@ -84,7 +86,7 @@ def inputs_at_once(
     return found
 
 
-def _side_by_side(messages: Any) -> Tensor:
+def _side_by_side(messages: Messages) -> Tensor:
     """The tensors of a dict side by side, ``[E, columns]``, for checks that look at one tensor."""
     if isinstance(messages, Tensor):
         return messages
@@ -101,6 +103,7 @@ def aggregate_at_once(program: Program, plan: HaloPlan, edges: EdgeShards, label
     """
     found = inputs_at_once(program, plan, edges, label, program.message)
     out = found.messages
+    assert isinstance(out, Tensor)
     if program.aggregate is None:
         whole = out.new_zeros((edges.num_edges, *out.shape[1:]))
         return whole if found.made_up else whole.index_copy(0, found.positions, out)

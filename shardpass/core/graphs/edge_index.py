@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shardpass.core.exchange import HaloPlan, halo_fetch, halo_push
+from shardpass.core.graphs.layer_flow import LayerFlow
 from shardpass.core.graphs.stand_in import PRINTS, describes
 from shardpass.core.sharding import Derivation, EdgeShards
 from shardpass.errors import RefusedError
@@ -38,11 +39,15 @@ class ShardedEdgeIndex(Tensor):
     shards: EdgeShards | None  # of exactly this edge list, where known
     is_reversed: bool
     derivation: Derivation | None  # how the numbers are made, where they are not stored
-    flow: Any  # the `LayerFlow` that says which nodes are computed; None: all
+    flow: LayerFlow | None  # which nodes are computed; `None`: all of them
 
     @staticmethod
     def wrap(
-        data: Tensor, plan: HaloPlan, shards: EdgeShards | None = None, is_reversed: bool = False, flow: Any = None
+        data: Tensor,
+        plan: HaloPlan,
+        shards: EdgeShards | None = None,
+        is_reversed: bool = False,
+        flow: LayerFlow | None = None,
     ) -> Any:
         """`data` ``[2, num_edges]`` int64, sources first, as the stand-in of the graph behind `plan`."""
         out = data.as_subclass(ShardedEdgeIndex)
@@ -131,10 +136,10 @@ class SourceRows(Tensor):
     """Row 0 of a `ShardedEdgeIndex`: source rows in own-first numbering."""
 
     plan: HaloPlan
-    flow: Any  # of the edge list it is a row of
+    flow: LayerFlow | None  # of the edge list it is a row of
 
     @staticmethod
-    def wrap(data: Tensor, plan: HaloPlan, flow: Any = None) -> Any:
+    def wrap(data: Tensor, plan: HaloPlan, flow: LayerFlow | None = None) -> Any:
         """`data` as source rows of `plan`."""
         out = data.as_subclass(SourceRows)
         out.plan, out.flow = plan, flow

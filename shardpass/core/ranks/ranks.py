@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from shardpass.backends.communicator import Communicator
@@ -108,6 +109,10 @@ class Ranks(DelegatingCommunicator):
             yield
         finally:
             self._is_silent = False
+
+    def move_to(self, device: torch.device) -> None:
+        """Have all tensors on `device` from now on."""
+        self.inner.device = device
 
     def before(self, kind: str, label: str, tensors: Sequence[Tensor] = ()) -> None:
         """Refuse to communicate while the block of `silent` runs."""

@@ -14,13 +14,12 @@ from shardpass.core.ranks import Ranks
 from shardpass.core.selfcheck import Fields, Frontend
 from shardpass.frontends.dgl.convert import edge_type, graph, node_type
 from shardpass.frontends.dgl.graph import ShardedDGLGraph
+from shardpass.testing.hetero import shard_by_type
+from shardpass.testing.run import run
 
 
 def checked_by(wrap: Callable[[nn.Module, Ranks], nn.Module]) -> Frontend:
     """The self-check's view of this frontend. `wrap` wraps its models."""
-    from shardpass.testing.hetero import shard_by_type
-    from shardpass.testing.run import run
-
     return Frontend(
         wrap=wrap,
         run=run,

@@ -14,6 +14,8 @@ from shardpass.core.graphs import ShardedGraph
 from shardpass.core.ranks import Ranks
 from shardpass.core.selfcheck import Fields, Frontend, copy_for_check
 from shardpass.core.sharding import EDGE
+from shardpass.testing.hetero import shard_by_type
+from shardpass.testing.run import run
 
 
 def copy_of_model(model: nn.Module) -> nn.Module | None:
@@ -37,9 +39,6 @@ def _being_imported(model: nn.Module) -> bool:
 
 def checked_by(wrap: Callable[[nn.Module, Ranks], nn.Module]) -> Frontend:
     """What the self-check asks of this frontend, whose models are wrapped by `wrap`."""
-    from shardpass.testing.hetero import shard_by_type
-    from shardpass.testing.run import run
-
     return Frontend(
         wrap=wrap,
         run=run,

@@ -63,8 +63,7 @@ class Direction:
 def _shards_of(edge_index: ShardedEdgeIndex) -> EdgeShards:
     """The shards of an edge list. Those of a list that forward derived are found again in the next forward."""
     if edge_index.flow is not None:
-        found: EdgeShards = edge_index.flow.shards_of(edge_index)
-        return found
+        return edge_index.flow.shards_of(edge_index.edges)
     if edge_index.shards is not None:
         return edge_index.shards
     plan = edge_index.plan

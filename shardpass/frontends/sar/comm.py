@@ -83,7 +83,7 @@ def _connected(rank: int, world_size: int, ip: str, port: int, backend: str) -> 
         with _environment(_launch(rank, world_size, ip, port)):
             comm = connect("torch_distributed", device=_device(backend))
     _check_same(rank, world_size, comm.rank, comm.size, "the launcher or the process group says")
-    comm.device = torch.device("cpu")  # until a graph says on which device its tensors are
+    comm.move_to(torch.device("cpu"))  # until a graph says on which device its tensors are
     return comm
 
 

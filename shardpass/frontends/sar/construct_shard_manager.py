@@ -47,9 +47,9 @@ def construct_full_graph(partition_data: PartitionData, homogeneous: bool = Fals
     except (ValueError, TypeError) as error:
         problem = error
     part = _agreed(comm, partition_data, chosen, homogeneous, part, problem)
-    comm.device = part.device  # tensors of the graph are there, and everything else follows them
-    if hasattr(comm, "max_message_bytes"):
-        comm.max_message_bytes = min(4 * Config.max_collective_size or LARGEST_MESSAGE, LARGEST_MESSAGE)
+    comm.move_to(part.device)  # tensors of the graph are there, and everything else follows them
+    if hasattr(comm.inner, "max_message_bytes"):
+        comm.inner.max_message_bytes = min(4 * Config.max_collective_size or LARGEST_MESSAGE, LARGEST_MESSAGE)
     return _graph(comm, part, chosen)
 
 
