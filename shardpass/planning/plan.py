@@ -223,8 +223,8 @@ def _plan_on_first_rank(comm: Communicator, planner: _Planner, modes: Iterable[M
         raise problem
     if "problem" in found:
         raise PeerFailure(f"rank 0 could not make the plan: {found['problem']}")
-    rows, larger = ([Estimate(**row) for row in found[name]] for name in ("rows", "larger"))
-    return Plan(rows, budget, found["left_out"], larger[0] if larger else None, planner.options)
+    received = {name: [Estimate(**row) for row in found[name]] for name in ("rows", "larger")}
+    return Plan(received["rows"], budget, found["left_out"], next(iter(received["larger"]), None), planner.options)
 
 
 def _training(
