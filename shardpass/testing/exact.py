@@ -58,15 +58,15 @@ def assert_exact(
     Raises:
         AssertionError: naming ranks, owners, mode, and the tensors that differ.
     """
-    is_typed = isinstance(graph, WholeHeteroGraph)
-    evaluate: Callable[..., Outcome] = evaluate_sharded_hetero if is_typed else evaluate_sharded
-    whole = (evaluate_whole_hetero if is_typed else evaluate_whole)(model, graph, call)  # type: ignore[operator]
-    modes = tuple(modes)
+    has_types = isinstance(graph, WholeHeteroGraph)
+    run_whole: Callable[..., Outcome] = evaluate_whole_hetero if has_types else evaluate_whole
+    run_sharded: Callable[..., Outcome] = evaluate_sharded_hetero if has_types else evaluate_sharded
+    whole, modes = run_whole(model, graph, call), tuple(modes)
     for count in (ranks,) if isinstance(ranks, int) else ranks:
         for name, owner in (_owners_of(graph, count) if owners is None else owners).items():
             for mode in modes:
                 chosen = replace(options or Options(), mode=mode)
-                sharded = evaluate(model, graph, call, owner, count, wrap, chosen, whole)
+                sharded = run_sharded(model, graph, call, owner, count, wrap, chosen, whole)
                 where = f"{type(model).__name__} on {count} ranks, owners {name!r}, mode {mode!r}"
                 assert_same(whole, sharded, where, bound=bound, relative=relative)
 

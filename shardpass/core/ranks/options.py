@@ -39,10 +39,10 @@ class Options:
             ``"auto"`` takes what moves fewer bytes, call by call. All three give the same numbers.
         share_memory: ranks on one host read each other's rows in shared memory, if they are processes and the system
             has it. Otherwise, and with False, rows travel as messages. The numbers are the same to the bit.
-        stream_structure: edges, and tensors with a row per edge (``edge_index``, edge weights), stay in CPU memory. Each
-            round copies its shard and the edge rows that go with it to the device, while the round before it is
-            computed. Use it if the device is smaller than a part's edges. It excludes the modes ``"halo"`` and
-            ``"auto"`` and ``backward="pull"``.
+        stream_structure: edges stay in CPU memory, and so do tensors with a row per edge (``edge_index``, edge
+            weights). Each round copies its shard and the edge rows that go with it to the device, while the round
+            before it is computed. Use it if the device is smaller than a part's edges. It excludes the modes
+            ``"halo"`` and ``"auto"`` and ``backward="pull"``.
         chunk_bytes: the most bytes of one temporary with a row per edge; edges are processed in chunks of that size.
     """
 
@@ -81,8 +81,8 @@ class Options:
                 raise ValueError(f"{name} is True or False, got {getattr(self, name)!r}")
         if self.stream_structure and (self.mode not in ("sar", "keep") or self.backward == "pull"):
             raise ValueError(
-                f"stream_structure needs mode='sar' or 'keep' and backward='auto' or 'push', which read edges one block "
-                f"at a time; got mode={self.mode!r} and backward={self.backward!r}"
+                f"stream_structure is for the modes sar and keep with backward='auto' or 'push', which read edges one "
+                f"block at a time; got mode={self.mode!r} and backward={self.backward!r}"
             )
         if self.chunk_bytes < 1:
             raise ValueError(f"chunk_bytes is at least 1, got {self.chunk_bytes}")
