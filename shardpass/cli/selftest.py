@@ -1,6 +1,6 @@
-"""`python -m shardpass.cli.selftest [threads|processes]`: two ranks talk to each other, and say so if all is well.
+"""`python -m shardpass.cli.selftest [threads|processes]`: two ranks talk to each other and say whether it worked.
 
-Without an argument the ranks come from the launcher (torchrun, mpirun). Used by `shardpass doctor`.
+Without an argument the ranks come from the launcher (torchrun, mpirun). `shardpass doctor` runs it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PASSED = "self-test passed"
 
 
 def talk(comm: Communicator) -> str:
-    """An exchange in a ring and a reduction, both checked; says on what. Collective."""
+    """What came of an exchange in a ring and a reduction, in words. Collective."""
     torch.set_num_threads(1)
     if comm.size != 2:
         return f"{comm.size} ranks instead of 2"
