@@ -17,7 +17,7 @@ PASSED = "self-test passed"
 
 
 def talk(comm: Communicator) -> str:
-    """What came of an exchange in a ring and a reduction, in words. Collective."""
+    """An exchange in a ring and a reduction, both checked; says on what. Collective."""
     torch.set_num_threads(1)
     if comm.size != 2:
         return f"{comm.size} ranks instead of 2"

@@ -62,7 +62,7 @@ class RankSizes:
 
 
 def made_up_rank(sizes: RankSizes, comm: DryCommunicator, options: Options) -> ShardedGraph:
-    """A rank's share of a random graph with these sizes. Every peer sends it the same number of rows."""
+    """A rank's share of a random graph with these sizes, every peer sending it exactly as many rows as any other."""
     generator = torch.Generator().manual_seed(0)
     others = sizes.ranks - 1
     cut = min(sizes.cut_edges, sizes.edges)
