@@ -1,6 +1,6 @@
-"""`python -m shardpass.cli.selftest [threads|processes]`: two ranks talk to each other, and say so if all is well.
+"""`python -m shardpass.cli.selftest [threads|processes]`: two ranks talk to each other and say whether it worked.
 
-Without an argument the ranks come from the launcher (torchrun, mpirun). Used by `shardpass doctor`.
+Without an argument the ranks come from the launcher (torchrun, mpirun). `shardpass doctor` runs it.
 """
 
 from __future__ import annotations

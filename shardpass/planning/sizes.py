@@ -17,16 +17,16 @@ from shardpass.data.store import open_store
 
 @dataclass(frozen=True)
 class GraphCounts:
-    """A graph of which no more is known than how much there is of it.
+    """A graph of which only the size is known.
 
     Args:
-        nodes, edges: of the whole graph; directed edges, so one for each direction of an undirected one.
+        nodes, edges: of the whole graph. Edges are directed: an undirected edge counts twice.
         num_features: channels of ``x``, float32.
         num_classes: of the labels.
-        cut_fraction: of the edges, those that end on another rank than they begin; None: a random partition,
-            ``1 - 1 / ranks``. Good partitions of real graphs cut much less.
-        halo_fraction: distinct remote sources of a rank, in relation to its own nodes; None: as many as so many random
-            edges have, see `expected_halo`.
+        cut_fraction: fraction of the edges that begin on another rank than they end on. By default that of a random
+            partition, ``1 - 1 / ranks``; good partitions of real graphs cut much less.
+        halo_fraction: distinct remote sources of a rank per own node. By default as many as random edges have, see
+            `expected_halo`.
     """
 
     nodes: int
@@ -47,9 +47,9 @@ class GraphCounts:
 
 
 def expected_halo(remote_nodes: int, cut_edges: int) -> int:
-    """Distinct sources of `cut_edges` edges that begin at uniformly random ones of `remote_nodes` nodes, expected.
+    """The expected number of distinct sources of `cut_edges` edges that begin at random ones of `remote_nodes` nodes.
 
-    That is ``R * (1 - (1 - 1 / R)**c)``. Where some nodes have many more edges than others there are fewer.
+    It is ``R * (1 - (1 - 1 / R)**c)``. If some nodes have many more edges than others, there are fewer.
     """
     if remote_nodes < 1 or cut_edges < 1:
         return 0
@@ -61,10 +61,10 @@ def sizes_of(graph: str | os.PathLike[str] | GraphCounts, ranks: int, beyond_par
 
     Args:
         graph: a store or counts.
-        beyond_parts: for more ranks than a store has parts, expect what a random partition has.
+        beyond_parts: assume a random partition for more ranks than a store has parts.
 
     Raises:
-        ValueError: more ranks than parts, several types, or no features; fewer than one rank.
+        ValueError: more ranks than parts, several types, no features, or fewer than one rank.
     """
     if ranks < 1:
         raise ValueError(f"the number of ranks is at least 1, got {ranks}")
@@ -127,7 +127,8 @@ def _num_classes(where: object, manifest: Manifest) -> int:
     if info.dtype.is_floating_point:
         return info.shape[-1] if info.shape else 1
     store = open_store(where)  # type: ignore[arg-type]
-    return int(store.node_fields(NODE, range(manifest.num_parts))["y"].max()) + 1
+    parts = (store.node_fields(NODE, range(part, part + 1))["y"] for part in range(manifest.num_parts))
+    return max(int(labels.max()) for labels in parts if labels.numel()) + 1  # one part in memory at a time
 
 
 def known_sizes(graph: str | os.PathLike[str] | GraphCounts) -> tuple[int, int]:

@@ -19,7 +19,7 @@ Caller = Callable[[nn.Module, dict[str, Tensor], Any], Tensor]
 
 @dataclass
 class Outcome:
-    """What one evaluation gave: output, gradients of inputs and parameters, buffers afterwards."""
+    """What one evaluation gave: the output, the gradients of inputs and parameters, and the buffers afterwards."""
 
     output: Tensor
     inputs: dict[str, Tensor] = field(default_factory=dict)
@@ -86,7 +86,7 @@ def evaluate_sharded(
 
 
 def differences(whole: Outcome, sharded: Outcome) -> dict[str, float]:
-    """The largest absolute error of every tensor of `sharded` against `whole`; NaN counts as infinite."""
+    """The largest absolute error of every tensor of `sharded` against `whole`. A NaN counts as infinite."""
     pairs = {"output": (whole.output, sharded.output)}
     for kind in ("inputs", "parameters", "buffers"):
         mine, theirs = getattr(whole, kind), getattr(sharded, kind)

@@ -18,17 +18,17 @@ class _Done:
 
 
 class DryCommunicator:
-    """Rank 0 of `size` ranks that are all alike: what it receives is as if every rank did what it does.
+    """Rank 0 of `size` ranks that are all alike: it receives what it would if every rank did what it does.
 
     Rows that others would send are zeros. Collectives answer from this rank's own tensors. Ranks are alike up to a
-    rotation of the ring: what rank p sends to this one is what this one sends to rank ``-p``. Shared memory is this
-    rank's own, whoever's it should be: each rank's counts once, at its owner.
+    rotation of the ring: what rank p sends to this one is what this one sends to rank ``-p``. All shared memory is this
+    rank's own, so that the memory of each rank counts once, at its owner.
 
     Args:
         size: number of ranks to pretend.
-        device: on which tensors are.
+        device: of the tensors.
         notify: called with the label of each message and collective, before it.
-        per_host: of the ranks, how many share this one's host and its memory.
+        per_host: how many of the ranks share this one's host and its memory.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class DryCommunicator:
     def exchange(
         self, send: Tensor | None, to: int, recv: Tensor | None, source: int, tag: int, label: str = ""
     ) -> Handle:
-        """Count what is sent, fill what is received with zeros."""
+        """Count what is sent, and fill what is received with zeros."""
         self._notify(label)
         if send is not None and to != self.rank:
             self.bytes_sent += send.nbytes
@@ -68,7 +68,7 @@ class DryCommunicator:
         return tensor * self.size if op == "sum" else tensor**self.size
 
     def all_gather(self, tensor: Tensor, label: str = "") -> list[Tensor]:
-        """`size` copies of `tensor`; numbers per rank (one each) are rotated, see the class."""
+        """`size` copies of `tensor`; in a halo plan, where it has one number per rank, rotated as the ranks are."""
         self._notify(label)
         if label == "halo plan":
             return [tensor.roll(rank) for rank in range(self.size)]
@@ -80,7 +80,7 @@ class DryCommunicator:
         return tensor
 
     def all_to_all(self, tensors: Sequence[Tensor], label: str = "") -> list[Tensor]:
-        """From rank p what this rank sends to rank ``-p``; of what goes to its host alone, to ``-p`` on that host."""
+        """From rank p what this rank sends to rank ``-p``, counted on its host alone for rows that its host shares."""
         self._notify(label)
         local = len(self.local_ranks)
         if label == "halo plan: shared rows":
@@ -98,11 +98,11 @@ class DryCommunicator:
         """Return at once."""
 
     def duplicate(self, name: str) -> Communicator:
-        """Another one like this."""
+        """Another dry communicator like this one."""
         return DryCommunicator(self.size, self.device, self._notify, len(self.local_ranks))
 
     def background(self) -> Communicator | None:
-        """None: gradients are summed where they are."""
+        """`None`, so that gradients are summed in this thread."""
         return None
 
     def give_up(self, reason: str) -> None:

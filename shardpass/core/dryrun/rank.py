@@ -25,14 +25,14 @@ class RankSizes:
     """How much of a graph one rank has.
 
     Args:
-        ranks: of the run.
+        ranks: number of ranks of the run.
         nodes: own nodes.
-        edges: edges that end in them.
-        cut_edges: of these, edges from other ranks' nodes.
+        edges: edges that end in own nodes.
+        cut_edges: those of the edges that begin at nodes of other ranks.
         halo_rows: distinct sources of the cut edges.
         node_fields, edge_fields: by name.
         num_classes: of the labels ``y``.
-        per_host: ranks of one host, which share memory unless the options say otherwise.
+        per_host: ranks of one host. They share memory unless the options say otherwise.
     """
 
     ranks: int
@@ -72,7 +72,7 @@ def made_up_rank(sizes: RankSizes, comm: Ranks, options: Options) -> ShardedGrap
     if cut:
         rows = per_peer * others
         halo = torch.randint(0, rows, (cut,), generator=generator)
-        halo[:rows] = torch.arange(rows)  # each row is needed
+        halo[:rows] = torch.arange(rows)  # so that each row is needed
         sources[:cut] = (halo // per_peer + 1) * sizes.nodes + halo % per_peer
     dst = torch.randint(0, sizes.nodes, (sizes.edges,), generator=generator)
     edge_ids = torch.randperm(sizes.edges, generator=generator)
@@ -93,6 +93,7 @@ def made_up_rank(sizes: RankSizes, comm: Ranks, options: Options) -> ShardedGrap
 
 
 def made_up_rows(kind: Field, count: int, num_classes: int) -> Tensor:
+    """`count` rows of a field; integers are below `num_classes`."""
     shape = (count, *kind.shape)
     if kind.dtype == torch.bool:
         return (torch.arange(count) % 2 == 0).view(-1, *[1] * len(kind.shape)).expand(shape).clone()

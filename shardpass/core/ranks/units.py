@@ -12,7 +12,7 @@ _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 
 
 def parse_bytes(text: str | float) -> int:
-    """Bytes: ``"6GiB"`` is 6 * 1024**3, ``"512MB"`` 512 * 1000**2, a number itself.
+    """The bytes that `text` says: 6 * 1024**3 for ``"6GiB"``, 512 * 1000**2 for ``"512MB"``; a number as it is.
 
     Raises:
         ValueError: it is no size, or not above 0.
@@ -21,7 +21,7 @@ def parse_bytes(text: str | float) -> int:
 
 
 def parse_count(text: str | float) -> int:
-    """A count: ``"111M"`` is 111 million, ``"3.2B"`` 3.2 thousand million, a number itself.
+    """The count that `text` says: 111 million for ``"111M"``, 3.2 thousand million for ``"3.2B"``; a number as it is.
 
     Raises:
         ValueError: it is no count, or not above 0.
