@@ -4,7 +4,7 @@ This room knows tensors and the `Communicator` protocol. It knows nothing of gra
 """
 
 from shardpass.core.ranks import torch_private
-from shardpass.core.ranks.agree import agree, digest, diverged
+from shardpass.core.ranks.agree import agree, digest, diverged, fail_together
 from shardpass.core.ranks.autograd_order import (
     all_reduce_sum,
     begin_call,
@@ -57,6 +57,7 @@ __all__ = [
     "dropout_factors",
     "end_call",
     "end_chain",
+    "fail_together",
     "get_random_state",
     "has_drawn",
     "identity_of",
