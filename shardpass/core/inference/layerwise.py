@@ -67,17 +67,13 @@ def infer(
     if not getattr(model, "_shardpass_wrapped", False):
         raise ValueError("infer takes a wrapped model: call shardpass.pyg.wrap(model, comm), or dgl.wrap, first")
     _on_all(comm, lambda: _refuse_existing(path, overwrite))
-    _on_all(comm, lambda: graph.ids_of(node_type) if node_type is not None else None)
+    _on_all(comm, lambda: node_type is None or graph.ids_of(node_type))
     args = args or (graph.x if graph.is_homogeneous else graph.x_dict, graph)
     _same_parameters(model, comm)
     fingerprint = _fingerprint(model, graph, args, tag)
     journal = Journal(path.with_name(f".{path.name}.partial"), comm, fingerprint, progress)
-    with _evaluating(model), torch.no_grad():
-        comm.kept_calls = journal
-        try:
-            found = model(*args)
-        finally:
-            comm.kept_calls = None
+    with _evaluating(model, comm, journal):
+        found = model(*args)
     rows = _on_all(comm, lambda: _rows_by_type(graph, found, path, overwrite, node_type))
     for target, (values, ids, total) in rows.items():
         _write(comm, target, values, ids, total)
@@ -114,12 +110,16 @@ def _fingerprint(model: nn.Module, graph: ShardedGraph, args: tuple[Any, ...], t
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def _evaluating(model: nn.Module, comm: Ranks, journal: Journal) -> Iterator[None]:
+    """A block without gradients, with the model in evaluation mode, in which `journal` keeps the results of calls."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
+    comm.kept_calls = journal
     try:
-        yield
+        with torch.no_grad():
+            yield
     finally:
+        comm.kept_calls = None
         for module, training in modes:
             module.training = training
 

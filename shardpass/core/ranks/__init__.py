@@ -33,7 +33,7 @@ from shardpass.core.ranks.random import (
     set_random_state,
 )
 from shardpass.core.ranks.ranks import ForwardPass, Ranks
-from shardpass.core.ranks.units import bytes_text, parse_bytes, parse_count
+from shardpass.core.ranks.units import bytes_text, describe, dtype_name, parse_bytes, parse_count
 
 __all__ = [
     "MODES",
@@ -50,11 +50,13 @@ __all__ = [
     "chained",
     "decorrelate",
     "derive_seed",
+    "describe",
     "digest",
     "diverged",
     "draw_seed",
     "drop_chain",
     "dropout_factors",
+    "dtype_name",
     "end_call",
     "end_chain",
     "fail_together",

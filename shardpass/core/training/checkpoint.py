@@ -16,9 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from shardpass import errors
-from shardpass.core.ranks import Ranks, derive_seed, fail_together, get_random_state, set_random_state, torch_private
+from shardpass.core.ranks import (
+    Ranks,
+    derive_seed,
+    describe,
+    fail_together,
+    get_random_state,
+    set_random_state,
+    torch_private,
+)
 from shardpass.core.training.buckets import broadcast_tensors
-from shardpass.core.training.checkpoint_file import decode, describe, digest, encode, read_file, write_file
+from shardpass.core.training.checkpoint_file import decode, digest, encode, read_file, write_file
 from shardpass.core.training.gradients import forget_gradients
 from shardpass.errors import CheckpointError
 
@@ -247,7 +255,8 @@ def _validate(
             f"{what} holds rows owned by ranks ({local[0]}), which belong to the nodes of one partition: pass graph= "
             f"to save_checkpoint and to load_checkpoint, so that they can be compared"
         )
-    own = {name: describe(value) for name, value in model.state_dict().items()}
+    state = model.state_dict()
+    own = {name: describe(value) if isinstance(value, Tensor) else "no tensor" for name, value in state.items()}
     saved = {}
     for name, tree in manifest["model"]["dict"]:
         saved[name] = "no tensor"
