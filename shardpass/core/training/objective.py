@@ -31,8 +31,8 @@ def cross_entropy(
     """The mean cross entropy over the masked nodes of all ranks; its gradient is that of this rank's share.
 
     Collective in forward (once). The value is that of `torch.nn.functional.cross_entropy` on the rows of all ranks,
-    also with class weights and label smoothing. Half precision logits are computed in float32. A rank without masked nodes
-    takes part and gets zero gradients.
+    also with class weights and label smoothing. Half precision logits are computed in float32. A rank without masked
+    nodes takes part and gets zero gradients.
 
     Args:
         logits: [num_own, num_classes], floating point; classes and dtype the same on every rank.
