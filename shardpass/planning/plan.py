@@ -223,9 +223,8 @@ def _plan_on_first_rank(comm: Ranks, planner: _Planner, modes: Iterable[Mode], b
         raise problem
     if "problem" in found:
         raise PeerFailure(f"rank 0 could not make the plan: {found['problem']}")
-    rows = [Estimate(**row) for row in found["rows"]]
-    larger_rows = [Estimate(**row) for row in found["larger"]]
-    return Plan(rows, budget, found["left_out"], larger_rows[0] if larger_rows else None, planner.options)
+    received = {name: [Estimate(**row) for row in found[name]] for name in ("rows", "larger")}
+    return Plan(received["rows"], budget, found["left_out"], next(iter(received["larger"]), None), planner.options)
 
 
 def _training(

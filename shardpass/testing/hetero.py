@@ -14,7 +14,7 @@ from shardpass.core.graphs import OwnFields, ShardedGraph, ShardedHeteroGraph, b
 from shardpass.core.ranks import Options, Ranks
 from shardpass.core.sharding import EDGE, NODE, EdgeType, NodeType, Ownership
 from shardpass.testing.graphs import WholeGraph, shard_in_memory
-from shardpass.testing.parity import Outcome, cotangent
+from shardpass.testing.parity import Outcome, cotangent, gradient_of
 from shardpass.testing.run import run
 
 Tensors = dict[Any, dict[str, Tensor]]
@@ -126,7 +126,7 @@ def evaluate_whole_hetero(model: nn.Module, graph: WholeHeteroGraph, call: Heter
     torch.stack([(out * cotangent(out)).sum() for out in outputs.values()]).sum().backward()
     whole = Outcome(torch.cat([out.detach().reshape(-1) for out in outputs.values()]))
     whole.inputs = _grads(inputs) | {f"output of {kind}": out.detach() for kind, out in outputs.items()}
-    whole.parameters = {name: _grad(p) for name, p in model.named_parameters()}
+    whole.parameters = {name: gradient_of(p) for name, p in model.named_parameters()}
     whole.buffers = {name: b.clone() for name, b in model.named_buffers()}
     return whole
 
@@ -155,7 +155,7 @@ def evaluate_sharded_hetero(
         torch.stack([(outputs[k] * cotangents[k][rows[k]]).sum() for k in kinds]).sum().backward()
         found = _placed(inputs, sharded)
         found |= {f"output of {kind}": (rows[kind], outputs[kind].detach()) for kind in outputs}
-        parameters = {name: _grad(p) for name, p in mine.named_parameters()}
+        parameters = {name: gradient_of(p) for name, p in mine.named_parameters()}
         return found, parameters, {name: b.clone() for name, b in mine.named_buffers()}
 
     results = run(work, ranks)
@@ -173,7 +173,7 @@ def evaluate_sharded_hetero(
 def _placed(inputs: Tensors, graph: ShardedHeteroGraph) -> dict[str, tuple[Tensor, Tensor]]:
     ids = {kind: graph[kind].node_ids if kind in graph.node_types else graph[kind].edge_ids for kind in inputs}
     return {
-        f"{name} of {kind}": (ids[kind], _grad(tensor))
+        f"{name} of {kind}": (ids[kind], gradient_of(tensor))
         for kind, fields in inputs.items()
         for name, tensor in fields.items()
         if tensor.requires_grad
@@ -188,11 +188,12 @@ def _leaves(tensors: Tensors) -> Tensors:
 
 
 def _grads(inputs: Tensors) -> dict[str, Tensor]:
-    return {f"{n} of {kind}": _grad(t) for kind, fields in inputs.items() for n, t in fields.items() if t.requires_grad}
-
-
-def _grad(tensor: Tensor) -> Tensor:
-    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad.clone()
+    return {
+        f"{n} of {kind}": gradient_of(t)
+        for kind, fields in inputs.items()
+        for n, t in fields.items()
+        if t.requires_grad
+    }
 
 
 def shard_by_type(

@@ -41,8 +41,8 @@ def evaluate_whole(model: nn.Module, graph: WholeGraph, call: Caller) -> Outcome
     (output * cotangent(output)).sum().backward()
     return Outcome(
         output.detach(),
-        {name: _grad(t) for name, t in inputs.items() if t.requires_grad},
-        {name: _grad(p) for name, p in model.named_parameters()},
+        {name: gradient_of(t) for name, t in inputs.items() if t.requires_grad},
+        {name: gradient_of(p) for name, p in model.named_parameters()},
         {name: b.clone() for name, b in model.named_buffers()},
     )
 
@@ -67,8 +67,8 @@ def evaluate_sharded(
         output = call(mine, inputs, sharded)
         rows = sharded.node_ids if output.size(0) == sharded.num_nodes else sharded.edge_ids
         (output * cotangents[rows]).sum().backward()
-        grads = {name: _grad(t) for name, t in inputs.items() if t.requires_grad}
-        parameters = {name: _grad(p) for name, p in mine.named_parameters()}
+        grads = {name: gradient_of(t) for name, t in inputs.items() if t.requires_grad}
+        parameters = {name: gradient_of(p) for name, p in mine.named_parameters()}
         buffers = {name: b.clone() for name, b in mine.named_buffers()}
         return output.detach(), rows, sharded.node_ids, sharded.edge_ids, grads, parameters, buffers
 
@@ -105,5 +105,6 @@ def _leaves(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {n: t.detach().clone().requires_grad_(t.is_floating_point()) for n, t in tensors.items()}
 
 
-def _grad(tensor: Tensor) -> Tensor:
+def gradient_of(tensor: Tensor) -> Tensor:
+    """A copy of the gradient of `tensor`; zeros if it has none."""
     return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad.clone()

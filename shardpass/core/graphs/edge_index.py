@@ -155,7 +155,7 @@ class SourceRows(Tensor):
         first = args[0] if args else None
         table = first if args else kwargs.get("input")
         if name in ("__getitem__", "index_select") and not isinstance(table, (SourceRows, ShardedEdgeIndex)):
-            if mine.flow is not None:
+            if mine.flow is not None and isinstance(table, Tensor):
                 mine.flow.note_indexing(mine.plan.comm, table)
             return _gather_by_source(mine.plan, name, args, kwargs)
         if name in ("scatter_add_", "scatter_add"):

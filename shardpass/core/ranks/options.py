@@ -20,30 +20,30 @@ class Options:
     """How the engine runs. Every rank must pass the same options.
 
     Args:
-        mode: ``"sar"`` fetches one block of source rows at a time, drops it, and fetches it again in backward;
-            ``"keep"`` fetches one block at a time and keeps the rows for backward; ``"halo"`` fetches all halo rows at
-            once and keeps them. All three give the same numbers. ``"auto"`` takes the fastest that fits
-            `memory_budget`, by an estimate made before the first training forward of a wrapped model on the graph.
-        memory_budget: bytes per rank for ``"auto"``, as a number or as ``"6GiB"``.
+        mode: ``"sar"`` fetches one block of source rows at a time, drops it, and fetches it again in backward.
+            ``"keep"`` fetches one block at a time and keeps the rows for backward. ``"halo"`` fetches all halo rows at
+            once and keeps them. All three give the same numbers. ``"auto"`` leaves the choice to a plan, which must
+            decide it before the graph is loaded: see `shardpass.plan`.
+        memory_budget: bytes per rank that ``"auto"`` must fit, as a number or as ``"6GiB"``.
         prefetch: how many rounds are fetched ahead of the one being computed, at least 0.
-        block_rows: the most halo rows of one fetch; larger blocks come in pieces. None: whole blocks.
+        block_rows: the most halo rows of one fetch; larger blocks come in pieces. `None` fetches whole blocks.
         cache_constant_inputs: keep sums over in-edges of tensors that do not change, such as the features that go into
-            the first layer, so that they are fetched and summed once and not in every epoch.
-        fuse_attention: compute softmax-weighted sums over in-edges in one pass, where a layer is recognised as one.
-        wire_dtype: the dtype in which float32 rows and their gradients travel between ranks, ``torch.bfloat16`` or None
-            for their own: half the bytes, 8 significant bits (two to three digits). Sums are made in float32. Results
-            then depend a little on the partition, and equal those of one process to those digits only.
-        backward: how gradients of source rows reach their owners. ``"push"``: those of fetched rows are computed
-            and sent back. ``"pull"``: owners fetch what destinations know and compute theirs, for sums of plain copies
-            and for attention with scores in closed form and without dropout; all else is pushed. ``"auto"``: of these
-            two what moves fewer bytes, call by call. All three give the same numbers.
-        share_memory: ranks on one host read each other's rows in shared memory, where they are processes and it can be
-            had; otherwise, and with False, rows travel as messages. The numbers are the same to the bit.
-        stream_structure: the edges stay in CPU memory, and so do tensors with a row per edge (``edge_index``, edge
-            weights): each block's shard, and the rows of edge tensors that go with it, are copied to the device for the
-            round that uses them, the next shard meanwhile. For ranks whose device is smaller than their part's
-            edges. Not for the modes ``"halo"`` and ``"auto"``, nor with ``backward="pull"``.
-        chunk_bytes: bound of one temporary with a row per edge; edges are processed in chunks of that size.
+            the first layer. They are then fetched and summed once and not in every epoch.
+        fuse_attention: compute softmax-weighted sums over in-edges in one pass if a layer is recognised as attention.
+        wire_dtype: ``torch.bfloat16`` sends float32 rows and their gradients in half the bytes, with 8 significant bits
+            (two to three digits). Sums are still made in float32. Results then depend a little on the partition, and
+            equal those of one process to those digits only. `None` sends rows as they are.
+        backward: how gradients of source rows reach their owners. ``"push"`` computes those of fetched rows and sends
+            them back. With ``"pull"`` owners fetch what destinations know and compute theirs; this works for sums of
+            plain copies and for attention with scores in closed form and without dropout, and all else is pushed.
+            ``"auto"`` takes what moves fewer bytes, call by call. All three give the same numbers.
+        share_memory: ranks on one host read each other's rows in shared memory, if they are processes and the system
+            has it. Otherwise, and with False, rows travel as messages. The numbers are the same to the bit.
+        stream_structure: edges stay in CPU memory, and so do tensors with a row per edge (``edge_index``, edge
+            weights). Each round copies its shard and the edge rows that go with it to the device, while the round
+            before it is computed. Use it if the device is smaller than a part's edges. It excludes the modes
+            ``"halo"`` and ``"auto"`` and ``backward="pull"``.
+        chunk_bytes: the most bytes of one temporary with a row per edge; edges are processed in chunks of that size.
     """
 
     mode: Mode | Literal["auto"] = "sar"
@@ -81,13 +81,13 @@ class Options:
                 raise ValueError(f"{name} is True or False, got {getattr(self, name)!r}")
         if self.stream_structure and (self.mode not in ("sar", "keep") or self.backward == "pull"):
             raise ValueError(
-                f"stream_structure is for the modes sar and keep with backward='auto' or 'push', whose edges are read "
-                f"one block at a time; got mode={self.mode!r} and backward={self.backward!r}"
+                f"stream_structure is for the modes sar and keep with backward='auto' or 'push', which read edges one "
+                f"block at a time; got mode={self.mode!r} and backward={self.backward!r}"
             )
         if self.chunk_bytes < 1:
             raise ValueError(f"chunk_bytes is at least 1, got {self.chunk_bytes}")
 
     @property
     def may_pull(self) -> bool:
-        """Whether a backward may pull; out-edges are not streamed."""
+        """Whether a backward may pull. It may not if edges are streamed, since out-edges are not."""
         return self.backward != "push" and not self.stream_structure

@@ -141,7 +141,7 @@ class EdgeTrace(TorchFunctionMode):
             self._check_expected(operands)
         if name in ("scatter_reduce", "scatter_reduce_"):
             scatter = _bound(args, kwargs)
-            if scatter["reduce"] == "mean" and self.is_index(scatter["index"]):
+            if scatter.get("reduce") == "mean" and self.is_index(scatter.get("index")):
                 return self._mean(name, **scatter)
         return self.run(func, name, args, kwargs, operands)
 

@@ -29,6 +29,7 @@ def reduced_by_user(
     number, _ = begin_call(plan.comm, program.name)
     everything = inputs_at_once(program, plan, edges.shards, f"call {number} {program.name}", computed, edges.places)
     messages, index = everything.messages, everything.inputs.index
+    assert isinstance(messages, dict)
     degrees = torch.bincount(index, minlength=everything.inputs.num_dst)
     starts = torch.cumsum(degrees, 0) - degrees
     canonical = edges.canonical

@@ -1,0 +1,105 @@
+"""`assert_exact`: a model gives the same numbers on a sharded graph as on the whole graph in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardpass.backends.communicator import Communicator
+from shardpass.core.ranks import MODES, Mode, Options
+from shardpass.testing.graphs import WholeGraph, assignments
+from shardpass.testing.hetero import (
+    HeteroCaller,
+    WholeHeteroGraph,
+    evaluate_sharded_hetero,
+    evaluate_whole_hetero,
+    hetero_assignments,
+)
+from shardpass.testing.parity import Caller, Outcome, differences, evaluate_sharded, evaluate_whole
+
+BOUND = 1e-10
+
+
+def assert_exact(
+    model: nn.Module,
+    graph: WholeGraph | WholeHeteroGraph,
+    call: Caller | HeteroCaller,
+    wrap: Callable[[nn.Module, Communicator], nn.Module],
+    *,
+    ranks: int | Iterable[int] = (1, 2, 3, 4),
+    modes: Iterable[Mode] = MODES,
+    owners: Mapping[str, Any] | None = None,
+    options: Options | None = None,
+    bound: float = BOUND,
+    relative: bool = False,
+) -> None:
+    """Raise unless `model` gives the same numbers sharded, on every number of ranks and in every mode, as whole.
+
+    Outputs, gradients of node fields, edge fields and parameters, and buffers are compared element by element. Use
+    float64, in which differences of rounding stay far below the bound. The ranks are threads of this process.
+
+    Args:
+        model: as built, not wrapped. It is not changed; every run has a copy.
+        graph: in one piece, with the node and edge fields that `call` reads.
+        call: ``call(model, fields, edges)`` calls the model and returns its output. `fields` are tensors by name, and
+            `edges` is an ``edge_index`` or the sharded graph. With a `WholeHeteroGraph`, fields are by type, `edges`
+            is a dict of ``edge_index`` or the sharded graph, and the output is a dict of rows by node type.
+        wrap: prepares a copy of the model for a sharded graph, as `shardpass.pyg.wrap` does.
+        ranks: numbers of ranks.
+        modes: see `Options`.
+        owners: owners of nodes by a name for messages, in place of those of `assignments` or `hetero_assignments`.
+        options: all but the mode.
+        bound: the largest error allowed.
+        relative: divide errors of a tensor by its largest entry, if that is above 1.
+
+    Raises:
+        AssertionError: naming ranks, owners, mode, and the tensors that differ.
+    """
+    has_types = isinstance(graph, WholeHeteroGraph)
+    run_whole: Callable[..., Outcome] = evaluate_whole_hetero if has_types else evaluate_whole
+    run_sharded: Callable[..., Outcome] = evaluate_sharded_hetero if has_types else evaluate_sharded
+    whole, modes = run_whole(model, graph, call), tuple(modes)
+    for count in (ranks,) if isinstance(ranks, int) else ranks:
+        for name, owner in (_owners_of(graph, count) if owners is None else owners).items():
+            for mode in modes:
+                chosen = replace(options or Options(), mode=mode)
+                sharded = run_sharded(model, graph, call, owner, count, wrap, chosen, whole)
+                where = f"{type(model).__name__} on {count} ranks, owners {name!r}, mode {mode!r}"
+                assert_same(whole, sharded, where, bound=bound, relative=relative)
+
+
+def assert_same(
+    whole: Outcome, sharded: Outcome, where: str = "the sharded run", *, bound: float = BOUND, relative: bool = False
+) -> None:
+    """Raise unless every tensor of `sharded` equals that of `whole` up to `bound`.
+
+    Args:
+        where: what ran, for the message.
+        bound, relative: as in `assert_exact`.
+
+    Raises:
+        AssertionError: naming the tensors that differ.
+    """
+    errors = differences(whole, sharded)
+    if relative:
+        sizes = {"output": whole.output}
+        for kind in ("inputs", "parameters", "buffers"):
+            sizes |= {f"{kind}.{name}": tensor for name, tensor in getattr(whole, kind).items()}
+        errors = {name: error / max(1.0, _largest(sizes[name])) for name, error in errors.items()}
+    wrong = {name: error for name, error in errors.items() if not error <= bound}
+    if wrong:
+        found = ", ".join(f"{name} by {error:.1e}" for name, error in wrong.items())
+        raise AssertionError(f"{where} differs from the whole graph: {found}; at most {bound:.0e} is expected")
+
+
+def _owners_of(graph: WholeGraph | WholeHeteroGraph, ranks: int) -> Mapping[str, Any]:
+    if isinstance(graph, WholeHeteroGraph):
+        return hetero_assignments(graph, ranks)
+    return assignments(graph.num_nodes, ranks, graph.edge_index)
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
