@@ -116,11 +116,11 @@ class Activations(TorchFunctionMode):
             self._remember(tensor, saved)
             return saved
 
-    def note(self, output: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Say that `output` is ``function(*args, **kwargs)``, which is cheap and gives the same bits again."""
+    def note(self, out: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Say that `out` is ``function(*args, **kwargs)``, which is cheap, has no effects, and gives the same bits."""
         with torch_private.DisableTorchFunction():
             operands = [x for x in torch_private.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-            if not _is_plain(output) or not operands or any(output is x for x in operands):
+            if not _is_plain(out) or not operands or any(out is x for x in operands):
                 return
             largest = max(x.numel() for x in operands)
             given = {id(x): self._operand(x, largest) for x in operands}
@@ -130,12 +130,12 @@ class Activations(TorchFunctionMode):
             args, kwargs = torch_private.tree_map(
                 lambda x: given[id(x)] if isinstance(x, Tensor) else x, (args, kwargs)
             )
-            device = output.device.type
+            device = out.device.type
             autocast = device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
             recipe = Recipe(function, args, kwargs, steps, autocast)
-            saved = self._known(output)
+            saved = self._known(out)
             if saved is None:
-                self._remember(output, Saved(recipe))
+                self._remember(out, Saved(recipe))
             else:  # the operation itself has saved its result
                 saved.source = recipe
 

@@ -30,6 +30,8 @@ from torch.utils._pytree import (
 from torch.utils.weak import WeakTensorKeyDictionary
 
 __all__ = [
+    "RECORD_ENTER",
+    "RECORD_EXIT",
     "AnyBatchNorm",
     "AnyDropout",
     "DisableTorchFunction",
@@ -66,6 +68,10 @@ DisableTorchFunction = torch._C.DisableTorchFunction
 """A block in which neither subclasses nor function modes see what torch functions are called."""
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 """A block in which subclasses do not see what torch functions are called; function modes do."""
+RECORD_ENTER = torch.ops.profiler._record_function_enter_new.default
+"""The operator with which a `torch.profiler.record_function` block begins, as a dispatch mode is given it."""
+RECORD_EXIT = torch.ops.profiler._record_function_exit._RecordFunction
+"""The operator with which it ends."""
 
 
 def version_of(tensor: Tensor) -> int:

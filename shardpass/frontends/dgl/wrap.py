@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from dgl import DGLGraph
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from shardpass.core.graphs import ShardedGraph
 from shardpass.core.memory import Checkpoint, check_choice, recomputed_activations
-from shardpass.core.ranks import Ranks, chained, decorrelate, is_wrapped, refuse_shared_model
+from shardpass.core.ranks import Ranks, chained, decorrelate, is_wrapped, refuse_shared_model, torch_private
 from shardpass.core.selfcheck import check_model, copy_for_check
 from shardpass.core.training import (
     follow,
@@ -109,7 +108,7 @@ class _Forward:
         self._graphs: list[tuple[ShardedGraph, ShardedDGLGraph]] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        leaves = tree_leaves((args, kwargs))
+        leaves = torch_private.tree_leaves((args, kwargs))
         if any(isinstance(leaf, DGLGraph) and not isinstance(leaf, ShardedDGLGraph) for leaf in leaves):
             raise RefusedError(
                 f"{type(self.model).__name__} is wrapped, but was called with an ordinary DGLGraph: nodes of a sharded "
@@ -121,8 +120,8 @@ class _Forward:
             hidden = not self._check(args, kwargs, leaves)
         if torch.is_grad_enabled() and self.comm.forward is None:
             note_forward(self.model)
-        args, kwargs = tree_map(self._graph_of, (args, kwargs))
-        graphs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ShardedDGLGraph)]
+        args, kwargs = torch_private.tree_map(self._graph_of, (args, kwargs))
+        graphs = [leaf for leaf in torch_private.tree_leaves((args, kwargs)) if isinstance(leaf, ShardedDGLGraph)]
         active = self.checkpoint is not None and self.model.training
         with (
             recomputed_activations(self.comm, (args, kwargs), active),
