@@ -69,6 +69,7 @@ ROOMS: dict[str, str] = {
     "sampling": "ranks sharding exchange kernels graphs",
     "inference": "ranks sharding training graphs",
     "selfcheck": "ranks sharding tracing graphs",
+    "wrapping": "ranks training memory selfcheck",
     "dryrun": "ranks sharding training exchange kernels graphs",
 }
 """The rooms of ``core/`` from the lowest to the highest, and the rooms that each may import."""

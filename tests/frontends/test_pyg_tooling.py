@@ -78,7 +78,7 @@ def assert_exact(plain, call=_plain, prepare=lambda model: model, bound=1e-10, i
 
 
 def test_copies_before_and_after_the_first_forward_are_checked_once(monkeypatch):
-    checked, wrap_module = [], importlib.import_module("shardpass.frontends.pyg.wrap")
+    checked, wrap_module = [], importlib.import_module("shardpass.core.wrapping.outermost")
     plain = made()
     real = wrap_module.check_model
     monkeypatch.setattr(wrap_module, "check_model", lambda *args: (checked.append(args[3].rank), real(*args)))

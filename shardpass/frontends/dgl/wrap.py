@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
-import torch
 from dgl import DGLGraph
 from torch import nn
 
 from shardpass.core.graphs import ShardedGraph
-from shardpass.core.memory import Checkpoint, check_choice, recomputed_activations
-from shardpass.core.ranks import Ranks, chained, decorrelate, is_wrapped, refuse_shared_model, torch_private
-from shardpass.core.selfcheck import check_model, copy_for_check
+from shardpass.core.memory import Checkpoint, check_choice
+from shardpass.core.ranks import Ranks, decorrelate, is_wrapped, refuse_shared_model, torch_private
+from shardpass.core.selfcheck import copy_for_check
 from shardpass.core.training import (
     follow,
-    note_forward,
     refuse_as_built,
     replace_batch_norms,
     shared_copy,
     sync_parameters,
 )
+from shardpass.core.wrapping import OutermostCall, Unchecked
 from shardpass.errors import RefusedError
 from shardpass.frontends.dgl.check import checked_by
 from shardpass.frontends.dgl.convert import graph as to_dgl
@@ -69,7 +66,7 @@ def wrap(model: nn.Module, comm: Ranks, check: bool = True, checkpoint: Checkpoi
     sync_parameters(model, comm)
     decorrelate(comm)
     model._shardpass_wrapped = True  # type: ignore[assignment]
-    model.forward = _Forward(model, comm, pristine, checkpoint)
+    model.forward = _Forward(model, comm, Unchecked(pristine), checkpoint)
     return model
 
 
@@ -92,19 +89,16 @@ def exact(model: nn.Module, comm: Ranks, check: bool = True) -> nn.Module:
     return copied
 
 
-def _unchecked(model: nn.Module, comm: Ranks) -> nn.Module:
+def _wrap_unchecked(model: nn.Module, comm: Ranks) -> nn.Module:
     return wrap(model, comm, check=False)
 
 
-class _Forward:
-    """The outermost forward. It turns graphs of the engine into DGL's and gives the call one order of backward."""
+class _Forward(OutermostCall):
+    """The outermost forward, which turns graphs of the engine into DGL's."""
 
-    def __init__(
-        self, model: nn.Module, comm: Ranks, pristine: nn.Module | None = None, checkpoint: Checkpoint = None
-    ) -> None:
-        self.model, self.comm, self._pristine, self.checkpoint = model, comm, pristine, checkpoint
-        self._checked: set[bool] = set()
-        self._warned = False
+    def __init__(self, model: nn.Module, comm: Ranks, unchecked: Unchecked, checkpoint: Checkpoint) -> None:
+        super().__init__(model, comm, unchecked, checkpoint)
+        self._has_warned = False
         self._graphs: list[tuple[ShardedGraph, ShardedDGLGraph]] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -115,41 +109,31 @@ class _Forward:
                 f"graph are numbered anew on every rank. Pass the graph that shardpass.load returned; for an ordinary "
                 f"graph, load the state_dict into a model that is not wrapped"
             )
-        pristine, hidden = self._pristine, False
-        if pristine is not None and self.model.training not in self._checked:
-            hidden = not self._check(args, kwargs, leaves)
-        if torch.is_grad_enabled() and self.comm.forward is None:
-            note_forward(self.model)
+        is_hidden = False
+        if self.unchecked.pristine is not None and self.unchecked.is_new(self.model.training):
+            given = [leaf for leaf in leaves if isinstance(leaf, (ShardedGraph, ShardedDGLGraph))]
+            is_hidden = not given  # the model may use a graph that it keeps, which then warns
+            self._check(args, kwargs, given)
         args, kwargs = torch_private.tree_map(self._graph_of, (args, kwargs))
-        graphs = [leaf for leaf in torch_private.tree_leaves((args, kwargs)) if isinstance(leaf, ShardedDGLGraph)]
-        active = self.checkpoint is not None and self.model.training
-        with (
-            recomputed_activations(self.comm, (args, kwargs), active),
-            EmptyRows() if any(graph.lacks_rows for graph in graphs) else nullcontext(),
-        ):
-            forward = partial(type(self.model).forward, self.model)
-            return chained(self.comm, forward, *args, graph_is_hidden=hidden, **kwargs)
+        return self.run(self._computed, args, kwargs, is_hidden)
 
-    def _check(self, args: Any, kwargs: Any, leaves: list[Any]) -> bool:
-        """Whether a graph is among the arguments; runs the self-check on it. Collective."""
-        given = [leaf for leaf in leaves if isinstance(leaf, (ShardedGraph, ShardedDGLGraph))]
-        if not given:
-            return False  # a graph that the model uses says so
-        if any(isinstance(leaf, ShardedDGLGraph) and leaf.core is None for leaf in given):
-            if self.comm.rank == 0 and not self._warned:
-                warnings.warn(
-                    f"{type(self.model).__name__} runs without the self-check: it is called with blocks or a part of a "
-                    f"graph; call it with the whole graph first",
-                    stacklevel=4,
-                )
-            self._warned = True
-            return True
-        assert self._pristine is not None
-        check_model(checked_by(_unchecked), self._pristine, self.model, self.comm, args, kwargs)
-        self._checked.add(self.model.training)
-        if len(self._checked) == 2:
-            self._pristine = None
-        return True
+    def _computed(self, *args: Any, **kwargs: Any) -> Any:
+        graphs = [leaf for leaf in torch_private.tree_leaves((args, kwargs)) if isinstance(leaf, ShardedDGLGraph)]
+        with EmptyRows() if any(graph.lacks_rows for graph in graphs) else nullcontext():
+            return type(self.model).forward(self.model, *args, **kwargs)
+
+    def _check(self, args: Any, kwargs: Any, given: list[ShardedGraph | ShardedDGLGraph]) -> None:
+        if all(isinstance(graph, ShardedGraph) or graph.core is not None for graph in given):
+            if given:
+                self.unchecked.check(checked_by(_wrap_unchecked), self.model, self.comm, args, kwargs)
+            return
+        if self.comm.rank == 0 and not self._has_warned:
+            warnings.warn(
+                f"{type(self.model).__name__} runs without the self-check: it is called with blocks or a part of a "
+                f"graph; call it with the whole graph first",
+                stacklevel=4,
+            )
+        self._has_warned = True
 
     def _graph_of(self, value: Any) -> Any:
         if not isinstance(value, ShardedGraph):
@@ -161,16 +145,9 @@ class _Forward:
         self._graphs = [*self._graphs[-3:], (value, made)]
         return made  # fields that forward leaves on it are there in the next call, as on a DGLGraph
 
-    def __reduce__(self) -> Any:
-        raise TypeError(
-            "a wrapped model holds a communicator, which belongs to its process: save model.state_dict() (or "
-            "shardpass.save_checkpoint), and wrap a new model before it is loaded"
-        )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Forward:
-        copied = memo[id(self)] = _Forward.__new__(_Forward)
-        vars(copied).update(
-            model=copy.deepcopy(self.model, memo), comm=self.comm, _graphs=[], checkpoint=self.checkpoint
-        )
-        vars(copied).update(_pristine=self._pristine, _checked=set(self._checked), _warned=self._warned)
-        return copied
+    def __deepcopy__(self, memo: dict[int, Any]) -> OutermostCall:
+        graphs, self._graphs = self._graphs, []  # they belong to this model
+        try:
+            return super().__deepcopy__(memo)
+        finally:
+            self._graphs = graphs

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 from typing import Any
 
@@ -11,17 +10,16 @@ from torch import nn
 from torch_geometric.nn.conv import MessagePassing
 
 from shardpass.core.graphs import ShardedEdgeIndex, ShardedGraph, ShardedHeteroGraph
-from shardpass.core.memory import Checkpoint, check_choice, recomputed_activations
-from shardpass.core.ranks import Ranks, chained, decorrelate, is_wrapped, refuse_shared_model, torch_private
-from shardpass.core.selfcheck import check_model
+from shardpass.core.memory import Checkpoint, check_choice
+from shardpass.core.ranks import Ranks, decorrelate, is_wrapped, refuse_shared_model, torch_private
 from shardpass.core.training import (
     follow,
-    note_forward,
     refuse_as_built,
     replace_batch_norms,
     shared_copy,
     sync_parameters,
 )
+from shardpass.core.wrapping import OutermostCall, Unchecked
 from shardpass.errors import RefusedError
 from shardpass.frontends.pyg.attention import distribute_attention
 from shardpass.frontends.pyg.check import checked_by, copy_of_model
@@ -102,7 +100,7 @@ def exact(model: nn.Module, comm: Ranks, check: bool = True) -> nn.Module:
     return copied
 
 
-def _unchecked(model: nn.Module, comm: Ranks) -> nn.Module:
+def _wrap_unchecked(model: nn.Module, comm: Ranks) -> nn.Module:
     return wrap(model, comm, check=False)
 
 
@@ -120,9 +118,9 @@ def _make_outermost(
     model: nn.Module, comm: Ranks, pristine: nn.Module | None = None, checkpoint: Checkpoint = None
 ) -> None:
     model._shardpass_wrapped = True  # type: ignore[assignment]
-    unchecked = _Unchecked(pristine)
+    unchecked = Unchecked(pristine)
     for name in ("forward", *methods_to_run(model)):
-        setattr(model, name, _Forward(model, comm, unchecked, name, checkpoint))
+        setattr(model, name, _Method(model, comm, unchecked, checkpoint, name))
     model.__prepare_scriptable__ = _refuse_script  # type: ignore[assignment]
 
 
@@ -155,30 +153,14 @@ def _keep_attached(model: nn.Module) -> None:
             _attach(module, name)
 
 
-class _Unchecked:
-    """The copy for the self-check until the first call on a graph in each training mode, whichever method it is."""
-
-    def __init__(self, pristine: nn.Module | None) -> None:
-        self.pristine = pristine
-        self.seen: set[bool] = set()
-
-    def taken(self, training: bool) -> nn.Module | None:
-        """The copy, for the check in this training mode; not held here once both modes were checked."""
-        pristine = self.pristine
-        self.seen.add(training)
-        if len(self.seen) == 2:
-            self.pristine = None
-        return pristine
-
-
-class _Forward:
-    """An outermost method: turns graphs into ``edge_index`` and ties the call into one order of backward."""
+class _Method(OutermostCall):
+    """An outermost method, which turns graphs into ``edge_index``."""
 
     def __init__(
-        self, model: nn.Module, comm: Ranks, unchecked: _Unchecked, method: str, checkpoint: Checkpoint
+        self, model: nn.Module, comm: Ranks, unchecked: Unchecked, checkpoint: Checkpoint, method: str
     ) -> None:
-        self.model, self.comm, self.unchecked, self.method = model, comm, unchecked, method
-        self.checkpoint = checkpoint
+        super().__init__(model, comm, unchecked, checkpoint)
+        self.method = method
         self.adapted = vars(model).get(method)  # by `adapt_hetero` or `adapt_methods`
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -189,36 +171,17 @@ class _Forward:
             raise RefusedError(_NO_SCRIPT)
         model = self.model
         _keep_attached(model)
-        given = _has_graph((args, kwargs))
-        if given and model.training not in self.unchecked.seen:
-            self._first_call(args, kwargs)
-        hidden = not given and self.unchecked.pristine is not None
+        is_given = _has_graph((args, kwargs))
+        if is_given and self.unchecked.is_new(model.training):
+            refuse_node_tables(model, self.comm, args, kwargs)
+            self.unchecked.check(checked_by(_wrap_unchecked), model, self.comm, args, kwargs, self.method)
+        is_hidden = not is_given and self.unchecked.pristine is not None
         refuse_norms_of_some_nodes(model, args, kwargs)
-        if torch.is_grad_enabled() and self.comm.forward is None:
-            note_forward(model)
         args, kwargs = torch_private.tree_map(_edge_index_of, (args, kwargs))
         check_types((*args, *kwargs.values()), self.comm)
-        with recomputed_activations(self.comm, (args, kwargs), self.checkpoint is not None and model.training):
-            return chained(self.comm, self._run, *args, graph_is_hidden=hidden, **kwargs)
+        return self.run(self._computed, args, kwargs, is_hidden)
 
-    def __reduce__(self) -> Any:
-        raise TypeError(
-            "a wrapped model holds a communicator, which belongs to its process: save model.state_dict() (or "
-            "shardpass.save_checkpoint), and wrap a new model before it is loaded"
-        )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Forward:
-        copied = memo[id(self)] = _Forward.__new__(_Forward)
-        vars(copied).update(copy.deepcopy(vars(self), memo))
-        return copied
-
-    def _first_call(self, args: Any, kwargs: Any) -> None:
-        pristine = self.unchecked.taken(self.model.training)
-        refuse_node_tables(self.model, self.comm, args, kwargs)
-        if pristine is not None:
-            check_model(checked_by(_unchecked), pristine, self.model, self.comm, args, kwargs, self.method)
-
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
+    def _computed(self, *args: Any, **kwargs: Any) -> Any:
         method = self.adapted or partial(getattr(type(self.model), self.method), self.model)
         return torch_private.tree_map(_returned, method(*args, **kwargs))
 
