@@ -9,7 +9,7 @@ from torch import Tensor
 from shardpass.data.raw import RawGraph
 from shardpass.data.streaming.adjacency import Adjacency
 from shardpass.data.streaming.budget import Budget
-from shardpass.data.streaming.placing import SLACK, Placement, place
+from shardpass.data.streaming.placing import SLACK, Placement, compiled
 
 STREAMING = ("fennel", "ldg")
 """The methods of `streamed_parts`."""
@@ -46,12 +46,12 @@ def streamed_parts(graph: RawGraph, parts: int, method: str, budget: Budget, pas
         fennel=method == "fennel",
         scale=_GAMMA * num_edges / total_weight / mean_load**0.5,
     )
-    degrees = adjacency.in_degrees.numpy()
+    degrees, loop = adjacency.in_degrees.numpy(), compiled()
     for turn in range(passes):
         to.loads[:] = 0
         for run in adjacency.runs():
             budget.report("assign", turn * num_nodes + run.first, passes * num_nodes)
             last = run.first + len(run.starts) - 1
-            place(run, degrees[run.first : last] + mean_degree, to)
+            to.place(run, degrees[run.first : last] + mean_degree, loop)
     adjacency.close()
     return torch.from_numpy(to.part_of)
