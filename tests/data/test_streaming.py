@@ -34,7 +34,7 @@ from shardpass.data.partitioners import assign
 from shardpass.data.streaming import STREAMING, Budget
 from shardpass.data.streaming.adjacency import Adjacency
 from shardpass.data.streaming.buckets import key_ranges
-from shardpass.data.streaming.placing import SLACK, Placement, compiled, place_nodes
+from shardpass.data.streaming.partitioners import SLACK, compiled, place_nodes
 
 TINY = 20_000
 """Bytes: dozens of buckets even for small graphs."""
@@ -156,20 +156,16 @@ def test_every_node_has_a_part(loops, method, make, parts):
 @pytest.mark.parametrize("fennel", [True, False])
 def test_the_compiled_loop_is_the_plain_one(fennel):
     pytest.importorskip("numba")
-    graph = community_graph(500, 10, 6)
-    run = next(Adjacency(graph, Budget()).runs())
+    run = next(Adjacency(community_graph(500, 10, 6), Budget()).runs())
     weights = np.random.default_rng(0).integers(1, 30, 500)
     capacity = SLACK * weights.sum() / 7
-    found = [
-        Placement(np.full(500, -1, np.int32), np.zeros(7, np.int64), capacity, fennel, 0.05 / capacity**0.5)
-        for _ in range(2)
-    ]
+    parts = [np.full(500, -1, np.int32) for _ in range(2)]
     for _ in range(3):
-        for to, loop in zip(found, (compiled(), place_nodes)):
-            to.loads[:] = 0
-            to.place(run, weights, loop)
-        assert np.array_equal(found[0].part_of, found[1].part_of) and np.array_equal(found[0].loads, found[1].loads)
-        assert found[0].loads.sum() == weights.sum() and found[0].loads.max() <= capacity
+        loads = [np.zeros(7, np.int64) for _ in range(2)]
+        for place, part_of, load in zip((compiled(), place_nodes), parts, loads):
+            place(*run, weights, part_of, load, capacity, fennel, 0.05 / capacity**0.5)
+        assert np.array_equal(*parts) and np.array_equal(*loads)
+        assert loads[0].sum() == weights.sum() and loads[0].max() <= capacity
 
 
 def test_a_node_heavier_than_a_part_is_alone(loops):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -68,8 +69,8 @@ class Adjacency:
 
     def close(self) -> None:
         """Delete the temporary files."""
-        for bucket in range(len(self._buckets or ())):
-            self._buckets.remove(bucket)  # type: ignore[union-attr]
+        if self._buckets is not None:
+            shutil.rmtree(self._buckets.folder)
 
     def _spill(self, starts: Array) -> Buckets:
         number = np.dtype(np.int32 if self.num_nodes <= INT32_LIMIT else np.int64)
