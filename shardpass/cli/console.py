@@ -17,6 +17,9 @@ from shardpass.errors import InternalError, MissingDependencyError, ShardpassErr
 EXPECTED = (ShardpassError, MissingDependencyError, ValueError, TypeError, NotImplementedError, OSError)
 """What the library raises for something the user can mend; anything else is a defect and keeps its traceback."""
 
+_OPTIONS = {"overwrite=True": "--overwrite", "method='fennel'": "--method fennel", "parts=...": "--parts"}
+"""Arguments of the library that its errors advise, and the options that they are here."""
+
 
 def output() -> Console:
     """The console for results; made when needed, since tests and notebooks replace ``sys.stdout``."""
@@ -44,6 +47,8 @@ def fail(message: str) -> NoReturn:
 def sentence(error: BaseException) -> str:
     """The words of an error, with its kind where the kind is no part of them."""
     text = str(error).strip() or type(error).__name__
+    for argument, option in _OPTIONS.items():
+        text = text.replace(argument, option)
     return text if isinstance(error, ShardpassError | ValueError) else f"{type(error).__name__}: {text}"
 
 
