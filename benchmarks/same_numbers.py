@@ -179,15 +179,14 @@ VARIANTS: dict[str, dict[str, Any]] = {  # options, and how a run differs beside
     "bfloat16": {"wire_dtype": BFLOAT16, "modes": ALL, "dtype": torch.float32},
     "stream": {"stream_structure": True, "modes": BLOCKS},
     "unfused": {"fuse_attention": False, "cache_constant_inputs": False, "modes": BLOCKS},
-    "auto": {"memory_budget": "1GiB", "check": True, "modes": ("auto",)},
     "empty part": {"modes": BLOCKS, "store": "empty"},
     "activations": {"modes": BLOCKS, "checkpoint": "activations"},
     "overlap": {"modes": ("sar",), "overlap": True},
     "checked": {"modes": ("sar",), "check": True},
 }
 IN_THREADS = {  # the variants of a model; the others have the first alone
-    "sage": ["", "float32", "leaves", "pieces", "push", "pull", "bfloat16", "stream", "unfused", "auto", "empty part"],
-    "gat": [name for name in VARIANTS if name not in ("auto", "messages")],
+    "sage": ["", "float32", "leaves", "pieces", "push", "pull", "bfloat16", "stream", "unfused", "empty part"],
+    "gat": [name for name in VARIANTS if name != "messages"],
     "transformer": ["", "pieces", "push", "stream", "unfused", "empty part"],
     "pna": ["", "leaves", "empty part"],
     "norm": ["", "float32", "activations"],
