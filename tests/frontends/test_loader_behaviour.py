@@ -198,11 +198,11 @@ def test_a_loader_without_seeds_is_told():
 
 def test_no_thread_where_one_rank_has_none():
     def fn(share, comm):
-        comm.serves_threads = comm.rank == 0
+        comm.inner.serves_threads = comm.rank == 0
         loader = sp.pyg.NeighborLoader(share, [2], batch_size=4)
         found = drawn(loader)
         assert loader._sampler.settings.prefetch == 0 and loader._sampler.source.comm is comm
-        comm.serves_threads = True
+        comm.inner.serves_threads = True
         assert drawn(sp.pyg.NeighborLoader(share, [2], batch_size=4)) == found
 
     shares(fn)

@@ -2,7 +2,7 @@
 
 [Note: draws that depend on nothing but the node]
 Draw i of a node is SplitMix64 (Steele, Lea, Flood 2014) of a counter: ``mix(key + (i + 1) * GAMMA)``, where the key is
-made of a seed and the node's original id. So a draw does not depend on which rank makes it, on the order of draws, or on
+made of a seed and the node's original id. So a draw does not depend on its rank, on the order of draws, or on
 the other nodes of the batch. The loops in numba and those in numpy give the same bits.
 """
 
