@@ -36,7 +36,7 @@ from rich.table import Table
 from torch import Tensor
 
 from shardpass.core import kernels
-from shardpass.core.kernels import RowRun, SoftmaxState, fused
+from shardpass.core.kernels import ClosedScores, Outer, RowRun, ScoreGradients, SoftmaxState, fused
 from shardpass.core.sharding import Block, Chunk, Shard, Transposes, build_shards
 from shardpass.core.tracing import REDUCERS, AdditiveScore, Base, DotScore, MixedScore, Score
 
@@ -120,19 +120,19 @@ class Case:
         additive = isinstance(form, AdditiveScore)
         source = values[:, :, :1].contiguous() if additive else self.y if isinstance(form, DotScore) else values
         of_dst = (self.grad[:, :, :1] if additive else self.grad).contiguous()
-        of = fused.Operands(form, source, of_dst, self.mix if isinstance(form, MixedScore) else None, None)
+        of = ClosedScores(form, source, of_dst, self.mix if isinstance(form, MixedScore) else None, None)
         whole = Chunk(0, self.num_edges, 0, self.num_nodes)
         indptr, columns, positions = self.transposes.of(shard, with_order=True)
         by_destination = RowRun(shard.indptr, whole, shard.src_rows, slice(0, self.num_edges))
         by_source = RowRun(indptr, whole, columns, positions)
         state = SoftmaxState.fresh(self.num_nodes, self.heads, self.width, values)
         fused.accumulate(state, by_destination, of, values)
-        log_sum, delta = state.top + state.total.log(), torch.randn_like(state.total)
-        into = [torch.zeros_like(t) for t in (values, source, of_dst)]
-        grad_mix = None if of.mix is None else torch.zeros_like(of.mix)
+        outer = Outer(self.grad, torch.randn_like(state.total), state.top + state.total.log())
+        grad_values = torch.zeros_like(values)
+        into = ScoreGradients(*(None if t is None else torch.zeros_like(t) for t in (source, of_dst, of.mix)))
 
         def backward() -> None:
-            fused.adjoint(by_source, of, values, log_sum, self.grad, delta, *into, grad_mix)
+            fused.adjoint(by_source, of, values, outer, grad_values, into)
 
         return lambda: fused.accumulate(state, by_destination, of, values), backward
 

@@ -11,7 +11,7 @@ from shardpass.core.aggregation import sharded_call as core_aggregate
 from shardpass.core.kernels import attention as kernels
 from shardpass.core.kernels import cpu_loops, fused
 from shardpass.core.kernels import scores as score_kernels
-from shardpass.core.kernels.runs import EdgeRun, SoftmaxState
+from shardpass.core.kernels.runs import ClosedScores, EdgeRun, Outer, ScoreGradients, SoftmaxState
 from shardpass.core.ranks.random import dropout_factors
 from shardpass.core.sharding.shard import Block, build_shards, cut
 from shardpass.core.sharding.transposes import Transposes
@@ -109,14 +109,14 @@ def equal_a_dense_softmax(most, drops, dtype, bound, device):
             factors = None if kept is None else kept[chosen].to(dtype)
             w = kernels.softmax_weights(run, scores.detach()[chosen].to(dtype).contiguous(), log_sum)
             part = found_values[window]
-            relative = kernels.adjoint(run, w, table[window], factors, grad.to(dtype), delta, part)
+            relative = kernels.adjoint(run, w, table[window], factors, Outer(grad.to(dtype), delta, log_sum), part)
             found_scores[chosen] = w * relative
     torch.testing.assert_close(found_values.double(), values.grad, rtol=10 * bound, atol=10 * bound)
     torch.testing.assert_close(found_scores.double(), scores.grad, rtol=10 * bound, atol=10 * bound)
 
 
 FORMULAS = {
-    "additive": (AdditiveScore("a", "b", 0.2), lambda a, b, mix: F.leaky_relu(a + b, 0.2), (HEADS,)),
+    "additive": (AdditiveScore("a", "b", 0.2), lambda a, b, mix: F.leaky_relu(a + b, 0.2).squeeze(-1), (HEADS, 1)),
     "dot": (DotScore("a", "b", 0.3), lambda a, b, mix: 0.3 * (a * b).sum(-1), (HEADS, WIDTH)),
     "mixed": (MixedScore("a", "b", 1.5, 0), lambda a, b, mix: (F.leaky_relu(a + b, 1.5) * mix).sum(-1), (HEADS, WIDTH)),
 }
@@ -129,14 +129,14 @@ def test_scores_and_their_adjoint(loops, name):
     left = numbers(BLOCK_ROWS, *tail, seed=1).requires_grad_()
     right = numbers(NUM_DST, *tail, seed=2).requires_grad_()
     mix = numbers(HEADS, WIDTH, seed=5).requires_grad_() if name == "mixed" else None
-    given = left.detach(), right.detach(), None if mix is None else mix.detach()
+    of = ClosedScores(form, left.detach(), right.detach(), None if mix is None else mix.detach(), None)
     (run,) = by_source(shard, 10_000)
     expected = formula(left[run.src_rows.long()], right[run.dst_rows.long()], mix)
-    torch.testing.assert_close(score_kernels.edge_scores(form, run, *given), expected.detach())
+    torch.testing.assert_close(score_kernels.edge_scores(run, of), expected.detach())
     weights, relative = numbers(*expected.shape, seed=3), numbers(*expected.shape, seed=4)
     expected.backward(weights * relative)
-    into = [None if t is None else torch.zeros_like(t) for t in given]
-    score_kernels.edge_scores_adjoint(form, run, *given, weights, relative, *into)
+    into = ScoreGradients(*(None if t is None else torch.zeros_like(t) for t in (left, right, mix)))
+    score_kernels.edge_scores_adjoint(run, of, weights, relative, into)
     for found, leaf in zip(into, (left, right, mix)):
         if leaf is not None:
             torch.testing.assert_close(found, leaf.grad)
@@ -153,8 +153,9 @@ def test_threads_share_the_rows_of_a_chunk(monkeypatch):
         state = SoftmaxState.fresh(NUM_DST, HEADS, WIDTH, values)
         kernels.accumulate(state, run, scores.clone(), values, None)
         into = torch.zeros_like(values)
-        weights = kernels.softmax_weights(back, scores[back.positions.long()], state.top + state.total.log())
-        relative = kernels.adjoint(back, weights, values, None, state.out, state.total, into)
+        log_sum = state.top + state.total.log()
+        weights = kernels.softmax_weights(back, scores[back.positions.long()], log_sum)
+        relative = kernels.adjoint(back, weights, values, None, Outer(state.out, state.total, log_sum), into)
         found.append((*state, into, weights, relative))
     for one, four in zip(*found):
         assert torch.equal(one, four)

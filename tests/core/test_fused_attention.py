@@ -11,7 +11,7 @@ import torch
 from shardpass.core.kernels import attention as steps
 from shardpass.core.kernels import cpu_loops, fused
 from shardpass.core.kernels import scores as score_steps
-from shardpass.core.kernels.runs import ClosedScores, RowRun, SoftmaxState
+from shardpass.core.kernels.runs import ClosedScores, Outer, RowRun, ScoreGradients, SoftmaxState
 from shardpass.core.ranks.random import dropout_factors
 from shardpass.core.sharding.shard import Block, build_shards, cut
 from shardpass.core.sharding.transposes import Transposes
@@ -92,40 +92,35 @@ class Case:
     def kept(self, run):
         return None if self.factors is None else self.factors[run.positions]
 
-    def squeezed(self, tensor):
-        return tensor.squeeze(-1) if isinstance(self.form, AdditiveScore) else tensor
-
-    def in_steps(self, run):
-        return self.form, run, self.squeezed(self.of_source), self.squeezed(self.of_dst), self.mix
-
-    def at_once(self, run):
+    def scored(self, run):
         return ClosedScores(self.form, self.of_source, self.of_dst, self.mix, self.kept(run))
 
     def forward(self, is_fused, most):
         state = SoftmaxState.fresh(self.shard.num_dst, self.heads, self.width, self.values)
         for run in runs(self.shard, most, False):
             if is_fused:
-                fused.accumulate(state, run, self.at_once(run), self.values)
+                fused.accumulate(state, run, self.scored(run), self.values)
             else:
                 edges = run.by_destination()
-                found = score_steps.edge_scores(*self.in_steps(edges))
+                found = score_steps.edge_scores(edges, self.scored(run))
                 steps.accumulate(state, edges, found, self.values, self.kept(run))
         return state
 
     def backward(self, is_fused, most, log_sum, delta):
         """Gradients of values, source, destination and mix."""
-        found = [torch.zeros_like(t) for t in (self.values, self.of_source, self.of_dst)]
-        found.append(None if self.mix is None else torch.zeros_like(self.mix))
+        grad_values, outer = torch.zeros_like(self.values), Outer(self.grad, delta, log_sum)
+        given = self.of_source, self.of_dst, self.mix
+        into = ScoreGradients(*(None if t is None else torch.zeros_like(t) for t in given))
         for run in runs(self.shard, most, True):
+            of = self.scored(run)
             if is_fused:
-                fused.adjoint(run, self.at_once(run), self.values, log_sum, self.grad, delta, *found)
+                fused.adjoint(run, of, self.values, outer, grad_values, into)
                 continue
-            edges, given = run.by_source(), self.in_steps(run.by_source())
-            weights = steps.softmax_weights(edges, score_steps.edge_scores(*given), log_sum)
-            relative = steps.adjoint(edges, weights, self.values, self.kept(run), self.grad, delta, found[0])
-            into = [None if t is None else self.squeezed(t) for t in found[1:]]
-            score_steps.edge_scores_adjoint(*given, weights, relative, *into)
-        return [t for t in found if t is not None]
+            edges = run.by_source()
+            weights = steps.softmax_weights(edges, score_steps.edge_scores(edges, of), log_sum)
+            relative = steps.adjoint(edges, weights, self.values, of.kept, outer, grad_values)
+            score_steps.edge_scores_adjoint(edges, of, weights, relative, into)
+        return [t for t in (grad_values, *into) if t is not None]
 
 
 def check(case, most, bound, monkeypatch, threads=1):
@@ -133,7 +128,7 @@ def check(case, most, bound, monkeypatch, threads=1):
     with monkeypatch.context() as patch:
         patch.setattr(steps, "numba_loops_for", lambda rows: None)
         patch.setattr(fused, "numba_loops_for", lambda rows: None)
-        patch.setattr(steps, "triton_attention_for", lambda *tensors: None)
+        patch.setattr(steps, "triton_for", lambda *given: None)
         right = exact.forward(False, 1000)
         log_sum = (right.top + right.total.log()).to(dtype)
         delta = (exact.grad * right.out / right.total.clamp(min=1e-30).unsqueeze(-1)).sum(-1).to(dtype)

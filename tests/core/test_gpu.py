@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch
 from shardpass.core import kernels
 from shardpass.core.kernels import gpu
 
-FINDERS = gpu.triton_sums_for, gpu.triton_extremum_for, gpu.triton_attention_for
+FINDERS = [partial(gpu.triton_for, what) for what in ("sums", "extremum", "attention")]
 
 
 def test_tensors_of_the_cpu_go_elsewhere():
@@ -24,11 +25,11 @@ def test_tensors_of_the_cpu_go_elsewhere():
 def test_which_dtypes(triton_dispatch):
     rows = torch.ones(2, 3, device=triton_dispatch)
     for dtype in gpu.DTYPES:
-        assert gpu.triton_sums_for(rows, None, rows.to(dtype)) is not None
-    assert gpu.triton_attention_for(rows, None, rows) is not None
-    assert gpu.triton_attention_for(rows, rows.double()) is None
-    assert gpu.triton_sums_for(rows, rows.long()) is None
-    assert gpu.triton_sums_for(rows, rows.to("meta")) is None
+        assert gpu.triton_for("sums", rows, None, rows.to(dtype)) is not None
+    assert gpu.triton_for("attention", rows, None, rows) is not None
+    assert gpu.triton_for("attention", rows, rows.double()) is None
+    assert gpu.triton_for("sums", rows, rows.long()) is None
+    assert gpu.triton_for("sums", rows, rows.to("meta")) is None
 
 
 def test_the_switch(triton_dispatch, monkeypatch):

@@ -17,8 +17,7 @@ from shardpass.core.sampling.neighbours import Drawer
 from shardpass.core.sampling.prefetch import BatchIterator, Work
 from shardpass.core.sampling.sample import sample
 from shardpass.core.sampling.seeds import deal, order_of
-from shardpass.core.sampling.shared import placed
-from shardpass.core.sampling.source import source_of
+from shardpass.core.sampling.source import placed, source_of
 from shardpass.errors import DivergenceError
 from shardpass.testing.graphs import assignments, awkward_graph, shard_in_memory
 from shardpass.testing.hetero import awkward_hetero_graph, hetero_assignments, shard_hetero_in_memory

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import shardpass as sp
-from shardpass.backends.spawn import spawn
 from shardpass.core.sampling.source import source_of
 from shardpass.errors import DivergenceError, RefusedError
 from shardpass.testing.graphs import assignments, awkward_graph, shard_in_memory
@@ -199,11 +198,11 @@ def test_a_loader_without_seeds_is_told():
 
 def test_no_thread_where_one_rank_has_none():
     def fn(share, comm):
-        comm.serves_threads = comm.rank == 0
+        comm.inner.serves_threads = comm.rank == 0
         loader = sp.pyg.NeighborLoader(share, [2], batch_size=4)
         found = drawn(loader)
-        assert loader._epochs.settings.prefetch == 0 and loader._epochs.source.comm is comm
-        comm.serves_threads = True
+        assert loader._sampler.settings.prefetch == 0 and loader._sampler.source.comm is comm
+        comm.inner.serves_threads = True
         assert drawn(sp.pyg.NeighborLoader(share, [2], batch_size=4)) == found
 
     shares(fn)
@@ -259,7 +258,7 @@ def batches_with_and_without_shared_memory(comm):
         pyg = sp.pyg.NeighborLoader(share, [3, 3], batch_size=4, shuffle=True)
         sampler = dgl.dataloading.NeighborSampler([2, 2])
         blocks = sp.dgl.DataLoader(share, torch.arange(share.num_nodes), sampler, batch_size=4, prefetch=0)
-        assert [source_of(share).parts is None, blocks._blocks.source.parts is None] == [not share_memory] * 2
+        assert [source_of(share).parts is None, blocks._sampler.source.parts is None] == [not share_memory] * 2
         batches = [[b.n_id, b.e_id, b.x, b.edge_weight, b.edge_index] for b in pyg]
         for inputs, _, (first, _) in blocks:
             batches.append([inputs, first.edata[dgl.EID], first.srcdata["x"], first.edata["edge_weight"]])
@@ -269,12 +268,12 @@ def batches_with_and_without_shared_memory(comm):
 
 @pytest.mark.processes
 def test_shared_memory_changes_no_batch():
-    assert spawn(batches_with_and_without_shared_memory, 2, "processes", timeout=60) == [True, True]
+    assert sp.spawn(batches_with_and_without_shared_memory, 2, "processes", timeout=60) == [True, True]
 
 
 @pytest.mark.processes
 def test_dropped_half_way_on_processes():
-    assert spawn(half_way, 2, "processes", timeout=60) == [True, True]
+    assert sp.spawn(half_way, 2, "processes", timeout=60) == [True, True]
 
 
 # ---- one model for batches and for the graph

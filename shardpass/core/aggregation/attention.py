@@ -16,8 +16,8 @@ from torch import Tensor
 from shardpass.core.aggregation.call import Call, Operands
 from shardpass.core.aggregation.forward import ForwardResult, counts
 from shardpass.core.aggregation.gradients import Gradients, Returned
-from shardpass.core.aggregation.scores import Outer, Piece, scores_of
-from shardpass.core.kernels import RowRun, SoftmaxState
+from shardpass.core.aggregation.scores import Piece, scores_of
+from shardpass.core.kernels import Outer, RowRun, SoftmaxState
 from shardpass.core.ranks import dropout_factors, piece_seed
 from shardpass.core.sharding import EdgeShards, Shard, Transposes, cut
 from shardpass.core.tracing import Attention

@@ -24,7 +24,9 @@ from shardpass.core.aggregation.out_edges import OutEdges, count_out_edges
 from shardpass.core.exchange import GradientReturn, HaloPlan, fetch_blocks
 from shardpass.core.kernels import (
     ClosedScores,
+    Outer,
     RowRun,
+    ScoreGradients,
     adjoint,
     edge_scores,
     edge_scores_adjoint,
@@ -34,7 +36,7 @@ from shardpass.core.kernels import (
 )
 from shardpass.core.ranks import digest
 from shardpass.core.sharding import EdgeShards, Shard
-from shardpass.core.tracing import AdditiveScore, Attention, MixedScore, Program, Structure
+from shardpass.core.tracing import Attention, MixedScore, Program, Structure
 
 
 @dataclass(frozen=True)
@@ -194,7 +196,7 @@ class _SourceSide:
         of_source, values = operands.src[score.source], operands.src[attention.value]
         width = of_source.shape[1:].numel() // heads
         self.in_one_loop = fused.handles(values, of_source, operands.dst[score.destination], mix)
-        self.tail = (heads,) if isinstance(score, AdditiveScore) and not self.in_one_loop else (heads, width)
+        self.tail = heads, width
         self.of_source = of_source.reshape(-1, *self.tail).contiguous()
         self.values = values.reshape(-1, heads, values.shape[1:].numel() // heads).contiguous()
         self.mix = None if mix is None else mix.reshape(self.tail).contiguous()
@@ -215,22 +217,22 @@ class _SourceSide:
             rows: what the destinations publish: gradient, delta, log-sum-exp, and what their scores are made of.
             to_dst: where the gradient of the last of these is added.
         """
-        grad, delta, log_sum, of_dst = rows
+        *known, of_dst = rows
+        outer = Outer(*known)
         if self.mix is not None and self._grad_mix is None:
             self._grad_mix = torch.zeros_like(self.mix)
         for chunk in shard.chunks(max(1, shard.num_edges) if self.in_one_loop else self.chunk_edges):
             span = slice(chunk.start, chunk.stop)
             run = RowRun(shard.indptr, chunk, shard.src_rows[span], span)
-            given = self.of_source, of_dst.contiguous(), self.mix
-            into = self._grad_source, to_dst, self._grad_mix
+            of = ClosedScores(self.score, self.of_source, of_dst.contiguous(), self.mix, None)
+            into = ScoreGradients(self._grad_source, to_dst, self._grad_mix)
             if self.in_one_loop:
-                of = ClosedScores(self.score, *given, None)
-                fused.adjoint(run, of, self.values, log_sum, grad, delta, self._grad_values, *into)
+                fused.adjoint(run, of, self.values, outer, self._grad_values, into)
                 continue
             edges = run.by_source()
-            weights = softmax_weights(edges, edge_scores(self.score, edges, *given), log_sum)
-            relative = adjoint(edges, weights, self.values, None, grad, delta, self._grad_values)
-            edge_scores_adjoint(self.score, edges, *given, weights, relative, *into)
+            weights = softmax_weights(edges, edge_scores(edges, of), outer.log_sum)
+            relative = adjoint(edges, weights, self.values, None, outer, self._grad_values)
+            edge_scores_adjoint(edges, of, weights, relative, into)
 
     def finish(self) -> None:
         """Add the gradient of what mixes scores, as far as it comes from this rank's out-edges."""

@@ -14,7 +14,9 @@ from shardpass.core.aggregation.rerun import GradientRun, run_again
 from shardpass.core.kernels import (
     ClosedScores,
     EdgeRun,
+    Outer,
     RowRun,
+    ScoreGradients,
     SoftmaxState,
     accumulate,
     adjoint,
@@ -24,27 +26,13 @@ from shardpass.core.kernels import (
     softmax_weights,
 )
 from shardpass.core.sharding import Shard
-from shardpass.core.tracing import AdditiveScore, Attention, Base, MixedScore, Score, StopPass
+from shardpass.core.tracing import Attention, Base, MixedScore, Score, StopPass
 from shardpass.errors import InternalError
 
 Rows = dict[str, Tensor]
 Adjoint = Callable[[Tensor, Rows, Gradients], None]
 """Takes the gradient of a chunk's scores divided by their weights, and where the gradients of the block's rows, and
 all others, are added up."""
-
-
-class Outer(NamedTuple):
-    """What backward knows of each destination.
-
-    Args:
-        grad: of the weighted sum, ``[num_dst, heads, width]``.
-        delta: ``<grad, weighted sum>``, ``[num_dst, heads]``.
-        log_sum: ``log(sum(exp(score)))``, ``[num_dst, heads]``.
-    """
-
-    grad: Tensor
-    delta: Tensor
-    log_sum: Tensor
 
 
 class Piece(NamedTuple):
@@ -107,8 +95,7 @@ class _InSteps:
     def adjoint(self, piece: Piece, outer: Outer, grad_values: Tensor, into: Rows, gradients: Gradients) -> None:
         edges = piece.run.by_source()
         weights, pull = self.weights(piece.shard, edges, piece.rows, outer.log_sum)
-        given = edges, weights, piece.values, piece.kept, outer.grad, outer.delta
-        pull(adjoint(*given, grad_values), into, gradients)
+        pull(adjoint(edges, weights, piece.values, piece.kept, outer, grad_values), into, gradients)
 
 
 class _ClosedForm(_InSteps):
@@ -117,36 +104,36 @@ class _ClosedForm(_InSteps):
     def __init__(self, operands: Operands, score: Score, heads: int, mix: Tensor | None) -> None:
         of_dst = operands.dst[score.destination]
         width = of_dst.shape[1:].numel() // heads
-        self.score, self.tail = score, (heads,) if isinstance(score, AdditiveScore) else (heads, width)
+        self.score, self.tail = score, (heads, width)
         self.of_dst = of_dst.reshape(-1, *self.tail).contiguous()
         self.mix_shape = torch.Size() if mix is None else mix.shape
         self.mix = None if mix is None else mix.reshape(self.tail).contiguous()
 
     def forward(self, shard: Shard, run: EdgeRun, rows: Rows) -> Tensor:
-        return edge_scores(self.score, run, self._of_source(rows), self.of_dst, self.mix)
+        return edge_scores(run, self._of(rows, None))
 
     def weights(self, shard: Shard, run: EdgeRun, rows: Rows, log_sum: Tensor) -> tuple[Tensor, Adjoint]:
-        weights = softmax_weights(run, self.forward(shard, run, rows), log_sum)
+        of = self._of(rows, None)
+        weights = softmax_weights(run, edge_scores(run, of), log_sum)
 
         def pull(relative: Tensor, into: Rows, gradients: Gradients) -> None:
-            of_source = self._of_source(rows)
-            source, target, grad_mix = self._targets(of_source, into, gradients)
-            given = self.score, run, of_source, self.of_dst, self.mix
-            edge_scores_adjoint(*given, weights, relative, source, target, grad_mix)
-            self._add_mix(grad_mix, gradients)
+            targets = self._targets(of, into, gradients)
+            edge_scores_adjoint(run, of, weights, relative, targets)
+            self._add_mix(targets.mix, gradients)
 
         return weights, pull
 
-    def _of_source(self, rows: Rows) -> Tensor:
-        return rows[self.score.source].reshape(-1, *self.tail).contiguous()
+    def _of(self, rows: Rows, kept: Tensor | None) -> ClosedScores:
+        of_source = rows[self.score.source].reshape(-1, *self.tail).contiguous()
+        return ClosedScores(self.score, of_source, self.of_dst, self.mix, kept)
 
-    def _targets(self, of_source: Tensor, into: Rows, gradients: Gradients) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _targets(self, of: ClosedScores, into: Rows, gradients: Gradients) -> ScoreGradients:
         score = self.score
-        source = into[score.source] if score.source in into else torch.zeros_like(of_source)
+        source = into[score.source] if score.source in into else torch.zeros_like(of.of_source)
         is_wanted = score.destination in gradients.dst
         target = gradients.of_dst(score.destination) if is_wanted else torch.zeros_like(self.of_dst)
         grad_mix = None if self.mix is None else torch.zeros_like(self.mix)
-        return source.view_as(of_source), target.view_as(self.of_dst), grad_mix
+        return ScoreGradients(source.view_as(of.of_source), target.view_as(self.of_dst), grad_mix)
 
     def _add_mix(self, grad_mix: Tensor | None, gradients: Gradients) -> None:
         if grad_mix is not None and isinstance(self.score, MixedScore):
@@ -158,25 +145,14 @@ class _Fused(_ClosedForm):
 
     in_one_loop = True
 
-    def __init__(self, operands: Operands, score: Score, heads: int, mix: Tensor | None) -> None:
-        super().__init__(operands, score, heads, mix)
-        self.tail = (heads, self.of_dst.shape[1:].numel() // heads)
-        self.of_dst = self.of_dst.view(-1, *self.tail)
-
     def accumulate(self, state: SoftmaxState, piece: Piece) -> None:
-        of = self._of(self._of_source(piece.rows), piece.kept)
-        fused.accumulate(state, piece.run, of, piece.values.contiguous())
+        fused.accumulate(state, piece.run, self._of(piece.rows, piece.kept), piece.values.contiguous())
 
     def adjoint(self, piece: Piece, outer: Outer, grad_values: Tensor, into: Rows, gradients: Gradients) -> None:
-        of_source = self._of_source(piece.rows)
-        source, target, grad_mix = self._targets(of_source, into, gradients)
-        of, values = self._of(of_source, piece.kept), piece.values.contiguous()
-        given = outer.log_sum, outer.grad, outer.delta, grad_values
-        fused.adjoint(piece.run, of, values, *given, source, target, grad_mix)
-        self._add_mix(grad_mix, gradients)
-
-    def _of(self, of_source: Tensor, kept: Tensor | None) -> ClosedScores:
-        return ClosedScores(self.score, of_source, self.of_dst, self.mix, kept)
+        of = self._of(piece.rows, piece.kept)
+        targets = self._targets(of, into, gradients)
+        fused.adjoint(piece.run, of, piece.values.contiguous(), outer, grad_values, targets)
+        self._add_mix(targets.mix, gradients)
 
 
 class _FromMessages(_InSteps):

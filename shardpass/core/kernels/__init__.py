@@ -1,27 +1,24 @@
-"""One shard's partial result, added in place into an accumulator: sums, extrema, dot products, attention.
+"""Kernels that add the partial result of one shard to an accumulator: sums, extrema, dot products, attention.
 
-`reference` defines what is right. The other kernels (numba, Triton) are faster and are tested against it. This room
-knows one shard and tensors; it knows no ranks.
+`reference` and `scores` define what is right, in plain torch. The kernels of numba and Triton are faster and are tested
+against them. This room knows one shard and tensors; it knows no ranks.
 """
 
 from shardpass.core.kernels import fused
 from shardpass.core.kernels.attention import accumulate, adjoint, softmax_weights
 from shardpass.core.kernels.cpu_loops import COMPILED_LOOPS
-from shardpass.core.kernels.dispatch import (
-    edge_dot,
-    gather_extremum,
-    gather_extremum_transposed,
-    gather_sum,
-    gather_sum_transposed,
-)
-from shardpass.core.kernels.runs import ClosedScores, EdgeRun, RowRun, SoftmaxState
+from shardpass.core.kernels.dispatch import edge_dot, gather_sum, gather_sum_transposed
+from shardpass.core.kernels.extremum import gather_extremum, gather_extremum_transposed
+from shardpass.core.kernels.runs import ClosedScores, EdgeRun, Outer, RowRun, ScoreGradients, SoftmaxState
 from shardpass.core.kernels.scores import edge_scores, edge_scores_adjoint
 
 __all__ = [
     "COMPILED_LOOPS",
     "ClosedScores",
     "EdgeRun",
+    "Outer",
     "RowRun",
+    "ScoreGradients",
     "SoftmaxState",
     "accumulate",
     "adjoint",

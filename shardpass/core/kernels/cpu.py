@@ -1,8 +1,8 @@
-"""CPU kernels from torch's own fused operators.
+"""CPU kernels made of torch's own fused operators.
 
-``embedding_bag`` is a fused gather and segment sum with per-edge weights over any width: 20 to 40 times faster than
-gathering and ``index_add_``, and nothing with a row per edge is made. It runs over a thousand destinations at a time,
-so that its result stays in cache on the way to the accumulator.
+``embedding_bag`` is a fused gather and segment sum with a weight per edge. It is 20 to 40 times faster than gathering
+and ``index_add_``, and makes no tensor with a row per edge. It runs over about a thousand destinations at a time, so
+that its result is still in cache when it is added to the accumulator.
 """
 
 from __future__ import annotations

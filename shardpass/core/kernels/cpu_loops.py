@@ -1,4 +1,4 @@
-"""Which tensors numba's loops take, and rows dealt out to threads. numba is imported when it is first needed."""
+"""Decides which tensors numba's loops take, and shares rows among threads. numba is imported on first use."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torch.profiler import record_function
 from shardpass.core.kernels.runs import EdgeRun, RowRun
 
 COMPILED_LOOPS = "compiled loops"
-"""The name under which a profiler, or the dry run of the planner, sees loops compiled by numba run."""
+"""The name under which a profiler, or the planner's dry run, sees loops that numba has compiled."""
 
 DTYPES = (torch.float32, torch.float64)
-_SMALL = 1 << 14  # edges below which a thread is not worth starting
+_SMALL = 1 << 14  # with fewer edges than this, another thread costs more than it saves
 
 
 def numba_loops_for(rows: Tensor) -> ModuleType | None:
-    """`numba_loops`, if they take these rows and numba is installed."""
+    """`numba_loops` if it takes these rows and numba is installed, else `None`."""
     if rows.device.type != "cpu" or rows.dtype not in DTYPES:
         return None
     try:
@@ -32,15 +32,15 @@ def numba_loops_for(rows: Tensor) -> ModuleType | None:
     return numba_loops
 
 
-def attention_loops() -> Any:
-    """`numba_attention`, for tensors that `numba_loops_for` takes. Compiled functions have no types for a checker."""
+def attention_loops() -> ModuleType:
+    """`numba_attention`. Call this only for tensors that `numba_loops_for` takes."""
     from shardpass.core.kernels import numba_attention
 
     return numba_attention
 
 
 def cut_rows(run: EdgeRun | RowRun, most: int | None = None) -> list[tuple[int, int]]:
-    """Ranges of the run's rows with about as many edges each, one for each thread of torch, `most` at most."""
+    """Ranges of the run's rows with about equally many edges: one for each thread of torch, but at most `most`."""
     start, stop, low, high = run.bounds
     count = _num_threads(stop - start)
     count = count if most is None else min(count, most)
@@ -52,16 +52,12 @@ def cut_rows(run: EdgeRun | RowRun, most: int | None = None) -> list[tuple[int, 
 
 
 def by_rows(run: EdgeRun | RowRun, work: Callable[[int, int], None]) -> None:
-    """Call `work` for ranges of the run's rows with about as many edges each, one for each thread of torch."""
+    """Call `work` with the first and last row of each range of `cut_rows`, each in a thread of its own."""
     in_threads(work, cut_rows(run))
 
 
-def _num_threads(num_edges: int) -> int:
-    return max(1, min(torch.get_num_threads(), num_edges // _SMALL))
-
-
 def in_threads(work: Callable[..., None], arguments: Sequence[tuple[Any, ...]]) -> None:
-    """Call `work` with each of the arguments, all at the same time."""
+    """Call `work` once for each tuple of arguments, each call in a thread of its own, and wait for all of them."""
     others = [threading.Thread(target=work, args=given) for given in arguments[1:]]
     with record_function(COMPILED_LOOPS):
         for thread in others:
@@ -69,3 +65,7 @@ def in_threads(work: Callable[..., None], arguments: Sequence[tuple[Any, ...]]) 
         work(*arguments[0])
         for thread in others:
             thread.join()
+
+
+def _num_threads(num_edges: int) -> int:
+    return max(1, min(torch.get_num_threads(), num_edges // _SMALL))

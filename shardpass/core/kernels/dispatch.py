@@ -1,4 +1,4 @@
-"""One shard's partial result, added in place into an accumulator. `reference` is the definition of right."""
+"""Sums of source rows over one shard, and their adjoints, by the fastest kernel that takes the tensors."""
 
 from __future__ import annotations
 
@@ -7,17 +7,8 @@ from types import ModuleType
 from torch import Tensor
 
 from shardpass.core.kernels import cpu, heads, reference
-from shardpass.core.kernels.extremum import gather_extremum, gather_extremum_transposed
-from shardpass.core.kernels.gpu import triton_sums_for
+from shardpass.core.kernels.gpu import triton_for
 from shardpass.core.sharding import PlacedRows, Shard, Transposes
-
-__all__ = [
-    "edge_dot",
-    "gather_extremum",
-    "gather_extremum_transposed",
-    "gather_sum",
-    "gather_sum_transposed",
-]
 
 
 def gather_sum(
@@ -28,9 +19,9 @@ def gather_sum(
     Args:
         out: ``[num_dst, ...]``.
         rows: the block's source rows, ``[block rows, ...]``.
-        weight: one scalar per edge of the shard, ``[num_edges]``, or one for each head (of equal width), ``[num_edges,
-            heads]``, or None.
-        fresh: `out` holds nothing yet and is written instead of added to: all of it, zeros where no edge ends.
+        weight: one number per edge, ``[num_edges]``, or one per edge and head, ``[num_edges, heads]``, where all heads
+            have the same width. `None` for a plain sum.
+        fresh: overwrite `out` instead of adding to it. Rows without edges become zero.
     """
     shard, rows = shard.reading(rows)
     _sums_for(out, shard, rows, weight).gather_sum(out, shard, rows, weight, fresh)
@@ -39,11 +30,13 @@ def gather_sum(
 def gather_sum_transposed(
     out: Tensor, shard: Shard, transposes: Transposes, grad: Tensor, weight: Tensor | None, fresh: bool = False
 ) -> None:
-    """``out[src] += weight * grad[dst]`` over the shard's edges, in place: the adjoint of `gather_sum` in `rows`.
+    """``out[src] += weight * grad[dst]`` over the shard's edges, in place.
+
+    This is the adjoint of `gather_sum` in `rows`.
 
     Args:
         out: ``[block rows, ...]``.
-        transposes: those of the shards of the graph.
+        transposes: owns the transposes of the graph's shards.
         grad: ``[num_dst, ...]``.
         weight: as in `gather_sum`.
         fresh: as in `gather_sum`.
@@ -52,11 +45,11 @@ def gather_sum_transposed(
 
 
 def edge_dot(shard: Shard, rows: Tensor, grad: Tensor, max_edges: int, num_heads: int = 1) -> Tensor:
-    """``<rows[src], grad[dst]>`` of each edge, ``[num_edges]``: the adjoint of `gather_sum` in `weight`.
+    """``<rows[src], grad[dst]>`` of each edge, ``[num_edges]``; with several heads, ``[num_edges, num_heads]``.
 
-    With several heads that of each, ``[num_edges, num_heads]``.
+    This is the adjoint of `gather_sum` in `weight`. Plain torch takes at most `max_edges` edges at a time.
     """
-    triton = triton_sums_for(rows, grad)
+    triton = triton_for("sums", rows, grad)
     if triton is not None and rows.dtype == grad.dtype:
         dots: Tensor = triton.edge_dot(shard, rows, grad, num_heads)
         return dots if num_heads > 1 else dots.view(-1)
@@ -67,9 +60,9 @@ def edge_dot(shard: Shard, rows: Tensor, grad: Tensor, max_edges: int, num_heads
 
 
 def _sums_for(out: Tensor, shard: Shard, rows: Tensor, weight: Tensor | None) -> ModuleType:
-    """What sums rows like these: each has `gather_sum` and `gather_sum_transposed`."""
+    """The module that sums rows like these. Each has `gather_sum` and `gather_sum_transposed`."""
     if shard.num_edges == 0:
         return reference
     if weight is not None and weight.dim() == 2:
-        return triton_sums_for(out, rows) or heads
-    return triton_sums_for(out, rows) or (cpu if cpu.handles(rows) else reference)
+        return triton_for("sums", out, rows) or heads
+    return triton_for("sums", out, rows) or (cpu if cpu.handles(rows) else reference)

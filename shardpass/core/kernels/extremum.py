@@ -1,11 +1,11 @@
-"""Max and min of source rows with their number of ties: numba's or Triton's loops, or else `core.reducers`."""
+"""Max and min of source rows with their number of ties, by the loops of numba or Triton or else by the reducers."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from shardpass.core.kernels.cpu_loops import by_rows, numba_loops_for
-from shardpass.core.kernels.gpu import triton_extremum_for
+from shardpass.core.kernels.gpu import triton_for
 from shardpass.core.kernels.reference import CHUNK_EDGES
 from shardpass.core.kernels.runs import RowRun
 from shardpass.core.sharding import Chunk, Shard, Transposes
@@ -17,10 +17,10 @@ def gather_extremum(op: str, state: State, shard: Shard, rows: Tensor) -> None:
 
     Args:
         op: "max" or "min".
-        state: of that reducer: value and number of ties, ``[num_dst, ...]``.
+        state: the reducer's value and number of ties, ``[num_dst, ...]`` each.
         rows: the block's source rows, ``[block rows, ...]``.
     """
-    triton = triton_extremum_for(rows, state[0])
+    triton = triton_for("extremum", rows, state[0])
     if triton is not None and shard.num_edges and rows.dtype == state[0].dtype:
         return triton.gather_extremum(op, state, shard, rows)
     loops = numba_loops_for(rows)
@@ -38,16 +38,18 @@ def gather_extremum(op: str, state: State, shard: Shard, rows: Tensor) -> None:
 def gather_extremum_transposed(
     out: Tensor, shard: Shard, transposes: Transposes, rows: Tensor, value: Tensor, share: Tensor
 ) -> None:
-    """``out[src] += (rows[src] == value[dst]) * share[dst]`` over the shard's edges, in place: the adjoint in `rows`.
+    """``out[src] += (rows[src] == value[dst]) * share[dst]`` over the shard's edges, in place.
+
+    This is the adjoint of `gather_extremum` in `rows`.
 
     Args:
         out: ``[block rows, ...]``.
-        transposes: those of the shards of the graph.
+        transposes: owns the transposes of the graph's shards.
         rows: as in `gather_extremum`.
         value: the max or min, ``[num_dst, ...]``.
         share: the part of its gradient that each tied message gets, ``[num_dst, ...]``.
     """
-    triton = triton_extremum_for(out, rows, value, share)
+    triton = triton_for("extremum", out, rows, value, share)
     if triton is not None and shard.num_edges:
         return triton.gather_extremum_transposed(out, shard, transposes, rows, value, share)
     loops = numba_loops_for(rows)

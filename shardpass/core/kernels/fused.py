@@ -1,83 +1,86 @@
-"""Attention whose scores have a closed form: one loop of numba or Triton for a run of edges, in one dtype."""
+"""Attention whose scores have a closed form: one loop of numba or Triton computes scores, softmax and weighted sum."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardpass.core.kernels.cpu_loops import attention_loops, cut_rows, in_threads, numba_loops_for
-from shardpass.core.kernels.gpu import triton_attention_for
-from shardpass.core.kernels.runs import ClosedScores, RowRun, SoftmaxState
+from shardpass.core.kernels.gpu import triton_for
+from shardpass.core.kernels.runs import ClosedScores, Outer, RowRun, ScoreGradients, SoftmaxState
 
 
 def handles(*tensors: Tensor | None) -> bool:
-    """Whether there are loops for tensors of these dtypes and devices."""
+    """Whether there is a loop for tensors of these dtypes and devices."""
     given = [tensor for tensor in tensors if tensor is not None]
-    if triton_attention_for(*given) is not None:  # its atomic additions come in any order
+    if triton_for("attention", *given) is not None:  # its atomic additions happen in any order
         return not torch.are_deterministic_algorithms_enabled()
     return numba_loops_for(given[0]) is not None and len({(t.dtype, t.device) for t in given}) == 1
 
 
 def accumulate(state: SoftmaxState, run: RowRun, of: ClosedScores, values: Tensor) -> None:
-    """Take a run of edges, in order of their destination, into `state`.
+    """Take a run of edges, ordered by destination, into `state`.
 
     Args:
-        values: ``[block rows, heads, width]``.
+        values: the rows that are summed, ``[block rows, heads, width]``.
     """
-    triton = triton_attention_for(values)
+    triton = triton_for("attention", values)
     if triton is not None:
         return triton.accumulate_closed(state, run, of, values)
-    loops = attention_loops()
-    mix, kept = (of.none() if t is None else t.numpy() for t in (of.mix, of.kept))
-    edges = run.indptr.numpy(), run.columns.numpy()
-    given = of.of_source.numpy(), of.of_dst.numpy(), mix, of.number, values.numpy(), kept
-    into, bounds = [part.numpy() for part in state], (run.bounds.start, run.bounds.stop)
-    kind = of.kind(loops)
-    in_threads(lambda low, high: loops.attend(kind, *edges, *given, *bounds, low, high, *into), cut_rows(run))
+    loops, (edges, kept, nothing) = attention_loops(), _arrays_of(run, of)
+    scored = _scored(of, of.of_source, of.of_dst, nothing)
+    rows, into = values.numpy(), tuple(part.numpy() for part in state)
+    in_threads(lambda low, high: loops.attend(edges, scored, rows, kept, low, high, into), cut_rows(run))
 
 
 def adjoint(
-    run: RowRun,
-    of: ClosedScores,
-    values: Tensor,
-    log_sum: Tensor,
-    grad: Tensor,
-    delta: Tensor,
-    grad_values: Tensor,
-    grad_source: Tensor,
-    grad_dst: Tensor,
-    grad_mix: Tensor | None,
+    run: RowRun, of: ClosedScores, values: Tensor, outer: Outer, grad_values: Tensor, into: ScoreGradients
 ) -> None:
-    """The adjoint of attention over a run of edges, in order of their source, added to the last four in place.
+    """Add the adjoint of attention over a run of edges, ordered by source, to `grad_values` and to `into`.
 
     Args:
-        values: ``[block rows, heads, width]``.
-        log_sum: ``log(sum(exp(score)))`` of each destination and head, ``[num_dst, heads]``.
-        grad: of the weighted sum, ``[num_dst, heads, width]``.
-        delta: ``<grad, weighted sum>``, ``[num_dst, heads]``.
+        values: the rows that are summed, ``[block rows, heads, width]``.
+        grad_values: in the shape of `values`.
     """
-    triton = triton_attention_for(values)
+    triton = triton_for("attention", values)
     if triton is not None:
-        into_all = grad_values, grad_source, grad_dst, grad_mix
-        return triton.adjoint_closed(run, of, values, log_sum, grad, delta, *into_all)
-    loops = attention_loops()
-    mix, kept = (of.none() if t is None else t.numpy() for t in (of.mix, of.kept))
-    edges = run.indptr.numpy(), run.columns.numpy()
-    given = of.of_dst.numpy(), of.of_source.numpy(), mix, of.number, log_sum.numpy(), values.numpy(), kept
-    bounds, kind = (run.bounds.start, run.bounds.stop), of.kind(loops)
-    rows, into = (grad.numpy(), delta.numpy(), grad_values.numpy()), grad_source.numpy()
-    # rows of a destination's edges are in several threads: each has sums of its own, together no larger than scores
-    most = 1 + run.columns.numel() * grad_values.size(1) // max(1, grad_dst.numel())
+        return triton.adjoint_closed(run, of, values, outer, grad_values, into)
+    loops, (edges, kept, nothing) = attention_loops(), _arrays_of(run, of)
+    scored = _scored(of, of.of_dst, of.of_source, nothing)
+    rows, known = values.numpy(), tuple(part.numpy() for part in outer)
+    # Several threads meet edges of one destination, so each has sums of its own, together no larger than the scores.
+    most = 1 + run.columns.numel() * values.size(1) // max(1, of.of_dst.numel())
     ranges = cut_rows(run, most)
-    sums = [(grad_dst, grad_mix)]
-    sums += [(torch.zeros_like(grad_dst), None if grad_mix is None else torch.zeros_like(grad_mix)) for _ in ranges[1:]]
+    sums = [into, *(_zeros_like(into) for _ in ranges[1:])]
 
-    def work(low: int, high: int, to_dst: Tensor, to_mix: Tensor | None) -> None:
-        last = of.none() if to_mix is None else to_mix.numpy()
-        loops.attend_adjoint(kind, *edges, *given, *bounds, low, high, *rows, to_dst.numpy(), into, last)
+    def work(low: int, high: int, own: ScoreGradients) -> None:
+        to_mix = nothing if own.mix is None else own.mix.numpy()
+        to = grad_values.numpy(), own.of_dst.numpy(), own.of_source.numpy(), to_mix
+        loops.attend_adjoint(edges, scored, rows, kept, known, low, high, to)
 
-    in_threads(work, [(*pair, *own) for pair, own in zip(ranges, sums)])
-    for to_dst, to_mix in sums[1:]:
-        grad_dst += to_dst
-        if grad_mix is not None and to_mix is not None:
-            grad_mix += to_mix
+    in_threads(work, [(*pair, own) for pair, own in zip(ranges, sums)])
+    for own in sums[1:]:
+        into.of_dst.add_(own.of_dst)
+        if into.mix is not None and own.mix is not None:
+            into.mix.add_(own.mix)
+
+
+def _zeros_like(into: ScoreGradients) -> ScoreGradients:
+    """Sums of a thread's own. Rows of sources are shared, since each thread has other sources."""
+    mix = None if into.mix is None else torch.zeros_like(into.mix)
+    return ScoreGradients(into.of_source, torch.zeros_like(into.of_dst), mix)
+
+
+def _arrays_of(run: RowRun, of: ClosedScores) -> tuple[Any, Any, Any]:
+    """The edges and dropout factors as numpy arrays, and an empty array that stands for a missing tensor."""
+    nothing = of.of_source.new_empty((0, of.of_source.size(1))).numpy()
+    edges = run.indptr.numpy(), run.columns.numpy(), run.bounds.start, run.bounds.stop
+    return edges, nothing if of.kept is None else of.kept.numpy(), nothing
+
+
+def _scored(of: ClosedScores, other: Tensor, own: Tensor, nothing: Any) -> tuple[Any, ...]:
+    """What numba's loops compute scores from; see `numba_attention`."""
+    mix = nothing if of.mix is None else of.mix.numpy()
+    return of.kind, other.numpy(), own.numpy(), mix, mix.dtype.type(of.number)

@@ -1,13 +1,16 @@
-"""Which tensors Triton's kernels take: those of CUDA devices, where triton is installed. It is imported by then only.
+"""Decides which tensors Triton's kernels take: those of CUDA devices, where triton is installed.
 
-The CUDA builds of torch for Linux bring triton along. Without it, and with SHARDPASS_TRITON=0 in the environment, the
-plain torch code runs. The tests of the kernels let `is_compiled_for` say yes to the CPU, under Triton's interpreter.
+The CUDA builds of torch for Linux bring triton along. Without it, or with SHARDPASS_TRITON=0 in the environment, plain
+torch code runs instead. Triton is imported when the first tensor is taken. Tests of the kernels replace
+`is_compiled_for`, so that the CPU is taken too, under Triton's interpreter.
 """
 
 from __future__ import annotations
 
 import os
+from importlib import import_module
 from types import ModuleType
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,40 +24,15 @@ def is_compiled_for(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def triton_sums_for(*tensors: Tensor | None) -> ModuleType | None:
-    """`triton_sums`, if it takes these tensors: sums of source rows, and their gradients."""
-    if not _takes(tensors):
-        return None
-    try:
-        from shardpass.core.kernels import triton_sums
-    except ImportError:
-        return None
-    return triton_sums
-
-
-def triton_extremum_for(*tensors: Tensor | None) -> ModuleType | None:
-    """`triton_extremum`, if it takes these tensors."""
-    if not _takes(tensors):
-        return None
-    try:
-        from shardpass.core.kernels import triton_extremum
-    except ImportError:
-        return None
-    return triton_extremum
-
-
-def triton_attention_for(*tensors: Tensor | None) -> ModuleType | None:
-    """`triton_attention`, if it takes these tensors, which must have one dtype."""
-    if not _takes(tensors) or len({tensor.dtype for tensor in tensors if tensor is not None}) != 1:
-        return None
-    try:
-        from shardpass.core.kernels import triton_attention
-    except ImportError:
-        return None
-    return triton_attention
-
-
-def _takes(tensors: tuple[Tensor | None, ...]) -> bool:
+def triton_for(what: Literal["sums", "extremum", "attention"], *tensors: Tensor | None) -> ModuleType | None:
+    """The module ``triton_<what>`` if it takes these tensors, else `None`. Attention takes tensors of one dtype."""
     given = [tensor for tensor in tensors if tensor is not None]
     known = all(is_compiled_for(tensor.device) and tensor.dtype in DTYPES for tensor in given)
-    return known and len({tensor.device for tensor in given}) == 1 and os.environ.get(SWITCH) != "0"
+    if not known or len({tensor.device for tensor in given}) != 1 or os.environ.get(SWITCH) == "0":
+        return None
+    if what == "attention" and len({tensor.dtype for tensor in given}) != 1:
+        return None
+    try:
+        return import_module(f"shardpass.core.kernels.triton_{what}")
+    except ImportError:
+        return None

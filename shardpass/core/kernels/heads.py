@@ -1,4 +1,7 @@
-"""Sums with a weight per edge and head, which torch's fused operator does not have: numba's loops, or plain torch."""
+"""Sums with a weight per edge and head, and dot products per head, by numba's loops or else plain torch.
+
+torch's fused operator takes only one weight per edge.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from shardpass.core.sharding import Chunk, Shard, Transposes
 
 
 def handles(rows: Tensor, grad: Tensor) -> bool:
-    """Whether there are loops for dot products of these."""
+    """Whether numba has a loop for the dot products of these."""
     return numba_loops_for(rows) is not None and rows.dtype == grad.dtype
 
 
@@ -62,8 +65,8 @@ def _accumulate(out: Tensor, indptr: Tensor, columns: Tensor, rows: Tensor, weig
     run = RowRun(indptr, Chunk(0, columns.numel(), 0, out.size(0)), columns, None)
     loops = numba_loops_for(rows)
     assert loops is not None
-    loop, into, num_edges = loops.add_scaled, target.numpy(), columns.numel()
-    by_rows(run, lambda low, high: loop(*given, 0, num_edges, low, high, into))
+    loop, into = loops.add_scaled, target.numpy()
+    by_rows(run, lambda low, high: loop(*given, low, high, into))
 
 
 def _in_heads(rows: Tensor, heads: int) -> Tensor:

@@ -1,20 +1,15 @@
 """Attention over one order of a shard's edges in one loop: scores, softmax and weighted sum, and all their gradients.
 
-Compiled by numba at the first call for each combination of types, kept on disk. A row's edges are taken a block of
-`BLOCK` at a time, so that scores and weights stay in the first-level cache. The formulas of scores are symmetric in
-source and destination: forward walks rows of destinations and gathers sources, backward walks rows of sources and
-gathers destinations, with the same functions. `own` is of the rows walked, `other` of the rows gathered.
-
-[Note: the layout of edge values]
-`indptr` counts all edges of a shard; everything else with a row per edge holds those of a chunk only: edge e of the
-shard stands in row ``e - start``. Helpers get the row, and the number of edges from there on.
+numba compiles the loops at the first call for each combination of types and keeps them on disk. A row's edges are taken
+`BLOCK` at a time, so that their scores and weights stay in the first-level cache. The formulas of scores are symmetric
+in source and destination, so one set of functions serves both directions: forward walks rows of destinations and
+gathers sources, backward walks rows of sources and gathers destinations. `own` is of the rows walked, `other` of the
+rows gathered. For the layout of edge values and for rows without views, see the notes in `numba_loops`; helpers get the
+first row of their edges, `e`, and the number of edges from there on, `n`.
 
 [Note: constant numbers of heads]
 Helpers are called with `heads` or `width` as a constant where it is a common one: LLVM then unrolls the inner loop,
 which halves their time. The code is the same for every other number.
-
-[Note: no views of rows]
-``a = rows[j]`` counts references, atomically, in every turn of the loop; ``rows[j, h, x]`` does not.
 
 Source: the online softmax of Milakov and Gimelshein 2018 (arXiv 1805.02867) and the identities of FlashAttention
 (Dao et al. 2022, arXiv 2205.14135, appendix B).
@@ -22,21 +17,19 @@ Source: the online softmax of Milakov and Gimelshein 2018 (arXiv 1805.02867) and
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numba import njit
 
 from shardpass.core.kernels.numba_exp import exponentials
-from shardpass.core.kernels.numba_prefetch import AHEAD, prefetch, prefetch_four
+from shardpass.core.kernels.numba_loops import SUMS, Array, Edges, add_rows, add_rows_and_dots
+from shardpass.core.kernels.numba_prefetch import AHEAD, prefetch
+from shardpass.core.kernels.runs import ADDITIVE, DOT, GIVEN
 
-Array = Any
-BLOCK = 32  # edges of a row at a time; a multiple of the lanes of a vector
-GIVEN, ADDITIVE, DOT, MIXED = 0, 1, 2, 3  # where scores come from
-_SUMS = {"contract", "reassoc", "nsz"}  # not "nnan" nor "ninf": NaN must spread, and -inf is a score
+BLOCK = 32  # edges of a row that are taken at a time; a multiple of the lanes of a vector
+Scored = tuple[int, Array, Array, Array, float]  # kind, other, own, mix, factor or slope
 
 
-@njit(nogil=True, cache=True, error_model="numpy", fastmath=_SUMS)
+@njit(nogil=True, cache=True, error_model="numpy", fastmath=SUMS)
 def _additive(
     columns: Array, e: int, n: int, other: Array, own: Array, i: int, slope: float, heads: int, to: Array
 ) -> None:
@@ -47,7 +40,7 @@ def _additive(
             to[h, k] = value if value >= 0 else value * slope
 
 
-@njit(nogil=True, cache=True, error_model="numpy", fastmath=_SUMS)
+@njit(nogil=True, cache=True, error_model="numpy", fastmath=SUMS)
 def _scores(
     kind: int, columns: Array, e: int, n: int, other: Array, own: Array, i: int, mix: Array, number: float, to: Array
 ) -> None:
@@ -75,7 +68,7 @@ def _scores(
             to[h, k] = dot
 
 
-@njit(nogil=True, cache=True, error_model="numpy", fastmath=_SUMS)
+@njit(nogil=True, cache=True, error_model="numpy", fastmath=SUMS)
 def _rescale(numbers: Array, n: int, i: int, top: Array, total: Array, out: Array) -> None:
     """Take the maxima of a block's scores into `top`, rescale `total` and `out`, and measure the scores from `top`."""
     for h in range(numbers.shape[0]):
@@ -94,54 +87,22 @@ def _rescale(numbers: Array, n: int, i: int, top: Array, total: Array, out: Arra
                 out[i, h, x] *= scale
 
 
-@njit(nogil=True, cache=True, error_model="numpy", fastmath=_SUMS)
-def _add_rows(columns: Array, e: int, n: int, rows: Array, weights: Array, i: int, out: Array, width: int) -> None:
-    """``out[i, h] += weights[h, k] * rows[columns[e + k], h]`` over a block."""
-    k = 0
-    while k + 4 <= n:  # four rows at a time: fewer reads and writes of the sum
-        prefetch_four(columns, e + k + AHEAD, rows)
-        a, b, c, d = columns[e + k], columns[e + k + 1], columns[e + k + 2], columns[e + k + 3]
-        for h in range(out.shape[1]):
-            u, v, w, z = weights[h, k], weights[h, k + 1], weights[h, k + 2], weights[h, k + 3]
-            for x in range(width):
-                out[i, h, x] += (u * rows[a, h, x] + v * rows[b, h, x]) + (w * rows[c, h, x] + z * rows[d, h, x])
-        k += 4
-    while k < n:
-        a = columns[e + k]
-        for h in range(out.shape[1]):
-            for x in range(width):
-                out[i, h, x] += weights[h, k] * rows[a, h, x]
-        k += 1
-
-
-@njit(nogil=True, cache=True, error_model="numpy", fastmath=_SUMS)
+@njit(nogil=True, cache=True, error_model="numpy", fastmath=SUMS)
 def attend(
-    kind: int,
-    indptr: Array,
-    columns: Array,
-    other: Array,
-    own: Array,
-    mix: Array,
-    number: float,
-    values: Array,
-    kept: Array,
-    start: int,
-    stop: int,
-    low: int,
-    high: int,
-    top: Array,
-    total: Array,
-    out: Array,
+    edges: Edges, scored: Scored, values: Array, kept: Array, low: int, high: int, state: tuple[Array, Array, Array]
 ) -> None:
-    """Take edges ``[start, stop)`` of rows ``[low, high)`` of destinations into a softmax's state.
+    """Take the edges of rows ``[low, high)`` of destinations into the state of a softmax.
 
     Args:
-        other: of sources, ``[block rows, heads, channels]``; of `GIVEN` scores, ``[stop - start, heads, 1]``.
-        own: of destinations, in that shape.
-        kept: what dropout multiplies the weights with, ``[stop - start, heads]``; no rows: nothing is dropped.
+        scored: `other` is of sources, ``[block rows, heads, channels]``, and `own` of destinations, in that shape. If
+            scores are `GIVEN`, `other` holds them, ``[edges, heads, 1]``, and `own` is not read.
+        kept: the factors by which dropout multiplies the weights, ``[edges, heads]``. Without rows, nothing is dropped.
+        state: top, total and out, as in `SoftmaxState`.
     """
+    (indptr, columns, start, stop), (kind, other, own, mix, factor) = edges, scored
+    top, total, out = state
     heads, width = out.shape[1], out.shape[2]
-    factor, numbers = out.dtype.type(number), np.zeros((heads, BLOCK), out.dtype)
+    numbers = np.zeros((heads, BLOCK), out.dtype)
     for i in range(low, high):
         e, last = max(indptr[i], start) - start, min(indptr[i + 1], stop) - start
         while e < last:
@@ -159,59 +120,15 @@ def attend(
                 for k in range(n):
                     part += numbers[h, k]
                 total[i, h] += part
-            if kept.shape[0] > 0:
-                for k in range(n):
-                    for h in range(heads):
-                        numbers[h, k] *= kept[e + k, h]
+            _times_kept(numbers, kept, e, n, numbers)
             if width == 32:
-                _add_rows(columns, e, n, values, numbers, i, out, 32)
+                add_rows(columns, e, n, values, numbers, 0, i, out, 32)
             else:
-                _add_rows(columns, e, n, values, numbers, i, out, width)
+                add_rows(columns, e, n, values, numbers, 0, i, out, width)
             e += n
 
 
-@njit(nogil=True, cache=True, error_model="numpy", fastmath=_SUMS)
-def _outer_rows(
-    columns: Array,
-    e: int,
-    n: int,
-    rows: Array,
-    weights: Array,
-    own: Array,
-    j: int,
-    out: Array,
-    dots: Array,
-    width: int,
-) -> None:
-    """``out[j, h] += weights[h, k] * rows[i, h]`` and ``dots[h, k] = <rows[i, h], own[j, h]>`` over a block."""
-    k, zero = 0, out.dtype.type(0)
-    while k + 4 <= n:  # four rows at a time: fewer reads and writes of the sum
-        prefetch_four(columns, e + k + AHEAD, rows)
-        a, b, c, d = columns[e + k], columns[e + k + 1], columns[e + k + 2], columns[e + k + 3]
-        for h in range(out.shape[1]):
-            u, v, w, z = weights[h, k], weights[h, k + 1], weights[h, k + 2], weights[h, k + 3]
-            p, q, r, s = zero, zero, zero, zero
-            for x in range(width):
-                y, ya, yb, yc, yd = own[j, h, x], rows[a, h, x], rows[b, h, x], rows[c, h, x], rows[d, h, x]
-                out[j, h, x] += (u * ya + v * yb) + (w * yc + z * yd)
-                p += ya * y
-                q += yb * y
-                r += yc * y
-                s += yd * y
-            dots[h, k], dots[h, k + 1], dots[h, k + 2], dots[h, k + 3] = p, q, r, s
-        k += 4
-    while k < n:
-        a = columns[e + k]
-        for h in range(out.shape[1]):
-            p = zero
-            for x in range(width):
-                out[j, h, x] += weights[h, k] * rows[a, h, x]
-                p += rows[a, h, x] * own[j, h, x]
-            dots[h, k] = p
-        k += 1
-
-
-@njit(nogil=True, cache=True, error_model="numpy", fastmath=_SUMS)
+@njit(nogil=True, cache=True, error_model="numpy", fastmath=SUMS)
 def _scatter(columns: Array, e: int, n: int, grads: Array, j: int, to_other: Array, to_own: Array, heads: int) -> None:
     """Add the gradients of sums of two node values to both."""
     for k in range(n):
@@ -225,7 +142,7 @@ def _scatter(columns: Array, e: int, n: int, grads: Array, j: int, to_other: Arr
         to_own[j, h, 0] += part
 
 
-@njit(nogil=True, cache=True, error_model="numpy", fastmath=_SUMS)
+@njit(nogil=True, cache=True, error_model="numpy", fastmath=SUMS)
 def _scores_adjoint(
     kind: int,
     columns: Array,
@@ -267,7 +184,7 @@ def _scores_adjoint(
                     grad_other[i, h, x] += part
 
 
-@njit(nogil=True, cache=True, error_model="numpy", fastmath=_SUMS)
+@njit(nogil=True, cache=True, error_model="numpy", fastmath=SUMS)
 def _additive_weights(
     columns: Array,
     e: int,
@@ -291,7 +208,7 @@ def _additive_weights(
             slopes[h, k] = factor
 
 
-@njit(nogil=True, cache=True, error_model="numpy", fastmath=_SUMS)
+@njit(nogil=True, cache=True, error_model="numpy", fastmath=SUMS)
 def _subtract(columns: Array, e: int, n: int, log_sum: Array, to: Array) -> None:
     for k in range(n):
         i = columns[e + k]
@@ -299,7 +216,15 @@ def _subtract(columns: Array, e: int, n: int, log_sum: Array, to: Array) -> None
             to[h, k] -= log_sum[i, h]
 
 
-@njit(nogil=True, cache=True, error_model="numpy", fastmath=_SUMS)
+@njit(nogil=True, cache=True, error_model="numpy", fastmath=SUMS)
+def _times_kept(numbers: Array, kept: Array, e: int, n: int, to: Array) -> None:
+    """``to = numbers * kept`` over a block; nothing where `kept` has no rows."""
+    for k in range(n if kept.shape[0] > 0 else 0):
+        for h in range(numbers.shape[0]):
+            to[h, k] = numbers[h, k] * kept[e + k, h]
+
+
+@njit(nogil=True, cache=True, error_model="numpy", fastmath=SUMS)
 def _relative(
     columns: Array, e: int, n: int, delta: Array, weights: Array, slopes: Array, dots: Array, heads: int
 ) -> None:
@@ -309,39 +234,27 @@ def _relative(
             dots[h, k] = weights[h, k] * slopes[h, k] * (dots[h, k] - delta[i, h])
 
 
-@njit(nogil=True, cache=True, error_model="numpy", fastmath=_SUMS)
+@njit(nogil=True, cache=True, error_model="numpy", fastmath=SUMS)
 def attend_adjoint(
-    kind: int,
-    indptr: Array,
-    columns: Array,
-    other: Array,
-    own: Array,
-    mix: Array,
-    number: float,
-    log_sum: Array,
+    edges: Edges,
+    scored: Scored,
     values: Array,
     kept: Array,
-    start: int,
-    stop: int,
+    outer: tuple[Array, Array, Array],
     low: int,
     high: int,
-    grad: Array,
-    delta: Array,
-    grad_values: Array,
-    grad_other: Array,
-    grad_own: Array,
-    grad_mix: Array,
+    into: tuple[Array, Array, Array, Array],
 ) -> None:
-    """The adjoint of `attend` over edges ``[start, stop)`` of rows ``[low, high)`` of sources, added in place.
+    """Add the adjoint of `attend` over the edges of rows ``[low, high)`` of sources to `into`.
 
     Args:
-        other: of destinations; gradients of several threads' rows meet in `grad_other` and `grad_mix`.
-        own: of sources.
-        log_sum, grad, delta: of destinations; see `kernels.attention.adjoint`.
+        scored: `other` is of destinations, `own` of sources.
+        outer: grad, delta and log_sum, as in `runs.Outer`.
+        into: gradients of values, `other`, `own` and `mix`. Rows of `other` and `mix` get sums from several threads.
     """
-    heads, width = values.shape[1], values.shape[2]
-    kinds, drops = values.dtype, kept.shape[0] > 0
-    factor = kinds.type(number)
+    (indptr, columns, start, stop), (kind, other, own, mix, factor) = edges, scored
+    (grad, delta, log_sum), (grad_values, grad_other, grad_own, grad_mix) = outer, into
+    (_, heads, width), kinds, drops = values.shape, values.dtype, kept.shape[0] > 0
     weights, used = np.zeros((heads, BLOCK), kinds), np.zeros((heads, BLOCK), kinds)
     dots, slopes = np.zeros((heads, BLOCK), kinds), np.ones((heads, BLOCK), kinds)
     for j in range(low, high):
@@ -356,16 +269,13 @@ def attend_adjoint(
                 _scores(kind, columns, e, n, other, own, j, mix, factor, weights)
                 _subtract(columns, e, n, log_sum, weights)
             exponentials(weights, n)
-            for k in range(n if drops else 0):
-                for h in range(heads):
-                    used[h, k] = weights[h, k] * kept[e + k, h]
+            _times_kept(weights, kept, e, n, used)
+            factors = used if drops else weights
             if width == 32:
-                _outer_rows(columns, e, n, grad, used if drops else weights, values, j, grad_values, dots, 32)
+                add_rows_and_dots(columns, e, n, grad, factors, values, 0, j, grad_values, dots, 32)
             else:
-                _outer_rows(columns, e, n, grad, used if drops else weights, values, j, grad_values, dots, width)
-            for k in range(n if drops else 0):
-                for h in range(heads):
-                    dots[h, k] *= kept[e + k, h]
+                add_rows_and_dots(columns, e, n, grad, factors, values, 0, j, grad_values, dots, width)
+            _times_kept(dots, kept, e, n, dots)
             if heads == 4:
                 _relative(columns, e, n, delta, weights, slopes, dots, 4)
             else:

@@ -1,4 +1,4 @@
-"""Exponentials for loops compiled by numba. libm's cannot be vectorised, and torch's need a pass of their own."""
+"""Exponentials for loops compiled by numba: libm's cannot be vectorised, and torch's would need a pass of their own."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-Array = Any
+Array = np.ndarray[Any, Any]
 
 
 @njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract"})
 def exp32(x: float) -> float:
-    """``exp(x)`` in float32 to one unit in the last place; 0 below -87, that of 88 above it. Vectorisable.
+    """``exp(x)`` in float32, exact to one unit in the last place: 0 below -87, and ``exp(88)`` above 88. Vectorisable.
 
     Source: expf of the Cephes library (S. Moshier). `rounded` holds the nearest integer in its last bits.
     """
@@ -32,7 +32,7 @@ def exp32(x: float) -> float:
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def exponentials(numbers: Array, count: int) -> None:
-    """``exp`` of the first `count` numbers of each head, in place; whole vectors, the rest is not read."""
+    """Replace the first `count` numbers of each head by their ``exp``; those up to the next whole vector may change."""
     for h in range(numbers.shape[0]):
         if numbers.itemsize == 4:
             for k in range((count + 15) // 16 * 16):

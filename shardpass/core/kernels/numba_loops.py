@@ -1,118 +1,135 @@
-"""Loops over edges compiled by numba, where torch has no fused operator. Imported only where numba is installed.
+"""Loops over edges compiled by numba, for what torch has no fused operator. Imported only where numba is installed.
 
-Compiled at the first call for each combination of types, kept on disk. They release the GIL and know nothing of
-threads: whoever calls them cuts the rows. Exponentials are left to torch, which computes sixteen at a time.
+numba compiles a loop at its first call for each combination of types and keeps it on disk. The loops release the GIL
+and know nothing of threads: the caller cuts the rows.
 
 [Note: the layout of edge values]
-`indptr` counts all edges of a shard; everything else with a row per edge holds those of a chunk only: edge e of the
-shard stands in row ``e - start``.
+`indptr` counts all edges of a shard. Every other array with a row per edge holds only the edges of a chunk, so the
+values of edge e of the shard are in row ``e - start``. `edges` is ``(indptr, columns, start, stop)``.
 
 [Note: no views of rows]
-``a = rows[j]`` counts references, atomically, in every turn of the loop; ``rows[j, h, x]`` does not.
+``a = rows[j]`` counts references, atomically, in every turn of the loop. ``rows[j, h, x]`` does not.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from numba import njit
 
 from shardpass.core.kernels.numba_prefetch import AHEAD, prefetch, prefetch_four
 
-Array = Any
+Array = np.ndarray[Any, Any]
+Edges = tuple[Array, Array, int, int]
+SUMS = {"contract", "reassoc", "nsz"}  # not "nnan" nor "ninf": NaN must spread, and -inf is a score
 
 
-@njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract", "reassoc", "nsz"})
-def add_scaled(
-    indptr: Array,
-    src_rows: Array,
+@njit(nogil=True, cache=True, error_model="numpy", fastmath=SUMS)
+def add_rows(
+    columns: Array, e: int, n: int, rows: Array, weights: Array, at: int, i: int, out: Array, width: int
+) -> None:
+    """``out[i, h] += weights[h, at + k] * rows[columns[e + k], h]`` for k in ``[0, n)``."""
+    k = 0
+    while k + 4 <= n:  # four rows at a time: fewer reads and writes of the sum
+        prefetch_four(columns, e + k + AHEAD, rows)
+        a, b, c, d = columns[e + k], columns[e + k + 1], columns[e + k + 2], columns[e + k + 3]
+        for h in range(out.shape[1]):
+            u, v, w, z = weights[h, at + k], weights[h, at + k + 1], weights[h, at + k + 2], weights[h, at + k + 3]
+            for x in range(width):
+                out[i, h, x] += (u * rows[a, h, x] + v * rows[b, h, x]) + (w * rows[c, h, x] + z * rows[d, h, x])
+        k += 4
+    while k < n:
+        a = columns[e + k]
+        for h in range(out.shape[1]):
+            for x in range(width):
+                out[i, h, x] += weights[h, at + k] * rows[a, h, x]
+        k += 1
+
+
+@njit(nogil=True, cache=True, error_model="numpy", fastmath=SUMS)
+def add_rows_and_dots(
+    columns: Array,
+    e: int,
+    n: int,
     rows: Array,
     weights: Array,
-    start: int,
-    stop: int,
+    own: Array,
+    at: int,
+    j: int,
+    out: Array,
+    dots: Array,
+    width: int,
+) -> None:
+    """`add_rows` to row j of `out`, and ``dots[h, at + k] = <rows[columns[e + k], h], own[j, h]>``."""
+    k, zero = 0, out.dtype.type(0)
+    while k + 4 <= n:  # four rows at a time: fewer reads and writes of the sum
+        prefetch_four(columns, e + k + AHEAD, rows)
+        a, b, c, d = columns[e + k], columns[e + k + 1], columns[e + k + 2], columns[e + k + 3]
+        for h in range(out.shape[1]):
+            u, v, w, z = weights[h, at + k], weights[h, at + k + 1], weights[h, at + k + 2], weights[h, at + k + 3]
+            p, q, r, s = zero, zero, zero, zero
+            for x in range(width):
+                y, ya, yb, yc, yd = own[j, h, x], rows[a, h, x], rows[b, h, x], rows[c, h, x], rows[d, h, x]
+                out[j, h, x] += (u * ya + v * yb) + (w * yc + z * yd)
+                p += ya * y
+                q += yb * y
+                r += yc * y
+                s += yd * y
+            dots[h, at + k], dots[h, at + k + 1], dots[h, at + k + 2], dots[h, at + k + 3] = p, q, r, s
+        k += 4
+    while k < n:
+        a = columns[e + k]
+        for h in range(out.shape[1]):
+            p = zero
+            for x in range(width):
+                out[j, h, x] += weights[h, at + k] * rows[a, h, x]
+                p += rows[a, h, x] * own[j, h, x]
+            dots[h, at + k] = p
+        k += 1
+
+
+@njit(nogil=True, cache=True, error_model="numpy", fastmath=SUMS)
+def add_scaled(indptr: Array, columns: Array, rows: Array, weights: Array, low: int, high: int, out: Array) -> None:
+    """``out[i, h] += weights[e, h] * rows[columns[e], h]`` over all edges of rows ``[low, high)``."""
+    by_head, width = weights.T, out.shape[2]
+    for i in range(low, high):
+        first = indptr[i]
+        add_rows(columns, first, indptr[i + 1] - first, rows, by_head, first, i, out, width)
+
+
+@njit(nogil=True, cache=True, error_model="numpy", fastmath=SUMS)
+def weighted_adjoint(
+    edges: Edges,
     low: int,
     high: int,
-    out: Array,
-) -> None:
-    """``out[i, h] += weights[h] * rows[j, h]`` over a chunk."""
-    heads, width = out.shape[1], out.shape[2]
-    for i in range(low, high):
-        k, last = max(indptr[i], start) - start, min(indptr[i + 1], stop) - start
-        while k + 4 <= last:  # four rows at a time: fewer reads and writes of the sum
-            prefetch_four(src_rows, k + AHEAD, rows)
-            a, b, c, d = src_rows[k], src_rows[k + 1], src_rows[k + 2], src_rows[k + 3]
-            for h in range(heads):
-                u, v, w, z = weights[k, h], weights[k + 1, h], weights[k + 2, h], weights[k + 3, h]
-                for x in range(width):
-                    out[i, h, x] += (u * rows[a, h, x] + v * rows[b, h, x]) + (w * rows[c, h, x] + z * rows[d, h, x])
-            k += 4
-        while k < last:
-            a = src_rows[k]
-            for h in range(heads):
-                for x in range(width):
-                    out[i, h, x] += weights[k, h] * rows[a, h, x]
-            k += 1
-
-
-@njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract", "reassoc", "nsz"})
-def weighted_adjoint(
-    indptr: Array,
-    dst_rows: Array,
     values: Array,
     used: Array,
     kept: Array,
-    start: int,
-    stop: int,
-    low: int,
-    high: int,
     grad: Array,
     delta: Array,
     grad_values: Array,
     relative: Array,
 ) -> None:
-    """The adjoint of a softmax-weighted sum over a chunk of the edges in order of their source.
+    """The adjoint of a softmax-weighted sum over a chunk of the edges, ordered by source.
 
-    ``grad_values[j] += used * grad[i]``, and `relative`, the gradient of a score over its weight, becomes
-    ``kept * <grad[i], values[j]> - delta[i]``. `kept` may have no rows: nothing is dropped.
+    ``grad_values[j] += used * grad[i]``, and `relative`, the gradient of a score divided by its weight, becomes
+    ``kept * <grad[i], values[j]> - delta[i]``. Nothing is dropped where `kept` has no rows.
     """
-    heads, width = values.shape[1], values.shape[2]
-    drops, zero = kept.shape[0] > 0, values.dtype.type(0)
+    (indptr, columns, start, stop), width = edges, values.shape[2]
+    weights, dots, drops = used.T, relative.T, kept.shape[0] > 0
     for j in range(low, high):
         first, last = max(indptr[j], start) - start, min(indptr[j + 1], stop) - start
-        k = first
-        while k + 4 <= last:  # four rows at a time: fewer reads and writes of the sum
-            prefetch_four(dst_rows, k + AHEAD, grad)
-            a, b, c, d = dst_rows[k], dst_rows[k + 1], dst_rows[k + 2], dst_rows[k + 3]
-            for h in range(heads):
-                u, v, w, z = used[k, h], used[k + 1, h], used[k + 2, h], used[k + 3, h]
-                p, q, r, s = zero, zero, zero, zero
-                for x in range(width):
-                    y, ya, yb, yc, yd = values[j, h, x], grad[a, h, x], grad[b, h, x], grad[c, h, x], grad[d, h, x]
-                    grad_values[j, h, x] += (u * ya + v * yb) + (w * yc + z * yd)
-                    p += ya * y
-                    q += yb * y
-                    r += yc * y
-                    s += yd * y
-                relative[k, h], relative[k + 1, h], relative[k + 2, h], relative[k + 3, h] = p, q, r, s
-            k += 4
-        while k < last:
-            a = dst_rows[k]
-            for h in range(heads):
-                p = zero
-                for x in range(width):
-                    grad_values[j, h, x] += used[k, h] * grad[a, h, x]
-                    p += grad[a, h, x] * values[j, h, x]
-                relative[k, h] = p
-            k += 1
+        add_rows_and_dots(columns, first, last - first, grad, weights, values, first, j, grad_values, dots, width)
         for k in range(first, last):
-            for h in range(heads):
+            for h in range(values.shape[1]):
                 dot = relative[k, h] * kept[k, h] if drops else relative[k, h]
-                relative[k, h] = dot - delta[dst_rows[k], h]
+                relative[k, h] = dot - delta[columns[k], h]
 
 
-@njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract", "reassoc", "nsz"})
+@njit(nogil=True, cache=True, error_model="numpy", fastmath=SUMS)
 def edge_dots(indptr: Array, src_rows: Array, rows: Array, grad: Array, low: int, high: int, out: Array) -> None:
-    """``out[e, h] = <rows[j, h], grad[i, h]>`` over all edges of rows ``[low, high)`` of destinations."""
+    """``out[e, h] = <rows[j, h], grad[i, h]>`` of all edges into the destinations ``[low, high)``."""
     heads, width, zero = rows.shape[1], rows.shape[2], out.dtype.type(0)
     for i in range(low, high):
         for e in range(indptr[i], indptr[i + 1]):
@@ -130,7 +147,7 @@ def edge_dots(indptr: Array, src_rows: Array, rows: Array, grad: Array, low: int
 def extremum(
     indptr: Array, columns: Array, rows: Array, is_max: bool, low: int, high: int, best: Array, ties: Array
 ) -> None:
-    """Take ``rows[columns]`` into the largest (or smallest) value so far and how many there are of it; NaN wins."""
+    """Take ``rows[columns]`` into the largest or smallest value so far and the number of its ties. NaN wins."""
     for i in range(low, high):
         for e in range(indptr[i], indptr[i + 1]):
             j = columns[e]
@@ -146,16 +163,9 @@ def extremum(
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def extremum_adjoint(
-    indptr: Array,
-    columns: Array,
-    rows: Array,
-    value: Array,
-    share: Array,
-    low: int,
-    high: int,
-    out: Array,
+    indptr: Array, columns: Array, rows: Array, value: Array, share: Array, low: int, high: int, out: Array
 ) -> None:
-    """``out[j] += (rows[j] == value[i]) * share[i]`` over edges in order of their source."""
+    """``out[j] += (rows[j] == value[i]) * share[i]`` over edges ordered by source."""
     one, zero = rows.dtype.type(1), rows.dtype.type(0)
     for j in range(low, high):
         for e in range(indptr[j], indptr[j + 1]):

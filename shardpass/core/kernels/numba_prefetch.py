@@ -1,4 +1,4 @@
-"""`prefetch`, for loops compiled by numba: starts to load a row that is gathered some turns later."""
+"""Starts to load rows that a loop compiled by numba gathers some turns later."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-AHEAD = 16  # edges between the one in work and the one whose row is loaded
+AHEAD = 16  # how many edges before its turn a row is loaded
 _LINE = 64  # bytes of a cache line
 
 
 @intrinsic
 def _load_line(typing: Any, array: Any, row: Any, offset: Any) -> Any:
-    """Load the cache line at an offset in bytes from the beginning of a row; no effect but time, wherever it is."""
+    """Load the cache line at an offset in bytes from the beginning of a row. It is safe for any address."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         made = context.make_array(signature.args[0])(context, builder, args[0])
@@ -33,14 +33,14 @@ def _load_line(typing: Any, array: Any, row: Any, offset: Any) -> Any:
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def prefetch(array: Any, row: int) -> None:
-    """Start to load row `row` of a contiguous array, for reading."""
+    """Start to load row `row` of a contiguous array."""
     for offset in range(0, array.strides[0], _LINE):
         _load_line(array, row, offset)  # type: ignore[call-arg]  # numba gives the first argument
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def prefetch_four(columns: Any, first: int, array: Any) -> None:
-    """Start to load the rows of four edges from `first` on, if there are as many."""
+    """Start to load the rows of the four edges from `first` on, if there are four."""
     if first + 4 <= columns.size:
         for k in range(first, first + 4):
             prefetch(array, columns[k])

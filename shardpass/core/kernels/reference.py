@@ -1,4 +1,4 @@
-"""Kernels in plain torch: the definition of right, for every device, dtype and shape."""
+"""Kernels in plain torch for every device, dtype and shape. They define what is right."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def gather_sum(out: Tensor, shard: Shard, rows: Tensor, weight: Tensor | None, f
 def gather_sum_transposed(
     out: Tensor, shard: Shard, transposes: Transposes, grad: Tensor, weight: Tensor | None, fresh: bool = False
 ) -> None:
-    """See `kernels.gather_sum_transposed`. It goes by destination, so it needs no transpose."""
+    """See `kernels.gather_sum_transposed`. It walks the edges by destination, so it needs no transpose."""
     if fresh:
         out.zero_()
     for chunk in shard.chunks(CHUNK_EDGES):

@@ -1,9 +1,8 @@
-"""What the loops of attention are given: runs of edges, the state of online softmax, scores in closed form."""
+"""What the kernels of attention are given: runs of edges, the state of online softmax, scores in closed form."""
 
 from __future__ import annotations
 
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,15 +11,18 @@ from shardpass.core.sharding import Chunk
 from shardpass.core.tracing import AdditiveScore, DotScore, Score
 from shardpass.errors import InternalError
 
+GIVEN, ADDITIVE, DOT, MIXED = 0, 1, 2, 3  # where numba's loops take scores from
+
 
 class EdgeRun(NamedTuple):
-    """A chunk of the edges of a shard in one of its two orders.
+    """A chunk of a shard's edges, by destination or by source, with both ends of each edge.
 
     Args:
-        indptr: of all edges in that order, by destination or by source.
-        bounds: the edges of the chunk and the rows of `indptr` they belong to.
-        src_rows, dst_rows: ``[edges of the chunk]``; rows of the block, destination rows.
-        positions: of the chunk's edges in the shard: a slice, or ``[edges of the chunk]``.
+        indptr: where the edges of each row begin among all edges of the shard in this order.
+        bounds: the edges of the chunk, and the rows of `indptr` that they belong to.
+        src_rows: row of the block at which each edge begins, ``[edges of the chunk]``.
+        dst_rows: row of the destination at which each edge ends, ``[edges of the chunk]``.
+        positions: where the chunk's edges stand in the shard: a slice, or ``[edges of the chunk]``.
     """
 
     indptr: Tensor
@@ -31,12 +33,12 @@ class EdgeRun(NamedTuple):
 
 
 class RowRun(NamedTuple):
-    """A run of the edges of a shard in one of its two orders, as loops over rows walk it.
+    """A chunk of a shard's edges, by destination or by source, for loops that walk the rows of `indptr`.
 
     Args:
         indptr, bounds: as in `EdgeRun`.
-        columns: ``[edges of the run]``; the rows at the other end of the edges.
-        positions: as in `EdgeRun`, or `None` where only loops over rows follow, which need none.
+        columns: the row at the other end of each edge, ``[edges of the chunk]``.
+        positions: as in `EdgeRun`. It may be `None` if only loops over rows use the run.
     """
 
     indptr: Tensor
@@ -45,17 +47,17 @@ class RowRun(NamedTuple):
     positions: slice | Tensor | None
 
     def by_destination(self) -> EdgeRun:
-        """The same edges one by one, where `indptr` counts those of destinations."""
+        """The same edges with both ends, for a run whose rows are destinations."""
         return EdgeRun(self.indptr, self.bounds, self.columns, self._rows(), self.known_positions())
 
     def by_source(self) -> EdgeRun:
-        """The same edges one by one, where `indptr` counts those of sources."""
+        """The same edges with both ends, for a run whose rows are sources."""
         return EdgeRun(self.indptr, self.bounds, self._rows(), self.columns, self.known_positions())
 
     def known_positions(self) -> slice | Tensor:
-        """`positions`, which must be given."""
+        """`positions`, which must not be `None`."""
         if self.positions is None:
-            raise InternalError("edges are taken one by one, but nothing says where they stand")
+            raise InternalError("edges are taken one by one, but this run does not know their positions in the shard")
         return self.positions
 
     def _rows(self) -> Tensor:
@@ -70,7 +72,7 @@ class SoftmaxState(NamedTuple):
 
     Args:
         top: the largest score so far, ``[num_dst, heads]``.
-        total: the sum of weights, ``[num_dst, heads]``.
+        total: the sum of the weights, ``[num_dst, heads]``.
         out: the weighted sum, ``[num_dst, heads, width]``.
     """
 
@@ -80,20 +82,34 @@ class SoftmaxState(NamedTuple):
 
     @classmethod
     def fresh(cls, num_dst: int, heads: int, width: int, like: Tensor) -> SoftmaxState:
-        """The state of destinations that have seen no edge."""
+        """The state of destinations that have not seen an edge yet."""
         top = like.new_full((num_dst, heads), float("-inf"))
         return cls(top, torch.zeros_like(top), like.new_zeros((num_dst, heads, width)))
 
 
+class Outer(NamedTuple):
+    """What backward knows of each destination.
+
+    Args:
+        grad: gradient of the weighted sum, ``[num_dst, heads, width]``.
+        delta: ``<grad, weighted sum>``, ``[num_dst, heads]``.
+        log_sum: ``log(sum(exp(score)))``, ``[num_dst, heads]``.
+    """
+
+    grad: Tensor
+    delta: Tensor
+    log_sum: Tensor
+
+
 class ClosedScores(NamedTuple):
-    """What the scores of edges are made of.
+    """What the scores of edges are computed from.
 
     Args:
         form: the formula.
-        of_source: rows of the block, ``[block rows, heads, channels]``; one channel in an `AdditiveScore`.
-        of_dst: rows of all destinations, in the same shape.
-        mix: of a `MixedScore`, ``[heads, channels]``.
-        kept: what dropout multiplies the weights with, ``[edges of the run, heads]``, or `None`.
+        of_source: rows of the block, ``[block rows, heads, channels]``. An `AdditiveScore` has one channel.
+        of_dst: rows of all destinations, ``[num_dst, heads, channels]``.
+        mix: the weights of the channels in a `MixedScore`, ``[heads, channels]``.
+        kept: the factors by which dropout multiplies the weights, ``[edges of the run, heads]``, or `None`.
     """
 
     form: Score
@@ -104,15 +120,22 @@ class ClosedScores(NamedTuple):
 
     @property
     def number(self) -> float:
-        """The factor or slope of the formula."""
+        """The factor of a dot product, or the slope of the other formulas for negative numbers."""
         return self.form.factor if isinstance(self.form, DotScore) else self.form.slope
 
-    def kind(self, loops: ModuleType) -> int:
-        """The number by which `loops` know the formula."""
-        if isinstance(self.form, AdditiveScore):
-            return int(loops.ADDITIVE)
-        return int(loops.DOT if isinstance(self.form, DotScore) else loops.MIXED)
+    @property
+    def kind(self) -> int:
+        """The number by which numba's loops know the formula."""
+        return ADDITIVE if isinstance(self.form, AdditiveScore) else DOT if isinstance(self.form, DotScore) else MIXED
 
-    def none(self) -> Any:
-        """A numpy array that stands for a missing tensor ``[edges, heads]`` or ``[heads, channels]``."""
-        return self.of_source.new_empty((0, self.of_source.size(1))).numpy()
+
+class ScoreGradients(NamedTuple):
+    """The gradients of the tensors of a `ClosedScores`, which kernels add to in place.
+
+    Args:
+        of_source, of_dst, mix: in the shape of the tensor of that name.
+    """
+
+    of_source: Tensor
+    of_dst: Tensor
+    mix: Tensor | None

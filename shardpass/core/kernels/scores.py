@@ -1,6 +1,6 @@
-"""Closed forms of attention scores and their adjoints in plain torch, a chunk of edges at a time.
+"""Attention scores in closed form and their adjoints in plain torch, one chunk of edges at a time.
 
-`fused` has them inside its loops; this is the definition of right, and what runs without numba.
+This defines what is right, and it runs where `fused` has no loop.
 """
 
 from __future__ import annotations
@@ -8,48 +8,33 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardpass.core.kernels.runs import EdgeRun
+from shardpass.core.kernels.runs import ClosedScores, EdgeRun, ScoreGradients
 from shardpass.core.tracing import DotScore, Score
 
 
-def edge_scores(form: Score, run: EdgeRun, of_source: Tensor, of_dst: Tensor, mix: Tensor | None) -> Tensor:
-    """The score of each edge and head, ``[edges of the chunk, heads]``.
-
-    Args:
-        of_source: rows of the block, ``[block rows, heads]``, with the channels of a head behind unless it is a sum.
-        of_dst: rows of all destinations, in the same shape.
-        mix: of a `MixedScore`, ``[heads, channels]``.
-    """
-    left, right = of_source.index_select(0, run.src_rows), of_dst.index_select(0, run.dst_rows)
-    return _formula(form, left, right, mix)
+def edge_scores(run: EdgeRun, of: ClosedScores) -> Tensor:
+    """The score of each edge and head, ``[edges of the chunk, heads]``."""
+    left, right = of.of_source.index_select(0, run.src_rows), of.of_dst.index_select(0, run.dst_rows)
+    return _formula(of.form, left, right, of.mix)
 
 
 def edge_scores_adjoint(
-    form: Score,
-    run: EdgeRun,
-    of_source: Tensor,
-    of_dst: Tensor,
-    mix: Tensor | None,
-    weights: Tensor,
-    relative: Tensor,
-    grad_source: Tensor,
-    grad_dst: Tensor,
-    grad_mix: Tensor | None,
+    run: EdgeRun, of: ClosedScores, weights: Tensor, relative: Tensor, into: ScoreGradients
 ) -> None:
-    """Adjoint of `edge_scores` for the gradient ``weights * relative``, added to `grad_source` and so on in place."""
+    """Add the adjoint of `edge_scores`, for the gradient ``weights * relative`` of the scores, to `into`."""
     with torch.enable_grad():
-        left = of_source.index_select(0, run.src_rows).requires_grad_()
-        right = of_dst.index_select(0, run.dst_rows).requires_grad_()
-        leaves = [left, right] + ([] if mix is None else [mix.detach().requires_grad_()])
-        found = torch.autograd.grad(_formula(form, left, right, *leaves[2:]), leaves, weights * relative)
-    grad_source.index_add_(0, run.src_rows, found[0])
-    grad_dst.index_add_(0, run.dst_rows, found[1])
-    if grad_mix is not None:
-        grad_mix += found[2]
+        left = of.of_source.index_select(0, run.src_rows).requires_grad_()
+        right = of.of_dst.index_select(0, run.dst_rows).requires_grad_()
+        leaves = [left, right] + ([] if of.mix is None else [of.mix.detach().requires_grad_()])
+        found = torch.autograd.grad(_formula(of.form, left, right, *leaves[2:]), leaves, weights * relative)
+    into.of_source.index_add_(0, run.src_rows, found[0])
+    into.of_dst.index_add_(0, run.dst_rows, found[1])
+    if into.mix is not None:
+        into.mix.add_(found[2])
 
 
 def _formula(form: Score, left: Tensor, right: Tensor, mix: Tensor | None = None) -> Tensor:
     if isinstance(form, DotScore):
         return form.factor * (left * right).sum(-1)
     slanted = torch.nn.functional.leaky_relu(left + right, form.slope)
-    return slanted if mix is None else (slanted * mix).sum(-1)
+    return slanted.squeeze(-1) if mix is None else (slanted * mix).sum(-1)

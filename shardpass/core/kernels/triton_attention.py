@@ -1,15 +1,16 @@
 """Attention over one order of a shard's edges for GPUs, forward and backward: kernels that Triton compiles.
 
-A program has one row of `indptr` and one head, and walks the row's edges `BLOCK_E` at a time: forward those of a
-destination, with online softmax; backward those of a source, with every weight computed again from the log-sum-exp.
-Nothing has a row per edge. As in `numba_attention`, `own` is of the rows walked and `other` of the rows gathered, since
-the formulas of scores are symmetric in both.
+A program has one row of `indptr` and one head, and takes the row's edges `BLOCK_E` at a time. Forward it has a
+destination and computes an online softmax. Backward it has a source and computes every weight again from the
+log-sum-exp. Nothing has a row per edge. As in `numba_attention`, `own` is of the rows walked and `other` of the rows
+gathered, since the formulas of scores are symmetric in both. `_attend_rows` and `_attend_adjoint` are longer than 50
+lines because a tile must stay in registers from its first load to its last store.
 
 [Note: gradients of destinations]
-Backward walks sources, so many programs add to the same destination: by atomic additions, as torch's `index_add_` on
-GPUs does. A second walk by destination would need none, but gathers everything twice and needs the edges in both
-orders, which out-edges do not have. What scores are mixed with is one row for all edges: programs walk
-several sources each and write a partial sum of their own.
+Backward walks sources, so many programs add to the same destination. They do it by atomic additions, as torch's
+`index_add_` does on GPUs. A second walk by destination would need none, but it would gather everything twice and would
+need the edges in both orders, which out-edges do not have. The gradient of what scores are mixed with is one row for
+all edges, so each program walks several sources and writes a partial sum of its own.
 
 [Note: dtypes]
 Half precision is computed in float32 and added to destinations in float32.
@@ -24,11 +25,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardpass.core.kernels.runs import ClosedScores, EdgeRun, RowRun, SoftmaxState
-from shardpass.core.kernels.triton_sums import accumulator, block_of, tile_of
+from shardpass.core.kernels.runs import ClosedScores, EdgeRun, Outer, RowRun, ScoreGradients, SoftmaxState
+from shardpass.core.kernels.triton_sums import block_of, launch, tile_of
 from shardpass.core.tracing import DotScore, accumulator_dtype
 
-MOST_SUMS = 4096  # programs per head that have a partial sum each
+MOST_SUMS = 4096  # programs per head, each of which has a partial sum
 GIVEN, DOT, SLANTED, MIXED = "given", "dot", "slanted", "mixed"  # where scores come from
 
 
@@ -44,44 +45,22 @@ def accumulate_closed(state: SoftmaxState, run: RowRun, of: ClosedScores, values
 
 
 def adjoint(
-    run: EdgeRun,
-    weights: Tensor,
-    values: Tensor,
-    kept: Tensor | None,
-    grad: Tensor,
-    delta: Tensor,
-    grad_values: Tensor,
+    run: EdgeRun, weights: Tensor, values: Tensor, kept: Tensor | None, outer: Outer, grad_values: Tensor
 ) -> Tensor:
     """See `attention.adjoint`."""
     relative, (_, heads, width) = torch.empty_like(weights, memory_format=torch.contiguous_format), values.shape
     start, stop, low, high = run.bounds
     given = _packed(run.indptr, run.dst_rows, weights, values, weights if kept is None else kept)
-    rows = *_packed(grad, delta), grad_values.view(-1), relative
-    block_e, block_c, num_warps = tile_of(width)
+    rows = *_packed(outer.grad, outer.delta), grad_values.view(-1), relative
     if stop > start and heads:
-        with torch.cuda.device_of(values):
-            _given_adjoint[(high - low, heads)](
-                *(*given, start, stop, low, *rows, heads, width),
-                DROPS=kept is not None,
-                ACC=accumulator(values),
-                BLOCK_E=block_e,
-                BLOCK_C=block_c,
-                num_warps=num_warps,
-            )
+        grid, tile = (high - low, heads), tile_of(width)
+        arguments = *given, start, stop, low, *rows, heads, width
+        launch(_given_adjoint, grid, tile, arguments, values, DROPS=kept is not None)
     return relative
 
 
 def adjoint_closed(
-    run: RowRun,
-    of: ClosedScores,
-    values: Tensor,
-    log_sum: Tensor,
-    grad: Tensor,
-    delta: Tensor,
-    grad_values: Tensor,
-    grad_source: Tensor,
-    grad_dst: Tensor,
-    grad_mix: Tensor | None,
+    run: RowRun, of: ClosedScores, values: Tensor, outer: Outer, grad_values: Tensor, into: ScoreGradients
 ) -> None:
     """See `fused.adjoint`."""
     (start, stop, low, high), (_, heads, width) = run.bounds, values.shape
@@ -90,39 +69,43 @@ def adjoint_closed(
         return
     mix, kept = (of.of_source if t is None else t for t in (of.mix, of.kept))
     given = _packed(run.indptr, run.columns, of.of_dst, of.of_source, mix, values, kept)
-    count = high - low if grad_mix is None else min(high - low, MOST_SUMS)
+    count = high - low if into.mix is None else min(high - low, MOST_SUMS)
     wide = accumulator_dtype(values.dtype)
-    sums = None if grad_mix is None else grad_mix.new_empty((count, *grad_mix.shape), dtype=wide)
-    to_dst = grad_dst if wide == values.dtype else torch.zeros_like(grad_dst, dtype=wide)
-    block_e, _, num_warps = tile_of(max(width, channels))
-    with torch.cuda.device_of(values):
-        _attend_adjoint[(count, heads)](
-            *(*given, start, stop, low, high, *_packed(log_sum, grad, delta)),
-            *(grad_values.view(-1), grad_source.view(-1), to_dst.view(-1), to_dst if sums is None else sums),
-            *(heads, channels, width),
-            NUMBER=of.number,
-            KIND=_kind(of),
-            DROPS=of.kept is not None,
-            SAME=grad_source.data_ptr() == grad_values.data_ptr(),
-            ACC=accumulator(values),
-            BLOCK_E=block_e,
-            BLOCK_S=block_of(channels),
-            BLOCK_C=block_of(width),
-            num_warps=num_warps,
-        )
-    if to_dst is not grad_dst:
-        grad_dst += to_dst
-    if grad_mix is not None and sums is not None:
-        grad_mix += sums.sum(0)
+    sums = None if into.mix is None else into.mix.new_empty((count, *into.mix.shape), dtype=wide)
+    to_dst = into.of_dst if wide == values.dtype else torch.zeros_like(into.of_dst, dtype=wide)
+    known = _packed(outer.log_sum, outer.grad, outer.delta)
+    targets = grad_values.view(-1), into.of_source.view(-1), to_dst.view(-1), to_dst if sums is None else sums
+    launch(
+        _attend_adjoint,
+        (count, heads),
+        _tile(width, channels),
+        (*given, start, stop, low, high, *known, *targets, heads, channels, width),
+        values,
+        NUMBER=of.number,
+        KIND=_kind(of),
+        DROPS=of.kept is not None,
+        SAME=into.of_source.data_ptr() == grad_values.data_ptr(),
+        BLOCK_S=block_of(channels),
+    )
+    if to_dst is not into.of_dst:
+        into.of_dst.add_(to_dst)
+    if into.mix is not None and sums is not None:
+        into.mix.add_(sums.sum(0))
 
 
 def _packed(*tensors: Tensor) -> list[Tensor]:
-    """What kernels read, without gaps. What they write is a view, or an error: a copy would be lost."""
+    """What kernels read, without gaps. What they write must be a view, since writes to a copy would be lost."""
     return [tensor.contiguous() for tensor in tensors]
 
 
 def _kind(of: ClosedScores) -> str:
     return DOT if isinstance(of.form, DotScore) else SLANTED if of.mix is None else MIXED
+
+
+def _tile(width: int, channels: int) -> tuple[int, int, int]:
+    """As `tile_of`, for kernels that gather rows of `width` values and rows of `channels` that make scores."""
+    block_e, _, num_warps = tile_of(max(width, channels))
+    return block_e, block_of(width), num_warps
 
 
 def _attend(
@@ -135,27 +118,25 @@ def _attend(
 ) -> None:
     other, own, mix, channels, number, kind = scores
     (start, stop, low, high), (_, heads, width) = run.bounds, values.shape
-    block_e, _, num_warps = tile_of(max(width, channels))
     if stop == start or heads == 0:
         return
     given = _packed(run.indptr, columns, other, own, mix, values, values if kept is None else kept)
-    with torch.cuda.device_of(values):
-        _attend_rows[(high - low, heads)](
-            *(*given, start, stop, low, *(part.view(-1) for part in state), heads, channels, width),
-            NUMBER=number,
-            KIND=kind,
-            DROPS=kept is not None,
-            ACC=accumulator(values),
-            BLOCK_E=block_e,
-            BLOCK_S=block_of(channels),
-            BLOCK_C=block_of(width),
-            num_warps=num_warps,
-        )
+    launch(
+        _attend_rows,
+        (high - low, heads),
+        _tile(width, channels),
+        (*given, start, stop, low, *(part.view(-1) for part in state), heads, channels, width),
+        values,
+        NUMBER=number,
+        KIND=kind,
+        DROPS=kept is not None,
+        BLOCK_S=block_of(channels),
+    )
 
 
 @triton.jit
 def _terms(other: tl.tensor, own: tl.tensor, NUMBER: tl.constexpr, KIND: tl.constexpr) -> tl.tensor:
-    """What a score sums over its channels, before mixing; 0 where both are 0."""
+    """The terms that a score sums over its channels, before they are mixed; 0 where both rows are 0."""
     if KIND == "dot":
         terms = other * own
     else:
@@ -179,7 +160,7 @@ def _scores(other: tl.tensor, own: tl.tensor, mix: tl.tensor, NUMBER: tl.constex
 def _scores_adjoint(
     change: tl.tensor, other: tl.tensor, own: tl.tensor, mix: tl.tensor, NUMBER: tl.constexpr, KIND: tl.constexpr
 ) -> tl.tensor:
-    """The adjoint of `_scores` for the gradients `change`, ``[BLOCK_E]``: of `own`, of `other` and of `mix`."""
+    """The gradients of `own`, `other` and `mix` for the gradients `change` of the scores, ``[BLOCK_E]``."""
     if KIND == "dot":
         change *= NUMBER
         to_own, to_other = tl.sum(change[:, None] * other, 0), change[:, None] * own[None, :]
@@ -242,7 +223,7 @@ def _attend_rows(
                 theirs = tl.load(other + j[:, None] * channels + s[None, :], mask=mask, other=0).to(ACC)
                 score = _scores(theirs, mine, mixed, NUMBER, KIND)
             score = tl.where(there, score, float("-inf"))
-            # rounded as it will be stored: what is measured from it must fit what is read with it later
+            # Rounded as it will be stored: weights measured from it must fit those of the chunks that read it later.
             new = tl.maximum(best, tl.max(score, 0)).to(top.dtype.element_ty).to(ACC)
             base = tl.where(new == float("-inf"), 0.0, new)  # every score so far is -inf: their weights are 0
             weights, scale = tl.exp(score - base), tl.exp(best - base)

@@ -1,16 +1,15 @@
 """Max and min of source rows with their number of ties, and the adjoint, for GPUs: kernels that Triton compiles.
 
-Programs are as in `triton_sums`. A min is the max of negated numbers. NaN wins, and then there are no ties.
+Programs are as in `triton_sums`. A min is the max of the negated numbers. NaN wins, and then nothing ties.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardpass.core.kernels.triton_sums import MOST_CHANNELS, accumulator, tile_of
+from shardpass.core.kernels.triton_sums import launch_by_channels
 from shardpass.core.sharding import Shard, Transposes
 from shardpass.core.tracing import State
 
@@ -21,17 +20,8 @@ def gather_extremum(op: str, state: State, shard: Shard, rows: Tensor) -> None:
     given = [t.contiguous() for t in (shard.indptr, shard.src_rows, rows)]
     if best.numel() == 0:
         return
-    num_channels = rows.shape[1:].numel()
-    block_e, block_c, num_warps = tile_of(min(num_channels, MOST_CHANNELS))
-    with torch.cuda.device_of(rows):
-        _extremum[(shard.num_dst, triton.cdiv(num_channels, block_c))](
-            *(best, ties, *given, num_channels),
-            SIGN=1 if op == "max" else -1,
-            ACC=accumulator(rows),
-            BLOCK_E=block_e,
-            BLOCK_C=block_c,
-            num_warps=num_warps,
-        )
+    num_channels, sign = rows.shape[1:].numel(), 1 if op == "max" else -1
+    launch_by_channels(_extremum, shard.num_dst, num_channels, (best, ties, *given, num_channels), rows, SIGN=sign)
 
 
 def gather_extremum_transposed(
@@ -42,15 +32,8 @@ def gather_extremum_transposed(
     given = [t.contiguous() for t in (*transposes.of(shard)[:2], rows, value, share)]
     if target.numel() == 0:
         return
-    block_e, block_c, num_warps = tile_of(min(num_channels, MOST_CHANNELS))
-    with torch.cuda.device_of(rows):
-        _extremum_adjoint[(rows.size(0), triton.cdiv(num_channels, block_c))](
-            *(target, *given, num_channels),
-            ACC=accumulator(rows, out),
-            BLOCK_E=block_e,
-            BLOCK_C=block_c,
-            num_warps=num_warps,
-        )
+    arguments = target, *given, num_channels
+    launch_by_channels(_extremum_adjoint, rows.size(0), num_channels, arguments, rows, out)
 
 
 @triton.jit

@@ -1,8 +1,8 @@
 """Sums of source rows over a shard's edges, and dot products of edges, for GPUs: kernels that Triton compiles.
 
-A program has one row of `indptr` and one block of channels (sums), or one row and one head (dot products). It walks the
-row's edges `BLOCK_E` at a time, so that many gathers are under way at once. Nobody else writes its result: there are no
-atomics, and every run gives the same bits. Half precision is summed in float32.
+A program has one row of `indptr` and one block of channels (sums), or one row and one head (dot products). It takes the
+row's edges `BLOCK_E` at a time, so that many gathers are under way at once. No other program writes its result, so
+there are no atomic additions and every run gives the same bits. Half precision is summed in float32.
 
 [Note: 64-bit offsets]
 Rows and edges become int64 before they are multiplied with a width: a table may hold more than 2**31 numbers.
@@ -24,14 +24,14 @@ MOST_EDGES, MOST_CHANNELS = 32, 128
 
 
 def gather_sum(out: Tensor, shard: Shard, rows: Tensor, weight: Tensor | None, fresh: bool = False) -> None:
-    """See `kernels.gather_sum`; weights with heads too."""
+    """See `kernels.gather_sum`. Weights may have heads."""
     _accumulate(out, shard.indptr, shard.src_rows, None, rows, weight, fresh)
 
 
 def gather_sum_transposed(
     out: Tensor, shard: Shard, transposes: Transposes, grad: Tensor, weight: Tensor | None, fresh: bool = False
 ) -> None:
-    """See `kernels.gather_sum_transposed`; weights with heads too."""
+    """See `kernels.gather_sum_transposed`. Weights may have heads."""
     indptr, columns, order = transposes.of(shard, with_order=weight is not None)
     _accumulate(out, indptr, columns, None if weight is None else order, grad, weight, fresh)
 
@@ -41,12 +41,8 @@ def edge_dot(shard: Shard, rows: Tensor, grad: Tensor, heads: int) -> Tensor:
     result, width = rows.new_empty((shard.num_edges, heads)), rows.shape[1:].numel() // heads
     if shard.num_edges == 0 or width == 0:
         return result.zero_()
-    block_e, block_c, num_warps = tile_of(min(width, MOST_CHANNELS))
     given = *(t.contiguous() for t in (shard.indptr, shard.src_rows, rows, grad)), heads, width
-    with torch.cuda.device_of(rows):
-        _edge_dots[(shard.num_dst, heads)](
-            result, *given, ACC=accumulator(rows), BLOCK_E=block_e, BLOCK_C=block_c, num_warps=num_warps
-        )
+    launch(_edge_dots, (shard.num_dst, heads), tile_of(min(width, MOST_CHANNELS)), (result, *given), rows)
     return result
 
 
@@ -58,13 +54,37 @@ def tile_of(width: int) -> tuple[int, int, int]:
 
 
 def block_of(width: int) -> int:
-    """A power of two that holds `width` channels; 1 for none, which masks then leave out."""
+    """The smallest power of two that holds `width` channels; 1 for no channel, and masks then leave that one out."""
     return int(triton.next_power_of_2(max(1, width)))
 
 
-def accumulator(*tensors: Tensor) -> Any:
-    """The type that sums of these are made in."""
-    return tl.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else tl.float32
+def launch(
+    kernel: Any,
+    grid: tuple[int, int],
+    tile: tuple[int, int, int],
+    arguments: tuple[Any, ...],
+    *summed: Tensor,
+    **constants: Any,
+) -> None:
+    """Run a kernel of Triton on the device of its tensors.
+
+    Args:
+        tile: as `tile_of` gives it.
+        summed: the tensors whose dtypes decide in which type sums are made: float64 if any is, else float32.
+        constants: what the kernel is compiled for.
+    """
+    wide = tl.float64 if any(tensor.dtype == torch.float64 for tensor in summed) else tl.float32
+    block_e, block_c, num_warps = tile
+    with torch.cuda.device_of(summed[0]):
+        kernel[grid](*arguments, ACC=wide, BLOCK_E=block_e, BLOCK_C=block_c, num_warps=num_warps, **constants)
+
+
+def launch_by_channels(
+    kernel: Any, num_rows: int, num_channels: int, arguments: tuple[Any, ...], *summed: Tensor, **constants: Any
+) -> None:
+    """`launch` with a program for each row and each block of channels."""
+    tile = tile_of(min(num_channels, MOST_CHANNELS))
+    launch(kernel, (num_rows, triton.cdiv(num_channels, tile[1])), tile, arguments, *summed, **constants)
 
 
 def _accumulate(
@@ -75,20 +95,10 @@ def _accumulate(
         return
     heads = 1 if weight is None or weight.dim() == 1 else weight.size(1)
     scales = rows if weight is None else weight.to(rows.dtype)
-    given = indptr, columns, columns if order is None else order, rows, scales
-    block_e, block_c, num_warps = tile_of(min(num_channels, MOST_CHANNELS))
-    grid = out.size(0), triton.cdiv(num_channels, block_c)
-    with torch.cuda.device_of(rows):
-        _sum_rows[grid](
-            *(target, *(t.contiguous() for t in given), num_channels, heads, num_channels // heads),
-            FRESH=fresh,
-            WEIGHTED=weight is not None,
-            ORDERED=order is not None,
-            ACC=accumulator(rows, out),
-            BLOCK_E=block_e,
-            BLOCK_C=block_c,
-            num_warps=num_warps,
-        )
+    given = (t.contiguous() for t in (indptr, columns, columns if order is None else order, rows, scales))
+    arguments = target, *given, num_channels, heads, num_channels // heads
+    constants = {"FRESH": fresh, "WEIGHTED": weight is not None, "ORDERED": order is not None}
+    launch_by_channels(_sum_rows, out.size(0), num_channels, arguments, rows, out, **constants)
 
 
 @triton.jit

@@ -1,18 +1,19 @@
-"""Neighbours drawn from CSR rows, and ids numbered in order of first appearance: with numba where it is installed.
+"""Draws neighbours from CSR rows and numbers ids in order of first appearance, with numba if it is installed.
 
 [Note: draws that depend on nothing but the node]
 Draw i of a node is SplitMix64 (Steele, Lea, Flood 2014) of a counter: ``mix(key + (i + 1) * GAMMA)``, where the key is
-made of a seed and the node's original id. So it is the same on whichever rank, in whatever order and beside whichever
-other nodes it is made; and the loops in numba and those in numpy give the same bits.
+made of a seed and the node's original id. So a draw does not depend on its rank, on the order of draws, or on
+the other nodes of the batch. The loops in numba and those in numpy give the same bits.
 """
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-Array = Any  # np.ndarray; its type parameters say nothing here
+Array = np.ndarray[Any, Any]
 
 GAMMA = 0x9E3779B97F4A7C15
 ALL = -1
@@ -26,36 +27,38 @@ def mix(bits: Array) -> Array:
 
 
 def keys_of(seed: int, ids: Array) -> Array:
-    """A key for each id, uint64: different for different ids under one seed."""
+    """A key for each id, uint64. Under one seed, different ids have different keys."""
     start = np.array([seed], dtype=np.uint64)
     return mix((ids.astype(np.uint64) + np.uint64(1)) * np.uint64(GAMMA) ^ mix(start))
 
 
 def uniforms(keys: Array, counters: Array) -> Array:
-    """Numbers in [0, 1), float64: draw ``counters`` of each key."""
+    """Draws in ``[0, 1)``, float64: for each key the one that its counter names."""
     bits = mix(keys + (counters.astype(np.uint64) + np.uint64(1)) * np.uint64(GAMMA))
     return (bits >> np.uint64(11)).astype(np.int64) * 2.0**-53
 
 
 def segments(starts: Array, counts: Array) -> Array:
-    """``starts[i], starts[i] + 1, ...`` for each i, ``counts[i]`` of them, one after the other; int64."""
+    """``starts[i], starts[i] + 1, ...``, ``counts[i]`` numbers for each i, one i after the other, int64."""
     ends = np.cumsum(counts)
     total = int(ends[-1]) if len(ends) else 0
     return np.arange(total) + np.repeat(starts - (ends - counts), counts)
 
 
-def draw(indptr: Array, rows: Array, keys: Array, fanout: int, replace: bool, loops: Any) -> tuple[Array, Array]:
-    """``(counts, places)``: how many entries of each CSR row were drawn, and where they stand, row after row.
+def draw(
+    indptr: Array, rows: Array, keys: Array, fanout: int, replace: bool, loops: ModuleType | None
+) -> tuple[Array, Array]:
+    """``(counts, places)``: how many entries of each CSR row were drawn, and their places in the CSR, row after row.
 
     Without replacement every set of `fanout` entries of a row is equally likely (Floyd's algorithm; Bentley, Floyd
-    1987), and rows of at most `fanout` entries are taken whole, in order. With replacement each of `fanout` draws takes
-    each entry equally likely. Rows without entries give none.
+    1987). Rows of at most `fanout` entries are taken whole, in order. With replacement every entry is equally likely in
+    each of `fanout` draws. Nothing is drawn from a row without entries.
 
     Args:
         indptr: ``[num_rows + 1]`` int64.
         rows: ``[n]`` int64.
-        keys: ``[n]`` uint64, see the note above.
-        fanout: at least 0, or `ALL`.
+        keys: one per row, ``[n]`` uint64; see the note above.
+        fanout: 0 or more, or `ALL`.
         loops: what `loops_if_installed` returned.
     """
     starts = indptr[rows]
@@ -95,11 +98,11 @@ def _floyd(degrees: Array, keys: Array, fanout: int) -> Array:
 def draw_weighted(
     indptr: Array, rows: Array, keys: Array, weights: Array, fanout: int, replace: bool
 ) -> tuple[Array, Array]:
-    """As `draw`, each entry in proportion to its weight; entries of weight 0 are never drawn.
+    """As `draw`, but with entries drawn in proportion to their weights. Entries of weight 0 are never drawn.
 
-    Without replacement one entry after the other is drawn, each in proportion to the weights of those that are left:
-    the `fanout` smallest of ``-log(u) / weight`` (Efraimidis, Spirakis 2006). With replacement the cumulated weights
-    are inverted.
+    Without replacement one entry after the other is drawn, in proportion to the weights of those that are left: these
+    are the `fanout` smallest of ``-log(u) / weight`` (Efraimidis, Spirakis 2006). With replacement the cumulated
+    weights are inverted.
 
     Args:
         weights: one per entry, float64, not negative.
@@ -128,7 +131,7 @@ def _invert(degrees: Array, places: Array, owner: Array, mass: Array, keys: Arra
     counts = np.where(degrees > 0, fanout, 0)
     total = np.zeros(len(degrees))
     np.add.at(total, owner, mass)
-    cumulated = np.cumsum(mass / total[owner])  # a row is about 1 wide, however large its weights
+    cumulated = np.cumsum(mass / total[owner])  # each row adds about 1, however large its weights are
     ends = np.cumsum(degrees)
     high = np.concatenate([[0.0], cumulated])[ends]
     low = np.concatenate([[0.0], cumulated])[ends - degrees]
@@ -139,34 +142,15 @@ def _invert(degrees: Array, places: Array, owner: Array, mass: Array, keys: Arra
     return counts, places[np.minimum(found, last)]
 
 
-def gather(places: Array, src_ids: Array, edge_ids: Array, dtype: Any, loops: Any) -> tuple[Array, Array]:
-    """``src_ids[places]`` and ``edge_ids[places]``, both as `dtype`."""
-    if loops is None:
-        return src_ids[places].astype(dtype, copy=False), edge_ids[places].astype(dtype, copy=False)
-    found = np.empty(len(places), dtype=dtype), np.empty(len(places), dtype=dtype)
-    loops.gather(places, src_ids, edge_ids, *found)
-    return found
-
-
-def spread(
-    starts: Array, counts: Array, src_ids: Array, edge_ids: Array, into: tuple[Array, Array], loops: Any
-) -> None:
-    """Write segments that follow each other in `src_ids` and `edge_ids` to where they begin in `into`."""
-    if loops is not None:
-        return loops.spread(starts, counts, src_ids, edge_ids, *into)
-    places = segments(starts, counts)
-    into[0][places], into[1][places] = src_ids, edge_ids
-
-
 class Numbering:
-    """Ids numbered 0, 1, ... in the order in which they first appear. Memory is bounded by the ids it has seen.
+    """Numbers ids 0, 1, ... in the order in which they first appear. Its memory is bounded by the ids it has seen.
 
     Args:
         loops: what `loops_if_installed` returned.
-        limit: ids lie in [0, limit).
+        limit: ids are in ``[0, limit)``.
     """
 
-    def __init__(self, loops: Any, limit: int) -> None:
+    def __init__(self, loops: ModuleType | None, limit: int) -> None:
         self._loops, self._limit = loops, limit
         self._known = np.empty(0, dtype=np.int64)
         self._table = np.empty(0, dtype=np.int32 if limit < 2**31 else np.int64)
@@ -174,7 +158,7 @@ class Numbering:
 
     @property
     def count(self) -> int:
-        """How many different ids it has seen."""
+        """How many different ids it has seen so far."""
         return self._count
 
     @property
@@ -183,22 +167,22 @@ class Numbering:
         return self._known[: self._count]
 
     def add(self, ids: Array) -> Array:
-        """The number of each id, int64; new ones get the next numbers."""
+        """The number of each id, int64. New ids get the next numbers."""
         if self._loops is None:
             return self._add_sorted(ids)
         most = min(self._count + len(ids), self._limit)
         if most > len(self._known):
-            self._grow(most)
+            self._grow(most, self._loops)
         numbers = np.empty(len(ids), dtype=np.int64)
         self._count = self._loops.number(ids, self._table, self._known, self._count, numbers)
         return numbers
 
-    def _grow(self, most: int) -> None:
+    def _grow(self, most: int, loops: ModuleType) -> None:
         size = 1 << max(4, (2 * most - 1).bit_length())
         known = np.empty(size // 2, dtype=np.int64)
         known[: self._count] = self.ids
         self._known, self._table = known, np.full(2 * size, -1, dtype=self._table.dtype)
-        self._loops.number(known[: self._count].copy(), self._table, known, 0, np.empty(self._count, dtype=np.int64))
+        loops.number(known[: self._count].copy(), self._table, known, 0, np.empty(self._count, dtype=np.int64))
 
     def _add_sorted(self, ids: Array) -> Array:
         both = np.concatenate([self.ids, ids])
@@ -211,10 +195,10 @@ class Numbering:
         return number[inverse.reshape(-1)[start:]]
 
 
-def loops_if_installed() -> Any:
-    """The compiled loops, or None where numba is missing."""
+def loops_if_installed() -> ModuleType | None:
+    """The loops that numba compiles, or `None` if numba is not installed."""
     try:
-        from shardpass.core.sampling import drawing_loops as sampling_loops
+        from shardpass.core.sampling import drawing_loops
     except ImportError:
         return None
-    return sampling_loops
+    return drawing_loops

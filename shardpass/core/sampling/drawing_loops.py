@@ -1,4 +1,4 @@
-"""The loops of `sampling` compiled by numba; the same bits as there. Imported only where numba is installed."""
+"""The loops of `drawing` compiled by numba. They give the same bits. Imported only where numba is installed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-Array = Any
+Array = np.ndarray[Any, Any]
 
 
 @njit(nogil=True, cache=True)
@@ -19,7 +19,7 @@ def _mix(bits: Any) -> Any:
 
 @njit(nogil=True, cache=True)
 def _below(key: Any, i: int, bound: int) -> int:
-    """Draw i of a key as an integer in [0, bound)."""
+    """Draw i of a key as an integer in ``[0, bound)``."""
     bits = _mix(key + np.uint64(i + 1) * np.uint64(0x9E3779B97F4A7C15))
     found = np.int64(np.float64(np.int64(bits >> np.uint64(11))) * 2.0**-53 * np.float64(bound))
     return min(found, bound - 1)
@@ -27,7 +27,7 @@ def _below(key: Any, i: int, bound: int) -> int:
 
 @njit(nogil=True, cache=True)
 def draw(starts: Array, degrees: Array, keys: Array, fanout: int, replace: bool, places: Array) -> None:
-    """See `sampling.draw`: fills `places`."""
+    """See `drawing.draw`, which fills `places`."""
     at = 0
     for n in range(len(starts)):
         start, degree = starts[n], degrees[n]
@@ -52,27 +52,8 @@ def draw(starts: Array, degrees: Array, keys: Array, fanout: int, replace: bool,
 
 
 @njit(nogil=True, cache=True)
-def gather(places: Array, src_ids: Array, edge_ids: Array, src_out: Array, edge_out: Array) -> None:
-    """See `sampling.gather`: fills the last two."""
-    for i in range(len(places)):
-        src_out[i] = src_ids[places[i]]
-        edge_out[i] = edge_ids[places[i]]
-
-
-@njit(nogil=True, cache=True)
-def spread(starts: Array, counts: Array, src_ids: Array, edge_ids: Array, src_out: Array, edge_out: Array) -> None:
-    """See `sampling.spread`: fills the last two."""
-    at = 0
-    for n in range(len(starts)):
-        for i in range(counts[n]):
-            src_out[starts[n] + i] = src_ids[at + i]
-            edge_out[starts[n] + i] = edge_ids[at + i]
-        at += counts[n]
-
-
-@njit(nogil=True, cache=True)
 def number(ids: Array, table: Array, known: Array, count: int, numbers: Array) -> int:
-    """See `sampling.Numbering.add`: open addressing in `table`, pairs of id and number, -1 where free."""
+    """See `drawing.Numbering.add`. `table` is a hash table of pairs of id and number; the id is -1 in a free pair."""
     mask = np.uint64(len(table) // 2 - 1)
     for i in range(len(ids)):
         slot = ((np.uint64(ids[i]) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(20)) & mask

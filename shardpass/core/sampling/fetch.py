@@ -1,20 +1,17 @@
-"""Rows of nodes from their owners, for the nodes of a batch."""
+"""What the owners of nodes know of them: rows of their fields, their original ids, their global ids."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from shardpass.core.sampling.neighbours import Routed
-from shardpass.core.sampling.structure import SampledSource
-from shardpass.core.sampling.wire import exchange_arrays, exchange_rows
+from shardpass.core.sampling.source import Array, SampledSource
+from shardpass.core.sampling.wire import Routed, exchange_arrays, exchange_rows
 from shardpass.core.sharding import NodeType
 
-Array = Any
 IDS = " ids"  # no field has a name with a space in front
 
 
@@ -24,7 +21,7 @@ class RowFetcher:
     Args:
         source: this rank's share.
         fields: names by node type, the same on every rank.
-        wire: the dtype in which rows of float32 travel; None: their own.
+        wire: the dtype in which float32 rows travel. `None` keeps float32.
     """
 
     def __init__(
@@ -34,8 +31,8 @@ class RowFetcher:
         self._tensors: dict[NodeType, dict[str, Tensor]] = {}
 
     def _of(self, kind: NodeType) -> dict[str, Tensor]:
-        """What is sent of own nodes of a type."""
-        if kind not in self._tensors:  # read on first use: fields may be mapped from files
+        """The tensors of own nodes of a type whose rows other ranks fetch."""
+        if kind not in self._tensors:  # fields may be mapped from files, so they are read on first use
             source = self._source
             held = {name: source.node_fields[kind][name].detach() for name in self._fields.get(kind, ())}
             if source.parts is None:
@@ -86,3 +83,34 @@ class RowFetcher:
                 for chosen, part in zip(places, found):
                     result[kind][name].index_copy_(0, chosen, part[i][name])
         return result
+
+
+def global_ids(source: SampledSource, kind: NodeType, original_ids: Array) -> Array:
+    """The global id of each original id of a node type, int64, or -1 if there is no such node. Collective.
+
+    Each rank keeps a share of a directory from original to global ids, and answers what falls into its share.
+
+    Args:
+        original_ids: int64. Each rank may ask for any number of them.
+    """
+    comm, owned = source.comm, source.ownership[kind]
+    total = owned.num_total
+    share = -(-max(total, 1) // comm.size)  # rank r keeps the original ids [r * share, (r + 1) * share)
+    own = source.node_ids[kind]
+    homes = own // share
+    parts = [[own[homes == rank], np.flatnonzero(homes == rank)] for rank in range(comm.size)]
+    directory = np.full(share, -1, dtype=np.int64)
+    for rank, (ids, rows) in enumerate(exchange_arrays(comm, parts, "directory of nodes")):
+        directory[ids - comm.rank * share] = rows + owned.offsets[rank]
+    known = (original_ids >= 0) & (original_ids < total)
+    homes = np.where(known, original_ids // share, comm.rank)
+    order = np.argsort(homes, kind="stable")
+    asked = np.split(original_ids[order], np.cumsum(np.bincount(homes, minlength=comm.size))[:-1])
+    answers = []
+    for (ids,) in exchange_arrays(comm, [[part] for part in asked], "look-up of nodes"):
+        place = ids - comm.rank * share
+        inside = (place >= 0) & (place < share)
+        answers.append([np.where(inside, directory[np.where(inside, place, 0)], -1)])
+    found = np.empty(len(original_ids), dtype=np.int64)
+    found[order] = np.concatenate([part for (part,) in exchange_arrays(comm, answers, "nodes looked up")])
+    return np.where(known, found, -1)

@@ -1,33 +1,32 @@
-"""One hop: the frontier of every rank goes to its owners, which draw in-edges and reply. Collective throughout."""
+"""One hop: each rank sends the nodes of its frontier to their owners, which draw in-edges and reply. All collective."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from shardpass.core.ranks import derive_seed
-from shardpass.core.sampling.drawing import draw, draw_weighted, gather, keys_of, loops_if_installed, segments, spread
-from shardpass.core.sampling.structure import SampledSource, Structure
-from shardpass.core.sampling.wire import exchange_arrays, exchange_rows
-from shardpass.core.sharding import EdgeType, NodeType, Ownership
+from shardpass.core.sampling.drawing import draw, draw_weighted, keys_of, loops_if_installed, segments
+from shardpass.core.sampling.source import Array, SampledSource, Structure
+from shardpass.core.sampling.wire import Routed, exchange_arrays, exchange_rows
+from shardpass.core.sharding import EdgeType, NodeType
 
-Array = Any
-Arrays = list[list[Array]]  # per rank
-Rows = Mapping[NodeType, Array]  # of nodes at their owner
+Arrays = list[list[Array]]  # one list for each rank
+Rows = Mapping[NodeType, Array]  # of nodes, at their owner
 
 
 class Hop(NamedTuple):
-    """The edges of one type drawn for a frontier, those of one node after the other.
+    """The edges of one type drawn for a frontier, node after node.
 
     Args:
-        counts: how many for each node of the frontier, ``[num_frontier]`` int64.
+        counts: how many edges were drawn for each node of the frontier, ``[num_frontier]`` int64.
         src_ids: global source id of each edge.
         edge_ids: original id of each edge.
-        fields: rows of the wanted edge tensors.
+        fields: the edges' rows of the wanted edge tensors.
     """
 
     counts: Array
@@ -36,44 +35,15 @@ class Hop(NamedTuple):
     fields: dict[str, Tensor]
 
 
-class Routed(NamedTuple):
-    """Ids of one type sorted by owner.
-
-    Args:
-        order: the permutation, stable.
-        per_rank: how many each rank owns.
-        rows: their rows at their owners, in that order.
-    """
-
-    order: Array
-    per_rank: Array
-    rows: Array
-
-    @classmethod
-    def of(cls, ids: Array, owned: Ownership) -> Routed:
-        """`ids` global, int64."""
-        offsets = np.array(owned.offsets, dtype=np.int64)
-        small = np.int16 if owned.num_ranks < 2**15 else np.int64  # sorted by radix, much faster
-        owners = np.searchsorted(offsets[1:], ids, side="right").astype(small)
-        order = np.argsort(owners, kind="stable")
-        per_rank = np.bincount(owners, minlength=owned.num_ranks)
-        return cls(order, per_rank, ids[order] - np.repeat(offsets[:-1], per_rank))
-
-    def split(self, values: Array) -> list[Array]:
-        """`values` in the sorted order, cut by owner."""
-        found: list[Array] = np.split(values, np.cumsum(self.per_rank)[:-1])
-        return found
-
-
 class Drawer:
     """Draws in-edges over all ranks. Making one is collective.
 
     Args:
         source: this rank's share.
         replace: draw with replacement.
-        weighted: draw in proportion to the weights in ``source``.
+        weighted: draw in proportion to the weights in `source`.
         edge_fields: names of the edge tensors that come with the edges, by type.
-        wire: the dtype in which rows of float32 travel; None: their own.
+        wire: the dtype in which float32 rows travel. `None` keeps float32.
     """
 
     def __init__(
@@ -100,9 +70,9 @@ class Drawer:
         """The edges drawn into the nodes of `frontier`, by type. Collective.
 
         Args:
-            frontier: different global ids by node type, int64; may be empty.
-            fanouts: by edge type, the same on every rank; ALL (-1) takes all in-edges, 0 none.
-            seed: of this hop; the same on every rank.
+            frontier: global ids by node type, int64, none of them twice. It may be empty.
+            fanouts: how many edges to draw by edge type; `ALL` (-1) takes all in-edges. The same on every rank.
+            seed: of this hop, the same on every rank.
         """
         source, kinds = self.source, [kind for kind in self.source.edges if fanouts[kind] != 0]
         types = list(dict.fromkeys(kind[2] for kind in kinds))
@@ -126,10 +96,10 @@ class Drawer:
         }
 
     def _ask(self, asked: Sequence[Rows], fanouts: Mapping[EdgeType, int], seed: int) -> tuple[Arrays, Arrays]:
-        """``(replies, edge_rows)``: what each owner draws for its rows, and the own edges drawn for each rank.
+        """``(replies, edge_rows)``: what each owner draws for its rows, and which own edges were drawn for each rank.
 
-        A reply is counts, source ids and edge ids of each edge type. Edges are rows of the own edge tensors, by type;
-        none where no fields are wanted.
+        A reply has three arrays for each edge type: counts, source ids, edge ids. Own edges are rows of the own edge
+        tensors by type; the list is empty if no fields are wanted.
         """
         comm, types = self.source.comm, list(asked[0])
         sent = [list(rows.values()) for rows in asked]
@@ -140,7 +110,7 @@ class Drawer:
         return replies, [rows for _, rows in drawn]
 
     def _read(self, asked: Sequence[Rows], fanouts: Mapping[EdgeType, int], seed: int) -> tuple[Arrays, Arrays]:
-        """As `_ask`, drawn by this rank from the structure of the owners."""
+        """As `_ask`, but this rank makes the draws itself, from the structure of the owners."""
         parts = self.source.parts or ()
         drawn = [self._answer(part, rows, fanouts, seed) for part, rows in zip(parts, asked)]
         edge_rows = [rows for _, rows in drawn]
@@ -151,13 +121,16 @@ class Drawer:
     def _answer(
         self, part: Structure, rows: Rows, fanouts: Mapping[EdgeType, int], seed: int
     ) -> tuple[list[Array], list[Array]]:
-        """A reply for `rows` of a part, and the edges drawn, see `_ask`."""
+        """A reply for `rows` of a part, and the edges drawn; see `_ask`."""
         answer: list[Array] = []
         edge_rows: list[Array] = []
         for kind, fanout in fanouts.items():
             counts, places = self._draw(part, kind, rows[kind[2]], fanout, seed)
             edges = part.edges[kind]
-            answer += [counts, *gather(places, edges.src_ids, edges.edge_ids, self._wire_ids, self.loops)]
+            answer += [
+                counts,
+                *(ids[places].astype(self._wire_ids, copy=False) for ids in (edges.src_ids, edges.edge_ids)),
+            ]
             if self._with_fields(fanouts):
                 edge_rows.append(edges.rows[places])
         return answer, edge_rows
@@ -166,7 +139,7 @@ class Drawer:
         return any(self.edge_fields[kind] for kind in kinds)
 
     def _draw(self, part: Structure, kind: EdgeType, rows: Array, fanout: int, seed: int) -> tuple[Array, Array]:
-        """``(counts, places)`` in the CSR of a part's edges of a type."""
+        """``(counts, places)`` of the edges drawn in the CSR of a part's edges of a type."""
         edges = part.edges[kind]
         keys = keys_of(derive_seed(seed, kind), part.node_ids[kind[2]][rows])
         if self.weighted:
@@ -181,7 +154,7 @@ class Drawer:
             for name in self.edge_fields[kind]
             if rows is not None
         }
-        return Hop(counts, *gather(places, edges.src_ids, edges.edge_ids, np.int64, self.loops), fields)
+        return Hop(counts, *edges.ids(places, np.int64), fields)
 
     def _fetch_fields(self, kinds: list[EdgeType], edge_rows: Arrays, replies: Arrays) -> list[list[dict[str, Tensor]]]:
         comm, edges = self.source.comm, self.source.edges
@@ -193,7 +166,7 @@ class Drawer:
         return exchange_rows(comm, tensors, send, counts, self.wire, "sampling: edge fields")
 
     def _in_frontier_order(self, route: Routed, parts: list[list[Array]], fields: list[dict[str, Tensor]]) -> Hop:
-        """The replies of all owners, put in the order of the frontier."""
+        """The replies of all owners, put into the order of the frontier."""
         counts = np.empty(len(route.order), dtype=np.int64)
         counts[route.order] = np.concatenate([part[0] for part in parts])
         ends = np.cumsum(counts)
@@ -201,10 +174,8 @@ class Drawer:
         ids = np.empty(total, dtype=np.int64), np.empty(total, dtype=np.int64)
         rows = {name: tensor.new_empty((total, *tensor.shape[1:])) for name, tensor in fields[0].items()}
         for (drawn, src_ids, edge_ids), chosen, held in zip(parts, route.split(route.order), fields):
-            starts = ends[chosen] - counts[chosen]
-            spread(starts, drawn, src_ids, edge_ids, ids, self.loops)
-            if held:
-                places = torch.from_numpy(segments(starts, drawn))
+            places = segments(ends[chosen] - counts[chosen], drawn)
+            ids[0][places], ids[1][places] = src_ids, edge_ids
             for name, tensor in held.items():
-                rows[name].index_copy_(0, places.to(tensor.device), tensor)
+                rows[name].index_copy_(0, torch.from_numpy(places).to(tensor.device), tensor)
         return Hop(counts, *ids, rows)

@@ -1,4 +1,4 @@
-"""Batches made in the background, in lock step: every rank makes the same batches, and stops after the same one."""
+"""Makes batches in the background, in lock step: every rank makes the same batches and stops after the same one."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from shardpass.core.ranks import Ranks
 from shardpass.errors import DivergenceError
 
 _GO, _STOP = 1, 0
-_PATIENCE = 2.0  # seconds; ranks that are threads of this process are stopped one after the other
+_PATIENCE = 2.0  # seconds for one thread; if ranks are threads, their sampling threads are stopped one by one
 
 
 class BatchIterator:
-    """Yields ``make(0) .. make(num_steps - 1)`` of `work`. Each rank must take the same number of them."""
+    """Yields the batches of `work` in order. Every rank must take the same number of them."""
 
     def __init__(self, work: Work) -> None:
         self._work, self._taken = work, 0
@@ -39,7 +39,7 @@ class BatchIterator:
             raise
 
     def close(self) -> None:
-        """Make no more batches; as dropping the iterator does."""
+        """Make no more batches. Dropping the iterator does the same."""
         self._taken = self._work.num_steps
         self._work.stop()
 
@@ -49,26 +49,28 @@ class BatchIterator:
 
 
 def _end(tokens: SimpleQueue[int], thread: threading.Thread) -> None:
-    """Stop a thread and wait for it: one that is inside a kernel when the interpreter goes aborts the process."""
+    """Stop a thread and wait for it. A thread inside a kernel at the interpreter's end would abort the process."""
     tokens.put(_STOP)
     if thread is not threading.current_thread():
         thread.join(_PATIENCE)
 
 
 class Work:
-    """Makes the batches of an epoch in step with the other ranks, in the background where `ahead` > 0.
+    """Makes the batches of an epoch in step with the other ranks, in the background if `ahead` > 0.
 
-    A thread then makes at most `ahead` batches before they are asked for. Every step begins with an agreement of the
-    ranks to make it. [Note: dropped half-way] Ranks that drop their iterators after the same batch still make what was
-    under way, agree to stop, and their threads end, whenever each of them drops it. Where a rank has stopped and
-    another asks for more, that one gets a `DivergenceError`. The thread holds this and not the iterator, which would
-    never be dropped otherwise.
+    A thread then makes at most `ahead` batches before they are asked for. Every step begins with the ranks' agreement
+    to make it.
+
+    [Note: dropped half-way]
+    Ranks may drop their iterators after the same batch at different times: they finish the batches under way, agree to
+    stop, and end their threads. If one rank has stopped and another asks for more, the other gets a `DivergenceError`.
+    The thread holds this object and not the iterator, which could otherwise never be dropped.
 
     Args:
-        comm: used by nothing else as long as batches are made, where `ahead` > 0.
-        make: collective over `comm`.
+        comm: the ranks. If `ahead` > 0, nothing else may use them while batches are made.
+        make: makes the batch of a step. Collective over `comm`.
         ahead: the same on every rank.
-        epoch: for agreement.
+        epoch: the number of the epoch, on which ranks must agree.
     """
 
     def __init__(self, comm: Ranks, make: Callable[[int], Any], num_steps: int, ahead: int, epoch: int) -> None:
@@ -80,7 +82,7 @@ class Work:
         if ahead and num_steps:
             self._thread = threading.Thread(target=self._run, name="shardpass sampling", daemon=True)
             self._thread.start()
-            weakref.finalize(self, _end, self._tokens, self._thread)  # at the end of the program, if not before
+            weakref.finalize(self, _end, self._tokens, self._thread)  # at the end of the program at the latest
             for _ in range(min(ahead, num_steps)):
                 self._tokens.put(_GO)
 
@@ -88,14 +90,14 @@ class Work:
         """The batch of the next step.
 
         Raises:
-            RuntimeError: the loader was iterated over anew.
-            BaseException: what making it raised.
+            RuntimeError: if a new iteration over the loader has begun.
+            BaseException: what making the batch raised.
         """
         if self._thread is None:
             self._agree(step, _GO)
             with torch.no_grad():
                 return self.make(step)
-        if self._is_stopped:  # its thread makes no more, and would be waited for for ever
+        if self._is_stopped:  # its thread makes no more batches, so waiting for one would never end
             raise RuntimeError(
                 f"this iterator of epoch {self.epoch} ended after {step} of {self.num_steps} batches, when the loader "
                 f"was iterated over again: one iterator of a loader is in use at a time. Make a second loader"
@@ -108,10 +110,10 @@ class Work:
         return batch
 
     def stop(self, wait: bool = False) -> None:
-        """Make no more batches than were asked for. Not collective, unless `wait`.
+        """Make no more batches than were asked for. This is collective only with `wait`.
 
         Args:
-            wait: for the thread to end, that is, for the other ranks to stop theirs.
+            wait: wait until the thread has ended, for which the other ranks must stop theirs.
         """
         self._is_stopped = True
         if self._thread is not None:
@@ -132,10 +134,10 @@ class Work:
             self._batches.put((None, error))
 
     def _agree(self, step: int, token: int) -> None:
-        """Go on only if every rank makes this batch of this epoch.
+        """Return only if every rank makes this batch of this epoch.
 
         Raises:
-            DivergenceError: in words, where this rank asks for a batch that another does not make.
+            DivergenceError: if this rank asks for a batch that another rank does not make.
         """
         own = torch.tensor([self.epoch, step, token], dtype=torch.int64, device=self.comm.device)
         answers = [answer.tolist() for answer in self.comm.all_gather(own, "sampling: next batch")]

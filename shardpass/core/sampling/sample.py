@@ -1,10 +1,10 @@
-"""A batch as numbers: nodes in the order in which they were found, and the edges drawn in each hop between them."""
+"""A batch as numbers: nodes in the order in which they were found, and the edges that each hop drew between them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -12,18 +12,17 @@ from torch import Tensor
 from shardpass.core.ranks import derive_seed
 from shardpass.core.sampling.drawing import Numbering
 from shardpass.core.sampling.neighbours import Drawer
+from shardpass.core.sampling.source import Array
 from shardpass.core.sharding import EdgeType, NodeType
-
-Array = Any
 
 
 class DrawnEdges(NamedTuple):
-    """Edges of one type drawn in one hop, in the batch's numbers of nodes; all int64 but for the fields.
+    """Edges of one type drawn in one hop.
 
     Args:
-        src, dst: numbers of their ends among the batch's nodes of their types; `dst` ascends.
-        edge_ids: original ids.
-        fields: rows of edge tensors.
+        src, dst: the numbers of their ends among the batch's nodes of these types, int64; `dst` ascends.
+        edge_ids: their original ids, int64.
+        fields: their rows of the wanted edge tensors.
     """
 
     src: Array
@@ -37,9 +36,9 @@ class Sample:
     """What was drawn for the seeds of one batch on this rank.
 
     Args:
-        ids: global ids of the nodes by type; the seeds come first, then those found in each hop.
-        num_nodes: by type, how many nodes there are after the seeds and after each hop, ``[num_hops + 1]``.
-        hops: the edges drawn in each hop, by type; types of fanout 0 are left out.
+        ids: global ids of the nodes by type: first the seeds, then the nodes that each hop found.
+        num_nodes: how many nodes there are after the seeds and after each hop, by type, ``[num_hops + 1]``.
+        hops: the edges drawn in each hop, by type, without types of fanout 0.
     """
 
     ids: dict[NodeType, Array]
@@ -57,12 +56,12 @@ def sample(
     """``(sample, numbers)``: what is drawn for `seeds`, and the number of each seed among the nodes. Collective.
 
     Args:
-        drawer: over the graph.
-        seeds: global ids by type, int64; one may come several times and is one node then.
-        fanouts: of each hop, by edge type, the seeds' hop first; the same on every rank.
-        seed: of the batch; the same on every rank.
-        every_layer: as DGL's blocks: every hop draws anew for all nodes so far. Otherwise as PyG's subgraphs: for the
-            nodes that the hop before has found, so that a node's in-edges are drawn once.
+        drawer: draws from the graph.
+        seeds: global ids by type, int64. If one comes several times, it is one node.
+        fanouts: how many edges each hop draws, by edge type, beginning with the seeds' hop. The same on every rank.
+        seed: of the batch, the same on every rank.
+        every_layer: with True, every hop draws anew for all nodes so far, as for DGL's blocks. With False, it draws for
+            the nodes that the hop before has found, as for PyG's subgraphs, so a node's in-edges are drawn once.
     """
     numberings = {kind: Numbering(drawer.loops, owned.num_total) for kind, owned in drawer.source.ownership.items()}
     nothing = np.empty(0, dtype=np.int64)

@@ -1,26 +1,25 @@
-"""Which rank takes which seeds in which step: one order over all ranks, cut into steps, balanced within each."""
+"""Decides which rank takes which seeds in which step: one order of all seeds is cut into balanced steps."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from shardpass.core.ranks import Ranks
 from shardpass.core.sampling.drawing import keys_of
+from shardpass.core.sampling.source import Array
 from shardpass.core.sampling.wire import exchange_arrays
-
-Array = Any
 
 
 class Seeds(NamedTuple):
     """The seeds of one step on this rank.
 
     Args:
-        columns: one array per column of what was dealt out.
-        counted: how many there are. Where a rank gets none, its columns hold one seed of another rank that does not
-            count, so that the model runs there as well.
+        columns: one array for each column that was dealt out.
+        counted: how many seeds there are. If a rank gets none, its columns hold one seed of another rank, which does
+            not count, so that the model runs there too.
     """
 
     columns: list[Array]
@@ -28,33 +27,33 @@ class Seeds(NamedTuple):
 
 
 def number_of_steps(total: int, batch_size: int, ranks: int, drop_last: bool) -> int:
-    """Steps of an epoch over `total` seeds of all ranks, of at most `batch_size` per rank."""
+    """The number of steps of an epoch over `total` seeds of all ranks, with at most `batch_size` per rank."""
     per_step = batch_size * ranks
     return total // per_step if drop_last else -(-total // per_step)
 
 
 def is_short(total: int, batch_size: int, ranks: int, drop_last: bool) -> bool:
-    """Whether ranks are left without a seed in the last step: with fewer seeds than ranks, or batches of one."""
+    """Whether some rank has no seed in the last step: this happens with fewer seeds than ranks, or batches of one."""
     left = total % (batch_size * ranks)
     return 0 < left < ranks and not drop_last and (batch_size == 1 or total < ranks)
 
 
 def order_of(ids: Array, seed: int | None) -> Array:
-    """What seeds are sorted by, int64, different for different ids: a random order, or None: that of their ids."""
+    """The keys by which seeds are sorted, int64, all different: random ones, or their ids if `seed` is `None`."""
     return ids if seed is None else keys_of(seed, ids).view(np.int64)
 
 
 def deal(comm: Ranks, keys: Array, columns: list[Array], batch_size: int, drop_last: bool) -> list[Seeds]:
     """This rank's seeds of every step of an epoch. Collective.
 
-    All seeds of all ranks stand in the order of their keys; step t takes ``batch_size * comm.size`` of them. Within a
-    step a rank keeps its own, and hands on what is above its even share. So which seeds a step has does not depend on
-    the ranks, and no rank has more than one seed more than another. Where the last step would have fewer seeds than
-    there are ranks, the one before it gives it some. Memory is bounded by own seeds.
+    The seeds of all ranks are put into the order of their keys, and each step takes the next ``batch_size * comm.size``
+    of them. Within a step a rank keeps its own seeds and hands on those above its even share. So the seeds of a step do
+    not depend on the ranks, and no rank has more than one seed more than another. If the last step would have fewer
+    seeds than there are ranks, it gets some from the step before. Memory is bounded by own seeds.
 
     Args:
-        keys: of own seeds, int64, no two alike on all ranks.
-        columns: int64 arrays that belong to the seeds.
+        keys: of own seeds, int64. No two seeds of all ranks have the same.
+        columns: int64 arrays with one entry per own seed.
         batch_size, drop_last: the same on every rank.
     """
     order = np.argsort(keys, kind="stable")
@@ -81,7 +80,7 @@ def deal(comm: Ranks, keys: Array, columns: list[Array], batch_size: int, drop_l
 
 
 def _among_first(comm: Ranks, keys: Array, positions: Array) -> Array:
-    """For each position p, how many own keys are among the p smallest of all ranks. By bisection of the keys."""
+    """For each position p, how many own keys are among the p smallest of all ranks, found by bisection."""
     if comm.size == 1 or not len(positions):
         return positions
     ends = torch.tensor([[keys[0], -1 - keys[-1]]] if len(keys) else np.empty((0, 2)), dtype=torch.int64)
@@ -96,7 +95,7 @@ def _among_first(comm: Ranks, keys: Array, positions: Array) -> Array:
 
 
 def _balanced(comm: Ranks, held: list[Array], nth: Array, counts: Array, quota: Array) -> list[Array]:
-    """`held` after what ranks have above their quota went to those below theirs, in the order of ranks."""
+    """`held` after ranks above their quota have handed seeds to ranks below theirs, in the order of ranks."""
     surplus, deficit = np.maximum(counts - quota, 0), np.maximum(quota - counts, 0)
     step = held[0]
     given = nth >= quota[comm.rank][step]
@@ -109,7 +108,7 @@ def _balanced(comm: Ranks, held: list[Array], nth: Array, counts: Array, quota: 
 
 
 def _padded(comm: Ranks, found: list[Seeds]) -> list[Seeds]:
-    """`found` where the last step, which has fewer seeds than there are ranks, has one of rank 0 where it had none."""
+    """`found`, with a seed of rank 0 in the last step if this rank had none there. Collective."""
     last = found[-1]
     spare = torch.tensor([int(column[0]) if comm.rank == 0 else 0 for column in last.columns], dtype=torch.int64)
     spare = comm.broadcast(spare.to(comm.device), 0, "sampling: a seed for ranks without").cpu()

@@ -1,10 +1,10 @@
-"""Messages of sampling: several integer arrays, or rows of several tensors, for each rank in one collective."""
+"""Messages of sampling: ids sorted by owner, and several arrays or rows of several tensors in one collective."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,19 +12,50 @@ from torch import Tensor
 
 from shardpass.core.exchange import Packing
 from shardpass.core.ranks import Ranks
+from shardpass.core.sharding import Ownership
 from shardpass.errors import InternalError
 
-Array = Any
+Array = np.ndarray[Any, Any]
+
+
+class Routed(NamedTuple):
+    """Nodes of one type sorted by owner.
+
+    Args:
+        order: the stable permutation that sorts them.
+        per_rank: how many of them each rank owns.
+        rows: the row of each node at its owner, in sorted order.
+    """
+
+    order: Array
+    per_rank: Array
+    rows: Array
+
+    @classmethod
+    def of(cls, ids: Array, owned: Ownership) -> Routed:
+        """Nodes with these global ids, int64, sorted by owner."""
+        offsets = np.array(owned.offsets, dtype=np.int64)
+        small = np.int16 if owned.num_ranks < 2**15 else np.int64  # sorted by radix, which is much faster
+        owners = np.searchsorted(offsets[1:], ids, side="right").astype(small)
+        order = np.argsort(owners, kind="stable")
+        per_rank = np.bincount(owners, minlength=owned.num_ranks)
+        return cls(order, per_rank, ids[order] - np.repeat(offsets[:-1], per_rank))
+
+    def split(self, values: Array) -> list[Array]:
+        """`values` in sorted order, cut into one array per owner."""
+        found: list[Array] = np.split(values, np.cumsum(self.per_rank)[:-1])
+        return found
 
 
 def exchange_arrays(
     comm: Ranks, arrays: Sequence[Sequence[Array]], label: str, dtype: Any = np.int64
 ) -> list[list[Array]]:
-    """``arrays[r]`` go to rank r; ``result[r]`` came from rank r, as `dtype`. Collective.
+    """The arrays that each rank sent to this one, as `dtype`: ``result[r]`` came from rank r. Collective.
 
     Args:
-        arrays: integers, 1-D, the same number of arrays for and on every rank; their lengths are free.
-        dtype: int32 or int64, in which all of them travel; the same on every rank.
+        arrays: ``arrays[r]`` go to rank r. They are 1-D and hold integers. Every rank sends the same number of arrays
+            to every rank, of any lengths.
+        dtype: int32 or int64, in which all of them travel. The same on every rank.
     """
     if comm.size == 1:
         return [list(arrays[0])]
@@ -58,16 +89,14 @@ def exchange_rows(
     wire: torch.dtype | None,
     label: str,
 ) -> list[list[dict[str, Tensor]]]:
-    """Rows ``send[r][g]`` of the tensors of group g go to rank r. Collective.
+    """The rows that each rank sent to this one: ``result[r][g]`` are those of group g by name. Collective.
 
     Args:
-        tensors: per group, tensors by name with one row per own node or edge; alike on every rank but for their rows.
-        send: per rank and group, which rows, int64 on the device of the tensors.
-        counts: per rank and group, how many rows come.
-        wire: the dtype in which rows of float32 travel; None: their own.
-
-    Returns:
-        per rank and group, the rows by name, ``[counts[r][g], ...]``.
+        tensors: for each group, tensors by name with one row per own node or edge. Every rank has the same groups,
+            names, widths and dtypes.
+        send: ``send[r][g]`` are the rows of group g that go to rank r, int64 on the device of the tensors.
+        counts: ``counts[r][g]`` is how many rows of group g come from rank r.
+        wire: the dtype in which float32 rows travel. `None` keeps float32.
     """
     names = [sorted(group) for group in tensors]
     groups = [[group[name] for name in named] for group, named in zip(tensors, names)]

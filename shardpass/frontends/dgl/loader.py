@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace as replaced
 from typing import Any
 
 import dgl
@@ -15,19 +14,14 @@ from torch import Tensor
 from shardpass.core.graphs import ShardedGraph
 from shardpass.core.sampling import (
     IDS,
-    Drawer,
     EpochLoader,
-    Epochs,
-    RowFetcher,
     Sample,
     SampledSource,
+    Sampler,
     Seeds,
     Settings,
-    agree_on,
     in_edges,
     is_short,
-    own_communicator,
-    sample,
     share_structure,
 )
 from shardpass.core.sharding import Ownership
@@ -37,7 +31,7 @@ from shardpass.frontends.dgl.convert import graph as to_dgl
 from shardpass.frontends.dgl.graph import ShardedDGLGraph
 from shardpass.frontends.dgl.structure import CanonicalType, NodeType
 
-Array = Any
+Array = np.ndarray[Any, Any]
 
 
 class DataLoader(EpochLoader):
@@ -92,16 +86,16 @@ class DataLoader(EpochLoader):
         settings = settings_of(whole, graph_sampler, batch_size, shuffle, drop_last, seed, prefetch)
         self._blocks = Blocks(whole, settings)
         self._source_names, self._label_names = _fields_of(whole, graph_sampler)
-        source, types = self._blocks.source, whole.dsttypes
+        source, types = self._blocks.sampler.source, whole.dsttypes
         largest = max(owned.num_total for owned in source.ownership.values()) if source.ownership else 0
         ids = [source.node_ids[kind][rows[kind]] + place * (largest + 1) for place, kind in enumerate(types)]
         place = [np.full(len(rows[kind]), place) for place, kind in enumerate(types)]
         owned = [rows[kind] + source.ownership[kind].offsets[whole.comm.rank] for kind in types]
         columns = [np.concatenate(place), np.concatenate(owned)]
-        self._epochs = Epochs(source, self._blocks.settings, np.concatenate(ids), columns, self._make)
-        if is_short(self._epochs.total, batch_size, whole.comm.size, drop_last):
+        self._begin(self._blocks.sampler, np.concatenate(ids), columns)
+        if is_short(self._total, batch_size, whole.comm.size, drop_last):
             raise ValueError(
-                f"{self._epochs.total} seeds in batches of {batch_size} on {whole.comm.size} ranks leave some ranks "
+                f"{self._total} seeds in batches of {batch_size} on {whole.comm.size} ranks leave some ranks "
                 f"without a seed in the last step, and DGL has no blocks without nodes: use drop_last=True, or larger "
                 f"batches"
             )
@@ -133,18 +127,12 @@ class Blocks:
 
     Args:
         graph: the rank's share.
-        settings: how to sample. `self.settings.prefetch` is 0 if threads cannot be used.
+        settings: how to sample.
     """
 
     def __init__(self, graph: ShardedDGLGraph, settings: Settings) -> None:
-        agree_on(graph.comm, str(settings))
-        comm, ahead = own_communicator(graph.comm, settings.prefetch)
-        self.graph, self.settings = graph, replaced(settings, prefetch=ahead)
-        self.source = replaced(_source_of(graph, settings.weight), comm=comm)
-        self._drawer = Drawer(
-            self.source, settings.replace, settings.weight is not None, settings.edge_fields, settings.wire
-        )
-        self._fetcher = RowFetcher(self.source, settings.node_fields, settings.wire)
+        self.graph = graph
+        self.sampler = Sampler(graph.comm, settings, "", lambda weight: _source_of(graph, weight))
 
     def of(
         self,
@@ -159,8 +147,7 @@ class Blocks:
             source_names: fields of the source nodes of the first block, by type.
             label_names: fields of the destinations of the last one.
         """
-        found, _ = sample(self._drawer, seeds, self.settings.fanouts, seed, every_layer=True)
-        rows = self._fetcher.fetch(found.ids)
+        found, _, rows = self.sampler.draw(seeds, seed)
         ids = {kind: held[IDS] for kind, held in rows.items()}
         blocks = [self._block(found, layer, ids) for layer in reversed(range(len(found.hops)))]
         for kind, held in rows.items():
@@ -175,10 +162,10 @@ class Blocks:
         return ids, outputs, blocks
 
     def _block(self, found: Sample, layer: int, ids: Mapping[NodeType, Tensor]) -> Any:
-        device = self.source.comm.device
+        source, device = self.sampler.source, self.sampler.source.comm.device
         nothing = torch.empty(0, dtype=torch.int64, device=device)
         drawn = found.hops[layer]
-        ends = dict.fromkeys(self.source.edges, (nothing, nothing))
+        ends = dict.fromkeys(source.edges, (nothing, nothing))
         for kind, edges in drawn.items():
             ends[kind] = torch.from_numpy(edges.src).to(device), torch.from_numpy(edges.dst).to(device)
         num_dst = {kind: counts[layer] for kind, counts in found.num_nodes.items()}
@@ -187,14 +174,14 @@ class Blocks:
         for ntype, held in ids.items():
             block.srcnodes[ntype].data[dgl.NID] = held[: num_src[ntype]]
             block.dstnodes[ntype].data[dgl.NID] = held[: num_dst[ntype]]
-        for kind in self.source.edges:
-            data, fields = block.edges[kind].data, self.source.edges[kind].fields
+        for kind in source.edges:
+            data, fields = block.edges[kind].data, source.edges[kind].fields
             if kind in drawn:
                 data[dgl.EID] = torch.from_numpy(drawn[kind].edge_ids).to(device)
                 data.update(drawn[kind].fields)
             else:
                 data[dgl.EID] = nothing
-                data.update({name: fields[name].detach()[:0] for name in self._drawer.edge_fields[kind]})
+                data.update({name: fields[name].detach()[:0] for name in self.sampler.drawer.edge_fields[kind]})
         return block
 
 

@@ -20,7 +20,7 @@ from shardpass.core.training import digest
 from shardpass.frontends.pyg.loader import BatchLoader
 from shardpass.frontends.pyg.loader_arguments import settings_of
 
-Array = Any
+Array = np.ndarray[Any, Any]
 
 
 class LinkNeighborLoader(BatchLoader):
@@ -68,11 +68,11 @@ class LinkNeighborLoader(BatchLoader):
         self._type, given = _type_and_links(graph, edge_label_index)
         self._dtype = None if edge_label is None else edge_label.dtype
         words = f"links of {self._type}, labels {edge_label is not None and edge_label.dtype}, {self._negatives}"
-        self._prepare(graph, settings, transform, words)
-        ids, src, dst = _links(graph, self._source, self._type, given)
-        self._begin(ids, [ids, src, dst, _label_column(graph, edge_label, len(ids), self._negatives)])
+        sampler = self._prepare(graph, settings, transform, words)
+        ids, src, dst = _links(graph, sampler.source, self._type, given)
+        self._begin(sampler, ids, [ids, src, dst, _label_column(graph, edge_label, len(ids), self._negatives)])
 
-    def _make(self, seeds: Seeds, seed: int) -> Data | HeteroData:
+    def _batch(self, seeds: Seeds, seed: int) -> Data | HeteroData:
         ids, src, dst, label = seeds.columns
         count, negatives, device = seeds.counted, self._negatives, self._graph.comm.device
         src_neg, dst_neg = self._draw_negatives(ids[:count], seed)
@@ -102,7 +102,7 @@ class LinkNeighborLoader(BatchLoader):
         """Global ids of the ends of negatives: sources only where pairs are drawn."""
         if self._negatives is None:
             return ids[:0], ids[:0]
-        owned = self._source.ownership
+        owned = self._sampler.source.ownership
         num = math.ceil(len(ids) * self._negatives.amount)
         nth = np.arange(num)
         keys = keys_of(derive_seed(seed, "negatives"), ids)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace as replaced
 from typing import Any
 
 import numpy as np
@@ -12,66 +11,45 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
 from shardpass.core.graphs import ShardedGraph
-from shardpass.core.sampling import (
-    IDS,
-    Drawer,
-    EpochLoader,
-    Epochs,
-    RowFetcher,
-    Sample,
-    SampledSource,
-    Seeds,
-    Settings,
-    agree_on,
-    own_communicator,
-    sample,
-    source_of,
-)
+from shardpass.core.sampling import IDS, EpochLoader, Sample, Sampler, Seeds, Settings, source_of
 from shardpass.core.sharding import EdgeType, NodeType
 from shardpass.frontends.pyg.loader_arguments import own_rows, settings_of
 
-Array = Any
+Array = np.ndarray[Any, Any]
 
 
 class BatchLoader(EpochLoader):
     """What both loaders do: draw the neighbourhoods of seeds, and make a `Data` or `HeteroData` of them. Collective."""
 
+    _graph: ShardedGraph
+    _transform: Callable[[Any], Any] | None
+
     def _prepare(
         self, graph: ShardedGraph, settings: Settings, transform: Callable[[Any], Any] | None, words: str
-    ) -> None:
-        """Get ready to draw; `words` say what this loader is, and every rank must give the same."""
-        agree_on(graph.comm, f"{words}, {settings}")
-        comm, ahead = own_communicator(graph.comm, settings.prefetch)
-        self._graph, self._transform, self._settings = graph, transform, replaced(settings, prefetch=ahead)
-        self._source: SampledSource = replaced(source_of(graph, settings.weight), comm=comm)
-        self._drawer = Drawer(
-            self._source, settings.replace, settings.weight is not None, settings.edge_fields, settings.wire
-        )
-        self._fetcher = RowFetcher(self._source, settings.node_fields, settings.wire)
+    ) -> Sampler:
+        """What draws the batches. `words` describe this loader, and every rank must give the same. Collective."""
+        self._graph, self._transform = graph, transform
+        return Sampler(graph.comm, settings, f"{words}, ", lambda weight: source_of(graph, weight))
 
-    def _begin(self, ids: Array, columns: list[Array]) -> None:
-        """Deal out the seeds: their `ids`, which differ over all ranks, and what belongs to each."""
-        self._epochs = Epochs(self._source, self._settings, ids, columns, self._transformed)
-
-    def _transformed(self, seeds: Seeds, seed: int) -> Any:
-        batch = self._make(seeds, seed)
+    def _make(self, seeds: Seeds, seed: int) -> Any:
+        batch = self._batch(seeds, seed)
         return batch if self._transform is None else self._transform(batch)
 
-    def _make(self, seeds: Seeds, seed: int) -> Data | HeteroData:
+    def _batch(self, seeds: Seeds, seed: int) -> Data | HeteroData:
         """The batch of the seeds of one step. Collective."""
         raise NotImplementedError
 
     def _drawn(self, seeds: Mapping[NodeType, Array], seed: int) -> tuple[Any, dict[NodeType, Array]]:
         """The neighbourhoods of `seeds`, global ids by type, and the number of each seed in them. Collective."""
-        found, numbers = sample(self._drawer, seeds, self._settings.fanouts, seed, every_layer=False)
-        rows = self._fetcher.fetch(found.ids)
+        source, found = self._sampler.source, self._sampler.draw(seeds, seed)
         batch: Any = Data() if self._graph.is_homogeneous else HeteroData()
         for kind in self._graph.node_types:
-            _fill_nodes(self._store(batch, kind), found, rows[kind], kind)
+            _fill_nodes(self._store(batch, kind), found.sample, found.rows[kind], kind)
         for edge_type in self._graph.edge_types:
-            fields = {name: self._source.edges[edge_type].fields[name] for name in self._drawer.edge_fields[edge_type]}
-            _fill_edges(self._store(batch, edge_type), found, edge_type, fields, self._source.comm.device)
-        return batch, numbers
+            wanted = self._sampler.drawer.edge_fields[edge_type]
+            fields = {name: source.edges[edge_type].fields[name] for name in wanted}
+            _fill_edges(self._store(batch, edge_type), found.sample, edge_type, fields, source.comm.device)
+        return batch, found.numbers
 
     def _store(self, batch: Any, kind: NodeType | EdgeType) -> Any:
         """Where a batch holds what belongs to a node or edge type."""
@@ -123,12 +101,12 @@ class NeighborLoader(BatchLoader):
     ) -> None:
         settings = settings_of("NeighborLoader", graph, num_neighbors, **kwargs)
         self._type, rows = own_rows(graph, input_nodes)
-        self._prepare(graph, settings, transform, f"seeds of type {self._type!r}")
+        sampler = self._prepare(graph, settings, transform, f"seeds of type {self._type!r}")
         ids = graph.node_ids_dict[self._type].cpu().numpy()[rows]
         owned = graph.ownership[self._type].to_global(torch.from_numpy(rows), graph.comm.rank).numpy()
-        self._begin(ids, [owned])
+        self._begin(sampler, ids, [owned])
 
-    def _make(self, seeds: Seeds, seed: int) -> Data | HeteroData:
+    def _batch(self, seeds: Seeds, seed: int) -> Data | HeteroData:
         batch, _ = self._drawn({self._type: seeds.columns[0]}, seed)
         store = self._store(batch, self._type)
         store.batch_size = seeds.counted

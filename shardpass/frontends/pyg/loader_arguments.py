@@ -13,7 +13,7 @@ from shardpass.core.graphs import ShardedGraph
 from shardpass.core.sampling import Settings
 from shardpass.core.sharding import EdgeType, NodeType
 
-Array = Any
+Array = np.ndarray[Any, Any]
 
 _GROUPS = (
     (
