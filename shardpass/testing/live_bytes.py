@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from shardpass.core.ranks import torch_private
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(torch_private.TorchDispatchMode):
     """Counts the bytes of all tensors made or looked at under it that are still alive, whoever holds them.
 
     Attributes:
@@ -19,15 +18,15 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._made: dict[StorageWeakRef, int] = {}
+        self._made: dict[torch_private.StorageWeakRef, int] = {}
         self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
+        for leaf in torch_private.tree_leaves(out):
             if isinstance(leaf, Tensor):
                 storage = leaf.untyped_storage()
-                self._made[StorageWeakRef(storage)] = storage.nbytes()
+                self._made[torch_private.StorageWeakRef(storage)] = storage.nbytes()
         self.peak = max(self.peak, self.count())
         return out
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from shardpass.core.ranks import torch_private
 from shardpass.core.sharding import EdgeShards
 from shardpass.core.tracing import Program, Structure
 
@@ -36,13 +37,16 @@ class _Kept:
             self.edges() is edges
             and self.described == structure.describe()
             and [key for key, *_ in self.inputs] == list(mine)
-            and all(known() is mine[key] and version == mine[key]._version for key, known, version in self.inputs)
+            and all(
+                known() is mine[key] and version == torch_private.version_of(mine[key])
+                for key, known, version in self.inputs
+            )
             and (not self.values or self.contents == [_checksum(tensor) for tensor in mine.values()])
         )
 
     def is_lost(self) -> bool:
         gone = self.edges() is None or any(known() is None for _, known, _ in self.inputs)
-        return gone or self.versions != [value._version for value in self.values.values()]
+        return gone or self.versions != [torch_private.version_of(value) for value in self.values.values()]
 
 
 class ConstantSums:
@@ -63,10 +67,13 @@ class ConstantSums:
         kept = self._entry(program, structure, edges)
         if kept is None:
             if is_constant(program, structure):
-                inputs = [(key, weakref.ref(tensor), tensor._version) for key, tensor in _inputs(program).items()]
+                inputs = [
+                    (key, weakref.ref(tensor), torch_private.version_of(tensor))
+                    for key, tensor in _inputs(program).items()
+                ]
                 self._kept.append(_Kept(inputs, weakref.ref(edges), structure.describe()))
             return
-        kept.values, kept.versions = values, [value._version for value in values.values()]
+        kept.values, kept.versions = values, [torch_private.version_of(value) for value in values.values()]
         kept.contents = [_checksum(tensor) for tensor in _inputs(program).values()]
         filled = [one for one in self._kept if one.values]
         if len(filled) > MOST_KEPT:

@@ -15,16 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from shardpass.core.exchange import MESSAGE_BUFFER
 from shardpass.core.kernels import COMPILED_LOOPS
+from shardpass.core.ranks import torch_private
 
 _SORTS = frozenset({torch.ops.aten.sort.default, torch.ops.aten.sort.stable})
 """A radix sort works between its results and two more tensors of the same size."""
-_ENTER = torch.ops.profiler._record_function_enter_new.default
-_EXIT = torch.ops.profiler._record_function_exit._RecordFunction
 
 
 @dataclass
@@ -45,7 +42,7 @@ class Phase:
     first: int
 
 
-class MemoryTracker(TorchDispatchMode):
+class MemoryTracker(torch_private.TorchDispatchMode):
     """While it is on, it logs storages in `storages` and `events`, cut into `phases`.
 
     Attributes:
@@ -66,11 +63,11 @@ class MemoryTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func is _ENTER or func is _EXIT:
-            self._makes_message_buffer = func is _ENTER and args[0] == MESSAGE_BUFFER
-            self.runs_compiled_loops |= func is _ENTER and args[0] == COMPILED_LOOPS
+        if func is torch_private.RECORD_ENTER or func is torch_private.RECORD_EXIT:
+            self._makes_message_buffer = func is torch_private.RECORD_ENTER and args[0] == MESSAGE_BUFFER
+            self.runs_compiled_loops |= func is torch_private.RECORD_ENTER and args[0] == COMPILED_LOOPS
             return out
-        tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in torch_private.tree_leaves(out) if isinstance(leaf, Tensor)]
         for tensor in tensors:
             self.number(tensor)
         if func in _SORTS:
@@ -86,7 +83,7 @@ class MemoryTracker(TorchDispatchMode):
         if tensor.layout != torch.strided or tensor.device.type == "meta":
             return -1
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = torch_private.storage_number(storage)
         if key not in self._known:
             number = self._known[key] = len(self.storages)
             self.storages.append(Storage(storage.nbytes(), len(self.events), self._makes_message_buffer))

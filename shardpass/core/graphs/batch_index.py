@@ -16,7 +16,7 @@ from torch import Tensor
 from shardpass.core.graphs.edge_index import SourceRows
 from shardpass.core.graphs.readout import Reduction, reduce_rows
 from shardpass.core.graphs.stand_in import PRINTS, describes
-from shardpass.core.ranks import Ranks
+from shardpass.core.ranks import Ranks, torch_private
 from shardpass.errors import RefusedError
 
 _SAME_ROWS = frozenset(
@@ -71,7 +71,7 @@ class BatchIndex(Tensor):
             return _scatter(mine, name, *args, **kwargs)
         if name == "bincount" and first is mine:
             return _bincount(mine, *args[1:], **kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch_private.DisableTorchFunctionSubclass():
             if name in ("__getitem__", "index_select") and first is not mine:
                 return _look_up(name, *args, **kwargs)
             if name in PRINTS:

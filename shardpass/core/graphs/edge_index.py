@@ -17,6 +17,7 @@ from torch import Tensor
 from shardpass.core.exchange import HaloPlan, halo_fetch, halo_push
 from shardpass.core.graphs.layer_flow import LayerFlow
 from shardpass.core.graphs.stand_in import PRINTS, describes
+from shardpass.core.ranks import torch_private
 from shardpass.core.sharding import Derivation, EdgeShards
 from shardpass.errors import RefusedError
 
@@ -108,7 +109,7 @@ class ShardedEdgeIndex(Tensor):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         mine = next(t for t in _flat(args, kwargs) if isinstance(t, ShardedEdgeIndex))
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch_private.DisableTorchFunctionSubclass():
             if name in PRINTS:
                 return func(*_plain(args), **kwargs)
             if describes(func):
@@ -160,7 +161,7 @@ class SourceRows(Tensor):
             return _gather_by_source(mine.plan, name, args, kwargs)
         if name in ("scatter_add_", "scatter_add"):
             return _scatter_to_source(mine.plan, name, args, kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch_private.DisableTorchFunctionSubclass():
             if name == "__setitem__" and first is not mine and _only_own_rows(first, args[1]):
                 return func(*_plain(args), **kwargs)
             if name in PRINTS or describes(func):
@@ -191,7 +192,7 @@ class EdgeMask(Tensor):
                 f"`{name}` of a mask over this rank's edges (self-loops): other ranks have other edges and would get "
                 f"another answer. Compute it before partitioning, or count over all ranks with shardpass.total"
             )
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch_private.DisableTorchFunctionSubclass():
             out = func(*args, **(kwargs or {}))
         if isinstance(out, Tensor) and out.dtype == torch.bool and type(out) is Tensor and name != "__get__":
             return out.as_subclass(EdgeMask)

@@ -6,14 +6,13 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardpass.core.exchange import HaloPlan
-from shardpass.core.ranks import Ranks
+from shardpass.core.ranks import Ranks, torch_private
 from shardpass.core.sharding import Derivation, EdgeShards, KnownLists, build_shards
 from shardpass.errors import RefusedError
 
-Content = tuple[StorageWeakRef, int, int]
+Content = tuple[torch_private.StorageWeakRef, int, int]
 
 
 @dataclass
@@ -121,4 +120,4 @@ class _FlowShards:
 
 def _content(tensor: Tensor) -> Content:
     """What identifies the content of a tensor: its memory, which is not reused while this reference exists."""
-    return StorageWeakRef(tensor.untyped_storage()), tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version
+    return torch_private.StorageWeakRef(tensor.untyped_storage()), tensor.data_ptr(), torch_private.version_of(tensor)

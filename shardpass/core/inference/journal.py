@@ -1,8 +1,8 @@
-"""Results of the sharded calls of a forward, kept on disk, so that one that was ended goes on where it stood.
+"""Results of the sharded calls of a forward pass, kept on disk, so that a pass that was ended can continue.
 
-A forward without gradients is a sequence of sharded calls with node-wise work between them, the same on every rank.
-What a call returned is written as it comes; a forward that runs again takes it from there, without communication, and
-computes only what lies between. Every rank keeps its own rows in a folder of its own, which others need not reach.
+A forward pass without gradients is a sequence of sharded calls with node-wise work between them, the same on every
+rank. The journal writes what each call returns. A pass that runs again reads these results without communication, and
+computes only what lies between. Every rank keeps its own rows in its own folder, which other ranks need not reach.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ _ENTRY = "call-{:04}.safetensors"
 
 
 class Journal:
-    """The calls of one forward, in order.
+    """The results of the calls of one forward pass, in order.
 
     Args:
-        folder: of this run; each rank makes one of its own in it.
+        folder: the folder of the run, in which each rank makes its own.
         comm: the ranks.
-        fingerprint: of everything that results depend on. A folder of another fingerprint is begun anew.
-        progress: told the name of each call as it begins.
+        fingerprint: a hash of everything that results depend on. A folder with another fingerprint is begun anew.
+        progress: called with the name of each call as it begins.
     """
 
     def __init__(
         self, folder: Path, comm: Ranks, fingerprint: str, progress: Callable[[str], None] | None = None
     ) -> None:
-        """Collective: ranks agree how many calls every one of them has."""
+        """Collective: ranks agree on how many results all of them have."""
         self._progress, self._device = progress, comm.device
         self.folder = folder / f"rank-{comm.rank}"
         head = json.dumps({"fingerprint": fingerprint, "ranks": comm.size})
@@ -44,7 +44,7 @@ class Journal:
             self.folder.mkdir(parents=True)
             title.write_text(head)
         if comm.rank == 0:
-            for other in folder.glob("rank-*"):  # what an ended run on more ranks left
+            for other in folder.glob("rank-*"):  # an ended run on more ranks has left them
                 if int(other.name.removeprefix("rank-")) >= comm.size:
                     shutil.rmtree(other, ignore_errors=True)
         kept = 0
@@ -54,7 +54,7 @@ class Journal:
         self._next = 0
 
     def result(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
-        """What the next call returns, ``[num_own, ...]``: read if every rank has it, else computed and written."""
+        """What the next call returns, ``[num_own, ...]``. It is read if every rank has it, else computed and kept."""
         from safetensors.torch import load_file, save_file
 
         if self._progress is not None:
@@ -69,7 +69,7 @@ class Journal:
         return rows
 
     def remove(self) -> None:
-        """Forget everything; the folder of the run goes with its last rank."""
+        """Remove all results. The last rank removes the folder of the run."""
         shutil.rmtree(self.folder, ignore_errors=True)
-        with suppress(OSError):  # other ranks' folders are in it, or one of them was quicker
+        with suppress(OSError):  # it holds folders of other ranks, or another rank has removed it
             self.folder.parent.rmdir()

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -17,10 +17,11 @@ from shardpass import errors
 from shardpass.core.graphs import ShardedGraph
 from shardpass.core.inference.fingerprint import argument_lines, model_lines, tensor_line
 from shardpass.core.inference.journal import Journal
-from shardpass.core.ranks import Ranks
+from shardpass.core.ranks import Ranks, fail_together
 from shardpass.core.sharding import NodeType
 from shardpass.core.training import alike
 
+_T = TypeVar("_T")
 _CHUNK_BYTES = 1 << 24
 
 
@@ -66,17 +67,13 @@ def infer(
     if not getattr(model, "_shardpass_wrapped", False):
         raise ValueError("infer takes a wrapped model: call shardpass.pyg.wrap(model, comm), or dgl.wrap, first")
     _on_all(comm, lambda: _refuse_existing(path, overwrite))
-    _on_all(comm, lambda: graph.ids_of(node_type) if node_type is not None else None)
+    _on_all(comm, lambda: node_type is None or graph.ids_of(node_type))
     args = args or (graph.x if graph.is_homogeneous else graph.x_dict, graph)
     _same_parameters(model, comm)
     fingerprint = _fingerprint(model, graph, args, tag)
     journal = Journal(path.with_name(f".{path.name}.partial"), comm, fingerprint, progress)
-    with _evaluating(model), torch.no_grad():
-        comm.kept_calls = journal
-        try:
-            found = model(*args)
-        finally:
-            comm.kept_calls = None
+    with _evaluating(model, comm, journal):
+        found = model(*args)
     rows = _on_all(comm, lambda: _rows_by_type(graph, found, path, overwrite, node_type))
     for target, (values, ids, total) in rows.items():
         _write(comm, target, values, ids, total)
@@ -113,20 +110,24 @@ def _fingerprint(model: nn.Module, graph: ShardedGraph, args: tuple[Any, ...], t
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def _evaluating(model: nn.Module, comm: Ranks, journal: Journal) -> Iterator[None]:
+    """A block without gradients, with the model in evaluation mode, in which `journal` keeps the results of calls."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
+    comm.kept_calls = journal
     try:
-        yield
+        with torch.no_grad():
+            yield
     finally:
+        comm.kept_calls = None
         for module, training in modes:
             module.training = training
 
 
-Rows = dict[Path, tuple[Tensor, Tensor, int]]
+_Rows = dict[Path, tuple[Tensor, Tensor, int]]
 
 
-def _rows_by_type(graph: ShardedGraph, found: Any, path: Path, overwrite: bool, node_type: NodeType | None) -> Rows:
+def _rows_by_type(graph: ShardedGraph, found: Any, path: Path, overwrite: bool, node_type: NodeType | None) -> _Rows:
     """For each file to write: own rows, their original ids, and how many rows all ranks have."""
     if isinstance(found, Tensor):
         if node_type is None and len(graph.node_types) > 1:
@@ -146,7 +147,7 @@ def _rows_by_type(graph: ShardedGraph, found: Any, path: Path, overwrite: bool, 
     else:
         kind = type(found).__name__
         raise ValueError(f"infer: the model returned a {kind}; expected a tensor, or a dict of tensors by node type")
-    rows: Rows = {}
+    rows: _Rows = {}
     for target, (node_type, value) in by_type.items():
         _refuse_existing(target, overwrite)
         ids, total = graph.ids_of(node_type)
@@ -179,16 +180,5 @@ def _write(comm: Ranks, path: Path, rows: Tensor, ids: Tensor, total: int) -> No
     _on_all(comm, lambda: os.replace(partial, path) if comm.rank == 0 else None)
 
 
-def _on_all(comm: Ranks, work: Callable[[], Any]) -> Any:
-    """What `work` returned on this rank. An error on one rank is raised on all, with the same type. Collective."""
-    result, problem = None, None
-    kinds = {kind.__name__: kind for kind in (FileExistsError, OSError, ValueError)}
-    try:
-        result = work()
-    except (OSError, ValueError) as error:
-        name = next(name for name, kind in kinds.items() if isinstance(error, kind))
-        problem = [name, str(error)]
-    for rank, found in enumerate(comm.all_gather_object(problem, "infer: verdict")):
-        if found is not None:
-            raise kinds[found[0]](f"{found[1]} (found on rank {rank})")
-    return result
+def _on_all(comm: Ranks, work: Callable[[], _T]) -> _T:
+    return fail_together(comm, "infer: verdict", work, FileExistsError, OSError, ValueError)

@@ -60,7 +60,7 @@ class ScratchFile:
         Raises:
             OSError: the disk is full.
         """
-        data = memoryview(host.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+        data = host.reshape(-1).view(torch.uint8).numpy().data
         free = self._free.get(_pages(len(data)))
         start = free.pop() if free else self._end
         self._end = max(self._end, start + _pages(len(data)))

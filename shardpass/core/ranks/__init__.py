@@ -4,7 +4,7 @@ This room knows tensors and the `Communicator` protocol. It knows nothing of gra
 """
 
 from shardpass.core.ranks import torch_private
-from shardpass.core.ranks.agree import agree, digest, diverged
+from shardpass.core.ranks.agree import agree, digest, diverged, fail_together
 from shardpass.core.ranks.autograd_order import (
     all_reduce_sum,
     begin_call,
@@ -33,7 +33,7 @@ from shardpass.core.ranks.random import (
     set_random_state,
 )
 from shardpass.core.ranks.ranks import ForwardPass, Ranks
-from shardpass.core.ranks.units import bytes_text, parse_bytes, parse_count
+from shardpass.core.ranks.units import bytes_text, describe, dtype_name, parse_bytes, parse_count
 
 __all__ = [
     "MODES",
@@ -50,13 +50,16 @@ __all__ = [
     "chained",
     "decorrelate",
     "derive_seed",
+    "describe",
     "digest",
     "diverged",
     "draw_seed",
     "drop_chain",
     "dropout_factors",
+    "dtype_name",
     "end_call",
     "end_chain",
+    "fail_together",
     "get_random_state",
     "has_drawn",
     "identity_of",

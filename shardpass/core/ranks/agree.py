@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
+from typing import TypeVar, cast
 
 import torch
 
 from shardpass.core.ranks.ranks import Ranks
 from shardpass.errors import DivergenceError
+
+_T = TypeVar("_T")
 
 
 def digest(text: str) -> int:
@@ -19,6 +23,19 @@ def agree(comm: Ranks, label: str, values: list[int]) -> list[list[int]]:
     """Every rank's `values`, in rank order. Collective; all ranks pass equally many."""
     gathered = comm.all_gather(torch.tensor(values, dtype=torch.int64, device=comm.device), label=label)
     return [row.tolist() for row in gathered]
+
+
+def fail_together(comm: Ranks, label: str, work: Callable[[], _T], *kinds: type[Exception]) -> _T:
+    """What `work` returned on this rank. An error of `kinds` on one rank is raised on all. Collective."""
+    result, problem = None, None
+    try:
+        result = work()
+    except kinds as error:
+        problem = next(index for index, kind in enumerate(kinds) if isinstance(error, kind)), str(error)
+    for rank, found in enumerate(comm.all_gather_object(problem, label)):
+        if found is not None:
+            raise kinds[found[0]](f"{found[1]} (found on rank {rank})")
+    return cast(_T, result)
 
 
 def diverged(comm: Ranks, label: str, mine: str) -> DivergenceError:

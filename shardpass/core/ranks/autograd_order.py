@@ -28,8 +28,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from shardpass.core.ranks import torch_private
 from shardpass.core.ranks.random import refuse_checkpointed_draws
 from shardpass.core.ranks.ranks import ForwardPass, Ranks
 from shardpass.errors import NeedsHaloError, RefusedError
@@ -100,13 +100,13 @@ def end_chain(comm: Ranks, outputs: Any) -> Any:
     drop_chain(comm)
     if token is None or token.grad_fn is None or not torch.is_grad_enabled():
         return outputs  # no differentiable call was made
-    leaves, structure = tree_flatten(outputs)
+    leaves, structure = torch_private.tree_flatten(outputs)
     floating = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and _differentiable(leaf)]
     tied = [i for i in floating if leaves[i].requires_grad] or floating
     if tied:
         for i, tensor in zip(tied, _Tie.apply(token, *(leaves[i] for i in tied))):
             leaves[i] = tensor
-    return tree_unflatten(leaves, structure)
+    return torch_private.tree_unflatten(leaves, structure)
 
 
 def drop_chain(comm: Ranks) -> None:

@@ -1,4 +1,4 @@
-"""Modules that compute with the rows of all ranks, and so hold a communicator."""
+"""Modules that compute with the rows of all ranks, for which they need a communicator."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardpass.errors import ShardpassError
 
 
 class OnRanks:
-    """What makes a module one over the rows of all ranks: deep copies share its communicator, pickles drop it."""
+    """A base class of modules over the rows of all ranks. Deep copies share the communicator, pickles drop it."""
 
     comm: Ranks | None
 

@@ -1,4 +1,4 @@
-"""A model for each rank: ranks that are threads could be given one and the same, and would write over each other."""
+"""A model for each rank. Ranks that are threads could be given the same one, and would overwrite its values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def is_wrapped(model: nn.Module, comm: Ranks) -> bool:
     """Whether `model` is wrapped already, for these ranks. Not collective.
 
     Raises:
-        RefusedError: it is wrapped for others, as a model that another rank or an earlier run has wrapped.
+        RefusedError: it is wrapped for other ranks: another rank, which is a thread, or an earlier run has wrapped it.
     """
     if not getattr(model, "_shardpass_wrapped", False):
         return False
@@ -31,10 +31,10 @@ def is_wrapped(model: nn.Module, comm: Ranks) -> bool:
 
 
 def refuse_shared_model(model: nn.Module, comm: Ranks) -> None:
-    """Raise if ranks hold the same model, or the same trainable parameters. Collective where ranks are threads.
+    """Raise if ranks hold the same model, or the same trainable parameters. Collective if ranks are threads.
 
     Raises:
-        RefusedError: they do; on every rank.
+        RefusedError: they do. It is raised on every rank.
     """
     if are_threads(comm):
         mine = [id(model), *(id(parameter) for parameter in model.parameters() if parameter.requires_grad)]
@@ -42,7 +42,7 @@ def refuse_shared_model(model: nn.Module, comm: Ranks) -> None:
 
 
 def identity_of(parameters: Sequence[Tensor], comm: Ranks) -> list[int]:
-    """What tells these parameters from those of other threads, as bytes; nothing where ranks are processes."""
+    """Bytes that tell these parameters from those of other threads; none if ranks are processes."""
     if not are_threads(comm):
         return []
     trained = next((id(parameter) for parameter in parameters if parameter.requires_grad), 0)
@@ -50,7 +50,7 @@ def identity_of(parameters: Sequence[Tensor], comm: Ranks) -> list[int]:
 
 
 def refuse_alike(identities: list[list[int]]) -> None:
-    """Raise if two ranks gave the same `identity_of` their parameters.
+    """Raise if `identity_of` returned the same on two ranks.
 
     Raises:
         RefusedError: they did.

@@ -1,14 +1,15 @@
 """Random numbers: the same initialisation on every rank, different dropout.
 
-Ranks that are processes have a generator each: `seed` makes them equal, models built next are equal, and `decorrelate`
-(called by ``wrap``) then gives every rank its own stream, which depends on the seed and the rank only.
+Ranks that are processes have a generator each. `seed` makes the generators equal, so models that are built next are
+equal. ``wrap`` then calls `decorrelate`, which gives every rank its own random numbers. They depend only on the seed
+and the rank.
 
-Ranks that are threads of one process share torch's one generator. After `seed` rank 0 goes first: the other ranks wait
-until it enters its next collective, so the model that rank 0 builds, and ``wrap`` then gives to all, is the same in
-every run and for every number of ranks. Built inside the block ``with seed(0, comm): model = ...``, models are the same
-on every rank at once. Dropout on threads differs between ranks, but not reproducibly between runs.
+Ranks that are threads of one process share torch's generator. After `seed` rank 0 goes first: the other ranks wait
+until it enters its next collective. So rank 0 builds the same model in every run and for any number of ranks, and
+``wrap`` gives it to all. Models that are built inside the block ``with seed(0, comm): model = ...`` are the same on
+every rank at once. Dropout on threads differs between ranks, and between runs.
 
-Only torch's generators are touched: neither Python's nor NumPy's.
+Python's and NumPy's generators are left alone.
 """
 
 from __future__ import annotations
@@ -21,22 +22,22 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardpass.core.ranks import torch_private
 from shardpass.core.ranks.ranks import Ranks
 from shardpass.errors import RefusedError
 
 
 def seed(seed: int, comm: Ranks) -> AbstractContextManager[None]:
-    """Seed torch on every rank alike, so that what is built next is the same on every rank. Collective.
+    """Give torch the same seed on every rank, so that models built next are the same on every rank. Collective.
 
     Args:
         seed: the same on every rank, in [0, 2**63).
         comm: the ranks.
 
     Returns:
-        A context manager that may be ignored where ranks are processes. Its block starts from the seed and holds the
-        generator, so that ranks that are threads build the same as well. The block must not communicate.
+        A context manager, which you may ignore if ranks are processes. Its block starts from the seed and holds the
+        generator, so that ranks that are threads build the same models as well. The block must not communicate.
 
     Raises:
         ValueError: on every rank, if the seeds differ or one is not an integer in range.
@@ -57,9 +58,9 @@ def seed(seed: int, comm: Ranks) -> AbstractContextManager[None]:
 
 
 def decorrelate(comm: Ranks) -> None:
-    """Give every rank its own random stream, from the seed that rank 0 set last and the rank. Collective.
+    """Give every rank its own random numbers, from the seed that rank 0 set last and the rank. Collective.
 
-    With one rank the generator is left as it is: a run in one process draws what it would draw without us.
+    With one rank the generator is left as it is, so that a run in one process draws what it would draw in plain torch.
     """
     if comm.size == 1:
         return
@@ -76,7 +77,7 @@ def derive_seed(*parts: object) -> int:
 
 def draw_seed(comm: Ranks) -> int:
     """A seed for this rank's own random numbers, drawn from torch's generator."""
-    with comm.random_lock():  # ranks that are threads share the generator, which one may be replaying
+    with comm.random_lock():  # another thread may be replaying with the shared generator
         return int(torch.randint(2**62, ()))
 
 
@@ -87,10 +88,10 @@ def piece_seed(seed: int, position: int, first_edge: int = 0) -> int:
 
 @contextmanager
 def replayed(comm: Ranks, seed: int) -> Iterator[None]:
-    """A block whose random numbers of torch follow from `seed`; torch's generator is afterwards what it was.
+    """A block in which torch draws the numbers that follow from `seed`. Torch's generator is afterwards as before.
 
     Raises:
-        RefusedError: ranks are threads, and an operation draws that cannot be given a generator.
+        RefusedError: ranks are threads, and an operation draws that does not take a generator.
     """
     if are_threads(comm):  # another rank may draw in the meantime
         with _OwnGenerator(seed):
@@ -102,18 +103,18 @@ def replayed(comm: Ranks, seed: int) -> Iterator[None]:
 
 
 def refuse_checkpointed_draws(comm: Ranks) -> AbstractContextManager[Any]:
-    """A block in which code under `torch.utils.checkpoint` may not draw random numbers, where ranks are threads.
+    """A block in which code under `torch.utils.checkpoint` may not draw random numbers if ranks are threads.
 
-    Backward would set torch's generator back to draw the same again, and meanwhile other ranks draw from it.
+    Backward would set torch's generator back to draw the same numbers again, and meanwhile other ranks draw from it.
 
     Raises:
-        RefusedError: it does.
+        RefusedError: such code draws.
     """
     return _CheckpointedDraws(comm) if are_threads(comm) else nullcontext()
 
 
 def are_threads(comm: Ranks) -> bool:
-    """Whether the ranks are threads of one process, which share all that is one for the process."""
+    """Whether the ranks are threads of one process, which share the generator."""
     return comm.size > 1 and not isinstance(comm.random_lock(), nullcontext)
 
 
@@ -124,7 +125,7 @@ class _CheckpointedDraws(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+        hooks = torch_private.saved_tensor_hooks()
         under = "" if hooks is None else getattr(hooks[0], "__module__", "")
         if under != "torch.utils.checkpoint" or self._comm.watch is not None:
             return func(*args, **kwargs)
@@ -133,14 +134,14 @@ class _CheckpointedDraws(TorchFunctionMode):
         if draws.any:
             raise RefusedError(
                 "random numbers (as of dropout) are drawn within torch.utils.checkpoint, and ranks that are threads "
-                "share the generator from which backward would draw them again: its gradients would be wrong. Run the "
+                "share the generator from which backward would draw them again: gradients would be wrong. Run the "
                 "ranks as processes (mpirun or torchrun), or use wrap(..., checkpoint='activations') instead"
             )
         return out
 
 
-class _OwnGenerator(TorchDispatchMode):
-    """What is drawn in this thread comes from a generator of its own in place of torch's."""
+class _OwnGenerator(torch_private.TorchDispatchMode):
+    """Operations of this thread draw from a generator of its own instead of torch's."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -154,11 +155,11 @@ class _OwnGenerator(TorchDispatchMode):
 
 
 def has_drawn(state: dict[str, Tensor], again: Callable[[], Any]) -> bool:
-    """Whether code that has just run draws random numbers; if so, torch's generators are set back.
+    """Whether code that has just run draws random numbers. If so, torch's generators are set back.
 
     Args:
-        state: what `get_random_state` returned before it ran.
-        again: runs it again. Where the generators have moved, that tells what it draws from what other threads draw.
+        state: what `get_random_state` returned before the code ran.
+        again: runs the code again. If the generators have moved, this shows whether the code or another thread drew.
     """
     if all(torch.equal(before, now) for before, now in zip(state.values(), get_random_state().values())):
         return False
@@ -169,11 +170,11 @@ def has_drawn(state: dict[str, Tensor], again: Callable[[], Any]) -> bool:
     return draws.any
 
 
-class Draws(TorchDispatchMode):
-    """Notices numbers drawn from torch's own generator in this thread; its state also tells of what others draw.
+class Draws(torch_private.TorchDispatchMode):
+    """Notices whether this thread draws from torch's own generator.
 
     Attributes:
-        any: whether there were some.
+        any: whether it has.
     """
 
     any = False
@@ -190,18 +191,18 @@ def _is_random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
 
 
 def _with_generator(func: Any) -> Any:
-    packet, names = func.overloadpacket, {argument.name for argument in func._schema.arguments}
+    packet, names = func.overloadpacket, torch_private.argument_names(func)
     for overload in (func, *(getattr(packet, name) for name in packet.overloads())):
-        if {argument.name for argument in overload._schema.arguments} == names | {"generator"}:
+        if torch_private.argument_names(overload) == names | {"generator"}:
             return overload
     raise RefusedError(
-        f"{func} draws random numbers inside message(), and cannot be given a generator: ranks that are threads share "
+        f"{func} draws random numbers inside message() and does not take a generator: ranks that are threads share "
         f"torch's, so backward could not draw the same again. Run the ranks as processes (mpirun or torchrun)"
     )
 
 
 def get_random_state() -> dict[str, Tensor]:
-    """The state of torch's generators, by device type: uint8 vectors on the CPU. CUDA's once it is in use."""
+    """The states of torch's generators by device type, uint8 vectors on the CPU; CUDA's once it is in use."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()
@@ -209,16 +210,16 @@ def get_random_state() -> dict[str, Tensor]:
 
 
 def set_random_state(states: dict[str, Tensor]) -> None:
-    """Restore what `get_random_state` returned; the state of a device that this process lacks is left out."""
+    """Restore what `get_random_state` returned, but not the state of a device that this process lacks."""
     torch.set_rng_state(states["cpu"].cpu())
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"].cpu())
 
 
 def dropout_factors(seed: int, edges: Tensor, heads: int, p: float, dtype: torch.dtype) -> Tensor:
-    """What dropout multiplies with: 0 with probability `p`, else ``1 / (1 - p)``; ``[len(edges), heads]``.
+    """The factors of dropout, 0 with probability `p`, else ``1 / (1 - p)``: ``[len(edges), heads]``.
 
-    Each number depends on the seed, the edge and the head alone, so it is the same in whatever order and pieces edges
+    Each factor depends only on the seed, the edge and the head, so it is the same in whatever order and pieces edges
     are processed. Source: the finaliser of SplitMix64 (Steele, Lea, Flood 2014) over a counter.
     """
     counter = edges.to(torch.int64).view(-1, 1) * heads + torch.arange(heads, device=edges.device)

@@ -18,10 +18,20 @@ from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
 from torch.nn.modules.dropout import _DropoutNd as AnyDropout
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import MappingKey, tree_flatten, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import (
+    MappingKey,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+    tree_unflatten,
+)
 from torch.utils.weak import WeakTensorKeyDictionary
 
 __all__ = [
+    "RECORD_ENTER",
+    "RECORD_EXIT",
     "AnyBatchNorm",
     "AnyDropout",
     "DisableTorchFunction",
@@ -32,10 +42,13 @@ __all__ = [
     "WeakTensorKeyDictionary",
     "argument_names",
     "base_of",
+    "buffers_of",
     "call_uncompiled",
+    "children_of",
     "grad_hooks",
     "has_forward_hook",
     "is_inside_ddp",
+    "next_node_number",
     "node_number",
     "on_deepcopy",
     "saved_tensor_hooks",
@@ -45,6 +58,7 @@ __all__ = [
     "tree_flatten_with_path",
     "tree_leaves",
     "tree_map",
+    "tree_map_only",
     "tree_unflatten",
     "version_of",
     "with_versions",
@@ -54,6 +68,10 @@ DisableTorchFunction = torch._C.DisableTorchFunction
 """A block in which neither subclasses nor function modes see what torch functions are called."""
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 """A block in which subclasses do not see what torch functions are called; function modes do."""
+RECORD_ENTER = torch.ops.profiler._record_function_enter_new.default
+"""The operator with which a `torch.profiler.record_function` block begins, as a dispatch mode is given it."""
+RECORD_EXIT = torch.ops.profiler._record_function_exit._RecordFunction
+"""The operator with which it ends."""
 
 
 def version_of(tensor: Tensor) -> int:
@@ -66,14 +84,21 @@ def base_of(tensor: Tensor) -> Tensor:
     return tensor if tensor._base is None else tensor._base
 
 
-def storage_number(tensor: Tensor) -> int:
-    """A number that tells the tensor's storage from all others that are alive."""
-    return tensor.untyped_storage()._cdata
+def storage_number(storage: torch.UntypedStorage) -> int:
+    """A number that tells `storage` from all others that are alive."""
+    return storage._cdata
 
 
 def node_number(node: torch.autograd.graph.Node) -> int:
     """How many autograd nodes this thread made before `node`."""
     return node._sequence_nr()  # type: ignore[attr-defined, no-any-return]
+
+
+def next_node_number() -> int:
+    """A number that is larger than that of any autograd node this thread has made."""
+    node = (torch.ones((), requires_grad=True) * 1).grad_fn
+    assert node is not None
+    return node_number(node)
 
 
 def saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
@@ -93,6 +118,16 @@ def has_forward_hook(module: nn.Module, hook: Callable[..., Any] | None = None) 
     if hook is not None:
         return hook in module._forward_pre_hooks.values()
     return bool(module._forward_pre_hooks or module._forward_hooks)
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """The buffers of `module` itself by name; changing the dict changes the module."""
+    return module._buffers
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The modules that are attributes of `module`, by name; changing the dict changes the module."""
+    return module._modules
 
 
 def argument_names(operator: Any) -> set[str]:

@@ -1,8 +1,12 @@
-"""Numbers of bytes and counts as people write them."""
+"""Numbers of bytes, counts and kinds of tensors as people write them."""
 
 from __future__ import annotations
 
 import re
+from typing import Any
+
+import torch
+from torch import Tensor
 
 _BYTES = {
     "": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
@@ -27,6 +31,16 @@ def parse_count(text: str | float) -> int:
         ValueError: it is no count, or not above 0.
     """
     return _parse(text, _COUNTS, "a count such as '111M', '3.2B' or 50000")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``"float32"`` for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def describe(value: Any) -> str:
+    """The dtype and shape of a tensor, such as ``"float32 [3, 4]"``; of anything else, the name of its type."""
+    return f"{dtype_name(value.dtype)} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def _parse(text: str | float, units: dict[str, int], wanted: str) -> int:

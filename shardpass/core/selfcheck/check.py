@@ -24,10 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from shardpass.core.graphs import OwnRows, ShardedEdgeIndex, ShardedGraph, node_embeddings
-from shardpass.core.ranks import Options, Ranks
+from shardpass.core.ranks import Options, Ranks, torch_private
 from shardpass.core.selfcheck.compare import Trial, difference, kind_of
 from shardpass.core.selfcheck.frontend import Frontend
 from shardpass.core.selfcheck.small import CannotCheckError, SmallCall
@@ -75,7 +74,7 @@ def check_model(
     Raises:
         RefusedError: on every rank, naming the first submodule whose output differs.
     """
-    leaves = [frontend.core_of(leaf) or leaf for leaf in tree_leaves((args, kwargs))]
+    leaves = [frontend.core_of(leaf) or leaf for leaf in torch_private.tree_leaves((args, kwargs))]
     graphs = [leaf for leaf in leaves if isinstance(leaf, (ShardedGraph, ShardedEdgeIndex))]
     own = sum(g.num_nodes if isinstance(g, ShardedGraph) else g.plan.num_dst for g in graphs)
     sizes = comm.all_gather_object(own, "self-check: own nodes")
@@ -143,7 +142,7 @@ def _quietened(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A copy of `model` on the CPU, with dropout probabilities 0."""
     model = copy.deepcopy(model).cpu().to(dtype)
     for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
+        if isinstance(module, torch_private.AnyDropout):
             module.p = 0.0
         elif isinstance(module, (nn.RNNBase, nn.MultiheadAttention)):
             module.dropout = 0.0
@@ -222,7 +221,7 @@ def _trial(
 ) -> Trial:
     called, counts = model if small.method == "forward" else getattr(model, small.method), small.counts
     with _Quiet(), _recorded(model) as modules:
-        outputs = [t for t in tree_leaves(called(*args, **kwargs)) if isinstance(t, Tensor)]
+        outputs = [t for t in torch_private.tree_leaves(called(*args, **kwargs)) if isinstance(t, Tensor)]
         total = torch.zeros((), dtype=torch.float64)
         for position, out in enumerate(outputs):
             like = out if whole is None else whole.outputs[position]
@@ -258,7 +257,7 @@ def _recorded(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
 
     def hook_of(name: str) -> Any:
         def hook(module: nn.Module, given: Any, out: Any) -> None:
-            found[name] += [t.detach() for t in tree_leaves(out) if type(t) in (Tensor, nn.Parameter)]
+            found[name] += [t.detach() for t in torch_private.tree_leaves(out) if type(t) in (Tensor, nn.Parameter)]
 
         return hook
 

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import MappingKey, tree_flatten_with_path, tree_unflatten
 
 from shardpass.core.graphs import BatchIndex, ShardedEdgeIndex, ShardedGraph, ShardedHeteroGraph
-from shardpass.core.ranks import Options, Ranks
+from shardpass.core.ranks import Options, Ranks, torch_private
 from shardpass.core.selfcheck.frontend import Fields, Frontend
 from shardpass.core.sharding import EDGE, NODE, EdgeType, NodeType
 
@@ -84,7 +83,7 @@ class SmallCall:
         dtype: torch.dtype = torch.float64,
     ) -> None:
         self.frontend, self.method, self.dtype = frontend, method, dtype
-        leaves, self._structure = tree_flatten_with_path((args, kwargs))
+        leaves, self._structure = torch_private.tree_flatten_with_path((args, kwargs))
         self._generator = torch.Generator().manual_seed(0)
         real_nodes, real_edges = _real_sizes(leaves, frontend)
         self.num_nodes: dict[NodeType, int] = _numbers(real_nodes, _NODES, "node")
@@ -109,7 +108,7 @@ class SmallCall:
                     values.append(_leaf(rows, grads, inputs))
                 case BatchArgument(value) | Constant(value):
                     values.append(_copy(value))
-        args, kwargs = tree_unflatten(values, self._structure)
+        args, kwargs = torch_private.tree_unflatten(values, self._structure)
         return args, kwargs, inputs
 
     def sharded(self, comm: Ranks, options: Options, grads: bool) -> tuple[Any, Any, list[Tensor], dict[Any, Tensor]]:
@@ -131,7 +130,7 @@ class SmallCall:
                     values.append(_leaf(rows[ids[kind]], grads, inputs))
                 case Constant(value):
                     values.append(_copy(value))
-        args, kwargs = tree_unflatten(values, self._structure)
+        args, kwargs = torch_private.tree_unflatten(values, self._structure)
         return args, kwargs, inputs, ids
 
     @property
@@ -154,7 +153,7 @@ class SmallCall:
         return edges[:, torch.argsort(edges[1], stable=True)]  # as aggregations with an order want them
 
     def _argument(self, path: Any, leaf: Any, real: dict[Any, int]) -> Argument:
-        keys = [entry.key for entry in path if isinstance(entry, MappingKey) and entry.key in self.counts]
+        keys = [entry.key for entry in path if isinstance(entry, torch_private.MappingKey) and entry.key in self.counts]
         if self.frontend.core_of(leaf) is not None:
             return GraphArgument(self._fields(leaf))
         if isinstance(leaf, ShardedEdgeIndex):
@@ -200,7 +199,11 @@ def _real_sizes(leaves: list[Any], frontend: Frontend) -> tuple[dict[NodeType, i
             edges |= {kind: relation.shards.num_edges for kind, relation in leaf.relations.items()}
         elif isinstance(leaf, (ShardedGraph, ShardedEdgeIndex)):
             index = leaf.edge_index if isinstance(leaf, ShardedGraph) else leaf
-            keys = [entry.key for entry in path if isinstance(entry, MappingKey) and isinstance(entry.key, tuple)]
+            keys = [
+                entry.key
+                for entry in path
+                if isinstance(entry, torch_private.MappingKey) and isinstance(entry.key, tuple)
+            ]
             kind = keys[-1] if keys else EDGE
             if not keys and index.plan.num_own_src != index.plan.num_dst:
                 raise CannotCheckError("it is called with one edge type of a graph of several")

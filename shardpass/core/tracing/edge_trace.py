@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
 
+from shardpass.core.ranks import torch_private
 from shardpass.core.tracing.program import Program
 from shardpass.core.tracing.reducers import Base
 from shardpass.errors import NeedsHaloError, RefusedError
@@ -64,7 +64,7 @@ def sequence_number() -> int:
     if torch.is_inference_mode_enabled():
         return 0
     with torch.enable_grad():
-        return (torch.ones((), requires_grad=True) * 1).grad_fn._sequence_nr()  # type: ignore[union-attr]
+        return torch_private.next_node_number()
 
 
 def tensors_in(args: Iterable[Any]) -> list[Tensor]:
@@ -135,7 +135,7 @@ class EdgeTrace(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if self.substitutes:
-            args, kwargs = tree_map_only(Tensor, lambda t: self.substitutes.get(id(t), t), (args, kwargs))
+            args, kwargs = torch_private.tree_map_only(Tensor, lambda t: self.substitutes.get(id(t), t), (args, kwargs))
         operands = tensors_in((*args, *kwargs.values()))
         if self._expected is not None:
             self._check_expected(operands)
@@ -184,7 +184,7 @@ class EdgeTrace(TorchFunctionMode):
             norm: the batch norm that asks. Its running statistics are updated once the result is known.
         """
         self.norms[self.count] = norm
-        with torch._C.DisableTorchFunction():
+        with torch_private.DisableTorchFunction():
             moments = self.reduce("edge_moments", rows, Base())
             return self._step(Tensor.to, self._step(torch.select, moments, 0, 0), rows.dtype)
 
@@ -197,7 +197,7 @@ class EdgeTrace(TorchFunctionMode):
                 first of the tied values.
             base: what a destination without a message holds.
         """
-        with torch._C.DisableTorchFunction():
+        with torch_private.DisableTorchFunction():
             dtype = torch.promote_types(values.dtype, torch.float32)
             places = places.to(dtype).view(-1, *[1] * (values.dim() - 1)).expand_as(values)
             pair = self._step(torch.stack, [self._step(Tensor.to, values, dtype), places], -1)
@@ -238,7 +238,7 @@ class EdgeTrace(TorchFunctionMode):
         for tensor in operands:
             if tensor.requires_grad and id(tensor) not in self._expected:
                 node = tensor.grad_fn
-                if node is None or node._sequence_nr() < self._first_node:
+                if node is None or torch_private.node_number(node) < self._first_node:
                     raise RefusedError(
                         f"{self.name}: in backward the message uses a tensor of shape {list(tensor.shape)} that it did "
                         f"not use in forward: the layer keeps it on itself, and was called again or changed since. "

@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
+from shardpass.core.ranks import torch_private
+
 BINARY = {
     name: op
     for op, names in (
@@ -96,7 +98,7 @@ def _binary(op: str, args: tuple[Any, ...], out: Tensor, known: Known) -> Expr |
 
 def opaque(tensor: Tensor, storage: int, writes: int) -> Expr:
     """The leaf for a tensor that was not followed; equal for tensors that view the same memory in the same way."""
-    version = -1 if tensor.is_inference() else tensor._version
+    version = torch_private.version_of(tensor)
     view = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
     return Expr("opaque", (storage, writes, version, view, tensor.grad_fn is None), tuple(tensor.shape[1:]))
 

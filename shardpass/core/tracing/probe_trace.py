@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from shardpass.core.ranks import torch_private
 from shardpass.core.tracing.edge_trace import SHAPE_OPS, EdgeTrace, sequence_number
 from shardpass.core.tracing.expression import BINARY, KEEPS_VALUES, Expr, apply, opaque, plain
 from shardpass.core.tracing.program import Inputs, Program
@@ -111,14 +112,14 @@ class ProbeTrace(EdgeTrace):
         """What `tensor` depends on; enters captures on the way."""
         key, node = _storage(tensor), tensor.grad_fn
         if key in self._depends:
-            if node is not None and node._sequence_nr() < self.first_node:  # shares memory with one seen before
+            if node is not None and torch_private.node_number(node) < self.first_node:  # a view of one seen before
                 self._held.append(tensor)
                 self.captures[id(tensor)] = tensor
             return self._depends[key]
         self._held.append(tensor)
         if not tensor.requires_grad:
             return set()
-        if node is not None and node._sequence_nr() >= self.first_node:
+        if node is not None and torch_private.node_number(node) >= self.first_node:
             return self._depends.setdefault(key, {EVERYTHING})
         self.captures[id(tensor)] = tensor
         return set()
@@ -218,11 +219,11 @@ class ProbeTrace(EdgeTrace):
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return torch_private.storage_number(tensor.untyped_storage())
 
 
 def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
+    return torch_private.version_of(tensor)
 
 
 def _may_write(name: str, kwargs: dict[str, Any], operand: Tensor, out: Any) -> bool:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardpass.core.ranks import get_random_state, has_drawn
+from shardpass.core.ranks import get_random_state, has_drawn, torch_private
 from shardpass.core.sharding import EdgeShards, to_device
 from shardpass.core.tracing.probe_trace import EVERYTHING, ProbeTrace, Seen
 from shardpass.core.tracing.program import Attention, Inputs, MixedScore, Program, Reduction, Structure
@@ -216,7 +216,7 @@ def _differentiable(trace: ProbeTrace, value: Tensor, with_gradient: set[str]) -
             if known is None:
                 trace.captures.setdefault(id(leaf), leaf)
             reached |= known is None or known in with_gradient
-        elif node._sequence_nr() < trace.first_node:
+        elif torch_private.node_number(node) < trace.first_node:
             raise RefusedError(
                 f"{trace.name}: the message uses a tensor computed outside it ({node.name()}) in a way that cannot be "
                 f"followed (a custom autograd Function or TorchScript). Pass it to the layer as an argument"

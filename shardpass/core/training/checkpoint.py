@@ -8,7 +8,7 @@ on its verdict: an error on one rank is raised on all. `checkpoint_file` describ
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,9 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from shardpass import errors
-from shardpass.core.ranks import Ranks, derive_seed, get_random_state, set_random_state, torch_private
+from shardpass.core.ranks import (
+    Ranks,
+    derive_seed,
+    describe,
+    fail_together,
+    get_random_state,
+    set_random_state,
+    torch_private,
+)
 from shardpass.core.training.buckets import broadcast_tensors
-from shardpass.core.training.checkpoint_file import decode, describe, digest, encode, read_file, write_file
+from shardpass.core.training.checkpoint_file import decode, digest, encode, read_file, write_file
 from shardpass.core.training.gradients import forget_gradients
 from shardpass.errors import CheckpointError
 
@@ -127,7 +135,7 @@ def _tables(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:
     return {name: parameter for name, parameter in named.items() if getattr(parameter, "shardpass_local", False)}
 
 
-def _of_name(name: str, by_beginning: dict[str, _T]) -> _T | None:
+def _of_name(name: str, by_beginning: Mapping[str, _T]) -> _T | None:
     """What belongs to the tensor saved as `name`, of a dict with the keys of `_tables`."""
     for beginning, found in by_beginning.items():
         if name == beginning or (beginning.endswith("/") and name.startswith(beginning)):
@@ -179,17 +187,8 @@ def _continue_random(manifest: dict[str, Any], tensors: dict[str, Tensor], comm:
     return same
 
 
-def _agreed(comm: Ranks, work: Callable[[], Any]) -> Any:
-    """What `work` returned here; a CheckpointError on one rank is raised on all. Collective."""
-    result, problem = None, None
-    try:
-        result = work()
-    except CheckpointError as error:
-        problem = str(error)
-    for rank, text in enumerate(comm.all_gather_object(problem, "checkpoint verdict")):
-        if text is not None:
-            raise CheckpointError(f"{text} (found on rank {rank})")
-    return result
+def _agreed(comm: Ranks, work: Callable[[], _T]) -> _T:
+    return fail_together(comm, "checkpoint verdict", work, CheckpointError)
 
 
 def _trees(model: nn.Module, optimizer: Optimizer | None, extra: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -256,7 +255,8 @@ def _validate(
             f"{what} holds rows owned by ranks ({local[0]}), which belong to the nodes of one partition: pass graph= "
             f"to save_checkpoint and to load_checkpoint, so that they can be compared"
         )
-    own = {name: describe(value) for name, value in model.state_dict().items()}
+    state = model.state_dict()
+    own = {name: describe(value) if isinstance(value, Tensor) else "no tensor" for name, value in state.items()}
     saved = {}
     for name, tree in manifest["model"]["dict"]:
         saved[name] = "no tensor"

@@ -20,11 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardpass.core.ranks import describe, dtype_name
 from shardpass.errors import CheckpointError
 
 
 def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """The tree of `value`, see [Note: the file]; its tensors are added to `tensors` under names that start so."""
+    """The tree of `value`, see [Note: the file]. Its tensors go to `tensors`, under names that begin with `name`."""
     if isinstance(value, Tensor):
         if value.layout != torch.strided:
             raise CheckpointError(f"{name} is a sparse tensor, which a checkpoint cannot hold")
@@ -48,7 +49,7 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def decode(tree: Any, tensors: dict[str, Tensor]) -> Any:
-    """The value of which `encode` made `tree`."""
+    """The value for which `encode` returned `tree`."""
     if not isinstance(tree, dict):
         return tree
     ((kind, content),) = tree.items()
@@ -124,14 +125,16 @@ def read_file(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
     manifest: dict[str, Any] = json.loads(header["shardpass"])
     for name in manifest["local"]:
         tensors[name] = torch.cat([tensors.pop(f"{name}@{rank}") for rank in range(manifest["ranks"])])
-    manifest["tensors"] = {name: [_dtype(tensor), list(tensor.shape)] for name, tensor in sorted(tensors.items())}
+    manifest["tensors"] = {
+        name: [dtype_name(tensor.dtype), list(tensor.shape)] for name, tensor in sorted(tensors.items())
+    }
     return manifest
 
 
 def _checksum(text: str, tensors: dict[str, Tensor]) -> str:
     total = hashlib.sha256(text.encode())
     for name, tensor in sorted(tensors.items()):
-        total.update(f"\0{name} {_dtype(tensor)} {list(tensor.shape)}\0".encode())
+        total.update(f"\0{name} {describe(tensor)}\0".encode())
         total.update(bytes.fromhex(digest(tensor)))
     return total.hexdigest()
 
@@ -140,12 +143,3 @@ def digest(tensor: Tensor) -> str:
     """The SHA-256 of the bytes of a CPU tensor."""
     content: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
     return hashlib.sha256(content).hexdigest()
-
-
-def describe(value: Any) -> str:
-    """Dtype and shape of a tensor."""
-    return f"{_dtype(value)} {list(value.shape)}" if isinstance(value, Tensor) else "no tensor"
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shardpass.core.ranks import Ranks, identity_of, refuse_alike, torch_private
+from shardpass.core.ranks import Ranks, describe, identity_of, refuse_alike, torch_private
 from shardpass.core.training.buckets import BUCKET_BYTES, broadcast_tensors, cut_buckets, flatten, sum_flat, unpack
 from shardpass.errors import RefusedError, ShardpassError
 
@@ -55,7 +55,7 @@ def sync_parameters(model: nn.Module, comm: Ranks, bucket_bytes: int = BUCKET_BY
     for name, tensor in named:
         if nn.parameter.is_lazy(tensor):
             raise ValueError(f"parameter {name!r} is not initialised yet: run the lazy module once before wrapping it")
-    own = [f"{name}: {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}" for name, tensor in named]
+    own = [f"{name}: {describe(tensor)}" for name, tensor in named]
     first, *others = [[*found, "nothing more"] for found in comm.all_gather_object(own, "sync_parameters")]
     for rank, other in enumerate(others, 1):
         for left, right in zip(first, other):

@@ -26,8 +26,8 @@ class Moments:
 def global_moments(rows: Tensor, comm: Ranks, label: str) -> Moments:
     """The moments of the rows of all ranks, the same bits on every rank. Collective.
 
-    Every chunk gives its count, mean and squares about its mean, exact to the accumulation dtype also where the mean
-    is much larger than the deviation; they are merged over chunks, then over ranks, in float64.
+    Every chunk gives its count, its mean and the squares about its mean. They are exact to the accumulation dtype also
+    if the mean is much larger than the deviation. They are merged over chunks, then over ranks, in float64.
 
     Args:
         rows: [num_own, channels] of any floating dtype; accumulated in at least float32.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardpass.core.ranks import OnRanks, Ranks, begin_call, end_call, refuse_double_backward
+from shardpass.core.ranks import OnRanks, Ranks, begin_call, dtype_name, end_call, refuse_double_backward
 from shardpass.core.training.moments import Moments, accumulator_of, global_moments, row_chunks
 from shardpass.errors import RefusedError
 
@@ -49,7 +49,7 @@ class DistributedBatchNorm(OnRanks, nn.BatchNorm1d):
         return self._normalised(input, comm)
 
     def _normalised(self, input: Tensor, comm: Ranks) -> Tensor:
-        label = f"batch norm over {input.shape[1]} channels of {_name(input.dtype)}"
+        label = f"batch norm over {input.shape[1]} channels of {dtype_name(input.dtype)}"
         number, token = begin_call(comm, label)
         label = f"{label} #{number}"
         with torch.no_grad():
@@ -83,8 +83,10 @@ class DistributedBatchNorm(OnRanks, nn.BatchNorm1d):
         if not input.is_floating_point() or (
             kept is not None and kept.dtype != input.dtype and not (half and kept.dtype == torch.float32)
         ):
-            expected = "a floating point dtype" if kept is None else _name(kept.dtype)
-            raise ValueError(f"expected {expected} input, found {_name(input.dtype)}: convert the input or the module")
+            expected = "a floating point dtype" if kept is None else dtype_name(kept.dtype)
+            raise ValueError(
+                f"expected {expected} input, found {dtype_name(input.dtype)}: convert the input or the module"
+            )
 
     def track(self, moments: Moments, shape: Sequence[int]) -> None:
         """Update the running statistics as `torch.nn.BatchNorm1d` does."""
@@ -202,7 +204,3 @@ def _convert(norm: nn.Module, comm: Ranks) -> DistributedBatchNorm:
     converted.__dict__.update(norm.__dict__)
     converted.comm = comm
     return converted
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

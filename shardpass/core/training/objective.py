@@ -2,8 +2,8 @@
 
 [Note: global value, own gradient]
 The objective of a step is the sum over ranks of what each rank calls backward on. Every loss here returns the *value*
-over all ranks, the same bits on every rank, with the *gradient* of this rank's share of it: the shares add up to the
-value, so no gradient is counted twice. Forward is one collective; backward never communicates.
+over all ranks, the same bits on every rank, but the *gradient* of this rank's share of it. The shares add up to the
+value, so no gradient is counted twice. Forward is one collective; backward does not communicate.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardpass.core.ranks import Ranks
+from shardpass.core.ranks import Ranks, describe, dtype_name
 from shardpass.errors import DivergenceError
 
 
@@ -30,9 +30,9 @@ def cross_entropy(
 ) -> Tensor:
     """The mean cross entropy over the masked nodes of all ranks; its gradient is that of this rank's share.
 
-    Collective in forward (once). Equal to `torch.nn.functional.cross_entropy` on the rows of all ranks, with class
-    weights and label smoothing as there; half precision logits are computed in float32. A rank without masked nodes
-    takes part with zero gradients.
+    Collective in forward (once). The value is that of `torch.nn.functional.cross_entropy` on the rows of all ranks,
+    also with class weights and label smoothing. Half precision logits are computed in float32. A rank without masked
+    nodes takes part and gets zero gradients.
 
     Args:
         logits: [num_own, num_classes], floating point; classes and dtype the same on every rank.
@@ -85,18 +85,18 @@ def sum(values: Tensor, mask: Tensor | None, comm: Ranks) -> Tensor:
     chosen, problem = _rows_of("sum", values, mask)
     own = chosen.sum(dtype=torch.float64)
     totals = _agree("sum", [float(own.detach())], problem, comm, _trailing(values))
-    return _Share.apply(own, totals[0], 1.0).to(chosen.dtype)
+    return _Share.apply(own, torch.full_like(own, totals[0]), 1.0).to(chosen.dtype)
 
 
 def replicated(term: Tensor, comm: Ranks) -> Tensor:
-    """`term` itself, its gradient divided by the number of ranks; for what every rank computes alike.
+    """`term` itself, with its gradient divided by the number of ranks, for a term that every rank computes alike.
 
-    A penalty on the weights, say: every rank calls backward on it, and the gradients are summed over ranks. Not
-    collective; the caller sees to it that every rank adds the same term.
+    An example is a penalty on the weights: every rank calls backward on it, and the gradients are summed over ranks.
+    Not collective; see to it that every rank adds the same term.
     """
     if not isinstance(term, Tensor) or not term.is_floating_point():
-        raise ValueError(f"replicated: expected a floating point tensor, found {_describe(term)}")
-    return _Replicated.apply(term, comm.size)
+        raise ValueError(f"replicated: expected a floating point tensor, found {describe(term)}")
+    return _Share.apply(term, term, comm.size)
 
 
 def accuracy(logits: Tensor, y: Tensor, mask: Tensor | None, comm: Ranks) -> float:
@@ -106,7 +106,7 @@ def accuracy(logits: Tensor, y: Tensor, mask: Tensor | None, comm: Ranks) -> flo
     """
     problem = _check_logits("accuracy", logits, y, mask)
     if problem is None and y.is_floating_point():
-        problem = f"accuracy: y must hold class ids, found {_describe(y)}"
+        problem = f"accuracy: y must hold class ids, found {describe(y)}"
     right, count = 0, 0
     if problem is None:
         targets = _select(y, mask)
@@ -121,14 +121,14 @@ def accuracy(logits: Tensor, y: Tensor, mask: Tensor | None, comm: Ranks) -> flo
 
 
 def total(count: int | float, comm: Ranks) -> int | float:
-    """The sum of `count` over ranks: an int if it is one on this rank, else a float. Collective (once)."""
+    """The sum of `count` over ranks, an int if `count` is an int, else a float. Collective (once)."""
     dtype = torch.int64 if isinstance(count, Integral) else torch.float64
     value = torch.tensor([count], dtype=dtype, device=comm.device)
     return comm.all_reduce(value, "sum", "total").item()
 
 
 def _row_losses(rows: Tensor, targets: Tensor, weight: Tensor | None, label_smoothing: float) -> tuple[Tensor, float]:
-    """The weighted loss of each row, and what their sum is divided by for torch's mean."""
+    """The weighted loss of each row, and the number by which torch divides their sum for the mean."""
     rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
     weight = None if weight is None else weight.to(rows)
     targets = targets.to(rows.dtype) if targets.is_floating_point() else targets.long()
@@ -142,32 +142,19 @@ class _Share(torch.autograd.Function):
     """Forward: `value`. Backward: the gradient of ``own / denominator``. See [Note: global value, own gradient]."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, value: float, denominator: float) -> Tensor:
+    def forward(ctx: Any, own: Tensor, value: Tensor, denominator: float) -> Tensor:
         ctx.denominator = denominator
-        return torch.full_like(own, value)
+        return value.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return grads[0] / ctx.denominator, None, None
 
 
-class _Replicated(torch.autograd.Function):
-    """Identity; backward divides by the number of ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, term: Tensor, size: int) -> Tensor:
-        ctx.size = size
-        return term.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[0] / ctx.size, None
-
-
 def _global_mean(
     name: str, losses: Tensor, denominator: float, problem: str | None, comm: Ranks, identity: str
 ) -> Tensor:
-    """The sum of `losses` over the sum of `denominator`, both over ranks. Per rank in float64, for any W alike."""
+    """The sum of `losses` over the sum of `denominator`, both over ranks, in float64."""
     own = losses.sum(dtype=torch.float64)
     numerator, denominator, count = _agree(
         name, [float(own.detach()), denominator, float(losses.numel())], problem, comm, identity
@@ -176,13 +163,13 @@ def _global_mean(
         raise ValueError(_no_nodes(name))
     if denominator == 0:
         raise ValueError(f"{name}: the weights of the masked nodes add up to 0 on all ranks together")
-    return _Share.apply(own, numerator / denominator, denominator).to(losses.dtype)
+    return _Share.apply(own, torch.full_like(own, numerator / denominator), denominator).to(losses.dtype)
 
 
 def _agree(name: str, values: list[float], problem: str | None, comm: Ranks, identity: str) -> list[float]:
-    """The sums of `values` over ranks, or the first problem of any rank raised on all of them. Collective.
+    """The sums of `values` over ranks. The first problem of any rank is raised on all of them. Collective.
 
-    `identity` says what must agree between ranks (dtype and trailing shape); it travels as a checksum.
+    `identity` says what must agree between ranks (dtype and trailing shape). It travels as a checksum.
     """
     state = [float(problem is not None), float(zlib.crc32(identity.encode()))]
     row = torch.tensor([[*state, *values]], dtype=torch.float64, device=comm.device)
@@ -205,7 +192,7 @@ def _rows_of(name: str, values: Tensor, mask: Tensor | None) -> tuple[Tensor, st
     """The masked rows in a floating dtype, and what is wrong with the arguments."""
     if not isinstance(values, Tensor) or values.dim() == 0:
         return torch.zeros(0), (
-            f"{name}: values must have one row per own node, found {_describe(values)}; compute the loss with "
+            f"{name}: values must have one row per own node, found {describe(values)}; compute the loss with "
             f'reduction="none", and pass a term that all ranks compute alike through replicated(term, comm)'
         )
     if not values.is_floating_point():
@@ -222,14 +209,14 @@ def _check_mask(name: str, mask: Tensor | None, num_own: int) -> str | None:
     if mask is None:
         return None
     if not isinstance(mask, Tensor) or mask.dim() != 1 or mask.is_floating_point() or mask.is_complex():
-        return f"{name}: mask must be a bool tensor [{num_own}] or own row numbers, found {_describe(mask)}"
+        return f"{name}: mask must be a bool tensor [{num_own}] or own row numbers, found {describe(mask)}"
     if mask.dtype == torch.bool:
         if len(mask) == num_own:
             return None
         return f"{name}: the bool mask must have one entry per own node, {num_own}, found {len(mask)}"
     looks_so = len(mask) == num_own > 2 and bool((mask.long() >> 1 == 0).all())
     if mask.dtype == torch.uint8 or looks_so:  # DGL writes booleans to files as uint8
-        return f"{name}: mask is {_describe(mask)}, which reads as row numbers but looks like a mask: use mask.bool()"
+        return f"{name}: mask is {describe(mask)}, which reads as row numbers but looks like a mask: use mask.bool()"
     if len(mask) and not (int(mask.min()) >= 0 and int(mask.max()) < num_own):
         return f"{name}: row numbers in mask must be in [0, {num_own}), found {int(mask.min())} to {int(mask.max())}"
     return None
@@ -237,14 +224,14 @@ def _check_mask(name: str, mask: Tensor | None, num_own: int) -> str | None:
 
 def _check_logits(name: str, logits: Tensor, y: Tensor, mask: Tensor | None) -> str | None:
     if not isinstance(logits, Tensor) or logits.dim() != 2 or not logits.is_floating_point():
-        return f"{name}: logits must be floating point [num_own, num_classes], found {_describe(logits)}"
+        return f"{name}: logits must be floating point [num_own, num_classes], found {describe(logits)}"
     if not isinstance(y, Tensor) or y.is_complex() or y.dtype == torch.bool:
-        return f"{name}: y must hold class ids or class probabilities, found {_describe(y)}"
+        return f"{name}: y must hold class ids or class probabilities, found {describe(y)}"
     expected = list(logits.shape) if y.is_floating_point() else [logits.shape[0]]
     if list(y.shape) != expected:
         remedy = "; pass all own nodes, not only the masked ones" if y.shape[:1] != logits.shape[:1] else ""
         remedy = "; use y.squeeze(1)" if list(y.shape) == [logits.shape[0], 1] else remedy
-        return f"{name}: y must be {expected} for logits {list(logits.shape)}, found {_describe(y)}{remedy}"
+        return f"{name}: y must be {expected} for logits {list(logits.shape)}, found {describe(y)}{remedy}"
     return _check_mask(name, mask, logits.shape[0])
 
 
@@ -268,7 +255,7 @@ def _check_targets(targets: Tensor, num_classes: int, name: str) -> str | None:
 def _check_weight(weight: Tensor | None, logits: Tensor) -> str | None:
     if weight is None or (isinstance(weight, Tensor) and weight.shape == logits.shape[1:]):
         return None
-    return f"cross_entropy: weight must have one entry per class, [{logits.shape[1]}], found {_describe(weight)}"
+    return f"cross_entropy: weight must have one entry per class, [{logits.shape[1]}], found {describe(weight)}"
 
 
 def _no_nodes(name: str) -> str:
@@ -276,14 +263,6 @@ def _no_nodes(name: str) -> str:
 
 
 def _trailing(values: Any) -> str:
-    return (
-        f"{_dtype(values)} [{', '.join(map(str, ['num_own', *values.shape[1:]]))}]" if hasattr(values, "shape") else ""
-    )
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _describe(value: Any) -> str:
-    return f"{_dtype(value)} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+    if not isinstance(values, Tensor):
+        return ""
+    return f"{dtype_name(values.dtype)} [{', '.join(map(str, ['num_own', *values.shape[1:]]))}]"

@@ -1,4 +1,4 @@
-"""Mean and variance of the node rows of all ranks as differentiable functions: what norms over a graph are made of."""
+"""Mean and variance of the node rows of all ranks, as differentiable functions. Norms over a graph use them."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardpass.core.ranks import Ranks, begin_call, end_call, refuse_double_backward
+from shardpass.core.ranks import Ranks, begin_call, dtype_name, end_call, refuse_double_backward
 from shardpass.core.training.moments import global_moments
 from shardpass.errors import RefusedError
 
 
 def row_moments(rows: Tensor, comm: Ranks) -> tuple[int, Tensor, Tensor]:
-    """How many rows all ranks hold, and their mean and biased variance per channel, float64 ``[channels]`` each.
+    """The number of rows of all ranks, and their mean and biased variance per channel, float64 ``[channels]`` each.
 
-    Collective, in backward too; the same bits on every rank. Differentiable: the gradients of mean and variance are
-    summed over ranks, and each rank gets those of its rows. A rank without rows takes part. The moments are merged,
-    not computed from sums of squares; see `global_moments`.
+    Collective, in backward too; the same bits on every rank. It is differentiable: the gradients of mean and variance
+    are summed over ranks, and each rank gets those of its rows. A rank without rows takes part. The moments of pieces
+    are merged, not computed from sums of squares; see `global_moments`.
 
     Args:
         rows: ``[num_own, channels]``, floating point; channels and dtype the same on every rank.
         comm: the ranks.
 
     Raises:
-        RefusedError: `rows` has not two dimensions.
+        RefusedError: `rows` does not have two dimensions.
     """
     if rows.dim() != 2:
         raise RefusedError(f"norms over a sharded graph take [rows, channels], found {list(rows.shape)}: flatten first")
-    label = f"moments of {rows.shape[1]} channels of {str(rows.dtype).removeprefix('torch.')}"
+    label = f"moments of {rows.shape[1]} channels of {dtype_name(rows.dtype)}"
     number, token = begin_call(comm, label)
     label = f"{label} #{number}"
     with torch.no_grad():
@@ -62,8 +62,8 @@ class _Moments(torch.autograd.Function):
 def shifted(rows: Tensor, mean: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """``(rows - mean) * scale + bias`` per channel, in the dtype of `rows`, differentiable in all. Not collective.
 
-    A mean far above the deviation loses no more accuracy than the rows have: the rounding of `mean` to the dtype of
-    the rows is made good in the constant term.
+    No accuracy is lost if the mean is much larger than the deviation: the constant term makes good for the rounding of
+    `mean` to the dtype of the rows.
 
     Args:
         rows: ``[num_own, channels]``.

@@ -16,10 +16,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from shardpass.core.aggregation import aggregate, dropout_of_edges
-from shardpass.core.ranks import draw_seed
+from shardpass.core.ranks import draw_seed, torch_private
 from shardpass.core.tracing import Inputs, Program, Structure
 from shardpass.frontends.dgl.frames import Frame
 from shardpass.frontends.dgl.functions import message_of, operands
@@ -142,7 +141,7 @@ class Weights(_Uncomputed):
 
 def whole(value: Any) -> Any:
     """`value`, in which scores and weights are computed. Collective."""
-    return tree_map(lambda leaf: leaf.whole() if isinstance(leaf, _Uncomputed) else leaf, value)
+    return torch_private.tree_map(lambda leaf: leaf.whole() if isinstance(leaf, _Uncomputed) else leaf, value)
 
 
 class AttentionFrame(Frame):

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardpass.core.ranks import torch_private
 from shardpass.frontends.dgl.closed import refused
 
 
@@ -113,7 +114,7 @@ class NodeCounts(Tensor):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         mine = [a for a in (*args, *kwargs.values()) if isinstance(a, NodeCounts)]
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch_private.DisableTorchFunctionSubclass():
             if name in ("true_divide", "div", "__truediv__", "divide") and mine == [args[1]]:
                 return func(args[0], mine[0].total, *args[2:], **kwargs)
             if name in _SIZES:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dgl.nn.pytorch as dnn
 from torch import nn
 
+from shardpass.core.ranks import torch_private
 from shardpass.core.training import DistributedBatchNorm
 from shardpass.errors import RefusedError
 
@@ -74,9 +75,9 @@ def reason_to_refuse(module: nn.Module) -> str | None:
     for kind in type(module).__mro__:
         if kind.__module__.startswith("dgl.") and kind.__name__ in REFUSED:
             return REFUSED[kind.__name__]
-    norms = nn.modules.batchnorm._BatchNorm
+    norms = torch_private.AnyBatchNorm
     if isinstance(module, dnn.GroupRevRes) and any(isinstance(part, norms) for part in module.modules()):
         return _GROUPS
     known = type(module) in (nn.BatchNorm1d, nn.SyncBatchNorm) or isinstance(module, DistributedBatchNorm)
-    derived = isinstance(module, nn.modules.batchnorm._BatchNorm) and not known
+    derived = isinstance(module, torch_private.AnyBatchNorm) and not known
     return _STATISTICS if derived or isinstance(module, _TORCH_NORMS) else None

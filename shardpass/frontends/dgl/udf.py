@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from shardpass.core.ranks import torch_private
 from shardpass.core.tracing import Inputs
 from shardpass.errors import RefusedError
 from shardpass.frontends.dgl.closed import refused
@@ -110,7 +111,9 @@ def _snapshot(held: Any) -> Any:
     other = object.__new__(type(held))
     other.__dict__.update(attributes)
     if isinstance(held, nn.Module):
-        other.__dict__["_modules"] = {name: _snapshot(module) for name, module in held._modules.items()}
+        other.__dict__["_modules"] = {
+            name: _snapshot(module) for name, module in torch_private.children_of(held).items()
+        }
     return other
 
 

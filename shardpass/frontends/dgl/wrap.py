@@ -8,11 +8,10 @@ from typing import Any
 
 from dgl import DGLGraph
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from shardpass.core.graphs import ShardedGraph
 from shardpass.core.memory import Checkpoint, check_choice
-from shardpass.core.ranks import Ranks, decorrelate, is_wrapped, refuse_shared_model
+from shardpass.core.ranks import Ranks, decorrelate, is_wrapped, refuse_shared_model, torch_private
 from shardpass.core.selfcheck import copy_for_check
 from shardpass.core.training import (
     follow,
@@ -103,7 +102,7 @@ class _Forward(OutermostCall):
         self._graphs: list[tuple[ShardedGraph, ShardedDGLGraph]] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        leaves = tree_leaves((args, kwargs))
+        leaves = torch_private.tree_leaves((args, kwargs))
         if any(isinstance(leaf, DGLGraph) and not isinstance(leaf, ShardedDGLGraph) for leaf in leaves):
             raise RefusedError(
                 f"{type(self.model).__name__} is wrapped, but was called with an ordinary DGLGraph: nodes of a sharded "
@@ -115,11 +114,11 @@ class _Forward(OutermostCall):
             given = [leaf for leaf in leaves if isinstance(leaf, (ShardedGraph, ShardedDGLGraph))]
             is_hidden = not given  # the model may use a graph that it keeps, which then warns
             self._check(args, kwargs, given)
-        args, kwargs = tree_map(self._graph_of, (args, kwargs))
+        args, kwargs = torch_private.tree_map(self._graph_of, (args, kwargs))
         return self.run(self._computed, args, kwargs, is_hidden)
 
     def _computed(self, *args: Any, **kwargs: Any) -> Any:
-        graphs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ShardedDGLGraph)]
+        graphs = [leaf for leaf in torch_private.tree_leaves((args, kwargs)) if isinstance(leaf, ShardedDGLGraph)]
         with EmptyRows() if any(graph.lacks_rows for graph in graphs) else nullcontext():
             return type(self.model).forward(self.model, *args, **kwargs)
 

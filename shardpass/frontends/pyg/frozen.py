@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch_geometric.nn.conv import MessagePassing
 
+from shardpass.core.ranks import torch_private
 from shardpass.frontends.pyg.poison import Poison
 
 
@@ -22,7 +23,7 @@ class Frozen:
         self._conv = conv
         self._not_its_own = frozenset([*vars(nn.Module()), "propagate", "edge_updater"])
         self._flags = [(module, module.training) for module in conv.modules()]
-        self._attributes, self._buffers = self._found(), dict(conv._buffers)
+        self._attributes, self._buffers = self._found(), dict(torch_private.buffers_of(conv))
         self._left: set[str] = set()
 
     @contextmanager
@@ -32,7 +33,7 @@ class Frozen:
         So the tensors that a message function stores on the layer are taken off it again.
         """
         changed = [(module, module.training) for module, flag in self._flags if module.training != flag]
-        before, buffers = self._found(), dict(self._conv._buffers)
+        before, buffers = self._found(), dict(torch_private.buffers_of(self._conv))
         _set_training(self._flags)
         self._restore(self._attributes, self._buffers)
         try:
@@ -57,7 +58,7 @@ class Frozen:
         for name in self._found().keys() - attributes.keys():
             del vars(self._conv)[name]
         vars(self._conv).update(attributes)
-        self._conv._buffers.update(buffers)
+        torch_private.buffers_of(self._conv).update(buffers)
 
 
 def _set_training(flags: list[tuple[nn.Module, bool]]) -> None:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardpass.core.ranks import torch_private
 from shardpass.core.sharding import EdgeShards
 from shardpass.errors import RefusedError
 from shardpass.frontends.pyg.arguments import Arguments
@@ -99,7 +100,7 @@ class LazyEdges(Lazy):
 
 def _versions(arguments: Arguments) -> list[int]:
     tensors = [t for group in (arguments.src, arguments.dst, arguments.edge) for t in group.values()]
-    return [t._version for t in tensors if not t.is_inference()]
+    return [torch_private.version_of(t) for t in tensors if not t.is_inference()]
 
 
 class LazySums(Lazy):

@@ -13,6 +13,7 @@ from torch_geometric.nn.conv import GraphConv, MessagePassing, SAGEConv
 from shardpass.core.aggregation import aggregate
 from shardpass.core.exchange import HaloPlan
 from shardpass.core.graphs import ShardedGraph
+from shardpass.core.ranks import torch_private
 from shardpass.core.tracing import Inputs, Program, Structure
 from shardpass.errors import RefusedError
 from shardpass.frontends.pyg.arguments import Arguments, moved
@@ -161,7 +162,7 @@ class ShardedMessagePassing:
         own = {"aggregate", "update", "message"} & vars(conv).keys() or getattr(forward, "adapted", forward) is not None
         inner = conv.aggr_module
         hooked = conv._aggregate_forward_pre_hooks or conv._aggregate_forward_hooks or conv._propagate_forward_hooks
-        hooked = hooked or (inner is not None and (inner._forward_pre_hooks or inner._forward_hooks))
+        hooked = hooked or (inner is not None and torch_private.has_forward_hook(inner))
         return (
             type(conv) in _MAPPED_NEXT
             and type(inner) in (SumAggregation, MeanAggregation)

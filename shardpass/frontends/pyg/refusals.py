@@ -8,11 +8,10 @@ from inspect import signature
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from torch_geometric.nn.conv import RGCNConv
 
 from shardpass.core.graphs import BatchIndex, ShardedEdgeIndex, ShardedGraph
-from shardpass.core.ranks import OnRanks, Ranks
+from shardpass.core.ranks import OnRanks, Ranks, torch_private
 from shardpass.core.training import DistributedBatchNorm
 from shardpass.errors import RefusedError
 from shardpass.frontends.pyg import attention, models, modules, private
@@ -97,7 +96,9 @@ def refuse_node_tables(model: nn.Module, comm: Ranks, args: Any, kwargs: Any) ->
     Raises:
         RefusedError: naming the parameter; on every rank.
     """
-    leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, (ShardedGraph, ShardedEdgeIndex))]
+    leaves = [
+        leaf for leaf in torch_private.tree_leaves((args, kwargs)) if isinstance(leaf, (ShardedGraph, ShardedEdgeIndex))
+    ]
     plans = [r.plan for leaf in leaves if isinstance(leaf, ShardedGraph) for r in leaf.relations.values()]
     plans += [leaf.plan for leaf in leaves if isinstance(leaf, ShardedEdgeIndex)]
     own = [count for plan in plans for count in (plan.num_own_src, plan.num_dst)]
@@ -118,7 +119,7 @@ def refuse_norms_of_some_nodes(model: nn.Module, args: Any, kwargs: Any) -> None
     Raises:
         RefusedError: naming the part.
     """
-    leaves = tree_leaves((args, kwargs))
+    leaves = torch_private.tree_leaves((args, kwargs))
     if not any(isinstance(leaf, ShardedEdgeIndex) and leaf.flow is not None for leaf in leaves):
         return
     if any(isinstance(leaf, BatchIndex) for leaf in leaves):
@@ -185,4 +186,4 @@ def _reason_for_class(kind: type, module: Any) -> str | None:
 def _is_unknown_batch_norm(module: nn.Module) -> bool:
     """Whether the class of `module` is derived from a batch norm, and `wrap` cannot know what the class changes."""
     known = (nn.BatchNorm1d, nn.SyncBatchNorm, DistributedBatchNorm)
-    return isinstance(module, nn.modules.batchnorm._BatchNorm) and type(module) not in known
+    return isinstance(module, torch_private.AnyBatchNorm) and type(module) not in known

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
 from torch_geometric.nn.conv import MessagePassing
 
 from shardpass.core.graphs import ShardedEdgeIndex, ShardedGraph, ShardedHeteroGraph
 from shardpass.core.memory import Checkpoint, check_choice
-from shardpass.core.ranks import Ranks, decorrelate, is_wrapped, refuse_shared_model
+from shardpass.core.ranks import Ranks, decorrelate, is_wrapped, refuse_shared_model, torch_private
 from shardpass.core.training import (
     follow,
     refuse_as_built,
@@ -80,7 +78,7 @@ def wrap(model: nn.Module, comm: Ranks, check: bool = True, checkpoint: Checkpoi
     decorrelate(comm)
     _make_outermost(model, comm, pristine, checkpoint)
     if isinstance(model, torch.fx.GraphModule):  # as to_hetero makes them; their copies lose attributes
-        model._register_deepcopy_hook(partial(_make_outermost, comm=comm, checkpoint=checkpoint))
+        torch_private.on_deepcopy(model, partial(_make_outermost, comm=comm, checkpoint=checkpoint))
     return model
 
 
@@ -166,8 +164,7 @@ class _Method(OutermostCall):
         self.adapted = vars(model).get(method)  # by `adapt_hetero` or `adapt_methods`
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        dynamo = sys.modules.get("torch._dynamo")  # torch.compile has loaded it; it takes long to load
-        return (dynamo.disable(self._call) if dynamo is not None else self._call)(*args, **kwargs)
+        return torch_private.call_uncompiled(self._call, *args, **kwargs)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         if torch.jit.is_tracing():
@@ -180,13 +177,13 @@ class _Method(OutermostCall):
             self.unchecked.check(checked_by(_wrap_unchecked), model, self.comm, args, kwargs, self.method)
         is_hidden = not is_given and self.unchecked.pristine is not None
         refuse_norms_of_some_nodes(model, args, kwargs)
-        args, kwargs = tree_map(_edge_index_of, (args, kwargs))
+        args, kwargs = torch_private.tree_map(_edge_index_of, (args, kwargs))
         check_types((*args, *kwargs.values()), self.comm)
         return self.run(self._computed, args, kwargs, is_hidden)
 
     def _computed(self, *args: Any, **kwargs: Any) -> Any:
         method = self.adapted or partial(getattr(type(self.model), self.method), self.model)
-        return tree_map(_returned, method(*args, **kwargs))
+        return torch_private.tree_map(_returned, method(*args, **kwargs))
 
 
 _NO_SCRIPT = (
@@ -200,7 +197,7 @@ def _refuse_script() -> Any:
 
 
 def _has_graph(values: Any) -> bool:
-    return any(isinstance(leaf, (ShardedGraph, ShardedEdgeIndex)) for leaf in tree_leaves(values))
+    return any(isinstance(leaf, (ShardedGraph, ShardedEdgeIndex)) for leaf in torch_private.tree_leaves(values))
 
 
 def _returned(value: Any) -> Any:

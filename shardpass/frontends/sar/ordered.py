@@ -17,9 +17,8 @@ from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
-from shardpass.core.ranks import drop_chain, end_chain, start_chain
+from shardpass.core.ranks import drop_chain, end_chain, start_chain, torch_private
 from shardpass.core.training import DistributedBatchNorm
 from shardpass.frontends.dgl.empty import EmptyRows
 from shardpass.frontends.dgl.graph import ShardedDGLGraph
@@ -34,7 +33,7 @@ def make_ready(model: nn.Module) -> None:
     Raises:
         RefusedError: the model holds a layer that cannot be exact on a sharded graph.
     """
-    if getattr(model, "_shardpass_wrapped", False) or _begin in model._forward_pre_hooks.values():
+    if getattr(model, "_shardpass_wrapped", False) or torch_private.has_forward_hook(model, _begin):
         return
     refuse_unsupported(model)
     adapt(model)
@@ -48,7 +47,7 @@ def _warn_of_local_norms(model: nn.Module) -> None:
     if comm.size == 1 or comm.rank != 0:
         return
     for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, DistributedBatchNorm):
+        if isinstance(module, torch_private.AnyBatchNorm) and not isinstance(module, DistributedBatchNorm):
             warnings.warn(
                 f"{type(module).__name__} at {name!r} takes its statistics from the nodes of its own rank, so results "
                 f"depend on the partition: use sar.DistributedBN1D, which takes those of all ranks",
@@ -62,7 +61,7 @@ def _begin(model: nn.Module, args: Any, kwargs: Any) -> None:
         return  # a pickled model in a process of its own
     outermost, leaving = start_chain(STATE.comm), ExitStack()
     STATE.forwards.append((model, outermost, leaving))
-    graphs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ShardedDGLGraph)]
+    graphs = [leaf for leaf in torch_private.tree_leaves((args, kwargs)) if isinstance(leaf, ShardedDGLGraph)]
     if outermost and any(graph.lacks_rows for graph in graphs):
         leaving.enter_context(EmptyRows())
 

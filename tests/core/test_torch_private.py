@@ -1,0 +1,192 @@
+"""What shardpass uses of torch beyond its documentation does what we rely on, and no other file uses such names."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import shardpass
+from shardpass.core.ranks import torch_private
+
+
+def test_versions_count_changes_in_place_also_by_views():
+    x = torch.zeros(4)
+    before = torch_private.version_of(x)
+    x.detach()[:2].add_(1)
+    assert torch_private.version_of(x) == before + 1
+    with torch.inference_mode():
+        assert torch_private.version_of(torch.zeros(1)) == -1
+
+
+def test_bases():
+    x = torch.zeros(4)
+    assert torch_private.base_of(x[1:].view(3)) is x and torch_private.base_of(x) is x
+
+
+def test_storages_are_told_apart_and_are_gone_with_their_last_tensor():
+    x, y = torch.zeros(4), torch.zeros(4)
+    numbers = [torch_private.storage_number(t.untyped_storage()) for t in (x, x[1:], y)]
+    assert numbers[0] == numbers[1] != numbers[2]
+    gone = torch_private.StorageWeakRef(x.untyped_storage())
+    view = x[1:]
+    del x
+    assert not gone.expired()
+    del view
+    assert gone.expired()
+
+
+def test_tensors_are_dropped_as_keys():
+    known, x = torch_private.WeakTensorKeyDictionary(), torch.zeros(2)
+    known[x] = 1
+    assert known.get(x) == 1 and known.get(torch.zeros(2)) is None
+    del x
+    gc.collect()
+    assert not len(known)
+
+
+def test_nodes_are_numbered_in_the_order_in_which_they_are_made():
+    x = torch.ones(1, requires_grad=True)
+    early = x * 2
+    border = torch_private.next_node_number()
+    late = x * 2
+    assert torch_private.node_number(early.grad_fn) < border < torch_private.node_number(late.grad_fn)
+
+
+def test_saved_tensor_hooks():
+    def pack(tensor):
+        return tensor
+
+    assert torch_private.saved_tensor_hooks() is None
+    with torch.autograd.graph.saved_tensors_hooks(pack, pack):
+        assert torch_private.saved_tensor_hooks()[0] is pack
+    assert torch_private.saved_tensor_hooks() is None
+
+
+def test_gradient_hooks():
+    parameter, hook = nn.Parameter(torch.ones(1)), print
+    assert torch_private.grad_hooks(parameter) == []
+    parameter.register_post_accumulate_grad_hook(hook)
+    assert torch_private.grad_hooks(parameter) == [hook]
+
+
+def test_forward_hooks():
+    module, hook = nn.Linear(1, 1), lambda *_: None
+    assert not torch_private.has_forward_hook(module)
+    handle = module.register_forward_pre_hook(hook)
+    assert torch_private.has_forward_hook(module) and torch_private.has_forward_hook(module, hook)
+    assert not torch_private.has_forward_hook(module, print)
+    handle.remove()
+    module.register_forward_hook(hook)
+    assert torch_private.has_forward_hook(module)
+
+
+class Seen(torch.overrides.TorchFunctionMode):
+    """Counts the torch functions that are called."""
+
+    count = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("block", "count"), [("DisableTorchFunction", 0), ("DisableTorchFunctionSubclass", 1)])
+def test_blocks_without_torch_functions(block, count):
+    with Seen() as seen, getattr(torch_private, block)():
+        torch.ones(1) + 1
+    assert (seen.count > 0) == bool(count)
+
+
+def test_dispatch_modes_see_operators_and_their_arguments():
+    seen = []
+
+    class Mode(torch_private.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(torch_private.argument_names(func))
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(1)
+    with Mode():
+        x.bernoulli_(0.5)
+    assert seen == [{"self", "p", "generator"}]
+
+
+def test_blocks_of_the_profiler():
+    seen = []
+
+    class Mode(torch_private.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append((func, args[0]))
+            return func(*args, **(kwargs or {}))
+
+    with Mode(), torch.profiler.record_function("a name"):
+        pass
+    assert seen[0] == (torch_private.RECORD_ENTER, "a name") and seen[-1][0] is torch_private.RECORD_EXIT
+
+
+def test_trees():
+    tree = {"a": [1, (2, None)], "b": 3}
+    assert torch_private.tree_leaves(tree) == [1, 2, None, 3]
+    assert torch_private.tree_map(lambda x: x and x + 1, tree) == {"a": [2, (3, None)], "b": 4}
+    assert torch_private.tree_map_only(int, lambda x: -x, tree) == {"a": [-1, (-2, None)], "b": -3}
+    leaves, structure = torch_private.tree_flatten(tree)
+    assert torch_private.tree_unflatten(leaves, structure) == tree
+    paths, _ = torch_private.tree_flatten_with_path(tree)
+    assert [isinstance(path[0], torch_private.MappingKey) and path[0].key for path, _ in paths] == ["a", "a", "a", "b"]
+
+
+def test_parts_of_modules():
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.Dropout2d())
+    assert list(torch_private.children_of(model).values()) == list(model)
+    assert torch_private.buffers_of(model[0])["running_mean"] is model[0].running_mean
+    assert isinstance(model[0], torch_private.AnyBatchNorm) and isinstance(model[1], torch_private.AnyDropout)
+
+
+def test_versions_of_a_state_dict():
+    model = nn.BatchNorm1d(2)
+    versions = torch_private.state_versions(model.state_dict())
+    assert versions[""]["version"] == 2
+    assert torch_private.state_versions(torch_private.with_versions(dict(model.state_dict()), versions)) == versions
+
+
+def test_copies_of_traced_modules_are_told():
+    traced, copies = torch.fx.symbolic_trace(nn.Linear(1, 1)), []
+    torch_private.on_deepcopy(traced, copies.append)
+    made = copy.deepcopy(traced)
+    assert len(copies) == 1 and copies[0] is made
+
+
+def test_ddp(monkeypatch):
+    assert not torch_private.is_inside_ddp()
+    monkeypatch.setattr(torch_private.DistributedDataParallel, "_active_ddp_module", object())
+    assert torch_private.is_inside_ddp()
+
+
+def test_functions_are_called_around_the_compiler():
+    assert torch_private.call_uncompiled(divmod, 7, 2) == (3, 1)
+
+
+PRIVATE = re.compile(
+    r"torch\._(?!_)|torch\.utils\._|torch\.utils\.weak|torch\.multiprocessing\.reductions"
+    r"|torch\.nn\.modules\.\w+ import _|nn\.modules\.\w+\._"
+    r"|\._(C|cdata|base|sequence_nr|schema|metadata|forward_hooks|forward_pre_hooks|parameters|modules)\b"
+    r"|_post_accumulate_grad_hooks|_get_active_ddp_module|_register_deepcopy_hook|profiler\._record|\b(?!self|p\b)\w+\._version\b"
+)
+
+
+def test_no_other_file_uses_such_names():
+    root = Path(shardpass.__file__).parent
+    found = {
+        f"{path.relative_to(root)}:{number}: {line.strip()}"
+        for path in root.rglob("*.py")
+        if path.name != "torch_private.py"
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if PRIVATE.search(line)
+    }
+    assert not found, "use, or add to, shardpass/core/ranks/torch_private.py:\n" + "\n".join(sorted(found))
