@@ -22,9 +22,7 @@ from shardpass.core.training import (
     sync_parameters,
     total,
 )
-from shardpass.data.inspect import inspect
-from shardpass.data.load import load
-from shardpass.data.partition import partition
+from shardpass.data import inspect, load, partition
 from shardpass.planning.plan import Plan, plan
 from shardpass.planning.sizes import GraphCounts
 

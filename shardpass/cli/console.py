@@ -17,7 +17,7 @@ from shardpass.errors import InternalError, MissingDependencyError, ShardpassErr
 EXPECTED = (ShardpassError, MissingDependencyError, ValueError, TypeError, NotImplementedError, OSError)
 """What the library raises for something that the user can mend. Anything else is a defect and keeps its traceback."""
 
-_ARGUMENT = re.compile(r"\b(overwrite|method|mode)=(?:True|'(\w+)')")
+_ARGUMENT = re.compile(r"\b(overwrite|method|mode|parts)=(?:True|\.\.\.|'(\w+)')")
 
 
 def output() -> Console:

@@ -6,7 +6,6 @@ import hashlib
 import json
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -48,18 +47,13 @@ def lay_out(part_of: dict[NodeType, Tensor], num_parts: int) -> Layout:
     """The layout of an assignment of nodes to parts."""
     offsets, node_ids, new_ids = {}, {}, {}
     for node_type, parts in part_of.items():
-        order = torch.from_numpy(np.argsort(_narrow(parts, num_parts), kind="stable").astype(np.int64, copy=False))
+        order = torch.sort(parts, stable=True).indices
         sizes = torch.bincount(parts, minlength=num_parts)
         offsets[node_type] = torch.cat([torch.zeros(1, dtype=torch.long), sizes.cumsum(0)])
         node_ids[node_type] = order
         new_ids[node_type] = torch.empty_like(order)
         new_ids[node_type][order] = torch.arange(order.numel())
     return Layout(num_parts, part_of, offsets, node_ids, new_ids)
-
-
-def _narrow(parts: Tensor, num_parts: int) -> np.ndarray:
-    """The parts in 16 bits where they fit, for which NumPy has a radix sort."""
-    return parts.numpy().astype(np.uint16) if num_parts <= 1 << 16 else parts.numpy()
 
 
 def graph_fingerprint(graph: RawGraph) -> str:

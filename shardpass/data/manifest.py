@@ -129,34 +129,33 @@ def _check_document(document: Any, text: bytes, path: Path) -> None:
         raise StoreError(f"{path} is altered: its checksum differs from its contents; it is not meant to be edited")
 
 
+_PLAIN = (
+    "shardpass_version", "source", "method", "seed", "graph_fingerprint", "partition_fingerprint", "num_parts",
+    "graph_fields",
+)  # fmt: skip
+"""The attributes that a document holds as they are."""
+_PER_NODE_TYPE, _PER_EDGE_TYPE = ("num_nodes", "offsets"), ("num_edges", "part_edges", "cut_edges")
+"""Those that it holds in an entry for each type."""
+
+
 def _to_json(manifest: Manifest) -> dict[str, Any]:
     return {
-        "shardpass_version": manifest.shardpass_version,
-        "source": manifest.source,
-        "method": manifest.method,
-        "seed": manifest.seed,
-        "graph_fingerprint": manifest.graph_fingerprint,
-        "partition_fingerprint": manifest.partition_fingerprint,
-        "num_parts": manifest.num_parts,
-        "graph_fields": manifest.graph_fields,
+        **{name: getattr(manifest, name) for name in _PLAIN},
         "node_types": [
             {
                 "type": kind,
-                "num_nodes": count,
-                "offsets": manifest.offsets[kind],
-                "fields": _fields_to_json(manifest.node_fields[kind]),
+                **{name: getattr(manifest, name)[kind] for name in _PER_NODE_TYPE},
+                "fields": _fields_to_json(fields),
             }
-            for kind, count in manifest.num_nodes.items()
+            for kind, fields in manifest.node_fields.items()
         ],
         "edge_types": [
             {
                 "type": list(kind),
-                "num_edges": count,
-                "part_edges": manifest.part_edges[kind],
-                "cut_edges": manifest.cut_edges[kind],
-                "fields": _fields_to_json(manifest.edge_fields[kind]),
+                **{name: getattr(manifest, name)[kind] for name in _PER_EDGE_TYPE},
+                "fields": _fields_to_json(fields),
             }
-            for kind, count in manifest.num_edges.items()
+            for kind, fields in manifest.edge_fields.items()
         ],
         "files": [vars(record) for record in manifest.files],
     }
@@ -165,23 +164,16 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
 def _from_json(document: dict[str, Any]) -> Manifest:
     nodes = {entry["type"]: entry for entry in document["node_types"]}
     edges = {tuple(entry["type"]): entry for entry in document["edge_types"]}
+    values: dict[str, Any] = {
+        **{name: document[name] for name in _PLAIN},
+        **{name: {kind: entry[name] for kind, entry in nodes.items()} for name in _PER_NODE_TYPE},
+        **{name: {kind: entry[name] for kind, entry in edges.items()} for name in _PER_EDGE_TYPE},
+    }
     return Manifest(
-        num_parts=document["num_parts"],
-        num_nodes={kind: entry["num_nodes"] for kind, entry in nodes.items()},
-        num_edges={kind: entry["num_edges"] for kind, entry in edges.items()},
-        offsets={kind: entry["offsets"] for kind, entry in nodes.items()},
-        part_edges={kind: entry["part_edges"] for kind, entry in edges.items()},
-        cut_edges={kind: entry["cut_edges"] for kind, entry in edges.items()},
+        **values,
         node_fields={kind: _fields_from_json(entry["fields"]) for kind, entry in nodes.items()},
         edge_fields={kind: _fields_from_json(entry["fields"]) for kind, entry in edges.items()},
-        graph_fields=document["graph_fields"],
         files=[FileRecord(**record) for record in document["files"]],
-        source=document["source"],
-        method=document["method"],
-        seed=document["seed"],
-        shardpass_version=document["shardpass_version"],
-        graph_fingerprint=document["graph_fingerprint"],
-        partition_fingerprint=document["partition_fingerprint"],
         format_version=document["version"],
     )
 

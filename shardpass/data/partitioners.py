@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardpass.data.file_rows import loaded
 from shardpass.data.metis import metis_parts
-from shardpass.data.raw import NODE, NodeType, RawGraph
-from shardpass.data.rows import as_tensor
+from shardpass.data.raw import NODE, NodeType, RawGraph, checked_ids
 from shardpass.data.streaming import PASSES, STREAMING, Budget, streamed_parts
 
 METHODS = ("fennel", "ldg", "metis", "random", "range")
@@ -110,24 +110,11 @@ def _given_parts(graph: RawGraph, parts: int, assignment: Any) -> dict[NodeType,
         raise ValueError(
             f"the assignment has the node types {sorted(assignment)}; the graph has {sorted(graph.num_nodes)}"
         )
-    return {kind: _checked(assignment[kind], kind, count, parts) for kind, count in graph.num_nodes.items()}
-
-
-def _checked(values: Any, node_type: NodeType, count: int, parts: int) -> Tensor:
-    what = f"the assignment of nodes of type {node_type!r}"
-    part_of = as_tensor(values, what).cpu()
-    if tuple(part_of.shape) != (count,):
-        raise ValueError(f"{what} has the shape {list(part_of.shape)}; expected [{count}], one part per node")
-    if count == 0:
-        return torch.empty(0, dtype=torch.int32)
-    if part_of.dtype is torch.bool or part_of.is_floating_point() or part_of.is_complex():
-        raise TypeError(f"{what} is {part_of.dtype}; expected integers: convert it to int64")
-    part_of = part_of.long()
-    wrong = torch.nonzero((part_of < 0) | (part_of >= parts))
-    if wrong.numel():
-        node = int(wrong[0])
-        raise ValueError(
-            f"{what}: node {node} has the part {int(part_of[node])}, outside the valid interval [0, {parts}); "
-            "correct it, or pass the true number of parts"
-        )
-    return part_of.int()
+    given = {}
+    for kind, count in graph.num_nodes.items():
+        what = f"the parts assigned to nodes of type {kind!r}"
+        part_of = loaded(checked_ids(assignment[kind], parts, what, "parts"))
+        if len(part_of) != count:
+            raise ValueError(f"{what} have the shape [{len(part_of)}]; expected [{count}], one part per node")
+        given[kind] = part_of.int()
+    return given

@@ -116,8 +116,8 @@ class RawGraph:
         for end in (kind[0], kind[2]):
             if end not in self.num_nodes:
                 raise ValueError(f"edge type {kind}: {end!r} is not a node type of this graph: {list(self.num_nodes)}")
-        src = _checked_ends(arrays.src, self.num_nodes[kind[0]], f"source ids of edges {kind}")
-        dst = _checked_ends(arrays.dst, self.num_nodes[kind[2]], f"destination ids of edges {kind}")
+        src = checked_ids(arrays.src, self.num_nodes[kind[0]], f"source ids of edges {kind}")
+        dst = checked_ids(arrays.dst, self.num_nodes[kind[2]], f"destination ids of edges {kind}")
         if len(src) != len(dst):
             raise ValueError(f"edges {kind}: {len(src)} sources and {len(dst)} destinations; expected as many of both")
         return EdgeArrays(src, dst)
@@ -132,8 +132,12 @@ def _check_name(name: Any) -> None:
         raise ValueError(f"name {name!r} is not valid Unicode") from None
 
 
-def _checked_ends(values: Any, num_nodes: int, what: str) -> Tensor | FileRows:
-    """One end of all edges, as integers of which each is the id of a node."""
+def checked_ids(values: Any, count: int, what: str, counted: str = "nodes") -> Tensor | FileRows:
+    """The values as int32 or int64, [n], or in their file, after each has been found to be in `[0, count)`.
+
+    Raises:
+        TypeError, ValueError: when they are not such integers. The error calls them `what`.
+    """
     ends: Tensor | FileRows
     if isinstance(values, FileRows):
         ends, what = values, f"{values.name}: {what}"
@@ -142,17 +146,17 @@ def _checked_ends(values: Any, num_nodes: int, what: str) -> Tensor | FileRows:
         if ends.numel() == 0 and ends.dim() <= 1:
             return ends.reshape(-1).long()  # an empty list has no integer type of its own
     if len(ends.shape) != 1:
-        raise ValueError(f"{what} have the shape {list(ends.shape)}; expected one number per edge")
+        raise ValueError(f"{what} have the shape {list(ends.shape)}; expected a list of integers")
     for start, block in blocks(ends, _BLOCK_ROWS):
         if block.dtype is torch.bool or block.is_floating_point() or block.is_complex():
             found = _first_fraction(block, start)
             raise TypeError(f"{what} are {block.dtype}{found}; expected integers: convert them to int64")
         ids = block.long()
-        if int(ids.min()) < 0 or int(ids.max()) >= num_nodes:
-            position = int(torch.nonzero((ids < 0) | (ids >= num_nodes))[0])
+        if int(ids.min()) < 0 or int(ids.max()) >= count:
+            position = int(torch.nonzero((ids < 0) | (ids >= count))[0])
             raise ValueError(
                 f"{what}: {int(ids[position])} at position {start + position} is outside the valid interval "
-                f"[0, {num_nodes}); correct the edge, or pass the true number of nodes"
+                f"[0, {count}); correct it, or pass the true number of {counted}"
             )
     if isinstance(ends, FileRows):
         return ends

@@ -10,9 +10,7 @@ import torch
 
 from shardpass.core.dryrun import Field, RankSizes
 from shardpass.core.sharding import EDGE, NODE
-from shardpass.data.inspect import inspect
-from shardpass.data.manifest import Manifest
-from shardpass.data.store import open_store
+from shardpass.data import Manifest, inspect, open_store
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardpass.backends.communicator import Communicator
-from shardpass.core.ranks import MODES, Mode, Options
+from shardpass.core.ranks import MODES, Mode, Options, Ranks
 from shardpass.testing.graphs import WholeGraph, assignments
 from shardpass.testing.hetero import (
     HeteroCaller,
@@ -27,7 +26,7 @@ def assert_exact(
     model: nn.Module,
     graph: WholeGraph | WholeHeteroGraph,
     call: Caller | HeteroCaller,
-    wrap: Callable[[nn.Module, Communicator], nn.Module],
+    wrap: Callable[[nn.Module, Ranks], nn.Module],
     *,
     ranks: int | Iterable[int] = (1, 2, 3, 4),
     modes: Iterable[Mode] = MODES,

@@ -78,10 +78,14 @@ def test_given(values):
 @pytest.mark.parametrize(
     ("values", "error", "message"),
     [
-        ([0] * 7, ValueError, r"has the shape \[7\]; expected \[8\], one part per node"),
-        ([0, 0, 0, 5, 0, 0, 0, -1], ValueError, r"node 3 has the part 5, outside the valid interval \[0, 2\)"),
-        ([0.0] * 8, TypeError, "is torch.float64; expected integers: convert it to int64"),
-        ([True] * 8, TypeError, "is torch.bool; expected integers"),
+        ([0] * 7, ValueError, r"have the shape \[7\]; expected \[8\], one part per node"),
+        (
+            [0, 0, 0, 5, 0, 0, 0, -1],
+            ValueError,
+            r"nodes of type 'node': 5 at position 3 is outside the valid interval \[0, 2\); .* number of parts",
+        ),
+        ([0.0] * 8, TypeError, "are torch.float64; expected integers: convert them to int64"),
+        ([True] * 8, TypeError, "are torch.bool; expected integers"),
         ({"nodes": [0] * 8}, ValueError, r"has the node types \['nodes'\]; the graph has \['node'\]"),
         (["a"] * 8, TypeError, "which tensors cannot hold"),
     ],

@@ -37,7 +37,7 @@ def test_memory_is_shared():
         ([0, 3], ValueError, r"source ids of edges .*: 3 at position 1 is outside the valid interval \[0, 3\)"),
         ([-1, 7], ValueError, r"-1 at position 0 is outside the valid interval \[0, 3\)"),
         ([0], ValueError, "1 sources and 2 destinations; expected as many"),
-        ([[0, 1]], ValueError, r"have the shape \[1, 2\]; expected one number per edge"),
+        ([[0, 1]], ValueError, r"have the shape \[1, 2\]; expected a list of integers"),
         (["a", "b"], TypeError, "which tensors cannot hold; expected numbers or booleans"),
         (np.array([2**64 - 1, 0], dtype=np.uint64), ValueError, "at position 0 is outside the valid interval"),
     ],

@@ -34,7 +34,7 @@ from shardpass.data.partitioners import assign
 from shardpass.data.streaming import STREAMING, Budget
 from shardpass.data.streaming.adjacency import Adjacency
 from shardpass.data.streaming.buckets import key_ranges
-from shardpass.data.streaming.placing import SLACK, Placement, place, place_in_batches
+from shardpass.data.streaming.partitioners import SLACK, compiled, place_nodes
 
 TINY = 20_000
 """Bytes: dozens of buckets even for small graphs."""
@@ -122,14 +122,13 @@ def cut_and_balance(graph: RawGraph, part_of: torch.Tensor, parts: int) -> tuple
     return float((part_of[src] != part_of[dst]).float().mean()), float(loads.max() / loads.mean())
 
 
-@pytest.fixture(params=["compiled", "batches"])
+@pytest.fixture(params=["compiled", "plain"])
 def loops(request, monkeypatch):
     """With and without numba."""
     if request.param == "compiled":
         pytest.importorskip("numba")
     else:
-        monkeypatch.setitem(__import__("sys").modules, "shardpass.data.streaming.numba_loops", None)
-    return request.param
+        monkeypatch.setitem(__import__("sys").modules, "numba", None)
 
 
 @pytest.mark.parametrize("method", STREAMING)
@@ -155,23 +154,18 @@ def test_every_node_has_a_part(loops, method, make, parts):
 
 
 @pytest.mark.parametrize("fennel", [True, False])
-def test_batches_of_one_are_the_compiled_loop(fennel):
+def test_the_compiled_loop_is_the_plain_one(fennel):
     pytest.importorskip("numba")
-    graph = community_graph(500, 10, 6)
-    run = next(Adjacency(graph, Budget()).runs())
+    run = next(Adjacency(community_graph(500, 10, 6), Budget()).runs())
     weights = np.random.default_rng(0).integers(1, 30, 500)
     capacity = SLACK * weights.sum() / 7
-    found = [
-        Placement(np.full(500, -1, np.int32), np.zeros(7, np.int64), capacity, fennel, 0.05 / capacity**0.5)
-        for _ in range(2)
-    ]
+    parts = [np.full(500, -1, np.int32) for _ in range(2)]
     for _ in range(3):
-        for to in found:
-            to.loads[:] = 0
-        place(run, weights, found[0])
-        place_in_batches(run, weights, found[1], 1)
-        assert np.array_equal(found[0].part_of, found[1].part_of) and np.array_equal(found[0].loads, found[1].loads)
-        assert found[0].loads.sum() == weights.sum() and found[0].loads.max() <= capacity
+        loads = [np.zeros(7, np.int64) for _ in range(2)]
+        for place, part_of, load in zip((compiled(), place_nodes), parts, loads):
+            place(*run, weights, part_of, load, capacity, fennel, 0.05 / capacity**0.5)
+        assert np.array_equal(*parts) and np.array_equal(*loads)
+        assert loads[0].sum() == weights.sum() and loads[0].max() <= capacity
 
 
 def test_a_node_heavier_than_a_part_is_alone(loops):

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Collection
 from typing import Any
 
-from shardpass.data.raw import EDGE, NODE, EdgeArrays, EdgeType, RawGraph, Scalar
+from shardpass.data.raw import EDGE, NODE, RawGraph, Scalar
 from shardpass.data.readers.mapping import as_scalar, edge_ends, is_scalar
 
 
@@ -19,54 +19,51 @@ def is_pyg(data: Any, name: str) -> bool:
 
 def read_data(data: Any, drop: Collection[str] = ()) -> RawGraph:
     """The graph of a `Data`: every field, by PyG's own rule of what is per node and per edge."""
-    num_nodes = _num_nodes(data, "the Data object")
-    ends = edge_ends(_edge_index(data, "the Data object"), "edge_index")
-    node_fields, edge_fields, graph_fields = _sorted_fields(data, drop, "", ("edge_index",))
+    what = "the Data object"
+    num_nodes, ends = _num_nodes(data, what), edge_ends(_edge_index(data, what), "edge_index")
+    node_fields, edge_fields, others = _sorted_fields(data, drop)
+    scalars = {name: _graph_field(name, value) for name, value in others.items()}
     source = "torch_geometric Data"
-    return RawGraph({NODE: num_nodes}, {EDGE: ends}, {NODE: node_fields}, {EDGE: edge_fields}, graph_fields, source)
+    return RawGraph({NODE: num_nodes}, {EDGE: ends}, {NODE: node_fields}, {EDGE: edge_fields}, scalars, source)
 
 
 def read_hetero(data: Any, drop: Collection[str] = ()) -> RawGraph:
     """The graph of a `HeteroData`, every field included."""
-    num_nodes: dict[str, int] = {}
-    edges: dict[EdgeType, EdgeArrays] = {}
-    node_fields, edge_fields = {}, {}
-    graph_fields: dict[str, Scalar] = {}
+    num_nodes, edges, fields = {}, {}, {}
     for kind in data.node_types:
         num_nodes[kind] = _num_nodes(data[kind], f"node type {kind!r}")
-        node_fields[kind], _, _ = _sorted_fields(data[kind], drop, f" of {kind!r}", ())
     for kind in data.edge_types:
         edges[kind] = edge_ends(_edge_index(data[kind], f"edge type {kind}"), f"edge_index of {kind}")
-        _, edge_fields[kind], _ = _sorted_fields(data[kind], drop, f" of {kind}", ("edge_index",))
-    for name, value in data._global_store.items():
-        if name not in drop:
-            graph_fields[name] = _graph_field(name, value, "")
-    source = "torch_geometric HeteroData"
-    return RawGraph(num_nodes, edges, node_fields, edge_fields, graph_fields, source)
+    for kind in (*num_nodes, *edges):
+        of_nodes, of_edges, others = _sorted_fields(data[kind], drop)
+        if others:  # one type has no place for numbers and strings of its own
+            name, value = next(iter(others.items()))
+            raise ValueError(_unplaced(name, value, f" of {kind!r}"))
+        fields[kind] = of_nodes if kind in num_nodes else of_edges
+    scalars = {name: _graph_field(name, value) for name, value in data._global_store.items() if name not in drop}
+    node_fields, edge_fields = ({kind: fields[kind] for kind in kinds} for kinds in (num_nodes, edges))
+    return RawGraph(num_nodes, edges, node_fields, edge_fields, scalars, "torch_geometric HeteroData")
 
 
-def _sorted_fields(
-    store: Any, drop: Collection[str], where: str, skip: Collection[str]
-) -> tuple[dict[str, Any], dict[str, Any], dict[str, Scalar]]:
-    """The node, edge and graph fields of a PyG storage; of one type, when it belongs to a `HeteroData`."""
-    node_fields, edge_fields, graph_fields = {}, {}, {}
+def _sorted_fields(store: Any, drop: Collection[str]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """The fields of a PyG storage that are per node, those that are per edge, and all others."""
+    of_nodes, of_edges, others = {}, {}, {}
     for name, value in store.items():
-        if name in skip or name in drop or name == "num_nodes" or value is None:
+        if name in ("edge_index", "num_nodes", *drop) or value is None:
             continue
-        if hasattr(value, "shape") and len(value.shape) > 0 and store.is_node_attr(name):
-            node_fields[name] = value
-        elif hasattr(value, "shape") and len(value.shape) > 0 and store.is_edge_attr(name):
-            edge_fields[name] = value
-        elif where:  # one type of a HeteroData has no place for numbers and strings of its own
-            raise ValueError(_unplaced(name, value, where))
+        has_rows = len(getattr(value, "shape", ())) > 0
+        if has_rows and store.is_node_attr(name):
+            of_nodes[name] = value
+        elif has_rows and store.is_edge_attr(name):
+            of_edges[name] = value
         else:
-            graph_fields[name] = _graph_field(name, value, where)
-    return node_fields, edge_fields, graph_fields
+            others[name] = value
+    return of_nodes, of_edges, others
 
 
-def _graph_field(name: str, value: Any, where: str) -> Scalar:
+def _graph_field(name: str, value: Any) -> Scalar:
     if not is_scalar(value):
-        raise ValueError(_unplaced(name, value, where))
+        raise ValueError(_unplaced(name, value, ""))
     return as_scalar(value)
 
 

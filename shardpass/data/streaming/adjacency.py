@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
-from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
@@ -50,32 +50,33 @@ class Adjacency:
             degrees.index_add_(0, src, ones)
         budget.report("count", self.total, self.total)
         degrees += self.in_degrees
-        in_files = any(isinstance(arrays.src, FileRows) for arrays in graph.edges.values())
-        limit = budget.bucket_records if in_files else max(1, 2 * self.total)
-        self._starts = key_ranges(degrees, limit)
-        self._buckets = self._spill() if in_files else None
+        self._buckets: Buckets | None = None
+        if any(isinstance(arrays.src, FileRows) for arrays in graph.edges.values()):
+            self._buckets = self._spill(key_ranges(degrees, budget.bucket_records))
+        else:
+            src, dst = all_edges(graph)
+            self._all = to_run(0, self.num_nodes, torch.cat([src, dst]).numpy(), torch.cat([dst, src]).numpy())
 
     def runs(self) -> Iterator[Run]:
         """All nodes in ascending order."""
         if self._buckets is None:
-            src, dst = all_edges(self.graph)
-            yield to_run(0, self.num_nodes, torch.cat([src, dst]).numpy(), torch.cat([dst, src]).numpy())
+            yield self._all
             return
         for bucket in range(len(self._buckets)):
-            first, last = (int(node) for node in self._starts[bucket : bucket + 2])
+            first, last = (int(node) for node in self._buckets.starts[bucket : bucket + 2])
             records = self._buckets.read(bucket)
             yield to_run(first, last - first, records["node"], records["neighbour"])
 
     def close(self) -> None:
         """Delete the temporary files."""
-        for bucket in range(len(self._buckets or ())):
-            self._buckets.remove(bucket)  # type: ignore[union-attr]
+        if self._buckets is not None:
+            shutil.rmtree(self._buckets.folder)
 
-    def _spill(self) -> Buckets:
+    def _spill(self, starts: Array) -> Buckets:
         number = np.dtype(np.int32 if self.num_nodes <= INT32_LIMIT else np.int64)
         record = np.dtype([("node", number), ("neighbour", number)])
         self.budget.require_disk(2 * self.total * record.itemsize, "sorting the edges by node")
-        buckets = Buckets(self.budget.scratch, self._starts, record)
+        buckets = Buckets(self.budget.scratch, starts, record)
         for done, src, dst in joined_edges(self.graph, self.budget.block_edges):
             self.budget.report("bucket", done, self.total)
             for nodes, neighbours in ((src, dst), (dst, src)):
@@ -109,21 +110,6 @@ def all_edges(graph: RawGraph) -> tuple[Tensor, Tensor]:
 def to_run(first: int, count: int, nodes: Array, neighbours: Array) -> Run:
     """The run of `count` nodes from pairs (node, neighbour) in any order."""
     keep = nodes != neighbours
-    rows = nodes[keep] - nodes.dtype.type(first)
-    starts = np.zeros(count + 1, np.int64)
-    np.cumsum(np.bincount(rows, minlength=count), out=starts[1:])
-    loops = numba_loops_or_none()
-    if loops is not None:
-        grouped = np.empty(int(starts[-1]), neighbours.dtype)
-        loops.group_by_node(nodes, neighbours, first, starts[:-1].copy(), grouped)
-        return Run(first, starts, grouped)
-    return Run(first, starts, neighbours[keep][np.argsort(rows)])
-
-
-def numba_loops_or_none() -> ModuleType | None:
-    """The compiled loops, or `None` if numba is not installed."""
-    try:
-        from shardpass.data.streaming import numba_loops
-    except ImportError:
-        return None
-    return numba_loops
+    rows, order = torch.sort(torch.from_numpy(nodes[keep] - first).int())
+    starts = torch.searchsorted(rows, torch.arange(count + 1, dtype=torch.int32))
+    return Run(first, starts.numpy(), neighbours[keep][order.numpy()])

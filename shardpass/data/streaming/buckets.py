@@ -52,10 +52,9 @@ class Buckets:
 
     def add(self, keys: Array, records: Array) -> None:
         """Append each record to the file of its key."""
-        places = np.searchsorted(self.starts, keys, side="right") - 1
-        narrow = places.astype(np.uint16) if len(self) <= 1 << 16 else places  # 16 bits: a radix sort
-        order = np.argsort(narrow, kind="stable")
-        ends = np.bincount(narrow, minlength=len(self)).cumsum()
+        places = torch.from_numpy(np.searchsorted(self.starts, keys, side="right") - 1)
+        order = torch.sort(places.int(), stable=True).indices.numpy()
+        ends = torch.bincount(places, minlength=len(self)).cumsum(0).numpy()
         for bucket in np.flatnonzero(np.diff(ends, prepend=0)):
             first = ends[bucket - 1] if bucket else 0
             with open(self._paths[bucket], "ab") as file:
