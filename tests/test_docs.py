@@ -16,7 +16,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"<!-- runnable(?P<given>[^>]*?)-->\s*```python\n(?P<code>.*?)^```", re.S | re.M)
 LINK = re.compile(r"!?\[[^\]]*\]\((?P<target>[^)\s]+)\)")
 FENCED = re.compile(r"^```.*?^```", re.S | re.M)
@@ -115,6 +115,20 @@ def test_files_that_are_named_exist(page: Path) -> None:
     )
     missing = [name for name in named if not (ROOT / name).exists() and not (ROOT / "shardpass" / name).exists()]
     assert not missing, f"{page.name}: {missing}"
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "design").glob("*.md")), ids=lambda page: page.name)
+def test_the_page_of_a_room_names_its_files(page: Path) -> None:
+    room = ROOT / "shardpass" / "core" / page.stem
+    text = page.read_text(encoding="utf-8")
+    missing = [path.name for path in room.glob("*.py") if path.name != "__init__.py" and path.name not in text]
+    assert not missing, f"docs/design/{page.name} does not name {missing}"
+
+
+def test_every_room_has_a_page() -> None:
+    rooms = {path.parent.name for path in (ROOT / "shardpass" / "core").glob("*/__init__.py")}
+    tour = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    assert not [room for room in rooms if f"(design/{room}.md)" not in tour]
 
 
 def test_every_public_name_is_documented() -> None:
