@@ -2,12 +2,12 @@
 
 from typing import TYPE_CHECKING, Any
 
-from shardpass.backends.communicator import Communicator
 from shardpass.connection import connect, spawn
 from shardpass.core.graphs import NodeEmbedding, ShardedGraph, ShardedHeteroGraph, gather
 from shardpass.core.inference import infer
 from shardpass.core.memory import offload
 from shardpass.core.ranks import Options, all_reduce_sum, seed
+from shardpass.core.ranks import Ranks as Communicator
 from shardpass.core.training import (
     accuracy,
     clip_grad_norm,
