@@ -19,8 +19,8 @@ from shardpass.testing.graphs import assignments, shard_in_memory
 from shardpass.testing.hetero import awkward_hetero_graph, hetero_assignments, shard_hetero_in_memory
 from shardpass.testing.run import run
 
+from .how_much import ONE_TWO_FOUR
 from .pyg_cases import GRAPH
-from .ranks import ONE_TWO_FOUR
 
 Y = torch.arange(GRAPH.num_nodes) % 4
 EPOCHS = 20

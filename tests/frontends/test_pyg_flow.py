@@ -22,8 +22,8 @@ from shardpass.testing.parity import cotangent
 from shardpass.testing.run import run
 
 from .conv_cases import SORTED
+from .how_much import ONE_TWO_FOUR
 from .pyg_cases import GRAPH, mlp
-from .ranks import ONE_TWO_FOUR
 
 WANTED = torch.zeros(GRAPH.num_nodes, dtype=torch.bool).index_fill(0, torch.tensor([2, 7, 30]), True)
 
