@@ -70,7 +70,7 @@ def test_a_slow_rank_is_waited_for(launcher):
 
 
 def fail_as_told(comm, what):
-    contract.check_exchange(comm)
+    contract.assert_exchange(comm)
     if comm.rank == 1 and what == "raise":
         raise KeyError("boo")
     if comm.rank == 1 and what == "kill":

@@ -22,7 +22,7 @@ def test_contract(ranks):
 
 
 def test_contract_while_recording():
-    run(lambda comm: contract.check_exchange(RecordingCommunicator(comm)), 3)
+    run(lambda comm: contract.assert_exchange(RecordingCommunicator(comm)), 3)
 
 
 def test_results_in_rank_order():
@@ -90,7 +90,7 @@ def test_a_slow_rank_is_waited_for():
     def program(comm):
         if comm.rank == 1:
             time.sleep(3.5)
-        contract.check_exchange(comm)
+        contract.assert_exchange(comm)
 
     run(program, 3)
 

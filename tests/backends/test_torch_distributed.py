@@ -20,13 +20,13 @@ def on_a_group_of_the_user(comm):
     mine = halves[comm.rank % 2]
     part = TorchCommunicator.from_group(mine)
     assert (part.rank, part.size) == (comm.rank // 2, (2, 1)[comm.rank % 2])
-    contract.check_all_reduce(part)
-    contract.check_exchange(part)
+    contract.assert_all_reduce(part)
+    contract.assert_exchange(part)
     duplicate = part.duplicate("again")
     assert duplicate.all_reduce(torch.ones(1)) == part.size
     whole = connect()  # the default group exists: it is taken
     assert isinstance(whole, TorchCommunicator) and whole.size == comm.size
-    contract.check_all_to_all(whole)
+    contract.assert_all_to_all(whole)
     whole.close()
     part.close()
     total = torch.ones(1)

@@ -98,7 +98,7 @@ def whole(results):
     )
 
 
-def same(found, expected):
+def assert_same_gradients(found, expected):
     assert found[0] == pytest.approx(expected[0], abs=1e-10)
     for one, other in zip(found[1], expected[1]):
         assert one.keys() == other.keys()
@@ -115,15 +115,15 @@ def test_training_is_that_of_the_whole_graph(ranks, mode):
         results = run(program, ranks, args=(owners, mode))
         expected = whole(results)
         for by_sync, during, *_ in results:
-            same(during, expected)
-            same(during, by_sync)
+            assert_same_gradients(during, expected)
+            assert_same_gradients(during, by_sync)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_branch_of_one_rank(ranks):
     owners = assignments(GRAPH.num_nodes, ranks, GRAPH.edge_index)["random"]
     for by_sync, during, *_ in run(program, ranks, args=(owners, "sar", ranks - 1)):
-        same(during, by_sync)
+        assert_same_gradients(during, by_sync)
         assert during[1][0]["branch.weight"].any()
 
 
@@ -133,8 +133,8 @@ def test_over_processes():
     owners = assignments(GRAPH.num_nodes, 3, GRAPH.edge_index)["random"]
     results = run(program, 3, "processes", args=(owners, "sar"))
     for by_sync, during, *_ in results:
-        same(during, whole(results))
-        same(during, by_sync)
+        assert_same_gradients(during, whole(results))
+        assert_same_gradients(during, by_sync)
 
 
 def test_an_exception_within_backward_on_one_rank_ends_the_others():

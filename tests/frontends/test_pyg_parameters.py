@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import shardpass as sp
 from shardpass.errors import RefusedError, ShardpassError
 
-from .pyg_cases import GRAPH
+from .pyg_cases import GRAPH, UNCHECKED
 from .test_pyg_tooling import Model, assert_exact_on_ranks, loss_of, made, on_ranks
 
 

@@ -1,4 +1,4 @@
-"""Layers whose rows travel through shared memory give the numbers of messages, on several graphs of one communicator."""
+"""Layers give the numbers of messages where rows travel through shared memory, on several graphs of a communicator."""
 
 from __future__ import annotations
 

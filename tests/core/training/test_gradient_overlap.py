@@ -55,7 +55,7 @@ def gradients(model):
     return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
 
 
-def same(found, expected):
+def assert_same_gradients(found, expected):
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert (found[name] is None) == (value is None), name
@@ -63,7 +63,7 @@ def same(found, expected):
             torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
 
 
-def alike_with_sync_gradients(comm, bucket_bytes, accumulate=0):
+def assert_alike_with_sync_gradients(comm, bucket_bytes, accumulate=0):
     """Gradients of three steps, by both ways; where nothing is rounded differently they are the same bits."""
     one = Model(comm)
     other = copy.deepcopy(one)
@@ -77,7 +77,7 @@ def alike_with_sync_gradients(comm, bucket_bytes, accumulate=0):
         with sp.sync_during_backward(other, comm, bucket_bytes):
             loss_of(other, comm, step).backward()
         expected, found = gradients(one), gradients(other)
-        same(found, expected)
+        assert_same_gradients(found, expected)
         assert found["never"] is None and found["frozen.weight"] is None and found["rows"].numel() == comm.rank + 1
         for model in (one, other):
             torch.optim.SGD(model.parameters(), lr=0.01).step()
@@ -87,18 +87,18 @@ def alike_with_sync_gradients(comm, bucket_bytes, accumulate=0):
 @pytest.mark.parametrize("bucket_bytes", [1, 150, 1 << 20])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_gradients_are_those_of_sync_gradients(ranks, bucket_bytes):
-    results = run(alike_with_sync_gradients, ranks, args=(bucket_bytes,))
+    results = run(assert_alike_with_sync_gradients, ranks, args=(bucket_bytes,))
     for other in results[1:]:
         assert all(torch.equal(other[name], value) for name, value in results[0].items())
 
 
 def test_earlier_backward_passes_run_before_the_block():
-    run(alike_with_sync_gradients, 2, args=(150, 2))
+    run(assert_alike_with_sync_gradients, 2, args=(150, 2))
 
 
 def test_a_transport_without_threads_sums_at_the_end(monkeypatch):
     monkeypatch.setattr("shardpass.backends.threads.ThreadCommunicator.serves_threads", False)
-    run(alike_with_sync_gradients, 3, args=(150,))
+    run(assert_alike_with_sync_gradients, 3, args=(150,))
 
 
 def the_same_bits(comm):
@@ -126,7 +126,7 @@ def test_the_same_bits(ranks):
 def on_a_transport(comm):
     """For a run on processes or over MPI."""
     for bucket_bytes in (1, 150, 1 << 20):
-        alike_with_sync_gradients(comm, bucket_bytes)
+        assert_alike_with_sync_gradients(comm, bucket_bytes)
     the_same_bits(comm)
     left_by_all(comm)
     given_up_by_one(comm)
@@ -297,7 +297,7 @@ def test_misuse_is_told_on_every_rank_and_the_next_block_works(misuse, text, ran
     def body(comm):
         with pytest.raises((ShardpassError, RefusedError), match=text):
             misuse(Model(comm), comm)
-        alike_with_sync_gradients(comm, 150)
+        assert_alike_with_sync_gradients(comm, 150)
         return True
 
     before = threading.active_count()
@@ -330,7 +330,7 @@ def left_by_all(comm):
         raise KeyError("boo")
     assert [parameter.grad is None for parameter in model] == [k < 4 - comm.rank for k in range(5)]
     assert model[4].grad.tolist() == [1.0, 1.0]  # as backward left it
-    alike_with_sync_gradients(comm, 150)
+    assert_alike_with_sync_gradients(comm, 150)
 
 
 def given_up_by_one(comm):
@@ -347,7 +347,7 @@ def given_up_by_one(comm):
     words = f"rank {comm.size - 1} has given up .* left sync_during_backward by ZeroDivisionError: division by zero"
     assert caught.type is ZeroDivisionError or caught.match(words)
     assert comm.background() is not twin
-    alike_with_sync_gradients(comm, 150)
+    assert_alike_with_sync_gradients(comm, 150)
 
 
 @pytest.mark.parametrize("what", [left_by_all, given_up_by_one])
