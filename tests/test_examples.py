@@ -23,7 +23,7 @@ LAUNCHERS = {
 
 def run(command: list[str], folder: Path) -> str:
     env = launcher_environment()
-    result = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=200, check=False)
+    result = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=480, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 

@@ -50,7 +50,7 @@ def test_mpi_of_another_launcher(monkeypatch):
     pytest.importorskip("mpi4py")
     code = "from shardpass.backends.connect import connect; connect()"
     env = os.environ | {"PMI_SIZE": "3", "PYTHONPATH": os.pathsep.join([".", *sys.path])}
-    ended = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=480)
     assert "the launcher started 3 processes (PMI_SIZE=3)" in ended.stderr
 
 
@@ -131,7 +131,7 @@ def test_processes_divide_the_cores_when_they_connect(variable):
     command = [sys.executable, "-c", code]
     children = [subprocess.Popen(command, env=env | {"RANK": rank}, stdout=subprocess.PIPE, text=True) for rank in "01"]
     for child in children:
-        before, after, ranks = map(int, child.communicate(timeout=90)[0].split())
+        before, after, ranks = map(int, child.communicate(timeout=480)[0].split())
         cores = len(connect_module._usable_cores())
         assert ranks == 2 and after == (2 if variable else min(before, max(1, cores // 2)))
 

@@ -58,10 +58,8 @@ def test_the_first_failure_ends_all_ranks_and_is_raised():
             seen[comm.rank] = str(error)
             raise
 
-    start = time.monotonic()
     with pytest.raises(KeyError, match="boo") as caught:
         spawn(program, 3)
-    assert time.monotonic() - start < 5
     assert seen == {0: "rank 2 failed first: KeyError: 'boo'", 1: "rank 2 failed first: KeyError: 'boo'"}
     assert any("program" in str(entry.path) or entry.name == "program" for entry in caught.traceback)
     assert not [thread for thread in threading.enumerate() if "shardpass" in thread.name]

@@ -24,7 +24,7 @@ PROGRAM = Path(__file__).with_name("program.py")
 RANKS = 3
 ALL = ["bare", "torchrun", pytest.param("mpirun", marks=[needs_mpi, pytest.mark.mpi])]
 ONE = [*(pytest.param(launcher, marks=pytest.mark.long) for launcher in ALL[:2]), ALL[2]]
-START = 120.0  # seconds that launchers and imports may take before the fault, on a busy machine
+START = 480.0  # seconds that launchers and imports may take before the fault, on a busy machine
 
 
 def run(monkeypatch, store, launcher, what, ranks=RANKS, **env):
@@ -98,7 +98,6 @@ def test_a_slow_rank_is_waited_for_and_one_with_fewer_epochs_is_named(monkeypatc
 @pytest.mark.long
 @pytest.mark.parametrize("launcher", ALL)
 def test_a_rank_slow_for_a_minute_is_waited_for(monkeypatch, store, launcher):
-    monkeypatch.setattr(sys.modules[__name__], "START", 240.0)
     ended = run(monkeypatch, store, launcher, "slow", SLOW_SECONDS="60")
     assert ended.code == 0 and ended.text.count("is done") == RANKS, ended.text
 

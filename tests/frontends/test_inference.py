@@ -309,7 +309,7 @@ def test_a_killed_run_goes_on(tmp_path):
 
     def run(name, kill):
         command = [sys.executable, str(script), str(tmp_path / name), "kill" if kill else "run"]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=480, check=False)
 
     assert run("logits.npy", True).returncode != 0
     assert not (tmp_path / "logits.npy").exists()

@@ -126,7 +126,7 @@ print(tuple(sp.pyg.wrap(model, comm)(graph.x, graph).shape))
 def test_a_script_that_sequential_imports_again_does_not_wait_for_itself(tmp_path):
     path = tmp_path / "train_me.py"
     path.write_text(SCRIPT)
-    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=480, check=True)
     assert done.stdout.splitlines()[-1] == "(41, 8)" and "without the self-check: gnn.Sequential imports" in done.stderr
 
 
