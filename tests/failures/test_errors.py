@@ -3,12 +3,12 @@
 import pytest
 import torch
 from torch import nn
-from torch_geometric.nn import GCNConv, SAGEConv, SGConv
+from torch_geometric.nn import SAGEConv, SGConv
 
 import shardpass as sp
 from shardpass.errors import CommunicationError, DivergenceError
 
-from .training import CLASSES, FEATURES, RANKS, Turn, train
+from .training import CLASSES, FEATURES, RANKS, Skips, Turn, train
 
 models = pytest.mark.parametrize("model", ["GCN", "GAT"])
 
@@ -191,26 +191,6 @@ def test_a_message_input_changed_in_place(store, mode):
 
 
 # ---- ranks that take different paths
-
-
-class Skips(nn.Module):
-    """Three layers, one of which a rank may skip; `shared` uses one and the same layer for all hidden ones."""
-
-    def __init__(self, shared=False):
-        super().__init__()
-        layers = [GCNConv(FEATURES, 8), GCNConv(8, 8), GCNConv(8, 8), GCNConv(8, CLASSES)]
-        if shared:
-            layers[2] = layers[1]
-        self.convs = nn.ModuleList(layers)
-        self.without = -1
-
-    def forward(self, x, edge_index):
-        for i, conv in enumerate(self.convs):
-            if i == self.without:
-                x = x[:, :CLASSES] if i == 3 else x
-            else:
-                x = conv(x, edge_index).relu()
-        return x
 
 
 @pytest.mark.parametrize("mode", ["sar", "halo"])

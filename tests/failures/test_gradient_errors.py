@@ -8,7 +8,7 @@ from torch_geometric.nn import TopKPooling
 import shardpass as sp
 from shardpass.errors import CommunicationError, DivergenceError, RefusedError, ShardpassError
 
-from .training import FEATURES, RANKS, Turn, train
+from .training import FEATURES, RANKS, Skips, Turn, train
 
 models = pytest.mark.parametrize("model", ["GCN", "GAT"])
 

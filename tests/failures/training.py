@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data
-from torch_geometric.nn.models import GAT, GCN
+from torch_geometric.nn import GAT, GCN, GCNConv
 
 import shardpass as sp
 from shardpass.data import verify
@@ -215,3 +215,23 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         present = next(grad for grad in pair if grad is not None)
         a, b = (torch.zeros_like(present) if grad is None else grad for grad in pair)
         assert a.dtype == torch.float64 and float((a - b).abs().max()) < 1e-10, (name, a, b)
+
+
+class Skips(nn.Module):
+    """Three layers, one of which a rank may skip; `shared` uses one and the same layer for all hidden ones."""
+
+    def __init__(self, shared=False):
+        super().__init__()
+        layers = [GCNConv(FEATURES, 8), GCNConv(8, 8), GCNConv(8, 8), GCNConv(8, CLASSES)]
+        if shared:
+            layers[2] = layers[1]
+        self.convs = nn.ModuleList(layers)
+        self.without = -1
+
+    def forward(self, x, edge_index):
+        for i, conv in enumerate(self.convs):
+            if i == self.without:
+                x = x[:, :CLASSES] if i == 3 else x
+            else:
+                x = conv(x, edge_index).relu()
+        return x

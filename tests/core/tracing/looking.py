@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+import torch
 
 from shardpass.core.tracing.probing import probe
 from shardpass.core.tracing.program import Program
-from shardpass.testing.graphs import assignments, awkward_graph, shard_in_memory
-from shardpass.testing.run import run
+from shardpass.testing.graphs import assignments, awkward_graph
 
 GRAPH = awkward_graph(channels=4, edge_channels=3)
 OWNERS = assignments(GRAPH.num_nodes, 3, GRAPH.edge_index)["random"]
-
-
-@pytest.fixture(scope="module")
-def graph():
-    return run(lambda comm: shard_in_memory(GRAPH, OWNERS, comm), 3)[0]
 
 
 def add_up(values, index, num_dst):
@@ -40,3 +34,17 @@ def look(graph, message, reduce=add_up, needs_grad=("s:x", "s:z", "d:x", "e:e"))
     tail = None if reduce is None else (lambda m, i: reduce(m, i.index, i.num_dst))
     program = Program("Layer", src, {"x": graph.x}, edge, message, tail)
     return probe(program, graph.relation.shards, graph.num_nodes, set(needs_grad))
+
+
+def function_of(x):
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 2 * ctx.saved_tensors[0] * grad
+
+    return Square.apply(x)

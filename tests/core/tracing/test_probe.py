@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
-from looking import GRAPH, OWNERS, add_up, graph, largest, look, softmax  # noqa: F401
+from looking import add_up, function_of, largest, look, softmax
 from torch import nn
 
 from shardpass.core.tracing.probe_trace import EVERYTHING
@@ -155,20 +155,6 @@ def test_an_edge_result(graph):
 
 
 # Dependence
-
-
-def function_of(x):
-    class Square(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x * x
-
-        @staticmethod
-        def backward(ctx, grad):
-            return 2 * ctx.saved_tensors[0] * grad
-
-    return Square.apply(x)
 
 
 def stored(i):
