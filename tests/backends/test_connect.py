@@ -119,7 +119,7 @@ def test_ranks_on_one_host_divide_its_cores(monkeypatch, before, cores, others, 
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("variable", [None, "2"])
+@pytest.mark.parametrize("variable", [None, pytest.param("2", marks=pytest.mark.long)])
 def test_processes_divide_the_cores_when_they_connect(variable):
     code = (
         "import shardpass, torch; before = torch.get_num_threads(); comm = shardpass.connect(); "

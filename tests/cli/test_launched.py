@@ -28,7 +28,7 @@ def in_process(store: Path, log: Path, last: int) -> list[float]:
     return [record["loss"] for record in epochs(log)]
 
 
-def check(run: subprocess.CompletedProcess[str], log: Path, curve: list[float], backend: str) -> None:
+def assert_trained(run: subprocess.CompletedProcess[str], log: Path, curve: list[float], backend: str) -> None:
     assert run.returncode == 0, run.stdout + run.stderr
     assert [record["loss"] for record in epochs(log)] == pytest.approx(curve, rel=1e-9)
     summary = records(log)[-1]
@@ -39,20 +39,21 @@ def check(run: subprocess.CompletedProcess[str], log: Path, curve: list[float], 
 @pytest.mark.processes
 def test_processes(store: Path, tmp_path: Path, curve: list[float]) -> None:
     words = ("train", store, *COMMON, "--epochs", 6, "--ranks", 2, "--backend", "processes", "--log", tmp_path / "log")
-    check(launched("none", 1, *words), tmp_path / "log", curve, "torch")
+    assert_trained(launched("none", 1, *words), tmp_path / "log", curve, "torch")
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_torchrun(store: Path, tmp_path: Path, curve: list[float]) -> None:
     words = ("train", store, *COMMON, "--epochs", 6, "--log-file", tmp_path / "log")
-    check(launched("torchrun", 2, *words), tmp_path / "log", curve, "torch")
+    assert_trained(launched("torchrun", 2, *words), tmp_path / "log", curve, "torch")
 
 
 @pytest.mark.mpi
 @needs_mpirun
 def test_mpirun(store: Path, tmp_path: Path, curve: list[float]) -> None:
     words = ("train", store, *COMMON, "--epochs", 6, "--log", tmp_path / "log")
-    check(launched("mpirun", 2, *words), tmp_path / "log", curve, "mpi")
+    assert_trained(launched("mpirun", 2, *words), tmp_path / "log", curve, "mpi")
 
 
 @pytest.mark.mpi

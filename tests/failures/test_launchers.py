@@ -45,7 +45,7 @@ def ends_with(monkeypatch, store, launcher, what, *words, **env):
     return ended
 
 
-@pytest.mark.parametrize("launcher", ALL)
+@pytest.mark.parametrize("launcher", ONE)
 @pytest.mark.parametrize("what", ["kill", pytest.param("kill in backward", marks=pytest.mark.long)])
 def test_a_rank_killed_in_the_middle_of_an_epoch(monkeypatch, store, launcher, what):
     ended = ends_with(monkeypatch, store, launcher, what)

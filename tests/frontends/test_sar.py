@@ -370,6 +370,7 @@ def test_the_documented_script(tmp_path: Path) -> None:
     assert len(losses) == 20 and losses[-1] < losses[0], texts
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_a_rank_that_skips_backward_ends_all(parts: Callable[[int], Path], tmp_path: Path) -> None:
     found, text, _ = start(parts(2), tmp_path / "out", 2, ["skips_backward"])

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -55,3 +59,23 @@ def test_arguments_are_compared_by_content_and_graphs_by_being_the_graph():
     assert list(argument_lines((x + 1, graph, 3), graph)) != first
     unknown = [list(argument_lines((object(),), graph)) for _ in range(2)]
     assert unknown[0] != unknown[1], "what cannot be compared is never the same"
+
+
+CODE = """
+import torch
+from shardpass.core.inference.fingerprint import model_lines
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+model.names = {"a": 1, "b": "text"}
+lines = list(model_lines(model))
+"""
+
+
+@pytest.mark.processes
+def test_it_reads_the_same_in_every_process():
+    here = {}
+    exec(CODE, here)
+    command = [sys.executable, "-c", CODE + "print(lines)"]
+    environment = {**os.environ, "PYTHONHASHSEED": "7"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=480, check=True)
+    assert done.stdout.strip() == str(here["lines"])
