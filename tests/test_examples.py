@@ -31,7 +31,6 @@ def run(launcher: str, name: str, folder: Path, *arguments: str) -> str:
         with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
             patch.chdir(folder)
             patch.setattr(sys, "argv", program)
-            patch.setitem(sys.modules, "__main__", sys.modules["__main__"])
             runpy.run_path(program[0], run_name="__main__")
         return printed.getvalue()
     command = [*LAUNCHERS[launcher], *program]

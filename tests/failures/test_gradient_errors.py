@@ -42,7 +42,7 @@ def test_gradients_summed_twice_on_all_ranks(store):
         turn.clock.start()
         sp.sync_gradients(turn.model, turn.comm)
 
-    train(store, step).all_say("the gradient of 'convs.0.bias' on rank 0 was already summed", "called twice")
+    train(store, step).all_say("the gradient of 'convs.0.bias' on rank 0 was already summed", "once after it")
 
 
 def test_gradients_never_summed_on_one_rank(store):
