@@ -51,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("python", 1),
         pytest.param("torchrun", 2, marks=[pytest.mark.processes, pytest.mark.long]),
-        pytest.param("mpirun", 4, marks=pytest.mark.mpi),
+        pytest.param("mpirun", 4, marks=[pytest.mark.mpi, pytest.mark.long]),
     ],
 )
 def test_train_pyg(launcher: str, ranks: int, folder: Path) -> None:

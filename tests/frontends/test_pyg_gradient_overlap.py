@@ -109,7 +109,9 @@ def assert_same_gradients(found, expected):
                 torch.testing.assert_close(one[name], value, rtol=0, atol=1e-10, msg=name)
 
 
-@pytest.mark.parametrize(("ranks", "mode"), [(1, "sar"), (2, "sar"), (3, "sar"), (3, "halo")])
+@pytest.mark.parametrize(
+    ("ranks", "mode"), [*(pytest.param(n, "sar", marks=pytest.mark.long) for n in (1, 2)), (3, "sar"), (3, "halo")]
+)
 def test_training_is_that_of_the_whole_graph(ranks, mode):
     for owners in assignments(GRAPH.num_nodes, ranks, GRAPH.edge_index).values():
         results = run(program, ranks, args=(owners, mode))

@@ -16,7 +16,7 @@ from shardpass.errors import RefusedError
 from shardpass.testing import assert_exact, assignments, run, shard_in_memory
 
 from .how_much import ONE_TWO_FOUR
-from .pyg_cases import GRAPH
+from .pyg_cases import GRAPH, UNCHECKED
 
 N = GRAPH.num_nodes
 STRUCTURE = {
@@ -54,7 +54,9 @@ def test_structural_functions_are_exact(name, ranks):
     def call(m, inputs, graph):
         return m(inputs["x"], graph, inputs["edge_weight"])
 
-    assert_exact(model, GRAPH, call, sp.pyg.wrap, ranks=ranks, modes=("sar",))
+    for where, owners in assignments(N, ranks, GRAPH.edge_index).items():
+        wrap = sp.pyg.wrap if where == "random" else UNCHECKED  # the self-check accepts it, which is asked once
+        assert_exact(model, GRAPH, call, wrap, ranks=ranks, modes=("sar",), owners={where: owners})
 
 
 class Dropping(nn.Module):
