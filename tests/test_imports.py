@@ -59,7 +59,7 @@ def python(code: str, **variables: str) -> str:
     """What `code` prints, run in a fresh interpreter at the root of the repository."""
     kept = {k: v for k, v in os.environ.items() if not re.match(r"RANK$|WORLD_SIZE$|MASTER_|OMPI_|PMI|SLURM", k)}
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env={**kept, **variables}, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code], cwd=ROOT, env={**kept, **variables}, capture_output=True, text=True, timeout=480
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

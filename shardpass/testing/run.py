@@ -14,7 +14,7 @@ def run(
     fn: Callable[..., T],
     ranks: int,
     backend: Literal["threads", "processes"] = "threads",
-    timeout: float = 60.0,
+    timeout: float = 120.0,
     args: tuple[Any, ...] = (),
 ) -> list[T]:
     """What ``fn(comm, *args)`` returned on each rank; see `spawn`. A wait longer than ``timeout`` seconds fails."""

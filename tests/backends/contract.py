@@ -1,4 +1,4 @@
-"""What every backend must do, as functions of a communicator: ``check_*(comm)``. Every rank calls all of them."""
+"""What every backend must do, as functions of a communicator: ``assert_*(comm)``. Every rank calls all of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DTYPES = (*FLOATS, torch.int64, torch.int32, torch.uint8, torch.bool)
 
 def run_all(comm: Any) -> list[str]:
     """Run every check; their names."""
-    checks = [(name, check) for name, check in sorted(globals().items()) if name.startswith("check_")]
+    checks = [(name, check) for name, check in sorted(globals().items()) if name.startswith("assert_")]
     for name, check in checks:
         check(comm)
         comm.barrier(name)
@@ -50,7 +50,7 @@ def ring(comm: Any) -> tuple[int, int]:
     return (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
 
 
-def check_all_reduce(comm: Any) -> None:
+def assert_all_reduce(comm: Any) -> None:
     for dtype in DTYPES:
         mine = values(comm.rank, 4, dtype)
         kept = mine.clone()
@@ -69,7 +69,7 @@ def check_all_reduce(comm: Any) -> None:
     assert torch.equal(comm.all_reduce(transposed), transposed * comm.size)
 
 
-def check_all_reduce_gives_the_same_bits(comm: Any) -> None:
+def assert_all_reduce_gives_the_same_bits(comm: Any) -> None:
     generator = torch.Generator().manual_seed(comm.rank)
     for rows in (1, 7, 1000, 30011):
         total = comm.all_reduce(torch.randn(rows, generator=generator))
@@ -77,7 +77,7 @@ def check_all_reduce_gives_the_same_bits(comm: Any) -> None:
             assert torch.equal(other, total)
 
 
-def check_all_gather(comm: Any) -> None:
+def assert_all_gather(comm: Any) -> None:
     for dtype in DTYPES:
         for rows_of in (lambda rank: 2, lambda rank: rank, lambda rank: 3 * (rank == comm.size - 1)):
             found = comm.all_gather(values(comm.rank, rows_of(comm.rank), dtype), "gather")
@@ -91,7 +91,7 @@ def check_all_gather(comm: Any) -> None:
     assert mine.sum() == 0, "a result is the input itself"
 
 
-def check_broadcast(comm: Any) -> None:
+def assert_broadcast(comm: Any) -> None:
     for root in range(comm.size):
         for dtype in DTYPES:
             tensor = values(comm.rank, 3, dtype)
@@ -101,7 +101,7 @@ def check_broadcast(comm: Any) -> None:
     raises(ValueError, f"the root is {comm.size}", lambda: comm.broadcast(torch.ones(1), comm.size))
 
 
-def check_all_to_all(comm: Any) -> None:
+def assert_all_to_all(comm: Any) -> None:
     for dtype in DTYPES:
         rows = [(comm.rank + 2 * to) % 3 for to in range(comm.size)]
         found = comm.all_to_all([values(comm.rank, count, dtype) for count in rows], "rows")
@@ -111,14 +111,14 @@ def check_all_to_all(comm: Any) -> None:
     raises(ValueError, "tensors for", lambda: comm.all_to_all([torch.ones(1)] * (comm.size + 1)))
 
 
-def check_objects_and_barrier(comm: Any) -> None:
+def assert_objects_and_barrier(comm: Any) -> None:
     found = comm.all_gather_object({"rank": comm.rank, "name": "ü" * comm.rank, "list": [1, None, 2.5]}, "set-up")
     assert [entry["rank"] for entry in found] == list(range(comm.size)) and found[-1]["list"] == [1, None, 2.5]
     comm.barrier("all here")
     assert comm.rank in comm.local_ranks and set(comm.local_ranks) <= set(range(comm.size))
 
 
-def check_exchange(comm: Any) -> None:
+def assert_exchange(comm: Any) -> None:
     to, source = ring(comm)
     for tag, dtype in enumerate(DTYPES):
         before = comm.bytes_sent
@@ -138,7 +138,7 @@ def check_exchange(comm: Any) -> None:
     assert scalar == source
 
 
-def check_exchange_with_itself(comm: Any) -> None:
+def assert_exchange_with_itself(comm: Any) -> None:
     send, recv = torch.arange(4.0), torch.zeros(4)
     comm.exchange(send, comm.rank, recv, comm.rank, 1, "self").wait()
     assert torch.equal(send, recv)
@@ -146,7 +146,7 @@ def check_exchange_with_itself(comm: Any) -> None:
     raises(ValueError, "a message to itself", lambda: comm.exchange(send, comm.rank, None, comm.rank, 1).wait())
 
 
-def check_arguments_of_exchange(comm: Any) -> None:
+def assert_arguments_of_exchange(comm: Any) -> None:
     one = torch.ones(1)
     raises(ValueError, f"peer is {comm.size}", lambda: comm.exchange(one, comm.size, None, 0, 1))
     raises(ValueError, "the tag is -1", lambda: comm.exchange(one, 0, one, 0, -1))
@@ -156,7 +156,7 @@ def check_arguments_of_exchange(comm: Any) -> None:
     raises(ValueError, "the operation is 'mean'", lambda: comm.all_reduce(one, "mean"))
 
 
-def check_many_exchanges_under_way(comm: Any) -> None:
+def assert_many_exchanges_under_way(comm: Any) -> None:
     """All pairs, several tags, waited for in another order than started."""
     under_way = []
     for step in range(1, comm.size):
@@ -170,7 +170,7 @@ def check_many_exchanges_under_way(comm: Any) -> None:
         assert (recv == right).all()
 
 
-def check_the_adjoint(comm: Any) -> None:
+def assert_the_adjoint(comm: Any) -> None:
     """<exchange x, y> = <x, exchange^T y>: the adjoint swaps the peers."""
     to, source = ring(comm)
     generator = torch.Generator().manual_seed(comm.rank)
@@ -184,7 +184,7 @@ def check_the_adjoint(comm: Any) -> None:
     assert abs(left - right) < 1e-12
 
 
-def check_long_messages_are_split(comm: Any) -> None:
+def assert_long_messages_are_split(comm: Any) -> None:
     twin = comm.duplicate("split")
     twin.max_message_bytes = 1000
     to, source = ring(comm)
@@ -197,7 +197,7 @@ def check_long_messages_are_split(comm: Any) -> None:
     assert torch.equal(twin.broadcast(send.clone(), 0), torch.arange(2001.0))
 
 
-def check_duplicates_do_not_mix(comm: Any) -> None:
+def assert_duplicates_do_not_mix(comm: Any) -> None:
     to, source = ring(comm)
     twin = comm.duplicate("twin")
     ours, theirs = torch.zeros(2), torch.zeros(2)
@@ -213,7 +213,7 @@ def check_duplicates_do_not_mix(comm: Any) -> None:
     raises(CommunicationError, "closed", lambda: twin.barrier())
 
 
-def check_background(comm: Any) -> None:
+def assert_background(comm: Any) -> None:
     """Two threads of a rank at once; and a duplicate that one rank gives up wakes the others with its reason."""
     twin = comm.background()
     if comm.size == 1:
@@ -245,7 +245,7 @@ def check_background(comm: Any) -> None:
     assert again is not twin and again.all_reduce(torch.ones(1)) == comm.size
 
 
-def check_it_stays_in_its_process(comm: Any) -> None:
+def assert_it_stays_in_its_process(comm: Any) -> None:
     raises(TypeError, "belongs to its process", lambda: pickle.dumps(comm))
     assert copy.deepcopy(comm) is comm
     assert copy.deepcopy({"comm": comm})["comm"] is comm
@@ -253,7 +253,7 @@ def check_it_stays_in_its_process(comm: Any) -> None:
         pass
 
 
-def check_shared_memory(comm: Any) -> None:
+def assert_shared_memory(comm: Any) -> None:
     """What a rank wrote before a message, the others of its host read after it."""
     if not hasattr(os, "memfd_create"):
         assert comm.share(8) is None
@@ -275,7 +275,7 @@ def check_shared_memory(comm: Any) -> None:
         raises(DivergenceError, "b: shared memory", lambda: comm.share(8, "b" if comm.rank else "a"))
 
 
-def check_shared_memory_that_one_rank_cannot_have(comm: Any) -> None:
+def assert_shared_memory_that_one_rank_cannot_have(comm: Any) -> None:
     """Then no rank has it, and all go on."""
 
     def full(*_: int) -> None:
@@ -294,7 +294,7 @@ def check_shared_memory_that_one_rank_cannot_have(comm: Any) -> None:
     assert (comm.share(1000) is None) == (not hasattr(os, "memfd_create"))
 
 
-def check_diverging_collectives(comm: Any) -> None:
+def assert_diverging_collectives(comm: Any) -> None:
     """Every kind of difference, on every rank, in words; and the communicator goes on."""
     if comm.size == 1:
         return
@@ -316,7 +316,7 @@ def check_diverging_collectives(comm: Any) -> None:
         assert len(set(comm.all_gather_object(text))) == 1
 
 
-def check_diverging_exchanges(comm: Any) -> None:
+def assert_diverging_exchanges(comm: Any) -> None:
     """Rank 0 and 1 disagree on one message: neither hangs, and both are told by their next wait at the latest."""
     if comm.size == 1:
         return
@@ -346,7 +346,7 @@ def check_diverging_exchanges(comm: Any) -> None:
     both("nobody sends", "one-sided", one_sided)
 
 
-def check_a_wait_can_time_out(comm: Any) -> None:
+def assert_a_wait_can_time_out(comm: Any) -> None:
     if comm.size == 1:
         return
     twin = comm.duplicate("late")
@@ -357,7 +357,7 @@ def check_a_wait_can_time_out(comm: Any) -> None:
     comm.barrier("late")
 
 
-def check_a_wait_given_up_writes_nowhere(comm: Any) -> None:
+def assert_a_wait_given_up_writes_nowhere(comm: Any) -> None:
     """A message that comes after its receiver has given up does not land in memory that has a new owner by then."""
     if comm.size == 1:
         return

@@ -75,7 +75,7 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def launch(launcher: str, ranks: int, what: str, limit: float = 90.0, **env: str) -> Ended:
+def launch(launcher: str, ranks: int, what: str, limit: float = 480.0, **env: str) -> Ended:
     """Run ``program.py`` on ``ranks`` ranks to its end; fails when processes are left."""
     token = uuid.uuid4().hex
     environ = {k: v for k, v in os.environ.items() if k not in _LAUNCHER_VARIABLES} | {"OMP_NUM_THREADS": "1"} | env
@@ -121,7 +121,7 @@ def _output(child: subprocess.Popen[bytes], limit: float) -> tuple[str, int]:
 def survivors(token: str) -> list[int]:
     """Processes with ``token`` on their command line, after a moment for the launcher to reap them."""
     left: list[int] = []
-    for _ in range(20):
+    for _ in range(100):
         left = []
         for entry in Path("/proc").glob("[0-9]*/cmdline"):
             try:

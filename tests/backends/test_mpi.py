@@ -7,7 +7,7 @@ from .launchers import launch, needs_mpi
 pytestmark = [pytest.mark.mpi, pytest.mark.processes, needs_mpi]
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long), 4])
+@pytest.mark.parametrize("ranks", [*(pytest.param(ranks, marks=pytest.mark.long) for ranks in (1, 2)), 4])
 def test_contract(ranks):
     ended = launch("mpirun", ranks, "contract over mpi")
     assert ended.code == 0, ended.text
@@ -23,6 +23,7 @@ def test_mpirun_is_detected_and_ends_silently():
     assert len(lines) == 4 and ended.text.count("MpiCommunicator") == 2, ended.text
 
 
+@pytest.mark.long  # over processes by default, in tests/core/training
 def test_gradients_summed_during_backward():
     ended = launch("mpirun", 3, "gradients")
     assert ended.code == 0, ended.text

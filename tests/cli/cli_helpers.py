@@ -45,7 +45,7 @@ def misused(*arguments: Any) -> str:
     return " ".join(result.stderr.replace("│", " ").split())
 
 
-def launched(launcher: str, ranks: int, *arguments: Any, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+def launched(launcher: str, ranks: int, *arguments: Any, timeout: float = 480) -> subprocess.CompletedProcess[str]:
     """The outcome of a command under ``mpirun``, ``torchrun`` or ``none``."""
     command = launch_command(launcher, ranks, MODULE)
     assert command is not None

@@ -28,6 +28,7 @@ def test_graphs() -> None:
         make_graph("thin:3")
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_a_measurement_and_its_peer_agree_on_the_losses(tmp_path: Path) -> None:
     bench = Bench(tmp_path)

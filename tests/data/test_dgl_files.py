@@ -40,7 +40,7 @@ FILES = ["part0/graph.dgl", "part1/graph.dgl", "part1/node_feat.dgl", "part0/edg
 
 class TestWrongFiles:
     def test_sound(self, files: Path) -> None:
-        read(files)
+        assert sum(read(files).num_nodes.values()) > 0
 
     @pytest.mark.parametrize("name", FILES)
     def test_missing(self, files: Path, name: str) -> None:

@@ -24,7 +24,7 @@ PROGRAM = Path(__file__).with_name("program.py")
 RANKS = 3
 ALL = ["bare", "torchrun", pytest.param("mpirun", marks=[needs_mpi, pytest.mark.mpi])]
 ONE = [*(pytest.param(launcher, marks=pytest.mark.long) for launcher in ALL[:2]), ALL[2]]
-START = 240.0  # seconds that launchers and imports may take before the fault, on a busy machine
+START = 480.0  # seconds that launchers and imports may take before the fault, on a busy machine
 
 
 def run(monkeypatch, store, launcher, what, ranks=RANKS, **env):
@@ -45,7 +45,7 @@ def ends_with(monkeypatch, store, launcher, what, *words, **env):
     return ended
 
 
-@pytest.mark.parametrize("launcher", ALL)
+@pytest.mark.parametrize("launcher", ONE)
 @pytest.mark.parametrize("what", ["kill", pytest.param("kill in backward", marks=pytest.mark.long)])
 def test_a_rank_killed_in_the_middle_of_an_epoch(monkeypatch, store, launcher, what):
     ended = ends_with(monkeypatch, store, launcher, what)

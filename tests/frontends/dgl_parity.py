@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 import shardpass as sp
 from shardpass.frontends.dgl.graph import ShardedDGLGraph
-from shardpass.testing.graphs import WholeGraph, assignments, awkward_graph
-from shardpass.testing.parity import Caller, Outcome, differences, evaluate_sharded, evaluate_whole
+from shardpass.testing import WholeGraph, awkward_graph
+from shardpass.testing.parity import Caller
+
+from .how_much import MODES, assert_exact_in
 
 Inputs = dict[str, Tensor]
 Call = Callable[[nn.Module, Any, Inputs], Tensor]
@@ -39,7 +41,6 @@ LOOPLESS = _with_edges(GRAPH.edge_index[:, _PROPER], _PROPER)
 """Without self-loops, for layers that divide by the distance of the two ends."""
 NUM_EDGES = _ENDS.size(1)
 SIGNS = torch.randn(NUM_EDGES, generator=_GENERATOR, dtype=torch.float64)
-MODES = ("sar", "keep", "halo")
 BOUND = 1e-10
 UNCHECKED = partial(sp.dgl.wrap, check=False)  # the self-check has tests of its own
 
@@ -65,15 +66,6 @@ def caller(call: Call, num_nodes: int = GRAPH.num_nodes) -> Caller:
     return lambda model, inputs, edges: call(model, dgl_graph(edges, num_nodes), inputs)
 
 
-def errors(whole: Outcome, sharded: Outcome) -> dict[str, float]:
-    """The largest error of every tensor, relative to its largest entry where that is above 1."""
-    sizes = {"output": whole.output}
-    for kind in ("inputs", "parameters", "buffers"):
-        sizes |= {f"{kind}.{name}": tensor for name, tensor in getattr(whole, kind).items()}
-    found = differences(whole, sharded)
-    return {n: e / max(1.0, float(sizes[n].abs().max()) if sizes[n].numel() else 1.0) for n, e in found.items()}
-
-
 def own(rows: Tensor, g: Any) -> Tensor:
     """The own rows of a node tensor of the whole graph."""
     return rows[g.ndata[dgl.NID]] if dgl.NID in g.ndata else rows
@@ -94,32 +86,23 @@ def onto_nodes(rows: Tensor, g: Any) -> Tensor:
     return flat.new_zeros(g.num_nodes(), flat.size(1)).index_add(0, ends, flat * edges(SIGNS, g).unsqueeze(1))
 
 
-def largest_error(
+EVERY_MODE = (MODES,) * 3
+MODE_EACH = tuple((mode,) for mode in MODES)
+
+
+def assert_dgl_exact(
     case: Case,
     graph: WholeGraph = GRAPH,
     ranks: int = 3,
-    modes: tuple[tuple[str, ...], ...] = (("sar",), ("keep",), ("halo",)),
+    modes: tuple[tuple[str, ...], ...] = MODE_EACH,
     bound: float = BOUND,
     chunk_bytes: int = 512,
-) -> float:
-    """Of a case over all assignments; an assertion says where it is above `bound`.
+) -> None:
+    """A case is exact on the first, second, ... assignment of owners in the first, second, ... of `modes`.
 
-    Args:
-        case: how to make and call the model.
-        modes: of the first, second, ... assignment.
+    Errors of a tensor are relative to its largest entry, if that is above 1.
     """
     make, call = case
     torch.manual_seed(0)
-    model, worst, call = make().double(), 0.0, caller(call, graph.num_nodes)
-    whole = evaluate_whole(model, graph, call)
-    for (where, owners), several in zip(assignments(graph.num_nodes, ranks, graph.edge_index).items(), modes):
-        for mode in several:
-            options = sp.Options(mode=mode, chunk_bytes=chunk_bytes)
-            found = evaluate_sharded(model, graph, call, owners, ranks, UNCHECKED, options, whole)
-            wrong = {key: error for key, error in errors(whole, found).items() if not error <= bound}
-            assert not wrong, f"{ranks} ranks, {where}, {mode}: {wrong}"
-            worst = max(worst, *errors(whole, found).values())
-    return worst
-
-
-EVERY_MODE = (MODES,) * 3
+    options, call = sp.Options(chunk_bytes=chunk_bytes), caller(call, graph.num_nodes)
+    assert_exact_in(modes, make().double(), graph, call, UNCHECKED, ranks, options, bound=bound, relative=True)

@@ -26,10 +26,10 @@ from shardpass.testing.parity import differences, evaluate_sharded, evaluate_who
 
 from . import hetero_cases
 from .conv_cases import CONVS, KERNEL, ONE_PASS_SOFTMAX, ONE_SHOT, SORTED
-from .pyg_cases import GRAPH
+from .how_much import MODES
+from .pyg_cases import GRAPH, UNCHECKED
 
 BOUND = 1e-10
-MODES = ("sar", "keep", "halo")
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "pyg-layers.md"
 HEAD = """# Layers of PyG, one by one
 
@@ -60,7 +60,7 @@ def largest_error(case: Any, graph: Any, modes: tuple[str, ...], ranks: list[int
         for owners in assignments(graph.num_nodes, count, graph.edge_index).values():
             for mode in modes:
                 options = sp.Options(mode=mode, chunk_bytes=700)
-                found = evaluate_sharded(model, graph, call, owners, count, _wrap, options, whole)
+                found = evaluate_sharded(model, graph, call, owners, count, UNCHECKED, options, whole)
                 worst = max(worst, *differences(whole, found).values())
     return worst
 
@@ -76,13 +76,9 @@ def largest_hetero_error(case: Any, ranks: list[int]) -> float:
         for owners in hetero_assignments(graph, count).values():
             for mode in MODES:
                 options = sp.Options(mode=mode, chunk_bytes=700)
-                found = evaluate_sharded_hetero(model, graph, call, owners, count, _wrap, options, whole)
+                found = evaluate_sharded_hetero(model, graph, call, owners, count, UNCHECKED, options, whole)
                 worst = max(worst, *differences(whole, found).values())
     return worst
-
-
-def _wrap(model: torch.nn.Module, comm: sp.Communicator) -> torch.nn.Module:
-    return sp.pyg.wrap(model, comm, check=False)
 
 
 def rows(ranks: list[int]) -> tuple[dict[str, list[str]], float]:

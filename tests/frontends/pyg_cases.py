@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,10 +11,13 @@ import torch_geometric.nn as gnn
 from torch import Tensor, nn
 from torch_geometric.utils import softmax
 
-from shardpass.testing.graphs import WholeGraph, awkward_graph
+import shardpass as sp
+from shardpass.testing import WholeGraph, awkward_graph
 
 GRAPH: WholeGraph = awkward_graph(channels=5, edge_channels=3)
 _DEGREES = torch.bincount(torch.bincount(GRAPH.edge_index[1], minlength=GRAPH.num_nodes))
+
+UNCHECKED = partial(sp.pyg.wrap, check=False)  # the self-check has tests of its own
 
 Case = tuple[Callable[[], nn.Module], Callable[[nn.Module, dict[str, Tensor], Any], Tensor]]
 

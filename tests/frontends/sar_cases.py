@@ -76,7 +76,7 @@ def write(directory: Path, parts: int) -> Path:
 
 
 def start(
-    directory: Path, out: Path, ranks: int, cases: list[str], limit: float = 120.0, by: str = "hand", **env: str
+    directory: Path, out: Path, ranks: int, cases: list[str], limit: float = 480.0, by: str = "hand", **env: str
 ) -> tuple[list[Any], str, float]:
     """What the cases gave on each rank (None: it failed), all that was printed, and seconds."""
     environ = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES} | {"OMP_NUM_THREADS": "1"} | env

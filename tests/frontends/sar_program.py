@@ -8,34 +8,20 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import dgl
 import dgl.function as fn
 import dgl.nn.pytorch as dnn
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
+from frontends.sar_helpers import Results, gradients, loaded, part_of, seeded, told, trained_once, without
 from frontends.sar_models import EdgeScaled, Gat, Hetero, RelGcn, Sage, TwoBranches
-from shardpass.errors import RefusedError, ShardpassError
 from shardpass.frontends import sar
 
 EPOCHS = 4
-Results = dict[str, Any]
-
-
-def seeded(make: Callable[..., nn.Module], *args: Any) -> nn.Module:
-    """A model in float64 whose parameters are the same in every process."""
-    torch.manual_seed(7)
-    return make(*args).double()
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
 
 # ---- cases
 
@@ -78,25 +64,6 @@ def training(model: str, directory: Path, device: str = "cpu") -> Results:
     correct = (logits[masks["test_mask"]].argmax(1) == labels[masks["test_mask"]]).sum()
     sar.comm.all_reduce(correct)
     return {"losses": losses, "correct": correct.item(), "logits": logits, "ids": full_graph_manager.ndata[dgl.NID]}
-
-
-def part_of(directory: Path, name: str) -> str:
-    return str(directory / name / f"{name}.json")
-
-
-def loaded(directory: Path, name: str = "homo") -> tuple[sar.PartitionData, Tensor]:
-    data = sar.load_dgl_partition_data(part_of(directory, name), sar.rank(), torch.device("cpu"))
-    return data, sar.suffix_key_lookup(data.node_features, "feat")
-
-
-def trained_once(model: nn.Module, graph: Any, features: Tensor, rows: Any = None) -> Results:
-    """One step's gradients, summed over ranks, and the outputs."""
-    sar.sync_params(model)
-    x = features.clone().requires_grad_()
-    out = model(graph, x)
-    (out if rows is None else out[rows]).pow(3).sum().backward()
-    sar.gather_grads(model)
-    return {"out": out.detach(), "x_grad": x.grad, "grads": gradients(model)}
 
 
 def mfgs(directory: Path) -> Results:
@@ -317,15 +284,6 @@ def skips_backward(directory: Path) -> Results:
     return {}
 
 
-def told(function: Callable[[], Any]) -> str:
-    """The error that every rank gets."""
-    try:
-        function()
-    except (ValueError, ShardpassError, RefusedError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
 def misuse(directory: Path) -> Results:
     """Rank 1 has the part of another rank, another `Config`, and passes rows of its part instead of ids."""
     data, _ = loaded(directory)
@@ -341,10 +299,6 @@ def misuse(directory: Path) -> Results:
     found["seeds"] = told(lambda: sar.construct_mfgs(data, seeds, 2))
     found["part lacks"] = told(lambda: sar.construct_full_graph(without(data, "_N/feat") if odd else data))
     return found
-
-
-def without(data: sar.PartitionData, name: str) -> sar.PartitionData:
-    return data._replace(node_features={key: rows for key, rows in data.node_features.items() if key != name})
 
 
 def fails_in_forward(directory: Path) -> Results:

@@ -24,7 +24,7 @@ from shardpass.testing.graphs import assignments, shard_in_memory
 from shardpass.testing.run import run
 
 from .dgl_cases import CONVS, ZERO
-from .dgl_parity import GRAPH, UNCHECKED, float64, largest_error, onto_nodes  # noqa: F401
+from .dgl_parity import GRAPH, UNCHECKED, assert_dgl_exact, float64, onto_nodes  # noqa: F401
 
 OWNERS = assignments(GRAPH.num_nodes, 3, GRAPH.edge_index)["random"]
 
@@ -49,7 +49,7 @@ del FUSED["GATConv weighted"]  # its weights are no softmax any more
 
 @pytest.mark.parametrize("name", FUSED)
 def test_layers_that_are_an_attention_take_one_pass(name, passes):
-    largest_error(FUSED[name], ranks=2, modes=(("sar", "keep", "halo"),))
+    assert_dgl_exact(FUSED[name], ranks=2, modes=(("sar", "keep", "halo"),))
     assert len(passes) == 6  # ranks times modes
 
 
@@ -58,7 +58,7 @@ SCORES = {"GATConv": "AdditiveScore", "GATv2Conv": "MixedScore", "DotGatConv": "
 
 @pytest.mark.parametrize("name", SCORES)
 def test_scores_of_known_layers_have_a_closed_form(name, passes):
-    largest_error(FUSED[name], ranks=1, modes=(("sar",),))
+    assert_dgl_exact(FUSED[name], ranks=1, modes=(("sar",),))
     assert [type(attention.score).__name__ for attention in passes] == [SCORES[name]]
 
 
@@ -133,7 +133,7 @@ def test_attention_that_users_write_is_exact(name, passes):
         g.edata["edge_weight"] = i["edge_weight"]
         return m(g, i["x"])
 
-    largest_error((OWN[name], call), modes=(("sar",), ("keep",), ("halo",)))
+    assert_dgl_exact((OWN[name], call), modes=(("sar",), ("keep",), ("halo",)))
     assert not passes  # it is computed by the calls that it makes
 
 

@@ -21,7 +21,7 @@ from shardpass.testing.run import run
 
 from .dgl_cases import ZERO
 from .dgl_parity import GRAPH, MODES, UNCHECKED, float64  # noqa: F401
-from .ranks import ONE_TO_FOUR
+from .how_much import ONE_TO_FOUR
 from .test_dgl_graph import sharded
 
 WANTED = torch.zeros(GRAPH.num_nodes, dtype=torch.bool)

@@ -49,7 +49,7 @@ def test_a_member_that_is_not_offered_says_what_to_do(name):
 
 
 def test_most_members_are_one_or_the_other():
-    assert len(OFFERED) > 40 and len(REFUSED) > 50 and set(OFFERED) | set(REFUSED) == set(PUBLIC)
+    assert len(OFFERED) > 35 and len(REFUSED) > 50 and set(OFFERED) | set(REFUSED) == set(PUBLIC)
     g = one_rank()
     for name in OFFERED:
         assert hasattr(g, name), name
@@ -238,4 +238,4 @@ def test_an_error_on_one_rank_ends_all(rank):
         return model(g, g.node["x"])
 
     with pytest.raises(DGLError, match="0-in-degree"):
-        run(work, 3, timeout=20)
+        run(work, 3)

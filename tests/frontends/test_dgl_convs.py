@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("dgl")
 
 from .dgl_cases import CONVS, FLOAT32, graph_of
-from .dgl_parity import BOUND, EVERY_MODE, float64, largest_error  # noqa: F401
+from .dgl_parity import BOUND, EVERY_MODE, assert_dgl_exact, float64  # noqa: F401
 
 
 def bound(name):
@@ -16,11 +16,11 @@ def bound(name):
 
 @pytest.mark.parametrize("name", CONVS)
 def test_layer_equals_the_whole_graph(name):
-    largest_error(CONVS[name], graph_of(name), bound=bound(name))
+    assert_dgl_exact(CONVS[name], graph_of(name), bound=bound(name))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", CONVS)
 def test_layer_equals_the_whole_graph_in_every_mode(name, ranks):
-    largest_error(CONVS[name], graph_of(name), ranks, EVERY_MODE, bound(name))
+    assert_dgl_exact(CONVS[name], graph_of(name), ranks, EVERY_MODE, bound(name))

@@ -19,7 +19,7 @@ from shardpass.frontends.dgl.counts import OwnCount, OwnEdgeCount
 from shardpass.testing.graphs import assignments, shard_in_memory
 from shardpass.testing.run import run
 
-from .dgl_parity import EVERY_MODE, GRAPH, dgl_graph, edges, float64, largest_error, onto_nodes, own  # noqa: F401
+from .dgl_parity import EVERY_MODE, GRAPH, assert_dgl_exact, dgl_graph, edges, float64, onto_nodes, own  # noqa: F401
 
 SPREAD = assignments(GRAPH.num_nodes, 3, GRAPH.edge_index)["no edges"]
 REDUCERS = (fn.sum, fn.mean, fn.max, fn.min)
@@ -83,19 +83,19 @@ SAME = dict.fromkeys("uve", torch.Size([3]))
 
 @pytest.mark.parametrize("name", BINARY)
 def test_builtin_messages(name):
-    largest_error(binary(name, SAME), modes=((), (), ("sar",)))
+    assert_dgl_exact(binary(name, SAME), modes=((), (), ("sar",)))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", BINARY)
 def test_builtin_messages_in_every_mode(name, ranks):
-    largest_error(binary(name, SAME), ranks=ranks, modes=EVERY_MODE)
+    assert_dgl_exact(binary(name, SAME), ranks=ranks, modes=EVERY_MODE)
 
 
 @pytest.mark.parametrize("make", [lambda m: fn.copy_u("u", m), lambda m: fn.copy_e("e", m)], ids=["u", "e"])
 def test_copies(make):
-    largest_error(builtin(make, SAME, per_edge=make("m").name == "copy_u"))
+    assert_dgl_exact(builtin(make, SAME, per_edge=make("m").name == "copy_u"))
 
 
 SHAPES = {
@@ -111,7 +111,7 @@ SHAPES = {
 @pytest.mark.parametrize("shapes", SHAPES)
 def test_broadcasting(shapes, name):
     sizes = {side: torch.Size(shape) for side, shape in SHAPES[shapes].items()}
-    largest_error(binary(name, sizes), modes=((), ("sar",), ()))
+    assert_dgl_exact(binary(name, sizes), modes=((), ("sar",), ()))
 
 
 def test_messages_that_dgl_refuses_are_refused():
@@ -144,7 +144,7 @@ def test_edge_softmax_is_dgls_own():
         g.update_all(fn.u_mul_e("x", "a", "m"), fn.sum("m", "out"))
         return torch.cat([g.ndata["out"], onto_nodes(g.edata["a"], g)], 1)
 
-    largest_error(of(function))
+    assert_dgl_exact(of(function))
 
 
 def test_extrema_give_the_whole_gradient_to_one_edge():
@@ -168,7 +168,7 @@ def test_extrema_give_the_whole_gradient_to_one_edge():
         return torch.cat(out, 1)
 
     for case in (of(function), of(straight)):
-        largest_error(case, modes=EVERY_MODE)
+        assert_dgl_exact(case, modes=EVERY_MODE)
 
 
 def test_edges_in_part():
@@ -186,7 +186,7 @@ def test_edges_in_part():
         g.update_all(fn.copy_e("a", "m"), fn.sum("m", "out"))
         return torch.cat([g.ndata["out"], onto_nodes(g.edata["a"], g), onto_nodes(g.edata["w"], g)], 1)
 
-    largest_error(of(function), modes=EVERY_MODE)
+    assert_dgl_exact(of(function), modes=EVERY_MODE)
 
 
 @pytest.mark.parametrize("wrong", [(torch.tensor([0]), torch.tensor([1])), (0, 1), [-1], [220], torch.tensor([0, 220])])
@@ -206,7 +206,7 @@ def test_nodes_in_part_and_apply_functions():
         )
         return torch.cat([g.ndata["x"], g.ndata["y"], g.ndata["z"].unsqueeze(1), g.ndata["h"], g.ndata["k"]], 1)
 
-    largest_error(of(function), modes=EVERY_MODE)
+    assert_dgl_exact(of(function), modes=EVERY_MODE)
 
 
 def test_degrees_are_those_of_the_whole_graph():

@@ -16,20 +16,19 @@ from torch import nn
 
 import shardpass as sp
 from shardpass.errors import RefusedError
-from shardpass.testing.graphs import WholeGraph
-from shardpass.testing.hetero import (
+from shardpass.testing import (
+    WholeGraph,
     WholeHeteroGraph,
     awkward_hetero_graph,
-    evaluate_sharded_hetero,
-    evaluate_whole_hetero,
+    cotangent,
     hetero_assignments,
+    run,
     shard_hetero_in_memory,
 )
-from shardpass.testing.parity import cotangent, differences
-from shardpass.testing.run import run
 
 from .dgl_cases import ZERO
-from .dgl_parity import BOUND, EVERY_MODE, UNCHECKED, float64, largest_error  # noqa: F401
+from .dgl_parity import BOUND, EVERY_MODE, MODE_EACH, UNCHECKED, assert_dgl_exact, float64  # noqa: F401
+from .how_much import assert_exact_in
 
 _MADE = awkward_hetero_graph(channels=5, edge_channels=3)
 
@@ -210,30 +209,22 @@ def graph_of(name):
     return FULL if name.startswith(ON_FULL) else GRAPH
 
 
-def assert_exact(name, ranks, modes):
+def assert_typed_exact(name, ranks, modes):
     make, call = CASES[name]
-    graph = graph_of(name)
     torch.manual_seed(0)
-    model = make().double()
-    whole = evaluate_whole_hetero(model, graph, call)
-    for (where, owners), several in zip(hetero_assignments(graph, ranks).items(), modes):
-        for mode in several:
-            options = sp.Options(mode=mode, chunk_bytes=512)
-            found = evaluate_sharded_hetero(model, graph, call, owners, ranks, UNCHECKED, options, whole)
-            wrong = {key: error for key, error in differences(whole, found).items() if not error <= BOUND}
-            assert not wrong, f"{name}, {ranks} ranks, {where}, {mode}: {wrong}"
+    assert_exact_in(modes, make().double(), graph_of(name), call, UNCHECKED, ranks, sp.Options(chunk_bytes=512))
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_several_types_equal_the_whole_graph(name):
-    assert_exact(name, 3, (("sar",), ("keep",), ("halo",)))
+    assert_typed_exact(name, 3, MODE_EACH)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_several_types_equal_the_whole_graph_in_every_mode(name, ranks):
-    assert_exact(name, ranks, EVERY_MODE)
+    assert_typed_exact(name, ranks, EVERY_MODE)
 
 
 def homogeneous():
@@ -262,7 +253,7 @@ def test_typed_layers_on_the_graph_turned_homogeneous(name, presorted):
     def call(m, g, i):
         return m(g, i["x"], *(i[field] for field in names), presorted=presorted)
 
-    largest_error((make, call), homogeneous(), modes=EVERY_MODE)
+    assert_dgl_exact((make, call), homogeneous(), modes=EVERY_MODE)
 
 
 class TwoHetero(nn.Module):

@@ -24,7 +24,7 @@ def labelled(seed=0):
 GRAPH = labelled()
 
 
-def check_blocks(batch, graph, fanouts, replace=False):
+def assert_blocks_hold(batch, graph, fanouts, replace=False):
     """Against the whole graph: what DGL's loader promises."""
     input_nodes, output_nodes, blocks = batch
     degree = torch.bincount(graph.edge_index[1], minlength=graph.num_nodes)
@@ -66,7 +66,7 @@ def test_blocks_are_parts_of_the_graph(ranks):
             for rank, _ in found:
                 for batch in rank[epoch]:
                     assert 0 < batch[1].numel() <= 4
-                    check_blocks(batch, GRAPH, [3, -1], bool(replace))
+                    assert_blocks_hold(batch, GRAPH, [3, -1], bool(replace))
 
 
 class SAGE(torch.nn.Module):

@@ -27,7 +27,7 @@ from shardpass.testing.parity import cotangent
 from shardpass.testing.run import run
 
 from .dgl_cases import CONVS, ZERO, graph_of
-from .dgl_parity import EVERY_MODE, GRAPH, UNCHECKED, float64, largest_error  # noqa: F401
+from .dgl_parity import EVERY_MODE, GRAPH, UNCHECKED, assert_dgl_exact, float64  # noqa: F401
 
 PARTS = {
     "Attention": "TWIRLSUnfoldingAndAttention",
@@ -92,7 +92,7 @@ def readout_case(name):
 
 @pytest.mark.parametrize("name", READOUTS)
 def test_readouts_take_in_the_nodes_of_all_ranks(name):
-    largest_error(readout_case(name), modes=EVERY_MODE)
+    assert_dgl_exact(readout_case(name), modes=EVERY_MODE)
 
 
 def test_readout_functions_have_dgls_names_and_arguments():

@@ -18,7 +18,7 @@ from shardpass.errors import RefusedError
 from shardpass.testing.graphs import WholeGraph, shard_in_memory
 from shardpass.testing.run import run
 
-from .dgl_parity import EVERY_MODE, GRAPH, edges, float64, largest_error, onto_nodes  # noqa: F401
+from .dgl_parity import EVERY_MODE, GRAPH, assert_dgl_exact, edges, float64, onto_nodes  # noqa: F401
 from .test_dgl_graph import of, sharded
 
 SUM = fn.sum("m", "out")
@@ -167,14 +167,14 @@ FUNCTIONS = {
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_of_users(name):
-    largest_error(FUNCTIONS[name])
+    assert_dgl_exact(FUNCTIONS[name])
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_of_users_in_every_mode(name, ranks):
-    largest_error(FUNCTIONS[name], ranks=ranks, modes=EVERY_MODE)
+    assert_dgl_exact(FUNCTIONS[name], ranks=ranks, modes=EVERY_MODE)
 
 
 def test_a_graph_without_any_edge():
@@ -193,7 +193,7 @@ def test_a_graph_without_any_edge():
 
         return of(reduced)
 
-    largest_error(function(fn.sum, fn.mean), graph, modes=EVERY_MODE)
+    assert_dgl_exact(function(fn.sum, fn.mean), graph, modes=EVERY_MODE)
 
     def work(comm):
         g = sp.dgl.graph(shard_in_memory(graph, torch.arange(5) % 2, comm))

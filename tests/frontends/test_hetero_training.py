@@ -111,7 +111,7 @@ def train_sharded(model, store, ranks, labelled):
         with torch.no_grad():
             return losses, sp.accuracy(mine(graph.x_dict, graph), own.y, own.test_mask, comm)
 
-    return run(work, ranks, timeout=250.0)[0]
+    return run(work, ranks, timeout=480.0)[0]
 
 
 @pytest.fixture(scope="module", params=LABELLED)

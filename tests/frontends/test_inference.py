@@ -155,21 +155,6 @@ def test_another_computation_does_not_go_on_from_it(change, tmp_path, monkeypatc
     assert np.abs(np.load(path) - whole.detach().numpy()).max() < 1e-10
 
 
-def test_what_a_model_is_reads_the_same_in_every_process():
-    code = (
-        "import torch; from tests.frontends.test_inference import Net; "
-        "from shardpass.core.inference.fingerprint import model_lines; "
-        "torch.manual_seed(0); print(list(model_lines(Net())))"
-    )
-
-    def run(seed):
-        path = os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])
-        environment = {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": seed}
-        return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True).stdout
-
-    assert run("1") == run("2")
-
-
 def test_weights_on_one_rank_only_are_refused(tmp_path):
     state, _ = trained()
 
@@ -309,7 +294,7 @@ def test_a_killed_run_goes_on(tmp_path):
 
     def run(name, kill):
         command = [sys.executable, str(script), str(tmp_path / name), "kill" if kill else "run"]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=480, check=False)
 
     assert run("logits.npy", True).returncode != 0
     assert not (tmp_path / "logits.npy").exists()

@@ -16,14 +16,11 @@ from torch_geometric.nn.models import Polynormer, SGFormer
 import shardpass as sp
 from shardpass.errors import RefusedError
 from shardpass.frontends.pyg import modules
-from shardpass.testing.graphs import assignments, shard_in_memory
-from shardpass.testing.parity import differences, evaluate_sharded, evaluate_whole
-from shardpass.testing.run import run
+from shardpass.testing import assert_exact, assignments, run, shard_in_memory
 
-from .pyg_cases import GRAPH
-from .ranks import ONE_TO_FOUR
+from .how_much import ONE_TO_FOUR
+from .pyg_cases import GRAPH, UNCHECKED
 
-BOUND = 1e-10
 N = GRAPH.num_nodes
 
 
@@ -92,36 +89,27 @@ def with_batch(m, inputs, graph):
     return m(inputs["x"], graph, torch.zeros(N, dtype=torch.long) if isinstance(graph, torch.Tensor) else graph.batch)
 
 
-def unchecked(model, comm):
-    """Without the self-check, which would do much the same once more."""
-    return sp.pyg.wrap(model, comm, check=False)
-
-
-def assert_exact(name, ranks, call, training=True):
+def assert_attention_exact(name, ranks, call, training=True):
     torch.manual_seed(0)
     model = CASES[name]().double().train(training)
-    whole = evaluate_whole(model, GRAPH, call)
-    for where, owners in assignments(N, ranks, GRAPH.edge_index).items():
-        sharded = evaluate_sharded(model, GRAPH, call, owners, ranks, unchecked, sp.Options(), whole)
-        wrong = {key: error for key, error in differences(whole, sharded).items() if not error <= BOUND}
-        assert not wrong, f"{name}, {ranks} ranks, {where}: {wrong}"
+    assert_exact(model, GRAPH, call, UNCHECKED, ranks=ranks, modes=("sar",))
 
 
 @pytest.mark.parametrize("ranks", ONE_TO_FOUR)
 @pytest.mark.parametrize("name", CASES)
 def test_attention_with_the_batch_of_the_graph(name, ranks):
-    assert_exact(name, ranks, with_batch)
+    assert_attention_exact(name, ranks, with_batch)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("name", [name for name in CASES if name not in NEED_BATCH])
 def test_attention_without_batch(name, ranks):
-    assert_exact(name, ranks, without_batch)
+    assert_attention_exact(name, ranks, without_batch)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_evaluation(name):
-    assert_exact(name, 3, with_batch, training=False)
+    assert_attention_exact(name, 3, with_batch, training=False)
 
 
 @pytest.mark.parametrize("name", CASES)

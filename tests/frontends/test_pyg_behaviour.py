@@ -14,11 +14,18 @@ from torch.utils.checkpoint import checkpoint
 
 import shardpass as sp
 from shardpass.errors import RefusedError
-from shardpass.testing.graphs import assignments, shard_in_memory
-from shardpass.testing.parity import cotangent, differences, evaluate_sharded, evaluate_whole
-from shardpass.testing.run import run
+from shardpass.testing import (
+    assert_exact,
+    assert_same,
+    assignments,
+    cotangent,
+    evaluate_sharded,
+    evaluate_whole,
+    run,
+    shard_in_memory,
+)
 
-from .pyg_cases import GRAPH, LAYERS, MODELS, GatedConv
+from .pyg_cases import GRAPH, LAYERS, MODELS, UNCHECKED, GatedConv
 
 OWNERS = assignments(GRAPH.num_nodes, 2, GRAPH.edge_index)["random"]
 
@@ -190,8 +197,8 @@ def test_two_backward_passes_and_checkpointing_are_exact(mode):
         return checkpoint(body, inputs["x"], inputs["edge_attr"], use_reentrant=False)
 
     for variant in (twice, remembered):
-        sharded = evaluate_sharded(model, GRAPH, variant, OWNERS, 2, sp.pyg.wrap, sp.Options(mode=mode), whole)
-        assert max(differences(whole, sharded).values()) < 1e-10
+        sharded = evaluate_sharded(model, GRAPH, variant, OWNERS, 2, UNCHECKED, sp.Options(mode=mode), whole)
+        assert_same(whole, sharded)
 
 
 @pytest.mark.parametrize("layer", [gnn.GATConv, gnn.GATv2Conv, gnn.TransformerConv])
@@ -364,6 +371,4 @@ def test_a_layer_that_keeps_something_on_itself_for_its_message(make, mode):
     def call(m, inputs, graph):
         return m(inputs["x"], graph, inputs["edge_attr"]) if make is Twice else m(inputs["x"], graph)
 
-    whole = evaluate_whole(model, GRAPH, call)
-    sharded = evaluate_sharded(model, GRAPH, call, OWNERS, 2, sp.pyg.wrap, sp.Options(mode=mode), whole)
-    assert max(differences(whole, sharded).values()) < 1e-10
+    assert_exact(model, GRAPH, call, UNCHECKED, ranks=2, modes=(mode,), owners={"random": OWNERS})

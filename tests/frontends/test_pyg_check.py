@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 
@@ -13,12 +11,16 @@ import torch_geometric.nn as gnn
 from torch import nn
 
 import shardpass as sp
+from shardpass.core.wrapping import outermost
 from shardpass.errors import RefusedError
 from shardpass.testing.graphs import assignments, shard_in_memory
 from shardpass.testing.run import run
 
 from .conv_cases import CONVS, ONE_SHOT, SORTED, _plain
 from .pyg_cases import GRAPH, MODELS
+
+accepted = pytest.mark.filterwarnings("error:.*self-check")
+"""The model is neither refused nor, which a warning would say, left unchecked."""
 
 
 def called(make, call, graph=GRAPH, mode="sar", ranks=2, check=True, times=1):
@@ -35,26 +37,28 @@ def called(make, call, graph=GRAPH, mode="sar", ranks=2, check=True, times=1):
     return run(work, ranks)
 
 
+@accepted
 @pytest.mark.parametrize(
     "name", ["GCNConv", "GATConv edges", "PNAConv", "DirGNNConv", "ChebConv", "GATConv attention weights"]
 )
 def test_exact_layers_pass(name):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        called(*CONVS[name])
+    called(*CONVS[name])
 
 
+@accepted
 @pytest.mark.long
 @pytest.mark.parametrize("name", [*CONVS, *MODELS])
 def test_every_exact_layer_and_model_passes(name):
     called(*{**CONVS, **MODELS}[name])
 
 
+@accepted
 @pytest.mark.parametrize("name", ["SAGEConv median", "SAGEConv lstm"])
 def test_whole_neighbourhoods_pass(name):
     called(*ONE_SHOT[name], graph=SORTED, mode="halo")
 
 
+@accepted
 @pytest.mark.parametrize("name", ["GCN", "EdgeCNN with BatchNorm"])
 def test_models_pass(name):
     called(*MODELS[name])
@@ -180,8 +184,9 @@ def test_offenders_are_refused_by_name_on_every_rank(name):
     assert all(words in text for text in said), said
 
 
-def test_the_check_can_be_left_out():
-    called(lambda: WithPart(Centre()), _plain, check=False)
+def test_the_check_can_be_left_out(monkeypatch):
+    monkeypatch.setattr(outermost, "check_model", lambda *args: pytest.fail("it was checked"))
+    assert [out.size(1) for out in called(lambda: WithPart(Centre()), _plain, check=False)] == [6, 6]
 
 
 class Dropping(nn.Module):
@@ -195,6 +200,7 @@ class Dropping(nn.Module):
         return self.drop(torch.nn.functional.dropout(self.conv(x, edge_index), 0.3, self.training))
 
 
+@accepted
 def test_dropout_is_no_difference():
     called(Dropping, _plain)
 
@@ -230,10 +236,9 @@ class Embedded(nn.Module):
         return self.conv(self.table(kinds), edge_index)
 
 
+@accepted
 def test_categories_stay_such():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        called(Embedded, lambda m, i, g: m((i["x"][:, 0] > 0).long() + 2, g))
+    called(Embedded, lambda m, i, g: m((i["x"][:, 0] > 0).long() + 2, g))
 
 
 class TrainingOnly(WithPart):
@@ -302,13 +307,12 @@ class Float32(WithPart):
         return self.conv(x.float() + state, edge_index)
 
 
+@accepted
 def test_noise_and_fixed_dtypes_are_no_difference():
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*self-check.*")
-        called(Noisy, _plain)
+    called(Noisy, _plain)
 
-        def work(comm):
-            graph = shard_in_memory(GRAPH, torch.arange(GRAPH.num_nodes) % 2, comm)
-            sp.pyg.wrap(Float32(), comm)(graph.x.float(), graph)
+    def work(comm):
+        graph = shard_in_memory(GRAPH, torch.arange(GRAPH.num_nodes) % 2, comm)
+        sp.pyg.wrap(Float32(), comm)(graph.x.float(), graph)
 
-        run(work, 2)
+    run(work, 2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from functools import partial
 
 import pytest
 import torch
@@ -17,46 +16,23 @@ import shardpass.core.aggregation.sharded_call as core_aggregate
 from shardpass.core.aggregation.agreement import settle
 from shardpass.errors import NeedsHaloError
 from shardpass.frontends.pyg.refusals import REFUSED
-from shardpass.testing.graphs import assignments, shard_in_memory
-from shardpass.testing.hetero import (
-    WholeHeteroGraph,
-    evaluate_sharded_hetero,
-    evaluate_whole_hetero,
-    hetero_assignments,
-)
-from shardpass.testing.parity import differences, evaluate_sharded, evaluate_whole
+from shardpass.testing import WholeHeteroGraph, evaluate_sharded, evaluate_whole, shard_in_memory
 
 from .conv_cases import CONVS, ELSEWHERE, KERNEL, MORE_CONVS, ONE_PASS_SOFTMAX, ONE_SHOT, SORTED
-from .pyg_cases import GRAPH
-from .ranks import ONE_TO_FOUR
-
-BOUND = 1e-10
-UNCHECKED = partial(sp.pyg.wrap, check=False)  # the self-check has tests of its own
+from .how_much import SOME_OR_ALL, assert_case_exact
+from .pyg_cases import GRAPH, UNCHECKED
 
 
-def assert_exact(name, case, graph, ranks, modes):
-    make, call = case
-    torch.manual_seed(0)
-    model = make().double()
-    whole = evaluate_whole(model, graph, call)
-    for where, owners in assignments(graph.num_nodes, ranks, graph.edge_index).items():
-        for mode in modes:
-            options = sp.Options(mode=mode, chunk_bytes=700)
-            sharded = evaluate_sharded(model, graph, call, owners, ranks, UNCHECKED, options, whole)
-            wrong = {key: error for key, error in differences(whole, sharded).items() if not error <= BOUND}
-            assert not wrong, f"{name}, {ranks} ranks, {where}, {mode}: {wrong}"
-
-
-@pytest.mark.parametrize("ranks", ONE_TO_FOUR)
+@pytest.mark.parametrize(("ranks", "every_mode"), SOME_OR_ALL)
 @pytest.mark.parametrize("name", MORE_CONVS)
-def test_conv_equals_the_whole_graph(name, ranks):
-    assert_exact(name, MORE_CONVS[name], GRAPH, ranks, ("sar", "keep", "halo"))
+def test_conv_equals_the_whole_graph(name, ranks, every_mode):
+    assert_case_exact(MORE_CONVS[name], GRAPH, UNCHECKED, ranks, every_mode, chunk_bytes=700)
 
 
-@pytest.mark.parametrize("ranks", ONE_TO_FOUR)
+@pytest.mark.parametrize(("ranks", "every_mode"), SOME_OR_ALL)
 @pytest.mark.parametrize("name", ONE_SHOT)
-def test_layers_that_see_whole_neighbourhoods(name, ranks):
-    assert_exact(name, ONE_SHOT[name], SORTED, ranks, ("halo",))
+def test_layers_that_see_whole_neighbourhoods(name, ranks, every_mode):
+    assert_case_exact(ONE_SHOT[name], SORTED, UNCHECKED, ranks, every_mode, modes=("halo",), chunk_bytes=700)
 
 
 MEMBERS = ("node", "in", "hyperedge")
@@ -76,20 +52,17 @@ def hypergraph():
     )
 
 
-@pytest.mark.parametrize("ranks", ONE_TO_FOUR)
+@pytest.mark.parametrize(("ranks", "every_mode"), SOME_OR_ALL)
 @pytest.mark.parametrize("attention", [False, True])
-def test_hypergraphs_are_graphs_of_two_types(attention, ranks):
+def test_hypergraphs_are_graphs_of_two_types(attention, ranks, every_mode):
     def call(model, fields, edges):
         edge_index = edges[MEMBERS] if isinstance(edges, dict) else edges[MEMBERS].edge_index
         return {"node": model(fields["node"]["x"], edge_index, hyperedge_attr=fields["hyperedge"]["x"])}
 
-    torch.manual_seed(0)
-    model, graph = pyg_convs.HypergraphConv(5, 4, use_attention=attention).double(), hypergraph()
-    whole = evaluate_whole_hetero(model, graph, call)
-    for where, owners in hetero_assignments(graph, ranks).items():
-        for mode in ("sar", "keep", "halo"):
-            found = evaluate_sharded_hetero(model, graph, call, owners, ranks, UNCHECKED, sp.Options(mode=mode), whole)
-            assert max(differences(whole, found).values()) < BOUND, (where, mode)
+    def make():
+        return pyg_convs.HypergraphConv(5, 4, use_attention=attention)
+
+    assert_case_exact((make, call), hypergraph(), UNCHECKED, ranks, every_mode)
 
 
 @pytest.mark.parametrize("name", ONE_SHOT)

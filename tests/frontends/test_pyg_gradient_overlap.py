@@ -98,7 +98,7 @@ def whole(results):
     )
 
 
-def same(found, expected):
+def assert_same_gradients(found, expected):
     assert found[0] == pytest.approx(expected[0], abs=1e-10)
     for one, other in zip(found[1], expected[1]):
         assert one.keys() == other.keys()
@@ -109,21 +109,23 @@ def same(found, expected):
                 torch.testing.assert_close(one[name], value, rtol=0, atol=1e-10, msg=name)
 
 
-@pytest.mark.parametrize(("ranks", "mode"), [(1, "sar"), (2, "sar"), (3, "sar"), (3, "halo")])
+@pytest.mark.parametrize(
+    ("ranks", "mode"), [*(pytest.param(n, "sar", marks=pytest.mark.long) for n in (1, 2)), (3, "sar"), (3, "halo")]
+)
 def test_training_is_that_of_the_whole_graph(ranks, mode):
     for owners in assignments(GRAPH.num_nodes, ranks, GRAPH.edge_index).values():
         results = run(program, ranks, args=(owners, mode))
         expected = whole(results)
         for by_sync, during, *_ in results:
-            same(during, expected)
-            same(during, by_sync)
+            assert_same_gradients(during, expected)
+            assert_same_gradients(during, by_sync)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_branch_of_one_rank(ranks):
     owners = assignments(GRAPH.num_nodes, ranks, GRAPH.edge_index)["random"]
     for by_sync, during, *_ in run(program, ranks, args=(owners, "sar", ranks - 1)):
-        same(during, by_sync)
+        assert_same_gradients(during, by_sync)
         assert during[1][0]["branch.weight"].any()
 
 
@@ -133,8 +135,8 @@ def test_over_processes():
     owners = assignments(GRAPH.num_nodes, 3, GRAPH.edge_index)["random"]
     results = run(program, 3, "processes", args=(owners, "sar"))
     for by_sync, during, *_ in results:
-        same(during, whole(results))
-        same(during, by_sync)
+        assert_same_gradients(during, whole(results))
+        assert_same_gradients(during, by_sync)
 
 
 def test_an_exception_within_backward_on_one_rank_ends_the_others():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from functools import partial
 
 import pytest
 import torch
@@ -16,50 +15,28 @@ import torch_geometric.nn as gnn
 import shardpass as sp
 from shardpass.core.graphs.union import Unions
 from shardpass.errors import DivergenceError, RefusedError
-from shardpass.testing.hetero import (
-    evaluate_sharded_hetero,
-    evaluate_whole_hetero,
-    hetero_assignments,
-    shard_hetero_in_memory,
-)
-from shardpass.testing.parity import cotangent, differences
-from shardpass.testing.run import run
+from shardpass.testing import cotangent, hetero_assignments, run, shard_hetero_in_memory
 
 from .hetero_cases import GRAPH, LAYERS, METADATA, MODELS, TwoLayers, by_type
-from .ranks import ONE_TO_FOUR, ONE_TWO_FOUR
+from .how_much import SOME_OR_ALL, assert_case_exact
+from .pyg_cases import UNCHECKED
 
 BOUND = 1e-10
-MODES = ("sar", "keep", "halo")
-WRAP = partial(sp.pyg.wrap, check=False)  # the self-check has a test of its own
 CITES, WRITES, BY = METADATA[1][:3]
 
 
-def assert_exact(name, case, ranks, every=True, options=None):
-    """In all modes on all assignments; or, without `every`, each mode on one of them, another one for each `ranks`."""
-    make, call = case
-    torch.manual_seed(0)
-    model = make().double()
-    whole = evaluate_whole_hetero(model, GRAPH, call)
-    for i, (where, owners) in enumerate(hetero_assignments(GRAPH, ranks).items()):
-        for mode in MODES if every or ranks == 1 else (MODES[(i + ranks) % 3],):
-            chosen = sp.Options(mode=mode, **(options or {}))
-            sharded = evaluate_sharded_hetero(model, GRAPH, call, owners, ranks, WRAP, chosen, whole)
-            wrong = {key: error for key, error in differences(whole, sharded).items() if not error <= BOUND}
-            assert not wrong, f"{name}, {ranks} ranks, {where}, {mode}: {wrong}"
-
-
-@pytest.mark.parametrize("ranks", ONE_TO_FOUR)
+@pytest.mark.parametrize(("ranks", "every_mode"), SOME_OR_ALL)
 @pytest.mark.parametrize("name", LAYERS)
-def test_layer_equals_the_whole_graph(name, ranks):
+def test_layer_equals_the_whole_graph(name, ranks, every_mode):
     # few edges per chunk and, on three ranks, few rows per fetch: every boundary is crossed
-    small = {"chunk_bytes": 700, "block_rows": 3 if ranks == 3 else None}
-    assert_exact(name, LAYERS[name], ranks, every=ranks == 4, options=small)
+    block_rows = 3 if ranks == 3 else None
+    assert_case_exact(LAYERS[name], GRAPH, UNCHECKED, ranks, every_mode, chunk_bytes=700, block_rows=block_rows)
 
 
-@pytest.mark.parametrize("ranks", ONE_TWO_FOUR)
+@pytest.mark.parametrize(("ranks", "every_mode"), SOME_OR_ALL)
 @pytest.mark.parametrize("name", MODELS)
-def test_model_equals_the_whole_graph(name, ranks):
-    assert_exact(name, MODELS[name], ranks, every=ranks == 4)
+def test_model_equals_the_whole_graph(name, ranks, every_mode):
+    assert_case_exact(MODELS[name], GRAPH, UNCHECKED, ranks, every_mode)
 
 
 @pytest.mark.parametrize("name", [*LAYERS, *MODELS])
@@ -132,7 +109,7 @@ def test_hgt_takes_relations_in_any_order():
     expected = plain(by_type(GRAPH.node, "x"), GRAPH.edges)
 
     def work(comm, graph):
-        model = WRAP(copy.deepcopy(plain), comm)
+        model = UNCHECKED(copy.deepcopy(plain), comm)
         out = model(graph.x_dict, dict(reversed(list(graph.edge_index_dict.items()))))
         for kind, rows in graph.node_ids_dict.items():
             torch.testing.assert_close(out[kind], expected[kind][rows], rtol=0, atol=BOUND)
@@ -212,7 +189,7 @@ def _misuse(change):
     def work(comm, graph):
         found = []
         for name in ("HeteroConv SAGE", "HGTConv", "HANConv"):
-            model = sp.pyg.wrap(LAYERS[name][0]().double(), comm)
+            model = UNCHECKED(LAYERS[name][0]().double(), comm)
             edges, nodes = graph.edge_index_dict, graph.x_dict
             change(edges, nodes)
             with pytest.raises((ValueError, RefusedError, KeyError, AttributeError, TypeError)) as error:

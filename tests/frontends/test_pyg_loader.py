@@ -41,7 +41,7 @@ def epochs(graph: WholeGraph, ranks: int, kind: str = "random", num_epochs: int 
     return run(fn, ranks)
 
 
-def check_batch(batch, graph: WholeGraph, fanouts, replace=False):
+def assert_batch_holds(batch, graph: WholeGraph, fanouts, replace=False):
     """Against the whole graph: what PyG's loader promises."""
     n_id, e_id = batch.n_id, batch.e_id
     assert n_id.unique().numel() == n_id.numel() == batch.num_nodes
@@ -84,7 +84,7 @@ def test_batches_are_parts_of_the_graph(ranks, prefetch):
                 sizes = [batch.batch_size for batch in step]
                 assert max(sizes) - min(sizes) <= 1 and max(sizes) <= 4
                 for batch in step:
-                    check_batch(batch, GRAPH, [3, 2])
+                    assert_batch_holds(batch, GRAPH, [3, 2])
 
 
 class SAGE(torch.nn.Module):

@@ -16,8 +16,8 @@ import shardpass as sp
 from shardpass.testing.graphs import assignments, awkward_graph, shard_in_memory
 from shardpass.testing.run import run
 
-from .ranks import ONE_TO_FOUR
-from .test_pyg_parity import assert_exact
+from .how_much import SOME_OR_ALL, assert_case_exact
+from .pyg_cases import GRAPH, UNCHECKED
 
 
 def plain(model, inputs, graph):
@@ -62,10 +62,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("ranks", ONE_TO_FOUR)
+@pytest.mark.parametrize(("ranks", "every_mode"), SOME_OR_ALL)
 @pytest.mark.parametrize("name", CASES)
-def test_equals_the_whole_graph(name, ranks):
-    assert_exact(name, CASES[name], ranks, ("sar", "keep", "halo"), {"block_rows": 3})
+def test_equals_the_whole_graph(name, ranks, every_mode):
+    assert_case_exact(CASES[name], GRAPH, UNCHECKED, ranks, every_mode, block_rows=3)
 
 
 def bytes_of(layer, needs_grad=True, hook=None, **options):
@@ -110,7 +110,7 @@ def test_rows_without_gradient_travel_once_as_they_are():
 def test_rows_without_gradient_travel_narrower_where_their_sums_are_not_kept():
     sent, rows = bytes_of(lambda: SAGEConv(8, 2), needs_grad=False, cache_constant_inputs=False)
     assert sent == rows * 2 * 4 * 2
-    assert_exact("constant", (lambda: Constant(), plain), 3, ("sar",), {"cache_constant_inputs": False})
+    assert_case_exact((Constant, plain), GRAPH, UNCHECKED, modes=("sar",), cache_constant_inputs=False)
 
 
 class Constant(nn.Module):
@@ -180,26 +180,4 @@ def test_a_layer_with_code_of_its_own_is_left_alone():
 
     sent, rows = bytes_of(lambda: Mine(8, 2))
     assert sent == rows * 8 * 4 * 2
-    assert_exact("Mine", (lambda: Mine(5, 2), plain), 2, ("sar",))
-
-
-@pytest.mark.parametrize("options", [{}, {"mode": "keep"}])
-def test_means_are_made_where_the_sums_are(options):
-    graph_of = awkward_graph(channels=8)
-
-    def rank(comm):
-        owners = assignments(graph_of.num_nodes, 2, graph_of.edge_index)["random"]
-        graph = shard_in_memory(graph_of, owners, comm, sp.Options(**options))
-        model = sp.pyg.wrap(SAGEConv(8, 4, root_weight=False, bias=False), comm, check=False)
-        found = {}
-        for needs_grad in (True, False):
-            x = graph.x.float().requires_grad_(needs_grad)
-            with torch.set_grad_enabled(needs_grad):
-                found[needs_grad] = [model(x, graph) for _ in range(2)]
-        return [[out._version for out in outs] for outs in found.values()], found[True][0].sub(
-            found[False][1]
-        ).abs().max()
-
-    for versions, difference in sp.spawn(rank, 2):
-        assert min(versions[0]) > 0, "divided in place"
-        assert difference < 1e-6
+    assert_case_exact((lambda: Mine(5, 2), plain), GRAPH, UNCHECKED, 2, modes=("sar",))

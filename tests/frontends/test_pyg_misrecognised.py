@@ -12,9 +12,9 @@ from torch_geometric.nn import GATConv, GATv2Conv, MessagePassing, SAGEConv
 from torch_geometric.utils import scatter, softmax
 
 import shardpass as sp
-from shardpass.testing.graphs import WholeGraph, assignments, awkward_graph, shard_in_memory
-from shardpass.testing.parity import differences, evaluate_sharded, evaluate_whole
-from shardpass.testing.run import run
+from shardpass.testing import WholeGraph, assert_exact, assignments, awkward_graph, run, shard_in_memory
+
+from .pyg_cases import UNCHECKED
 
 GRAPH = awkward_graph()
 ZEROS = WholeGraph(GRAPH.num_nodes, GRAPH.edge_index, {"x": GRAPH.node["x"].clone()}, {})
@@ -168,15 +168,10 @@ def test_it_equals_the_whole_graph(name):
     make, graph = CASES[name]
     torch.manual_seed(0)
     model = make().double()
-    whole = evaluate_whole(model, graph, call)
+    options = sp.Options(chunk_bytes=1 << 9)
     for ranks in (1, 3):
-        for mode in ("sar", "keep"):
-            owners = assignments(graph.num_nodes, ranks, graph.edge_index)["random"]
-            options = sp.Options(mode=mode, chunk_bytes=1 << 9)
-            wrap = lambda m, comm: sp.pyg.wrap(m, comm, check=False)  # noqa: E731
-            sharded = evaluate_sharded(model, graph, call, owners, ranks, wrap, options, whole)
-            found = differences(whole, sharded)
-            assert max(found.values()) < 1e-10, (ranks, mode, found)
+        owners = {"random": assignments(graph.num_nodes, ranks, graph.edge_index)["random"]}
+        assert_exact(model, graph, call, UNCHECKED, ranks=ranks, modes=("sar", "keep"), owners=owners, options=options)
 
 
 def test_the_check_runs_with_the_options_of_the_graph():

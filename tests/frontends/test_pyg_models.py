@@ -23,10 +23,9 @@ from shardpass.frontends.pyg.refusals import refuse_unsupported
 from shardpass.testing.graphs import assignments, shard_in_memory
 from shardpass.testing.run import run
 
+from .how_much import SOME_OR_ALL, assert_case_exact
 from .model_cases import MORE_MODELS, Variational
-from .pyg_cases import GRAPH, MODELS
-from .ranks import ONE_TO_FOUR
-from .test_pyg_convs import UNCHECKED, assert_exact
+from .pyg_cases import GRAPH, MODELS, UNCHECKED
 
 PACKAGE = "torch_geometric.nn.models."
 
@@ -87,10 +86,10 @@ def test_names_of_groups_do_not_clash_with_other_packages():
     assert not (models.EXACT | models.ROW_WISE) & set(modules.REFUSED)
 
 
-@pytest.mark.parametrize("ranks", ONE_TO_FOUR)
+@pytest.mark.parametrize(("ranks", "every_mode"), SOME_OR_ALL)
 @pytest.mark.parametrize("name", MORE_MODELS)
-def test_model_equals_the_whole_graph(name, ranks):
-    assert_exact(name, MORE_MODELS[name], GRAPH, ranks, ("sar", "keep", "halo"))
+def test_model_equals_the_whole_graph(name, ranks, every_mode):
+    assert_case_exact(MORE_MODELS[name], GRAPH, UNCHECKED, ranks, every_mode, chunk_bytes=700)
 
 
 def test_every_exact_class_has_a_case():
@@ -266,6 +265,7 @@ def test_a_method_that_a_subclass_overrides_is_its_own():
     assert UNCHECKED(Own(41, 5, 2), sp.connect("local")).link_pred_loss(None, None) == "own"
 
 
+@pytest.mark.filterwarnings("error:.*self-check")
 @pytest.mark.parametrize("name", ["GAE", "LightGCN", "Sequential", "AttentiveFP", "CorrectAndSmooth", "SignedGCN"])
 def test_the_self_check_takes_any_method(name):
     make, call = MORE_MODELS[name]
@@ -273,9 +273,9 @@ def test_the_self_check_takes_any_method(name):
     def work(comm):
         graph = shard_in_memory(GRAPH, torch.arange(GRAPH.num_nodes) % 2, comm)
         model = sp.pyg.wrap(make().double(), comm)
-        call(model, {**dict(graph.node), **dict(graph.edge)}, graph)
+        out = call(model, {**dict(graph.node), **dict(graph.edge)}, graph)
         twin = copy.deepcopy(model)  # methods of a copy are its own
-        return call(twin, {**dict(graph.node), **dict(graph.edge)}, graph)
+        torch.testing.assert_close(call(twin, {**dict(graph.node), **dict(graph.edge)}, graph), out)
 
     run(work, 2)
 

@@ -16,14 +16,11 @@ import shardpass as sp
 from shardpass.core.graphs.batch_index import BatchIndex
 from shardpass.errors import RefusedError, ShardpassError
 from shardpass.frontends.pyg.norms import DISTRIBUTED
-from shardpass.testing.graphs import assignments, shard_in_memory
-from shardpass.testing.parity import differences, evaluate_sharded, evaluate_whole
-from shardpass.testing.run import run
+from shardpass.testing import assert_exact, assignments, run, shard_in_memory
 
-from .pyg_cases import GRAPH
-from .ranks import ONE_TO_FOUR, ONE_TWO_FOUR
+from .how_much import ONE_TO_FOUR, ONE_TWO_FOUR
+from .pyg_cases import GRAPH, UNCHECKED
 
-BOUND = 1e-10
 N = GRAPH.num_nodes
 KINDS = torch.arange(N) % 3  # of four types: one has no rows anywhere
 KINDS[:7] = 2
@@ -94,34 +91,24 @@ def call_with_batch(model, inputs, graph):
     return call_without_batch(model, inputs, graph)
 
 
-def unchecked(model, comm):
-    """Without the self-check, which would do much the same once more."""
-    return sp.pyg.wrap(model, comm, check=False)
-
-
-def assert_exact(name, norm, call, ranks, training):
+def assert_norm_exact(norm, call, ranks, training):
     torch.manual_seed(0)
     model = Around(perturbed(norm)).double().train(training)
-    whole = evaluate_whole(model, GRAPH, call)
-    whole.buffers = {key: value.detach() for key, value in whole.buffers.items()}
-    for where, owners in assignments(N, ranks, GRAPH.edge_index).items():
-        sharded = evaluate_sharded(model, GRAPH, call, owners, ranks, unchecked, sp.Options(), whole)
-        wrong = {key: error for key, error in differences(whole, sharded).items() if not error <= BOUND}
-        assert not wrong, f"{name}, {ranks} ranks, {where}, training={training}: {wrong}"
+    assert_exact(model, GRAPH, call, UNCHECKED, ranks=ranks, modes=("sar",))
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("ranks", ONE_TO_FOUR)
 @pytest.mark.parametrize("name", [*WITH_BATCH, *PLAIN])
 def test_norm_without_batch(name, ranks, training):
-    assert_exact(name, {**WITH_BATCH, **PLAIN}[name](), call_without_batch, ranks, training)
+    assert_norm_exact({**WITH_BATCH, **PLAIN}[name](), call_without_batch, ranks, training)
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("ranks", ONE_TO_FOUR)
 @pytest.mark.parametrize("name", WITH_BATCH)
 def test_norm_with_the_batch_of_the_graph(name, ranks, training):
-    assert_exact(name, WITH_BATCH[name](), call_with_batch, ranks, training)
+    assert_norm_exact(WITH_BATCH[name](), call_with_batch, ranks, training)
 
 
 def test_every_norm_that_is_swapped_is_tested_here():
@@ -280,11 +267,7 @@ def test_a_norm_inside_a_message_is_over_all_edges_in_halo_mode(ranks):
     def call(m, inputs, graph):
         return m(inputs["x"], graph)
 
-    whole = evaluate_whole(model, GRAPH, call)
-    for where, owners in assignments(N, ranks, GRAPH.edge_index).items():
-        options = sp.Options(mode="halo")
-        sharded = evaluate_sharded(model, GRAPH, call, owners, ranks, sp.pyg.wrap, options, whole)
-        assert max(differences(whole, sharded).values()) <= BOUND, where
+    assert_exact(model, GRAPH, call, sp.pyg.wrap, ranks=ranks, modes=("halo",))
 
 
 @pytest.mark.parametrize("ranks", ONE_TWO_FOUR)
@@ -298,8 +281,6 @@ def test_models_with_norms(norm, ranks):
         batch = torch.zeros(N, dtype=torch.long) if isinstance(graph, torch.Tensor) else graph.batch
         return m(inputs["x"], graph, batch=batch) if m.supports_norm_batch else m(inputs["x"], graph)
 
-    whole = evaluate_whole(model, GRAPH, call)
-    whole.buffers = {key: value.detach() for key, value in whole.buffers.items()}
-    for owners in assignments(N, ranks, GRAPH.edge_index).values():
-        sharded = evaluate_sharded(model, GRAPH, call, owners, ranks, sp.pyg.wrap, sp.Options(), whole)
-        assert max(differences(whole, sharded).values()) <= BOUND
+    for where, owners in assignments(N, ranks, GRAPH.edge_index).items():
+        wrap = sp.pyg.wrap if where == "random" else UNCHECKED  # the self-check accepts it, which is asked once
+        assert_exact(model, GRAPH, call, wrap, ranks=ranks, modes=("sar",), owners={where: owners})

@@ -17,9 +17,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import shardpass as sp
 from shardpass.errors import RefusedError, ShardpassError
 
-from .pyg_cases import GRAPH
-from .test_pyg_convs import UNCHECKED
-from .test_pyg_tooling import Model, assert_exact, loss_of, made, on_ranks
+from .pyg_cases import GRAPH, UNCHECKED
+from .test_pyg_tooling import Model, assert_exact_on_ranks, loss_of, made, on_ranks
 
 
 def test_precision_freezing_and_apply_after_wrap():
@@ -38,7 +37,7 @@ def test_precision_freezing_and_apply_after_wrap():
 
 @pytest.mark.parametrize("how", [parametrizations.weight_norm, parametrizations.orthogonal])
 def test_parametrised_weights_in_messages(how):
-    assert_exact(made(lambda: gnn.EdgeConv(how(nn.Linear(10, 4)))), bound=1e-9)
+    assert_exact_on_ranks(made(lambda: gnn.EdgeConv(how(nn.Linear(10, 4)))), bound=1e-9)
 
 
 def test_spectral_norm_is_exact_outside_messages_and_refused_inside():
@@ -47,9 +46,9 @@ def test_spectral_norm_is_exact_outside_messages_and_refused_inside():
             super().__init__()
             self.mlp[0] = parametrizations.spectral_norm(self.mlp[0])
 
-    assert_exact(made(Dense))
+    assert_exact_on_ranks(made(Dense))
     inside = made(lambda: gnn.EdgeConv(parametrizations.spectral_norm(nn.Linear(10, 4))))
-    assert_exact(copy.deepcopy(inside).eval())
+    assert_exact_on_ranks(copy.deepcopy(inside).eval())
 
     def work(comm, graph):
         with pytest.raises(RefusedError, match="inside a message changes a tensor made outside it"):

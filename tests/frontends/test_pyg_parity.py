@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -11,47 +9,29 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torch_geometric")
 
-import shardpass as sp
-from shardpass.testing.graphs import WholeGraph, assignments
-from shardpass.testing.parity import differences, evaluate_sharded, evaluate_whole
+from shardpass.testing import WholeGraph, assert_exact, evaluate_whole
 
-from .pyg_cases import GRAPH, LAYERS, MODELS, GatedConv
-from .ranks import ONE_TO_FOUR, ONE_TWO_FOUR
-
-BOUND = 1e-10
-UNCHECKED = partial(sp.pyg.wrap, check=False)  # the self-check has tests of its own
-MODES = ("sar", "keep", "halo")
+from .how_much import MODES, SOME_OR_ALL, assert_case_exact
+from .pyg_cases import GRAPH, LAYERS, MODELS, UNCHECKED, GatedConv
 
 
-def assert_exact(name, case, ranks, modes, options=None):
-    make, call = case
-    torch.manual_seed(0)
-    model = make().double()
-    whole = evaluate_whole(model, GRAPH, call)
-    for where, owners in assignments(GRAPH.num_nodes, ranks, GRAPH.edge_index).items():
-        for mode in modes:
-            chosen = sp.Options(mode=mode, **(options or {}))
-            sharded = evaluate_sharded(model, GRAPH, call, owners, ranks, UNCHECKED, chosen, whole)
-            wrong = {key: error for key, error in differences(whole, sharded).items() if not error <= BOUND}
-            assert not wrong, f"{name}, {ranks} ranks, {where}, {mode}: {wrong}"
-
-
-@pytest.mark.parametrize("ranks", ONE_TO_FOUR)
+@pytest.mark.parametrize(("ranks", "every_mode"), SOME_OR_ALL)
 @pytest.mark.parametrize("name", LAYERS)
-def test_layer_equals_the_whole_graph(name, ranks):
+def test_layer_equals_the_whole_graph(name, ranks, every_mode):
     # few edges per chunk and, on three ranks, few rows per fetch: every boundary is crossed
-    assert_exact(name, LAYERS[name], ranks, MODES, {"chunk_bytes": 700, "block_rows": 3 if ranks == 3 else None})
+    block_rows = 3 if ranks == 3 else None
+    assert_case_exact(LAYERS[name], GRAPH, UNCHECKED, ranks, every_mode, chunk_bytes=700, block_rows=block_rows)
 
 
-@pytest.mark.parametrize("ranks", ONE_TWO_FOUR)
+@pytest.mark.parametrize(("ranks", "every_mode"), SOME_OR_ALL)
 @pytest.mark.parametrize("name", MODELS)
-def test_model_equals_the_whole_graph(name, ranks):
-    assert_exact(name, MODELS[name], ranks, MODES)
+def test_model_equals_the_whole_graph(name, ranks, every_mode):
+    assert_case_exact(MODELS[name], GRAPH, UNCHECKED, ranks, every_mode)
 
 
 @pytest.mark.parametrize("prefetch", [0, 3])
 def test_prefetch_does_not_matter(prefetch):
-    assert_exact("GATConv", LAYERS["GATConv"], 4, ("sar",), {"prefetch": prefetch, "block_rows": 2})
+    assert_case_exact(LAYERS["GATConv"], GRAPH, UNCHECKED, 4, modes=("sar",), prefetch=prefetch, block_rows=2)
 
 
 @st.composite
@@ -83,10 +63,7 @@ def test_random_graphs(drawn, name, mode):
     make, call = LAYERS[name]
     torch.manual_seed(1)
     model = make().double()
-    whole = evaluate_whole(model, graph, call)
-    sharded = evaluate_sharded(model, graph, call, owners, ranks, UNCHECKED, sp.Options(mode=mode), whole)
-    wrong = {key: error for key, error in differences(whole, sharded).items() if not error <= BOUND}
-    assert not wrong
+    assert_exact(model, graph, call, UNCHECKED, ranks=ranks, modes=(mode,), owners={"drawn": owners})
 
 
 def test_a_parameter_in_message_gets_the_whole_gradient():

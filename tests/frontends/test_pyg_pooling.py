@@ -16,12 +16,10 @@ import shardpass as sp
 from shardpass.core.graphs.batch_index import BatchIndex
 from shardpass.errors import RefusedError
 from shardpass.frontends.pyg import modules
-from shardpass.testing.graphs import assignments, shard_in_memory
-from shardpass.testing.parity import cotangent
-from shardpass.testing.run import run
+from shardpass.testing import Outcome, assert_same, assignments, cotangent, run, shard_in_memory
 
+from .how_much import ONE_TO_FOUR
 from .pyg_cases import GRAPH
-from .ranks import ONE_TO_FOUR
 
 BOUND = 1e-10
 N = GRAPH.num_nodes
@@ -94,7 +92,7 @@ def evaluate(model, x, graph, batch, ids, comm):
     loss = sp.replicated((pooled * cotangent(pooled)).sum(), comm)
     (loss + (rows * weights).sum()).backward()
     grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
-    return pooled.detach(), rows.detach(), x.grad, grads
+    return Outcome(rows.detach(), {"x": x.grad, "pooled": pooled.detach()}, grads)
 
 
 def whole_and_model(readout, ties):
@@ -107,8 +105,8 @@ def whole_and_model(readout, ties):
     return evaluate(copy.deepcopy(model), GRAPH.node["x"], GRAPH.edge_index, batch, torch.arange(N), comm), model
 
 
-def assert_exact(readout, ranks, ties=False):
-    (pooled, rows, grad_x, grads), model = whole_and_model(readout, ties)
+def assert_readout_exact(readout, ranks, ties=False):
+    whole, model = whole_and_model(readout, ties)
     for where, owners in assignments(N, ranks, GRAPH.edge_index).items():
 
         def work(comm, owners=owners):
@@ -117,23 +115,25 @@ def assert_exact(readout, ranks, ties=False):
             return graph.node_ids, evaluate(mine, graph.x, graph, graph.batch, graph.node_ids, comm)
 
         results = run(work, ranks)
-        found_rows, found_grad = torch.full_like(rows, float("nan")), torch.full_like(grad_x, float("nan"))
-        for ids, (own_pooled, own_rows, own_grad, _) in results:
-            assert torch.equal(own_pooled, results[0][1][0]), "the same bits on every rank"
-            found_rows[ids], found_grad[ids] = own_rows, own_grad
-        pairs = {"pooled": (results[0][1][0], pooled), "rows": (found_rows, rows), "grad x": (found_grad, grad_x)}
-        for name, grad in grads.items():
-            pairs[f"grad {name}"] = (sum(result[1][3][name] for result in results), grad)
-        wrong = {
-            k: float((a - b).abs().max()) for k, (a, b) in pairs.items() if not float((a - b).abs().max()) <= BOUND
-        }
-        assert not wrong, f"{where}: {wrong}"
+        pooled = results[0][1].inputs["pooled"]
+        assert all(torch.equal(own.inputs["pooled"], pooled) for _, own in results), "the same bits on every rank"
+        assert_same(whole, put_together(whole, results), where)
+
+
+def put_together(whole, results):
+    """The outcomes of ranks as one: rows in their places, gradients of parameters summed."""
+    found = Outcome(torch.full_like(whole.output, float("nan")))
+    found.inputs = {"x": torch.full_like(whole.inputs["x"], float("nan")), "pooled": results[0][1].inputs["pooled"]}
+    for ids, own in results:
+        found.output[ids], found.inputs["x"][ids] = own.output, own.inputs["x"]
+    found.parameters = {name: sum(own.parameters[name] for _, own in results) for name in whole.parameters}
+    return found
 
 
 @pytest.mark.parametrize("ranks", ONE_TO_FOUR)
 @pytest.mark.parametrize("name", EXACT)
 def test_aggregation_as_readout(name, ranks):
-    assert_exact(EXACT[name](), ranks)
+    assert_readout_exact(EXACT[name](), ranks)
 
 
 class Called(torch.nn.Module):
@@ -150,13 +150,13 @@ class Called(torch.nn.Module):
 @pytest.mark.parametrize("ranks", ONE_TO_FOUR)
 @pytest.mark.parametrize("name", POOLS)
 def test_pooling_function(name, ranks):
-    assert_exact(Called(POOLS[name]), ranks)
+    assert_readout_exact(Called(POOLS[name]), ranks)
 
 
 @pytest.mark.parametrize("ranks", ONE_TO_FOUR)
 @pytest.mark.parametrize("name", ["MaxAggregation", "MinAggregation", "MulAggregation"])
 def test_ties_and_zeros_share_the_gradient_as_on_the_whole_graph(name, ranks):
-    assert_exact(EXACT[name](), ranks, ties=True)
+    assert_readout_exact(EXACT[name](), ranks, ties=True)
 
 
 @pytest.mark.parametrize("name", EXACT)

@@ -18,7 +18,7 @@ from shardpass.testing.graphs import WholeGraph, awkward_graph, shard_in_memory
 from shardpass.testing.live_bytes import LiveBytes
 from shardpass.testing.run import run
 
-from .ranks import ONE_TWO_FOUR
+from .how_much import ONE_TWO_FOUR
 
 Gradients = dict[str, Tensor]
 NODES = 320

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 from torch import nn
@@ -14,14 +12,10 @@ import torch_geometric.nn as gnn
 
 import shardpass as sp
 from shardpass.core.aggregation import sharded_call
-from shardpass.testing.graphs import assignments, shard_in_memory
-from shardpass.testing.parity import differences, evaluate_sharded, evaluate_whole
+from shardpass.testing import shard_in_memory
 
-from .pyg_cases import GRAPH
-from .ranks import ONE_TO_FOUR
-
-BOUND = 1e-10
-UNCHECKED = partial(sp.pyg.wrap, check=False)
+from .how_much import SOME_OR_ALL, assert_case_exact
+from .pyg_cases import GRAPH, UNCHECKED
 
 
 def spread(index, rows):
@@ -86,18 +80,11 @@ def call(model, inputs, graph):
     return model(inputs["x"], graph)
 
 
-@pytest.mark.parametrize("ranks", ONE_TO_FOUR)
+@pytest.mark.parametrize(("ranks", "every_mode"), SOME_OR_ALL)
 @pytest.mark.parametrize("kind", KINDS)
-def test_equals_the_whole_graph(kind, ranks):
-    torch.manual_seed(0)
-    model = KINDS[kind](kind).double()
-    whole = evaluate_whole(model, GRAPH, call)
-    for where, owners in assignments(GRAPH.num_nodes, ranks, GRAPH.edge_index).items():
-        for mode in ("sar", "keep", "halo"):
-            options = sp.Options(mode=mode, chunk_bytes=700, block_rows=3 if ranks == 3 else None)
-            sharded = evaluate_sharded(model, GRAPH, call, owners, ranks, UNCHECKED, options, whole)
-            wrong = {key: error for key, error in differences(whole, sharded).items() if not error <= BOUND}
-            assert not wrong, f"{kind}, {ranks} ranks, {where}, {mode}: {wrong}"
+def test_equals_the_whole_graph(kind, ranks, every_mode):
+    case, block_rows = (lambda: KINDS[kind](kind), call), 3 if ranks == 3 else None
+    assert_case_exact(case, GRAPH, UNCHECKED, ranks, every_mode, chunk_bytes=700, block_rows=block_rows)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if KINDS[kind] is MeanConv])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 
@@ -13,8 +11,9 @@ import torch_geometric.nn as gnn
 from torch import nn
 
 import shardpass as sp
-from shardpass.testing.graphs import WholeGraph, assignments
-from shardpass.testing.parity import differences, evaluate_sharded, evaluate_whole
+from shardpass.testing import WholeGraph, assert_exact, assignments
+
+from .pyg_cases import UNCHECKED
 
 NUM_NODES = 13
 
@@ -72,9 +71,6 @@ def test_models_equal_the_whole_graph(triton_device, made, options):
         where = graph if isinstance(graph, torch.Tensor) else graph.edge_index
         return model(inputs["x"], where, inputs["edge_weight"])
 
-    whole = evaluate_whole(model, graph, call)
-    owners = assignments(NUM_NODES, 2, graph.edge_index)["random"]
-    wrap = partial(sp.pyg.wrap, check=False)
-    found = evaluate_sharded(model, graph, call, owners, 2, wrap, OPTIONS[options], whole)
-    wrong = {key: error for key, error in differences(whole, found).items() if not error <= 1e-10}
-    assert not wrong
+    owners = {"random": assignments(NUM_NODES, 2, graph.edge_index)["random"]}
+    chosen = OPTIONS[options]
+    assert_exact(model, graph, call, UNCHECKED, ranks=2, modes=(chosen.mode,), owners=owners, options=chosen)

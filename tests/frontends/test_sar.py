@@ -365,17 +365,18 @@ def test_the_documented_script(tmp_path: Path) -> None:
         )
         for rank in range(2)
     ]  # fmt: skip
-    texts = [child.communicate(timeout=120)[0] for child in children]
+    texts = [child.communicate(timeout=480)[0] for child in children]
     losses = [float(line.split()[-1]) for line in texts[0].splitlines() if line.startswith("epoch")]
     assert len(losses) == 20 and losses[-1] < losses[0], texts
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_a_rank_that_skips_backward_ends_all(parts: Callable[[int], Path], tmp_path: Path) -> None:
-    found, text, seconds = start(parts(2), tmp_path / "out", 2, ["skips_backward"], limit=60)
+    found, text, _ = start(parts(2), tmp_path / "out", 2, ["skips_backward"])
     assert found == [None, None], text
     assert "rank 0" in text and "rank 1" in text and "sync_gradients" in text
-    assert seconds < 45
+    assert "has waited" not in text, "they end because of the divergence, not because of a time-out"
 
 
 @pytest.mark.processes

@@ -156,7 +156,7 @@ def test_a_stale_file_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     time.sleep(0.4)
     assert not found
     assert sar.nfs_ip_init(0, str(path)) == "127.0.0.1"
-    waiting.join(10)
+    waiting.join(60)
     assert found == ["127.0.0.1"]
     STATE.on_connected.pop()()
     assert not path.exists()

@@ -6,10 +6,7 @@ from time import sleep
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
-from torch_geometric.nn import GATConv, SAGEConv
 
-import shardpass as sp
 from shardpass.backends.recording import RecordingCommunicator
 from shardpass.core.exchange.halo import build_halo_plan
 from shardpass.core.exchange.tokens import Stream
@@ -19,7 +16,6 @@ from shardpass.core.ranks import Ranks
 from shardpass.core.ranks.options import Options
 from shardpass.core.sharding.ownership import Ownership
 from shardpass.errors import CommunicationError, DivergenceError
-from shardpass.testing.graphs import assignments, awkward_graph, shard_in_memory
 from shardpass.testing.run import run
 
 SOURCES = Ownership.from_counts([5, 0, 7, 3])
@@ -183,50 +179,6 @@ def test_memory_is_used_again_and_grows():
         assert left is first
         assert take_window(comm, [1] * 4, 10, "test") not in (first, second), "call 9 has left them"
         assert take_window(comm, [0] * 4, 10, "test") is None
-
-    run(work, 4)
-
-
-LAYERS = {
-    "SAGE": lambda: SAGEConv(5, 4),
-    "SAGE max": lambda: SAGEConv(5, 4, aggr="max"),
-    "GAT": lambda: GATConv(5, 2, heads=2, edge_dim=3),
-}
-
-
-def trained(comm, graphs, name):
-    """Outputs and gradients of a layer on several graphs, run again in backward where the second is concerned."""
-    with sp.seed(0, comm):
-        layer = LAYERS[name]().double()
-    sp.pyg.wrap(layer, comm, check=False)
-    found = []
-    for k, graph in enumerate(graphs):
-        x = graph.x.clone().requires_grad_()
-        extra = {"edge_attr": graph.edge_attr} if name == "GAT" else {}
-        out = checkpoint(layer, x, graph, use_reentrant=False, **extra) if k else layer(x, graph, **extra)
-        (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)).sum().backward()
-        found += [out.detach(), x.grad, *(p.grad.clone() for p in layer.parameters())]
-    return found
-
-
-@pytest.mark.parametrize("mode", ["sar", "keep", "halo"])
-@pytest.mark.parametrize("name", LAYERS)
-def test_layers_on_several_graphs_of_one_communicator(name, mode):
-    graph = awkward_graph()
-    parts = assignments(graph.num_nodes, 4, graph.edge_index)
-
-    def work(comm):
-        sharing(comm)
-        twin = sharing(comm.duplicate("twin"))
-        results = []
-        for on, share in ((comm, False), (comm, True), (twin, True)):
-            options = sp.Options(mode=mode, share_memory=share, block_rows=None if on is comm else 3)
-            results.append(trained(on, [shard_in_memory(graph, part, on, options) for part in parts.values()], name))
-        ours, theirs = comm.caches.of(WindowPool), twin.caches.of(WindowPool)
-        assert ours.windows and theirs.windows and ours is not theirs
-        assert all(torch.equal(a, b) for a, b in zip(results[0], results[1], strict=True))
-        for a, b in zip(results[0], results[2], strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
 
     run(work, 4)
 

@@ -98,7 +98,7 @@ def everywhere(work, ranks):
         except Exception as error:
             return error
 
-    return run(caught, ranks, timeout=20)
+    return run(caught, ranks)
 
 
 @pytest.mark.parametrize("options", [{"mode": "halo"}, {"block_rows": 3}, {"prefetch": 2}, {"chunk_bytes": 9}], ids=str)

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch.overrides import get_overridable_functions
 
-from shardpass.backends.connect import connect
+from shardpass.backends.local import LocalCommunicator
 from shardpass.core.graphs.edge_index import ShardedEdgeIndex, SourceRows
+from shardpass.core.ranks import Ranks
 from shardpass.core.sharding.derived import DerivedShards
 from shardpass.errors import RefusedError
 from shardpass.testing.graphs import assignments, awkward_graph, shard_in_memory
@@ -83,45 +84,6 @@ def test_gather_and_scatter_by_both_rows(ranks):
     for result in results:
         assert torch.equal(result[6], picked[result[1]])
         torch.testing.assert_close(result[8], b.grad[result[1]], rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("kind", ["random", "empty part", "no edges"])
-@pytest.mark.parametrize("add", [True, False])
-def test_gcn_norm_of_pyg_as_it_is(ranks, kind, add):
-    gcn_norm = pytest.importorskip("torch_geometric.nn.conv.gcn_conv").gcn_norm
-    if ranks == 1 and kind != "random":
-        pytest.skip("one rank has everything")
-
-    def degree_and_pairs(edge_index, weight, x):
-        index, weight = gcn_norm(edge_index, weight, x.size(0), False, add, dtype=torch.float64)
-        messages = x[index[0]] * weight.view(-1, 1)
-        return torch.zeros_like(x).index_add(0, index[1], messages), index.size(1)
-
-    whole, num_edges = degree_and_pairs(GRAPH.edge_index, GRAPH.edge["edge_weight"], GRAPH.node["x"])
-    results = on_ranks(lambda g: (g.node_ids, *degree_and_pairs(g.edge_index, g.edge_weight, g.x)), ranks, kind)
-    torch.testing.assert_close(by_node([r[:2] for r in results], whole), whole, rtol=0, atol=1e-12)
-    assert sum(r[2] for r in results) == num_edges
-
-
-def test_self_loops_of_pyg_as_they_are():
-    utils = pytest.importorskip("torch_geometric.utils")
-
-    def count(graph):
-        index, n = graph.edge_index, graph.num_nodes
-        removed, attr = utils.remove_self_loops(index, graph.edge_attr)
-        added, _ = utils.add_self_loops(index, graph.edge_attr, fill_value="mean", num_nodes=n)
-        remaining, weight = utils.add_remaining_self_loops(index, graph.edge_weight, 7.0, n)
-        assert attr.size(0) == removed.size(1)
-        return removed.size(1), added.size(1), remaining.size(1), weight.sum()
-
-    class Whole:
-        edge_index, num_nodes = GRAPH.edge_index, GRAPH.num_nodes
-        edge_attr, edge_weight = GRAPH.edge["edge_attr"], GRAPH.edge["edge_weight"]
-
-    right, results = count(Whole), on_ranks(count)
-    for k in range(4):
-        torch.testing.assert_close(torch.as_tensor(sum(r[k] for r in results)), torch.as_tensor(right[k]))
 
 
 @pytest.mark.parametrize("ask", [
@@ -268,13 +230,6 @@ def test_it_does_not_leave_its_process(sharded):
         pickle.dumps(sharded.edge_index)
 
 
-@pytest.mark.parametrize("name", ["coalesce", "sort_edge_index", "to_undirected", "is_undirected"])
-def test_structural_functions_of_pyg_that_need_the_whole_list(sharded, name):
-    utils = pytest.importorskip("torch_geometric.utils")
-    with pytest.raises(RefusedError):
-        getattr(utils, name)(sharded.edge_index)
-
-
 # No function of torch may read ids in silence.
 
 ANSWERS = (  # descriptions of the tensor, copies and views that stay stand-ins, and questions with whole answers
@@ -332,7 +287,7 @@ def test_results_stay_stand_ins(sharded):
 
 
 def test_a_derived_list_holds_no_numbers_until_they_are_read():
-    comm = connect("local")
+    comm = Ranks(LocalCommunicator())
     graph = shard_in_memory(GRAPH, torch.zeros(GRAPH.num_nodes, dtype=torch.int64), comm)
     index = graph.edge_index
     mask = index[0] != index[1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
 
 import pytest
 import torch
@@ -16,11 +15,10 @@ from shardpass.core.aggregation import choice
 from shardpass.core.aggregation.pull import KnownOutEdges
 from shardpass.core.ranks import Ranks
 from shardpass.core.sharding import Transposes
-from shardpass.testing.graphs import WholeGraph, assignments, awkward_graph, shard_in_memory
-from shardpass.testing.parity import differences, evaluate_sharded, evaluate_whole
+from shardpass.testing import WholeGraph, assert_exact, assignments, shard_in_memory
 
-GRAPH = awkward_graph()
-UNCHECKED = partial(sp.pyg.wrap, check=False)
+from .pyg_cases import GRAPH, UNCHECKED
+
 LAYERS = {
     "SAGE": lambda: gnn.SAGEConv(5, 4, project=True),
     "GIN": lambda: gnn.GINConv(torch.nn.Linear(5, 4), train_eps=True),
@@ -54,12 +52,8 @@ def test_pulling_equals_the_whole_graph(name, ranks, mode, pulled):
     torch.manual_seed(0)
     model = LAYERS[name]().double()
     call = lambda m, inputs, graph: m(inputs["x"], graph)  # noqa: E731
-    whole = evaluate_whole(model, GRAPH, call)
-    for where, owners in assignments(GRAPH.num_nodes, ranks, GRAPH.edge_index).items():
-        options = sp.Options(mode=mode, backward="pull", chunk_bytes=300, block_rows=3 if ranks == 3 else None)
-        sharded = evaluate_sharded(model, GRAPH, call, owners, ranks, UNCHECKED, options, whole)
-        wrong = {key: error for key, error in differences(whole, sharded).items() if not error <= 1e-10}
-        assert not wrong, f"{where}: {wrong}"
+    options = sp.Options(backward="pull", chunk_bytes=300, block_rows=3 if ranks == 3 else None)
+    assert_exact(model, GRAPH, call, UNCHECKED, ranks=ranks, modes=(mode,), options=options)
     assert pulled and None not in pulled
 
 
@@ -161,8 +155,8 @@ def gradients(name, backward, lost=(), checkpointed=False, ranks=3):
     return sp.spawn(work, ranks)
 
 
-def same(expected, found):
-    """Assert that gradients agree; those of parameters summed over ranks, since shares of them may lie elsewhere."""
+def assert_same_gradients(expected, found):
+    """Gradients agree; those of parameters summed over ranks, since shares of them may lie elsewhere."""
     for theirs, mine in zip(expected, found):
         for (key, right), (_, grad) in zip(theirs, mine):
             is_share = key.endswith(".att")  # an edge counts at its destination, or at its source
@@ -182,12 +176,12 @@ def summed(found):
 @pytest.mark.parametrize("lost", [(), (1,), (0, 1, 2)], ids=str)
 @pytest.mark.parametrize("name", ["SAGE", "GAT", "GATv2 shared"])
 def test_losses_that_do_not_lead_to_a_layer(name, lost):
-    same(gradients(name, "push", lost), gradients(name, "pull", lost))
+    assert_same_gradients(gradients(name, "push", lost), gradients(name, "pull", lost))
 
 
 @pytest.mark.parametrize("name", ["SAGE", "GAT"])
 def test_checkpointing(name):
-    same(gradients(name, "pull"), gradients(name, "pull", checkpointed=True))
+    assert_same_gradients(gradients(name, "pull"), gradients(name, "pull", checkpointed=True))
 
 
 def test_every_run_gives_the_same_bits():

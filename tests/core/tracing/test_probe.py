@@ -1,4 +1,4 @@
-"""What one trace shows: reductions, stages, simple forms, captures; followed through views and writes."""
+"""What one trace shows: reductions, stages, simple forms; followed through views and writes."""
 
 from __future__ import annotations
 
@@ -7,49 +7,11 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
+from looking import add_up, function_of, largest, look, softmax
 from torch import nn
 
-from shardpass.core.aggregation.sharded_call import aggregate
-from shardpass.core.ranks.options import Options
 from shardpass.core.tracing.probe_trace import EVERYTHING
-from shardpass.core.tracing.probing import probe
-from shardpass.core.tracing.program import Program
 from shardpass.errors import RefusedError
-from shardpass.testing.graphs import assignments, awkward_graph, shard_in_memory
-from shardpass.testing.run import run
-
-GRAPH = awkward_graph(channels=4, edge_channels=3)
-OWNERS = assignments(GRAPH.num_nodes, 3, GRAPH.edge_index)["random"]
-
-
-@pytest.fixture(scope="module")
-def graph():
-    return run(lambda comm: shard_in_memory(GRAPH, OWNERS, comm), 3)[0]
-
-
-def add_up(values, index, num_dst):
-    return values.new_zeros((num_dst, *values.shape[1:])).index_add(0, index, values)
-
-
-def largest(values, index, num_dst):
-    start = values.new_zeros((num_dst, *values.shape[1:]))
-    spread = index.view(-1, *[1] * (values.dim() - 1)).expand_as(values)
-    return start.scatter_reduce(0, spread, values, "amax", include_self=False)
-
-
-def softmax(logit, index, num_dst):
-    weight = (logit - largest(logit.detach(), index, num_dst).index_select(0, index)).exp()
-    return weight / (add_up(weight, index, num_dst).index_select(0, index) + 1e-16)
-
-
-def look(graph, message, reduce=add_up, needs_grad=("s:x", "s:z", "d:x", "e:e")):
-    """The structure of a message function of ``i.src["x"], i.dst["x"], i.src["z"], i.edge["e"], i.edge["w"]``."""
-    src = {"x": graph.x, "z": graph.x[:, :1].clone(), "h": graph.x[:, :4].reshape(-1, 2, 2)}
-    edge = {"e": graph.edge_attr, "w": graph.edge_weight, "v": graph.edge_attr[:, :2].unsqueeze(-1).clone()}
-    tail = None if reduce is None else (lambda m, i: reduce(m, i.index, i.num_dst))
-    program = Program("Layer", src, {"x": graph.x}, edge, message, tail)
-    return probe(program, graph.relation.shards, graph.num_nodes, set(needs_grad))
-
 
 # Structure
 
@@ -195,20 +157,6 @@ def test_an_edge_result(graph):
 # Dependence
 
 
-def function_of(x):
-    class Square(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x * x
-
-        @staticmethod
-        def backward(ctx, grad):
-            return 2 * ctx.saved_tensors[0] * grad
-
-    return Square.apply(x)
-
-
 def stored(i):
     out = i.dst["x"] * 0
     out[:, :1] = i.src["z"]
@@ -247,127 +195,6 @@ def test_what_a_pass_has_to_fetch(graph, what):
 def test_a_custom_function_may_depend_on_everything_but_never_on_less(graph):
     (reduction,) = look(graph, lambda i: function_of(i.src["z"])).reductions
     assert reduction.sources >= {"z"} and EVERYTHING == "*"
-
-
-# Captures
-
-
-def gradients_match(message, parameters, reduce=add_up):
-    """Gradients of captured parameters, summed over ranks, against the whole graph."""
-
-    def whole():
-        src, dst = GRAPH.edge_index
-        out = reduce(message(GRAPH.node["x"][src]), dst, GRAPH.num_nodes)
-        return torch.autograd.grad(out.cos().sum(), parameters)
-
-    right = whole()
-
-    def work(comm):
-        graph = shard_in_memory(GRAPH, OWNERS, comm, Options(chunk_bytes=300))
-        program = Program("Layer", {"x": graph.x}, {}, {}, lambda i: message(i.src["x"]),
-                          lambda m, i: reduce(m, i.index, i.num_dst))  # fmt: skip
-        out = aggregate(program, graph.relation.plan, graph.relation.shards)
-        return torch.autograd.grad(out.cos().sum(), parameters, retain_graph=True)
-
-    found = [sum(parts) for parts in zip(*run(work, 3))]
-    for mine, theirs in zip(found, right):
-        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
-
-
-def matrix(*shape, seed=0):
-    values = torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    return nn.Parameter(values)
-
-
-def test_a_parameter():
-    w = matrix(4, 4)
-    gradients_match(lambda x: torch.tanh(x @ w), [w])
-
-
-def test_a_weight_used_twice():
-    w = matrix(4, 4)
-    gradients_match(lambda x: torch.tanh(x @ w) @ w.t() * w.diagonal(), [w])
-
-
-def test_a_module_and_a_bias():
-    layer = nn.Linear(4, 4).double()
-    gradients_match(lambda x: layer(x).relu() + layer.bias, list(layer.parameters()))
-
-
-def test_a_view_made_inside():
-    w = matrix(2, 4)
-    gradients_match(lambda x: x * w[0] + w.view(-1)[4:], [w])
-
-
-def test_a_tensor_computed_outside(graph):
-    w = matrix(4)
-    strength = w.sigmoid() * 2
-    found = look(graph, lambda i: i.src["x"] * strength)
-    assert len(found.captures) == 1 and found.captures[0] is strength
-
-
-def test_a_view_made_outside_beside_its_base(graph):
-    w = matrix(2, 4)
-    row = w[1]
-    found = look(graph, lambda i: i.src["x"] @ w.t() * row.sum())
-    assert {id(t) for t in found.captures} == {id(w), id(row)}
-
-
-def test_an_input_that_needs_no_gradient_has_none(graph):
-    found = look(graph, lambda i: i.src["z"].sigmoid(), None, needs_grad=("s:x",))
-    assert found.edge_output and not found.edge_differentiable
-
-
-def test_buffers_and_frozen_parameters_are_no_captures(graph):
-    buffer, frozen = torch.ones(4, dtype=torch.float64), matrix(4).requires_grad_(False)
-    found = look(graph, lambda i: i.src["x"] * buffer + frozen)
-    assert found.captures == () and found.reductions[0].differentiable
-
-
-def test_captures_are_found_on_every_call_with_gradients(graph):
-    w = matrix(4)
-    with torch.no_grad():
-        assert look(graph, lambda i: i.src["x"] * w).captures == ()
-    assert [t is w for t in look(graph, lambda i: i.src["x"] * w).captures] == [True]
-
-
-def test_a_parameter_given_to_a_custom_function():
-    w = matrix(4)
-    gradients_match(lambda x: x * function_of(w), [w])
-
-
-def test_a_parameter_that_only_autograd_knows_of():
-    """No function that the trace sees takes it; the graph behind the message leads to it."""
-
-    class Shift(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, s):
-            return x + 1
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad, grad.sum(0)
-
-    w = matrix(4)
-    gradients_match(lambda x: Shift.apply(x, w), [w])
-
-
-def test_what_cannot_be_followed_is_refused_or_found(graph):
-    """A tensor computed outside that only a custom Function sees: never a silently missing gradient."""
-    w = matrix(4)
-    strength = w.sigmoid()
-
-    class Scale(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, s):
-            return x.clone()  # hides `s`
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad, grad.sum(0)
-
-    with pytest.raises(RefusedError, match=r"uses a tensor computed outside it .* Pass it to the layer as an argument"):
-        look(graph, lambda i: Scale.apply(i.src["x"], strength))
 
 
 # Not silent

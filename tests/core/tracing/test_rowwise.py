@@ -59,7 +59,7 @@ def sharded(message, reduce=None, ranks=3, mode="sar", kind="random"):
         out.cos().sum().backward()
         return graph.node_ids, graph.edge_ids, out.detach(), x.grad, e.grad
 
-    results = run(work, ranks, timeout=30)
+    results = run(work, ranks)
     nodes = torch.cat([r[0] for r in results])
     edges = torch.cat([r[1] for r in results])
     out, dx = (torch.cat([r[k] for r in results])[nodes.argsort()] for k in (2, 3))

@@ -1,0 +1,83 @@
+"""Halo plans against brute force, on ranks without nodes or edges too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shardpass.core.exchange.halo import build_halo_plan
+from shardpass.core.exchange.transfer import halo_fetch
+from shardpass.core.ranks.options import Options
+from shardpass.core.sharding.ownership import Ownership
+from shardpass.testing.graphs import assignments, awkward_graph, shard_in_memory
+from shardpass.testing.run import run
+
+
+@st.composite
+def plans(draw):
+    ranks = draw(st.integers(1, 4))
+    sources = Ownership.from_counts(draw(st.lists(st.integers(0, 4), min_size=ranks, max_size=ranks)))
+    ids = st.lists(st.integers(0, sources.num_total - 1), max_size=15) if sources.num_total else st.just([])
+    return ranks, sources, [draw(ids) for _ in range(ranks)], draw(st.sampled_from([None, 1, 2]))
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(plans())
+def test_plan_against_brute_force(drawn):
+    ranks, sources, ids, block_rows = drawn
+    options = Options(block_rows=block_rows)
+
+    def work(comm):
+        mine = torch.tensor(ids[comm.rank], dtype=torch.int64)
+        plan, rows = build_halo_plan(comm, sources, mine, 3, options)
+        own = torch.arange(sources.num_own(comm.rank)) + sources.offsets[comm.rank]
+        fetched = halo_fetch(own, plan, "ids")
+        return plan, rows, fetched
+
+    results = run(work, ranks)
+    owner = {i: int(sources.owner_of(torch.tensor(i))) for i in range(sources.num_total)}
+    for rank, (plan, rows, fetched) in enumerate(results):
+        own = list(range(sources.offsets[rank], sources.offsets[rank + 1]))
+        halo = sorted({i for i in ids[rank] if owner[i] != rank})  # by owner, since owners hold ranges
+        numbering = own + halo
+        assert plan.num_own_src == len(own) and plan.num_halo == len(halo) and plan.num_src == len(numbering)
+        assert plan.num_dst == 3
+        assert rows.tolist() == [numbering.index(i) for i in ids[rank]]
+        assert fetched.tolist() == numbering, "row r holds the node that is numbered r"
+        for q in range(ranks):
+            theirs = [i for i in halo if owner[i] == q]
+            assert plan.halo_start[q + 1] - plan.halo_start[q] == len(theirs)
+            sends = [i - sources.offsets[q] for i in theirs]
+            assert results[q][0].send_rows[rank].tolist() == sends
+            assert plan.schedule.counts[rank][q] == len(theirs)
+        plan.schedule.validate()
+        assert plan.schedule == results[0][0].schedule
+        covered = sorted(row for b in plan.blocks for row in range(b.start, b.stop))
+        assert covered == list(range(plan.num_src)) and plan.blocks[0] == (rank, 0, len(own))
+        assert all(b.owner != rank and b.num_rows <= (block_rows or 99) for b in plan.blocks[1:])
+        assert all(b.num_rows == 0 or owner[numbering[b.start]] == b.owner for b in plan.blocks)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("kind", ["empty part", "no edges"])
+def test_ranks_without_nodes_or_edges_still_send(kind, ranks):
+    graph = awkward_graph()
+    owners = assignments(graph.num_nodes, ranks, graph.edge_index)[kind]
+
+    def work(comm):
+        sharded = shard_in_memory(graph, owners, comm)
+        rows = halo_fetch(sharded.x, sharded.relation.plan, "x")
+        src = sharded.edge_index.plain[0]
+        return sharded.num_nodes, sharded.num_edges, rows[src], sharded.edge_ids
+
+    results = run(work, ranks)
+    assert results[-1][1] == 0 and (results[-1][0] == 0) == (kind == "empty part")
+    for _, _, rows, edge_ids in results:
+        assert torch.equal(rows, graph.node["x"][graph.edge_index[0, edge_ids]])
+
+
+def test_source_ids_outside_are_named():
+    with pytest.raises(ValueError, match=r"node id 9 lies outside \[0, 4\)"):
+        run(lambda comm: build_halo_plan(comm, Ownership((0, 2, 4)), torch.tensor([0, 9]), 2, Options()), 2)

@@ -1,0 +1,133 @@
+"""Tensors that a message function takes from outside are found, and get their whole gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from looking import GRAPH, OWNERS, add_up, function_of, look
+from torch import nn
+
+from shardpass.core.aggregation.sharded_call import aggregate
+from shardpass.core.ranks.options import Options
+from shardpass.core.tracing.program import Program
+from shardpass.errors import RefusedError
+from shardpass.testing.graphs import shard_in_memory
+from shardpass.testing.run import run
+
+
+def gradients_match(message, parameters, reduce=add_up):
+    """Gradients of captured parameters, summed over ranks, against the whole graph."""
+
+    def whole():
+        src, dst = GRAPH.edge_index
+        out = reduce(message(GRAPH.node["x"][src]), dst, GRAPH.num_nodes)
+        return torch.autograd.grad(out.cos().sum(), parameters)
+
+    right = whole()
+
+    def work(comm):
+        graph = shard_in_memory(GRAPH, OWNERS, comm, Options(chunk_bytes=300))
+        program = Program("Layer", {"x": graph.x}, {}, {}, lambda i: message(i.src["x"]),
+                          lambda m, i: reduce(m, i.index, i.num_dst))  # fmt: skip
+        out = aggregate(program, graph.relation.plan, graph.relation.shards)
+        return torch.autograd.grad(out.cos().sum(), parameters, retain_graph=True)
+
+    found = [sum(parts) for parts in zip(*run(work, 3))]
+    for mine, theirs in zip(found, right):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
+
+
+def matrix(*shape, seed=0):
+    values = torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return nn.Parameter(values)
+
+
+def test_a_parameter():
+    w = matrix(4, 4)
+    gradients_match(lambda x: torch.tanh(x @ w), [w])
+
+
+def test_a_weight_used_twice():
+    w = matrix(4, 4)
+    gradients_match(lambda x: torch.tanh(x @ w) @ w.t() * w.diagonal(), [w])
+
+
+def test_a_module_and_a_bias():
+    layer = nn.Linear(4, 4).double()
+    gradients_match(lambda x: layer(x).relu() + layer.bias, list(layer.parameters()))
+
+
+def test_a_view_made_inside():
+    w = matrix(2, 4)
+    gradients_match(lambda x: x * w[0] + w.view(-1)[4:], [w])
+
+
+def test_a_tensor_computed_outside(graph):
+    w = matrix(4)
+    strength = w.sigmoid() * 2
+    found = look(graph, lambda i: i.src["x"] * strength)
+    assert len(found.captures) == 1 and found.captures[0] is strength
+
+
+def test_a_view_made_outside_beside_its_base(graph):
+    w = matrix(2, 4)
+    row = w[1]
+    found = look(graph, lambda i: i.src["x"] @ w.t() * row.sum())
+    assert {id(t) for t in found.captures} == {id(w), id(row)}
+
+
+def test_an_input_that_needs_no_gradient_has_none(graph):
+    found = look(graph, lambda i: i.src["z"].sigmoid(), None, needs_grad=("s:x",))
+    assert found.edge_output and not found.edge_differentiable
+
+
+def test_buffers_and_frozen_parameters_are_no_captures(graph):
+    buffer, frozen = torch.ones(4, dtype=torch.float64), matrix(4).requires_grad_(False)
+    found = look(graph, lambda i: i.src["x"] * buffer + frozen)
+    assert found.captures == () and found.reductions[0].differentiable
+
+
+def test_captures_are_found_on_every_call_with_gradients(graph):
+    w = matrix(4)
+    with torch.no_grad():
+        assert look(graph, lambda i: i.src["x"] * w).captures == ()
+    assert [t is w for t in look(graph, lambda i: i.src["x"] * w).captures] == [True]
+
+
+def test_a_parameter_given_to_a_custom_function():
+    w = matrix(4)
+    gradients_match(lambda x: x * function_of(w), [w])
+
+
+def test_a_parameter_that_only_autograd_knows_of():
+    """No function that the trace sees takes it; the graph behind the message leads to it."""
+
+    class Shift(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, s):
+            return x + 1
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad, grad.sum(0)
+
+    w = matrix(4)
+    gradients_match(lambda x: Shift.apply(x, w), [w])
+
+
+def test_what_cannot_be_followed_is_refused_or_found(graph):
+    """A tensor computed outside that only a custom Function sees: never a silently missing gradient."""
+    w = matrix(4)
+    strength = w.sigmoid()
+
+    class Scale(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, s):
+            return x.clone()  # hides `s`
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad, grad.sum(0)
+
+    with pytest.raises(RefusedError, match=r"uses a tensor computed outside it .* Pass it to the layer as an argument"):
+        look(graph, lambda i: Scale.apply(i.src["x"], strength))

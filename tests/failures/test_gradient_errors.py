@@ -1,0 +1,168 @@
+"""Gradients summed twice or never, models wrapped wrongly: every rank ends, saying what happened and on which rank."""
+
+import pytest
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch_geometric.nn import TopKPooling
+
+import shardpass as sp
+from shardpass.errors import CommunicationError, DivergenceError, RefusedError, ShardpassError
+
+from .training import FEATURES, RANKS, Skips, Turn, train
+
+models = pytest.mark.parametrize("model", ["GCN", "GAT"])
+
+
+def twist(change):
+    """A step in which ``change(turn)`` comes first, on the culprit in the second epoch only."""
+
+    def step(turn: Turn):
+        if turn.culprit:
+            change(turn)
+        turn.step()
+
+    return step
+
+
+# ---- gradients
+
+
+def test_gradients_summed_twice_on_one_rank(store):
+    def step(turn):
+        turn.step()
+        if turn.culprit:
+            sp.sync_gradients(turn.model, turn.comm)
+
+    train(store, step).all_say("ranks 0, 2 are in", "rank 1 is in all_gather 'sync_gradients", "depends on the rank")
+
+
+def test_gradients_summed_twice_on_all_ranks(store):
+    def step(turn):
+        turn.step()
+        turn.clock.start()
+        sp.sync_gradients(turn.model, turn.comm)
+
+    train(store, step).all_say("the gradient of 'convs.0.bias' on rank 0 was already summed", "once after it")
+
+
+def test_gradients_never_summed_on_one_rank(store):
+    def step(turn):
+        if not turn.culprit:
+            return turn.step()
+        turn.loss(turn.forward()).backward()
+        turn.optimizer.step()
+
+    outcome = train(store, step)
+    if isinstance(outcome.errors[1], DivergenceError):  # the others were in sync_gradients already
+        outcome.all_say("ranks 0, 2 are in all_gather 'sync_gradients", "rank 1 is in")
+    else:
+        outcome.began_on(1, ShardpassError, "its gradient was not summed over ranks: call sync_gradients")
+
+
+def test_gradients_never_summed_on_any_rank(store):
+    def step(turn):
+        loss = turn.loss(turn.forward())
+        turn.optimizer.zero_grad()
+        loss.backward()
+        turn.clock.start()
+        turn.optimizer.step()
+
+    outcome = train(store, step)
+    outcome.all_say("has changed since the last backward", "call sync_gradients(model, comm) after backward")
+
+
+@pytest.mark.parametrize("where", ["one rank", "all ranks"])
+def test_a_step_before_the_sum(store, where):
+    def step(turn):
+        if not (turn.culprit if where == "one rank" else turn.epoch == 1):
+            return turn.step()
+        loss = turn.loss(turn.forward())
+        turn.optimizer.zero_grad()
+        loss.backward()
+        turn.optimizer.step()
+        sp.sync_gradients(turn.model, turn.comm)
+
+    outcome = train(store, step)
+    rank = 1 if where == "one rank" else 0
+    outcome.all_say(f"on rank {rank} belongs to parameter values that have changed since backward", "before optimizer")
+
+
+@models
+@pytest.mark.parametrize("where", ["one rank", "all ranks"])
+def test_double_backward(store, model, where):
+    def step(turn):
+        if not (turn.culprit if where == "one rank" else turn.epoch == 1):
+            return turn.step()
+        turn.loss(turn.forward()).backward(create_graph=True)
+
+    outcome = train(store, step, model=model)
+    outcome.all_say("double backward through a sharded call is not supported", "create_graph=True")
+    if where == "one rank":
+        outcome.began_on(1, RefusedError)
+
+
+def test_reentrant_checkpointing(store):
+    class Checkpointed(Skips):
+        def forward(self, x, edge_index):
+            x = self.convs[0](x, edge_index)
+            for conv in list(self.convs)[1:]:
+                x = checkpoint(conv, x, edge_index, use_reentrant=True)
+            return x
+
+    train(store, model=Checkpointed()).all_say("use_reentrant=False")
+
+
+# ---- wrapping
+
+
+@pytest.mark.parametrize("where", ["one rank", "all ranks"])
+def test_a_module_that_cannot_be_exact(store, where):
+    class Pooled(nn.Sequential):
+        pass
+
+    def build(model):
+        return Pooled(TopKPooling(FEATURES)) if where == "all ranks" or next(turn) == 1 else model
+
+    turn = iter(range(RANKS))
+    outcome = train(store, twist_model=build)
+    outcome.all_say("TopKPooling (at '0') cannot be exact on a sharded graph", "shardpass.gather")
+
+
+def test_ddp_around_a_wrapped_model(store, tmp_path):
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    try:
+
+        def step(turn):
+            if turn.culprit:
+                turn.model = nn.parallel.DistributedDataParallel(turn.model)
+            turn.step()
+
+        outcome = train(store, step)
+    finally:
+        dist.destroy_process_group()
+    outcome.began_on(1, RefusedError, "DistributedDataParallel around the wrapped model is refused", "Remove it")
+
+
+def test_ddp_within_a_model_to_be_wrapped(store, tmp_path):
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    try:
+        outcome = train(store, twist_model=nn.parallel.DistributedDataParallel)
+    finally:
+        dist.destroy_process_group()
+    outcome.all_say("DistributedDataParallel", "call sync_gradients(model, comm)")
+
+
+def test_the_first_cause_is_shown_even_if_the_others_fail_as_well(store):
+    def step(turn):
+        if turn.culprit:
+            raise KeyError("the cause")
+        try:
+            turn.step()
+        except CommunicationError as error:
+            raise ShardpassError(f"what follows: {error}") from error
+
+    train(store, step).began_on(1, KeyError, "the cause")

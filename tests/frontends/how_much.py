@@ -1,0 +1,75 @@
+"""How much the parity tests run: three ranks and a mode per assignment by default, everything with the long tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardpass as sp
+from shardpass.testing import (
+    WholeGraph,
+    WholeHeteroGraph,
+    assert_exact,
+    assignments,
+    hetero_assignments,
+)
+
+MODES = ("sar", "keep", "halo")
+LATER = [pytest.param(ranks, True, marks=pytest.mark.long) for ranks in (1, 2, 3, 4)]
+SOME_OR_ALL = [pytest.param(3, False), *LATER]
+"""Of `ranks` and `every_mode`."""
+
+
+def _with_long(default: int, *others: int) -> list[Any]:
+    return [default, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in others)]
+
+
+ONE_TO_FOUR = _with_long(3, 1, 2, 4)
+ONE_TWO_FOUR = _with_long(2, 1, 4)
+
+
+def assert_exact_in(
+    modes: Iterable[tuple[str, ...]],
+    model: nn.Module,
+    graph: WholeGraph | WholeHeteroGraph,
+    call: Any,
+    wrap: Callable[..., nn.Module],
+    ranks: int,
+    options: sp.Options | None = None,
+    **bounds: Any,
+) -> None:
+    """As `assert_exact`, on the first, second, ... assignment of owners in the first, second, ... of `modes`."""
+    if isinstance(graph, WholeHeteroGraph):
+        found: dict[str, Any] = dict(hetero_assignments(graph, ranks))
+    else:
+        found = dict(assignments(graph.num_nodes, ranks, graph.edge_index))
+    for (name, owner), several in zip(found.items(), modes):
+        if several:
+            assert_exact(
+                model, graph, call, wrap, ranks=ranks, modes=several, owners={name: owner}, options=options, **bounds
+            )
+
+
+def assert_case_exact(
+    case: tuple[Callable[[], nn.Module], Any],
+    graph: WholeGraph | WholeHeteroGraph,
+    wrap: Callable[..., nn.Module],
+    ranks: int = 3,
+    every_mode: bool = True,
+    modes: tuple[str, ...] = MODES,
+    **options: Any,
+) -> None:
+    """A case, which says how to make and how to call a model, is exact.
+
+    Args:
+        every_mode: every one of `modes` on every assignment; or the first mode on the first one, and so on.
+        options: all but the mode.
+    """
+    make, call = case
+    torch.manual_seed(0)
+    chosen = tuple(modes if every_mode else (modes[i % len(modes)],) for i in range(3))
+    assert_exact_in(chosen, make().double(), graph, call, wrap, ranks, sp.Options(**options))

@@ -1,0 +1,64 @@
+"""Functions of PyG that only look at the structure run on the stand-in for edge_index as they are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("torch_geometric")
+
+from torch_geometric import utils
+from torch_geometric.nn.conv.gcn_conv import gcn_norm
+
+from shardpass.testing import assignments, awkward_graph, run, shard_in_memory
+
+GRAPH = awkward_graph()
+
+
+def on_ranks(work, ranks=3, kind="random"):
+    owners = assignments(GRAPH.num_nodes, ranks, GRAPH.edge_index)[kind]
+    return run(lambda comm: work(shard_in_memory(GRAPH, owners, comm)), ranks)
+
+
+def by_node(parts, like):
+    """Rows of all ranks in the original order, from ``(node_ids, rows)``."""
+    out = torch.full_like(like, -77)
+    for ids, rows in parts:
+        out[ids] = rows
+    return out
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("kind", ["random", "empty part", "no edges"])
+@pytest.mark.parametrize("add", [True, False])
+def test_gcn_norm_of_pyg_as_it_is(ranks, kind, add):
+    if ranks == 1 and kind != "random":
+        pytest.skip("one rank has everything")
+
+    def degree_and_pairs(edge_index, weight, x):
+        index, weight = gcn_norm(edge_index, weight, x.size(0), False, add, dtype=torch.float64)
+        messages = x[index[0]] * weight.view(-1, 1)
+        return torch.zeros_like(x).index_add(0, index[1], messages), index.size(1)
+
+    whole, num_edges = degree_and_pairs(GRAPH.edge_index, GRAPH.edge["edge_weight"], GRAPH.node["x"])
+    results = on_ranks(lambda g: (g.node_ids, *degree_and_pairs(g.edge_index, g.edge_weight, g.x)), ranks, kind)
+    torch.testing.assert_close(by_node([r[:2] for r in results], whole), whole, rtol=0, atol=1e-12)
+    assert sum(r[2] for r in results) == num_edges
+
+
+def test_self_loops_of_pyg_as_they_are():
+    def count(graph):
+        index, n = graph.edge_index, graph.num_nodes
+        removed, attr = utils.remove_self_loops(index, graph.edge_attr)
+        added, _ = utils.add_self_loops(index, graph.edge_attr, fill_value="mean", num_nodes=n)
+        remaining, weight = utils.add_remaining_self_loops(index, graph.edge_weight, 7.0, n)
+        assert attr.size(0) == removed.size(1)
+        return removed.size(1), added.size(1), remaining.size(1), weight.sum()
+
+    class Whole:
+        edge_index, num_nodes = GRAPH.edge_index, GRAPH.num_nodes
+        edge_attr, edge_weight = GRAPH.edge["edge_attr"], GRAPH.edge["edge_weight"]
+
+    right, results = count(Whole), on_ranks(count)
+    for k in range(4):
+        torch.testing.assert_close(torch.as_tensor(sum(r[k] for r in results)), torch.as_tensor(right[k]))
