@@ -21,7 +21,7 @@ from shardpass.core.aggregation.attention import chunk_edges, gradient_and_delta
 from shardpass.core.aggregation.call import Call, Operands
 from shardpass.core.aggregation.gradients import Gradients, is_linear
 from shardpass.core.aggregation.out_edges import OutEdges, count_out_edges
-from shardpass.core.exchange import GradientReturn, HaloPlan, fetch_blocks
+from shardpass.core.exchange import GradientReturn, HaloPlan, Packing, fetch_blocks
 from shardpass.core.kernels import (
     ClosedScores,
     Outer,
@@ -96,8 +96,7 @@ def _widths(call: Call, program: Program) -> Widths | None:
     structure, plan = call.structure, call.plan
 
     def width(tensor: Tensor) -> int:
-        wire = plan.options.wire_dtype if tensor.dtype == torch.float32 else None
-        return tensor.shape[1:].numel() * (wire or tensor.dtype).itemsize
+        return Packing([tensor], plan.options.wire_dtype).row_bytes[0]
 
     wanted = {key[2:] for key in call.gradients if key.startswith("s:")}
     attention = structure.attention

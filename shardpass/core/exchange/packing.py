@@ -43,10 +43,6 @@ class Packing:
         """Whether rows travel in another dtype than the one in which they are computed."""
         return self.dtypes != self.computed
 
-    def to_computed(self, rows: list[Tensor]) -> list[Tensor]:
-        """`rows` that have travelled, in the dtypes in which they are computed. No copy where these are the same."""
-        return [part.to(dtype) for part, dtype in zip(rows, self.computed)]
-
     def _spans(self, num_rows: int) -> list[tuple[int, int]]:
         spans, position = [], 0
         for dtype, width in zip(self.dtypes, self.row_bytes):
@@ -65,6 +61,30 @@ class Packing:
             buffer[start:stop].view(dtype).view(num_rows, *tail)
             for (start, stop), dtype, tail in zip(self._spans(num_rows), self.dtypes, self.tails)
         ]
+
+    def write(self, tensors: Sequence[Tensor], buffer: Tensor, rows: Tensor | None = None) -> None:
+        """Write rows of `tensors` into `buffer` as they travel: those at `rows`, or all of them.
+
+        Args:
+            tensors: ``[num_rows, ...]`` each, in the dtypes in which they are computed.
+            rows: ``[count]``, int64.
+        """
+        num_rows = rows.numel() if rows is not None else tensors[0].size(0) if tensors else 0
+        for tensor, view in zip(tensors, self.views(buffer, num_rows)):
+            if rows is None:
+                view.copy_(tensor)
+            elif view.dtype == tensor.dtype:
+                torch.index_select(tensor, 0, rows, out=view)
+            else:
+                view.copy_(tensor.index_select(0, rows))
+
+    def read(self, buffer: Tensor, num_rows: int) -> list[Tensor]:
+        """Rows that have travelled, in the dtypes in which they are computed. No copy where these are the same."""
+        return self.to_computed(self.views(buffer, num_rows))
+
+    def to_computed(self, rows: list[Tensor]) -> list[Tensor]:
+        """`rows` as they travel, in the dtypes in which they are computed. No copy where these are the same."""
+        return [part.to(dtype) for part, dtype in zip(rows, self.computed)]
 
 
 def _numel(tail: tuple[int, ...]) -> int:

@@ -109,12 +109,8 @@ class _Fetch:
         if window is None or plan.shared is None:
             return
         rows, rank = plan.shared.rows, plan.comm.rank
-        views = self._packing.views(window.memory[rank], rows.numel())
-        for tensor, view in zip(self._tensors, views):
-            if rows.numel() == tensor.size(0):
-                view.copy_(tensor)
-            else:
-                _select(tensor, rows, view)
+        are_all = rows.numel() == plan.num_own_src
+        self._packing.write(self._tensors, window.memory[rank], None if are_all else rows)
         for reader in window.memory:
             if reader != rank and plan.send_rows[reader].numel():
                 self.tokens.expect_reader(reader)
@@ -133,8 +129,7 @@ class _Fetch:
         else:
             sending = self._outgoing.get(move.round, packing.num_bytes(num_send))
             wanted = plan.send_rows[move.to][move.send_start : move.send_stop]
-            for tensor, view in zip(self._tensors, packing.views(sending, num_send)):
-                _select(tensor, wanted, view)
+            packing.write(self._tensors, sending, wanted)
         return plan.comm.exchange(
             sending if num_send else None,
             move.to,
@@ -148,16 +143,16 @@ class _Fetch:
         """The rows of a round that has arrived, in the dtypes in which they are computed."""
         packing, count, arrived = self._packing, move.recv_stop - move.recv_start, self._arrived.pop(move.round)
         if not self.tokens.shared_with(move.source):
-            return packing.to_computed(packing.views(arrived, count))
+            return packing.read(arrived, count)
         self._has_read()
         if not count:
-            return packing.to_computed(packing.views(arrived, 0))
+            return packing.read(arrived, 0)
         self.tokens.check(arrived, move.source)
         shared, window, source = self._plan.shared, self.tokens.window, move.source
         assert shared is not None and window is not None
         if self._in_place and count == shared.published[source]:  # all rows of the window, in their order
             self._reading = source
-            return packing.to_computed(packing.views(window.memory[source], count))
+            return packing.read(window.memory[source], count)
         is_last = move.recv_stop == self._plan.schedule.counts[self._plan.comm.rank][source]
         places = shared.places[source][move.recv_start : move.recv_stop]
         published = packing.views(window.memory[source], shared.published[source])
@@ -181,13 +176,6 @@ class _Fetch:
         """End the walk on this rank."""
         self._has_read()
         self.tokens.finish()
-
-
-def _select(tensor: Tensor, rows: Tensor, out: Tensor) -> None:
-    if out.dtype == tensor.dtype:
-        torch.index_select(tensor, 0, rows, out=out)
-    else:
-        out.copy_(tensor.index_select(0, rows))
 
 
 class GradientReturn:
@@ -236,8 +224,7 @@ class GradientReturn:
         sending = self._leaving(position)
         if self._packing.converts:
             filled = self._filled.views(self._filling.get(position, self._filled.num_bytes(num_send)), num_send)
-            for view, rows in zip(self._packing.views(sending, num_send), filled):
-                view.copy_(rows)
+            self._packing.write(filled, sending)
         if tokens.shared_with(move.source):
             sending = tokens.token()
             if num_send:
@@ -279,7 +266,7 @@ class GradientReturn:
             self._tokens.check(buffer, move.to)
             arrived = window.memory[move.to]
         rows = self._plan.send_rows[move.to][move.send_start : move.send_stop]
-        for gradient, part in zip(self._into, self._packing.to_computed(self._packing.views(arrived, count))):
+        for gradient, part in zip(self._into, self._packing.read(arrived, count)):
             gradient.index_add_(0, rows, part)
         if shared:
             self._tokens.tell_owner(move.to)
