@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import pytest
@@ -43,15 +43,18 @@ def assert_exact_in(
     **bounds: Any,
 ) -> None:
     """As `assert_exact`, on the first, second, ... assignment of owners in the first, second, ... of `modes`."""
-    if isinstance(graph, WholeHeteroGraph):
-        found: dict[str, Any] = dict(hetero_assignments(graph, ranks))
-    else:
-        found = dict(assignments(graph.num_nodes, ranks, graph.edge_index))
-    for (name, owner), several in zip(found.items(), modes):
+    for (name, owner), several in zip(owners_of(graph, ranks).items(), modes):
         if several:
             assert_exact(
                 model, graph, call, wrap, ranks=ranks, modes=several, owners={name: owner}, options=options, **bounds
             )
+
+
+def owners_of(graph: WholeGraph | WholeHeteroGraph, ranks: int) -> Mapping[str, Any]:
+    """The assignments of owners on which parity is tested, by name."""
+    if isinstance(graph, WholeHeteroGraph):
+        return hetero_assignments(graph, ranks)
+    return assignments(graph.num_nodes, ranks, graph.edge_index)
 
 
 def assert_case_exact(
