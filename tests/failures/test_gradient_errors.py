@@ -33,7 +33,9 @@ def test_gradients_summed_twice_on_one_rank(store):
         if turn.culprit:
             sp.sync_gradients(turn.model, turn.comm)
 
-    train(store, step).assert_all_say("ranks 0, 2 are in", "rank 1 is in all_gather 'sync_gradients", "depends on the rank")
+    train(store, step).assert_all_say(
+        "ranks 0, 2 are in", "rank 1 is in all_gather 'sync_gradients", "depends on the rank"
+    )
 
 
 def test_gradients_summed_twice_on_all_ranks(store):
@@ -82,7 +84,9 @@ def test_a_step_before_the_sum(store, where):
 
     outcome = train(store, step)
     rank = 1 if where == "one rank" else 0
-    outcome.assert_all_say(f"on rank {rank} belongs to parameter values that have changed since backward", "before optimizer")
+    outcome.assert_all_say(
+        f"on rank {rank} belongs to parameter values that have changed since backward", "before optimizer"
+    )
 
 
 @models

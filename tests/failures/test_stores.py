@@ -60,7 +60,9 @@ def test_a_missing_part_file(copy):
     (copy / "part-00002.safetensors").unlink()
     before = contents(copy)
     outcome = load_and_train(lambda rank: copy)
-    outcome.assert_all_say("part-00002.safetensors cannot be read (No such file or directory)", "needs all its part files")
+    outcome.assert_all_say(
+        "part-00002.safetensors cannot be read (No such file or directory)", "needs all its part files"
+    )
     assert contents(copy) == before
 
 
@@ -78,7 +80,9 @@ def test_a_flipped_byte(copy, kind):
     key = flip(copy / "part-00003.safetensors", kind)
     rank, before = owner_of_part(copy, 3), contents(copy)
     outcome = load_and_train(lambda rank: copy)
-    outcome.assert_all_say(f"part-00003.safetensors is altered: the checksum of the tensor '{key}' differs", "shardpass.part")
+    outcome.assert_all_say(
+        f"part-00003.safetensors is altered: the checksum of the tensor '{key}' differs", "shardpass.part"
+    )
     for other, error in enumerate(outcome.errors):
         assert isinstance(error, StoreError if other == rank else PeerFailure), outcome.words()
         assert other == rank or f"rank {rank}" in str(error)
@@ -99,7 +103,9 @@ def test_a_store_of_the_same_graph_with_other_features_on_one_rank(store, tmp_pa
     data.x = data.x + 1
     sp.partition(data, tmp_path / "other", PARTS, method="random")
     outcome = load_and_train(lambda rank: tmp_path / "other" if rank == 1 else store)
-    outcome.assert_all_say("every rank must load the same store: rank 0 has one with", "rank 1 has one with", "contents")
+    outcome.assert_all_say(
+        "every rank must load the same store: rank 0 has one with", "rank 1 has one with", "contents"
+    )
 
 
 def test_copies_of_a_store_are_the_same(store, copy):

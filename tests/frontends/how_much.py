@@ -28,6 +28,11 @@ def _with_long(default: int, *others: int) -> list[Any]:
     return [default, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in others)]
 
 
+def some_by_default(names: Iterable[str], *default: str) -> list[Any]:
+    """`names`, of which all but `default` are with the long tests."""
+    return [name if name in default else pytest.param(name, marks=pytest.mark.long) for name in names]
+
+
 ONE_TO_FOUR = _with_long(3, 1, 2, 4)
 ONE_TWO_FOUR = _with_long(2, 1, 4)
 
