@@ -90,14 +90,14 @@ def fail_as_told(comm, what):
 
 def test_spawned_processes_raise_the_first_exception():
     with pytest.raises(KeyError, match="boo") as caught:
-        spawn(fail_as_told, 3, "processes", args=("raise",))
+        spawn(fail_as_told, 2, "processes", args=("raise",))
     assert "fail_as_told" in str(caught.value.__cause__), "the traceback of the rank"
     assert not multiprocessing.active_children()
 
 
 def test_a_killed_spawned_process_is_named():
     with pytest.raises(CommunicationError, match="rank 1 failed first: its process was ended by SIGKILL") as caught:
-        spawn(fail_as_told, 3, "processes", args=("kill",))
+        spawn(fail_as_told, 2, "processes", args=("kill",))
     assert not isinstance(caught.value, PeerFailure)
     assert not multiprocessing.active_children()
 

@@ -49,6 +49,7 @@ def test_torchrun(store: Path, tmp_path: Path, curve: list[float]) -> None:
     assert_trained(launched("torchrun", 2, *words), tmp_path / "log", curve, "torch")
 
 
+@pytest.mark.long
 @pytest.mark.mpi
 @needs_mpirun
 def test_mpirun(store: Path, tmp_path: Path, curve: list[float]) -> None:

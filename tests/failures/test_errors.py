@@ -33,7 +33,7 @@ def test_a_rank_with_other_features(store, model):
         turn.x = turn.x[:, :4]
 
     outcome = train(store, twist(narrow), model=model)
-    outcome.began_on(1, RuntimeError, "mat1 and mat2 shapes cannot be multiplied (15x4 and 6x8)")
+    outcome.assert_began_on(1, RuntimeError, "mat1 and mat2 shapes cannot be multiplied (15x4 and 6x8)")
 
 
 @pytest.mark.parametrize("mode", ["sar", "halo"])
@@ -52,7 +52,7 @@ def test_other_features_where_the_layer_itself_does_not_notice(store, mode):
         turn.x = turn.x[:, :4]
 
     outcome = train(store, twist(narrow), model=First(), mode=mode)
-    outcome.all_say(
+    outcome.assert_all_say(
         "SGConv", "Rank 0: source 'x' float32 with [6] per row", "Rank 1: source 'x' float32 with [4] per row"
     )
 
@@ -64,20 +64,19 @@ def test_a_rank_with_other_rows(store, model):
 
     outcome = train(store, twist(cut), model=model)
     if model == "GAT":
-        outcome.began_on(1, ValueError, "on rank 1: `", "14 rows", "expected 15 (the own")
+        outcome.assert_began_on(1, ValueError, "on rank 1: `", "14 rows", "expected 15 (the own")
     else:  # in PyG's own arithmetic, before a message is sent
-        outcome.began_on(1, RuntimeError, "index 14 is out of bounds for dimension 0 with size 14")
+        outcome.assert_began_on(1, RuntimeError, "index 14 is out of bounds for dimension 0 with size 14")
 
 
 @models
 def test_features_of_another_dtype_than_the_model(store, model):
     def step(turn):
         turn.x = turn.x.double()
-        turn.clock.start()
         turn.step()
 
     outcome = train(store, step, model=model)
-    outcome.all_say("double != float")
+    outcome.assert_all_say("double != float")
 
 
 @models
@@ -87,21 +86,20 @@ def test_a_rank_with_other_dtypes(store, model):
 
     outcome = train(store, twist(double), model=model)
     if model == "GAT":
-        outcome.began_on(1, RuntimeError, "double != float")
+        outcome.assert_began_on(1, RuntimeError, "double != float")
     else:  # ranks compare notes before the weights are applied
-        outcome.all_say("Rank 0: float32 rows", "Rank 1: float64 rows", "same widths and dtypes")
+        outcome.assert_all_say("Rank 0: float32 rows", "Rank 1: float64 rows", "same widths and dtypes")
 
 
 @models
 def test_integer_features(store, model):
     def step(turn):
         turn.x = turn.x.long()
-        turn.clock.start()
         turn.step()
 
     outcome = train(store, step, model=model)
     assert all(isinstance(error, RuntimeError) for error in outcome.errors), outcome.words()
-    outcome.all_say("long int" if model == "GAT" else "Long")
+    outcome.assert_all_say("long int" if model == "GAT" else "Long")
 
 
 def test_models_that_differ(store):
@@ -110,7 +108,7 @@ def test_models_that_differ(store):
 
     turn = iter(range(RANKS))
     outcome = train(store, twist_model=build)
-    outcome.all_say("the models differ", "build the same model on every rank")
+    outcome.assert_all_say("the models differ", "build the same model on every rank")
 
 
 # ---- exceptions
@@ -130,7 +128,7 @@ def test_an_exception_between_layers(store, model, where):
                 turn.model.convs[0].register_forward_hook(lambda module, args, out: out.register_hook(fail) and None)
         turn.step()
 
-    train(store, step, model=model).began_on(1, ValueError, "boo")
+    train(store, step, model=model).assert_began_on(1, ValueError, "boo")
 
 
 @models
@@ -148,7 +146,7 @@ def test_an_exception_inside_a_message(store, model, where):
                 conv.lin.weight.register_hook(fail)
         turn.step()
 
-    train(store, step, model=model).began_on(1, ValueError, "boo")
+    train(store, step, model=model).assert_began_on(1, ValueError, "boo")
 
 
 @models
@@ -163,7 +161,7 @@ def test_a_tensor_changed_in_place_between_forward_and_backward(store, model):
         loss.backward()
 
     outcome = train(store, change, model=model)
-    outcome.began_on(1, RuntimeError, "has been modified by an inplace operation")
+    outcome.assert_began_on(1, RuntimeError, "has been modified by an inplace operation")
 
 
 @pytest.mark.parametrize("mode", ["sar", "keep", "halo"])
@@ -187,7 +185,7 @@ def test_a_message_input_changed_in_place(store, mode):
         turn.model.harm = True
 
     outcome = train(store, twist(harm), model=Maxima(), mode=mode)
-    outcome.began_on(1, RuntimeError, "has been modified by an inplace operation")
+    outcome.assert_began_on(1, RuntimeError, "has been modified by an inplace operation")
 
 
 # ---- ranks that take different paths
@@ -202,7 +200,7 @@ def test_a_rank_that_skips_a_layer(store, mode, layer, shared):
 
     outcome = train(store, twist(skip), model=Skips(shared), mode=mode)
     assert any(isinstance(error, DivergenceError) for error in outcome.errors), outcome.words()
-    outcome.all_say("ranks 0, 2 are in", "rank 1 is in", "depends on the rank")
+    outcome.assert_all_say("ranks 0, 2 are in", "rank 1 is in", "depends on the rank")
 
 
 def test_a_rank_that_skips_a_layer_in_evaluation(store):
@@ -212,21 +210,20 @@ def test_a_rank_that_skips_a_layer_in_evaluation(store):
         with torch.no_grad():
             turn.forward()
 
-    train(store, step, model=Skips()).all_say("ranks 0, 2 are in", "rank 1 is in", "depends on the rank")
+    train(store, step, model=Skips()).assert_all_say("ranks 0, 2 are in", "rank 1 is in", "depends on the rank")
 
 
 @models
 def test_a_rank_with_fewer_epochs(store, model):
     def step(turn):
         if turn.comm.rank != 1 or turn.epoch < 2:
-            turn.clock.start()
             turn.step()
 
     outcome = train(store, step, model=model)
     assert outcome.errors[1] is None and isinstance(outcome.raised, CommunicationError)
     for error in (outcome.errors[0], outcome.errors[2]):
         assert "but rank 1 has ended: it made fewer calls than the others" in str(error), outcome.words()
-    outcome.ended_in_time()
+    outcome.assert_nobody_timed_out()
 
 
 @models
@@ -238,7 +235,7 @@ def test_a_rank_without_backward(store, model):
         sp.sync_gradients(turn.model, turn.comm)
 
     outcome = train(store, step, model=model)
-    outcome.all_say(
+    outcome.assert_all_say(
         "the ranks wait for each other", "rank 1 waits in all_gather 'sync_gradients", "depends on the rank"
     )
 
@@ -251,4 +248,4 @@ def test_a_rank_whose_loss_is_no_function_of_the_model(store):
         torch.zeros((), requires_grad=True).backward()
         sp.sync_gradients(turn.model, turn.comm)
 
-    train(store, step).all_say("the ranks wait for each other", "rank 1 waits in all_gather 'sync_gradients")
+    train(store, step).assert_all_say("the ranks wait for each other", "rank 1 waits in all_gather 'sync_gradients")

@@ -33,16 +33,17 @@ def test_gradients_summed_twice_on_one_rank(store):
         if turn.culprit:
             sp.sync_gradients(turn.model, turn.comm)
 
-    train(store, step).all_say("ranks 0, 2 are in", "rank 1 is in all_gather 'sync_gradients", "depends on the rank")
+    train(store, step).assert_all_say(
+        "ranks 0, 2 are in", "rank 1 is in all_gather 'sync_gradients", "depends on the rank"
+    )
 
 
 def test_gradients_summed_twice_on_all_ranks(store):
     def step(turn):
         turn.step()
-        turn.clock.start()
         sp.sync_gradients(turn.model, turn.comm)
 
-    train(store, step).all_say("the gradient of 'convs.0.bias' on rank 0 was already summed", "once after it")
+    train(store, step).assert_all_say("the gradient of 'convs.0.bias' on rank 0 was already summed", "once after it")
 
 
 def test_gradients_never_summed_on_one_rank(store):
@@ -54,9 +55,9 @@ def test_gradients_never_summed_on_one_rank(store):
 
     outcome = train(store, step)
     if isinstance(outcome.errors[1], DivergenceError):  # the others were in sync_gradients already
-        outcome.all_say("ranks 0, 2 are in all_gather 'sync_gradients", "rank 1 is in")
+        outcome.assert_all_say("ranks 0, 2 are in all_gather 'sync_gradients", "rank 1 is in")
     else:
-        outcome.began_on(1, ShardpassError, "its gradient was not summed over ranks: call sync_gradients")
+        outcome.assert_began_on(1, ShardpassError, "its gradient was not summed over ranks: call sync_gradients")
 
 
 def test_gradients_never_summed_on_any_rank(store):
@@ -64,11 +65,10 @@ def test_gradients_never_summed_on_any_rank(store):
         loss = turn.loss(turn.forward())
         turn.optimizer.zero_grad()
         loss.backward()
-        turn.clock.start()
         turn.optimizer.step()
 
     outcome = train(store, step)
-    outcome.all_say("has changed since the last backward", "call sync_gradients(model, comm) after backward")
+    outcome.assert_all_say("has changed since the last backward", "call sync_gradients(model, comm) after backward")
 
 
 @pytest.mark.parametrize("where", ["one rank", "all ranks"])
@@ -84,7 +84,9 @@ def test_a_step_before_the_sum(store, where):
 
     outcome = train(store, step)
     rank = 1 if where == "one rank" else 0
-    outcome.all_say(f"on rank {rank} belongs to parameter values that have changed since backward", "before optimizer")
+    outcome.assert_all_say(
+        f"on rank {rank} belongs to parameter values that have changed since backward", "before optimizer"
+    )
 
 
 @models
@@ -96,9 +98,9 @@ def test_double_backward(store, model, where):
         turn.loss(turn.forward()).backward(create_graph=True)
 
     outcome = train(store, step, model=model)
-    outcome.all_say("double backward through a sharded call is not supported", "create_graph=True")
+    outcome.assert_all_say("double backward through a sharded call is not supported", "create_graph=True")
     if where == "one rank":
-        outcome.began_on(1, RefusedError)
+        outcome.assert_began_on(1, RefusedError)
 
 
 def test_reentrant_checkpointing(store):
@@ -109,7 +111,7 @@ def test_reentrant_checkpointing(store):
                 x = checkpoint(conv, x, edge_index, use_reentrant=True)
             return x
 
-    train(store, model=Checkpointed()).all_say("use_reentrant=False")
+    train(store, model=Checkpointed()).assert_all_say("use_reentrant=False")
 
 
 # ---- wrapping
@@ -125,7 +127,7 @@ def test_a_module_that_cannot_be_exact(store, where):
 
     turn = iter(range(RANKS))
     outcome = train(store, twist_model=build)
-    outcome.all_say("TopKPooling (at '0') cannot be exact on a sharded graph", "shardpass.gather")
+    outcome.assert_all_say("TopKPooling (at '0') cannot be exact on a sharded graph", "shardpass.gather")
 
 
 def test_ddp_around_a_wrapped_model(store, tmp_path):
@@ -142,7 +144,7 @@ def test_ddp_around_a_wrapped_model(store, tmp_path):
         outcome = train(store, step)
     finally:
         dist.destroy_process_group()
-    outcome.began_on(1, RefusedError, "DistributedDataParallel around the wrapped model is refused", "Remove it")
+    outcome.assert_began_on(1, RefusedError, "DistributedDataParallel around the wrapped model is refused", "Remove it")
 
 
 def test_ddp_within_a_model_to_be_wrapped(store, tmp_path):
@@ -153,7 +155,7 @@ def test_ddp_within_a_model_to_be_wrapped(store, tmp_path):
         outcome = train(store, twist_model=nn.parallel.DistributedDataParallel)
     finally:
         dist.destroy_process_group()
-    outcome.all_say("DistributedDataParallel", "call sync_gradients(model, comm)")
+    outcome.assert_all_say("DistributedDataParallel", "call sync_gradients(model, comm)")
 
 
 def test_the_first_cause_is_shown_even_if_the_others_fail_as_well(store):
@@ -165,4 +167,4 @@ def test_the_first_cause_is_shown_even_if_the_others_fail_as_well(store):
         except CommunicationError as error:
             raise ShardpassError(f"what follows: {error}") from error
 
-    train(store, step).began_on(1, KeyError, "the cause")
+    train(store, step).assert_began_on(1, KeyError, "the cause")

@@ -17,7 +17,7 @@ import shardpass as sp
 from shardpass.data import verify
 from shardpass.errors import CommunicationError, DivergenceError
 
-from .training import LIMIT, Clock, begin
+from .training import LIMIT, begin
 
 pytestmark = pytest.mark.processes
 PROGRAM = Path(__file__).with_name("program.py")
@@ -170,17 +170,15 @@ def test_an_environment_that_contradicts_itself(monkeypatch, variables, words):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    start = time.monotonic()
     with pytest.raises(ValueError, match=words):
         sp.connect()
-    assert time.monotonic() - start < LIMIT
 
 
 # ---- spawned processes
 
 
 def train_and_fail(comm, store, what):
-    turn = begin(comm, Clock(), store)
+    turn = begin(comm, store)
     turn.step()
     if comm.rank == 1:
         print(f"fault at {time.time():.3f}", flush=True)

@@ -17,17 +17,14 @@ import dgl
 import torch
 from rich.progress import track
 
-import shardpass as sp
 from shardpass.frontends.dgl.refusals import REFUSED
-from shardpass.testing import WholeGraph, assignments
-from shardpass.testing.hetero import evaluate_sharded_hetero, evaluate_whole_hetero, hetero_assignments
-from shardpass.testing.parity import Outcome, differences, evaluate_sharded, evaluate_whole
 
 from . import test_dgl_hetero as hetero
 from . import test_dgl_modules as modules
 from .dgl_cases import CONVS, FLOAT32, graph_of
-from .dgl_parity import BOUND, UNCHECKED, Case, caller
+from .dgl_parity import BOUND, UNCHECKED, caller
 from .how_much import MODES
+from .layer_errors import largest_error, relative
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "dgl-layers.md"
 AT_ONCE = ("SAGEConv lstm", "PNAConv", "DGNConv", "AtomicConv")
@@ -68,7 +65,9 @@ def rows(ranks: list[int]) -> tuple[list[str], float]:
     for name, case, graph in track(jobs, "layers"):
         kind = name.split()[0]
         bound = 1e-5 if kind in FLOAT32 else BOUND
-        error = largest_error(case, graph, ranks)
+        error = largest_error(
+            (case[0], caller(case[1], graph.num_nodes)), graph, UNCHECKED, ranks, 512, errors=relative
+        )
         if not error <= bound:
             raise SystemExit(f"{name} is not exact: {error:.1e}")
         top = top if kind in FLOAT32 else max(top, error)
@@ -76,52 +75,13 @@ def rows(ranks: list[int]) -> tuple[list[str], float]:
         found[kind].append(f"| {name} | {', '.join(MODES)} | {error:.0e} | {remark} |")
     for name in track(hetero.CASES, "layers of several types"):
         if isinstance(hetero.CASES[name][0](), dgl.nn.HeteroGraphConv):
-            error = _hetero_error(name, ranks)
+            error = largest_error(hetero.CASES[name], hetero.graph_of(name), UNCHECKED, ranks, 512)
+            if not error <= BOUND:
+                raise SystemExit(f"HeteroGraphConv of {name} is not exact: {error:.1e}")
             top = max(top, error)
             text = f"HeteroGraphConv of {name}".replace("of own aggregate", "with an aggregate function")
             found["HeteroGraphConv"].append(f"| {text} | {', '.join(MODES)} | {error:.0e} | |")
     return [line for kind in sorted(found) for line in found[kind]], top
-
-
-def largest_error(case: Case, graph: WholeGraph, ranks: list[int]) -> float:
-    """Of a layer on one node type, over all ranks, assignments and modes."""
-    make, call = case
-    torch.manual_seed(0)
-    model, worst, called = make().double(), 0.0, caller(call, graph.num_nodes)
-    whole = evaluate_whole(model, graph, called)
-    for count in ranks:
-        for owners in assignments(graph.num_nodes, count, graph.edge_index).values():
-            for mode in MODES:
-                options = sp.Options(mode=mode, chunk_bytes=512)
-                found = evaluate_sharded(model, graph, called, owners, count, UNCHECKED, options, whole)
-                worst = max(worst, *_relative(whole, found).values())
-    return worst
-
-
-def _relative(whole: Outcome, sharded: Outcome) -> dict[str, float]:
-    """The largest error of every tensor, relative to its largest entry where that is above 1."""
-    sizes = {"output": whole.output}
-    for kind in ("inputs", "parameters", "buffers"):
-        sizes |= {f"{kind}.{name}": tensor for name, tensor in getattr(whole, kind).items()}
-    found = differences(whole, sharded)
-    return {n: e / max(1.0, float(sizes[n].abs().max()) if sizes[n].numel() else 1.0) for n, e in found.items()}
-
-
-def _hetero_error(name: str, ranks: list[int]) -> float:
-    make, call = hetero.CASES[name]
-    graph = hetero.graph_of(name)
-    torch.manual_seed(0)
-    model, worst = make().double(), 0.0
-    whole = evaluate_whole_hetero(model, graph, call)
-    for count in ranks:
-        for owners in hetero_assignments(graph, count).values():
-            for mode in MODES:
-                options = sp.Options(mode=mode, chunk_bytes=512)
-                found = evaluate_sharded_hetero(model, graph, call, owners, count, UNCHECKED, options, whole)
-                worst = max(worst, *differences(whole, found).values())
-    if not worst <= BOUND:
-        raise SystemExit(f"HeteroGraphConv of {name} is not exact: {worst:.1e}")
-    return worst
 
 
 def page(ranks: list[int]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import pytest
@@ -28,6 +28,11 @@ def _with_long(default: int, *others: int) -> list[Any]:
     return [default, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in others)]
 
 
+def some_by_default(names: Iterable[str], *default: str) -> list[Any]:
+    """`names`, of which all but `default` are with the long tests."""
+    return [name if name in default else pytest.param(name, marks=pytest.mark.long) for name in names]
+
+
 ONE_TO_FOUR = _with_long(3, 1, 2, 4)
 ONE_TWO_FOUR = _with_long(2, 1, 4)
 
@@ -43,15 +48,18 @@ def assert_exact_in(
     **bounds: Any,
 ) -> None:
     """As `assert_exact`, on the first, second, ... assignment of owners in the first, second, ... of `modes`."""
-    if isinstance(graph, WholeHeteroGraph):
-        found: dict[str, Any] = dict(hetero_assignments(graph, ranks))
-    else:
-        found = dict(assignments(graph.num_nodes, ranks, graph.edge_index))
-    for (name, owner), several in zip(found.items(), modes):
+    for (name, owner), several in zip(owners_of(graph, ranks).items(), modes):
         if several:
             assert_exact(
                 model, graph, call, wrap, ranks=ranks, modes=several, owners={name: owner}, options=options, **bounds
             )
+
+
+def owners_of(graph: WholeGraph | WholeHeteroGraph, ranks: int) -> Mapping[str, Any]:
+    """The assignments of owners on which parity is tested, by name."""
+    if isinstance(graph, WholeHeteroGraph):
+        return hetero_assignments(graph, ranks)
+    return assignments(graph.num_nodes, ranks, graph.edge_index)
 
 
 def assert_case_exact(

@@ -11,22 +11,18 @@ import argparse
 import platform
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch_geometric
 import torch_geometric.nn.conv as pyg_convs
 from rich.progress import track
 
-import shardpass as sp
 from shardpass.frontends.pyg.refusals import REFUSED
-from shardpass.testing.graphs import assignments
-from shardpass.testing.hetero import evaluate_sharded_hetero, evaluate_whole_hetero, hetero_assignments
-from shardpass.testing.parity import differences, evaluate_sharded, evaluate_whole
 
 from . import hetero_cases
 from .conv_cases import CONVS, KERNEL, ONE_PASS_SOFTMAX, ONE_SHOT, SORTED
 from .how_much import MODES
+from .layer_errors import largest_error
 from .pyg_cases import GRAPH, UNCHECKED
 
 BOUND = 1e-10
@@ -50,37 +46,6 @@ rank, with all halo rows there: `halo` mode only; `sar` and `keep` refuse it by 
 """
 
 
-def largest_error(case: Any, graph: Any, modes: tuple[str, ...], ranks: list[int]) -> float:
-    """Of a layer on one node type, over all modes, ranks and assignments."""
-    make, call = case
-    torch.manual_seed(0)
-    model, worst = make().double(), 0.0
-    whole = evaluate_whole(model, graph, call)
-    for count in ranks:
-        for owners in assignments(graph.num_nodes, count, graph.edge_index).values():
-            for mode in modes:
-                options = sp.Options(mode=mode, chunk_bytes=700)
-                found = evaluate_sharded(model, graph, call, owners, count, UNCHECKED, options, whole)
-                worst = max(worst, *differences(whole, found).values())
-    return worst
-
-
-def largest_hetero_error(case: Any, ranks: list[int]) -> float:
-    """Of a layer on several node types."""
-    make, call = case
-    torch.manual_seed(0)
-    model, worst = make().double(), 0.0
-    graph = hetero_cases.GRAPH
-    whole = evaluate_whole_hetero(model, graph, call)
-    for count in ranks:
-        for owners in hetero_assignments(graph, count).values():
-            for mode in MODES:
-                options = sp.Options(mode=mode, chunk_bytes=700)
-                found = evaluate_sharded_hetero(model, graph, call, owners, count, UNCHECKED, options, whole)
-                worst = max(worst, *differences(whole, found).values())
-    return worst
-
-
 def rows(ranks: list[int]) -> tuple[dict[str, list[str]], float]:
     """Table rows by class, and the largest error of all."""
     found: dict[str, list[str]] = defaultdict(list)
@@ -89,11 +54,11 @@ def rows(ranks: list[int]) -> tuple[dict[str, list[str]], float]:
     top = 0.0
     for name, case, path in track(jobs, "layers"):
         if path == "several types":
-            error = largest_hetero_error(case, ranks)
+            error = largest_error(case, hetero_cases.GRAPH, UNCHECKED, ranks, 700)
         elif path == "at once":
-            error = largest_error(case, SORTED, ("halo",), ranks)
+            error = largest_error(case, SORTED, UNCHECKED, ranks, 700, ("halo",))
         else:
-            error = largest_error(case, GRAPH, MODES, ranks)
+            error = largest_error(case, GRAPH, UNCHECKED, ranks, 700)
         if not error <= BOUND:
             raise SystemExit(f"{name} is not exact: {error:.1e}")
         top = max(top, error)

@@ -18,7 +18,7 @@ from shardpass.errors import RefusedError
 from shardpass.frontends.pyg import modules
 from shardpass.testing import assert_exact, assignments, run, shard_in_memory
 
-from .how_much import ONE_TO_FOUR
+from .how_much import ONE_TO_FOUR, some_by_default
 from .pyg_cases import GRAPH, UNCHECKED
 
 N = GRAPH.num_nodes
@@ -112,7 +112,7 @@ def test_evaluation(name):
     assert_attention_exact(name, 3, with_batch, training=False)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", some_by_default(CASES, "GPSConv performer", "SGFormer", "Polynormer global"))
 def test_the_self_check_accepts_it(name, recwarn):
     owners = assignments(N, 2, GRAPH.edge_index)["random"]
     make = CASES[name]

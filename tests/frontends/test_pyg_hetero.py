@@ -18,7 +18,7 @@ from shardpass.errors import DivergenceError, RefusedError
 from shardpass.testing import cotangent, hetero_assignments, run, shard_hetero_in_memory
 
 from .hetero_cases import GRAPH, LAYERS, METADATA, MODELS, TwoLayers, by_type
-from .how_much import SOME_OR_ALL, assert_case_exact
+from .how_much import SOME_OR_ALL, assert_case_exact, some_by_default
 from .pyg_cases import UNCHECKED
 
 BOUND = 1e-10
@@ -39,7 +39,9 @@ def test_model_equals_the_whole_graph(name, ranks, every_mode):
     assert_case_exact(MODELS[name], GRAPH, UNCHECKED, ranks, every_mode)
 
 
-@pytest.mark.parametrize("name", [*LAYERS, *MODELS])
+@pytest.mark.parametrize(
+    "name", some_by_default([*LAYERS, *MODELS], "HeteroConv mixed", "HGTConv", "HANConv", "to_hetero SAGE")
+)
 def test_the_self_check_accepts_the_model_without_a_warning(name):
     make, call = {**LAYERS, **MODELS}[name]
     model = make().double()  # here, since torch.fx patches all modules while it traces one
@@ -155,7 +157,7 @@ def test_lazy_layers_take_their_widths_from_a_call_on_made_up_nodes(name):
     on_two_ranks(work, "types apart")
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", some_by_default(MODELS, "to_hetero SAGE", "HGT", "HAN"))
 def test_a_copy_of_a_wrapped_model_is_wrapped_and_uses_its_own_parameters(name):
     make, call = MODELS[name]
     plain = make().double()

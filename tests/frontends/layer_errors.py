@@ -1,0 +1,64 @@
+"""The largest error of a layer over ranks, assignments and modes, for the two tables of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+import shardpass as sp
+from shardpass.testing import (
+    Outcome,
+    WholeGraph,
+    WholeHeteroGraph,
+    differences,
+    evaluate_sharded,
+    evaluate_sharded_hetero,
+    evaluate_whole,
+    evaluate_whole_hetero,
+)
+
+from .how_much import MODES, owners_of
+
+
+def largest_error(
+    case: tuple[Callable[[], nn.Module], Any],
+    graph: WholeGraph | WholeHeteroGraph,
+    wrap: Callable[..., nn.Module],
+    ranks: Iterable[int],
+    chunk_bytes: int,
+    modes: tuple[str, ...] = MODES,
+    errors: Callable[[Outcome, Outcome], Mapping[str, float]] = differences,
+) -> float:
+    """The largest of `errors` between a case on the whole graph and on some ranks.
+
+    Args:
+        case: how to make and how to call the model.
+        ranks: numbers of ranks.
+        errors: the error of every tensor of the second outcome against the first.
+    """
+    make, call = case
+    torch.manual_seed(0)
+    model, worst = make().double(), 0.0
+    has_types = isinstance(graph, WholeHeteroGraph)
+    run_whole: Callable[..., Outcome] = evaluate_whole_hetero if has_types else evaluate_whole
+    run_sharded: Callable[..., Outcome] = evaluate_sharded_hetero if has_types else evaluate_sharded
+    whole = run_whole(model, graph, call)
+    for count in ranks:
+        for owners in owners_of(graph, count).values():
+            for mode in modes:
+                options = sp.Options(mode=mode, chunk_bytes=chunk_bytes)
+                found = run_sharded(model, graph, call, owners, count, wrap, options, whole)
+                worst = max(worst, *errors(whole, found).values())
+    return worst
+
+
+def relative(whole: Outcome, sharded: Outcome) -> dict[str, float]:
+    """The largest error of every tensor, relative to its largest entry where that is above 1."""
+    sizes = {"output": whole.output}
+    for kind in ("inputs", "parameters", "buffers"):
+        sizes |= {f"{kind}.{name}": tensor for name, tensor in getattr(whole, kind).items()}
+    found = differences(whole, sharded)
+    return {n: e / max(1.0, float(sizes[n].abs().max()) if sizes[n].numel() else 1.0) for n, e in found.items()}
