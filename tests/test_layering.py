@@ -132,8 +132,6 @@ HIDDEN: dict[str, str] = {
 }
 """Where modules of shardpass may be imported inside functions, and why. None of these opens a circle."""
 
-"""Fields that may be typed ``Any``, as ``"file.py Class.field"``, and why no type could be named."""
-
 
 def layer_of(path: Path) -> Layer:
     folder = path.relative_to(PACKAGE).parent.as_posix()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardpass.core.aggregation.out_edges import OutEdges
-from shardpass.core.exchange import HaloPlan, Stream, fetch_blocks
+from shardpass.core.exchange import HaloPlan, WalkId, fetch_blocks
 from shardpass.core.ranks import piece_seed, replayed
 from shardpass.core.sharding import Chunk, CopyStreams, EdgeShards, Shard, StreamedShards, to_device
 from shardpass.core.tracing import Inputs, Program, Structure
@@ -145,10 +145,10 @@ class Call:
             captures=detached[c:],
         )
 
-    def stream(self) -> Stream:
+    def next_walk(self) -> WalkId:
         """Identity of the next walk over the rounds."""
         self.walks += 1
-        return Stream(self.number, self.walks, self.label)
+        return WalkId(self.number, self.walks, self.label)
 
     def walk(
         self, operands: Operands, names: list[str], placed: bool = False
@@ -162,7 +162,7 @@ class Call:
         missing = [name for name in wanted if name not in operands.kept]
         tensors, keep = [operands.src[name] for name in missing], self.keeps_rows
         streamed = self.streamed_to
-        rounds = fetch_blocks(self.plan, tensors, self.stream(), keep=keep, placed=placed and streamed is None)
+        rounds = fetch_blocks(self.plan, tensors, self.next_walk(), keep=keep, placed=placed and streamed is None)
         copies = self.plan.comm.caches.of(CopyStreams)
         shards = self.edges.shards if streamed is None else StreamedShards(self.edges, streamed, copies)
         for position, _, fetched in rounds:

@@ -136,7 +136,7 @@ class Returned:
         self.names = sorted(wanted)
         self._alias = {name: call.canonical[name] for name in names if call.canonical[name] in wanted}
         self._own = [gradients.src[name] for name in self.names]
-        self._return = GradientReturn(call.plan, self._own, call.stream())
+        self._return = GradientReturn(call.plan, self._own, call.next_walk())
         self._position, self._zeroed = 0, True
 
     def block(self, position: int, zeroed: bool = True) -> Returned:

@@ -138,7 +138,7 @@ def pull_copies(call: Call, gradients: Gradients) -> None:
     names, linear = _copied(call), is_linear(call)
     published = [_published(call, name, gradients) for name in names]
     gradients.ran |= any(shard.num_edges for shard in call.edges.shards)
-    for position, _, rows in fetch_blocks(reverse, published, call.stream(), placed=True):
+    for position, _, rows in fetch_blocks(reverse, published, call.next_walk(), placed=True):
         for name, table in zip(names, rows):
             gather_sum(gradients.src[name], edges.shards[position], table, None, fresh=linear and position == 0)
 
@@ -170,8 +170,8 @@ def pull_attention(
     side = _SourceSide(call, operands, attention, gradients)
     published = [grad, delta, log_sum, operands.dst[name].reshape(-1, *side.tail)]
     to_dst = torch.zeros_like(published[-1], memory_format=torch.contiguous_format)
-    returned = GradientReturn(reverse, [to_dst] if name in gradients.dst else [], call.stream())
-    for position, _, rows in fetch_blocks(reverse, published, call.stream()):
+    returned = GradientReturn(reverse, [to_dst] if name in gradients.dst else [], call.next_walk())
+    for position, _, rows in fetch_blocks(reverse, published, call.next_walk()):
         into = [to_dst] if position == 0 else returned.buffers(position)
         if edges.shards[position].num_edges and not bool((rows[2] == float("inf")).all()):
             side.add(edges.shards[position], rows, into[0] if into else torch.zeros_like(rows[-1]))

@@ -6,8 +6,8 @@ This room moves rows and gradients of rows between ranks. It does no mathematics
 from shardpass.core.exchange.halo import HaloPlan, build_halo_plan
 from shardpass.core.exchange.packing import MESSAGE_BUFFER, Packing
 from shardpass.core.exchange.schedule import Schedule, Transfer
-from shardpass.core.exchange.tokens import Stream
-from shardpass.core.exchange.transfer import carry, halo_fetch, halo_push
+from shardpass.core.exchange.tokens import WalkId
+from shardpass.core.exchange.transfer import carry, halo_fetch, scatter_to_owners
 from shardpass.core.exchange.walk import GradientReturn, fetch_blocks
 from shardpass.core.exchange.windows import WindowPool, shares_rows
 
@@ -17,13 +17,13 @@ __all__ = [
     "HaloPlan",
     "Packing",
     "Schedule",
-    "Stream",
     "Transfer",
+    "WalkId",
     "WindowPool",
     "build_halo_plan",
     "carry",
     "fetch_blocks",
     "halo_fetch",
-    "halo_push",
+    "scatter_to_owners",
     "shares_rows",
 ]

@@ -13,12 +13,12 @@ from shardpass.core.exchange.packing import Packing
 from shardpass.core.exchange.windows import take_window
 from shardpass.errors import DivergenceError, InternalError
 
-_ROUND_BITS, _STREAM_BITS, _CALL_BITS = 14, 5, 12
+_ROUND_BITS, _WALK_BITS, _CALL_BITS = 14, 5, 12
 _OF_NOBODY = 0  # in a dry run, where the other ranks are made up
 
 
 @dataclass(frozen=True)
-class Stream:
+class WalkId:
     """Identity of one walk over the rounds: which call, and which of the call's walks (pass and direction)."""
 
     call: int
@@ -29,20 +29,20 @@ class Stream:
         """The message tag of round `index`; unique among all messages that can be under way at once."""
         if index >= 1 << _ROUND_BITS:
             raise InternalError(f"round {index} does not fit a message tag; use larger blocks (Options.block_rows)")
-        call, walk = self.call % (1 << _CALL_BITS), self.walk % (1 << _STREAM_BITS)
-        return ((call << _STREAM_BITS) | walk) << _ROUND_BITS | index
+        call, walk = self.call % (1 << _CALL_BITS), self.walk % (1 << _WALK_BITS)
+        return ((call << _WALK_BITS) | walk) << _ROUND_BITS | index
 
 
 class Tokens:
     """The tokens of a walk: they tell that rows are there to be read, and that they have been read."""
 
-    def __init__(self, plan: HaloPlan, stream: Stream, packing: Packing, counts: Sequence[int]) -> None:
+    def __init__(self, plan: HaloPlan, walk: WalkId, packing: Packing, counts: Sequence[int]) -> None:
         """`counts`: for how many rows each rank needs shared memory in this walk; empty if rows are not shared."""
-        self._plan, self._stream = plan, stream
+        self._plan, self._walk = plan, walk
         self._last, self._layout = len(plan.schedule.rounds), packing.layout
         self._token = torch.tensor([self._layout], dtype=torch.int32).view(torch.uint8)
         sizes = [packing.num_bytes(count) for count in counts]
-        self.window = take_window(plan.comm, sizes, stream.call, stream.label)
+        self.window = take_window(plan.comm, sizes, walk.call, walk.label)
 
     def shared_with(self, rank: int) -> bool:
         """Whether rows between this rank and `rank` go through shared memory."""
@@ -63,7 +63,7 @@ class Tokens:
         """
         layout = int(token.view(torch.int32))
         if layout not in (self._layout, _OF_NOBODY):
-            rank, label = self._plan.comm.rank, self._stream.label
+            rank, label = self._plan.comm.rank, self._walk.label
             raise DivergenceError(
                 f"{label}: rank {rank} reads rows of other widths or dtypes than rank {source} has written. Every rank "
                 f"must run the same model, with the same hooks, frozen parameters and autocast"
@@ -78,10 +78,10 @@ class Tokens:
         self._done(owner, self._plan.comm.rank)
 
     def _done(self, owner: int, reader: int) -> None:
-        plan, stream, tells = self._plan, self._stream, reader == self._plan.comm.rank
+        plan, walk, tells = self._plan, self._walk, reader == self._plan.comm.rank
         # one at a time between a pair, and numbers beyond those of the rounds: the same two ranks may swap roles
-        tag = stream.tag(self._last + (reader - owner) % plan.comm.size)
-        label = f"{stream.label}, rank {reader} has read"
+        tag = walk.tag(self._last + (reader - owner) % plan.comm.size)
+        label = f"{walk.label}, rank {reader} has read"
         handle = plan.comm.exchange(
             self.token() if tells else None, owner, None if tells else self.empty(), reader, tag, label
         )

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from shardpass.core.exchange.halo import HaloPlan
-from shardpass.core.exchange.tokens import Stream
+from shardpass.core.exchange.tokens import WalkId
 from shardpass.core.exchange.walk import GradientReturn, fetch_blocks
 from shardpass.core.ranks import Ranks, agree, begin_call, digest, diverged, end_call, refuse_double_backward
 
-Carrier = Callable[[Tensor, Stream], Tensor]
+Carrier = Callable[[Tensor, WalkId], Tensor]
 
 
 def halo_fetch(own: Tensor, plan: HaloPlan, label: str) -> Tensor:
@@ -25,12 +25,12 @@ def halo_fetch(own: Tensor, plan: HaloPlan, label: str) -> Tensor:
     return carry(plan.comm, own, label, lambda t, s: _gather(t, plan, s), lambda t, s: _sum_to_owners(t, plan, s))
 
 
-def halo_push(rows: Tensor, plan: HaloPlan, label: str) -> Tensor:
+def scatter_to_owners(rows: Tensor, plan: HaloPlan, label: str) -> Tensor:
     """Rows ``[num_src, ...]`` summed into their owners: ``[num_own_src, ...]``. Collective, differentiable."""
     if not plan.schedule.rounds:
         return rows
     if rows.device != plan.comm.device:
-        return halo_push(rows.to(plan.comm.device), plan, label).to(rows.device)
+        return scatter_to_owners(rows.to(plan.comm.device), plan, label).to(rows.device)
     return carry(plan.comm, rows, label, lambda t, s: _sum_to_owners(t, plan, s), lambda t, s: _gather(t, plan, s))
 
 
@@ -49,22 +49,22 @@ def carry(comm: Ranks, rows: Tensor, label: str, there: Carrier, back: Carrier) 
         raise diverged(comm, label, text)
     if not any(answer[1] for answer in answers):
         with torch.no_grad():
-            return there(rows, Stream(number, 0, label))
+            return there(rows, WalkId(number, 0, label))
     out, token = _Carry.apply(token, rows, there, back, number, label)
     end_call(comm, token)
     return out
 
 
-def _gather(own: Tensor, plan: HaloPlan, stream: Stream) -> Tensor:
+def _gather(own: Tensor, plan: HaloPlan, walk: WalkId) -> Tensor:
     out = own.new_empty((plan.num_src, *own.shape[1:]))
-    for _, block, (rows,) in fetch_blocks(plan, [own.detach().contiguous()], stream):
+    for _, block, (rows,) in fetch_blocks(plan, [own.detach().contiguous()], walk):
         out[block.start : block.stop] = rows
     return out
 
 
-def _sum_to_owners(rows: Tensor, plan: HaloPlan, stream: Stream) -> Tensor:
+def _sum_to_owners(rows: Tensor, plan: HaloPlan, walk: WalkId) -> Tensor:
     own = rows.detach()[: plan.num_own_src].clone(memory_format=torch.contiguous_format)
-    back = GradientReturn(plan, [own], stream)
+    back = GradientReturn(plan, [own], walk)
     for position, block in enumerate(plan.blocks[1:], start=1):
         back.buffers(position)[0].copy_(rows[block.start : block.stop])
         back.send(position)
@@ -81,11 +81,11 @@ class _Carry(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(token)
         ctx.back, ctx.number, ctx.label = back, number, label
-        return there(rows, Stream(number, 0, label)), torch.zeros_like(token)
+        return there(rows, WalkId(number, 0, label)), torch.zeros_like(token)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward(ctx.label)
         (token,) = ctx.saved_tensors
-        rows = ctx.back(grads[0], Stream(ctx.number, 1, ctx.label + " backward"))
+        rows = ctx.back(grads[0], WalkId(ctx.number, 1, ctx.label + " backward"))
         return torch.zeros_like(token), rows, None, None, None, None

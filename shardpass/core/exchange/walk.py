@@ -21,7 +21,7 @@ from shardpass.backends.communicator import Handle
 from shardpass.core.exchange.halo import HaloPlan
 from shardpass.core.exchange.packing import Packing, message_buffer
 from shardpass.core.exchange.schedule import Transfer
-from shardpass.core.exchange.tokens import Stream, Tokens
+from shardpass.core.exchange.tokens import Tokens, WalkId
 from shardpass.core.sharding import Block, PlacedRows
 
 
@@ -43,7 +43,7 @@ class _Slots:
 
 
 def fetch_blocks(
-    plan: HaloPlan, tensors: Sequence[Tensor], stream: Stream, *, keep: bool = False, placed: bool = False
+    plan: HaloPlan, tensors: Sequence[Tensor], walk: WalkId, *, keep: bool = False, placed: bool = False
 ) -> Iterator[tuple[int, Block, list[Any]]]:
     """Yield ``(position, block, rows)`` for the own block and then each round. Collective.
 
@@ -62,25 +62,25 @@ def fetch_blocks(
     under_way = max(1, ahead)
     waiting: deque[Handle] = deque()
     moves = plan.schedule.transfers(plan.comm.rank) if tensors else []
-    fetch = _Fetch(plan, tensors, stream, ahead, keep, placed)
+    fetch = _Fetch(plan, tensors, walk, ahead, keep, placed)
 
     def post(first: int, stop: int) -> None:
         for move in moves[first + len(waiting) : stop]:
-            with record_function(f"send in round {move.round} ({stream.label})"):
+            with record_function(f"send in round {move.round} ({walk.label})"):
                 waiting.append(fetch.start(move))
 
     post(0, under_way)  # the first transfers hide behind the own block
-    with record_function(f"compute own block ({stream.label})"):
+    with record_function(f"compute own block ({walk.label})"):
         yield 0, plan.blocks[0], list(tensors)
     for index in range(len(plan.schedule.rounds)):
         rows: list[Any] = []
         if moves:
             post(index, index + 1)
-            with record_function(f"wait for block {index + 1} ({stream.label})"):
+            with record_function(f"wait for block {index + 1} ({walk.label})"):
                 waiting.popleft().wait()  # its message has gone too, so the next may use its buffer
             rows = fetch.rows(moves[index])
             post(index + 1, index + 1 + ahead)
-        with record_function(f"compute block {index + 1} ({stream.label})"):
+        with record_function(f"compute block {index + 1} ({walk.label})"):
             yield index + 1, plan.blocks[index + 1], rows
     fetch.finish()
 
@@ -89,9 +89,9 @@ class _Fetch:
     """One walk of `fetch_blocks`: where rows are put and found."""
 
     def __init__(
-        self, plan: HaloPlan, tensors: Sequence[Tensor], stream: Stream, ahead: int, keep: bool, placed: bool
+        self, plan: HaloPlan, tensors: Sequence[Tensor], walk: WalkId, ahead: int, keep: bool, placed: bool
     ) -> None:
-        self._plan, self._tensors, self._stream = plan, tensors, stream
+        self._plan, self._tensors, self._walk = plan, tensors, walk
         self._packing = packing = Packing(tensors, plan.options.wire_dtype)
         fresh, device = plan.options.mode == "halo", plan.comm.device
         self._received = _Slots(ahead + 1, device, fresh=keep or fresh)
@@ -101,7 +101,7 @@ class _Fetch:
         self._in_place = not (keep or fresh)
         self._placed = placed and self._in_place and not packing.converts
         self._reading: int | None = None
-        self.tokens = Tokens(plan, stream, packing, plan.shared.published if plan.shared is not None else ())
+        self.tokens = Tokens(plan, walk, packing, plan.shared.published if plan.shared is not None else ())
         self._publish()
 
     def _publish(self) -> None:
@@ -135,8 +135,8 @@ class _Fetch:
             move.to,
             buffer if num_recv else None,
             move.source,
-            self._stream.tag(move.round),
-            f"{self._stream.label}, round {move.round}",
+            self._walk.tag(move.round),
+            f"{self._walk.label}, round {move.round}",
         )
 
     def rows(self, move: Transfer) -> list[Any]:
@@ -185,14 +185,14 @@ class GradientReturn:
     bounded however slow the network is. Rows are added in the order of the rounds, which gives the same bits each run.
     """
 
-    def __init__(self, plan: HaloPlan, into: Sequence[Tensor], stream: Stream) -> None:
+    def __init__(self, plan: HaloPlan, into: Sequence[Tensor], walk: WalkId) -> None:
         """`into`: the gradients of the own rows, ``[num_own_src, ...]`` each, to which is added in place."""
-        self._plan, self._into, self._stream = plan, list(into), stream
+        self._plan, self._into, self._walk = plan, list(into), walk
         self._packing, self._filled = Packing(into, plan.options.wire_dtype), Packing(into)
         self._outgoing, self._incoming = _Slots(2, plan.comm.device), _Slots(1, plan.comm.device)
         self._filling = _Slots(1, plan.comm.device)
         counts = plan.shared.returned if plan.shared is not None else ()
-        self._tokens = Tokens(plan, stream, self._packing, counts)
+        self._tokens = Tokens(plan, walk, self._packing, counts)
         self._pending: tuple[Transfer, Tensor, Handle] | None = None
 
     def buffers(self, position: int, zeroed: bool = True) -> list[Tensor]:
@@ -238,8 +238,8 @@ class GradientReturn:
             move.source,
             buffer if num_recv else None,
             move.to,
-            self._stream.tag(move.round),
-            f"{self._stream.label}, round {move.round}",
+            self._walk.tag(move.round),
+            f"{self._walk.label}, round {move.round}",
         )
         self._pending = (move, buffer, handle)
 
@@ -255,7 +255,7 @@ class GradientReturn:
             return
         move, buffer, handle = self._pending
         self._pending = None
-        with record_function(f"wait for gradients of round {move.round} ({self._stream.label})"):
+        with record_function(f"wait for gradients of round {move.round} ({self._walk.label})"):
             handle.wait()
         count = move.send_stop - move.send_start
         if not count:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardpass.core.exchange import HaloPlan, halo_fetch, halo_push
+from shardpass.core.exchange import HaloPlan, halo_fetch, scatter_to_owners
 from shardpass.core.graphs.layer_flow import LayerFlow
 from shardpass.core.graphs.stand_in import PRINTS, describes
 from shardpass.core.ranks import torch_private
@@ -318,7 +318,7 @@ def _scatter_to_source(plan: HaloPlan, name: str, args: tuple[Any, ...], kwargs:
     shape = [*source.shape]
     shape[dim] = plan.num_src
     partial = source.new_zeros(shape).scatter_add(dim, index, source)
-    total = base + halo_push(partial.movedim(dim, 0), plan, "halo push").movedim(0, dim)
+    total = base + scatter_to_owners(partial.movedim(dim, 0), plan, "scatter to owners").movedim(0, dim)
     return base.copy_(total) if name.endswith("_") else total
 
 

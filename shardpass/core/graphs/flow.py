@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardpass.core.exchange import build_halo_plan, halo_fetch, halo_push
+from shardpass.core.exchange import build_halo_plan, halo_fetch, scatter_to_owners
 from shardpass.core.graphs.edge_index import ShardedEdgeIndex
 from shardpass.core.graphs.layer_flow import FlowUse, LayerFlow
 from shardpass.core.sharding import Ownership
@@ -40,5 +40,5 @@ def message_flow(edge_index: ShardedEdgeIndex, sources: Ownership, wanted: Tenso
         flows.insert(0, LayerFlow(wanted, smaller, new_rows, number, use))
         read = torch.zeros(plan.num_src, device=wanted.device)
         read[src_rows[kept]] = 1
-        wanted = wanted | (halo_push(read, plan, "layers: nodes that are read") > 0)
+        wanted = wanted | (scatter_to_owners(read, plan, "layers: nodes that are read") > 0)
     return flows

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardpass.core.exchange import HaloPlan, Stream, carry, halo_fetch
+from shardpass.core.exchange import HaloPlan, WalkId, carry, halo_fetch
 from shardpass.core.graphs.edge_index import ShardedEdgeIndex
 from shardpass.core.graphs.graph import build_relation
 from shardpass.core.ranks import agree
@@ -48,17 +48,17 @@ class ReversedEdges:
         """An edge tensor in the new order in the old one, ``[num_old, ...]``. Collective, differentiable."""
         return carry(self.edge_index.plan.comm, rows, label, self._back, self._there)
 
-    def _there(self, rows: Tensor, stream: Stream) -> Tensor:
+    def _there(self, rows: Tensor, walk: WalkId) -> Tensor:
         rows = rows.detach()
         sent = [rows.index_select(0, edges) for edges in self.leaving]
-        came = self.edge_index.plan.comm.all_to_all(sent, label=stream.label)
+        came = self.edge_index.plan.comm.all_to_all(sent, label=walk.label)
         return torch.cat(came).index_select(0, self.order)
 
-    def _back(self, rows: Tensor, stream: Stream) -> Tensor:
+    def _back(self, rows: Tensor, walk: WalkId) -> Tensor:
         comm = self.edge_index.plan.comm
         sent = torch.empty_like(rows, memory_format=torch.contiguous_format)
         sent[self.order] = rows.detach()
-        returned = comm.all_to_all(list(sent.split(list(self.came))), label=stream.label)
+        returned = comm.all_to_all(list(sent.split(list(self.came))), label=walk.label)
         out = rows.new_empty((self.num_old, *rows.shape[1:]))
         for edges, part in zip(self.leaving, returned):
             out[edges] = part

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardpass.core.exchange import halo_fetch, halo_push
+from shardpass.core.exchange import halo_fetch, scatter_to_owners
 from shardpass.core.graphs import build_relation
 from shardpass.core.sharding import Ownership
 from shardpass.frontends.dgl.frames import Frames, LazyFields
@@ -92,7 +92,7 @@ def _sources(graph: TypedGraph, wanted: Rows, keep_seeds: bool) -> Rows:
             edges = graph.edges_of(kind)
             marks = torch.zeros(edges.plan.num_src, device=graph.device)
             marks[edges.src_rows[_kept(edges, wanted[kind[2]])[0]]] = 1
-            read[kind[0]] += halo_push(marks, edges.plan, f"nodes that {kind} reads")
+            read[kind[0]] += scatter_to_owners(marks, edges.plan, f"nodes that {kind} reads")
     sources = {}
     for ntype, marks in read.items():
         seeds = wanted.get(ntype, marks.new_zeros(0, dtype=torch.int64))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from shardpass.core.exchange import halo_push
+from shardpass.core.exchange import scatter_to_owners
 from shardpass.core.ranks import agree
 from shardpass.frontends.dgl import readouts
 from shardpass.frontends.dgl.attention import Attends
@@ -40,7 +40,7 @@ class _Reversed:
             raise refused("a reversed graph", "reverse the graph before partitioning it")
         rows, edges = self.edata[message.in_field], self._edges
         sums = rows.new_zeros((edges.plan.num_src, *rows.shape[1:])).index_add(0, edges.src_rows, rows)
-        self.dstdata[reducer.out_field] = halo_push(sums, edges.plan, "sums over out-edges")
+        self.dstdata[reducer.out_field] = scatter_to_owners(sums, edges.plan, "sums over out-edges")
 
 
 class ShardedEdgeWeightNorm(dnn.EdgeWeightNorm):

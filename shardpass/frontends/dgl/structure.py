@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from shardpass.core.exchange import HaloPlan, halo_push
+from shardpass.core.exchange import HaloPlan, scatter_to_owners
 from shardpass.core.graphs import Relation
 from shardpass.core.sharding import EdgeShards, build_shards
 from shardpass.frontends.dgl.index import LocalIndex
@@ -69,7 +69,7 @@ class Edges:
         plan = relation.plan
         counts = torch.bincount(src_rows, minlength=plan.num_src).to(torch.float64)
         with torch.no_grad():
-            degrees = halo_push(counts, plan, f"out-degrees of {canonical}").to(torch.int64)
+            degrees = scatter_to_owners(counts, plan, f"out-degrees of {canonical}").to(torch.int64)
         return Edges(
             canonical, plan, relation.shards, src_rows, dst_rows, relation.edge_ids, total, relation.fields, degrees
         )

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardpass.core.exchange.halo import build_halo_plan
-from shardpass.core.exchange.transfer import halo_fetch, halo_push
+from shardpass.core.exchange.transfer import halo_fetch, scatter_to_owners
 from shardpass.core.ranks.options import Options
 from shardpass.core.sharding.ownership import Ownership
 from shardpass.errors import DivergenceError, RefusedError
@@ -42,7 +42,7 @@ def test_each_is_the_adjoint_of_the_other(options):
         plan = plan_of(comm, **options)
         x = numbers(comm, plan.num_own_src).requires_grad_()
         y = numbers(comm, plan.num_src, seed=1).requires_grad_()
-        fetched, pushed = halo_fetch(x, plan, "fetch"), halo_push(y, plan, "push")
+        fetched, pushed = halo_fetch(x, plan, "fetch"), scatter_to_owners(y, plan, "push")
         left, right = (fetched * y).sum(), (x * pushed).sum()
         products = comm.all_reduce(torch.stack([left, right]).detach())
         (dx,) = torch.autograd.grad(left, x, retain_graph=True)
@@ -58,7 +58,7 @@ def test_against_brute_force():
     def work(comm):
         plan = plan_of(comm)
         own, rows = numbers(comm, plan.num_own_src, seed=3), numbers(comm, plan.num_src)
-        return own, halo_fetch(own, plan, "f"), rows, halo_push(rows, plan, "p")
+        return own, halo_fetch(own, plan, "f"), rows, scatter_to_owners(rows, plan, "p")
 
     results = run(work, 4)
     whole = torch.cat([r[0] for r in results])
@@ -78,7 +78,7 @@ def test_shapes(tail):
         assert out.shape == (plan.num_src, *tail)
         out.sum().backward()
         assert x.grad.shape == x.shape
-        assert halo_push(out.detach(), plan, "p").shape == x.shape
+        assert scatter_to_owners(out.detach(), plan, "p").shape == x.shape
 
     run(work, 4)
 
@@ -112,13 +112,13 @@ def test_the_result_is_a_copy_and_the_input_unchanged():
         x, y = numbers(comm, plan.num_own_src), numbers(comm, plan.num_src)
         before, rows = x.clone(), y.clone()
         halo_fetch(x, plan, "f").zero_()
-        halo_push(y, plan, "p").zero_()
+        scatter_to_owners(y, plan, "p").zero_()
         assert torch.equal(x, before) and torch.equal(y, rows)
 
     run(work, 4)
 
 
-@pytest.mark.parametrize("function", [halo_fetch, halo_push])
+@pytest.mark.parametrize("function", [halo_fetch, scatter_to_owners])
 def test_only_some_ranks_require_grad(function):
     """Ranks whose rows are constants still carry the others' gradients."""
 
@@ -179,7 +179,7 @@ def test_one_rank_needs_no_call():
         plan = plan_of(comm)
         x = numbers(comm, 5)
         calls = comm.calls
-        assert halo_fetch(x, plan, "f") is x and halo_push(x, plan, "p") is x and comm.calls == calls
+        assert halo_fetch(x, plan, "f") is x and scatter_to_owners(x, plan, "p") is x and comm.calls == calls
 
     run(work, 1)
 
@@ -191,7 +191,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("function", [halo_fetch, halo_push])
+@pytest.mark.parametrize("function", [halo_fetch, scatter_to_owners])
 @pytest.mark.parametrize("what", CHANGES)
 def test_ranks_that_differ_are_told_on_every_rank(function, what):
     def work(comm):

@@ -10,7 +10,7 @@ import torch
 from shardpass.backends.recording import RecordingCommunicator
 from shardpass.core.exchange.halo import build_halo_plan
 from shardpass.core.exchange.packing import Packing
-from shardpass.core.exchange.tokens import Stream
+from shardpass.core.exchange.tokens import WalkId
 from shardpass.core.exchange.walk import GradientReturn, fetch_blocks
 from shardpass.core.ranks import Ranks
 from shardpass.core.ranks.options import Options
@@ -83,7 +83,7 @@ def test_several_tensors_of_different_dtypes(options):
     def work(comm):
         plan = plan_of(comm, **options)
         ids, seen = global_ids(plan, comm), []
-        for position, block, rows in fetch_blocks(plan, own(comm, whole), Stream(1, 0, "test")):
+        for position, block, rows in fetch_blocks(plan, own(comm, whole), WalkId(1, 0, "test")):
             assert block == plan.blocks[position] and len(rows) == len(whole)
             for found, tensor in zip(rows, whole):
                 assert found.dtype == tensor.dtype and found.shape == (block.num_rows, *tensor.shape[1:])
@@ -103,7 +103,7 @@ def test_rows_stay_valid_as_long_as_promised(keep, ahead):
     def work(comm):
         plan = plan_of(comm, block_rows=1, prefetch=ahead)
         ids, held, storages = global_ids(plan, comm), [], set()
-        for _, block, (rows,) in fetch_blocks(plan, own(comm, whole), Stream(1, 0, "test"), keep=keep):
+        for _, block, (rows,) in fetch_blocks(plan, own(comm, whole), WalkId(1, 0, "test"), keep=keep):
             comm.barrier()  # everything that is posted may have arrived
             assert torch.equal(rows, whole[0][ids[block.start : block.stop]])
             held.append((rows, ids[block.start : block.stop]))
@@ -122,7 +122,7 @@ def test_no_more_messages_under_way_than_allowed(ahead):
     def work(inner):
         comm = Counting(inner)
         plan = plan_of(Ranks(comm), block_rows=1, prefetch=ahead)
-        for _ in fetch_blocks(plan, own(comm, [table(torch.float32, (2,), 0)]), Stream(1, 0, "test")):
+        for _ in fetch_blocks(plan, own(comm, [table(torch.float32, (2,), 0)]), WalkId(1, 0, "test")):
             pass
         return comm.most, comm.under_way, len(plan.schedule.rounds)
 
@@ -156,7 +156,7 @@ def test_messages_under_way_have_buffers_of_their_own(ahead):
     def work(inner):
         comm = Watching(inner)
         plan = plan_of(Ranks(comm), block_rows=1, prefetch=ahead)
-        list(fetch_blocks(plan, own(comm, [table(torch.float32, (2,), 0)]), Stream(1, 0, "test")))
+        list(fetch_blocks(plan, own(comm, [table(torch.float32, (2,), 0)]), WalkId(1, 0, "test")))
         assert len(comm.seen) <= ahead + 1 + max(1, ahead)
         comm.seen.clear()
         returned(comm, plan)
@@ -169,7 +169,7 @@ def test_one_round_in_halo_mode_posts_everything():
     def work(inner):
         comm = Counting(inner)
         plan = plan_of(Ranks(comm), mode="halo", block_rows=1)
-        next(rounds := fetch_blocks(plan, own(comm, [table(torch.float32, (2,), 0)]), Stream(1, 0, "test")))
+        next(rounds := fetch_blocks(plan, own(comm, [table(torch.float32, (2,), 0)]), WalkId(1, 0, "test")))
         next(rounds)
         most = comm.most
         list(rounds)
@@ -189,7 +189,7 @@ def test_bytes_on_the_wire(options):
         plan = plan_of(comm, **options)
         del comm.inner.messages[:]
         before = comm.bytes_sent
-        list(fetch_blocks(plan, own(comm, whole), Stream(1, 0, "test")))
+        list(fetch_blocks(plan, own(comm, whole), WalkId(1, 0, "test")))
         fetched = comm.bytes_sent - before
         sent = sum(m.num_bytes for m in comm.inner.messages if m.kind == "send")
         received = sum(m.num_bytes for m in comm.inner.messages if m.kind == "recv")
@@ -200,7 +200,7 @@ def test_bytes_on_the_wire(options):
         assert all(m.num_bytes for m in comm.inner.messages)
 
         del comm.inner.messages[:]
-        back = GradientReturn(plan, [torch.zeros(SOURCES.num_own(comm.rank), 3)], Stream(1, 1, "back"))
+        back = GradientReturn(plan, [torch.zeros(SOURCES.num_own(comm.rank), 3)], WalkId(1, 1, "back"))
         for position in range(1, len(plan.blocks)):
             back.buffers(position)
             back.send(position)
@@ -217,9 +217,9 @@ def test_no_tensors_no_messages():
         comm = Ranks(RecordingCommunicator(inner))
         plan = plan_of(comm)
         del comm.inner.messages[:]
-        steps = [(position, rows) for position, _, rows in fetch_blocks(plan, [], Stream(1, 0, "test"))]
+        steps = [(position, rows) for position, _, rows in fetch_blocks(plan, [], WalkId(1, 0, "test"))]
         assert steps == [(position, []) for position in range(len(plan.blocks))]
-        back = GradientReturn(plan, [], Stream(1, 1, "back"))
+        back = GradientReturn(plan, [], WalkId(1, 1, "back"))
         back.send(1)
         back.finish()
         assert comm.inner.messages == []
@@ -232,7 +232,7 @@ def returned(comm, plan, dtype=torch.float32, pause=False):
     generator = torch.Generator().manual_seed(comm.rank)
     into = [torch.rand(SOURCES.num_own(comm.rank), 3, generator=generator).to(dtype)]
     start = into[0].clone()
-    back = GradientReturn(plan, into, Stream(2, 1, "back"))
+    back = GradientReturn(plan, into, WalkId(2, 1, "back"))
     sent = torch.zeros(plan.num_src, 3, dtype=dtype)
     for position, block in enumerate(plan.blocks[1:], start=1):
         (rows,) = back.buffers(position)
@@ -297,16 +297,16 @@ def test_packing_keeps_every_tensor_aligned():
 
 
 def test_tags_differ():
-    tags = {Stream(c, w, "").tag(r) for c in (0, 1, 4095) for w in (0, 1, 31) for r in (0, 1, (1 << 14) - 1)}
+    tags = {WalkId(c, w, "").tag(r) for c in (0, 1, 4095) for w in (0, 1, 31) for r in (0, 1, (1 << 14) - 1)}
     assert len(tags) == 27 and max(tags) < 2**31 and min(tags) >= 0
     with pytest.raises(InternalError, match="round 16384 does not fit a message tag; use larger blocks"):
-        Stream(1, 1, "").tag(1 << 14)
+        WalkId(1, 1, "").tag(1 << 14)
 
 
 def test_ranks_in_different_calls_are_told():
     def work(comm):
         plan = plan_of(comm)
-        list(fetch_blocks(plan, own(comm, tables()), Stream(1, comm.rank == 3, f"call of rank {comm.rank == 3}")))
+        list(fetch_blocks(plan, own(comm, tables()), WalkId(1, comm.rank == 3, f"call of rank {comm.rank == 3}")))
 
     with pytest.raises(CommunicationError, match="call of rank"):
         run(work, 4, timeout=10)

@@ -9,7 +9,7 @@ import torch
 
 from shardpass.backends.recording import RecordingCommunicator
 from shardpass.core.exchange.halo import build_halo_plan
-from shardpass.core.exchange.tokens import Stream
+from shardpass.core.exchange.tokens import WalkId
 from shardpass.core.exchange.walk import GradientReturn, fetch_blocks
 from shardpass.core.exchange.windows import WindowPool, take_window
 from shardpass.core.ranks import Ranks
@@ -54,10 +54,10 @@ def walks(comm, plan, calls, slow=None):
     found = []
     for call in calls:
         own = rows_of(comm, call)
-        fetched = [rows for _, _, rows in fetch_blocks(plan, own, Stream(call, 1, "there"), keep=True)]
+        fetched = [rows for _, _, rows in fetch_blocks(plan, own, WalkId(call, 1, "there"), keep=True)]
         into = [torch.zeros_like(tensor) for tensor in own]
-        back = GradientReturn(plan, into, Stream(call, 2, "back"))
-        for position, _, rows in fetch_blocks(plan, own, Stream(call, 3, "again")):
+        back = GradientReturn(plan, into, WalkId(call, 2, "back"))
+        for position, _, rows in fetch_blocks(plan, own, WalkId(call, 3, "again")):
             if comm.rank == slow:
                 sleep(0.002)
             if position:
@@ -86,7 +86,7 @@ def test_the_numbers_of_messages_to_the_bit(options, hosts):
 
 def payload(comm, plan):
     before = comm.bytes_sent
-    list(fetch_blocks(plan, [torch.zeros(SOURCES.num_own(comm.rank), 100)], Stream(1, 0, "test")))
+    list(fetch_blocks(plan, [torch.zeros(SOURCES.num_own(comm.rank), 100)], WalkId(1, 0, "test")))
     return comm.bytes_sent - before
 
 
@@ -114,9 +114,9 @@ def test_rows_of_other_widths_are_told(back):
         comm = sharing(inner)
         plan, wide = plan_of(comm), comm.rank != 3
         rows = torch.zeros(SOURCES.num_own(comm.rank), 8 if wide and not back else 4)
-        for position, _, _ in fetch_blocks(plan, [rows], Stream(1, 0, "sums")):
+        for position, _, _ in fetch_blocks(plan, [rows], WalkId(1, 0, "sums")):
             if back and not position:
-                returned = GradientReturn(plan, [rows.double() if wide else rows], Stream(1, 1, "gradients"))
+                returned = GradientReturn(plan, [rows.double() if wide else rows], WalkId(1, 1, "gradients"))
             if back and position:
                 returned.buffers(position)
                 returned.send(position)
@@ -187,7 +187,7 @@ def test_ranks_in_different_calls_are_told():
     def work(comm):
         plan = plan_of(sharing(comm))
         walks(comm, plan, (1,))
-        list(fetch_blocks(plan, rows_of(comm, 2), Stream(2, comm.rank == 3, f"call of rank {comm.rank == 3}")))
+        list(fetch_blocks(plan, rows_of(comm, 2), WalkId(2, comm.rank == 3, f"call of rank {comm.rank == 3}")))
 
     with pytest.raises(CommunicationError, match="call of rank"):
         run(work, 4, timeout=10)
