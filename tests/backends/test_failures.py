@@ -119,7 +119,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("ending", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
 def test_no_orphans_when_the_parent_ends(tmp_path, ending):
     script = tmp_path / "parent.py"
     script.write_text(PARENT)

@@ -90,6 +90,7 @@ def test_kill_and_resume_on_another_number_of_ranks(store: Path, tmp_path: Path)
     assert [found[epoch] for epoch in sorted(found)] == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.long
 @pytest.mark.mpi
 @pytest.mark.processes
 def test_doctor() -> None:

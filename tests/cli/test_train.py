@@ -21,7 +21,10 @@ def run(store: Path, log: Path, *arguments: object) -> str:
     return passed("train", store, "--hidden", 8, "--lr", 0.02, "--log", log, "--dtype", "float64", *arguments)
 
 
-@pytest.mark.parametrize("model", ["gcn", "sage", "gat", "gin", "pna", "edgecnn"])
+LATER = [pytest.param(model, marks=pytest.mark.long) for model in ("sage", "gin", "edgecnn")]
+
+
+@pytest.mark.parametrize("model", ["gcn", "gat", "pna", *LATER])
 def test_every_model_gives_the_same_losses_on_three_ranks_as_on_one(model: str, store: Path, tmp_path: Path) -> None:
     for ranks in (1, 3):
         run(store, tmp_path / f"{ranks}.jsonl", "--model", model, "--epochs", 3, "--ranks", ranks)

@@ -45,8 +45,9 @@ def ends_with(monkeypatch, store, launcher, what, *words, **env):
     return ended
 
 
-@pytest.mark.parametrize("launcher", ONE)
-@pytest.mark.parametrize("what", ["kill", pytest.param("kill in backward", marks=pytest.mark.long)])
+@pytest.mark.long  # by default in tests/backends
+@pytest.mark.parametrize("launcher", ALL)
+@pytest.mark.parametrize("what", ["kill", "kill in backward"])
 def test_a_rank_killed_in_the_middle_of_an_epoch(monkeypatch, store, launcher, what):
     ended = ends_with(monkeypatch, store, launcher, what)
     assert "is done" not in ended.text
@@ -58,7 +59,8 @@ def test_a_rank_killed_in_the_middle_of_an_epoch(monkeypatch, store, launcher, w
         assert re.search(r"process rank 1 [^.]*exited on\s+signal 9", ended.text), ended.text
 
 
-@pytest.mark.parametrize("launcher", ONE)
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", ALL)
 def test_an_exception_in_backward(monkeypatch, store, launcher):
     ended = ends_with(monkeypatch, store, launcher, "raise", "shardpass: rank 1 failed first: ValueError: boo")
     assert "is done" not in ended.text
@@ -88,7 +90,8 @@ def test_ranks_that_take_different_paths(monkeypatch, store, launcher):
             assert said and float(said[1]) < LIMIT, f"{what} on rank {rank}\n{ended.text}"
 
 
-@pytest.mark.parametrize("launcher", ONE)
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", ALL)
 def test_a_slow_rank_is_waited_for_and_one_with_fewer_epochs_is_named(monkeypatch, store, launcher):
     words = ["rank [02] waits in all_gather 'call 9 .*, but rank 1 has ended: it made fewer calls than the others"]
     ended = ends_with(monkeypatch, store, launcher, "slow, then fewer epochs", *words, SLOW_SECONDS="4")
@@ -194,9 +197,9 @@ def train_and_fail(comm, store, what):
 @pytest.mark.parametrize(
     ("what", "kind", "words"),
     [
-        ("kill", CommunicationError, "rank 1 failed first: its process was ended by SIGKILL"),
+        ("no backward", DivergenceError, "rank 1 waits in all_gather 'sync_gradients"),
         pytest.param(
-            "no backward", DivergenceError, "rank 1 waits in all_gather 'sync_gradients", marks=pytest.mark.long
+            "kill", CommunicationError, "rank 1 failed first: its process was ended by SIGKILL", marks=pytest.mark.long
         ),
     ],
 )

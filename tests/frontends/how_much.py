@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -31,6 +31,15 @@ def _with_long(default: int, *others: int) -> list[Any]:
 def some_by_default(names: Iterable[str], *default: str) -> list[Any]:
     """`names`, of which all but `default` are with the long tests."""
     return [name if name in default else pytest.param(name, marks=pytest.mark.long) for name in names]
+
+
+def one_each(names: Iterable[Any], others: Sequence[Any] = MODES) -> list[Any]:
+    """All pairs; by default each of `names` with one of `others`, in turn, and the rest with the long tests."""
+    return [
+        pytest.param(name, other, marks=[] if k == i % len(others) else pytest.mark.long)
+        for i, name in enumerate(names)
+        for k, other in enumerate(others)
+    ]
 
 
 ONE_TO_FOUR = _with_long(3, 1, 2, 4)

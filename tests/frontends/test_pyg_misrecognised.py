@@ -163,15 +163,15 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("ranks", [3, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", CASES)
-def test_it_equals_the_whole_graph(name):
+def test_it_equals_the_whole_graph(name, ranks):
     make, graph = CASES[name]
     torch.manual_seed(0)
     model = make().double()
     options = sp.Options(chunk_bytes=1 << 9)
-    for ranks in (1, 3):
-        owners = {"random": assignments(graph.num_nodes, ranks, graph.edge_index)["random"]}
-        assert_exact(model, graph, call, UNCHECKED, ranks=ranks, modes=("sar", "keep"), owners=owners, options=options)
+    owners = {"random": assignments(graph.num_nodes, ranks, graph.edge_index)["random"]}
+    assert_exact(model, graph, call, UNCHECKED, ranks=ranks, modes=("sar", "keep"), owners=owners, options=options)
 
 
 def test_the_check_runs_with_the_options_of_the_graph():

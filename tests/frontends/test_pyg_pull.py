@@ -17,6 +17,7 @@ from shardpass.core.ranks import Ranks
 from shardpass.core.sharding import Transposes
 from shardpass.testing import WholeGraph, assert_exact, assignments, shard_in_memory
 
+from .how_much import one_each
 from .pyg_cases import GRAPH, UNCHECKED
 
 LAYERS = {
@@ -173,8 +174,7 @@ def summed(found):
         yield entries[0][0], sum((grad for _, grad in entries if grad is not None), torch.zeros((), dtype=torch.double))
 
 
-@pytest.mark.parametrize("lost", [(), (1,), (0, 1, 2)], ids=str)
-@pytest.mark.parametrize("name", ["SAGE", "GAT", "GATv2 shared"])
+@pytest.mark.parametrize(("name", "lost"), one_each(["SAGE", "GAT", "GATv2 shared"], [(), (1,), (0, 1, 2)]), ids=str)
 def test_losses_that_do_not_lead_to_a_layer(name, lost):
     assert_same_gradients(gradients(name, "push", lost), gradients(name, "pull", lost))
 

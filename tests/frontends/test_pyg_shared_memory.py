@@ -14,6 +14,8 @@ import shardpass as sp
 from shardpass.core.exchange.windows import WindowPool
 from shardpass.testing import assignments, awkward_graph, run, shard_in_memory
 
+from .how_much import one_each
+
 
 def sharing(comm):
     """`comm` as that of a process: it shares memory with all ranks."""
@@ -43,8 +45,7 @@ def trained(comm, graphs, name):
     return found
 
 
-@pytest.mark.parametrize("mode", ["sar", "keep", "halo"])
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(("name", "mode"), one_each(LAYERS))
 def test_layers_on_several_graphs_of_one_communicator(name, mode):
     graph = awkward_graph()
     parts = assignments(graph.num_nodes, 4, graph.edge_index)

@@ -27,6 +27,8 @@ from shardpass.errors import RefusedError
 from shardpass.testing.graphs import assignments, awkward_graph, shard_in_memory
 from shardpass.testing.run import run
 
+from .how_much import one_each
+
 MOVES = ("aten::copy_", "aten::_to_copy", "aten::detach", "aten::alias")
 
 
@@ -142,8 +144,7 @@ def test_no_operation_takes_tensors_of_both_places(kind, monkeypatch):
         torch.testing.assert_close(other, one, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("mode", ["sar", "keep"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "mode"), one_each(KINDS, ("sar", "keep")))
 def test_several_parts(kind, mode):
     options = sp.Options(mode=mode, block_rows=3)  # of which the order of edges depends
     expected = run(step, 3, args=(kind, options, None))

@@ -34,6 +34,7 @@ from shardpass.testing import (
     shard_in_memory,
 )
 
+from .how_much import one_each
 from .pyg_cases import GRAPH, UNCHECKED, GatedConv, _attr, _plain, mlp
 
 RANKS = 3
@@ -326,8 +327,7 @@ HOOKS = {
 }
 
 
-@pytest.mark.parametrize("when", ["before wrap", "after wrap"])
-@pytest.mark.parametrize("name", HOOKS)
+@pytest.mark.parametrize(("name", "when"), one_each(HOOKS, ["before wrap", "after wrap"]))
 def test_message_passing_hooks_are_honoured(name, when):
     update = name.startswith("edge update")
     make = (lambda: gnn.GATConv(5, 4, edge_dim=3)) if update else (lambda: GatedConv(5, 3))

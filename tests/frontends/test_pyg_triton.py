@@ -13,6 +13,7 @@ from torch import nn
 import shardpass as sp
 from shardpass.testing import WholeGraph, assert_exact, assignments
 
+from .how_much import one_each
 from .pyg_cases import UNCHECKED
 
 NUM_NODES = 13
@@ -59,8 +60,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("made", [GAT, Others])
+@pytest.mark.parametrize(("options", "made"), one_each(OPTIONS, [GAT, Others]))
 def test_models_equal_the_whole_graph(triton_device, made, options):
     if triton_device.type == "cuda":
         pytest.skip("ranks that are threads have tensors on the CPU")

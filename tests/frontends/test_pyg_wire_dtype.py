@@ -9,6 +9,8 @@ from torch_geometric.nn import GATConv, GCNConv, SAGEConv
 import shardpass as sp
 from shardpass.testing.graphs import assignments, awkward_graph, shard_in_memory
 
+from .how_much import one_each
+
 GRAPH = awkward_graph(channels=8)
 LAYERS = {
     "SAGE": lambda: SAGEConv(8, 8),
@@ -38,8 +40,7 @@ def results(make, dtype, **options):
     return torch.cat([rows for rows, _, _ in found])[order], sum(count for *_, count in found)
 
 
-@pytest.mark.parametrize("mode", ["sar", "keep", "halo"])
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(("name", "mode"), one_each(LAYERS))
 def test_half_the_bytes_and_three_digits(name, mode):
     backward = "push"  # attention is not pulled over rounded rows
     plain, sent = results(LAYERS[name], torch.float32, mode=mode, backward=backward)

@@ -43,7 +43,7 @@ ALL = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=[3, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2, 4))])
+@pytest.fixture(scope="module", params=[2, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 3, 4))])
 def results(
     request: pytest.FixtureRequest, parts: Callable[[int], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> list[Any]:
