@@ -6,7 +6,7 @@ from types import ModuleType
 
 
 class ShardpassError(RuntimeError):
-    """Base class of every error of ours that is not about one bad argument."""
+    """The base class of every error that is not about one bad argument."""
 
 
 class InternalError(ShardpassError):
@@ -30,7 +30,7 @@ class RefusedError(NotImplementedError):
 
 
 class NeedsHaloError(RefusedError):
-    """A body needs all in-edges of a node at once: exact in ``halo`` mode only, refused in the sequential ones."""
+    """A message function needs all in-edges of a node at once. It is exact in ``halo`` mode and refused in others."""
 
 
 class StoreError(ValueError):
@@ -42,7 +42,7 @@ class CheckpointError(ValueError):
 
 
 class MissingDependencyError(ImportError):
-    """An optional package is not installed; the message holds the pip command."""
+    """An optional package is not installed. The message has the pip command."""
 
 
 _PIP_NAMES = {"sklearn": "scikit-learn", "typer": "typer rich", "rich": "typer rich"}
