@@ -102,15 +102,6 @@ class Ranks(DelegatingCommunicator):
             self.has_made_up_edge = False
 
     @contextmanager
-    def keeping(self, calls: KeptCalls) -> Iterator[None]:
-        """A block in which `calls` keeps the results of sharded calls."""
-        self.kept_calls = calls
-        try:
-            yield
-        finally:
-            self.kept_calls = None
-
-    @contextmanager
     def silent(self) -> Iterator[None]:
         """A block in which communication raises, since the other ranks wait for this one to end it."""
         self._is_silent = True
