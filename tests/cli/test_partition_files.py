@@ -48,7 +48,7 @@ def test_folders(files: Path) -> None:
 def test_refusals(files: Path) -> None:
     (files / "bad.csv").write_text("0,1\n1,x\n")
     words = refused("partition", files / "bad.csv", files / "out", "--num-nodes", 3, "--method", "ldg")
-    assert "bad.csv, line 2: found 'x'; expected an integer" in words
+    assert "bad.csv cannot be read as numbers" in words and "could not convert string 'x' to int64 at row 1" in words
     (files / "empty").mkdir()
     assert "holds no edges" in refused("partition", files / "empty", files / "out", "--parts", 2)
     assert "belong to edge lists" in refused("partition", files / "empty", files / "out", "--num-nodes", 3)
