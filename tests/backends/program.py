@@ -13,6 +13,7 @@ sys.path[:0] = [str(Path(__file__).parent), *map(str, Path(__file__).parents[1:3
 import contract  # noqa: E402
 
 from shardpass.backends import Communicator, connect  # noqa: E402
+from shardpass.core.ranks import Ranks  # noqa: E402
 
 
 def main(what: str) -> None:
@@ -23,7 +24,7 @@ def main(what: str) -> None:
     elif what == "gradients":
         from core.training import overlap_model
 
-        overlap_model.on_a_transport(comm)
+        overlap_model.on_a_transport(Ranks(comm))
     else:
         contract.assert_exchange(comm)
         victim = comm.rank == comm.size - 1
