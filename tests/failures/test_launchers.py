@@ -194,13 +194,12 @@ def train_and_fail(comm, store, what):
     turn.step()
 
 
+@pytest.mark.long  # killed processes by default in tests/backends, ranks on other paths under mpirun above
 @pytest.mark.parametrize(
     ("what", "kind", "words"),
     [
         ("no backward", DivergenceError, "rank 1 waits in all_gather 'sync_gradients"),
-        pytest.param(
-            "kill", CommunicationError, "rank 1 failed first: its process was ended by SIGKILL", marks=pytest.mark.long
-        ),
+        ("kill", CommunicationError, "rank 1 failed first: its process was ended by SIGKILL"),
     ],
 )
 def test_spawned_processes(store, capfd, what, kind, words):
