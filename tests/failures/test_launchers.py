@@ -105,9 +105,8 @@ def test_a_rank_slow_for_a_minute_is_waited_for(monkeypatch, store, launcher):
     assert ended.code == 0 and ended.text.count("is done") == RANKS, ended.text
 
 
-@pytest.mark.parametrize(
-    "launcher", ["torchrun", *(pytest.param(p, marks=pytest.mark.long) for p in ("bare", "mpirun"))]
-)
+@pytest.mark.long  # by default in tests/backends/test_connect.py
+@pytest.mark.parametrize("launcher", ["torchrun", "bare", "mpirun"])
 def test_more_ranks_expected_than_started(monkeypatch, store, launcher):
     ends_with(monkeypatch, store, launcher, "too many expected", "ranks=5, but 2 processes were started", ranks=2)
 
