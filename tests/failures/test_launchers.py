@@ -105,9 +105,8 @@ def test_a_rank_slow_for_a_minute_is_waited_for(monkeypatch, store, launcher):
     assert ended.code == 0 and ended.text.count("is done") == RANKS, ended.text
 
 
-@pytest.mark.parametrize(
-    "launcher", ["torchrun", *(pytest.param(p, marks=pytest.mark.long) for p in ("bare", "mpirun"))]
-)
+@pytest.mark.long  # by default in tests/backends/test_connect.py
+@pytest.mark.parametrize("launcher", ["torchrun", "bare", "mpirun"])
 def test_more_ranks_expected_than_started(monkeypatch, store, launcher):
     ends_with(monkeypatch, store, launcher, "too many expected", "ranks=5, but 2 processes were started", ranks=2)
 
@@ -194,13 +193,12 @@ def train_and_fail(comm, store, what):
     turn.step()
 
 
+@pytest.mark.long  # killed processes by default in tests/backends, ranks on other paths under mpirun above
 @pytest.mark.parametrize(
     ("what", "kind", "words"),
     [
         ("no backward", DivergenceError, "rank 1 waits in all_gather 'sync_gradients"),
-        pytest.param(
-            "kill", CommunicationError, "rank 1 failed first: its process was ended by SIGKILL", marks=pytest.mark.long
-        ),
+        ("kill", CommunicationError, "rank 1 failed first: its process was ended by SIGKILL"),
     ],
 )
 def test_spawned_processes(store, capfd, what, kind, words):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +76,11 @@ def write(directory: Path, parts: int) -> Path:
 
 def start(
     directory: Path, out: Path, ranks: int, cases: list[str], limit: float = 480.0, by: str = "hand", **env: str
-) -> tuple[list[Any], str, float]:
-    """What the cases gave on each rank (None: it failed), all that was printed, and seconds."""
+) -> tuple[list[Any], str]:
+    """What the cases gave on each rank (None: it failed), and all that was printed."""
     environ = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES} | {"OMP_NUM_THREADS": "1"} | env
     environ["PYTHONPATH"] = f"{TESTS.parent}{os.pathsep}{TESTS}"
-    program, port, begun = ["-m", "frontends.sar_program"], str(free_port()), time.monotonic()
+    program, port = ["-m", "frontends.sar_program"], str(free_port())
     arguments = [str(ranks), port, str(directory), str(out), *cases]
     if by == "hand":
         commands = [[sys.executable, *program, str(rank), *arguments] for rank in range(ranks)]
@@ -105,7 +104,7 @@ def start(
             pytest.fail(f"it hangs: {child.communicate()[0]}")
     files = [Path(f"{out}.{rank}") for rank in range(ranks)]
     results = [torch.load(file, weights_only=False) if file.exists() else None for file in files]
-    return results, "\n".join(texts), time.monotonic() - begun
+    return results, "\n".join(texts)
 
 
 def of(results: list[Any], case: str) -> list[Any]:

@@ -50,7 +50,7 @@ def results(
     """What every case gave on each of some ranks."""
     out = tmp_path_factory.mktemp("out")
     env = {"PROGRAM_IP_FILE": str(out / "ip"), "SAR_SOCKET_NAME": "lo"}
-    found, text, _ = start(parts(request.param), out / "found", request.param, ALL, **env)
+    found, text = start(parts(request.param), out / "found", request.param, ALL, **env)
     assert None not in found, text
     assert not (out / "ip").exists(), "the file of the address is left"
     return found
@@ -341,7 +341,7 @@ def test_a_model_is_called_again_after_an_exception(results: list[Any]) -> None:
 def test_launchers(by: str, parts: Callable[[int], Path], tmp_path: Path) -> None:
     backend = "mpi" if by == "mpi" else "gloo"
     cases = ["training-sage", "training-gat", "mfgs"]
-    found, text, _ = start(parts(4), tmp_path / "out", 4, cases, by=by, PROGRAM_BACKEND=backend)
+    found, text = start(parts(4), tmp_path / "out", 4, cases, by=by, PROGRAM_BACKEND=backend)
     assert None not in found, text
     for model in ("sage", "gat"):
         assert found[0][f"training-{model}"]["losses"] == pytest.approx(one_process(model)["losses"], rel=1e-9)
@@ -373,7 +373,7 @@ def test_the_documented_script(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.processes
 def test_a_rank_that_skips_backward_ends_all(parts: Callable[[int], Path], tmp_path: Path) -> None:
-    found, text, _ = start(parts(2), tmp_path / "out", 2, ["skips_backward"])
+    found, text = start(parts(2), tmp_path / "out", 2, ["skips_backward"])
     assert found == [None, None], text
     assert "rank 0" in text and "rank 1" in text and "sync_gradients" in text
     assert "has waited" not in text, "they end because of the divergence, not because of a time-out"
