@@ -25,7 +25,7 @@ def talk(comm: Ranks) -> str:
     total = float(comm.all_reduce(received.sum().reshape(1), "sum", "self-test"))
     if not bool((received == 1 - comm.rank).all()) or total != 1000.0:
         return f"wrong values: received {received[0]}, total {total}"
-    return f"{PASSED} ({type(comm).__name__})"
+    return f"{PASSED} ({type(comm.inner).__name__})"
 
 
 def main() -> None:

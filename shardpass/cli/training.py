@@ -130,7 +130,7 @@ def summarise(run: Run, last: Record, meter: PeakMeter, seconds: float) -> Recor
     return {
         "event": "summary",
         "ranks": comm.size,
-        "backend": type(comm).__name__.removesuffix("Communicator").lower(),
+        "backend": type(comm.inner).__name__.removesuffix("Communicator").lower(),
         "epochs": last["epoch"],
         "first_epoch": run.first_epoch,
         **{key: last[key] for key in ("loss", *SPLITS) if key in last},

@@ -73,7 +73,9 @@ def initialize_comms(
     comm.barrier("initialize_comms")
     while STATE.on_connected:
         STATE.on_connected.pop()()
-    logging.getLogger("shardpass.sar").info("rank %d of %d has joined over %s", rank, world_size, type(comm).__name__)
+    logging.getLogger("shardpass.sar").info(
+        "rank %d of %d has joined over %s", rank, world_size, type(comm.inner).__name__
+    )
 
 
 def _connected(rank: int, world_size: int, ip: str, port: int, backend: str) -> Ranks:
