@@ -42,7 +42,7 @@ LOOPLESS = _with_edges(GRAPH.edge_index[:, _PROPER], _PROPER)
 NUM_EDGES = _ENDS.size(1)
 SIGNS = torch.randn(NUM_EDGES, generator=_GENERATOR, dtype=torch.float64)
 BOUND = 1e-10
-UNCHECKED = partial(sp.dgl.wrap, check=False)  # the self-check has tests of its own
+UNCHECKED = sp.dgl.wrap
 
 
 @pytest.fixture(autouse=True)

@@ -123,7 +123,8 @@ def _probe(
     try:
         structure = probe(program, edges, num_own_src, needs_grad)
         signature = structure.describe()
-        if signature not in program.checked:
+        is_followed = program.ranks is not None and program.ranks.is_followed
+        if is_followed or signature not in program.checked:
             check_row_wise(program, structure, edges.num_dst)
             program.checked.add(signature)
         return structure, None

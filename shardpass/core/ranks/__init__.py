@@ -32,7 +32,8 @@ from shardpass.core.ranks.random import (
     seed,
     set_random_state,
 )
-from shardpass.core.ranks.ranks import ForwardPass, Ranks
+from shardpass.core.ranks.ranks import ForwardPass, Ranks, unfollowed
+from shardpass.core.ranks.rows import RowSet, RowWatch
 from shardpass.core.ranks.units import bytes_text, describe, dtype_name, parse_bytes, parse_count
 
 __all__ = [
@@ -43,6 +44,8 @@ __all__ = [
     "OnRanks",
     "Options",
     "Ranks",
+    "RowSet",
+    "RowWatch",
     "agree",
     "all_reduce_sum",
     "begin_call",
@@ -76,4 +79,5 @@ __all__ = [
     "set_random_state",
     "start_chain",
     "torch_private",
+    "unfollowed",
 ]

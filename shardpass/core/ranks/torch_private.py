@@ -48,6 +48,7 @@ __all__ = [
     "grad_hooks",
     "has_forward_hook",
     "is_inside_ddp",
+    "is_view",
     "next_node_number",
     "node_number",
     "on_deepcopy",
@@ -128,6 +129,12 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
     """The modules that are attributes of `module`, by name; changing the dict changes the module."""
     return module._modules
+
+
+def is_view(operator: Any) -> bool:
+    """Whether an operator, as a dispatch mode is given it, returns a tensor that shares the memory of an operand."""
+    returned = [value.alias_info for value in operator._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in returned)
 
 
 def argument_names(operator: Any) -> set[str]:

@@ -1,8 +1,8 @@
-"""The outermost call of a wrapped model: the self-check, one order of backward, recomputed activations.
+"""The outermost call of a wrapped model: rows followed, one order of backward, recomputed activations.
 
 Both frontends use it. It knows modules and ranks; what stands for a graph is the frontend's.
 """
 
-from shardpass.core.wrapping.outermost import OutermostCall, Unchecked
+from shardpass.core.wrapping.outermost import FollowedCalls, OutermostCall
 
-__all__ = ["OutermostCall", "Unchecked"]
+__all__ = ["FollowedCalls", "OutermostCall"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -13,7 +12,7 @@ from dgl import DGLError
 from torch import Tensor
 
 from shardpass.core.graphs import ShardedGraph
-from shardpass.core.ranks import Ranks
+from shardpass.core.ranks import Ranks, unfollowed
 from shardpass.frontends.dgl.blocks import parts_of_blocks
 from shardpass.frontends.dgl.closed import refused
 from shardpass.frontends.dgl.frames import Frame, Frames, FramesByType, LazyFields
@@ -208,21 +207,8 @@ class ShardedDGLGraph(TypedGraph):
     # ---- message passing
 
     def _passing(self, kind: CanonicalType) -> MessagePassing:
-        self._warn_if_hidden()
         frames = self._src_frames[kind[0]], self._dst_frames[kind[2]], self._edge_frames[kind]
         return MessagePassing(self._edges[kind], *frames, self._checked)
-
-    def _warn_if_hidden(self) -> None:
-        forward = self.comm.forward
-        if forward is None or not forward.graph_is_hidden:
-            return
-        forward.graph_is_hidden = False
-        if self.comm.rank == 0:
-            warnings.warn(
-                "the model runs without the self-check: the graph is not among the arguments of the wrapped model (it "
-                "is kept on the model, or inside an object). Pass it as an argument of its own, once",
-                stacklevel=5,
-            )
 
     def _reduced(
         self, kind: CanonicalType, message: Any, reducer: Any, empty: float | None = None
@@ -233,6 +219,7 @@ class ShardedDGLGraph(TypedGraph):
         warn_once(passing, self._warned)
         return reduced_by_user(passing, message, reducer)
 
+    @unfollowed(0)
     def update_all(self, message_func: Any, reduce_func: Any, apply_node_func: Any = None, etype: Any = None) -> None:
         """Send messages along all edges of a type, and set what the destinations compute of them. Collective.
 
@@ -253,6 +240,7 @@ class ShardedDGLGraph(TypedGraph):
         found = self._reduced(kind, message_func, reduce_func)
         self._set(kind[2], self._applied(kind[2], apply_node_func, found))
 
+    @unfollowed(0)
     def multi_update_all(self, etype_dict: dict[Any, Any], cross_reducer: Any, apply_node_func: Any = None) -> None:
         """`update_all` for several edge types, whose results are merged by `cross_reducer`. Collective.
 
@@ -273,13 +261,14 @@ class ShardedDGLGraph(TypedGraph):
             results.setdefault(kind[2], []).append((self.get_etype_id(kind), found))
             clip = extremum  # DGL looks at the last reduce function
         for ntype, parts in results.items():
-            merged = _merged(parts, cross_reducer)
+            merged = _merged(parts, cross_reducer, self.comm)
             if clip:
                 merged = {name: without_infinity(value) for name, value in merged.items()}
             self._set(ntype, merged)
             if apply_node_func is not None:
                 self.apply_nodes(apply_node_func, ntype=ntype)
 
+    @unfollowed(0)
     def apply_edges(self, func: Any, edges: Any = ALL, etype: Any = None) -> None:
         """Set the fields that `func` computes on edges. Collective.
 
@@ -321,7 +310,9 @@ class ShardedDGLGraph(TypedGraph):
         if not is_all(v):
             rows = torch.as_tensor(v, device=self.device)
         batch = ShardedNodeBatch(self, rows, kind, LazyFields(frame, lambda t: t if is_all(v) else t[rows]))
-        for name, value in func(batch).items():
+        with self.comm.followed():
+            found = func(batch)
+        for name, value in found.items():
             if not is_all(v):
                 whole = frame[name] if name in frame else value.new_zeros((frame.num_rows, *value.shape[1:]))
                 value = whole.index_copy(0, rows, value)
@@ -333,7 +324,8 @@ class ShardedDGLGraph(TypedGraph):
         frame = self._dst_frames[ntype].clone()
         frame.update(found)
         rows = torch.arange(frame.num_rows, device=self.device)
-        return {**found, **func(ShardedNodeBatch(self, rows, ntype, LazyFields(frame, lambda t: t)))}
+        with self.comm.followed():
+            return {**found, **func(ShardedNodeBatch(self, rows, ntype, LazyFields(frame, lambda t: t)))}
 
     def _set(self, ntype: NodeType, fields: dict[str, Tensor]) -> None:
         self._dst_frames[ntype].update(fields)
@@ -357,7 +349,7 @@ _MERGERS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _merged(parts: list[tuple[int, dict[str, Tensor]]], cross_reducer: Any) -> dict[str, Tensor]:
+def _merged(parts: list[tuple[int, dict[str, Tensor]]], cross_reducer: Any, comm: Ranks) -> dict[str, Tensor]:
     """The results of several edge types for one node type, merged as DGL's ``multi_update_all`` does."""
     if len(parts) == 1 and cross_reducer != "stack":
         return parts[0][1]
@@ -371,7 +363,8 @@ def _merged(parts: list[tuple[int, dict[str, Tensor]]], cross_reducer: Any) -> d
     for name in dict.fromkeys(name for _, fields in parts for name in fields):
         found = [fields[name] for _, fields in parts if name in fields]
         if callable(cross_reducer):
-            merged[name] = cross_reducer(found)
+            with comm.followed():
+                merged[name] = cross_reducer(found)
         elif cross_reducer == "stack":
             merged[name] = torch.stack(found, 1)
         else:

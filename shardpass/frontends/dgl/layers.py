@@ -253,14 +253,3 @@ def adapt(model: nn.Module) -> None:
         kind = ADAPTED.get(type(module))
         if kind is not None:
             module.__class__ = kind
-
-
-def adapt_for_check(model: nn.Module) -> None:
-    """Adapt, in place, the modules that the self-check cannot run on a whole graph as they are.
-
-    Its graph is not sorted by type, whatever `presorted` says of the user's; and it looks at inputs and outputs that
-    GroupRevRes frees.
-    """
-    for module in model.modules():
-        if type(module) in (dnn.TypedLinear, dnn.GroupRevRes):
-            module.__class__ = ADAPTED[type(module)]

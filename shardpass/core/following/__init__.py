@@ -1,0 +1,11 @@
+"""Follows the rows of nodes and edges through what a model computes, and refuses what mixes them, by name and line.
+
+It knows tensors and operations. Which tensors hold rows of what, it is told.
+"""
+
+from shardpass.core.following.follow import FollowRows
+from shardpass.core.following.functions import FollowFunctions
+from shardpass.core.following.known import known_modules
+from shardpass.core.following.rows import Rows
+
+__all__ = ["FollowFunctions", "FollowRows", "Rows", "known_modules"]

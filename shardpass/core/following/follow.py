@@ -1,0 +1,185 @@
+"""Follows rows of nodes and edges through the operations of a model, and refuses an operation that mixes them.
+
+[Note: what is followed]
+A rank holds some rows of every node tensor. What a model does row by row is exact; what puts rows together is exact
+only if the engine does it, which knows the rows of other ranks. So while a model runs, each primitive operation on a
+tensor with rows must give a row of its result from that row of its operands. No table says which operations do:
+`try_rows` runs the operation on made-up rows, on all and on some of them. So nothing depends on the values of the
+model, on how many rows there are, or on what a threshold hides. Gathers and scatters by the numbers of destinations
+are exact too, because a rank has all in-edges of its nodes. A model is refused at its first other operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardpass.core.following.operation import Operation, check_plain, needs_values
+from shardpass.core.following.origin import Origin
+from shardpass.core.following.rows import Rows
+from shardpass.core.following.user_line import user_line
+from shardpass.core.ranks import RowSet, torch_private
+from shardpass.errors import RefusedError
+
+_EMPTY = frozenset([torch.ops.aten.empty, torch.ops.aten.empty_strided])
+
+
+class FollowRows(torch_private.TorchDispatchMode):
+    """While it is on, operations on tensors with rows must treat rows one by one.
+
+    Args:
+        model: its parameters and buffers have no rows of nodes or edges.
+        beside: follows what runs around this one; they know the same of tensors.
+
+    Attributes:
+        known: the sets of rows that tensors from outside are recognised by, by their number of rows.
+    """
+
+    def __init__(self, model: nn.Module | None = None, beside: FollowRows | None = None) -> None:
+        super().__init__()
+        self.known: list[RowSet] = []
+        self.rows: Any = beside.rows if beside else torch_private.WeakTensorKeyDictionary()
+        self.origins: Any = beside.origins if beside else torch_private.WeakTensorKeyDictionary()
+        self.mixtures: Any = beside.mixtures if beside else torch_private.WeakTensorKeyDictionary()
+        self.verdicts: dict[Any, Any] = beside.verdicts if beside else {}
+        self._selections: list[tuple[Tensor, int, RowSet]] = []
+        self._pauses = 0
+        for tensor in () if model is None else (*model.parameters(), *model.buffers()):
+            self.origins[tensor] = Origin.STATE
+
+    def mark(self, tensor: Tensor, of: RowSet, dim: int = 0, points_to: RowSet | None = None) -> None:
+        """Say that dimension `dim` of `tensor` holds the rows `of`."""
+        self.rows[tensor] = Rows(dim % max(1, tensor.dim()), of, points_to=points_to)
+
+    def adopt(self, value: Any) -> None:
+        """Recognise the tensors in `value` by their sizes, where nothing is known of them."""
+        for leaf in torch_private.tree_leaves(value):
+            if isinstance(leaf, Tensor) and not any(
+                leaf in known for known in (self.rows, self.origins, self.mixtures)
+            ):
+                self._recognise(leaf)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether what runs now is not the model's own."""
+        return self._pauses > 0
+
+    @contextmanager
+    def paused(self, is_paused: bool = True) -> Iterator[None]:
+        """A block whose operations are not the model's own; with ``False``, a block within it whose operations are."""
+        pauses, self._pauses = self._pauses, int(is_paused)
+        try:
+            yield
+        finally:
+            self._pauses = pauses
+
+    def selection(self, mask: Tensor, of: RowSet, count: int) -> RowSet:
+        """The rows of a set that `mask` picks; the same set for the same mask."""
+        if of.is_of_edges:
+            return RowSet(of.name, count, of.root)
+        for known, version, found in self._selections:
+            same = known is mask or (known.shape == mask.shape and torch.equal(known, mask))
+            if same and torch_private.version_of(known) == version:
+                return found
+        found = RowSet(f"some {of.name.removeprefix('some ')}", count, ("picked", object()))
+        self._selections.append((mask, torch_private.version_of(mask), found))
+        return found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._pauses:
+            return func(*args, **kwargs)
+        leaves, structure = torch_private.tree_flatten((args, kwargs))
+        rows = self._operands(leaves)
+        mixture = next((self.mixtures[t] for t in leaves if isinstance(t, Tensor) and t in self.mixtures), None)
+        if mixture is not None and (rows or needs_values(func)):
+            raise mixture.refusal()
+        before = self._copies(leaves, rows) if rows and func._schema.is_mutable else {}
+        out = func(*args, **kwargs)
+        outs = [leaf for leaf in torch_private.tree_leaves(out) if isinstance(leaf, Tensor)]
+        if rows:
+            Operation(self, func, leaves, structure, rows, outs, before).follow()
+        else:
+            self._note_origin(func, leaves, outs)
+            for tensor in () if mixture is None else outs:
+                self.mixtures[tensor] = mixture
+        return out
+
+    def check_result(self, result: Any) -> None:
+        """Refuse a result of the model that was made of several rows."""
+        for leaf in torch_private.tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf in self.mixtures:
+                raise self.mixtures[leaf].refusal()
+
+    def check_arguments(self, given: Any) -> None:
+        """Refuse tensors among the arguments of a known module that have rows which are not those of the graph."""
+        self.check_result(given)
+        self.adopt(given)
+        for leaf in torch_private.tree_leaves(given):
+            if isinstance(leaf, Tensor) and leaf in self.origins and leaf.dim():
+                of = next((rows for rows in self.known if rows.count == leaf.size(0)), None)
+                if of is not None:
+                    check_plain(self.origins[leaf], leaf, 0, of)
+
+    def require(self, tensor: Tensor, of: RowSet) -> None:
+        """Refuse a tensor that is to have a row for each of `of` along dimension 0, if its rows are made of several."""
+        self.check_result(tensor)
+        rows, origin = self.rows.get(tensor), self.origins.get(tensor)
+        if self.is_paused:
+            return  # a known module made it
+        if rows is not None and rows.fit(tensor) and not (rows.dim == 0 and rows.of.goes_with(of)):
+            raise RefusedError(f"{user_line()}: expected a row for each of the {of.name}, found {rows.of.name}")
+        if origin is not None and rows is None and tensor.dim() and tensor.size(0) == of.count:
+            check_plain(origin, tensor, 0, of)
+
+    def __enter__(self) -> Any:
+        self._selections = []
+        return super().__enter__()
+
+    def _operands(self, leaves: list[Any]) -> dict[int, Rows]:
+        found = {}
+        self.adopt(leaves)
+        for i, leaf in enumerate(leaves):
+            rows = self.rows.get(leaf) if isinstance(leaf, Tensor) else None
+            if rows is not None and rows.fit(leaf):
+                found[i] = rows
+        return found
+
+    @staticmethod
+    def _copies(leaves: list[Any], rows: dict[int, Rows]) -> dict[int, Tensor]:
+        """Copies of the operands without rows that an operation may write into, by id."""
+        plain = [leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in rows]
+        return {id(leaf): leaf.clone() for leaf in plain}
+
+    def _recognise(self, leaf: Tensor) -> None:
+        """Take a tensor that the model did not make for rows of a known set if it has as many."""
+        for dim in (0, -2, 1):
+            if -leaf.dim() <= dim < leaf.dim():
+                fits = [known for known in self.known if known.count == leaf.size(dim)]
+                if fits:
+                    of = fits[0] if len(fits) == 1 else RowSet("nodes or edges", fits[0].count, None)
+                    return self.mark(leaf, of, dim)
+        self.origins[leaf] = Origin.CONSTANT
+
+    def _origin_of(self, operand: Tensor) -> Origin:
+        found: Origin = self.origins.get(operand, Origin.CONSTANT)
+        if found == Origin.STATE and not {known.count for known in self.known}.intersection(operand.shape):
+            return Origin.CONSTANT  # it has no entry per row, and nor has what is made of it
+        return found
+
+    def _note_origin(self, func: Any, leaves: list[Any], outs: list[Tensor]) -> None:
+        if func.overloadpacket in _EMPTY:
+            return  # what is put into it tells, as kernels of other libraries do without torch
+        given = [self._origin_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        if draws and max(given, default=Origin.CONSTANT) <= Origin.CONSTANT:
+            given = [Origin.FREE]
+        elif not given:
+            given = [Origin.NUMBERS if func.overloadpacket is torch.ops.aten.arange else Origin.CONSTANT]
+        for out in outs:
+            if out not in self.rows:
+                self.origins[out] = max(given)

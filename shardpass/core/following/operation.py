@@ -1,0 +1,370 @@
+"""What one primitive operation makes of rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from shardpass.core.following.origin import Origin, repeats_one_row
+from shardpass.core.following.rows import Rows, reshaped, viewed
+from shardpass.core.following.trial import try_rows
+from shardpass.core.following.user_line import user_line
+from shardpass.core.ranks import RowSet, torch_private
+from shardpass.errors import RefusedError
+
+aten = torch.ops.aten
+_PICKS = frozenset([aten.index, aten.nonzero, aten.masked_select])
+_RESHAPES = frozenset([aten.view, aten._unsafe_view, aten._reshape_alias])
+_FACTORIES = frozenset([aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty, aten.new_empty_strided])
+_SCATTERS = frozenset(
+    [
+        aten.scatter_add, aten.scatter_add_, aten.index_add, aten.index_add_, aten.scatter_reduce, aten.scatter_reduce_,
+        aten.scatter, aten.scatter_, aten.index_reduce, aten.index_reduce_,
+    ]
+)  # fmt: skip
+_KEEP_VALUES = frozenset(
+    [aten.clone, aten._to_copy, aten.cat, aten.stack, aten.copy_, aten.repeat, aten.masked_select, aten.view]
+)
+"""Operations whose results are numbers of rows if their operands are."""
+
+
+def needs_values(func: Any) -> bool:
+    """Whether an operation returns a number, or a tensor of a size, that depends on values."""
+    tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+    return func.overloadpacket is aten.is_nonzero or (
+        not tags.isdisjoint(func.tags) and func.overloadpacket not in _PICKS
+    )
+
+
+def check_plain(origin: Origin | None, tensor: Tensor, dim: int, of: RowSet) -> None:
+    """Refuse a tensor without rows that has an entry for each of `of` nevertheless, unless all entries are the same."""
+    if origin == Origin.STATE:
+        raise refusal(f"a parameter or buffer of shape {[*tensor.shape]} has an entry for each row", of, _STATE)
+    if origin != Origin.FREE and not repeats_one_row(tensor, dim):
+        raise refusal(f"a tensor of shape {[*tensor.shape]} has rows that the model made by their numbers", of, _FIELD)
+
+
+def refusal(what: str, of: RowSet, remedy: str = "") -> RefusedError:
+    """An error that says what the user's line does."""
+    return RefusedError(
+        f"{user_line()}: {what}, over the {of.name}. This rank holds a part of them, so the result would differ from "
+        f"that of the whole graph. {remedy or _REMEDY}"
+    )
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """What was made of several rows of this rank. It may go to the other ranks, but not back into the model.
+
+    Args:
+        name: the operation.
+        line: of the user's code.
+        of: the rows.
+    """
+
+    name: str
+    line: str
+    of: RowSet
+
+    def refusal(self) -> RefusedError:
+        """Why it cannot be used here."""
+        return RefusedError(
+            f"{self.line}: `{self.name}` puts rows together, over the {self.of.name}. This rank holds a part of them, so "
+            f"the result would differ from that of the whole graph. {_REMEDY}"
+        )
+
+
+class Operation:
+    """One primitive operation that has rows among its operands, after it ran.
+
+    Args:
+        follower: knows where tensors hold rows, and is told of the results.
+        func: the operation.
+        leaves, structure: its arguments, as `tree_flatten` gives them for ``(args, kwargs)``.
+        rows: where the leaves hold rows, by position.
+        outs: the tensors that it returned.
+        before: copies of operands without rows, from before it wrote into them, by id.
+    """
+
+    def __init__(
+        self, follower: Any, func: Any, leaves: list[Any], structure: Any, rows: dict[int, Rows], outs: list[Tensor],
+        before: dict[int, Tensor],
+    ) -> None:  # fmt: skip
+        self.follower, self.func, self.leaves, self.structure = follower, func, leaves, structure
+        self.rows, self.outs, self.before = rows, outs, before
+        self.packet = func.overloadpacket
+        self.name = self.packet.__name__.strip("_")
+        self.args: tuple[Any, ...] = torch_private.tree_unflatten(leaves, structure)[0]
+        self.first = next(iter(rows.values()))
+
+    def follow(self) -> None:
+        """Note where the results hold rows.
+
+        Raises:
+            RefusedError: a result has no rows, or rows that are made of several.
+        """
+        packet = self.packet
+        if needs_values(self.func):
+            self._refuse("needs the values of rows, as a branch on a tensor does")
+        if packet in _FACTORIES:
+            return self._note_plain()
+        if packet is aten.empty_like:
+            return self._mark([replace(self.first, points_to=None)])
+        if packet is aten.index and self._index():
+            return None
+        if packet in (aten.index_put, aten.index_put_) and self._put():
+            return None
+        if packet in (aten.nonzero, aten.masked_select):
+            return self._select()
+        if packet in (aten.index_select, aten.gather) and self._gather(self.args[1], self.args[2]):
+            return None
+        if packet in _SCATTERS and self._scatter(*self.args[:4]):
+            return None
+        if packet is aten.cat and self._join():
+            return None
+        self._check_sets()
+        if packet in _RESHAPES and isinstance(self.args[1], (list, tuple)):
+            return self._mark([reshaped(self.first, self.leaves[0].shape, self.outs[0].shape)])
+        if torch_private.is_view(self.func):
+            return self._view()
+        return self._try()
+
+    def _of(self, value: Any) -> Rows | None:
+        """Where an operand holds rows."""
+        return next((self.rows[i] for i, leaf in enumerate(self.leaves) if leaf is value and i in self.rows), None)
+
+    def _note_plain(self) -> None:
+        for out in self.outs:
+            self.follower.origins[out] = Origin.CONSTANT
+
+    def _mark(self, found: list[Rows | None]) -> None:
+        for out, rows in zip(self.outs, found):
+            if rows is None or not rows.fit(out):
+                self.follower.rows.pop(out, None)
+                self.follower.mixtures[out] = Mixture(self.name, user_line(), self.first.of)
+                continue
+            self.follower.rows[out] = rows
+            base = torch_private.base_of(out)
+            if base is not out and base not in self.follower.rows:  # made without rows, and a view was written into
+                alike = [d for d in range(base.dim()) if base.stride(d) == out.stride(rows.dim)]
+                if alike and base.size(alike[0]) == rows.size:
+                    self.follower.rows[base] = replace(rows, dim=alike[0])
+
+    def _check_sets(self) -> None:
+        sets = [rows.of for rows in self.rows.values()]
+        known = next((one for one in sets if one.root is not None), sets[0])
+        for one in sets:
+            if not one.goes_with(known):
+                self._refuse(f"puts rows of {known.name} beside rows of {one.name}")
+        self.first = replace(self.first, of=known)
+
+    def _view(self) -> None:
+        position = next(iter(self.rows))
+
+        def view(numbers: Tensor) -> Any:
+            leaves = [*self.leaves]
+            leaves[position] = numbers
+            args, kwargs = torch_private.tree_unflatten(leaves, self.structure)
+            return self.func(*args, **kwargs)
+
+        try:
+            found = viewed(self.first, self.leaves[position], view)
+        except RuntimeError:  # a size among the arguments that one made-up row more does not fit
+            found = [None for _ in self.outs]
+        if all(found):
+            self._mark(found)
+        elif self.first.of.count > 1:
+            self._refuse("takes some rows by their position")
+        else:
+            self._note_plain()
+
+    def _try(self) -> None:
+        is_pointer = any(rows.points_to for rows in self.rows.values())
+        if is_pointer and self.packet not in _KEEP_VALUES:
+            if self.packet not in (aten.eq, aten.ne) or len({rows.points_to for rows in self.rows.values()}) > 1:
+                self._refuse("computes with the numbers of rows, which are other numbers on every rank,")
+        found = self._verdict()
+        if isinstance(found, Exception):
+            self._refuse(f"cannot be followed ({type(found).__name__}: {str(found).splitlines()[0][:100]})")
+        points_to = self.first.points_to if self.packet in _KEEP_VALUES else None
+        self._mark([one and Rows(one.dim, self.first.of, one.outer, one.inner, points_to) for one in found])
+
+    def _verdict(self) -> Any:
+        """Where the results hold rows. It is known for operands of these shapes, or the operation is tried."""
+        key = (self.func, *(self._described(i, leaf) for i, leaf in enumerate(self.leaves)))
+        if key in self.follower.verdicts:
+            return self.follower.verdicts[key]
+        with torch.random.fork_rng(devices=[]):
+            found = try_rows(self.func, self.leaves, self.structure, self.rows)
+            if isinstance(found, Exception) or not all(found):
+                plain = self._plain_operands()
+                if plain:  # depends on their values: not to be remembered
+                    again = try_rows(self.func, self.leaves, self.structure, self.rows | plain)
+                    return found if isinstance(again, Exception) else again
+        self.follower.verdicts[key] = found
+        return found
+
+    def _described(self, position: int, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return repr(leaf)
+        rows = self.rows.get(position)
+        return tuple(leaf.shape), leaf.dtype, rows and (rows.dim, rows.outer, rows.inner)
+
+    def _plain_operands(self) -> dict[int, Rows]:
+        """Operands that the model made without rows but with a row each, such as ``torch.zeros(num_nodes, 8)``."""
+        found = {}
+        for i, leaf in enumerate(self.leaves):
+            if isinstance(leaf, Tensor) and i not in self.rows and self.first.size in leaf.shape:
+                dim = [*leaf.shape].index(self.first.size)
+                if not (self.packet is aten.copy_ and i == 0):  # whose values do not matter
+                    self._check_plain(leaf, dim, self.first.of)
+                found[i] = replace(self.first, dim=dim, points_to=None)
+        return found
+
+    def _check_plain(self, tensor: Tensor, dim: int, of: RowSet) -> None:
+        check_plain(self.follower.origins.get(tensor), self.before.get(id(tensor), tensor), dim, of)
+
+    def _index(self) -> bool:
+        """``table[index]`` along rows: by a mask, or by numbers that point to rows. Whether it was that."""
+        table, indices = self.args
+        given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+        (first, one), rows = given[0], self._of(table)
+        if one.dtype in (torch.bool, torch.uint8):
+            mask = self._of(one)
+            if len(given) > 1 or (mask is None and (rows is None or not first <= rows.dim < first + one.dim())):
+                return False
+            mask = mask or self._plain(one, replace(rows, dim=rows.dim - first))
+            rows = rows or self._plain(table, replace(mask, dim=first + mask.dim))
+            self._check_sets()
+            picked = self.follower.selection(one, mask.of, self.outs[0].size(first))
+            self._mark([Rows(first, picked, points_to=rows.points_to)])
+            return True
+        adjacent = all(b == a + 1 for (a, _), (b, _) in zip(given, given[1:]))
+        start, width = first if adjacent else 0, max(index.dim() for _, index in given)
+        for dim, index in given:
+            if rows is not None and rows.dim == dim:
+                pointer = self._pointer(index, rows)
+                out = start + width - index.dim() + pointer.dim
+                self._mark([Rows(out, pointer.of, points_to=rows.points_to)])
+                return True
+            self._check_table(table, dim, self._of(index))
+        return False
+
+    def _gather(self, dim: int, index: Tensor) -> bool:
+        """``index_select`` or ``gather`` along rows. Whether it was that."""
+        table = self.args[0]
+        dim, rows = dim % max(1, table.dim()), self._of(table)
+        if rows is None or rows.dim != dim:
+            self._check_table(table, dim, self._of(index))
+            return False
+        pointer = self._pointer(index, rows)
+        out = dim if self.packet is aten.index_select else pointer.dim
+        if out != dim:
+            self._refuse("takes rows by numbers that differ from row to row")
+        self._mark([Rows(dim, pointer.of, points_to=rows.points_to)])
+        return True
+
+    def _pointer(self, index: Tensor, table: Rows) -> Rows:
+        """Where the rows stand in an index, whose values are numbers of rows of a table."""
+        found = self._of(index)
+        if found is not None and found.points_to is not None and found.points_to.goes_with(table.of):
+            return found
+        if found is None and self.follower.origins.get(index) == Origin.NUMBERS and table.of.count in index.shape:
+            return Rows([*index.shape].index(table.of.count), table.of)  # torch.arange: every row, in order
+        self._refuse("takes rows by numbers that do not come from the graph", table.of, _NUMBERS)
+
+    def _check_table(self, table: Tensor, dim: int, index: Rows | None) -> None:
+        """Refuse to take entries of a table by numbers of rows, unless all its entries are the same."""
+        if index is not None and index.points_to is not None:
+            if table.size(dim) == index.points_to.count:
+                self._check_plain(table, dim, index.points_to)
+            else:
+                self._refuse("takes entries of another tensor by the numbers of rows", index.points_to, _NUMBERS)
+
+    def _scatter(self, base: Tensor, dim: int, index: Tensor, source: Any) -> bool:
+        """A scatter onto rows, by numbers that point to them. Whether it was that."""
+        pointer, rows = self._of(index), self._of(base)
+        dim = dim % max(1, base.dim())
+        if pointer is None or pointer.points_to is None:
+            return False
+        target = pointer.points_to
+        if base.size(dim) != target.count or (rows is not None and not (rows.dim == dim and rows.of.goes_with(target))):
+            self._refuse(f"scatters by the numbers of rows onto a tensor of shape {[*base.shape]}", target, _NUMBERS)
+        if rows is None:
+            self._check_plain(base, dim, target)
+        given = self._of(source) if isinstance(source, Tensor) else None
+        if given is not None and not given.of.goes_with(pointer.of):
+            self._refuse(f"puts rows of {pointer.of.name} beside rows of {given.of.name}")
+        if isinstance(source, Tensor) and given is None and source.dim() > pointer.dim and source.size(pointer.dim) > 1:
+            self._check_plain(source, pointer.dim, pointer.of)
+        self._mark([Rows(dim, target)])
+        return True
+
+    def _put(self) -> bool:
+        """``base[index] = values`` along rows, by a mask or by numbers that point to them. Whether it was that."""
+        base, indices, values = self.args[:3]
+        given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+        (dim, index), rows, where = given[0], self._of(base), self._of(given[0][1])
+        if len(given) > 1 or where is None:
+            return False
+        is_mask = index.dtype in (torch.bool, torch.uint8)
+        if not is_mask:
+            return self._scatter(base, dim, index, values)
+        rows = rows or self._plain(base, replace(where, dim=dim + where.dim))
+        if not rows.of.goes_with(where.of) or rows.dim != dim + where.dim:
+            self._refuse(f"puts rows of {rows.of.name} beside rows of {where.of.name}")
+        put = self._of(values)
+        if put is not None and put.of != self.follower.selection(index, where.of, put.of.count):
+            self._refuse(f"puts rows of {put.of.name} where another mask picks rows")
+        self._mark([rows])
+        return True
+
+    def _plain(self, tensor: Tensor, rows: Rows) -> Rows:
+        self._check_plain(tensor, rows.dim, rows.of)
+        return replace(rows, points_to=None)
+
+    def _select(self) -> None:
+        """The places or values that a mask picks."""
+        self._check_sets()
+        mask = self.args[-1]
+        rows = self._of(mask)
+        if rows is None:
+            self._refuse("picks entries of single rows")
+        picked = self.follower.selection(mask, rows.of, self.outs[0].size(0))
+        is_pointer = self.packet is aten.nonzero and mask.dim() == 1
+        self._mark([Rows(0, picked, points_to=rows.of if is_pointer else None)])
+
+    def _join(self) -> bool:
+        """``torch.cat`` along rows of different sets, as of edges and the self-loops of nodes. Whether it was that."""
+        pieces, dim = self.args[0], (self.args[1] if len(self.args) > 1 else 0)
+        found = [(self._of(piece), piece) for piece in pieces if piece.numel() or piece.dim() > 1]
+        along = [rows for rows, piece in found if rows is not None and rows.dim == dim % piece.dim()]
+        if not along or (len({rows.of for rows in along}) == 1 and len(along) == len(found) and len(found) > 1):
+            return False
+        roots = tuple(rows.of.root if rows is not None else piece.size(dim) for rows, piece in found)
+        edges = next((rows.of for rows in along if rows.of.is_of_edges), None)
+        count = self.outs[0].size(dim)
+        joined = along[0].of if len(found) == 1 else RowSet("joined rows", count, ("joined", roots))
+        if edges is not None:
+            joined = RowSet(edges.name, count, edges.root)
+        targets = {rows.points_to for rows in along}
+        points_to = targets.pop() if len(targets) == 1 else None
+        self._mark([Rows(dim % self.outs[0].dim(), joined, points_to=points_to)])
+        return True
+
+    def _refuse(self, what: str, of: RowSet | None = None, remedy: str = "") -> NoReturn:
+        raise refusal(f"`{self.name}` {what}", of or self.first.of, remedy)
+
+
+_REMEDY = (
+    "Use a readout of the graph, a norm or shardpass.all_reduce_sum, which take in the rows of all ranks, or compute it "
+    "before you partition and store it as a field"
+)
+_STATE = "Use shardpass.NodeEmbedding for parameters of nodes, and a field of the graph for values"
+_FIELD = "Store what differs from row to row as a node or edge field of the graph"
+_NUMBERS = (
+    "Rows are numbered anew on every rank: use a mask, or compute it before you partition and store it as a field"
+)
