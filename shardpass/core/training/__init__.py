@@ -5,7 +5,6 @@ This room knows rows, parameters and ranks. It knows neither edges nor message f
 
 from shardpass.core.training.checkpoint import load_checkpoint, save_checkpoint
 from shardpass.core.training.checkpoint_file import digest
-from shardpass.core.training.gradient_overlap import sync_during_backward
 from shardpass.core.training.gradients import (
     alike,
     clip_grad_norm,
@@ -41,7 +40,6 @@ __all__ = [
     "shared_copy",
     "shifted",
     "sum",
-    "sync_during_backward",
     "sync_gradients",
     "sync_parameters",
     "total",
