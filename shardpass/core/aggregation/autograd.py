@@ -24,12 +24,11 @@ def run_call(call: Call, program: Program, token: Tensor) -> list[Tensor]:
         program: with its tensors.
         token: that `begin_call` gave.
     """
+    inputs = program.inputs
     *outputs, last = _ShardedCall.apply(
         call,
         token,
-        *(program.src[name] for name in call.src_names),
-        *(program.dst[name] for name in call.dst_names),
-        *(program.edge[name] for name in call.edge_names),
+        *(inputs[key] for key in call.keys),
         *call.captured,
     )
     end_call(call.plan.comm, last)
@@ -89,12 +88,7 @@ class _ShardedCall(torch.autograd.Function):
             by_reduction = {k: g for k, g in enumerate(grads[:-1]) if g is not None}
         found = zero_gradients(call, operands, by_reduction, grad_edges)
         _add_gradients(call, operands, results, found)
-        of_inputs: list[Tensor | None] = [
-            *(found.found(f"s:{name}") for name in call.src_names),
-            *(found.found(f"d:{name}") for name in call.dst_names),
-            *(found.found(f"e:{name}") for name in call.edge_names),
-            *found.captures,
-        ]
+        of_inputs = [*(found.found(key) for key in call.keys), *found.captures]
         needed = ctx.needs_input_grad[2:]
         return (None, torch.zeros_like(token), *(g if need else None for g, need in zip(of_inputs, needed)))
 
@@ -121,7 +115,7 @@ def _save(
     kept = sorted(operands.kept)
     inputs = tensors
     if not call.reads_sources_again:  # then their shapes will do
-        count = len(call.src_names)
+        count = sum(key.side == "src" for key in call.keys)
         inputs = (*(t.new_empty(()).expand(t.shape) for t in tensors[:count]), *tensors[count:])
     ctx.layout = _Layout(len(inputs), values, [(k, len(result.states[k])) for k in states], kept)
     ctx.save_for_backward(

@@ -14,7 +14,7 @@ from shardpass.core.aggregation.pull import choose_pull, known_out_edges, mix_of
 from shardpass.core.exchange import HaloPlan
 from shardpass.core.ranks import digest, draw_seed
 from shardpass.core.sharding import EdgeShards
-from shardpass.core.tracing import Program, Structure
+from shardpass.core.tracing import Key, Program, Structure
 
 
 class OwnOffer:
@@ -98,12 +98,12 @@ def constant_sums(plan: HaloPlan) -> ConstantSums:
 
 
 def _call_of(
-    program: Program, plan: HaloPlan, edges: EdgeShards, structure: Structure, number: int, gradients: frozenset[str]
+    program: Program, plan: HaloPlan, edges: EdgeShards, structure: Structure, number: int, gradients: frozenset[Key]
 ) -> Call:
     first: dict[int, str] = {}
     canonical = {name: first.setdefault(id(program.src[name]), name) for name in sorted(program.src)}
     used = structure.sources_of(list(range(len(structure.reductions))), with_edges=True)
-    unused = set(canonical.values()) - {canonical[name] for name in used}
+    unused = {Key("src", name) for name in canonical.values()} - {Key("src", canonical[name]) for name in used}
     seed = program.seed
     if seed is None:
         seed = draw_seed(plan.comm) if structure.random or structure.drops else number
@@ -114,9 +114,8 @@ def _call_of(
         structure=structure,
         number=number,
         canonical=canonical,
-        dst_names=sorted(program.dst),
-        edge_names=sorted(program.edge),
-        gradients=gradients - {f"s:{name}" for name in unused},  # they get none, as in plain autograd: not zeros
+        keys=[key for key, _ in program.inputs.items() if key.side != "src" or canonical[key.name] == key.name],
+        gradients=gradients - unused,  # they get none, as in plain autograd: not zeros
         captured=list(structure.captures),
         seed=seed,
     )

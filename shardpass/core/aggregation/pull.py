@@ -36,7 +36,7 @@ from shardpass.core.kernels import (
 )
 from shardpass.core.ranks import digest
 from shardpass.core.sharding import EdgeShards, Shard
-from shardpass.core.tracing import Attention, MixedScore, Program, Structure
+from shardpass.core.tracing import Attention, Key, MixedScore, Program, Structure
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def _widths(call: Call, program: Program) -> Widths | None:
     def width(tensor: Tensor) -> int:
         return Packing([tensor], plan.options.wire_dtype).row_bytes[0]
 
-    wanted = {key[2:] for key in call.gradients if key.startswith("s:")}
+    wanted = {key.name for key in call.gradients if key.side == "src"}
     attention = structure.attention
     if attention is None:
         names = _copied(call)
@@ -116,7 +116,7 @@ def _widths(call: Call, program: Program) -> Widths | None:
     pushed = sum(width(program.src[name]) * ((not keeps) + (name in wanted)) for name in fetched)
     score = program.dst[attention.score.destination]
     per_head = attention.heads * output.dtype.itemsize
-    returned = width(score) if f"d:{attention.score.destination}" in call.gradients else 0
+    returned = width(score) if Key("dst", attention.score.destination) in call.gradients else 0
     value = width(program.src[attention.value])
     return Widths(pushed, value + 2 * per_head + width(score) + returned)
 
@@ -124,7 +124,7 @@ def _widths(call: Call, program: Program) -> Widths | None:
 def _copied(call: Call) -> list[str]:
     """The sources of copies that need gradients, by the names under which they are fetched, sorted."""
     names = {call.canonical[r.source] for r in call.structure.reductions if r.differentiable and r.form == "copy"}
-    return sorted(name for name in names if f"s:{name}" in call.gradients)
+    return sorted(name for name in names if Key("src", name) in call.gradients)
 
 
 def _out_edges(call: Call) -> tuple[HaloPlan, EdgeShards]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,28 +12,50 @@ from torch import Tensor, nn
 from shardpass.core.ranks import Ranks
 from shardpass.core.tracing.reducers import Base
 
+Side = Literal["src", "dst", "edge"]
+
+
+class Key(NamedTuple):
+    """Which input of a program: one of its sources, of its destinations, or of its edges, by name."""
+
+    side: Side
+    name: str
+
 
 @dataclass
 class Sides:
-    """The inputs of a program by name: tensors of sources, of destinations, of edges.
-
-    The key of an input is ``"s:x"`` for the source tensor ``x``, ``"d:x"`` for a destination and ``"e:x"`` for an edge
-    tensor.
-    """
+    """The inputs of a program by name: tensors of sources, of destinations, of edges."""
 
     src: dict[str, Tensor]
     dst: dict[str, Tensor]
     edge: dict[str, Tensor]
 
-    def items(self) -> Iterator[tuple[str, Tensor]]:
-        """``(key, tensor)`` of each input, by side and then by name: in the same order on every rank."""
-        for kind, side in zip("sde", (self.src, self.dst, self.edge)):
-            yield from ((f"{kind}:{name}", tensor) for name, tensor in sorted(side.items()))
+    @staticmethod
+    def of(items: Iterable[tuple[Key, Tensor]]) -> Sides:
+        """The inputs with these keys."""
+        found = Sides({}, {}, {})
+        for key, tensor in items:
+            found._side(key.side)[key.name] = tensor
+        return found
 
-    def only(self, keys: Collection[str]) -> Sides:
+    def items(self) -> Iterator[tuple[Key, Tensor]]:
+        """``(key, tensor)`` of each input, by side and then by name: in the same order on every rank."""
+        sides: tuple[Side, ...] = ("src", "dst", "edge")
+        for side in sides:
+            yield from ((Key(side, name), tensor) for name, tensor in sorted(self._side(side).items()))
+
+    def __contains__(self, key: Key) -> bool:
+        return key.name in self._side(key.side)
+
+    def __getitem__(self, key: Key) -> Tensor:
+        return self._side(key.side)[key.name]
+
+    def only(self, keys: Collection[Key]) -> Sides:
         """The inputs whose keys are among `keys`."""
-        sides = zip("sde", (self.src, self.dst, self.edge))
-        return Sides(*({name: t for name, t in side.items() if f"{kind}:{name}" in keys} for kind, side in sides))
+        return Sides.of((key, tensor) for key, tensor in self.items() if key in keys)
+
+    def _side(self, side: Side) -> dict[str, Tensor]:
+        return {"src": self.src, "dst": self.dst, "edge": self.edge}[side]
 
 
 @dataclass
@@ -89,7 +111,7 @@ class Program:
     node_dim: int = 0
     checked: set[str] = field(default_factory=set)
     watch: Callable[[Structure], None] | None = None
-    reads: set[str] | None = None
+    reads: set[Key] | None = None
     ranks: Ranks | None = None
     streamed_to: torch.device | None = None
     parts: Callable[[], list[Tensor]] = list
@@ -114,7 +136,8 @@ class Program:
         if self.reads is None:
             return self
         members = list(range(len(structure.reductions)))
-        kept = self.inputs.only(self.reads | {f"s:{name}" for name in structure.sources_of(members, with_edges=True)})
+        fetched = {Key("src", name) for name in structure.sources_of(members, with_edges=True)}
+        kept = self.inputs.only(self.reads | fetched)
         return replace(self, src=kept.src, dst=kept.dst, edge=kept.edge)
 
 
