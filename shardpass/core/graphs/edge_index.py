@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardpass.core.exchange import HaloPlan, halo_fetch, scatter_to_owners
 from shardpass.core.graphs.layer_flow import LayerFlow
-from shardpass.core.graphs.stand_in import PRINTS, describes
+from shardpass.core.graphs.stand_in import PRINTS, StandIn, describes
 from shardpass.core.ranks import torch_private
 from shardpass.core.sharding import Derivation, EdgeShards
 from shardpass.errors import RefusedError
@@ -30,7 +30,7 @@ _COUNTS = frozenset(
 _OF_DATA = frozenset("x y edge_index edge_attr edge_weight edge_type batch x_dict num_nodes".split())
 
 
-class ShardedEdgeIndex(Tensor):
+class ShardedEdgeIndex(StandIn):
     """``edge_index`` of a sharded graph, or one derived from it by adding, removing, reordering or flipping edges.
 
     It stores sources first. After a flip it stores the same numbers, and `is_reversed` is true.
@@ -96,18 +96,8 @@ class ShardedEdgeIndex(Tensor):
         """Other numbers, sources first, in the same direction."""
         return ShardedEdgeIndex.wrap(data, self.plan, None, self.is_reversed, self.flow)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError("the edge_index of a sharded graph belongs to its process; save the store's path instead")
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedEdgeIndex:
-        return self
-
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
+    def answer(cls, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         mine = next(t for t in _flat(args, kwargs) if isinstance(t, ShardedEdgeIndex))
         with torch_private.DisableTorchFunctionSubclass():
             if name in PRINTS:
@@ -133,7 +123,7 @@ class ShardedEdgeIndex(Tensor):
         raise _refused(name, "the edge_index")
 
 
-class SourceRows(Tensor):
+class SourceRows(StandIn):
     """Row 0 of a `ShardedEdgeIndex`: source rows in own-first numbering."""
 
     plan: HaloPlan
@@ -147,11 +137,7 @@ class SourceRows(Tensor):
         return out
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
+    def answer(cls, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         mine = next(t for t in _flat(args, kwargs) if isinstance(t, SourceRows))
         first = args[0] if args else None
         table = first if args else kwargs.get("input")
