@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardpass.core.aggregation.attention import attention_gradients, run_attention
-from shardpass.core.aggregation.backward import Results, run_backward
+from shardpass.core.aggregation.backward import run_backward
 from shardpass.core.aggregation.call import Call, Operands
 from shardpass.core.aggregation.forward import ForwardResult, run_forward
 from shardpass.core.aggregation.gradients import Gradients, needed_values, zero_gradients
@@ -93,7 +93,7 @@ class _ShardedCall(torch.autograd.Function):
         return (None, torch.zeros_like(token), *(g if need else None for g, need in zip(of_inputs, needed)))
 
 
-def _add_gradients(call: Call, operands: Operands, results: Results, into: Gradients) -> None:
+def _add_gradients(call: Call, operands: Operands, results: ForwardResult, into: Gradients) -> None:
     """Run backward in the way that was chosen. Collective."""
     structure, attention = call.structure, call.structure.attention
     if not structure.differentiable:
@@ -127,7 +127,7 @@ def _save(
     )
 
 
-def _saved(ctx: Any) -> tuple[Tensor, Operands, Results]:
+def _saved(ctx: Any) -> tuple[Tensor, Operands, ForwardResult]:
     call, layout = ctx.call, ctx.layout
     saved = iter(ctx.saved_tensors)  # before communicating: a checkpoint recomputes, and communicates, here
 
@@ -140,4 +140,4 @@ def _saved(ctx: Any) -> tuple[Tensor, Operands, Results]:
     states = {k: take(size) for k, size in layout.states}
     num_rounds = len(call.plan.blocks) - 1
     operands.kept.update({name: take(num_rounds) for name in layout.kept})
-    return token, operands, Results(values, states)
+    return token, operands, ForwardResult(values, states)

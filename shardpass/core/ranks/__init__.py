@@ -20,7 +20,7 @@ from shardpass.core.ranks.autograd_order import (
 from shardpass.core.ranks.caches import Caches
 from shardpass.core.ranks.on_ranks import OnRanks
 from shardpass.core.ranks.options import MODES, Mode, Options
-from shardpass.core.ranks.own_model import identity_of, is_wrapped, refuse_alike, refuse_shared_model
+from shardpass.core.ranks.own_model import is_wrapped, refuse_shared_model
 from shardpass.core.ranks.random import (
     decorrelate,
     derive_seed,
@@ -63,13 +63,11 @@ __all__ = [
     "fail_together",
     "get_random_state",
     "has_drawn",
-    "identity_of",
     "is_wrapped",
     "linear_call",
     "parse_bytes",
     "parse_count",
     "piece_seed",
-    "refuse_alike",
     "refuse_double_backward",
     "refuse_inside_message",
     "refuse_shared_model",

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shardpass.core.ranks import Ranks, describe, identity_of, refuse_alike, torch_private
+from shardpass.core.ranks import Ranks, describe, refuse_shared_model, torch_private
 from shardpass.core.training.buckets import BUCKET_BYTES, broadcast_tensors, sum_tensors
 from shardpass.errors import RefusedError, ShardpassError
 
@@ -81,9 +81,11 @@ def sync_gradients(model: nn.Module, comm: Ranks, bucket_bytes: int = BUCKET_BYT
     Raises:
         ShardpassError: on every rank, if a gradient was summed before, a parameter has changed since backward, or a
             gradient is sparse. See [Note: how misuse is found].
-        RefusedError: DistributedDataParallel is around the model or within it.
+        RefusedError: DistributedDataParallel is around the model or within it, or ranks that are threads hold one
+            model.
     """
     _refuse_ddp_within(model)
+    refuse_shared_model(model, comm)
     named = list(alike(model))
     found = _with_gradients(named, comm)
     if comm.size > 1:
@@ -239,11 +241,8 @@ def alike(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 def _with_gradients(named: list[tuple[str, nn.Parameter]], comm: Ranks) -> list[nn.Parameter]:
     """The parameters that have a gradient on some rank. Collective; the first problem of any rank is raised on all."""
     states = [_state_of(parameter) for _, parameter in named]
-    own = [*states, *identity_of([parameter for _, parameter in named], comm)]
-    label = f"sync_gradients of {len(named)} parameters"
-    rows = torch.cat(comm.all_gather(torch.tensor([own], dtype=torch.uint8, device=comm.device), label)).cpu()
-    every, identities = rows[:, : len(states)], rows[:, len(states) :]
-    refuse_alike(identities.tolist())
+    own = torch.tensor([states], dtype=torch.uint8, device=comm.device)
+    every = torch.cat(comm.all_gather(own, f"sync_gradients of {len(named)} parameters")).cpu()
     for rank, row in enumerate(every.tolist()):
         for (name, _), state in zip(named, row):
             if state in _PROBLEMS:
