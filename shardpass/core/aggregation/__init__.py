@@ -5,13 +5,11 @@ blocks again, or pulls gradients over the out-edges.
 """
 
 from shardpass.core.aggregation.attention import dropout_of_edges
-from shardpass.core.aggregation.constants import ConstantSums
 from shardpass.core.aggregation.sharded_call import aggregate
 from shardpass.core.aggregation.whole_neighbourhoods import AtOnce, inputs_at_once
 
 __all__ = [
     "AtOnce",
-    "ConstantSums",
     "aggregate",
     "dropout_of_edges",
     "inputs_at_once",

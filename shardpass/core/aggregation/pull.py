@@ -27,12 +27,8 @@ from shardpass.core.kernels import (
     Outer,
     RowRun,
     ScoreGradients,
-    adjoint,
-    edge_scores,
-    edge_scores_adjoint,
     fused,
     gather_sum,
-    softmax_weights,
 )
 from shardpass.core.ranks import digest
 from shardpass.core.sharding import EdgeShards, Shard
@@ -225,13 +221,7 @@ class _SourceSide:
             run = RowRun(shard.indptr, chunk, shard.src_rows[span], span)
             of = ClosedScores(self.score, self.of_source, of_dst.contiguous(), self.mix, None)
             into = ScoreGradients(self._grad_source, to_dst, self._grad_mix)
-            if self.in_one_loop:
-                fused.adjoint(run, of, self.values, outer, self._grad_values, into)
-                continue
-            edges = run.by_source()
-            weights = softmax_weights(edges, edge_scores(edges, of), outer.log_sum)
-            relative = adjoint(edges, weights, self.values, None, outer, self._grad_values)
-            edge_scores_adjoint(edges, of, weights, relative, into)
+            fused.adjoint(run, of, self.values, outer, self._grad_values, into)
 
     def finish(self) -> None:
         """Add the gradient of what mixes scores, as far as it comes from this rank's out-edges."""

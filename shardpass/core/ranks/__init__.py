@@ -17,7 +17,6 @@ from shardpass.core.ranks.autograd_order import (
     refuse_inside_message,
     start_chain,
 )
-from shardpass.core.ranks.caches import Caches
 from shardpass.core.ranks.on_ranks import OnRanks
 from shardpass.core.ranks.options import MODES, Mode, Options
 from shardpass.core.ranks.own_model import is_wrapped, refuse_shared_model
@@ -33,13 +32,11 @@ from shardpass.core.ranks.random import (
     seed,
     set_random_state,
 )
-from shardpass.core.ranks.ranks import ForwardPass, Ranks
+from shardpass.core.ranks.ranks import Ranks
 from shardpass.core.ranks.units import bytes_text, describe, dtype_name, parse_bytes, parse_count
 
 __all__ = [
     "MODES",
-    "Caches",
-    "ForwardPass",
     "Mode",
     "OnRanks",
     "Options",

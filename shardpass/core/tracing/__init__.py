@@ -14,7 +14,6 @@ from shardpass.core.tracing.edge_trace import (
     StopPass,
     tensors_in,
 )
-from shardpass.core.tracing.probe_trace import ProbePhase
 from shardpass.core.tracing.probing import probe, sample_inputs
 from shardpass.core.tracing.program import (
     KERNEL_FORMS,
@@ -53,7 +52,6 @@ __all__ = [
     "Key",
     "MixedScore",
     "Phase",
-    "ProbePhase",
     "Program",
     "Reduction",
     "Score",
