@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from shardpass.core.aggregation.call import Call, Operands
 from shardpass.core.aggregation.forward import ForwardResult, run_forward
 from shardpass.core.aggregation.gradients import Gradients, needed_values, zero_gradients
 from shardpass.core.aggregation.pull import pull_attention, pull_copies
-from shardpass.core.ranks import end_call, refuse_double_backward
+from shardpass.core.ranks import end_call, refuse_double_backward, torch_private
 from shardpass.core.tracing import Program
 
 
@@ -33,22 +33,6 @@ def run_call(call: Call, program: Program, token: Tensor) -> list[Tensor]:
     )
     end_call(call.plan.comm, last)
     return outputs
-
-
-class _Layout(NamedTuple):
-    """What stands where among the tensors that autograd saves: the token, then these.
-
-    Args:
-        num_inputs: inputs of the function.
-        values: the reductions whose value is saved.
-        states: the reductions whose state is saved, and how many tensors each has.
-        kept: the names of the sources whose fetched rows are saved, one tensor per round.
-    """
-
-    num_inputs: int
-    values: list[int]
-    states: list[tuple[int, int]]
-    kept: list[str]
 
 
 class _ShardedCall(torch.autograd.Function):
@@ -111,33 +95,19 @@ def _add_gradients(call: Call, operands: Operands, results: ForwardResult, into:
 def _save(
     ctx: Any, call: Call, token: Tensor, tensors: tuple[Tensor, ...], operands: Operands, result: ForwardResult
 ) -> None:
-    values, states = needed_values(call)
-    kept = sorted(operands.kept)
     inputs = tensors
     if not call.reads_sources_again:  # then their shapes will do
         count = sum(key.side == "src" for key in call.keys)
         inputs = (*(t.new_empty(()).expand(t.shape) for t in tensors[:count]), *tensors[count:])
-    ctx.layout = _Layout(len(inputs), values, [(k, len(result.states[k])) for k in states], kept)
-    ctx.save_for_backward(
-        token,
-        *inputs,
-        *(result.values[k] for k in values),
-        *(part for k in states for part in result.states[k]),
-        *(rows for name in kept for rows in operands.kept[name]),
-    )
+    values, states = needed_values(call)
+    found = {k: result.values[k] for k in values}, {k: result.states[k] for k in states}
+    saved, ctx.layout = torch_private.tree_flatten((token, inputs, *found, operands.kept))
+    ctx.save_for_backward(*saved)
 
 
 def _saved(ctx: Any) -> tuple[Tensor, Operands, ForwardResult]:
-    call, layout = ctx.call, ctx.layout
-    saved = iter(ctx.saved_tensors)  # before communicating: a checkpoint recomputes, and communicates, here
-
-    def take(count: int) -> list[Tensor]:
-        return [next(saved) for _ in range(count)]
-
-    (token,) = take(1)
-    operands = call.operands(take(layout.num_inputs))
-    values = dict(zip(layout.values, take(len(layout.values))))
-    states = {k: take(size) for k, size in layout.states}
-    num_rounds = len(call.plan.blocks) - 1
-    operands.kept.update({name: take(num_rounds) for name in layout.kept})
+    saved = list(ctx.saved_tensors)  # before communicating: a checkpoint recomputes, and communicates, here
+    token, inputs, values, states, kept = torch_private.tree_unflatten(saved, ctx.layout)
+    operands = ctx.call.operands(inputs)
+    operands.kept.update(kept)
     return token, operands, ForwardResult(values, states)
