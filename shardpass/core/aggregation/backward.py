@@ -10,7 +10,7 @@ from shardpass.core.aggregation.gradients import Gradients, Returned, is_linear
 from shardpass.core.aggregation.rerun import GradientRun
 from shardpass.core.kernels import edge_dot, gather_extremum_transposed, gather_sum_transposed
 from shardpass.core.sharding import Chunk, Shard, Transposes
-from shardpass.core.tracing import KERNEL_FORMS, REDUCERS, Base, Extremum, Reduction, StopPass
+from shardpass.core.tracing import KERNEL_FORMS, REDUCERS, Base, Extremum, Key, Reduction, StopPass
 
 
 def run_backward(call: Call, operands: Operands, results: ForwardResult, gradients: Gradients) -> None:
@@ -97,7 +97,7 @@ class _KernelPass:
             return
         num_heads = self.operands.edge[reduction.weight].shape[1:].numel()
         found = edge_dot(shard, rows[reduction.source], self.gradients.reductions[k], max_edges, num_heads)
-        into = self.gradients.of_edges(reduction.weight)
+        into = self.gradients.touch(Key("edge", reduction.weight))
         old = shard.select(into)
         shard.put(into, old + found.reshape(old.shape))
 

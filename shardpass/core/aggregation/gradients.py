@@ -34,15 +34,10 @@ class Gradients(Sides):
     touched: set[Key] = field(default_factory=set)
     ran: bool = False
 
-    def of_edges(self, name: str) -> Tensor:
-        """The gradient of an edge tensor, to be added to."""
-        self.touched.add(Key("edge", name))
-        return self.edge[name]
-
-    def of_dst(self, name: str) -> Tensor:
-        """The gradient of a destination tensor, to be added to."""
-        self.touched.add(Key("dst", name))
-        return self.dst[name]
+    def touch(self, key: Key) -> Tensor:
+        """The gradient of a destination or edge input, to be added to."""
+        self.touched.add(key)
+        return self[key]
 
     def add_capture(self, number: int, part: Tensor) -> None:
         """Add to the gradient of a captured tensor, in its shape."""

@@ -158,15 +158,15 @@ def pull_attention(
 ) -> None:
     """Add the gradients of an attention to `gradients`, for scores in closed form without dropout. Collective."""
     assert attention.score is not None
-    name = attention.score.destination
+    key = Key("dst", attention.score.destination)
     reverse, edges = _out_edges(call)
     grad, delta = gradient_and_delta(call, attention, out, gradients)
     reached = attention.output in gradients.reached
     log_sum = log_sum.view_as(delta) if reached else torch.full_like(delta, float("inf"))  # all weights are 0
     side = _SourceSide(call, operands, attention, gradients)
-    published = [grad, delta, log_sum, operands.dst[name].reshape(-1, *side.tail)]
+    published = [grad, delta, log_sum, operands[key].reshape(-1, *side.tail)]
     to_dst = torch.zeros_like(published[-1], memory_format=torch.contiguous_format)
-    returned = GradientReturn(reverse, [to_dst] if name in gradients.dst else [], call.next_walk())
+    returned = GradientReturn(reverse, [to_dst] if key in gradients else [], call.next_walk())
     for position, _, rows in fetch_blocks(reverse, published, call.next_walk()):
         into = [to_dst] if position == 0 else returned.buffers(position)
         if edges.shards[position].num_edges and not bool((rows[2] == float("inf")).all()):
@@ -177,8 +177,8 @@ def pull_attention(
     side.finish()
     if reached and any(shard.num_edges for shard in call.edges.shards):
         gradients.ran = True
-        if name in gradients.dst:
-            gradients.of_dst(name).add_(to_dst.view_as(gradients.dst[name]))
+        if key in gradients:
+            gradients.touch(key).add_(to_dst.view_as(gradients[key]))
 
 
 class _SourceSide:

@@ -121,7 +121,7 @@ class GradientRun:
         if key.side == "src":
             into[key.name].index_add_(0, self.piece.src_rows, part)
         elif key.side == "dst":
-            gradients.of_dst(key.name)[self.piece.window].index_add_(0, self.piece.dst_rows, part)
+            gradients.touch(key)[self.piece.window].index_add_(0, self.piece.dst_rows, part)
         else:
             part = part if self.call.streamed_to is None else to_host(part)
-            gradients.of_edges(key.name)[self.piece.places] += part  # each edge stands there once
+            gradients.touch(key)[self.piece.places] += part  # each edge stands there once

@@ -22,7 +22,7 @@ from shardpass.core.kernels import (
     fused,
 )
 from shardpass.core.sharding import Shard
-from shardpass.core.tracing import Attention, Base, MixedScore, Score, StopPass
+from shardpass.core.tracing import Attention, Base, Key, MixedScore, Score, StopPass
 from shardpass.errors import InternalError
 
 Rows = dict[str, Tensor]
@@ -95,8 +95,8 @@ class _ClosedForm:
     def _targets(self, of: ClosedScores, into: Rows, gradients: Gradients) -> ScoreGradients:
         score = self.score
         source = into[score.source] if score.source in into else torch.zeros_like(of.of_source)
-        is_wanted = score.destination in gradients.dst
-        target = gradients.of_dst(score.destination) if is_wanted else torch.zeros_like(self.of_dst)
+        of_dst = Key("dst", score.destination)
+        target = gradients.touch(of_dst) if of_dst in gradients else torch.zeros_like(self.of_dst)
         grad_mix = None if self.mix is None else torch.zeros_like(self.mix)
         return ScoreGradients(source.view_as(of.of_source), target.view_as(self.of_dst), grad_mix)
 
