@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shardpass.core.aggregation.out_edges import OutEdges
 from shardpass.core.exchange import HaloPlan, WalkId, fetch_blocks
+from shardpass.core.kernels import EdgeRun
 from shardpass.core.ranks import piece_seed, replayed
 from shardpass.core.sharding import Chunk, CopyStreams, EdgeShards, Shard, StreamedShards, to_device
 from shardpass.core.tracing import Inputs, Key, Program, Sides, Structure
@@ -51,9 +52,9 @@ class EdgePiece(NamedTuple):
         return cls(shard.src_rows[span], shard.dst_rows(chunk), slice(chunk.low, chunk.high), shard.places(span))
 
     @classmethod
-    def of_run(cls, shard: Shard, src_rows: Tensor, dst_rows: Tensor, positions: slice | Tensor) -> EdgePiece:
-        """The edges at `positions` of a shard, with all destinations of the rank."""
-        return cls(src_rows, dst_rows, slice(0, shard.num_dst), shard.places(positions))
+    def of_run(cls, shard: Shard, run: EdgeRun) -> EdgePiece:
+        """The edges of a run, with all destinations of the rank."""
+        return cls(run.src_rows, run.dst_rows, slice(0, shard.num_dst), shard.places(run.positions))
 
 
 @dataclass

@@ -102,8 +102,8 @@ def _call_of(
 ) -> Call:
     first: dict[int, str] = {}
     canonical = {name: first.setdefault(id(program.src[name]), name) for name in sorted(program.src)}
-    used = structure.sources_of(list(range(len(structure.reductions))), with_edges=True)
-    unused = {Key("src", name) for name in canonical.values()} - {Key("src", canonical[name]) for name in used}
+    read = {canonical[name] for name in structure.sources}
+    unused = {Key("src", name) for name in canonical.values() if name not in read}
     seed = program.seed
     if seed is None:
         seed = draw_seed(plan.comm) if structure.random or structure.drops else number

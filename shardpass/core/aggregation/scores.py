@@ -12,7 +12,6 @@ from shardpass.core.aggregation.gradients import Gradients
 from shardpass.core.aggregation.rerun import GradientRun, run_again
 from shardpass.core.kernels import (
     ClosedScores,
-    EdgeRun,
     Outer,
     RowRun,
     ScoreGradients,
@@ -112,14 +111,14 @@ class _FromMessages:
 
     def accumulate(self, state: SoftmaxState, piece: Piece) -> None:
         edges = piece.run.by_destination()
-        inputs = self.call.inputs(self.operands, _edges_of(piece.shard, edges), self._seen(piece.rows))
+        inputs = self.call.inputs(self.operands, EdgePiece.of_run(piece.shard, edges), self._seen(piece.rows))
         phase = _ScorePhase(self.call, self.attention, None)
         run_again(self.call, inputs, phase)
         accumulate(state, edges, self._in_heads(phase.scores), piece.values, piece.kept)
 
     def adjoint(self, piece: Piece, outer: Outer, grad_values: Tensor, into: Rows, gradients: Gradients) -> None:
         edges = piece.run.by_source()
-        again = GradientRun(self.call, self.operands, _edges_of(piece.shard, edges), self._seen(piece.rows))
+        again = GradientRun(self.call, self.operands, EdgePiece.of_run(piece.shard, edges), self._seen(piece.rows))
         # Measured from the logarithm of the sum instead of from the maximum, exp(score) is the weight itself.
         phase = _ScorePhase(self.call, self.attention, outer.log_sum)
         again.run(phase)
@@ -133,10 +132,6 @@ class _FromMessages:
 
     def _in_heads(self, scores: Tensor) -> Tensor:
         return scores.reshape(scores.size(0), self.attention.heads).clone(memory_format=torch.contiguous_format)
-
-
-def _edges_of(shard: Shard, run: EdgeRun) -> EdgePiece:
-    return EdgePiece.of_run(shard, run.src_rows, run.dst_rows, run.positions)
 
 
 class _ScorePhase:

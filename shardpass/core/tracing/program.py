@@ -135,8 +135,7 @@ class Program:
         """This program without the inputs that its message function does not read."""
         if self.reads is None:
             return self
-        members = list(range(len(structure.reductions)))
-        fetched = {Key("src", name) for name in structure.sources_of(members, with_edges=True)}
+        fetched = {Key("src", name) for name in structure.sources}
         kept = self.inputs.only(self.reads | fetched)
         return replace(self, src=kept.src, dst=kept.dst, edge=kept.edge)
 
@@ -295,6 +294,11 @@ class Structure:
         """The deepest level of reductions or of the edge result."""
         depths = [r.depth for r in self.reductions]
         return max([*depths, self.edge_depth] if self.edge_output else depths, default=-1)
+
+    @property
+    def sources(self) -> list[str]:
+        """The source tensors that are fetched at all, sorted."""
+        return self.sources_of(list(range(len(self.reductions))), with_edges=True)
 
     def sources_of(self, members: list[int], with_edges: bool = False) -> list[str]:
         """The source tensors that a pass over `members` (and the edge result) has to fetch, sorted."""
