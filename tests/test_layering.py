@@ -84,7 +84,6 @@ LAYERS: dict[str, Layer] = {
     "frontends/sar": Layer(
         (
             *CORE,
-            "shardpass.connection",
             "shardpass.backends",
             "shardpass.data",
             "shardpass.frontends.dgl",
