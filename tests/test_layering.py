@@ -10,8 +10,9 @@ from pathlib import Path
 
 from tests.source import PACKAGE, ROOT, dotted, imports, is_type_checking, modules, name_of, parse, words
 
+REQUIRED = words("torch numpy safetensors")
 OPTIONAL = words(
-    "torch_geometric dgl mpi4py numba pymetis safetensors typer rich click matplotlib sklearn scipy pandas pyarrow ogb "
+    "torch_geometric dgl mpi4py numba pymetis typer rich click matplotlib sklearn scipy pandas pyarrow ogb "
     "tqdm networkx triton"
 )
 """Packages that may be absent. Imported at module level only where `Layer.third_party` says so."""
@@ -23,7 +24,7 @@ class Layer:
 
     Args:
         own: prefixes of shardpass modules.
-        third_party: packages besides torch, numpy and the standard library, at module level too.
+        third_party: packages besides those in `REQUIRED` and the standard library, at module level too.
         lazy: packages that may be imported inside functions only.
         lazy_own: prefixes of shardpass modules that may be imported inside functions only.
     """
@@ -64,7 +65,7 @@ def room(name: str) -> Layer:
         return Layer((*BASE, *own), third_party=words("numba llvmlite triton"))
     if name == "sampling":
         return Layer((*BASE, *own), third_party=words("numba"))
-    return Layer((*BASE, *own), lazy=words("safetensors"))
+    return Layer((*BASE, *own))
 
 
 LAYERS: dict[str, Layer] = {
@@ -73,8 +74,7 @@ LAYERS: dict[str, Layer] = {
     "backends": Layer(("shardpass.errors", "shardpass.backends"), lazy=words("mpi4py")),
     "data": Layer(
         (*CORE, "shardpass.data"),
-        third_party=words("safetensors"),
-        lazy=words("pymetis torch_geometric safetensors pyarrow pandas ogb"),
+        lazy=words("pymetis torch_geometric pyarrow pandas ogb"),
     ),
     "data/streaming": Layer((*CORE, "shardpass.data"), third_party=words("numba")),
     "frontends/pyg": Layer(
@@ -156,7 +156,7 @@ def overstepped(path: Path) -> Iterator[str]:
     layer = layer_of(path)
     for module, line, inside in imports(parse(path)):
         package = module.split(".")[0]
-        if package in sys.stdlib_module_names or package in ("torch", "numpy"):
+        if package in sys.stdlib_module_names or package in REQUIRED:
             continue
         if package == "shardpass":
             allowed = fits(module, layer.own) or (inside and fits(module, layer.lazy_own))
