@@ -17,6 +17,7 @@ from shardpass.data.readers.dgl_partitions import (
     Stored,
     as_mask,
     integers,
+    own_edges,
     owner_of,
     read_config,
     read_part_graph,
@@ -134,17 +135,8 @@ def _size(rows: slice) -> int:
 
 
 def _in_edges(config: Config, part: int, graph: PartGraph) -> InEdges:
-    path = config.parts[part].graph
-    ids = integers(graph.node_data, "_ID", path)
-    inner = np.flatnonzero(integers(graph.edge_data, "inner_edge", path))
-    kinds, numbers, owners = config.edges.locate(integers(graph.edge_data, "_ID", path)[inner], path)
-    src, dst = ids[graph.src[inner]], ids[graph.dst[inner]]
-    wrong = (owners != part).any() or inner.size != config.edges.count(part)
-    if wrong or (config.nodes.locate(dst, path)[2] != part).any():
-        raise ValueError(
-            f"{path} is altered or belongs to another partition: its inner edges are not the edges into its inner "
-            f"nodes that {config.path.name} gives to part {part}"
-        )
+    edge_ids, src, dst = own_edges(config, part, graph)
+    kinds, numbers, _ = config.edges.locate(edge_ids, config.parts[part].graph)
     return InEdges(*(torch.from_numpy(array.astype(np.int64)) for array in (src, dst, kinds, numbers)))
 
 
@@ -155,8 +147,6 @@ def _node_features(config: Config, part: int, graph: PartGraph) -> dict[str, Ten
     ids = integers(graph.node_data, "_ID", files.graph)
     inner = np.flatnonzero(integers(graph.node_data, "inner_node", files.graph))
     inner = inner[ids[inner].argsort()]
-    if inner.size != sum(counts):
-        raise ValueError(f"{files.graph} has {inner.size} inner nodes; {config.path.name} gives it {sum(counts)}")
     if len(types) > 1:
         found[dgl.NTYPE] = torch.repeat_interleave(torch.arange(len(types)), torch.tensor(counts))
     elif ORIGINAL in graph.node_data:
