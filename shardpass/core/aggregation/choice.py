@@ -46,7 +46,7 @@ class Way:
         program: with the tensors that it reads.
         call: what is to be computed.
         weight: the linear map that is still to be applied to the result, or `None`.
-        only_scales: the node part does no more than scale the sum; a linear map was given.
+        only_scales: the node function does no more than scale the sum; a linear map was given.
         sums: the results, where all ranks have kept them, or `None`.
     """
 

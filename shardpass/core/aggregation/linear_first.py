@@ -25,8 +25,8 @@ def transformed_first(
 ) -> tuple[Program, Structure, frozenset[Key]] | None:
     """The program with `weight` applied to its source rows, its structure and gradients; `None` if not cheaper.
 
-    The caller knows that the node part does no more than scale rows. With the map first, narrower rows travel, and the
-    sum need not be saved for the gradient of `weight`, which becomes the gradient of a map of the own rows.
+    The caller knows that the node function does no more than scale rows. With the map first, narrower rows travel, and
+    the sum need not be saved for the gradient of `weight`, which becomes the gradient of a map of the own rows.
 
     Args:
         gradients: the inputs that need gradients on some rank, agreed by all.

@@ -41,7 +41,7 @@ def run_again(
     substitutes: dict[int, Tensor] | None = None,
     expected: set[int] | None = None,
 ) -> Run:
-    """Run the message function and the node part of `call` on `inputs`, until `phase` stops them.
+    """Run the message function and the node function of `call` on `inputs`, until `phase` stops them.
 
     Args:
         phase: what reductions become.

@@ -28,12 +28,12 @@ Rows = dict[str, Tensor]
 
 
 class Piece(NamedTuple):
-    """A run of edges of a shard, and what they read.
+    """A chunk of edges of a shard, and what they read.
 
     Args:
         rows: of the block, by name.
         values: what is summed, ``[block rows, heads, width]``.
-        kept: the factors by which dropout multiplies the weights, ``[edges of the run, heads]``, or `None`.
+        kept: the factors by which dropout multiplies the weights, ``[edges of the chunk, heads]``, or `None`.
     """
 
     shard: Shard
@@ -49,11 +49,11 @@ class Scores(Protocol):
     in_one_loop: bool  # no tensor has a row per edge, so edges need not be cut into chunks
 
     def accumulate(self, state: SoftmaxState, piece: Piece) -> None:
-        """Take a run of edges, in order of their destination, into `state`; see `kernels.accumulate`."""
+        """Take a chunk of edges, in order of their destination, into `state`; see `kernels.accumulate`."""
         ...
 
     def adjoint(self, piece: Piece, outer: Outer, grad_values: Tensor, into: Rows, gradients: Gradients) -> None:
-        """Add the gradients of a run of edges, by source, to those of values and of the scores' inputs."""
+        """Add the gradients of a chunk of edges, by source, to those of values and of the scores' inputs."""
         ...
 
 

@@ -3,7 +3,7 @@
 Row 1 holds own destination rows. Row 0 holds source rows: own rows first, then halo rows. So ``(i, i)`` is a
 self-loop, ``row != col`` finds self-loops, degrees by row 1 are complete, and code that adds self-loops, masks edges or
 normalises runs as it is. Only row 0 is special: indexing a node tensor with it is a differentiable halo fetch, and
-scattering onto it is a differentiable push to the owners. Any other use is refused by name.
+scattering onto it adds rows at their owners, differentiably. Any other use is refused by name.
 """
 
 from __future__ import annotations

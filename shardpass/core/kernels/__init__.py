@@ -1,7 +1,8 @@
 """Kernels that add the partial result of one shard to an accumulator: sums, extrema, dot products, attention.
 
-`reference` and `scores` define what is right, in plain torch. The kernels of numba and Triton are faster and are tested
-against them. This room knows one shard and tensors; it knows no ranks.
+What is right is defined in plain torch: sums by `reference`, scores by `scores`, extrema by the reducers of `tracing`.
+The kernels of numba and Triton are faster and are tested against them. This room knows one shard and tensors; it knows
+no ranks.
 """
 
 from shardpass.core.kernels import fused

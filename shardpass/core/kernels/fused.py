@@ -26,7 +26,7 @@ def handles(*tensors: Tensor | None) -> bool:
 
 
 def accumulate(state: SoftmaxState, run: RowRun, of: ClosedScores, values: Tensor) -> None:
-    """Take a run of edges, ordered by destination, into `state`.
+    """Take a chunk of edges, ordered by destination, into `state`.
 
     Args:
         values: the rows that are summed, ``[block rows, heads, width]``.
@@ -46,7 +46,7 @@ def accumulate(state: SoftmaxState, run: RowRun, of: ClosedScores, values: Tenso
 def adjoint(
     run: RowRun, of: ClosedScores, values: Tensor, outer: Outer, grad_values: Tensor, into: ScoreGradients
 ) -> None:
-    """Add the adjoint of attention over a run of edges, ordered by source, to `grad_values` and to `into`.
+    """Add the adjoint of attention over a chunk of edges, ordered by source, to `grad_values` and to `into`.
 
     Args:
         values: the rows that are summed, ``[block rows, heads, width]``.

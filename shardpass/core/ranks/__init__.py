@@ -1,6 +1,7 @@
 """What ties the ranks of a run together: the order of collective calls, agreement, random numbers, options.
 
-This room knows tensors and the `Communicator` protocol. It knows nothing of graphs.
+This room knows tensors and the `Communicator` protocol. Of graphs it has only the fields in which later rooms leave
+something for each other, such as `Ranks.watch`.
 """
 
 from shardpass.core.ranks import torch_private

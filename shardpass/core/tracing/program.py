@@ -88,7 +88,7 @@ class Program:
             are left out of ``Inputs.edge``, and the message function must use them whole.
         message: the message function, which returns ``[E, ...]``. It treats edges independently, and reduces over
             in-edges only with torch's scatter functions along ``Inputs.index``.
-        aggregate: the node part: makes ``[num_dst, ...]`` from the message. With None the messages are the result.
+        aggregate: the node function: makes ``[num_dst, ...]`` from the message. With None the messages are the result.
         node_dim: dimension of destinations in what `aggregate` returns.
         checked: signatures under which the message function passed the row-wise check. The frontend keeps it between
             calls.
@@ -153,7 +153,7 @@ class Reduction:
         base: what a destination without a message holds.
         tail: shape of one message, with the node dimension moved first.
         dtype: of the messages.
-        stage: forward pass in which it is computed, from 0.
+        stage: the walk of forward in which it is computed, from 0.
         depth: length of the chain of reductions it hangs on, from 0; backward goes from the deepest up.
         sources: names of the source tensors its messages depend on, not counting what earlier reductions saw.
         parents: earlier reductions it depends on directly.
@@ -243,8 +243,8 @@ class Structure:
 
     Args:
         reductions: in the order in which the program makes them.
-        num_message: how many of them the message function makes; the node part makes the others.
-        num_stages: forward passes, the one for an edge result included.
+        num_message: how many of them the message function makes; the node function makes the others.
+        num_stages: walks of forward, the one for an edge result included.
         edge_tail, edge_dtype: of the message if it is the result, else None.
         edge_depth, edge_sources, edge_differentiable: as in `Reduction`, for an edge result.
         captures: tensors that require grad, were made outside the message function, and are used in it.
@@ -282,7 +282,7 @@ class Structure:
         return self.edge_differentiable or any(r.differentiable for r in self.reductions)
 
     def of_stage(self, stage: int) -> list[int]:
-        """The reductions computed in forward pass `stage`."""
+        """The reductions that forward computes in walk `stage`."""
         return [k for k, r in enumerate(self.reductions) if r.stage == stage]
 
     def of_depth(self, depth: int) -> list[int]:
@@ -301,7 +301,7 @@ class Structure:
         return self.sources_of(list(range(len(self.reductions))), with_edges=True)
 
     def sources_of(self, members: list[int], with_edges: bool = False) -> list[str]:
-        """The source tensors that a pass over `members` (and the edge result) has to fetch, sorted."""
+        """The source tensors that a walk for `members` (and the edge result) has to fetch, sorted."""
         names: set[str] = set(self.edge_sources) if with_edges else set()
         for k in members:
             names |= self.reductions[k].sources

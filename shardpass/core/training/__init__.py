@@ -1,6 +1,7 @@
 """What training needs besides the graph: losses, norms, metrics, gradients over ranks, checkpoints.
 
-This room knows rows, parameters and ranks. It knows neither edges nor message functions.
+This room knows rows, parameters and ranks. A batch norm inside a message function asks `Ranks.watch` for its
+statistics; otherwise the room knows no edges.
 """
 
 from shardpass.core.training.checkpoint import load_checkpoint, save_checkpoint

@@ -143,7 +143,7 @@ def _of_name(name: str, by_beginning: Mapping[str, _T]) -> _T | None:
 def _spans(model: nn.Module, optimizer: Optimizer | None, comm: Ranks) -> dict[str, Span]:
     """For each of `_tables`, which of its rows are this rank's. Collective.
 
-    Ranks own contiguous runs of the same order of nodes. So their rows, one rank after the other, are the same table
+    Ranks own contiguous ranges of the same order of nodes. So their rows, one rank after the other, are the same table
     for any number of ranks.
     """
     counts = {name: len(parameter) for name, parameter in _tables(model, optimizer).items()}
