@@ -166,7 +166,7 @@ MODELS: dict[str, tuple[Make, str, Callable[[Make, Any], nn.Module]]] = {  # a l
     "dgl_user": (UserDefined, ATTR, DGLNet),
     "dgl_hetero": (lambda i, o: dnn.HeteroGraphConv({t[1]: dnn.SAGEConv(i, o, "mean") for t in TYPES}), "", DGLNet),
 }
-NO_OPTIONS = ("modes", "dtype", "store", "leaves", "overlap", "check", "checkpoint")
+NO_OPTIONS = ("modes", "dtype", "store", "leaves", "check", "checkpoint")
 ALL, BLOCKS, BFLOAT16 = ("sar", "keep", "halo"), ("sar", "keep"), torch.bfloat16
 VARIANTS: dict[str, dict[str, Any]] = {  # options, and how a run differs besides
     "": {"modes": ALL},
@@ -181,7 +181,6 @@ VARIANTS: dict[str, dict[str, Any]] = {  # options, and how a run differs beside
     "unfused": {"fuse_attention": False, "cache_constant_inputs": False, "modes": BLOCKS},
     "empty part": {"modes": BLOCKS, "store": "empty"},
     "activations": {"modes": BLOCKS, "checkpoint": "activations"},
-    "overlap": {"modes": ("sar",), "overlap": True},
     "checked": {"modes": ("sar",), "check": True},
 }
 IN_THREADS = {  # the variants of a model; the others have the first alone
@@ -195,7 +194,7 @@ IN_THREADS = {  # the variants of a model; the others have the first alone
 }
 IN_PROCESSES = {
     **{name: [""] for name in ("gcn", "pna", "hetero_hgt", "dgl_gatv2", "dgl_user")},
-    "gat": ["", "float32", "messages", "bfloat16", "overlap"],
+    "gat": ["", "float32", "messages", "bfloat16"],
     "dropout": ["", "activations"],
 }
 
@@ -233,12 +232,8 @@ def train(comm: sp.Communicator, name: str, mode: str, what: str, folder: str, m
     def step() -> str:
         optimizer.zero_grad()
         loss = sp.cross_entropy(model(*args), labelled.y, labelled.train_mask, comm)
-        if "overlap" in variant:
-            with sp.sync_during_backward(model, comm):
-                loss.backward()
-        else:
-            loss.backward()
-            sp.sync_gradients(model, comm)
+        loss.backward()
+        sp.sync_gradients(model, comm)
         optimizer.step()
         return float(loss.detach()).hex()
 

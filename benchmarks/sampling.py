@@ -109,14 +109,15 @@ def measured(steps: Sequence[Callable[[], int]], comm: Communicator | None = Non
 
 def _blocks(graph: ShardedGraph, fanouts: list[int]) -> Callable[[Any, int], int]:
     from shardpass.frontends.dgl import graph as to_dgl
-    from shardpass.frontends.dgl.loader import Blocks
+    from shardpass.frontends.dgl.loader import draw_blocks, sampler_of
 
     whole = to_dgl(graph)
     (kind,), (ntype,) = whole.canonical_etypes, whole.ntypes
-    made = Blocks(whole, Settings([{kind: fanout} for fanout in reversed(fanouts)], 1, prefetch=0, every_layer=True))
+    hops = [{kind: fanout} for fanout in reversed(fanouts)]
+    sampler = sampler_of(whole, Settings(hops, 1, prefetch=0, every_layer=True))
 
     def draw(seeds: Any, step: int) -> int:
-        _, _, blocks = made.of({ntype: seeds}, step, {ntype: []}, {ntype: []})
+        _, _, blocks = draw_blocks(sampler, {ntype: seeds}, step, {ntype: []}, {ntype: []})
         return sum(block.num_edges() for block in blocks)
 
     return draw

@@ -11,6 +11,7 @@ import re
 from typing import Any
 
 DIRECTIVE = re.compile(r"^::: +(?P<name>[\w.]+)(?: +members=(?P<members>[\w,]+))?$", re.M)
+OUTSIDE = re.compile(r"\[(?P<text>[^\]]*)\]\((?:\.\./)+CONTRIBUTING\.md[^)]*\)")  # not a page of the site
 SECTION = re.compile(r"^(Args|Returns|Raises|Yields|Attributes):(.*)$")
 SHORT = (
     ("torch.", ""),
@@ -21,6 +22,7 @@ SHORT = (
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
+    markdown = OUTSIDE.sub(lambda match: match["text"], markdown)
     return DIRECTIVE.sub(lambda match: document(match["name"], match["members"]), markdown)
 
 

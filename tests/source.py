@@ -15,8 +15,9 @@ def words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-def modules() -> list[Path]:
-    return sorted(PACKAGE.rglob("*.py"))
+@cache
+def modules() -> tuple[Path, ...]:
+    return tuple(sorted(PACKAGE.rglob("*.py")))
 
 
 def name_of(path: Path) -> str:
@@ -40,7 +41,8 @@ def is_type_checking(node: ast.stmt) -> bool:
     return isinstance(node, ast.If) and dotted(node.test).endswith("TYPE_CHECKING")
 
 
-def imports(tree: ast.Module) -> Iterator[tuple[str, int, bool]]:
+@cache
+def imports(tree: ast.Module) -> list[tuple[str, int, bool]]:
     """``(module, line, inside a function)`` of every import; ``from shardpass import x`` counts as shardpass.x."""
 
     def visit(node: ast.AST, inside: bool) -> Iterator[tuple[str, int, bool]]:
@@ -58,4 +60,4 @@ def imports(tree: ast.Module) -> Iterator[tuple[str, int, bool]]:
                     child, inside or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
                 )
 
-    yield from visit(tree, False)
+    return list(visit(tree, False))

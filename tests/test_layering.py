@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
-
 from tests.source import PACKAGE, ROOT, dotted, imports, is_type_checking, modules, name_of, parse, words
 
+REQUIRED = words("torch numpy safetensors")
 OPTIONAL = words(
-    "torch_geometric dgl mpi4py numba pymetis safetensors typer rich click matplotlib sklearn scipy pandas pyarrow ogb "
+    "torch_geometric dgl mpi4py numba pymetis typer rich click matplotlib sklearn scipy pandas pyarrow ogb "
     "tqdm networkx triton"
 )
 """Packages that may be absent. Imported at module level only where `Layer.third_party` says so."""
@@ -25,7 +24,7 @@ class Layer:
 
     Args:
         own: prefixes of shardpass modules.
-        third_party: packages besides torch, numpy and the standard library, at module level too.
+        third_party: packages besides those in `REQUIRED` and the standard library, at module level too.
         lazy: packages that may be imported inside functions only.
         lazy_own: prefixes of shardpass modules that may be imported inside functions only.
     """
@@ -66,7 +65,7 @@ def room(name: str) -> Layer:
         return Layer((*BASE, *own), third_party=words("numba llvmlite triton"))
     if name == "sampling":
         return Layer((*BASE, *own), third_party=words("numba"))
-    return Layer((*BASE, *own), lazy=words("safetensors"))
+    return Layer((*BASE, *own))
 
 
 LAYERS: dict[str, Layer] = {
@@ -75,8 +74,7 @@ LAYERS: dict[str, Layer] = {
     "backends": Layer(("shardpass.errors", "shardpass.backends"), lazy=words("mpi4py")),
     "data": Layer(
         (*CORE, "shardpass.data"),
-        third_party=words("safetensors"),
-        lazy=words("pymetis torch_geometric safetensors pyarrow pandas ogb"),
+        lazy=words("pymetis torch_geometric pyarrow pandas ogb"),
     ),
     "data/streaming": Layer((*CORE, "shardpass.data"), third_party=words("numba")),
     "frontends/pyg": Layer(
@@ -86,7 +84,6 @@ LAYERS: dict[str, Layer] = {
     "frontends/sar": Layer(
         (
             *CORE,
-            "shardpass.connection",
             "shardpass.backends",
             "shardpass.data",
             "shardpass.frontends.dgl",
@@ -154,56 +151,62 @@ def fits(module: str, prefixes: tuple[str, ...]) -> bool:
     return any(module == prefix or module.startswith(prefix + ".") for prefix in prefixes)
 
 
-@pytest.mark.parametrize("path", modules(), ids=name_of)
-def test_imports_keep_to_the_layers(path: Path) -> None:
-    layer, problems = layer_of(path), []
+def overstepped(path: Path) -> Iterator[str]:
+    """What a module imports or requires that its layer does not allow."""
+    layer = layer_of(path)
     for module, line, inside in imports(parse(path)):
         package = module.split(".")[0]
-        if package in sys.stdlib_module_names or package in ("torch", "numpy"):
+        if package in sys.stdlib_module_names or package in REQUIRED:
             continue
         if package == "shardpass":
             allowed = fits(module, layer.own) or (inside and fits(module, layer.lazy_own))
         else:
             allowed = package in layer.third_party or (inside and package in layer.lazy)
         if not allowed:
-            problems.append(f"line {line}: imports {module}{' inside a function' if inside else ''}")
-    problems += [
-        f"line {line}: requires {package}"
-        for package, line in required(parse(path))
-        if package not in layer.third_party | layer.lazy
-    ]
-    assert not problems, f"{name_of(path)} oversteps its layer: {problems}"
+            yield f"{name_of(path)}:{line} imports {module}{' inside a function' if inside else ''}"
+    for package, line in required(parse(path)):
+        if package not in layer.third_party | layer.lazy:
+            yield f"{name_of(path)}:{line} requires {package}"
 
 
-@pytest.mark.parametrize("path", modules(), ids=name_of)
-def test_nothing_imports_the_command_line(path: Path) -> None:
-    if path.is_relative_to(PACKAGE / "cli"):
-        return
-    found = [line for module, line, _ in imports(parse(path)) if fits(module, ("shardpass.cli",))]
-    assert not found, f"{name_of(path)} imports the command line in lines {found}"
+def found_in_modules(find: Callable[[Path], Iterable[str]]) -> list[str]:
+    """What `find` tells of all modules. One test for all of them: a test for each takes far longer than the reading."""
+    return [problem for path in modules() for problem in find(path)]
 
 
-@pytest.mark.parametrize("path", modules(), ids=name_of)
-def test_optional_packages_are_imported_where_used(path: Path) -> None:
-    allowed = layer_of(path).third_party
-    found = [
-        f"line {line}: {module}"
-        for module, line, inside in imports(parse(path))
-        if not inside and module.split(".")[0] in OPTIONAL - allowed
-    ]
-    assert not found, f"{name_of(path)} imports optional packages at module level: {found}"
+def test_imports_keep_to_the_layers() -> None:
+    assert not found_in_modules(overstepped)
 
 
-@pytest.mark.parametrize("path", modules(), ids=name_of)
-def test_rooms_of_the_engine_are_imported_by_name(path: Path) -> None:
+def test_nothing_imports_the_command_line() -> None:
+    def find(path: Path) -> Iterator[str]:
+        for module, line, _ in imports(parse(path)):
+            if fits(module, ("shardpass.cli",)) and not path.is_relative_to(PACKAGE / "cli"):
+                yield f"{name_of(path)}:{line} imports {module}"
+
+    assert not found_in_modules(find)
+
+
+def test_optional_packages_are_imported_where_used() -> None:
+    def find(path: Path) -> Iterator[str]:
+        for module, line, inside in imports(parse(path)):
+            if not inside and module.split(".")[0] in OPTIONAL - layer_of(path).third_party:
+                yield f"{name_of(path)}:{line} imports {module} at module level"
+
+    assert not found_in_modules(find)
+
+
+def test_rooms_of_the_engine_are_imported_by_name() -> None:
     """Other packages and other rooms import ``shardpass.core.ROOM``, never a file inside it."""
-    own = path.relative_to(PACKAGE).parts[1] if path.is_relative_to(PACKAGE / "core") else None
-    found = []
-    for module, line, _ in imports(parse(path)):
-        parts = module.split(".")
-        if parts[:2] == ["shardpass", "core"] and len(parts) > 3 and parts[2] != own:
-            found.append(f"line {line}: {module}")
-    assert not found, f"{name_of(path)} imports files of other rooms: {found}"
+
+    def find(path: Path) -> Iterator[str]:
+        own = path.relative_to(PACKAGE).parts[1] if path.is_relative_to(PACKAGE / "core") else None
+        for module, line, _ in imports(parse(path)):
+            parts = module.split(".")
+            if parts[:2] == ["shardpass", "core"] and len(parts) > 3 and parts[2] != own:
+                yield f"{name_of(path)}:{line} imports {module}"
+
+    assert not found_in_modules(find)
 
 
 def test_rooms_import_lower_rooms_only() -> None:
@@ -214,22 +217,27 @@ def test_rooms_import_lower_rooms_only() -> None:
         assert set(ROOMS[name].split()) <= set(order[:number]), f"{name} imports a room that is not below it"
 
 
-@pytest.mark.parametrize("name", ROOMS)
-def test_a_room_says_what_it_is(name: str) -> None:
-    tree = parse(PACKAGE / "core" / name / "__init__.py")
-    assert ast.get_docstring(tree), f"core/{name} has no docstring"
-    exported = [n for n in tree.body if isinstance(n, ast.Assign) and dotted(n.targets[0]) == "__all__"]
-    assert len(exported) == 1
+def test_a_room_says_what_it_is() -> None:
+    for name in ROOMS:
+        tree = parse(PACKAGE / "core" / name / "__init__.py")
+        assert ast.get_docstring(tree), f"core/{name} has no docstring"
+        exported = [n for n in tree.body if isinstance(n, ast.Assign) and dotted(n.targets[0]) == "__all__"]
+        assert len(exported) == 1, f"core/{name} does not say what it exports"
 
 
-@pytest.mark.parametrize("path", modules(), ids=name_of)
-def test_no_import_is_hidden(path: Path) -> None:
-    tree, name = parse(path), name_of(path)
-    checked = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.If) and is_type_checking(node)]
-    hidden = [line for module, line, inside in imports(tree) if inside and module.startswith("shardpass.")]
-    if not any(name == where or name.startswith(where + "/") for where in HIDDEN):
-        assert not checked, f"{name} imports under TYPE_CHECKING in lines {checked}"
-        assert not hidden, f"{name} imports modules of shardpass inside functions in lines {hidden}"
+def test_no_import_is_hidden() -> None:
+    def find(path: Path) -> Iterator[str]:
+        tree, name = parse(path), name_of(path)
+        if any(name == where or name.startswith(where + "/") for where in HIDDEN):
+            return
+        for node in ast.walk(tree):
+            if isinstance(node, ast.If) and is_type_checking(node):
+                yield f"{name}:{node.lineno} imports under TYPE_CHECKING"
+        for module, line, inside in imports(tree):
+            if inside and module.startswith("shardpass."):
+                yield f"{name}:{line} imports {module} inside a function"
+
+    assert not found_in_modules(find)
 
 
 def module_graph() -> dict[str, set[str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,6 @@ SAFE_CALLS = words(
 
 SAFE_METHODS = words("split union keys values items union encode format join")
 
-ANY_FIELDS: dict[str, str] = {}
-
 
 # ---- what a value is, and where things are kept
 
@@ -38,9 +37,9 @@ def any_fields(path: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", [p for p in modules() if p.is_relative_to(PACKAGE / "core")], ids=name_of)
-def test_fields_have_types(path: Path) -> None:
-    found = [field for field in any_fields(path) if field not in ANY_FIELDS]
+def test_fields_have_types() -> None:
+    core = [path for path in modules() if path.is_relative_to(PACKAGE / "core")]
+    found = [field for path in core for field in any_fields(path)]
     assert not found, f"fields typed Any: {found}"
 
 
@@ -53,13 +52,19 @@ def test_a_communicator_is_tensors_and_ranks() -> None:
     assert set(fields.values()) <= {"int", "bool", "torch.device", "tuple[int, ...]"}
 
 
-@pytest.mark.parametrize("path", modules(), ids=name_of)
-def test_nothing_is_kept_on_a_communicator(path: Path) -> None:
+def test_nothing_is_kept_on_a_communicator() -> None:
     """Attributes of `Ranks` may be set; others, and those of its `inner`, are not for the engine's things."""
-    if path.is_relative_to(PACKAGE / "backends") or path.name == "ranks.py":
-        return
+    found = [
+        told
+        for path in modules()
+        if not path.is_relative_to(PACKAGE / "backends") and path.name != "ranks.py"
+        for told in kept_on_a_communicator(path)
+    ]
+    assert not found, f"something is kept on a communicator: {found}"
+
+
+def kept_on_a_communicator(path: Path) -> Iterator[str]:
     known = attributes_of_ranks()
-    found = []
     for node in ast.walk(parse(path)):
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         for target in targets if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)) else ():
@@ -68,13 +73,13 @@ def test_nothing_is_kept_on_a_communicator(path: Path) -> None:
                 if (owner == "inner" and target.attr not in ("device", "max_message_bytes")) or (
                     owner in ("comm", "ranks") and target.attr not in known
                 ):
-                    found.append(f"line {node.lineno}: {ast.unparse(target)}")
+                    yield f"{name_of(path)}:{node.lineno} {ast.unparse(target)}"
         is_set = isinstance(node, ast.Call) and dotted(node.func) == "setattr" and bool(node.args)
         if is_set and dotted(node.args[0]).split(".")[-1] in ("comm", "ranks", "inner"):
-            found.append(f"line {node.lineno}: setattr")
-    assert not found, f"{name_of(path)} keeps something on a communicator: {found}"
+            yield f"{name_of(path)}:{node.lineno} setattr"
 
 
+@cache
 def attributes_of_ranks() -> set[str]:
     tree = parse(PACKAGE / "core" / "ranks" / "ranks.py")
     (ranks,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Ranks")
@@ -153,27 +158,29 @@ def state_problems(path: Path) -> list[str]:
     return problems
 
 
-@pytest.mark.parametrize("path", modules(), ids=name_of)
-def test_modules_hold_no_state(path: Path) -> None:
-    problems = state_problems(path)
-    assert not problems, f"{name_of(path)}: {problems}"
+def test_modules_hold_no_state() -> None:
+    problems = {name_of(path): state_problems(path) for path in modules()}
+    assert not any(problems.values()), {name: found for name, found in problems.items() if found}
 
 
-@pytest.mark.parametrize("path", modules(), ids=name_of)
-def test_constants_are_not_changed(path: Path) -> None:
-    tree, problems = parse(path), []
-    for node in ast.walk(tree):
+def test_constants_are_not_changed() -> None:
+    problems = [problem for path in modules() for problem in changed_constants(path)]
+    assert not problems, f"constants are changed: {problems}"
+
+
+def changed_constants(path: Path) -> Iterator[str]:
+    for node in ast.walk(parse(path)):
+        where = f"{name_of(path)}:{getattr(node, 'lineno', 0)}"
         if isinstance(node, ast.Global):
-            problems.append(f"line {node.lineno}: global {', '.join(node.names)}")
+            yield f"{where} global {', '.join(node.names)}"
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MUTATORS:
             owner = dotted(node.func.value)
             if owner.split(".")[-1].strip("_").isupper() and owner[:1] != "?":
-                problems.append(f"line {node.lineno}: {owner}.{node.func.attr}()")
+                yield f"{where} {owner}.{node.func.attr}()"
         written = [*getattr(node, "targets", []), getattr(node, "target", None)]
         for target in written if isinstance(node, (ast.Assign, ast.AugAssign, ast.Delete)) else ():
             if isinstance(target, ast.Subscript) and dotted(target.value).split(".")[-1].strip("_").isupper():
-                problems.append(f"line {node.lineno}: an item of {dotted(target.value)} is written")
-    assert not problems, f"{name_of(path)} changes a constant: {problems}"
+                yield f"{where} an item of {dotted(target.value)} is written"
 
 
 # ---- the rules themselves notice what they should

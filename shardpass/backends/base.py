@@ -47,8 +47,6 @@ B = TypeVar("B", bound="BaseCommunicator")
 class BaseCommunicator(RawCommunicator):
     """A communicator over raw primitives. A backend derives from it; see `Communicator` for the public methods."""
 
-    _background: BaseCommunicator | None = None
-
     # ---- point to point -------------------------------------------------------------------------------------------
 
     def exchange(
@@ -276,22 +274,6 @@ class BaseCommunicator(RawCommunicator):
         twin.timeout = self.timeout
         twin.max_message_bytes = self.max_message_bytes
         return twin
-
-    def background(self) -> BaseCommunicator | None:
-        if self.size == 1 or not self.serves_threads:
-            return None
-        twin = self._background
-        if twin is None or twin.given_up:
-            if twin is not None:
-                twin.close()
-            self._background = twin = self.duplicate("background")
-        twin.timeout = self.timeout
-        return twin
-
-    def close(self) -> None:
-        if self._background is not None:
-            self._background.close()
-        super().close()
 
 
 def _copy_into(target: Tensor, value: Tensor) -> None:

@@ -87,22 +87,6 @@ class Communicator(Protocol):
         """Collective. A communicator over the same ranks whose messages never mix with this one's."""
         ...
 
-    def background(self) -> Communicator | None:
-        """A duplicate for one other thread of this rank. The first call makes it, which is collective, and keeps it.
-
-        It is `None` on every rank if there is no other rank, or if two threads may not call the transport at once. Once
-        the ranks have given the duplicate up, the next call makes a new one.
-        """
-        ...
-
-    def give_up(self, reason: str) -> None:
-        """Make every rank's present and later calls on this communicator raise `DivergenceError` with ``reason``.
-
-        It is not collective, and any thread may call it. It does not concern duplicates of this communicator, or the
-        communicator that this one is a duplicate of.
-        """
-        ...
-
     def share(self, num_bytes: int, label: str = "") -> dict[int, Tensor] | None:
         """Collective. New memory of the ranks of this host, by rank: uint8, ``[num_bytes of that rank]`` each.
 

@@ -33,14 +33,18 @@ def connect(
     group: Any = None,
     timeout: float = DEFAULT_TIMEOUT,
     connect_timeout: float | None = None,
+    launch: Launch | None = None,
 ) -> Communicator:
     """The communicator of this process. Collective over the processes of the run. See `shardpass.connect`.
+
+    Args:
+        launch: how this process was started; by default, what its environment says.
 
     Raises:
         CommunicationError: the other ranks cannot be reached, or are more or fewer than the launcher started.
         ValueError: an unknown backend, or ``ranks`` differs from the number of ranks.
     """
-    launch, device = detect(), _device(device)
+    launch, device = launch or detect(), _device(device)
     chosen = _choose(backend, launch, group)
     if chosen == "mpi":
         comm: BaseCommunicator = MpiCommunicator.from_mpi(group, device, timeout)
@@ -175,7 +179,8 @@ def _init_default_group(launch: Launch, device: torch.device, timeout: float, li
 def _meet(launch: Launch, limit: float) -> dist.Store:
     """The store at rank 0's address, once every rank has reached it."""
     address, start = f"{launch.host}:{launch.port}", monotonic()
-    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    at_agent = (launch.host, str(launch.port)) == (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"))
+    by_agent = at_agent and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
         tcp = dist.TCPStore(
             launch.host, launch.port, None, launch.rank == 0 and not by_agent, timedelta(seconds=limit),

@@ -77,12 +77,6 @@ class DelegatingCommunicator(Communicator):
         self.before("duplicate", name)
         return self.inner.duplicate(name)
 
-    def background(self) -> Communicator | None:
-        return self.inner.background()
-
-    def give_up(self, reason: str) -> None:
-        self.inner.give_up(reason)
-
     def random_lock(self) -> AbstractContextManager[Any]:
         return self.inner.random_lock()
 

@@ -46,7 +46,6 @@ class RawCommunicator(Communicator):
         timeout: seconds that a wait may take unless the caller says otherwise.
         max_message_bytes: longer messages are split; the same on every rank.
         failure: the first failure of this communicator.
-        given_up: whether this rank has given the communicator up.
     """
 
     serves_threads = True  # whether a duplicate may be used by another thread at the same time
@@ -64,7 +63,6 @@ class RawCommunicator(Communicator):
         self.max_message_bytes = 1 << 30
         self.failure = failure
         self.path = path
-        self.given_up = False
         self._sequence = 0
         self._epoch = 0
         self._tally = Tally()
@@ -206,11 +204,6 @@ class RawCommunicator(Communicator):
 
     def random_lock(self) -> AbstractContextManager[Any]:
         return nullcontext()
-
-    def give_up(self, reason: str) -> None:
-        self.given_up = True
-        if not self.failure.happened:
-            self._spread_divergence(f"rank {self.rank} has given up {self.path!r}: {reason}")
 
     def announce(self, reason: str) -> None:
         """Make every rank, this one included, fail with ``reason`` in its present or next call."""

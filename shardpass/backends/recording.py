@@ -62,8 +62,3 @@ class RecordingCommunicator(DelegatingCommunicator):
     def duplicate(self, name: str) -> Communicator:
         """See `Communicator.duplicate`."""
         return RecordingCommunicator(super().duplicate(name), self.messages)
-
-    def background(self) -> Communicator | None:
-        """See `Communicator.background`."""
-        twin = super().background()
-        return None if twin is None else RecordingCommunicator(twin, self.messages)

@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.status import Status
+from safetensors import safe_open
 from torch import Tensor, nn
 
 import shardpass as sp
 from shardpass.cli.models import MODELS, ModelConfig, in_degrees_for
 from shardpass.cli.task import features_of
 from shardpass.core.ranks import Mode, Ranks
-from shardpass.errors import require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +116,7 @@ def _read_state(path: Path) -> object:
     """What the file holds, which should be a state_dict; `None` for a checkpoint of `shardpass train`."""
     if path.suffix in (".pt", ".pth", ".bin"):
         return torch.load(path, map_location="cpu", weights_only=True)
-    with require("safetensors", "store", "shardpass infer").safe_open(path, "pt") as file:
+    with safe_open(path, "pt") as file:
         if "shardpass" in (file.metadata() or {}):
             return None
         return {name: file.get_tensor(name) for name in list(file.keys())}

@@ -70,7 +70,6 @@ def open_store(path: str | os.PathLike[str]) -> Store:
     Raises:
         StoreError: when the directory is missing or is not a store, a file is missing, torn or altered, or a newer
             shardpass wrote it.
-        MissingDependencyError: when safetensors is not installed.
     """
     directory = Path(path)
     manifest = read_manifest(directory)

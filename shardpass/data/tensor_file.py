@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
-from shardpass.errors import InternalError, StoreError, require
+from shardpass.errors import InternalError, StoreError
 
 _DTYPE_NAMES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.uint16: "U16",
@@ -106,11 +107,9 @@ class TensorFile:
 
     Raises:
         StoreError: when the file is missing, has another size, or its header is altered. The error names the file.
-        MissingDependencyError: when safetensors is not installed.
     """
 
     def __init__(self, path: Path, record: FileRecord) -> None:
-        safetensors = require("safetensors", "store", "reading a store")
         self.path, self.record = path, record
         try:
             with open(path, "rb") as file:
@@ -126,7 +125,7 @@ class TensorFile:
                 "store; write the store again with shardpass.partition"
             )
         self._check(header, record.header_sha256, "the header")
-        self._file: Any = safetensors.safe_open(path, framework="pt")
+        self._file: Any = safe_open(path, framework="pt")
 
     def tensor(self, key: str) -> Tensor:
         """A tensor whose memory is the file's, not verified yet. Writing to the tensor never reaches the file."""

@@ -5,8 +5,6 @@ from shardpass.testing.graphs import WholeGraph, assignments, awkward_graph, sha
 from shardpass.testing.hetero import (
     WholeHeteroGraph,
     awkward_hetero_graph,
-    evaluate_sharded_hetero,
-    evaluate_whole_hetero,
     hetero_assignments,
     shard_hetero_in_memory,
 )
@@ -27,9 +25,7 @@ __all__ = [
     "cotangent",
     "differences",
     "evaluate_sharded",
-    "evaluate_sharded_hetero",
     "evaluate_whole",
-    "evaluate_whole_hetero",
     "hetero_assignments",
     "run",
     "shard_hetero_in_memory",

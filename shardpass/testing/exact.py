@@ -10,14 +10,8 @@ from torch import Tensor, nn
 
 from shardpass.core.ranks import MODES, Mode, Options, Ranks
 from shardpass.testing.graphs import WholeGraph, assignments
-from shardpass.testing.hetero import (
-    HeteroCaller,
-    WholeHeteroGraph,
-    evaluate_sharded_hetero,
-    evaluate_whole_hetero,
-    hetero_assignments,
-)
-from shardpass.testing.parity import Caller, Outcome, differences, evaluate_sharded, evaluate_whole
+from shardpass.testing.hetero import WholeHeteroGraph, hetero_assignments
+from shardpass.testing.parity import Caller, HeteroCaller, Outcome, differences, evaluate_sharded, evaluate_whole
 
 BOUND = 1e-10
 
@@ -57,15 +51,12 @@ def assert_exact(
     Raises:
         AssertionError: naming ranks, owners, mode, and the tensors that differ.
     """
-    has_types = isinstance(graph, WholeHeteroGraph)
-    run_whole: Callable[..., Outcome] = evaluate_whole_hetero if has_types else evaluate_whole
-    run_sharded: Callable[..., Outcome] = evaluate_sharded_hetero if has_types else evaluate_sharded
-    whole, modes = run_whole(model, graph, call), tuple(modes)
+    whole, modes = evaluate_whole(model, graph, call), tuple(modes)
     for count in (ranks,) if isinstance(ranks, int) else ranks:
         for name, owner in (_owners_of(graph, count) if owners is None else owners).items():
             for mode in modes:
                 chosen = replace(options or Options(), mode=mode)
-                sharded = run_sharded(model, graph, call, owner, count, wrap, chosen, whole)
+                sharded = evaluate_sharded(model, graph, call, owner, count, wrap, chosen, whole)
                 where = f"{type(model).__name__} on {count} ranks, owners {name!r}, mode {mode!r}"
                 assert_same(whole, sharded, where, bound=bound, relative=relative)
 
@@ -84,10 +75,8 @@ def assert_same(
     """
     errors = differences(whole, sharded)
     if relative:
-        sizes = {"output": whole.output}
-        for kind in ("inputs", "parameters", "buffers"):
-            sizes |= {f"{kind}.{name}": tensor for name, tensor in getattr(whole, kind).items()}
-        errors = {name: error / max(1.0, _largest(sizes[name])) for name, error in errors.items()}
+        sizes = {name: _largest(tensor) for name, tensor in whole.tensors().items()}
+        errors = {name: error / max(1.0, sizes[name]) for name, error in errors.items()}
     wrong = {name: error for name, error in errors.items() if not error <= bound}
     if wrong:
         found = ", ".join(f"{name} by {error:.1e}" for name, error in wrong.items())

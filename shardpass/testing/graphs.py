@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from shardpass.core.graphs import OwnFields, ShardedGraph, build_relation
+from shardpass.core.graphs import ShardedGraph
 from shardpass.core.ranks import Options, Ranks
-from shardpass.core.sharding import EDGE, NODE, Ownership
+from shardpass.core.sharding import EDGE, NODE
+from shardpass.testing.hetero import WholeHeteroGraph, shard_as
 
 
 @dataclass
@@ -20,6 +21,10 @@ class WholeGraph:
     edge_index: Tensor
     node: dict[str, Tensor] = field(default_factory=dict)
     edge: dict[str, Tensor] = field(default_factory=dict)
+
+    def by_type(self) -> WholeHeteroGraph:
+        """The same graph, with its only node type and edge type named as `ShardedGraph` names them."""
+        return WholeHeteroGraph({NODE: self.num_nodes}, {EDGE: self.edge_index}, {NODE: self.node}, {EDGE: self.edge})
 
 
 def awkward_graph(channels: int = 5, edge_channels: int = 3, seed: int = 0) -> WholeGraph:
@@ -58,26 +63,4 @@ def assignments(num_nodes: int, ranks: int, edge_index: Tensor) -> dict[str, Ten
 
 def shard_in_memory(graph: WholeGraph, owners: Tensor, comm: Ranks, options: Options | None = None) -> ShardedGraph:
     """This rank's share of `graph`, node i owned by rank ``owners[i]``. Collective, with the same arguments."""
-    options = options or Options()
-    order = torch.argsort(owners, stable=True)
-    ownership = Ownership.from_counts(torch.bincount(owners, minlength=comm.size).tolist())
-    new_ids = torch.empty_like(order)
-    new_ids[order] = torch.arange(graph.num_nodes)
-    first, last = ownership.offsets[comm.rank], ownership.offsets[comm.rank + 1]
-    node_ids = order[first:last]
-    edge_ids = (owners[graph.edge_index[1]] == comm.rank).nonzero().view(-1)
-    src, dst = new_ids[graph.edge_index[:, edge_ids]]
-    edge_fields = {name: t[edge_ids] for name, t in graph.edge.items()}
-    relation = build_relation(comm, ownership, src, dst - first, last - first, edge_ids, edge_fields, options)
-    fields = OwnFields({name: t[node_ids] for name, t in graph.node.items()}, lambda t: t)
-    y = graph.node.get("y")
-    return ShardedGraph(
-        comm,
-        options,
-        {NODE: ownership},
-        {NODE: node_ids},
-        {NODE: fields},
-        {EDGE: relation},
-        total_edges={EDGE: graph.edge_index.size(1)},
-        num_classes={NODE: int(y.max()) + 1} if y is not None else None,
-    )
+    return shard_as(ShardedGraph, graph.by_type(), {NODE: owners}, comm, options or Options())

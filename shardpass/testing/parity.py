@@ -1,4 +1,4 @@
-"""Parity: a layer on the whole graph in one process against the same layer on a sharded graph."""
+"""Parity: a model on the whole graph in one process against the same model on a sharded graph."""
 
 from __future__ import annotations
 
@@ -10,21 +10,35 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardpass.core.graphs import ShardedGraph, ShardedHeteroGraph
 from shardpass.core.ranks import Options, Ranks
-from shardpass.testing.graphs import WholeGraph, shard_in_memory
+from shardpass.core.sharding import EDGE, NODE, NodeType
+from shardpass.testing.graphs import WholeGraph
+from shardpass.testing.hetero import WholeHeteroGraph, shard_as
 from shardpass.testing.run import run
 
+Tensors = dict[Any, dict[str, Tensor]]
 Caller = Callable[[nn.Module, dict[str, Tensor], Any], Tensor]
+HeteroCaller = Callable[[nn.Module, Tensors, Any], dict[NodeType, Tensor]]
+"""``call(model, fields, edge_index_dict)``: `fields` by node or edge type, then name; rows by node type come back."""
 
 
 @dataclass
 class Outcome:
     """What one evaluation gave: the output, the gradients of inputs and parameters, and the buffers afterwards."""
 
-    output: Tensor
+    output: Tensor | dict[NodeType, Tensor]
     inputs: dict[str, Tensor] = field(default_factory=dict)
     parameters: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors, by names that tell them apart."""
+        output = self.output if isinstance(self.output, dict) else {"": self.output}
+        found = {f"output of {kind}" if kind else "output": rows for kind, rows in output.items()}
+        for part in ("inputs", "parameters", "buffers"):
+            found |= {f"{part}.{name}": tensor for name, tensor in getattr(self, part).items()}
+        return found
 
 
 def cotangent(like: Tensor) -> Tensor:
@@ -33,15 +47,17 @@ def cotangent(like: Tensor) -> Tensor:
     return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like.dtype)
 
 
-def evaluate_whole(model: nn.Module, graph: WholeGraph, call: Caller) -> Outcome:
+def evaluate_whole(model: nn.Module, graph: WholeGraph | WholeHeteroGraph, call: Caller | HeteroCaller) -> Outcome:
     """`model` on the whole graph, forward and backward, in this process."""
     model = copy.deepcopy(model)
-    inputs = _leaves({**graph.node, **graph.edge})
-    output = call(model, inputs, graph.edge_index)
-    (output * cotangent(output)).sum().backward()
+    typed, has_types = _by_type(graph)
+    fields = _leaves({**typed.node, **typed.edge})
+    edges = dict(typed.edges) if has_types else typed.edges[EDGE]
+    outputs = _called(call, model, fields, edges)
+    torch.stack([(out * cotangent(out)).sum() for out in outputs.values()]).sum().backward()
     return Outcome(
-        output.detach(),
-        {name: gradient_of(t) for name, t in inputs.items() if t.requires_grad},
+        _as_returned({kind: out.detach() for kind, out in outputs.items()}),
+        {name: gradient_of(t) for _, name, t in _differentiable(fields, has_types)},
         {name: gradient_of(p) for name, p in model.named_parameters()},
         {name: b.clone() for name, b in model.named_buffers()},
     )
@@ -49,49 +65,103 @@ def evaluate_whole(model: nn.Module, graph: WholeGraph, call: Caller) -> Outcome
 
 def evaluate_sharded(
     model: nn.Module,
-    graph: WholeGraph,
-    call: Caller,
-    owners: Tensor,
+    graph: WholeGraph | WholeHeteroGraph,
+    call: Caller | HeteroCaller,
+    owners: Any,
     ranks: int,
     wrap: Callable[[nn.Module, Ranks], nn.Module],
     options: Options,
     whole: Outcome,
 ) -> Outcome:
     """`model` on `ranks` in-process ranks: rows put back in the original order, parameter gradients summed."""
-    cotangents = cotangent(whole.output)
+    typed, has_types = _by_type(graph)
+    owners = owners if has_types else {NODE: owners}
+    expected = whole.output if isinstance(whole.output, dict) else {"": whole.output}
+    cotangents = {kind: cotangent(out) for kind, out in expected.items()}
 
     def work(comm: Ranks) -> tuple[Any, ...]:
         mine = wrap(copy.deepcopy(model), comm)
-        sharded = shard_in_memory(graph, owners, comm, options)
-        inputs = _leaves({**dict(sharded.node), **dict(sharded.edge)})
-        output = call(mine, inputs, sharded)
-        rows = sharded.node_ids if output.size(0) == sharded.num_nodes else sharded.edge_ids
-        (output * cotangents[rows]).sum().backward()
-        grads = {name: gradient_of(t) for name, t in inputs.items() if t.requires_grad}
+        sharded = shard_as(ShardedHeteroGraph if has_types else ShardedGraph, typed, owners, comm, options)
+        fields, ids = _own(sharded)
+        outputs = _called(call, mine, fields, sharded)
+        rows = ids if has_types else {"": _rows_of(outputs[""], sharded)}
+        losses = [(outputs[kind] * cotangents[kind][rows[kind]]).sum() for kind in cotangents]
+        torch.stack(losses).sum().backward()
+        found = {kind: (rows[kind], out.detach()) for kind, out in outputs.items()}
+        grads = {name: (ids[kind], gradient_of(t)) for kind, name, t in _differentiable(fields, has_types)}
         parameters = {name: gradient_of(p) for name, p in mine.named_parameters()}
-        buffers = {name: b.clone() for name, b in mine.named_buffers()}
-        return output.detach(), rows, sharded.node_ids, sharded.edge_ids, grads, parameters, buffers
+        return found, grads, parameters, {name: b.clone() for name, b in mine.named_buffers()}
 
     results = run(work, ranks)
-    out = Outcome(torch.full_like(whole.output, float("nan")))
-    out.inputs = {name: torch.full_like(g, float("nan")) for name, g in whole.inputs.items()}
-    out.buffers = results[0][6]
-    for output, rows, node_ids, edge_ids, grads, parameters, _ in results:
-        out.output[rows] = output
-        for name, grad in grads.items():
-            out.inputs[name][node_ids if name in graph.node else edge_ids] = grad
-        for name, grad in parameters.items():
-            out.parameters[name] = out.parameters[name] + grad if name in out.parameters else grad
-    return out
+    outputs, inputs = (
+        {name: torch.full_like(t, float("nan")) for name, t in of.items()} for of in (expected, whole.inputs)
+    )
+    parameters: dict[str, Tensor] = {}
+    for found, grads, own, _ in results:
+        for table, parts in ((outputs, found), (inputs, grads)):
+            for name, (rows, values) in parts.items():
+                table[name][rows] = values
+        for name, grad in own.items():
+            parameters[name] = parameters[name] + grad if name in parameters else grad
+    return Outcome(_as_returned(outputs), inputs, parameters, results[0][3])
 
 
 def differences(whole: Outcome, sharded: Outcome) -> dict[str, float]:
     """The largest absolute error of every tensor of `sharded` against `whole`. A NaN counts as infinite."""
-    pairs = {"output": (whole.output, sharded.output)}
-    for kind in ("inputs", "parameters", "buffers"):
-        mine, theirs = getattr(whole, kind), getattr(sharded, kind)
-        pairs |= {f"{kind}.{name}": (mine[name], theirs[name]) for name in mine}
-    return {name: _error(a, b) for name, (a, b) in pairs.items()}
+    found = sharded.tensors()
+    return {name: _error(tensor, found[name]) for name, tensor in whole.tensors().items()}
+
+
+def gradient_of(tensor: Tensor) -> Tensor:
+    """A copy of the gradient of `tensor`; zeros if it has none."""
+    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad.clone()
+
+
+def _by_type(graph: WholeGraph | WholeHeteroGraph) -> tuple[WholeHeteroGraph, bool]:
+    """The graph by type, and whether it was so."""
+    return (graph.by_type(), False) if isinstance(graph, WholeGraph) else (graph, True)
+
+
+def _own(sharded: ShardedGraph) -> tuple[Tensors, dict[Any, Tensor]]:
+    """Leaves of the fields of this rank's nodes and edges by type, and the original ids of their rows."""
+    relations = sharded.relations
+    fields: Tensors = {kind: dict(sharded.fields_of(kind)) for kind in sharded.node_types}
+    fields |= {kind: dict(relation.fields) for kind, relation in relations.items()}
+    ids: dict[Any, Tensor] = {**sharded.node_ids_dict}
+    ids |= {kind: relation.edge_ids for kind, relation in relations.items()}
+    return _leaves(fields), ids
+
+
+def _called(call: Any, model: nn.Module, fields: Tensors, edges: Any) -> dict[Any, Tensor]:
+    """The rows that the model returns by node type; of a graph without types, all rows under an empty name."""
+    if isinstance(edges, (dict, ShardedHeteroGraph)):
+        return {kind: rows for kind, rows in call(model, fields, edges).items() if rows is not None}
+    return {"": call(model, {**fields[NODE], **fields[EDGE]}, edges)}
+
+
+def _rows_of(output: Tensor, sharded: ShardedGraph) -> Tensor:
+    return sharded.node_ids if output.size(0) == sharded.num_nodes else sharded.edge_ids
+
+
+def _as_returned(outputs: dict[Any, Tensor]) -> Any:
+    return outputs.get("", outputs)
+
+
+def _leaves(tensors: Tensors) -> Tensors:
+    return {
+        kind: {name: t.detach().clone().requires_grad_(t.is_floating_point()) for name, t in fields.items()}
+        for kind, fields in tensors.items()
+    }
+
+
+def _differentiable(fields: Tensors, has_types: bool) -> list[tuple[Any, str, Tensor]]:
+    """The type of each field, a name that tells it from those of other types, and the field."""
+    return [
+        (kind, f"{name} of {kind}" if has_types else name, t)
+        for kind, own in fields.items()
+        for name, t in own.items()
+        if t.requires_grad
+    ]
 
 
 def _error(a: Tensor, b: Tensor) -> float:
@@ -99,12 +169,3 @@ def _error(a: Tensor, b: Tensor) -> float:
         return float("inf")
     error = float((a.detach().double() - b.detach().double()).abs().max()) if a.numel() else 0.0
     return error if error == error else float("inf")
-
-
-def _leaves(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {n: t.detach().clone().requires_grad_(t.is_floating_point()) for n, t in tensors.items()}
-
-
-def gradient_of(tensor: Tensor) -> Tensor:
-    """A copy of the gradient of `tensor`; zeros if it has none."""
-    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad.clone()

@@ -213,16 +213,11 @@ def assert_duplicates_do_not_mix(comm: Any) -> None:
     raises(CommunicationError, "closed", lambda: twin.barrier())
 
 
-def assert_background(comm: Any) -> None:
-    """Two threads of a rank at once; and a duplicate that one rank gives up wakes the others with its reason."""
-    twin = comm.background()
-    if comm.size == 1:
-        assert twin is None
+def assert_two_threads_of_a_rank(comm: Any) -> None:
+    """Two threads of a rank communicate at once, each on a communicator of its own."""
+    if not comm.serves_threads:
         return
-    assert len(set(comm.all_gather_object(twin is None))) == 1
-    if twin is None:
-        return
-    assert comm.background() is twin
+    twin = comm.duplicate("another thread")
     to, source = ring(comm)
     with ThreadPoolExecutor(1) as other:
         sums = [other.submit(twin.all_reduce, torch.full((5000,), float(i)), label=f"sum {i}") for i in range(30)]
@@ -232,17 +227,6 @@ def assert_background(comm: Any) -> None:
             assert (recv == source).all()
             assert comm.all_reduce(torch.ones(1)) == comm.size
         assert all((sums[i].result() == i * comm.size).all() for i in range(30))
-        waiting = None if comm.rank == 0 else other.submit(twin.barrier, "never")
-        comm.barrier("one does not come")
-        if comm.rank == 0:
-            twin.give_up("no more of this")
-        else:
-            raises(DivergenceError, ": no more of this", waiting.result)
-            twin.give_up("nor here")
-    comm.barrier("the first goes on")
-    raises(DivergenceError, "has given up", lambda: twin.barrier())
-    again = comm.background()
-    assert again is not twin and again.all_reduce(torch.ones(1)) == comm.size
 
 
 def assert_it_stays_in_its_process(comm: Any) -> None:

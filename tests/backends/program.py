@@ -13,7 +13,6 @@ sys.path[:0] = [str(Path(__file__).parent), *map(str, Path(__file__).parents[1:3
 import contract  # noqa: E402
 
 from shardpass.backends import Communicator, connect  # noqa: E402
-from shardpass.core.ranks import Ranks  # noqa: E402
 
 
 def main(what: str) -> None:
@@ -21,10 +20,6 @@ def main(what: str) -> None:
     print(f"rank {comm.rank} of {comm.size} with {type(comm).__name__}", flush=True)
     if what.startswith("contract"):
         contract.run_all(comm)
-    elif what == "gradients":
-        from core.training import overlap_model
-
-        overlap_model.on_a_transport(Ranks(comm))
     else:
         contract.assert_exchange(comm)
         victim = comm.rank == comm.size - 1

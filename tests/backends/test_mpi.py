@@ -21,12 +21,3 @@ def test_mpirun_is_detected_and_ends_silently():
     assert ended.code == 0, ended.text
     lines = [line for line in ended.text.splitlines() if line.strip()]
     assert len(lines) == 4 and ended.text.count("MpiCommunicator") == 2, ended.text
-
-
-@pytest.mark.long  # over processes by default, in tests/core/training
-def test_gradients_summed_during_backward():
-    ended = launch("mpirun", 3, "gradients")
-    assert ended.code == 0, ended.text
-    for rank in range(3):
-        assert f"rank {rank} of 3 with MpiCommunicator" in ended.text
-        assert f"rank {rank} is done" in ended.text

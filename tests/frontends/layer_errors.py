@@ -15,9 +15,7 @@ from shardpass.testing import (
     WholeHeteroGraph,
     differences,
     evaluate_sharded,
-    evaluate_sharded_hetero,
     evaluate_whole,
-    evaluate_whole_hetero,
 )
 
 from .how_much import MODES, owners_of
@@ -42,23 +40,17 @@ def largest_error(
     make, call = case
     torch.manual_seed(0)
     model, worst = make().double(), 0.0
-    has_types = isinstance(graph, WholeHeteroGraph)
-    run_whole: Callable[..., Outcome] = evaluate_whole_hetero if has_types else evaluate_whole
-    run_sharded: Callable[..., Outcome] = evaluate_sharded_hetero if has_types else evaluate_sharded
-    whole = run_whole(model, graph, call)
+    whole = evaluate_whole(model, graph, call)
     for count in ranks:
         for owners in owners_of(graph, count).values():
             for mode in modes:
                 options = sp.Options(mode=mode, chunk_bytes=chunk_bytes)
-                found = run_sharded(model, graph, call, owners, count, wrap, options, whole)
+                found = evaluate_sharded(model, graph, call, owners, count, wrap, options, whole)
                 worst = max(worst, *errors(whole, found).values())
     return worst
 
 
 def relative(whole: Outcome, sharded: Outcome) -> dict[str, float]:
     """The largest error of every tensor, relative to its largest entry where that is above 1."""
-    sizes = {"output": whole.output}
-    for kind in ("inputs", "parameters", "buffers"):
-        sizes |= {f"{kind}.{name}": tensor for name, tensor in getattr(whole, kind).items()}
-    found = differences(whole, sharded)
-    return {n: e / max(1.0, float(sizes[n].abs().max()) if sizes[n].numel() else 1.0) for n, e in found.items()}
+    sizes = {name: float(t.abs().max()) if t.numel() else 1.0 for name, t in whole.tensors().items()}
+    return {name: error / max(1.0, sizes[name]) for name, error in differences(whole, sharded).items()}

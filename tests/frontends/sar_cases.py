@@ -102,9 +102,13 @@ def start(
             for other in children:
                 other.kill()
             pytest.fail(f"it hangs: {child.communicate()[0]}")
+    return read_results(out, ranks), "\n".join(texts)
+
+
+def read_results(out: Path, ranks: int) -> list[Any]:
+    """What the cases gave on each rank (None: it failed)."""
     files = [Path(f"{out}.{rank}") for rank in range(ranks)]
-    results = [torch.load(file, weights_only=False) if file.exists() else None for file in files]
-    return results, "\n".join(texts)
+    return [torch.load(file, weights_only=False) if file.exists() else None for file in files]
 
 
 def of(results: list[Any], case: str) -> list[Any]:

@@ -69,7 +69,7 @@ def test_every_rank_answers_in_backward_whatever_types_its_loss_reaches(name):
     used = ["paper", "venue"]  # by the loss of rank 0 and of rank 1
 
     def work(comm, graph):
-        mine, kind = sp.pyg.wrap(copy.deepcopy(model), comm), used[comm.rank]
+        mine, kind = UNCHECKED(copy.deepcopy(model), comm), used[comm.rank]
         out = call(mine, {k: {"x": x} for k, x in graph.x_dict.items()}, graph)[kind]
         whole = torch.empty(GRAPH.num_nodes[kind], out.size(1), dtype=torch.float64)
         (out * cotangent(whole)[graph[kind].node_ids]).sum().backward()
@@ -90,7 +90,7 @@ def test_every_rank_answers_in_backward_whatever_types_its_loss_reaches(name):
 
 def test_a_union_of_relations_is_made_once_for_all_layers_and_calls():
     def work(comm, graph):
-        model = sp.pyg.wrap(TwoLayers(lambda i, o: gnn.HGTConv(i, o, METADATA)).double(), comm)
+        model = UNCHECKED(TwoLayers(lambda i, o: gnn.HGTConv(i, o, METADATA)).double(), comm)
         for _ in range(3):
             model(graph.x_dict, graph)
         plans = [relation.plan for relation in graph.relations.values()]
@@ -164,9 +164,9 @@ def test_a_copy_of_a_wrapped_model_is_wrapped_and_uses_its_own_parameters(name):
 
     def work(comm, graph):
         fields = {kind: dict(graph[kind]) for kind in (*METADATA[0], *METADATA[1])}
-        model = sp.pyg.wrap(copy.deepcopy(plain), comm)
+        model = UNCHECKED(copy.deepcopy(plain), comm)
         twin = copy.deepcopy(model)
-        assert sp.pyg.wrap(twin, comm) is twin and list(twin.state_dict()) == list(model.state_dict())
+        assert UNCHECKED(twin, comm) is twin and list(twin.state_dict()) == list(model.state_dict())
         with torch.no_grad():
             for parameter in twin.parameters():
                 parameter.mul_(2)

@@ -265,9 +265,8 @@ def test_the_structure_is_there_once():
             out_edges = comm.caches.of(KnownOutEdges, shards).out_edges
             kept.append((any(s in comm.caches.of(Transposes)._kept for s in shards.shards), out_edges is not None))
             if out_edges is not None:
-                plan, mine = out_edges.of(graph.relation.plan, shards, "")
+                _, mine = out_edges.of(graph.relation.plan, shards, "")
                 assert all(s.src_rows.dtype == s.indptr.dtype == torch.int32 for s in mine.shards)
-                plan.schedule.validate()
         return kept
 
     assert sp.spawn(work, 3) == [[(True, False), (False, True)]] * 3

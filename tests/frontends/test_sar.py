@@ -19,9 +19,21 @@ dgl = pytest.importorskip("dgl")
 import dgl.function as fn  # noqa: E402
 import dgl.nn.pytorch as dnn  # noqa: E402
 from backends.launchers import needs_mpi  # noqa: E402
+from filelock import FileLock  # noqa: E402  (a dependency of torch)
 
 from frontends import sar_program as program  # noqa: E402
-from frontends.sar_cases import NODES, TESTS, alphabetical, close, free_port, homogeneous, of, start, write  # noqa: E402
+from frontends.sar_cases import (  # noqa: E402
+    NODES,
+    TESTS,
+    alphabetical,
+    close,
+    free_port,
+    homogeneous,
+    of,
+    read_results,
+    start,
+    write,
+)
 from shardpass.frontends import sar  # noqa: E402
 
 
@@ -47,13 +59,18 @@ ALL = [
 def results(
     request: pytest.FixtureRequest, parts: Callable[[int], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> list[Any]:
-    """What every case gave on each of some ranks."""
-    out = tmp_path_factory.mktemp("out")
-    env = {"PROGRAM_IP_FILE": str(out / "ip"), "SAR_SOCKET_NAME": "lo"}
-    found, text = start(parts(request.param), out / "found", request.param, ALL, **env)
-    assert None not in found, text
-    assert not (out / "ip").exists(), "the file of the address is left"
-    return found
+    """What every case gave on each of some ranks. Workers of pytest-xdist share one run, the longest of all tests."""
+    worker = tmp_path_factory.getbasetemp()
+    shared = worker.parent if "PYTEST_XDIST_WORKER" in os.environ else worker
+    out = shared / f"sar on {request.param} ranks"
+    with FileLock(f"{out}.lock"):
+        if not out.exists():
+            out.mkdir()
+            env = {"PROGRAM_IP_FILE": str(out / "ip"), "SAR_SOCKET_NAME": "lo"}
+            found, text = start(parts(request.param), out / "found", request.param, ALL, **env)
+            assert None not in found, text
+            assert not (out / "ip").exists(), "the file of the address is left"
+    return read_results(out / "found", request.param)
 
 
 def whole(parts: list[Tensor], ids: list[Tensor]) -> Tensor:

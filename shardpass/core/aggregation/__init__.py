@@ -1,17 +1,15 @@
 """One sharded call: the ranks agree what it is, choose the cheapest way, run it, and finish it.
 
-`aggregate` is the entry. Forward aggregates over the blocks of source rows one after the other; backward fetches the
-blocks again, or pulls gradients over the out-edges.
+`aggregate` is the entry. Forward aggregates over the blocks of source rows one after the other. Backward walks the
+blocks again and sends gradients to the owners of the sources, or lets the owners pull them over the out-edges.
 """
 
 from shardpass.core.aggregation.attention import dropout_of_edges
-from shardpass.core.aggregation.constants import ConstantSums
 from shardpass.core.aggregation.sharded_call import aggregate
 from shardpass.core.aggregation.whole_neighbourhoods import AtOnce, inputs_at_once
 
 __all__ = [
     "AtOnce",
-    "ConstantSums",
     "aggregate",
     "dropout_of_edges",
     "inputs_at_once",

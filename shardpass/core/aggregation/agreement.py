@@ -10,7 +10,7 @@ import torch
 
 from shardpass.core.ranks import Ranks, agree, digest, diverged
 from shardpass.core.sharding import EdgeShards
-from shardpass.core.tracing import Program, Structure, check_row_wise, probe
+from shardpass.core.tracing import Key, Program, Structure, check_row_wise, probe
 from shardpass.errors import NeedsHaloError, RefusedError
 
 _ATTEMPTS = 4
@@ -39,13 +39,13 @@ class Agreed(NamedTuple):
     Args:
         program: with those edge tensors that every rank finds to have one row per edge.
         structure: of its message function.
-        gradients: the inputs (``"s:x"``, ``"d:x"``, ``"e:w"``) that need gradients on some rank.
+        gradients: the inputs that need gradients on some rank.
         offers: of each rank, in rank order.
     """
 
     program: Program
     structure: Structure
-    gradients: frozenset[str]
+    gradients: frozenset[Key]
     offers: list[Offer]
 
 
@@ -53,11 +53,10 @@ MakeOffer = Callable[[Program, Structure, bool], Offer]
 
 
 def _in_words(program: Program) -> str:
-    kinds = (("source", program.src), ("destination", program.dst), ("edge", program.edge))
+    sides = {"src": "source", "dst": "destination", "edge": "edge"}
     found = [
-        f"{kind} {name!r} {str(t.dtype).removeprefix('torch.')} with {list(t.shape[1:])} per row"
-        for kind, tensors in kinds
-        for name, t in sorted(tensors.items())
+        f"{sides[key.side]} {key.name!r} {str(t.dtype).removeprefix('torch.')} with {list(t.shape[1:])} per row"
+        for key, t in program.inputs.items()
     ]
     return ", ".join(found) or "no tensors"
 
@@ -87,15 +86,17 @@ def settle(
         DivergenceError: on every rank, if the ranks' message functions differ.
     """
     inputs = dict(program.inputs.items())
-    names, flags = list(inputs), [torch.is_grad_enabled() and tensor.requires_grad for tensor in inputs.values()]
+    keys, flags = list(inputs), [torch.is_grad_enabled() and tensor.requires_grad for tensor in inputs.values()]
     edge_names = sorted(program.edge)
     per_edge = [t.dim() > 0 and t.size(0) == edges.num_edges for t in (program.edge[n] for n in edge_names)]
     for _ in range(_ATTEMPTS):
         candidate = _without(program, per_edge)
-        needs_grad = {name for name, flag in zip(names, flags) if flag}
+        needs_grad = {key for key, flag in zip(keys, flags) if flag}
         with comm.random_lock():  # the probe looks at the state of a generator that threads share
             structure, refusal = _probe(candidate, edges, num_own_src, needs_grad)
-        text = f"inputs {names}, grad {torch.is_grad_enabled()}: " + (structure.describe() if structure else "refused")
+        text = f"inputs {[tuple(key) for key in keys]}, grad {torch.is_grad_enabled()}: " + (
+            structure.describe() if structure else "refused"
+        )
         kind = 0 if refusal is None else (1 if isinstance(refusal, NeedsHaloError) else 2)
         values = [digest(text), kind, *map(int, flags), *map(int, per_edge)]
         mine = Offer() if structure is None else make_offer(candidate, structure, bool(needs_grad))
@@ -118,7 +119,7 @@ def settle(
 
 
 def _probe(
-    program: Program, edges: EdgeShards, num_own_src: int, needs_grad: set[str]
+    program: Program, edges: EdgeShards, num_own_src: int, needs_grad: set[Key]
 ) -> tuple[Structure | None, RefusedError | None]:
     try:
         structure = probe(program, edges, num_own_src, needs_grad)

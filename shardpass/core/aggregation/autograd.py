@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardpass.core.aggregation.attention import attention_gradients, run_attention
-from shardpass.core.aggregation.backward import Results, run_backward
+from shardpass.core.aggregation.backward import run_backward
 from shardpass.core.aggregation.call import Call, Operands
 from shardpass.core.aggregation.forward import ForwardResult, run_forward
 from shardpass.core.aggregation.gradients import Gradients, needed_values, zero_gradients
 from shardpass.core.aggregation.pull import pull_attention, pull_copies
-from shardpass.core.ranks import end_call, refuse_double_backward
+from shardpass.core.ranks import end_call, refuse_double_backward, torch_private
 from shardpass.core.tracing import Program
 
 
@@ -24,32 +24,15 @@ def run_call(call: Call, program: Program, token: Tensor) -> list[Tensor]:
         program: with its tensors.
         token: that `begin_call` gave.
     """
+    inputs = program.inputs
     *outputs, last = _ShardedCall.apply(
         call,
         token,
-        *(program.src[name] for name in call.src_names),
-        *(program.dst[name] for name in call.dst_names),
-        *(program.edge[name] for name in call.edge_names),
+        *(inputs[key] for key in call.keys),
         *call.captured,
     )
     end_call(call.plan.comm, last)
     return outputs
-
-
-class _Layout(NamedTuple):
-    """What stands where among the tensors that autograd saves: the token, then these.
-
-    Args:
-        num_inputs: inputs of the function.
-        values: the reductions whose value is saved.
-        states: the reductions whose state is saved, and how many tensors each has.
-        kept: the names of the sources whose fetched rows are saved, one tensor per round.
-    """
-
-    num_inputs: int
-    values: list[int]
-    states: list[tuple[int, int]]
-    kept: list[str]
 
 
 class _ShardedCall(torch.autograd.Function):
@@ -89,17 +72,12 @@ class _ShardedCall(torch.autograd.Function):
             by_reduction = {k: g for k, g in enumerate(grads[:-1]) if g is not None}
         found = zero_gradients(call, operands, by_reduction, grad_edges)
         _add_gradients(call, operands, results, found)
-        of_inputs: list[Tensor | None] = [
-            *(found.found(f"s:{name}") for name in call.src_names),
-            *(found.found(f"d:{name}") for name in call.dst_names),
-            *(found.found(f"e:{name}") for name in call.edge_names),
-            *found.captures,
-        ]
+        of_inputs = [*(found.found(key) for key in call.keys), *found.captures]
         needed = ctx.needs_input_grad[2:]
         return (None, torch.zeros_like(token), *(g if need else None for g, need in zip(of_inputs, needed)))
 
 
-def _add_gradients(call: Call, operands: Operands, results: Results, into: Gradients) -> None:
+def _add_gradients(call: Call, operands: Operands, results: ForwardResult, into: Gradients) -> None:
     """Run backward in the way that was chosen. Collective."""
     structure, attention = call.structure, call.structure.attention
     if not structure.differentiable:
@@ -117,33 +95,19 @@ def _add_gradients(call: Call, operands: Operands, results: Results, into: Gradi
 def _save(
     ctx: Any, call: Call, token: Tensor, tensors: tuple[Tensor, ...], operands: Operands, result: ForwardResult
 ) -> None:
-    values, states = needed_values(call)
-    kept = sorted(operands.kept)
     inputs = tensors
     if not call.reads_sources_again:  # then their shapes will do
-        count = len(call.src_names)
+        count = sum(key.side == "src" for key in call.keys)
         inputs = (*(t.new_empty(()).expand(t.shape) for t in tensors[:count]), *tensors[count:])
-    ctx.layout = _Layout(len(inputs), values, [(k, len(result.states[k])) for k in states], kept)
-    ctx.save_for_backward(
-        token,
-        *inputs,
-        *(result.values[k] for k in values),
-        *(part for k in states for part in result.states[k]),
-        *(rows for name in kept for rows in operands.kept[name]),
-    )
+    values, states = needed_values(call)
+    found = {k: result.values[k] for k in values}, {k: result.states[k] for k in states}
+    saved, ctx.layout = torch_private.tree_flatten((token, inputs, *found, operands.kept))
+    ctx.save_for_backward(*saved)
 
 
-def _saved(ctx: Any) -> tuple[Tensor, Operands, Results]:
-    call, layout = ctx.call, ctx.layout
-    saved = iter(ctx.saved_tensors)  # before communicating: a checkpoint recomputes, and communicates, here
-
-    def take(count: int) -> list[Tensor]:
-        return [next(saved) for _ in range(count)]
-
-    (token,) = take(1)
-    operands = call.operands(take(layout.num_inputs))
-    values = dict(zip(layout.values, take(len(layout.values))))
-    states = {k: take(size) for k, size in layout.states}
-    num_rounds = len(call.plan.blocks) - 1
-    operands.kept.update({name: take(num_rounds) for name in layout.kept})
-    return token, operands, Results(values, states)
+def _saved(ctx: Any) -> tuple[Tensor, Operands, ForwardResult]:
+    saved = list(ctx.saved_tensors)  # before communicating: a checkpoint recomputes, and communicates, here
+    token, inputs, values, states, kept = torch_private.tree_unflatten(saved, ctx.layout)
+    operands = ctx.call.operands(inputs)
+    operands.kept.update(kept)
+    return token, operands, ForwardResult(values, states)

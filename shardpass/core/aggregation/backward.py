@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from torch import Tensor
 
 from shardpass.core.aggregation.call import Call, EdgePiece, Operands
-from shardpass.core.aggregation.forward import ONLY
+from shardpass.core.aggregation.forward import ONLY, ForwardResult
 from shardpass.core.aggregation.gradients import Gradients, Returned, is_linear
 from shardpass.core.aggregation.rerun import GradientRun
 from shardpass.core.kernels import edge_dot, gather_extremum_transposed, gather_sum_transposed
 from shardpass.core.sharding import Chunk, Shard, Transposes
-from shardpass.core.tracing import KERNEL_FORMS, REDUCERS, Base, Extremum, Reduction, State, StopPass
+from shardpass.core.tracing import KERNEL_FORMS, REDUCERS, Base, Extremum, Key, Reduction, StopPass
 
 
-class Results(NamedTuple):
-    """What forward found of the reductions that backward reads, by their number.
-
-    Args:
-        values: ``[num_dst, ...]`` each.
-        states: of the reducers.
-    """
-
-    values: dict[int, Tensor]
-    states: dict[int, State]
-
-
-def run_backward(call: Call, operands: Operands, results: Results, gradients: Gradients) -> None:
+def run_backward(call: Call, operands: Operands, results: ForwardResult, gradients: Gradients) -> None:
     """Add the gradients of all inputs to `gradients`. Collective: every rank runs it, whatever its own loss reached.
 
     Gradients of source rows arrive from all ranks and are whole; those of captures are this rank's share.
@@ -50,7 +36,7 @@ class _KernelPass:
     """One walk over the blocks for reductions of copies of source rows: transposed kernels give their gradients."""
 
     def __init__(
-        self, call: Call, operands: Operands, results: Results, members: list[int], gradients: Gradients
+        self, call: Call, operands: Operands, results: ForwardResult, members: list[int], gradients: Gradients
     ) -> None:
         self.call, self.operands, self.values, self.gradients = call, operands, results.values, gradients
         self.reductions = {k: call.structure.reductions[k] for k in members}
@@ -58,7 +44,7 @@ class _KernelPass:
         self.writes_first, self.transposes = is_linear(call), call.plan.comm.caches.of(Transposes)
         self.written: set[str] = set()
 
-    def _share(self, k: int, reduction: Reduction, results: Results) -> Tensor | None:
+    def _share(self, k: int, reduction: Reduction, results: ForwardResult) -> Tensor | None:
         """What each tie of an extremum gets of the gradient; `None` for sums."""
         reducer = REDUCERS[reduction.op]
         if not isinstance(reducer, Extremum):
@@ -111,7 +97,7 @@ class _KernelPass:
             return
         num_heads = self.operands.edge[reduction.weight].shape[1:].numel()
         found = edge_dot(shard, rows[reduction.source], self.gradients.reductions[k], max_edges, num_heads)
-        into = self.gradients.of_edges(reduction.weight)
+        into = self.gradients.touch(Key("edge", reduction.weight))
         old = shard.select(into)
         shard.put(into, old + found.reshape(old.shape))
 
@@ -123,7 +109,7 @@ class _MessagePass:
         self,
         call: Call,
         operands: Operands,
-        results: Results,
+        results: ForwardResult,
         members: list[int],
         depth: int,
         to_edges: bool,

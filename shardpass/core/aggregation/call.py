@@ -12,22 +12,20 @@ from torch import Tensor
 
 from shardpass.core.aggregation.out_edges import OutEdges
 from shardpass.core.exchange import HaloPlan, WalkId, fetch_blocks
+from shardpass.core.kernels import EdgeRun
 from shardpass.core.ranks import piece_seed, replayed
 from shardpass.core.sharding import Chunk, CopyStreams, EdgeShards, Shard, StreamedShards, to_device
-from shardpass.core.tracing import Inputs, Program, Structure
+from shardpass.core.tracing import Inputs, Key, Program, Sides, Structure
 
 
 @dataclass
-class Operands:
+class Operands(Sides):
     """The tensors of a call, detached. Forward and backward compute from them.
 
     Attributes:
         kept: fetched rows by name, one tensor per round, where the mode keeps them for another pass.
     """
 
-    src: dict[str, Tensor]
-    dst: dict[str, Tensor]
-    edge: dict[str, Tensor]
     captures: list[Tensor]
     kept: dict[str, list[Tensor]] = field(default_factory=dict)
 
@@ -54,9 +52,9 @@ class EdgePiece(NamedTuple):
         return cls(shard.src_rows[span], shard.dst_rows(chunk), slice(chunk.low, chunk.high), shard.places(span))
 
     @classmethod
-    def of_run(cls, shard: Shard, src_rows: Tensor, dst_rows: Tensor, positions: slice | Tensor) -> EdgePiece:
-        """The edges at `positions` of a shard, with all destinations of the rank."""
-        return cls(src_rows, dst_rows, slice(0, shard.num_dst), shard.places(positions))
+    def of_run(cls, shard: Shard, run: EdgeRun) -> EdgePiece:
+        """The edges of a run, with all destinations of the rank."""
+        return cls(run.src_rows, run.dst_rows, slice(0, shard.num_dst), shard.places(run.positions))
 
 
 @dataclass
@@ -69,8 +67,8 @@ class Call:
         structure: what the message function computes, agreed by all ranks.
         number: of the call, the same on every rank.
         canonical: source name -> the name under which the same tensor is fetched.
-        dst_names, edge_names: of the destination and edge tensors, sorted.
-        gradients: the inputs (``"s:x"``, ``"d:x"``, ``"e:w"``) that require grad on some rank.
+        keys: of the inputs, in the order in which autograd is given them. Equal source tensors come once.
+        gradients: the inputs that require grad on some rank.
         captured: the captured tensors themselves, which are substituted when the message function runs again.
         seed: of the random numbers of this call.
         pull: the out-edges over which backward pulls, or `None` where it pushes.
@@ -87,9 +85,8 @@ class Call:
     structure: Structure
     number: int
     canonical: dict[str, str]
-    dst_names: list[str]
-    edge_names: list[str]
-    gradients: frozenset[str]
+    keys: list[Key]
+    gradients: frozenset[Key]
     captured: list[Tensor]
     seed: int
     pull: OutEdges | None = None
@@ -107,11 +104,6 @@ class Call:
         return self.program.streamed_to
 
     @property
-    def src_names(self) -> list[str]:
-        """Source tensors that are fetched under their own name, sorted."""
-        return sorted(set(self.canonical.values()))
-
-    @property
     def reads_sources_again(self) -> bool:
         """Whether backward reads source rows. Sums of copies, or of rows times constants, do not need them."""
         structure = self.structure
@@ -119,7 +111,7 @@ class Call:
             return True
         linear = [r for r in structure.reductions if r.form in ("copy", "scale")]
         others = [r for r in structure.reductions if r.differentiable and r.form not in ("copy", "scale")]
-        return bool(others) or any(r.differentiable and f"e:{r.weight}" in self.gradients for r in linear)
+        return bool(others) or any(r.differentiable and Key("edge", r.weight) in self.gradients for r in linear)
 
     @property
     def keeps_rows(self) -> bool:
@@ -133,17 +125,11 @@ class Call:
         return found if self.streamed_to is None else to_device(found, self.streamed_to)
 
     def operands(self, tensors: Sequence[Tensor]) -> Operands:
-        """The inputs of the autograd function (sources, destinations, edges, captures, in order of name), detached."""
+        """The inputs of the autograd function, detached: those of `keys`, then the captures."""
         detached = [t.detach() for t in tensors]
-        a = len(self.src_names)
-        b, c = a + len(self.dst_names), a + len(self.dst_names) + len(self.edge_names)
-        own = dict(zip(self.src_names, detached[:a]))
-        return Operands(
-            src={name: own[canonical] for name, canonical in self.canonical.items()},
-            dst=dict(zip(self.dst_names, detached[a:b])),
-            edge=dict(zip(self.edge_names, detached[b:c])),
-            captures=detached[c:],
-        )
+        own = Sides.of(zip(self.keys, detached))
+        src = {name: own.src[canonical] for name, canonical in self.canonical.items()}
+        return Operands(src, own.dst, own.edge, captures=detached[len(self.keys) :])
 
     def next_walk(self) -> WalkId:
         """Identity of the next walk over the rounds."""
@@ -191,20 +177,26 @@ class Call:
         following dependences cannot go unnoticed.
         """
 
-        def given(key: str, tensor: Tensor) -> Tensor:
+        def given(key: Key, tensor: Tensor) -> Tensor:
             is_leaf = leaves and key in self.gradients and tensor.is_floating_point()
             return tensor.detach().requires_grad_() if is_leaf else tensor
 
         src = {}
         for name, tensor in operands.src.items():
             if name in rows:
-                src[name] = given(f"s:{name}", rows[name].index_select(0, piece.src_rows))
+                src[name] = given(Key("src", name), rows[name].index_select(0, piece.src_rows))
             else:
                 filler = float("nan") if tensor.is_floating_point() else 0
                 one = tensor.new_full((1, *tensor.shape[1:]), filler)
                 src[name] = one.expand(piece.src_rows.numel(), *tensor.shape[1:])
-        dst = {n: given(f"d:{n}", t[piece.window].index_select(0, piece.dst_rows)) for n, t in operands.dst.items()}
-        edge = {n: given(f"e:{n}", self._edge_rows(t, piece.places)) for n, t in operands.edge.items()}
+        dst = {
+            name: given(Key("dst", name), tensor[piece.window].index_select(0, piece.dst_rows))
+            for name, tensor in operands.dst.items()
+        }
+        edge = {
+            name: given(Key("edge", name), self._edge_rows(tensor, piece.places))
+            for name, tensor in operands.edge.items()
+        }
         return Inputs(src, dst, edge, piece.dst_rows, piece.window.stop - piece.window.start)
 
     def _edge_rows(self, edge_tensor: Tensor, places: slice | Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from shardpass.core.aggregation.pull import choose_pull, known_out_edges, mix_of
 from shardpass.core.exchange import HaloPlan
 from shardpass.core.ranks import digest, draw_seed
 from shardpass.core.sharding import EdgeShards
-from shardpass.core.tracing import Program, Structure
+from shardpass.core.tracing import Key, Program, Structure
 
 
 class OwnOffer:
@@ -46,7 +46,7 @@ class Way:
         program: with the tensors that it reads.
         call: what is to be computed.
         weight: the linear map that is still to be applied to the result, or `None`.
-        only_scales: the node part does no more than scale the sum; a linear map was given.
+        only_scales: the node function does no more than scale the sum; a linear map was given.
         sums: the results, where all ranks have kept them, or `None`.
     """
 
@@ -98,12 +98,12 @@ def constant_sums(plan: HaloPlan) -> ConstantSums:
 
 
 def _call_of(
-    program: Program, plan: HaloPlan, edges: EdgeShards, structure: Structure, number: int, gradients: frozenset[str]
+    program: Program, plan: HaloPlan, edges: EdgeShards, structure: Structure, number: int, gradients: frozenset[Key]
 ) -> Call:
     first: dict[int, str] = {}
     canonical = {name: first.setdefault(id(program.src[name]), name) for name in sorted(program.src)}
-    used = structure.sources_of(list(range(len(structure.reductions))), with_edges=True)
-    unused = set(canonical.values()) - {canonical[name] for name in used}
+    read = {canonical[name] for name in structure.sources}
+    unused = {Key("src", name) for name in canonical.values() if name not in read}
     seed = program.seed
     if seed is None:
         seed = draw_seed(plan.comm) if structure.random or structure.drops else number
@@ -114,9 +114,8 @@ def _call_of(
         structure=structure,
         number=number,
         canonical=canonical,
-        dst_names=sorted(program.dst),
-        edge_names=sorted(program.edge),
-        gradients=gradients - {f"s:{name}" for name in unused},  # they get none, as in plain autograd: not zeros
+        keys=[key for key, _ in program.inputs.items() if key.side != "src" or canonical[key.name] == key.name],
+        gradients=gradients - unused,  # they get none, as in plain autograd: not zeros
         captured=list(structure.captures),
         seed=seed,
     )

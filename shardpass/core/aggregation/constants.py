@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardpass.core.ranks import torch_private
 from shardpass.core.sharding import EdgeShards
-from shardpass.core.tracing import Program, Structure
+from shardpass.core.tracing import Key, Program, Structure
 
 MOST_KEPT = 2  # calls; the least recently used goes first
 
@@ -24,7 +24,7 @@ MOST_KEPT = 2  # calls; the least recently used goes first
 class _Kept:
     """One call: its inputs at their versions, its edges, its structure in words, its results once it came again."""
 
-    inputs: list[tuple[str, weakref.ref[Tensor], int]]
+    inputs: list[tuple[Key, weakref.ref[Tensor], int]]
     edges: weakref.ref[EdgeShards]
     described: str
     values: dict[int, Tensor] = field(default_factory=dict)
@@ -102,9 +102,8 @@ def is_constant(program: Program, structure: Structure) -> bool:
     return all(r.form in ("copy", "scale", "ones") for r in structure.reductions)
 
 
-def _inputs(program: Program) -> dict[str, Tensor]:
-    kinds = (("s", program.src), ("d", program.dst), ("e", program.edge))
-    return {f"{kind}:{name}": tensor for kind, tensors in kinds for name, tensor in sorted(tensors.items())}
+def _inputs(program: Program) -> dict[Key, Tensor]:
+    return dict(program.inputs.items())
 
 
 def _checksum(tensor: Tensor) -> int:

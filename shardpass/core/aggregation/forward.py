@@ -19,7 +19,7 @@ ONLY = slice(0, 1)  # the one row of a reduction over all edges
 
 @dataclass
 class ForwardResult:
-    """What forward found.
+    """What forward found; in backward, as much of it as backward reads.
 
     Attributes:
         values, states: of the reductions by their number, ``[num_dst, ...]`` each.

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from shardpass.core.aggregation.call import Call, Operands
 from shardpass.core.exchange import GradientReturn
-from shardpass.core.tracing import REDUCERS
+from shardpass.core.tracing import REDUCERS, Key, Sides
 
 
 @dataclass
-class Gradients:
+class Gradients(Sides):
     """The gradients of a call's inputs, added up during backward.
 
     Attributes:
@@ -27,39 +27,29 @@ class Gradients:
         ran: whether this rank had edges to go over.
     """
 
-    src: dict[str, Tensor]
-    dst: dict[str, Tensor]
-    edge: dict[str, Tensor]
     captures: list[Tensor | None]
     reductions: dict[int, Tensor]
     edges: Tensor | None
     reached: set[int]
-    touched: set[str] = field(default_factory=set)
+    touched: set[Key] = field(default_factory=set)
     ran: bool = False
 
-    def of_edges(self, name: str) -> Tensor:
-        """The gradient of an edge tensor, to be added to."""
-        self.touched.add(f"e:{name}")
-        return self.edge[name]
-
-    def of_dst(self, name: str) -> Tensor:
-        """The gradient of a destination tensor, to be added to."""
-        self.touched.add(f"d:{name}")
-        return self.dst[name]
+    def touch(self, key: Key) -> Tensor:
+        """The gradient of a destination or edge input, to be added to."""
+        self.touched.add(key)
+        return self[key]
 
     def add_capture(self, number: int, part: Tensor) -> None:
         """Add to the gradient of a captured tensor, in its shape."""
         old = self.captures[number]
         self.captures[number] = part if old is None else old + part
 
-    def found(self, key: str) -> Tensor | None:
-        """The gradient of an input (``"s:x"``, ``"d:x"``, ``"e:w"``); `None` where none is needed or none arrived."""
-        kind, name = key[0], key[2:]
-        gradient = {"s": self.src, "d": self.dst, "e": self.edge}[kind].get(name)
-        if gradient is None:
+    def found(self, key: Key) -> Tensor | None:
+        """The gradient of an input; `None` where none is needed or none arrived."""
+        if key not in self:
             return None
-        is_reached = bool(self.reached) or self.edges is not None
-        if kind == "s":  # other ranks may have sent some
+        gradient, is_reached = self[key], bool(self.reached) or self.edges is not None
+        if key.side == "src":  # other ranks may have sent some
             return gradient if is_reached or gradient.any() else None
         return gradient if key in self.touched or (is_reached and not self.ran) else None
 
@@ -88,8 +78,7 @@ def is_linear(call: Call) -> bool:
         not structure.edge_output
         and structure.max_depth == 0
         and all(r.form in ("copy", "scale") for r in differentiable)
-        and sources
-        == {call.canonical[name] for name in call.canonical if f"s:{call.canonical[name]}" in call.gradients}
+        and sources == {name for name in call.canonical.values() if Key("src", name) in call.gradients}
     )
 
 
@@ -97,16 +86,7 @@ def zero_gradients(
     call: Call, operands: Operands, grad_reductions: dict[int, Tensor], grad_edges: Tensor | None
 ) -> Gradients:
     """Where backward adds: zeros for each input that needs a gradient, and the gradients of the outputs."""
-
-    def zeros(kind: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        make = torch.empty_like if kind == "s" and is_linear(call) else torch.zeros_like
-        return {
-            name: make(t, memory_format=torch.contiguous_format)
-            for name, t in tensors.items()
-            if f"{kind}:{name}" in call.gradients
-        }
-
-    structure = call.structure
+    structure, linear = call.structure, is_linear(call)
     alone = structure.max_depth == 0 or structure.attention is not None
     reductions = {}
     for k, reduction in enumerate(structure.reductions):
@@ -117,10 +97,14 @@ def zero_gradients(
         else:
             shape = (1, 2) if REDUCERS[reduction.op].is_global else (call.edges.num_dst,)
             reductions[k] = torch.zeros((*shape, *reduction.tail), dtype=reduction.dtype, device=call.plan.comm.device)
+    needed = [key for key in call.keys if key in call.gradients]
+    makers = [torch.empty_like if linear and key.side == "src" else torch.zeros_like for key in needed]
+    contiguous = torch.contiguous_format
+    zeros = Sides.of((key, make(operands[key], memory_format=contiguous)) for key, make in zip(needed, makers))
     return Gradients(
-        src={n: t for n, t in zeros("s", operands.src).items() if call.canonical[n] == n},
-        dst=zeros("d", operands.dst),
-        edge=zeros("e", operands.edge),
+        src=zeros.src,
+        dst=zeros.dst,
+        edge=zeros.edge,
         captures=[None] * len(operands.captures),
         reductions=reductions,
         edges=grad_edges,

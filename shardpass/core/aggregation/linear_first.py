@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardpass.core.tracing import Program, Structure
+from shardpass.core.tracing import Key, Program, Structure
 
 
 def describe_map(weight: Tensor | None) -> str:
@@ -21,12 +21,12 @@ def describe_map(weight: Tensor | None) -> str:
 
 
 def transformed_first(
-    program: Program, structure: Structure, gradients: frozenset[str], weight: Tensor, keeps_sums: bool
-) -> tuple[Program, Structure, frozenset[str]] | None:
+    program: Program, structure: Structure, gradients: frozenset[Key], weight: Tensor, keeps_sums: bool
+) -> tuple[Program, Structure, frozenset[Key]] | None:
     """The program with `weight` applied to its source rows, its structure and gradients; `None` if not cheaper.
 
-    The caller knows that the node part does no more than scale rows. With the map first, narrower rows travel, and the
-    sum need not be saved for the gradient of `weight`, which becomes the gradient of a map of the own rows.
+    The caller knows that the node function does no more than scale rows. With the map first, narrower rows travel, and
+    the sum need not be saved for the gradient of `weight`, which becomes the gradient of a map of the own rows.
 
     Args:
         gradients: the inputs that need gradients on some rank, agreed by all.
@@ -41,13 +41,17 @@ def transformed_first(
     name = reduction.source
     if reduction.op != "sum" or reduction.base.value or reduction.form not in ("copy", "scale"):
         return None
-    if reduction.tail != (in_channels,) or out_channels > in_channels or (keeps_sums and f"s:{name}" not in gradients):
+    if (
+        reduction.tail != (in_channels,)
+        or out_channels > in_channels
+        or (keeps_sums and Key("src", name) not in gradients)
+    ):
         return None
     rows, message = program.src[name], structure.message
     if rows.dtype != weight.dtype or torch.is_autocast_enabled(rows.device.type):
         return None
     if torch.is_grad_enabled() and weight.requires_grad:
-        gradients |= {f"s:{name}"}
+        gradients |= {Key("src", name)}
         reduction = replace(reduction, differentiable=True)
     reductions = list(structure.reductions)
     reductions[k] = replace(reduction, tail=(out_channels,))

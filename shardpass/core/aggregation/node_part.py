@@ -1,4 +1,4 @@
-"""The node part of a message function: what it makes of the finished reductions, as ordinary autograd."""
+"""The node function of a program: what it makes of the finished reductions, as ordinary autograd."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from shardpass.core.tracing import Base, EdgeTrace, Program, sample_inputs
 
 
 def run_node_part(program: Program, call: Call, outputs: list[Tensor], only_scales: bool) -> Tensor:
-    """What the node part of `program` makes of the reductions `outputs`, ``[num_dst, ...]``.
+    """What the node function of `program` makes of the reductions `outputs`, ``[num_dst, ...]``.
 
     It sees one made-up edge, so that code which branches on there being none behaves as usual. On a rank without
     destinations there is none for that edge to end in.
 
     Args:
         program: with its tensors.
-        only_scales: the node part does no more than divide the sum that a scatter returns.
+        only_scales: the node function does no more than divide the sum that a scatter returns.
     """
     assert program.aggregate is not None
     with torch.no_grad():
@@ -32,7 +32,7 @@ def run_node_part(program: Program, call: Call, outputs: list[Tensor], only_scal
 
 
 class _NodePhase:
-    """Gives the finished reductions, connected to autograd, to the node part."""
+    """Gives the finished reductions, connected to autograd, to the node function."""
 
     def __init__(self, outputs: list[Tensor], num_dst: int) -> None:
         self.num_dst, self.offset, self.whole_dst = num_dst, 0, num_dst

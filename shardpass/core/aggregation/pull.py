@@ -27,16 +27,12 @@ from shardpass.core.kernels import (
     Outer,
     RowRun,
     ScoreGradients,
-    adjoint,
-    edge_scores,
-    edge_scores_adjoint,
     fused,
     gather_sum,
-    softmax_weights,
 )
 from shardpass.core.ranks import digest
 from shardpass.core.sharding import EdgeShards, Shard
-from shardpass.core.tracing import Attention, MixedScore, Program, Structure
+from shardpass.core.tracing import Attention, Key, MixedScore, Program, Structure
 
 
 @dataclass(frozen=True)
@@ -98,7 +94,7 @@ def _widths(call: Call, program: Program) -> Widths | None:
     def width(tensor: Tensor) -> int:
         return Packing([tensor], plan.options.wire_dtype).row_bytes[0]
 
-    wanted = {key[2:] for key in call.gradients if key.startswith("s:")}
+    wanted = {key.name for key in call.gradients if key.side == "src"}
     attention = structure.attention
     if attention is None:
         names = _copied(call)
@@ -116,7 +112,7 @@ def _widths(call: Call, program: Program) -> Widths | None:
     pushed = sum(width(program.src[name]) * ((not keeps) + (name in wanted)) for name in fetched)
     score = program.dst[attention.score.destination]
     per_head = attention.heads * output.dtype.itemsize
-    returned = width(score) if f"d:{attention.score.destination}" in call.gradients else 0
+    returned = width(score) if Key("dst", attention.score.destination) in call.gradients else 0
     value = width(program.src[attention.value])
     return Widths(pushed, value + 2 * per_head + width(score) + returned)
 
@@ -124,7 +120,7 @@ def _widths(call: Call, program: Program) -> Widths | None:
 def _copied(call: Call) -> list[str]:
     """The sources of copies that need gradients, by the names under which they are fetched, sorted."""
     names = {call.canonical[r.source] for r in call.structure.reductions if r.differentiable and r.form == "copy"}
-    return sorted(name for name in names if f"s:{name}" in call.gradients)
+    return sorted(name for name in names if Key("src", name) in call.gradients)
 
 
 def _out_edges(call: Call) -> tuple[HaloPlan, EdgeShards]:
@@ -162,15 +158,15 @@ def pull_attention(
 ) -> None:
     """Add the gradients of an attention to `gradients`, for scores in closed form without dropout. Collective."""
     assert attention.score is not None
-    name = attention.score.destination
+    key = Key("dst", attention.score.destination)
     reverse, edges = _out_edges(call)
     grad, delta = gradient_and_delta(call, attention, out, gradients)
     reached = attention.output in gradients.reached
     log_sum = log_sum.view_as(delta) if reached else torch.full_like(delta, float("inf"))  # all weights are 0
     side = _SourceSide(call, operands, attention, gradients)
-    published = [grad, delta, log_sum, operands.dst[name].reshape(-1, *side.tail)]
+    published = [grad, delta, log_sum, operands[key].reshape(-1, *side.tail)]
     to_dst = torch.zeros_like(published[-1], memory_format=torch.contiguous_format)
-    returned = GradientReturn(reverse, [to_dst] if name in gradients.dst else [], call.next_walk())
+    returned = GradientReturn(reverse, [to_dst] if key in gradients else [], call.next_walk())
     for position, _, rows in fetch_blocks(reverse, published, call.next_walk()):
         into = [to_dst] if position == 0 else returned.buffers(position)
         if edges.shards[position].num_edges and not bool((rows[2] == float("inf")).all()):
@@ -181,8 +177,8 @@ def pull_attention(
     side.finish()
     if reached and any(shard.num_edges for shard in call.edges.shards):
         gradients.ran = True
-        if name in gradients.dst:
-            gradients.of_dst(name).add_(to_dst.view_as(gradients.dst[name]))
+        if key in gradients:
+            gradients.touch(key).add_(to_dst.view_as(gradients[key]))
 
 
 class _SourceSide:
@@ -225,13 +221,7 @@ class _SourceSide:
             run = RowRun(shard.indptr, chunk, shard.src_rows[span], span)
             of = ClosedScores(self.score, self.of_source, of_dst.contiguous(), self.mix, None)
             into = ScoreGradients(self._grad_source, to_dst, self._grad_mix)
-            if self.in_one_loop:
-                fused.adjoint(run, of, self.values, outer, self._grad_values, into)
-                continue
-            edges = run.by_source()
-            weights = softmax_weights(edges, edge_scores(edges, of), outer.log_sum)
-            relative = adjoint(edges, weights, self.values, None, outer, self._grad_values)
-            edge_scores_adjoint(edges, of, weights, relative, into)
+            fused.adjoint(run, of, self.values, outer, self._grad_values, into)
 
     def finish(self) -> None:
         """Add the gradient of what mixes scores, as far as it comes from this rank's out-edges."""

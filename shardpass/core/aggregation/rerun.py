@@ -11,7 +11,7 @@ from torch import Tensor
 from shardpass.core.aggregation.call import Call, EdgePiece, Operands
 from shardpass.core.aggregation.gradients import Gradients
 from shardpass.core.sharding import to_host
-from shardpass.core.tracing import EdgeTrace, Inputs, Phase, StopPass
+from shardpass.core.tracing import EdgeTrace, Inputs, Key, Phase, StopPass
 
 MakeGenerator = Callable[[], torch.Generator]
 
@@ -41,7 +41,7 @@ def run_again(
     substitutes: dict[int, Tensor] | None = None,
     expected: set[int] | None = None,
 ) -> Run:
-    """Run the message function and the node part of `call` on `inputs`, until `phase` stops them.
+    """Run the message function and the node function of `call` on `inputs`, until `phase` stops them.
 
     Args:
         phase: what reductions become.
@@ -78,7 +78,7 @@ class GradientRun:
         """Run it; what `phase` notes hangs on the leaves afterwards."""
         captured, inputs = self.call.captured, self.inputs
         substitutes = {id(original): leaf for original, leaf in zip(captured, self._captures)}
-        expected = {id(t) for group in (inputs.src, inputs.dst, inputs.edge) for t in group.values()}
+        expected = {id(t) for _, t in inputs.items()}
         expected |= {id(t) for t in (*self._captures, *captured)}
         with torch.enable_grad():
             return run_again(self.call, inputs, phase, place, generator, substitutes, expected)
@@ -100,29 +100,28 @@ class GradientRun:
             gradients: where the gradients of all other inputs are added.
             others: leaves that the phase made.
         """
-        sides = (("s", self.inputs.src), ("d", self.inputs.dst), ("e", self.inputs.edge))
-        targets = [(side, name, t) for side, tensors in sides for name, t in tensors.items() if t.requires_grad]
+        targets = [(key, t) for key, t in self.inputs.items() if t.requires_grad]
         captures = [*enumerate(self._captures)]
         # The originals as well: paths that bypass the trace (custom Functions, TorchScript) reach those.
         captures += [(i, t) for i, t in enumerate(self.call.captured) if t.requires_grad]
-        leaves = [*others, *(t for *_, t in targets), *(t for _, t in captures)]
+        leaves = [*others, *(t for _, t in targets), *(t for _, t in captures)]
         if not outputs or not leaves:
             return [None] * len(others)
         all_found = torch.autograd.grad(list(outputs), leaves, list(cotangents), allow_unused=True)
         of_others, found = all_found[: len(others)], all_found[len(others) :]
-        for (side, name, _), part in zip(targets, found):
+        for (key, _), part in zip(targets, found):
             if part is not None:
-                self._add(side, name, part, into, gradients)
+                self._add(key, part, into, gradients)
         for (number, _), part in zip(captures, found[len(targets) :]):
             if part is not None:
                 gradients.add_capture(number, part)
         return of_others
 
-    def _add(self, side: str, name: str, part: Tensor, into: dict[str, Tensor], gradients: Gradients) -> None:
-        if side == "s":
-            into[name].index_add_(0, self.piece.src_rows, part)
-        elif side == "d":
-            gradients.of_dst(name)[self.piece.window].index_add_(0, self.piece.dst_rows, part)
+    def _add(self, key: Key, part: Tensor, into: dict[str, Tensor], gradients: Gradients) -> None:
+        if key.side == "src":
+            into[key.name].index_add_(0, self.piece.src_rows, part)
+        elif key.side == "dst":
+            gradients.touch(key)[self.piece.window].index_add_(0, self.piece.dst_rows, part)
         else:
             part = part if self.call.streamed_to is None else to_host(part)
-            gradients.of_edges(name)[self.piece.places] += part  # each edge stands there once
+            gradients.touch(key)[self.piece.places] += part  # each edge stands there once

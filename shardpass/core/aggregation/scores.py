@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -13,35 +12,28 @@ from shardpass.core.aggregation.gradients import Gradients
 from shardpass.core.aggregation.rerun import GradientRun, run_again
 from shardpass.core.kernels import (
     ClosedScores,
-    EdgeRun,
     Outer,
     RowRun,
     ScoreGradients,
     SoftmaxState,
     accumulate,
     adjoint,
-    edge_scores,
-    edge_scores_adjoint,
     fused,
-    softmax_weights,
 )
 from shardpass.core.sharding import Shard
-from shardpass.core.tracing import Attention, Base, MixedScore, Score, StopPass
+from shardpass.core.tracing import Attention, Base, Key, MixedScore, Score, StopPass
 from shardpass.errors import InternalError
 
 Rows = dict[str, Tensor]
-Adjoint = Callable[[Tensor, Rows, Gradients], None]
-"""Takes the gradient of a chunk's scores divided by their weights, and where the gradients of the block's rows, and
-all others, are added up."""
 
 
 class Piece(NamedTuple):
-    """A run of edges of a shard, and what they read.
+    """A chunk of edges of a shard, and what they read.
 
     Args:
         rows: of the block, by name.
         values: what is summed, ``[block rows, heads, width]``.
-        kept: the factors by which dropout multiplies the weights, ``[edges of the run, heads]``, or `None`.
+        kept: the factors by which dropout multiplies the weights, ``[edges of the chunk, heads]``, or `None`.
     """
 
     shard: Shard
@@ -57,11 +49,11 @@ class Scores(Protocol):
     in_one_loop: bool  # no tensor has a row per edge, so edges need not be cut into chunks
 
     def accumulate(self, state: SoftmaxState, piece: Piece) -> None:
-        """Take a run of edges, in order of their destination, into `state`; see `kernels.accumulate`."""
+        """Take a chunk of edges, in order of their destination, into `state`; see `kernels.accumulate`."""
         ...
 
     def adjoint(self, piece: Piece, outer: Outer, grad_values: Tensor, into: Rows, gradients: Gradients) -> None:
-        """Add the gradients of a run of edges, by source, to those of values and of the scores' inputs."""
+        """Add the gradients of a chunk of edges, by source, to those of values and of the scores' inputs."""
         ...
 
 
@@ -70,126 +62,76 @@ def scores_of(call: Call, operands: Operands, attention: Attention) -> Scores:
     form, mix = attention.score, call.structure.mix
     if form is None:
         return _FromMessages(call, operands, attention)
-    tensors = operands.src[attention.value], operands.src[form.source], operands.dst[form.destination], mix
-    is_fused = fused.handles(*tensors)
-    return (_Fused if is_fused else _ClosedForm)(operands, form, attention.heads, mix)
+    return _ClosedForm(operands, attention, form, mix)
 
 
-class _InSteps:
-    """Attention in steps with a tensor per chunk between them: scores, weights, weighted sum."""
-
-    in_one_loop = False
-
-    def forward(self, shard: Shard, run: EdgeRun, rows: Rows) -> Tensor:
-        """The scores of a chunk, ``[edges of the chunk, heads]``; the caller may overwrite them."""
-        raise NotImplementedError
-
-    def weights(self, shard: Shard, run: EdgeRun, rows: Rows, log_sum: Tensor) -> tuple[Tensor, Adjoint]:
-        """``exp(score - log_sum)`` of a chunk's edges, and what adds the gradient of the scores to the inputs'."""
-        raise NotImplementedError
-
-    def accumulate(self, state: SoftmaxState, piece: Piece) -> None:
-        edges = piece.run.by_destination()
-        accumulate(state, edges, self.forward(piece.shard, edges, piece.rows), piece.values, piece.kept)
-
-    def adjoint(self, piece: Piece, outer: Outer, grad_values: Tensor, into: Rows, gradients: Gradients) -> None:
-        edges = piece.run.by_source()
-        weights, pull = self.weights(piece.shard, edges, piece.rows, outer.log_sum)
-        pull(adjoint(edges, weights, piece.values, piece.kept, outer, grad_values), into, gradients)
-
-
-class _ClosedForm(_InSteps):
+class _ClosedForm:
     """A formula of one source and one destination tensor."""
 
-    def __init__(self, operands: Operands, score: Score, heads: int, mix: Tensor | None) -> None:
+    def __init__(self, operands: Operands, attention: Attention, score: Score, mix: Tensor | None) -> None:
         of_dst = operands.dst[score.destination]
-        width = of_dst.shape[1:].numel() // heads
-        self.score, self.tail = score, (heads, width)
+        width = of_dst.shape[1:].numel() // attention.heads
+        self.in_one_loop = fused.handles(operands.src[attention.value], operands.src[score.source], of_dst, mix)
+        self.score, self.tail = score, (attention.heads, width)
         self.of_dst = of_dst.reshape(-1, *self.tail).contiguous()
         self.mix_shape = torch.Size() if mix is None else mix.shape
         self.mix = None if mix is None else mix.reshape(self.tail).contiguous()
 
-    def forward(self, shard: Shard, run: EdgeRun, rows: Rows) -> Tensor:
-        return edge_scores(run, self._of(rows, None))
+    def accumulate(self, state: SoftmaxState, piece: Piece) -> None:
+        fused.accumulate(state, piece.run, self._of(piece), piece.values)
 
-    def weights(self, shard: Shard, run: EdgeRun, rows: Rows, log_sum: Tensor) -> tuple[Tensor, Adjoint]:
-        of = self._of(rows, None)
-        weights = softmax_weights(run, edge_scores(run, of), log_sum)
+    def adjoint(self, piece: Piece, outer: Outer, grad_values: Tensor, into: Rows, gradients: Gradients) -> None:
+        of = self._of(piece)
+        targets = self._targets(of, into, gradients)
+        fused.adjoint(piece.run, of, piece.values, outer, grad_values, targets)
+        if targets.mix is not None and isinstance(self.score, MixedScore):
+            gradients.add_capture(self.score.mix, targets.mix.view(self.mix_shape))
 
-        def pull(relative: Tensor, into: Rows, gradients: Gradients) -> None:
-            targets = self._targets(of, into, gradients)
-            edge_scores_adjoint(run, of, weights, relative, targets)
-            self._add_mix(targets.mix, gradients)
-
-        return weights, pull
-
-    def _of(self, rows: Rows, kept: Tensor | None) -> ClosedScores:
-        of_source = rows[self.score.source].reshape(-1, *self.tail).contiguous()
-        return ClosedScores(self.score, of_source, self.of_dst, self.mix, kept)
+    def _of(self, piece: Piece) -> ClosedScores:
+        of_source = piece.rows[self.score.source].reshape(-1, *self.tail).contiguous()
+        return ClosedScores(self.score, of_source, self.of_dst, self.mix, piece.kept)
 
     def _targets(self, of: ClosedScores, into: Rows, gradients: Gradients) -> ScoreGradients:
         score = self.score
         source = into[score.source] if score.source in into else torch.zeros_like(of.of_source)
-        is_wanted = score.destination in gradients.dst
-        target = gradients.of_dst(score.destination) if is_wanted else torch.zeros_like(self.of_dst)
+        of_dst = Key("dst", score.destination)
+        target = gradients.touch(of_dst) if of_dst in gradients else torch.zeros_like(self.of_dst)
         grad_mix = None if self.mix is None else torch.zeros_like(self.mix)
         return ScoreGradients(source.view_as(of.of_source), target.view_as(self.of_dst), grad_mix)
 
-    def _add_mix(self, grad_mix: Tensor | None, gradients: Gradients) -> None:
-        if grad_mix is not None and isinstance(self.score, MixedScore):
-            gradients.add_capture(self.score.mix, grad_mix.view(self.mix_shape))
 
+class _FromMessages:
+    """Whatever the message function computes up to its softmax, in steps with a tensor per chunk between them."""
 
-class _Fused(_ClosedForm):
-    """A formula for which one loop does everything."""
-
-    in_one_loop = True
-
-    def accumulate(self, state: SoftmaxState, piece: Piece) -> None:
-        fused.accumulate(state, piece.run, self._of(piece.rows, piece.kept), piece.values.contiguous())
-
-    def adjoint(self, piece: Piece, outer: Outer, grad_values: Tensor, into: Rows, gradients: Gradients) -> None:
-        of = self._of(piece.rows, piece.kept)
-        targets = self._targets(of, into, gradients)
-        fused.adjoint(piece.run, of, piece.values.contiguous(), outer, grad_values, targets)
-        self._add_mix(targets.mix, gradients)
-
-
-class _FromMessages(_InSteps):
-    """Whatever the message function computes up to its softmax."""
+    in_one_loop = False
 
     def __init__(self, call: Call, operands: Operands, attention: Attention) -> None:
         self.call, self.operands, self.attention = call, operands, attention
         self.names = call.structure.reductions[attention.maximum].sources
 
-    def forward(self, shard: Shard, run: EdgeRun, rows: Rows) -> Tensor:
-        inputs = self.call.inputs(self.operands, _piece_of(shard, run), self._seen(rows))
+    def accumulate(self, state: SoftmaxState, piece: Piece) -> None:
+        edges = piece.run.by_destination()
+        inputs = self.call.inputs(self.operands, EdgePiece.of_run(piece.shard, edges), self._seen(piece.rows))
         phase = _ScorePhase(self.call, self.attention, None)
         run_again(self.call, inputs, phase)
-        return self._in_heads(phase.scores)
+        accumulate(state, edges, self._in_heads(phase.scores), piece.values, piece.kept)
 
-    def weights(self, shard: Shard, run: EdgeRun, rows: Rows, log_sum: Tensor) -> tuple[Tensor, Adjoint]:
-        again = GradientRun(self.call, self.operands, _piece_of(shard, run), self._seen(rows))
+    def adjoint(self, piece: Piece, outer: Outer, grad_values: Tensor, into: Rows, gradients: Gradients) -> None:
+        edges = piece.run.by_source()
+        again = GradientRun(self.call, self.operands, EdgePiece.of_run(piece.shard, edges), self._seen(piece.rows))
         # Measured from the logarithm of the sum instead of from the maximum, exp(score) is the weight itself.
-        phase = _ScorePhase(self.call, self.attention, log_sum)
+        phase = _ScorePhase(self.call, self.attention, outer.log_sum)
         again.run(phase)
         weights = phase.scores
-
-        def pull(relative: Tensor, into: Rows, gradients: Gradients) -> None:
-            if weights.requires_grad:
-                again.add_gradients([weights], [relative.view_as(weights)], into, gradients)
-
-        return self._in_heads(weights.detach()), pull
+        relative = adjoint(edges, self._in_heads(weights.detach()), piece.values, piece.kept, outer, grad_values)
+        if weights.requires_grad:
+            again.add_gradients([weights], [relative.view_as(weights)], into, gradients)
 
     def _seen(self, rows: Rows) -> Rows:
         return {name: rows[name] for name in self.names}
 
     def _in_heads(self, scores: Tensor) -> Tensor:
         return scores.reshape(scores.size(0), self.attention.heads).clone(memory_format=torch.contiguous_format)
-
-
-def _piece_of(shard: Shard, run: EdgeRun) -> EdgePiece:
-    return EdgePiece.of_run(shard, run.src_rows, run.dst_rows, run.positions)
 
 
 class _ScorePhase:

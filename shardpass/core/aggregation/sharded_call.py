@@ -32,7 +32,8 @@ def aggregate(program: Program, plan: HaloPlan, edges: EdgeShards, weight: Tenso
 
     Args:
         weight: ``[out_channels, in_channels]`` of a linear map of the result, ``[num_dst, in_channels]``. The map is
-            applied before or after the sum, whichever is cheaper. Only for a node part that at most scales rows.
+            applied before or after the sum, whichever is cheaper. Only for a node function that at most scales
+            rows.
 
     Raises:
         RefusedError: the message function cannot be computed one shard at a time (on every rank, before any row is

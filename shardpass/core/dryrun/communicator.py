@@ -101,14 +101,6 @@ class DryCommunicator:
         """Another dry communicator like this one."""
         return DryCommunicator(self.size, self.device, self._notify, len(self.local_ranks))
 
-    def background(self) -> Communicator | None:
-        """`None`, so that gradients are summed in this thread."""
-        return None
-
-    def give_up(self, reason: str) -> None:
-        """Raise, since there is no other rank to tell."""
-        raise RuntimeError(reason)
-
     def share(self, num_bytes: int, label: str = "") -> dict[int, Tensor] | None:
         """This rank's memory, for every rank of the host."""
         memory = torch.zeros(num_bytes, dtype=torch.uint8)

@@ -1,11 +1,9 @@
-"""The order of rounds as plain data: who sends which rows to whom, and when. It can be printed and simulated."""
+"""The order of rounds as plain data: who sends which rows to whom, and when."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from shardpass.errors import InternalError
 
 
 @dataclass(frozen=True)
@@ -78,69 +76,3 @@ class Schedule:
     def transfers(self, rank: int) -> list[Transfer]:
         """What `rank` does, round by round."""
         return [self.transfer(rank, index) for index in range(len(self.rounds))]
-
-    def validate(self) -> None:
-        """Check that each needed row travels exactly once and that every message sent is received in the same round.
-
-        Raises:
-            InternalError: with the first rank and round that are wrong.
-        """
-        moved = [[0] * self.size for _ in range(self.size)]
-        for index in range(len(self.rounds)):
-            plans = [self.transfer(rank, index) for rank in range(self.size)]
-            for rank, mine in enumerate(plans):
-                theirs = plans[mine.source]
-                if theirs.to != rank or (theirs.send_start, theirs.send_stop) != (mine.recv_start, mine.recv_stop):
-                    raise InternalError(f"round {index}: rank {rank} expects {mine}, rank {mine.source} does {theirs}")
-                if mine.recv_stop > mine.recv_start and mine.recv_start != moved[rank][mine.source]:
-                    raise InternalError(f"round {index}: rank {rank} gets rows of {mine.source} out of order: {mine}")
-                moved[rank][mine.source] += mine.recv_stop - mine.recv_start
-        for rank in range(self.size):
-            for source in range(self.size):
-                if source != rank and moved[rank][source] != self.counts[rank][source]:
-                    raise InternalError(
-                        f"rank {rank} needs {self.counts[rank][source]} rows of {source}, gets {moved[rank][source]}"
-                    )
-
-    def simulate(self, prefetch: int = 1, synchronous: bool = True) -> int:
-        """The most receive buffers that a rank holds at once, found by running all ranks step by step.
-
-        A rank has at most `prefetch` rounds under way, at least one, and uses the rows of one more. With `synchronous`,
-        sends complete only when the matching receive is posted, which is the harshest transport that is legal.
-
-        Raises:
-            InternalError: the ranks block each other (deadlock), naming the round each is stuck in.
-        """
-        total, most = len(self.rounds), 0
-        posted, done = [0] * self.size, [0] * self.size
-        while min(done) < total:
-            progressed = False
-            for rank in range(self.size):
-                while posted[rank] < min(total, done[rank] + max(1, prefetch)):
-                    posted[rank] += 1
-                    progressed = True
-                in_use = min(1, done[rank], prefetch)
-                most = max(most, posted[rank] - done[rank] + in_use)
-                if done[rank] < total and self._complete(rank, done[rank], posted, synchronous):
-                    done[rank] += 1
-                    progressed = True
-            if not progressed:
-                raise InternalError(f"deadlock: ranks are stuck in rounds {done} of {total}")
-        return most
-
-    def _complete(self, rank: int, index: int, posted: list[int], synchronous: bool) -> bool:
-        mine = self.transfer(rank, index)
-        receives = mine.recv_stop == mine.recv_start or posted[mine.source] > index
-        sends = not synchronous or mine.send_stop == mine.send_start or posted[mine.to] > index
-        return receives and sends
-
-    def __str__(self) -> str:
-        lines = [f"{self.size} ranks, {len(self.rounds)} rounds"]
-        for index, step in enumerate(self.rounds):
-            moves = [
-                f"{t.source}->{rank} {t.recv_stop - t.recv_start}"
-                for rank in range(self.size)
-                if (t := self.transfer(rank, index)).recv_stop > t.recv_start
-            ]
-            lines.append(f"round {index} (distance {step.distance}): " + (", ".join(moves) or "nothing"))
-        return "\n".join(lines)

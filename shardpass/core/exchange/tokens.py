@@ -1,4 +1,4 @@
-"""The identity of the messages of a walk, and the tokens that are sent where rows lie in shared memory."""
+"""The identity of the messages of a walk, and the notices that are sent where rows lie in shared memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OF_NOBODY = 0  # in a dry run, where the other ranks are made up
 
 @dataclass(frozen=True)
 class WalkId:
-    """Identity of one walk over the rounds: which call, and which of the call's walks (pass and direction)."""
+    """Identity of one walk over the rounds: the call, and which of its walks (stage or depth, and direction)."""
 
     call: int
     walk: int
@@ -34,7 +34,7 @@ class WalkId:
 
 
 class Tokens:
-    """The tokens of a walk: they tell that rows are there to be read, and that they have been read."""
+    """The notices of a walk: they tell that rows are there to be read, and that they have been read."""
 
     def __init__(self, plan: HaloPlan, walk: WalkId, packing: Packing, counts: Sequence[int]) -> None:
         """`counts`: for how many rows each rank needs shared memory in this walk; empty if rows are not shared."""
@@ -49,11 +49,11 @@ class Tokens:
         return self.window is not None and rank in self.window.memory
 
     def token(self) -> Tensor:
-        """What is sent in place of rows: the fingerprint of their layout."""
+        """The notice that is sent in place of rows: the fingerprint of their layout."""
         return self._token
 
     def empty(self) -> Tensor:
-        """Where the token of another rank arrives."""
+        """Where the notice of another rank arrives."""
         return torch.zeros(4, dtype=torch.uint8)
 
     def check(self, token: Tensor, source: int) -> None:

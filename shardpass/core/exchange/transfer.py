@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from torch import Tensor
 from shardpass.core.exchange.halo import HaloPlan
 from shardpass.core.exchange.tokens import WalkId
 from shardpass.core.exchange.walk import GradientReturn, fetch_blocks
-from shardpass.core.ranks import Ranks, agree, begin_call, digest, diverged, end_call, refuse_double_backward
+from shardpass.core.ranks import Ranks, agree, begin_call, digest, diverged, linear_call
 
 Carrier = Callable[[Tensor, WalkId], Tensor]
 
@@ -47,12 +46,11 @@ def carry(comm: Ranks, rows: Tensor, label: str, there: Carrier, back: Carrier) 
     answers = agree(comm, label, [digest(text), int(grad)])
     if any(answer[0] != answers[0][0] for answer in answers):
         raise diverged(comm, label, text)
+    forward, backward = WalkId(number, 0, label), WalkId(number, 1, f"{label} backward")
     if not any(answer[1] for answer in answers):
         with torch.no_grad():
-            return there(rows, WalkId(number, 0, label))
-    out, token = _Carry.apply(token, rows, there, back, number, label)
-    end_call(comm, token)
-    return out
+            return there(rows, forward)
+    return linear_call(comm, token, label, rows, lambda t: there(t, forward), lambda t: back(t, backward))
 
 
 def _gather(own: Tensor, plan: HaloPlan, walk: WalkId) -> Tensor:
@@ -70,22 +68,3 @@ def _sum_to_owners(rows: Tensor, plan: HaloPlan, walk: WalkId) -> Tensor:
         back.send(position)
     back.finish()
     return own
-
-
-class _Carry(torch.autograd.Function):
-    """Inputs: token, rows, the carrier, its adjoint, number and label of the call. Outputs: rows, token."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, token: Tensor, rows: Tensor, there: Carrier, back: Carrier, number: int, label: str
-    ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(token)
-        ctx.back, ctx.number, ctx.label = back, number, label
-        return there(rows, WalkId(number, 0, label)), torch.zeros_like(token)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_double_backward(ctx.label)
-        (token,) = ctx.saved_tensors
-        rows = ctx.back(grads[0], WalkId(ctx.number, 1, ctx.label + " backward"))
-        return torch.zeros_like(token), rows, None, None, None, None

@@ -1,10 +1,10 @@
 """A walk over the rounds of a schedule: rows are fetched forward, gradients return backward. Buffers, no mathematics.
 
-[Note: rows through shared memory] Between ranks of one host the message of a round is a token of four bytes that says
+[Note: rows through shared memory] Between ranks of one host the message of a round is a notice of four bytes that says
 what a row is, and the rows lie in the sender's window (see `windows.py`). In forward, a rank publishes all rows that
 others need before its first round. Each reader gathers its own rows out of the owner's window, or computes on them
 where they lie. In backward, gradients are written where the owner reads them. A reader that is done says so with a
-second token, and the window may be written again.
+second notice, and the window may be written again.
 """
 
 from __future__ import annotations

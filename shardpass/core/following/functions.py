@@ -15,9 +15,10 @@ from shardpass.core.following.user_line import user_line
 from shardpass.errors import RefusedError
 
 _LEAVES_TORCH = frozenset(["tolist", "numpy", "__array__"])
+_IN_PLACE_TOO = "add sub mul div true_divide floor_divide remainder fmod pow clamp fill".split()
 _TAKES_NUMBERS = frozenset(
-    "add sub rsub mul div true_divide floor_divide remainder fmod pow float_power gt ge lt le eq ne clamp tensor as_tensor "
-    "add_ sub_ mul_ div_ true_divide_ floor_divide_ remainder_ fmod_ pow_ clamp_ fill_ full_like scalar_tensor".split()
+    [*_IN_PLACE_TOO, *(f"{name}_" for name in _IN_PLACE_TOO)]
+    + "rsub float_power gt ge lt le eq ne tensor as_tensor full_like scalar_tensor".split()
 )
 """Functions with numbers among their arguments that are no sizes."""
 

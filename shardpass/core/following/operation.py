@@ -72,8 +72,8 @@ class Mixture:
     def refusal(self) -> RefusedError:
         """Why it cannot be used here."""
         return RefusedError(
-            f"{self.line}: `{self.name}` puts rows together, over the {self.of.name}. This rank holds a part of them, so "
-            f"the result would differ from that of the whole graph. {_REMEDY}"
+            f"{self.line}: `{self.name}` puts rows together, over the {self.of.name}. This rank holds a part of them, "
+            f"so the result would differ from that of the whole graph. {_REMEDY}"
         )
 
 
@@ -236,8 +236,11 @@ class Operation:
             mask = self._of(one)
             if len(given) > 1 or (mask is None and (rows is None or not first <= rows.dim < first + one.dim())):
                 return False
-            mask = mask or self._plain(one, replace(rows, dim=rows.dim - first))
-            rows = rows or self._plain(table, replace(mask, dim=first + mask.dim))
+            if rows is not None and mask is None:
+                mask = self._plain(one, replace(rows, dim=rows.dim - first))
+            elif mask is not None and rows is None:
+                rows = self._plain(table, replace(mask, dim=first + mask.dim))
+            assert rows is not None and mask is not None
             self._check_sets()
             picked = self.follower.selection(one, mask.of, self.outs[0].size(first))
             self._mark([Rows(first, picked, points_to=rows.points_to)])

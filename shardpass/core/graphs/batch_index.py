@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardpass.core.graphs.edge_index import SourceRows
 from shardpass.core.graphs.readout import Reduction, reduce_rows
-from shardpass.core.graphs.stand_in import PRINTS, describes
+from shardpass.core.graphs.stand_in import PRINTS, StandIn, describes
 from shardpass.core.ranks import Ranks, torch_private
 from shardpass.errors import RefusedError
 
@@ -28,7 +28,7 @@ _SCATTERS = frozenset(
 _EXTREMA: dict[str, Reduction] = {"amax": "max", "amin": "min"}
 
 
-class BatchIndex(Tensor):
+class BatchIndex(StandIn):
     """``batch`` of a sharded graph: all own nodes belong to graph 0 of the whole."""
 
     comm: Ranks
@@ -51,18 +51,8 @@ class BatchIndex(Tensor):
         """The zeros, as an ordinary tensor."""
         return self.as_subclass(Tensor)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError("the batch of a sharded graph belongs to its process and cannot be saved; it is all zeros")
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> BatchIndex:
-        return self
-
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
+    def answer(cls, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         mine: Any = next((t for t in (*args, *kwargs.values()) if isinstance(t, BatchIndex)), None)
         if not isinstance(mine, BatchIndex):  # it is in a list of tensors, as for cat
             raise _refused(name)

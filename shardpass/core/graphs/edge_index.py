@@ -3,7 +3,7 @@
 Row 1 holds own destination rows. Row 0 holds source rows: own rows first, then halo rows. So ``(i, i)`` is a
 self-loop, ``row != col`` finds self-loops, degrees by row 1 are complete, and code that adds self-loops, masks edges or
 normalises runs as it is. Only row 0 is special: indexing a node tensor with it is a differentiable halo fetch, and
-scattering onto it is a differentiable push to the owners. Any other use is refused by name.
+scattering onto it adds rows at their owners, differentiably. Any other use is refused by name.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardpass.core.exchange import HaloPlan, halo_fetch, scatter_to_owners
 from shardpass.core.graphs.layer_flow import LayerFlow
-from shardpass.core.graphs.stand_in import PRINTS, describes
+from shardpass.core.graphs.stand_in import PRINTS, StandIn, describes
 from shardpass.core.ranks import torch_private
 from shardpass.core.sharding import Derivation, EdgeShards
 from shardpass.errors import RefusedError
@@ -30,7 +30,7 @@ _COUNTS = frozenset(
 _OF_DATA = frozenset("x y edge_index edge_attr edge_weight edge_type batch x_dict num_nodes".split())
 
 
-class ShardedEdgeIndex(Tensor):
+class ShardedEdgeIndex(StandIn):
     """``edge_index`` of a sharded graph, or one derived from it by adding, removing, reordering or flipping edges.
 
     It stores sources first. After a flip it stores the same numbers, and `is_reversed` is true.
@@ -96,25 +96,15 @@ class ShardedEdgeIndex(Tensor):
         """Other numbers, sources first, in the same direction."""
         return ShardedEdgeIndex.wrap(data, self.plan, None, self.is_reversed, self.flow)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError("the edge_index of a sharded graph belongs to its process; save the store's path instead")
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedEdgeIndex:
-        return self
-
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def answer(cls, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         mine = next(t for t in _flat(args, kwargs) if isinstance(t, ShardedEdgeIndex))
         with mine.plan.comm.unfollowed():
-            out = cls._answer(mine, func, args, kwargs)
+            out = cls._answer(mine, func, name, args, kwargs)
         return _marked(mine, out)
 
     @staticmethod
-    def _answer(mine: ShardedEdgeIndex, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        name = getattr(func, "__name__", "")
+    def _answer(mine: ShardedEdgeIndex, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with torch_private.DisableTorchFunctionSubclass():
             if name in PRINTS:
                 return func(*_plain(args), **kwargs)
@@ -139,7 +129,7 @@ class ShardedEdgeIndex(Tensor):
         raise _refused(name, "the edge_index")
 
 
-class SourceRows(Tensor):
+class SourceRows(StandIn):
     """Row 0 of a `ShardedEdgeIndex`: source rows in own-first numbering."""
 
     plan: HaloPlan
@@ -153,18 +143,14 @@ class SourceRows(Tensor):
         return out
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def answer(cls, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         mine = next(t for t in _flat(args, kwargs) if isinstance(t, SourceRows))
         with mine.plan.comm.unfollowed():
-            out = cls._answer(mine, func, args, kwargs)
+            out = cls._answer(mine, func, name, args, kwargs)
         return _marked(mine, out)
 
     @staticmethod
-    def _answer(mine: SourceRows, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        name = getattr(func, "__name__", "")
+    def _answer(mine: SourceRows, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         first = args[0] if args else None
         table = first if args else kwargs.get("input")
         if name in ("__getitem__", "index_select") and not isinstance(table, (SourceRows, ShardedEdgeIndex)):

@@ -1,4 +1,4 @@
-"""Message-flow graphs: each layer computes only the nodes that the wanted ones need. They are also called blocks.
+"""Message-flow graphs: each layer computes only the nodes that the wanted ones need. DGL calls them blocks.
 
 The last layer computes the wanted nodes, the layer before it these and their in-neighbours, and so on. A layer still
 sees the whole edge list of the rank, so that degrees and normalisation are those of the graph. Only `propagate` does

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from shardpass.core.ranks import Ranks, begin_call, end_call, refuse_double_backward, unfollowed
+from shardpass.core.ranks import Ranks, begin_call, end_call, linear_call, refuse_double_backward, unfollowed
 from shardpass.errors import RefusedError
 
 Reduction = Literal["sum", "max", "min", "prod"]
@@ -125,25 +125,16 @@ def all_rows(rows: Tensor, comm: Ranks) -> Tensor:
     """
     label = f"all {str(rows.dtype).removeprefix('torch.')} rows of shape {list(rows.shape[1:])}"
     number, token = begin_call(comm, label)
-    out, token = _AllRows.apply(token, rows, comm, f"{label} #{number}")
-    end_call(comm, token)
-    return out
+    label = f"{label} #{number}"
+    sizes: list[int] = []
 
+    def gathered(rows: Tensor) -> Tensor:
+        parts = comm.all_gather(rows.contiguous(), label)
+        sizes.extend(part.size(0) for part in parts)
+        return torch.cat(parts)
 
-class _AllRows(torch.autograd.Function):
-    """Forward: gather. Backward: every rank sends each owner its rows of the gradient; the owner adds them."""
+    def of_owners(grad: Tensor) -> Tensor:  # every rank sends each owner its rows of the gradient; the owner adds them
+        parts = [part.contiguous() for part in grad.split(sizes)]
+        return torch.stack(comm.all_to_all(parts, f"{label} backward")).sum(0)
 
-    @staticmethod
-    def forward(ctx: Any, token: Tensor, rows: Tensor, comm: Ranks, label: str) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(token)
-        parts = comm.all_gather(rows.detach().contiguous(), label)
-        ctx.sizes, ctx.comm, ctx.label = [part.size(0) for part in parts], comm, label
-        return torch.cat(parts), torch.zeros_like(token)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_double_backward(ctx.label)
-        (token,) = ctx.saved_tensors  # before communicating, see core/ranks/autograd_order.py
-        parts = [part.contiguous() for part in grads[0].split(ctx.sizes)]
-        own = torch.stack(ctx.comm.all_to_all(parts, f"{ctx.label} backward")).sum(0)
-        return torch.zeros_like(token), own, None, None
+    return linear_call(comm, token, label, rows, gathered, of_owners)

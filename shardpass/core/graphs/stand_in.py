@@ -1,8 +1,12 @@
-"""What the stand-ins for ``edge_index`` and ``batch`` answer as any tensor does: questions about shape and dtype."""
+"""What the stand-ins for ``edge_index`` and ``batch`` share, and the questions that they answer as any tensor does."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn, TypeVar
+
+from torch import Tensor
+
+S = TypeVar("S", bound="StandIn")
 
 _DESCRIBES = frozenset(
     "size dim numel nelement stride __len__ is_floating_point is_complex is_signed ndimension element_size get_device "
@@ -14,6 +18,31 @@ _PROPERTIES = frozenset(
     "is_xpu is_vulkan is_ipu ndim requires_grad is_leaf grad_fn grad itemsize nbytes names output_nr _version".split()
 )
 PRINTS = frozenset(["__repr__", "__str__", "__format__"])
+
+
+class StandIn(Tensor):
+    """A tensor of a sharded graph whose numbers mean something else on every rank. It carries out few operations."""
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(f"a {type(self).__name__} belongs to its process; save the store's path instead")
+
+    def __deepcopy__(self: S, memo: dict[int, Any]) -> S:
+        return self
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return cls.answer(func, getattr(func, "__name__", ""), args, kwargs or {})
+
+    @classmethod
+    def answer(cls, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the torch function `func` of this name returns.
+
+        Raises:
+            RefusedError: it would depend on the numbers.
+        """
+        raise NotImplementedError
 
 
 def describes(func: Any) -> bool:

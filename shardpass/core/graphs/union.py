@@ -1,7 +1,7 @@
 """Several relations as one edge list, for layers that put the nodes of several types into one tensor.
 
-The rows of a type are a run of that tensor, so a relation's source rows and destination rows each begin somewhere in
-it. The union has its own halo plan, so that each row travels once, however many relations need it.
+The rows of a type are consecutive rows of that tensor, so a relation's source rows and destination rows each begin
+somewhere in it. The union has its own halo plan, so that each row travels once, however many relations need it.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shardpass import errors
 from shardpass.core.graphs import ShardedGraph
 from shardpass.core.inference.fingerprint import argument_lines, model_lines, tensor_line
 from shardpass.core.inference.journal import Journal
@@ -62,7 +61,6 @@ def infer(
         ValueError: the model is not wrapped, has other parameters on some rank, or does not return rows of own nodes.
         OSError: a rank cannot write.
     """
-    errors.require("safetensors", "store", "infer")
     comm, path = graph.comm, Path(path)
     if not getattr(model, "_shardpass_wrapped", False):
         raise ValueError("infer takes a wrapped model: call shardpass.pyg.wrap(model, comm), or dgl.wrap, first")

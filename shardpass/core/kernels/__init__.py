@@ -1,16 +1,16 @@
 """Kernels that add the partial result of one shard to an accumulator: sums, extrema, dot products, attention.
 
-`reference` and `scores` define what is right, in plain torch. The kernels of numba and Triton are faster and are tested
-against them. This room knows one shard and tensors; it knows no ranks.
+What is right is defined in plain torch: sums by `reference`, scores by `scores`, extrema by the reducers of `tracing`.
+The kernels of numba and Triton are faster and are tested against them. This room knows one shard and tensors; it knows
+no ranks.
 """
 
 from shardpass.core.kernels import fused
-from shardpass.core.kernels.attention import accumulate, adjoint, softmax_weights
+from shardpass.core.kernels.attention import accumulate, adjoint
 from shardpass.core.kernels.cpu_loops import COMPILED_LOOPS
 from shardpass.core.kernels.dispatch import edge_dot, gather_sum, gather_sum_transposed
 from shardpass.core.kernels.extremum import gather_extremum, gather_extremum_transposed
 from shardpass.core.kernels.runs import ClosedScores, EdgeRun, Outer, RowRun, ScoreGradients, SoftmaxState
-from shardpass.core.kernels.scores import edge_scores, edge_scores_adjoint
 
 __all__ = [
     "COMPILED_LOOPS",
@@ -23,12 +23,9 @@ __all__ = [
     "accumulate",
     "adjoint",
     "edge_dot",
-    "edge_scores",
-    "edge_scores_adjoint",
     "fused",
     "gather_extremum",
     "gather_extremum_transposed",
     "gather_sum",
     "gather_sum_transposed",
-    "softmax_weights",
 ]

@@ -1,4 +1,7 @@
-"""Attention whose scores have a closed form: one loop of numba or Triton computes scores, softmax and weighted sum."""
+"""Attention whose scores have a closed form: one loop of numba or Triton computes scores, softmax and weighted sum.
+
+Tensors for which there is no such loop go in steps, with a tensor per step that has a row per edge.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardpass.core.kernels import attention
 from shardpass.core.kernels.cpu_loops import attention_loops, cut_rows, in_threads, numba_loops_for
 from shardpass.core.kernels.gpu import triton_for
-from shardpass.core.kernels.runs import ClosedScores, Outer, RowRun, ScoreGradients, SoftmaxState
+from shardpass.core.kernels.runs import ClosedScores, EdgeRun, Outer, RowRun, ScoreGradients, SoftmaxState
+from shardpass.core.kernels.scores import edge_scores, edge_scores_adjoint
 
 
 def handles(*tensors: Tensor | None) -> bool:
@@ -21,12 +26,15 @@ def handles(*tensors: Tensor | None) -> bool:
 
 
 def accumulate(state: SoftmaxState, run: RowRun, of: ClosedScores, values: Tensor) -> None:
-    """Take a run of edges, ordered by destination, into `state`.
+    """Take a chunk of edges, ordered by destination, into `state`.
 
     Args:
         values: the rows that are summed, ``[block rows, heads, width]``.
     """
-    triton = triton_for("attention", values)
+    if not handles(values, of.of_source, of.of_dst, of.mix):
+        edges = run.by_destination()
+        return attention.accumulate(state, edges, edge_scores(edges, of), values, of.kept)
+    values, triton = values.contiguous(), triton_for("attention", values)
     if triton is not None:
         return triton.accumulate_closed(state, run, of, values)
     loops, (edges, kept, nothing) = attention_loops(), _arrays_of(run, of)
@@ -38,13 +46,15 @@ def accumulate(state: SoftmaxState, run: RowRun, of: ClosedScores, values: Tenso
 def adjoint(
     run: RowRun, of: ClosedScores, values: Tensor, outer: Outer, grad_values: Tensor, into: ScoreGradients
 ) -> None:
-    """Add the adjoint of attention over a run of edges, ordered by source, to `grad_values` and to `into`.
+    """Add the adjoint of attention over a chunk of edges, ordered by source, to `grad_values` and to `into`.
 
     Args:
         values: the rows that are summed, ``[block rows, heads, width]``.
         grad_values: in the shape of `values`.
     """
-    triton = triton_for("attention", values)
+    if not handles(values, of.of_source, of.of_dst, of.mix):
+        return _adjoint_in_steps(run.by_source(), of, values, outer, grad_values, into)
+    values, triton = values.contiguous(), triton_for("attention", values)
     if triton is not None:
         return triton.adjoint_closed(run, of, values, outer, grad_values, into)
     loops, (edges, kept, nothing) = attention_loops(), _arrays_of(run, of)
@@ -65,6 +75,14 @@ def adjoint(
         into.of_dst.add_(own.of_dst)
         if into.mix is not None and own.mix is not None:
             into.mix.add_(own.mix)
+
+
+def _adjoint_in_steps(
+    edges: EdgeRun, of: ClosedScores, values: Tensor, outer: Outer, grad_values: Tensor, into: ScoreGradients
+) -> None:
+    weights = attention.softmax_weights(edges, edge_scores(edges, of), outer.log_sum)
+    relative = attention.adjoint(edges, weights, values, of.kept, outer, grad_values)
+    edge_scores_adjoint(edges, of, weights, relative, into)
 
 
 def _zeros_like(into: ScoreGradients) -> ScoreGradients:

@@ -2,10 +2,10 @@
 
 numba compiles the loops at the first call for each combination of types and keeps them on disk. A row's edges are taken
 `BLOCK` at a time, so that their scores and weights stay in the first-level cache. The formulas of scores are symmetric
-in source and destination, so one set of functions serves both directions: forward walks rows of destinations and
-gathers sources, backward walks rows of sources and gathers destinations. `own` is of the rows walked, `other` of the
-rows gathered. For the layout of edge values and for rows without views, see the notes in `numba_loops`; helpers get the
-first row of their edges, `e`, and the number of edges from there on, `n`.
+in source and destination, so one set of functions serves both directions: forward loops over rows of destinations and
+gathers sources, backward loops over rows of sources and gathers destinations. `own` is of the rows of the loop, `other`
+of the rows gathered. For the layout of edge values and for rows without views, see the notes in `numba_loops`; helpers
+get the first row of their edges, `e`, and the number of edges from there on, `n`.
 
 [Note: constant numbers of heads]
 Helpers are called with `heads` or `width` as a constant where it is a common one: LLVM then unrolls the inner loop,

@@ -1,4 +1,4 @@
-"""What the kernels of attention are given: runs of edges, the state of online softmax, scores in closed form."""
+"""What the kernels of attention are given: chunks of edges, the state of online softmax, scores in closed form."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class EdgeRun(NamedTuple):
 
 
 class RowRun(NamedTuple):
-    """A chunk of a shard's edges, by destination or by source, for loops that walk the rows of `indptr`.
+    """A chunk of a shard's edges, by destination or by source, for loops over the rows of `indptr`.
 
     Args:
         indptr, bounds: as in `EdgeRun`.
@@ -109,7 +109,7 @@ class ClosedScores(NamedTuple):
         of_source: rows of the block, ``[block rows, heads, channels]``. An `AdditiveScore` has one channel.
         of_dst: rows of all destinations, ``[num_dst, heads, channels]``.
         mix: the weights of the channels in a `MixedScore`, ``[heads, channels]``.
-        kept: the factors by which dropout multiplies the weights, ``[edges of the run, heads]``, or `None`.
+        kept: the factors by which dropout multiplies the weights, ``[edges of the chunk, heads]``, or `None`.
     """
 
     form: Score

@@ -2,15 +2,15 @@
 
 A program has one row of `indptr` and one head, and takes the row's edges `BLOCK_E` at a time. Forward it has a
 destination and computes an online softmax. Backward it has a source and computes every weight again from the
-log-sum-exp. Nothing has a row per edge. As in `numba_attention`, `own` is of the rows walked and `other` of the rows
+log-sum-exp. Nothing has a row per edge. As in `numba_attention`, `own` is of the rows of the loop and `other` of those
 gathered, since the formulas of scores are symmetric in both. `_attend_rows` and `_attend_adjoint` are longer than 50
 lines because a tile must stay in registers from its first load to its last store.
 
 [Note: gradients of destinations]
-Backward walks sources, so many programs add to the same destination. They do it by atomic additions, as torch's
-`index_add_` does on GPUs. A second walk by destination would need none, but it would gather everything twice and would
+Backward loops over sources, so many programs add to the same destination. They do it by atomic additions, as torch's
+`index_add_` does on GPUs. A second loop by destination would need none, but it would gather everything twice and would
 need the edges in both orders, which out-edges do not have. The gradient of what scores are mixed with is one row for
-all edges, so each program walks several sources and writes a partial sum of its own.
+all edges, so each program takes several sources and writes a partial sum of its own.
 
 [Note: dtypes]
 Half precision is computed in float32 and added to destinations in float32.

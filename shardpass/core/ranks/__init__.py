@@ -1,6 +1,7 @@
 """What ties the ranks of a run together: the order of collective calls, agreement, random numbers, options.
 
-This room knows tensors and the `Communicator` protocol. It knows nothing of graphs.
+This room knows tensors and the `Communicator` protocol. Of graphs it has only the fields in which later rooms leave
+something for each other, such as `Ranks.watch`.
 """
 
 from shardpass.core.ranks import torch_private
@@ -12,14 +13,14 @@ from shardpass.core.ranks.autograd_order import (
     drop_chain,
     end_call,
     end_chain,
+    linear_call,
     refuse_double_backward,
     refuse_inside_message,
     start_chain,
 )
-from shardpass.core.ranks.caches import Caches
 from shardpass.core.ranks.on_ranks import OnRanks
 from shardpass.core.ranks.options import MODES, Mode, Options
-from shardpass.core.ranks.own_model import identity_of, is_wrapped, refuse_alike, refuse_shared_model
+from shardpass.core.ranks.own_model import is_wrapped, refuse_shared_model
 from shardpass.core.ranks.random import (
     decorrelate,
     derive_seed,
@@ -32,14 +33,12 @@ from shardpass.core.ranks.random import (
     seed,
     set_random_state,
 )
-from shardpass.core.ranks.ranks import ForwardPass, Ranks, unfollowed
+from shardpass.core.ranks.ranks import Ranks, unfollowed
 from shardpass.core.ranks.rows import RowSet, RowWatch
 from shardpass.core.ranks.units import bytes_text, describe, dtype_name, parse_bytes, parse_count
 
 __all__ = [
     "MODES",
-    "Caches",
-    "ForwardPass",
     "Mode",
     "OnRanks",
     "Options",
@@ -65,12 +64,11 @@ __all__ = [
     "fail_together",
     "get_random_state",
     "has_drawn",
-    "identity_of",
     "is_wrapped",
+    "linear_call",
     "parse_bytes",
     "parse_count",
     "piece_seed",
-    "refuse_alike",
     "refuse_double_backward",
     "refuse_inside_message",
     "refuse_shared_model",

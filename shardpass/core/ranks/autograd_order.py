@@ -7,7 +7,7 @@ previous call as one more autograd input, and returns a new token as one more ou
 wrapped forward are tied to the last token. Whatever part of these outputs the loss of a rank uses, its backward walks
 the chain of tokens and visits all calls, the latest first. A call that the loss does not reach communicates zeros.
 
-You write such a call like this (`AllReduceSum` is the smallest one)::
+You write such a call like this (`linear_call` is the smallest one)::
 
     number, token = begin_call(comm, label)
     output, token = SomeFunction.apply(token, tensor, comm, f"{label} #{number}")
@@ -33,6 +33,8 @@ from shardpass.core.ranks import torch_private
 from shardpass.core.ranks.random import refuse_checkpointed_draws
 from shardpass.core.ranks.ranks import ForwardPass, Ranks, unfollowed
 from shardpass.errors import NeedsHaloError, RefusedError
+
+Linear = Callable[[Tensor], Tensor]
 
 
 def begin_call(comm: Ranks, label: str) -> tuple[int, Tensor]:
@@ -149,27 +151,43 @@ def all_reduce_sum(tensor: Tensor, comm: Ranks, label: str = "all_reduce_sum") -
         label: what is summed, the same on every rank; it appears in error messages.
     """
     number, token = begin_call(comm, label)
-    total, token = AllReduceSum.apply(token, tensor, comm, f"{label} #{number}")
+    label = f"{label} #{number}"
+
+    def summed(rows: Tensor, name: str = label) -> Tensor:
+        return comm.all_reduce(rows.contiguous(), "sum", name)
+
+    return linear_call(comm, token, label, tensor, summed, lambda grad: summed(grad, f"{label} backward"))
+
+
+def linear_call(comm: Ranks, token: Tensor, label: str, rows: Tensor, forward: Linear, adjoint: Linear) -> Tensor:
+    """``forward(rows)``, whose gradient in backward is ``adjoint(gradient)``. Both may communicate. Ends the call.
+
+    Args:
+        token: that `begin_call` gave.
+        label: of the call, for error messages.
+        rows: floating point.
+    """
+    out, token = _LinearCall.apply(token, rows, forward, adjoint, label)
     end_call(comm, token)
-    return total
+    return out
 
 
-class AllReduceSum(torch.autograd.Function):
-    """Forward: sum over ranks. Backward: sum of the gradients over ranks. See `all_reduce_sum`."""
+class _LinearCall(torch.autograd.Function):
+    """Inputs: token, rows, the function, its adjoint, a label. Outputs: what the function returns, a token."""
 
     @staticmethod
-    def forward(ctx: Any, token: Tensor, tensor: Tensor, comm: Ranks, label: str) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, token: Tensor, rows: Tensor, forward: Linear, adjoint: Linear, label: str
+    ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(token)
-        ctx.comm, ctx.label = comm, label
-        total = comm.all_reduce(tensor.detach().contiguous(), "sum", label)
-        return total, torch.zeros_like(token)
+        ctx.adjoint, ctx.label = adjoint, label
+        return forward(rows.detach()), torch.zeros_like(token)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward(ctx.label)
         (token,) = ctx.saved_tensors  # before communicating, see the note above
-        summed = ctx.comm.all_reduce(grads[0].contiguous(), "sum", f"{ctx.label} backward")
-        return torch.zeros_like(token), summed, None, None
+        return torch.zeros_like(token), ctx.adjoint(grads[0]), None, None, None
 
 
 class _Tie(torch.autograd.Function):

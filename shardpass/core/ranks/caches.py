@@ -11,8 +11,8 @@ Kind = TypeVar("Kind")
 class Caches:
     """What one rank keeps during a run.
 
-    Plans, shards and options are plain values. What is derived from them and is worth keeping lives here, for as long
-    as the object it was derived from, and must not refer to that object.
+    Halo plans, shards and options are plain values. What is derived from them and is worth keeping lives here, for as
+    long as the object it was derived from, and must not refer to that object.
     """
 
     def __init__(self) -> None:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from torch import Tensor, nn
+from torch import nn
 
 from shardpass.core.ranks.random import are_threads
 from shardpass.core.ranks.ranks import Ranks
 from shardpass.errors import RefusedError
-
-_BYTES = 8
 
 
 def is_wrapped(model: nn.Module, comm: Ranks) -> bool:
@@ -36,33 +32,13 @@ def refuse_shared_model(model: nn.Module, comm: Ranks) -> None:
     Raises:
         RefusedError: they do. It is raised on every rank.
     """
-    if are_threads(comm):
-        mine = [id(model), *(id(parameter) for parameter in model.parameters() if parameter.requires_grad)]
-        _refuse_alike(comm.all_gather_object(mine, "wrap: a model for each rank"))
-
-
-def identity_of(parameters: Sequence[Tensor], comm: Ranks) -> list[int]:
-    """Bytes that tell these parameters from those of other threads; none if ranks are processes."""
     if not are_threads(comm):
-        return []
-    trained = next((id(parameter) for parameter in parameters if parameter.requires_grad), 0)
-    return list(trained.to_bytes(_BYTES, "little"))
-
-
-def refuse_alike(identities: list[list[int]]) -> None:
-    """Raise if `identity_of` returned the same on two ranks.
-
-    Raises:
-        RefusedError: they did.
-    """
-    numbers = [int.from_bytes(bytes(given), "little") for given in identities]
-    _refuse_alike([[number] if number else [] for number in numbers])
-
-
-def _refuse_alike(held: list[list[int]]) -> None:
-    for rank, mine in enumerate(held):
+        return
+    mine = [id(model), *(id(parameter) for parameter in model.parameters() if parameter.requires_grad)]
+    held = comm.all_gather_object(mine, "a model for each rank")
+    for rank, own in enumerate(held):
         for other in range(rank):
-            if set(mine) & set(held[other]):
+            if set(own) & set(held[other]):
                 raise RefusedError(
                     f"ranks {other} and {rank} hold the same model, or parameters of it: they are threads of one "
                     f"process, and gradients would be added up in one place. Build the model in the function that each "

@@ -1,4 +1,4 @@
-"""Mini-batches of sampled neighbours, drawn from the sharded graph by collectives.
+"""Mini-batches of sampled neighbours, drawn from the sharded graph by all ranks together.
 
 This room computes with ids and tensors. The frontends make batches of PyG or DGL from its results.
 """

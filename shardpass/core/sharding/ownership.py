@@ -57,10 +57,6 @@ class Ownership:
         bounds = torch.tensor(self.offsets[1:], dtype=torch.int64, device=node_ids.device)
         return torch.bucketize(node_ids.to(torch.int64), bounds, right=True)
 
-    def to_local(self, node_ids: Tensor, rank: int) -> Tensor:
-        """Rows of `rank` (``id - offsets[rank]``) of global ids that `rank` owns."""
-        return node_ids - self.offsets[rank]
-
     def to_global(self, rows: Tensor, rank: int) -> Tensor:
         """Global ids of rows of `rank`."""
         return rows + self.offsets[rank]

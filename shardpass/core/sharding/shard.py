@@ -13,7 +13,7 @@ from shardpass.core.sharding.host_copies import to_device, to_host
 
 
 class Block(NamedTuple):
-    """Source rows ``[start, stop)`` of one owner, in own-first numbering: what one round brings."""
+    """Source rows ``[start, stop)`` of one owner, in own-first numbering: the own ones, or those of one round."""
 
     owner: int
     start: int
@@ -169,7 +169,7 @@ class EdgeShards:
     largest_degree: int | None = None
 
     def degrees(self) -> Tensor:
-        """In-degree of each destination row, ``[num_dst]``, int64."""
+        """How many of these edges end in each destination row, ``[num_dst]`` int64, on the device of the shards."""
         total = torch.zeros(self.num_dst, dtype=torch.int64, device=self.shards[0].indptr.device)
         for shard in self.shards:
             total += shard.degrees()

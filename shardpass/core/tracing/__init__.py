@@ -13,7 +13,6 @@ from shardpass.core.tracing.edge_trace import (
     StopPass,
     tensors_in,
 )
-from shardpass.core.tracing.probe_trace import ProbePhase
 from shardpass.core.tracing.probing import probe, sample_inputs
 from shardpass.core.tracing.program import (
     KERNEL_FORMS,
@@ -21,10 +20,13 @@ from shardpass.core.tracing.program import (
     Attention,
     DotScore,
     Inputs,
+    Key,
     MixedScore,
     Program,
     Reduction,
     Score,
+    Side,
+    Sides,
     Structure,
 )
 from shardpass.core.tracing.reducers import REDUCERS, Base, Extremum, State, accumulator_dtype, rescale
@@ -44,12 +46,14 @@ __all__ = [
     "EdgeTrace",
     "Extremum",
     "Inputs",
+    "Key",
     "MixedScore",
     "Phase",
-    "ProbePhase",
     "Program",
     "Reduction",
     "Score",
+    "Side",
+    "Sides",
     "State",
     "StopPass",
     "Structure",

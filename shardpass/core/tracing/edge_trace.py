@@ -3,9 +3,9 @@
 [Note: message functions run in pieces]
 A program's message function is ordinary torch code, written for all edges at once. The engine runs it on a few edges
 at a time under `EdgeTrace`, a TorchFunctionMode. Whatever works row by row needs no attention. A scatter onto the
-destinations is a reduction over edges that are not all here. The trace hands its messages to a *phase*, and returns
-what the phase answers: in forward the phase accumulates them; in backward it notes them and answers with the known
-result as a leaf. Any other use of the destination index that would need a whole neighbourhood at once (sorting,
+destinations is a reduction over edges that are not all here. The trace hands its messages to a reduction handler, a
+`Phase`, and returns what that answers: in forward it accumulates them; in backward it notes them and answers with the
+known result as a leaf. Any other use of the destination index that would need a whole neighbourhood at once (sorting,
 counting, comparing) is refused by name.
 """
 
@@ -34,7 +34,6 @@ HARMLESS_OPS = frozenset(
     "size dim numel __get__ ones_like new_ones new_zeros new_full new_empty zeros_like empty_like full_like __len__ "
     "is_floating_point is_complex ndimension stride element_size data_ptr is_contiguous nelement __repr__".split()
 )
-
 
 
 class StopPass(BaseException):
@@ -82,7 +81,7 @@ class EdgeTrace(TorchFunctionMode):
     Args:
         program: the program that the message function belongs to.
         index: the destination index of the piece.
-        phase: decides what reductions become.
+        phase: the reduction handler, which decides what reductions become.
         substitutes: tensors to use in place of others, by id.
         expected: ids of the tensors that require grad and were there before a second run. The trace refuses a message
             function that uses another one, since its gradient would be lost. None allows any.

@@ -26,7 +26,7 @@ BINARY = {
     for name in names.split()
 }
 KEEPS_VALUES = frozenset(["view", "reshape", "unsqueeze", "squeeze", "contiguous", "clone", "to", "view_as", "flatten"])
-SOURCE, DESTINATION, EDGE = "sde"  # as in the keys of `Sides`
+SOURCE, DESTINATION, EDGE = "src", "dst", "edge"  # the sides of `Key`
 
 
 @dataclass(frozen=True)

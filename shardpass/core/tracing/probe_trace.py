@@ -17,11 +17,13 @@ from torch.autograd.graph import Node
 from shardpass.core.ranks import torch_private
 from shardpass.core.tracing.edge_trace import SHAPE_OPS, EdgeTrace, sequence_number
 from shardpass.core.tracing.expression import BINARY, KEEPS_VALUES, Expr, apply, opaque, plain
-from shardpass.core.tracing.program import Inputs, Program
+from shardpass.core.tracing.program import Inputs, Key, Program
 from shardpass.core.tracing.reducers import REDUCERS, Base
 from shardpass.errors import RefusedError
 
 EVERYTHING = "*"
+Origin = Key | int | str
+"""What a tensor depends on: an input, the reduction of this number, or `EVERYTHING`."""
 SHAPE_ONLY = frozenset("new_ones new_zeros new_full ones_like zeros_like full_like new_empty".split())
 TAMPERS = frozenset("register_hook retain_grad register_post_accumulate_grad_hook set_ requires_grad_ __set__".split())
 HARMLESS_USES = frozenset(
@@ -47,7 +49,7 @@ class Seen(NamedTuple):
     op: str
     messages: Tensor
     base: Base
-    depends: frozenset[str]
+    depends: frozenset[Origin]
     expr: Expr
 
 
@@ -76,24 +78,24 @@ class ProbeTrace(EdgeTrace):
         super().__init__(program, inputs.index, phase, generator=lambda: torch.Generator(device).manual_seed(0))
         self.seen: list[Seen] = []  # the reductions, in order
         self.captures: dict[int, Tensor] = {}
-        self.leaves: dict[int, str] = {}  # keys of the inputs and of the results of reductions, by id
+        self.leaves: dict[int, Origin] = {}  # inputs and results of reductions, by id
         self.used_otherwise: set[int] = set()  # reductions whose result is more than gathered back to edges
         self.is_tampered = False  # hooks on tensors, or data exchanged: expressions do not say what is computed
         self.first_node = sequence_number()
-        self._depends: dict[int, set[str]] = {}
+        self._depends: dict[int, set[Origin]] = {}
         self._exprs: dict[int, tuple[Expr, Node | None]] = {}  # by id, with the tensor's node of autograd at that time
         self._writes: dict[int, int] = {}  # how often a storage was written to
         self._held: list[Tensor] = []  # keeps ids and storages from being used again
         for key, tensor in inputs.items():
             self._adopt(tensor, {key}, key)
-            self._enter(tensor, Expr(key[0], (key[2:],), tuple(tensor.shape[1:])))
+            self._enter(tensor, Expr(key.side, (key.name,), tuple(tensor.shape[1:])))
         self._adopt(inputs.index, set())
 
-    def _adopt(self, tensor: Tensor, depends: set[str], leaf: str = "") -> None:
-        """Enter a tensor made by the probe; `leaf` is its key if autograd starts there."""
+    def _adopt(self, tensor: Tensor, depends: set[Origin], leaf: Origin | None = None) -> None:
+        """Enter a tensor made by the probe; `leaf` is what it is if autograd starts there."""
         self._held.append(tensor)
         self._depends.setdefault(_storage(tensor), set()).update(depends)
-        if leaf:
+        if leaf is not None:
             self.leaves[id(tensor)] = leaf
 
     def _enter(self, tensor: Tensor, expr: Expr, needs_gradient: bool = False) -> None:
@@ -102,13 +104,13 @@ class ProbeTrace(EdgeTrace):
         self._exprs[id(tensor)] = (expr, tensor.grad_fn)
 
     def reduce(self, op: str, messages: Tensor, base: Base) -> Tensor:
-        key = f"r:{self.count}"
+        number = self.count
         self.seen.append(Seen(op, messages, base, frozenset(self.origin(messages)), self._expr(messages)))
         result = super().reduce(op, messages, base)
-        self._adopt(result, {key}, key)
+        self._adopt(result, {number}, number)
         return result
 
-    def origin(self, tensor: Tensor) -> set[str]:
+    def origin(self, tensor: Tensor) -> set[Origin]:
         """What `tensor` depends on; enters captures on the way."""
         key, node = _storage(tensor), tensor.grad_fn
         if key in self._depends:
@@ -130,7 +132,7 @@ class ProbeTrace(EdgeTrace):
             origins = []
         elif name in SHAPE_OPS:  # expand_as(other) and the like: a view of the first
             origins = origins[:1]
-        depends: set[str] = set().union(*origins)
+        depends: set[Origin] = set().union(*origins)
         if name in LEAVES_TORCH and depends:
             raise RefusedError(
                 f"{self.name}: `{name}` inside a message takes values of a few edges or nodes out of torch, where they "
@@ -139,7 +141,7 @@ class ProbeTrace(EdgeTrace):
         before, versions = self.count, [_version(operand) for operand in operands]
         out = self._carried_out(func, name, args, kwargs, operands)
         if self.count > before:
-            depends = {f"r:{before}"}
+            depends = {before}
         changed = False
         for operand, version in zip(operands, versions):
             if version != _version(operand) or (version < 0 and _may_write(name, kwargs, operand, out)):
@@ -168,7 +170,7 @@ class ProbeTrace(EdgeTrace):
                 f"returns a new tensor"
             ) from error
 
-    def _written(self, name: str, target: Tensor, depends: set[str]) -> None:
+    def _written(self, name: str, target: Tensor, depends: set[Origin]) -> None:
         storage = _storage(target)
         if storage not in self._depends:
             raise RefusedError(

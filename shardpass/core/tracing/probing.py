@@ -18,8 +18,8 @@ from torch import Tensor
 
 from shardpass.core.ranks import get_random_state, has_drawn, torch_private
 from shardpass.core.sharding import EdgeShards, to_device
-from shardpass.core.tracing.probe_trace import EVERYTHING, ProbeTrace, Seen
-from shardpass.core.tracing.program import Attention, Inputs, MixedScore, Program, Reduction, Structure
+from shardpass.core.tracing.probe_trace import EVERYTHING, Origin, ProbeTrace, Seen
+from shardpass.core.tracing.program import Attention, Inputs, Key, MixedScore, Program, Reduction, Structure
 from shardpass.core.tracing.recognise import GENERAL, Tails, attention_of, extremum_form, leading_maximum, simple_form
 from shardpass.errors import RefusedError
 
@@ -54,7 +54,7 @@ def sample_inputs(
     )
 
 
-def probe(program: Program, edges: EdgeShards, num_own_src: int, needs_grad: set[str]) -> Structure:
+def probe(program: Program, edges: EdgeShards, num_own_src: int, needs_grad: Collection[Key]) -> Structure:
     """The structure of `program` on this rank. Not collective.
 
     Args:
@@ -101,29 +101,26 @@ class _Place(NamedTuple):
     sources: frozenset[str] = frozenset()
 
     @staticmethod
-    def of(depends: Collection[str], earlier: Sequence[Reduction], program: Program) -> _Place:
+    def of(depends: Collection[Origin], earlier: Sequence[Reduction], program: Program) -> _Place:
         """The place of what depends on `depends`, given the reductions made before."""
         everything = EVERYTHING in depends
-        parents = frozenset(range(len(earlier)) if everything else map(int, _names("r:", depends)))
-        sources = program.src if everything or torch.is_inference_mode_enabled() else _names("s:", depends)
+        parents = frozenset(range(len(earlier)) if everything else (k for k in depends if isinstance(k, int)))
+        read = [key.name for key in depends if isinstance(key, Key) and key.side == "src"]
+        sources = program.src if everything or torch.is_inference_mode_enabled() else read
         depth = 1 + max((earlier[k].depth for k in parents), default=-1)
         stage = 1 + max((earlier[k].stage for k in parents), default=-1)
         return _Place(parents, depth, stage, frozenset(sources))
 
 
-def _names(kind: str, keys: Collection[str]) -> list[str]:
-    return [key.removeprefix(kind) for key in keys if key.startswith(kind)]
-
-
-def _structure(program: Program, traced: _Traced, needs_grad: set[str], random: bool) -> Structure:
+def _structure(program: Program, traced: _Traced, needs_grad: Collection[Key], random: bool) -> Structure:
     trace, message = traced.trace, traced.message
     reductions: list[Reduction] = []
-    with_gradient = set(needs_grad)
+    with_gradient: set[Origin] = set(needs_grad)
     for k, seen in enumerate(trace.seen):
         differentiable = _differentiable(trace, seen.messages, with_gradient)
         reductions.append(_reduction(program, trace, reductions, seen, differentiable))
         if differentiable:
-            with_gradient.add(f"r:{k}")
+            with_gradient.add(k)
     is_result = program.aggregate is None
     place = _Place.of(trace.origin(message), reductions, program) if is_result else _Place()
     edge_differentiable = is_result and _differentiable(trace, message, with_gradient)
@@ -197,10 +194,10 @@ def _tails(program: Program) -> Tails:
     return {name: tuple(tensor.shape[1:]) for name, tensor in program.src.items()}
 
 
-def _differentiable(trace: ProbeTrace, value: Tensor, with_gradient: set[str]) -> bool:
+def _differentiable(trace: ProbeTrace, value: Tensor, with_gradient: set[Origin]) -> bool:
     """Whether gradients flow from `value` to an input that needs them or to a capture; finds hidden captures."""
     if value.grad_fn is None:
-        return trace.leaves.get(id(value), "") in with_gradient or id(value) in trace.captures
+        return trace.leaves.get(id(value)) in with_gradient or id(value) in trace.captures
     captured_nodes = {t.grad_fn for t in trace.captures.values() if t.grad_fn is not None}
     reached, stack, seen = False, [value.grad_fn], set()
     while stack:

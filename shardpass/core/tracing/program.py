@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,28 +12,50 @@ from torch import Tensor, nn
 from shardpass.core.ranks import Ranks
 from shardpass.core.tracing.reducers import Base
 
+Side = Literal["src", "dst", "edge"]
+
+
+class Key(NamedTuple):
+    """Which input of a program: one of its sources, of its destinations, or of its edges, by name."""
+
+    side: Side
+    name: str
+
 
 @dataclass
 class Sides:
-    """The inputs of a program by name: tensors of sources, of destinations, of edges.
-
-    The key of an input is ``"s:x"`` for the source tensor ``x``, ``"d:x"`` for a destination and ``"e:x"`` for an edge
-    tensor.
-    """
+    """The inputs of a program by name: tensors of sources, of destinations, of edges."""
 
     src: dict[str, Tensor]
     dst: dict[str, Tensor]
     edge: dict[str, Tensor]
 
-    def items(self) -> Iterator[tuple[str, Tensor]]:
-        """``(key, tensor)`` of each input, by side and then by name: in the same order on every rank."""
-        for kind, side in zip("sde", (self.src, self.dst, self.edge)):
-            yield from ((f"{kind}:{name}", tensor) for name, tensor in sorted(side.items()))
+    @staticmethod
+    def of(items: Iterable[tuple[Key, Tensor]]) -> Sides:
+        """The inputs with these keys."""
+        found = Sides({}, {}, {})
+        for key, tensor in items:
+            found._side(key.side)[key.name] = tensor
+        return found
 
-    def only(self, keys: Collection[str]) -> Sides:
+    def items(self) -> Iterator[tuple[Key, Tensor]]:
+        """``(key, tensor)`` of each input, by side and then by name: in the same order on every rank."""
+        sides: tuple[Side, ...] = ("src", "dst", "edge")
+        for side in sides:
+            yield from ((Key(side, name), tensor) for name, tensor in sorted(self._side(side).items()))
+
+    def __contains__(self, key: Key) -> bool:
+        return key.name in self._side(key.side)
+
+    def __getitem__(self, key: Key) -> Tensor:
+        return self._side(key.side)[key.name]
+
+    def only(self, keys: Collection[Key]) -> Sides:
         """The inputs whose keys are among `keys`."""
-        sides = zip("sde", (self.src, self.dst, self.edge))
-        return Sides(*({name: t for name, t in side.items() if f"{kind}:{name}" in keys} for kind, side in sides))
+        return Sides.of((key, tensor) for key, tensor in self.items() if key in keys)
+
+    def _side(self, side: Side) -> dict[str, Tensor]:
+        return {"src": self.src, "dst": self.dst, "edge": self.edge}[side]
 
 
 @dataclass
@@ -66,7 +88,7 @@ class Program:
             are left out of ``Inputs.edge``, and the message function must use them whole.
         message: the message function, which returns ``[E, ...]``. It treats edges independently, and reduces over
             in-edges only with torch's scatter functions along ``Inputs.index``.
-        aggregate: the node part: makes ``[num_dst, ...]`` from the message. With None the messages are the result.
+        aggregate: the node function: makes ``[num_dst, ...]`` from the message. With None the messages are the result.
         node_dim: dimension of destinations in what `aggregate` returns.
         checked: signatures under which the message function passed the row-wise check. The frontend keeps it between
             calls.
@@ -89,7 +111,7 @@ class Program:
     node_dim: int = 0
     checked: set[str] = field(default_factory=set)
     watch: Callable[[Structure], None] | None = None
-    reads: set[str] | None = None
+    reads: set[Key] | None = None
     ranks: Ranks | None = None
     streamed_to: torch.device | None = None
     parts: Callable[[], list[Tensor]] = list
@@ -113,8 +135,8 @@ class Program:
         """This program without the inputs that its message function does not read."""
         if self.reads is None:
             return self
-        members = list(range(len(structure.reductions)))
-        kept = self.inputs.only(self.reads | {f"s:{name}" for name in structure.sources_of(members, with_edges=True)})
+        fetched = {Key("src", name) for name in structure.sources}
+        kept = self.inputs.only(self.reads | fetched)
         return replace(self, src=kept.src, dst=kept.dst, edge=kept.edge)
 
 
@@ -131,7 +153,7 @@ class Reduction:
         base: what a destination without a message holds.
         tail: shape of one message, with the node dimension moved first.
         dtype: of the messages.
-        stage: forward pass in which it is computed, from 0.
+        stage: the walk of forward in which it is computed, from 0.
         depth: length of the chain of reductions it hangs on, from 0; backward goes from the deepest up.
         sources: names of the source tensors its messages depend on, not counting what earlier reductions saw.
         parents: earlier reductions it depends on directly.
@@ -221,8 +243,8 @@ class Structure:
 
     Args:
         reductions: in the order in which the program makes them.
-        num_message: how many of them the message function makes; the node part makes the others.
-        num_stages: forward passes, the one for an edge result included.
+        num_message: how many of them the message function makes; the node function makes the others.
+        num_stages: walks of forward, the one for an edge result included.
         edge_tail, edge_dtype: of the message if it is the result, else None.
         edge_depth, edge_sources, edge_differentiable: as in `Reduction`, for an edge result.
         captures: tensors that require grad, were made outside the message function, and are used in it.
@@ -260,7 +282,7 @@ class Structure:
         return self.edge_differentiable or any(r.differentiable for r in self.reductions)
 
     def of_stage(self, stage: int) -> list[int]:
-        """The reductions computed in forward pass `stage`."""
+        """The reductions that forward computes in walk `stage`."""
         return [k for k, r in enumerate(self.reductions) if r.stage == stage]
 
     def of_depth(self, depth: int) -> list[int]:
@@ -273,8 +295,13 @@ class Structure:
         depths = [r.depth for r in self.reductions]
         return max([*depths, self.edge_depth] if self.edge_output else depths, default=-1)
 
+    @property
+    def sources(self) -> list[str]:
+        """The source tensors that are fetched at all, sorted."""
+        return self.sources_of(list(range(len(self.reductions))), with_edges=True)
+
     def sources_of(self, members: list[int], with_edges: bool = False) -> list[str]:
-        """The source tensors that a pass over `members` (and the edge result) has to fetch, sorted."""
+        """The source tensors that a walk for `members` (and the edge result) has to fetch, sorted."""
         names: set[str] = set(self.edge_sources) if with_edges else set()
         for k in members:
             names |= self.reductions[k].sources

@@ -1,8 +1,8 @@
 """Reductions over the in-edges of a node, in pieces: any split and any order of the edges give the same answer.
 
 A reducer keeps a state with one row per destination. `accumulate` takes the messages of some edges into it, `merge`
-joins two states, and `value` finishes. `vjp` gives the gradient of the messages of some edges from the finished value,
-so that backward needs no other edge's message.
+joins two states, and `value` finishes. `vjp` gives the gradient of the messages of some edges from the state and the
+finished value, so that backward needs no other edge's message.
 """
 
 from __future__ import annotations
@@ -34,7 +34,11 @@ def expand_index(index: Tensor, values: Tensor) -> Tensor:
 
 
 class Reducer:
-    """Base class of reducers of one message tensor ``[E, ...]`` to one value ``[num_dst, ...]``."""
+    """Base class of reducers of one message tensor ``[E, ...]`` to one value ``[num_dst, ...]``.
+
+    The value has the trailing shape of the messages, and each tensor of the state has a row per destination. A global
+    reducer has one row for all edges of all ranks instead.
+    """
 
     name: str
     is_global = False  # one result for all edges of all ranks, instead of one per destination

@@ -13,7 +13,7 @@ from shardpass.core.following import FollowRows
 from shardpass.core.ranks import RowSet, get_random_state, set_random_state
 from shardpass.core.sharding import to_device
 from shardpass.core.tracing.edge_trace import EdgeTrace
-from shardpass.core.tracing.program import Inputs, Program, Structure
+from shardpass.core.tracing.program import Inputs, Program, Sides, Structure
 from shardpass.core.tracing.reducers import REDUCERS, Base
 from shardpass.errors import RefusedError
 
@@ -73,15 +73,8 @@ def check_row_wise(program: Program, structure: Structure, num_dst: int) -> None
     device = structure.message.device
     index = (torch.arange(_EDGES.count) % _NODES.count).to(device)
     follower.mark(index, _EDGES, points_to=_NODES)
-    inputs = Inputs(
-        *(
-            {key: _made_up(t, program, follower) for key, t in tensors.items()}
-            for tensors in (program.src, program.dst)
-        ),
-        {key: _made_up(t, program, follower, True) for key, t in program.edge.items()},
-        index,
-        _NODES.count,
-    )
+    made = Sides.of((key, _made_up(t, program, follower, key.side == "edge")) for key, t in program.inputs.items())
+    inputs = Inputs(made.src, made.dst, made.edge, index, _NODES.count)
     try:
         with torch.no_grad(), _FollowedTrace(program, index, _FollowedReductions(follower, num_dst)), follower:
             message = program.message(inputs)
@@ -94,7 +87,7 @@ def check_row_wise(program: Program, structure: Structure, num_dst: int) -> None
         set_random_state(state)
 
 
-def _made_up(tensor: Tensor, program: Program, follower: FollowRows, is_of_edges: bool = False) -> Tensor:
+def _made_up(tensor: Tensor, program: Program, follower: FollowRows, is_of_edges: bool) -> Tensor:
     tensor = tensor.detach()
     places = torch.arange(_EDGES.count, device=tensor.device) % max(1, tensor.size(0))
     rows = tensor.index_select(0, places) if tensor.size(0) else tensor.new_zeros((_EDGES.count, *tensor.shape[1:]))

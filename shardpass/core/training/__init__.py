@@ -1,11 +1,11 @@
 """What training needs besides the graph: losses, norms, metrics, gradients over ranks, checkpoints.
 
-This room knows rows, parameters and ranks. It knows neither edges nor message functions.
+This room knows rows, parameters and ranks. A batch norm inside a message function asks `Ranks.watch` for its
+statistics; otherwise the room knows no edges.
 """
 
 from shardpass.core.training.checkpoint import load_checkpoint, save_checkpoint
 from shardpass.core.training.checkpoint_file import digest
-from shardpass.core.training.gradient_overlap import sync_during_backward
 from shardpass.core.training.gradients import (
     alike,
     clip_grad_norm,
@@ -41,7 +41,6 @@ __all__ = [
     "shared_copy",
     "shifted",
     "sum",
-    "sync_during_backward",
     "sync_gradients",
     "sync_parameters",
     "total",

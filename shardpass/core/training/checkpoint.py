@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from shardpass import errors
 from shardpass.core.ranks import (
     Ranks,
     derive_seed,
@@ -68,7 +67,6 @@ def save_checkpoint(
         CheckpointError: on every rank, if something cannot be stored or written on one, or if parameters that ranks
             share differ between them.
     """
-    errors.require("safetensors", "store", "save_checkpoint")
     tensors: dict[str, Tensor] = {}
     trees = _agreed(comm, lambda: _trees(model, optimizer, extra, tensors))
     tables = _tables(model, optimizer)
@@ -113,7 +111,6 @@ def load_checkpoint(
     Raises:
         CheckpointError: on every rank, if the file is missing, torn or altered, or does not fit.
     """
-    errors.require("safetensors", "store", "load_checkpoint")
     read: dict[str, Tensor] = {}
     manifest = _agreed(comm, lambda: read_file(Path(path), read) if comm.rank == 0 else None)
     manifest = comm.all_gather_object(manifest, "checkpoint manifest")[0]
@@ -146,7 +143,7 @@ def _of_name(name: str, by_beginning: Mapping[str, _T]) -> _T | None:
 def _spans(model: nn.Module, optimizer: Optimizer | None, comm: Ranks) -> dict[str, Span]:
     """For each of `_tables`, which of its rows are this rank's. Collective.
 
-    Ranks own contiguous runs of the same order of nodes. So their rows, one rank after the other, are the same table
+    Ranks own contiguous ranges of the same order of nodes. So their rows, one rank after the other, are the same table
     for any number of ranks.
     """
     counts = {name: len(parameter) for name, parameter in _tables(model, optimizer).items()}

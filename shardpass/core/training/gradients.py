@@ -4,7 +4,7 @@
 Every trainable parameter of a model has one `_Watch`, which is attached as autograd hooks at the first forward or sync.
 Hooks are neither pickled nor copied with a parameter, so what a watch knows is valid for as long as it exists.
 
-* A gradient that was summed over ranks must not be summed again, nor may backward add to it. `mark_summed` tags the
+* A gradient that was summed over ranks must not be summed again, nor may backward add to it. `sync_gradients` tags the
   gradient tensor. The tag is taken off when backward adds to a gradient that is all zeros, as after ``zero_grad``. A
   tagged gradient that is not all zeros is refused at the next sync.
 * A parameter must not change between backward and the sync. The watch records the parameter's version whenever a
@@ -14,26 +14,24 @@ Hooks are neither pickled nor copied with a parameter, so what a watch knows is 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shardpass.core.ranks import Ranks, describe, identity_of, refuse_alike, torch_private
-from shardpass.core.training.buckets import BUCKET_BYTES, broadcast_tensors, cut_buckets, flatten, sum_flat, unpack
+from shardpass.core.ranks import Ranks, describe, refuse_shared_model, torch_private
+from shardpass.core.training.buckets import BUCKET_BYTES, broadcast_tensors, sum_tensors
 from shardpass.errors import RefusedError, ShardpassError
 
-ABSENT, PRESENT, SUMMED, STEPPED, SPARSE, CHANGED = range(6)
-PROBLEMS = {
-    SUMMED: "was already summed over ranks: call optimizer.zero_grad() before each backward that follows a sum, and "
-    "either sync_gradients or sync_during_backward once after it",
-    STEPPED: "belongs to parameter values that have changed since backward: call sync_gradients after the last "
+_ABSENT, _PRESENT, _SUMMED, _STEPPED, _SPARSE = range(5)
+_PROBLEMS = {
+    _SUMMED: "was already summed over ranks: call optimizer.zero_grad() before each backward that follows a sum, and "
+    "sync_gradients once after it",
+    _STEPPED: "belongs to parameter values that have changed since backward: call sync_gradients after the last "
     "backward and before optimizer.step()",
-    SPARSE: "is sparse: build the layer with sparse=False, or let ranks own its rows (NodeEmbedding)",
-    CHANGED: "was changed within sync_during_backward after backward had made it: run one backward within the block, "
-    "earlier ones before it, and clip or scale gradients after it",
+    _SPARSE: "is sparse: build the layer with sparse=False, or let ranks own its rows (NodeEmbedding)",
 }
 
 
@@ -83,14 +81,18 @@ def sync_gradients(model: nn.Module, comm: Ranks, bucket_bytes: int = BUCKET_BYT
     Raises:
         ShardpassError: on every rank, if a gradient was summed before, a parameter has changed since backward, or a
             gradient is sparse. See [Note: how misuse is found].
-        RefusedError: DistributedDataParallel is around the model or within it.
+        RefusedError: DistributedDataParallel is around the model or within it, or ranks that are threads hold one
+            model.
     """
-    refuse_ddp(model)
+    _refuse_ddp_within(model)
+    refuse_shared_model(model, comm)
     named = list(alike(model))
-    states = [state_of(parameter) for _, parameter in named]
-    present = agree_on_gradients(named, states, comm, f"sync_gradients of {len(named)} parameters")
-    sum_gradients([parameter for (_, parameter), has in zip(named, present) if has], comm, bucket_bytes)
-    mark_summed(named)
+    found = _with_gradients(named, comm)
+    if comm.size > 1:
+        gradients = [_gradient_or_zeros(parameter) for parameter in reversed(found)]  # as backward meets them
+        sum_tensors(gradients, comm, "sync_gradients", bucket_bytes)
+    for _, parameter in named:
+        _mark_summed(parameter)
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float, comm: Ranks) -> Tensor:
@@ -110,22 +112,22 @@ def clip_grad_norm(model: nn.Module, max_norm: float, comm: Ranks) -> Tensor:
     """
     sums = torch.zeros(2, dtype=torch.float64, device=comm.device)  # squares of own rows; gradients not summed yet
     shared = torch.zeros((), dtype=torch.float64, device=comm.device)
-    found = [parameter for parameter in model.parameters() if parameter.grad is not None]
-    for parameter in found:
-        square = torch.linalg.vector_norm(gradient_of(parameter).detach().double()).square().to(comm.device)
+    found = [(parameter, parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+    for parameter, gradient in found:
+        square = torch.linalg.vector_norm(gradient.detach().double()).square().to(comm.device)
         if getattr(parameter, "shardpass_local", False):
             sums[0] += square
         else:
             shared += square
-            watch = watch_of(parameter)
+            watch = _watch_of(parameter)
             sums[1] += int(watch is not None and watch.version is not None)
     squares, unsummed = comm.all_reduce(sums, "sum", "clip_grad_norm").unbind()
     if unsummed:
         raise ShardpassError("clip_grad_norm: gradients are not summed over ranks yet; call sync_gradients before it")
     norm = (shared + squares).sqrt()
     factor = float((max_norm / (norm + 1e-6)).clamp(max=1.0))  # as torch does
-    for parameter in found:
-        gradient_of(parameter).detach().mul_(factor)
+    for _, gradient in found:
+        gradient.detach().mul_(factor)
     return norm
 
 
@@ -141,7 +143,7 @@ def note_forward(model: nn.Module) -> None:
     if not torch.is_grad_enabled():
         return
     for name, parameter in alike(model):
-        watch = watch_of(parameter)
+        watch = _watch_of(parameter)
         if watch is not None and watch.has_changed(parameter):
             raise ShardpassError(
                 f"parameter {name!r} has changed since the last backward, but its gradient was not summed over ranks: "
@@ -154,20 +156,8 @@ def note_forward(model: nn.Module) -> None:
 
 def forget_gradients(model: nn.Module) -> None:
     """Forget what was recorded about earlier backward passes, as after loading other parameter values."""
-    for watch in (watch_of(parameter) for _, parameter in alike(model)):
-        if watch is not None:
-            watch.version = None
-
-
-def refuse_ddp(model: nn.Module) -> None:
-    """Raise if DistributedDataParallel averages gradients of `model`.
-
-    Raises:
-        RefusedError: it is around the model or within it.
-    """
-    for name, module in model.named_modules():
-        if isinstance(module, DistributedDataParallel):
-            raise RefusedError(_ddp_sentence(f"submodule {name!r}" if name else "the model"))
+    for _, parameter in alike(model):
+        _forget(parameter)
 
 
 def refuse_as_built(model: nn.Module) -> None:
@@ -187,6 +177,12 @@ def refuse_as_built(model: nn.Module) -> None:
                 f"parameter {name!r} has no shape yet (a lazy layer, in_channels=-1). Give the number of input "
                 f"channels, or run the model once on a few nodes before wrap"
             )
+
+
+def _refuse_ddp_within(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, DistributedDataParallel):
+            raise RefusedError(_ddp_sentence(f"submodule {name!r}" if name else "the model"))
 
 
 def _ddp_sentence(where: str) -> str:
@@ -209,7 +205,7 @@ class _Watch:
 
     def before(self, parameter: Tensor | None) -> None:
         """Autograd is about to add to the gradient."""
-        self._onto_summed = parameter is not None and is_summed(parameter)
+        self._onto_summed = parameter is not None and _is_summed(parameter)
 
     def __call__(self, parameter: Tensor) -> None:
         if hasattr(parameter.grad, "shardpass_summed") and not self._onto_summed:
@@ -222,7 +218,7 @@ class _Watch:
         return self.version not in (None, torch_private.version_of(parameter))
 
 
-def watch_of(parameter: Tensor) -> _Watch | None:
+def _watch_of(parameter: Tensor) -> _Watch | None:
     """The watch of a trainable parameter, attached now if it has none; `None` for a frozen one."""
     for hook in torch_private.grad_hooks(parameter):
         if isinstance(hook, _Watch):
@@ -242,68 +238,52 @@ def alike(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             yield name, parameter
 
 
-def agree_on_gradients(named: list[tuple[str, nn.Parameter]], states: list[int], comm: Ranks, label: str) -> list[bool]:
-    """Which parameters have a gradient on some rank. Collective; the first problem of any rank is raised on all.
-
-    Args:
-        named: names and parameters, the same on every rank.
-        states: `state_of` each of them on this rank.
-        comm: the ranks.
-        label: of the collective.
-    """
-    own = [*states, *identity_of([parameter for _, parameter in named], comm)]
-    rows = torch.cat(comm.all_gather(torch.tensor([own], dtype=torch.uint8, device=comm.device), label)).cpu()
-    every, identities = rows[:, : len(states)], rows[:, len(states) :]
-    refuse_alike(identities.tolist())
+def _with_gradients(named: list[tuple[str, nn.Parameter]], comm: Ranks) -> list[nn.Parameter]:
+    """The parameters that have a gradient on some rank. Collective; the first problem of any rank is raised on all."""
+    states = [_state_of(parameter) for _, parameter in named]
+    own = torch.tensor([states], dtype=torch.uint8, device=comm.device)
+    every = torch.cat(comm.all_gather(own, f"sync_gradients of {len(named)} parameters")).cpu()
     for rank, row in enumerate(every.tolist()):
         for (name, _), state in zip(named, row):
-            if state in PROBLEMS:
-                raise ShardpassError(f"the gradient of {name!r} on rank {rank} {PROBLEMS[state]}")
-    present: list[bool] = every.any(0).tolist()
-    return present
+            if state in _PROBLEMS:
+                raise ShardpassError(f"the gradient of {name!r} on rank {rank} {_PROBLEMS[state]}")
+    return [parameter for (_, parameter), present in zip(named, every.any(0).tolist()) if present]
 
 
-def state_of(parameter: nn.Parameter) -> int:
-    """What is known of its gradient before it is summed: ``ABSENT``, ``PRESENT`` or one of `PROBLEMS`."""
-    watch = watch_of(parameter)
+def _state_of(parameter: nn.Parameter) -> int:
+    """What is known of its gradient before it is summed."""
+    watch = _watch_of(parameter)
     if parameter.grad is None:
-        return ABSENT
+        return _ABSENT
     if parameter.grad.layout != torch.strided:
-        return SPARSE
-    if is_summed(parameter):
-        return SUMMED
-    return STEPPED if watch is not None and watch.has_changed(parameter) else PRESENT
+        return _SPARSE
+    if _is_summed(parameter):
+        return _SUMMED
+    return _STEPPED if watch is not None and watch.has_changed(parameter) else _PRESENT
 
 
-def is_summed(parameter: Tensor) -> bool:
+def _is_summed(parameter: Tensor) -> bool:
     """Whether its gradient is, or contains, a sum over ranks that is not all zeros."""
     grad = parameter.grad
     return grad is not None and hasattr(grad, "shardpass_summed") and bool(grad.any())
 
 
-def mark_summed(named: list[tuple[str, nn.Parameter]]) -> None:
-    """Note that the gradients are sums over ranks from now on."""
-    for _, parameter in named:
-        grad: Any = parameter.grad
-        if grad is not None:
-            grad.shardpass_summed = True
-        watch = watch_of(parameter)
-        if watch is not None:
-            watch.version = None
+def _mark_summed(parameter: nn.Parameter) -> None:
+    """Note that its gradient is a sum over ranks from now on."""
+    grad: Any = parameter.grad
+    if grad is not None:
+        grad.shardpass_summed = True
+    _forget(parameter)
 
 
-def sum_gradients(parameters: Sequence[nn.Parameter], comm: Ranks, bucket_bytes: int) -> None:
-    """Sum the gradients of `parameters`, the same on every rank, over ranks in place. Collective. `None` is zeros.
-
-    Buckets run from the last parameter to the first, as backward meets them.
-    """
-    gradients = [gradient_of(parameter) for parameter in reversed(parameters)]
-    for bucket in cut_buckets(gradients, bucket_bytes) if comm.size > 1 else ():
-        flat = flatten(bucket, comm.device)
-        unpack(sum_flat(flat, comm, f"sync_gradients bucket of {len(bucket)}"), bucket)
+def _forget(parameter: nn.Parameter) -> None:
+    """Forget that a gradient has arrived that was not summed."""
+    watch = _watch_of(parameter)
+    if watch is not None:
+        watch.version = None
 
 
-def gradient_of(parameter: nn.Parameter) -> Tensor:
+def _gradient_or_zeros(parameter: nn.Parameter) -> Tensor:
     """Its gradient, which is set to zeros if it is `None`."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)

@@ -1,8 +1,9 @@
-"""The outermost call of a wrapped model: rows followed, one order of backward, recomputed activations.
+"""What wrapping a model takes: what is refused; and in its outermost call rows followed and one order of backward.
 
 Both frontends use it. It knows modules and ranks; what stands for a graph is the frontend's.
 """
 
 from shardpass.core.wrapping.outermost import FollowedCalls, OutermostCall
+from shardpass.core.wrapping.refusals import has_unknown_statistics, refuse_modules
 
-__all__ = ["FollowedCalls", "OutermostCall"]
+__all__ = ["FollowedCalls", "OutermostCall", "has_unknown_statistics", "refuse_modules"]

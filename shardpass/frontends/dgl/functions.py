@@ -9,11 +9,11 @@ import torch
 from dgl import DGLError
 from torch import Tensor
 
-from shardpass.core.tracing import Inputs
+from shardpass.core.tracing import Inputs, Key, Side
 from shardpass.errors import RefusedError
 from shardpass.frontends.dgl.private import BinaryMessageFunction, BuiltinFunction, CopyMessageFunction, TargetCode
 
-_SIDES = {TargetCode.SRC: "s", TargetCode.DST: "d", TargetCode.EDGE: "e"}
+_SIDES: dict[int, Side] = {TargetCode.SRC: "src", TargetCode.DST: "dst", TargetCode.EDGE: "edge"}
 REDUCERS = ("sum", "mean", "max", "min")
 
 
@@ -22,12 +22,12 @@ def is_builtin(function: Any) -> bool:
     return isinstance(function, BuiltinFunction)
 
 
-def operands(function: Any) -> list[tuple[str, str]]:
-    """``(side, field)`` of each operand of a built-in message function. The side is ``s``, ``d`` or ``e``."""
+def operands(function: Any) -> list[Key]:
+    """The keys of the operands of a built-in message function."""
     if isinstance(function, CopyMessageFunction):
-        return [(_SIDES[function.target], function.in_field)]
+        return [Key(_SIDES[function.target], function.in_field)]
     if isinstance(function, BinaryMessageFunction):
-        return [(_SIDES[function.lhs], function.lhs_field), (_SIDES[function.rhs], function.rhs_field)]
+        return [Key(_SIDES[function.lhs], function.lhs_field), Key(_SIDES[function.rhs], function.rhs_field)]
     raise RefusedError(
         f"{function!r} is not a built-in message function that shardpass knows. Write it as a function of edges"
     )
@@ -50,7 +50,7 @@ def message_of(function: Any) -> Callable[[Inputs], Tensor]:
     reads = operands(function)
 
     def message(inputs: Inputs) -> Tensor:
-        rows = [{"s": inputs.src, "d": inputs.dst, "e": inputs.edge}[side][name] for side, name in reads]
+        rows = [inputs[key] for key in reads]
         if len(rows) == 1:
             return rows[0]
         return _OPERATIONS[function.binary_op](*_same_dims(*rows))

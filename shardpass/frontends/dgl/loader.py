@@ -84,15 +84,15 @@ class DataLoader(EpochLoader):
         _refuse(kwargs, graph_sampler, whole.comm.device)
         rows = {kind: chosen.cpu().numpy() for kind, chosen in rows_of(whole, indices).items()}
         settings = settings_of(whole, graph_sampler, batch_size, shuffle, drop_last, seed, prefetch)
-        self._blocks = Blocks(whole, settings)
+        self._types, sampler = whole.dsttypes, sampler_of(whole, settings)
         self._source_names, self._label_names = _fields_of(whole, graph_sampler)
-        source, types = self._blocks.sampler.source, whole.dsttypes
+        source, types = sampler.source, self._types
         largest = max(owned.num_total for owned in source.ownership.values()) if source.ownership else 0
         ids = [source.node_ids[kind][rows[kind]] + place * (largest + 1) for place, kind in enumerate(types)]
         place = [np.full(len(rows[kind]), place) for place, kind in enumerate(types)]
         owned = [rows[kind] + source.ownership[kind].offsets[whole.comm.rank] for kind in types]
         columns = [np.concatenate(place), np.concatenate(owned)]
-        self._begin(self._blocks.sampler, np.concatenate(ids), columns)
+        self._begin(sampler, np.concatenate(ids), columns)
         if is_short(self._total, batch_size, whole.comm.size, drop_last):
             raise ValueError(
                 f"{self._total} seeds in batches of {batch_size} on {whole.comm.size} ranks leave some ranks "
@@ -101,10 +101,9 @@ class DataLoader(EpochLoader):
             )
 
     def _make(self, seeds: Seeds, seed: int) -> tuple[Any, Any, list[Any]]:
-        types = self._blocks.graph.dsttypes
         place, ids = seeds.columns
-        by_type = {kind: ids[place == i] for i, kind in enumerate(types)}
-        return self._blocks.of(by_type, seed, self._source_names, self._label_names)
+        by_type = {kind: ids[place == i] for i, kind in enumerate(self._types)}
+        return draw_blocks(self._sampler, by_type, seed, self._source_names, self._label_names)
 
 
 def settings_of(
@@ -122,67 +121,61 @@ def settings_of(
     )  # fmt: skip
 
 
-class Blocks:
-    """Makes blocks of the neighbourhoods of seeds. Collective.
+def sampler_of(graph: ShardedDGLGraph, settings: Settings) -> Sampler:
+    """What draws neighbourhoods from `graph`. Collective."""
+    return Sampler(graph.comm, settings, "", lambda weight: _source_of(graph, weight))
+
+
+def draw_blocks(
+    sampler: Sampler,
+    seeds: Mapping[NodeType, Array],
+    seed: int,
+    source_names: Mapping[NodeType, Sequence[str]],
+    label_names: Mapping[NodeType, Sequence[str]],
+) -> tuple[Any, Any, list[Any]]:
+    """``(input_nodes, output_nodes, blocks)`` for `seeds`, global ids by type. Collective.
 
     Args:
-        graph: the rank's share.
-        settings: how to sample.
+        source_names: fields of the source nodes of the first block, by type.
+        label_names: fields of the destinations of the last one.
     """
+    found, _, rows = sampler.draw(seeds, seed)
+    ids = {kind: held[IDS] for kind, held in rows.items()}
+    blocks = [_block(sampler, found, layer, ids) for layer in reversed(range(len(found.hops)))]
+    for kind, held in rows.items():
+        num_seeds = found.num_nodes[kind][0]
+        if blocks and kind in blocks[0].srctypes:
+            blocks[0].srcnodes[kind].data.update({name: held[name] for name in source_names[kind]})
+        if blocks and kind in blocks[-1].dsttypes:
+            blocks[-1].dstnodes[kind].data.update({name: held[name][:num_seeds] for name in label_names[kind]})
+    outputs = {kind: ids[kind][: found.num_nodes[kind][0]] for kind in ids}
+    if len(ids) == 1:
+        return next(iter(ids.values())), next(iter(outputs.values())), blocks
+    return ids, outputs, blocks
 
-    def __init__(self, graph: ShardedDGLGraph, settings: Settings) -> None:
-        self.graph = graph
-        self.sampler = Sampler(graph.comm, settings, "", lambda weight: _source_of(graph, weight))
 
-    def of(
-        self,
-        seeds: Mapping[NodeType, Array],
-        seed: int,
-        source_names: Mapping[NodeType, Sequence[str]],
-        label_names: Mapping[NodeType, Sequence[str]],
-    ) -> tuple[Any, Any, list[Any]]:
-        """``(input_nodes, output_nodes, blocks)`` for `seeds`, global ids by type. Collective.
-
-        Args:
-            source_names: fields of the source nodes of the first block, by type.
-            label_names: fields of the destinations of the last one.
-        """
-        found, _, rows = self.sampler.draw(seeds, seed)
-        ids = {kind: held[IDS] for kind, held in rows.items()}
-        blocks = [self._block(found, layer, ids) for layer in reversed(range(len(found.hops)))]
-        for kind, held in rows.items():
-            num_seeds = found.num_nodes[kind][0]
-            if blocks and kind in blocks[0].srctypes:
-                blocks[0].srcnodes[kind].data.update({name: held[name] for name in source_names[kind]})
-            if blocks and kind in blocks[-1].dsttypes:
-                blocks[-1].dstnodes[kind].data.update({name: held[name][:num_seeds] for name in label_names[kind]})
-        outputs = {kind: ids[kind][: found.num_nodes[kind][0]] for kind in ids}
-        if len(ids) == 1:
-            return next(iter(ids.values())), next(iter(outputs.values())), blocks
-        return ids, outputs, blocks
-
-    def _block(self, found: Sample, layer: int, ids: Mapping[NodeType, Tensor]) -> Any:
-        source, device = self.sampler.source, self.sampler.source.comm.device
-        nothing = torch.empty(0, dtype=torch.int64, device=device)
-        drawn = found.hops[layer]
-        ends = dict.fromkeys(source.edges, (nothing, nothing))
-        for kind, edges in drawn.items():
-            ends[kind] = torch.from_numpy(edges.src).to(device), torch.from_numpy(edges.dst).to(device)
-        num_dst = {kind: counts[layer] for kind, counts in found.num_nodes.items()}
-        num_src = {kind: counts[layer + 1] for kind, counts in found.num_nodes.items()}
-        block = dgl.create_block(ends, num_src_nodes=num_src, num_dst_nodes=num_dst, device=device)
-        for ntype, held in ids.items():
-            block.srcnodes[ntype].data[dgl.NID] = held[: num_src[ntype]]
-            block.dstnodes[ntype].data[dgl.NID] = held[: num_dst[ntype]]
-        for kind in source.edges:
-            data, fields = block.edges[kind].data, source.edges[kind].fields
-            if kind in drawn:
-                data[dgl.EID] = torch.from_numpy(drawn[kind].edge_ids).to(device)
-                data.update(drawn[kind].fields)
-            else:
-                data[dgl.EID] = nothing
-                data.update({name: fields[name].detach()[:0] for name in self.sampler.drawer.edge_fields[kind]})
-        return block
+def _block(sampler: Sampler, found: Sample, layer: int, ids: Mapping[NodeType, Tensor]) -> Any:
+    source, device = sampler.source, sampler.source.comm.device
+    nothing = torch.empty(0, dtype=torch.int64, device=device)
+    drawn = found.hops[layer]
+    ends = dict.fromkeys(source.edges, (nothing, nothing))
+    for kind, edges in drawn.items():
+        ends[kind] = torch.from_numpy(edges.src).to(device), torch.from_numpy(edges.dst).to(device)
+    num_dst = {kind: counts[layer] for kind, counts in found.num_nodes.items()}
+    num_src = {kind: counts[layer + 1] for kind, counts in found.num_nodes.items()}
+    block = dgl.create_block(ends, num_src_nodes=num_src, num_dst_nodes=num_dst, device=device)
+    for ntype, held in ids.items():
+        block.srcnodes[ntype].data[dgl.NID] = held[: num_src[ntype]]
+        block.dstnodes[ntype].data[dgl.NID] = held[: num_dst[ntype]]
+    for kind in source.edges:
+        data, fields = block.edges[kind].data, source.edges[kind].fields
+        if kind in drawn:
+            data[dgl.EID] = torch.from_numpy(drawn[kind].edge_ids).to(device)
+            data.update(drawn[kind].fields)
+        else:
+            data[dgl.EID] = nothing
+            data.update({name: fields[name].detach()[:0] for name in sampler.drawer.edge_fields[kind]})
+    return block
 
 
 def _source_of(graph: ShardedDGLGraph, weight: str | None) -> SampledSource:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardpass.core.aggregation import aggregate
 from shardpass.core.sharding import EdgeShards
-from shardpass.core.tracing import Inputs, Program
+from shardpass.core.tracing import Inputs, Key, Program, Sides
 from shardpass.errors import InternalError, RefusedError
 from shardpass.frontends.dgl.functions import is_builtin, message_of, operands, reducer_of
 from shardpass.frontends.dgl.structure import Edges
@@ -58,7 +58,7 @@ class MessagePassing:
         if op in _EXTREMA:
             program.edge[_PLACES] = self.edges.places
             if program.reads is not None:
-                program.reads.add(f"e:{_PLACES}")
+                program.reads.add(Key("edge", _PLACES))
             program.aggregate = self._extremum(op, empty or 0.0)
         else:
             program.aggregate = summed
@@ -104,15 +104,13 @@ class MessagePassing:
 
     def only_read_by(self, message: Any) -> MessagePassing:
         """The same with no other data than a built-in `message` reads, as they are now."""
-        return MessagePassing(self.edges, *self._read_by(message), self.checked)
+        read = self._read_by(message)
+        return MessagePassing(self.edges, read.src, read.dst, read.edge, self.checked)
 
-    def _read_by(self, message: Any) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-        """The source, destination and edge tensors that a built-in `message` reads."""
-        frames = {"s": self.src, "d": self.dst, "e": self.edata}
-        read: dict[str, dict[str, Tensor]] = {side: {} for side in frames}
-        for side, name in operands(message):
-            read[side][name] = frames[side][name]
-        return read["s"], read["d"], read["e"]
+    def _read_by(self, message: Any) -> Sides:
+        """The tensors that a built-in `message` reads."""
+        frames = {"src": self.src, "dst": self.dst, "edge": self.edata}
+        return Sides.of((key, frames[key.side][key.name]) for key in operands(message))
 
     def program_of(self, message: Any, what: str) -> tuple[Program, Callable[[Inputs], dict[str, Tensor]]]:
         """A program that reads what `message` reads, and the function that computes its fields on some edges.
@@ -123,10 +121,11 @@ class MessagePassing:
         canonical, where = self.edges.canonical, self.where
         if is_builtin(message):
             computed = message_of(message)
-            program = Program(f"{what}{message.name}{where}", *self._read_by(message), computed, None)
+            read = self._read_by(message)
+            program = Program(f"{what}{message.name}{where}", read.src, read.dst, read.edge, computed, None)
             program.checked = self.checked.setdefault(message.name, set())
             return program, lambda inputs: {message.out_field: computed(inputs)}
-        reads: set[str] = set()
+        reads: set[Key] = set()
         function = EdgeFunction(message, canonical, reads)
         given = dict(self.src), dict(self.dst), dict(self.edata)
         program = Program(f"{what}{function.name}{where}", *given, _unset, None, reads=reads)

@@ -6,8 +6,7 @@ import dgl.nn.pytorch as dnn
 from torch import nn
 
 from shardpass.core.ranks import torch_private
-from shardpass.core.training import DistributedBatchNorm
-from shardpass.errors import RefusedError
+from shardpass.core.wrapping import has_unknown_statistics, refuse_modules
 
 _STATISTICS = "its statistics run over all nodes of the graph. BatchNorm1d is exact, but not a class derived from it"
 _EXPLAINS = "it explains a model on subgraphs that it cuts out of a whole graph"
@@ -54,23 +53,14 @@ REFUSED: dict[str, str] = {
     "LapPosEncoder": "its sign flips are drawn per rank; add the encodings as node fields before partitioning",
     "SortPooling": "it sorts all nodes of the graph",
 }
-_TORCH_NORMS = (nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
 def refuse_unsupported(model: nn.Module) -> None:
-    """Raise if `model` holds a module known to be wrong on a sharded graph.
-
-    Raises:
-        RefusedError: naming the first such module, the reason, and what to do.
-    """
-    for name, module in model.named_modules():
-        reason = reason_to_refuse(module)
-        if reason:
-            where = f" (at {name!r})" if name else ""
-            raise RefusedError(f"{type(module).__name__}{where} cannot be exact on a sharded graph: {reason}")
+    """Raise `RefusedError` if `model` has a module that is known to be wrong on a sharded graph."""
+    refuse_modules(model, _reason)
 
 
-def reason_to_refuse(module: nn.Module) -> str | None:
+def _reason(module: nn.Module) -> str | None:
     """Why `module` cannot be exact, or `None` if it can."""
     for kind in type(module).__mro__:
         if kind.__module__.startswith("dgl.") and kind.__name__ in REFUSED:
@@ -78,6 +68,4 @@ def reason_to_refuse(module: nn.Module) -> str | None:
     norms = torch_private.AnyBatchNorm
     if isinstance(module, dnn.GroupRevRes) and any(isinstance(part, norms) for part in module.modules()):
         return _GROUPS
-    known = type(module) in (nn.BatchNorm1d, nn.SyncBatchNorm) or isinstance(module, DistributedBatchNorm)
-    derived = isinstance(module, torch_private.AnyBatchNorm) and not known
-    return _STATISTICS if derived or isinstance(module, _TORCH_NORMS) else None
+    return _STATISTICS if has_unknown_statistics(module) else None

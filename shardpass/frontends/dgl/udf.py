@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardpass.core.ranks import torch_private
-from shardpass.core.tracing import Inputs
+from shardpass.core.tracing import Inputs, Key, Side
 from shardpass.errors import RefusedError
 from shardpass.frontends.dgl.closed import refused
 from shardpass.frontends.dgl.frames import LazyFields
@@ -43,20 +43,25 @@ class EdgeFunction:
     Args:
         function: takes an `EdgeBatch`.
         canonical: the type of the edges.
-        reads: a set to which the names of the inputs that it reads are added; see `Program.reads`.
+        reads: a set to which the keys of the inputs that it reads are added; see `Program.reads`.
     """
 
-    def __init__(self, function: Callable[[Any], dict[str, Tensor]], canonical: CanonicalType, reads: set[str]) -> None:
+    def __init__(self, function: Callable[[Any], dict[str, Tensor]], canonical: CanonicalType, reads: set[Key]) -> None:
         self.function, self.canonical, self.reads = frozen(function), canonical, reads
         self.name = getattr(function, "__qualname__", None) or type(function).__name__
 
     def __call__(self, inputs: Inputs) -> dict[str, Tensor]:
-        def fields(kind: str, rows: dict[str, Tensor]) -> LazyFields:
-            return LazyFields(rows, lambda tensor: tensor, lambda name: self.reads.add(f"{kind}:{name}"))
+        def fields(side: Side, rows: dict[str, Tensor]) -> LazyFields:
+            return LazyFields(rows, lambda tensor: tensor, lambda name: self.reads.add(Key(side, name)))
 
         places = torch.arange(inputs.index.numel(), device=inputs.index.device)
         batch = ShardedEdgeBatch(
-            None, places, self.canonical, fields("s", inputs.src), fields("e", inputs.edge), fields("d", inputs.dst)
+            None,
+            places,
+            self.canonical,
+            fields("src", inputs.src),
+            fields("edge", inputs.edge),
+            fields("dst", inputs.dst),
         )
         try:
             found = self.function(batch)

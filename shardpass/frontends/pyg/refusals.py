@@ -13,6 +13,7 @@ from torch_geometric.nn.conv import RGCNConv
 from shardpass.core.graphs import BatchIndex, ShardedEdgeIndex, ShardedGraph
 from shardpass.core.ranks import OnRanks, Ranks, torch_private
 from shardpass.core.training import DistributedBatchNorm
+from shardpass.core.wrapping import has_unknown_statistics, refuse_modules
 from shardpass.errors import RefusedError
 from shardpass.frontends.pyg import attention, models, modules, private
 from shardpass.frontends.pyg.norms import is_unknown_norm
@@ -41,20 +42,11 @@ REFUSED: dict[str, str] = {
 _KNOWN = models.EXACT.union(
     models.ROW_WISE, modules.ROW_WISE, modules.NORMS, modules.ATTENTION, modules.READOUTS, modules.WHOLE_SETS
 )
-_TORCH_NORMS = (nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
 def refuse_unsupported(model: nn.Module) -> None:
-    """Raise if `model` has a module that is known to be wrong on a sharded graph.
-
-    Raises:
-        RefusedError: naming the first such module, the reason, and what to do.
-    """
-    for name, module in model.named_modules():
-        reason = _reason(module)
-        if reason:
-            where = f" (at {name!r})" if name else ""
-            raise RefusedError(f"{type(module).__name__}{where} cannot be exact on a sharded graph: {reason}")
+    """Raise `RefusedError` if `model` has a module that is known to be wrong on a sharded graph."""
+    refuse_modules(model, _reason)
 
 
 def refuse_ordinary(name: str, edge_index: Any) -> None:
@@ -159,7 +151,7 @@ def _reason(module: nn.Module) -> str | None:
     reasons = [attention.reason_to_refuse(module), *(_reason_for_class(kind, module) for kind in type(module).__mro__)]
     if any(reasons):
         return next(filter(None, reasons))
-    if isinstance(module, _TORCH_NORMS) or _is_unknown_batch_norm(module) or is_unknown_norm(module):
+    if has_unknown_statistics(module) or is_unknown_norm(module):
         return _STATISTICS
     if any(getattr(module, name, None) is not None for name in private.CACHES):
         return "with cached=True it keeps the graph of a call before wrap; make it anew, or set its cache to None"
@@ -181,9 +173,3 @@ def _reason_for_class(kind: type, module: Any) -> str | None:
     in_nn = kind.__module__.startswith("torch_geometric.nn.")
     known = kind.__module__.startswith("torch_geometric.nn.conv.") or kind.__name__ in _KNOWN
     return _UNKNOWN if in_nn and not known else None
-
-
-def _is_unknown_batch_norm(module: nn.Module) -> bool:
-    """Whether the class of `module` is derived from a batch norm, and `wrap` cannot know what the class changes."""
-    known = (nn.BatchNorm1d, nn.SyncBatchNorm, DistributedBatchNorm)
-    return isinstance(module, torch_private.AnyBatchNorm) and type(module) not in known

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardpass.connection import connect
+from shardpass import backends
+from shardpass.backends import Launch
 from shardpass.core.ranks import Ranks
 from shardpass.core.training import sync_gradients, sync_parameters
 from shardpass.frontends.sar._state import STATE, communicator
@@ -80,10 +79,10 @@ def initialize_comms(
 
 def _connected(rank: int, world_size: int, ip: str, port: int, backend: str) -> Ranks:
     if backend == "mpi":
-        comm = connect("mpi", ranks=world_size)
+        comm = Ranks(backends.connect("mpi", ranks=world_size))
     else:
-        with _environment(_launch(rank, world_size, ip, port)):
-            comm = connect("torch_distributed", device=_device(backend))
+        launch = Launch("torchrun", world_size, rank, ip, port, "world_size")
+        comm = Ranks(backends.connect("torch_distributed", device=_device(backend), launch=launch))
     _check_same(rank, world_size, comm.rank, comm.size, "the launcher or the process group says")
     comm.move_to(torch.device("cpu"))  # until a graph says on which device its tensors are
     return comm
@@ -118,37 +117,6 @@ def _device(backend: str) -> torch.device:
     if backend == "nccl" and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
-
-
-def _launch(rank: int, world_size: int, ip: str, port: int) -> dict[str, str | None]:
-    """Environment variables with which `connect` finds the ranks at the given address, whatever the launcher."""
-    found: dict[str, str | None] = {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": ip,
-        "MASTER_PORT": str(port),
-    }
-    if any(os.environ.get(name) != found[name] for name in ("MASTER_ADDR", "MASTER_PORT")):
-        found["TORCHELASTIC_USE_AGENT_STORE"] = None  # the store of torchrun is at another address
-    return found
-
-
-@contextlib.contextmanager
-def _environment(changes: Mapping[str, str | None]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in changes}
-    _set(changes)
-    try:
-        yield
-    finally:
-        _set(before)
-
-
-def _set(variables: Mapping[str, str | None]) -> None:
-    for name, value in variables.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
 
 
 def is_initialized() -> bool:

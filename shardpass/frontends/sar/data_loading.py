@@ -15,6 +15,10 @@ from shardpass.data.readers.dgl_partitions import (
     Config,
     PartGraph,
     Stored,
+    as_mask,
+    integers,
+    own_edges,
+    owner_of,
     read_config,
     read_part_graph,
     read_tensors,
@@ -131,17 +135,8 @@ def _size(rows: slice) -> int:
 
 
 def _in_edges(config: Config, part: int, graph: PartGraph) -> InEdges:
-    path = config.parts[part].graph
-    ids = _numbers(graph.node_data, "_ID", path)
-    inner = np.flatnonzero(_numbers(graph.edge_data, "inner_edge", path))
-    kinds, numbers, owners = config.edges.locate(_numbers(graph.edge_data, "_ID", path)[inner], path)
-    src, dst = ids[graph.src[inner]], ids[graph.dst[inner]]
-    wrong = (owners != part).any() or inner.size != config.edges.count(part)
-    if wrong or (config.nodes.locate(dst, path)[2] != part).any():
-        raise ValueError(
-            f"{path} is altered or belongs to another partition: its inner edges are not the edges into its inner "
-            f"nodes that {config.path.name} gives to part {part}"
-        )
+    edge_ids, src, dst = own_edges(config, part, graph)
+    kinds, numbers, _ = config.edges.locate(edge_ids, config.parts[part].graph)
     return InEdges(*(torch.from_numpy(array.astype(np.int64)) for array in (src, dst, kinds, numbers)))
 
 
@@ -149,11 +144,9 @@ def _node_features(config: Config, part: int, graph: PartGraph) -> dict[str, Ten
     files, types = config.parts[part], config.node_types
     counts = [_size(config.nodes.rows(number, part)) for number in range(len(types))]
     found = _features(files.node_fields, types, counts)
-    ids = _numbers(graph.node_data, "_ID", files.graph)
-    inner = np.flatnonzero(_numbers(graph.node_data, "inner_node", files.graph))
+    ids = integers(graph.node_data, "_ID", files.graph)
+    inner = np.flatnonzero(integers(graph.node_data, "inner_node", files.graph))
     inner = inner[ids[inner].argsort()]
-    if inner.size != sum(counts):
-        raise ValueError(f"{files.graph} has {inner.size} inner nodes; {config.path.name} gives it {sum(counts)}")
     if len(types) > 1:
         found[dgl.NTYPE] = torch.repeat_interleave(torch.arange(len(types)), torch.tensor(counts))
     elif ORIGINAL in graph.node_data:
@@ -169,15 +162,13 @@ def _features(path: Path, labels: Sequence[str], counts: Sequence[int]) -> dict[
         for label, stored in read_tensors(originals).items():
             found.setdefault(f"{label}/{ORIGINAL}", stored)
     features = {}
-    for name, stored in found.items():
-        owners = [number for number, label in enumerate(labels) if name.startswith(f"{label}/")]
-        if not owners:
-            raise ValueError(f"{path}: {name!r} belongs to no type; expected <type>/<name> with one of {list(labels)}")
-        owner = max(owners, key=lambda number: len(labels[number]))  # a type's name may hold a slash
-        count = counts[owner]
-        if stored.values.shape[:1] != (count,):
-            raise ValueError(f"{path} is altered: {name!r} is {list(stored.values.shape)}; expected {count} rows")
-        features[name] = _as_mask(name[len(labels[owner]) :], _tensor(stored))
+    for key, stored in found.items():
+        owner, name = owner_of(key, labels, path)
+        if stored.values.shape[:1] != (counts[owner],):
+            raise ValueError(
+                f"{path} is altered: {key!r} is {list(stored.values.shape)}; expected {counts[owner]} rows"
+            )
+        features[key] = as_mask(name, _tensor(stored))
     return features
 
 
@@ -185,21 +176,8 @@ def _by_kind(features: Mapping[str, Tensor], labels: Sequence[str]) -> list[dict
     return [{name: t for name, t in features.items() if name.startswith(f"{label}/")} for label in labels]
 
 
-def _as_mask(name: str, rows: Tensor) -> Tensor:
-    """`rows`, as booleans if they are a mask. DGL stored it as uint8, which torch takes for row numbers."""
-    was_mask = "mask" in name and rows.dtype == torch.uint8 and (not rows.numel() or int(rows.max()) <= 1)
-    return rows.view(torch.bool) if was_mask else rows
-
-
 def _tensor(stored: Stored) -> Tensor:
     return torch.from_numpy(np.array(stored.values)).view(stored.dtype)
-
-
-def _numbers(data: Mapping[str, Stored], name: str, path: Path) -> np.ndarray:
-    values = data[name].values if name in data else np.empty((0, 0))
-    if values.ndim != 1 or values.dtype.kind not in "iu":
-        raise ValueError(f"{path} holds no integers {name!r}, which the parts of a DGL partition have")
-    return values
 
 
 def load_dgl_partition_data_from_graph(graph: Any, device: torch.device | str = "cpu") -> PartitionData:
@@ -242,5 +220,5 @@ def _pulled(views: Any, kinds: Sequence[Any], labels: Sequence[str], rows_of: An
     found = {}
     for kind, label in zip(kinds, labels):
         for name, tensor in views[kind].data.items():
-            found[f"{label}/{name}"] = _as_mask(name, tensor[rows_of(kind)])
+            found[f"{label}/{name}"] = as_mask(name, tensor[rows_of(kind)])
     return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from shardpass.core.following import FollowFunctions, FollowRows
@@ -22,7 +21,11 @@ class Parts(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.lin, self.gate, self.emb, self.ln = nn.Linear(8, 8), nn.Linear(4, 1), nn.Embedding(5, 8), nn.LayerNorm(8)
-        self.lstm, self.gru, self.cell = nn.LSTM(8, 8, batch_first=True), nn.GRU(4, 3, batch_first=True), nn.GRUCell(8, 8)
+        self.lstm, self.gru, self.cell = (
+            nn.LSTM(8, 8, batch_first=True),
+            nn.GRU(4, 3, batch_first=True),
+            nn.GRUCell(8, 8),
+        )
         self.mha, self.conv, self.bil = nn.MultiheadAttention(8, 2), nn.Conv1d(1, 2, 3, padding=1), nn.Bilinear(8, 8, 3)
         self.bn = nn.BatchNorm1d(8).eval()
         self.scale, self.across = nn.Parameter(torch.ones(N, 1)), nn.Parameter(torch.ones(8, N))

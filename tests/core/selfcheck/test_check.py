@@ -7,11 +7,11 @@ import warnings
 
 import pytest
 import torch
+from shardpass.core.selfcheck import Frontend, check_model, copy_for_check
 from torch import nn
 
 from shardpass.core.aggregation import aggregate
 from shardpass.core.graphs import ShardedGraph
-from shardpass.core.selfcheck import Frontend, check_model, copy_for_check
 from shardpass.core.sharding import EDGE, NODE
 from shardpass.core.tracing import Program
 from shardpass.errors import RefusedError

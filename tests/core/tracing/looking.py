@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 
 from shardpass.core.tracing.probing import probe
-from shardpass.core.tracing.program import Program
+from shardpass.core.tracing.program import Key, Program
 from shardpass.testing.graphs import assignments, awkward_graph
 
 GRAPH = awkward_graph(channels=4, edge_channels=3)
 OWNERS = assignments(GRAPH.num_nodes, 3, GRAPH.edge_index)["random"]
+NEED_GRADIENTS = (Key("src", "x"), Key("src", "z"), Key("dst", "x"), Key("edge", "e"))
 
 
 def add_up(values, index, num_dst):
@@ -27,13 +28,13 @@ def softmax(logit, index, num_dst):
     return weight / (add_up(weight, index, num_dst).index_select(0, index) + 1e-16)
 
 
-def look(graph, message, reduce=add_up, needs_grad=("s:x", "s:z", "d:x", "e:e")):
+def look(graph, message, reduce=add_up, needs_grad=NEED_GRADIENTS):
     """The structure of a message function of ``i.src["x"], i.dst["x"], i.src["z"], i.edge["e"], i.edge["w"]``."""
     src = {"x": graph.x, "z": graph.x[:, :1].clone(), "h": graph.x[:, :4].reshape(-1, 2, 2)}
     edge = {"e": graph.edge_attr, "w": graph.edge_weight, "v": graph.edge_attr[:, :2].unsqueeze(-1).clone()}
     tail = None if reduce is None else (lambda m, i: reduce(m, i.index, i.num_dst))
     program = Program("Layer", src, {"x": graph.x}, edge, message, tail)
-    return probe(program, graph.relation.shards, graph.num_nodes, set(needs_grad))
+    return probe(program, graph.relation.shards, graph.num_nodes, needs_grad)
 
 
 def function_of(x):

@@ -9,7 +9,7 @@ from torch import nn
 
 from shardpass.core.aggregation.sharded_call import aggregate
 from shardpass.core.ranks.options import Options
-from shardpass.core.tracing.program import Program
+from shardpass.core.tracing.program import Key, Program
 from shardpass.errors import RefusedError
 from shardpass.testing.graphs import shard_in_memory
 from shardpass.testing.run import run
@@ -77,7 +77,7 @@ def test_a_view_made_outside_beside_its_base(graph):
 
 
 def test_an_input_that_needs_no_gradient_has_none(graph):
-    found = look(graph, lambda i: i.src["z"].sigmoid(), None, needs_grad=("s:x",))
+    found = look(graph, lambda i: i.src["z"].sigmoid(), None, needs_grad=(Key("src", "x"),))
     assert found.edge_output and not found.edge_differentiable
 
 

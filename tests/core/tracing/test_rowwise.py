@@ -10,7 +10,7 @@ from torch import nn
 from shardpass.core.aggregation.sharded_call import aggregate
 from shardpass.core.ranks.options import Options
 from shardpass.core.tracing.probing import probe
-from shardpass.core.tracing.program import Program
+from shardpass.core.tracing.program import Key, Program
 from shardpass.core.tracing.rowwise import check_row_wise
 from shardpass.errors import RefusedError
 from shardpass.testing.graphs import WholeGraph, assignments, awkward_graph, shard_in_memory
@@ -282,7 +282,7 @@ def test_the_generator_is_left_as_it_was():
     graph = run(lambda comm: shard_in_memory(GRAPH, torch.zeros(GRAPH.num_nodes, dtype=torch.int64), comm), 1)[0]
     program = Program("T", {"x": graph.x}, {}, {}, lambda i: i.src["x"] * torch.rand_like(i.src["x"]),
                       lambda m, i: add_up(m, i.index, i.num_dst))  # fmt: skip
-    structure = probe(program, graph.relation.shards, graph.num_nodes, {"s:x"})
+    structure = probe(program, graph.relation.shards, graph.num_nodes, {Key("src", "x")})
     before = torch.random.get_rng_state()
     check_row_wise(program, structure, graph.num_nodes)
     assert torch.equal(torch.random.get_rng_state(), before)

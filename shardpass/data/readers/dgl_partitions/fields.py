@@ -24,7 +24,7 @@ def read_fields(labels: Sequence[str], ranges: IdRanges, paths: Sequence[Path]) 
         ValueError: when a part lacks a field, or has it in another dtype or shape. The error names the file.
     """
     found: list[dict[str, Stored]] = [{} for _ in labels]
-    pieces = [{_owner(key, labels, path): piece for key, piece in read_tensors(path).items()} for path in paths]
+    pieces = [{owner_of(key, labels, path): piece for key, piece in read_tensors(path).items()} for path in paths]
     for part, path in enumerate(paths):
         for number, name in sorted(key for keys in pieces for key in keys):
             rows, label = ranges.rows(number, part), labels[number]
@@ -44,8 +44,12 @@ def read_fields(labels: Sequence[str], ranges: IdRanges, paths: Sequence[Path]) 
     return [{name: _as_tensor(name, stored) for name, stored in fields.items()} for fields in found]
 
 
-def _owner(key: str, labels: Sequence[str], path: Path) -> tuple[int, str]:
-    """The number of the type and the name of a field."""
+def owner_of(key: str, labels: Sequence[str], path: Path) -> tuple[int, str]:
+    """The number of the type and the name of a field that is stored as ``<type>/<name>``.
+
+    Raises:
+        ValueError: when there is no such type. The error names `path`.
+    """
     owners = [label for label in labels if key.startswith(f"{label}/")]
     if not owners:
         raise ValueError(f"{path}: {key!r} belongs to no type; expected <type>/<name> with one of {list(labels)}")
@@ -59,7 +63,10 @@ def _empty(count: int, like: Stored) -> Stored:
 
 
 def _as_tensor(name: str, stored: Stored) -> Tensor:
-    rows = torch.from_numpy(stored.values).view(stored.dtype)
-    # DGL stores booleans as uint8, and a mask of uint8 would be taken for row numbers
+    return as_mask(name, torch.from_numpy(stored.values).view(stored.dtype))
+
+
+def as_mask(name: str, rows: Tensor) -> Tensor:
+    """`rows`, as booleans if they are a mask. DGL stored it as uint8, which torch takes for row numbers."""
     is_mask = "mask" in name and rows.dtype is torch.uint8 and (not rows.numel() or int(rows.max()) <= 1)
     return rows.view(torch.bool) if is_mask else rows

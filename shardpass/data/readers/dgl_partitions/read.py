@@ -12,7 +12,7 @@ from shardpass.data.raw import Division, EdgeArrays, RawGraph
 from shardpass.data.readers.dgl import type_names
 from shardpass.data.readers.dgl_partitions.config import Config, IdRanges, read_config
 from shardpass.data.readers.dgl_partitions.fields import read_fields
-from shardpass.data.readers.dgl_partitions.files import integers, read_part_graph
+from shardpass.data.readers.dgl_partitions.files import PartGraph, integers, read_part_graph
 
 
 def read_dgl_partition(path: str | os.PathLike[str]) -> RawGraph:
@@ -56,15 +56,19 @@ def _read_edges(config: Config) -> list[EdgeArrays]:
     """The edges of each type, by the numbers of nodes and edges within their types."""
     src, dst = np.empty((2, sum(config.edges.totals)), np.int64)
     for part, files in enumerate(config.parts):
-        edge_ids, src_ids, dst_ids = _own_edges(config, part, files.graph)
+        edge_ids, src_ids, dst_ids = own_edges(config, part, read_part_graph(files.graph))
         src[edge_ids], dst[edge_ids] = src_ids, dst_ids
     ends = (config.edges.by_type(config.nodes.locate(ids, config.path)[1]) for ids in (src, dst))
     return [EdgeArrays(torch.from_numpy(sources), torch.from_numpy(targets)) for sources, targets in zip(*ends)]
 
 
-def _own_edges(config: Config, part: int, path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The inner edges of a part, which are those into its inner nodes: DGL's ids of the edges and of both ends."""
-    graph = read_part_graph(path)
+def own_edges(config: Config, part: int, graph: PartGraph) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The inner edges of a part, which are those into its inner nodes: DGL's ids of the edges and of both ends.
+
+    Raises:
+        ValueError: when they contradict the JSON. The error names the file of the graph.
+    """
+    path = config.parts[part].graph
     ids = integers(graph.node_data, "_ID", path)
     own_nodes = np.flatnonzero(integers(graph.node_data, "inner_node", path))
     own_edges = np.flatnonzero(integers(graph.edge_data, "inner_edge", path))

@@ -1,0 +1,34 @@
+"""Modules that a frontend refuses, because their results on a sharded graph would be wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from shardpass.core.ranks import torch_private
+from shardpass.core.training import DistributedBatchNorm
+from shardpass.errors import RefusedError
+
+_NORMS_OF_OTHER_SHAPES = (nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+
+
+def refuse_modules(model: nn.Module, reason_of: Callable[[nn.Module], str | None]) -> None:
+    """Raise if `model` has a module for which `reason_of` gives a reason why it cannot be exact.
+
+    Raises:
+        RefusedError: naming the first such module, the reason, and what to do.
+    """
+    for name, module in model.named_modules():
+        reason = reason_of(module)
+        if reason:
+            where = f" (at {name!r})" if name else ""
+            raise RefusedError(f"{type(module).__name__}{where} cannot be exact on a sharded graph: {reason}")
+
+
+def has_unknown_statistics(module: nn.Module) -> bool:
+    """Whether `module` is a norm of torch over all nodes, or derived from one, that is not computed over all ranks."""
+    if isinstance(module, _NORMS_OF_OTHER_SHAPES):
+        return True
+    known = type(module) in (nn.BatchNorm1d, nn.SyncBatchNorm) or isinstance(module, DistributedBatchNorm)
+    return isinstance(module, torch_private.AnyBatchNorm) and not known
