@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import dgl
@@ -80,9 +81,11 @@ def onto_nodes(rows: Tensor, g: Any) -> Tensor:
 
     No message passing: what is compared stays what it was.
     """
-    ends = g.edges_of(None).dst_rows if isinstance(g, ShardedDGLGraph) else g.edges()[1]
+    is_sharded = isinstance(g, ShardedDGLGraph)
+    ends = g.edges_of(None).dst_rows if is_sharded else g.edges()[1]
     flat = rows.reshape(rows.size(0), rows.shape[1:].numel())
-    return flat.new_zeros(g.num_nodes(), flat.size(1)).index_add(0, ends, flat * edges(SIGNS, g).unsqueeze(1))
+    with g.comm.unfollowed() if is_sharded else nullcontext():
+        return flat.new_zeros(g.num_nodes(), flat.size(1)).index_add(0, ends, flat * edges(SIGNS, g).unsqueeze(1))
 
 
 EVERY_MODE = (MODES,) * 3

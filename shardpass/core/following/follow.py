@@ -34,13 +34,17 @@ class FollowRows(torch_private.TorchDispatchMode):
     Args:
         model: its parameters and buffers have no rows of nodes or edges.
         beside: follows what runs around this one; they know the same of tensors.
+        in_pieces: only some in-edges of a node are here, so that a scatter by their destinations is not the whole sum.
 
     Attributes:
         known: the sets of rows that tensors from outside are recognised by, by their number of rows.
     """
 
-    def __init__(self, model: nn.Module | None = None, beside: FollowRows | None = None) -> None:
+    def __init__(
+        self, model: nn.Module | None = None, beside: FollowRows | None = None, in_pieces: bool = False
+    ) -> None:
         super().__init__()
+        self.in_pieces = in_pieces
         self.known: list[RowSet] = []
         self.rows: Any = beside.rows if beside else torch_private.WeakTensorKeyDictionary()
         self.origins: Any = beside.origins if beside else torch_private.WeakTensorKeyDictionary()
@@ -131,7 +135,8 @@ class FollowRows(torch_private.TorchDispatchMode):
         rows, origin = self.rows.get(tensor), self.origins.get(tensor)
         if self.is_paused:
             return  # a known module made it
-        if rows is not None and rows.fit(tensor) and not (rows.dim == 0 and rows.of.goes_with(of)):
+        edges = rows is not None and rows.of.is_of_edges and of.is_of_edges and rows.of.count == of.count
+        if rows is not None and rows.fit(tensor) and not (rows.dim == 0 and (edges or rows.of.goes_with(of))):
             raise RefusedError(f"{user_line()}: expected a row for each of the {of.name}, found {rows.of.name}")
         if origin is not None and rows is None and tensor.dim() and tensor.size(0) == of.count:
             check_plain(origin, tensor, 0, of)

@@ -17,8 +17,8 @@ from shardpass.errors import RefusedError
 _LEAVES_TORCH = frozenset(["tolist", "numpy", "__array__"])
 _IN_PLACE_TOO = "add sub mul div true_divide floor_divide remainder fmod pow clamp fill".split()
 _TAKES_NUMBERS = frozenset(
-    [*_IN_PLACE_TOO, *(f"{name}_" for name in _IN_PLACE_TOO)]
-    + "rsub float_power gt ge lt le eq ne tensor as_tensor full_like scalar_tensor".split()
+    "rsub float_power gt ge lt le eq ne tensor as_tensor full_like scalar_tensor".split()
+    + [name + ending for name in _IN_PLACE_TOO for ending in ("", "_")]
 )
 """Functions with numbers among their arguments that are no sizes."""
 

@@ -48,4 +48,5 @@ class _Block:
         self._open.append(block)
 
     def end(self, module: nn.Module, args: Any, out: Any) -> None:
-        self._open.pop().__exit__(None, None, None)
+        if self._open:  # or else `begin` refused the arguments
+            self._open.pop().__exit__(None, None, None)

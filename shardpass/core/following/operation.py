@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, NoReturn
 
 import torch
@@ -182,10 +183,10 @@ class Operation:
             self._note_plain()
 
     def _try(self) -> None:
-        is_pointer = any(rows.points_to for rows in self.rows.values())
-        if is_pointer and self.packet not in _KEEP_VALUES:
-            if self.packet not in (aten.eq, aten.ne) or len({rows.points_to for rows in self.rows.values()}) > 1:
-                self._refuse("computes with the numbers of rows, which are other numbers on every rank,")
+        targets = {rows.points_to for rows in self.rows.values()}
+        compares = self.packet in (aten.eq, aten.ne) and len(targets) == 1
+        if targets != {None} and not compares and self.packet not in _KEEP_VALUES:
+            self._refuse("computes with the numbers of rows, which are other numbers on every rank")
         found = self._verdict()
         if isinstance(found, Exception):
             self._refuse(f"cannot be followed ({type(found).__name__}: {str(found).splitlines()[0][:100]})")
@@ -245,7 +246,7 @@ class Operation:
             picked = self.follower.selection(one, mask.of, self.outs[0].size(first))
             self._mark([Rows(first, picked, points_to=rows.points_to)])
             return True
-        adjacent = all(b == a + 1 for (a, _), (b, _) in zip(given, given[1:]))
+        adjacent = all(b == a + 1 for (a, _), (b, _) in pairwise(given))
         start, width = first if adjacent else 0, max(index.dim() for _, index in given)
         for dim, index in given:
             if rows is not None and rows.dim == dim:
@@ -294,6 +295,8 @@ class Operation:
         if pointer is None or pointer.points_to is None:
             return False
         target = pointer.points_to
+        if self.follower.in_pieces:
+            self._refuse("scatters by destination in a way that the engine does not see", target)
         if base.size(dim) != target.count or (rows is not None and not (rows.dim == dim and rows.of.goes_with(target))):
             self._refuse(f"scatters by the numbers of rows onto a tensor of shape {[*base.shape]}", target, _NUMBERS)
         if rows is None:
@@ -363,8 +366,8 @@ class Operation:
 
 
 _REMEDY = (
-    "Use a readout of the graph, a norm or shardpass.all_reduce_sum, which take in the rows of all ranks, or compute it "
-    "before you partition and store it as a field"
+    "Use a readout of the graph, a norm or shardpass.all_reduce_sum, which take in the rows of all ranks, or compute "
+    "it before you partition and store it as a field"
 )
 _STATE = "Use shardpass.NodeEmbedding for parameters of nodes, and a field of the graph for values"
 _FIELD = "Store what differs from row to row as a node or edge field of the graph"

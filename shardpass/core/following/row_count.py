@@ -28,9 +28,9 @@ class RowCount(int):
     def refuse(self, *_: Any) -> NoReturn:
         """Raise: something is computed from this rank's number of rows."""
         raise RefusedError(
-            f"{user_line()}: computes with {int(self)}, the number of {self.of.name} that this rank holds, which differs "
-            f"from that of the whole graph. Use the numbers of the whole graph (graph.total_nodes, graph.total_edges), "
-            f"or int(...) where you do mean the rows of this rank"
+            f"{user_line()}: computes with {int(self)}, the number of {self.of.name} that this rank holds, which "
+            f"differs from that of the whole graph. Use the numbers of the whole graph (graph.total_nodes, "
+            f"graph.total_edges), or int(...) where you do mean the rows of this rank"
         )
 
     __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = refuse

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardpass.core.following import FollowRows
+from shardpass.core.following import FollowFunctions, FollowRows, RowCount
 from shardpass.core.ranks import RowSet, get_random_state, set_random_state
 from shardpass.core.sharding import to_device
 from shardpass.core.tracing.edge_trace import EdgeTrace
@@ -69,20 +69,25 @@ def check_row_wise(program: Program, structure: Structure, num_dst: int) -> None
     state = get_random_state()
     outer = program.ranks.forward if program.ranks is not None else None
     beside = outer.rows if outer is not None else None
-    follower = FollowRows(beside=beside if isinstance(beside, FollowRows) else None)
+    follower = FollowRows(beside=beside if isinstance(beside, FollowRows) else None, in_pieces=True)
+    follower.known = [_EDGES, _NODES]
     device = structure.message.device
     index = (torch.arange(_EDGES.count) % _NODES.count).to(device)
     follower.mark(index, _EDGES, points_to=_NODES)
     made = Sides.of((key, _made_up(t, program, follower, key.side == "edge")) for key, t in program.inputs.items())
-    inputs = Inputs(made.src, made.dst, made.edge, index, _NODES.count)
+    inputs = Inputs(made.src, made.dst, made.edge, index, RowCount.make(_NODES.count, _NODES))
     try:
-        with torch.no_grad(), _FollowedTrace(program, index, _FollowedReductions(follower, num_dst)), follower:
+        trace = _FollowedTrace(program, index, _FollowedReductions(follower, num_dst))
+        with torch.no_grad(), FollowFunctions(follower), trace, follower:
             message = program.message(inputs)
             follower.require(message, _EDGES)
             if program.aggregate is not None:
                 follower.check_result(program.aggregate(message, inputs))
     except RefusedError as refusal:
-        raise type(refusal)(f"{program.name}: {refusal}") from None
+        raise type(refusal)(
+            f"{program.name}: the message of an edge depends on other edges, so it cannot be computed in pieces. "
+            f"{refusal}. Or compute the quantity outside message() and pass it to propagate()"
+        ) from None
     finally:
         set_random_state(state)
 

@@ -152,6 +152,7 @@ class _Method(OutermostCall):
         self, model: nn.Module, comm: Ranks, followed: FollowedCalls, checkpoint: Checkpoint, method: str
     ) -> None:
         super().__init__(model, comm, followed, checkpoint, method)
+        self._looked_for_tables = False
         self.adapted = vars(model).get(method)  # by `adapt_hetero` or `adapt_methods`
 
     def is_known(self, module: nn.Module) -> bool:
@@ -165,7 +166,8 @@ class _Method(OutermostCall):
             raise RefusedError(_NO_SCRIPT)
         model = self.model
         _keep_attached(model)
-        if _has_graph((args, kwargs)):
+        if _has_graph((args, kwargs)) and not self._looked_for_tables:
+            self._looked_for_tables = True
             refuse_node_tables(model, self.comm, args, kwargs)
         refuse_norms_of_some_nodes(model, args, kwargs)
         args, kwargs = torch_private.tree_map(_edge_index_of, (args, kwargs))

@@ -1,9 +1,10 @@
-"""Small programs over rows of nodes and edges: those that treat rows one by one pass, those that mix them are refused."""
+"""Small programs: those that treat rows of nodes and edges one by one pass, those that mix them are refused."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: F401  (the programs use it)
 from torch import nn
 
 from shardpass.core.following import FollowFunctions, FollowRows
