@@ -213,7 +213,7 @@ def test_a_parameter_with_an_entry_per_node_is_refused(shape, ranks):
             own = self.scale.view(-1, GRAPH.num_nodes)[:, : h.size(0)]
             return h * own.T
 
-    with pytest.raises(RefusedError, match="NodeEmbedding|row by row|field"):
+    with pytest.raises(RefusedError, match=r"NodeEmbedding|field"):
         called(PerNode, _plain, ranks=ranks)
 
 

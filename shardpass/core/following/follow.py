@@ -25,6 +25,7 @@ from shardpass.core.following.user_line import user_line
 from shardpass.core.ranks import RowSet, torch_private
 from shardpass.errors import RefusedError
 
+_MADE_BY = {torch.ops.aten.arange: Origin.NUMBERS, torch.ops.aten.zeros: Origin.ZEROS}
 _EMPTY = frozenset([torch.ops.aten.empty, torch.ops.aten.empty_strided])
 
 
@@ -38,6 +39,8 @@ class FollowRows(torch_private.TorchDispatchMode):
 
     Attributes:
         known: the sets of rows that tensors from outside are recognised by, by their number of rows.
+        in_known: a module that is known to be exact is running.
+        is_paused: what runs now is not followed.
     """
 
     def __init__(
@@ -51,12 +54,14 @@ class FollowRows(torch_private.TorchDispatchMode):
         self.mixtures: Any = beside.mixtures if beside else torch_private.WeakTensorKeyDictionary()
         self.verdicts: dict[Any, Any] = beside.verdicts if beside else {}
         self._selections: list[tuple[Tensor, int, RowSet]] = []
-        self._pauses = 0
+        self.is_paused = False
+        self.in_known: bool = beside is not None and beside.in_known
         for tensor in () if model is None else (*model.parameters(), *model.buffers()):
             self.origins[tensor] = Origin.STATE
 
     def mark(self, tensor: Tensor, of: RowSet, dim: int = 0, points_to: RowSet | None = None) -> None:
         """Say that dimension `dim` of `tensor` holds the rows `of`."""
+        self.origins.pop(tensor, None)
         self.rows[tensor] = Rows(dim % max(1, tensor.dim()), of, points_to=points_to)
 
     def adopt(self, value: Any) -> None:
@@ -67,19 +72,24 @@ class FollowRows(torch_private.TorchDispatchMode):
             ):
                 self._recognise(leaf)
 
-    @property
-    def is_paused(self) -> bool:
-        """Whether what runs now is not the model's own."""
-        return self._pauses > 0
-
     @contextmanager
     def paused(self, is_paused: bool = True) -> Iterator[None]:
-        """A block whose operations are not the model's own; with ``False``, a block within it whose operations are."""
-        pauses, self._pauses = self._pauses, int(is_paused)
+        """A block of the engine's; with ``False``, a block within it that runs code of the model."""
+        before, self.is_paused = self.is_paused, is_paused or self.in_known
         try:
             yield
         finally:
-            self._pauses = pauses
+            self.is_paused = before
+
+    @contextmanager
+    def module(self, is_known: bool) -> Iterator[None]:
+        """A block that runs a module which is known to be exact, or one of the user's within it."""
+        before = self.in_known, self.is_paused
+        self.in_known = self.is_paused = is_known
+        try:
+            yield
+        finally:
+            self.in_known, self.is_paused = before
 
     def selection(self, mask: Tensor, of: RowSet, count: int) -> RowSet:
         """The rows of a set that `mask` picks; the same set for the same mask."""
@@ -95,7 +105,7 @@ class FollowRows(torch_private.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._pauses:
+        if self.is_paused:
             return func(*args, **kwargs)
         leaves, structure = torch_private.tree_flatten((args, kwargs))
         rows = self._operands(leaves)
@@ -148,6 +158,10 @@ class FollowRows(torch_private.TorchDispatchMode):
     def _operands(self, leaves: list[Any]) -> dict[int, Rows]:
         found = {}
         self.adopt(leaves)
+        for leaf in leaves:  # written by kernels that torch does not see
+            if isinstance(leaf, Tensor) and self.origins.get(leaf) == Origin.ZEROS and bool(leaf.any()):
+                del self.origins[leaf]
+                self.adopt(leaf)
         for i, leaf in enumerate(leaves):
             rows = self.rows.get(leaf) if isinstance(leaf, Tensor) else None
             if rows is not None and rows.fit(leaf):
@@ -172,6 +186,8 @@ class FollowRows(torch_private.TorchDispatchMode):
 
     def _origin_of(self, operand: Tensor) -> Origin:
         found: Origin = self.origins.get(operand, Origin.CONSTANT)
+        if found == Origin.ZEROS:
+            return Origin.CONSTANT
         if found == Origin.STATE and not {known.count for known in self.known}.intersection(operand.shape):
             return Origin.CONSTANT  # it has no entry per row, and nor has what is made of it
         return found
@@ -184,7 +200,7 @@ class FollowRows(torch_private.TorchDispatchMode):
         if draws and max(given, default=Origin.CONSTANT) <= Origin.CONSTANT:
             given = [Origin.FREE]
         elif not given:
-            given = [Origin.NUMBERS if func.overloadpacket is torch.ops.aten.arange else Origin.CONSTANT]
+            given = [_MADE_BY.get(func.overloadpacket, Origin.CONSTANT)]
         for out in outs:
             if out not in self.rows:
                 self.origins[out] = max(given)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import islice, pairwise, product
 from typing import Any, NoReturn
 
 import torch
@@ -201,10 +202,10 @@ class Operation:
         with torch.random.fork_rng(devices=[]):
             found = try_rows(self.func, self.leaves, self.structure, self.rows)
             if isinstance(found, Exception) or not all(found):
-                plain = self._plain_operands()
-                if plain:  # depends on their values: not to be remembered
+                for plain in self._plain_operands():  # what depends on their values is not remembered
                     again = try_rows(self.func, self.leaves, self.structure, self.rows | plain)
-                    return found if isinstance(again, Exception) else again
+                    if not isinstance(again, Exception):
+                        return again
         self.follower.verdicts[key] = found
         return found
 
@@ -214,16 +215,16 @@ class Operation:
         rows = self.rows.get(position)
         return tuple(leaf.shape), leaf.dtype, rows and (rows.dim, rows.outer, rows.inner)
 
-    def _plain_operands(self) -> dict[int, Rows]:
+    def _plain_operands(self) -> Iterator[dict[int, Rows]]:
         """Operands that the model made without rows but with a row each, such as ``torch.zeros(num_nodes, 8)``."""
-        found = {}
+        plain: dict[int, list[int]] = {}
         for i, leaf in enumerate(self.leaves):
             if isinstance(leaf, Tensor) and i not in self.rows and self.first.size in leaf.shape:
-                dim = [*leaf.shape].index(self.first.size)
+                plain[i] = [dim for dim, size in enumerate(leaf.shape) if size == self.first.size]
                 if not (self.packet is aten.copy_ and i == 0):  # whose values do not matter
-                    self._check_plain(leaf, dim, self.first.of)
-                found[i] = replace(self.first, dim=dim, points_to=None)
-        return found
+                    self._check_plain(leaf, plain[i][0], self.first.of)
+        for dims in islice(product(*plain.values()), 16 if plain else 0):
+            yield {i: replace(self.first, dim=dim, points_to=None) for i, dim in zip(plain, dims)}
 
     def _check_plain(self, tensor: Tensor, dim: int, of: RowSet) -> None:
         check_plain(self.follower.origins.get(tensor), self.before.get(id(tensor), tensor), dim, of)

@@ -11,9 +11,10 @@ class Origin(IntEnum):
     """From what the model made a tensor; of several operands the largest counts."""
 
     FREE = 0  # random numbers
-    CONSTANT = 1  # numbers in the code
-    NUMBERS = 2  # torch.arange, so perhaps numbers of own rows
-    STATE = 3  # a parameter or a buffer
+    ZEROS = 1  # torch.zeros, not yet written into
+    CONSTANT = 2  # numbers in the code
+    NUMBERS = 3  # torch.arange, so perhaps numbers of own rows
+    STATE = 4  # a parameter or a buffer
 
 
 def repeats_one_row(tensor: Tensor, dim: int) -> bool:

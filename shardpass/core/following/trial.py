@@ -85,6 +85,8 @@ def _made_up(
 ) -> Tensor:
     shape = [*leaf.shape]
     shape[rows.dim] = rows.outer * count * rows.inner
+    if leaf.is_floating_point() and dtype is None:  # probabilities, which some operations insist on
+        return torch.rand(shape, generator=generator, dtype=torch.float64).to(leaf.device, leaf.dtype)
     if leaf.is_floating_point() or leaf.is_complex():
         values = torch.randn(shape, generator=generator, dtype=torch.complex128 if leaf.is_complex() else torch.float64)
         return values.to(leaf.device, leaf.dtype if dtype is None or leaf.is_complex() else dtype)

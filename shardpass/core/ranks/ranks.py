@@ -76,8 +76,8 @@ def unfollowed(position: int) -> Callable[[Function], Function]:
         @wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
             holder = kwargs["comm"] if "comm" in kwargs else args[position]
-            comm: Ranks = holder if isinstance(holder, Ranks) else holder.comm
-            with comm.unfollowed():
+            comm = holder if isinstance(holder, Ranks) else getattr(holder, "comm", None)
+            with nullcontext() if comm is None else comm.unfollowed():
                 return function(*args, **kwargs)
 
         return cast(Function, run)

@@ -6,6 +6,8 @@ rows of edges, a reduction by the destination index gives rows of nodes, and no 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
 
@@ -78,15 +80,16 @@ def check_row_wise(program: Program, structure: Structure, num_dst: int) -> None
     inputs = Inputs(made.src, made.dst, made.edge, index, RowCount.make(_NODES.count, _NODES))
     try:
         trace = _FollowedTrace(program, index, _FollowedReductions(follower, num_dst))
-        with torch.no_grad(), FollowFunctions(follower), trace, follower:
+        counts = nullcontext() if follower.in_known else FollowFunctions(follower)
+        with torch.no_grad(), counts, trace, follower.paused(False), follower:
             message = program.message(inputs)
             follower.require(message, _EDGES)
             if program.aggregate is not None:
                 follower.check_result(program.aggregate(message, inputs))
     except RefusedError as refusal:
         raise type(refusal)(
-            f"{program.name}: the message of an edge depends on other edges, so it cannot be computed in pieces. "
-            f"{refusal}. Or compute the quantity outside message() and pass it to propagate()"
+            f"{program.name}: messages are computed in pieces, each from its edge alone. {refusal}. What takes all "
+            f"edges is computed outside message() and passed to propagate()"
         ) from None
     finally:
         set_random_state(state)

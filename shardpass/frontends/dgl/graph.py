@@ -202,7 +202,8 @@ class ShardedDGLGraph(TypedGraph):
         """The index of the in-edges of own nodes, on which DGL's own kernels run (`edge_softmax`); see `LocalIndex`."""
         if len(self._edges) != 1:
             raise refused("a DGL kernel over several edge types", "use graph[etype] for one of them")
-        return next(iter(self._edges.values())).index
+        with self.comm.unfollowed():
+            return next(iter(self._edges.values())).index
 
     # ---- message passing
 
@@ -300,6 +301,7 @@ class ShardedDGLGraph(TypedGraph):
             )
         return chosen
 
+    @unfollowed(0)
     def apply_nodes(
         self, func: Callable[[Any], dict[str, Tensor]], v: Any = ALL, ntype: NodeType | None = None
     ) -> None:
@@ -309,7 +311,12 @@ class ShardedDGLGraph(TypedGraph):
         rows = torch.arange(frame.num_rows, device=self.device)
         if not is_all(v):
             rows = torch.as_tensor(v, device=self.device)
-        batch = ShardedNodeBatch(self, rows, kind, LazyFields(frame, lambda t: t if is_all(v) else t[rows]))
+
+        def taken(rows_of_all: Tensor) -> Tensor:
+            with self.comm.unfollowed():
+                return rows_of_all if is_all(v) else rows_of_all[rows]
+
+        batch = ShardedNodeBatch(self, rows, kind, LazyFields(frame, taken))
         with self.comm.followed():
             found = func(batch)
         for name, value in found.items():

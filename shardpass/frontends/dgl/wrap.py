@@ -8,6 +8,7 @@ from typing import Any
 from dgl import DGLGraph
 from torch import nn
 
+from shardpass.core.following import FollowRows
 from shardpass.core.graphs import ShardedGraph
 from shardpass.core.memory import Checkpoint, check_choice
 from shardpass.core.ranks import Ranks, decorrelate, is_wrapped, refuse_shared_model, torch_private
@@ -87,10 +88,11 @@ class _Forward(OutermostCall):
 
     def __init__(self, model: nn.Module, comm: Ranks, followed: FollowedCalls, checkpoint: Checkpoint) -> None:
         super().__init__(model, comm, followed, checkpoint)
+        self._is_of_parts = False
         self._graphs: list[tuple[ShardedGraph, ShardedDGLGraph]] = []
 
     def is_known(self, module: nn.Module) -> bool:
-        return type(module).__module__.startswith(("dgl.nn.", "shardpass.frontends.dgl."))
+        return super().is_known(module) or type(module).__module__.startswith(("dgl.nn.", "shardpass.frontends.dgl."))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves = torch_private.tree_leaves((args, kwargs))
@@ -100,8 +102,12 @@ class _Forward(OutermostCall):
                 f"graph are numbered anew on every rank. Pass the graph that shardpass.load returned; for an ordinary "
                 f"graph, load the state_dict into a model that is not wrapped"
             )
+        self._is_of_parts = any(isinstance(leaf, ShardedDGLGraph) and leaf.core is None for leaf in leaves)
         args, kwargs = torch_private.tree_map(self._graph_of, (args, kwargs))
         return self.run(self._computed, args, kwargs)
+
+    def _follower(self) -> FollowRows | None:
+        return None if self._is_of_parts else super()._follower()  # rows of a block stand for others
 
     def _computed(self, *args: Any, **kwargs: Any) -> Any:
         graphs = [leaf for leaf in torch_private.tree_leaves((args, kwargs)) if isinstance(leaf, ShardedDGLGraph)]

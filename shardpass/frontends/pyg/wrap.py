@@ -156,7 +156,7 @@ class _Method(OutermostCall):
         self.adapted = vars(model).get(method)  # by `adapt_hetero` or `adapt_methods`
 
     def is_known(self, module: nn.Module) -> bool:
-        return type(module).__module__.startswith("torch_geometric.nn.conv.")
+        return super().is_known(module) or type(module).__module__.startswith("torch_geometric.nn.conv.")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return torch_private.call_uncompiled(self._call, *args, **kwargs)
