@@ -12,7 +12,7 @@ are exact too, because a rank has all in-edges of its nodes. A model is refused 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -27,6 +27,16 @@ from shardpass.errors import RefusedError
 
 _MADE_BY = {torch.ops.aten.arange: Origin.NUMBERS, torch.ops.aten.zeros: Origin.ZEROS}
 _EMPTY = frozenset([torch.ops.aten.empty, torch.ops.aten.empty_strided])
+
+
+@contextmanager
+def unfollowed_anywhere() -> Iterator[None]:
+    """A block that nobody follows, neither in a model nor in a message function."""
+    with ExitStack() as paused:
+        for mode in torch_private.dispatch_modes():
+            if isinstance(mode, FollowRows):
+                paused.enter_context(mode.paused())
+        yield
 
 
 class FollowRows(torch_private.TorchDispatchMode):
@@ -61,8 +71,13 @@ class FollowRows(torch_private.TorchDispatchMode):
 
     def mark(self, tensor: Tensor, of: RowSet, dim: int = 0, points_to: RowSet | None = None) -> None:
         """Say that dimension `dim` of `tensor` holds the rows `of`."""
-        self.origins.pop(tensor, None)
+        self.forget(tensor)
         self.rows[tensor] = Rows(dim % max(1, tensor.dim()), of, points_to=points_to)
+
+    def forget(self, tensor: Tensor) -> None:
+        """Know nothing of a tensor any more, because the engine has written into it."""
+        for known in (self.rows, self.origins, self.mixtures):
+            known.pop(tensor, None)
 
     def adopt(self, value: Any) -> None:
         """Recognise the tensors in `value` by their sizes, where nothing is known of them."""
@@ -145,8 +160,8 @@ class FollowRows(torch_private.TorchDispatchMode):
         rows, origin = self.rows.get(tensor), self.origins.get(tensor)
         if self.is_paused:
             return  # a known module made it
-        edges = rows is not None and rows.of.is_of_edges and of.is_of_edges and rows.of.count == of.count
-        if rows is not None and rows.fit(tensor) and not (rows.dim == 0 and (edges or rows.of.goes_with(of))):
+        alike = of.is_of_edges or (rows is not None and rows.dim == 0 and rows.of.goes_with(of))
+        if rows is not None and rows.fit(tensor) and not alike:  # with edges may go a table, and other lists of them
             raise RefusedError(f"{user_line()}: expected a row for each of the {of.name}, found {rows.of.name}")
         if origin is not None and rows is None and tensor.dim() and tensor.size(0) == of.count:
             check_plain(origin, tensor, 0, of)

@@ -108,6 +108,19 @@ class Operation:
         Raises:
             RefusedError: a result has no rows, or rows that are made of several.
         """
+        try:
+            self._follow()
+        except RefusedError:
+            if not self.shows_little:
+                raise
+            self._note_plain()
+
+    @property
+    def shows_little(self) -> bool:
+        """Whether this rank has no rows or one, which are not told from dimensions of that size: others will judge."""
+        return all(rows.of.count < 2 for rows in self.rows.values())
+
+    def _follow(self) -> None:
         packet = self.packet
         if needs_values(self.func):
             self._refuse("needs the values of rows, as a branch on a tensor does")
@@ -145,7 +158,10 @@ class Operation:
     def _mark(self, found: list[Rows | None]) -> None:
         for out, rows in zip(self.outs, found):
             if rows is None or not rows.fit(out):
-                self.follower.rows.pop(out, None)
+                self.follower.forget(out)
+                if self.shows_little:
+                    self.follower.origins[out] = Origin.CONSTANT
+                    continue
                 self.follower.mixtures[out] = Mixture(self.name, user_line(), self.first.of)
                 continue
             self.follower.rows[out] = rows
@@ -347,7 +363,8 @@ class Operation:
     def _join(self) -> bool:
         """``torch.cat`` along rows of different sets, as of edges and the self-loops of nodes. Whether it was that."""
         pieces, dim = self.args[0], (self.args[1] if len(self.args) > 1 else 0)
-        found = [(self._of(piece), piece) for piece in pieces if piece.numel() or piece.dim() > 1]
+        found = [(self._of(piece), piece) for piece in pieces]
+        found = [(rows, piece) for rows, piece in found if rows is not None or piece.numel() or piece.dim() > 1]
         along = [rows for rows, piece in found if rows is not None and rows.dim == dim % piece.dim()]
         if not along or (len({rows.of for rows in along}) == 1 and len(along) == len(found) and len(found) > 1):
             return False

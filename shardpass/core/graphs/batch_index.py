@@ -58,7 +58,10 @@ class BatchIndex(StandIn):
             raise _refused(name)
         first: Any = args[0] if args else kwargs.get("input")
         with mine.comm.unfollowed():
-            return cls._answer(mine, name, first, func, args, kwargs)
+            out = cls._answer(mine, name, first, func, args, kwargs)
+        if type(out) is Tensor:
+            mine.comm.forget_rows(out)
+        return out
 
     @staticmethod
     def _answer(

@@ -205,6 +205,8 @@ def _marked(mine: ShardedEdgeIndex | SourceRows, out: Any) -> Any:
     with torch_private.DisableTorchFunctionSubclass():
         count = mine.size(-1)
         for tensor in out if isinstance(out, tuple) else (out,):
+            if type(tensor) is Tensor:
+                plan.comm.forget_rows(tensor)
             if isinstance(tensor, Tensor) and not isinstance(tensor, ShardedEdgeIndex) and count in tensor.shape:
                 is_row = isinstance(mine, ShardedEdgeIndex) and type(tensor) is Tensor and tensor.dim() == 1
                 dim = [*tensor.shape].index(count)

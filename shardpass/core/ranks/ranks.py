@@ -139,6 +139,11 @@ class Ranks(DelegatingCommunicator):
         if self.forward is not None and self.forward.rows is not None:
             self.forward.rows.mark(tensor, of, dim, points_to)
 
+    def forget_rows(self, tensor: Tensor) -> None:
+        """Say that the engine has written into a tensor of a model."""
+        if self.forward is not None and self.forward.rows is not None:
+            self.forward.rows.forget(tensor)
+
     def require_rows(self, tensor: Tensor, of: RowSet) -> None:
         """Refuse a tensor that a model gives to the engine as the rows `of`, if they are made of several rows."""
         if self.forward is not None and self.forward.rows is not None:

@@ -44,6 +44,10 @@ class RowWatch(Protocol):
         """A block whose operations are not the model's own; with ``False``, a block within it whose operations are."""
         ...
 
+    def forget(self, tensor: Tensor) -> None:
+        """Know nothing of a tensor any more, because the engine has written into it."""
+        ...
+
     def require(self, tensor: Tensor, of: RowSet) -> None:
         """Refuse a tensor that is to have a row for each of `of` along dimension 0, if its rows are made of several."""
         ...

@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from shardpass.core.exchange import scatter_to_owners
+from shardpass.core.following import unfollowed_anywhere
 from shardpass.core.ranks import agree
 from shardpass.frontends.dgl import readouts
 from shardpass.frontends.dgl.attention import Attends
@@ -196,7 +197,8 @@ class ShardedTypedLinear(dnn.TypedLinear):
 
     def forward(self, x: Tensor, x_type: Tensor, sorted_by_type: bool = False) -> Tensor:
         """Rows of `x` times the matrix of their type."""
-        return super().forward(x, x_type, False)
+        with unfollowed_anywhere():  # it sorts the rows by type and puts them back
+            return super().forward(x, x_type, False)
 
 
 class ShardedGatedGraphConv(dnn.GatedGraphConv):

@@ -24,7 +24,7 @@ from shardpass.errors import RefusedError
 from shardpass.frontends.pyg.attention import distribute_attention
 from shardpass.frontends.pyg.hetero import adapt_hetero, check_types
 from shardpass.frontends.pyg.lazy import Lazy
-from shardpass.frontends.pyg.methods import adapt_methods, methods_to_run
+from shardpass.frontends.pyg.methods import REPLACED_METHODS, adapt_methods, methods_to_run
 from shardpass.frontends.pyg.norms import distribute_norms
 from shardpass.frontends.pyg.poison import Poison
 from shardpass.frontends.pyg.propagate import ShardedMessagePassing
@@ -156,7 +156,10 @@ class _Method(OutermostCall):
         self.adapted = vars(model).get(method)  # by `adapt_hetero` or `adapt_methods`
 
     def is_known(self, module: nn.Module) -> bool:
-        return super().is_known(module) or type(module).__module__.startswith("torch_geometric.nn.conv.")
+        kind = type(module)
+        in_nn = kind.__module__.startswith("torch_geometric.nn.")
+        known = kind.__module__.startswith("torch_geometric.nn.conv.") or (in_nn and kind.__name__ in REPLACED_METHODS)
+        return known or super().is_known(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return torch_private.call_uncompiled(self._call, *args, **kwargs)
