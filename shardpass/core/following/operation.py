@@ -205,8 +205,8 @@ class Operation:
         if targets != {None} and not compares and self.packet not in _KEEP_VALUES:
             self._refuse("computes with the numbers of rows, which are other numbers on every rank")
         found = self._verdict()
-        if isinstance(found, Exception):
-            self._refuse(f"cannot be followed ({type(found).__name__}: {str(found).splitlines()[0][:100]})")
+        if isinstance(found, str):
+            self._refuse(f"cannot be followed ({found})")
         points_to = self.first.points_to if self.packet in _KEEP_VALUES else None
         self._mark([one and Rows(one.dim, self.first.of, one.outer, one.inner, points_to) for one in found])
 
@@ -217,10 +217,10 @@ class Operation:
             return self.follower.verdicts[key]
         with torch.random.fork_rng(devices=[]):
             found = try_rows(self.func, self.leaves, self.structure, self.rows)
-            if isinstance(found, Exception) or not all(found):
+            if isinstance(found, str) or not all(found):
                 for plain in self._plain_operands():  # what depends on their values is not remembered
                     again = try_rows(self.func, self.leaves, self.structure, self.rows | plain)
-                    if not isinstance(again, Exception):
+                    if not isinstance(again, str):
                         return again
         self.follower.verdicts[key] = found
         return found

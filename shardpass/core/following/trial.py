@@ -23,8 +23,12 @@ class Found(NamedTuple):
     inner: int
 
 
-def try_rows(function: Callable[..., Any], leaves: Sequence[Any], structure: Any, rows: Mapping[int, Rows]) -> Any:
+def try_rows(
+    function: Callable[..., Any], leaves: Sequence[Any], structure: Any, rows: Mapping[int, Rows]
+) -> list[Found | None] | str:
     """For each tensor that `function` returns, where it holds rows; `None` where a row depends on other rows.
+
+    A text says why it could not run.
 
     `function` runs twice on made-up rows, all and some of them, whatever the values and the number of the real ones.
 
@@ -33,7 +37,7 @@ def try_rows(function: Callable[..., Any], leaves: Sequence[Any], structure: Any
         leaves, structure: its arguments, as `tree_flatten` gives them for ``(args, kwargs)``.
         rows: where the leaves hold rows, by position.
     """
-    error: Exception | None = None
+    error = ""
     sizes = {where.size for where in rows.values()}
     is_size = [type(leaf) is int and leaf in sizes for leaf in leaves]
     for number_as_size in (False, True) if any(is_size) else (False,):
@@ -41,7 +45,7 @@ def try_rows(function: Callable[..., Any], leaves: Sequence[Any], structure: Any
             try:
                 return _tried(function, leaves, structure, rows, dtype, slack, number_as_size)
             except Exception as caught:  # whatever the operation raises for shapes that do not fit
-                error = caught
+                error = f"{type(caught).__name__}: {str(caught).splitlines()[0][:100] if str(caught) else caught}"
     return error
 
 

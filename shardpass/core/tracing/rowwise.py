@@ -50,11 +50,20 @@ class _FollowedReductions:
 class _FollowedTrace(EdgeTrace):
     """An `EdgeTrace` that says which tables have a row per destination."""
 
+    phase: _FollowedReductions
+
+    def _base_value(self, base: Tensor, name: str) -> float:
+        with self.phase.follower.paused():
+            return super()._base_value(base, name)
+
     def _of_piece(self, table: Tensor, dim: int) -> Tensor:
-        assert isinstance(self.phase, _FollowedReductions)
         follower = self.phase.follower
         if table.size(dim) == self.phase.num_dst:
             return table
+        if table.size(dim) == 0:
+            cut = super()._of_piece(table, dim)
+            follower.mark(cut, _NODES, dim)
+            return cut
         with follower.paused():
             places = torch.arange(self.phase.num_dst, device=table.device) % max(1, table.size(dim))
             cut = super()._of_piece(table.index_select(dim, places), dim)
