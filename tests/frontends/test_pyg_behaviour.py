@@ -67,7 +67,7 @@ class Offender(gnn.MessagePassing):
 @pytest.mark.parametrize("kind", ["norm", "softmax", "mean", "cumsum"])
 def test_messages_that_are_not_row_wise_are_refused(kind, mode):
     def work(comm, graph):
-        with pytest.raises(RefusedError, match=r"^Offender: the message of an edge depends on other edges"):
+        with pytest.raises(RefusedError, match=r"^Offender: messages are computed in pieces"):
             sp.pyg.wrap(Offender(kind).double(), comm)(graph.x, graph)
 
     on_two_ranks(work, sp.Options(mode=mode))

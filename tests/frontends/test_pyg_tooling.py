@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import io
 import pickle
 import subprocess
@@ -79,11 +78,8 @@ def assert_exact_on_ranks(plain, call=_plain, bound=1e-10):
 # copies, state and files
 
 
-def test_copies_before_and_after_the_first_forward_are_checked_once(monkeypatch):
-    checked, wrap_module = [], importlib.import_module("shardpass.core.wrapping.outermost")
+def test_copies_give_the_same_as_the_model():
     plain = made()
-    real = wrap_module.check_model
-    monkeypatch.setattr(wrap_module, "check_model", lambda *args: (checked.append(args[3].rank), real(*args)))
 
     def work(comm, graph):
         model = sp.pyg.wrap(copy.deepcopy(plain), comm)
@@ -94,7 +90,6 @@ def test_copies_before_and_after_the_first_forward_are_checked_once(monkeypatch)
         assert all(torch.equal(out, outputs[0]) for out in outputs[1:])
 
     on_ranks(work)
-    assert sorted(checked) == [0, 0, 1, 1, 2, 2]  # the model and the copy from before its first forward
 
 
 def test_a_copy_of_a_sequential_runs():
@@ -128,7 +123,7 @@ def test_a_script_that_sequential_imports_again_does_not_wait_for_itself(tmp_pat
     path = tmp_path / "train_me.py"
     path.write_text(SCRIPT)
     done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=480, check=True)
-    assert done.stdout.splitlines()[-1] == "(41, 8)" and "without the self-check: gnn.Sequential imports" in done.stderr
+    assert done.stdout.splitlines()[-1] == "(41, 8)" and not done.stderr
 
 
 def test_state_travels_between_wrapped_and_unwrapped_models():
@@ -354,7 +349,7 @@ def test_a_hook_added_later_is_checked_anew():
         conv = UNCHECKED(made(lambda: gnn.EdgeConv(mlp(10, 3))), comm)
         conv(graph.x, graph)
         conv.register_message_forward_hook(lambda c, i, out: out / out.norm())
-        with pytest.raises(RefusedError, match="the message of an edge depends on other edges"):
+        with pytest.raises(RefusedError, match="messages are computed in pieces"):
             conv(graph.x, graph)
 
     on_ranks(work)

@@ -50,6 +50,7 @@ class FollowRows(torch_private.TorchDispatchMode):
     Attributes:
         known: the sets of rows that tensors from outside are recognised by, by their number of rows.
         in_known: a module that is known to be exact is running.
+        is_left_to_another: a message function is running, which another one follows.
         is_paused: what runs now is not followed.
     """
 
@@ -65,7 +66,8 @@ class FollowRows(torch_private.TorchDispatchMode):
         self.verdicts: dict[Any, Any] = beside.verdicts if beside else {}
         self._selections: list[tuple[Tensor, int, RowSet]] = []
         self.is_paused = False
-        self.in_known: bool = beside is not None and beside.in_known
+        self.in_known = False
+        self.is_left_to_another = False
         for tensor in () if model is None else (*model.parameters(), *model.buffers()):
             self.origins[tensor] = Origin.STATE
 
@@ -106,6 +108,15 @@ class FollowRows(torch_private.TorchDispatchMode):
         finally:
             self.in_known, self.is_paused = before
 
+    @contextmanager
+    def left_to_another(self) -> Iterator[None]:
+        """A block that runs a message function, which another one follows."""
+        self.is_left_to_another = True
+        try:
+            yield
+        finally:
+            self.is_left_to_another = False
+
     def selection(self, mask: Tensor, of: RowSet, count: int) -> RowSet:
         """The rows of a set that `mask` picks; the same set for the same mask."""
         if of.is_of_edges:
@@ -120,7 +131,7 @@ class FollowRows(torch_private.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.is_paused:
+        if self.is_paused or self.is_left_to_another:
             return func(*args, **kwargs)
         leaves, structure = torch_private.tree_flatten((args, kwargs))
         rows = self._operands(leaves)

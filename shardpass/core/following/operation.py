@@ -271,7 +271,9 @@ class Operation:
                 out = start + width - index.dim() + pointer.dim
                 self._mark([Rows(out, pointer.of, points_to=rows.points_to)])
                 return True
-            self._check_table(table, dim, self._of(index))
+            if self._is_looked_up(table, dim, index):
+                self._mark([Rows(start + width - index.dim() + self.rows_of(index).dim, self.rows_of(index).of)])
+                return True
         return False
 
     def _gather(self, dim: int, index: Tensor) -> bool:
@@ -279,7 +281,10 @@ class Operation:
         table = self.args[0]
         dim, rows = dim % max(1, table.dim()), self._of(table)
         if rows is None or rows.dim != dim:
-            self._check_table(table, dim, self._of(index))
+            if self._is_looked_up(table, dim, index):
+                found = self.rows_of(index)
+                self._mark([Rows(dim if self.packet is aten.index_select else found.dim, found.of)])
+                return True
             return False
         pointer = self._pointer(index, rows)
         out = dim if self.packet is aten.index_select else pointer.dim
@@ -297,13 +302,21 @@ class Operation:
             return Rows([*index.shape].index(table.of.count), table.of)  # torch.arange: every row, in order
         self._refuse("takes rows by numbers that do not come from the graph", table.of, _NUMBERS)
 
-    def _check_table(self, table: Tensor, dim: int, index: Rows | None) -> None:
-        """Refuse to take entries of a table by numbers of rows, unless all its entries are the same."""
-        if index is not None and index.points_to is not None:
-            if table.size(dim) == index.points_to.count:
-                self._check_plain(table, dim, index.points_to)
-            else:
-                self._refuse("takes entries of another tensor by the numbers of rows", index.points_to, _NUMBERS)
+    def _is_looked_up(self, table: Tensor, dim: int, index: Tensor) -> bool:
+        """Whether entries of a table without rows are taken by numbers of rows, for each of which it has the same."""
+        found = self._of(index)
+        if found is None or found.points_to is None or self._of(table) is not None:
+            return False
+        if table.size(dim) != found.points_to.count:
+            self._refuse("takes entries of another tensor by the numbers of rows", found.points_to, _NUMBERS)
+        self._check_plain(table, dim, found.points_to)
+        return True
+
+    def rows_of(self, operand: Tensor) -> Rows:
+        """Where an operand holds rows, which is known."""
+        found = self._of(operand)
+        assert found is not None
+        return found
 
     def _scatter(self, base: Tensor, dim: int, index: Tensor, source: Any) -> bool:
         """A scatter onto rows, by numbers that point to them. Whether it was that."""

@@ -78,9 +78,9 @@ def check_row_wise(program: Program, structure: Structure, num_dst: int) -> None
         RefusedError: naming the program, the operation and the line.
     """
     state = get_random_state()
-    outer = program.ranks.forward if program.ranks is not None else None
-    beside = outer.rows if outer is not None else None
-    follower = FollowRows(beside=beside if isinstance(beside, FollowRows) else None, in_pieces=True)
+    outer = program.ranks.forward.rows if program.ranks is not None and program.ranks.forward is not None else None
+    beside = outer if isinstance(outer, FollowRows) else None
+    follower = FollowRows(beside=beside, in_pieces=True)
     follower.known = [_EDGES, _NODES]
     device = structure.message.device
     index = (torch.arange(_EDGES.count) % _NODES.count).to(device)
@@ -89,8 +89,8 @@ def check_row_wise(program: Program, structure: Structure, num_dst: int) -> None
     inputs = Inputs(made.src, made.dst, made.edge, index, RowCount.make(_NODES.count, _NODES))
     try:
         trace = _FollowedTrace(program, index, _FollowedReductions(follower, num_dst))
-        counts = nullcontext() if follower.in_known else FollowFunctions(follower)
-        with torch.no_grad(), counts, trace, follower.paused(False), follower:
+        counts = nullcontext() if beside is not None and beside.in_known else FollowFunctions(follower)
+        with torch.no_grad(), nullcontext() if beside is None else beside.left_to_another(), counts, trace, follower:
             message = program.message(inputs)
             follower.require(message, _EDGES)
             if program.aggregate is not None:
