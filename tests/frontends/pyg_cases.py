@@ -16,7 +16,7 @@ from shardpass.testing import WholeGraph, awkward_graph
 GRAPH: WholeGraph = awkward_graph(channels=5, edge_channels=3)
 _DEGREES = torch.bincount(torch.bincount(GRAPH.edge_index[1], minlength=GRAPH.num_nodes))
 
-UNCHECKED = sp.pyg.wrap
+WRAP = sp.pyg.wrap
 
 Case = tuple[Callable[[], nn.Module], Callable[[nn.Module, dict[str, Tensor], Any], Tensor]]
 

@@ -27,7 +27,7 @@ from shardpass.testing.parity import cotangent
 from shardpass.testing.run import run
 
 from .dgl_cases import CONVS, ZERO, graph_of
-from .dgl_parity import EVERY_MODE, GRAPH, UNCHECKED, assert_dgl_exact, float64  # noqa: F401
+from .dgl_parity import EVERY_MODE, GRAPH, WRAP, assert_dgl_exact, float64  # noqa: F401
 
 PARTS = {
     "Attention": "TWIRLSUnfoldingAndAttention",
@@ -177,7 +177,7 @@ def test_row_wise_classes_give_each_row_what_it_gets_in_the_whole(name):
         "TypedLinear": lambda: dnn.TypedLinear(5, 4, 3),
     }
     torch.manual_seed(0)
-    module = UNCHECKED(makes[name]().double(), sp.connect("local"))
+    module = WRAP(makes[name]().double(), sp.connect("local"))
     x, kinds = torch.randn(9, 5), torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2])
 
     def call(rows, types):

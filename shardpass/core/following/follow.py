@@ -119,13 +119,14 @@ class FollowRows(torch_private.TorchDispatchMode):
 
     def selection(self, mask: Tensor, of: RowSet, count: int) -> RowSet:
         """The rows of a set that `mask` picks; the same set for the same mask."""
+        before = of.count if of.picked_from is None else of.picked_from
         if of.is_of_edges:
-            return RowSet(of.name, count, of.root)
+            return RowSet(of.name, count, of.root, before)
         for known, version, found in self._selections:
             same = known is mask or (known.shape == mask.shape and torch.equal(known, mask))
             if same and torch_private.version_of(known) == version:
                 return found
-        found = RowSet(f"some {of.name.removeprefix('some ')}", count, ("picked", object()))
+        found = RowSet(f"picked {of.name.removeprefix('picked ')}", count, ("picked", object()), before)
         self._selections.append((mask, torch_private.version_of(mask), found))
         return found
 

@@ -118,7 +118,7 @@ class Operation:
     @property
     def shows_little(self) -> bool:
         """Whether this rank has no rows or one, which are not told from dimensions of that size: others will judge."""
-        return all(rows.of.count < 2 for rows in self.rows.values())
+        return not any(rows.of.judges for rows in self.rows.values())
 
     def _follow(self) -> None:
         packet = self.packet
@@ -194,7 +194,7 @@ class Operation:
             found = [None for _ in self.outs]
         if all(found):
             self._mark(found)
-        elif self.first.of.count > 1:
+        elif self.first.of.judges:
             self._refuse("takes some rows by their position")
         else:
             self._note_plain()

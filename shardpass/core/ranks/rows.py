@@ -21,11 +21,18 @@ class RowSet:
         count: how many rows this rank has.
         root: what the rows are rows of. `None` stands for rows that a tensor brought with it, known by their number
             only: they go with every set of that many rows.
+        picked_from: how many rows the set has from which these were picked, or `None`.
     """
 
     name: str = field(compare=False)
     count: int
     root: Hashable
+    picked_from: int | None = field(default=None, compare=False)
+
+    @property
+    def judges(self) -> bool:
+        """Whether operations on these rows say something: a dimension of size 0 or 1 is not told from others."""
+        return (self.count if self.picked_from is None else self.picked_from) > 1
 
     @property
     def is_of_edges(self) -> bool:
