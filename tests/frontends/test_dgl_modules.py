@@ -215,7 +215,7 @@ QUICK = ("RelGraphConv presorted", "HGTConv presorted", "GroupRevRes", "EdgeWeig
 @pytest.mark.parametrize(
     "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.long) for name in CONVS if name not in QUICK)]
 )
-def test_the_self_check_passes_every_layer(name):
+def test_following_rows_passes_every_layer(name):
     (make, call), graph = CONVS[name], graph_of(name)
     model = make().double()
 
@@ -228,7 +228,7 @@ def test_the_self_check_passes_every_layer(name):
 
 @pytest.mark.filterwarnings("error:.*self-check")
 @pytest.mark.parametrize("name", READOUTS)
-def test_the_self_check_passes_every_readout(name):
+def test_following_rows_passes_every_readout(name):
     make, call = READOUTS[name]
     model = make().double()
 

@@ -274,7 +274,7 @@ def test_a_model_may_hold_a_communicator(ranks):
     assert float(torch.cat(run(work, ranks)).mean(0).abs().max()) < 1e-12
 
 
-def test_an_order_dependent_body_is_refused_without_the_self_check():
+def test_an_order_dependent_body_is_refused_without_wrap():
     def work(comm):
         g = sp.dgl.graph(share(comm))
         with pytest.raises(RefusedError, match="messages are computed in pieces"):

@@ -113,7 +113,7 @@ def test_evaluation(name):
 
 
 @pytest.mark.parametrize("name", some_by_default(CASES, "GPSConv performer", "SGFormer", "Polynormer global"))
-def test_the_self_check_accepts_it(name, recwarn):
+def test_it_is_followed_without_a_warning(name, recwarn):
     owners = assignments(N, 2, GRAPH.edge_index)["random"]
     make = CASES[name]
 

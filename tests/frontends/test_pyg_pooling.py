@@ -163,7 +163,7 @@ SELF_CHECKED = ("MeanAggregation", "SoftmaxAggregation", "MultiAggregation attn"
 
 
 @pytest.mark.parametrize("name", some_by_default(EXACT, *SELF_CHECKED))
-def test_the_self_check_accepts_it(name, recwarn):
+def test_it_is_followed_without_a_warning(name, recwarn):
     owners = assignments(N, 2, GRAPH.edge_index)["random"]
     _, model = whole_and_model(EXACT[name](), ties=False)
 

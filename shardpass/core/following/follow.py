@@ -76,6 +76,11 @@ class FollowRows(torch_private.TorchDispatchMode):
         self.forget(tensor)
         self.rows[tensor] = Rows(dim % max(1, tensor.dim()), of, points_to=points_to)
 
+    @property
+    def has_mixtures(self) -> bool:
+        """Whether a tensor that is alive was made of several rows, so that a message function may use one."""
+        return len(self.mixtures) > 0
+
     def forget(self, tensor: Tensor) -> None:
         """Know nothing of a tensor any more, because the engine has written into it."""
         for known in (self.rows, self.origins, self.mixtures):
@@ -92,21 +97,38 @@ class FollowRows(torch_private.TorchDispatchMode):
     @contextmanager
     def paused(self, is_paused: bool = True) -> Iterator[None]:
         """A block of the engine's; with ``False``, a block within it that runs code of the model."""
-        before, self.is_paused = self.is_paused, is_paused or self.in_known
-        try:
+        with self._switched(is_paused or self.in_known):
             yield
-        finally:
-            self.is_paused = before
 
     @contextmanager
     def module(self, is_known: bool) -> Iterator[None]:
         """A block that runs a module which is known to be exact, or one of the user's within it."""
-        before = self.in_known, self.is_paused
-        self.in_known = self.is_paused = is_known
+        before, self.in_known = self.in_known, is_known
+        try:
+            with self._switched(is_known):
+                yield
+        finally:
+            self.in_known = before
+
+    @contextmanager
+    def _switched(self, is_paused: bool) -> Iterator[None]:
+        """It costs less not to be asked than not to answer, so the mode itself goes off if it is the innermost."""
+        before, self.is_paused = self.is_paused, is_paused
+        modes = torch_private.dispatch_modes()
+        goes = is_paused and bool(modes) and modes[-1] is self
+        comes = not is_paused and not any(mode is self for mode in modes)
+        if goes:
+            super().__exit__(None, None, None)
+        if comes:
+            super().__enter__()
         try:
             yield
         finally:
-            self.in_known, self.is_paused = before
+            if comes:
+                super().__exit__(None, None, None)
+            if goes:
+                super().__enter__()
+            self.is_paused = before
 
     @contextmanager
     def left_to_another(self) -> Iterator[None]:
@@ -126,7 +148,8 @@ class FollowRows(torch_private.TorchDispatchMode):
             same = known is mask or (known.shape == mask.shape and torch.equal(known, mask))
             if same and torch_private.version_of(known) == version:
                 return found
-        found = RowSet(f"picked {of.name.removeprefix('picked ')}", count, ("picked", object()), before)
+        name = of.name if of.name.startswith("picked ") else f"picked {of.name}"
+        found = RowSet(name, count, ("picked", object()), before)
         self._selections.append((mask, torch_private.version_of(mask), found))
         return found
 
@@ -163,7 +186,8 @@ class FollowRows(torch_private.TorchDispatchMode):
         for leaf in torch_private.tree_leaves(given):
             if isinstance(leaf, Tensor) and leaf in self.origins and leaf.dim():
                 of = next((rows for rows in self.known if rows.count == leaf.size(0)), None)
-                if of is not None:
+                is_matrix = self.origins[leaf] == Origin.STATE and leaf.numel() > leaf.size(0)
+                if of is not None and not (is_matrix and of.is_of_edges):  # a weight of as many rows by chance
                     check_plain(self.origins[leaf], leaf, 0, of)
 
     def require(self, tensor: Tensor, of: RowSet) -> None:

@@ -120,6 +120,11 @@ class Ranks(DelegatingCommunicator):
         """Whether the rows of the forward in progress are followed."""
         return self.forward is not None and self.forward.rows is not None
 
+    @property
+    def has_mixtures(self) -> bool:
+        """See `RowWatch.has_mixtures`."""
+        return self.forward is not None and self.forward.rows is not None and self.forward.rows.has_mixtures
+
     @contextmanager
     def unfollowed(self) -> Iterator[None]:
         """A block whose operations are the engine's, which knows the rows of other ranks."""

@@ -47,6 +47,11 @@ class RowSet:
 class RowWatch(Protocol):
     """What follows rows through the operations of a model, while its outermost forward runs."""
 
+    @property
+    def has_mixtures(self) -> bool:
+        """Whether a tensor that is alive was made of several rows, so that a message function may use one."""
+        ...
+
     def paused(self, is_paused: bool = True) -> AbstractContextManager[None]:
         """A block whose operations are not the model's own; with ``False``, a block within it whose operations are."""
         ...
