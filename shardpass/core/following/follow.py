@@ -13,13 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardpass.core.following.operation import Operation, check_plain, needs_values
+from shardpass.core.following.marks import Marks
+from shardpass.core.following.operation import Operation, needs_values
 from shardpass.core.following.origin import Origin
+from shardpass.core.following.refusals import check_plain
 from shardpass.core.following.rows import Rows
 from shardpass.core.following.user_line import user_line
 from shardpass.core.ranks import RowSet, torch_private
@@ -48,7 +51,7 @@ class FollowRows(torch_private.TorchDispatchMode):
         in_pieces: only some in-edges of a node are here, so that a scatter by their destinations is not the whole sum.
 
     Attributes:
-        known: the sets of rows that tensors from outside are recognised by, by their number of rows.
+        marks: what is known of tensors.
         in_known: a module that is known to be exact is running.
         is_left_to_another: a message function is running, which another one follows.
         is_paused: what runs now is not followed.
@@ -59,40 +62,25 @@ class FollowRows(torch_private.TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.in_pieces = in_pieces
-        self.known: list[RowSet] = []
-        self.rows: Any = beside.rows if beside else torch_private.WeakTensorKeyDictionary()
-        self.origins: Any = beside.origins if beside else torch_private.WeakTensorKeyDictionary()
-        self.mixtures: Any = beside.mixtures if beside else torch_private.WeakTensorKeyDictionary()
-        self.verdicts: dict[Any, Any] = beside.verdicts if beside else {}
-        self._selections: list[tuple[Tensor, int, RowSet]] = []
+        self.marks: Marks = Marks() if beside is None else replace(beside.marks, known=[])
         self.is_paused = False
         self.in_known = False
         self.is_left_to_another = False
-        for tensor in () if model is None else (*model.parameters(), *model.buffers()):
-            self.origins[tensor] = Origin.STATE
+        if model is not None:
+            self.marks.note_state(model)
 
     def mark(self, tensor: Tensor, of: RowSet, dim: int = 0, points_to: RowSet | None = None) -> None:
         """Say that dimension `dim` of `tensor` holds the rows `of`."""
-        self.forget(tensor)
-        self.rows[tensor] = Rows(dim % max(1, tensor.dim()), of, points_to=points_to)
+        self.marks.mark(tensor, Rows(dim % max(1, tensor.dim()), of, points_to=points_to))
 
     @property
     def has_mixtures(self) -> bool:
         """Whether a tensor that is alive was made of several rows, so that a message function may use one."""
-        return len(self.mixtures) > 0
+        return len(self.marks.mixtures) > 0
 
     def forget(self, tensor: Tensor) -> None:
         """Know nothing of a tensor any more, because the engine has written into it."""
-        for known in (self.rows, self.origins, self.mixtures):
-            known.pop(tensor, None)
-
-    def adopt(self, value: Any) -> None:
-        """Recognise the tensors in `value` by their sizes, where nothing is known of them."""
-        for leaf in torch_private.tree_leaves(value):
-            if isinstance(leaf, Tensor) and not any(
-                leaf in known for known in (self.rows, self.origins, self.mixtures)
-            ):
-                self._recognise(leaf)
+        self.marks.forget(tensor)
 
     @contextmanager
     def paused(self, is_paused: bool = True) -> Iterator[None]:
@@ -139,61 +127,31 @@ class FollowRows(torch_private.TorchDispatchMode):
         finally:
             self.is_left_to_another = False
 
-    def selection(self, mask: Tensor, of: RowSet, count: int) -> RowSet:
-        """The rows of a set that `mask` picks; the same set for the same mask."""
-        before = of.count if of.picked_from is None else of.picked_from
-        if of.is_of_edges:
-            return RowSet(of.name, count, of.root, before)
-        for known, version, found in self._selections:
-            same = known is mask or (known.shape == mask.shape and torch.equal(known, mask))
-            if same and torch_private.version_of(known) == version:
-                return found
-        name = of.name if of.name.startswith("picked ") else f"picked {of.name}"
-        found = RowSet(name, count, ("picked", object()), before)
-        self._selections.append((mask, torch_private.version_of(mask), found))
-        return found
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.is_paused or self.is_left_to_another:
             return func(*args, **kwargs)
         leaves, structure = torch_private.tree_flatten((args, kwargs))
         rows = self._operands(leaves)
-        mixture = next((self.mixtures[t] for t in leaves if isinstance(t, Tensor) and t in self.mixtures), None)
+        mixtures = self.marks.mixtures
+        mixture = next((mixtures[leaf] for leaf in leaves if isinstance(leaf, Tensor) and leaf in mixtures), None)
         if mixture is not None and (rows or needs_values(func)):
             raise mixture.refusal()
-        before = self._copies(leaves, rows) if rows and func._schema.is_mutable else {}
+        before = self._copies(leaves, rows) if rows and torch_private.is_mutable(func) else {}
         out = func(*args, **kwargs)
         outs = [leaf for leaf in torch_private.tree_leaves(out) if isinstance(leaf, Tensor)]
         if rows:
-            Operation(self, func, leaves, structure, rows, outs, before).follow()
+            Operation(self.marks, func, leaves, structure, rows, outs, before, self.in_pieces).follow()
         else:
             self._note_origin(func, leaves, outs)
-            for tensor in () if mixture is None else outs:
-                self.mixtures[tensor] = mixture
+            if mixture is not None:
+                mixtures.update(dict.fromkeys(outs, mixture))
         return out
-
-    def check_result(self, result: Any) -> None:
-        """Refuse a result of the model that was made of several rows."""
-        for leaf in torch_private.tree_leaves(result):
-            if isinstance(leaf, Tensor) and leaf in self.mixtures:
-                raise self.mixtures[leaf].refusal()
-
-    def check_arguments(self, given: Any) -> None:
-        """Refuse tensors among the arguments of a known module that have rows which are not those of the graph."""
-        self.check_result(given)
-        self.adopt(given)
-        for leaf in torch_private.tree_leaves(given):
-            if isinstance(leaf, Tensor) and leaf in self.origins and leaf.dim():
-                of = next((rows for rows in self.known if rows.count == leaf.size(0)), None)
-                is_matrix = self.origins[leaf] == Origin.STATE and leaf.numel() > leaf.size(0)
-                if of is not None and not (is_matrix and of.is_of_edges):  # a weight of as many rows by chance
-                    check_plain(self.origins[leaf], leaf, 0, of)
 
     def require(self, tensor: Tensor, of: RowSet) -> None:
         """Refuse a tensor that is to have a row for each of `of` along dimension 0, if its rows are made of several."""
-        self.check_result(tensor)
-        rows, origin = self.rows.get(tensor), self.origins.get(tensor)
+        self.marks.check_result(tensor)
+        rows, origin = self.marks.rows.get(tensor), self.marks.origins.get(tensor)
         if self.is_paused:
             return  # a known module made it
         alike = of.is_of_edges or (rows is not None and rows.dim == 0 and rows.of.goes_with(of))
@@ -202,19 +160,11 @@ class FollowRows(torch_private.TorchDispatchMode):
         if origin is not None and rows is None and tensor.dim() and tensor.size(0) == of.count:
             check_plain(origin, tensor, 0, of)
 
-    def __enter__(self) -> Any:
-        self._selections = []
-        return super().__enter__()
-
     def _operands(self, leaves: list[Any]) -> dict[int, Rows]:
+        self.marks.adopt(leaves)
         found = {}
-        self.adopt(leaves)
-        for leaf in leaves:  # written by kernels that torch does not see
-            if isinstance(leaf, Tensor) and self.origins.get(leaf) == Origin.ZEROS and bool(leaf.any()):
-                del self.origins[leaf]
-                self.adopt(leaf)
         for i, leaf in enumerate(leaves):
-            rows = self.rows.get(leaf) if isinstance(leaf, Tensor) else None
+            rows = self.marks.rows.get(leaf) if isinstance(leaf, Tensor) else None
             if rows is not None and rows.fit(leaf):
                 found[i] = rows
         return found
@@ -225,33 +175,15 @@ class FollowRows(torch_private.TorchDispatchMode):
         plain = [leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in rows]
         return {id(leaf): leaf.clone() for leaf in plain}
 
-    def _recognise(self, leaf: Tensor) -> None:
-        """Take a tensor that the model did not make for rows of a known set if it has as many."""
-        for dim in (0, -2, 1):
-            if -leaf.dim() <= dim < leaf.dim():
-                fits = [known for known in self.known if known.count == leaf.size(dim)]
-                if fits:
-                    of = fits[0] if len(fits) == 1 else RowSet("nodes or edges", fits[0].count, None)
-                    return self.mark(leaf, of, dim)
-        self.origins[leaf] = Origin.CONSTANT
-
-    def _origin_of(self, operand: Tensor) -> Origin:
-        found: Origin = self.origins.get(operand, Origin.CONSTANT)
-        if found == Origin.ZEROS:
-            return Origin.CONSTANT
-        if found == Origin.STATE and not {known.count for known in self.known}.intersection(operand.shape):
-            return Origin.CONSTANT  # it has no entry per row, and nor has what is made of it
-        return found
-
     def _note_origin(self, func: Any, leaves: list[Any], outs: list[Tensor]) -> None:
         if func.overloadpacket in _EMPTY:
             return  # what is put into it tells, as kernels of other libraries do without torch
-        given = [self._origin_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+        given = [self.marks.origin_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
         draws = torch.Tag.nondeterministic_seeded in func.tags
         if draws and max(given, default=Origin.CONSTANT) <= Origin.CONSTANT:
             given = [Origin.FREE]
         elif not given:
             given = [_MADE_BY.get(func.overloadpacket, Origin.CONSTANT)]
         for out in outs:
-            if out not in self.rows:
-                self.origins[out] = max(given)
+            if out not in self.marks.rows:
+                self.marks.origins[out] = max(given)

@@ -52,12 +52,12 @@ class FollowFunctions(TorchFunctionMode):
         return out
 
     def _rows_of(self, tensor: Tensor) -> Rows | None:
-        self.follower.adopt(tensor)
-        rows: Rows | None = self.follower.rows.get(tensor)
+        self.follower.marks.adopt(tensor)
+        rows: Rows | None = self.follower.marks.rows.get(tensor)
         return rows if rows is not None and rows.fit(tensor) else None
 
     def _refuse_to_leave(self, name: str, tensor: Tensor) -> None:
-        self.follower.check_result(tensor)
+        self.follower.marks.check_result(tensor)
         rows = self._rows_of(tensor)
         if rows is not None:
             raise RefusedError(

@@ -42,7 +42,7 @@ class _Block:
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self.is_known and not self.follower.is_paused:
-            self.follower.check_arguments((args, kwargs))
+            self.follower.marks.check_arguments((args, kwargs))
         block = self.follower.module(self.is_known)
         block.__enter__()
         self._open.append(block)

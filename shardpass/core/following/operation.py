@@ -3,32 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice, pairwise, product
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from shardpass.core.following.origin import Origin, repeats_one_row
+from shardpass.core.following.marks import Marks
+from shardpass.core.following.origin import Origin
+from shardpass.core.following.refusals import NUMBERS, Mixture, check_plain, refusal
 from shardpass.core.following.rows import Rows, reshaped, viewed
 from shardpass.core.following.trial import try_rows
 from shardpass.core.following.user_line import user_line
 from shardpass.core.ranks import RowSet, torch_private
 from shardpass.errors import RefusedError
 
-aten = torch.ops.aten
-_PICKS = frozenset([aten.index, aten.nonzero, aten.masked_select])
-_RESHAPES = frozenset([aten.view, aten._unsafe_view, aten._reshape_alias])
-_FACTORIES = frozenset([aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty, aten.new_empty_strided])
+ATEN = torch.ops.aten
+_PICKS = frozenset([ATEN.index, ATEN.nonzero, ATEN.masked_select])
+_RESHAPES = frozenset([ATEN.view, ATEN._unsafe_view, ATEN._reshape_alias])
+_FACTORIES = frozenset([ATEN.new_zeros, ATEN.new_ones, ATEN.new_full, ATEN.new_empty, ATEN.new_empty_strided])
 _SCATTERS = frozenset(
     [
-        aten.scatter_add, aten.scatter_add_, aten.index_add, aten.index_add_, aten.scatter_reduce, aten.scatter_reduce_,
-        aten.scatter, aten.scatter_, aten.index_reduce, aten.index_reduce_,
+        ATEN.scatter_add, ATEN.scatter_add_, ATEN.index_add, ATEN.index_add_, ATEN.scatter_reduce, ATEN.scatter_reduce_,
+        ATEN.scatter, ATEN.scatter_, ATEN.index_reduce, ATEN.index_reduce_,
     ]
 )  # fmt: skip
 _KEEP_VALUES = frozenset(
-    [aten.clone, aten._to_copy, aten.cat, aten.stack, aten.copy_, aten.repeat, aten.masked_select, aten.view]
+    [ATEN.clone, ATEN._to_copy, ATEN.cat, ATEN.stack, ATEN.copy_, ATEN.repeat, ATEN.masked_select, ATEN.view]
 )
 """Operations whose results are numbers of rows if their operands are."""
 
@@ -36,67 +38,30 @@ _KEEP_VALUES = frozenset(
 def needs_values(func: Any) -> bool:
     """Whether an operation returns a number, or a tensor of a size, that depends on values."""
     tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-    return func.overloadpacket is aten.is_nonzero or (
+    return func.overloadpacket is ATEN.is_nonzero or (
         not tags.isdisjoint(func.tags) and func.overloadpacket not in _PICKS
     )
-
-
-def check_plain(origin: Origin | None, tensor: Tensor, dim: int, of: RowSet) -> None:
-    """Refuse a tensor without rows that has an entry for each of `of` nevertheless, unless all entries are the same."""
-    if origin == Origin.STATE:
-        raise refusal(f"a parameter or buffer of shape {[*tensor.shape]} has an entry for each row", of, _STATE)
-    if origin != Origin.FREE and not repeats_one_row(tensor, dim):
-        raise refusal(f"a tensor of shape {[*tensor.shape]} has rows that the model made by their numbers", of, _FIELD)
-
-
-def refusal(what: str, of: RowSet, remedy: str = "") -> RefusedError:
-    """An error that says what the user's line does."""
-    return RefusedError(
-        f"{user_line()}: {what}, over the {of.name}. This rank holds a part of them, so the result would differ from "
-        f"that of the whole graph. {remedy or _REMEDY}"
-    )
-
-
-@dataclass(frozen=True)
-class Mixture:
-    """What was made of several rows of this rank. It may go to the other ranks, but not back into the model.
-
-    Args:
-        name: the operation.
-        line: of the user's code.
-        of: the rows.
-    """
-
-    name: str
-    line: str
-    of: RowSet
-
-    def refusal(self) -> RefusedError:
-        """Why it cannot be used here."""
-        return RefusedError(
-            f"{self.line}: `{self.name}` puts rows together, over the {self.of.name}. This rank holds a part of them, "
-            f"so the result would differ from that of the whole graph. {_REMEDY}"
-        )
 
 
 class Operation:
     """One primitive operation that has rows among its operands, after it ran.
 
     Args:
-        follower: knows where tensors hold rows, and is told of the results.
+        marks: what is known of tensors, and is told of the results.
         func: the operation.
         leaves, structure: its arguments, as `tree_flatten` gives them for ``(args, kwargs)``.
         rows: where the leaves hold rows, by position.
         outs: the tensors that it returned.
         before: copies of operands without rows, from before it wrote into them, by id.
+        in_pieces: only some in-edges of a node are here.
     """
 
     def __init__(
-        self, follower: Any, func: Any, leaves: list[Any], structure: Any, rows: dict[int, Rows], outs: list[Tensor],
-        before: dict[int, Tensor],
+        self, marks: Marks, func: Any, leaves: list[Any], structure: Any, rows: dict[int, Rows], outs: list[Tensor],
+        before: dict[int, Tensor], in_pieces: bool,
     ) -> None:  # fmt: skip
-        self.follower, self.func, self.leaves, self.structure = follower, func, leaves, structure
-        self.rows, self.outs, self.before = rows, outs, before
+        self.marks, self.func, self.leaves, self.structure = marks, func, leaves, structure
+        self.rows, self.outs, self.before, self.in_pieces = rows, outs, before, in_pieces
         self.packet = func.overloadpacket
         self.name = self.packet.__name__.strip("_")
         self.args: tuple[Any, ...] = torch_private.tree_unflatten(leaves, structure)[0]
@@ -126,19 +91,19 @@ class Operation:
             self._refuse("needs the values of rows, as a branch on a tensor does")
         if packet in _FACTORIES:
             return self._note_plain()
-        if packet is aten.empty_like:
+        if packet is ATEN.empty_like:
             return self._mark([replace(self.first, points_to=None)])
-        if packet is aten.index and self._index():
+        if packet is ATEN.index and self._index():
             return None
-        if packet in (aten.index_put, aten.index_put_) and self._put():
+        if packet in (ATEN.index_put, ATEN.index_put_) and self._put():
             return None
-        if packet in (aten.nonzero, aten.masked_select):
+        if packet in (ATEN.nonzero, ATEN.masked_select):
             return self._select()
-        if packet in (aten.index_select, aten.gather) and self._gather(self.args[1], self.args[2]):
+        if packet in (ATEN.index_select, ATEN.gather) and self._gather(self.args[1], self.args[2]):
             return None
         if packet in _SCATTERS and self._scatter(*self.args[:4]):
             return None
-        if packet is aten.cat and self._join():
+        if packet is ATEN.cat and self._join():
             return None
         self._check_sets()
         if packet in _RESHAPES and isinstance(self.args[1], (list, tuple)):
@@ -153,23 +118,23 @@ class Operation:
 
     def _note_plain(self) -> None:
         for out in self.outs:
-            self.follower.origins[out] = Origin.CONSTANT
+            self.marks.origins[out] = Origin.CONSTANT
 
     def _mark(self, found: list[Rows | None]) -> None:
         for out, rows in zip(self.outs, found):
             if rows is None or not rows.fit(out):
-                self.follower.forget(out)
+                self.marks.forget(out)
                 if self.shows_little:
-                    self.follower.origins[out] = Origin.CONSTANT
+                    self.marks.origins[out] = Origin.CONSTANT
                     continue
-                self.follower.mixtures[out] = Mixture(self.name, user_line(), self.first.of)
+                self.marks.mixtures[out] = Mixture(self.name, user_line(), self.first.of)
                 continue
-            self.follower.rows[out] = rows
+            self.marks.rows[out] = rows
             base = torch_private.base_of(out)
-            if base is not out and base not in self.follower.rows:  # made without rows, and a view was written into
+            if base is not out and base not in self.marks.rows:  # made without rows, and a view was written into
                 alike = [d for d in range(base.dim()) if base.stride(d) == out.stride(rows.dim)]
                 if alike and base.size(alike[0]) == rows.size:
-                    self.follower.rows[base] = replace(rows, dim=alike[0])
+                    self.marks.rows[base] = replace(rows, dim=alike[0])
 
     def _check_sets(self) -> None:
         sets = [rows.of for rows in self.rows.values()]
@@ -201,7 +166,7 @@ class Operation:
 
     def _try(self) -> None:
         targets = {rows.points_to for rows in self.rows.values()}
-        compares = self.packet in (aten.eq, aten.ne) and len(targets) == 1
+        compares = self.packet in (ATEN.eq, ATEN.ne) and len(targets) == 1
         if targets != {None} and not compares and self.packet not in _KEEP_VALUES:
             self._refuse("computes with the numbers of rows, which are other numbers on every rank")
         found = self._verdict()
@@ -213,16 +178,20 @@ class Operation:
     def _verdict(self) -> Any:
         """Where the results hold rows. It is known for operands of these shapes, or the operation is tried."""
         key = (self.func, *(self._described(i, leaf) for i, leaf in enumerate(self.leaves)))
-        if key in self.follower.verdicts:
-            return self.follower.verdicts[key]
+        if key in self.marks.verdicts:
+            return self.marks.verdicts[key]
         with torch.random.fork_rng(devices=[]):
             found = try_rows(self.func, self.leaves, self.structure, self.rows)
             if isinstance(found, str) or not all(found):
-                for plain in self._plain_operands():  # what depends on their values is not remembered
+                fewest = 0 if isinstance(found, str) else sum(one is not None for one in found)
+                for plain in self._plain_operands():
                     again = try_rows(self.func, self.leaves, self.structure, self.rows | plain)
-                    if not isinstance(again, str):
-                        return again
-        self.follower.verdicts[key] = found
+                    if not isinstance(again, str) and sum(one is not None for one in again) > fewest:
+                        for i, rows in plain.items():
+                            if not (self.packet is ATEN.copy_ and i == 0):  # whose values do not matter
+                                self._check_plain(self.leaves[i], rows.dim, rows.of)
+                        return again  # which depends on their values, and is not remembered
+        self.marks.verdicts[key] = found
         return found
 
     def _described(self, position: int, leaf: Any) -> Any:
@@ -237,13 +206,11 @@ class Operation:
         for i, leaf in enumerate(self.leaves):
             if isinstance(leaf, Tensor) and i not in self.rows and self.first.size in leaf.shape:
                 plain[i] = [dim for dim, size in enumerate(leaf.shape) if size == self.first.size]
-                if not (self.packet is aten.copy_ and i == 0):  # whose values do not matter
-                    self._check_plain(leaf, plain[i][0], self.first.of)
         for dims in islice(product(*plain.values()), 16 if plain else 0):
             yield {i: replace(self.first, dim=dim, points_to=None) for i, dim in zip(plain, dims)}
 
     def _check_plain(self, tensor: Tensor, dim: int, of: RowSet) -> None:
-        check_plain(self.follower.origins.get(tensor), self.before.get(id(tensor), tensor), dim, of)
+        check_plain(self.marks.origins.get(tensor), self.before.get(id(tensor), tensor), dim, of)
 
     def _index(self) -> bool:
         """``table[index]`` along rows: by a mask, or by numbers that point to rows. Whether it was that."""
@@ -260,7 +227,7 @@ class Operation:
                 rows = self._plain(table, replace(mask, dim=first + mask.dim))
             assert rows is not None and mask is not None
             self._check_sets()
-            picked = self.follower.selection(one, mask.of, self.outs[0].size(first))
+            picked = self.marks.selection(one, mask.of, self.outs[0].size(first))
             self._mark([Rows(first, picked, points_to=rows.points_to)])
             return True
         adjacent = all(b == a + 1 for (a, _), (b, _) in pairwise(given))
@@ -283,11 +250,11 @@ class Operation:
         if rows is None or rows.dim != dim:
             if self._is_looked_up(table, dim, index):
                 found = self.rows_of(index)
-                self._mark([Rows(dim if self.packet is aten.index_select else found.dim, found.of)])
+                self._mark([Rows(dim if self.packet is ATEN.index_select else found.dim, found.of)])
                 return True
             return False
         pointer = self._pointer(index, rows)
-        out = dim if self.packet is aten.index_select else pointer.dim
+        out = dim if self.packet is ATEN.index_select else pointer.dim
         if out != dim:
             self._refuse("takes rows by numbers that differ from row to row")
         self._mark([Rows(dim, pointer.of, points_to=rows.points_to)])
@@ -298,9 +265,9 @@ class Operation:
         found = self._of(index)
         if found is not None and found.points_to is not None and found.points_to.goes_with(table.of):
             return found
-        if found is None and self.follower.origins.get(index) == Origin.NUMBERS and table.of.count in index.shape:
+        if found is None and self.marks.origins.get(index) == Origin.NUMBERS and table.of.count in index.shape:
             return Rows([*index.shape].index(table.of.count), table.of)  # torch.arange: every row, in order
-        self._refuse("takes rows by numbers that do not come from the graph", table.of, _NUMBERS)
+        self._refuse("takes rows by numbers that do not come from the graph", table.of, NUMBERS)
 
     def _is_looked_up(self, table: Tensor, dim: int, index: Tensor) -> bool:
         """Whether entries of a table without rows are taken by numbers of rows, for each of which it has the same."""
@@ -308,7 +275,7 @@ class Operation:
         if found is None or found.points_to is None or self._of(table) is not None:
             return False
         if table.size(dim) != found.points_to.count:
-            self._refuse("takes entries of another tensor by the numbers of rows", found.points_to, _NUMBERS)
+            self._refuse("takes entries of another tensor by the numbers of rows", found.points_to, NUMBERS)
         self._check_plain(table, dim, found.points_to)
         return True
 
@@ -325,10 +292,10 @@ class Operation:
         if pointer is None or pointer.points_to is None:
             return False
         target = pointer.points_to
-        if self.follower.in_pieces:
+        if self.in_pieces:
             self._refuse("scatters by destination in a way that the engine does not see", target)
         if base.size(dim) != target.count or (rows is not None and not (rows.dim == dim and rows.of.goes_with(target))):
-            self._refuse(f"scatters by the numbers of rows onto a tensor of shape {[*base.shape]}", target, _NUMBERS)
+            self._refuse(f"scatters by the numbers of rows onto a tensor of shape {[*base.shape]}", target, NUMBERS)
         if rows is None:
             self._check_plain(base, dim, target)
         given = self._of(source) if isinstance(source, Tensor) else None
@@ -353,7 +320,7 @@ class Operation:
         if not rows.of.goes_with(where.of) or rows.dim != dim + where.dim:
             self._refuse(f"puts rows of {rows.of.name} beside rows of {where.of.name}")
         put = self._of(values)
-        if put is not None and put.of != self.follower.selection(index, where.of, put.of.count):
+        if put is not None and put.of != self.marks.selection(index, where.of, put.of.count):
             self._refuse(f"puts rows of {put.of.name} where another mask picks rows")
         self._mark([rows])
         return True
@@ -369,8 +336,8 @@ class Operation:
         rows = self._of(mask)
         if rows is None:
             self._refuse("picks entries of single rows")
-        picked = self.follower.selection(mask, rows.of, self.outs[0].size(0))
-        is_pointer = self.packet is aten.nonzero and mask.dim() == 1
+        picked = self.marks.selection(mask, rows.of, self.outs[0].size(0))
+        is_pointer = self.packet is ATEN.nonzero and mask.dim() == 1
         self._mark([Rows(0, picked, points_to=rows.of if is_pointer else None)])
 
     def _join(self) -> bool:
@@ -394,14 +361,3 @@ class Operation:
 
     def _refuse(self, what: str, of: RowSet | None = None, remedy: str = "") -> NoReturn:
         raise refusal(f"`{self.name}` {what}", of or self.first.of, remedy)
-
-
-_REMEDY = (
-    "Use a readout of the graph, a norm or shardpass.all_reduce_sum, which take in the rows of all ranks, or compute "
-    "it before you partition and store it as a field"
-)
-_STATE = "Use shardpass.NodeEmbedding for parameters of nodes, and a field of the graph for values"
-_FIELD = "Store what differs from row to row as a node or edge field of the graph"
-_NUMBERS = (
-    "Rows are numbered anew on every rank: use a mask, or compute it before you partition and store it as a field"
-)

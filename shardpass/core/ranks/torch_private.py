@@ -49,6 +49,7 @@ __all__ = [
     "grad_hooks",
     "has_forward_hook",
     "is_inside_ddp",
+    "is_mutable",
     "is_view",
     "next_node_number",
     "node_number",
@@ -135,6 +136,11 @@ def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
 def dispatch_modes() -> list[Any]:
     """The dispatch modes that are on in this thread, the innermost last."""
     return list(_get_current_dispatch_mode_stack())
+
+
+def is_mutable(operator: Any) -> bool:
+    """Whether an operator, as a dispatch mode is given it, may write into an operand."""
+    return bool(operator._schema.is_mutable)
 
 
 def is_view(operator: Any) -> bool:

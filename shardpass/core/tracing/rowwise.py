@@ -19,15 +19,22 @@ from shardpass.core.tracing.program import Inputs, Program, Sides, Structure
 from shardpass.core.tracing.reducers import REDUCERS, Base
 from shardpass.errors import RefusedError
 
-_EDGES = RowSet("edges of the message function", 211, "edges")
-_NODES = RowSet("nodes of the message function", 53, "nodes")
-"""Numbers of rows that no tensor has by chance."""
+_NUM_EDGES, _NUM_NODES = 211, 53
+"""How many are made up: sizes that no tensor has by chance."""
+
+
+def _edges() -> RowSet:
+    return RowSet("edges of the message function", _NUM_EDGES, "edges")
+
+
+def _nodes() -> RowSet:
+    return RowSet("nodes of the message function", _NUM_NODES, "nodes")
 
 
 class _FollowedReductions:
     """Reduces the made-up edges, and says what the rows are; the phase of an `EdgeTrace`."""
 
-    num_dst, offset = _NODES.count, 0
+    num_dst, offset = _NUM_NODES, 0
 
     def __init__(self, follower: FollowRows, whole_dst: int) -> None:
         self.follower, self.whole_dst = follower, whole_dst
@@ -36,14 +43,14 @@ class _FollowedReductions:
         return None
 
     def reduce(self, k: int, op: str, values: Tensor, index: Tensor, base: Base) -> Tensor:
-        self.follower.require(values, _EDGES)
+        self.follower.require(values, _edges())
         reducer = REDUCERS[op]
         with self.follower.paused():
             state = reducer.init(self.num_dst, values.shape[1:], values)
             reducer.accumulate(state, values, index)
             out = reducer.value(state, base).to(values.dtype)
         if not reducer.is_global:
-            self.follower.mark(out, _NODES)
+            self.follower.mark(out, _nodes())
         return out
 
 
@@ -62,12 +69,12 @@ class _FollowedTrace(EdgeTrace):
             return table
         if table.size(dim) == 0:
             cut = super()._of_piece(table, dim)
-            follower.mark(cut, _NODES, dim)
+            follower.mark(cut, _nodes(), dim)
             return cut
         with follower.paused():
             places = torch.arange(self.phase.num_dst, device=table.device) % max(1, table.size(dim))
             cut = super()._of_piece(table.index_select(dim, places), dim)
-        follower.mark(cut, _NODES, dim)
+        follower.mark(cut, _nodes(), dim)
         return cut
 
 
@@ -81,20 +88,20 @@ def check_row_wise(program: Program, structure: Structure, num_dst: int) -> None
     outer = program.ranks.forward.rows if program.ranks is not None and program.ranks.forward is not None else None
     beside = outer if isinstance(outer, FollowRows) else None
     follower = FollowRows(beside=beside, in_pieces=True)
-    follower.known = [_EDGES, _NODES]
+    follower.marks.known = [_edges(), _nodes()]
     device = structure.message.device
-    index = (torch.arange(_EDGES.count) % _NODES.count).to(device)
-    follower.mark(index, _EDGES, points_to=_NODES)
+    index = (torch.arange(_NUM_EDGES) % _NUM_NODES).to(device)
+    follower.mark(index, _edges(), points_to=_nodes())
     made = Sides.of((key, _made_up(t, program, follower, key.side == "edge")) for key, t in program.inputs.items())
-    inputs = Inputs(made.src, made.dst, made.edge, index, RowCount.make(_NODES.count, _NODES))
+    inputs = Inputs(made.src, made.dst, made.edge, index, RowCount.make(_NUM_NODES, _nodes()))
     try:
         trace = _FollowedTrace(program, index, _FollowedReductions(follower, num_dst))
         counts = nullcontext() if beside is not None and beside.in_known else FollowFunctions(follower)
         with torch.no_grad(), nullcontext() if beside is None else beside.left_to_another(), counts, trace, follower:
             message = program.message(inputs)
-            follower.require(message, _EDGES)
+            follower.require(message, _edges())
             if program.aggregate is not None:
-                follower.check_result(program.aggregate(message, inputs))
+                follower.marks.check_result(program.aggregate(message, inputs))
     except RefusedError as refusal:
         raise type(refusal)(
             f"{program.name}: messages are computed in pieces, each from its edge alone. {refusal}. What takes all "
@@ -106,9 +113,9 @@ def check_row_wise(program: Program, structure: Structure, num_dst: int) -> None
 
 def _made_up(tensor: Tensor, program: Program, follower: FollowRows, is_of_edges: bool) -> Tensor:
     tensor = tensor.detach()
-    places = torch.arange(_EDGES.count, device=tensor.device) % max(1, tensor.size(0))
-    rows = tensor.index_select(0, places) if tensor.size(0) else tensor.new_zeros((_EDGES.count, *tensor.shape[1:]))
+    places = torch.arange(_NUM_EDGES, device=tensor.device) % max(1, tensor.size(0))
+    rows = tensor.index_select(0, places) if tensor.size(0) else tensor.new_zeros((_NUM_EDGES, *tensor.shape[1:]))
     if is_of_edges and program.streamed_to is not None:
         rows = to_device(rows, program.streamed_to)
-    follower.mark(rows, _EDGES)
+    follower.mark(rows, _edges())
     return rows

@@ -41,7 +41,8 @@ class FollowedCalls:
             return None
         follower = self._follower = self._follower or FollowRows(model)
         graphs = list(comm.caches.of(LoadedGraphs).graphs)
-        follower.known = [rows for graph in graphs for rows in graph.row_sets()]
+        follower.marks.forget_selections()
+        follower.marks.known = [rows for graph in graphs for rows in graph.row_sets()]
         for graph in graphs:
             for rows, fields in graph.row_sets().items():
                 for field in fields.read():
@@ -96,11 +97,11 @@ class OutermostCall:
                 FollowFunctions(follower),
                 follower.module(self.is_known(self.model)),
             ):
-                follower.check_arguments((args, kwargs))
+                follower.marks.check_arguments((args, kwargs))
                 out = function(*args, **kwargs)
         finally:
             forward.rows = None
-        follower.check_result(out)
+        follower.marks.check_result(out)
         return out
 
     def is_known(self, module: nn.Module) -> bool:

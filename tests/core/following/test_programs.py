@@ -216,12 +216,12 @@ def followed(program):
     """Where the result of a program holds rows."""
     p = Parts()
     follower = FollowRows(p)
-    follower.known = [NODES, EDGES]
+    follower.marks.known = [NODES, EDGES]
     follower.mark(p.tensors["col"], EDGES, points_to=NODES)
     with follower, FollowFunctions(follower):
         out = eval(program, globals() | p.tensors | {"p": p, "h": p.lin(p.tensors["x"])})
-    follower.check_result(out)
-    return follower.rows.get(out)
+    follower.marks.check_result(out)
+    return follower.marks.rows.get(out)
 
 
 @pytest.mark.parametrize("program", ROW_WISE)
