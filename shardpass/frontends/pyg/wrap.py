@@ -22,7 +22,7 @@ from shardpass.core.training import (
 from shardpass.core.wrapping import FollowedCalls, OutermostCall
 from shardpass.errors import RefusedError
 from shardpass.frontends.pyg.attention import distribute_attention
-from shardpass.frontends.pyg.hetero import adapt_hetero, check_types
+from shardpass.frontends.pyg.hetero import adapt_hetero, check_types, has_one_tensor_of_all_types
 from shardpass.frontends.pyg.lazy import Lazy
 from shardpass.frontends.pyg.methods import REPLACED_METHODS, adapt_methods, methods_to_run
 from shardpass.frontends.pyg.norms import distribute_norms
@@ -159,7 +159,7 @@ class _Method(OutermostCall):
         kind = type(module)
         in_nn = kind.__module__.startswith("torch_geometric.nn.")
         known = kind.__module__.startswith("torch_geometric.nn.conv.") or (in_nn and kind.__name__ in REPLACED_METHODS)
-        return known or super().is_known(module)
+        return known or has_one_tensor_of_all_types(module) or super().is_known(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return torch_private.call_uncompiled(self._call, *args, **kwargs)
