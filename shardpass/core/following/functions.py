@@ -52,7 +52,8 @@ class FollowFunctions(TorchFunctionMode):
         return out
 
     def _rows_of(self, tensor: Tensor) -> Rows | None:
-        self.follower.marks.adopt(tensor)
+        with self.follower.paused():
+            self.follower.marks.adopt(tensor)
         rows: Rows | None = self.follower.marks.rows.get(tensor)
         return rows if rows is not None and rows.fit(tensor) else None
 

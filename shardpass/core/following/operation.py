@@ -183,7 +183,7 @@ class Operation:
         with torch.random.fork_rng(devices=[]):
             found = try_rows(self.func, self.leaves, self.structure, self.rows)
             if isinstance(found, str) or not all(found):
-                fewest = 0 if isinstance(found, str) else sum(one is not None for one in found)
+                fewest = -1 if isinstance(found, str) else sum(one is not None for one in found)
                 for plain in self._plain_operands():
                     again = try_rows(self.func, self.leaves, self.structure, self.rows | plain)
                     if not isinstance(again, str) and sum(one is not None for one in again) > fewest:
