@@ -41,18 +41,18 @@ CORE = (*BASE, "shardpass.core")
 
 ROOMS: dict[str, str] = {
     "ranks": "",
+    "following": "ranks",
     "sharding": "ranks",
     "training": "ranks",
     "exchange": "ranks sharding",
-    "tracing": "ranks sharding",
+    "tracing": "ranks following sharding",
     "kernels": "ranks sharding tracing",
     "memory": "ranks tracing",
     "graphs": "ranks sharding exchange",
     "aggregation": "ranks sharding training exchange tracing kernels",
     "sampling": "ranks sharding exchange kernels graphs",
     "inference": "ranks sharding training graphs",
-    "selfcheck": "ranks sharding tracing graphs",
-    "wrapping": "ranks training memory selfcheck",
+    "wrapping": "ranks following training exchange memory graphs",
     "dryrun": "ranks sharding training exchange kernels graphs",
 }
 """The rooms of ``core/`` from the lowest to the highest, and the rooms that each may import."""

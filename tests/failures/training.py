@@ -147,7 +147,7 @@ def begin(
         torch.manual_seed(0)
         model = MODELS[model]() if isinstance(model, str) else copy.deepcopy(model)
         model = twist_model(model.to(graph.x.dtype))
-    model = sp.pyg.wrap(model, comm, check=False)  # the self-check has tests of its own
+    model = sp.pyg.wrap(model, comm, check=False)  # it has tests of its own
     return Turn(comm, graph, model, torch.optim.Adam(model.parameters()), graph.x)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from shardpass.testing import WholeGraph, awkward_graph
 GRAPH: WholeGraph = awkward_graph(channels=5, edge_channels=3)
 _DEGREES = torch.bincount(torch.bincount(GRAPH.edge_index[1], minlength=GRAPH.num_nodes))
 
-UNCHECKED = partial(sp.pyg.wrap, check=False)  # the self-check has tests of its own
+WRAP = sp.pyg.wrap
 
 Case = tuple[Callable[[], nn.Module], Callable[[nn.Module, dict[str, Tensor], Any], Tensor]]
 

@@ -27,7 +27,7 @@ from shardpass.testing.parity import cotangent
 from shardpass.testing.run import run
 
 from .dgl_cases import CONVS, ZERO, graph_of
-from .dgl_parity import EVERY_MODE, GRAPH, UNCHECKED, assert_dgl_exact, float64  # noqa: F401
+from .dgl_parity import EVERY_MODE, GRAPH, WRAP, assert_dgl_exact, float64  # noqa: F401
 
 PARTS = {
     "Attention": "TWIRLSUnfoldingAndAttention",
@@ -177,7 +177,7 @@ def test_row_wise_classes_give_each_row_what_it_gets_in_the_whole(name):
         "TypedLinear": lambda: dnn.TypedLinear(5, 4, 3),
     }
     torch.manual_seed(0)
-    module = UNCHECKED(makes[name]().double(), sp.connect("local"))
+    module = WRAP(makes[name]().double(), sp.connect("local"))
     x, kinds = torch.randn(9, 5), torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2])
 
     def call(rows, types):
@@ -215,7 +215,7 @@ QUICK = ("RelGraphConv presorted", "HGTConv presorted", "GroupRevRes", "EdgeWeig
 @pytest.mark.parametrize(
     "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.long) for name in CONVS if name not in QUICK)]
 )
-def test_the_self_check_passes_every_layer(name):
+def test_following_rows_passes_every_layer(name):
     (make, call), graph = CONVS[name], graph_of(name)
     model = make().double()
 
@@ -228,7 +228,7 @@ def test_the_self_check_passes_every_layer(name):
 
 @pytest.mark.filterwarnings("error:.*self-check")
 @pytest.mark.parametrize("name", READOUTS)
-def test_the_self_check_passes_every_readout(name):
+def test_following_rows_passes_every_readout(name):
     make, call = READOUTS[name]
     model = make().double()
 

@@ -25,7 +25,7 @@ from shardpass.testing import (
     shard_in_memory,
 )
 
-from .pyg_cases import GRAPH, LAYERS, MODELS, UNCHECKED, GatedConv
+from .pyg_cases import GRAPH, LAYERS, MODELS, WRAP, GatedConv
 
 OWNERS = assignments(GRAPH.num_nodes, 2, GRAPH.edge_index)["random"]
 
@@ -67,7 +67,7 @@ class Offender(gnn.MessagePassing):
 @pytest.mark.parametrize("kind", ["norm", "softmax", "mean", "cumsum"])
 def test_messages_that_are_not_row_wise_are_refused(kind, mode):
     def work(comm, graph):
-        with pytest.raises(RefusedError, match=r"^Offender: the message of an edge depends on other edges"):
+        with pytest.raises(RefusedError, match=r"^Offender: messages are computed in pieces"):
             sp.pyg.wrap(Offender(kind).double(), comm)(graph.x, graph)
 
     on_two_ranks(work, sp.Options(mode=mode))
@@ -197,7 +197,7 @@ def test_two_backward_passes_and_checkpointing_are_exact(mode):
         return checkpoint(body, inputs["x"], inputs["edge_attr"], use_reentrant=False)
 
     for variant in (twice, remembered):
-        sharded = evaluate_sharded(model, GRAPH, variant, OWNERS, 2, UNCHECKED, sp.Options(mode=mode), whole)
+        sharded = evaluate_sharded(model, GRAPH, variant, OWNERS, 2, WRAP, sp.Options(mode=mode), whole)
         assert_same(whole, sharded)
 
 
@@ -371,4 +371,4 @@ def test_a_layer_that_keeps_something_on_itself_for_its_message(make, mode):
     def call(m, inputs, graph):
         return m(inputs["x"], graph, inputs["edge_attr"]) if make is Twice else m(inputs["x"], graph)
 
-    assert_exact(model, GRAPH, call, UNCHECKED, ranks=2, modes=(mode,), owners={"random": OWNERS})
+    assert_exact(model, GRAPH, call, WRAP, ranks=2, modes=(mode,), owners={"random": OWNERS})

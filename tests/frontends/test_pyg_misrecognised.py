@@ -14,7 +14,7 @@ from torch_geometric.utils import scatter, softmax
 import shardpass as sp
 from shardpass.testing import WholeGraph, assert_exact, assignments, awkward_graph, run, shard_in_memory
 
-from .pyg_cases import UNCHECKED
+from .pyg_cases import WRAP
 
 GRAPH = awkward_graph()
 ZEROS = WholeGraph(GRAPH.num_nodes, GRAPH.edge_index, {"x": GRAPH.node["x"].clone()}, {})
@@ -171,36 +171,7 @@ def test_it_equals_the_whole_graph(name, ranks):
     model = make().double()
     options = sp.Options(chunk_bytes=1 << 9)
     owners = {"random": assignments(graph.num_nodes, ranks, graph.edge_index)["random"]}
-    assert_exact(model, graph, call, UNCHECKED, ranks=ranks, modes=("sar", "keep"), owners=owners, options=options)
-
-
-def test_the_check_runs_with_the_options_of_the_graph():
-    seen = []
-
-    class Told(Base):
-        def weights(self, score, index, size):
-            return super().weights(score, index, size)
-
-    def work(comm):
-        graph = shard_in_memory(GRAPH, torch.zeros(GRAPH.num_nodes, dtype=torch.int64), comm, OPTIONS)
-        sp.pyg.wrap(Told().double(), comm)(graph.x, graph)
-
-    OPTIONS = sp.Options(fuse_attention=False, mode="keep")
-    from shardpass.core.aggregation import autograd
-    from shardpass.core.aggregation import sharded_call as aggregate
-
-    real = aggregate.settle
-
-    def spied(comm, label, program, edges, *rest):
-        answer = real(comm, label, program, edges, *rest)
-        seen.append(comm.size)
-        return answer
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(aggregate, "settle", spied)
-        patch.setattr(autograd, "run_attention", lambda *args: pytest.fail("fused in spite of the option"))
-        run(work, 1)
-    assert {1, 3} <= set(seen)  # the call itself, and the check
+    assert_exact(model, graph, call, WRAP, ranks=ranks, modes=("sar", "keep"), owners=owners, options=options)
 
 
 @pytest.mark.parametrize("make", [lambda: GATConv(5, 3), lambda: GATv2Conv(5, 3)], ids=["GATConv", "GATv2Conv"])

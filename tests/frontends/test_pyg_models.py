@@ -6,7 +6,6 @@ import copy
 import importlib
 import inspect
 import pkgutil
-import warnings
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ from shardpass.testing.run import run
 
 from .how_much import SOME_OR_ALL, assert_case_exact
 from .model_cases import MORE_MODELS, Variational
-from .pyg_cases import GRAPH, MODELS, UNCHECKED
+from .pyg_cases import GRAPH, MODELS, WRAP
 
 PACKAGE = "torch_geometric.nn.models."
 
@@ -90,7 +89,7 @@ def test_names_of_groups_do_not_clash_with_other_packages():
 @pytest.mark.parametrize(("ranks", "every_mode"), SOME_OR_ALL)
 @pytest.mark.parametrize("name", MORE_MODELS)
 def test_model_equals_the_whole_graph(name, ranks, every_mode):
-    assert_case_exact(MORE_MODELS[name], GRAPH, UNCHECKED, ranks, every_mode, chunk_bytes=700)
+    assert_case_exact(MORE_MODELS[name], GRAPH, WRAP, ranks, every_mode, chunk_bytes=700)
 
 
 def test_every_exact_class_has_a_case():
@@ -157,7 +156,7 @@ def test_losses_that_average_over_nodes_take_in_all_nodes(name, monkeypatch):
 
         def work(comm, owners=owners):
             graph = shard_in_memory(GRAPH, owners, comm)
-            model = UNCHECKED(copy.deepcopy(plain), comm)
+            model = WRAP(copy.deepcopy(plain), comm)
             loss = loss_of(model, model.encode(graph.x, graph))
             loss.backward()
             sp.sync_gradients(model, comm)
@@ -209,7 +208,7 @@ def test_calls_that_would_be_wrong_are_refused_by_name(name):
     def work(comm):
         graph = shard_in_memory(GRAPH, torch.arange(GRAPH.num_nodes) % 2, comm)
         with pytest.raises(RefusedError, match=rf"\.{name.split('.')[1] if name != 'GAE.decode' else 'forward'}\(\)"):
-            call(UNCHECKED(make().double(), comm), graph)
+            call(WRAP(make().double(), comm), graph)
 
     run(work, 2)
 
@@ -263,35 +262,24 @@ def test_a_method_that_a_subclass_overrides_is_its_own():
         def link_pred_loss(self, pred, edge_label, **kwargs):
             return "own"
 
-    assert UNCHECKED(Own(41, 5, 2), sp.connect("local")).link_pred_loss(None, None) == "own"
+    assert WRAP(Own(41, 5, 2), sp.connect("local")).link_pred_loss(None, None) == "own"
 
 
-CALLED_FIRST = {  # what the self-check says where it cannot run
-    "GAE": "",
-    "Sequential": "",
-    "AttentiveFP": "",
-    "LightGCN": "LightGCN runs without the self-check: it does not run on a small random graph",
-    "CorrectAndSmooth": "CorrectAndSmooth runs without the self-check: it does not run on a small random graph",
-    "SignedGCN": "SignedGCN runs without the self-check: it is called with an edge_index that was changed outside it",
-}
+CALLED_FIRST = ["GAE", "Sequential", "AttentiveFP", "LightGCN", "CorrectAndSmooth", "SignedGCN"]
 
 
 @pytest.mark.parametrize("name", CALLED_FIRST)
-def test_the_self_check_takes_any_method_or_says_why_not(name):
+def test_any_method_may_be_called_first_and_copies_have_their_own(name):
     make, call = MORE_MODELS[name]
 
     def work(comm):
         graph = shard_in_memory(GRAPH, torch.arange(GRAPH.num_nodes) % 2, comm)
         model = sp.pyg.wrap(make().double(), comm)
         out = call(model, {**dict(graph.node), **dict(graph.edge)}, graph)
-        twin = copy.deepcopy(model)  # methods of a copy are its own
+        twin = copy.deepcopy(model)
         torch.testing.assert_close(call(twin, {**dict(graph.node), **dict(graph.edge)}, graph), out)
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        run(work, 2)
-    said = {str(warning.message) for warning in caught if "self-check" in str(warning.message)}
-    assert all(text.startswith(CALLED_FIRST[name]) for text in said) and bool(said) == bool(CALLED_FIRST[name]), said
+    run(work, 2)
 
 
 class Centred(nn.Module):
@@ -307,7 +295,7 @@ class Centred(nn.Module):
 def test_an_offender_is_found_when_another_method_is_called_first():
     def work(comm):
         graph = shard_in_memory(GRAPH, torch.arange(GRAPH.num_nodes) % 2, comm)
-        with pytest.raises(RefusedError, match="self-check"):
+        with pytest.raises(RefusedError, match="`mean` puts rows together"):
             sp.pyg.wrap(gnn.GAE(Centred()).double(), comm).encode(graph.x, graph)
 
     run(work, 2)

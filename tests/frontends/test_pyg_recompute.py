@@ -126,7 +126,7 @@ def test_a_rank_without_nodes() -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_the_self_check_takes_part(training: bool) -> None:
+def test_following_rows_takes_part(training: bool) -> None:
     def work(comm: sp.Communicator) -> None:
         model = sp.pyg.wrap(GraphSAGE(6, 8, 2, 4, norm="batch_norm"), comm, checkpoint="activations").train(training)
         graph = shard_in_memory(GRAPH, MIX % 2, comm, sp.Options())

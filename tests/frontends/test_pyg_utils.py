@@ -16,7 +16,7 @@ from shardpass.errors import RefusedError
 from shardpass.testing import assert_exact, assignments, run, shard_in_memory
 
 from .how_much import ONE_TWO_FOUR
-from .pyg_cases import GRAPH, UNCHECKED
+from .pyg_cases import GRAPH
 
 N = GRAPH.num_nodes
 STRUCTURE = {
@@ -55,7 +55,7 @@ def test_structural_functions_are_exact(name, ranks):
         return m(inputs["x"], graph, inputs["edge_weight"])
 
     for where, owners in assignments(N, ranks, GRAPH.edge_index).items():
-        wrap = sp.pyg.wrap if where == "random" else UNCHECKED  # the self-check accepts it, which is asked once
+        wrap = sp.pyg.wrap
         assert_exact(model, GRAPH, call, wrap, ranks=ranks, modes=("sar",), owners={where: owners})
 
 

@@ -15,7 +15,7 @@ from torch_geometric.nn import HeteroConv, SAGEConv
 import shardpass as sp
 from shardpass.testing import Outcome, assert_exact, assert_same, awkward_graph, awkward_hetero_graph
 
-WRAP = partial(sp.pyg.wrap, check=False)  # the self-check would refuse the models that are wrong
+WRAP = partial(sp.pyg.wrap, check=False)  # or the models that are wrong would be refused
 
 
 class Layer(nn.Module):

@@ -124,7 +124,7 @@ def _probe(
     try:
         structure = probe(program, edges, num_own_src, needs_grad)
         signature = structure.describe()
-        if signature not in program.checked:
+        if signature not in program.checked or (program.ranks is not None and program.ranks.has_mixtures):
             check_row_wise(program, structure, edges.num_dst)
             program.checked.add(signature)
         return structure, None

@@ -40,10 +40,25 @@ def aggregate(program: Program, plan: HaloPlan, edges: EdgeShards, weight: Tenso
             sent).
         DivergenceError: ranks run different message functions.
     """
+    _require_rows(program, plan, edges)
     kept = plan.comm.kept_calls
-    if kept is None or program.aggregate is None:
-        return _aggregate(program, plan, edges, weight)
-    return kept.result(program.name, lambda: _aggregate(program, plan, edges, weight))
+    with plan.comm.unfollowed():
+        if kept is None or program.aggregate is None:
+            out = _aggregate(program, plan, edges, weight)
+        else:
+            out = kept.result(program.name, lambda: _aggregate(program, plan, edges, weight))
+    rows = plan.edge_set(edges.num_edges) if program.aggregate is None else plan.dst_set
+    if out.dim() and out.size(0) == rows.count:
+        plan.comm.mark_rows(out, rows)
+    return out
+
+
+def _require_rows(program: Program, plan: HaloPlan, edges: EdgeShards) -> None:
+    """Refuse operands whose rows are not those of the graph, where the model is followed."""
+    edge_set = plan.edge_set(edges.num_edges)
+    for tensors, of in ((program.src, plan.source_set), (program.dst, plan.dst_set), (program.edge, edge_set)):
+        for tensor in tensors.values():
+            plan.comm.require_rows(tensor, of)
 
 
 def _aggregate(program: Program, plan: HaloPlan, edges: EdgeShards, weight: Tensor | None) -> Tensor:

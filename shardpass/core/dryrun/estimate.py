@@ -13,7 +13,7 @@ PROCESS_BYTES, COMPILED_BYTES, FIRST_BYTES = 14 << 20, 70 << 20, 22 << 20
 """What a training process needs outside torch's tensors, measured on a graph of 400 nodes.
 
 The first figure is what the first epoch leaves behind: code, Python objects, the transport. The second is numba's, in a
-process that runs its loops. The third is what a process needs for a moment in the first epoch, during the self-check;
+process that runs its loops. The third is what a process needs for a moment in the first epoch;
 later epochs of all but a small graph need more than that.
 """
 

@@ -5,15 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from weakref import ref
 
 import torch
 from torch import Tensor
 
 from shardpass.core.exchange.schedule import Schedule
 from shardpass.core.exchange.windows import SharedRows, find_shared_rows
-from shardpass.core.ranks import Options, Ranks
-from shardpass.core.sharding import Block, NodeType, Ownership
+from shardpass.core.ranks import Options, Ranks, RowSet
+from shardpass.core.sharding import NODE, Block, NodeType, Ownership
 from shardpass.errors import InternalError
+
+
+def node_set(node_type: NodeType, count: int) -> RowSet:
+    """The own nodes of a type."""
+    return RowSet("nodes" if node_type == NODE else f"{node_type!r} nodes", count, ("nodes", node_type))
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +74,20 @@ class HaloPlan:
         return cls(
             comm, options, num_own_src, num_dst, halo_start, tuple(send_rows), schedule, tuple(blocks), shared=shared
         )
+
+    @property
+    def source_set(self) -> RowSet:
+        """The own source rows, as what a model computes is told."""
+        return node_set(NODE if self.ends is None else self.ends[0], self.num_own_src)
+
+    @property
+    def dst_set(self) -> RowSet:
+        """The own destination rows."""
+        return node_set(NODE if self.ends is None else self.ends[1], self.num_dst)
+
+    def edge_set(self, count: int) -> RowSet:
+        """The `count` edges of a list over this plan: those of the graph, or others that a layer made of them."""
+        return RowSet("edges", count, ("edges", ref(self)))
 
     @property
     def num_halo(self) -> int:

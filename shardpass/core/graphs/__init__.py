@@ -6,7 +6,7 @@ This room describes a graph and the edge lists that are derived from it. It does
 from shardpass.core.graphs.batch_index import BatchIndex
 from shardpass.core.graphs.edge_index import ShardedEdgeIndex
 from shardpass.core.graphs.embedding import NodeEmbedding, OwnRows, node_embeddings
-from shardpass.core.graphs.graph import OwnFields, Relation, ShardedGraph, build_relation, gather
+from shardpass.core.graphs.graph import LoadedGraphs, OwnFields, Relation, ShardedGraph, build_relation, gather
 from shardpass.core.graphs.hetero_graph import ShardedHeteroGraph
 from shardpass.core.graphs.readout import all_rows, reduce_rows
 from shardpass.core.graphs.reverse import ReversedEdges, reversed_edges
@@ -14,6 +14,7 @@ from shardpass.core.graphs.union import Piece, union
 
 __all__ = [
     "BatchIndex",
+    "LoadedGraphs",
     "NodeEmbedding",
     "OwnFields",
     "OwnRows",

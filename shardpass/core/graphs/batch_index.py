@@ -57,6 +57,16 @@ class BatchIndex(StandIn):
         if not isinstance(mine, BatchIndex):  # it is in a list of tensors, as for cat
             raise _refused(name)
         first: Any = args[0] if args else kwargs.get("input")
+        with mine.comm.unfollowed():
+            out = cls._answer(mine, name, first, func, args, kwargs)
+        if type(out) is Tensor:
+            mine.comm.forget_rows(out)
+        return out
+
+    @staticmethod
+    def _answer(
+        mine: BatchIndex, name: str, first: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if name in _SCATTERS and first is not mine:
             return _scatter(mine, name, *args, **kwargs)
         if name == "bincount" and first is mine:

@@ -99,6 +99,12 @@ class ShardedEdgeIndex(StandIn):
     @classmethod
     def answer(cls, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         mine = next(t for t in _flat(args, kwargs) if isinstance(t, ShardedEdgeIndex))
+        with mine.plan.comm.unfollowed():
+            out = cls._answer(mine, func, name, args, kwargs)
+        return _marked(mine, out)
+
+    @staticmethod
+    def _answer(mine: ShardedEdgeIndex, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with torch_private.DisableTorchFunctionSubclass():
             if name in PRINTS:
                 return func(*_plain(args), **kwargs)
@@ -139,6 +145,12 @@ class SourceRows(StandIn):
     @classmethod
     def answer(cls, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         mine = next(t for t in _flat(args, kwargs) if isinstance(t, SourceRows))
+        with mine.plan.comm.unfollowed():
+            out = cls._answer(mine, func, name, args, kwargs)
+        return _marked(mine, out)
+
+    @staticmethod
+    def _answer(mine: SourceRows, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         first = args[0] if args else None
         table = first if args else kwargs.get("input")
         if name in ("__getitem__", "index_select") and not isinstance(table, (SourceRows, ShardedEdgeIndex)):
@@ -183,6 +195,23 @@ class EdgeMask(Tensor):
         if isinstance(out, Tensor) and out.dtype == torch.bool and type(out) is Tensor and name != "__get__":
             return out.as_subclass(EdgeMask)
         return out
+
+
+def _marked(mine: ShardedEdgeIndex | SourceRows, out: Any) -> Any:
+    """`out`, of which the engine says what its rows are: numbers of destinations, or something of each edge."""
+    plan = mine.plan
+    if not plan.comm.is_followed:
+        return out
+    with torch_private.DisableTorchFunctionSubclass():
+        count = mine.size(-1)
+        for tensor in out if isinstance(out, tuple) else (out,):
+            if type(tensor) is Tensor:
+                plan.comm.forget_rows(tensor)
+            if isinstance(tensor, Tensor) and not isinstance(tensor, ShardedEdgeIndex) and count in tensor.shape:
+                is_row = isinstance(mine, ShardedEdgeIndex) and type(tensor) is Tensor and tensor.dim() == 1
+                dim = [*tensor.shape].index(count)
+                plan.comm.mark_rows(tensor, plan.edge_set(count), dim, points_to=plan.dst_set if is_row else None)
+    return out
 
 
 def _refused(name: str, what: str) -> RefusedError:

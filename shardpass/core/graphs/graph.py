@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from shardpass.core.exchange import HaloPlan, build_halo_plan
+from shardpass.core.exchange import HaloPlan, build_halo_plan, node_set
 from shardpass.core.graphs.batch_index import BatchIndex
 from shardpass.core.graphs.edge_index import ShardedEdgeIndex
 from shardpass.core.graphs.flow import message_flow
-from shardpass.core.ranks import Options, Ranks
+from shardpass.core.ranks import Options, Ranks, RowSet
 from shardpass.core.sharding import (
     EDGE,
     HOST,
@@ -47,6 +48,10 @@ class OwnFields(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._stored)
+
+    def read(self) -> Iterator[Tensor]:
+        """The fields that were read."""
+        return iter(self._read.values())
 
     def listed(self) -> str:
         """The names, for an error message."""
@@ -107,6 +112,13 @@ def build_relation(
     return Relation(plan, shards, edge_index, edge_ids[order], placed)
 
 
+class LoadedGraphs:
+    """The graphs of a run that are in use."""
+
+    def __init__(self) -> None:
+        self.graphs: WeakSet[ShardedGraph] = WeakSet()
+
+
 class ShardedGraph:
     """One rank's share of a graph: its own nodes, and the edges that end in them.
 
@@ -134,6 +146,7 @@ class ShardedGraph:
         self.relations = relations
         self._node_ids, self._node_fields = node_ids, node_fields
         self._total_edges, self._num_classes = total_edges, dict(num_classes or {})
+        comm.caches.of(LoadedGraphs).graphs.add(self)
         if options.stream_structure and not self.is_homogeneous:
             raise ValueError(
                 f"Options(stream_structure=True) is for graphs of one node and one edge type, and this one has "
@@ -295,6 +308,13 @@ class ShardedGraph:
     def total_edges_of(self, edge_type: EdgeType) -> int:
         """Edges of a type in the whole graph."""
         return self._total_edges[edge_type]
+
+    def row_sets(self) -> dict[RowSet, OwnFields]:
+        """The sets of own rows, each with its fields."""
+        nodes = {
+            node_set(kind, o.num_own(self.comm.rank)): self._node_fields[kind] for kind, o in self.ownership.items()
+        }
+        return nodes | {r.plan.edge_set(r.shards.num_edges): r.fields for r in self.relations.values()}
 
     def ids_of(self, node_type: NodeType | None = None) -> tuple[Tensor, int]:
         """Original ids of own nodes of a type (None: the only one), and how many nodes the whole graph has of it."""

@@ -12,12 +12,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from shardpass.core.ranks import Ranks, begin_call, end_call, linear_call, refuse_double_backward
+from shardpass.core.ranks import Ranks, begin_call, end_call, linear_call, refuse_double_backward, unfollowed
 from shardpass.errors import RefusedError
 
 Reduction = Literal["sum", "max", "min", "prod"]
 
 
+@unfollowed(2)
 def reduce_rows(rows: Tensor, op: Reduction, comm: Ranks, base: float | None = None) -> Tensor:
     """`rows` of all ranks reduced along dimension 0: ``[...]`` for ``[num_own, ...]``, the same bits on every rank.
 
@@ -111,6 +112,7 @@ class _Reduce(torch.autograd.Function):
         return torch.zeros_like(token), grad, None, None, None, None, None
 
 
+@unfollowed(1)
 def all_rows(rows: Tensor, comm: Ranks) -> Tensor:
     """The rows of all ranks in the order of the ranks: ``[total, ...]`` for ``[num_own, ...]``, on every rank.
 

@@ -66,6 +66,11 @@ def union(pieces: Sequence[Piece], num_src: int, num_dst: int, label: str) -> Sh
         ValueError: a piece does not fit into the tensors.
     """
     plan = pieces[0].edge_index.plan
+    with plan.comm.unfollowed():
+        return _union(pieces, plan, num_src, num_dst, label)
+
+
+def _union(pieces: Sequence[Piece], plan: HaloPlan, num_src: int, num_dst: int, label: str) -> ShardedEdgeIndex:
     for piece in pieces:
         _check(piece, plan, num_src, num_dst, label)
     of = tuple((piece.edge_index.shards, piece.src_start, piece.dst_start) for piece in pieces)

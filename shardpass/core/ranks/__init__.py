@@ -33,7 +33,8 @@ from shardpass.core.ranks.random import (
     seed,
     set_random_state,
 )
-from shardpass.core.ranks.ranks import Ranks
+from shardpass.core.ranks.ranks import Ranks, unfollowed
+from shardpass.core.ranks.rows import RowSet, RowWatch
 from shardpass.core.ranks.units import bytes_text, describe, dtype_name, parse_bytes, parse_count
 
 __all__ = [
@@ -42,6 +43,8 @@ __all__ = [
     "OnRanks",
     "Options",
     "Ranks",
+    "RowSet",
+    "RowWatch",
     "agree",
     "all_reduce_sum",
     "begin_call",
@@ -74,4 +77,5 @@ __all__ = [
     "set_random_state",
     "start_chain",
     "torch_private",
+    "unfollowed",
 ]

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from shardpass.core.ranks import torch_private
 from shardpass.core.ranks.random import refuse_checkpointed_draws
-from shardpass.core.ranks.ranks import ForwardPass, Ranks
+from shardpass.core.ranks.ranks import ForwardPass, Ranks, unfollowed
 from shardpass.errors import NeedsHaloError, RefusedError
 
 Linear = Callable[[Tensor], Tensor]
@@ -75,19 +75,16 @@ def end_call(comm: Ranks, token: Tensor) -> None:
         comm.forward.token = token
 
 
-def start_chain(comm: Ranks, graph_is_hidden: bool = False) -> bool:
+def start_chain(comm: Ranks) -> bool:
     """Whether this is an outermost forward, whose chain starts here.
 
     Whoever gets `True` ends the chain, with `end_chain` on success and `drop_chain` on an exception. `chained` does
     both.
-
-    Args:
-        graph_is_hidden: see `ForwardPass`.
     """
     if comm.forward is not None:
         return False
     comm.forwards += 1
-    comm.forward = ForwardPass(_new_token(comm) if torch.is_grad_enabled() else None, graph_is_hidden)
+    comm.forward = ForwardPass(_new_token(comm) if torch.is_grad_enabled() else None)
     return True
 
 
@@ -116,9 +113,9 @@ def drop_chain(comm: Ranks) -> None:
     comm.forward = None
 
 
-def chained(comm: Ranks, function: Callable[..., Any], *args: Any, graph_is_hidden: bool = False, **kwargs: Any) -> Any:
+def chained(comm: Ranks, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """What ``function(*args, **kwargs)`` returns, run as one chain. Nested uses take part in the outermost chain."""
-    if not start_chain(comm, graph_is_hidden):
+    if not start_chain(comm):
         return function(*args, **kwargs)
     try:
         with refuse_checkpointed_draws(comm):
@@ -141,6 +138,7 @@ def refuse_double_backward(name: str) -> None:
         )
 
 
+@unfollowed(1)
 def all_reduce_sum(tensor: Tensor, comm: Ranks, label: str = "all_reduce_sum") -> Tensor:
     """The sum of `tensor` over ranks, differentiable; the same bits on every rank.
 

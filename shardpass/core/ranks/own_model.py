@@ -26,8 +26,11 @@ def is_wrapped(model: nn.Module, comm: Ranks) -> bool:
     return True
 
 
-def refuse_shared_model(model: nn.Module, comm: Ranks) -> None:
+def refuse_shared_model(model: nn.Module, comm: Ranks, caller: str = "wrap") -> None:
     """Raise if ranks hold the same model, or the same trainable parameters. Collective if ranks are threads.
+
+    Args:
+        caller: who asks, for the error of a rank that waits here.
 
     Raises:
         RefusedError: they do. It is raised on every rank.
@@ -35,7 +38,7 @@ def refuse_shared_model(model: nn.Module, comm: Ranks) -> None:
     if not are_threads(comm):
         return
     mine = [id(model), *(id(parameter) for parameter in model.parameters() if parameter.requires_grad)]
-    held = comm.all_gather_object(mine, "a model for each rank")
+    held = comm.all_gather_object(mine, f"{caller}: a model for each rank")
     for rank, own in enumerate(held):
         for other in range(rank):
             if set(own) & set(held[other]):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import wraps
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,9 @@ from torch import Tensor, nn
 from shardpass.backends.communicator import Communicator
 from shardpass.backends.delegating import DelegatingCommunicator
 from shardpass.core.ranks.caches import Caches
+from shardpass.core.ranks.rows import RowSet, RowWatch
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class MessageWatch(Protocol):
@@ -52,11 +56,33 @@ class ForwardPass:
     Attributes:
         token: the 0-dim tensor that the latest differentiable collective call returned. The next call takes it as an
             autograd input; see the note in `autograd_order.py`. `None` without gradients.
-        graph_is_hidden: the graph was not among the arguments, so that the self-check has not seen it.
+        rows: follows rows through the operations of the model, or `None`.
+        layers_are_given: what ``graph.layers`` returned is among the arguments, so that the model was looked at for it.
     """
 
     token: Tensor | None
-    graph_is_hidden: bool = False
+    rows: RowWatch | None = None
+    layers_are_given: bool = False
+
+
+def unfollowed(position: int) -> Callable[[Function], Function]:
+    """Decorates a function that is exact on all ranks, so that nobody follows what it does with rows.
+
+    Args:
+        position: of its argument `comm`, or of one that has the ranks as its attribute `comm`.
+    """
+
+    def decorated(function: Function) -> Function:
+        @wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            holder = kwargs["comm"] if "comm" in kwargs else args[position]
+            comm = holder if isinstance(holder, Ranks) else getattr(holder, "comm", None)
+            with nullcontext() if comm is None else comm.unfollowed():
+                return function(*args, **kwargs)
+
+        return cast(Function, run)
+
+    return decorated
 
 
 class Ranks(DelegatingCommunicator):
@@ -74,7 +100,6 @@ class Ranks(DelegatingCommunicator):
         watch: what watches the message function that is running, or `None`.
         notes: notes how activations are made where backward computes them again, or `None`.
         has_made_up_edge: a message function runs on one made-up edge, because this rank has none; it must not count.
-        drops_in_messages: whether dropout inside message functions drops anything. The self-check switches it off.
         kept_calls: keeps the results of sharded calls during an inference that can be continued, or `None`.
         caches: what is kept for as long as the run lasts, such as shared memory.
     """
@@ -87,10 +112,47 @@ class Ranks(DelegatingCommunicator):
         self.watch: MessageWatch | None = None
         self.notes: RecomputationNotes | None = None
         self.has_made_up_edge = False
-        self.drops_in_messages = True
         self.kept_calls: KeptCalls | None = None
         self.caches = Caches()
-        self._is_silent = False
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether the rows of the forward in progress are followed."""
+        return self.forward is not None and self.forward.rows is not None
+
+    @property
+    def has_mixtures(self) -> bool:
+        """See `RowWatch.has_mixtures`."""
+        return self.forward is not None and self.forward.rows is not None and self.forward.rows.has_mixtures
+
+    @contextmanager
+    def unfollowed(self) -> Iterator[None]:
+        """A block whose operations are the engine's, which knows the rows of other ranks."""
+        rows = None if self.forward is None else self.forward.rows
+        with nullcontext() if rows is None else rows.paused():
+            yield
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """A block within `unfollowed` that runs code of the user's."""
+        rows = None if self.forward is None else self.forward.rows
+        with nullcontext() if rows is None else rows.paused(False):
+            yield
+
+    def mark_rows(self, tensor: Tensor, of: RowSet, dim: int = 0, points_to: RowSet | None = None) -> None:
+        """Say what the rows of a tensor are that the engine gives to a model."""
+        if self.forward is not None and self.forward.rows is not None:
+            self.forward.rows.mark(tensor, of, dim, points_to)
+
+    def forget_rows(self, tensor: Tensor) -> None:
+        """Say that the engine has written into a tensor of a model."""
+        if self.forward is not None and self.forward.rows is not None:
+            self.forward.rows.forget(tensor)
+
+    def require_rows(self, tensor: Tensor, of: RowSet) -> None:
+        """Refuse a tensor that a model gives to the engine as the rows `of`, if they are made of several rows."""
+        if self.forward is not None and self.forward.rows is not None:
+            self.forward.rows.require(tensor, of)
 
     @contextmanager
     def made_up_edge(self, is_made_up: bool = True) -> Iterator[None]:
@@ -101,30 +163,12 @@ class Ranks(DelegatingCommunicator):
         finally:
             self.has_made_up_edge = False
 
-    @contextmanager
-    def silent(self) -> Iterator[None]:
-        """A block in which communication raises, since the other ranks wait for this one to end it."""
-        self._is_silent = True
-        try:
-            yield
-        finally:
-            self._is_silent = False
-
     def move_to(self, device: torch.device) -> None:
         """Have all tensors on `device` from now on."""
         self.inner.device = device
 
-    def before(self, kind: str, label: str, tensors: Sequence[Tensor] = ()) -> None:
-        """Refuse to communicate while the block of `silent` runs."""
-        if self._is_silent:
-            raise RuntimeError(
-                "the model communicates over the ranks of the whole run, while one rank runs a copy of it on a small "
-                "graph. Use graph.comm, or keep the communicator as an attribute of the model"
-            )
-
     def duplicate(self, name: str) -> Ranks:
         """Collective. The same ranks on a duplicate of the communicator, with a run of their own."""
-        self.before("duplicate", name)
         return Ranks(self.inner.duplicate(name))
 
     def __repr__(self) -> str:

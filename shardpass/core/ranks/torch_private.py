@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
 from torch.nn.modules.dropout import _DropoutNd as AnyDropout
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import (
     MappingKey,
     tree_flatten,
@@ -45,9 +45,12 @@ __all__ = [
     "buffers_of",
     "call_uncompiled",
     "children_of",
+    "dispatch_modes",
     "grad_hooks",
     "has_forward_hook",
     "is_inside_ddp",
+    "is_mutable",
+    "is_view",
     "next_node_number",
     "node_number",
     "on_deepcopy",
@@ -128,6 +131,22 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
     """The modules that are attributes of `module`, by name; changing the dict changes the module."""
     return module._modules
+
+
+def dispatch_modes() -> list[Any]:
+    """The dispatch modes that are on in this thread, the innermost last."""
+    return list(_get_current_dispatch_mode_stack())
+
+
+def is_mutable(operator: Any) -> bool:
+    """Whether an operator, as a dispatch mode is given it, may write into an operand."""
+    return bool(operator._schema.is_mutable)
+
+
+def is_view(operator: Any) -> bool:
+    """Whether an operator, as a dispatch mode is given it, returns a tensor that shares the memory of an operand."""
+    returned = [value.alias_info for value in operator._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in returned)
 
 
 def argument_names(operator: Any) -> set[str]:

@@ -4,7 +4,6 @@ This room sees one piece of edges at a time. It does not communicate and knows n
 """
 
 from shardpass.core.tracing.edge_trace import (
-    DROPOUTS,
     HARMLESS_OPS,
     INDEX_OPS,
     SCATTERS,
@@ -31,14 +30,12 @@ from shardpass.core.tracing.program import (
     Structure,
 )
 from shardpass.core.tracing.reducers import REDUCERS, Base, Extremum, State, accumulator_dtype, rescale
-from shardpass.core.tracing.rowwise import RANDOM_FILLS, check_row_wise
+from shardpass.core.tracing.rowwise import check_row_wise
 
 __all__ = [
-    "DROPOUTS",
     "HARMLESS_OPS",
     "INDEX_OPS",
     "KERNEL_FORMS",
-    "RANDOM_FILLS",
     "REDUCERS",
     "SCATTERS",
     "SHAPE_OPS",

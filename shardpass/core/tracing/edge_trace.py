@@ -34,9 +34,6 @@ HARMLESS_OPS = frozenset(
     "size dim numel __get__ ones_like new_ones new_zeros new_full new_empty zeros_like empty_like full_like __len__ "
     "is_floating_point is_complex ndimension stride element_size data_ptr is_contiguous nelement __repr__".split()
 )
-DROPOUTS = frozenset(
-    "dropout dropout_ alpha_dropout alpha_dropout_ feature_alpha_dropout feature_dropout dropout1d dropout2d".split()
-)
 
 
 class StopPass(BaseException):
@@ -148,8 +145,6 @@ class EdgeTrace(TorchFunctionMode):
     def run(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Tensor]) -> Any:
         """Carry out one intercepted call."""
         self._check_repeatable(name, args, kwargs)
-        if name in DROPOUTS and self._ranks is not None and not self._ranks.drops_in_messages:
-            return args[0] if args else kwargs["input"]
         if name == "dropout" and self._make_generator is not None:
             return self._dropout(*args, **kwargs)
         if not any(self.is_index(operand) for operand in operands):

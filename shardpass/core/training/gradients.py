@@ -85,7 +85,7 @@ def sync_gradients(model: nn.Module, comm: Ranks, bucket_bytes: int = BUCKET_BYT
             model.
     """
     _refuse_ddp_within(model)
-    refuse_shared_model(model, comm)
+    refuse_shared_model(model, comm, "sync_gradients")
     named = list(alike(model))
     found = _with_gradients(named, comm)
     if comm.size > 1:

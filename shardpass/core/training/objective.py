@@ -16,10 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardpass.core.ranks import Ranks, describe, dtype_name
+from shardpass.core.ranks import Ranks, describe, dtype_name, unfollowed
 from shardpass.errors import DivergenceError
 
 
+@unfollowed(3)
 def cross_entropy(
     logits: Tensor,
     y: Tensor,
@@ -59,6 +60,7 @@ def cross_entropy(
     return _global_mean("cross_entropy", losses, denominator, problem, comm, _trailing(logits))
 
 
+@unfollowed(2)
 def mean(values: Tensor, mask: Tensor | None, comm: Ranks) -> Tensor:
     """The mean of `values` over the masked nodes of all ranks; its gradient is that of this rank's share.
 
@@ -77,6 +79,7 @@ def mean(values: Tensor, mask: Tensor | None, comm: Ranks) -> Tensor:
     return _global_mean("mean", chosen, float(chosen.numel()), problem, comm, _trailing(values))
 
 
+@unfollowed(2)
 def sum(values: Tensor, mask: Tensor | None, comm: Ranks) -> Tensor:
     """The sum of `values` over the masked nodes of all ranks; its gradient is that of this rank's share.
 
@@ -88,6 +91,7 @@ def sum(values: Tensor, mask: Tensor | None, comm: Ranks) -> Tensor:
     return _Share.apply(own, torch.full_like(own, totals[0]), 1.0).to(chosen.dtype)
 
 
+@unfollowed(1)
 def replicated(term: Tensor, comm: Ranks) -> Tensor:
     """`term` itself, with its gradient divided by the number of ranks, for a term that every rank computes alike.
 
@@ -99,6 +103,7 @@ def replicated(term: Tensor, comm: Ranks) -> Tensor:
     return _Share.apply(term, term, comm.size)
 
 
+@unfollowed(3)
 def accuracy(logits: Tensor, y: Tensor, mask: Tensor | None, comm: Ranks) -> float:
     """The fraction of masked nodes of all ranks whose largest logit is that of their class. Collective (once).
 

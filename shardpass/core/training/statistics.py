@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardpass.core.ranks import Ranks, begin_call, dtype_name, end_call, refuse_double_backward
+from shardpass.core.ranks import Ranks, begin_call, dtype_name, end_call, refuse_double_backward, unfollowed
 from shardpass.core.training.moments import global_moments
 from shardpass.errors import RefusedError
 
 
+@unfollowed(1)
 def row_moments(rows: Tensor, comm: Ranks) -> tuple[int, Tensor, Tensor]:
     """The number of rows of all ranks, and their mean and biased variance per channel, float64 ``[channels]`` each.
 
@@ -76,6 +77,7 @@ def shifted(rows: Tensor, mean: Tensor, scale: Tensor, bias: Tensor | None = Non
     return torch.addcmul(constant.to(dtype), rows.to(dtype) - near, scale.to(dtype)).to(rows.dtype)
 
 
+@unfollowed(1)
 def total_rows(rows: Tensor, comm: Ranks) -> list[int]:
     """How many rows each rank holds. Collective."""
     number, _ = begin_call(comm, "number of rows")

@@ -3,47 +3,56 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
+from shardpass.core.exchange import node_set
+from shardpass.core.following import FollowFunctions, FollowRows, known_modules
+from shardpass.core.graphs import LoadedGraphs, node_embeddings
 from shardpass.core.memory import Checkpoint, recomputed_activations
-from shardpass.core.ranks import Ranks, chained
-from shardpass.core.selfcheck import Frontend, check_model
+from shardpass.core.ranks import OnRanks, Ranks, chained
 from shardpass.core.training import note_forward
 
 
-class Unchecked:
-    """The copy of a model for the self-check, until the model was called on a graph in both training modes.
+class FollowedCalls:
+    """Which calls of a model are followed, and what is known of its tensors between them.
+
+    Following costs time for every operation, whatever its size. So the first calls in each training mode are followed,
+    and then those whose number is a power of two: a model may do something else later.
 
     Args:
-        pristine: the copy, from before the model was wrapped, or `None` where nothing is to be checked.
+        is_on: whether any call is followed.
     """
 
-    def __init__(self, pristine: nn.Module | None) -> None:
-        self.pristine = pristine
-        self._seen: set[bool] = set()
+    def __init__(self, is_on: bool) -> None:
+        self.is_on = is_on
+        self._calls: Counter[Any] = Counter()
+        self._follower: FollowRows | None = None
 
-    def is_new(self, training: bool) -> bool:
-        """Whether the model has not been called on a graph in this training mode."""
-        return training not in self._seen
+    def next(self, model: nn.Module, comm: Ranks, method: str) -> FollowRows | None:
+        """What follows the call of `method` that begins, or `None`."""
+        kind = method, model.training, torch.is_grad_enabled()
+        self._calls[kind] += 1
+        if not self.is_on or self._calls[kind] & (self._calls[kind] - 1):
+            return None
+        follower = self._follower = self._follower or FollowRows(model)
+        graphs = list(comm.caches.of(LoadedGraphs).graphs)
+        follower.marks.forget_selections()
+        follower.marks.known = [rows for graph in graphs for rows in graph.row_sets()]
+        for graph in graphs:
+            for rows, fields in graph.row_sets().items():
+                for field in fields.read():
+                    follower.mark(field, rows)
+        for table in node_embeddings(model).values():
+            follower.mark(table.weight, node_set(table.node_type, table.weight.size(0)))
+        return follower
 
-    def check(
-        self, frontend: Frontend, model: nn.Module, comm: Ranks, args: Any, kwargs: Any, method: str = "forward"
-    ) -> None:
-        """Run the self-check of `model` in its present training mode. Collective.
-
-        Raises:
-            RefusedError: on every rank, where the model mixes nodes outside of message passing.
-        """
-        pristine = self.pristine
-        self._seen.add(model.training)
-        if len(self._seen) == 2:
-            self.pristine = None
-        if pristine is not None:
-            check_model(frontend, pristine, model, comm, args, kwargs, method)
+    def __deepcopy__(self, memo: dict[int, Any]) -> FollowedCalls:
+        return FollowedCalls(self.is_on)  # tensors of another model
 
 
 class OutermostCall:
@@ -52,24 +61,55 @@ class OutermostCall:
     Args:
         model: the wrapped model.
         comm: the ranks.
-        unchecked: shared by all methods of the model.
+        followed: shared by all methods of the model.
         checkpoint: whether activations are computed again in backward.
+        method: its name.
     """
 
-    def __init__(self, model: nn.Module, comm: Ranks, unchecked: Unchecked, checkpoint: Checkpoint) -> None:
-        self.model, self.comm, self.unchecked, self.checkpoint = model, comm, unchecked, checkpoint
+    def __init__(
+        self, model: nn.Module, comm: Ranks, followed: FollowedCalls, checkpoint: Checkpoint, method: str = "forward"
+    ) -> None:
+        self.model, self.comm, self.followed, self.checkpoint = model, comm, followed, checkpoint
+        self.method = method
 
-    def run(self, function: Callable[..., Any], args: Any, kwargs: Any, graph_is_hidden: bool) -> Any:
+    def run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What ``function(*args, **kwargs)`` returns, run as one forward pass. Collective.
 
-        Args:
-            graph_is_hidden: the self-check has not seen the graph, which is not among the arguments.
+        Raises:
+            RefusedError: the model puts rows of nodes or edges together outside of message passing.
         """
         if torch.is_grad_enabled() and self.comm.forward is None:
             note_forward(self.model)
         recomputes = self.checkpoint is not None and self.model.training
         with recomputed_activations(self.comm, (args, kwargs), recomputes):
-            return chained(self.comm, function, *args, graph_is_hidden=graph_is_hidden, **kwargs)
+            return chained(self.comm, self._followed, function, args, kwargs)
+
+    def _followed(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        forward = self.comm.forward
+        if forward is None or forward.rows is not None or (follower := self._follower()) is None:
+            return function(*args, **kwargs)
+        forward.rows = follower
+        try:
+            with (
+                torch.compiler.set_stance("force_eager"),
+                known_modules(self.model, self.is_known, follower),
+                follower,
+                FollowFunctions(follower),
+                follower.module(self.is_known(self.model)),
+            ):
+                follower.marks.check_arguments((args, kwargs))
+                out = function(*args, **kwargs)
+        finally:
+            forward.rows = None
+        follower.marks.check_result(out)
+        return out
+
+    def is_known(self, module: nn.Module) -> bool:
+        """Whether `module` is known to be exact; a frontend adds the layers of its library."""
+        return isinstance(module, OnRanks)
+
+    def _follower(self) -> FollowRows | None:
+        return self.followed.next(self.model, self.comm, self.method)
 
     def __reduce__(self) -> Any:
         raise TypeError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -13,7 +12,7 @@ from dgl import DGLError
 from torch import Tensor
 
 from shardpass.core.graphs import ShardedGraph
-from shardpass.core.ranks import Ranks
+from shardpass.core.ranks import Ranks, unfollowed
 from shardpass.frontends.dgl.blocks import parts_of_blocks
 from shardpass.frontends.dgl.closed import refused
 from shardpass.frontends.dgl.frames import Frame, Frames, FramesByType, LazyFields
@@ -203,26 +202,14 @@ class ShardedDGLGraph(TypedGraph):
         """The index of the in-edges of own nodes, on which DGL's own kernels run (`edge_softmax`); see `LocalIndex`."""
         if len(self._edges) != 1:
             raise refused("a DGL kernel over several edge types", "use graph[etype] for one of them")
-        return next(iter(self._edges.values())).index
+        with self.comm.unfollowed():
+            return next(iter(self._edges.values())).index
 
     # ---- message passing
 
     def _passing(self, kind: CanonicalType) -> MessagePassing:
-        self._warn_if_hidden()
         frames = self._src_frames[kind[0]], self._dst_frames[kind[2]], self._edge_frames[kind]
         return MessagePassing(self._edges[kind], *frames, self._checked)
-
-    def _warn_if_hidden(self) -> None:
-        forward = self.comm.forward
-        if forward is None or not forward.graph_is_hidden:
-            return
-        forward.graph_is_hidden = False
-        if self.comm.rank == 0:
-            warnings.warn(
-                "the model runs without the self-check: the graph is not among the arguments of the wrapped model (it "
-                "is kept on the model, or inside an object). Pass it as an argument of its own, once",
-                stacklevel=5,
-            )
 
     def _reduced(
         self, kind: CanonicalType, message: Any, reducer: Any, empty: float | None = None
@@ -233,6 +220,7 @@ class ShardedDGLGraph(TypedGraph):
         warn_once(passing, self._warned)
         return reduced_by_user(passing, message, reducer)
 
+    @unfollowed(0)
     def update_all(self, message_func: Any, reduce_func: Any, apply_node_func: Any = None, etype: Any = None) -> None:
         """Send messages along all edges of a type, and set what the destinations compute of them. Collective.
 
@@ -253,6 +241,7 @@ class ShardedDGLGraph(TypedGraph):
         found = self._reduced(kind, message_func, reduce_func)
         self._set(kind[2], self._applied(kind[2], apply_node_func, found))
 
+    @unfollowed(0)
     def multi_update_all(self, etype_dict: dict[Any, Any], cross_reducer: Any, apply_node_func: Any = None) -> None:
         """`update_all` for several edge types, whose results are merged by `cross_reducer`. Collective.
 
@@ -273,13 +262,14 @@ class ShardedDGLGraph(TypedGraph):
             results.setdefault(kind[2], []).append((self.get_etype_id(kind), found))
             clip = extremum  # DGL looks at the last reduce function
         for ntype, parts in results.items():
-            merged = _merged(parts, cross_reducer)
+            merged = _merged(parts, cross_reducer, self.comm)
             if clip:
                 merged = {name: without_infinity(value) for name, value in merged.items()}
             self._set(ntype, merged)
             if apply_node_func is not None:
                 self.apply_nodes(apply_node_func, ntype=ntype)
 
+    @unfollowed(0)
     def apply_edges(self, func: Any, edges: Any = ALL, etype: Any = None) -> None:
         """Set the fields that `func` computes on edges. Collective.
 
@@ -311,6 +301,7 @@ class ShardedDGLGraph(TypedGraph):
             )
         return chosen
 
+    @unfollowed(0)
     def apply_nodes(
         self, func: Callable[[Any], dict[str, Tensor]], v: Any = ALL, ntype: NodeType | None = None
     ) -> None:
@@ -320,8 +311,15 @@ class ShardedDGLGraph(TypedGraph):
         rows = torch.arange(frame.num_rows, device=self.device)
         if not is_all(v):
             rows = torch.as_tensor(v, device=self.device)
-        batch = ShardedNodeBatch(self, rows, kind, LazyFields(frame, lambda t: t if is_all(v) else t[rows]))
-        for name, value in func(batch).items():
+
+        def taken(rows_of_all: Tensor) -> Tensor:
+            with self.comm.unfollowed():
+                return rows_of_all if is_all(v) else rows_of_all[rows]
+
+        batch = ShardedNodeBatch(self, rows, kind, LazyFields(frame, taken))
+        with self.comm.followed():
+            found = func(batch)
+        for name, value in found.items():
             if not is_all(v):
                 whole = frame[name] if name in frame else value.new_zeros((frame.num_rows, *value.shape[1:]))
                 value = whole.index_copy(0, rows, value)
@@ -333,7 +331,8 @@ class ShardedDGLGraph(TypedGraph):
         frame = self._dst_frames[ntype].clone()
         frame.update(found)
         rows = torch.arange(frame.num_rows, device=self.device)
-        return {**found, **func(ShardedNodeBatch(self, rows, ntype, LazyFields(frame, lambda t: t)))}
+        with self.comm.followed():
+            return {**found, **func(ShardedNodeBatch(self, rows, ntype, LazyFields(frame, lambda t: t)))}
 
     def _set(self, ntype: NodeType, fields: dict[str, Tensor]) -> None:
         self._dst_frames[ntype].update(fields)
@@ -357,7 +356,7 @@ _MERGERS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _merged(parts: list[tuple[int, dict[str, Tensor]]], cross_reducer: Any) -> dict[str, Tensor]:
+def _merged(parts: list[tuple[int, dict[str, Tensor]]], cross_reducer: Any, comm: Ranks) -> dict[str, Tensor]:
     """The results of several edge types for one node type, merged as DGL's ``multi_update_all`` does."""
     if len(parts) == 1 and cross_reducer != "stack":
         return parts[0][1]
@@ -371,7 +370,8 @@ def _merged(parts: list[tuple[int, dict[str, Tensor]]], cross_reducer: Any) -> d
     for name in dict.fromkeys(name for _, fields in parts for name in fields):
         found = [fields[name] for _, fields in parts if name in fields]
         if callable(cross_reducer):
-            merged[name] = cross_reducer(found)
+            with comm.followed():
+                merged[name] = cross_reducer(found)
         elif cross_reducer == "stack":
             merged[name] = torch.stack(found, 1)
         else:

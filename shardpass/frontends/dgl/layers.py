@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from shardpass.core.exchange import scatter_to_owners
+from shardpass.core.following import unfollowed_anywhere
 from shardpass.core.ranks import agree
 from shardpass.frontends.dgl import readouts
 from shardpass.frontends.dgl.attention import Attends
@@ -196,7 +197,8 @@ class ShardedTypedLinear(dnn.TypedLinear):
 
     def forward(self, x: Tensor, x_type: Tensor, sorted_by_type: bool = False) -> Tensor:
         """Rows of `x` times the matrix of their type."""
-        return super().forward(x, x_type, False)
+        with unfollowed_anywhere():  # it sorts the rows by type and puts them back
+            return super().forward(x, x_type, False)
 
 
 class ShardedGatedGraphConv(dnn.GatedGraphConv):
@@ -253,14 +255,3 @@ def adapt(model: nn.Module) -> None:
         kind = ADAPTED.get(type(module))
         if kind is not None:
             module.__class__ = kind
-
-
-def adapt_for_check(model: nn.Module) -> None:
-    """Adapt, in place, the modules that the self-check cannot run on a whole graph as they are.
-
-    Its graph is not sorted by type, whatever `presorted` says of the user's; and it looks at inputs and outputs that
-    GroupRevRes frees.
-    """
-    for module in model.modules():
-        if type(module) in (dnn.TypedLinear, dnn.GroupRevRes):
-            module.__class__ = ADAPTED[type(module)]

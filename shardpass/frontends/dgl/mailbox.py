@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardpass.core.aggregation import AtOnce, inputs_at_once
-from shardpass.core.ranks import begin_call
+from shardpass.core.ranks import Ranks, RowSet, begin_call
 from shardpass.frontends.dgl.frames import LazyFields
 from shardpass.frontends.dgl.messages import Fields, MessagePassing
 from shardpass.frontends.dgl.udf import ShardedNodeBatch
@@ -39,9 +39,15 @@ def reduced_by_user(
         chosen = (degrees == degree).nonzero().view(-1)
         rows = (starts[chosen].unsqueeze(1) + torch.arange(degree, device=chosen.device)).view(-1)
         mail = {name: value[rows].view(len(chosen), degree, *value.shape[1:]) for name, value in messages.items()}
-        batch = ShardedNodeBatch(None, chosen, canonical[2], _rows_of(passing.dst, everything, chosen), msgs=mail)
-        with plan.comm.made_up_edge(everything.made_up):
+        alike = RowSet("nodes of one in-degree", len(chosen), ("in-degree", degree))
+        data = _rows_of(passing.dst, everything, chosen, plan.comm, alike)
+        batch = ShardedNodeBatch(None, chosen, canonical[2], data, msgs=mail)
+        for value in mail.values():
+            plan.comm.mark_rows(value, alike)
+        with plan.comm.made_up_edge(everything.made_up), plan.comm.followed():
             found.append(dict(reducer(batch)))
+        for value in found[-1].values():
+            plan.comm.require_rows(value, alike)
         nodes.append(chosen)
     order = torch.cat(nodes)
     result = {}
@@ -52,8 +58,14 @@ def reduced_by_user(
     return result
 
 
-def _rows_of(frame: Fields, everything: AtOnce, chosen: Tensor) -> LazyFields:
-    return LazyFields(frame, lambda rows: everything.padded(rows)[chosen])
+def _rows_of(frame: Fields, everything: AtOnce, chosen: Tensor, comm: Ranks, alike: RowSet) -> LazyFields:
+    def rows_of(rows: Tensor) -> Tensor:
+        with comm.unfollowed():
+            out = everything.padded(rows)[chosen]
+        comm.mark_rows(out, alike)
+        return out
+
+    return LazyFields(frame, rows_of)
 
 
 def warn_once(passing: MessagePassing, warned: set[str]) -> None:

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from shardpass.core.graphs import ShardedGraph, reduce_rows
-from shardpass.core.ranks import all_reduce_sum
+from shardpass.core.ranks import all_reduce_sum, unfollowed
 from shardpass.errors import RefusedError
 from shardpass.frontends.dgl.graph import ShardedDGLGraph
 
 
+@unfollowed(0)
 def sum_nodes(graph: ShardedDGLGraph, feat: str, weight: str | None = None, *, ntype: str | None = None) -> Tensor:
     """The sum of a node field over all nodes, ``[1, ...]``, the same on every rank. Collective, also in backward.
 
@@ -28,6 +29,7 @@ def sum_nodes(graph: ShardedDGLGraph, feat: str, weight: str | None = None, *, n
     return reduce_rows(_weighted(graph, feat, weight, ntype), "sum", graph.comm).unsqueeze(0)
 
 
+@unfollowed(0)
 def mean_nodes(graph: ShardedDGLGraph, feat: str, weight: str | None = None, *, ntype: str | None = None) -> Tensor:
     """The mean over all nodes, ``[1, ...]``; see `sum_nodes`."""
     if _is_plain(graph):
@@ -36,6 +38,7 @@ def mean_nodes(graph: ShardedDGLGraph, feat: str, weight: str | None = None, *, 
     return sum_nodes(graph, feat, weight, ntype=ntype) / max(1, total)
 
 
+@unfollowed(0)
 def max_nodes(graph: ShardedDGLGraph, feat: str, weight: str | None = None, *, ntype: str | None = None) -> Tensor:
     """The maximum over all nodes, ``[1, ...]``; see `sum_nodes`. The gradient goes to the first node that has it."""
     if _is_plain(graph):
@@ -51,6 +54,7 @@ def max_nodes(graph: ShardedDGLGraph, feat: str, weight: str | None = None, *, n
     return all_reduce_sum(torch.where(won, rows, 0).sum(0), comm, "max over all nodes").unsqueeze(0)
 
 
+@unfollowed(0)
 def softmax_nodes(graph: ShardedDGLGraph, feat: str, *, ntype: str | None = None) -> Tensor:
     """Softmax of a node field over all nodes, ``[num_own, ...]``; see `sum_nodes`."""
     if _is_plain(graph):
@@ -62,6 +66,7 @@ def softmax_nodes(graph: ShardedDGLGraph, feat: str, *, ntype: str | None = None
     return exponentials / reduce_rows(exponentials, "sum", graph.comm)
 
 
+@unfollowed(0)
 def broadcast_nodes(graph: ShardedDGLGraph, graph_feat: Tensor, *, ntype: str | None = None) -> Tensor:
     """`graph_feat` ``[1, ...]`` for each own node, ``[num_own, ...]``. Not collective."""
     if _is_plain(graph):

@@ -8,7 +8,7 @@ import torch
 from dgl import DGLError
 from torch import Tensor
 
-from shardpass.core.ranks import Ranks
+from shardpass.core.ranks import Ranks, unfollowed
 from shardpass.frontends.dgl.closed import Closed
 from shardpass.frontends.dgl.counts import NodeCounts, OwnCount, OwnEdgeCount
 from shardpass.frontends.dgl.private import ALL, is_all
@@ -131,11 +131,13 @@ class TypedGraph(Closed):
     number_of_src_nodes, number_of_dst_nodes = num_src_nodes, num_dst_nodes
     number_of_nodes, number_of_edges = num_nodes, num_edges
 
+    @unfollowed(0)
     def in_degrees(self, v: Any = ALL, etype: Any = None) -> Tensor:
         """In-degrees of own destination nodes, ``[num_own]`` int64, or of the rows `v` of them."""
         degrees = self._edges[self.to_canonical_etype(etype)].in_degrees
         return degrees if is_all(v) else degrees[v]
 
+    @unfollowed(0)
     def out_degrees(self, u: Any = ALL, etype: Any = None) -> Tensor:
         """Out-degrees of own source nodes in the whole graph, ``[num_own]`` int64, or of the rows `u` of them."""
         degrees = self._edges[self.to_canonical_etype(etype)].out_degrees

@@ -22,6 +22,14 @@ from shardpass.frontends.dgl.structure import CanonicalType
 class ShardedEdgeBatch(EdgeBatch):
     """What a user's message function sees of some edges."""
 
+    count: int
+
+    def batch_size(self) -> int:
+        """The number of edges of the piece."""
+        return self.count
+
+    __len__ = batch_size
+
     def edges(self) -> NoReturn:
         """Refused, since each rank numbers its nodes and edges by itself."""
         raise refused(
@@ -63,6 +71,7 @@ class EdgeFunction:
             fields("edge", inputs.edge),
             fields("dst", inputs.dst),
         )
+        batch.count = inputs.index.size(0)
         try:
             found = self.function(batch)
         except KeyError as error:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import warnings
 from contextlib import nullcontext
 from typing import Any
 
 from dgl import DGLGraph
 from torch import nn
 
+from shardpass.core.following import FollowRows
 from shardpass.core.graphs import ShardedGraph
 from shardpass.core.memory import Checkpoint, check_choice
 from shardpass.core.ranks import Ranks, decorrelate, is_wrapped, refuse_shared_model, torch_private
-from shardpass.core.selfcheck import copy_for_check
 from shardpass.core.training import (
     follow,
     refuse_as_built,
@@ -20,13 +19,12 @@ from shardpass.core.training import (
     shared_copy,
     sync_parameters,
 )
-from shardpass.core.wrapping import OutermostCall, Unchecked
+from shardpass.core.wrapping import FollowedCalls, OutermostCall
 from shardpass.errors import RefusedError
-from shardpass.frontends.dgl.check import checked_by
 from shardpass.frontends.dgl.convert import graph as to_dgl
 from shardpass.frontends.dgl.empty import EmptyRows
 from shardpass.frontends.dgl.graph import ShardedDGLGraph
-from shardpass.frontends.dgl.layers import adapt, adapt_for_check
+from shardpass.frontends.dgl.layers import adapt
 from shardpass.frontends.dgl.refusals import refuse_unsupported
 
 
@@ -40,9 +38,8 @@ def wrap(model: nn.Module, comm: Ranks, check: bool = True, checkpoint: Checkpoi
     Args:
         model: any DGL model; every rank must pass the same one.
         comm: the ranks that share the graph.
-        check: before the first forward on a graph, run copies of the model on a small random graph, whole and in
-            pieces, and refuse it if the results differ (see `shardpass.core.selfcheck`). If the check cannot run, it
-            warns and says why.
+        check: in the first calls and some later ones, follow the rows of nodes and edges through the operations of the
+            model, and refuse the first one that puts rows together (see `shardpass.core.following`).
         checkpoint: ``"activations"`` computes norms, activations, dropout and sums between layers that pass messages
             again in backward rather than keeping them. This takes less memory and some more passes over node rows, and
             gives the same bits. It sends nothing, so ranks may differ. `None` keeps everything.
@@ -58,15 +55,12 @@ def wrap(model: nn.Module, comm: Ranks, check: bool = True, checkpoint: Checkpoi
     refuse_shared_model(model, comm)
     refuse_as_built(model)
     refuse_unsupported(model)
-    pristine = copy_for_check(model) if check else None
-    if pristine is not None:
-        adapt_for_check(pristine)
     model = replace_batch_norms(model, comm)
     adapt(model)
     sync_parameters(model, comm)
     decorrelate(comm)
     model._shardpass_wrapped = True  # type: ignore[assignment]
-    model.forward = _Forward(model, comm, Unchecked(pristine), checkpoint)
+    model.forward = _Forward(model, comm, FollowedCalls(check), checkpoint)
     return model
 
 
@@ -89,17 +83,16 @@ def exact(model: nn.Module, comm: Ranks, check: bool = True) -> nn.Module:
     return copied
 
 
-def _wrap_unchecked(model: nn.Module, comm: Ranks) -> nn.Module:
-    return wrap(model, comm, check=False)
-
-
 class _Forward(OutermostCall):
     """The outermost forward, which turns graphs of the engine into DGL's."""
 
-    def __init__(self, model: nn.Module, comm: Ranks, unchecked: Unchecked, checkpoint: Checkpoint) -> None:
-        super().__init__(model, comm, unchecked, checkpoint)
-        self._has_warned = False
+    def __init__(self, model: nn.Module, comm: Ranks, followed: FollowedCalls, checkpoint: Checkpoint) -> None:
+        super().__init__(model, comm, followed, checkpoint)
+        self._is_of_parts = False
         self._graphs: list[tuple[ShardedGraph, ShardedDGLGraph]] = []
+
+    def is_known(self, module: nn.Module) -> bool:
+        return super().is_known(module) or type(module).__module__.startswith(("dgl.nn.", "shardpass.frontends.dgl."))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves = torch_private.tree_leaves((args, kwargs))
@@ -109,31 +102,17 @@ class _Forward(OutermostCall):
                 f"graph are numbered anew on every rank. Pass the graph that shardpass.load returned; for an ordinary "
                 f"graph, load the state_dict into a model that is not wrapped"
             )
-        is_hidden = False
-        if self.unchecked.pristine is not None and self.unchecked.is_new(self.model.training):
-            given = [leaf for leaf in leaves if isinstance(leaf, (ShardedGraph, ShardedDGLGraph))]
-            is_hidden = not given  # the model may use a graph that it keeps, which then warns
-            self._check(args, kwargs, given)
+        self._is_of_parts = any(isinstance(leaf, ShardedDGLGraph) and leaf.core is None for leaf in leaves)
         args, kwargs = torch_private.tree_map(self._graph_of, (args, kwargs))
-        return self.run(self._computed, args, kwargs, is_hidden)
+        return self.run(self._computed, args, kwargs)
+
+    def _follower(self) -> FollowRows | None:
+        return None if self._is_of_parts else super()._follower()  # rows of a block stand for others
 
     def _computed(self, *args: Any, **kwargs: Any) -> Any:
         graphs = [leaf for leaf in torch_private.tree_leaves((args, kwargs)) if isinstance(leaf, ShardedDGLGraph)]
         with EmptyRows() if any(graph.lacks_rows for graph in graphs) else nullcontext():
             return type(self.model).forward(self.model, *args, **kwargs)
-
-    def _check(self, args: Any, kwargs: Any, given: list[ShardedGraph | ShardedDGLGraph]) -> None:
-        if all(isinstance(graph, ShardedGraph) or graph.core is not None for graph in given):
-            if given:
-                self.unchecked.check(checked_by(_wrap_unchecked), self.model, self.comm, args, kwargs)
-            return
-        if self.comm.rank == 0 and not self._has_warned:
-            warnings.warn(
-                f"{type(self.model).__name__} runs without the self-check: it is called with blocks or a part of a "
-                f"graph; call it with the whole graph first",
-                stacklevel=4,
-            )
-        self._has_warned = True
 
     def _graph_of(self, value: Any) -> Any:
         if not isinstance(value, ShardedGraph):

@@ -9,7 +9,7 @@ from torch_geometric.nn.conv import MessagePassing
 
 from shardpass.core.exchange import HaloPlan
 from shardpass.core.graphs import ReversedEdges, ShardedEdgeIndex, reversed_edges
-from shardpass.core.ranks import agree
+from shardpass.core.ranks import Ranks, agree, unfollowed
 from shardpass.core.sharding import DerivedShards, EdgeShards
 from shardpass.errors import RefusedError
 
@@ -32,6 +32,11 @@ class Direction:
     @classmethod
     def of(cls, conv: MessagePassing, name: str, edge_index: ShardedEdgeIndex) -> Direction:
         """The direction in which `conv` sends messages over `edge_index`. Collective where it is against the edges."""
+        with edge_index.plan.comm.unfollowed():
+            return cls._of(conv, name, edge_index)
+
+    @classmethod
+    def _of(cls, conv: MessagePassing, name: str, edge_index: ShardedEdgeIndex) -> Direction:
         follows = conv.flow == "source_to_target"
         flow = edge_index.flow
         if follows != edge_index.is_reversed:
@@ -44,6 +49,12 @@ class Direction:
         against = reversed_edges(edge_index, name)
         return cls(name, against.edge_index.plan, _shards_of(against.edge_index), against)
 
+    @property
+    def comm(self) -> Ranks:
+        """The ranks."""
+        return self.plan.comm
+
+    @unfollowed(0)
     def to_edges(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """The tensors of a call, in the order of `shards` if they have a row per edge on every rank. Collective."""
         against = self.against
@@ -55,6 +66,7 @@ class Direction:
         common = {n for n, *flags in zip(names, *(answer[1:] for answer in answers)) if all(flags)}
         return {n: against.to_new(t, f"{self.name}: {n}") if n in common else t for n, t in sorted(tensors.items())}
 
+    @unfollowed(0)
     def from_edges(self, rows: Tensor) -> Tensor:
         """A result per edge in the order of the edge list that the layer was given."""
         return rows if self.against is None else self.against.to_old(rows, f"{self.name}: edge result")

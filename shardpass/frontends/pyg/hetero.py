@@ -207,3 +207,9 @@ def _exchange_in_graph(model: torch.fx.GraphModule) -> None:
         node.target = ours[node.target]
     if found:
         model.recompile()
+
+
+def has_one_tensor_of_all_types(module: nn.Module) -> bool:
+    """Whether `to_hetero_with_bases` made a model, which joins the rows of all types and takes them apart again."""
+    nodes = module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ()
+    return any(node.op == "call_function" and node.target in (node_offsets, group_edges) for node in nodes)

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from shardpass.core.graphs import BatchIndex, ShardedEdgeIndex
-from shardpass.core.ranks import Ranks
+from shardpass.core.ranks import Ranks, unfollowed
 from shardpass.errors import RefusedError
 from shardpass.frontends.pyg import replacements
 
@@ -96,7 +96,7 @@ def adapt_methods(module: nn.Module, comm: Ranks) -> None:
     for name, reason in _own(module, REFUSED_METHODS):
         setattr(module, name, partial(_refuse, f"{type(module).__name__}.{name}()", reason))
     for name, replacement in _own(module, REPLACED_METHODS):
-        setattr(module, name, partial(replacement, module, comm))
+        setattr(module, name, partial(unfollowed(1)(replacement), module, comm))
     for name, arguments in _own(module, GUARDED):
         run = vars(module).get(name) or MethodType(getattr(type(module), name), module)
         setattr(module, name, partial(_guarded, module, name, arguments, run))

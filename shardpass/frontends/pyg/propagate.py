@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from functools import partial
 from typing import Any
 
@@ -172,7 +171,7 @@ class ShardedMessagePassing:
         )
 
     def _refuse(self, edge_index: Any) -> None:
-        """Raise unless the engine can pass messages over `edge_index`; warn if no self-check has seen the graph."""
+        """Raise unless the engine can pass messages over `edge_index`."""
         if isinstance(edge_index, ShardedGraph):
             raise RefusedError(
                 f"{self.name} was called with the graph, which only the wrapped model itself takes: call its layers "
@@ -180,16 +179,8 @@ class ShardedMessagePassing:
             )
         refuse_ordinary(self.name, edge_index)
         forward = edge_index.plan.comm.forward
-        if forward is not None and forward.graph_is_hidden:
-            if edge_index.flow is not None:
-                raise RefusedError(f"{self.name}: pass what graph.layers returned as an argument of the wrapped model")
-            forward.graph_is_hidden = False
-            if edge_index.plan.comm.rank == 0:
-                warnings.warn(
-                    f"{self.name} runs without the self-check: the graph is not among the arguments of the wrapped "
-                    f"model (it is kept on the model, or inside an object). Pass it as an argument of its own, once",
-                    stacklevel=5,
-                )
+        if edge_index.flow is not None and forward is not None and not forward.layers_are_given:
+            raise RefusedError(f"{self.name}: pass what graph.layers returned as an argument of the wrapped model")
         if self.conv.explain:
             raise RefusedError(f"{self.name}: explanations are not supported on a sharded graph; set explain=False")
 

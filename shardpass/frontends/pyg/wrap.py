@@ -19,13 +19,12 @@ from shardpass.core.training import (
     shared_copy,
     sync_parameters,
 )
-from shardpass.core.wrapping import OutermostCall, Unchecked
+from shardpass.core.wrapping import FollowedCalls, OutermostCall
 from shardpass.errors import RefusedError
 from shardpass.frontends.pyg.attention import distribute_attention
-from shardpass.frontends.pyg.check import checked_by, copy_of_model
-from shardpass.frontends.pyg.hetero import adapt_hetero, check_types
+from shardpass.frontends.pyg.hetero import adapt_hetero, check_types, has_one_tensor_of_all_types
 from shardpass.frontends.pyg.lazy import Lazy
-from shardpass.frontends.pyg.methods import adapt_methods, methods_to_run
+from shardpass.frontends.pyg.methods import REPLACED_METHODS, adapt_methods, methods_to_run
 from shardpass.frontends.pyg.norms import distribute_norms
 from shardpass.frontends.pyg.poison import Poison
 from shardpass.frontends.pyg.propagate import ShardedMessagePassing
@@ -47,15 +46,15 @@ def wrap(model: nn.Module, comm: Ranks, check: bool = True, checkpoint: Checkpoi
     Args:
         model: any PyG model; every rank must pass the same one.
         comm: the ranks that share the graph.
-        check: before the first forward, run copies of the model on a small random graph, whole and in pieces, and
-            refuse the model if they differ (see `shardpass.core.selfcheck`). If it cannot run, it warns.
+        check: in the first calls and some later ones, follow the rows of nodes and edges through the operations of the
+            model, and refuse the first one that puts rows together (see `shardpass.core.following`).
         checkpoint: with ``"activations"``, backward computes norms, activations, dropout and sums between layers that
             pass messages again, and forward does not keep them. This takes less memory and some more passes over node
             rows, and gives the same bits. Nothing is sent for it, so ranks may differ.
 
     Raises:
         RefusedError: the model has a layer that cannot be exact on a sharded graph; it is wrapped for other ranks; or
-            ranks that are threads pass the same model object.
+            ranks that are threads pass the same model object. A call raises it where the check refuses an operation.
         ValueError: ranks passed different models (on every rank); `checkpoint` is neither `None` nor ``"activations"``.
     """
     check_choice(checkpoint)
@@ -64,7 +63,6 @@ def wrap(model: nn.Module, comm: Ranks, check: bool = True, checkpoint: Checkpoi
     refuse_shared_model(model, comm)
     _refuse_as_built(model)
     refuse_unsupported(model)
-    pristine = copy_of_model(model) if check else None
     model = replace_batch_norms(model, comm)
     distribute_norms(model, comm)
     distribute_attention(model, comm)
@@ -76,9 +74,9 @@ def wrap(model: nn.Module, comm: Ranks, check: bool = True, checkpoint: Checkpoi
     adapt_hetero(model, comm)
     sync_parameters(model, comm)
     decorrelate(comm)
-    _make_outermost(model, comm, pristine, checkpoint)
+    _make_outermost(model, comm, check, checkpoint)
     if isinstance(model, torch.fx.GraphModule):  # as to_hetero makes them; their copies lose attributes
-        torch_private.on_deepcopy(model, partial(_make_outermost, comm=comm, checkpoint=checkpoint))
+        torch_private.on_deepcopy(model, partial(_make_outermost, comm=comm, check=check, checkpoint=checkpoint))
     return model
 
 
@@ -100,10 +98,6 @@ def exact(model: nn.Module, comm: Ranks, check: bool = True) -> nn.Module:
     return copied
 
 
-def _wrap_unchecked(model: nn.Module, comm: Ranks) -> nn.Module:
-    return wrap(model, comm, check=False)
-
-
 def _refuse_as_built(model: nn.Module) -> None:
     refuse_as_built(model)
     for name, module in model.named_modules():
@@ -114,13 +108,11 @@ def _refuse_as_built(model: nn.Module) -> None:
             )
 
 
-def _make_outermost(
-    model: nn.Module, comm: Ranks, pristine: nn.Module | None = None, checkpoint: Checkpoint = None
-) -> None:
+def _make_outermost(model: nn.Module, comm: Ranks, check: bool, checkpoint: Checkpoint) -> None:
     model._shardpass_wrapped = True  # type: ignore[assignment]
-    unchecked = Unchecked(pristine)
+    followed = FollowedCalls(check)
     for name in ("forward", *methods_to_run(model)):
-        setattr(model, name, _Method(model, comm, unchecked, checkpoint, name))
+        setattr(model, name, _Method(model, comm, followed, checkpoint, name))
     model.__prepare_scriptable__ = _refuse_script  # type: ignore[assignment]
 
 
@@ -157,11 +149,17 @@ class _Method(OutermostCall):
     """An outermost method, which turns graphs into ``edge_index``."""
 
     def __init__(
-        self, model: nn.Module, comm: Ranks, unchecked: Unchecked, checkpoint: Checkpoint, method: str
+        self, model: nn.Module, comm: Ranks, followed: FollowedCalls, checkpoint: Checkpoint, method: str
     ) -> None:
-        super().__init__(model, comm, unchecked, checkpoint)
-        self.method = method
+        super().__init__(model, comm, followed, checkpoint, method)
+        self._looked_for_tables = False
         self.adapted = vars(model).get(method)  # by `adapt_hetero` or `adapt_methods`
+
+    def is_known(self, module: nn.Module) -> bool:
+        kind = type(module)
+        in_nn = kind.__module__.startswith("torch_geometric.nn.")
+        known = kind.__module__.startswith("torch_geometric.nn.conv.") or (in_nn and kind.__name__ in REPLACED_METHODS)
+        return known or has_one_tensor_of_all_types(module) or super().is_known(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return torch_private.call_uncompiled(self._call, *args, **kwargs)
@@ -171,17 +169,17 @@ class _Method(OutermostCall):
             raise RefusedError(_NO_SCRIPT)
         model = self.model
         _keep_attached(model)
-        is_given = _has_graph((args, kwargs))
-        if is_given and self.unchecked.is_new(model.training):
+        if _has_graph((args, kwargs)) and not self._looked_for_tables:
+            self._looked_for_tables = True
             refuse_node_tables(model, self.comm, args, kwargs)
-            self.unchecked.check(checked_by(_wrap_unchecked), model, self.comm, args, kwargs, self.method)
-        is_hidden = not is_given and self.unchecked.pristine is not None
         refuse_norms_of_some_nodes(model, args, kwargs)
         args, kwargs = torch_private.tree_map(_edge_index_of, (args, kwargs))
         check_types((*args, *kwargs.values()), self.comm)
-        return self.run(self._computed, args, kwargs, is_hidden)
+        return self.run(self._computed, args, kwargs)
 
     def _computed(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.comm.forward is not None
+        self.comm.forward.layers_are_given |= _has_layers((args, kwargs))
         method = self.adapted or partial(getattr(type(self.model), self.method), self.model)
         return torch_private.tree_map(_returned, method(*args, **kwargs))
 
@@ -198,6 +196,11 @@ def _refuse_script() -> Any:
 
 def _has_graph(values: Any) -> bool:
     return any(isinstance(leaf, (ShardedGraph, ShardedEdgeIndex)) for leaf in torch_private.tree_leaves(values))
+
+
+def _has_layers(values: Any) -> bool:
+    leaves = torch_private.tree_leaves(values)
+    return any(isinstance(leaf, ShardedEdgeIndex) and leaf.flow is not None for leaf in leaves)
 
 
 def _returned(value: Any) -> Any:

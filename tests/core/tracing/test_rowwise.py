@@ -274,7 +274,7 @@ def test_every_rank_is_told():
 
     texts = run(work, 3)
     assert len(set(texts)) == 1
-    assert "depends on other edges" in texts[0] and "outside message() and pass it to propagate()" in texts[0]
+    assert "messages are computed in pieces" in texts[0] and "test_rowwise.py" in texts[0]
 
 
 def test_the_generator_is_left_as_it_was():

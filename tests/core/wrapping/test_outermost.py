@@ -1,4 +1,4 @@
-"""A wrapped model called from outside: checked once in each training mode, one forward pass, tied to its process."""
+"""A wrapped model called from outside: which calls are followed, one forward pass, tied to its process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ from torch import nn
 
 from shardpass.backends.local import LocalCommunicator
 from shardpass.core.ranks import Ranks
-from shardpass.core.wrapping import OutermostCall, Unchecked, outermost
+from shardpass.core.wrapping import FollowedCalls, OutermostCall
+
+
+class Call(OutermostCall):
+    def is_known(self, module):
+        return False
 
 
 @pytest.fixture
@@ -19,16 +24,12 @@ def comm():
     return Ranks(LocalCommunicator())
 
 
-def test_a_model_is_checked_once_in_training_and_once_in_evaluation(comm, monkeypatch):
-    seen = []
-    monkeypatch.setattr(outermost, "check_model", lambda frontend, pristine, model, *rest: seen.append(model.training))
-    model = nn.Linear(2, 2)
-    unchecked = Unchecked(nn.Linear(2, 2))
-    for training in (True, True, False, True, False):
-        model.train(training)
-        if unchecked.is_new(training):
-            unchecked.check(None, model, comm, (), {})
-    assert seen == [True, False] and unchecked.pristine is None, "the copy goes after the second check"
+def test_the_calls_whose_number_is_a_power_of_two_are_followed_in_each_mode(comm):
+    model, followed = nn.Linear(2, 2), FollowedCalls(True)
+    seen = [followed.next(model.train(), comm, "forward") is not None for _ in range(9)]
+    assert seen == [number in (1, 2, 4, 8) for number in range(1, 10)]
+    assert followed.next(model.eval(), comm, "forward") is not None
+    assert FollowedCalls(False).next(model, comm, "forward") is None
 
 
 def test_a_call_is_one_forward_pass(comm):
@@ -36,23 +37,24 @@ def test_a_call_is_one_forward_pass(comm):
 
     class Outer(nn.Module):
         def forward(self, x):
-            passes.append(comm.forward)
+            passes.append((comm.forward, comm.is_followed))
             return x * 2
 
     model = Outer()
-    call = OutermostCall(model, comm, Unchecked(None), None)
+    call = Call(model, comm, FollowedCalls(True), None)
     x = torch.ones(3, requires_grad=True)
-    out = call.run(model.forward, (x,), {}, graph_is_hidden=False)
-    out.sum().backward()
-    assert passes[0] is not None and comm.forward is None and torch.equal(x.grad, torch.full((3,), 2.0))
+    for _ in range(3):
+        call.run(model.forward, (x,), {}).sum().backward()
+    assert [is_followed for _, is_followed in passes] == [True, True, False]
+    assert passes[0][0] is not None and comm.forward is None and torch.equal(x.grad, torch.full((3,), 6.0))
 
 
 def test_it_is_not_pickled_and_says_what_to_do(comm):
     with pytest.raises(TypeError, match=r"save model.state_dict\(\)"):
-        pickle.dumps(OutermostCall(nn.Linear(2, 2), comm, Unchecked(None), None))
+        pickle.dumps(Call(nn.Linear(2, 2), comm, FollowedCalls(True), None))
 
 
 def test_a_copy_calls_the_copied_model(comm):
     model = nn.Linear(2, 2)
-    both = copy.deepcopy({"model": model, "call": OutermostCall(model, comm, Unchecked(None), None)})
+    both = copy.deepcopy({"model": model, "call": Call(model, comm, FollowedCalls(True), None)})
     assert both["call"].model is both["model"] is not model

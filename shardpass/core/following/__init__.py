@@ -1,0 +1,12 @@
+"""Follows the rows of nodes and edges through what a model computes, and refuses what mixes them, by name and line.
+
+It knows tensors and operations. Which tensors hold rows of what, it is told.
+"""
+
+from shardpass.core.following.follow import FollowRows, unfollowed_anywhere
+from shardpass.core.following.functions import FollowFunctions
+from shardpass.core.following.known import known_modules
+from shardpass.core.following.row_count import RowCount
+from shardpass.core.following.rows import Rows
+
+__all__ = ["FollowFunctions", "FollowRows", "RowCount", "Rows", "known_modules", "unfollowed_anywhere"]

@@ -1,0 +1,189 @@
+"""Follows rows of nodes and edges through the operations of a model, and refuses an operation that mixes them.
+
+[Note: what is followed]
+A rank holds some rows of every node tensor. What a model does row by row is exact; what puts rows together is exact
+only if the engine does it, which knows the rows of other ranks. So while a model runs, each primitive operation on a
+tensor with rows must give a row of its result from that row of its operands. No table says which operations do:
+`try_rows` runs the operation on made-up rows, on all and on some of them. So nothing depends on the values of the
+model, on how many rows there are, or on what a threshold hides. Gathers and scatters by the numbers of destinations
+are exact too, because a rank has all in-edges of its nodes. A model is refused at its first other operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardpass.core.following.marks import Marks
+from shardpass.core.following.operation import Operation, needs_values
+from shardpass.core.following.origin import Origin
+from shardpass.core.following.refusals import check_plain
+from shardpass.core.following.rows import Rows
+from shardpass.core.following.user_line import user_line
+from shardpass.core.ranks import RowSet, torch_private
+from shardpass.errors import RefusedError
+
+_MADE_BY = {torch.ops.aten.arange: Origin.NUMBERS, torch.ops.aten.zeros: Origin.ZEROS}
+_EMPTY = frozenset([torch.ops.aten.empty, torch.ops.aten.empty_strided])
+
+
+@contextmanager
+def unfollowed_anywhere() -> Iterator[None]:
+    """A block that nobody follows, neither in a model nor in a message function."""
+    with ExitStack() as paused:
+        for mode in torch_private.dispatch_modes():
+            if isinstance(mode, FollowRows):
+                paused.enter_context(mode.paused())
+        yield
+
+
+class FollowRows(torch_private.TorchDispatchMode):
+    """While it is on, operations on tensors with rows must treat rows one by one.
+
+    Args:
+        model: its parameters and buffers have no rows of nodes or edges.
+        beside: follows what runs around this one; they know the same of tensors.
+        in_pieces: only some in-edges of a node are here, so that a scatter by their destinations is not the whole sum.
+
+    Attributes:
+        marks: what is known of tensors.
+        in_known: a module that is known to be exact is running.
+        is_left_to_another: a message function is running, which another one follows.
+        is_paused: what runs now is not followed.
+    """
+
+    def __init__(
+        self, model: nn.Module | None = None, beside: FollowRows | None = None, in_pieces: bool = False
+    ) -> None:
+        super().__init__()
+        self.in_pieces = in_pieces
+        self.marks: Marks = Marks() if beside is None else replace(beside.marks, known=[])
+        self.is_paused = False
+        self.in_known = False
+        self.is_left_to_another = False
+        if model is not None:
+            self.marks.note_state(model)
+
+    def mark(self, tensor: Tensor, of: RowSet, dim: int = 0, points_to: RowSet | None = None) -> None:
+        """Say that dimension `dim` of `tensor` holds the rows `of`."""
+        self.marks.mark(tensor, Rows(dim % max(1, tensor.dim()), of, points_to=points_to))
+
+    @property
+    def has_mixtures(self) -> bool:
+        """Whether a tensor that is alive was made of several rows, so that a message function may use one."""
+        return len(self.marks.mixtures) > 0
+
+    def forget(self, tensor: Tensor) -> None:
+        """Know nothing of a tensor any more, because the engine has written into it."""
+        self.marks.forget(tensor)
+
+    @contextmanager
+    def paused(self, is_paused: bool = True) -> Iterator[None]:
+        """A block of the engine's; with ``False``, a block within it that runs code of the model."""
+        with self._switched(is_paused or self.in_known):
+            yield
+
+    @contextmanager
+    def module(self, is_known: bool) -> Iterator[None]:
+        """A block that runs a module which is known to be exact, or one of the user's within it."""
+        before, self.in_known = self.in_known, is_known
+        try:
+            with self._switched(is_known):
+                yield
+        finally:
+            self.in_known = before
+
+    @contextmanager
+    def _switched(self, is_paused: bool) -> Iterator[None]:
+        """It costs less not to be asked than not to answer, so the mode itself goes off if it is the innermost."""
+        before, self.is_paused = self.is_paused, is_paused
+        modes = torch_private.dispatch_modes()
+        goes = is_paused and bool(modes) and modes[-1] is self
+        comes = not is_paused and not any(mode is self for mode in modes)
+        if goes:
+            super().__exit__(None, None, None)
+        if comes:
+            super().__enter__()
+        try:
+            yield
+        finally:
+            if comes:
+                super().__exit__(None, None, None)
+            if goes:
+                super().__enter__()
+            self.is_paused = before
+
+    @contextmanager
+    def left_to_another(self) -> Iterator[None]:
+        """A block that runs a message function, which another one follows."""
+        self.is_left_to_another = True
+        try:
+            yield
+        finally:
+            self.is_left_to_another = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.is_paused or self.is_left_to_another:
+            return func(*args, **kwargs)
+        leaves, structure = torch_private.tree_flatten((args, kwargs))
+        rows = self._operands(leaves)
+        mixtures = self.marks.mixtures
+        mixture = next((mixtures[leaf] for leaf in leaves if isinstance(leaf, Tensor) and leaf in mixtures), None)
+        if mixture is not None and (rows or needs_values(func)):
+            raise mixture.refusal()
+        before = self._copies(leaves, rows) if rows and torch_private.is_mutable(func) else {}
+        out = func(*args, **kwargs)
+        outs = [leaf for leaf in torch_private.tree_leaves(out) if isinstance(leaf, Tensor)]
+        if rows:
+            Operation(self.marks, func, leaves, structure, rows, outs, before, self.in_pieces).follow()
+        else:
+            self._note_origin(func, leaves, outs)
+            if mixture is not None:
+                mixtures.update(dict.fromkeys(outs, mixture))
+        return out
+
+    def require(self, tensor: Tensor, of: RowSet) -> None:
+        """Refuse a tensor that is to have a row for each of `of` along dimension 0, if its rows are made of several."""
+        self.marks.check_result(tensor)
+        rows, origin = self.marks.rows.get(tensor), self.marks.origins.get(tensor)
+        if self.is_paused:
+            return  # a known module made it
+        alike = of.is_of_edges or (rows is not None and rows.dim == 0 and rows.of.goes_with(of))
+        if rows is not None and rows.fit(tensor) and not alike:  # with edges may go a table, and other lists of them
+            raise RefusedError(f"{user_line()}: expected a row for each of the {of.name}, found {rows.of.name}")
+        if origin is not None and rows is None and tensor.dim() and tensor.size(0) == of.count:
+            check_plain(origin, tensor, 0, of)
+
+    def _operands(self, leaves: list[Any]) -> dict[int, Rows]:
+        self.marks.adopt(leaves)
+        found = {}
+        for i, leaf in enumerate(leaves):
+            rows = self.marks.rows.get(leaf) if isinstance(leaf, Tensor) else None
+            if rows is not None and rows.fit(leaf):
+                found[i] = rows
+        return found
+
+    @staticmethod
+    def _copies(leaves: list[Any], rows: dict[int, Rows]) -> dict[int, Tensor]:
+        """Copies of the operands without rows that an operation may write into, by id."""
+        plain = [leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in rows]
+        return {id(leaf): leaf.clone() for leaf in plain}
+
+    def _note_origin(self, func: Any, leaves: list[Any], outs: list[Tensor]) -> None:
+        if func.overloadpacket in _EMPTY:
+            return  # what is put into it tells, as kernels of other libraries do without torch
+        given = [self.marks.origin_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        if draws and max(given, default=Origin.CONSTANT) <= Origin.CONSTANT:
+            given = [Origin.FREE]
+        elif not given:
+            given = [_MADE_BY.get(func.overloadpacket, Origin.CONSTANT)]
+        for out in outs:
+            if out not in self.marks.rows:
+                self.marks.origins[out] = max(given)

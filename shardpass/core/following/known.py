@@ -1,0 +1,52 @@
+"""Modules that are known to be exact, which are taken as a whole; and modules of the user's within them, which are not.
+
+A layer of PyG or DGL mixes rows in ways that the engine knows: it normalises by degrees, adds self-loops, or numbers
+the edges of several types one after the other. Its code is tested against the whole graph, so nobody follows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+from torch import nn
+
+from shardpass.core.following.follow import FollowRows
+
+_LIBRARIES = ("torch.", "torch_geometric.", "dgl.", "shardpass.")
+
+
+@contextmanager
+def known_modules(model: nn.Module, is_known: Callable[[nn.Module], bool], follower: FollowRows) -> Iterator[None]:
+    """A block in which `follower` leaves out what modules of `model` compute of which `is_known` says so.
+
+    It looks at what they are given and what they return. A module of a class of the user's is followed again.
+    """
+    with ExitStack() as hooks:
+        for module in model.modules():
+            known = is_known(module)
+            if known or not type(module).__module__.startswith(_LIBRARIES):
+                block = _Block(follower, known)
+                hooks.callback(module.register_forward_pre_hook(block.begin, prepend=True, with_kwargs=True).remove)
+                hooks.callback(module.register_forward_hook(block.end, always_call=True).remove)
+        yield
+
+
+class _Block:
+    """The hooks of one module; it may be called within itself."""
+
+    def __init__(self, follower: FollowRows, is_known: bool) -> None:
+        self.follower, self.is_known = follower, is_known
+        self._open: list[AbstractContextManager[None]] = []
+
+    def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self.is_known and not self.follower.is_paused:
+            self.follower.marks.check_arguments((args, kwargs))
+        block = self.follower.module(self.is_known)
+        block.__enter__()
+        self._open.append(block)
+
+    def end(self, module: nn.Module, args: Any, out: Any) -> None:
+        if self._open:  # or else `begin` refused the arguments
+            self._open.pop().__exit__(None, None, None)

@@ -1,0 +1,114 @@
+"""What is known of tensors: where they hold rows, where those without come from, which were made of several rows."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardpass.core.following.origin import Origin
+from shardpass.core.following.refusals import Mixture, check_plain
+from shardpass.core.following.rows import Rows
+from shardpass.core.ranks import RowSet, torch_private
+
+
+@dataclass
+class Marks:
+    """What is known of tensors, for as long as they live.
+
+    Attributes:
+        rows: where they hold rows.
+        origins: where tensors without rows come from.
+        mixtures: what they are made of that were made of several rows.
+        known: the sets of rows that tensors from outside are recognised by, by their number of rows.
+        verdicts: what was found out of operations, by operation and shapes.
+    """
+
+    rows: MutableMapping[Tensor, Rows] = field(default_factory=torch_private.WeakTensorKeyDictionary)
+    origins: MutableMapping[Tensor, Origin] = field(default_factory=torch_private.WeakTensorKeyDictionary)
+    mixtures: MutableMapping[Tensor, Mixture] = field(default_factory=torch_private.WeakTensorKeyDictionary)
+    known: list[RowSet] = field(default_factory=list)
+    verdicts: dict[Any, Any] = field(default_factory=dict)
+    _selections: list[tuple[Tensor, int, RowSet]] = field(default_factory=list)
+
+    def note_state(self, model: nn.Module) -> None:
+        """Note that parameters and buffers of a model are no rows."""
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor not in self.rows:
+                self.origins[tensor] = Origin.STATE
+
+    def mark(self, tensor: Tensor, rows: Rows) -> None:
+        """Note where a tensor holds rows."""
+        self.forget(tensor)
+        self.rows[tensor] = rows
+
+    def forget(self, tensor: Tensor) -> None:
+        """Know nothing of a tensor any more."""
+        for kept in (self.rows, self.origins, self.mixtures):
+            kept.pop(tensor, None)
+
+    def forget_selections(self) -> None:
+        """Hold the masks of an earlier forward no longer."""
+        self._selections.clear()
+
+    def adopt(self, value: Any) -> None:
+        """Recognise the tensors in `value` by their sizes, where nothing is known of them."""
+        for leaf in torch_private.tree_leaves(value):
+            if not isinstance(leaf, Tensor):
+                continue
+            if self.origins.get(leaf) == Origin.ZEROS and bool(leaf.any()):
+                del self.origins[leaf]  # a kernel has written into it that torch does not see
+            if not any(leaf in kept for kept in (self.rows, self.origins, self.mixtures)):
+                self._recognise(leaf)
+
+    def _recognise(self, leaf: Tensor) -> None:
+        for dim in (0,) if leaf.dim() < 3 else (0, -2, 1):  # [N, F], [B, N, F] and [B, N, T, F]
+            fits = [known for known in self.known if leaf.dim() and known.count == leaf.size(dim)]
+            if fits:
+                of = fits[0] if len(fits) == 1 else RowSet("nodes or edges", fits[0].count, None)
+                self.rows[leaf] = Rows(dim % leaf.dim(), of)
+                return
+        self.origins[leaf] = Origin.CONSTANT
+
+    def origin_of(self, operand: Tensor) -> Origin:
+        """From what an operation takes a tensor without rows."""
+        found = self.origins.get(operand, Origin.CONSTANT)
+        if found == Origin.ZEROS:
+            return Origin.CONSTANT
+        if found == Origin.STATE and not {known.count for known in self.known}.intersection(operand.shape):
+            return Origin.CONSTANT  # it has no entry per row, and nor has what is made of it
+        return found
+
+    def selection(self, mask: Tensor, of: RowSet, count: int) -> RowSet:
+        """The `count` rows of a set that `mask` picks; the same set for the same mask."""
+        before = of.count if of.picked_from is None else of.picked_from
+        if of.is_of_edges:
+            return RowSet(of.name, count, of.root, before)
+        for known, version, found in self._selections:
+            same = known is mask or (known.shape == mask.shape and torch.equal(known, mask))
+            if same and torch_private.version_of(known) == version:
+                return found
+        name = of.name if of.name.startswith("picked ") else f"picked {of.name}"
+        found = RowSet(name, count, ("picked", object()), before)
+        self._selections.append((mask, torch_private.version_of(mask), found))
+        return found
+
+    def check_result(self, result: Any) -> None:
+        """Refuse a result of the model that was made of several rows."""
+        for leaf in torch_private.tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf in self.mixtures:
+                raise self.mixtures[leaf].refusal()
+
+    def check_arguments(self, given: Any) -> None:
+        """Refuse tensors among the arguments of a known module that have rows which are not those of the graph."""
+        self.check_result(given)
+        self.adopt(given)
+        for leaf in torch_private.tree_leaves(given):
+            if isinstance(leaf, Tensor) and leaf in self.origins and leaf.dim():
+                of = next((rows for rows in self.known if rows.count == leaf.size(0)), None)
+                is_matrix = self.origins[leaf] == Origin.STATE and leaf.numel() > leaf.size(0)
+                if of is not None and not (is_matrix and of.is_of_edges):  # a weight of as many rows by chance
+                    check_plain(self.origins[leaf], leaf, 0, of)

@@ -1,0 +1,22 @@
+"""Where a tensor without rows of its own comes from, if it has as many entries as there are rows."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from torch import Tensor
+
+
+class Origin(IntEnum):
+    """From what the model made a tensor; of several operands the largest counts."""
+
+    FREE = 0  # random numbers
+    ZEROS = 1  # torch.zeros, not yet written into
+    CONSTANT = 2  # numbers in the code
+    NUMBERS = 3  # torch.arange, so perhaps numbers of own rows
+    STATE = 4  # a parameter or a buffer
+
+
+def repeats_one_row(tensor: Tensor, dim: int) -> bool:
+    """Whether all rows along `dim` are equal, as those of `torch.zeros` are."""
+    return tensor.size(dim) == 0 or bool((tensor == tensor.narrow(dim, 0, 1)).all())

@@ -1,0 +1,58 @@
+"""What a model is told that mixes rows: the operation, the user's line, and what to do instead."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from shardpass.core.following.origin import Origin, repeats_one_row
+from shardpass.core.following.user_line import user_line
+from shardpass.core.ranks import RowSet
+from shardpass.errors import RefusedError
+
+REMEDY = (
+    "Use a readout of the graph, a norm or shardpass.all_reduce_sum, which take in the rows of all ranks, or compute "
+    "it before you partition and store it as a field"
+)
+STATE = "Use shardpass.NodeEmbedding for parameters of nodes, and a field of the graph for values"
+FIELD = "Store what differs from row to row as a node or edge field of the graph"
+NUMBERS = "Rows are numbered anew on every rank: use a mask, or compute it before you partition and store it as a field"
+
+
+def check_plain(origin: Origin | None, tensor: Tensor, dim: int, of: RowSet) -> None:
+    """Refuse a tensor without rows that has an entry for each of `of` nevertheless, unless all entries are the same."""
+    if origin == Origin.STATE:
+        raise refusal(f"a parameter or buffer of shape {[*tensor.shape]} has an entry for each row", of, STATE)
+    if origin != Origin.FREE and not repeats_one_row(tensor, dim):
+        raise refusal(f"a tensor of shape {[*tensor.shape]} has rows that the model made by their numbers", of, FIELD)
+
+
+def refusal(what: str, of: RowSet, remedy: str = "") -> RefusedError:
+    """An error that says what the user's line does."""
+    return RefusedError(
+        f"{user_line()}: {what}, over the {of.name}. This rank holds a part of them, so the result would differ from "
+        f"that of the whole graph. {remedy or REMEDY}"
+    )
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """What was made of several rows of this rank. It may go to the other ranks, but not back into the model.
+
+    Args:
+        name: the operation.
+        line: of the user's code.
+        of: the rows.
+    """
+
+    name: str
+    line: str
+    of: RowSet
+
+    def refusal(self) -> RefusedError:
+        """Why it cannot be used here."""
+        return RefusedError(
+            f"{self.line}: `{self.name}` puts rows together, over the {self.of.name}. This rank holds a part of them, "
+            f"so the result would differ from that of the whole graph. {REMEDY}"
+        )

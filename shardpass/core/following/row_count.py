@@ -1,0 +1,59 @@
+"""The size of a row dimension while rows are followed: it may be a size again, but nothing may be computed from it."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from shardpass.core.following.user_line import user_line
+from shardpass.core.ranks import RowSet
+from shardpass.errors import RefusedError
+
+
+class RowCount(int):
+    """How many rows of a set this rank has, as ``x.size(0)`` gives it.
+
+    Models use it as a size, and compare it with other sizes. A branch on it, or a quotient, would differ from that on
+    the whole graph.
+    """
+
+    of: RowSet
+
+    @classmethod
+    def make(cls, count: int, of: RowSet) -> RowCount:
+        """`count`, the number of rows of a set that this rank has."""
+        made = cls(count)
+        made.of = of
+        return made
+
+    def refuse(self, *_: Any) -> NoReturn:
+        """Raise: something is computed from this rank's number of rows."""
+        raise RefusedError(
+            f"{user_line()}: computes with {int(self)}, the number of {self.of.name} that this rank holds, which "
+            f"differs from that of the whole graph. Use the numbers of the whole graph (graph.total_nodes, "
+            f"graph.total_edges), or int(...) where you do mean the rows of this rank"
+        )
+
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = refuse
+    __float__ = refuse
+
+    def __mul__(self, other: Any) -> Any:
+        return self.refuse() if isinstance(other, float) else int(self) * other
+
+    __rmul__ = __mul__
+
+    def _compared(self, other: Any) -> int:
+        return int(self) if other == 0 or isinstance(other, RowCount) else self.refuse()
+
+    def __lt__(self, other: Any) -> bool:
+        return self._compared(other) < other
+
+    def __le__(self, other: Any) -> bool:
+        return self._compared(other) <= other
+
+    def __gt__(self, other: Any) -> bool:
+        return self._compared(other) > other
+
+    def __ge__(self, other: Any) -> bool:
+        return self._compared(other) >= other
+
+    __hash__ = int.__hash__

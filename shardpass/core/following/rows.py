@@ -1,0 +1,84 @@
+"""Which dimension of a tensor holds rows of nodes or edges, and what becomes of it where the tensor is only viewed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardpass.core.ranks import RowSet
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where the rows of a set stand in a tensor, ``tensor.size(dim) == outer * of.count * inner``.
+
+    Args:
+        dim: the dimension.
+        of: the set.
+        outer, inner: how many times all rows are repeated, and how many entries in a row belong to one of them. Both
+            are 1 unless a view has merged dimensions.
+        points_to: the values are numbers of rows of this set, as destinations of edges are numbers of nodes.
+    """
+
+    dim: int
+    of: RowSet
+    outer: int = 1
+    inner: int = 1
+    points_to: RowSet | None = None
+
+    @property
+    def size(self) -> int:
+        """The size of the dimension."""
+        return self.outer * self.of.count * self.inner
+
+    def fit(self, tensor: Tensor) -> bool:
+        """Whether `tensor` has such a dimension."""
+        return -1 < self.dim < tensor.dim() and tensor.size(self.dim) == self.size
+
+    def picked(self, tensor: Tensor, numbers: Tensor) -> Tensor:
+        """The rows `numbers` of a tensor that has some rows like these, each with all of its entries."""
+        apart = tensor.unflatten(self.dim, (self.outer, -1, self.inner))
+        return apart.index_select(self.dim + 1, numbers).flatten(self.dim, self.dim + 2)
+
+
+def reshaped(rows: Rows, old: Sequence[int], new: Sequence[int]) -> Rows | None:
+    """Where the rows stand after a reshape from the shape `old` to `new`; `None` if no dimension holds them any more.
+
+    A reshape keeps the order of the entries. They are `before` repetitions of all rows, of which each has `after`
+    entries; the new dimension must cut them at the same places.
+    """
+    count = rows.of.count
+    if count == 0:
+        return next((replace(rows, dim=dim, outer=1, inner=1) for dim, size in enumerate(new) if size == 0), None)
+    before, after = prod(old[: rows.dim]) * rows.outer, rows.inner * prod(old[rows.dim + 1 :])
+    for dim, size in enumerate(new):
+        outside = prod(new[:dim])
+        if outside and before % outside == 0 and size % (before // outside * count) == 0:
+            outer = before // outside
+            inner = size // (outer * count)
+            if inner * prod(new[dim + 1 :]) == after:
+                return replace(rows, dim=dim, outer=outer, inner=inner)
+    return None
+
+
+def viewed(rows: Rows, tensor: Tensor, view: Callable[[Tensor], Any]) -> list[Rows | None]:
+    """Where the rows stand in each of the views that `view` makes of a tensor like `tensor`.
+
+    A tensor of that shape whose entries differ along the row dimension only, without memory of its own, goes through
+    the view: the strides of what comes out say which dimension still counts rows. A view of some rows gives `None`.
+    """
+    size = rows.size if rows.of.count > 1 else 7 * rows.outer * rows.inner  # one row would not show
+    shape, strides = [*tensor.shape], [0] * tensor.dim()
+    shape[rows.dim], strides[rows.dim] = size, 1
+    out = view(torch.empty(size, dtype=tensor.dtype, device="meta").as_strided(shape, strides))
+    found: list[Rows | None] = []
+    for one in out if isinstance(out, (list, tuple)) else [out]:
+        counting = [dim for dim in range(one.dim()) if one.stride(dim) != 0 and one.size(dim) != 1]
+        whole = len(counting) == 1 and one.stride(counting[0]) == 1 and one.size(counting[0]) == size
+        found.append(replace(rows, dim=counting[0]) if whole else None)
+    return found

@@ -1,0 +1,20 @@
+"""The line of the user's own code that is running."""
+
+from __future__ import annotations
+
+import sysconfig
+import traceback
+from importlib.util import find_spec
+from pathlib import Path
+
+_LIBRARIES = ("torch", "torch_geometric", "dgl", "shardpass")
+
+
+def user_line() -> str:
+    """``file:line: code`` of the innermost frame that is in no library."""
+    folders = [str(Path(spec.origin).parent) for name in _LIBRARIES if (spec := find_spec(name)) and spec.origin]
+    folders.append(sysconfig.get_path("stdlib"))
+    for frame in reversed(traceback.extract_stack()):
+        if not frame.filename.startswith((*folders, "<")):
+            return f"{frame.filename}:{frame.lineno}: {frame.line}"
+    return "in a library"

@@ -1,0 +1,69 @@
+"""Sets of rows, by which the engine says what the rows of its tensors are, and who wants to know."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RowSet:
+    """A set of rows in one order: the own nodes of a type, the own edges of a relation, or rows picked from those.
+
+    Two sets are the same if `root` and `count` are.
+
+    Args:
+        name: what error messages call it, such as ``"nodes"``.
+        count: how many rows this rank has.
+        root: what the rows are rows of. `None` stands for rows that a tensor brought with it, known by their number
+            only: they go with every set of that many rows.
+        picked_from: how many rows the set has from which these were picked, or `None`.
+    """
+
+    name: str = field(compare=False)
+    count: int
+    root: Hashable
+    picked_from: int | None = field(default=None, compare=False)
+
+    @property
+    def judges(self) -> bool:
+        """Whether operations on these rows say something: a dimension of size 0 or 1 is not told from others."""
+        return (self.count if self.picked_from is None else self.picked_from) > 1
+
+    @property
+    def is_of_edges(self) -> bool:
+        """Whether these are edges. Lists of edges that a layer derives are told by their relation and their number."""
+        return isinstance(self.root, tuple) and self.root[0] == "edges"
+
+    def goes_with(self, other: RowSet) -> bool:
+        """Whether the rows of both are the same nodes or edges, in the same order."""
+        return self.count == other.count and (self.root is None or other.root is None or self.root == other.root)
+
+
+class RowWatch(Protocol):
+    """What follows rows through the operations of a model, while its outermost forward runs."""
+
+    @property
+    def has_mixtures(self) -> bool:
+        """Whether a tensor that is alive was made of several rows, so that a message function may use one."""
+        ...
+
+    def paused(self, is_paused: bool = True) -> AbstractContextManager[None]:
+        """A block whose operations are not the model's own; with ``False``, a block within it whose operations are."""
+        ...
+
+    def forget(self, tensor: Tensor) -> None:
+        """Know nothing of a tensor any more, because the engine has written into it."""
+        ...
+
+    def require(self, tensor: Tensor, of: RowSet) -> None:
+        """Refuse a tensor that is to have a row for each of `of` along dimension 0, if its rows are made of several."""
+        ...
+
+    def mark(self, tensor: Tensor, of: RowSet, dim: int = 0, points_to: RowSet | None = None) -> None:
+        """Say that dimension `dim` of `tensor` holds the rows `of`, whose values may be numbers of other rows."""
+        ...
