@@ -20,7 +20,7 @@ from shardpass.core.tracing import Key, Program, Structure
 MOST_KEPT = 2  # calls; the least recently used goes first
 
 
-@dataclass
+@dataclass(eq=False)  # found by identity; its tensors have no truth value
 class _Kept:
     """One call: its inputs at their versions, its edges, its structure in words, its results once it came again."""
 
