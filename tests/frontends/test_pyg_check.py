@@ -12,7 +12,7 @@ pytest.importorskip("torch_geometric")
 
 import torch_geometric.nn as gnn
 from torch import nn
-from torch_geometric.utils import add_self_loops, degree
+from torch_geometric.utils import add_self_loops, degree, scatter, softmax
 
 import shardpass as sp
 from shardpass.errors import RefusedError
@@ -284,7 +284,16 @@ class Attentive(Net):
         return h + torch.zeros_like(h).index_add(0, edges[1], alpha.expand(-1, 6).relu())
 
 
-@pytest.mark.parametrize("kind", [Custom, Noisy, Dropping, Reduced, Attentive])
+class Scattered(Net):
+    """A sum over in-edges that the model writes itself, before a layer."""
+
+    def between(self, h, x, edge_index):
+        row, col = edge_index
+        weight = softmax((h[row] * h[col]).sum(-1), col, num_nodes=h.size(0))
+        return scatter(weight.unsqueeze(-1) * h[row], col, 0, h.size(0), "sum")
+
+
+@pytest.mark.parametrize("kind", [Custom, Noisy, Dropping, Reduced, Attentive, Scattered])
 def test_what_does_not_mix_rows_passes(kind):
     called(kind, _plain, ranks=3, times=2)
 

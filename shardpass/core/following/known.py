@@ -42,7 +42,8 @@ class _Block:
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self.is_known and not self.follower.is_paused:
-            self.follower.marks.check_arguments((args, kwargs))
+            with self.follower.paused():
+                self.follower.marks.check_arguments((args, kwargs))
         block = self.follower.module(self.is_known)
         block.__enter__()
         self._open.append(block)

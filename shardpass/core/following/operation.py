@@ -129,12 +129,12 @@ class Operation:
                     continue
                 self.marks.mixtures[out] = Mixture(self.name, user_line(), self.first.of)
                 continue
-            self.marks.rows[out] = rows
+            self.marks.mark(out, rows)
             base = torch_private.base_of(out)
             if base is not out and base not in self.marks.rows:  # made without rows, and a view was written into
                 alike = [d for d in range(base.dim()) if base.stride(d) == out.stride(rows.dim)]
                 if alike and base.size(alike[0]) == rows.size:
-                    self.marks.rows[base] = replace(rows, dim=alike[0])
+                    self.marks.mark(base, replace(rows, dim=alike[0]))
 
     def _check_sets(self) -> None:
         sets = [rows.of for rows in self.rows.values()]

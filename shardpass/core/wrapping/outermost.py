@@ -97,7 +97,8 @@ class OutermostCall:
                 FollowFunctions(follower),
                 follower.module(self.is_known(self.model)),
             ):
-                follower.marks.check_arguments((args, kwargs))
+                with follower.paused():
+                    follower.marks.check_arguments((args, kwargs))
                 out = function(*args, **kwargs)
         finally:
             forward.rows = None
