@@ -44,7 +44,7 @@ class FollowFunctions(TorchFunctionMode):
             self._refuse_to_leave(name, first)
         if name in _TAKES_NUMBERS:
             for number in (*args, *kwargs.values()):
-                if isinstance(number, RowCount):
+                if isinstance(number, int) and hasattr(number, "refuse"):  # a `RowCount`, or a frontend's count
                     number.refuse()
         out = func(*args, **kwargs) if name != "one_hot" else self._one_hot(func, args, kwargs)
         if first is not None and (name == "size" or (name == "__get__" and isinstance(out, torch.Size))):

@@ -108,8 +108,14 @@ def build_relation(
     shards = build_shards(src_rows, dst_rows, plan.blocks, num_dst)
     edge_index = ShardedEdgeIndex.wrap(torch.stack([src_rows, dst_rows]), plan, shards)
     where = order.to(smallest_index_dtype(order.numel())) if fields else order[:0]  # is kept
-    placed = OwnFields(fields, lambda t: t.to(device).index_select(0, where))
-    return Relation(plan, shards, edge_index, edge_ids[order], placed)
+
+    def placed(stored: Tensor) -> Tensor:
+        with comm.unfollowed():  # a model may be the first to read a field
+            rows = stored.to(device).index_select(0, where)
+        comm.mark_rows(rows, plan.edge_set(shards.num_edges))
+        return rows
+
+    return Relation(plan, shards, edge_index, edge_ids[order], OwnFields(fields, placed))
 
 
 class LoadedGraphs:

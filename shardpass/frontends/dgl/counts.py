@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -48,6 +48,12 @@ class OwnCount(int):
 
     def __floordiv__(self, other: Any) -> int:
         raise _differs("a whole-number part of this rank's number of nodes or edges")
+
+    def refuse(self, *_: Any) -> NoReturn:
+        """Raise: something is computed from this rank's number of nodes or edges."""
+        raise _differs("a number computed from this rank's number of nodes or edges")
+
+    __truediv__ = __rtruediv__ = __pow__ = __rpow__ = __float__ = refuse
 
     def __mod__(self, other: Any) -> int:
         return self // other
