@@ -1,4 +1,4 @@
-"""Following rows through a wrapped DGL model: what treats rows one by one is exact, the rest is refused by its reason."""
+"""Following rows through a wrapped DGL model: what treats rows one by one is exact, the rest is refused."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import copy
 import pytest
 import torch
 
-dgl = pytest.importorskip("dgl")
+pytest.importorskip("dgl")
 
+import dgl
 import dgl.function as fn
 import dgl.nn.pytorch as dnn
 import torch.nn.functional as F
