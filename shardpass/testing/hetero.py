@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from shardpass.core.graphs import OwnFields, ShardedGraph, ShardedHeteroGraph, build_relation
 from shardpass.core.ranks import Options, Ranks
-from shardpass.core.sharding import EDGE, EdgeType, NodeType, Ownership
+from shardpass.core.sharding import EdgeType, NodeType, Ownership
 
 Graph = TypeVar("Graph", bound=ShardedGraph)
 
@@ -118,15 +118,3 @@ def shard_as(
     classes = {kind: int(own["y"].max()) + 1 for kind, own in graph.node.items() if "y" in own}
     totals = {kind: edges.size(1) for kind, edges in graph.edges.items()}
     return kind_of_graph(comm, options, ownership, node_ids, fields, relations, total_edges=totals, num_classes=classes)
-
-
-def shard_by_type(
-    num_nodes: dict[Any, int],
-    edges: dict[Any, Tensor],
-    owners: dict[Any, Tensor],
-    comm: Ranks,
-    options: Options,
-) -> ShardedGraph:
-    """This rank's share of a graph without fields, given by type; a homogeneous one is the graph of one type."""
-    kind_of_graph = ShardedGraph if list(edges) == [EDGE] else ShardedHeteroGraph
-    return shard_as(kind_of_graph, WholeHeteroGraph(num_nodes, edges), owners, comm, options)

@@ -137,15 +137,13 @@ def test_trees():
     assert torch_private.tree_map_only(int, lambda x: -x, tree) == {"a": [-1, (-2, None)], "b": -3}
     leaves, structure = torch_private.tree_flatten(tree)
     assert torch_private.tree_unflatten(leaves, structure) == tree
-    paths, _ = torch_private.tree_flatten_with_path(tree)
-    assert [isinstance(path[0], torch_private.MappingKey) and path[0].key for path, _ in paths] == ["a", "a", "a", "b"]
 
 
 def test_parts_of_modules():
     model = nn.Sequential(nn.BatchNorm1d(2), nn.Dropout2d())
     assert list(torch_private.children_of(model).values()) == list(model)
     assert torch_private.buffers_of(model[0])["running_mean"] is model[0].running_mean
-    assert isinstance(model[0], torch_private.AnyBatchNorm) and isinstance(model[1], torch_private.AnyDropout)
+    assert isinstance(model[0], torch_private.AnyBatchNorm)
 
 
 def test_versions_of_a_state_dict():

@@ -17,12 +17,13 @@ import dgl
 import torch
 from rich.progress import track
 
+import shardpass as sp
 from shardpass.frontends.dgl.refusals import REFUSED
 
 from . import test_dgl_hetero as hetero
 from . import test_dgl_modules as modules
 from .dgl_cases import CONVS, FLOAT32, graph_of
-from .dgl_parity import BOUND, WRAP, caller
+from .dgl_parity import BOUND, caller
 from .how_much import MODES
 from .layer_errors import largest_error, relative
 
@@ -65,7 +66,9 @@ def rows(ranks: list[int]) -> tuple[list[str], float]:
     for name, case, graph in track(jobs, "layers"):
         kind = name.split()[0]
         bound = 1e-5 if kind in FLOAT32 else BOUND
-        error = largest_error((case[0], caller(case[1], graph.num_nodes)), graph, WRAP, ranks, 512, errors=relative)
+        error = largest_error(
+            (case[0], caller(case[1], graph.num_nodes)), graph, sp.dgl.wrap, ranks, 512, errors=relative
+        )
         if not error <= bound:
             raise SystemExit(f"{name} is not exact: {error:.1e}")
         top = top if kind in FLOAT32 else max(top, error)
@@ -73,7 +76,7 @@ def rows(ranks: list[int]) -> tuple[list[str], float]:
         found[kind].append(f"| {name} | {', '.join(MODES)} | {error:.0e} | {remark} |")
     for name in track(hetero.CASES, "layers of several types"):
         if isinstance(hetero.CASES[name][0](), dgl.nn.HeteroGraphConv):
-            error = largest_error(hetero.CASES[name], hetero.graph_of(name), WRAP, ranks, 512)
+            error = largest_error(hetero.CASES[name], hetero.graph_of(name), sp.dgl.wrap, ranks, 512)
             if not error <= BOUND:
                 raise SystemExit(f"HeteroGraphConv of {name} is not exact: {error:.1e}")
             top = max(top, error)

@@ -42,7 +42,6 @@ LOOPLESS = _with_edges(GRAPH.edge_index[:, _PROPER], _PROPER)
 NUM_EDGES = _ENDS.size(1)
 SIGNS = torch.randn(NUM_EDGES, generator=_GENERATOR, dtype=torch.float64)
 BOUND = 1e-10
-WRAP = sp.dgl.wrap
 
 
 @pytest.fixture(autouse=True)
@@ -107,4 +106,4 @@ def assert_dgl_exact(
     make, call = case
     torch.manual_seed(0)
     options, call = sp.Options(chunk_bytes=chunk_bytes), caller(call, graph.num_nodes)
-    assert_exact_in(modes, make().double(), graph, call, WRAP, ranks, options, bound=bound, relative=True)
+    assert_exact_in(modes, make().double(), graph, call, sp.dgl.wrap, ranks, options, bound=bound, relative=True)

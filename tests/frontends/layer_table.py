@@ -17,13 +17,14 @@ import torch_geometric
 import torch_geometric.nn.conv as pyg_convs
 from rich.progress import track
 
+import shardpass as sp
 from shardpass.frontends.pyg.refusals import REFUSED
 
 from . import hetero_cases
 from .conv_cases import CONVS, KERNEL, ONE_PASS_SOFTMAX, ONE_SHOT, SORTED
 from .how_much import MODES
 from .layer_errors import largest_error
-from .pyg_cases import GRAPH, WRAP
+from .pyg_cases import GRAPH
 
 BOUND = 1e-10
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "pyg-layers.md"
@@ -54,11 +55,11 @@ def rows(ranks: list[int]) -> tuple[dict[str, list[str]], float]:
     top = 0.0
     for name, case, path in track(jobs, "layers"):
         if path == "several types":
-            error = largest_error(case, hetero_cases.GRAPH, WRAP, ranks, 700)
+            error = largest_error(case, hetero_cases.GRAPH, sp.pyg.wrap, ranks, 700)
         elif path == "at once":
-            error = largest_error(case, SORTED, WRAP, ranks, 700, ("halo",))
+            error = largest_error(case, SORTED, sp.pyg.wrap, ranks, 700, ("halo",))
         else:
-            error = largest_error(case, GRAPH, WRAP, ranks, 700)
+            error = largest_error(case, GRAPH, sp.pyg.wrap, ranks, 700)
         if not error <= BOUND:
             raise SystemExit(f"{name} is not exact: {error:.1e}")
         top = max(top, error)

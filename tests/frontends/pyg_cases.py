@@ -10,13 +10,10 @@ import torch_geometric.nn as gnn
 from torch import Tensor, nn
 from torch_geometric.utils import softmax
 
-import shardpass as sp
 from shardpass.testing import WholeGraph, awkward_graph
 
 GRAPH: WholeGraph = awkward_graph(channels=5, edge_channels=3)
 _DEGREES = torch.bincount(torch.bincount(GRAPH.edge_index[1], minlength=GRAPH.num_nodes))
-
-WRAP = sp.pyg.wrap
 
 Case = tuple[Callable[[], nn.Module], Callable[[nn.Module, dict[str, Tensor], Any], Tensor]]
 

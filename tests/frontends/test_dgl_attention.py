@@ -24,7 +24,7 @@ from shardpass.testing.graphs import assignments, shard_in_memory
 from shardpass.testing.run import run
 
 from .dgl_cases import CONVS, ZERO
-from .dgl_parity import GRAPH, WRAP, assert_dgl_exact, float64, onto_nodes  # noqa: F401
+from .dgl_parity import GRAPH, assert_dgl_exact, float64, onto_nodes  # noqa: F401
 
 OWNERS = assignments(GRAPH.num_nodes, 3, GRAPH.edge_index)["random"]
 
@@ -144,7 +144,7 @@ def test_it_is_the_same_without_fusing(passes):
     def work(comm):
         found, counts = [], []
         for fused in (True, False):
-            mine = WRAP(copy.deepcopy(model), comm)
+            mine = sp.dgl.wrap(copy.deepcopy(model), comm)
             g = sp.dgl.graph(share(comm, sp.Options(fuse_attention=fused)))
             before = comm.calls
             out = mine(g, g.ndata["x"])
@@ -190,7 +190,7 @@ def test_no_tensor_has_a_row_per_edge(fused):
 def test_dropped_weights_are_the_same_in_every_use(ranks, passes):
     def work(comm):
         graph = share(comm, sp.Options(chunk_bytes=512))
-        model = WRAP(dnn.GATConv(5, 3, 2, attn_drop=0.5, bias=False, **ZERO), comm)
+        model = sp.dgl.wrap(dnn.GATConv(5, 3, 2, attn_drop=0.5, bias=False, **ZERO), comm)
         x = graph.node["x"].clone().requires_grad_()
         out, weights = model(graph, x, get_attention=True)
         assert type(weights) is torch.Tensor and ((weights == 0).any() or not len(weights))
@@ -210,7 +210,7 @@ def test_dropped_weights_are_the_same_in_every_use(ranks, passes):
 
 def test_whatever_reads_weights_gets_them_computed(passes):
     def work(comm):
-        graph, model, seen = share(comm), WRAP(dnn.GATConv(5, 3, 2, **ZERO), comm), []
+        graph, model, seen = share(comm), sp.dgl.wrap(dnn.GATConv(5, 3, 2, **ZERO), comm), []
         model.attn_drop.register_forward_hook(lambda module, args, weights: seen.append(weights.detach().sum(0)))
         model(graph, graph.node["x"])
         return seen
@@ -226,7 +226,7 @@ def test_without_gradients(passes):
     model = dnn.GATConv(5, 3, 2, **ZERO).double()
 
     def work(comm):
-        graph, mine = share(comm), WRAP(copy.deepcopy(model), comm)
+        graph, mine = share(comm), sp.dgl.wrap(copy.deepcopy(model), comm)
         expected = mine(graph, graph.node["x"]).detach()
         with torch.no_grad():
             torch.testing.assert_close(mine(graph, graph.node["x"]), expected, rtol=0, atol=1e-12)
@@ -250,7 +250,7 @@ def test_blocks_and_typed_graphs(passes):
         x, blocks = None, g.mfgs(wanted, 2)
         x = blocks[0].srcdata["x"]
         for block, layer in zip(blocks, layers):
-            x = WRAP(copy.deepcopy(layer), comm)(block, x).flatten(1)
+            x = sp.dgl.wrap(copy.deepcopy(layer), comm)(block, x).flatten(1)
         torch.testing.assert_close(x, expected.flatten(1)[graph.node_ids[wanted]], rtol=0, atol=1e-12)
 
     run(work, 2)

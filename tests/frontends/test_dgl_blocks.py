@@ -20,7 +20,7 @@ from shardpass.testing.parity import cotangent
 from shardpass.testing.run import run
 
 from .dgl_cases import ZERO
-from .dgl_parity import GRAPH, MODES, WRAP, float64  # noqa: F401
+from .dgl_parity import GRAPH, MODES, float64  # noqa: F401
 from .how_much import ONE_TO_FOUR
 from .test_dgl_graph import sharded
 
@@ -103,7 +103,7 @@ def assert_same(name, ranks, modes):
     (out * weights[blocks[-1].dstdata[dgl.NID]]).sum().backward()
 
     def work(comm, owners, mode):
-        wrapped = WRAP(copy.deepcopy(model), comm)
+        wrapped = sp.dgl.wrap(copy.deepcopy(model), comm)
         graph = sp.dgl.graph(shard_in_memory(GRAPH, owners, comm, sp.Options(mode=mode, chunk_bytes=512)))
         own = graph.ndata["x"].clone().requires_grad_()
         graph.ndata["x"] = own

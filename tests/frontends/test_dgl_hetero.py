@@ -27,7 +27,7 @@ from shardpass.testing import (
 )
 
 from .dgl_cases import ZERO
-from .dgl_parity import BOUND, EVERY_MODE, MODE_EACH, WRAP, assert_dgl_exact, float64  # noqa: F401
+from .dgl_parity import BOUND, EVERY_MODE, MODE_EACH, assert_dgl_exact, float64  # noqa: F401
 from .how_much import assert_exact_in
 
 _MADE = awkward_hetero_graph(channels=5, edge_channels=3)
@@ -212,7 +212,7 @@ def graph_of(name):
 def assert_typed_exact(name, ranks, modes):
     make, call = CASES[name]
     torch.manual_seed(0)
-    assert_exact_in(modes, make().double(), graph_of(name), call, WRAP, ranks, sp.Options(chunk_bytes=512))
+    assert_exact_in(modes, make().double(), graph_of(name), call, sp.dgl.wrap, ranks, sp.Options(chunk_bytes=512))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -290,7 +290,7 @@ def test_typed_blocks_give_what_dgls_give(ranks):
     sum((rows * weights[kind][torch.tensor(WANTED[kind])]).sum() for kind, rows in out.items()).backward()
 
     def work(comm, owners):
-        wrapped = WRAP(copy.deepcopy(model), comm)
+        wrapped = sp.dgl.wrap(copy.deepcopy(model), comm)
         g = sp.dgl.graph(shard_hetero_in_memory(GRAPH, owners, comm, sp.Options(chunk_bytes=512)))
         own = {kind: g.nodes[kind].data["x"].clone().requires_grad_() for kind in g.ntypes}
         ids = {kind: g.nodes[kind].data[dgl.NID] for kind in g.ntypes}

@@ -27,7 +27,7 @@ from shardpass.testing.parity import cotangent
 from shardpass.testing.run import run
 
 from .dgl_cases import CONVS, ZERO, graph_of
-from .dgl_parity import EVERY_MODE, GRAPH, WRAP, assert_dgl_exact, float64  # noqa: F401
+from .dgl_parity import EVERY_MODE, GRAPH, assert_dgl_exact, float64  # noqa: F401
 
 PARTS = {
     "Attention": "TWIRLSUnfoldingAndAttention",
@@ -177,7 +177,7 @@ def test_row_wise_classes_give_each_row_what_it_gets_in_the_whole(name):
         "TypedLinear": lambda: dnn.TypedLinear(5, 4, 3),
     }
     torch.manual_seed(0)
-    module = WRAP(makes[name]().double(), sp.connect("local"))
+    module = sp.dgl.wrap(makes[name]().double(), sp.connect("local"))
     x, kinds = torch.randn(9, 5), torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2])
 
     def call(rows, types):
@@ -211,7 +211,6 @@ def test_names_of_parameters_stay(name):
 QUICK = ("RelGraphConv presorted", "HGTConv presorted", "GroupRevRes", "EdgeWeightNorm both", "LabelPropagation")
 
 
-@pytest.mark.filterwarnings("error:.*self-check")
 @pytest.mark.parametrize(
     "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.long) for name in CONVS if name not in QUICK)]
 )
@@ -226,7 +225,6 @@ def test_following_rows_passes_every_layer(name):
     run(work, 2)
 
 
-@pytest.mark.filterwarnings("error:.*self-check")
 @pytest.mark.parametrize("name", READOUTS)
 def test_following_rows_passes_every_readout(name):
     make, call = READOUTS[name]

@@ -19,7 +19,7 @@ from shardpass.frontends.pyg import modules
 from shardpass.testing import assert_exact, assignments, run, shard_in_memory
 
 from .how_much import ONE_TO_FOUR, some_by_default
-from .pyg_cases import GRAPH, WRAP
+from .pyg_cases import GRAPH
 
 N = GRAPH.num_nodes
 
@@ -92,7 +92,7 @@ def with_batch(m, inputs, graph):
 def assert_attention_exact(name, ranks, call, training=True):
     torch.manual_seed(0)
     model = CASES[name]().double().train(training)
-    assert_exact(model, GRAPH, call, WRAP, ranks=ranks, modes=("sar",))
+    assert_exact(model, GRAPH, call, sp.pyg.wrap, ranks=ranks, modes=("sar",))
 
 
 @pytest.mark.parametrize("ranks", ONE_TO_FOUR)

@@ -25,7 +25,7 @@ from shardpass.testing import (
     shard_in_memory,
 )
 
-from .pyg_cases import GRAPH, LAYERS, MODELS, WRAP, GatedConv
+from .pyg_cases import GRAPH, LAYERS, MODELS, GatedConv
 
 OWNERS = assignments(GRAPH.num_nodes, 2, GRAPH.edge_index)["random"]
 
@@ -197,7 +197,7 @@ def test_two_backward_passes_and_checkpointing_are_exact(mode):
         return checkpoint(body, inputs["x"], inputs["edge_attr"], use_reentrant=False)
 
     for variant in (twice, remembered):
-        sharded = evaluate_sharded(model, GRAPH, variant, OWNERS, 2, WRAP, sp.Options(mode=mode), whole)
+        sharded = evaluate_sharded(model, GRAPH, variant, OWNERS, 2, sp.pyg.wrap, sp.Options(mode=mode), whole)
         assert_same(whole, sharded)
 
 
@@ -371,4 +371,4 @@ def test_a_layer_that_keeps_something_on_itself_for_its_message(make, mode):
     def call(m, inputs, graph):
         return m(inputs["x"], graph, inputs["edge_attr"]) if make is Twice else m(inputs["x"], graph)
 
-    assert_exact(model, GRAPH, call, WRAP, ranks=2, modes=(mode,), owners={"random": OWNERS})
+    assert_exact(model, GRAPH, call, sp.pyg.wrap, ranks=2, modes=(mode,), owners={"random": OWNERS})

@@ -20,19 +20,19 @@ from shardpass.testing import WholeHeteroGraph, evaluate_sharded, evaluate_whole
 
 from .conv_cases import CONVS, ELSEWHERE, KERNEL, MORE_CONVS, ONE_PASS_SOFTMAX, ONE_SHOT, SORTED
 from .how_much import SOME_OR_ALL, assert_case_exact
-from .pyg_cases import GRAPH, WRAP
+from .pyg_cases import GRAPH
 
 
 @pytest.mark.parametrize(("ranks", "every_mode"), SOME_OR_ALL)
 @pytest.mark.parametrize("name", MORE_CONVS)
 def test_conv_equals_the_whole_graph(name, ranks, every_mode):
-    assert_case_exact(MORE_CONVS[name], GRAPH, WRAP, ranks, every_mode, chunk_bytes=700)
+    assert_case_exact(MORE_CONVS[name], GRAPH, sp.pyg.wrap, ranks, every_mode, chunk_bytes=700)
 
 
 @pytest.mark.parametrize(("ranks", "every_mode"), SOME_OR_ALL)
 @pytest.mark.parametrize("name", ONE_SHOT)
 def test_layers_that_see_whole_neighbourhoods(name, ranks, every_mode):
-    assert_case_exact(ONE_SHOT[name], SORTED, WRAP, ranks, every_mode, modes=("halo",), chunk_bytes=700)
+    assert_case_exact(ONE_SHOT[name], SORTED, sp.pyg.wrap, ranks, every_mode, modes=("halo",), chunk_bytes=700)
 
 
 MEMBERS = ("node", "in", "hyperedge")
@@ -62,7 +62,7 @@ def test_hypergraphs_are_graphs_of_two_types(attention, ranks, every_mode):
     def make():
         return pyg_convs.HypergraphConv(5, 4, use_attention=attention)
 
-    assert_case_exact((make, call), hypergraph(), WRAP, ranks, every_mode)
+    assert_case_exact((make, call), hypergraph(), sp.pyg.wrap, ranks, every_mode)
 
 
 @pytest.mark.parametrize("name", ONE_SHOT)
@@ -72,7 +72,7 @@ def test_whole_neighbourhoods_need_halo_mode(name):
     whole = evaluate_whole(model, SORTED, call)
     owners = torch.arange(SORTED.num_nodes) % 2
     with pytest.raises(NeedsHaloError, match="halo"):
-        evaluate_sharded(model, SORTED, call, owners, 2, WRAP, sp.Options(mode="sar"), whole)
+        evaluate_sharded(model, SORTED, call, owners, 2, sp.pyg.wrap, sp.Options(mode="sar"), whole)
 
 
 @pytest.mark.parametrize("name", CONVS)
@@ -89,7 +89,7 @@ def test_the_path_is_found_by_tracing(name, monkeypatch):
     comm = sp.connect("local")
     graph = shard_in_memory(GRAPH, torch.zeros(GRAPH.num_nodes, dtype=torch.int64), comm)
     make, call = CONVS[name]
-    call(WRAP(make().double(), comm), {**dict(graph.node), **dict(graph.edge)}, graph)
+    call(sp.pyg.wrap(make().double(), comm), {**dict(graph.node), **dict(graph.edge)}, graph)
     reductions = [reduction for structure in found for reduction in structure.reductions]
     simple = all(reduction.form != "general" for reduction in reductions)
     softmax = any(reduction.leader is not None for reduction in reductions)

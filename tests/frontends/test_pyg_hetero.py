@@ -19,7 +19,6 @@ from shardpass.testing import cotangent, hetero_assignments, run, shard_hetero_i
 
 from .hetero_cases import GRAPH, LAYERS, METADATA, MODELS, TwoLayers, by_type
 from .how_much import SOME_OR_ALL, assert_case_exact, some_by_default
-from .pyg_cases import WRAP
 
 BOUND = 1e-10
 CITES, WRITES, BY = METADATA[1][:3]
@@ -30,13 +29,13 @@ CITES, WRITES, BY = METADATA[1][:3]
 def test_layer_equals_the_whole_graph(name, ranks, every_mode):
     # few edges per chunk and, on three ranks, few rows per fetch: every boundary is crossed
     block_rows = 3 if ranks == 3 else None
-    assert_case_exact(LAYERS[name], GRAPH, WRAP, ranks, every_mode, chunk_bytes=700, block_rows=block_rows)
+    assert_case_exact(LAYERS[name], GRAPH, sp.pyg.wrap, ranks, every_mode, chunk_bytes=700, block_rows=block_rows)
 
 
 @pytest.mark.parametrize(("ranks", "every_mode"), SOME_OR_ALL)
 @pytest.mark.parametrize("name", MODELS)
 def test_model_equals_the_whole_graph(name, ranks, every_mode):
-    assert_case_exact(MODELS[name], GRAPH, WRAP, ranks, every_mode)
+    assert_case_exact(MODELS[name], GRAPH, sp.pyg.wrap, ranks, every_mode)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +68,7 @@ def test_every_rank_answers_in_backward_whatever_types_its_loss_reaches(name):
     used = ["paper", "venue"]  # by the loss of rank 0 and of rank 1
 
     def work(comm, graph):
-        mine, kind = WRAP(copy.deepcopy(model), comm), used[comm.rank]
+        mine, kind = sp.pyg.wrap(copy.deepcopy(model), comm), used[comm.rank]
         out = call(mine, {k: {"x": x} for k, x in graph.x_dict.items()}, graph)[kind]
         whole = torch.empty(GRAPH.num_nodes[kind], out.size(1), dtype=torch.float64)
         (out * cotangent(whole)[graph[kind].node_ids]).sum().backward()
@@ -90,7 +89,7 @@ def test_every_rank_answers_in_backward_whatever_types_its_loss_reaches(name):
 
 def test_a_union_of_relations_is_made_once_for_all_layers_and_calls():
     def work(comm, graph):
-        model = WRAP(TwoLayers(lambda i, o: gnn.HGTConv(i, o, METADATA)).double(), comm)
+        model = sp.pyg.wrap(TwoLayers(lambda i, o: gnn.HGTConv(i, o, METADATA)).double(), comm)
         for _ in range(3):
             model(graph.x_dict, graph)
         plans = [relation.plan for relation in graph.relations.values()]
@@ -111,7 +110,7 @@ def test_hgt_takes_relations_in_any_order():
     expected = plain(by_type(GRAPH.node, "x"), GRAPH.edges)
 
     def work(comm, graph):
-        model = WRAP(copy.deepcopy(plain), comm)
+        model = sp.pyg.wrap(copy.deepcopy(plain), comm)
         out = model(graph.x_dict, dict(reversed(list(graph.edge_index_dict.items()))))
         for kind, rows in graph.node_ids_dict.items():
             torch.testing.assert_close(out[kind], expected[kind][rows], rtol=0, atol=BOUND)
@@ -164,9 +163,9 @@ def test_a_copy_of_a_wrapped_model_is_wrapped_and_uses_its_own_parameters(name):
 
     def work(comm, graph):
         fields = {kind: dict(graph[kind]) for kind in (*METADATA[0], *METADATA[1])}
-        model = WRAP(copy.deepcopy(plain), comm)
+        model = sp.pyg.wrap(copy.deepcopy(plain), comm)
         twin = copy.deepcopy(model)
-        assert WRAP(twin, comm) is twin and list(twin.state_dict()) == list(model.state_dict())
+        assert sp.pyg.wrap(twin, comm) is twin and list(twin.state_dict()) == list(model.state_dict())
         with torch.no_grad():
             for parameter in twin.parameters():
                 parameter.mul_(2)
@@ -191,7 +190,7 @@ def _misuse(change):
     def work(comm, graph):
         found = []
         for name in ("HeteroConv SAGE", "HGTConv", "HANConv"):
-            model = WRAP(LAYERS[name][0]().double(), comm)
+            model = sp.pyg.wrap(LAYERS[name][0]().double(), comm)
             edges, nodes = graph.edge_index_dict, graph.x_dict
             change(edges, nodes)
             with pytest.raises((ValueError, RefusedError, KeyError, AttributeError, TypeError)) as error:

@@ -17,7 +17,7 @@ from shardpass.testing.graphs import assignments, awkward_graph, shard_in_memory
 from shardpass.testing.run import run
 
 from .how_much import SOME_OR_ALL, assert_case_exact
-from .pyg_cases import GRAPH, WRAP
+from .pyg_cases import GRAPH
 
 
 def plain(model, inputs, graph):
@@ -65,7 +65,7 @@ CASES = {
 @pytest.mark.parametrize(("ranks", "every_mode"), SOME_OR_ALL)
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_whole_graph(name, ranks, every_mode):
-    assert_case_exact(CASES[name], GRAPH, WRAP, ranks, every_mode, block_rows=3)
+    assert_case_exact(CASES[name], GRAPH, sp.pyg.wrap, ranks, every_mode, block_rows=3)
 
 
 def bytes_of(layer, needs_grad=True, hook=None, **options):
@@ -110,7 +110,7 @@ def test_rows_without_gradient_travel_once_as_they_are():
 def test_rows_without_gradient_travel_narrower_where_their_sums_are_not_kept():
     sent, rows = bytes_of(lambda: SAGEConv(8, 2), needs_grad=False, cache_constant_inputs=False)
     assert sent == rows * 2 * 4 * 2
-    assert_case_exact((Constant, plain), GRAPH, WRAP, modes=("sar",), cache_constant_inputs=False)
+    assert_case_exact((Constant, plain), GRAPH, sp.pyg.wrap, modes=("sar",), cache_constant_inputs=False)
 
 
 class Constant(nn.Module):
@@ -180,4 +180,4 @@ def test_a_layer_with_code_of_its_own_is_left_alone():
 
     sent, rows = bytes_of(lambda: Mine(8, 2))
     assert sent == rows * 8 * 4 * 2
-    assert_case_exact((lambda: Mine(5, 2), plain), GRAPH, WRAP, 2, modes=("sar",))
+    assert_case_exact((lambda: Mine(5, 2), plain), GRAPH, sp.pyg.wrap, 2, modes=("sar",))

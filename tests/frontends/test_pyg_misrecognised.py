@@ -14,8 +14,6 @@ from torch_geometric.utils import scatter, softmax
 import shardpass as sp
 from shardpass.testing import WholeGraph, assert_exact, assignments, awkward_graph, run, shard_in_memory
 
-from .pyg_cases import WRAP
-
 GRAPH = awkward_graph()
 ZEROS = WholeGraph(GRAPH.num_nodes, GRAPH.edge_index, {"x": GRAPH.node["x"].clone()}, {})
 ZEROS.node["x"][:15] = 0
@@ -171,7 +169,7 @@ def test_it_equals_the_whole_graph(name, ranks):
     model = make().double()
     options = sp.Options(chunk_bytes=1 << 9)
     owners = {"random": assignments(graph.num_nodes, ranks, graph.edge_index)["random"]}
-    assert_exact(model, graph, call, WRAP, ranks=ranks, modes=("sar", "keep"), owners=owners, options=options)
+    assert_exact(model, graph, call, sp.pyg.wrap, ranks=ranks, modes=("sar", "keep"), owners=owners, options=options)
 
 
 @pytest.mark.parametrize("make", [lambda: GATConv(5, 3), lambda: GATv2Conv(5, 3)], ids=["GATConv", "GATv2Conv"])

@@ -25,7 +25,7 @@ from shardpass.testing.run import run
 
 from .how_much import SOME_OR_ALL, assert_case_exact
 from .model_cases import MORE_MODELS, Variational
-from .pyg_cases import GRAPH, MODELS, WRAP
+from .pyg_cases import GRAPH, MODELS
 
 PACKAGE = "torch_geometric.nn.models."
 
@@ -89,7 +89,7 @@ def test_names_of_groups_do_not_clash_with_other_packages():
 @pytest.mark.parametrize(("ranks", "every_mode"), SOME_OR_ALL)
 @pytest.mark.parametrize("name", MORE_MODELS)
 def test_model_equals_the_whole_graph(name, ranks, every_mode):
-    assert_case_exact(MORE_MODELS[name], GRAPH, WRAP, ranks, every_mode, chunk_bytes=700)
+    assert_case_exact(MORE_MODELS[name], GRAPH, sp.pyg.wrap, ranks, every_mode, chunk_bytes=700)
 
 
 def test_every_exact_class_has_a_case():
@@ -156,7 +156,7 @@ def test_losses_that_average_over_nodes_take_in_all_nodes(name, monkeypatch):
 
         def work(comm, owners=owners):
             graph = shard_in_memory(GRAPH, owners, comm)
-            model = WRAP(copy.deepcopy(plain), comm)
+            model = sp.pyg.wrap(copy.deepcopy(plain), comm)
             loss = loss_of(model, model.encode(graph.x, graph))
             loss.backward()
             sp.sync_gradients(model, comm)
@@ -208,7 +208,7 @@ def test_calls_that_would_be_wrong_are_refused_by_name(name):
     def work(comm):
         graph = shard_in_memory(GRAPH, torch.arange(GRAPH.num_nodes) % 2, comm)
         with pytest.raises(RefusedError, match=rf"\.{name.split('.')[1] if name != 'GAE.decode' else 'forward'}\(\)"):
-            call(WRAP(make().double(), comm), graph)
+            call(sp.pyg.wrap(make().double(), comm), graph)
 
     run(work, 2)
 
@@ -262,7 +262,7 @@ def test_a_method_that_a_subclass_overrides_is_its_own():
         def link_pred_loss(self, pred, edge_label, **kwargs):
             return "own"
 
-    assert WRAP(Own(41, 5, 2), sp.connect("local")).link_pred_loss(None, None) == "own"
+    assert sp.pyg.wrap(Own(41, 5, 2), sp.connect("local")).link_pred_loss(None, None) == "own"
 
 
 CALLED_FIRST = ["GAE", "Sequential", "AttentiveFP", "LightGCN", "CorrectAndSmooth", "SignedGCN"]

@@ -19,7 +19,7 @@ from shardpass.frontends.pyg.norms import DISTRIBUTED
 from shardpass.testing import assert_exact, assignments, run, shard_in_memory
 
 from .how_much import ONE_TO_FOUR, ONE_TWO_FOUR
-from .pyg_cases import GRAPH, WRAP
+from .pyg_cases import GRAPH
 
 N = GRAPH.num_nodes
 KINDS = torch.arange(N) % 3  # of four types: one has no rows anywhere
@@ -94,7 +94,7 @@ def call_with_batch(model, inputs, graph):
 def assert_norm_exact(norm, call, ranks, training):
     torch.manual_seed(0)
     model = Around(perturbed(norm)).double().train(training)
-    assert_exact(model, GRAPH, call, WRAP, ranks=ranks, modes=("sar",))
+    assert_exact(model, GRAPH, call, sp.pyg.wrap, ranks=ranks, modes=("sar",))
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
@@ -281,6 +281,5 @@ def test_models_with_norms(norm, ranks):
         batch = torch.zeros(N, dtype=torch.long) if isinstance(graph, torch.Tensor) else graph.batch
         return m(inputs["x"], graph, batch=batch) if m.supports_norm_batch else m(inputs["x"], graph)
 
-    for where, owners in assignments(N, ranks, GRAPH.edge_index).items():
-        wrap = sp.pyg.wrap
-        assert_exact(model, GRAPH, call, wrap, ranks=ranks, modes=("sar",), owners={where: owners})
+    owners = assignments(N, ranks, GRAPH.edge_index)
+    assert_exact(model, GRAPH, call, sp.pyg.wrap, ranks=ranks, modes=("sar",), owners=owners)

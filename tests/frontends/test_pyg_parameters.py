@@ -17,19 +17,19 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import shardpass as sp
 from shardpass.errors import RefusedError, ShardpassError
 
-from .pyg_cases import GRAPH, WRAP
+from .pyg_cases import GRAPH
 from .test_pyg_tooling import Model, assert_exact_on_ranks, loss_of, made, on_ranks
 
 
 def test_precision_freezing_and_apply_after_wrap():
     def work(comm, graph):
-        model = WRAP(Model(), comm).double()
+        model = sp.pyg.wrap(Model(), comm).double()
         model.apply(lambda m: m.weight.data.fill_(0.25) if isinstance(m, nn.Linear) else None)
         model.mlp.requires_grad_(False)
         model(graph.x, graph).sum().backward()
         sp.sync_gradients(model, comm)
         assert model.mlp[0].weight.grad is None and model.conv.att_src.grad is not None
-        low = WRAP(made(lambda: gnn.SAGEConv(5, 4)), comm).half()
+        low = sp.pyg.wrap(made(lambda: gnn.SAGEConv(5, 4)), comm).half()
         assert low(graph.x.half(), graph).dtype == torch.float16
 
     on_ranks(work)
@@ -52,7 +52,7 @@ def test_spectral_norm_is_exact_outside_messages_and_refused_inside():
 
     def work(comm, graph):
         with pytest.raises(RefusedError, match="inside a message changes a tensor made outside it"):
-            WRAP(copy.deepcopy(inside), comm)(graph.x, graph)
+            sp.pyg.wrap(copy.deepcopy(inside), comm)(graph.x, graph)
 
     on_ranks(work)
 
@@ -72,7 +72,7 @@ def test_clip_grad_norm_counts_rows_owned_by_ranks_once(max_norm):
         with sp.seed(0, comm):
             model = WithTable(sp.NodeEmbedding(graph, 5, dtype=torch.float64)).double()
         first = model.table.weight.detach().clone()
-        WRAP(model, comm)
+        sp.pyg.wrap(model, comm)
         loss_of(model(graph), graph.node_ids).backward()
         with pytest.raises(ShardpassError, match="call sync_gradients before it"):
             sp.clip_grad_norm(model, max_norm, comm)
@@ -118,7 +118,7 @@ def test_training_with_clipping_foreach_and_ema_equals_the_whole_graph():
     plain = made()
 
     def work(comm, graph):
-        model = WRAP(copy.deepcopy(plain), comm)
+        model = sp.pyg.wrap(copy.deepcopy(plain), comm)
         objective = lambda out: sp.mean(out.square().sum(1), None, comm)  # noqa: E731
         out = trained(model, lambda m: sp.sync_gradients(m, comm), graph.x, graph, objective)
         return out, graph.node_ids

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torch_geometric")
 
+import shardpass as sp
 from shardpass.testing import WholeGraph, assert_exact, evaluate_whole
 
 from .how_much import MODES, SOME_OR_ALL, assert_case_exact
-from .pyg_cases import GRAPH, LAYERS, MODELS, WRAP, GatedConv
+from .pyg_cases import GRAPH, LAYERS, MODELS, GatedConv
 
 
 @pytest.mark.parametrize(("ranks", "every_mode"), SOME_OR_ALL)
@@ -20,18 +21,18 @@ from .pyg_cases import GRAPH, LAYERS, MODELS, WRAP, GatedConv
 def test_layer_equals_the_whole_graph(name, ranks, every_mode):
     # few edges per chunk and, on three ranks, few rows per fetch: every boundary is crossed
     block_rows = 3 if ranks == 3 else None
-    assert_case_exact(LAYERS[name], GRAPH, WRAP, ranks, every_mode, chunk_bytes=700, block_rows=block_rows)
+    assert_case_exact(LAYERS[name], GRAPH, sp.pyg.wrap, ranks, every_mode, chunk_bytes=700, block_rows=block_rows)
 
 
 @pytest.mark.parametrize(("ranks", "every_mode"), SOME_OR_ALL)
 @pytest.mark.parametrize("name", MODELS)
 def test_model_equals_the_whole_graph(name, ranks, every_mode):
-    assert_case_exact(MODELS[name], GRAPH, WRAP, ranks, every_mode)
+    assert_case_exact(MODELS[name], GRAPH, sp.pyg.wrap, ranks, every_mode)
 
 
 @pytest.mark.parametrize("prefetch", [0, 3])
 def test_prefetch_does_not_matter(prefetch):
-    assert_case_exact(LAYERS["GATConv"], GRAPH, WRAP, 4, modes=("sar",), prefetch=prefetch, block_rows=2)
+    assert_case_exact(LAYERS["GATConv"], GRAPH, sp.pyg.wrap, 4, modes=("sar",), prefetch=prefetch, block_rows=2)
 
 
 @st.composite
@@ -63,7 +64,7 @@ def test_random_graphs(drawn, name, mode):
     make, call = LAYERS[name]
     torch.manual_seed(1)
     model = make().double()
-    assert_exact(model, graph, call, WRAP, ranks=ranks, modes=(mode,), owners={"drawn": owners})
+    assert_exact(model, graph, call, sp.pyg.wrap, ranks=ranks, modes=(mode,), owners={"drawn": owners})
 
 
 def test_a_parameter_in_message_gets_the_whole_gradient():

@@ -18,7 +18,7 @@ from shardpass.core.sharding import Transposes
 from shardpass.testing import WholeGraph, assert_exact, assignments, shard_in_memory
 
 from .how_much import one_each
-from .pyg_cases import GRAPH, WRAP
+from .pyg_cases import GRAPH
 
 LAYERS = {
     "SAGE": lambda: gnn.SAGEConv(5, 4, project=True),
@@ -54,7 +54,7 @@ def test_pulling_equals_the_whole_graph(name, ranks, mode, pulled):
     model = LAYERS[name]().double()
     call = lambda m, inputs, graph: m(inputs["x"], graph)  # noqa: E731
     options = sp.Options(backward="pull", chunk_bytes=300, block_rows=3 if ranks == 3 else None)
-    assert_exact(model, GRAPH, call, WRAP, ranks=ranks, modes=(mode,), options=options)
+    assert_exact(model, GRAPH, call, sp.pyg.wrap, ranks=ranks, modes=(mode,), options=options)
     assert pulled and None not in pulled
 
 
@@ -84,7 +84,7 @@ def backward_bytes(name, graph, owners, ranks, options):
     def work(inner):
         comm = Ranks(RecordingCommunicator(inner))
         sharded = shard_in_memory(graph, owners, comm, options)
-        model = WRAP({**LAYERS, "SAGE": lambda: gnn.SAGEConv(5, 4)}[name]().double(), comm)
+        model = sp.pyg.wrap({**LAYERS, "SAGE": lambda: gnn.SAGEConv(5, 4)}[name]().double(), comm)
         model(sharded.x.requires_grad_(), sharded).sum().backward()
         out = model(sharded.x, sharded)
         before = comm.bytes_sent
@@ -146,7 +146,7 @@ def gradients(name, backward, lost=(), checkpointed=False, ranks=3):
 
     def work(comm):
         graph = shard_in_memory(GRAPH, owners, comm, sp.Options(backward=backward))
-        mine = WRAP(copy.deepcopy(model), comm)
+        mine = sp.pyg.wrap(copy.deepcopy(model), comm)
         x, y = (graph.x.clone().requires_grad_() for _ in range(2))
         first, second = mine(x, y, graph)
         loss = (first * torch.linspace(-1, 1, first.numel(), dtype=first.dtype).view_as(first)).sum()
@@ -209,7 +209,7 @@ def test_what_is_pushed_whatever_the_option(name, pulled):
 
     def work(comm):
         graph = shard_in_memory(GRAPH, torch.arange(GRAPH.num_nodes) % comm.size, comm, options)
-        model = WRAP(make().double(), comm)
+        model = sp.pyg.wrap(make().double(), comm)
         edges = {key: graph.edge[key] for key in fields if key in GRAPH.edge}
         x = graph.x.clone().requires_grad_("x" not in fields)
         model(x, graph, **edges).sum().backward()
@@ -228,7 +228,7 @@ def test_ranks_that_mix_scores_differently_push(pulled):
 
     def work(comm):
         graph = shard_in_memory(GRAPH, torch.arange(GRAPH.num_nodes) % 2, comm, sp.Options(backward="pull"))
-        model = WRAP(gnn.GATv2Conv(5, 4).double(), comm)
+        model = sp.pyg.wrap(gnn.GATv2Conv(5, 4).double(), comm)
         with torch.no_grad():
             model.att += comm.rank
         model(graph.x.requires_grad_(), graph).sum().backward()
@@ -241,7 +241,7 @@ def test_a_rank_that_lost_the_out_edges_makes_all_count_again():
     def work(inner):
         comm = Ranks(RecordingCommunicator(inner))
         graph = shard_in_memory(GRAPH, torch.arange(GRAPH.num_nodes) % 2, comm, sp.Options(backward="pull"))
-        model, found = WRAP(gnn.SAGEConv(5, 4).double(), comm), []
+        model, found = sp.pyg.wrap(gnn.SAGEConv(5, 4).double(), comm), []
         for turn in range(3):
             if turn == 1 and comm.rank == 1:
                 comm.caches.of(KnownOutEdges, graph.relation.shards).out_edges = None
@@ -259,7 +259,7 @@ def test_the_structure_is_there_once():
         kept = []
         for backward in ("push", "pull"):
             graph = shard_in_memory(GRAPH, torch.arange(GRAPH.num_nodes) % 3, comm, sp.Options(backward=backward))
-            model = WRAP(gnn.SAGEConv(5, 4).double(), comm)
+            model = sp.pyg.wrap(gnn.SAGEConv(5, 4).double(), comm)
             model(graph.x.requires_grad_(), graph).sum().backward()
             shards = graph.relation.shards
             out_edges = comm.caches.of(KnownOutEdges, shards).out_edges

@@ -15,7 +15,7 @@ from shardpass.core.aggregation import sharded_call
 from shardpass.testing import shard_in_memory
 
 from .how_much import SOME_OR_ALL, assert_case_exact
-from .pyg_cases import GRAPH, WRAP
+from .pyg_cases import GRAPH
 
 
 def spread(index, rows):
@@ -84,7 +84,7 @@ def call(model, inputs, graph):
 @pytest.mark.parametrize("kind", KINDS)
 def test_equals_the_whole_graph(kind, ranks, every_mode):
     case, block_rows = (lambda: KINDS[kind](kind), call), 3 if ranks == 3 else None
-    assert_case_exact(case, GRAPH, WRAP, ranks, every_mode, chunk_bytes=700, block_rows=block_rows)
+    assert_case_exact(case, GRAPH, sp.pyg.wrap, ranks, every_mode, chunk_bytes=700, block_rows=block_rows)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if KINDS[kind] is MeanConv])
@@ -100,7 +100,7 @@ def test_kernels_compute_it(kind, monkeypatch):
     monkeypatch.setattr(sharded_call, "settle", recorded)
     comm = sp.connect("local")
     graph = shard_in_memory(GRAPH, torch.zeros(GRAPH.num_nodes, dtype=torch.int64), comm)
-    WRAP(MeanConv(kind).double(), comm)(graph.x, graph)
+    sp.pyg.wrap(MeanConv(kind).double(), comm)(graph.x, graph)
     forms = [reduction.form for structure in found for reduction in structure.reductions]
     assert forms == (["general", "ones"] if "last dimension" in kind else ["copy", "ones"])
 
@@ -115,5 +115,5 @@ def test_means_of_integers_round_down():
         whole = model(GRAPH.node["x"], GRAPH.edge_index)
         comm = sp.connect("local")
         graph = shard_in_memory(GRAPH, torch.zeros(GRAPH.num_nodes, dtype=torch.int64), comm)
-        found = WRAP(model, comm)(graph.x, graph)
+        found = sp.pyg.wrap(model, comm)(graph.x, graph)
         assert whole.dtype == found.dtype and torch.equal(whole[graph.node_ids], found)

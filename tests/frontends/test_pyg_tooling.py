@@ -34,7 +34,7 @@ from shardpass.testing import (
 )
 
 from .how_much import one_each
-from .pyg_cases import GRAPH, WRAP, GatedConv, _attr, _plain, mlp
+from .pyg_cases import GRAPH, GatedConv, _attr, _plain, mlp
 
 RANKS = 3
 OWNERS = assignments(GRAPH.num_nodes, RANKS, GRAPH.edge_index)["random"]
@@ -72,7 +72,7 @@ def loss_of(out, ids=slice(None)):
 
 
 def assert_exact_on_ranks(plain, call=_plain, bound=1e-10):
-    assert_exact(plain, GRAPH, call, WRAP, ranks=RANKS, modes=("sar",), owners=OWN, options=OPTIONS, bound=bound)
+    assert_exact(plain, GRAPH, call, sp.pyg.wrap, ranks=RANKS, modes=("sar",), owners=OWN, options=OPTIONS, bound=bound)
 
 
 # copies, state and files
@@ -97,7 +97,7 @@ def test_a_copy_of_a_sequential_runs():
     plain = made(lambda: gnn.Sequential("x, e", layers))
 
     def work(comm, graph):
-        model = WRAP(copy.deepcopy(plain), comm)
+        model = sp.pyg.wrap(copy.deepcopy(plain), comm)
         out = model(graph.x, graph)
         twin = copy.deepcopy(model)
         with torch.no_grad():
@@ -133,7 +133,7 @@ def test_state_travels_between_wrapped_and_unwrapped_models():
     expected = other(GRAPH.node["x"], GRAPH.edge_index)
 
     def work(comm, graph):
-        model = WRAP(copy.deepcopy(plain), comm)
+        model = sp.pyg.wrap(copy.deepcopy(plain), comm)
         assert list(model.state_dict()) == list(plain.state_dict())
         buffer = io.BytesIO()
         torch.save(other.state_dict(), buffer)
@@ -149,7 +149,7 @@ def test_state_travels_between_wrapped_and_unwrapped_models():
 
 
 def test_a_wrapped_model_is_not_pickled_and_says_what_to_do():
-    model = WRAP(made(), sp.connect("local"))
+    model = sp.pyg.wrap(made(), sp.connect("local"))
     for save in (pickle.dumps, lambda m: torch.save(m, io.BytesIO())):
         with pytest.raises(TypeError, match=r"save model.state_dict\(\) \(or shardpass.save_checkpoint\)"):
             save(model)
@@ -163,7 +163,7 @@ def test_autocast_is_close_to_float32_and_alike_on_one_and_on_three_ranks():
 
     def step(low):
         def work(comm, graph):
-            model = WRAP(copy.deepcopy(plain), comm)
+            model = sp.pyg.wrap(copy.deepcopy(plain), comm)
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=low):
                 out = model(graph.x.float(), graph)
             loss_of(out.float(), graph.node_ids).backward()
@@ -196,7 +196,7 @@ def test_gradients_accumulate_over_two_forwards():
     plain = made(lambda: gnn.SAGEConv(5, 4))
 
     def work(comm, graph):
-        model = WRAP(copy.deepcopy(plain), comm)
+        model = sp.pyg.wrap(copy.deepcopy(plain), comm)
         for factor in (1.0, 2.0):  # two backward passes, then one sync
             (model(graph.x * factor, graph).sum()).backward()
         sp.sync_gradients(model, comm)
@@ -230,7 +230,7 @@ def test_saved_tensor_hooks(mode):
 
     plain = made(lambda: gnn.TransformerConv(5, 4, heads=2))
     for call in (on_cpu, packed):
-        assert_exact(plain, GRAPH, call, WRAP, ranks=RANKS, modes=(mode,), owners=OWN, options=OPTIONS)
+        assert_exact(plain, GRAPH, call, sp.pyg.wrap, ranks=RANKS, modes=(mode,), owners=OWN, options=OPTIONS)
 
 
 # compilers
@@ -249,9 +249,9 @@ def test_compiled_dense_parts_before_and_after_wrap():
     whole = plain(GRAPH.node["x"], GRAPH.edge_index)
     graph = shard_in_memory(GRAPH, torch.zeros(GRAPH.num_nodes, dtype=torch.int64), sp.connect("local"), OPTIONS)
     for prepare in (
-        lambda m: WRAP(before(m), graph.comm),
-        lambda m: before(WRAP(m, graph.comm)),
-        lambda m: compiled(WRAP(m, graph.comm)),  # its layers run as they are
+        lambda m: sp.pyg.wrap(before(m), graph.comm),
+        lambda m: before(sp.pyg.wrap(m, graph.comm)),
+        lambda m: compiled(sp.pyg.wrap(m, graph.comm)),  # its layers run as they are
     ):
         model = prepare(copy.deepcopy(plain))
         out = model(graph.x, graph)
@@ -268,7 +268,7 @@ def test_a_model_that_was_compiled_is_refused_in_words():
 def test_script_and_trace_are_refused_in_words():
     comm = sp.connect("local")
     graph = shard_in_memory(GRAPH, torch.zeros(GRAPH.num_nodes, dtype=torch.int64), comm)
-    model = WRAP(made(), comm)
+    model = sp.pyg.wrap(made(), comm)
     with pytest.raises(RefusedError, match="cannot be scripted or traced"):
         torch.jit.script(model)
     with warnings.catch_warnings(), pytest.raises(RefusedError, match="cannot be scripted or traced"):
@@ -283,7 +283,7 @@ def test_module_hooks_are_called_once_per_forward():
     plain = made()
 
     def work(comm, graph):
-        model, seen = WRAP(copy.deepcopy(plain), comm), []
+        model, seen = sp.pyg.wrap(copy.deepcopy(plain), comm), []
         model.register_forward_pre_hook(lambda m, args: seen.append("before"))
         model.register_forward_hook(lambda m, args, out: seen.append("after") or out * 2)
         for name in ("conv", "last"):
@@ -334,7 +334,7 @@ def test_message_passing_hooks_are_honoured(name, when):
     assert name == "aggregate pre" or not torch.allclose(whole.output, unhooked)
 
     def wrap(model, comm):
-        model = WRAP(model, comm)
+        model = sp.pyg.wrap(model, comm)
         if when == "after wrap":
             HOOKS[name](model)
         return model
@@ -346,7 +346,7 @@ def test_message_passing_hooks_are_honoured(name, when):
 
 def test_a_hook_added_later_is_checked_anew():
     def work(comm, graph):
-        conv = WRAP(made(lambda: gnn.EdgeConv(mlp(10, 3))), comm)
+        conv = sp.pyg.wrap(made(lambda: gnn.EdgeConv(mlp(10, 3))), comm)
         conv(graph.x, graph)
         conv.register_message_forward_hook(lambda c, i, out: out / out.norm())
         with pytest.raises(RefusedError, match="messages are computed in pieces"):
@@ -360,7 +360,7 @@ def test_a_hook_added_later_is_checked_anew():
 
 def test_explanations_are_refused_and_leave_the_model_as_it_was():
     def work(comm, graph):
-        model = WRAP(made(), comm)
+        model = sp.pyg.wrap(made(), comm)
         before = model(graph.x, graph)
         model.last.explain = True
         with pytest.raises(RefusedError, match=r"EdgeConv \(last\): explanations are not supported"):
@@ -375,7 +375,7 @@ def test_the_explainer_is_refused_by_name():
     comm = sp.connect("local")
     graph = shard_in_memory(GRAPH, torch.zeros(GRAPH.num_nodes, dtype=torch.int64), comm)
     explainer = Explainer(
-        WRAP(made(), comm), GNNExplainer(epochs=1), explanation_type="model", node_mask_type="attributes",
+        sp.pyg.wrap(made(), comm), GNNExplainer(epochs=1), explanation_type="model", node_mask_type="attributes",
         edge_mask_type="object",
         model_config={"mode": "multiclass_classification", "task_level": "node", "return_type": "raw"},
     )  # fmt: skip

@@ -14,7 +14,6 @@ import shardpass as sp
 from shardpass.testing import WholeGraph, assert_exact, assignments
 
 from .how_much import one_each
-from .pyg_cases import WRAP
 
 NUM_NODES = 13
 
@@ -73,4 +72,4 @@ def test_models_equal_the_whole_graph(triton_device, made, options):
 
     owners = {"random": assignments(NUM_NODES, 2, graph.edge_index)["random"]}
     chosen = OPTIONS[options]
-    assert_exact(model, graph, call, WRAP, ranks=2, modes=(chosen.mode,), owners=owners, options=chosen)
+    assert_exact(model, graph, call, sp.pyg.wrap, ranks=2, modes=(chosen.mode,), owners=owners, options=chosen)

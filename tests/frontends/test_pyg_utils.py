@@ -54,9 +54,8 @@ def test_structural_functions_are_exact(name, ranks):
     def call(m, inputs, graph):
         return m(inputs["x"], graph, inputs["edge_weight"])
 
-    for where, owners in assignments(N, ranks, GRAPH.edge_index).items():
-        wrap = sp.pyg.wrap
-        assert_exact(model, GRAPH, call, wrap, ranks=ranks, modes=("sar",), owners={where: owners})
+    owners = assignments(N, ranks, GRAPH.edge_index)
+    assert_exact(model, GRAPH, call, sp.pyg.wrap, ranks=ranks, modes=("sar",), owners=owners)
 
 
 class Dropping(nn.Module):

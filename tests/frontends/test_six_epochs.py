@@ -16,12 +16,19 @@ import shardpass as sp
 from shardpass.testing.graphs import assignments, shard_in_memory
 from shardpass.testing.run import run
 
-from .conv_cases import CONVS, _typed
+from .conv_cases import CONVS, edges
 from .how_much import some_by_default
 from .pyg_cases import GRAPH
 
 EPOCHS = 6
-LAYERS = {**CONVS, "RGCNConv, sums per relation": (lambda: gnn.RGCNConv(5, 6, 3), _typed)}
+RELATIONS = torch.arange(GRAPH.edge_index.size(1)) % 4
+LAYERS = {
+    **CONVS,
+    "RGCNConv, sums per relation": (
+        lambda: gnn.RGCNConv(5, 6, 4),
+        lambda model, inputs, graph: model(inputs["x"], graph, edges(RELATIONS, graph)),
+    ),
+}
 
 
 def trained(model, call, inputs, graph, sync=lambda: None):

@@ -85,8 +85,8 @@ def settle(
         RefusedError: on every rank, if the message function cannot be computed one shard at a time on any.
         DivergenceError: on every rank, if the ranks' message functions differ.
     """
-    inputs = dict(program.inputs.items())
-    keys, flags = list(inputs), [torch.is_grad_enabled() and tensor.requires_grad for tensor in inputs.values()]
+    needed = {key: torch.is_grad_enabled() and tensor.requires_grad for key, tensor in program.inputs.items()}
+    keys, flags = list(needed), list(needed.values())
     edge_names = sorted(program.edge)
     per_edge = [t.dim() > 0 and t.size(0) == edges.num_edges for t in (program.edge[n] for n in edge_names)]
     for _ in range(_ATTEMPTS):

@@ -6,6 +6,7 @@ Source: Mostafa, "Sequential Aggregation and Rematerialization", MLSys 2022 (arX
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -40,21 +41,23 @@ def aggregate(program: Program, plan: HaloPlan, edges: EdgeShards, weight: Tenso
             sent).
         DivergenceError: ranks run different message functions.
     """
+    comm, kept = plan.comm, plan.comm.kept_calls
+    compute = partial(_aggregate, program, plan, edges, weight)
+    if kept is not None and program.aggregate is not None:
+        compute = partial(kept.result, program.name, compute)
+    if not comm.is_followed:
+        return compute()
     _require_rows(program, plan, edges)
-    kept = plan.comm.kept_calls
-    with plan.comm.unfollowed():
-        if kept is None or program.aggregate is None:
-            out = _aggregate(program, plan, edges, weight)
-        else:
-            out = kept.result(program.name, lambda: _aggregate(program, plan, edges, weight))
+    with comm.unfollowed():
+        out = compute()
     rows = plan.edge_set(edges.num_edges) if program.aggregate is None else plan.dst_set
     if out.dim() and out.size(0) == rows.count:
-        plan.comm.mark_rows(out, rows)
+        comm.mark_rows(out, rows)
     return out
 
 
 def _require_rows(program: Program, plan: HaloPlan, edges: EdgeShards) -> None:
-    """Refuse operands whose rows are not those of the graph, where the model is followed."""
+    """Refuse operands whose rows are not those of the graph."""
     edge_set = plan.edge_set(edges.num_edges)
     for tensors, of in ((program.src, plan.source_set), (program.dst, plan.dst_set), (program.edge, edge_set)):
         for tensor in tensors.values():

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from shardpass.core.following.follow import FollowRows
-from shardpass.core.following.row_count import RowCount
+from shardpass.core.following.row_count import OwnCount, RowCount
 from shardpass.core.following.rows import Rows
 from shardpass.core.following.user_line import user_line
 from shardpass.errors import RefusedError
@@ -44,7 +44,7 @@ class FollowFunctions(TorchFunctionMode):
             self._refuse_to_leave(name, first)
         if name in _TAKES_NUMBERS:
             for number in (*args, *kwargs.values()):
-                if isinstance(number, int) and hasattr(number, "refuse"):  # a `RowCount`, or a frontend's count
+                if isinstance(number, OwnCount):
                     number.refuse()
         out = func(*args, **kwargs) if name != "one_hot" else self._one_hot(func, args, kwargs)
         if first is not None and (name == "size" or (name == "__get__" and isinstance(out, torch.Size))):

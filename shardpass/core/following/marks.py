@@ -51,7 +51,7 @@ class Marks:
             kept.pop(tensor, None)
 
     def forget_selections(self) -> None:
-        """Hold the masks of an earlier forward no longer."""
+        """Hold the masks of a forward that has ended no longer."""
         self._selections.clear()
 
     def adopt(self, value: Any) -> None:

@@ -180,17 +180,16 @@ class Operation:
         key = (self.func, *(self._described(i, leaf) for i, leaf in enumerate(self.leaves)))
         if key in self.marks.verdicts:
             return self.marks.verdicts[key]
-        with torch.random.fork_rng(devices=[]):
-            found = try_rows(self.func, self.leaves, self.structure, self.rows)
-            if isinstance(found, str) or not all(found):
-                fewest = -1 if isinstance(found, str) else sum(one is not None for one in found)
-                for plain in self._plain_operands():
-                    again = try_rows(self.func, self.leaves, self.structure, self.rows | plain)
-                    if not isinstance(again, str) and sum(one is not None for one in again) > fewest:
-                        for i, rows in plain.items():
-                            if not (self.packet is ATEN.copy_ and i == 0):  # whose values do not matter
-                                self._check_plain(self.leaves[i], rows.dim, rows.of)
-                        return again  # which depends on their values, and is not remembered
+        found = try_rows(self.func, self.leaves, self.structure, self.rows)
+        if isinstance(found, str) or not all(found):
+            fewest = -1 if isinstance(found, str) else sum(one is not None for one in found)
+            for plain in self._plain_operands():
+                again = try_rows(self.func, self.leaves, self.structure, self.rows | plain)
+                if not isinstance(again, str) and sum(one is not None for one in again) > fewest:
+                    for i, rows in plain.items():
+                        if not (self.packet is ATEN.copy_ and i == 0):  # whose values do not matter
+                            self._check_plain(self.leaves[i], rows.dim, rows.of)
+                    return again  # which depends on their values, and is not remembered
         self.marks.verdicts[key] = found
         return found
 
@@ -360,4 +359,4 @@ class Operation:
         return True
 
     def _refuse(self, what: str, of: RowSet | None = None, remedy: str = "") -> NoReturn:
-        raise refusal(f"`{self.name}` {what}", of or self.first.of, remedy)
+        raise refusal(f"`{self.name}` {what}, over the {(of or self.first.of).name}", remedy)

@@ -23,15 +23,19 @@ NUMBERS = "Rows are numbered anew on every rank: use a mask, or compute it befor
 def check_plain(origin: Origin | None, tensor: Tensor, dim: int, of: RowSet) -> None:
     """Refuse a tensor without rows that has an entry for each of `of` nevertheless, unless all entries are the same."""
     if origin == Origin.STATE:
-        raise refusal(f"a parameter or buffer of shape {[*tensor.shape]} has an entry for each row", of, STATE)
+        raise refusal(f"a parameter or buffer of shape {[*tensor.shape]} has an entry for each of the {of.name}", STATE)
     if origin != Origin.FREE and not repeats_one_row(tensor, dim):
-        raise refusal(f"a tensor of shape {[*tensor.shape]} has rows that the model made by their numbers", of, FIELD)
+        raise refusal(
+            f"a tensor of shape {[*tensor.shape]} differs from row to row of the {of.name}, and the model made it from "
+            f"their numbers",
+            FIELD,
+        )
 
 
-def refusal(what: str, of: RowSet, remedy: str = "") -> RefusedError:
-    """An error that says what the user's line does."""
+def refusal(what: str, remedy: str = "", line: str = "") -> RefusedError:
+    """An error that says what the user's line does; without `line`, the one that is running."""
     return RefusedError(
-        f"{user_line()}: {what}, over the {of.name}. This rank holds a part of them, so the result would differ from "
+        f"{line or user_line()}: {what}. This rank holds a part of them, so the result would differ from "
         f"that of the whole graph. {remedy or REMEDY}"
     )
 
@@ -52,7 +56,4 @@ class Mixture:
 
     def refusal(self) -> RefusedError:
         """Why it cannot be used here."""
-        return RefusedError(
-            f"{self.line}: `{self.name}` puts rows together, over the {self.of.name}. This rank holds a part of them, "
-            f"so the result would differ from that of the whole graph. {REMEDY}"
-        )
+        return refusal(f"`{self.name}` puts rows together, over the {self.of.name}", line=self.line)

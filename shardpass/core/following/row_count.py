@@ -9,7 +9,21 @@ from shardpass.core.ranks import RowSet
 from shardpass.errors import RefusedError
 
 
-class RowCount(int):
+class OwnCount(int):
+    """A number that a rank has a part of. It may be a size, but nothing may be computed from it."""
+
+    def refuse(self) -> NoReturn:
+        """Raise: something is computed from this rank's number."""
+        raise NotImplementedError
+
+    def _refused(self, *_: Any) -> NoReturn:
+        self.refuse()
+
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = _refused
+    __float__ = _refused
+
+
+class RowCount(OwnCount):
     """How many rows of a set this rank has, as ``x.size(0)`` gives it.
 
     Models use it as a size, and compare it with other sizes. A branch on it, or a quotient, would differ from that on
@@ -25,16 +39,13 @@ class RowCount(int):
         made.of = of
         return made
 
-    def refuse(self, *_: Any) -> NoReturn:
+    def refuse(self) -> NoReturn:
         """Raise: something is computed from this rank's number of rows."""
         raise RefusedError(
             f"{user_line()}: computes with {int(self)}, the number of {self.of.name} that this rank holds, which "
             f"differs from that of the whole graph. Use the numbers of the whole graph (graph.total_nodes, "
             f"graph.total_edges), or int(...) where you do mean the rows of this rank"
         )
-
-    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = refuse
-    __float__ = refuse
 
     def __mul__(self, other: Any) -> Any:
         return self.refuse() if isinstance(other, float) else int(self) * other

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardpass.core.following.rows import Rows
-from shardpass.core.ranks import torch_private
+from shardpass.core.ranks import get_random_state, set_random_state, torch_private
 
 _SIZES = (7, 11, 13, 17, 19, 23, 29, 31)
 """Numbers of rows to try; one that no operand has as a size, so that nothing fits by chance."""
@@ -75,7 +75,12 @@ def _tried(
             same = leaf.to(dtype) if dtype is not None and leaf.is_floating_point() else leaf
             whole[i], part[i] = same.clone(), same.clone()  # it may be written into
     draws = torch.Tag.nondeterministic_seeded in function.tags
-    all_rows, some_rows = (_called(function, given, structure) for given in (whole, part))
+    state = get_random_state() if draws else {}
+    try:
+        all_rows, some_rows = (_called(function, given, structure) for given in (whole, part))
+    finally:
+        if draws:
+            set_random_state(state)
     return [_found(a, b, count, pick, rows, draws) for a, b in zip(all_rows, some_rows)]
 
 

@@ -9,19 +9,17 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
-from torch.nn.modules.dropout import _DropoutNd as AnyDropout
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import (
-    MappingKey,
     tree_flatten,
-    tree_flatten_with_path,
     tree_leaves,
     tree_map,
     tree_map_only,
@@ -33,10 +31,8 @@ __all__ = [
     "RECORD_ENTER",
     "RECORD_EXIT",
     "AnyBatchNorm",
-    "AnyDropout",
     "DisableTorchFunction",
     "DisableTorchFunctionSubclass",
-    "MappingKey",
     "StorageWeakRef",
     "TorchDispatchMode",
     "WeakTensorKeyDictionary",
@@ -58,11 +54,11 @@ __all__ = [
     "state_versions",
     "storage_number",
     "tree_flatten",
-    "tree_flatten_with_path",
     "tree_leaves",
     "tree_map",
     "tree_map_only",
     "tree_unflatten",
+    "uncompiled",
     "version_of",
     "with_versions",
 ]
@@ -174,6 +170,13 @@ def is_inside_ddp() -> bool:
 def on_deepcopy(module: torch.fx.GraphModule, hook: Callable[[nn.Module], Any]) -> None:
     """Call `hook` with every deep copy of `module`."""
     module._register_deepcopy_hook(hook)
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """A block in which what `torch.compile` has compiled runs as it was written."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and to import it takes a second
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")
 
 
 def call_uncompiled(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -14,15 +14,15 @@ from shardpass.core.exchange import node_set
 from shardpass.core.following import FollowFunctions, FollowRows, known_modules
 from shardpass.core.graphs import LoadedGraphs, node_embeddings
 from shardpass.core.memory import Checkpoint, recomputed_activations
-from shardpass.core.ranks import OnRanks, Ranks, chained
+from shardpass.core.ranks import OnRanks, Ranks, chained, torch_private
 from shardpass.core.training import note_forward
 
 
 class FollowedCalls:
     """Which calls of a model are followed, and what is known of its tensors between them.
 
-    Following costs time for every operation, whatever its size. So the first calls in each training mode are followed,
-    and then those whose number is a power of two: a model may do something else later.
+    Following costs time for every operation, whatever its size. So only calls whose number is a power of two are
+    followed, in each training mode. A model may do something else later, so the first call alone would not do.
 
     Args:
         is_on: whether any call is followed.
@@ -41,7 +41,6 @@ class FollowedCalls:
             return None
         follower = self._follower = self._follower or FollowRows(model)
         graphs = list(comm.caches.of(LoadedGraphs).graphs)
-        follower.marks.forget_selections()
         follower.marks.known = [rows for graph in graphs for rows in graph.row_sets()]
         for graph in graphs:
             for rows, fields in graph.row_sets().items():
@@ -91,7 +90,7 @@ class OutermostCall:
         forward.rows = follower
         try:
             with (
-                torch.compiler.set_stance("force_eager"),
+                torch_private.uncompiled(),
                 known_modules(self.model, self.is_known, follower),
                 follower,
                 FollowFunctions(follower),
@@ -102,6 +101,7 @@ class OutermostCall:
                 out = function(*args, **kwargs)
         finally:
             forward.rows = None
+            follower.marks.forget_selections()
         follower.marks.check_result(out)
         return out
 

@@ -7,11 +7,12 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from shardpass.core.following import OwnCount
 from shardpass.core.ranks import torch_private
 from shardpass.frontends.dgl.closed import refused
 
 
-class OwnCount(int):
+class NodeCount(OwnCount):
     """How many nodes this rank has. Whether there are any is answered for all ranks together.
 
     Layers branch on there being none (``if graph.num_nodes() > 0``). A rank without any, in a graph that has some, must
@@ -46,25 +47,17 @@ class OwnCount(int):
     def __bool__(self) -> bool:
         return self.total != 0
 
-    def __floordiv__(self, other: Any) -> int:
-        raise _differs("a whole-number part of this rank's number of nodes or edges")
-
-    def refuse(self, *_: Any) -> NoReturn:
+    def refuse(self) -> NoReturn:
         """Raise: something is computed from this rank's number of nodes or edges."""
         raise _differs("a number computed from this rank's number of nodes or edges")
 
-    __truediv__ = __rtruediv__ = __pow__ = __rpow__ = __float__ = refuse
-
-    def __mod__(self, other: Any) -> int:
-        return self // other
-
     def __mul__(self, other: Any) -> int:
-        if isinstance(other, OwnCount):
+        if isinstance(other, NodeCount):
             raise _differs("a number of pairs of this rank's nodes or edges")
         return int(self) * other  # type: ignore[no-any-return]
 
 
-class OwnEdgeCount(OwnCount):
+class EdgeCount(NodeCount):
     """How many edges this rank has. ``== 0`` asks for all ranks too, since loops skip empty edge types by it."""
 
     def __eq__(self, other: object) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardpass.core.ranks import Ranks, unfollowed
 from shardpass.frontends.dgl.closed import Closed
-from shardpass.frontends.dgl.counts import NodeCounts, OwnCount, OwnEdgeCount
+from shardpass.frontends.dgl.counts import EdgeCount, NodeCount, NodeCounts
 from shardpass.frontends.dgl.private import ALL, is_all
 from shardpass.frontends.dgl.structure import CanonicalType, Edges, Nodes, NodeType
 
@@ -104,7 +104,7 @@ class TypedGraph(Closed):
     @staticmethod
     def _count(known: dict[Any, Any], kind: Any, what: str) -> int:
         chosen = known.values() if kind is None else [known[TypedGraph._one(known, kind, what)]]
-        counted = OwnEdgeCount if what == "Edge" else OwnCount
+        counted = EdgeCount if what == "Edge" else NodeCount
         found: int = counted.of(sum(one.num for one in chosen), sum(one.total for one in chosen))
         return found
 
