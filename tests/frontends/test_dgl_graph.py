@@ -15,7 +15,7 @@ from torch import nn
 
 import shardpass as sp
 from shardpass.errors import RefusedError
-from shardpass.frontends.dgl.counts import NodeCount, EdgeCount
+from shardpass.frontends.dgl.counts import EdgeCount, NodeCount
 from shardpass.testing.graphs import assignments, shard_in_memory
 from shardpass.testing.run import run
 
