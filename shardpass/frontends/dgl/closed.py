@@ -21,12 +21,13 @@ _ADVICE = (
         "edge_type_subgraph node_type_subgraph set_batch_num_nodes set_batch_num_edges",
     ),
     (
-        "ids are numbered per rank; graph.ndata[dgl.NID] and graph.edata[dgl.EID] hold the original ones",
+        "ids are numbered per rank; graph.ndata[dgl.NID] and graph.edata[dgl.EID] hold the original ones. Walk along "
+        "edges, or explain a model, in one process that has the whole graph",
         "all_edges edge_ids find_edges has_edges_between has_nodes in_edges out_edges predecessors successors "
         "filter_nodes filter_edges",
     ),
     (
-        "sample in one process, or use the whole graph",
+        "sample with shardpass.dgl.DataLoader, or in one process",
         "sample_etype_neighbors sample_labors sample_neighbors sample_neighbors_biased sample_neighbors_fused "
         "select_topk global_uniform_negative_sampling get_node_storage get_edge_storage",
     ),
