@@ -179,6 +179,17 @@ def _all_types(*reducers):
     return of(function)
 
 
+def _edges_of_all_types(m, g):
+    """Built-in functions of the edges of all types."""
+    g.apply_edges(fn.u_mul_v("x", "x", "s"))
+    g.apply_edges(fn.copy_e("w", "w"))
+    g.multi_update_all({kind: (fn.u_mul_e("x", "s", "m"), fn.mean("m", "out")) for kind in g.canonical_etypes}, "sum")
+    for wrong in ({"func": lambda e: {"s": e.src["x"]}}, {"func": fn.copy_u("x", "s"), "edges": torch.arange(1)}):
+        with pytest.raises((dgl.DGLError, UnboundLocalError)):
+            g.apply_edges(**wrong)
+    return {kind: g.nodes[kind].data["out"] for kind in g.dsttypes}
+
+
 class Rows(nn.Module):
     """Layers that take each row alone."""
 
@@ -214,6 +225,7 @@ CASES = {
        for reducer, cross in ((fn.sum, "min"), (fn.min, "min"), (fn.max, "sum"), (fn.mean, "stack"))},
     "functions of users": of(_functions),
     "one type": of(_one_type),
+    "apply_edges over all types": of(_edges_of_all_types),
     "update_all over all types": _all_types(fn.sum),
     "update_all over all types, extrema": _all_types(fn.max, fn.min),
     "HeteroLinear HeteroEmbedding": (Rows, lambda m, fields, edges: m(fields)),

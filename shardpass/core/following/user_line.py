@@ -16,6 +16,6 @@ def user_line(error: BaseException | None = None) -> str:
     folders.append(sysconfig.get_path("stdlib"))
     frames = traceback.extract_stack() if error is None else traceback.extract_tb(error.__traceback__)
     for frame in reversed(frames):
-        if not frame.filename.startswith((*folders, "<")):
+        if not frame.filename.startswith((*folders, "<")) and not frame.filename.endswith((".pyx", ".pxi")):
             return f"{frame.filename}:{frame.lineno}: {frame.line}"
     return "in a library"
