@@ -46,7 +46,7 @@ class ShardedDGLGraph(TypedGraph):
     """
 
     core: ShardedGraph | None = None
-    """The engine's graph that this stands for; `None` for a block and for a single edge type of several."""
+    """The engine's graph that this, or the graph of which it is an edge type, stands for; `None` for a block."""
 
     def __init__(
         self,
@@ -198,7 +198,6 @@ class ShardedDGLGraph(TypedGraph):
             key = wanted[0]
         kind = self.to_canonical_etype(key)
         other = self.copied_as(type(self))
-        other.core = self.core if len(self._edges) == 1 else None
         src, _, dst = kind
         other._sources, other._destinations = {src: self._sources[src]}, {dst: self._destinations[dst]}
         other._ntypes = [src, dst] if src != dst or self.is_block else [src]
@@ -353,7 +352,7 @@ class ShardedDGLGraph(TypedGraph):
 
 
 def _frame(part: Nodes | Edges, id_field: str) -> Frame:
-    frame = Frame(part.num, "nodes" if isinstance(part, Nodes) else "edges", part.fields)
+    frame = Frame(part.num, part.total, "nodes" if isinstance(part, Nodes) else "edges", part.fields)
     frame[id_field] = part.ids
     return frame
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardpass.core.ranks import Ranks, unfollowed
 from shardpass.frontends.dgl.closed import Closed
-from shardpass.frontends.dgl.counts import EdgeCount, NodeCount, NodeCounts
+from shardpass.frontends.dgl.counts import EdgeCount, InDegrees, NodeCount, NodeCounts
 from shardpass.frontends.dgl.private import ALL, is_all
 from shardpass.frontends.dgl.structure import CanonicalType, Edges, Nodes, NodeType
 
@@ -138,9 +138,9 @@ class TypedGraph(Closed):
 
     @unfollowed(0)
     def in_degrees(self, v: Any = ALL, etype: Any = None) -> Tensor:
-        """In-degrees of own destination nodes, ``[num_own]`` int64, or of the rows `v` of them."""
-        degrees = self._edges[self.to_canonical_etype(etype)].in_degrees
-        return degrees if is_all(v) else degrees[v]
+        """In-degrees of own destination nodes, ``[num_own]`` int64, or of the rows `v` of them; see `InDegrees`."""
+        edges = self._edges[self.to_canonical_etype(etype)]
+        return InDegrees.of(edges.in_degrees, edges.leaves_out) if is_all(v) else edges.in_degrees[v]
 
     @unfollowed(0)
     def out_degrees(self, u: Any = ALL, etype: Any = None) -> Tensor:

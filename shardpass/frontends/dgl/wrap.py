@@ -130,25 +130,34 @@ class _Method(OutermostCall):
         return super().is_known(module) or type(module).__module__.startswith(("dgl.nn.", "shardpass.frontends.dgl."))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        leaves = torch_private.tree_leaves((args, kwargs))
-        given = [*leaves, *vars(self.model).values()]  # a model may hold its graph
-        if self.method != "forward" and not any(isinstance(leaf, (ShardedGraph, ShardedDGLGraph)) for leaf in given):
-            return self._computed(*args, **kwargs)
-        if any(isinstance(leaf, DGLGraph) and not isinstance(leaf, ShardedDGLGraph) for leaf in leaves):
-            raise RefusedError(
-                f"{type(self.model).__name__} is wrapped, but was called with an ordinary DGLGraph: nodes of a sharded "
-                f"graph are numbered anew on every rank. Pass the graph that shardpass.load returned; for an ordinary "
-                f"graph, load the state_dict into a model that is not wrapped"
-            )
-        self._is_of_parts = any(isinstance(leaf, ShardedDGLGraph) and leaf.core is None for leaf in leaves)
         args, kwargs = torch_private.tree_map(self._graphs.of, (args, kwargs))
-        return self.run(self._computed, args, kwargs)
+        given = [*torch_private.tree_leaves((args, kwargs)), *self._held()]
+        given = [value for value in given if isinstance(value, DGLGraph)]
+        if self.method != "forward" and not any(isinstance(graph, ShardedDGLGraph) for graph in given):
+            return self._computed([], args, kwargs)
+        if not all(isinstance(graph, ShardedDGLGraph) for graph in given):
+            raise RefusedError(
+                f"{type(self.model).__name__} is wrapped, but was called with an ordinary DGLGraph or holds one: nodes "
+                f"of a sharded graph are numbered anew on every rank. Pass the graph that shardpass.load returned; for "
+                f"an ordinary graph, load the state_dict into a model that is not wrapped"
+            )
+        self._is_of_parts = any(graph.core is None for graph in given)
+        return self.run(self._computed, (given, args, kwargs), {})
+
+    def _held(self) -> list[Any]:
+        """What the model holds that is a graph, as in ``self.g``; those of the engine become DGL's. Collective."""
+        found = []
+        for module in self.model.modules():
+            for name, value in vars(module).items():
+                if isinstance(value, (ShardedGraph, DGLGraph)):
+                    vars(module)[name] = self._graphs.of(value)
+                    found.append(vars(module)[name])
+        return found
 
     def _follower(self) -> FollowRows | None:
         return None if self._is_of_parts else super()._follower()  # rows of a block stand for others
 
-    def _computed(self, *args: Any, **kwargs: Any) -> Any:
-        graphs = [leaf for leaf in torch_private.tree_leaves((args, kwargs)) if isinstance(leaf, ShardedDGLGraph)]
+    def _computed(self, graphs: list[ShardedDGLGraph], args: Any, kwargs: Any) -> Any:
         with EmptyRows() if any(graph.lacks_rows for graph in graphs) else nullcontext():
             try:
                 return getattr(type(self.model), self.method)(self.model, *args, **kwargs)
