@@ -143,8 +143,10 @@ def _applied_by_type(reducer, cross):
             apply = lambda n, lin=m.lins[kind[1]], name="ab"[place % 2]: {name: lin(n.data["out"].clamp(-3, 3))}  # noqa: E731
             each[kind] = (fn.u_mul_e("x", "w", "m"), reducer("m", "out"), *([apply] if place else []))
         g.multi_update_all(each, cross)
-        found = {kind: [g.nodes[kind].data[name] for name in ("out", "a", "b") if name in g.nodes[kind].data]
-                 for kind in g.ntypes}
+        found = {
+            kind: [g.nodes[kind].data[name] for name in ("out", "a", "b") if name in g.nodes[kind].data]
+            for kind in g.ntypes
+        }
         return {kind: torch.cat([rows.flatten(1) for rows in parts], 1) for kind, parts in found.items() if parts}
 
     return of(function)
@@ -232,7 +234,15 @@ CASES = {
 }  # fmt: skip
 
 
-ON_FULL = ("SAGEConv weighted", "mixed", "own aggregate", "update_all over", "multi_update_all of m", "apply functions by")
+ON_FULL = (
+    "SAGEConv weighted",
+    "mixed",
+    "own aggregate",
+    "update_all over",
+    "multi_update_all of m",
+    "apply functions by",
+    "apply_edges over",
+)
 
 
 def graph_of(name):

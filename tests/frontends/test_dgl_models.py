@@ -1,4 +1,4 @@
-"""The example models of DGL's repository run unchanged on a sharded graph, or are refused at the line that mixes rows."""
+"""The example models of DGL's repository run unchanged on a sharded graph, or are refused at their line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ import shardpass as sp
 from shardpass.errors import RefusedError
 from shardpass.testing import assignments, run, shard_hetero_in_memory, shard_in_memory
 
-from . import dgl_model_cases as models
+from . import dgl_attention_models as attention
+from . import dgl_models as models
 from .dgl_parity import EVERY_MODE, LOOPED, NUM_EDGES, assert_dgl_exact, edges, float64  # noqa: F401
 from .how_much import assert_exact_in
 from .test_dgl_hetero import ETYPES, FULL, typed_graph
@@ -78,23 +79,23 @@ def conv(make):
 
 CASES = {
     "GCN": (lambda: models.GCN(5, 6, 3), plain),
-    "GAT": (lambda: models.GAT(5, 4, 3, [2, 2]), plain),
-    "GATv2": (lambda: models.GAT(5, 4, 3, [2, 2], dnn.GATv2Conv), plain),
+    "GAT": (lambda: attention.GAT(5, 4, 3, [2, 2]), plain),
+    "GATv2": (lambda: attention.GAT(5, 4, 3, [2, 2], dnn.GATv2Conv), plain),
     **{f"GraphSAGE {a}": (lambda a=a: models.GraphSAGE(5, 6, 3, a), plain) for a in ("gcn", "mean", "pool")},
     "APPNP": (conv(lambda: dnn.APPNPConv(3, 0.1)), held),
     "SGC": (lambda: dnn.SGConv(5, 3, k=2, cached=True, bias=True), plain),
     "TAGCN": (conv(lambda: dnn.TAGConv(6, 6)), held),
     "ChebNet": (conv(lambda: dnn.ChebConv(6, 6, 2)), held),
-    "MoNet": (lambda: models.MoNet(None, 5, 6, 3, 2, 3), lambda m, g, i: held(m, g, {**i, "p": i["edge_attr"][:, :2]}, "p")),
+    "MoNet": (lambda: models.MoNet(None, 5, 6, 3, 3, 3), lambda m, g, i: held(m, g, i, "edge_attr")),
     "RGCN": (lambda: models.RGCN(5, 3, 3), typed_edges),
     "RGCN with an embedding of ids": (lambda: models.EmbeddedRGCN(NODES, 5, 3, 3), embedded),
-    "ogbn-arxiv GAT": (lambda: models.ArxivGAT(5, 3, 4, 2), plain),
-    "ogbn-proteins GAT": (lambda: models.ProteinsGAT(5, 3, 4, 2, 2, 3, 4), proteins),
+    "ogbn-arxiv GAT": (lambda: attention.ArxivGAT(5, 3, 4, 2), plain),
+    "ogbn-proteins GAT": (lambda: attention.ProteinsGAT(5, 3, 4, 2, 2, 3, 4), proteins),
     "ARMA": (lambda: models.ARMAConv(5, 3, 2, 2, nn.ReLU()), plain),
     "GCNII": (lambda: models.GCNII(5, 6, 3, 3), plain),
     **{f"JKNet {mode}": (lambda mode=mode: models.JKNet(5, 4, 3, mode), plain) for mode in ("cat", "max", "lstm")},
     "MixHop": (lambda: models.MixHopConv(5, 3), plain),
-    "GeniePath": (lambda: models.GeniePath(5, 3, 4, 2), plain),
+    "GeniePath": (lambda: attention.GeniePath(5, 3, 4, 2), plain),
     "DAGNN": (lambda: models.DAGNN(3, 5, 6, 4), plain),
     "GRAND": (lambda: models.GRAND(5, 6, 3).eval(), plain),
     "label propagation": (lambda: models.LabelPropagation(3, 0.7, "DAD"), propagated),
@@ -126,9 +127,12 @@ def _rgcn(m, fields, given):
     return m(typed_graph(given), {kind: fields[kind]["x"] for kind in FULL.num_nodes})
 
 
-_NUMBERS = {kind: place for place, kind in enumerate(FULL.num_nodes)}, {k[1]: place for place, k in enumerate(FULL.edges)}
+_NUMBERS = (
+    {kind: place for place, kind in enumerate(FULL.num_nodes)},
+    {k[1]: place for place, k in enumerate(FULL.edges)},
+)
 TYPED = {
-    "HGT": (lambda: models.HGT(*_NUMBERS, 5, 4, 3, 2, 2), _hgt),
+    "HGT": (lambda: attention.HGT(*_NUMBERS, 5, 4, 3, 2, 2), _hgt),
     "R-GCN layer of several types": (lambda: models.RelGraphConvLayer(5, 4, [k[1] for k in ETYPES], 2), _rgcn),
 }
 
@@ -194,9 +198,10 @@ def _called(call):
     return run_on
 
 
+_SUMS = "`sum` puts rows together"
 REFUSED = {
-    "correct": (models.CorrectAndSmooth, _called(corrected("correct")), r"float\(y_soft.sum\(\)\).*: `sum` puts rows together"),
-    "autoscale": (models.CorrectAndSmooth, _called(corrected("scaled", 7)), r"sigma = error\[mask\].*: `sum` puts rows together"),
+    "correct": (models.CorrectAndSmooth, _called(corrected("correct")), rf"float\(y_soft.sum.*{_SUMS}"),
+    "autoscale": (models.CorrectAndSmooth, _called(corrected("scaled", 7)), rf"sigma = .*{_SUMS}"),
     "GRACE": (lambda: models.Grace(5, 4), _called(plain), r"torch.mm\(z1, z2.t\(\)\).*over the nodes"),
     "DGI": (lambda: models.DGI(None, 5, 4), _called(held), r"features\[perm\].*takes rows by numbers that do not come"),
     "a changed graph": (lambda: models.TWIRLSLike(5), _called(plain), "add_self_loop.*before partitioning"),
@@ -204,7 +209,7 @@ REFUSED = {
         lambda: models.EmbeddedRGCN(NODES, 5, 3, 3), _called(unindexed),
         "one for each of the whole graph: use shardpass.NodeEmbedding",
     ),
-    "HAN": (lambda: models.HAN(5, 3, 2, 2), _metapaths, r"self.project\(z\).mean\(0\).*: `mean` puts rows together"),
+    "HAN": (lambda: attention.HAN(5, 3, 2, 2), _metapaths, r"self.project\(z\).mean\(0\).*: `mean` puts rows together"),
 }  # fmt: skip
 
 

@@ -51,7 +51,9 @@ def _sides(
     ends = {kind[2] for kind in edges}
     if ends & {kind[0] for kind in edges}:
         return nodes, nodes
-    return {kind: n for kind, n in nodes.items() if kind not in ends}, {kind: nodes[kind] for kind in nodes if kind in ends}
+    return {kind: n for kind, n in nodes.items() if kind not in ends}, {
+        kind: nodes[kind] for kind in nodes if kind in ends
+    }
 
 
 def node_type(kind: NodeType) -> NodeType:

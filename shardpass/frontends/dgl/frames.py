@@ -84,8 +84,8 @@ class Frame(LazyFields):
         if not value.dim() or rows != self.num_rows:
             ids = "graph.ndata[dgl.NID]" if self.what == "nodes" else "graph.edata[dgl.EID]"
             whole = (
-                f". It has one for each of the whole graph: use shardpass.NodeEmbedding(graph, width) for parameters of "
-                f"nodes, and tensor[{ids}] or a stored field for values"
+                f". It has one for each of the whole graph: use shardpass.NodeEmbedding(graph, width) for parameters "
+                f"of nodes, and tensor[{ids}] or a stored field for values"
             )
             raise DGLError(
                 f"Expect number of features to match number of {self.what} (len(u)). Got {rows} and {self.num_rows} "

@@ -262,7 +262,9 @@ class ShardedDGLGraph(TypedGraph):
         found = self._received(kind, message_func, reduce_func, apply_node_func)
         if is_extremum(reduce_func) and found:
             first = next(iter(found))
-            found[first] = without_infinity(found[first])  # after the apply function, and the first field only, as in DGL
+            found[first] = without_infinity(
+                found[first]
+            )  # after the apply function, and the first field only, as in DGL
         self._dst_frames[kind[2]].update(found)
 
     @unfollowed(0)
@@ -298,7 +300,9 @@ class ShardedDGLGraph(TypedGraph):
         """
         if etype is None and len(self._edges) > 1:
             if not is_builtin(func) or not is_all(edges):
-                raise DGLError("apply_edges over several edge types takes a built-in function of all edges: name an etype")
+                raise DGLError(
+                    "apply_edges over several edge types takes a built-in function of all edges: name an etype"
+                )
             for one in self._edges:
                 self._edge_frames[one].update(self._passing(one).per_edge(func))
             return
