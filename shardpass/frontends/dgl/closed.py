@@ -42,8 +42,15 @@ _ADVICE = (
     ("it belongs to its process", "shared_memory pin_memory_ unpin_memory_ record_stream"),
     ("set every row of the field instead", "set_n_initializer set_e_initializer"),
     ("ids are int64, and formats are the engine's own", "astype int long create_formats_ formats"),
-    ("pass the device to shardpass.connect(device=...)", "cpu to"),
-    ("a sharded graph is one graph; graph.num_edges() counts this rank's edges", "batch_num_edges"),
+    (
+        "pass the device to shardpass.connect(device=...), and walk over nodes in one process that has the whole graph",
+        "cpu to",
+    ),
+    (
+        "a sharded graph is one graph: graph.num_edges() counts this rank's edges, and shardpass.all_reduce_sum adds up "
+        "what each rank computes of them",
+        "batch_num_edges",
+    ),
 )
 
 

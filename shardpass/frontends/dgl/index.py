@@ -31,7 +31,10 @@ class LocalIndex(HeteroGraphIndex):
 
     def reverse(self) -> NoReturn:
         """Refused."""
-        raise refused("dgl.reverse", "for EdgeWeightNorm use the module in a wrapped model")
+        raise refused(
+            "the reversed graph (dgl.reverse, edge_softmax with norm_by='src')",
+            "reverse it before partitioning, or put the scores into messages; EdgeWeightNorm works in a wrapped model",
+        )
 
     def edge_subgraph(self, induced_edges: Any, preserve_nodes: bool) -> Any:
         """The index of some of the edges among the same nodes, for the softmax over these edges only."""
