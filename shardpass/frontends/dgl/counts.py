@@ -84,7 +84,8 @@ class InDegrees(Tensor):
     Layers raise ``if (graph.in_degrees() == 0).any()``, and a model may branch by it, which all ranks must do alike.
     """
 
-    any_is_zero: bool
+    any_is_zero: bool | None
+    """`None` once a model has written into them."""
     asks: bool
     """Whether the entries say which degrees are zero."""
 
@@ -97,14 +98,18 @@ class InDegrees(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        first, name = args[0] if args else None, getattr(func, "__name__", "")
+        degrees, name = args[0] if args else None, getattr(func, "__name__", "")
         with torch_private.DisableTorchFunctionSubclass():
-            if isinstance(first, InDegrees) and first.asks and name == "any" and len(args) == 1 and not kwargs:
-                return torch.tensor(first.any_is_zero, device=first.device)
+            if not isinstance(degrees, InDegrees) or degrees.any_is_zero is None:
+                return func(*args, **(kwargs or {}))
+            if degrees.asks and name == "any" and len(args) == 1 and not kwargs:
+                return torch.tensor(degrees.any_is_zero, device=degrees.device)
             out = func(*args, **(kwargs or {}))
-            if isinstance(first, InDegrees) and not first.asks and name in ("eq", "__eq__") and args[1:] == (0,):
-                return InDegrees.of(out, first.any_is_zero, asks=True)
-        return out.as_subclass(Tensor) if type(out) is InDegrees and out is not first else out
+            if out is degrees or name == "__setitem__":
+                degrees.any_is_zero = None
+            elif name in ("eq", "__eq__") and not degrees.asks and args[1:] == (0,):
+                return InDegrees.of(out, degrees.any_is_zero, asks=True)
+            return out
 
 
 _SIZES = ("ones", "zeros", "full", "new_ones", "new_zeros", "new_full")
