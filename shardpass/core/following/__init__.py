@@ -7,5 +7,6 @@ from shardpass.core.following.follow import FollowRows, unfollowed_anywhere
 from shardpass.core.following.functions import FollowFunctions
 from shardpass.core.following.known import known_modules
 from shardpass.core.following.row_count import OwnCount, RowCount
+from shardpass.core.following.user_line import user_line
 
-__all__ = ["FollowFunctions", "FollowRows", "OwnCount", "RowCount", "known_modules", "unfollowed_anywhere"]
+__all__ = ["FollowFunctions", "FollowRows", "OwnCount", "RowCount", "known_modules", "unfollowed_anywhere", "user_line"]
