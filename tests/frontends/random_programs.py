@@ -114,7 +114,8 @@ LINES = _lines(
     "hub = degree(ei[1], x.size(0)) > 6\n        h = torch.where(hub.unsqueeze(1), h, h.tanh())",
     "h = h + scatter(h[ei[0]] * w.unsqueeze(1), ei[1], dim=0, dim_size=h.size(0), reduce='mean')",
     "h = h + torch.zeros_like(h).index_add_(0, ei[1], h[ei[0]] * ea[:, :1])",
-    "alpha = softmax((h[ei[0]] * h[ei[1]]).sum(-1), ei[1], num_nodes=h.size(0))\n        h = scatter(alpha.unsqueeze(-1) * h[ei[0]], ei[1], 0, h.size(0))",
+    "alpha = softmax((h[ei[0]] * h[ei[1]]).sum(-1), ei[1], num_nodes=h.size(0))\n"
+    "        h = scatter(alpha.unsqueeze(-1) * h[ei[0]], ei[1], 0, h.size(0))",
     "h = h + global_mean_pool(h, batch)",
     "h = h * (1 + global_max_pool(h, batch).tanh())",
     "h = h - F.one_hot(y, 4).to(h).repeat(1, 2)",
