@@ -108,8 +108,8 @@ class DistributedBatchNorm(OnRanks, nn.BatchNorm1d):
         if self.comm is not None and self.comm.row_dim(input) == 1:
             raise RefusedError(
                 f"{user_line()}: BatchNorm takes dimension 1 for channels, but there this input {list(input.shape)} "
-                f"has the nodes: it would have a weight and statistics for each node, and a rank has some nodes only, in "
-                f"another order. Bring the features into dimension 1"
+                f"has the nodes: it would have a weight and statistics for each node, and a rank has some nodes only, "
+                f"in another order. Bring the features into dimension 1"
             )
         if input.shape[1] != self.num_features:
             raise ValueError(
