@@ -134,6 +134,18 @@ def _functions(m, g):
     return {kind: g.nodes[kind].data["out"] for kind in g.ntypes}
 
 
+def _without_edges(m, g):
+    """A type that has no edges takes part with zeros. DGL has no gradient there under max and min."""
+    outs = {kind: [g.nodes[kind].data["x"]] for kind in g.dsttypes}
+    with torch.no_grad():
+        for reducer, cross in ((fn.max, "max"), (fn.max, "min"), (fn.min, "max"), (fn.min, "min"), (fn.min, "sum")):
+            each = {kind: (fn.u_mul_e("x", "w", "m"), reducer("m", "out")) for kind in ETYPES}
+            g.multi_update_all(each, cross)
+            for kind, found in outs.items():
+                found.append(g.nodes[kind].data["out"])
+    return {kind: torch.cat(found, 1) for kind, found in outs.items()}
+
+
 def _applied_by_type(reducer, cross):
     """Apply functions by type see what was reduced; only what they return is merged, and stored."""
 
@@ -225,6 +237,7 @@ CASES = {
                                    apply_node_func=lambda n: {"out": n.data["out"] + n.data["x"]}),
     **{f"apply functions by type {cross}": _applied_by_type(reducer, cross)
        for reducer, cross in ((fn.sum, "min"), (fn.min, "min"), (fn.max, "sum"), (fn.mean, "stack"))},
+    "extrema without edges": of(_without_edges),
     "functions of users": of(_functions),
     "one type": of(_one_type),
     "apply_edges over all types": of(_edges_of_all_types),
@@ -235,14 +248,9 @@ CASES = {
 
 
 ON_FULL = (
-    "SAGEConv weighted",
-    "mixed",
-    "own aggregate",
-    "update_all over",
-    "multi_update_all of m",
-    "apply functions by",
+    "SAGEConv weighted", "mixed", "own aggregate", "update_all over", "multi_update_all of m", "apply functions by",
     "apply_edges over",
-)
+)  # fmt: skip
 
 
 def graph_of(name):

@@ -133,7 +133,7 @@ _NUMBERS = (
 )
 TYPED = {
     "HGT": (lambda: attention.HGT(*_NUMBERS, 5, 4, 3, 2, 2), _hgt),
-    "R-GCN layer of several types": (lambda: models.RelGraphConvLayer(5, 4, [k[1] for k in ETYPES], 2), _rgcn),
+    "R-GCN layer of several types": (lambda: attention.RelGraphConvLayer(5, 4, [k[1] for k in ETYPES], 2), _rgcn),
 }
 
 
