@@ -47,8 +47,8 @@ _ADVICE = (
         "cpu to",
     ),
     (
-        "a sharded graph is one graph: graph.num_edges() counts this rank's edges, and shardpass.all_reduce_sum adds up "
-        "what each rank computes of them",
+        "a sharded graph is one graph: graph.num_edges() counts this rank's edges, and shardpass.all_reduce_sum adds "
+        "up what each rank computes of them",
         "batch_num_edges",
     ),
 )
