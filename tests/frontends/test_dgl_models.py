@@ -204,10 +204,14 @@ REFUSED = {
     "autoscale": (models.CorrectAndSmooth, _called(corrected("scaled", 7)), rf"sigma = .*{_SUMS}"),
     "GRACE": (lambda: models.Grace(5, 4), _called(plain), r"torch.mm\(z1, z2.t\(\)\).*over the nodes"),
     "DGI": (lambda: models.DGI(None, 5, 4), _called(held), r"features\[perm\].*takes rows by numbers that do not come"),
+    "label propagation of classes": (
+        lambda: models.LabelPropagation(3, 0.7, "DAD"), _called(lambda m, g, i: m(g, (i["x"][:, 1] > 0).long())),
+        "F.one_hot.*without num_classes takes the largest number that the nodes of this rank have",
+    ),
     "a changed graph": (lambda: models.TWIRLSLike(5), _called(plain), "add_self_loop.*before partitioning"),
     "an embedding of all nodes": (
         lambda: models.EmbeddedRGCN(NODES, 5, 3, 3), _called(unindexed),
-        "one for each of the whole graph: use shardpass.NodeEmbedding",
+        "has an entry for each of the nodes.* Use shardpass.NodeEmbedding",
     ),
     "HAN": (lambda: attention.HAN(5, 3, 2, 2), _metapaths, r"self.project\(z\).mean\(0\).*: `mean` puts rows together"),
 }  # fmt: skip
