@@ -43,7 +43,9 @@ def one_rank():
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_member_that_is_not_offered_says_what_to_do(name):
     g = one_rank()
-    with pytest.raises(ClosedMemberError, match=rf"test_dgl_closed.py:\d+: .*DGLGraph\.{name} is not available on a sharded graph.*: ."):
+    with pytest.raises(
+        ClosedMemberError, match=rf"test_dgl_closed.py:\d+: .*DGLGraph\.{name} is not available on a sharded graph.*: ."
+    ):
         getattr(g, name)
     assert not hasattr(g, name) and getattr(g, name, None) is None
     assert advice_for(name) != advice_for("no such member"), "give it an advice of its own"

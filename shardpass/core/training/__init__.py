@@ -5,7 +5,6 @@ statistics; otherwise the room knows no edges.
 """
 
 from shardpass.core.training.checkpoint import load_checkpoint, save_checkpoint
-from shardpass.core.training.checkpoint_file import digest
 from shardpass.core.training.gradients import (
     alike,
     clip_grad_norm,
@@ -19,6 +18,7 @@ from shardpass.core.training.norm import BATCH_NORMS, DistributedBatchNorm, glob
 from shardpass.core.training.objective import accuracy, cross_entropy, mean, note_objective, replicated, sum, total
 from shardpass.core.training.shared_copy import follow, shared_copy
 from shardpass.core.training.statistics import row_moments, shifted, total_rows
+from shardpass.core.training.verified_file import digest, read_verified, write_verified
 
 __all__ = [
     "BATCH_NORMS",
@@ -35,6 +35,7 @@ __all__ = [
     "mean",
     "note_forward",
     "note_objective",
+    "read_verified",
     "refuse_as_built",
     "replace_batch_norms",
     "replicated",
@@ -47,4 +48,5 @@ __all__ = [
     "sync_parameters",
     "total",
     "total_rows",
+    "write_verified",
 ]
