@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from shardpass.connection import connect, spawn
-from shardpass.core.graphs import NodeEmbedding, ShardedGraph, ShardedHeteroGraph, gather
+from shardpass.core.graphs import NodeEmbedding, ShardedGraph, ShardedHeteroGraph, gather, node_ids, rows
 from shardpass.core.inference import infer
 from shardpass.core.memory import offload
 from shardpass.core.ranks import Options, all_reduce_sum, seed
@@ -50,10 +50,12 @@ __all__ = [
     "load",
     "load_checkpoint",
     "mean",
+    "node_ids",
     "offload",
     "partition",
     "plan",
     "replicated",
+    "rows",
     "save_checkpoint",
     "seed",
     "spawn",

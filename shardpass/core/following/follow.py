@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from shardpass.core.following.marks import Marks
 from shardpass.core.following.operation import Operation, needs_values
 from shardpass.core.following.origin import Origin
-from shardpass.core.following.refusals import check_plain
+from shardpass.core.following.refusals import NUMBERS, check_plain, refusal
 from shardpass.core.following.rows import Rows
 from shardpass.core.following.user_line import user_line
 from shardpass.core.ranks import RowSet, torch_private
@@ -138,7 +138,14 @@ class FollowRows(torch_private.TorchDispatchMode):
         if mixture is not None and (rows or needs_values(func)):
             raise mixture.refusal()
         before = self._copies(leaves, rows) if rows and torch_private.is_mutable(func) else {}
-        out = func(*args, **kwargs)
+        try:
+            out = func(*args, **kwargs)
+        except IndexError as error:
+            if not rows:
+                raise
+            of = next(iter(rows.values())).of
+            what = f"`{func.overloadpacket.__name__}` takes rows by numbers that do not come from the graph ({error})"
+            raise refusal(f"{what}, over the {of.name}", NUMBERS) from error
         outs = [leaf for leaf in torch_private.tree_leaves(out) if isinstance(leaf, Tensor)]
         if rows:
             Operation(self.marks, func, leaves, structure, rows, outs, before, self.in_pieces).follow()
@@ -159,6 +166,20 @@ class FollowRows(torch_private.TorchDispatchMode):
             raise RefusedError(f"{user_line()}: expected a row for each of the {of.name}, found {rows.of.name}")
         if origin is not None and rows is None and tensor.dim() and tensor.size(0) == of.count:
             check_plain(origin, tensor, 0, of)
+
+    def set_of_ids(self, ids: Tensor) -> RowSet:
+        """What the rows are that are fetched by node ids of the whole graph. Refuse numbers of own rows."""
+        self.marks.check_result(ids)
+        self.marks.adopt([ids])
+        found = self.marks.rows.get(ids)
+        if found is None or not found.fit(ids):
+            return RowSet.fetched(ids.size(0))
+        if found.points_to is not None:
+            raise RefusedError(
+                f"{user_line()}: expected node ids of the whole graph, found numbers of rows of this rank. "
+                f"graph.node_ids has the id of each own node"
+            )
+        return found.of
 
     def _operands(self, leaves: list[Any]) -> dict[int, Rows]:
         self.marks.adopt(leaves)

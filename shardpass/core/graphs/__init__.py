@@ -3,11 +3,14 @@
 This room describes a graph and the edge lists that are derived from it. It does not aggregate messages.
 """
 
+from shardpass.core.graphs.any_rows import rows
 from shardpass.core.graphs.batch_index import BatchIndex
+from shardpass.core.graphs.directory import NodeDirectory, directory_of
 from shardpass.core.graphs.edge_index import ShardedEdgeIndex
 from shardpass.core.graphs.embedding import NodeEmbedding, OwnRows, node_embeddings
 from shardpass.core.graphs.graph import LoadedGraphs, OwnFields, Relation, ShardedGraph, build_relation, gather
 from shardpass.core.graphs.hetero_graph import ShardedHeteroGraph
+from shardpass.core.graphs.node_ids import NodeIds, node_ids
 from shardpass.core.graphs.readout import all_rows, reduce_rows
 from shardpass.core.graphs.reverse import ReversedEdges, reversed_edges
 from shardpass.core.graphs.union import Piece, union
@@ -15,7 +18,9 @@ from shardpass.core.graphs.union import Piece, union
 __all__ = [
     "BatchIndex",
     "LoadedGraphs",
+    "NodeDirectory",
     "NodeEmbedding",
+    "NodeIds",
     "OwnFields",
     "OwnRows",
     "Piece",
@@ -26,9 +31,12 @@ __all__ = [
     "ShardedHeteroGraph",
     "all_rows",
     "build_relation",
+    "directory_of",
     "gather",
     "node_embeddings",
+    "node_ids",
     "reduce_rows",
     "reversed_edges",
+    "rows",
     "union",
 ]

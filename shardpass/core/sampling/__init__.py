@@ -4,7 +4,7 @@ This room computes with ids and tensors. The frontends make batches of PyG or DG
 """
 
 from shardpass.core.sampling.drawing import keys_of, uniforms
-from shardpass.core.sampling.fetch import IDS, global_ids
+from shardpass.core.sampling.fetch import IDS
 from shardpass.core.sampling.loader import EpochLoader, Sampler, Settings
 from shardpass.core.sampling.neighbours import Drawer
 from shardpass.core.sampling.sample import Sample, sample
@@ -20,7 +20,6 @@ __all__ = [
     "Sampler",
     "Seeds",
     "Settings",
-    "global_ids",
     "in_edges",
     "is_short",
     "keys_of",
