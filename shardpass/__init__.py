@@ -8,6 +8,7 @@ from shardpass.core.inference import infer
 from shardpass.core.memory import offload
 from shardpass.core.ranks import Options, all_reduce_sum, seed
 from shardpass.core.ranks import Ranks as Communicator
+from shardpass.core.sampling import negative_sampling
 from shardpass.core.training import (
     accuracy,
     clip_grad_norm,
@@ -50,6 +51,7 @@ __all__ = [
     "load",
     "load_checkpoint",
     "mean",
+    "negative_sampling",
     "node_ids",
     "offload",
     "partition",

@@ -1,4 +1,4 @@
-"""Messages without a halo plan: ids sorted by owner, and several arrays or rows of several tensors in one collective."""
+"""Messages without a halo plan: ids sorted by owner; several arrays, or rows of several tensors, as one message."""
 
 from __future__ import annotations
 

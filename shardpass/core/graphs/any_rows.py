@@ -71,9 +71,9 @@ def _check(h: Any, ids: Any, num_own: int, total: int) -> None:
         raise ValueError(f"rows: ids are a plain tensor of node ids, found a {type(ids).__name__}")
     if ids.dtype == torch.bool:
         raise ValueError("rows: ids is a mask, and expected are node ids; own rows are picked by h[mask]")
-    if ids.numel() and not (0 <= int(ids.min()) and int(ids.max()) < total):
-        bad = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
-        raise ValueError(f"rows: there is no node {bad}; node ids of the whole graph are in [0, {total})")
+    bad = ids[(ids < 0) | (ids >= total)]
+    if len(bad):
+        raise ValueError(f"rows: there is no node {int(bad[0])}; node ids of the whole graph are in [0, {total})")
 
 
 def _moved(

@@ -18,8 +18,8 @@ from shardpass.core.sharding import NodeType
 from shardpass.errors import RefusedError
 
 _REARRANGES = frozenset(
-    "__getitem__ select index_select unbind view reshape flatten squeeze unsqueeze t T flip chunk split contiguous clone "
-    "detach long cpu cuda view_as alias".split()
+    "__getitem__ select index_select unbind view reshape flatten squeeze unsqueeze t T flip chunk split contiguous "
+    "clone detach long cpu cuda view_as alias".split()
 )
 _JOINS = frozenset("cat concat stack".split())
 _READS = frozenset("eq ne __eq__ __ne__ tolist numpy equal".split())

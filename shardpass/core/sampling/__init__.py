@@ -6,6 +6,7 @@ This room computes with ids and tensors. The frontends make batches of PyG or DG
 from shardpass.core.sampling.drawing import keys_of, uniforms
 from shardpass.core.sampling.fetch import IDS
 from shardpass.core.sampling.loader import EpochLoader, Sampler, Settings
+from shardpass.core.sampling.negatives import negative_sampling
 from shardpass.core.sampling.neighbours import Drawer
 from shardpass.core.sampling.sample import Sample, sample
 from shardpass.core.sampling.seeds import Seeds, is_short
@@ -23,6 +24,7 @@ __all__ = [
     "in_edges",
     "is_short",
     "keys_of",
+    "negative_sampling",
     "sample",
     "share_structure",
     "source_of",

@@ -13,7 +13,7 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.sampler import NegativeSampling
 
 from shardpass.core.graphs import ShardedGraph, directory_of
-from shardpass.core.ranks import Ranks, derive_seed
+from shardpass.core.ranks import derive_seed
 from shardpass.core.sampling import SampledSource, Seeds, keys_of, uniforms
 from shardpass.core.sharding import EdgeType
 from shardpass.core.training import digest
