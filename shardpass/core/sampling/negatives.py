@@ -8,6 +8,7 @@ too few, all are found. Each rank asks the owners of destinations about its shar
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -98,7 +99,8 @@ class _KnownEdges:
         self.by_type: dict[EdgeType, _Edges] = {}
 
 
-class _Pairs(NamedTuple):
+@dataclass(frozen=True)
+class _Pairs:
     """All pairs of nodes of two types, numbered from 0.
 
     Args:
@@ -118,8 +120,8 @@ class _Pairs(NamedTuple):
         known = graph.comm.caches.of(_KnownEdges, graph).by_type
         if kind not in known:
             known[kind] = _edges_of(graph, kind)
-        ends = (graph.ownership[end].num_total for end in kind[::2])
-        pairs = cls(kind, *ends, known[kind])
+        num_src, num_dst = (graph.ownership[end].num_total for end in kind[::2])
+        pairs = cls(kind, num_src, num_dst, known[kind])
         if pairs.count >= 2**62:
             raise ValueError(f"negative_sampling: {pairs.count} pairs of nodes are more than can be numbered")
         return pairs
