@@ -88,7 +88,7 @@ class OutermostCall:
         if forward is None or forward.rows is not None or (follower := self._follower()) is None:
             return function(*args, **kwargs)
         leaves = torch_private.tree_leaves((args, kwargs))
-        follower.marks.known += [ids.row_set for ids in leaves if isinstance(ids, NodeIds)]  # labels go with them
+        follower.marks.known += {ids.row_set for ids in leaves if isinstance(ids, NodeIds)}  # labels go with them
         forward.rows = follower
         try:
             with (

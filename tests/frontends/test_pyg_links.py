@@ -1,0 +1,229 @@
+"""Link prediction on the whole graph: PyG's autoencoders, DGI and decoders, against plain PyG with the same pairs."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+pytest.importorskip("torch_geometric")
+
+import torch.nn.functional as F
+import torch_geometric.nn as gnn
+from torch import nn
+
+import shardpass as sp
+from shardpass.errors import RefusedError
+from shardpass.testing import assignments, run, shard_in_memory
+
+from .model_cases import Variational
+from .pyg_cases import GRAPH
+
+N = GRAPH.num_nodes
+PAIRS = torch.randint(0, N, (2, 4, 37), generator=torch.Generator().manual_seed(3))
+POS, NEG = PAIRS[:, 0], PAIRS[:, 1]
+ORDER = torch.randperm(N, generator=torch.Generator().manual_seed(4))
+
+
+class Decoder(nn.Module):
+    """An MLP on both ends, as a user writes it."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlp = gnn.MLP([8, 6, 1], norm="batch_norm", plain_last=False)
+
+    def forward(self, z, edge_label_index, sigmoid=True):
+        src, dst = edge_label_index
+        value = self.mlp(torch.cat([z[src], z[dst]], dim=-1)).view(-1)
+        return value.sigmoid() if sigmoid else value
+
+
+class Net(nn.Module):
+    """The encoder and decoder of PyG's example of link prediction, with the loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = gnn.GCNConv(5, 4)
+
+    def encode(self, x, edge_index):
+        return self.conv(x, edge_index).relu()
+
+    def decode(self, z, edge_label_index):
+        return (z[edge_label_index[0]] * z[edge_label_index[1]]).sum(dim=-1)
+
+    def forward(self, x, edge_index, edge_label_index):
+        return self.decode(self.encode(x, edge_index), edge_label_index)
+
+
+def bce(scores, labels, comm):
+    losses = F.binary_cross_entropy_with_logits(scores, labels, reduction="none")
+    return losses.mean() if comm is None else sp.mean(losses, None, comm)
+
+
+def net(model, x, graph, pos, neg, comm):
+    """Labels beside pairs; the decoder as a method that is called from outside."""
+    pairs = torch.cat([pos, neg], dim=1)
+    labels = torch.cat([torch.ones(pos.size(1)), torch.zeros(neg.size(1))]).double()
+    z = model.encode(x, graph if comm is None else graph.edge_index)
+    return bce(model(x, graph, pairs), labels, comm) + bce(model.decode(z, pairs), labels, comm)
+
+
+def infomax(model, x, graph, pos, neg, comm):
+    ids = ORDER if comm is None else sp.node_ids(graph, ORDER[graph.node_ids])
+    model.corruption = lambda x, edge_index: (x[ids], edge_index)
+    if comm is None:
+        model.summary = lambda z, *args: z.mean(0).sigmoid()
+    else:
+        model.summary = lambda z, *args: gnn.global_mean_pool(z, graph.batch).sigmoid()
+    return model.loss(*model(x, graph))
+
+
+LOSSES = {
+    "GAE": (lambda: gnn.GAE(gnn.GCN(5, 8, 2, 4)), lambda m, x, g, p, n, c: m.recon_loss(m.encode(x, g), p, n)),
+    "GAE of the graph": (
+        lambda: gnn.GAE(gnn.GCN(5, 8, 2, 4)),
+        lambda m, x, g, p, n, c: m.recon_loss(m.encode(x, g), g, n),
+    ),
+    "VGAE": (
+        lambda: gnn.VGAE(Variational()).eval(),
+        lambda m, x, g, p, n, c: m.recon_loss(m.encode(x, g), p, n) + m.kl_loss() / N,
+    ),
+    "GAE decoder": (
+        lambda: gnn.GAE(gnn.GCN(5, 8, 2, 4), Decoder()),
+        lambda m, x, g, p, n, c: m.recon_loss(m.encode(x, g), p, n),
+    ),
+    "own classes": (Net, net),
+    "LightGCN": (
+        lambda: gnn.LightGCN(N, 5, 2),
+        lambda m, x, g, p, n, c: bce(m(g, torch.cat([p, n], 1)), torch.ones(p.size(1) + n.size(1)).double(), c),
+    ),
+    "SignedGCN": (
+        lambda: gnn.SignedGCN(5, 8, 2),
+        lambda m, x, g, p, n, c: bce(m.discriminate(m(x, g, g), p)[:, 0], torch.ones(p.size(1)).double(), c),
+    ),
+    "DeepGraphInfomax": (lambda: gnn.DeepGraphInfomax(4, gnn.GCN(5, 8, 2, 4), None, None), infomax),
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_over_pairs_are_those_of_the_whole_graph(name, ranks):
+    make, loss_of = LOSSES[name]
+    torch.manual_seed(0)
+    plain = make().double()
+    whole, x = copy.deepcopy(plain), GRAPH.node["x"].clone().requires_grad_()
+    expected = loss_of(whole, x, GRAPH.edge_index, POS, NEG, None)
+    expected.backward()
+
+    def work(comm, owners):
+        graph = shard_in_memory(GRAPH, owners, comm)
+        model = copy.deepcopy(plain)
+        if name == "LightGCN":
+            model.embedding = sp.NodeEmbedding(graph, 5).double()
+            model.embedding.weight.data = plain.embedding.weight.data[graph.node_ids].clone()
+        model = sp.pyg.wrap(model, comm)
+        own = graph.x.clone().requires_grad_()
+        ends = [sp.node_ids(graph, pairs[:, comm.rank :: comm.size]) for pairs in (POS, NEG)]
+        loss = loss_of(model, own, graph, *ends, comm)
+        loss.backward()
+        sp.sync_gradients(model, comm)
+        return loss.detach(), own.grad, [(n, p.grad) for n, p in model.named_parameters()], graph.node_ids
+
+    for owners in assignments(N, ranks, GRAPH.edge_index).values():
+        for loss, grad, grads, ids in run(lambda comm, owners=owners: work(comm, owners), ranks):
+            torch.testing.assert_close(loss, expected.detach(), rtol=0, atol=1e-10)
+            if x.grad is not None:
+                torch.testing.assert_close(grad, x.grad[ids], rtol=0, atol=1e-10)
+            for (key, mine), parameter in zip(grads, whole.parameters()):
+                theirs = parameter.grad[ids] if name == "LightGCN" and key.startswith("embedding") else parameter.grad
+                torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-10)
+
+
+def test_metrics_of_an_autoencoder():
+    pytest.importorskip("sklearn")
+    torch.manual_seed(0)
+    plain = gnn.GAE(gnn.GCN(5, 8, 2, 4)).double()
+    expected = plain.test(plain.encode(GRAPH.node["x"], GRAPH.edge_index), POS, NEG)
+
+    def work(comm):
+        graph = shard_in_memory(GRAPH, torch.arange(N) % 3, comm)
+        model = sp.pyg.wrap(copy.deepcopy(plain), comm)
+        ends = [sp.node_ids(graph, pairs[:, comm.rank :: 3]) for pairs in (POS, NEG)]
+        return model.test(model.encode(graph.x, graph), *ends)
+
+    for found in run(work, 3):
+        assert found == pytest.approx(expected, abs=1e-12)
+
+
+def test_an_autoencoder_draws_its_own_negatives():
+    """They differ from call to call. Those of a seed are the same on any number of ranks."""
+
+    def work(comm):
+        graph = shard_in_memory(GRAPH, torch.arange(N) % comm.size, comm)
+        with sp.seed(0, comm):
+            model = gnn.GAE(gnn.GCN(5, 8, 2, 4)).double()
+        model = sp.pyg.wrap(model, comm)
+        z = model.encode(graph.x, graph)
+        negatives = sp.node_ids(graph, sp.negative_sampling(graph, seed=7))
+        return model.recon_loss(z, graph, negatives).detach(), model.recon_loss(z, graph).detach()
+
+    (alone, drawn), (shared, _), *_ = run(work, 1) + run(work, 3)
+    torch.testing.assert_close(alone, shared, rtol=0, atol=1e-10)
+    assert 0.2 < drawn < 20
+
+
+class Centred(Decoder):
+    def forward(self, z, edge_label_index, sigmoid=True):
+        value = super().forward(z, edge_label_index, sigmoid)
+        return value - value.mean()
+
+
+def shuffled(x, edge_index):
+    return x[torch.randperm(x.size(0))], edge_index
+
+
+REFUSED = {
+    "a decoder that averages": (
+        lambda: gnn.GAE(gnn.GCN(5, 8, 2, 4), Centred()),
+        lambda m, g, ids: m.recon_loss(m.encode(g.x, g), ids, ids),
+        r"test_pyg_links.py:\d+: return value - value.mean\(\): `mean` puts rows together, over the fetched rows",
+    ),
+    "plain ids": (
+        Net,
+        lambda m, g, ids: m(g.x, g, POS),
+        r"test_pyg_links.py:\d+: return \(z\[edge_.*do not come from the graph.*shardpass.node_ids\(graph, ids\)",
+    ),
+    "plain ids of GAE": (
+        lambda: gnn.GAE(gnn.GCN(5, 8, 2, 4)),
+        lambda m, g, ids: m.recon_loss(m.encode(g.x, g), POS, ids),
+        r"`edge_index` must be left out, be the graph, or come from shardpass.node_ids\(graph, ids\)",
+    ),
+    "negatives of pairs": (
+        lambda: gnn.GAE(gnn.GCN(5, 8, 2, 4)),
+        lambda m, g, ids: m.recon_loss(m.encode(g.x, g), ids),
+        r"draws pairs that are not among pos_edge_index.*shardpass.negative_sampling\(graph\)",
+    ),
+    "own nodes shuffled": (
+        lambda: gnn.DeepGraphInfomax(4, gnn.GCN(5, 8, 2, 4), lambda z, *args: z[:, 0], shuffled),
+        lambda m, g, ids: m(g.x, g),
+        r"test_pyg_links.py:\d+: return x\[torch.randperm.*do not come from the graph.*shardpass.node_ids",
+    ),
+    "own nodes averaged": (
+        lambda: gnn.DeepGraphInfomax(4, gnn.GCN(5, 8, 2, 4), lambda z, *args: z.mean(0), lambda x, e: (x * 2, e)),
+        lambda m, g, ids: m(g.x, g),
+        r"test_pyg_links.py:\d+: .*`mean` puts rows together, over the nodes",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_mixes_is_refused_at_its_line(name):
+    make, call, words = REFUSED[name]
+
+    def work(comm):
+        graph = shard_in_memory(GRAPH, torch.arange(N) % 2, comm)
+        with pytest.raises(RefusedError, match=words):
+            call(sp.pyg.wrap(make().double(), comm), graph, sp.node_ids(graph, POS))
+
+    run(work, 2)
