@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import runpy
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from shardpass.testing import assignments, run, shard_in_memory
 from .model_cases import Variational
 from .pyg_cases import GRAPH
 
+EXAMPLE = runpy.run_path(str(Path(__file__).resolve().parents[2] / "examples" / "link_prediction.py"))
 N = GRAPH.num_nodes
 PAIRS = torch.randint(0, N, (2, 4, 37), generator=torch.Generator().manual_seed(3))
 POS, NEG = PAIRS[:, 0], PAIRS[:, 1]
@@ -40,7 +43,7 @@ class Decoder(nn.Module):
 
 
 class Net(nn.Module):
-    """The encoder and decoder of PyG's example of link prediction, with the loss."""
+    """The encoder and decoder of PyG's example of link prediction, with its methods."""
 
     def __init__(self):
         super().__init__()
@@ -94,6 +97,10 @@ LOSSES = {
         lambda m, x, g, p, n, c: m.recon_loss(m.encode(x, g), p, n),
     ),
     "own classes": (Net, net),
+    "the example": (
+        lambda: EXAMPLE["Net"](5),
+        lambda m, x, g, p, n, c: bce(m(x, g, p), torch.ones(p.size(1)).double(), c),
+    ),
     "LightGCN": (
         lambda: gnn.LightGCN(N, 5, 2),
         lambda m, x, g, p, n, c: bce(m(g, torch.cat([p, n], 1)), torch.ones(p.size(1) + n.size(1)).double(), c),
