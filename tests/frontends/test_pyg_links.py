@@ -17,16 +17,22 @@ from torch import nn
 
 import shardpass as sp
 from shardpass.errors import RefusedError
-from shardpass.testing import assignments, run, shard_in_memory
+from shardpass.testing import (
+    assignments,
+    awkward_hetero_graph,
+    hetero_assignments,
+    run,
+    shard_hetero_in_memory,
+    shard_in_memory,
+)
 
 from .model_cases import Variational
 from .pyg_cases import GRAPH
 
 EXAMPLE = runpy.run_path(str(Path(__file__).resolve().parents[2] / "examples" / "link_prediction.py"))
-N = GRAPH.num_nodes
+N, TYPES = GRAPH.num_nodes, awkward_hetero_graph()
 PAIRS = torch.randint(0, N, (2, 4, 37), generator=torch.Generator().manual_seed(3))
 POS, NEG = PAIRS[:, 0], PAIRS[:, 1]
-ORDER = torch.randperm(N, generator=torch.Generator().manual_seed(4))
 
 
 class Decoder(nn.Module):
@@ -73,11 +79,14 @@ def net(model, x, graph, pos, neg, comm):
 
 
 def infomax(model, x, graph, pos, neg, comm):
-    ids = ORDER if comm is None else sp.node_ids(graph, ORDER[graph.node_ids])
-    model.corruption = lambda x, edge_index: (x[ids], edge_index)
+    def order():
+        return torch.randperm(N, generator=torch.Generator().manual_seed(4))
+
     if comm is None:
+        model.corruption = lambda x, edge_index: (x[order()], edge_index)
         model.summary = lambda z, *args: z.mean(0).sigmoid()
     else:
+        model.corruption = lambda x, edge_index: (sp.rows(graph, x, order()[graph.node_ids]), edge_index)
         model.summary = lambda z, *args: gnn.global_mean_pool(z, graph.batch).sigmoid()
     return model.loss(*model(x, graph))
 
@@ -145,6 +154,43 @@ def test_losses_over_pairs_are_those_of_the_whole_graph(name, ranks):
             for (key, mine), parameter in zip(grads, whole.parameters()):
                 theirs = parameter.grad[ids] if name == "LightGCN" and key.startswith("embedding") else parameter.grad
                 torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-10)
+
+
+class Ratings(nn.Module):
+    """The classifier of PyG's tutorial on links of two types."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = gnn.HeteroConv({kind: gnn.SAGEConv((5, 5), 4) for kind in TYPES.edges})
+
+    def forward(self, x_dict, edge_index_dict, edge_label_index):
+        h = self.conv(x_dict, edge_index_dict)
+        src, dst = edge_label_index
+        return (h["author"][src] * h["paper"][dst]).sum(dim=-1)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_links_between_two_types(ranks):
+    torch.manual_seed(0)
+    plain = Ratings().double()
+    whole = copy.deepcopy(plain)
+    src, dst = (torch.randint(0, TYPES.num_nodes[kind], (50,)) for kind in ("author", "paper"))
+    expected = whole({kind: fields["x"] for kind, fields in TYPES.node.items()}, TYPES.edges, (src, dst))
+    expected.tanh().mean().backward()
+
+    def work(comm):
+        graph = shard_hetero_in_memory(TYPES, hetero_assignments(TYPES, ranks)["random"], comm)
+        model, share = sp.pyg.wrap(copy.deepcopy(plain), comm), slice(comm.rank, None, comm.size)
+        ends = sp.node_ids(graph, src[share], "author"), sp.node_ids(graph, dst[share], "paper")
+        scores = model(graph.x_dict, graph, ends)
+        sp.mean(scores.tanh(), None, comm).backward()
+        sp.sync_gradients(model, comm)
+        return scores.detach(), [p.grad for p in model.parameters()]
+
+    for rank, (scores, grads) in enumerate(run(work, ranks)):
+        torch.testing.assert_close(scores, expected[rank::ranks].detach(), rtol=0, atol=1e-10)
+        for grad, parameter in zip(grads, whole.parameters()):
+            torch.testing.assert_close(grad, parameter.grad, rtol=0, atol=1e-10)
 
 
 def test_metrics_of_an_autoencoder():

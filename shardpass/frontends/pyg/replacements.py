@@ -99,7 +99,7 @@ def recon_loss(module: Any, comm: Ranks, z: Tensor, pos_edge_index: Any, neg_edg
 def _negatives_of(edge_index: Any, comm: Ranks) -> Tensor:
     for graph in comm.caches.of(LoadedGraphs).graphs:
         for kind, relation in graph.relations.items():
-            if isinstance(edge_index, ShardedEdgeIndex) and edge_index.shards is relation.shards:
+            if edge_index is relation.edge_index:
                 return node_ids(graph, negative_sampling(graph, edge_type=kind))
     raise RefusedError(
         "GAE.recon_loss() without neg_edge_index draws pairs that are not among pos_edge_index, which it can only if "
