@@ -8,7 +8,7 @@ from shardpass.core.inference import infer
 from shardpass.core.memory import offload
 from shardpass.core.ranks import Options, all_reduce_sum, seed
 from shardpass.core.ranks import Ranks as Communicator
-from shardpass.core.sampling import negative_sampling
+from shardpass.core.sampling import negative_sampling, permuted_ids
 from shardpass.core.training import (
     accuracy,
     average_precision,
@@ -62,6 +62,7 @@ __all__ = [
     "node_ids",
     "offload",
     "partition",
+    "permuted_ids",
     "plan",
     "replicated",
     "roc_auc",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 import torch_geometric.nn as gnn
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from torch_geometric.nn.models.schnet import CFConv
 from torch_geometric.utils import scatter
 
 import shardpass as sp
+from shardpass.core.sampling.permutation import shuffled
 
 from .conv_cases import TYPES, edges, own
 from .pyg_cases import GRAPH, Case, _attr, _plain, _weight, mlp
@@ -188,12 +190,12 @@ def _adversarial() -> nn.Module:
 
 def _infomax(model, inputs, graph):
     """Every row of the outputs. Nodes are shuffled over the whole graph."""
-    order = torch.randperm(GRAPH.num_nodes, generator=torch.Generator().manual_seed(0))
+    order = torch.from_numpy(shuffled(np.arange(GRAPH.num_nodes), GRAPH.num_nodes, 0))
     if isinstance(graph, torch.Tensor):
         model.corruption = lambda x, edge_index: (x[order], edge_index)
         model.summary = lambda z, *args: z.mean(0).sigmoid()
     else:
-        model.corruption = lambda x, edge_index: (sp.rows(graph, x, order[graph.node_ids]), edge_index)
+        model.corruption = lambda x, edge_index: (sp.rows(graph, x, sp.permuted_ids(graph, 0)), edge_index)
         model.summary = lambda z, *args: gnn.global_mean_pool(z, graph.batch).sigmoid()
     positive, negative, summary = model(inputs["x"], graph)
     return positive + negative * 2 + summary * 3

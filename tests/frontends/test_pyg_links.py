@@ -6,6 +6,7 @@ import copy
 import runpy
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +17,7 @@ import torch_geometric.nn as gnn
 from torch import nn
 
 import shardpass as sp
+from shardpass.core.sampling.permutation import shuffled
 from shardpass.errors import RefusedError
 from shardpass.testing import (
     assignments,
@@ -79,14 +81,12 @@ def net(model, x, graph, pos, neg, comm):
 
 
 def infomax(model, x, graph, pos, neg, comm):
-    def order():
-        return torch.randperm(N, generator=torch.Generator().manual_seed(4))
-
     if comm is None:
-        model.corruption = lambda x, edge_index: (x[order()], edge_index)
+        order = torch.from_numpy(shuffled(np.arange(N), N, 4))
+        model.corruption = lambda x, edge_index: (x[order], edge_index)
         model.summary = lambda z, *args: z.mean(0).sigmoid()
     else:
-        model.corruption = lambda x, edge_index: (sp.rows(graph, x, order()[graph.node_ids]), edge_index)
+        model.corruption = lambda x, edge_index: (sp.rows(graph, x, sp.permuted_ids(graph, 4)), edge_index)
         model.summary = lambda z, *args: gnn.global_mean_pool(z, graph.batch).sigmoid()
     return model.loss(*model(x, graph))
 
@@ -232,7 +232,7 @@ class Centred(Decoder):
         return value - value.mean()
 
 
-def shuffled(x, edge_index):
+def own_shuffled(x, edge_index):
     return x[torch.randperm(x.size(0))], edge_index
 
 
@@ -258,7 +258,7 @@ REFUSED = {
         r"draws pairs that are not among pos_edge_index.*shardpass.negative_sampling\(graph\)",
     ),
     "own nodes shuffled": (
-        lambda: gnn.DeepGraphInfomax(4, gnn.GCN(5, 8, 2, 4), lambda z, *args: z[:, 0], shuffled),
+        lambda: gnn.DeepGraphInfomax(4, gnn.GCN(5, 8, 2, 4), lambda z, *args: z[:, 0], own_shuffled),
         lambda m, g, ids: m(g.x, g),
         r"test_pyg_links.py:\d+: return x\[torch.randperm.*do not come from the graph.*shardpass.node_ids",
     ),

@@ -336,10 +336,14 @@ class ShardedGraph:
 
     def row_sets(self) -> dict[RowSet, OwnFields]:
         """The sets of own rows, each with its fields."""
-        nodes = {
-            node_set(kind, o.num_own(self.comm.rank)): self._node_fields[kind] for kind, o in self.ownership.items()
-        }
-        return nodes | {r.plan.edge_set(r.shards.num_edges): r.fields for r in self.relations.values()}
+        found = {}
+        for kind, owned in self.ownership.items():
+            rows = node_set(kind, owned.num_own(self.comm.rank))
+            found[replace(rows, total=owned.num_total)] = self._node_fields[kind]
+        for edge_type, relation in self.relations.items():
+            rows = relation.plan.edge_set(relation.shards.num_edges)
+            found[replace(rows, total=self._total_edges[edge_type])] = relation.fields
+        return found
 
     def ids_of(self, node_type: NodeType | None = None) -> tuple[Tensor, int]:
         """Original ids of own nodes of a type (None: the only one), and how many nodes the whole graph has of it."""

@@ -22,12 +22,14 @@ class RowSet:
         root: what the rows are rows of. `None` stands for rows that a tensor brought with it, known by their number
             only: they go with every set of that many rows.
         picked_from: how many rows the set has from which these were picked, or `None`.
+        total: how many rows all ranks have, or `None` if that does not matter.
     """
 
     name: str = field(compare=False)
     count: int
     root: Hashable
     picked_from: int | None = field(default=None, compare=False)
+    total: int | None = field(default=None, compare=False)
 
     @classmethod
     def fetched(cls, count: int) -> RowSet:

@@ -8,6 +8,7 @@ from shardpass.core.sampling.fetch import IDS
 from shardpass.core.sampling.loader import EpochLoader, Sampler, Settings
 from shardpass.core.sampling.negatives import negative_sampling
 from shardpass.core.sampling.neighbours import Drawer
+from shardpass.core.sampling.permutation import permuted_ids
 from shardpass.core.sampling.sample import Sample, sample
 from shardpass.core.sampling.seeds import Seeds, is_short
 from shardpass.core.sampling.source import SampledSource, in_edges, share_structure, source_of
@@ -25,6 +26,7 @@ __all__ = [
     "is_short",
     "keys_of",
     "negative_sampling",
+    "permuted_ids",
     "sample",
     "share_structure",
     "source_of",

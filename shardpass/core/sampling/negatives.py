@@ -17,13 +17,12 @@ from torch import Tensor
 
 from shardpass.core.exchange import ask, exchange_arrays, halo_fetch
 from shardpass.core.graphs import ShardedGraph, directory_of
-from shardpass.core.ranks import Ranks, agree, derive_seed, digest, diverged, draw_seed
-from shardpass.core.sampling.drawing import keys_of
+from shardpass.core.ranks import Ranks, agree
+from shardpass.core.sampling.permutation import agreed_seed, shuffled
 from shardpass.core.sharding import EdgeType
 
 Array = np.ndarray[Any, Any]
 
-_FEISTEL_ROUNDS = 6
 _LABEL = "negative sampling"
 
 
@@ -61,14 +60,9 @@ def negative_sampling(
         num_samples = int(num_samples * graph.total_edges_of(kind))
     if num_samples < 0:
         raise ValueError(f"negative_sampling: num_samples is {num_samples}; expected 0 or more")
-    words = f"{num_samples} negatives of {kind}, seed {seed}"
-    answers = agree(comm, _LABEL, [digest(words), draw_seed(comm) if seed is None else 0])
-    if any(answer[0] != answers[0][0] for answer in answers):
-        raise diverged(comm, _LABEL, words)
     with comm.unfollowed():
-        seed = answers[0][1] if seed is None else seed
-        pairs = _Pairs.of(graph, kind)
-        src, dst = _even_shares(comm, _drawn(graph, pairs, num_samples, seed))
+        seed = agreed_seed(comm, _LABEL, f"{num_samples} negatives of {kind}", seed)
+        src, dst = _even_shares(comm, _drawn(graph, _Pairs.of(graph, kind), num_samples, seed))
         return torch.from_numpy(np.stack([src, dst])).to(comm.device)
 
 
@@ -170,25 +164,6 @@ def _drawn(graph: ShardedGraph, pairs: _Pairs, wanted: int, seed: int) -> list[A
         columns.append(np.stack([places, src[is_negative], dst[is_negative]])[:, places < wanted])
         found, position = found + sum(counts), position + count
     return list(np.concatenate(columns, axis=1))
-
-
-def shuffled(positions: Array, count: int, seed: int) -> Array:
-    """What a random permutation of ``[0, count)`` puts at each position, int64; the seed decides which permutation.
-
-    A Feistel network permutes the numbers of an even number of bits. One that lies outside is permuted again until it
-    is inside (cycle walking; Black, Rogaway 2002).
-    """
-    half = max(1, -(-(count - 1).bit_length() // 2))
-    mask = np.uint64((1 << half) - 1)
-    values, todo = positions.astype(np.uint64), np.arange(len(positions))
-    seeds = [derive_seed(seed, _LABEL, i) for i in range(_FEISTEL_ROUNDS)]
-    while len(todo):
-        left, right = values[todo] >> np.uint64(half), values[todo] & mask
-        for key in seeds:
-            left, right = right, left ^ (keys_of(key, right) & mask)
-        values[todo] = left << np.uint64(half) | right
-        todo = todo[values[todo] >= np.uint64(count)]
-    return values.astype(np.int64)
 
 
 def _are_edges(graph: ShardedGraph, pairs: _Pairs, src: Array, dst: Array) -> Array:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import shardpass as sp
-from shardpass.core.sampling.negatives import shuffled
+from shardpass.core.sampling.permutation import shuffled
 from shardpass.errors import DivergenceError
 from shardpass.testing import (
     WholeGraph,
@@ -92,6 +92,23 @@ def test_seeds_and_errors():
         return torch.stack([first, second])
 
     assert torch.cat(run(work, 2), 2).shape == (2, 2, 40)
+
+
+def test_permuted_ids_are_one_permutation_on_any_number_of_ranks():
+    whole, orders = awkward_hetero_graph(), []
+
+    def work(comm):
+        graph = shard_hetero_in_memory(whole, hetero_assignments(whole, comm.size)["random"], comm)
+        drawn = [sp.permuted_ids(graph, node_type="author") for _ in range(2)]
+        assert comm.size > 1 or not torch.equal(*drawn)
+        return graph.node_ids_dict["author"], sp.permuted_ids(graph, 3, "author")
+
+    for ranks in (1, 3):
+        orders.append(torch.empty(14, dtype=torch.int64))
+        for own, ids in run(work, ranks):
+            orders[-1][own] = ids
+    assert torch.equal(*orders) and torch.equal(orders[0].sort().values, torch.arange(14))
+    assert not torch.equal(orders[0], torch.arange(14))
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 100, 4097])
