@@ -76,6 +76,17 @@ class FollowRows(torch_private.TorchDispatchMode):
         """Say that dimension `dim` of `tensor` holds the rows `of`."""
         self.marks.mark(tensor, Rows(dim % max(1, tensor.dim()), of, points_to=points_to))
 
+    def mark_alike(self, tensor: Tensor, like: Tensor) -> None:
+        """Say that `tensor` holds the rows that `like` holds, in the same dimension."""
+        rows = self.marks.rows.get(like)
+        if rows is not None and rows.fit(tensor):
+            self.marks.mark(tensor, rows)
+
+    def row_dim(self, tensor: Tensor) -> int | None:
+        """The dimension of `tensor` that holds rows; `None` if none does, or if nobody knows."""
+        rows = self.marks.rows.get(tensor)
+        return None if rows is None or not rows.of.judges else rows.dim
+
     @property
     def has_mixtures(self) -> bool:
         """Whether a tensor that is alive was made of several rows, so that a message function may use one."""

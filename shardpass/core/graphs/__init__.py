@@ -4,6 +4,7 @@ This room describes a graph and the edge lists that are derived from it. It does
 """
 
 from shardpass.core.graphs.any_rows import rows
+from shardpass.core.graphs.as_data import GraphArgument, graph_of
 from shardpass.core.graphs.batch_index import BatchIndex
 from shardpass.core.graphs.directory import NodeDirectory, directory_of
 from shardpass.core.graphs.edge_index import ShardedEdgeIndex
@@ -17,6 +18,7 @@ from shardpass.core.graphs.union import Piece, union
 
 __all__ = [
     "BatchIndex",
+    "GraphArgument",
     "LoadedGraphs",
     "NodeDirectory",
     "NodeEmbedding",
@@ -33,6 +35,7 @@ __all__ = [
     "build_relation",
     "directory_of",
     "gather",
+    "graph_of",
     "node_embeddings",
     "node_ids",
     "reduce_rows",

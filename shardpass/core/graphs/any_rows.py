@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shardpass.core.exchange import Routed, WalkId, carry, exchange_arrays, exchange_rows, node_set
+from shardpass.core.graphs.as_data import graph_of
 from shardpass.core.graphs.directory import directory_of
 from shardpass.core.graphs.graph import ShardedGraph
 from shardpass.core.graphs.stand_in import StandIn
@@ -25,7 +26,7 @@ def rows(graph: ShardedGraph, h: Tensor, ids: Tensor, node_type: NodeType | None
     each rank that asks for it, however often it asks, and must fit the memory of that rank.
 
     Args:
-        graph: this rank's share.
+        graph: this rank's share, or what stands for it inside a wrapped model.
         h: a row for each own node, ``[num_own, ...]``; trailing shape and dtype are the same on every rank.
         ids: ``[n]``, integers in ``[0, total_nodes)``, in any order and with repetitions.
         node_type: of the nodes; needed where the graph has several types.
@@ -36,6 +37,7 @@ def rows(graph: ShardedGraph, h: Tensor, ids: Tensor, node_type: NodeType | None
         DivergenceError: ranks pass rows of different trailing shapes or dtypes.
         RefusedError: a wrapped model is running, and `ids` are numbers of own rows, or are computed from several rows.
     """
+    graph = graph_of(graph)
     comm, (own_ids, total) = graph.comm, graph.ids_of(node_type)
     kind = graph.node_types[0] if node_type is None else node_type
     label = "rows by id" if node_type is None else f"rows of {kind!r} nodes by id"

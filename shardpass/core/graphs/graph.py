@@ -221,17 +221,15 @@ class ShardedGraph:
 
     def __getattr__(self, name: str) -> Tensor:
         refuse_ambiguous(name)
-        if name in ("x", "y", "pos", "train_mask", "val_mask", "test_mask"):
-            fields, kind = self.node, "node"
-        elif name in ("edge_attr", "edge_weight", "edge_type"):
-            fields, kind = self.edge, "edge"
-        else:
-            raise AttributeError(
-                f"ShardedGraph has no attribute {name!r}; stored fields: graph.node[...], graph.edge[...]"
-            )
-        if name not in fields:
-            raise AttributeError(f"this graph has no {kind} field {name!r}; there are: {fields.listed()}")
-        return fields[name]
+        if name.startswith("_") or not self.is_homogeneous:
+            raise AttributeError(f"ShardedGraph has no attribute {name!r}")
+        for fields in (self.node, self.edge):
+            if name in fields:
+                return fields[name]
+        raise AttributeError(
+            f"this graph has no field {name!r}; there are the node fields {self.node.listed()} and the edge fields "
+            f"{self.edge.listed()}"
+        )
 
     @property
     def edge_index(self) -> ShardedEdgeIndex:

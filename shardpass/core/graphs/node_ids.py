@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shardpass.core.graphs.any_rows import rows
+from shardpass.core.graphs.as_data import graph_of
 from shardpass.core.graphs.graph import ShardedGraph
 from shardpass.core.graphs.stand_in import PRINTS, StandIn, describes
 from shardpass.core.ranks import RowSet, describe, torch_private
@@ -83,7 +84,7 @@ def node_ids(graph: ShardedGraph, ids: Tensor, node_type: NodeType | None = None
     same order, also a rank without ids.
 
     Args:
-        graph: this rank's share.
+        graph: this rank's share, or what stands for it inside a wrapped model.
         ids: integers, such as ``[2, n]``, with the meaning that `shardpass.rows` gives them. Ranks pass their own
             pairs, and may pass different numbers of them.
         node_type: of the nodes, in a graph of several types. Where the ends of pairs have different types, pass the
@@ -92,6 +93,7 @@ def node_ids(graph: ShardedGraph, ids: Tensor, node_type: NodeType | None = None
     Raises:
         ValueError: `ids` are not integers; or a node type that is missing or unknown.
     """
+    graph = graph_of(graph)
     graph.ids_of(node_type)
     if not isinstance(ids, Tensor) or ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool:
         raise ValueError(f"node_ids: expected integer ids of nodes of the whole graph, found {describe(ids)}")

@@ -75,6 +75,14 @@ class RowWatch(Protocol):
         """What the rows are that are fetched by node ids of the whole graph. Refuse numbers of own rows."""
         ...
 
+    def mark_alike(self, tensor: Tensor, like: Tensor) -> None:
+        """Say that `tensor` holds the rows that `like` holds, in the same dimension."""
+        ...
+
+    def row_dim(self, tensor: Tensor) -> int | None:
+        """The dimension of `tensor` that holds rows; `None` if none does, or if nobody knows."""
+        ...
+
     def mark(self, tensor: Tensor, of: RowSet, dim: int = 0, points_to: RowSet | None = None) -> None:
         """Say that dimension `dim` of `tensor` holds the rows `of`, whose values may be numbers of other rows."""
         ...

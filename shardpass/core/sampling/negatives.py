@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardpass.core.exchange import ask, exchange_arrays, halo_fetch
-from shardpass.core.graphs import ShardedGraph, directory_of
+from shardpass.core.graphs import ShardedGraph, directory_of, graph_of
 from shardpass.core.ranks import Ranks, agree
 from shardpass.core.sampling.permutation import agreed_seed, shuffled
 from shardpass.core.sharding import EdgeType
@@ -43,7 +43,7 @@ def negative_sampling(
     The first call takes 8 bytes per own edge and 8 per own node, which are kept.
 
     Args:
-        graph: this rank's share.
+        graph: this rank's share, or what stands for it inside a wrapped model.
         num_samples: how many pairs all ranks get together; `None` for as many as there are edges, and a float for a
             ratio of that. The same on every rank.
         edge_type: of the pairs, in a graph of several types.
@@ -53,6 +53,7 @@ def negative_sampling(
         ValueError: bad arguments.
         DivergenceError: on every rank, if ranks pass different arguments.
     """
+    graph = graph_of(graph)
     comm, kind = graph.comm, _type_of(graph, edge_type)
     if num_samples is None:
         num_samples = graph.total_edges_of(kind)

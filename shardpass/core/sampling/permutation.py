@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardpass.core.exchange import node_set
-from shardpass.core.graphs import ShardedGraph
+from shardpass.core.graphs import ShardedGraph, graph_of
 from shardpass.core.ranks import Ranks, agree, derive_seed, digest, diverged, draw_seed
 from shardpass.core.sampling.drawing import keys_of
 from shardpass.core.sharding import NodeType
@@ -26,7 +26,7 @@ def permuted_ids(graph: ShardedGraph, seed: int | None = None, node_type: NodeTy
     does in one process. A seed gives the same permutation on any number of ranks.
 
     Args:
-        graph: this rank's share.
+        graph: this rank's share, or what stands for it inside a wrapped model.
         seed: the same on every rank. `None` draws one from rank 0's random numbers.
         node_type: of the nodes; needed where the graph has several types.
 
@@ -34,6 +34,7 @@ def permuted_ids(graph: ShardedGraph, seed: int | None = None, node_type: NodeTy
         ValueError: a node type that is missing or unknown.
         DivergenceError: on every rank, if ranks pass different seeds or types.
     """
+    graph = graph_of(graph)
     comm, (ids, total) = graph.comm, graph.ids_of(node_type)
     with comm.unfollowed():
         seed = agreed_seed(comm, "permuted ids", f"of {node_type or 'all'} nodes", seed)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,7 +77,7 @@ class _Traced(NamedTuple):
     """One run on a few edges: its trace, the message, and how many reductions the message function made."""
 
     trace: ProbeTrace
-    message: Tensor
+    message: Any
     num_message: int
 
 
@@ -140,7 +140,7 @@ def _structure(program: Program, traced: _Traced, needs_grad: Collection[Key], r
         drops=trace.num_drops > 0,
         random=random,
         norms=trace.norms,
-        message=message.detach(),
+        message=torch_private.tree_map_only(Tensor, Tensor.detach, message),
         attention=attention,
         mix=captures[score.mix].detach() if isinstance(score, MixedScore) else None,
     )

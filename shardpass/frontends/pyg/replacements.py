@@ -16,7 +16,7 @@ from torch_geometric.nn.models import CorrectAndSmooth
 from torch_geometric.nn.models.autoencoder import EPS, MAX_LOGSTD
 from torch_geometric.utils import get_laplacian, one_hot, softmax
 
-from shardpass.core.graphs import BatchIndex, LoadedGraphs, ShardedEdgeIndex, node_ids
+from shardpass.core.graphs import BatchIndex, GraphArgument, ShardedEdgeIndex, node_ids
 from shardpass.core.ranks import Ranks, all_reduce_sum
 from shardpass.core.sampling import negative_sampling
 from shardpass.core.training import average_precision, objective, roc_auc
@@ -90,20 +90,18 @@ def kl_loss(module: Any, comm: Ranks, mu: Tensor | None = None, logstd: Tensor |
 
 def recon_loss(module: Any, comm: Ranks, z: Tensor, pos_edge_index: Any, neg_edge_index: Any = None) -> Tensor:
     """`GAE.recon_loss`: the means over the pairs of all ranks. Negatives of a graph are none of its edges."""
-    negatives = _negatives_of(pos_edge_index, comm) if neg_edge_index is None else neg_edge_index
+    negatives = _negatives_of(pos_edge_index) if neg_edge_index is None else neg_edge_index
     losses = [-torch.log(module.decoder(z, pos_edge_index, sigmoid=True) + EPS)]
     losses.append(-torch.log(1 - module.decoder(z, negatives, sigmoid=True) + EPS))
     return objective.mean(losses[0], None, comm) + objective.mean(losses[1], None, comm)
 
 
-def _negatives_of(edge_index: Any, comm: Ranks) -> Tensor:
-    for graph in comm.caches.of(LoadedGraphs).graphs:
-        for kind, relation in graph.relations.items():
-            if edge_index is relation.edge_index:
-                return node_ids(graph, negative_sampling(graph, edge_type=kind))
+def _negatives_of(edge_index: Any) -> Tensor:
+    if isinstance(edge_index, GraphArgument):
+        return node_ids(edge_index.graph, negative_sampling(edge_index.graph))
     raise RefusedError(
         "GAE.recon_loss() without neg_edge_index draws pairs that are not among pos_edge_index, which it can only if "
-        "that is the graph, without edges added or removed. Pass the graph, or "
+        "that is the graph. Pass the graph, or "
         "neg_edge_index=shardpass.node_ids(graph, shardpass.negative_sampling(graph))"
     )
 

@@ -140,6 +140,7 @@ class Links(nn.Module):
 
     def forward(self, x, edge_index, pairs, labels):
         z = self.lin(x)
+        self.data = edge_index  # what stands for the graph
         return self.what(self, z, pairs, labels)
 
 
@@ -162,6 +163,7 @@ RIGHT = {
     "both ends": lambda m, z, p, y: torch.cat([*z[p]], dim=1).relu().sum(-1, keepdim=True),
     "loss over all ranks": lambda m, z, p, y: sp.mean(losses(scores(z, p), y), None, m.comm),
     "some pairs": lambda m, z, p, y: scores(z, p[:, p[0] != p[1]]),
+    "of the argument": lambda m, z, p, y: z - sp.rows(m.data, z, sp.permuted_ids(m.data)),
     "own ids": lambda m, z, p, y: z - sp.rows(m.graph[0], z, (m.graph[0].node_ids + 1) % N),
 }
 MIXES = {
