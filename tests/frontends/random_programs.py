@@ -121,6 +121,7 @@ MIXED_ROWS = _lines(
     "h = h + torch.bmm(h.unsqueeze(0), h.T.unsqueeze(0) @ h.unsqueeze(0)).squeeze(0)",
     ("h = h * self.each#.unsqueeze(1)", "self.each# = nn.Parameter(torch.ones(NODES))"),
     ("h = h + self.table#.T", "self.register_buffer('table#', torch.randn(8, NODES))"),
+    ("h = h + self.nodes#.weight", "self.nodes# = nn.Embedding(NODES, 8)"),
     ("h = self.deep#(h)", "self.deep# = nn.Sequential(nn.Linear(8, 8), Centred())"),
     ("h = self.lin#(h.T).T", "self.lin# = nn.Linear(NODES, NODES)"),
 )
@@ -168,6 +169,14 @@ PYG_EDGES = _lines(
 )
 
 PYG_MIXING = _lines(
+    (
+        "h = h + scatter(h[ei[0]] * self.each#.unsqueeze(1), ei[1], 0, h.size(0))",
+        "self.each# = nn.Parameter(torch.ones(EDGES))",
+    ),
+    (
+        "h = self.conv#(h, ei, self.each#)",
+        "self.conv#, self.each# = gnn.GCNConv(8, 8), nn.Parameter(torch.rand(EDGES))",
+    ),
     "h = h + h[degree(ei[1], h.size(0)) > 6].sum(0)",
     "w = w / w.sum()\n        h = h + scatter(h[ei[0]] * w.unsqueeze(1), ei[1], 0, h.size(0))",
     "h = h + scatter(h[ei[0]] * (ea / ea.norm(dim=0))[:, :1], ei[1], 0, h.size(0))",
@@ -212,6 +221,16 @@ DGL_EDGES = _lines(
 )
 
 DGL_MIXING = _lines(
+    (
+        "h = self.conv#(g, h, edge_weight=self.each#)",
+        "self.conv# = dnn.GraphConv(8, 8, 'right', allow_zero_in_degree=True)\n"
+        "        self.each# = nn.Parameter(torch.rand(EDGES))",
+    ),
+    (
+        "g.edata['e'] = self.each#\n        g.ndata['h'] = h\n"
+        "        g.update_all(fn.u_mul_e('h', 'e', 'm'), fn.sum('m', 'h'))\n        h = g.ndata['h']",
+        "self.each# = nn.Parameter(torch.rand(EDGES))",
+    ),
     "g.ndata['h'] = h\n        h = h + g.ndata['h'].sum(0).tanh()",
     "w = w / w.sum()\n        h = self.last.weight.sum() + h\n        g.edata['w'] = w\n        g.ndata['h'] = h\n"
     "        g.update_all(fn.u_mul_e('h', 'w', 'm'), fn.sum('m', 'n'))\n        h = h + g.ndata['n']",
@@ -227,7 +246,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 {imports}
-NODES = {nodes}
+NODES, EDGES = {nodes}, {edges}
 
 
 class Centred(nn.Module):
@@ -329,8 +348,12 @@ class RandomProgram:
         return module
 
 
-def draw(seed: int, num_nodes: int, library: Library) -> RandomProgram:
-    """The program of a seed: two or three layers, two to five statements, in half of the programs one that mixes."""
+def draw(seed: int, whole: WholeGraph, library: Library) -> RandomProgram:
+    """The program of a seed: two or three layers, two to five statements, in half of the programs one that mixes.
+
+    Args:
+        whole: parameters with an entry for each node or edge have as many as this graph.
+    """
     rng = random.Random(seed)
     chosen = [*rng.sample(library.layers, rng.randint(2, 3)), *rng.sample(library.lines, rng.randint(2, 5))]
     chosen += rng.sample(library.edges, rng.randint(0, 1))
@@ -345,7 +368,8 @@ def draw(seed: int, num_nodes: int, library: Library) -> RandomProgram:
         imports=library.imports,
         classes=library.classes,
         arguments=library.arguments,
-        nodes=num_nodes,
+        nodes=whole.num_nodes,
+        edges=whole.edge_index.size(1),
         made="\n".join(made),
         encode="\n".join(body[:at] or ["        pass"]),
         forward="\n".join(body[at:]),

@@ -51,7 +51,7 @@ def library(request):
 def check(seed, library, folder):
     """What became of the program of a seed: exact or refused; anything else raises, with its source."""
     parts, call, frontend = LIBRARIES[library]
-    program, rng = draw(seed, GRAPH.num_nodes, parts), random.Random(seed)
+    program, rng = draw(seed, GRAPH, parts), random.Random(seed)
     ranks, mode = rng.randint(1, 4), rng.choice(["sar", "keep", "halo"])
     name = f"program_{seed}"
     torch.manual_seed(seed)

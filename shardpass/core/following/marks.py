@@ -40,6 +40,12 @@ class Marks:
             if tensor not in self.rows:
                 self.origins[tensor] = Origin.STATE
 
+    def note_made_of_state(self, made: Any) -> None:
+        """Note that tensors are made of parameters and buffers only."""
+        for leaf in torch_private.tree_leaves(made):
+            if isinstance(leaf, Tensor) and leaf not in self.rows:
+                self.origins[leaf] = Origin.STATE
+
     def mark(self, tensor: Tensor, rows: Rows) -> None:
         """Note where a tensor holds rows."""
         self.forget(tensor)

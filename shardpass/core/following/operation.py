@@ -269,6 +269,10 @@ class Operation:
             return found
         if found is None and self.marks.origins.get(index) == Origin.NUMBERS and table.of.count in index.shape:
             return Rows([*index.shape].index(table.of.count), table.of)  # torch.arange: every row, in order
+        if found is None and self.marks.origins.get(index) == Origin.FREE and index.dim() == 1 and table.of.is_of_edges:
+            drawn = RowSet(f"drawn {table.of.name}", index.numel(), ("drawn", object()), table.of.count)
+            self.marks.mark(index, Rows(0, drawn, points_to=table.of))  # torch.randperm: what edge dropout keeps
+            return Rows(0, drawn)
         self._refuse("takes rows by numbers that do not come from the graph", table.of, NUMBERS)
 
     def _is_looked_up(self, table: Tensor, dim: int, index: Tensor) -> bool:

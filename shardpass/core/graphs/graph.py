@@ -134,6 +134,13 @@ def build_relation(
     return Relation(plan, shards, edge_index, edge_ids[order], OwnFields(fields, placed))
 
 
+_OF_DGL = frozenset(
+    "apply_edges apply_nodes canonical_etypes dstdata edata etypes idtype in_degrees is_block local_scope "
+    "local_var multi_update_all ndata ntypes number_of_dst_nodes number_of_edges number_of_nodes out_degrees "
+    "srcdata update_all".split()
+)
+
+
 class LoadedGraphs:
     """The graphs of a run that are in use."""
 
@@ -226,6 +233,11 @@ class ShardedGraph:
         for fields in (self.node, self.edge):
             if name in fields:
                 return fields[name]
+        if name in _OF_DGL:
+            raise AttributeError(
+                f"`.{name}` of a DGLGraph is read of the graph that shardpass.load returned: call a model that "
+                f"shardpass.dgl.wrap(model, comm) has wrapped, or pass shardpass.dgl.graph(graph) to code of your own"
+            )
         raise AttributeError(
             f"this graph has no field {name!r}; there are the node fields {self.node.listed()} and the edge fields "
             f"{self.edge.listed()}"

@@ -78,6 +78,35 @@ def _differs(what: str) -> Exception:
     )
 
 
+class InDegrees(Tensor):
+    """In-degrees of own nodes. Whether any is zero is answered for the whole graph.
+
+    Layers raise ``if (graph.in_degrees() == 0).any()``, and a model may branch by it, which all ranks must do alike.
+    """
+
+    any_is_zero: bool
+    asks: bool
+    """Whether the entries say which degrees are zero."""
+
+    @staticmethod
+    def of(degrees: Tensor, any_is_zero: bool, asks: bool = False) -> Any:
+        """The degrees, of which some on some rank is zero or none is."""
+        found = degrees.as_subclass(InDegrees)
+        found.any_is_zero, found.asks = any_is_zero, asks
+        return found
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        first, name = args[0] if args else None, getattr(func, "__name__", "")
+        with torch_private.DisableTorchFunctionSubclass():
+            if isinstance(first, InDegrees) and first.asks and name == "any" and len(args) == 1 and not kwargs:
+                return torch.tensor(first.any_is_zero, device=first.device)
+            out = func(*args, **(kwargs or {}))
+            if isinstance(first, InDegrees) and not first.asks and name in ("eq", "__eq__") and args[1:] == (0,):
+                return InDegrees.of(out, first.any_is_zero, asks=True)
+        return out.as_subclass(Tensor) if type(out) is InDegrees and out is not first else out
+
+
 _SIZES = ("ones", "zeros", "full", "new_ones", "new_zeros", "new_full")
 
 
