@@ -20,7 +20,7 @@ from shardpass.errors import RefusedError
 
 _REARRANGES = frozenset(
     "__getitem__ select index_select unbind view reshape flatten squeeze unsqueeze t T flip chunk split contiguous "
-    "clone detach long cpu cuda view_as alias".split()
+    "clone detach long to cpu cuda view_as alias".split()
 )
 _JOINS = frozenset("cat concat stack".split())
 _READS = frozenset("eq ne __eq__ __ne__ tolist numpy equal".split())
@@ -54,6 +54,10 @@ class NodeIds(StandIn):
         """What the rows are that they fetch."""
         return RowSet.fetched(self.size(self.pairs))
 
+    def _alike(self, data: Tensor) -> Tensor:
+        """Some of these ids, or all in another order; their values alone if they have become another dtype."""
+        return NodeIds.wrap(data, self.graph, self.node_type) if data.dtype == torch.int64 else data
+
     @classmethod
     def answer(cls, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves = torch_private.tree_leaves((args, kwargs))
@@ -70,7 +74,7 @@ class NodeIds(StandIn):
             alike = all(isinstance(one, NodeIds) and one.node_type == mine.node_type for one in tensors)
             if name in _REARRANGES or (name in _JOINS and alike):
                 out = func(*plain_args, **plain_kwargs)
-                return torch_private.tree_map(lambda leaf: NodeIds.wrap(leaf, mine.graph, mine.node_type), out)
+                return torch_private.tree_map(mine._alike, out)
         raise RefusedError(
             f"`{name}` on ids of the whole graph that shardpass.node_ids made: compute it on the plain ids before"
         )
@@ -117,8 +121,9 @@ def _fetched(name: str, table: Any, rest: tuple[Any, ...], kwargs: dict[str, Any
     if plain.dim() == 1:
         return found
     with comm.unfollowed():
-        found = found.unflatten(0, plain.shape)
-    comm.mark_rows(found, ids.row_set, ids.pairs)
+        found = found.reshape(*plain.shape, *found.shape[1:])
+    if plain.dim():
+        comm.mark_rows(found, ids.row_set, ids.pairs)
     return found
 
 

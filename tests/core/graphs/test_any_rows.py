@@ -118,6 +118,7 @@ def test_what_node_ids_refuses():
     assert ids.size(1) == 3 and ids[:, ids[0] != 2].tolist() == [[1, 3], [0, 0]]
     first, second = ids
     assert torch.cat([first, second]).tolist() == [1, 2, 3, 0, 1, 0] and ids.T.shape == (3, 2)
+    assert torch.equal(graph.x[ids.to("cpu")[0, 2]], GRAPH.node["x"][3]) and type(ids.to(torch.float)) is torch.Tensor
     for wrong, words in [
         (lambda: ids + 1, "`add` on ids of the whole graph"),
         (lambda: torch.cat([first, torch.tensor([1])]), "`cat` on ids"),
