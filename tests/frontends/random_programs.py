@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import linecache
 import random
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -328,12 +329,17 @@ class RandomProgram:
     """A model's source.
 
     mixes: whether one of its statements must be refused.
-    lines: the lines that a refusal may name.
+    lines: the lines that a refusal may name. parameters: the names that it may give in their place.
     """
 
     source: str
     mixes: bool
     lines: set[int]
+    parameters: list[str]
+
+    def names(self, lines: set[int], error: str) -> bool:
+        """Whether a refusal that names `lines` says what mixes rows: its line, or the parameter."""
+        return lines <= self.lines if lines else any(f"'{name}" in error for name in self.parameters)
 
     def load(self, folder: Path, name: str) -> ModuleType:
         """The program as a module, from a file of its own, as messages of PyG and errors need one."""
@@ -374,7 +380,9 @@ def draw(seed: int, whole: WholeGraph, library: Library) -> RandomProgram:
         encode="\n".join(body[:at] or ["        pass"]),
         forward="\n".join(body[at:]),
     )
-    return RandomProgram(source, mixing is not None, _lines_of(source, mixing))
+    of_mixing = [text for line, text in zip(chosen, made) if line is mixing]
+    parameters = [name for text in of_mixing for name in re.findall(r"self\.(\w+)", text)]
+    return RandomProgram(source, mixing is not None, _lines_of(source, mixing), parameters)
 
 
 def _lines_of(source: str, mixing: Line | None) -> set[int]:

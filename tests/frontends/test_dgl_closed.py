@@ -43,7 +43,7 @@ def one_rank():
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_member_that_is_not_offered_says_what_to_do(name):
     g = one_rank()
-    with pytest.raises(ClosedMemberError, match=rf"^DGLGraph\.{name} is not available on a sharded graph.*: ."):
+    with pytest.raises(ClosedMemberError, match=rf"test_dgl_closed.py:\d+: .*DGLGraph\.{name} is not available on a sharded graph.*: ."):
         getattr(g, name)
     assert not hasattr(g, name) and getattr(g, name, None) is None
     assert advice_for(name) != advice_for("no such member"), "give it an advice of its own"
@@ -212,8 +212,8 @@ SENTENCES = {
     "ops.gsddmm": "lambda g: dgl.ops.gsddmm.*: a function of DGL that reads source nodes .* apply_edges",
     "sampling.topk": "sampling.select_topk.*: a function of DGL .* sample with shardpass.dgl.DataLoader",
     "sampling.neighbors": r"DGLGraph\.is_pinned .*: sample with shardpass.dgl.DataLoader, or in one process",
-    "prop_nodes": r"^DGLGraph\.prop_nodes .*: use update_all or apply_edges",
-    "sample_neighbors": r"^DGLGraph\.sample_neighbors .*: sample with shardpass.dgl.DataLoader, or in one process",
+    "prop_nodes": r"DGLGraph\.prop_nodes .*: use update_all or apply_edges",
+    "sample_neighbors": r"DGLGraph\.sample_neighbors .*: sample with shardpass.dgl.DataLoader, or in one process",
 }
 
 

@@ -66,7 +66,7 @@ def check(seed, library, folder):
     except RefusedError as error:
         named = {int(line) for line in re.findall(rf"{name}\.py:(\d+)", str(error))}
         assert program.mixes, f"refused without a reason: {error}\n{where}"
-        assert named and named <= program.lines, f"named {named} and not {program.lines}: {error}\n{where}"
+        assert program.names(named, str(error)), f"named {named} and not {program.lines}: {error}\n{where}"
         return "refused"
     except Exception as error:
         raise AssertionError(f"{type(error).__name__}: {error}\n{where}") from error

@@ -174,7 +174,7 @@ class FollowRows(torch_private.TorchDispatchMode):
         """Refuse a tensor that is to have a row for each of `of` along dimension 0, if its rows are made of several."""
         self.marks.check_result(tensor)
         rows, origin = self.marks.rows.get(tensor), self.marks.origins.get(tensor)
-        if self.is_paused:
+        if self.in_known:
             return  # a known module made it
         alike = of.is_of_edges or (rows is not None and rows.dim == 0 and rows.of.goes_with(of))
         if rows is not None and rows.fit(tensor) and not alike:  # with edges may go a table, and other lists of them

@@ -114,7 +114,7 @@ class Marks:
         self.adopt(given)
         for leaf in torch_private.tree_leaves(given):
             if isinstance(leaf, Tensor) and leaf in self.origins and leaf.dim():
-                of = next((rows for rows in self.known if rows.count == leaf.size(0)), None)
+                of = next((rows for rows in self.known if leaf.size(0) in (rows.count, rows.total)), None)
                 is_matrix = self.origins[leaf] == Origin.STATE and leaf.numel() > leaf.size(0)
                 if of is not None and not (is_matrix and of.is_of_edges):  # a weight of as many rows by chance
                     check_plain(self.origins[leaf], leaf, 0, of)

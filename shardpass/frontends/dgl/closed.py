@@ -6,6 +6,7 @@ from typing import Any
 
 from dgl import DGLError, DGLGraph
 
+from shardpass.core.following import user_line
 from shardpass.errors import RefusedError
 
 
@@ -47,8 +48,8 @@ _ADVICE = (
         "cpu to",
     ),
     (
-        "a sharded graph is one graph: graph.num_edges() counts this rank's edges, and shardpass.all_reduce_sum adds up "
-        "what each rank computes of them",
+        "a sharded graph is one graph: graph.num_edges() counts this rank's edges, and shardpass.all_reduce_sum adds "
+        "up what each rank computes of them",
         "batch_num_edges",
     ),
 )
@@ -62,8 +63,8 @@ def advice_for(member: str) -> str:
 def refused(what: str, advice: str) -> ClosedMemberError:
     """The error for something that a sharded graph does not offer."""
     return ClosedMemberError(
-        f"{what} is not available on a sharded graph, of which this rank holds only the in-edges of its own nodes: "
-        f"{advice}"
+        f"{user_line()}: {what} is not available on a sharded graph, of which this rank holds only the in-edges of its "
+        f"own nodes: {advice}"
     )
 
 

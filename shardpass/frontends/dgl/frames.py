@@ -9,6 +9,9 @@ import torch
 from dgl import DGLError
 from torch import Tensor
 
+from shardpass.core.following import user_line
+from shardpass.errors import RefusedError
+
 
 class LazyFields(MutableMapping[str, Tensor]):
     """Fields that are made of others, each when it is first read, and then kept. Fields may be set and deleted too.
@@ -82,15 +85,16 @@ class Frame(LazyFields):
         value = value if isinstance(value, Tensor) else torch.as_tensor(value)
         rows = value.size(0) if value.dim() else 0
         if not value.dim() or rows != self.num_rows:
-            ids = "graph.ndata[dgl.NID]" if self.what == "nodes" else "graph.edata[dgl.EID]"
-            whole = (
-                f". It has one for each of the whole graph: use shardpass.NodeEmbedding(graph, width) for parameters "
-                f"of nodes, and tensor[{ids}] or a stored field for values"
-            )
+            if value.dim() and rows == self.total:
+                ids = "graph.ndata[dgl.NID]" if self.what == "nodes" else "graph.edata[dgl.EID]"
+                raise RefusedError(
+                    f"{user_line()}: field {name!r} has a row for each of the {rows} {self.what} of the whole graph, "
+                    f"of which this rank holds {self.num_rows}: use shardpass.NodeEmbedding(graph, width) for "
+                    f"parameters of nodes, and tensor[{ids}] or a stored field for values"
+                )
             raise DGLError(
                 f"Expect number of features to match number of {self.what} (len(u)). Got {rows} and {self.num_rows} "
                 f"instead: field {name!r} must have a row for each of this rank's own {self.what}"
-                f"{whole if value.dim() and rows == self.total else ''}"
             )
         super().__setitem__(name, value)
 
