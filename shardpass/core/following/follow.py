@@ -23,7 +23,7 @@ from shardpass.core.following.draws import ForwardDraws, draws
 from shardpass.core.following.marks import Marks
 from shardpass.core.following.operation import Operation, needs_values
 from shardpass.core.following.origin import Origin
-from shardpass.core.following.refusals import check_plain, failure
+from shardpass.core.following.refusals import NUMBERS, check_plain, failure, refusal
 from shardpass.core.following.rows import Rows
 from shardpass.core.following.user_line import user_line
 from shardpass.core.ranks import RowSet, torch_private
@@ -182,10 +182,27 @@ class FollowRows(torch_private.TorchDispatchMode):
         if origin is not None and rows is None and tensor.dim() and tensor.size(0) == of.count:
             check_plain(origin, tensor, 0, of)
 
+    def set_of_ids(self, ids: Tensor) -> RowSet:
+        """What the rows are that are fetched by node ids of the whole graph. Refuse numbers of own rows."""
+        self.marks.check_result(ids)
+        self.marks.adopt([ids])
+        found = self.marks.rows.get(ids)
+        if found is None or not found.fit(ids):
+            return RowSet.fetched(ids.size(0))
+        if found.points_to is not None:
+            raise RefusedError(
+                f"{user_line()}: expected node ids of the whole graph, found numbers of rows of this rank. "
+                f"graph.node_ids has the id of each own node"
+            )
+        return found.of
+
     def explained(self, name: str, error: Exception, leaves: list[Any]) -> Exception:
         """What to raise where an operation on `leaves` failed with `error`; see `failure`."""
         rows = self._operands(leaves)
         plain = [leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in rows]
+        if 0 in rows and plain and "out of " in str(error):  # the index of a table with rows
+            what = f"`{name}` takes rows by numbers that do not come from the graph ({error})"
+            return refusal(f"{what}, over the {rows[0].of.name}", NUMBERS)
         return failure(name, error, [found.of for found in rows.values()], plain, self.marks.known)
 
     def _operands(self, leaves: list[Any]) -> dict[int, Rows]:

@@ -17,7 +17,10 @@ REMEDY = (
 )
 STATE = "Use shardpass.NodeEmbedding for parameters of nodes, and a field of the graph for values"
 FIELD = "Store what differs from row to row as a node or edge field of the graph"
-NUMBERS = "Rows are numbered anew on every rank: use a mask, or compute it before you partition and store it as a field"
+NUMBERS = (
+    "Rows are numbered anew on every rank: use a mask, compute it before you partition and store it as a field, or let "
+    "shardpass.node_ids(graph, ids) index rows by ids of the whole graph"
+)
 
 
 def check_plain(origin: Origin | None, tensor: Tensor, dim: int, of: RowSet) -> None:

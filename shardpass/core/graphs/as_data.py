@@ -69,3 +69,8 @@ class GraphArgument(ShardedEdgeIndex):
         if name in ("to", "clone", "contiguous", "cpu", "cuda") and isinstance(first, GraphArgument):
             return GraphArgument.of(first.graph)
         return out
+
+
+def graph_of(given: ShardedGraph | GraphArgument) -> ShardedGraph:
+    """The graph itself, where a model passes on what stands for it."""
+    return given.graph if isinstance(given, GraphArgument) else given

@@ -31,6 +31,11 @@ class RowSet:
     picked_from: int | None = field(default=None, compare=False)
     total: int | None = field(default=None, compare=False)
 
+    @classmethod
+    def fetched(cls, count: int) -> RowSet:
+        """Rows of any nodes, fetched by ids that this rank was given. They go with what it was given beside them."""
+        return cls("fetched rows", count, None)
+
     @property
     def judges(self) -> bool:
         """Whether operations on these rows say something: a dimension of size 0 or 1 is not told from others."""
@@ -64,6 +69,10 @@ class RowWatch(Protocol):
 
     def require(self, tensor: Tensor, of: RowSet) -> None:
         """Refuse a tensor that is to have a row for each of `of` along dimension 0, if its rows are made of several."""
+        ...
+
+    def set_of_ids(self, ids: Tensor) -> RowSet:
+        """What the rows are that are fetched by node ids of the whole graph. Refuse numbers of own rows."""
         ...
 
     def mark_alike(self, tensor: Tensor, like: Tensor) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from shardpass.core.exchange import node_set
 from shardpass.core.following import FollowFunctions, FollowRows, ForwardDraws, known_modules
-from shardpass.core.graphs import LoadedGraphs, node_embeddings
+from shardpass.core.graphs import LoadedGraphs, NodeIds, node_embeddings
 from shardpass.core.memory import Checkpoint, recomputed_activations
 from shardpass.core.ranks import OnRanks, Ranks, chained, torch_private
 from shardpass.core.training import note_forward
@@ -88,6 +88,8 @@ class OutermostCall:
         forward = self.comm.forward
         if forward is None or forward.rows is not None or (follower := self._follower()) is None:
             return function(*args, **kwargs)
+        leaves = torch_private.tree_leaves((args, kwargs))
+        follower.marks.known += {ids.row_set for ids in leaves if isinstance(ids, NodeIds)}  # labels go with them
         forward.rows = follower
         try:
             with (
