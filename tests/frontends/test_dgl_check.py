@@ -68,6 +68,15 @@ class Reached(Net):
         return g.ndata["h"] * g.in_degrees().unsqueeze(1) / (g.out_degrees() + 1).unsqueeze(1)
 
 
+class Large(Net):
+    """Branches on the size of the whole graph, which is above what a rank has."""
+
+    def between(self, g, h):
+        if g.num_nodes() > 20 and not g.num_edges() <= 100 and min(15, g.num_nodes()) == 15:
+            h = h * 2
+        return h[:, : min(8, g.number_of_nodes())]
+
+
 class Gated(Net):
     def between(self, g, h):
         g.ndata["h"] = h
@@ -154,7 +163,7 @@ def results(kind):
 
 
 @pytest.mark.filterwarnings("ignore:a user-defined reduce function")
-@pytest.mark.parametrize("kind", [Attention, Degrees, Reached, Gated, Mailbox, Weighted, Kernel, InOrder])
+@pytest.mark.parametrize("kind", [Attention, Degrees, Reached, Large, Gated, Mailbox, Weighted, Kernel, InOrder])
 def test_what_treats_rows_one_by_one_is_exact(kind):
     plain, found = results(kind)
     whole = dgl.graph(tuple(GRAPH.edge_index), num_nodes=GRAPH.num_nodes)

@@ -13,10 +13,10 @@ from shardpass.frontends.dgl.closed import refused
 
 
 class NodeCount(OwnCount):
-    """How many nodes this rank has. Whether there are any is answered for all ranks together.
+    """How many nodes this rank has. Whether there are any, or more than a number, is answered for all ranks together.
 
-    Layers branch on there being none (``if graph.num_nodes() > 0``). A rank without any, in a graph that has some, must
-    take the branch that the other ranks take. ``==`` compares this rank's number, since that is how code checks shapes.
+    Models branch on that (``if graph.num_nodes() > 1000``), and every rank must take the branch that the whole graph
+    takes. ``==`` compares this rank's number, since that is how code checks shapes.
     """
 
     total: int
@@ -28,21 +28,20 @@ class NodeCount(OwnCount):
         count.total = total
         return count
 
-    def against(self, other: Any) -> int:
-        """The number to compare with `other`."""
-        return self.total if isinstance(other, int) and other == 0 else int(self)
+    def _against(self, other: Any) -> int:
+        return int(self) if isinstance(other, OwnCount) else self.total
 
     def __gt__(self, other: Any) -> bool:
-        return self.against(other) > other
+        return self._against(other) > other
 
     def __ge__(self, other: Any) -> bool:
-        return self.against(other) >= other
+        return self._against(other) >= other
 
     def __lt__(self, other: Any) -> bool:
-        return self.against(other) < other
+        return self._against(other) < other
 
     def __le__(self, other: Any) -> bool:
-        return self.against(other) <= other
+        return self._against(other) <= other
 
     def __bool__(self) -> bool:
         return self.total != 0
@@ -61,10 +60,10 @@ class EdgeCount(NodeCount):
     """How many edges this rank has. ``== 0`` asks for all ranks too, since loops skip empty edge types by it."""
 
     def __eq__(self, other: object) -> bool:
-        return self.against(other) == other
+        return (self.total if isinstance(other, int) and other == 0 else int(self)) == other
 
     def __ne__(self, other: object) -> bool:
-        return self.against(other) != other
+        return not self == other
 
     def __hash__(self) -> int:
         return hash(int(self))
