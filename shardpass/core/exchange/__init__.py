@@ -7,7 +7,7 @@ from shardpass.core.exchange.halo import HaloPlan, build_halo_plan, node_set
 from shardpass.core.exchange.packing import MESSAGE_BUFFER, Packing
 from shardpass.core.exchange.schedule import Schedule, Transfer
 from shardpass.core.exchange.tokens import WalkId
-from shardpass.core.exchange.transfer import carry, halo_fetch, scatter_to_owners
+from shardpass.core.exchange.transfer import carry, extremum_at_owners, halo_fetch, scatter_to_owners
 from shardpass.core.exchange.walk import GradientReturn, fetch_blocks
 from shardpass.core.exchange.windows import WindowPool, shares_rows
 
@@ -22,6 +22,7 @@ __all__ = [
     "WindowPool",
     "build_halo_plan",
     "carry",
+    "extremum_at_owners",
     "fetch_blocks",
     "halo_fetch",
     "node_set",

@@ -7,9 +7,10 @@ from shardpass.core.graphs.as_data import GraphArgument
 from shardpass.core.graphs.batch_index import BatchIndex
 from shardpass.core.graphs.edge_index import ShardedEdgeIndex
 from shardpass.core.graphs.embedding import NodeEmbedding, OwnRows, node_embeddings
-from shardpass.core.graphs.graph import LoadedGraphs, OwnFields, Relation, ShardedGraph, build_relation, gather
+from shardpass.core.graphs.graph import LoadedGraphs, ShardedGraph, gather
 from shardpass.core.graphs.hetero_graph import ShardedHeteroGraph
 from shardpass.core.graphs.readout import all_rows, reduce_rows
+from shardpass.core.graphs.relation import OwnFields, Relation, build_relation
 from shardpass.core.graphs.reverse import ReversedEdges, reversed_edges
 from shardpass.core.graphs.union import Piece, union
 

@@ -95,8 +95,9 @@ class ShardedMessagePassing:
         def compute(weight: Tensor | None = None) -> Tensor:
             out = None if self._keeps_messages else self._aggregated(program, direction, weight)
             if self._keeps_messages:
-                out = self._aggregated_at_once(replace(program, message=function.side_by_side), function, direction,
-                                               edge_index, whole)
+                out = self._aggregated_at_once(
+                    replace(program, message=function.side_by_side), function, direction, edge_index, whole
+                )
             function.release()
             frozen.poison(self.name)
             return conv.update(out, **conv.inspector.collect_param_data("update", whole))

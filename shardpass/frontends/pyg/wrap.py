@@ -24,7 +24,7 @@ from shardpass.errors import RefusedError
 from shardpass.frontends.pyg.attention import distribute_attention
 from shardpass.frontends.pyg.hetero import adapt_hetero, check_types, has_one_tensor_of_all_types
 from shardpass.frontends.pyg.lazy import Lazy
-from shardpass.frontends.pyg.methods import REPLACED_METHODS, adapt_methods, methods_to_run
+from shardpass.frontends.pyg.methods import REPLACED_METHODS, adapt_methods, methods_to_run, methods_written
 from shardpass.frontends.pyg.norms import distribute_norms
 from shardpass.frontends.pyg.poison import Poison
 from shardpass.frontends.pyg.propagate import ShardedMessagePassing
@@ -153,6 +153,7 @@ class _Method(OutermostCall):
     ) -> None:
         super().__init__(model, comm, followed, checkpoint, method)
         self._looked_for_tables = False
+        self.is_own = method in methods_written(model)
         self.adapted = vars(model).get(method)  # by `adapt_hetero` or `adapt_methods`
 
     def is_known(self, module: nn.Module) -> bool:
@@ -167,6 +168,10 @@ class _Method(OutermostCall):
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         if torch.jit.is_tracing():
             raise RefusedError(_NO_SCRIPT)
+        if self.is_own and (self.comm.forward is not None or not _has_graph((args, kwargs))):
+            if _has_graph((args, kwargs)):
+                args, kwargs = torch_private.tree_map(_edge_index_of, (args, kwargs))
+            return getattr(type(self.model), self.method)(self.model, *args, **kwargs)
         model = self.model
         _keep_attached(model)
         if _has_graph((args, kwargs)) and not self._looked_for_tables:
