@@ -149,7 +149,11 @@ class FollowRows(torch_private.TorchDispatchMode):
         if mixture is not None and (rows or needs_values(func)):
             raise mixture.refusal()
         before = self._copies(leaves, rows) if rows and torch_private.is_mutable(func) else {}
-        out = func(*args, **kwargs)
+        try:
+            out = func(*args, **kwargs)
+        except (RuntimeError, IndexError) as error:
+            self.marks.explain(rows.values(), leaves, error)
+            raise
         outs = [leaf for leaf in torch_private.tree_leaves(out) if isinstance(leaf, Tensor)]
         if rows:
             Operation(self.marks, func, leaves, structure, rows, outs, before, self.in_pieces).follow()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardpass.core.following.origin import Origin
-from shardpass.core.following.refusals import Mixture, check_plain
+from shardpass.core.following.refusals import Mixture, check_plain, whole_graph
 from shardpass.core.following.rows import Rows
 from shardpass.core.ranks import RowSet, torch_private
 
@@ -24,6 +24,7 @@ class Marks:
         origins: where tensors without rows come from.
         mixtures: what they are made of that were made of several rows.
         known: the sets of rows that tensors from outside are recognised by, by their number of rows.
+        totals: how many rows of such a set all ranks together have, by its root.
         verdicts: what was found out of operations, by operation and shapes.
     """
 
@@ -31,6 +32,7 @@ class Marks:
     origins: MutableMapping[Tensor, Origin] = field(default_factory=torch_private.WeakTensorKeyDictionary)
     mixtures: MutableMapping[Tensor, Mixture] = field(default_factory=torch_private.WeakTensorKeyDictionary)
     known: list[RowSet] = field(default_factory=list)
+    totals: dict[Any, int] = field(default_factory=dict)
     verdicts: dict[Any, Any] = field(default_factory=dict)
     _selections: list[tuple[Tensor, int, RowSet]] = field(default_factory=list)
 
@@ -95,6 +97,15 @@ class Marks:
         found = RowSet(name, count, ("picked", object()), before)
         self._selections.append((mask, torch_private.version_of(mask), found))
         return found
+
+    def explain(self, rows: Iterable[Rows], leaves: list[Any], error: Exception) -> None:
+        """Refuse an operation that failed because a tensor has a row for each node or edge of the whole graph."""
+        for one in rows:
+            total = self.totals.get(one.of.root)
+            for leaf in leaves:
+                whole = isinstance(leaf, Tensor) and leaf not in self.rows and total in leaf.shape
+                if whole and total != one.of.count:
+                    raise whole_graph(leaf, one.of, total) from error
 
     def check_result(self, result: Any) -> None:
         """Refuse a result of the model that was made of several rows."""

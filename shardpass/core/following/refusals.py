@@ -12,10 +12,13 @@ from shardpass.core.ranks import RowSet
 from shardpass.errors import RefusedError
 
 REMEDY = (
-    "Use a readout of the graph, a norm or shardpass.all_reduce_sum, which take in the rows of all ranks, or compute "
-    "it before you partition and store it as a field"
+    "Use a readout over graph.batch, a norm or shardpass.all_reduce_sum, which take in the rows of all ranks, or "
+    "compute it before you partition and store it as a field"
 )
-STATE = "Use shardpass.NodeEmbedding for parameters of nodes, and a field of the graph for values"
+STATE = (
+    "Use shardpass.NodeEmbedding for parameters of nodes, and a field of the graph for values. If the numbers are "
+    "equal by chance, change the width"
+)
 FIELD = "Store what differs from row to row as a node or edge field of the graph"
 NUMBERS = "Rows are numbered anew on every rank: use a mask, or compute it before you partition and store it as a field"
 
@@ -37,6 +40,15 @@ def refusal(what: str, remedy: str = "", line: str = "") -> RefusedError:
     return RefusedError(
         f"{line or user_line()}: {what}. This rank holds a part of them, so the result would differ from "
         f"that of the whole graph. {remedy or REMEDY}"
+    )
+
+
+def whole_graph(tensor: Tensor, of: RowSet, total: int | None) -> RefusedError:
+    """An error for a tensor of the whole graph that meets rows of this rank."""
+    return RefusedError(
+        f"{user_line()}: a tensor of shape {[*tensor.shape]} has an entry for each of the {total} {of.name} of the "
+        f"whole graph, but this rank holds {of.count} of them, in another order. Store it as a field of the graph when "
+        f"you partition, and take it from there, as in graph.train_mask; parameters of nodes are shardpass.NodeEmbedding"
     )
 
 

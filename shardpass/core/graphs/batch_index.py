@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardpass.core.following import user_line
 from shardpass.core.graphs.edge_index import SourceRows
 from shardpass.core.graphs.readout import Groups, Reduction, reduce_rows
 from shardpass.core.graphs.stand_in import PRINTS, StandIn, describes
@@ -182,7 +183,7 @@ def _look_up(name: str, input: Any, *rest: Any, dim: int = 0, index: Any = None)
 
 def _refused(name: str) -> RefusedError:
     return RefusedError(
-        f"`{name}` on the batch of a sharded graph needs all nodes in one place, but they are on several ranks. Sums, "
-        f"means, maxima, minima, products and softmax over `batch` work; for anything else, collect the rows of all "
+        f"{user_line()}: `{name}` on the batch of a sharded graph needs all nodes in one place, but they are on "
+        f"several ranks. Sums, means, maxima, minima, products and softmax over `batch` work; for anything else, collect the rows of all "
         f"ranks with shardpass.gather"
     )

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shardpass.core.exchange import HaloPlan, extremum_at_owners, halo_fetch, scatter_to_owners
+from shardpass.core.following import user_line
 from shardpass.core.graphs.layer_flow import LayerFlow
 from shardpass.core.graphs.stand_in import PRINTS, StandIn, describes
 from shardpass.core.ranks import torch_private
@@ -227,8 +228,8 @@ def _refused(name: str, what: str) -> RefusedError:
             f"torch.utils.checkpoint, reentrant checkpointing is not supported: pass use_reentrant=False"
         )
     return RefusedError(
-        f"`{name}` on {what} of a sharded graph: ids are numbered per rank, so the result would differ from that of "
-        f"the whole graph. Compute it before partitioning and store it as a node or edge field"
+        f"{user_line()}: `{name}` on {what} of a sharded graph: ids are numbered per rank, so the result would "
+        f"differ from that of the whole graph. Compute it before partitioning and store it as a node or edge field"
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 from weakref import WeakSet
 
@@ -269,6 +269,13 @@ class ShardedGraph(metaclass=_Kind):
             node_set(kind, o.num_own(self.comm.rank)): self._node_fields[kind] for kind, o in self.ownership.items()
         }
         return nodes | {r.plan.edge_set(r.shards.num_edges): r.fields for r in self.relations.values()}
+
+    def row_totals(self) -> dict[Hashable, int]:
+        """How many rows the whole graph has of each of the sets, by their roots."""
+        kinds = self.ownership.items()
+        nodes = {node_set(kind, owned.num_own(self.comm.rank)).root: owned.num_total for kind, owned in kinds}
+        relations = self.relations.items()
+        return nodes | {r.plan.edge_set(0).root: self._total_edges[kind] for kind, r in relations}
 
     def ids_of(self, node_type: NodeType | None = None) -> tuple[Tensor, int]:
         """Original ids of own nodes of a type (None: the only one), and how many nodes the whole graph has of it."""

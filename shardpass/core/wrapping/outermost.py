@@ -42,6 +42,7 @@ class FollowedCalls:
         follower = self._follower = self._follower or FollowRows(model)
         graphs = list(comm.caches.of(LoadedGraphs).graphs)
         follower.marks.known = [rows for graph in graphs for rows in graph.row_sets()]
+        follower.marks.totals = {root: total for graph in graphs for root, total in graph.row_totals().items()}
         for graph in graphs:
             for rows, fields in graph.row_sets().items():
                 for field in fields.read():
