@@ -6,7 +6,17 @@ It knows tensors and operations. Which tensors hold rows of what, it is told.
 from shardpass.core.following.follow import FollowRows, unfollowed_anywhere
 from shardpass.core.following.functions import FollowFunctions
 from shardpass.core.following.known import known_modules
+from shardpass.core.following.refusals import whole_graph
 from shardpass.core.following.row_count import OwnCount, RowCount
 from shardpass.core.following.user_line import user_line
 
-__all__ = ["FollowFunctions", "FollowRows", "OwnCount", "RowCount", "known_modules", "unfollowed_anywhere", "user_line"]
+__all__ = [
+    "FollowFunctions",
+    "FollowRows",
+    "OwnCount",
+    "RowCount",
+    "known_modules",
+    "unfollowed_anywhere",
+    "user_line",
+    "whole_graph",
+]

@@ -48,7 +48,7 @@ def whole_graph(tensor: Tensor, of: RowSet, total: int | None) -> RefusedError:
     return RefusedError(
         f"{user_line()}: a tensor of shape {[*tensor.shape]} has an entry for each of the {total} {of.name} of the "
         f"whole graph, but this rank holds {of.count} of them, in another order. Store it as a field of the graph when "
-        f"you partition, and take it from there, as in graph.train_mask; parameters of nodes are shardpass.NodeEmbedding"
+        f"you partition, and take it from there, as in graph.train_mask; for parameters use shardpass.NodeEmbedding"
     )
 
 

@@ -184,6 +184,6 @@ def _look_up(name: str, input: Any, *rest: Any, dim: int = 0, index: Any = None)
 def _refused(name: str) -> RefusedError:
     return RefusedError(
         f"{user_line()}: `{name}` on the batch of a sharded graph needs all nodes in one place, but they are on "
-        f"several ranks. Sums, means, maxima, minima, products and softmax over `batch` work; for anything else, collect the rows of all "
-        f"ranks with shardpass.gather"
+        f"several ranks. Sums, means, maxima, minima, products and softmax over `batch` work; for anything else, "
+        f"collect the rows of all ranks with shardpass.gather"
     )

@@ -38,14 +38,7 @@ _NOT_WRAPPED = (
 )
 
 
-class _Kind(type):
-    """PyG's layers name the class of an ``edge_index`` that they cannot use, and so they say what to do."""
-
-    def __repr__(cls) -> str:
-        return f"<{cls.__name__}: {_NOT_WRAPPED}>"
-
-
-class ShardedGraph(metaclass=_Kind):
+class ShardedGraph:
     """One rank's share of a graph: its own nodes, and the edges that end in them.
 
     Made by `load`; goes where PyG code expects ``data`` or ``edge_index``. Node tensors hold own rows
@@ -128,6 +121,8 @@ class ShardedGraph(metaclass=_Kind):
         for fields in (self.node, self.edge):
             if name in fields:
                 return fields[name]
+        if hasattr(Tensor, name):
+            raise AttributeError(_NOT_WRAPPED)
         raise AttributeError(
             f"this graph has no field {name!r}; there are the node fields {self.node.listed()} and the edge fields "
             f"{self.edge.listed()}"

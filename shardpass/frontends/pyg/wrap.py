@@ -33,6 +33,7 @@ from shardpass.frontends.pyg.refusals import (
     refuse_node_tables,
     refuse_norms_of_some_nodes,
     refuse_unsupported,
+    refuse_whole_tensors,
 )
 
 
@@ -179,6 +180,7 @@ class _Method(OutermostCall):
             refuse_node_tables(model, self.comm, args, kwargs)
         refuse_norms_of_some_nodes(model, args, kwargs)
         args, kwargs = torch_private.tree_map(_edge_index_of, (args, kwargs))
+        refuse_whole_tensors((args, kwargs))
         check_types((*args, *kwargs.values()), self.comm)
         return self.run(self._computed, args, kwargs)
 
