@@ -14,30 +14,6 @@ import torch.nn.functional as F
 import torch_geometric.nn as gnn
 from torch import Tensor, nn
 from torch_geometric.data import Data
-from torch_geometric.nn import (
-    APPNP,
-    AGNNConv,
-    ARMAConv,
-    BatchNorm,
-    DirGNNConv,
-    DNAConv,
-    EGConv,
-    FiLMConv,
-    GATConv,
-    GCN2Conv,
-    GCNConv,
-    GENConv,
-    GINConv,
-    MixHopConv,
-    NNConv,
-    RGATConv,
-    RGCNConv,
-    SAGEConv,
-    Set2Set,
-    SGConv,
-    TAGConv,
-    TransformerConv,
-)  # fmt: skip
 
 from shardpass.core.sharding import EDGE, NODE
 
@@ -51,7 +27,7 @@ P = 0.0
 class GCN(nn.Module):  # gcn.py
     def __init__(self):
         super().__init__()
-        self.conv1, self.conv2 = GCNConv(5, 16, cached=True), GCNConv(16, 3, cached=True)
+        self.conv1, self.conv2 = gnn.GCNConv(5, 16, cached=True), gnn.GCNConv(16, 3, cached=True)
 
     def forward(self, x, edge_index, edge_weight=None):
         x = F.dropout(x, p=P, training=self.training)
@@ -63,8 +39,8 @@ class GCN(nn.Module):  # gcn.py
 class GAT(nn.Module):  # gat.py
     def __init__(self):
         super().__init__()
-        self.conv1 = GATConv(5, 4, 8, dropout=P)
-        self.conv2 = GATConv(32, 3, heads=1, concat=False, dropout=P)
+        self.conv1 = gnn.GATConv(5, 4, 8, dropout=P)
+        self.conv2 = gnn.GATConv(32, 3, heads=1, concat=False, dropout=P)
 
     def forward(self, x, edge_index):
         x = F.elu(self.conv1(F.dropout(x, p=P, training=self.training), edge_index))
@@ -75,7 +51,7 @@ class GCNII(nn.Module):  # gcn2_cora.py
     def __init__(self):
         super().__init__()
         self.lins = nn.ModuleList([nn.Linear(5, 8), nn.Linear(8, 3)])
-        self.convs = nn.ModuleList(GCN2Conv(8, 0.1, 0.5, i + 1, True, normalize=False) for i in range(4))
+        self.convs = nn.ModuleList(gnn.GCN2Conv(8, 0.1, 0.5, i + 1, True, normalize=False) for i in range(4))
 
     def forward(self, x, adj_t):
         x = F.dropout(x, P, training=self.training)
@@ -90,7 +66,7 @@ class GCNII(nn.Module):  # gcn2_cora.py
 class Net(nn.Module):  # benchmark/citation/appnp.py
     def __init__(self):
         super().__init__()
-        self.lin1, self.lin2, self.prop1 = nn.Linear(5, 8), nn.Linear(8, 3), APPNP(10, 0.1)
+        self.lin1, self.lin2, self.prop1 = nn.Linear(5, 8), nn.Linear(8, 3), gnn.APPNP(10, 0.1)
 
     def forward(self, data):
         x, edge_index = data.x, data.edge_index
@@ -118,8 +94,8 @@ class OfGlobalData(nn.Module):
 class ARMA(nn.Module):  # arma.py
     def __init__(self):
         super().__init__()
-        self.conv1 = ARMAConv(5, 8, num_stacks=3, num_layers=2, shared_weights=True, dropout=P)
-        self.conv2 = ARMAConv(8, 3, num_stacks=3, num_layers=2, shared_weights=True, dropout=P, act=lambda x: x)
+        self.conv1 = gnn.ARMAConv(5, 8, num_stacks=3, num_layers=2, shared_weights=True, dropout=P)
+        self.conv2 = gnn.ARMAConv(8, 3, num_stacks=3, num_layers=2, shared_weights=True, dropout=P, act=lambda x: x)
 
     def forward(self, x, edge_index):
         return F.log_softmax(self.conv2(F.relu(self.conv1(x, edge_index)), edge_index), dim=1)
@@ -129,7 +105,7 @@ class DNA(nn.Module):  # dna.py
     def __init__(self):
         super().__init__()
         self.lin1, self.lin2 = nn.Linear(5, 8), nn.Linear(8, 3)
-        self.convs = nn.ModuleList(DNAConv(8, 2, 2, dropout=P) for _ in range(3))
+        self.convs = nn.ModuleList(gnn.DNAConv(8, 2, 2, dropout=P) for _ in range(3))
 
     def forward(self, x, edge_index):
         x_all = F.relu(self.lin1(x)).view(-1, 1, 8)
@@ -142,7 +118,7 @@ class DNA(nn.Module):  # dna.py
 class RGCN(nn.Module):  # rgcn.py with features
     def __init__(self):
         super().__init__()
-        self.conv1, self.conv2 = RGCNConv(5, 8, 3, num_bases=2), RGCNConv(8, 3, 3, num_bases=2)
+        self.conv1, self.conv2 = gnn.RGCNConv(5, 8, 3, num_bases=2), gnn.RGCNConv(8, 3, 3, num_bases=2)
 
     def forward(self, x, edge_index, edge_type):
         return F.log_softmax(self.conv2(F.relu(self.conv1(x, edge_index, edge_type)), edge_index, edge_type), dim=1)
@@ -151,7 +127,7 @@ class RGCN(nn.Module):  # rgcn.py with features
 class RGAT(nn.Module):  # rgat.py
     def __init__(self):
         super().__init__()
-        self.conv1, self.conv2, self.lin = RGATConv(5, 8, 3), RGATConv(8, 8, 3), nn.Linear(8, 3)
+        self.conv1, self.conv2, self.lin = gnn.RGATConv(5, 8, 3), gnn.RGATConv(8, 8, 3), nn.Linear(8, 3)
 
     def forward(self, x, edge_index, edge_type):
         x = self.conv1(x, edge_index, edge_type).relu()
@@ -162,7 +138,7 @@ class RGAT(nn.Module):  # rgat.py
 class DirGNN(nn.Module):  # dir_gnn.py
     def __init__(self):
         super().__init__()
-        self.convs = nn.ModuleList([DirGNNConv(SAGEConv(5, 8)), DirGNNConv(SAGEConv(8, 3))])
+        self.convs = nn.ModuleList([gnn.DirGNNConv(gnn.SAGEConv(5, 8)), gnn.DirGNNConv(gnn.SAGEConv(8, 3))])
 
     def forward(self, x, edge_index):
         return self.convs[1](self.convs[0](x, edge_index).relu(), edge_index)
@@ -171,8 +147,8 @@ class DirGNN(nn.Module):  # dir_gnn.py
 class MixHop(nn.Module):  # mixhop.py
     def __init__(self):
         super().__init__()
-        self.conv1, self.norm1 = MixHopConv(5, 4, powers=[0, 1, 2]), BatchNorm(12)
-        self.conv2, self.norm2 = MixHopConv(12, 4, powers=[0, 1, 2]), BatchNorm(12)
+        self.conv1, self.norm1 = gnn.MixHopConv(5, 4, powers=[0, 1, 2]), gnn.BatchNorm(12)
+        self.conv2, self.norm2 = gnn.MixHopConv(12, 4, powers=[0, 1, 2]), gnn.BatchNorm(12)
         self.lin = nn.Linear(12, 3)
 
     def forward(self, x, edge_index):
@@ -187,7 +163,7 @@ class UniMP(nn.Module):  # unimp_arxiv.py
         self.label_emb, self.convs, self.norms = gnn.MaskLabel(4, 5), nn.ModuleList(), nn.ModuleList()
         for i in range(1, 4):
             width, concat = (3, False) if i == 3 else (4, True)
-            self.convs.append(TransformerConv(5 if i == 1 else 8, width, 2, concat=concat, beta=True, dropout=P))
+            self.convs.append(gnn.TransformerConv(5 if i == 1 else 8, width, 2, concat=concat, beta=True, dropout=P))
             if i < 3:
                 self.norms.append(nn.LayerNorm(8))
 
@@ -204,7 +180,7 @@ class DeeperGCN(nn.Module):  # ogbn_proteins_deepgcn.py
         self.node_encoder, self.edge_encoder = nn.Linear(5, 8), nn.Linear(3, 8)
         self.layers = nn.ModuleList()
         for _ in range(3):
-            conv = GENConv(8, 8, aggr="softmax", t=1.0, learn_t=True, num_layers=2, norm="layer")
+            conv = gnn.GENConv(8, 8, aggr="softmax", t=1.0, learn_t=True, num_layers=2, norm="layer")
             norm, act = nn.LayerNorm(8, elementwise_affine=True), nn.ReLU(inplace=True)
             self.layers.append(gnn.DeepGCNLayer(conv, norm, act, block="res+", dropout=P, ckpt_grad=False))
         self.lin = nn.Linear(8, 3)
@@ -221,8 +197,9 @@ class DeeperGCN(nn.Module):  # ogbn_proteins_deepgcn.py
 class FiLM(nn.Module):  # film.py
     def __init__(self):
         super().__init__()
-        self.convs, self.norms = nn.ModuleList([FiLMConv(5, 8), FiLMConv(8, 8)]), nn.ModuleList([nn.BatchNorm1d(8)] * 2)
-        self.last = FiLMConv(8, 3, act=None)
+        self.convs = nn.ModuleList([gnn.FiLMConv(5, 8), gnn.FiLMConv(8, 8)])
+        self.norms = nn.ModuleList(nn.BatchNorm1d(8) for _ in range(2))
+        self.last = gnn.FiLMConv(8, 3, act=None)
 
     def forward(self, x, edge_index):
         for conv, norm in zip(self.convs, self.norms):
@@ -233,8 +210,8 @@ class FiLM(nn.Module):  # film.py
 class GATWithSkips(nn.Module):  # ppi.py, ogbn_products_gat.py
     def __init__(self):
         super().__init__()
-        self.conv1, self.lin1 = GATConv(5, 4, heads=4), nn.Linear(5, 16)
-        self.conv2, self.lin2 = GATConv(16, 3, heads=6, concat=False), nn.Linear(16, 3)
+        self.conv1, self.lin1 = gnn.GATConv(5, 4, heads=4), nn.Linear(5, 16)
+        self.conv2, self.lin2 = gnn.GATConv(16, 3, heads=6, concat=False), nn.Linear(16, 3)
 
     def forward(self, x, edge_index):
         x = F.elu(self.conv1(x, edge_index) + self.lin1(x))
@@ -244,7 +221,7 @@ class GATWithSkips(nn.Module):  # ppi.py, ogbn_products_gat.py
 class Breadth(nn.Module):
     def __init__(self, in_dim, out_dim):
         super().__init__()
-        self.gatconv = GATConv(in_dim, out_dim, heads=1)
+        self.gatconv = gnn.GATConv(in_dim, out_dim, heads=1)
 
     def forward(self, x, edge_index):
         return torch.tanh(self.gatconv(x, edge_index))
@@ -282,7 +259,7 @@ class EGC(nn.Module):  # egc.py, for nodes
     def __init__(self):
         super().__init__()
         self.encoder = nn.Linear(5, 8)
-        self.convs = nn.ModuleList(EGConv(8, 8, ["symnorm", "min", "max"], 4, 4) for _ in range(2))
+        self.convs = nn.ModuleList(gnn.EGConv(8, 8, ["symnorm", "min", "max"], 4, 4) for _ in range(2))
         self.norms = nn.ModuleList(nn.BatchNorm1d(8) for _ in range(2))
         self.mlp = nn.Sequential(nn.Linear(8, 4, bias=False), nn.BatchNorm1d(4), nn.ReLU(inplace=True), nn.Linear(4, 3))
 
@@ -297,7 +274,7 @@ class EGC(nn.Module):  # egc.py, for nodes
 class GIN(nn.Module):  # mutag_gin.py; the graph's logits are handed back to its nodes
     def __init__(self):
         super().__init__()
-        self.convs = nn.ModuleList([GINConv(gnn.MLP([5, 8, 8])), GINConv(gnn.MLP([8, 8, 8]))])
+        self.convs = nn.ModuleList([gnn.GINConv(gnn.MLP([5, 8, 8])), gnn.GINConv(gnn.MLP([8, 8, 8]))])
         self.mlp = gnn.MLP([8, 8, 3], norm=None, dropout=P)
 
     def forward(self, x, edge_index, batch):
@@ -310,8 +287,8 @@ class QM9(nn.Module):  # qm9_nn_conv.py
     def __init__(self):
         super().__init__()
         self.lin0 = nn.Linear(5, 6)
-        self.conv = NNConv(6, 6, nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 36)), aggr="mean")
-        self.gru, self.set2set = nn.GRU(6, 6), Set2Set(6, processing_steps=3)
+        self.conv = gnn.NNConv(6, 6, nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 36)), aggr="mean")
+        self.gru, self.set2set = nn.GRU(6, 6), gnn.Set2Set(6, processing_steps=3)
         self.lin1, self.lin2 = nn.Linear(12, 6), nn.Linear(6, 1)
 
     def forward(self, data):
@@ -328,7 +305,7 @@ class QM9(nn.Module):  # qm9_nn_conv.py
 class SIGN(nn.Module):  # sign.py, with the powers taken in forward
     def __init__(self):
         super().__init__()
-        self.prop, self.lins = SGConv(5, 5, K=1, bias=False), nn.ModuleList(nn.Linear(5, 8) for _ in range(3))
+        self.prop, self.lins = gnn.SGConv(5, 5, K=1, bias=False), nn.ModuleList(nn.Linear(5, 8) for _ in range(3))
         self.lin = nn.Linear(24, 3)
 
     def forward(self, x, edge_index):
@@ -379,9 +356,9 @@ EXAMPLES: dict[str, Case] = {
     "gat": (GAT, _plain),
     "gcn2_cora": (GCNII, _plain),
     "appnp": (Net, as_data),
-    "agnn": (lambda: OfGlobalData(AGNNConv(requires_grad=False), AGNNConv(requires_grad=True)), _global),
-    "tagcn": (lambda: OfGlobalData(TAGConv(8, 16), TAGConv(16, 8)), _global),
-    "sgc": (lambda: OfGlobalData(SGConv(8, 8, K=2, cached=True)), _global),
+    "agnn": (lambda: OfGlobalData(gnn.AGNNConv(requires_grad=False), gnn.AGNNConv(requires_grad=True)), _global),
+    "tagcn": (lambda: OfGlobalData(gnn.TAGConv(8, 16), gnn.TAGConv(16, 8)), _global),
+    "sgc": (lambda: OfGlobalData(gnn.SGConv(8, 8, K=2, cached=True)), _global),
     "arma": (ARMA, _plain),
     "dna": (DNA, _plain),
     "rgcn": (RGCN, _typed),

@@ -41,7 +41,8 @@ def extremum_at_owners(rows: Tensor, plan: HaloPlan, op: str, label: str) -> Ten
     own = rows[: plan.num_own_src].clone()
     leaving = [rows[start:stop].contiguous() for start, stop in pairwise(bounds)]
     for theirs, part in zip(plan.send_rows, plan.comm.all_to_all(leaving, label=label)):
-        own.index_reduce_(0, theirs.to(own.device), part, op)
+        numbers = theirs.to(own.device).view(-1, *[1] * (own.dim() - 1)).expand_as(part)
+        own.scatter_reduce_(0, numbers, part, op)
     return own
 
 
