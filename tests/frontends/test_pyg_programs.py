@@ -1,4 +1,4 @@
-"""What people write around PyG's layers: more dimensions, methods of their own, softmax over sources, several graphs."""
+"""What people write around PyG's layers: more dimensions, own methods, softmax over sources, several graphs in one."""
 
 from __future__ import annotations
 
