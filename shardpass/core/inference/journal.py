@@ -13,10 +13,12 @@ import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from shardpass.core.ranks import Ranks, agree
+from shardpass.errors import RefusedError
 
 _ENTRY = "call-{:04}.safetensors"
 
@@ -53,8 +55,8 @@ class Journal:
         self.num_known = min(count for (count,) in agree(comm, "journal: calls kept", [kept]))
         self._next = 0
 
-    def result(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
-        """What the next call returns, ``[num_own, ...]``. It is read if every rank has it, else computed and kept."""
+    def result(self, name: str, compute: Callable[[], Any]) -> Any:
+        """What the next call returns, a tensor or a tuple of tensors. It is read if every rank has it, or else kept."""
         from safetensors.torch import load_file, save_file
 
         if self._progress is not None:
@@ -62,9 +64,16 @@ class Journal:
         entry = self.folder / _ENTRY.format(self._next)
         self._next += 1
         if self._next <= self.num_known:
-            return load_file(entry)["rows"].to(self._device)
-        rows = compute()
-        save_file({"rows": rows.detach().cpu().contiguous()}, partial := entry.with_suffix(".partial"))
+            found = {name: tensor.to(self._device) for name, tensor in load_file(entry).items()}
+            return found["rows"] if "rows" in found else tuple(found[str(i)] for i in range(len(found)))
+        try:
+            rows = compute()
+        except RefusedError:  # the caller may know another way
+            self._next -= 1
+            raise
+        named = {"rows": rows} if isinstance(rows, Tensor) else {str(i): part for i, part in enumerate(rows)}
+        named = {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
+        save_file(named, partial := entry.with_suffix(".partial"))
         os.replace(partial, entry)  # an entry that is there is whole
         return rows
 
