@@ -1,4 +1,4 @@
-"""Models with attention as the examples of DGL's repository write them; see dgl_models.py."""
+"""Models with attention or of several types as the examples of DGL's repository write them; see dgl_models.py."""
 
 from __future__ import annotations
 
@@ -280,3 +280,37 @@ class HAN(nn.Module):
             semantic_embeddings.append(self.gat_layers[i](g, h).flatten(1))
         semantic_embeddings = torch.stack(semantic_embeddings, dim=1)  # (N, M, D * K)
         return self.semantic_attention(semantic_embeddings)  # (N, D * K)
+
+
+class RelGraphConvLayer(nn.Module):
+    """Of the example rgcn-hetero."""
+
+    def __init__(self, in_feat, out_feat, rel_names, num_bases):
+        super().__init__()
+        self.rel_names = rel_names
+        convs = {
+            rel: dnn.GraphConv(in_feat, out_feat, norm="right", weight=False, bias=False, allow_zero_in_degree=True)
+            for rel in rel_names
+        }
+        self.conv = dnn.HeteroGraphConv(convs)
+        self.basis = dnn.WeightBasis((in_feat, out_feat), num_bases, len(rel_names))
+        self.h_bias = nn.Parameter(torch.zeros(out_feat))
+        self.loop_weight = nn.Parameter(torch.randn(in_feat, out_feat))
+
+    def forward(self, g, inputs):
+        g = g.local_var()
+        weight = self.basis()
+        wdict = {self.rel_names[i]: {"weight": w.squeeze(0)} for i, w in enumerate(torch.split(weight, 1, dim=0))}
+        if g.is_block:
+            inputs_src = inputs
+            inputs_dst = {k: v[: g.number_of_dst_nodes(k)] for k, v in inputs.items()}
+        else:
+            inputs_src = inputs_dst = inputs
+        hs = self.conv(g, inputs_src, mod_kwargs=wdict)
+
+        def _apply(ntype, h):
+            h = h + torch.matmul(inputs_dst[ntype], self.loop_weight)
+            h = h + self.h_bias
+            return F.relu(h)
+
+        return {ntype: _apply(ntype, h) for ntype, h in hs.items()}

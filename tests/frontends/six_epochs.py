@@ -14,7 +14,8 @@ def trained(model, call, inputs, graph, sync=lambda: None):
         optimizer.zero_grad()
         out = call(model, inputs, graph)
         out = out[0] if isinstance(out, tuple) else out
-        loss = out.tanh().square().sum()
+        parts = out.values() if isinstance(out, dict) else [out]
+        loss = sum(part.tanh().square().sum() for part in parts)
         if loss.requires_grad:
             loss.backward()
         sync()

@@ -71,9 +71,14 @@ class FollowFunctions(TorchFunctionMode):
 
     def _one_hot(self, func: Any, args: Any, kwargs: Any) -> Any:
         """With a number of classes, it looks at all rows only to check them."""
+        rows = self._rows_of(args[0]) if args else None
         if len(args) < 2 and kwargs.get("num_classes", -1) == -1:
+            if rows is not None and rows.of.judges:
+                raise RefusedError(
+                    f"{user_line()}: `one_hot` without num_classes takes the largest number that the {rows.of.name} of "
+                    f"this rank have. Pass num_classes, such as graph.num_classes"
+                )
             return func(*args, **kwargs)
-        rows = self._rows_of(args[0])
         with self.follower.paused():
             out = func(*args, **kwargs)
         if rows is not None:

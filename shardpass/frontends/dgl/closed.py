@@ -60,11 +60,11 @@ def advice_for(member: str) -> str:
     return next((advice for advice, names in _ADVICE if member in names.split()), "use another member")
 
 
-def refused(what: str, advice: str) -> ClosedMemberError:
-    """The error for something that a sharded graph does not offer."""
+def refused(what: str, advice: str, error: BaseException | None = None) -> ClosedMemberError:
+    """The error for something that a sharded graph does not offer. It names the line that runs, or raised `error`."""
     return ClosedMemberError(
-        f"{user_line()}: {what} is not available on a sharded graph, of which this rank holds only the in-edges of its "
-        f"own nodes: {advice}"
+        f"{user_line(error)}: {what} is not available on a sharded graph, of which this rank holds only the in-edges "
+        f"of its own nodes: {advice}"
     )
 
 

@@ -13,10 +13,10 @@ from shardpass.frontends.dgl.closed import refused
 
 
 class NodeCount(OwnCount):
-    """How many nodes this rank has. Whether there are any is answered for all ranks together.
+    """How many nodes this rank has. Whether there are any, or more than a number, is answered for all ranks together.
 
-    Layers branch on there being none (``if graph.num_nodes() > 0``). A rank without any, in a graph that has some, must
-    take the branch that the other ranks take. ``==`` compares this rank's number, since that is how code checks shapes.
+    Models branch on that (``if graph.num_nodes() > 1000``), and every rank must take the branch that the whole graph
+    takes. ``==`` compares this rank's number, since that is how code checks shapes.
     """
 
     total: int
@@ -28,21 +28,20 @@ class NodeCount(OwnCount):
         count.total = total
         return count
 
-    def against(self, other: Any) -> int:
-        """The number to compare with `other`."""
-        return self.total if isinstance(other, int) and other == 0 else int(self)
+    def _against(self, other: Any) -> int:
+        return int(self) if isinstance(other, OwnCount) else self.total
 
     def __gt__(self, other: Any) -> bool:
-        return self.against(other) > other
+        return self._against(other) > other
 
     def __ge__(self, other: Any) -> bool:
-        return self.against(other) >= other
+        return self._against(other) >= other
 
     def __lt__(self, other: Any) -> bool:
-        return self.against(other) < other
+        return self._against(other) < other
 
     def __le__(self, other: Any) -> bool:
-        return self.against(other) <= other
+        return self._against(other) <= other
 
     def __bool__(self) -> bool:
         return self.total != 0
@@ -61,10 +60,10 @@ class EdgeCount(NodeCount):
     """How many edges this rank has. ``== 0`` asks for all ranks too, since loops skip empty edge types by it."""
 
     def __eq__(self, other: object) -> bool:
-        return self.against(other) == other
+        return (self.total if isinstance(other, int) and other == 0 else int(self)) == other
 
     def __ne__(self, other: object) -> bool:
-        return self.against(other) != other
+        return not self == other
 
     def __hash__(self) -> int:
         return hash(int(self))
@@ -84,7 +83,8 @@ class InDegrees(Tensor):
     Layers raise ``if (graph.in_degrees() == 0).any()``, and a model may branch by it, which all ranks must do alike.
     """
 
-    any_is_zero: bool
+    any_is_zero: bool | None
+    """`None` once a model has written into them."""
     asks: bool
     """Whether the entries say which degrees are zero."""
 
@@ -97,14 +97,18 @@ class InDegrees(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        first, name = args[0] if args else None, getattr(func, "__name__", "")
+        degrees, name = args[0] if args else None, getattr(func, "__name__", "")
         with torch_private.DisableTorchFunctionSubclass():
-            if isinstance(first, InDegrees) and first.asks and name == "any" and len(args) == 1 and not kwargs:
-                return torch.tensor(first.any_is_zero, device=first.device)
+            if not isinstance(degrees, InDegrees) or degrees.any_is_zero is None:
+                return func(*args, **(kwargs or {}))
+            if degrees.asks and name == "any" and len(args) == 1 and not kwargs:
+                return torch.tensor(degrees.any_is_zero, device=degrees.device)
             out = func(*args, **(kwargs or {}))
-            if isinstance(first, InDegrees) and not first.asks and name in ("eq", "__eq__") and args[1:] == (0,):
-                return InDegrees.of(out, first.any_is_zero, asks=True)
-        return out.as_subclass(Tensor) if type(out) is InDegrees and out is not first else out
+            if out is degrees or name == "__setitem__":
+                degrees.any_is_zero = None
+            elif name in ("eq", "__eq__") and not degrees.asks and args[1:] == (0,):
+                return InDegrees.of(out, degrees.any_is_zero, asks=True)
+            return out
 
 
 _SIZES = ("ones", "zeros", "full", "new_ones", "new_zeros", "new_full")

@@ -36,7 +36,8 @@ class MessagePassing:
     def reduced(self, message: Any, reducer: Any) -> dict[str, Tensor]:
         """What a built-in `reducer` makes of the messages: ``{field: [num_dst, ...]}``. Collective.
 
-        A destination without messages holds infinity under max and min, as in DGL before it is stored.
+        A destination without messages holds infinity under max and min, as in DGL before it is stored; if the graph has
+        no edge of this type at all, it holds 0.
         """
         op = reducer_of(reducer, message.out_field if is_builtin(message) else None)
         program, computed = self.program_of(message, f"{op} of ")
@@ -128,11 +129,11 @@ class MessagePassing:
         return program, function
 
     def _extremum(self, op: str) -> Callable[[Tensor, Inputs], Tensor]:
-        comm = self.edges.plan.comm
+        comm, empty = self.edges.plan.comm, _EMPTY[op] if self.edges.total else 0.0
 
         def extremum(messages: Tensor, inputs: Inputs) -> Tensor:
             assert comm.watch is not None
-            return comm.watch.first_extremum(op, messages, inputs.edge[_PLACES], _EMPTY[op])
+            return comm.watch.first_extremum(op, messages, inputs.edge[_PLACES], empty)
 
         return extremum
 

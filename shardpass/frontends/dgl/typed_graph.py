@@ -140,13 +140,13 @@ class TypedGraph(Closed):
     def in_degrees(self, v: Any = ALL, etype: Any = None) -> Tensor:
         """In-degrees of own destination nodes, ``[num_own]`` int64, or of the rows `v` of them; see `InDegrees`."""
         edges = self._edges[self.to_canonical_etype(etype)]
-        return InDegrees.of(edges.in_degrees, edges.leaves_out) if is_all(v) else edges.in_degrees[v]
+        return InDegrees.of(edges.in_degrees.clone(), edges.leaves_out) if is_all(v) else edges.in_degrees[v]
 
     @unfollowed(0)
     def out_degrees(self, u: Any = ALL, etype: Any = None) -> Tensor:
         """Out-degrees of own source nodes in the whole graph, ``[num_own]`` int64, or of the rows `u` of them."""
         degrees = self._edges[self.to_canonical_etype(etype)].out_degrees
-        return degrees if is_all(u) else degrees[u]
+        return degrees.clone() if is_all(u) else degrees[u]
 
     @property
     def batch_size(self) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 from dgl import DGLError, DGLGraph
 from torch import nn
 
-from shardpass.core.following import FollowRows, user_line
+from shardpass.core.following import FollowRows
 from shardpass.core.graphs import ShardedGraph
 from shardpass.core.memory import Checkpoint, check_choice
 from shardpass.core.ranks import Ranks, decorrelate, is_wrapped, refuse_shared_model, torch_private
@@ -165,7 +165,8 @@ class _Method(OutermostCall):
                 if "/src/" not in str(error):  # not from DGL's compiled library, so that it says what is wrong
                     raise
                 raise refused(
-                    f"{user_line(error)}: a function of DGL that reads source nodes or the structure",
+                    "a function of DGL that reads source nodes or the structure",
                     "use update_all or apply_edges, sample with shardpass.dgl.DataLoader, and do what needs the "
                     "structure of the graph before partitioning",
+                    error,
                 ) from error
