@@ -171,16 +171,16 @@ def test_features_and_ids_are_kept(results: list[Any]) -> None:
         assert torch.equal(found["in"], g.in_degrees()[found["nid"]])
         assert torch.equal(found["out"], g.out_degrees()[found["nid"]])
         assert set(g.edges()[1][found["eid"]].tolist()) <= set(found["nid"].tolist())
-        assert found["keys"] == sorted(f"_N/{name}" for name in g.ndata)
+        assert found["keys"] == sorted([dgl.NTYPE, *(f"_N/{name}" for name in g.ndata)])
         data = found["data"]
         assert isinstance(data, sar.PartitionData)
-        assert len(data.node_ranges) == len(data.shard_edges_and_features) == len(results)
+        assert len(data.node_ranges) == len(data.all_shard_edges) == len(results)
         assert data.node_ranges[rank][1] - data.node_ranges[rank][0] == found["nid"].numel()
         assert (data.node_type_names, data.edge_type_names) == (["_N"], [("_N", "_E", "_N")])
-        for (first, end), shard in zip(data.node_ranges, data.shard_edges_and_features):
+        for (first, end), shard in zip(data.node_ranges, data.all_shard_edges):
             src, dst = shard.edges
             assert not ((src < first) | (src >= end)).any()
-            assert set(shard.edge_features) == {dgl.EID, "_N:_E:_N/w", "_N:_E:_N/orig_id"}
+            assert set(shard.edge_features) == {dgl.EID, dgl.ETYPE, "_N:_E:_N/w", "_N:_E:_N/orig_id"}
             assert src.shape == dst.shape == shard.edge_features["_N:_E:_N/w"].shape
         seen.append(found["eid"])
     assert torch.equal(torch.cat(seen).sort().values, torch.arange(g.num_edges()))

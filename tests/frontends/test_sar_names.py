@@ -65,10 +65,10 @@ def test_a_dist_graph(parts: Callable[[int], Path], one_rank: None, monkeypatch:
             assert set(fields) - {dgl.NID} == set(g.nodes[kind].data)
             for field, rows in fields.items():
                 if field != dgl.NID:
-                    assert torch.equal(rows, g.nodes[kind].data[field][fields[dgl.NID]])
+                    assert torch.equal(rows, g.nodes[kind].data[field][fields["orig_id"]])
         for kind, fields in one["edges"].items():
             assert torch.equal(fields["w"], g.edges[kind].data["w"][fields[dgl.EID]])
-            assert torch.equal(one["degrees"][kind], g.in_degrees(etype=kind)[one["nodes"][kind[2]][dgl.NID]])
+            assert torch.equal(one["degrees"][kind], g.in_degrees(etype=kind)[one["nodes"][kind[2]]["orig_id"]])
 
 
 def test_every_documented_name_is_there() -> None:
@@ -196,13 +196,13 @@ def test_suffix_key_lookup() -> None:
     features = {"a/feat": feat, "a/xfeat": torch.zeros(3), "b/label": torch.arange(2)}
     assert sar.suffix_key_lookup(features, "feat") is feat
     assert sar.suffix_key_lookup(features, "a/feat") is feat
-    expanded = sar.suffix_key_lookup(features, "feat", type_list=["b", "a"])
-    assert torch.equal(expanded, torch.cat([other, feat]))
-    assert sar.suffix_key_lookup(features, "feat", expand_to_all=False, type_list=["b", "a"]).shape == (3, 2)
-    with pytest.raises(KeyError, match="no feature is called 'eat'; there are: a/feat, a/xfeat, b/label"):
-        sar.suffix_key_lookup(features, "eat")
-    with pytest.raises(KeyError, match="none of the types"):
-        sar.suffix_key_lookup(features, "feat", type_list=["b"])
+    assert sar.suffix_key_lookup(features, "feat", type_list=["b", "a"]).shape == (3, 2)
+    assert torch.equal(sar.suffix_key_lookup(features, "feat", True, ["b", "a"]), torch.cat([other, feat]))
+    for types in (None, ["b"]):
+        with pytest.warns(UserWarning, match="empty tensor; there are: a/feat, a/xfeat, b/label"):
+            assert torch.equal(sar.suffix_key_lookup(features, "eat", type_list=types), torch.LongTensor([]))
+    with pytest.raises(ValueError, match="expand_to_all=True needs the type_list"):
+        sar.suffix_key_lookup(features, "feat", True)
     both = features | {"b/feat": other}
     with pytest.raises(ValueError, match="'feat' means a/feat, b/feat: pass one of them, or the type_list"):
         sar.suffix_key_lookup(both, "feat")
@@ -210,9 +210,9 @@ def test_suffix_key_lookup() -> None:
     with pytest.raises(ValueError, match=r"float32 rows of shape \[2\] and float32 rows of shape \[5\]"):
         sar.suffix_key_lookup(both | {"b/feat": torch.zeros(2, 5)}, "feat", type_list=["a", "b"])
     with pytest.raises(ValueError, match="the number of nodes of type 'c' is not known"):
-        sar.suffix_key_lookup(features, "feat", type_list=["a", "c"])
+        sar.suffix_key_lookup(features, "feat", True, ["a", "c"])
     typed = {"a/feat": feat, dgl.NTYPE: torch.tensor([0, 0, 0, 1])}
-    assert sar.suffix_key_lookup(typed, "feat", type_list=["a", "c"]).shape == (4, 2)
+    assert sar.suffix_key_lookup(typed, "feat", True, ["a", "c"]).shape == (4, 2)
     edges = {"a:r:b/w": feat}
     assert sar.suffix_key_lookup(edges, "w", type_list=[("a", "r", "b")]).shape == (3, 2)
 
@@ -257,7 +257,7 @@ def test_original_ids_in_files_of_their_own(one_rank: None, tmp_path: Path) -> N
     graph = sar.construct_full_graph(sar.load_dgl_partition_data(str(tmp_path / "het.json"), 0, "cpu"))
     for kind in g.ntypes:
         rows = graph.nodes[kind].data
-        assert torch.equal(rows["feat"], g.nodes[kind].data["feat"][rows[dgl.NID]])
+        assert torch.equal(rows["feat"], g.nodes[kind].data["feat"][rows["orig_id"]])
     for kind in g.canonical_etypes:
         rows = graph.edges[kind].data
         assert torch.equal(rows["w"], g.edges[kind].data["w"][rows[dgl.EID]])
@@ -269,19 +269,19 @@ def plain(parts: Callable[[int], Path]) -> sar.PartitionData:
 
 def test_data_made_by_hand(parts: Callable[[int], Path], one_rank: None) -> None:
     shard = sar.ShardEdgesAndFeatures((torch.tensor([0, 1, 3]), torch.tensor([1, 2, 2])), {"w": torch.rand(3)})
-    data = sar.PartitionData([(0, 4)], [shard], {"feat": torch.rand(4, 2)}, ["_N"], [("_N", "_E", "_N")])
+    data = sar.PartitionData([shard], [(0, 4)], {"feat": torch.rand(4, 2)}, ["_N"], [("_N", "_E", "_N")])
     graph = sar.construct_full_graph(data)
     assert graph.in_degrees().tolist() == [0, 1, 2, 0]
     assert set(graph.edata) == {"w", dgl.EID}
     assert set(graph.ndata) == {"feat", dgl.NID}
     wrong = shard._replace(edges=(torch.tensor([0, 1, 4]), torch.tensor([1, 2, 2])))
     with pytest.raises(ValueError, match=r"an edge ends at node 4, which is outside \[0, 4\)"):
-        sar.construct_full_graph(data._replace(shard_edges_and_features=[wrong]))
+        sar.construct_full_graph(data._replace(all_shard_edges=[wrong]))
     with pytest.raises(ValueError, match="node feature 'feat' has 3 rows; this rank has 4 such nodes"):
         sar.construct_full_graph(data._replace(node_features={"feat": torch.rand(3, 2)}))
     with pytest.raises(ValueError, match="feature 'w' of edges _N:_E:_N from part 0 has 2 rows for 3 edges"):
         short = shard._replace(edge_features={"w": torch.rand(2)})
-        sar.construct_full_graph(data._replace(shard_edges_and_features=[short]))
+        sar.construct_full_graph(data._replace(all_shard_edges=[short]))
     with pytest.raises(ValueError, match="rank 0: 1 of the seed nodes are not its own"):
         sar.construct_mfgs(data, torch.tensor([1, 4]), 1)
 
