@@ -19,6 +19,7 @@ from torch import nn
 
 from frontends.sar_helpers import Results, gradients, loaded, part_of, seeded, told, trained_once, without
 from frontends.sar_models import EdgeScaled, Gat, Hetero, RelGcn, Sage, TwoBranches
+from frontends.sar_meanings import collectives, graphs, loader, norms, patched  # noqa: F401
 from shardpass.frontends import sar
 
 EPOCHS = 4

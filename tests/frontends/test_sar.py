@@ -32,21 +32,8 @@ from frontends.sar_cases import (  # noqa: E402
     of,
     read_results,
     start,
-    write,
 )
 from shardpass.frontends import sar  # noqa: E402
-
-
-@pytest.fixture(scope="module")
-def parts(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    made: dict[int, Path] = {}
-
-    def of(count: int) -> Path:
-        if count not in made:
-            made[count] = write(tmp_path_factory.mktemp(f"parts{count}"), count)
-        return made[count]
-
-    return of
 
 
 ALL = [

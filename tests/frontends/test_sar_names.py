@@ -24,7 +24,7 @@ dgl = pytest.importorskip("dgl")
 import dgl.nn.pytorch as dnn  # noqa: E402
 
 from frontends import sar_program as program  # noqa: E402
-from frontends.sar_cases import NODES, close, free_port, heterogeneous, homogeneous, write  # noqa: E402
+from frontends.sar_cases import NODES, close, free_port, heterogeneous, homogeneous  # noqa: E402
 from shardpass.frontends import sar  # noqa: E402
 from shardpass.frontends.sar._state import STATE  # noqa: E402
 
@@ -34,18 +34,6 @@ construct_full_graph construct_mfgs convert_dist_graph GraphShardManager message
 patched_edge_softmax DistributedBN1D patch_dgl RelGraphConv Config suffix_key_lookup logging_setup PartitionData
 ShardEdgesAndFeatures comm core DataLoader DistNeighborSampler
 """.split()
-
-
-@pytest.fixture(scope="module")
-def parts(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    made: dict[int, Path] = {}
-
-    def of(count: int) -> Path:
-        if count not in made:
-            made[count] = write(tmp_path_factory.mktemp(f"parts{count}"), count)
-        return made[count]
-
-    return of
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from shardpass.core.graphs import build_relation
 from shardpass.core.sharding import Ownership
 from shardpass.errors import RefusedError
 from shardpass.frontends.dgl.graph import ShardedDGLGraph
+from shardpass.frontends.dgl.private import ALL
 from shardpass.frontends.dgl.structure import Edges, Nodes
 from shardpass.frontends.dgl.views import DataViews
 from shardpass.frontends.sar.common_tuples import CanonicalType, ShardEdgesAndFeatures
@@ -172,6 +173,18 @@ class GraphShardManager(ShardedDGLGraph):
         return total(self._whole.edges, None if etype is None else self.to_canonical_etype(etype))
 
     number_of_nodes_global, number_of_edges_global = num_nodes_global, num_edges_global
+
+    def in_degrees(self, vertices: Any = ALL, etype: Any = None) -> Tensor:
+        """In-degrees of own destination nodes, ``[num_own]`` int64, or of the rows `vertices` of them."""
+        return super().in_degrees(vertices, etype)
+
+    def out_degrees(self, vertices: Any = ALL, etype: Any = None) -> Tensor:
+        """Out-degrees of own source nodes in the whole graph, ``[num_own]`` int64, or of the rows `vertices`."""
+        return super().out_degrees(vertices, etype)
+
+    def apply_edges(self, message_func: Any, edges: Any = ALL, etype: Any = None, inplace: bool = False) -> None:
+        """See `ShardedDGLGraph.apply_edges`; `inplace` is ignored, as in DGL."""
+        super().apply_edges(message_func, edges, etype)
 
     # ---- the partition
 
