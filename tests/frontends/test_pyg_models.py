@@ -188,7 +188,7 @@ REFUSED_CALLS = {
     "NeuralFingerprint.forward": (lambda: gnn.models.NeuralFingerprint(5, 6, 4, 2), lambda m, g: m(g.x, g)),
     "AttentiveFP.forward": (
         lambda: gnn.AttentiveFP(5, 6, 4, 3, 2, 2),
-        lambda m, g: m(g.x, g, g.edge_attr, torch.zeros(g.num_nodes, dtype=torch.int64)),
+        lambda m, g: m(g.x, g, g.edge_attr, torch.zeros(g.num_own_nodes, dtype=torch.int64)),
     ),
     "ARLinkPredictor.calculate_r_fraction": (
         lambda: gnn.models.ARLinkPredictor(5, 6),

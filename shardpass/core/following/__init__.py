@@ -3,9 +3,18 @@
 It knows tensors and operations. Which tensors hold rows of what, it is told.
 """
 
+from shardpass.core.following.draws import ForwardDraws
 from shardpass.core.following.follow import FollowRows, unfollowed_anywhere
 from shardpass.core.following.functions import FollowFunctions
 from shardpass.core.following.known import known_modules
 from shardpass.core.following.row_count import OwnCount, RowCount
 
-__all__ = ["FollowFunctions", "FollowRows", "OwnCount", "RowCount", "known_modules", "unfollowed_anywhere"]
+__all__ = [
+    "FollowFunctions",
+    "FollowRows",
+    "ForwardDraws",
+    "OwnCount",
+    "RowCount",
+    "known_modules",
+    "unfollowed_anywhere",
+]

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardpass.core.following.draws import ForwardDraws, draws
 from shardpass.core.following.marks import Marks
 from shardpass.core.following.operation import Operation, needs_values
 from shardpass.core.following.origin import Origin
@@ -52,6 +53,7 @@ class FollowRows(torch_private.TorchDispatchMode):
 
     Attributes:
         marks: what is known of tensors.
+        draws: looks after random numbers; `None` inside a message function, where edges have seeds of their own.
         in_known: a module that is known to be exact is running.
         is_left_to_another: a message function is running, which another one follows.
         is_paused: what runs now is not followed.
@@ -63,6 +65,7 @@ class FollowRows(torch_private.TorchDispatchMode):
         super().__init__()
         self.in_pieces = in_pieces
         self.marks: Marks = Marks() if beside is None else replace(beside.marks, known=[])
+        self.draws: ForwardDraws | None = None
         self.is_paused = False
         self.in_known = False
         self.is_left_to_another = False
@@ -137,13 +140,18 @@ class FollowRows(torch_private.TorchDispatchMode):
         mixture = next((mixtures[leaf] for leaf in leaves if isinstance(leaf, Tensor) and leaf in mixtures), None)
         if mixture is not None and (rows or needs_values(func)):
             raise mixture.refusal()
+        if self.draws is not None and not rows and needs_values(func) and self._are_drawn(leaves):
+            self.draws.check_branch()
+        is_seeded = self.draws is not None and draws(func) and self.draws.are_seeded(leaves)
         before = self._copies(leaves, rows) if rows and torch_private.is_mutable(func) else {}
         out = func(*args, **kwargs)
         outs = [leaf for leaf in torch_private.tree_leaves(out) if isinstance(leaf, Tensor)]
+        if is_seeded:
+            self._check_seeded(rows, outs)
         if rows:
             Operation(self.marks, func, leaves, structure, rows, outs, before, self.in_pieces).follow()
         else:
-            self._note_origin(func, leaves, outs)
+            self._note_origin(func, leaves, outs, is_seeded)
             if mixture is not None:
                 mixtures.update(dict.fromkeys(outs, mixture))
         return out
@@ -175,12 +183,21 @@ class FollowRows(torch_private.TorchDispatchMode):
         plain = [leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in rows]
         return {id(leaf): leaf.clone() for leaf in plain}
 
-    def _note_origin(self, func: Any, leaves: list[Any], outs: list[Tensor]) -> None:
+    def _are_drawn(self, leaves: list[Any]) -> bool:
+        return any(isinstance(leaf, Tensor) and self.marks.origins.get(leaf) == Origin.FREE for leaf in leaves)
+
+    def _check_seeded(self, rows: dict[int, Rows], outs: list[Tensor]) -> None:
+        """Refuse rows that were drawn from a seed of the model's."""
+        sizes = {size for out in outs for size in out.shape}
+        drawn = [found.of for found in rows.values()] + [known for known in self.marks.known if known.count in sizes]
+        if self.draws is not None and drawn:
+            self.draws.refuse_seeded(drawn[0].name)
+
+    def _note_origin(self, func: Any, leaves: list[Any], outs: list[Tensor], is_seeded: bool) -> None:
         if func.overloadpacket in _EMPTY:
             return  # what is put into it tells, as kernels of other libraries do without torch
         given = [self.marks.origin_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
-        draws = torch.Tag.nondeterministic_seeded in func.tags
-        if draws and max(given, default=Origin.CONSTANT) <= Origin.CONSTANT:
+        if draws(func) and not is_seeded and max(given, default=Origin.CONSTANT) <= Origin.CONSTANT:
             given = [Origin.FREE]
         elif not given:
             given = [_MADE_BY.get(func.overloadpacket, Origin.CONSTANT)]

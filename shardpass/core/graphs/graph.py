@@ -27,6 +27,7 @@ from shardpass.core.sharding import (
     shard_order,
     smallest_index_dtype,
 )
+from shardpass.errors import RefusedError
 
 
 class OwnFields(Mapping[str, Tensor]):
@@ -56,6 +57,21 @@ class OwnFields(Mapping[str, Tensor]):
     def listed(self) -> str:
         """The names, for an error message."""
         return ", ".join(sorted(self)) or "none"
+
+
+_AMBIGUOUS = {"num_nodes": "nodes", "num_edges": "edges", "num_nodes_dict": "nodes", "num_edges_dict": "edges"}
+
+
+def refuse_ambiguous(name: str) -> None:
+    """Raise if `name` is a count that means the whole graph in PyG, where a rank has one of its own too."""
+    if name in _AMBIGUOUS:
+        what = _AMBIGUOUS[name]
+        of = "graph[type]" if name.endswith("_dict") else "graph"
+        raise RefusedError(
+            f"`{name}` of a sharded graph could mean two numbers: {of}.num_own_{what} counts this rank's {what}, and "
+            f"{of}.total_{what} those of the whole graph. A model that is to run on plain PyG too can read a size from "
+            f"a tensor, as in x.size(0)"
+        )
 
 
 @dataclass
@@ -129,7 +145,9 @@ class ShardedGraph:
     """One rank's share of a graph: its own nodes, and the edges that end in them.
 
     Made by `load`; goes where PyG code expects ``data`` or ``edge_index``. Node tensors hold own rows
-    ``[num_nodes, ...]``; edge tensors hold own edges ``[num_edges, ...]`` in the order of ``edge_index``.
+    ``[num_own_nodes, ...]``; edge tensors hold own edges ``[num_own_edges, ...]`` in the order of ``edge_index``. There
+    is no ``num_nodes`` or ``num_edges``: a script that comes from PyG means the whole graph by them, and a size means
+    this rank's share.
     """
 
     def __init__(
@@ -161,8 +179,8 @@ class ShardedGraph:
 
     def __repr__(self) -> str:
         return (
-            f"ShardedGraph(rank {self.comm.rank} of {self.comm.size}: {self.num_nodes} of {self.total_nodes} nodes, "
-            f"{self.num_edges} of {self.total_edges} edges, mode={self.options.mode!r})"
+            f"ShardedGraph(rank {self.comm.rank} of {self.comm.size}: {self.num_own_nodes} of {self.total_nodes} "
+            f"nodes, {self.num_own_edges} of {self.total_edges} edges, mode={self.options.mode!r})"
         )
 
     @property
@@ -202,6 +220,7 @@ class ShardedGraph:
         return self.relation.fields
 
     def __getattr__(self, name: str) -> Tensor:
+        refuse_ambiguous(name)
         if name in ("x", "y", "pos", "train_mask", "val_mask", "test_mask"):
             fields, kind = self.node, "node"
         elif name in ("edge_attr", "edge_weight", "edge_type"):
@@ -227,12 +246,12 @@ class ShardedGraph:
         of the whole graph. The rows of other nodes have no meaning. Norms over all nodes are refused.
 
         Args:
-            nodes: own rows, ``[num_nodes]`` bool.
+            nodes: own rows, ``[num_own_nodes]`` bool.
             num_layers: of the model, the same on every rank.
         """
-        if nodes.dtype != torch.bool or nodes.shape != (self.num_nodes,):
+        if nodes.dtype != torch.bool or nodes.shape != (self.num_own_nodes,):
             raise ValueError(
-                f"rank {self.comm.rank}: layers takes a mask over own nodes, expected bool [{self.num_nodes}], got "
+                f"rank {self.comm.rank}: layers takes a mask over own nodes, expected bool [{self.num_own_nodes}], got "
                 f"{nodes.dtype} {list(nodes.shape)}"
             )
         relation = self.relation
@@ -248,15 +267,15 @@ class ShardedGraph:
 
         Pooling, norms and softmax over it take in the nodes of all ranks; they are collective and differentiable.
         """
-        return BatchIndex.of(self.num_nodes, self.comm)
+        return BatchIndex.of(self.num_own_nodes, self.comm)
 
     @property
-    def num_nodes(self) -> int:
+    def num_own_nodes(self) -> int:
         """Own nodes of this rank."""
         return sum(o.num_own(self.comm.rank) for o in self.ownership.values())
 
     @property
-    def num_edges(self) -> int:
+    def num_own_edges(self) -> int:
         """Own edges of this rank."""
         return sum(r.shards.num_edges for r in self.relations.values())
 
@@ -293,7 +312,7 @@ class ShardedGraph:
 
     @property
     def node_ids(self) -> Tensor:
-        """Original id of each own node, ``[num_nodes]`` int64."""
+        """Original id of each own node, ``[num_own_nodes]`` int64."""
         self._single("node_ids")
         return self._node_ids[NODE]
 
@@ -304,7 +323,7 @@ class ShardedGraph:
 
     @property
     def edge_ids(self) -> Tensor:
-        """Original position of each own edge, ``[num_edges]`` int64."""
+        """Original position of each own edge, ``[num_own_edges]`` int64."""
         return self.relation.edge_ids
 
     def fields_of(self, node_type: NodeType) -> OwnFields:

@@ -16,7 +16,7 @@ from shardpass.core.training.gradients import (
 )
 from shardpass.core.training.moments import Moments
 from shardpass.core.training.norm import DistributedBatchNorm, global_moments, replace_batch_norms
-from shardpass.core.training.objective import accuracy, cross_entropy, mean, replicated, sum, total
+from shardpass.core.training.objective import accuracy, cross_entropy, mean, note_objective, replicated, sum, total
 from shardpass.core.training.shared_copy import follow, shared_copy
 from shardpass.core.training.statistics import row_moments, shifted, total_rows
 
@@ -33,6 +33,7 @@ __all__ = [
     "load_checkpoint",
     "mean",
     "note_forward",
+    "note_objective",
     "refuse_as_built",
     "replace_batch_norms",
     "replicated",

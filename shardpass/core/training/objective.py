@@ -8,6 +8,7 @@ value, so no gradient is counted twice. Forward is one collective; backward does
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from numbers import Integral
 from typing import Any
@@ -88,7 +89,7 @@ def sum(values: Tensor, mask: Tensor | None, comm: Ranks) -> Tensor:
     chosen, problem = _rows_of("sum", values, mask)
     own = chosen.sum(dtype=torch.float64)
     totals = _agree("sum", [float(own.detach())], problem, comm, _trailing(values))
-    return _Share.apply(own, torch.full_like(own, totals[0]), 1.0).to(chosen.dtype)
+    return _Share.apply(own, torch.full_like(own, totals[0]), 1.0, comm).to(chosen.dtype)
 
 
 @unfollowed(1)
@@ -100,7 +101,7 @@ def replicated(term: Tensor, comm: Ranks) -> Tensor:
     """
     if not isinstance(term, Tensor) or not term.is_floating_point():
         raise ValueError(f"replicated: expected a floating point tensor, found {describe(term)}")
-    return _Share.apply(term, term, comm.size)
+    return _Share.apply(term, term, comm.size, comm)
 
 
 @unfollowed(3)
@@ -143,17 +144,53 @@ def _row_losses(rows: Tensor, targets: Tensor, weight: Tensor | None, label_smoo
     return losses, float(weight[targets].sum(dtype=torch.float64))
 
 
+class _ThisStep:
+    """What backward has come through since gradients were summed last."""
+
+    def __init__(self) -> None:
+        self.came_through_ours = False
+        self.has_warned = False
+
+
+def note_objective(comm: Ranks) -> None:
+    """Say that the loss of this step is over the nodes of all ranks, so that `warn_of_own_loss` says nothing."""
+    comm.caches.of(_ThisStep).came_through_ours = True
+
+
+def warn_of_own_loss(comm: Ranks, stacklevel: int) -> None:
+    """Warn once on rank 0 if backward came through no function of this file since this was called last.
+
+    Args:
+        comm: the ranks.
+        stacklevel: of the line to name, as `warnings.warn` counts.
+    """
+    step = comm.caches.of(_ThisStep)
+    if comm.size > 1 and comm.rank == 0 and not step.came_through_ours and not step.has_warned:
+        step.has_warned = True
+        warnings.warn(
+            f"gradients are summed over {comm.size} ranks, but the loss came through none of shardpass.cross_entropy, "
+            f"mean, sum and replicated. A loss that averages the rows of this rank, such as "
+            f"F.cross_entropy(out[mask], y[mask]), trains another objective than on the whole graph: use "
+            f"shardpass.cross_entropy(out, y, mask, comm), or shardpass.mean(losses, mask, comm) of losses computed "
+            f'with reduction="none". If you divide a sum over own rows by a count over all ranks, the gradients are '
+            f"right, and you can ignore this",
+            stacklevel=stacklevel + 1,
+        )
+    step.came_through_ours = False
+
+
 class _Share(torch.autograd.Function):
     """Forward: `value`. Backward: the gradient of ``own / denominator``. See [Note: global value, own gradient]."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, value: Tensor, denominator: float) -> Tensor:
-        ctx.denominator = denominator
+    def forward(ctx: Any, own: Tensor, value: Tensor, denominator: float, comm: Ranks) -> Tensor:
+        ctx.denominator, ctx.comm = denominator, comm
         return value.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[0] / ctx.denominator, None, None
+        note_objective(ctx.comm)
+        return grads[0] / ctx.denominator, None, None, None
 
 
 def _global_mean(
@@ -168,7 +205,7 @@ def _global_mean(
         raise ValueError(_no_nodes(name))
     if denominator == 0:
         raise ValueError(f"{name}: the weights of the masked nodes add up to 0 on all ranks together")
-    return _Share.apply(own, torch.full_like(own, numerator / denominator), denominator).to(losses.dtype)
+    return _Share.apply(own, torch.full_like(own, numerator / denominator), denominator, comm).to(losses.dtype)
 
 
 def _agree(name: str, values: list[float], problem: str | None, comm: Ranks, identity: str) -> list[float]:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shardpass.core.exchange import node_set
-from shardpass.core.following import FollowFunctions, FollowRows, known_modules
+from shardpass.core.following import FollowFunctions, FollowRows, ForwardDraws, known_modules
 from shardpass.core.graphs import LoadedGraphs, node_embeddings
 from shardpass.core.memory import Checkpoint, recomputed_activations
 from shardpass.core.ranks import OnRanks, Ranks, chained, torch_private
@@ -40,6 +40,7 @@ class FollowedCalls:
         if not self.is_on or self._calls[kind] & (self._calls[kind] - 1):
             return None
         follower = self._follower = self._follower or FollowRows(model)
+        follower.draws = ForwardDraws(comm)
         graphs = list(comm.caches.of(LoadedGraphs).graphs)
         follower.marks.known = [rows for graph in graphs for rows in graph.row_sets()]
         for graph in graphs:
