@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from frontends.sar_helpers import Results, gradients, loaded, part_of, seeded, told, trained_once, without
-from frontends.sar_models import EdgeScaled, Gat, Hetero, RelGcn, Sage, TwoBranches
 from frontends.sar_meanings import collectives, graphs, loader, norms, patched  # noqa: F401
+from frontends.sar_models import EdgeScaled, Gat, Hetero, RelGcn, Sage, TwoBranches
 from shardpass.frontends import sar
 
 EPOCHS = 4
@@ -282,6 +282,14 @@ def skips_backward(directory: Path) -> Results:
         out.sum().backward()
     sar.gather_grads(model)
     return {}
+
+
+def config_differs(directory: Path) -> Results:
+    """Rank 1 changes `Config` after the graph was made, the others do not."""
+    data, features = loaded(directory)
+    graph = sar.construct_full_graph(data)
+    sar.Config.disable_sr = sar.rank() == 1
+    return trained_once(seeded(Gat, nn.Identity), graph, features)
 
 
 def misuse(directory: Path) -> Results:

@@ -100,7 +100,7 @@ def check(example: str, every: list[Any]) -> None:
             assert found[name] == pytest.approx(values, rel=1e-9), name
 
 
-class doubles:  # noqa: N801  (a context)
+class doubles:
     """A block in which new tensors are float64, as in the examples, and random numbers are those of the examples."""
 
     def __enter__(self) -> None:
@@ -152,12 +152,12 @@ def losses_of(example: str) -> dict[str, Any]:
 def advanced_losses() -> dict[Any, list[float]]:
     """What ``advanced`` gives: the same in every mode."""
     g, found = data.arxiv(), {}
+    mask, labels = g.ndata["train_mask"], g.ndata["labels"]
     for layer in models.LAYERS:
         torch.manual_seed(1)
         model = models.GNNModel(layer)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        mask = g.ndata["train_mask"]
-        losses = steps(model, optimizer, lambda m=model: m(g, g.ndata["features"])[mask], g.ndata["labels"][mask], 3)
+        losses = steps(model, optimizer, lambda m=model: m(g, g.ndata["features"])[mask], labels[mask], 3)
         found |= {(layer, mode, graph): losses for mode in advanced.MODES for graph in ("mfgs", "full")}
     return found
 

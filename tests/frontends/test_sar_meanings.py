@@ -119,10 +119,10 @@ def test_a_graph_knows_its_partition(results: list[Any]) -> None:
         assert found["counts"] == (own / 2, 2 * edges, own % 3, -own)
         assert found["global"] == (NODES, EDGES + NODES, 30)
         assert found["typed"][:3] == (54, 90, ["item", "user"])
-        assert all(found["srcnodes"].values())
+        assert all(found["srcnodes"])
         total, sources, seeds, rows = found["block"]
         assert total == sources + seeds and seeds == -(-own // 2) and rows.numel() == sources
-        for one, other in (found["block ids"][:2], found["block ids"][2:]):
+        for one, other in (found["block src"], found["block dst"]):
             assert torch.equal(one, other)
         num, src, dst, eid = found["sampled"]
         assert num == NODES and bool(((dst >= first) & (dst < first + own)).all())

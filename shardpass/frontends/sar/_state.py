@@ -23,6 +23,7 @@ class State:
     Attributes:
         comm: the communicator of this process; `None` before `initialize_comms`.
         comm_device, master_ip, master_port, backend: what the functions of these names in `sar.comm` answer.
+        config: the `Config` that all ranks have agreed on, in words.
         forwards: the models whose forward is running, outermost first, and how to leave each; see `ordered.py`.
         on_connected: what to do once all ranks have joined.
     """
@@ -32,6 +33,7 @@ class State:
     master_ip: str = ""
     master_port: int = 0
     backend: str = ""
+    config: str = ""
 
     def __init__(self) -> None:
         self.forwards: list[tuple[Any, bool, ExitStack]] = []

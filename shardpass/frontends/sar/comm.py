@@ -23,6 +23,7 @@ from shardpass.frontends.sar.address import (
     get_socket,
     nfs_ip_init,
 )
+from shardpass.frontends.sar.config import agree_on_changes
 from shardpass.frontends.sar.ordered import make_ready
 
 __all__ = [
@@ -279,6 +280,7 @@ def _exchanged(tensors: Sequence[Tensor], rows: Sequence[int | None], who: str) 
         raise ValueError(
             f"{who}: expected one tensor for each of {comm.size} ranks, found {len(tensors)} ({len(rows)})"
         )
+    agree_on_changes(comm)
     with torch.no_grad():
         found = comm.all_to_all([tensor.detach().contiguous().to(comm.device) for tensor in tensors], who)
     came = [tensor.size(0) for tensor in found]

@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from shardpass.core.exchange import HaloPlan
 from shardpass.core.ranks import Options, Ranks
 from shardpass.frontends.dgl.structure import Edges
+from shardpass.frontends.sar._state import STATE
 
 LARGEST_MESSAGE = 1 << 30
 
@@ -41,14 +42,35 @@ def options() -> Options:
     return Options(mode="keep" if Config.disable_sr else "sar", prefetch=depth)
 
 
-def split_messages(comm: Ranks) -> None:
-    """Have messages split as `Config` says now."""
+def words() -> str:
+    """`Config` in words, which are the same on every rank.
+
+    Raises:
+        ValueError: an attribute of `Config` is not allowed.
+    """
+    chosen = options()
+    return f"mode={chosen.mode}, prefetch={chosen.prefetch}, max_collective_size={Config.max_collective_size}"
+
+
+def follow(comm: Ranks) -> None:
+    """Have messages split as `Config` says now, and note that all ranks agree on it."""
+    STATE.config = words()
     if hasattr(comm.inner, "max_message_bytes"):
         comm.inner.max_message_bytes = min(4 * Config.max_collective_size or LARGEST_MESSAGE, LARGEST_MESSAGE)
 
 
+def agree_on_changes(comm: Ranks) -> None:
+    """Follow `Config`. Collective if it was changed since; a divergence if it was not changed alike on every rank."""
+    if words() != STATE.config:
+        comm.barrier(f"sar.Config, which was changed to {words()}")
+        follow(comm)
+
+
 class ConfiguredEdges(Edges):
-    """Edges whose plan follows `Config`: its options are those of the moment when a call reads it."""
+    """Edges whose plan follows `Config`: its options are those of the moment when a call reads it.
+
+    Every call of the engine reads it, on every rank. So the first one after a change is where ranks agree on it.
+    """
 
     _plan: HaloPlan
 
@@ -59,12 +81,12 @@ class ConfiguredEdges(Edges):
 
     @property  # type: ignore[override]
     def plan(self) -> HaloPlan:
-        """The halo of the sources."""
+        """The halo of the sources. Collective if `Config` was changed since it was read last."""
+        agree_on_changes(self._plan.comm)
         found, wanted = self._plan, options()
         if (found.options.mode, found.options.prefetch) != (wanted.mode, wanted.prefetch):
             kept = replace(found.options, mode=wanted.mode, prefetch=wanted.prefetch)
             self._plan = found = replace(found, options=kept)
-        split_messages(found.comm)
         return found
 
     @plan.setter

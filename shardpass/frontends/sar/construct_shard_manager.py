@@ -16,7 +16,7 @@ from shardpass.errors import DivergenceError, PeerFailure
 from shardpass.frontends.dgl.structure import Edges, Nodes
 from shardpass.frontends.sar._state import communicator
 from shardpass.frontends.sar.common_tuples import CanonicalType, PartitionData
-from shardpass.frontends.sar.config import Config, ConfiguredEdges, options, split_messages
+from shardpass.frontends.sar.config import ConfiguredEdges, follow, options, words
 from shardpass.frontends.sar.core.graphshard import GraphShardManager, NodeRanges, Whole, blocks_of
 from shardpass.frontends.sar.data_loading import load_dgl_partition_data_from_graph
 from shardpass.frontends.sar.homogeneous import merged
@@ -40,16 +40,16 @@ def construct_full_graph(partition_data: PartitionData, homogeneous: bool = Fals
             raises it; the others name that rank.
         DivergenceError: ranks hold parts of different partitions, or differ in `Config`.
     """
-    comm, chosen, part, problem = communicator(), Options(), None, None
+    comm, part, problem = communicator(), None, None
     try:
-        chosen = options()
+        words()
         part = own_part(partition_data, comm.rank, comm.size)
     except (ValueError, TypeError) as error:
         problem = error
-    part = _agreed(comm, partition_data, chosen, homogeneous, part, problem)
+    part = _agreed(comm, partition_data, homogeneous, part, problem)
     comm.move_to(part.device)  # tensors of the graph are there, and everything else follows them
-    split_messages(comm)
-    made = _graph(comm, part, chosen)
+    follow(comm)
+    made = _graph(comm, part, options())
     nodes = {kind: made.nodes_of(kind).total for kind in made.ntypes}
     edges = {kind: made.edges_of(kind).total for kind in made.canonical_etypes}
     ranges = NodeRanges((start, end) for start, end in partition_data.node_ranges)
@@ -112,14 +112,13 @@ def convert_dist_graph(dist_graph: Any) -> GraphShardManager:
 
 
 def _agreed(
-    comm: Ranks, data: PartitionData, chosen: Options, homogeneous: bool, part: OwnPart | None,
-    problem: Exception | None,
-) -> OwnPart:  # fmt: skip
+    comm: Ranks, data: PartitionData, homogeneous: bool, part: OwnPart | None, problem: Exception | None
+) -> OwnPart:
     """This rank's part, once all ranks agree on the partition and on `Config`. Collective."""
     mine = {
         "problem": "" if problem is None else str(problem),
         "partition": json.dumps([data.node_type_names, data.edge_type_names, part.ranges if part else {}]),
-        "Config": f"{chosen}, max_collective_size={Config.max_collective_size}",
+        "Config": "" if problem else words(),
         "homogeneous": str(homogeneous),
         "stored": schemas(part) if part else {},
     }

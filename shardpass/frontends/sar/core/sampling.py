@@ -154,10 +154,10 @@ def _number_of_steps(comm: Ranks, count: int, batch_size: int, drop_last: bool) 
     most, least = max(counts), min(counts)
     steps = most // batch_size if drop_last else -(-most // batch_size)
     if least < steps:
+        enough = -(-most // max(least, 1))
         raise ValueError(
             f"rank {counts.index(least)} has {least} seed nodes for {steps} steps, and DGL has no blocks without "
-            f"nodes. Rank {counts.index(most)} has {most}. Use a batch_size of at least {-(-most // max(least, 1))}, or give "
-            f"every rank seeds"
+            f"nodes. Rank {counts.index(most)} has {most}. Use batch_size={enough} or more, or give every rank seeds"
         )
     return steps
 
