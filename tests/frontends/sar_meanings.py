@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import dgl
@@ -73,6 +74,10 @@ def loader(directory: Path) -> Results:
     heavy = sar.DistNeighborSampler([1], "heavy")  # by position: weights, as in SAR
     graph.edata["heavy"] = (graph.edata[dgl.EID] % 3 == 0).double()
     found["weighted"] = [seen(block) for block in heavy.sample(graph, seeds)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        foreign = sar.DataLoader(graph, (seeds[:5] + 30) % 60, sampler, 5)
+    found["foreign"] = [seen(blocks[-1])["dst"] for blocks in foreign], [str(one.message) for one in caught]
     found["told"] = [
         told(lambda: sar.DataLoader(graph, torch.arange(3) + (data.node_ranges[-1][1] if rank == 0 else 0), sampler)),
         told(lambda: sar.DataLoader(graph, seeds[:1] if rank == 0 else seeds, sampler, 5)),

@@ -96,6 +96,10 @@ def test_seeds_are_ids_of_the_whole_graph_and_keep_their_order(results: list[Any
         assert not torch.equal(shuffled, torch.cat(found["epoch 2"]))
         assert [block["dst"].tolist() for block in found["default"]] == [[seed] for seed in seeds[:2].tolist()]
         assert all(block["names"] == [dgl.EID] for block in found["default"])
+        (elsewhere,), warned = found["foreign"]
+        assert torch.equal(elsewhere, (seeds[:5] + 30) % 60)
+        num = int(((elsewhere < first) | (elsewhere >= end)).sum())
+        assert [f"{num} of 5 seed nodes are nodes of other ranks" in text for text in warned] == [True] * (num > 0)
         (weighted,) = found["weighted"]
         assert torch.equal(weighted["dst"], seeds) and weighted["eid"].numel() and not (weighted["eid"] % 3).any()
     assert "rows of this part plus 0: found ids from 60 to 62; expected node ids in [0, 60)" in every[0]["told"][0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace as replaced
 from typing import Any
@@ -130,6 +131,7 @@ class DataLoader(EpochLoader):
         seed: int = 0,
     ) -> None:
         ids = _checked(full_graph_manager, seed_nodes, "DataLoader")
+        _warn_of_foreign(full_graph_manager, ids)
         self._graph, self._drawn, self._shuffle = full_graph_manager, graph_sampler, shuffle
         self._begin(graph_sampler.sampler_over(full_graph_manager, batch_size, seed, prefetch=2), ids, [ids])
         self._num_steps = _number_of_steps(full_graph_manager.comm, len(ids), batch_size, drop_last)
@@ -182,6 +184,18 @@ def _checked(graph: GraphShardManager, seeds: Any, who: str) -> Array:
         if text:
             raise PeerFailure(f"rank {rank} passed wrong seed nodes to {who}: {text}")
     return ids.to(torch.int64).numpy()
+
+
+def _warn_of_foreign(graph: GraphShardManager, ids: Array) -> None:
+    start, end = graph.tgt_node_range
+    num_foreign = int(((ids < start) | (ids >= end)).sum())
+    if num_foreign:
+        warnings.warn(
+            f"DataLoader on rank {graph.comm.rank}: {num_foreign} of {len(ids)} seed nodes are nodes of other ranks. "
+            f"Seeds are node ids of the whole graph: own nodes have the ids from {start} to {end - 1}, which are rows "
+            f"of this part plus node_ranges[{graph.comm.rank}][0]",
+            stacklevel=3,
+        )
 
 
 def _by_type(graph: GraphShardManager, ids: Array) -> dict[str, Array]:
