@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from shardpass.core.ranks import Ranks, agree, digest, diverged
 from shardpass.core.sharding import EdgeShards
-from shardpass.core.tracing import Key, Program, Structure, check_row_wise, probe
+from shardpass.core.tracing import Key, Program, ReturnsEdgesError, Structure, check_row_wise, probe
 from shardpass.errors import NeedsHaloError, RefusedError
 
 _ATTEMPTS = 4
+_REFUSALS: tuple[Any, ...] = (type(None), NeedsHaloError, ReturnsEdgesError, RefusedError)
+"""From the mildest to the firmest."""
 _WORDS = 62  # numbers in which a rank describes a call, padded: lengths must agree before contents can
 
 
@@ -97,7 +99,7 @@ def settle(
         text = f"inputs {[tuple(key) for key in keys]}, grad {torch.is_grad_enabled()}: " + (
             structure.describe() if structure else "refused"
         )
-        kind = 0 if refusal is None else (1 if isinstance(refusal, NeedsHaloError) else 2)
+        kind = next(i for i, known in enumerate(_REFUSALS) if isinstance(refusal, known))
         values = [digest(text), kind, *map(int, flags), *map(int, per_edge)]
         mine = Offer() if structure is None else make_offer(candidate, structure, bool(needs_grad))
         padding = [0] * (_WORDS - len(values))
@@ -138,5 +140,4 @@ def _raise_refusal(comm: Ranks, label: str, mine: RefusedError | None, kinds: li
     if worst == 0:
         return
     words = comm.all_gather_object("" if mine is None else str(mine), label=f"{label}: refusal")
-    error = NeedsHaloError if worst == 1 else RefusedError
-    raise error(words[kinds.index(worst)])
+    raise _REFUSALS[worst](words[kinds.index(worst)])

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from shardpass.core.aggregation.call import Call
+from shardpass.core.ranks import torch_private
 from shardpass.core.tracing import Base, EdgeTrace, Program, sample_inputs
 
 
-def run_node_part(program: Program, call: Call, outputs: list[Tensor], only_scales: bool) -> Tensor:
-    """What the node function of `program` makes of the reductions `outputs`, ``[num_dst, ...]``.
+def run_node_part(program: Program, call: Call, outputs: list[Tensor], only_scales: bool) -> Any:
+    """What the node function of `program` makes of the reductions `outputs`, ``[num_dst, ...]`` or a tuple.
 
     It sees one made-up edge, so that code which branches on there being none behaves as usual. On a rank without
     destinations there is none for that edge to end in.
@@ -28,7 +31,8 @@ def run_node_part(program: Program, call: Call, outputs: list[Tensor], only_scal
     sums = [k for k, reduction in enumerate(call.structure.reductions) if only_scales and reduction.form != "ones"]
     with EdgeTrace(program, inputs.index, phase, returned=frozenset(sums)) as trace:
         trace.count = call.structure.num_message
-        return program.aggregate(call.structure.message[:num_edges], inputs)
+        message = torch_private.tree_map_only(Tensor, lambda rows: rows[:num_edges], call.structure.message)
+        return program.aggregate(message, inputs)
 
 
 class _NodePhase:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ class Run(NamedTuple):
         num_reductions: how many reductions it came to.
     """
 
-    message: Tensor | None
+    message: Any
     num_reductions: int
 
 

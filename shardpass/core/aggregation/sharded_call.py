@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,13 +21,15 @@ from shardpass.core.aggregation.whole_neighbourhoods import aggregate_at_once
 from shardpass.core.exchange import HaloPlan
 from shardpass.core.ranks import begin_call
 from shardpass.core.sharding import EdgeShards
-from shardpass.core.tracing import Program
+from shardpass.core.tracing import Program, tensors_in
 from shardpass.core.training import DistributedBatchNorm, Moments
 from shardpass.errors import NeedsHaloError
 
 
-def aggregate(program: Program, plan: HaloPlan, edges: EdgeShards, weight: Tensor | None = None) -> Tensor:
+def aggregate(program: Program, plan: HaloPlan, edges: EdgeShards, weight: Tensor | None = None) -> Any:
     """What `program` computes over all edges of the graph: ``[num_dst, ...]``, or ``[num_edges, ...]`` for messages.
+
+    If the node function returns a tuple, so does this.
 
     Collective, in backward too. Every rank must pass the same program. Gradients of its inputs, and of every tensor
     that its message function captures, flow as if the whole graph were here.
@@ -51,8 +54,10 @@ def aggregate(program: Program, plan: HaloPlan, edges: EdgeShards, weight: Tenso
     with comm.unfollowed():
         out = compute()
     rows = plan.edge_set(edges.num_edges) if program.aggregate is None else plan.dst_set
-    if out.dim() and out.size(0) == rows.count:
-        comm.mark_rows(out, rows)
+    for tensor in tensors_in([out]):
+        dim = 0 if program.aggregate is None else program.node_dim
+        if -tensor.dim() <= dim < tensor.dim() and tensor.size(dim) == rows.count:
+            comm.mark_rows(tensor, rows, dim)
     return out
 
 
@@ -64,7 +69,7 @@ def _require_rows(program: Program, plan: HaloPlan, edges: EdgeShards) -> None:
             plan.comm.require_rows(tensor, of)
 
 
-def _aggregate(program: Program, plan: HaloPlan, edges: EdgeShards, weight: Tensor | None) -> Tensor:
+def _aggregate(program: Program, plan: HaloPlan, edges: EdgeShards, weight: Tensor | None) -> Any:
     number, token = begin_call(plan.comm, program.name)
     label = f"call {number} {program.name}"
     streamed_to = plan.comm.device if plan.options.stream_structure else None
@@ -95,11 +100,11 @@ def _note_results(call: Call, program: Program, outputs: list[Tensor]) -> None:
         norm.track(Moments(count, mean, variance), [count, mean.numel()])
 
 
-def _finish(way: Way, outputs: list[Tensor]) -> Tensor:
+def _finish(way: Way, outputs: list[Tensor]) -> Any:
     if way.call.structure.edge_output:
         return outputs[0]
     return _mapped(run_node_part(way.program, way.call, outputs, way.only_scales), way.weight)
 
 
-def _mapped(rows: Tensor, weight: Tensor | None) -> Tensor:
+def _mapped(rows: Any, weight: Tensor | None) -> Any:
     return rows if weight is None else F.linear(rows, weight)

@@ -17,12 +17,12 @@ from torch.overrides import TorchFunctionMode
 
 from shardpass.core.aggregation.agreement import settle
 from shardpass.core.exchange import HaloPlan, halo_fetch
-from shardpass.core.ranks import agree
+from shardpass.core.ranks import agree, torch_private
 from shardpass.core.sharding import EdgeShards
 from shardpass.core.tracing import HARMLESS_OPS, INDEX_OPS, SCATTERS, SHAPE_OPS, Inputs, Program, tensors_in
 from shardpass.errors import NeedsHaloError, RefusedError
 
-Messages = Tensor | dict[str, Tensor]
+Messages = Any  # a tensor, or a tuple or dict of tensors
 
 
 @dataclass
@@ -86,16 +86,16 @@ def inputs_at_once(
     return found
 
 
-def _side_by_side(messages: Messages) -> Tensor:
+def _side_by_side(messages: Messages) -> Any:
     """The tensors of a dict side by side, ``[E, columns]``, for checks that look at one tensor."""
-    if isinstance(messages, Tensor):
+    if not isinstance(messages, dict):
         return messages
     kinds = [tensor.dtype for tensor in messages.values()]
     widest = next((kind for kind in kinds if kind.is_floating_point), torch.float64)
     return torch.cat([tensor.reshape(tensor.size(0), -1).to(widest) for tensor in messages.values()], dim=1)
 
 
-def aggregate_at_once(program: Program, plan: HaloPlan, edges: EdgeShards, label: str) -> Tensor:
+def aggregate_at_once(program: Program, plan: HaloPlan, edges: EdgeShards, label: str) -> Any:
     """What `aggregate` returns, from one run of the message function on all edges. Collective, in backward too.
 
     The message function sees the edges sorted by destination; those of one destination are in the order of the edge
@@ -103,13 +103,14 @@ def aggregate_at_once(program: Program, plan: HaloPlan, edges: EdgeShards, label
     """
     found = inputs_at_once(program, plan, edges, label, program.message)
     out = found.messages
-    assert isinstance(out, Tensor)
     if program.aggregate is None:
         whole = out.new_zeros((edges.num_edges, *out.shape[1:]))
         return whole if found.made_up else whole.index_copy(0, found.positions, out)
     with plan.comm.made_up_edge(found.made_up):
         out = program.aggregate(out, found.inputs)
-    return out.narrow(program.node_dim, 0, edges.num_dst) if found.made_up else out
+    if not found.made_up:
+        return out
+    return torch_private.tree_map_only(Tensor, lambda rows: rows.narrow(program.node_dim, 0, edges.num_dst), out)
 
 
 class _Guard(TorchFunctionMode):

@@ -8,6 +8,7 @@ from shardpass.core.following.follow import FollowRows, unfollowed_anywhere
 from shardpass.core.following.functions import FollowFunctions
 from shardpass.core.following.known import known_modules
 from shardpass.core.following.row_count import OwnCount, RowCount
+from shardpass.core.following.user_line import user_line
 
 __all__ = [
     "FollowFunctions",
@@ -17,4 +18,5 @@ __all__ = [
     "RowCount",
     "known_modules",
     "unfollowed_anywhere",
+    "user_line",
 ]

@@ -23,7 +23,7 @@ from shardpass.core.following.draws import ForwardDraws, draws
 from shardpass.core.following.marks import Marks
 from shardpass.core.following.operation import Operation, needs_values
 from shardpass.core.following.origin import Origin
-from shardpass.core.following.refusals import check_plain
+from shardpass.core.following.refusals import check_plain, failure
 from shardpass.core.following.rows import Rows
 from shardpass.core.following.user_line import user_line
 from shardpass.core.ranks import RowSet, torch_private
@@ -75,6 +75,17 @@ class FollowRows(torch_private.TorchDispatchMode):
     def mark(self, tensor: Tensor, of: RowSet, dim: int = 0, points_to: RowSet | None = None) -> None:
         """Say that dimension `dim` of `tensor` holds the rows `of`."""
         self.marks.mark(tensor, Rows(dim % max(1, tensor.dim()), of, points_to=points_to))
+
+    def mark_alike(self, tensor: Tensor, like: Tensor) -> None:
+        """Say that `tensor` holds the rows that `like` holds, in the same dimension."""
+        rows = self.marks.rows.get(like)
+        if rows is not None and rows.fit(tensor):
+            self.marks.mark(tensor, rows)
+
+    def row_dim(self, tensor: Tensor) -> int | None:
+        """The dimension of `tensor` that holds rows; `None` if none does, or if nobody knows."""
+        rows = self.marks.rows.get(tensor)
+        return None if rows is None or not rows.of.judges else rows.dim
 
     @property
     def has_mixtures(self) -> bool:
@@ -144,7 +155,10 @@ class FollowRows(torch_private.TorchDispatchMode):
             self.draws.check_branch()
         is_seeded = self.draws is not None and draws(func) and self.draws.are_seeded(leaves)
         before = self._copies(leaves, rows) if rows and torch_private.is_mutable(func) else {}
-        out = func(*args, **kwargs)
+        try:
+            out = func(*args, **kwargs)
+        except (RuntimeError, IndexError) as error:
+            raise self.explained(func.overloadpacket.__name__, error, leaves) from error
         outs = [leaf for leaf in torch_private.tree_leaves(out) if isinstance(leaf, Tensor)]
         if is_seeded:
             self._check_seeded(rows, outs)
@@ -167,6 +181,12 @@ class FollowRows(torch_private.TorchDispatchMode):
             raise RefusedError(f"{user_line()}: expected a row for each of the {of.name}, found {rows.of.name}")
         if origin is not None and rows is None and tensor.dim() and tensor.size(0) == of.count:
             check_plain(origin, tensor, 0, of)
+
+    def explained(self, name: str, error: Exception, leaves: list[Any]) -> Exception:
+        """What to raise where an operation on `leaves` failed with `error`; see `failure`."""
+        rows = self._operands(leaves)
+        plain = [leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in rows]
+        return failure(name, error, [found.of for found in rows.values()], plain, self.marks.known)
 
     def _operands(self, leaves: list[Any]) -> dict[int, Rows]:
         self.marks.adopt(leaves)

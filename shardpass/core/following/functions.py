@@ -46,7 +46,10 @@ class FollowFunctions(TorchFunctionMode):
             for number in (*args, *kwargs.values()):
                 if isinstance(number, OwnCount):
                     number.refuse()
-        out = func(*args, **kwargs) if name != "one_hot" else self._one_hot(func, args, kwargs)
+        try:
+            out = func(*args, **kwargs) if name != "one_hot" else self._one_hot(func, args, kwargs)
+        except IndexError as error:  # indices are checked before an operation runs
+            raise self.follower.explained(name, error, [first]) from error
         if first is not None and (name == "size" or (name == "__get__" and isinstance(out, torch.Size))):
             return self._counted(first, (*args[1:], *kwargs.values()), out)
         return out

@@ -21,6 +21,7 @@ from shardpass.errors import RefusedError
 
 ATEN = torch.ops.aten
 _PICKS = frozenset([ATEN.index, ATEN.nonzero, ATEN.masked_select])
+_REAL_OR_COMPLEX = frozenset([ATEN.view_as_real, ATEN.view_as_complex])  # the last dimension comes or goes
 _RESHAPES = frozenset([ATEN.view, ATEN._unsafe_view, ATEN._reshape_alias])
 _FACTORIES = frozenset([ATEN.new_zeros, ATEN.new_ones, ATEN.new_full, ATEN.new_empty, ATEN.new_empty_strided])
 _SCATTERS = frozenset(
@@ -108,6 +109,8 @@ class Operation:
         self._check_sets()
         if packet in _RESHAPES and isinstance(self.args[1], (list, tuple)):
             return self._mark([reshaped(self.first, self.leaves[0].shape, self.outs[0].shape)])
+        if packet in _REAL_OR_COMPLEX:
+            return self._mark([self.first])
         if torch_private.is_view(self.func):
             return self._view()
         return self._try()

@@ -32,6 +32,25 @@ def check_plain(origin: Origin | None, tensor: Tensor, dim: int, of: RowSet) -> 
         )
 
 
+def failure(name: str, error: Exception, rows: list[RowSet], plain: list[Tensor], known: list[RowSet]) -> Exception:
+    """What to raise where an operation fails that would not fail on the whole graph; `error` itself if it would.
+
+    Args:
+        rows: those of its operands.
+        plain: its operands without rows.
+        known: all sets of rows.
+    """
+    for tensor in plain:
+        for of in known:
+            if of.total != of.count and of.total in tensor.shape:
+                shape = [*tensor.shape]
+                return refusal(f"a tensor of shape {shape} has an entry for each of the {of.name} of all ranks", STATE)
+    empty = next((of for of in rows if of.count == 0), None)
+    if empty is None:
+        return error
+    return refusal(f"`{name}` puts rows together, over the {empty.name}, and this rank has none of them ({error})")
+
+
 def refusal(what: str, remedy: str = "", line: str = "") -> RefusedError:
     """An error that says what the user's line does; without `line`, the one that is running."""
     return RefusedError(

@@ -3,6 +3,7 @@
 This room describes a graph and the edge lists that are derived from it. It does not aggregate messages.
 """
 
+from shardpass.core.graphs.as_data import GraphArgument
 from shardpass.core.graphs.batch_index import BatchIndex
 from shardpass.core.graphs.edge_index import ShardedEdgeIndex
 from shardpass.core.graphs.embedding import NodeEmbedding, OwnRows, node_embeddings
@@ -14,6 +15,7 @@ from shardpass.core.graphs.union import Piece, union
 
 __all__ = [
     "BatchIndex",
+    "GraphArgument",
     "LoadedGraphs",
     "NodeEmbedding",
     "OwnFields",

@@ -87,8 +87,7 @@ class ShardedEdgeIndex(StandIn):
     def __getattr__(self, name: str) -> Any:
         if name in _OF_DATA:
             raise AttributeError(
-                f"the model's forward reads `.{name}` of the graph, but a wrapped model is given edge_index where the "
-                f"graph goes: let forward take (x, edge_index), and call model(graph.x, graph)"
+                f"`.{name}` is read of an edge_index: a model that reads the fields of `data` is called with the graph"
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
@@ -147,6 +146,11 @@ class SourceRows(StandIn):
         mine = next(t for t in _flat(args, kwargs) if isinstance(t, SourceRows))
         with mine.plan.comm.unfollowed():
             out = cls._answer(mine, func, name, args, kwargs)
+        if name.startswith("scatter"):
+            dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+            mine.plan.comm.forget_rows(out)
+            mine.plan.comm.mark_rows(out, mine.plan.source_set, dim)
+            return out
         return _marked(mine, out)
 
     @staticmethod
@@ -258,6 +262,13 @@ def _item(mine: ShardedEdgeIndex, key: Any) -> Tensor:
         if mine.derivation is None and isinstance(edges, Tensor) and edges.dtype == torch.bool:
             return ShardedEdgeIndex.derived(Derivation.of(mine.sources_first, mine.shards).masked(edges), mine)
         return mine._of(mine.sources_first[:, edges])
+    if isinstance(key, tuple) and len(key) == 2 and isinstance(key[0], int):
+        row, edges = _item(mine, key[0]), _plain_one(key[1])
+        if isinstance(edges, slice) and edges == slice(None):
+            return row
+        if isinstance(edges, Tensor) and edges.dtype == torch.bool:
+            some = _plain_one(row)[edges]
+            return SourceRows.wrap(some, mine.plan, mine.flow) if isinstance(row, SourceRows) else some
     raise _refused(f"__getitem__[{key!r}]", "the edge_index")
 
 

@@ -221,17 +221,15 @@ class ShardedGraph:
 
     def __getattr__(self, name: str) -> Tensor:
         refuse_ambiguous(name)
-        if name in ("x", "y", "pos", "train_mask", "val_mask", "test_mask"):
-            fields, kind = self.node, "node"
-        elif name in ("edge_attr", "edge_weight", "edge_type"):
-            fields, kind = self.edge, "edge"
-        else:
-            raise AttributeError(
-                f"ShardedGraph has no attribute {name!r}; stored fields: graph.node[...], graph.edge[...]"
-            )
-        if name not in fields:
-            raise AttributeError(f"this graph has no {kind} field {name!r}; there are: {fields.listed()}")
-        return fields[name]
+        if name.startswith("_") or not self.is_homogeneous:
+            raise AttributeError(f"ShardedGraph has no attribute {name!r}")
+        for fields in (self.node, self.edge):
+            if name in fields:
+                return fields[name]
+        raise AttributeError(
+            f"this graph has no field {name!r}; there are the node fields {self.node.listed()} and the edge fields "
+            f"{self.edge.listed()}"
+        )
 
     @property
     def edge_index(self) -> ShardedEdgeIndex:
@@ -336,10 +334,14 @@ class ShardedGraph:
 
     def row_sets(self) -> dict[RowSet, OwnFields]:
         """The sets of own rows, each with its fields."""
-        nodes = {
-            node_set(kind, o.num_own(self.comm.rank)): self._node_fields[kind] for kind, o in self.ownership.items()
-        }
-        return nodes | {r.plan.edge_set(r.shards.num_edges): r.fields for r in self.relations.values()}
+        found = {}
+        for kind, owned in self.ownership.items():
+            rows = node_set(kind, owned.num_own(self.comm.rank))
+            found[replace(rows, total=owned.num_total)] = self._node_fields[kind]
+        for edge_type, relation in self.relations.items():
+            rows = relation.plan.edge_set(relation.shards.num_edges)
+            found[replace(rows, total=self._total_edges[edge_type])] = relation.fields
+        return found
 
     def ids_of(self, node_type: NodeType | None = None) -> tuple[Tensor, int]:
         """Original ids of own nodes of a type (None: the only one), and how many nodes the whole graph has of it."""

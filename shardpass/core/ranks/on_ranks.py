@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
 from typing import Any
 
 from shardpass.core.ranks.ranks import Ranks
@@ -27,11 +26,6 @@ class OnRanks:
                 f"model again"
             )
         return self.comm
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module; what it does with rows is exact, so nobody follows it."""
-        with nullcontext() if self.comm is None else self.comm.unfollowed():
-            return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy on the same communicator."""

@@ -144,6 +144,15 @@ class Ranks(DelegatingCommunicator):
         if self.forward is not None and self.forward.rows is not None:
             self.forward.rows.mark(tensor, of, dim, points_to)
 
+    def mark_rows_alike(self, tensor: Tensor, like: Tensor) -> None:
+        """Say that a tensor that the engine gives to a model holds the rows that `like` holds."""
+        if self.forward is not None and self.forward.rows is not None:
+            self.forward.rows.mark_alike(tensor, like)
+
+    def row_dim(self, tensor: Tensor) -> int | None:
+        """See `RowWatch.row_dim`."""
+        return None if self.forward is None or self.forward.rows is None else self.forward.rows.row_dim(tensor)
+
     def forget_rows(self, tensor: Tensor) -> None:
         """Say that the engine has written into a tensor of a model."""
         if self.forward is not None and self.forward.rows is not None:

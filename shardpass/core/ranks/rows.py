@@ -22,12 +22,14 @@ class RowSet:
         root: what the rows are rows of. `None` stands for rows that a tensor brought with it, known by their number
             only: they go with every set of that many rows.
         picked_from: how many rows the set has from which these were picked, or `None`.
+        total: how many rows all ranks have, or `None` if that does not matter.
     """
 
     name: str = field(compare=False)
     count: int
     root: Hashable
     picked_from: int | None = field(default=None, compare=False)
+    total: int | None = field(default=None, compare=False)
 
     @property
     def judges(self) -> bool:
@@ -62,6 +64,14 @@ class RowWatch(Protocol):
 
     def require(self, tensor: Tensor, of: RowSet) -> None:
         """Refuse a tensor that is to have a row for each of `of` along dimension 0, if its rows are made of several."""
+        ...
+
+    def mark_alike(self, tensor: Tensor, like: Tensor) -> None:
+        """Say that `tensor` holds the rows that `like` holds, in the same dimension."""
+        ...
+
+    def row_dim(self, tensor: Tensor) -> int | None:
+        """The dimension of `tensor` that holds rows; `None` if none does, or if nobody knows."""
         ...
 
     def mark(self, tensor: Tensor, of: RowSet, dim: int = 0, points_to: RowSet | None = None) -> None:

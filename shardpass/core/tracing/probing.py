@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardpass.core.ranks import get_random_state, has_drawn, torch_private
+from shardpass.core.ranks import get_random_state, has_drawn, is_differentiable, torch_private
 from shardpass.core.sharding import EdgeShards, to_device
 from shardpass.core.tracing.probe_trace import EVERYTHING, Origin, ProbeTrace, Seen
 from shardpass.core.tracing.program import Attention, Inputs, Key, MixedScore, Program, Reduction, Structure
@@ -41,7 +41,7 @@ def sample_inputs(
             sample = tensor.index_select(0, (rows % limit).to(tensor.device))
         if is_of_edges and program.streamed_to is not None:
             sample = to_device(sample, program.streamed_to)
-        return sample.requires_grad_() if grads and sample.is_floating_point() else sample
+        return sample.requires_grad_() if grads and is_differentiable(sample) else sample
 
     last = max(0, edges.num_dst - 1)  # no further than tables over own nodes reach
     index = (rows // 2).clamp(max=last).to(program.streamed_to or edges.shards[0].indptr.device)
@@ -77,7 +77,7 @@ class _Traced(NamedTuple):
     """One run on a few edges: its trace, the message, and how many reductions the message function made."""
 
     trace: ProbeTrace
-    message: Tensor
+    message: Any
     num_message: int
 
 
@@ -140,7 +140,7 @@ def _structure(program: Program, traced: _Traced, needs_grad: Collection[Key], r
         drops=trace.num_drops > 0,
         random=random,
         norms=trace.norms,
-        message=message.detach(),
+        message=torch_private.tree_map_only(Tensor, Tensor.detach, message),
         attention=attention,
         mix=captures[score.mix].detach() if isinstance(score, MixedScore) else None,
     )
@@ -163,8 +163,8 @@ def _reduction(
     op, values, expr = seen.op, seen.messages, seen.expr
     form, source, weight = GENERAL
     leader = None
-    if trace.is_tampered:
-        pass  # the expression does not say what is computed
+    if trace.is_tampered or values.is_complex():
+        pass  # the expression does not say what is computed; the gradients of complex factors are conjugated
     elif op in ("max", "min"):
         form, source, weight = extremum_form(expr, _tails(program))
     elif op == "sum" and not seen.base.value:

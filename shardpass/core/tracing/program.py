@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from shardpass.core.ranks import Ranks
 from shardpass.core.tracing.reducers import Base
+from shardpass.errors import RefusedError
 
 Side = Literal["src", "dst", "edge"]
 
@@ -76,6 +77,10 @@ class Inputs(Sides):
     max_degree: int | None = None
 
 
+class ReturnsEdgesError(RefusedError):
+    """A node function returns rows of edges, which only a rank that holds all messages at once can give."""
+
+
 @dataclass
 class Program:
     """One neighbourhood computation, given by a frontend.
@@ -86,9 +91,11 @@ class Program:
         dst: whole tensors of the destination nodes, ``[num_dst, ...]``.
         edge: tensors that may have one row per edge, ``[num_edges, ...]``. The ranks agree which of them do. The others
             are left out of ``Inputs.edge``, and the message function must use them whole.
-        message: the message function, which returns ``[E, ...]``. It treats edges independently, and reduces over
-            in-edges only with torch's scatter functions along ``Inputs.index``.
-        aggregate: the node function: makes ``[num_dst, ...]`` from the message. With None the messages are the result.
+        message: the message function, which returns ``[E, ...]``, or with a node function a tuple of such tensors. It
+            treats edges independently, and reduces over in-edges only with torch's scatter functions along
+            ``Inputs.index``.
+        aggregate: the node function: makes ``[num_dst, ...]``, or a tuple of such tensors, from the message. With None
+            the messages are the result.
         node_dim: dimension of destinations in what `aggregate` returns.
         checked: signatures under which the message function passed the row-wise check. The frontend keeps it between
             calls.
@@ -106,8 +113,8 @@ class Program:
     src: dict[str, Tensor]
     dst: dict[str, Tensor]
     edge: dict[str, Tensor]
-    message: Callable[[Inputs], Tensor]
-    aggregate: Callable[[Tensor, Inputs], Tensor] | None
+    message: Callable[[Inputs], Any]
+    aggregate: Callable[[Any, Inputs], Any] | None
     node_dim: int = 0
     checked: set[str] = field(default_factory=set)
     watch: Callable[[Structure], None] | None = None
@@ -268,7 +275,7 @@ class Structure:
     drops: bool
     random: bool
     norms: dict[int, nn.Module]
-    message: Tensor
+    message: Any
     attention: Attention | None
     mix: Tensor | None
 

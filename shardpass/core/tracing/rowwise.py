@@ -7,6 +7,7 @@ rows of edges, a reduction by the destination index gives rows of nodes, and no 
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,8 +15,8 @@ from torch import Tensor
 from shardpass.core.following import FollowFunctions, FollowRows, RowCount
 from shardpass.core.ranks import RowSet, get_random_state, set_random_state
 from shardpass.core.sharding import to_device
-from shardpass.core.tracing.edge_trace import EdgeTrace
-from shardpass.core.tracing.program import Inputs, Program, Sides, Structure
+from shardpass.core.tracing.edge_trace import EdgeTrace, tensors_in
+from shardpass.core.tracing.program import Inputs, Program, ReturnsEdgesError, Sides, Structure
 from shardpass.core.tracing.reducers import REDUCERS, Base
 from shardpass.errors import RefusedError
 
@@ -89,7 +90,7 @@ def check_row_wise(program: Program, structure: Structure, num_dst: int) -> None
     beside = outer if isinstance(outer, FollowRows) else None
     follower = FollowRows(beside=beside, in_pieces=True)
     follower.marks.known = [_edges(), _nodes()]
-    device = structure.message.device
+    device = tensors_in([structure.message])[0].device
     index = (torch.arange(_NUM_EDGES) % _NUM_NODES).to(device)
     follower.mark(index, _edges(), points_to=_nodes())
     made = Sides.of((key, _made_up(t, program, follower, key.side == "edge")) for key, t in program.inputs.items())
@@ -99,9 +100,12 @@ def check_row_wise(program: Program, structure: Structure, num_dst: int) -> None
         counts = nullcontext() if beside is not None and beside.in_known else FollowFunctions(follower)
         with torch.no_grad(), nullcontext() if beside is None else beside.left_to_another(), counts, trace, follower:
             message = program.message(inputs)
-            follower.require(message, _edges())
+            for rows in tensors_in([message]):
+                follower.require(rows, _edges())
             if program.aggregate is not None:
-                follower.marks.check_result(program.aggregate(message, inputs))
+                _check_result(program, follower, program.aggregate(message, inputs))
+    except ReturnsEdgesError:
+        raise
     except RefusedError as refusal:
         raise type(refusal)(
             f"{program.name}: messages are computed in pieces, each from its edge alone. {refusal}. What takes all "
@@ -109,6 +113,14 @@ def check_row_wise(program: Program, structure: Structure, num_dst: int) -> None
         ) from None
     finally:
         set_random_state(state)
+
+
+def _check_result(program: Program, follower: FollowRows, result: Any) -> None:
+    follower.marks.check_result(result)
+    for tensor in tensors_in([result]):
+        rows = follower.marks.rows.get(tensor)
+        if rows is not None and rows.of == _edges():
+            raise ReturnsEdgesError(f"{program.name}: aggregate() returns rows of edges")
 
 
 def _made_up(tensor: Tensor, program: Program, follower: FollowRows, is_of_edges: bool) -> Tensor:

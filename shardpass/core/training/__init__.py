@@ -15,12 +15,13 @@ from shardpass.core.training.gradients import (
     sync_parameters,
 )
 from shardpass.core.training.moments import Moments
-from shardpass.core.training.norm import DistributedBatchNorm, global_moments, replace_batch_norms
+from shardpass.core.training.norm import BATCH_NORMS, DistributedBatchNorm, global_moments, replace_batch_norms
 from shardpass.core.training.objective import accuracy, cross_entropy, mean, note_objective, replicated, sum, total
 from shardpass.core.training.shared_copy import follow, shared_copy
 from shardpass.core.training.statistics import row_moments, shifted, total_rows
 
 __all__ = [
+    "BATCH_NORMS",
     "DistributedBatchNorm",
     "Moments",
     "accuracy",

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardpass.core.following import user_line
 from shardpass.core.ranks import OnRanks, Ranks, begin_call, dtype_name, end_call, refuse_double_backward
 from shardpass.core.training.moments import Moments, accumulator_of, global_moments, row_chunks
 from shardpass.errors import RefusedError
@@ -20,8 +21,10 @@ class DistributedBatchNorm(OnRanks, nn.BatchNorm1d):
     collective: every rank calls them in the same order, with the same number of channels and dtype. The number of rows
     may differ and may be 0. Running statistics are the same bits on every rank. With running statistics (evaluation)
     nothing is communicated. The gradients of weight and bias are this rank's part, and `sync_gradients` sums them. The
-    input must be ``[rows, channels]``.
+    input is ``[rows, channels]``, or ``[batch, channels, ...]`` with the nodes in any dimension but that of channels.
     """
+
+    dims: tuple[int, ...] = (2, 3)  # how many the input may have; those of the class that this one replaces
 
     def __init__(self, num_features: int, comm: Ranks, **options: Any) -> None:
         """Args: as `torch.nn.BatchNorm1d`, and `comm`, the ranks whose rows form the batch."""
@@ -29,13 +32,27 @@ class DistributedBatchNorm(OnRanks, nn.BatchNorm1d):
         self.comm = comm
 
     def forward(self, input: Tensor) -> Tensor:
-        """The normalised rows, [num_own, channels], in the dtype of `input`. Collective with batch statistics.
+        """The normalised `input`, of its shape and dtype. Collective with batch statistics.
 
         Raises:
             ValueError: the ranks together hold one row (as torch raises), or the shape or dtype does not fit.
         """
         if type(input) is not Tensor:
             input = input.view_as(input)  # an autograd Function sees no further than what stands for a tensor
+        if input.dim() not in self.dims:
+            raise ValueError(f"expected {' or '.join(f'{n}D' for n in self.dims)} input (got {input.dim()}D input)")
+        if input.dim() == 2:
+            output = self._of_rows(input)
+        else:
+            self._check_channels(input)
+            last = input.movedim(1, -1)
+            output = self._of_rows(last.reshape(-1, self.num_features)).view(last.shape).movedim(-1, 1)
+        if self.comm is not None:
+            self.comm.mark_rows_alike(output, input)
+        return output
+
+    def _of_rows(self, input: Tensor) -> Tensor:
+        """The normalised rows, [num_own, channels]."""
         if not self.training and self.running_mean is not None and self.running_var is not None:
             return super().forward(input)
         self._check_batch(input)
@@ -74,9 +91,7 @@ class DistributedBatchNorm(OnRanks, nn.BatchNorm1d):
         return output.to(input.dtype)
 
     def _check_batch(self, input: Tensor) -> None:
-        if input.dim() == 3:
-            raise RefusedError("DistributedBatchNorm takes [rows, channels], found 3 dimensions: flatten to 2 first")
-        if input.dim() != 2 or input.shape[1] != self.num_features:
+        if input.shape[1] != self.num_features:
             raise ValueError(f"expected [rows, {self.num_features}] input, found {list(input.shape)}")
         kept = self.weight if self.weight is not None else self.running_mean
         half = input.dtype in (torch.float16, torch.bfloat16)
@@ -86,6 +101,25 @@ class DistributedBatchNorm(OnRanks, nn.BatchNorm1d):
             expected = "a floating point dtype" if kept is None else dtype_name(kept.dtype)
             raise ValueError(
                 f"expected {expected} input, found {dtype_name(input.dtype)}: convert the input or the module"
+            )
+
+    def _check_channels(self, input: Tensor) -> None:
+        """Refuse an input of more than two dimensions that is not ``[batch, channels, ...]``, or holds messages."""
+        if self.comm is not None and self.comm.row_dim(input) == 1:
+            raise RefusedError(
+                f"{user_line()}: BatchNorm takes dimension 1 for channels, but there this input {list(input.shape)} "
+                f"has the nodes: it would have a weight and statistics for each node, and a rank has some nodes only, "
+                f"in another order. Bring the features into dimension 1"
+            )
+        if input.shape[1] != self.num_features:
+            raise ValueError(
+                f"{user_line()}: expected [batch, {self.num_features}, ...] input, found {list(input.shape)}. If these "
+                f"channels are the nodes of the graph: a rank has some nodes only, so bring the features into "
+                f"dimension 1"
+            )
+        if self.comm is not None and self.comm.watch is not None:
+            raise RefusedError(
+                f"{user_line()}: BatchNorm inside message() takes [edges, channels], found {list(input.shape)}"
             )
 
     def track(self, moments: Moments, shape: Sequence[int]) -> None:
@@ -179,8 +213,17 @@ def _affine(grad: Tensor, scale: Tensor, rows: Tensor, shift: Tensor, slope: Ten
     return output
 
 
+BATCH_NORMS: dict[type[nn.Module], tuple[int, ...]] = {
+    nn.BatchNorm1d: (2, 3),
+    nn.BatchNorm2d: (4,),
+    nn.BatchNorm3d: (5,),
+    nn.SyncBatchNorm: (2, 3, 4, 5),
+}
+"""The norms of torch that are replaced, and how many dimensions their input may have."""
+
+
 def replace_batch_norms(module: nn.Module, comm: Ranks) -> nn.Module:
-    """`module` with every `torch.nn.BatchNorm1d` and `SyncBatchNorm` replaced by a `DistributedBatchNorm`.
+    """`module` with every norm of `BATCH_NORMS` replaced by a `DistributedBatchNorm`.
 
     Subclasses of these types are left alone. Norms are replaced in place in their parents. Parameters, buffers, hooks
     and the training flag are the same objects, and a norm in several places is converted once. Not collective.
@@ -190,7 +233,7 @@ def replace_batch_norms(module: nn.Module, comm: Ranks) -> nn.Module:
     """
     converted: dict[nn.Module, DistributedBatchNorm] = {}
     for path, child in list(module.named_modules(remove_duplicate=False)):
-        if type(child) in (nn.BatchNorm1d, nn.SyncBatchNorm):
+        if type(child) in BATCH_NORMS:
             norm = converted.setdefault(child, _convert(child, comm))
             parent, _, name = path.rpartition(".")
             if not name:
@@ -202,5 +245,5 @@ def replace_batch_norms(module: nn.Module, comm: Ranks) -> nn.Module:
 def _convert(norm: nn.Module, comm: Ranks) -> DistributedBatchNorm:
     converted = DistributedBatchNorm.__new__(DistributedBatchNorm)
     converted.__dict__.update(norm.__dict__)
-    converted.comm = comm
+    converted.comm, converted.dims = comm, BATCH_NORMS[type(norm)]
     return converted

@@ -237,6 +237,8 @@ def _rows_of(name: str, values: Tensor, mask: Tensor | None) -> tuple[Tensor, st
             f"{name}: values must have one row per own node, found {describe(values)}; compute the loss with "
             f'reduction="none", and pass a term that all ranks compute alike through replicated(term, comm)'
         )
+    if values.is_complex():
+        return torch.zeros(0), f"{name}: expected real values, found {describe(values)}; take abs() or .real of them"
     if not values.is_floating_point():
         values = values.float()
     problem = _check_mask(name, mask, values.shape[0])

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from torch import nn
 
 from shardpass.core.ranks import torch_private
-from shardpass.core.training import DistributedBatchNorm
+from shardpass.core.training import BATCH_NORMS, DistributedBatchNorm
 from shardpass.errors import RefusedError
 
-_NORMS_OF_OTHER_SHAPES = (nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+_NORMS_OF_OTHER_SHAPES = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
 def refuse_modules(model: nn.Module, reason_of: Callable[[nn.Module], str | None]) -> None:
@@ -30,5 +30,5 @@ def has_unknown_statistics(module: nn.Module) -> bool:
     """Whether `module` is a norm of torch over all nodes, or derived from one, that is not computed over all ranks."""
     if isinstance(module, _NORMS_OF_OTHER_SHAPES):
         return True
-    known = type(module) in (nn.BatchNorm1d, nn.SyncBatchNorm) or isinstance(module, DistributedBatchNorm)
+    known = type(module) in BATCH_NORMS or isinstance(module, DistributedBatchNorm)
     return isinstance(module, torch_private.AnyBatchNorm) and not known

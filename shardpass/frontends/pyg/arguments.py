@@ -67,3 +67,17 @@ def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def moved(tensor: Tensor, start: int, end: int) -> Tensor:
     """`tensor` with dimension `start` moved to `end`; the tensor itself where they are the same."""
     return tensor if start == end else tensor.movedim(start, end)
+
+
+def rows_first(messages: Any, node_dim: int) -> Any:
+    """What a layer's `message` returned, a tensor or a tuple of them, with dimension `node_dim` in front."""
+    if isinstance(messages, (tuple, list)):
+        return tuple(rows_first(part, node_dim) for part in messages)
+    return moved(messages, node_dim % messages.dim(), 0) if isinstance(messages, Tensor) else messages
+
+
+def rows_back(messages: Any, node_dim: int) -> Any:
+    """The inverse of `rows_first`."""
+    if isinstance(messages, tuple):
+        return tuple(rows_back(part, node_dim) for part in messages)
+    return moved(messages, 0, node_dim % messages.dim()) if isinstance(messages, Tensor) else messages

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch_geometric.nn.conv import MessagePassing
 
 from shardpass.core.tracing import Inputs
-from shardpass.frontends.pyg.arguments import Arguments, moved
+from shardpass.errors import RefusedError
+from shardpass.frontends.pyg.arguments import Arguments, rows_back, rows_first
 from shardpass.frontends.pyg.dense import holding, whole_neighbourhoods
 from shardpass.frontends.pyg.frozen import Frozen
 from shardpass.frontends.pyg.lazy import LazyEdges
@@ -33,9 +35,10 @@ class MessageFunction:
     ) -> None:  # fmt: skip
         self._conv, self._arguments, self._lazy, self._held, self._frozen = conv, arguments, lazy, held, frozen
         self._given: dict[str, Any] = {}  # in the latest run
+        self._shapes: list[torch.Size] | None = None  # of the parts of a message
 
-    def message(self, inputs: Inputs) -> Tensor:
-        """The messages of some edges, one row each."""
+    def message(self, inputs: Inputs) -> Any:
+        """The messages of some edges, one row each; a tuple where `message` returns one."""
         conv, given = self._conv, self._given
         with self._frozen.as_in_forward():
             given.clear()
@@ -45,17 +48,35 @@ class MessageFunction:
             with holding(conv, {name: given[name] for name in self._held}):
                 wanted = conv.inspector.collect_param_data("message", given)
                 messages = with_hooks(conv, "message", (wanted,), lambda found: conv.message(**found))
-        return moved(messages, conv.node_dim % messages.dim(), 0)
+        return rows_first(messages, conv.node_dim)
 
-    def reduce(self, messages: Tensor, inputs: Inputs) -> Tensor:
+    def side_by_side(self, inputs: Inputs) -> Tensor:
+        """The messages of some edges as one tensor: a tuple side by side, ``[E, columns]``. `apart` undoes that."""
+        messages = self.message(inputs)
+        if isinstance(messages, Tensor):
+            self._shapes = None
+            return messages
+        self._shapes = [part.shape[1:] for part in messages]
+        dtypes = {part.dtype for part in messages}
+        if len(dtypes) > 1:
+            raise RefusedError(f"message() returns tensors of several dtypes ({dtypes}): convert them to one")
+        return torch.cat([part.flatten(1) for part in messages], 1)
+
+    def apart(self, rows: Tensor) -> Any:
+        """What `message` returned, nodes where it had them, of the edge rows that `side_by_side` gave."""
+        if self._shapes is None:
+            return rows_back(rows, self._conv.node_dim)
+        parts = rows.split([shape.numel() for shape in self._shapes], 1)
+        return rows_back(tuple(p.unflatten(1, s) for p, s in zip(parts, self._shapes)), self._conv.node_dim)
+
+    def reduce(self, messages: Any, inputs: Inputs) -> Any:
         """What the layer's `aggregate` makes of messages."""
         conv, given = self._conv, self._given
         given = given if inputs.index is given.get("index") else self._arguments.collected(inputs)
-        messages = moved(messages, 0, conv.node_dim % messages.dim())
+        messages = rows_back(messages, conv.node_dim)
         with self._frozen.as_in_forward(), whole_neighbourhoods(conv, inputs.max_degree):
             wanted = conv.inspector.collect_param_data("aggregate", given)
-            out: Tensor = with_hooks(conv, "aggregate", (wanted,), lambda found: conv.aggregate(messages, **found))
-        return out
+            return with_hooks(conv, "aggregate", (wanted,), lambda found: conv.aggregate(messages, **found))
 
     def release(self) -> None:
         """Drop what is an input of the call: what a message function holds lives until backward."""

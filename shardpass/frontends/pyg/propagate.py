@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,9 +12,9 @@ from torch_geometric.nn.conv import GraphConv, MessagePassing, SAGEConv
 
 from shardpass.core.aggregation import aggregate
 from shardpass.core.exchange import HaloPlan
-from shardpass.core.graphs import ShardedGraph
+from shardpass.core.graphs import ShardedEdgeIndex, ShardedGraph
 from shardpass.core.ranks import torch_private
-from shardpass.core.tracing import Inputs, Program, Structure
+from shardpass.core.tracing import Inputs, Program, ReturnsEdgesError, Structure
 from shardpass.errors import RefusedError
 from shardpass.frontends.pyg.arguments import Arguments, moved
 from shardpass.frontends.pyg.direction import Direction
@@ -44,6 +45,7 @@ class ShardedMessagePassing:
         self.conv, self.name = conv, name
         self._checked: dict[bool, set[str]] = {}
         self._hooks: list[int] = []
+        self._keeps_messages = "edge_index" in conv.inspector.get_param_dict("aggregate")
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(ShardedMessagePassing(self.conv, self.name))  # a copy has checked nothing
@@ -91,12 +93,44 @@ class ShardedMessagePassing:
         whole = {**kwargs, "dim_size": plan.num_dst, "size_i": plan.num_dst, "size_j": plan.num_own_src}
 
         def compute(weight: Tensor | None = None) -> Tensor:
-            out = aggregate(program, plan, direction.shards, weight)
+            out = None if self._keeps_messages else self._aggregated(program, direction, weight)
+            if self._keeps_messages:
+                out = self._aggregated_at_once(
+                    replace(program, message=function.side_by_side), function, direction, edge_index, whole
+                )
             function.release()
             frozen.poison(self.name)
             return conv.update(out, **conv.inspector.collect_param_data("update", whole))
 
         return LazySums.make(compute) if self._is_mapped_next() else compute()
+
+    def _aggregated(self, program: Program, direction: Direction, weight: Tensor | None) -> Any:
+        try:
+            return aggregate(program, direction.plan, direction.shards, weight)
+        except ReturnsEdgesError:
+            self._keeps_messages = True
+            return None
+
+    def _aggregated_at_once(
+        self, program: Program, function: MessageFunction, direction: Direction, edge_index: ShardedEdgeIndex,
+        given: dict[str, Any],
+    ) -> Any:  # fmt: skip
+        """What the layer's `aggregate` makes of the messages of all own edges, which are kept. Collective.
+
+        An `aggregate` that returns rows of edges, or reads `edge_index`, is ordinary code on these.
+        """
+        conv = self.conv
+        rows = aggregate(replace(program, aggregate=None), direction.plan, direction.shards)
+        messages = function.apart(direction.from_edges(rows))
+        ends = dict(zip("ji", edge_index if conv.flow == "source_to_target" else edge_index.flip(0)))
+        given = {**given, "edge_index": edge_index, "index": ends["i"], "ptr": None}
+        for name in conv.inspector.get_param_dict("aggregate"):
+            if name[-2:] in ("_i", "_j") and name[:-2] in given:
+                value, end = given[name[:-2]], name[-1]
+                value = value["ji".index(end)] if isinstance(value, (tuple, list)) else value
+                given[name] = value.index_select(conv.node_dim, ends[end])
+        wanted = conv.inspector.collect_param_data("aggregate", given)
+        return with_hooks(conv, "aggregate", (wanted,), lambda found: conv.aggregate(messages, **found))
 
     def _arguments(
         self, direction: Direction, kwargs: dict[str, Any]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch_geometric.nn.conv import MessagePassing
 
-from shardpass.core.graphs import ShardedEdgeIndex, ShardedGraph, ShardedHeteroGraph
+from shardpass.core.graphs import GraphArgument, ShardedEdgeIndex, ShardedGraph, ShardedHeteroGraph
 from shardpass.core.memory import Checkpoint, check_choice
 from shardpass.core.ranks import Ranks, decorrelate, is_wrapped, refuse_shared_model, torch_private
 from shardpass.core.training import (
@@ -213,4 +213,4 @@ def _returned(value: Any) -> Any:
 def _edge_index_of(value: Any) -> Any:
     if isinstance(value, ShardedHeteroGraph):
         return value.edge_index_dict
-    return value.edge_index if isinstance(value, ShardedGraph) else value
+    return GraphArgument.of(value) if isinstance(value, ShardedGraph) else value

@@ -1,0 +1,71 @@
+"""What a model is given where its user passes the graph: ``edge_index``, which is PyG's ``data`` as well.
+
+``model(graph.x, graph)`` has a `forward` that takes ``edge_index``, ``model(graph)`` one that reads ``data.x`` and
+``data.edge_index``. Nobody needs to know which of the two a class is: the stand-in for ``edge_index`` has the fields of
+the graph under PyG's names.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from shardpass.core.exchange import node_set
+from shardpass.core.following import RowCount
+from shardpass.core.graphs.edge_index import ShardedEdgeIndex
+from shardpass.core.graphs.graph import ShardedGraph
+from shardpass.core.sharding import NODE
+
+_MAY_BE_ABSENT = frozenset("x y pos edge_attr edge_weight time face".split())
+"""Attributes that PyG's ``Data`` has in any case: `None` where nothing is stored."""
+
+
+class GraphArgument(ShardedEdgeIndex):
+    """``edge_index`` of a graph with one type, and its ``data``. Made anew for each call, so a model may set fields."""
+
+    graph: ShardedGraph
+
+    @staticmethod
+    def of(graph: ShardedGraph) -> Any:
+        """What stands for `graph` among the arguments of a model."""
+        out = graph.edge_index.as_subclass(GraphArgument)
+        vars(out).update(vars(graph.edge_index), graph=graph)
+        for fields in (graph.edge, graph.node):  # such as `norm`, which would be the method of a tensor
+            vars(out).update({name: fields[name] for name in fields if hasattr(Tensor, name)})
+        return out
+
+    @property
+    def num_nodes(self) -> int:
+        """Own nodes, which may be a size. Anything else that is computed from their number is refused."""
+        return RowCount.make(self.graph.num_own_nodes, node_set(NODE, self.graph.num_own_nodes))
+
+    @property
+    def num_edges(self) -> int:
+        """Own edges, likewise."""
+        return RowCount.make(self.graph.num_own_edges, self.plan.edge_set(self.graph.num_own_edges))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "graph":
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if name in _MAY_BE_ABSENT and name not in self:
+            return None
+        return getattr(self.graph, name)
+
+    def __contains__(self, name: Any) -> bool:
+        return name in ("edge_index", *self.graph.node, *self.graph.edge)
+
+    def __getitem__(self, key: Any) -> Any:
+        return getattr(self, key) if isinstance(key, str) else super().__getitem__(key)
+
+    def keys(self) -> list[str]:
+        """The names of the fields."""
+        return ["edge_index", *self.graph.node, *self.graph.edge]
+
+    @classmethod
+    def answer(cls, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = super().answer(func, name, args, kwargs)
+        first = args[0] if args else None
+        if name in ("to", "clone", "contiguous", "cpu", "cuda") and isinstance(first, GraphArgument):
+            return GraphArgument.of(first.graph)
+        return out
