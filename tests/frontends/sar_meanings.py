@@ -78,6 +78,15 @@ def loader(directory: Path) -> Results:
         warnings.simplefilter("always")
         foreign = sar.DataLoader(graph, (seeds[:5] + 30) % 60, sampler, 5)
     found["foreign"] = [seen(blocks[-1])["dst"] for blocks in foreign], [str(one.message) for one in caught]
+    typed_data = sar.load_dgl_partition_data(part_of(directory, "het"), rank, "cpu")
+    typed = sar.construct_full_graph(typed_data)
+    first, last = typed.tgt_node_range
+    (block,) = sar.DistNeighborSampler([-1]).sample(typed, torch.arange(first, last))
+    kinds = typed_data.node_features[dgl.NTYPE]
+    found["typed"] = [
+        (block.dstnodes[kind].data[dgl.NID], torch.arange(first, last)[kinds == number])
+        for number, kind in enumerate(typed.ntypes)
+    ] + [(block.in_degrees(etype=kind), typed.in_degrees(etype=kind)) for kind in typed.canonical_etypes]
     found["told"] = [
         told(lambda: sar.DataLoader(graph, torch.arange(3) + (data.node_ranges[-1][1] if rank == 0 else 0), sampler)),
         told(lambda: sar.DataLoader(graph, seeds[:1] if rank == 0 else seeds, sampler, 5)),

@@ -96,6 +96,7 @@ def test_seeds_are_ids_of_the_whole_graph_and_keep_their_order(results: list[Any
         assert not torch.equal(shuffled, torch.cat(found["epoch 2"]))
         assert [block["dst"].tolist() for block in found["default"]] == [[seed] for seed in seeds[:2].tolist()]
         assert all(block["names"] == [dgl.EID] for block in found["default"])
+        assert all(torch.equal(one, other) for one, other in found["typed"])
         (elsewhere,), warned = found["foreign"]
         assert torch.equal(elsewhere, (seeds[:5] + 30) % 60)
         num = int(((elsewhere < first) | (elsewhere >= end)).sum())
