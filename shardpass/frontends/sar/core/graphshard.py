@@ -63,14 +63,9 @@ class Whole:
 class NodeIds(DataViews):
     """``graph.srcnodes["type"].data``, and ``graph.srcnodes("type")``, which gives rows of this rank's part."""
 
-    _rows: dict[str, Tensor]
-
-    @staticmethod
-    def over(views: DataViews, rows: dict[str, Tensor]) -> NodeIds:
-        """`views`, whose nodes are `rows` of this rank's part."""
-        found = object.__new__(NodeIds)
-        found.__dict__.update(views.__dict__, _rows=rows)
-        return found
+    def __init__(self, views: DataViews, rows: dict[str, Tensor]) -> None:
+        super().__init__(views._name, views._frames, views._canonical)
+        self._rows = rows
 
     def __call__(self, ntype: str | None = None) -> Tensor:  # type: ignore[override]
         """The nodes of a type as rows of this rank's part, int64."""
@@ -119,17 +114,17 @@ class GraphShardManager(ShardedDGLGraph):
     @property
     def nodes(self) -> NodeIds:
         """``nodes["type"].data`` and ``nodes("type")``."""
-        return NodeIds.over(super().nodes, {**self._seed_rows(), **self._input_rows()})
+        return NodeIds(super().nodes, {**self._seed_rows(), **self._input_rows()})
 
     @property
     def srcnodes(self) -> NodeIds:
         """``srcnodes["type"].data`` and ``srcnodes("type")``."""
-        return NodeIds.over(super().srcnodes, self._input_rows())
+        return NodeIds(super().srcnodes, self._input_rows())
 
     @property
     def dstnodes(self) -> NodeIds:
         """``dstnodes["type"].data`` and ``dstnodes("type")``."""
-        return NodeIds.over(super().dstnodes, self._seed_rows())
+        return NodeIds(super().dstnodes, self._seed_rows())
 
     # ---- counts
 
