@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import torch_geometric.nn as gnn
 from torch import Tensor, nn
-from torch_geometric.nn.models.schnet import CFConv
+from torch_geometric.nn.models.schnet import CFConv, InteractionBlock
 from torch_geometric.utils import scatter
 
 import shardpass as sp
@@ -247,5 +247,9 @@ MORE_MODELS: dict[str, Case] = {
     "MetaLayer": (lambda: gnn.MetaLayer(EdgeModel(), NodeModel()), _meta),
     "MetaLayer of a graph": (lambda: gnn.MetaLayer(EdgeModel(), NodeModel(), GraphModel()), _meta_of_graph),
     "GPSENodeEncoder": (lambda: gnn.GPSENodeEncoder(8, 5, 3, 5, True, dropout_be=0.0, dropout_ae=0.0), _encoded),
+    "InteractionBlock": (
+        lambda: InteractionBlock(5, 3, 6, 2.0),
+        lambda m, i, g: m(i["x"], g, i["edge_weight"], i["edge_attr"]),
+    ),
     "CFConv": (lambda: CFConv(5, 6, 4, mlp(3, 4), 2.0), lambda m, i, g: m(i["x"], g, i["edge_weight"], i["edge_attr"])),
 }  # fmt: skip

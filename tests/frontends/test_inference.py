@@ -19,10 +19,13 @@ pytest.importorskip("torch_geometric")
 pytest.importorskip("safetensors")
 
 import torch_geometric.nn as gnn
+from torch_geometric.data import Data
 
 import shardpass as sp
 from shardpass.testing.graphs import assignments, awkward_graph, shard_in_memory
 from shardpass.testing.hetero import awkward_hetero_graph, hetero_assignments, shard_hetero_in_memory
+
+from .tuple_models import OverTargets, PaiNN
 
 GRAPH = awkward_graph(channels=5)
 
@@ -331,3 +334,32 @@ def test_a_killed_run_goes_on(tmp_path):
         sent.append(sum(map(int, re.findall(r"\d+", done.stdout))))
     assert 0 < sent[0] < sent[1]  # the first two layers were not fetched again
     assert (tmp_path / "logits.npy").read_bytes() == (tmp_path / "whole.npy").read_bytes()
+
+
+def test_layers_that_return_tuples_go_on_too(tmp_path):
+    class Mesh(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second, self.last = PaiNN(), OverTargets(), OverTargets()
+
+        def forward(self, data):
+            x = self.first(data.x, data.edge_index, data.edge_attr)
+            x, edge_attr = self.second(x, data.edge_index, data.edge_attr)
+            return self.last(x, data.edge_index, edge_attr)[0]
+
+    torch.manual_seed(0)
+    plain = Mesh().double()
+    expected = plain(Data(GRAPH.node["x"], GRAPH.edge_index, GRAPH.edge["edge_attr"])).detach()
+    path = tmp_path / "rows.npy"
+
+    def work(comm, stop):
+        graph = shard_in_memory(GRAPH, torch.arange(GRAPH.num_nodes) % 2, comm)
+        model = sp.pyg.wrap(copy.deepcopy(plain), comm)
+        if stop:
+            model.last.register_forward_pre_hook(stopped)
+        sp.infer(model, graph, path, graph)
+
+    with pytest.raises(RuntimeError, match="stopped by the test"):
+        sp.spawn(work, 2, args=(True,))
+    sp.spawn(work, 2, args=(False,))
+    assert np.abs(np.load(path) - expected.numpy()).max() < 1e-10

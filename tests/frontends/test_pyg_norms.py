@@ -194,8 +194,8 @@ def test_a_mixture_of_dtypes_gives_what_pyg_gives():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((torch.arange(4) // 2,), "a sharded graph is one graph"),
-        ((torch.zeros(4, dtype=torch.long), 3), "a sharded graph is one graph"),
+        ((torch.arange(4) // 2,), "is not graph.batch"),
+        ((torch.zeros(4, dtype=torch.long), 3), "is not graph.batch"),
     ],
 )
 def test_several_graphs_are_refused(arguments, words):

@@ -216,7 +216,7 @@ def test_aggregations_that_need_all_nodes_in_one_place_are_refused_when_called(n
         (lambda x, b: b.tolist(), "`tolist` on the batch"),
         (lambda x, b: b.argsort(), "`argsort` on the batch"),
         (lambda x, b: x[b], r"a tensor of shape \[4, 5\] is indexed by the batch"),
-        (lambda x, b: gnn.global_add_pool(x, b, size=3), "onto 3 graphs: a sharded graph is one graph"),
+        (lambda x, b: gnn.global_add_pool(x, b, size=3), "onto 3 graphs: this sharded graph has 1"),
         (lambda x, b: scatter(x, b, reduce="any"), r"`scatter_` on the batch"),
         (lambda x, b: x.new_zeros(1, 5).index_add(0, b, x[:2]), "one row for each of the 4 own nodes"),
         (lambda x, b: scatter((x > 0).long(), b, reduce="max"), "the max of integers over all nodes"),

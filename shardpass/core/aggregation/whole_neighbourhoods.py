@@ -62,8 +62,7 @@ def inputs_at_once(
         places: the place of each edge among those of its destination, ``[num_edges]``. `None` keeps the order of the
             edge list.
     """
-    if program.reads is not None:
-        program = replace(program, message=lambda inputs: _side_by_side(message(inputs)))
+    program = replace(program, message=lambda inputs: _side_by_side(message(inputs)))
     program = _with_edge_tensors(program, plan, edges, label)
     src_rows, dst_rows, positions = _edges_by_destination(edges, places)
     degree = edges.largest_degree
@@ -87,12 +86,13 @@ def inputs_at_once(
 
 
 def _side_by_side(messages: Messages) -> Any:
-    """The tensors of a dict side by side, ``[E, columns]``, for checks that look at one tensor."""
-    if not isinstance(messages, dict):
+    """The tensors of a dict or tuple side by side, ``[E, columns]``, for checks that look at one tensor."""
+    if isinstance(messages, Tensor):
         return messages
-    kinds = [tensor.dtype for tensor in messages.values()]
+    messages = messages if isinstance(messages, tuple) else tuple(messages.values())
+    kinds = [tensor.dtype for tensor in messages]
     widest = next((kind for kind in kinds if kind.is_floating_point), torch.float64)
-    return torch.cat([tensor.reshape(tensor.size(0), -1).to(widest) for tensor in messages.values()], dim=1)
+    return torch.cat([tensor.reshape(tensor.size(0), -1).to(widest) for tensor in messages], dim=1)
 
 
 def aggregate_at_once(program: Program, plan: HaloPlan, edges: EdgeShards, label: str) -> Any:

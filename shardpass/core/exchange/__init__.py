@@ -7,7 +7,7 @@ from shardpass.core.exchange.halo import HaloPlan, build_halo_plan, node_set
 from shardpass.core.exchange.packing import MESSAGE_BUFFER, Packing
 from shardpass.core.exchange.schedule import Schedule, Transfer
 from shardpass.core.exchange.tokens import WalkId
-from shardpass.core.exchange.transfer import carry, halo_fetch, scatter_to_owners
+from shardpass.core.exchange.transfer import carry, extremum_at_owners, halo_fetch, scatter_to_owners
 from shardpass.core.exchange.walk import GradientReturn, fetch_blocks
 from shardpass.core.exchange.windows import WindowPool, shares_rows
 from shardpass.core.exchange.wire import Routed, ask, exchange_arrays, exchange_rows
@@ -27,6 +27,7 @@ __all__ = [
     "carry",
     "exchange_arrays",
     "exchange_rows",
+    "extremum_at_owners",
     "fetch_blocks",
     "halo_fetch",
     "node_set",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -31,6 +32,18 @@ def scatter_to_owners(rows: Tensor, plan: HaloPlan, label: str) -> Tensor:
     if rows.device != plan.comm.device:
         return scatter_to_owners(rows.to(plan.comm.device), plan, label).to(rows.device)
     return carry(plan.comm, rows, label, lambda t, s: _sum_to_owners(t, plan, s), lambda t, s: _gather(t, plan, s))
+
+
+def extremum_at_owners(rows: Tensor, plan: HaloPlan, op: str, label: str) -> Tensor:
+    """Rows ``[num_src, ...]`` of which owners take the extrema: ``[num_own_src, ...]``. Collective, no gradient."""
+    begin_call(plan.comm, label)
+    rows, bounds = rows.detach(), plan.halo_start
+    own = rows[: plan.num_own_src].clone()
+    leaving = [rows[start:stop].contiguous() for start, stop in pairwise(bounds)]
+    for theirs, part in zip(plan.send_rows, plan.comm.all_to_all(leaving, label=label)):
+        numbers = theirs.to(own.device).view(-1, *[1] * (own.dim() - 1)).expand_as(part)
+        own.scatter_reduce_(0, numbers, part, op)
+    return own
 
 
 def carry(comm: Ranks, rows: Tensor, label: str, there: Carrier, back: Carrier) -> Tensor:

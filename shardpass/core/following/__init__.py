@@ -7,6 +7,7 @@ from shardpass.core.following.draws import ForwardDraws
 from shardpass.core.following.follow import FollowRows, unfollowed_anywhere
 from shardpass.core.following.functions import FollowFunctions
 from shardpass.core.following.known import known_modules
+from shardpass.core.following.refusals import whole_graph
 from shardpass.core.following.row_count import OwnCount, RowCount
 from shardpass.core.following.user_line import user_line
 
@@ -19,4 +20,5 @@ __all__ = [
     "known_modules",
     "unfollowed_anywhere",
     "user_line",
+    "whole_graph",
 ]

@@ -113,7 +113,8 @@ class Marks:
         self.check_result(given)
         self.adopt(given)
         for leaf in torch_private.tree_leaves(given):
-            if isinstance(leaf, Tensor) and leaf in self.origins and leaf.dim():
+            is_plain = type(leaf) is Tensor or isinstance(leaf, nn.Parameter)  # not what stands for edge_index
+            if is_plain and leaf in self.origins and leaf.dim():
                 of = next((rows for rows in self.known if leaf.size(0) in (rows.count, rows.total)), None)
                 is_matrix = self.origins[leaf] == Origin.STATE and leaf.numel() > leaf.size(0)
                 if of is not None and not (is_matrix and of.is_of_edges):  # a weight of as many rows by chance

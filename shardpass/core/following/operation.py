@@ -90,6 +90,8 @@ class Operation:
         packet = self.packet
         if needs_values(self.func):
             self._refuse("needs the values of rows, as a branch on a tensor does")
+        if packet in (ATEN.view_as_real, ATEN.view_as_complex):
+            return self._mark([self.first])
         if packet in _FACTORIES:
             return self._note_plain()
         if packet is ATEN.empty_like:
@@ -318,6 +320,8 @@ class Operation:
         given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
         (dim, index), rows, where = given[0], self._of(base), self._of(given[0][1])
         if len(given) > 1 or where is None:
+            if rows is not None and rows.dim == dim and index.dtype == torch.int64:
+                self._refuse("writes rows by numbers that do not come from the graph", rows.of, NUMBERS)
             return False
         is_mask = index.dtype in (torch.bool, torch.uint8)
         if not is_mask:

@@ -12,10 +12,13 @@ from shardpass.core.ranks import RowSet
 from shardpass.errors import RefusedError
 
 REMEDY = (
-    "Use a readout of the graph, a norm or shardpass.all_reduce_sum, which take in the rows of all ranks, or compute "
-    "it before you partition and store it as a field"
+    "Use a readout over graph.batch, a norm or shardpass.all_reduce_sum, which take in the rows of all ranks, or "
+    "compute it before you partition and store it as a field"
 )
-STATE = "Use shardpass.NodeEmbedding for parameters of nodes, and a field of the graph for values"
+STATE = (
+    "Use shardpass.NodeEmbedding for parameters of nodes, and a field of the graph for values. If the numbers are "
+    "equal by chance, change the width"
+)
 FIELD = "Store what differs from row to row as a node or edge field of the graph"
 NUMBERS = (
     "Rows are numbered anew on every rank: use a mask, compute it before you partition and store it as a field, or let "
@@ -46,8 +49,7 @@ def failure(name: str, error: Exception, rows: list[RowSet], plain: list[Tensor]
     for tensor in plain:
         for of in known:
             if of.total != of.count and of.total in tensor.shape:
-                shape = [*tensor.shape]
-                return refusal(f"a tensor of shape {shape} has an entry for each of the {of.name} of all ranks", STATE)
+                return whole_graph(tensor, of)
     empty = next((of for of in rows if of.count == 0), None)
     if empty is None:
         return error
@@ -59,6 +61,15 @@ def refusal(what: str, remedy: str = "", line: str = "") -> RefusedError:
     return RefusedError(
         f"{line or user_line()}: {what}. This rank holds a part of them, so the result would differ from "
         f"that of the whole graph. {remedy or REMEDY}"
+    )
+
+
+def whole_graph(tensor: Tensor, of: RowSet) -> RefusedError:
+    """An error for a tensor of the whole graph that meets rows of this rank."""
+    return RefusedError(
+        f"{user_line()}: a tensor of shape {[*tensor.shape]} has an entry for each of the {of.total} {of.name} of the "
+        f"whole graph, but this rank holds {of.count} of them, in another order. Store it as a field of the graph when "
+        f"you partition, and take it from there, as in graph.train_mask; for parameters use shardpass.NodeEmbedding"
     )
 
 

@@ -9,10 +9,11 @@ from shardpass.core.graphs.batch_index import BatchIndex
 from shardpass.core.graphs.directory import NodeDirectory, directory_of
 from shardpass.core.graphs.edge_index import ShardedEdgeIndex
 from shardpass.core.graphs.embedding import NodeEmbedding, OwnRows, node_embeddings
-from shardpass.core.graphs.graph import LoadedGraphs, OwnFields, Relation, ShardedGraph, build_relation, gather
+from shardpass.core.graphs.graph import LoadedGraphs, ShardedGraph, gather
 from shardpass.core.graphs.hetero_graph import ShardedHeteroGraph
 from shardpass.core.graphs.node_ids import NodeIds, node_ids
 from shardpass.core.graphs.readout import all_rows, reduce_rows
+from shardpass.core.graphs.relation import OwnFields, Relation, build_relation
 from shardpass.core.graphs.reverse import ReversedEdges, reversed_edges
 from shardpass.core.graphs.union import Piece, union
 

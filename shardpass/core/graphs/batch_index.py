@@ -1,9 +1,10 @@
-"""What stands for ``batch`` on a sharded graph: an integer tensor ``[num_own]`` of zeros that knows of the other ranks.
+"""What stands for ``batch`` on a sharded graph: an integer tensor ``[num_own]`` that knows of the other ranks.
 
-A sharded graph is one graph, so every node of every rank belongs to graph 0. Scattering node rows onto ``batch`` is
-therefore a reduction over the nodes of all ranks (`readout.py`), and indexing a table of one graph with it gives every
-own node the same row. These two are enough for readouts, for softmax over all nodes, and for norms that take a
-``batch``. Everything else would depend on which rank owns which node, and is refused by name.
+It holds the graph of each own node: zeros, or numbers that were stored when several graphs were partitioned as one. The
+nodes of a graph lie on any rank. So scattering node rows onto ``batch`` is a reduction over the nodes of all ranks
+(`readout.py`), and indexing a table with a row per graph gives every own node its row. These two are enough for
+readouts, for softmax over all nodes, and for norms that take a ``batch``. Everything else would depend on which rank
+owns which node, and is refused by name.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardpass.core.following import user_line
 from shardpass.core.graphs.edge_index import SourceRows
-from shardpass.core.graphs.readout import Reduction, reduce_rows
+from shardpass.core.graphs.readout import Groups, Reduction, reduce_rows
 from shardpass.core.graphs.stand_in import PRINTS, StandIn, describes
 from shardpass.core.ranks import Ranks, torch_private
 from shardpass.errors import RefusedError
@@ -29,10 +31,11 @@ _EXTREMA: dict[str, Reduction] = {"amax": "max", "amin": "min"}
 
 
 class BatchIndex(StandIn):
-    """``batch`` of a sharded graph: all own nodes belong to graph 0 of the whole."""
+    """``batch`` of a sharded graph: the graph of each own node."""
 
     comm: Ranks
     num_nodes: int  # own nodes: the size of one dimension, which the others repeat
+    num_graphs: int  # of all ranks
 
     @staticmethod
     def of(num_nodes: int, comm: Ranks) -> Any:
@@ -40,16 +43,29 @@ class BatchIndex(StandIn):
         return BatchIndex.wrap(torch.zeros(num_nodes, dtype=torch.int64, device=comm.device), num_nodes, comm)
 
     @staticmethod
-    def wrap(zeros: Tensor, num_nodes: int, comm: Ranks) -> Any:
-        """`zeros`, int64, as the graph of `num_nodes` own nodes."""
-        out = zeros.as_subclass(BatchIndex)
-        out.num_nodes, out.comm = num_nodes, comm
+    def wrap(ids: Tensor, num_nodes: int, comm: Ranks, num_graphs: int = 1) -> Any:
+        """`ids`, int64, as the graph of `num_nodes` own nodes."""
+        out = ids.as_subclass(BatchIndex)
+        out.num_nodes, out.comm, out.num_graphs = num_nodes, comm, num_graphs
         return out
 
     @property
     def plain(self) -> Tensor:
-        """The zeros, as an ordinary tensor."""
+        """The numbers, as an ordinary tensor."""
         return self.as_subclass(Tensor)
+
+    def reduced(self, rows: Tensor, op: Reduction, dim: int = 0, base: float | None = None) -> Tensor:
+        """`rows` of all ranks reduced by graph, ``[num_graphs, ...]`` for ``[num_nodes, ...]``. Collective.
+
+        Args:
+            dim: the dimension in which this index counts nodes, if it has several.
+        """
+        if self.num_graphs == 1:
+            return reduce_rows(rows, op, self.comm, base).unsqueeze(0)
+        ids = self.plain.movedim(dim, 0)
+        while ids.dim() > 1:  # repeated along these
+            ids = ids.select(1, 0)
+        return reduce_rows(rows, op, self.comm, base, Groups(ids, self.num_graphs))
 
     @classmethod
     def answer(cls, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -90,17 +106,21 @@ def _asked(mine: BatchIndex, name: str, func: Any, args: tuple[Any, ...], kwargs
     plain = (mine.plain, *args[1:])
     if name in _SAME_ROWS:
         out = func(*plain, **kwargs)
-        return BatchIndex.wrap(out, mine.num_nodes, mine.comm) if out.dtype == torch.int64 else out
-    if name in ("max", "min", "amax", "amin") and len(args) == 1 and not kwargs:
+        return BatchIndex.wrap(out, mine.num_nodes, mine.comm, mine.num_graphs) if out.dtype == torch.int64 else out
+    if name in ("max", "amax") and len(args) == 1 and not kwargs:
+        return mine.plain.new_tensor(mine.num_graphs - 1)
+    if name in ("min", "amin") and len(args) == 1 and not kwargs and mine.num_graphs == 1:
         return mine.plain.new_zeros(())
     if name in ("eq", "ne", "__eq__", "__ne__") and isinstance(args[1], int):
         return func(*plain)
     key = args[-1]
     by_rows = name in ("__getitem__", "index_select") and isinstance(key, Tensor) and not isinstance(key, BatchIndex)
     if by_rows and mine.dim() == 1:  # some of the own nodes, or sources of edges, on any rank: all of one graph
-        is_of_edges = isinstance(key, SourceRows)
-        chosen = torch.zeros_like(key.as_subclass(Tensor)) if is_of_edges else func(*plain, **kwargs)
-        return BatchIndex.wrap(chosen, chosen.size(0), mine.comm)
+        if isinstance(key, SourceRows):
+            chosen = SourceRows.answer(func, name, plain, kwargs)
+        else:
+            chosen = func(*plain, **kwargs)
+        return BatchIndex.wrap(chosen, chosen.size(0), mine.comm, mine.num_graphs)
     raise _refused(name)
 
 
@@ -108,14 +128,14 @@ def _scatter(
     mine: BatchIndex, name: str, input: Tensor, dim: int, index: Any, src: Any = None, reduce: str | None = None,
     *, source: Any = None, include_self: bool = True,
 ) -> Tensor:  # fmt: skip
-    """`src` of all ranks reduced into the one row that `input` has along `dim`. Collective, differentiable."""
+    """`src` of all ranks reduced into the rows of graphs that `input` has along `dim`. Collective, differentiable."""
     src = source if src is None else src
     if index is not mine or not isinstance(src, Tensor) or isinstance(src, BatchIndex):
         raise _refused(name)
-    if input.size(dim) != 1:
+    if input.size(dim) != mine.num_graphs:
         raise RefusedError(
-            f"`{name}` of node rows onto {input.size(dim)} graphs: a sharded graph is one graph, so batch_size "
-            f"(dim_size, size) must be 1 or left out"
+            f"`{name}` of node rows onto {input.size(dim)} graphs: this sharded graph has {mine.num_graphs}, so "
+            f"batch_size (dim_size, size) must be {mine.num_graphs} or left out"
         )
     across = index.dim() > 1 and index.numel() > 0 and index.size(dim) > 1 and index.stride(dim) == 0
     if across or src.size(dim) != mine.num_nodes:
@@ -125,11 +145,11 @@ def _scatter(
         )
     rows = src.movedim(dim, 0)
     if reduce is None:
-        total = input + reduce_rows(rows, "sum", mine.comm).unsqueeze(dim)
+        total = input + mine.reduced(rows, "sum", dim).movedim(0, dim)
     elif reduce in ("prod", "mul") and include_self:
-        total = input.clone() * reduce_rows(rows, "prod", mine.comm).unsqueeze(dim)
+        total = input.clone() * mine.reduced(rows, "prod", dim).movedim(0, dim)
     elif reduce in _EXTREMA and not include_self and not bool(input.detach().any()):
-        total = reduce_rows(rows, _EXTREMA[reduce], mine.comm, base=0.0).unsqueeze(dim)
+        total = mine.reduced(rows, _EXTREMA[reduce], dim, base=0.0).movedim(0, dim)
     else:
         raise _refused(f"{name}(reduce={reduce!r}, include_self={include_self})")
     return input.copy_(total) if name.endswith("_") else total
@@ -139,26 +159,31 @@ def _bincount(mine: BatchIndex, weights: Tensor | None = None, minlength: int = 
     """The nodes of each graph: those of all ranks, then zeros up to `minlength`."""
     if weights is not None or mine.dim() != 1:
         raise _refused("bincount")
-    count = reduce_rows(torch.ones_like(mine.plain), "sum", mine.comm)
-    return torch.cat([count[None], count.new_zeros(max(0, minlength - 1))])
+    count = mine.reduced(torch.ones_like(mine.plain), "sum")
+    return torch.cat([count, count.new_zeros(max(0, minlength - len(count)))])
 
 
 def _look_up(name: str, input: Any, *rest: Any, dim: int = 0, index: Any = None) -> Tensor:
     """Rows of a table with one row per graph, one for each own node."""
     dim = rest[0] if name == "index_select" and rest else dim
     index = rest[-1] if rest else index
-    if isinstance(input, Tensor) and isinstance(index, BatchIndex) and input.dim() and input.size(dim) == 1:
+    if (
+        isinstance(input, Tensor)
+        and isinstance(index, BatchIndex)
+        and input.dim()
+        and input.size(dim) == index.num_graphs
+    ):
         return input.index_select(dim, index.plain.view(-1)) if index.dim() == 1 else input[index.plain]
     found = f"a tensor of shape {list(input.shape)}" if isinstance(input, Tensor) else type(input).__name__
     raise RefusedError(
-        f"{found} is indexed by the batch of a sharded graph: expected one row, since a sharded graph is one graph. "
+        f"{found} is indexed by the batch of a sharded graph: expected a row for each graph. "
         f"Several indices at once are not supported"
     )
 
 
 def _refused(name: str) -> RefusedError:
     return RefusedError(
-        f"`{name}` on the batch of a sharded graph needs all nodes in one place, but they are on several ranks. Sums, "
-        f"means, maxima, minima, products and softmax over `batch` work; for anything else, collect the rows of all "
-        f"ranks with shardpass.gather"
+        f"{user_line()}: `{name}` on the batch of a sharded graph needs all nodes in one place, but they are on "
+        f"several ranks. Sums, means, maxima, minima, products and softmax over `batch` work; for anything else, "
+        f"collect the rows of all ranks with shardpass.gather"
     )

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardpass.core.exchange import HaloPlan, halo_fetch, scatter_to_owners
+from shardpass.core.exchange import HaloPlan, extremum_at_owners, halo_fetch, scatter_to_owners
+from shardpass.core.following import user_line
 from shardpass.core.graphs.layer_flow import LayerFlow
 from shardpass.core.graphs.stand_in import PRINTS, StandIn, describes
 from shardpass.core.ranks import torch_private
@@ -163,6 +164,8 @@ class SourceRows(StandIn):
             return _gather_by_source(mine.plan, name, args, kwargs)
         if name in ("scatter_add_", "scatter_add"):
             return _scatter_to_source(mine.plan, name, args, kwargs)
+        if name in ("scatter_reduce_", "scatter_reduce"):
+            return _extremum_at_source(mine.plan, name, *args, **kwargs)
         with torch_private.DisableTorchFunctionSubclass():
             if name == "__setitem__" and first is not mine and _only_own_rows(first, args[1]):
                 return func(*_plain(args), **kwargs)
@@ -225,8 +228,8 @@ def _refused(name: str, what: str) -> RefusedError:
             f"torch.utils.checkpoint, reentrant checkpointing is not supported: pass use_reentrant=False"
         )
     return RefusedError(
-        f"`{name}` on {what} of a sharded graph: ids are numbered per rank, so the result would differ from that of "
-        f"the whole graph. Compute it before partitioning and store it as a node or edge field"
+        f"{user_line()}: `{name}` on {what} of a sharded graph: ids are numbered per rank, so the result would "
+        f"differ from that of the whole graph. Compute it before partitioning and store it as a node or edge field"
     )
 
 
@@ -345,6 +348,32 @@ def _scatter_to_source(plan: HaloPlan, name: str, args: tuple[Any, ...], kwargs:
     shape[dim] = plan.num_src
     partial = source.new_zeros(shape).scatter_add(dim, index, source)
     total = base + scatter_to_owners(partial.movedim(dim, 0), plan, "scatter to owners").movedim(0, dim)
+    return base.copy_(total) if name.endswith("_") else total
+
+
+def _extremum_at_source(
+    plan: HaloPlan, name: str, base: Tensor, dim: int, index: Any, src: Any, reduce: str = "", *,
+    include_self: bool = True,
+) -> Tensor:  # fmt: skip
+    """The largest or smallest of `src` for each own source node, as a softmax over sources takes it. No gradient."""
+    numbers, shape = _plain_one(index), [*src.shape]
+    if reduce not in ("amax", "amin") or include_self or not src.is_floating_point() or type(base) is not Tensor:
+        raise _refused(f"{name}(reduce={reduce!r}, include_self={include_self})", "source node ids")
+    if torch.is_grad_enabled() and src.requires_grad:
+        raise RefusedError(
+            f"`{name}` with a gradient onto source nodes of a sharded graph: only their sums are differentiable. "
+            f"Detach the values (a softmax does), or take the {reduce} of in-edges, on reversed edges"
+        )
+    dim = dim % src.dim()
+    shape[dim] = plan.num_src
+    worst = float("-inf" if reduce == "amax" else "inf")
+    found = src.new_full(shape, worst).scatter_reduce(dim, numbers, src, reduce)
+    seen = src.new_zeros(shape).scatter(dim, numbers, 1.0)
+    out, has = (
+        extremum_at_owners(rows.movedim(dim, 0), plan, op, "extremum at owners").movedim(0, dim)
+        for rows, op in ((found, reduce), (seen, "amax"))
+    )
+    total = torch.where(has > 0, out, base)
     return base.copy_(total) if name.endswith("_") else total
 
 

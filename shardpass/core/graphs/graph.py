@@ -2,62 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from shardpass.core.exchange import HaloPlan, build_halo_plan, node_set
+from shardpass.core.exchange import node_set
 from shardpass.core.graphs.batch_index import BatchIndex
 from shardpass.core.graphs.edge_index import ShardedEdgeIndex
 from shardpass.core.graphs.flow import message_flow
+from shardpass.core.graphs.relation import OwnFields, Relation
 from shardpass.core.ranks import Options, Ranks, RowSet
 from shardpass.core.sharding import (
     EDGE,
-    HOST,
     NODE,
-    EdgeShards,
     EdgeType,
     NodeType,
     Ownership,
-    build_shards,
-    shard_order,
-    smallest_index_dtype,
 )
 from shardpass.errors import RefusedError
-
-
-class OwnFields(Mapping[str, Tensor]):
-    """The fields of this rank's nodes or edges by name; each is read, put in order and moved to the device once."""
-
-    def __init__(self, stored: Mapping[str, Tensor], place: Callable[[Tensor], Tensor]) -> None:
-        self._stored, self._place = stored, place
-        self._read: dict[str, Tensor] = {}
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._read:
-            if name not in self._stored:
-                raise KeyError(f"no field {name!r} is stored for this graph; there are: {self.listed()}")
-            self._read[name] = self._place(self._stored[name])
-        return self._read[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._stored)
-
-    def __len__(self) -> int:
-        return len(self._stored)
-
-    def read(self) -> Iterator[Tensor]:
-        """The fields that were read."""
-        return iter(self._read.values())
-
-    def listed(self) -> str:
-        """The names, for an error message."""
-        return ", ".join(sorted(self)) or "none"
-
 
 _AMBIGUOUS = {"num_nodes": "nodes", "num_edges": "edges", "num_nodes_dict": "nodes", "num_edges_dict": "edges"}
 
@@ -74,66 +40,6 @@ def refuse_ambiguous(name: str) -> None:
         )
 
 
-@dataclass
-class Relation:
-    """The edges of one type into this rank's destination nodes.
-
-    Args:
-        plan: the halo of their sources.
-        shards: the edges by source block, in the rank's edge order.
-        edge_index: the stand-in for ``edge_index``.
-        edge_ids: original position of each edge, ``[num_edges]`` int64.
-        fields: edge tensors in the rank's edge order.
-    """
-
-    plan: HaloPlan
-    shards: EdgeShards
-    edge_index: ShardedEdgeIndex
-    edge_ids: Tensor
-    fields: OwnFields
-
-
-def build_relation(
-    comm: Ranks,
-    sources: Ownership,
-    src_ids: Tensor,
-    dst_rows: Tensor,
-    num_dst: int,
-    edge_ids: Tensor,
-    fields: Mapping[str, Tensor],
-    options: Options,
-    ends: tuple[NodeType, NodeType] | None = None,
-) -> Relation:
-    """The edges of one type, sharded. Collective; `sources` and `options` must be the same on every rank.
-
-    Args:
-        src_ids: global source id of each edge, ``[num_edges]`` int64.
-        dst_rows: own destination row of each edge, ``[num_edges]`` int64.
-        edge_ids, fields: per edge, in the same order as `src_ids`.
-        ends: the types of sources and destinations, by which edges of another type are recognised.
-    """
-    device = HOST if options.stream_structure else comm.device
-    src_ids, dst_rows, edge_ids = src_ids.to(device), dst_rows.to(device), edge_ids.to(device)
-    plan, src_rows = build_halo_plan(comm, sources, src_ids, num_dst, options)
-    plan = replace(plan, ends=ends)
-    if options.mode == "halo":
-        order = torch.argsort(edge_ids)  # layers that see whole neighbourhoods break ties by the order of edges
-    else:
-        order, _ = shard_order(src_rows, dst_rows, plan.blocks)  # shards are slices of edge tensors
-    src_rows, dst_rows = src_rows[order], dst_rows[order]
-    shards = build_shards(src_rows, dst_rows, plan.blocks, num_dst)
-    edge_index = ShardedEdgeIndex.wrap(torch.stack([src_rows, dst_rows]), plan, shards)
-    where = order.to(smallest_index_dtype(order.numel())) if fields else order[:0]  # is kept
-
-    def placed(stored: Tensor) -> Tensor:
-        with comm.unfollowed():  # a model may be the first to read a field
-            rows = stored.to(device).index_select(0, where)
-        comm.mark_rows(rows, plan.edge_set(shards.num_edges))
-        return rows
-
-    return Relation(plan, shards, edge_index, edge_ids[order], OwnFields(fields, placed))
-
-
 _OF_DGL = frozenset(
     "apply_edges apply_nodes canonical_etypes dstdata edata etypes idtype in_degrees is_block local_scope "
     "local_var multi_update_all ndata ntypes number_of_dst_nodes number_of_edges number_of_nodes out_degrees "
@@ -146,6 +52,12 @@ class LoadedGraphs:
 
     def __init__(self) -> None:
         self.graphs: WeakSet[ShardedGraph] = WeakSet()
+
+
+_NOT_WRAPPED = (
+    "a ShardedGraph is given to code that expects edge_index. The model takes it once it is wrapped: "
+    "model = shardpass.pyg.wrap(model, comm); other functions take graph.edge_index"
+)
 
 
 class ShardedGraph:
@@ -176,6 +88,7 @@ class ShardedGraph:
         self.fingerprint, self.partition_fingerprint, self.contents = fingerprint, partition_fingerprint, contents
         self.relations = relations
         self._node_ids, self._node_fields = node_ids, node_fields
+        self._batch: BatchIndex | None = None
         self._total_edges, self._num_classes = total_edges, dict(num_classes or {})
         comm.caches.of(LoadedGraphs).graphs.add(self)
         if options.stream_structure and not self.is_homogeneous:
@@ -238,10 +151,25 @@ class ShardedGraph:
                 f"`.{name}` of a DGLGraph is read of the graph that shardpass.load returned: call a model that "
                 f"shardpass.dgl.wrap(model, comm) has wrapped, or pass shardpass.dgl.graph(graph) to code of your own"
             )
+        if hasattr(Tensor, name):
+            raise AttributeError(_NOT_WRAPPED)
         raise AttributeError(
             f"this graph has no field {name!r}; there are the node fields {self.node.listed()} and the edge fields "
             f"{self.edge.listed()}"
         )
+
+    def __getitem__(self, name: Any) -> Any:
+        """A stored field by name."""
+        if not isinstance(name, str):
+            raise RefusedError(_NOT_WRAPPED)
+        return getattr(self, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        raise RefusedError(_NOT_WRAPPED)
+
+    @classmethod
+    def __torch_function__(cls, *_: Any) -> Any:
+        raise RefusedError(_NOT_WRAPPED)
 
     @property
     def edge_index(self) -> ShardedEdgeIndex:
@@ -271,13 +199,24 @@ class ShardedGraph:
         numbers = relation.edge_index.sources_first
         return [ShardedEdgeIndex.wrap(numbers, relation.plan, relation.shards, flow=flow) for flow in flows]
 
-    @cached_property
+    @property
     def batch(self) -> BatchIndex:
-        """The graph of each own node: all zeros, since a sharded graph is one graph.
+        """The graph of each own node: the node field ``batch``, if one is stored, or else zeros. Collective once then.
 
         Pooling, norms and softmax over it take in the nodes of all ranks; they are collective and differentiable.
         """
-        return BatchIndex.of(self.num_own_nodes, self.comm)
+        if self._batch is None:  # not a cached_property: its lock is shared by ranks that are threads
+            self._batch = self._batch_index()
+        return self._batch
+
+    def _batch_index(self) -> BatchIndex:
+        if not self.is_homogeneous or "batch" not in self.node:
+            return BatchIndex.of(self.num_own_nodes, self.comm)  # type: ignore[no-any-return]
+        with self.comm.unfollowed():  # a model may be the first to ask for it
+            ids = self.node["batch"].to(torch.int64)
+            last = ids.max().view(1) if ids.numel() else ids.new_full((1,), -1)
+            num_graphs = int(self.comm.all_reduce(last, "max", "number of graphs")) + 1
+        return BatchIndex.wrap(ids, self.num_own_nodes, self.comm, num_graphs)  # type: ignore[no-any-return]
 
     @property
     def num_own_nodes(self) -> int:
@@ -298,6 +237,11 @@ class ShardedGraph:
     def total_edges(self) -> int:
         """Edges of the whole graph."""
         return sum(self._total_edges.values())
+
+    @property
+    def num_graphs(self) -> int:
+        """Graphs that ``batch`` tells apart. Collective once, if such a field is stored."""
+        return self.batch.num_graphs
 
     @property
     def num_halo(self) -> int:

@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from shardpass.core.graphs.edge_index import ShardedEdgeIndex
-from shardpass.core.graphs.graph import OwnFields, Relation, ShardedGraph, refuse_ambiguous
+from shardpass.core.graphs.graph import ShardedGraph, refuse_ambiguous
+from shardpass.core.graphs.relation import OwnFields, Relation
 from shardpass.core.sharding import EdgeType, NodeType
 
 

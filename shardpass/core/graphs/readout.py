@@ -7,7 +7,7 @@ rows. A loss that every rank computes from the result therefore goes through `re
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +18,17 @@ from shardpass.errors import RefusedError
 Reduction = Literal["sum", "max", "min", "prod"]
 
 
+class Groups(NamedTuple):
+    """The group of each own row, ``[num_own]`` int64, and how many groups all ranks have."""
+
+    ids: Tensor
+    size: int
+
+
 @unfollowed(2)
-def reduce_rows(rows: Tensor, op: Reduction, comm: Ranks, base: float | None = None) -> Tensor:
+def reduce_rows(
+    rows: Tensor, op: Reduction, comm: Ranks, base: float | None = None, groups: Groups | None = None
+) -> Tensor:
     """`rows` of all ranks reduced along dimension 0: ``[...]`` for ``[num_own, ...]``, the same bits on every rank.
 
     Collective, in backward too where `rows` requires grad on any rank. A rank without rows takes part. Partial results
@@ -31,6 +40,8 @@ def reduce_rows(rows: Tensor, op: Reduction, comm: Ranks, base: float | None = N
         op: the reduction. ``max`` and ``min`` split the gradient evenly among the tied rows of all ranks, as in torch.
         base: for ``max`` and ``min``, the result without rows. torch's ``scatter_reduce_`` counts it as one more tie if
             the result equals it, also with ``include_self=False``, so it is counted here.
+        groups: reduce the rows of each group by themselves, ``[groups.size, ...]``; the count is the same on every
+            rank.
 
     Raises:
         RefusedError: an integer maximum, minimum or product; a backward with ``create_graph=True``.
@@ -44,16 +55,19 @@ def reduce_rows(rows: Tensor, op: Reduction, comm: Ranks, base: float | None = N
     label = f"{op} of {str(rows.dtype).removeprefix('torch.')} rows of shape {list(rows.shape[1:])} over all nodes"
     number, token = begin_call(comm, label)
     label = f"{label} #{number}"
-    operand = rows if op != "prod" else rows.prod(0)  # torch's own product has the gradient of zeros right
-    partial = _partial(operand.detach(), op)
+    operand = rows
+    if op == "prod":  # torch's own product has the gradient of zeros right
+        operand = rows.prod(0) if groups is None else _scattered(rows, groups, "prod", 1.0)
+    partial = _partial(operand.detach(), op) if groups is None else _partial_of_groups(operand.detach(), op, groups)
     wants = torch.is_grad_enabled() and rows.requires_grad
     parts, differentiable = _gathered(partial, wants, comm, label)
     value, factor = _merged(parts, op, comm.rank, base)
     out = value.to(rows.dtype)
     if not differentiable:
         return out
-    tied = operand == out if op in ("max", "min") else None
-    out, token = _Reduce.apply(token, operand, tied, factor, out, comm, label)
+    ids = None if groups is None or op == "prod" else groups.ids
+    tied = operand == (out if ids is None else out[ids]) if op in ("max", "min") else None
+    out, token = _Reduce.apply(token, operand, tied, factor, ids, out, comm, label)
     end_call(comm, token)
     return out
 
@@ -69,6 +83,23 @@ def _partial(operand: Tensor, op: Reduction) -> Tensor:
     padded = torch.cat([worst.to(operand.dtype), operand])
     best = padded.amax(0) if op == "max" else padded.amin(0)
     return torch.stack([best.double(), (operand == best).sum(0).double()])
+
+
+def _partial_of_groups(operand: Tensor, op: Reduction, groups: Groups) -> Tensor:
+    """As `_partial`, for each group: ``[1, groups, ...]`` or ``[2, groups, ...]``."""
+    if op == "prod":
+        return operand.double()[None]
+    if op == "sum":
+        wide = operand.double()
+        return wide.new_zeros(groups.size, *operand.shape[1:]).index_add(0, groups.ids, wide)[None]
+    best = _scattered(operand, groups, "amax" if op == "max" else "amin", float("-inf" if op == "max" else "inf"))
+    ties = (operand == best[groups.ids]).double()
+    return torch.stack([best.double(), torch.zeros_like(best.double()).index_add(0, groups.ids, ties)])
+
+
+def _scattered(rows: Tensor, groups: Groups, op: str, base: float) -> Tensor:
+    ids = groups.ids.view(-1, *[1] * (rows.dim() - 1)).expand_as(rows)
+    return rows.new_full((groups.size, *rows.shape[1:]), base).scatter_reduce(0, ids, rows, op)
 
 
 def _gathered(partial: Tensor, wants: bool, comm: Ranks, label: str) -> tuple[Tensor, bool]:
@@ -89,6 +120,7 @@ def _merged(parts: Tensor, op: Reduction, rank: int, base: float | None) -> tupl
     value = best.amax(0) if op == "max" else best.amin(0)
     ties = torch.where(best == value, counts, 0).sum(0)
     if base is not None:
+        value = torch.where(ties == 0, base, value)  # a group without rows
         ties = ties + (value == base)
     return value, ties.clamp(min=1).reciprocal()
 
@@ -98,22 +130,23 @@ class _Reduce(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, token: Tensor, operand: Tensor, tied: Tensor | None, factor: Tensor, value: Tensor,
-        comm: Ranks, label: str,
+        ctx: Any, token: Tensor, operand: Tensor, tied: Tensor | None, factor: Tensor, ids: Tensor | None,
+        value: Tensor, comm: Ranks, label: str,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        ctx.save_for_backward(token, tied, factor)
+        ctx.save_for_backward(token, tied, factor, ids)
         ctx.shape, ctx.comm, ctx.label = operand.shape, comm, label
         return value.clone(), torch.zeros_like(token)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward(ctx.label)
-        token, tied, factor = ctx.saved_tensors  # before communicating, see core/ranks/autograd_order.py
+        token, tied, factor, ids = ctx.saved_tensors  # before communicating, see core/ranks/autograd_order.py
         summed = ctx.comm.all_reduce(grads[0].contiguous(), "sum", f"{ctx.label} backward")
-        grad = (summed * factor).to(summed.dtype).expand(ctx.shape)
+        grad = (summed * factor).to(summed.dtype)
+        grad = grad.expand(ctx.shape) if ids is None else grad[ids]
         if tied is not None:
-            grad = torch.where(tied, grad, torch.zeros_like(summed))
-        return torch.zeros_like(token), grad, None, None, None, None, None
+            grad = torch.where(tied, grad, torch.zeros_like(grad))
+        return torch.zeros_like(token), grad, *[None] * 6
 
 
 @unfollowed(1)

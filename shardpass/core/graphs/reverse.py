@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardpass.core.exchange import HaloPlan, WalkId, carry, halo_fetch
 from shardpass.core.graphs.edge_index import ShardedEdgeIndex
-from shardpass.core.graphs.graph import build_relation
+from shardpass.core.graphs.relation import build_relation
 from shardpass.core.ranks import agree
 from shardpass.core.sharding import Derivation, KnownLists, Ownership
 from shardpass.errors import RefusedError

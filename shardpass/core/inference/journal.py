@@ -13,11 +13,13 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from shardpass.core.ranks import Ranks, agree, fail_together
 from shardpass.core.training import read_verified, write_verified
+from shardpass.errors import RefusedError
 
 _ENTRY = "call-{:04}.safetensors"
 
@@ -69,16 +71,21 @@ class Journal:
             kept += 1
         return kept
 
-    def result(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
-        """What the next call returns, ``[num_own, ...]``. It is read if every rank has it, else computed and kept."""
+    def result(self, name: str, compute: Callable[[], Any]) -> Any:
+        """What the next call returns, a tensor or a tuple of tensors. It is read if every rank has it, or else kept."""
         if self._progress is not None:
             self._progress(name)
         entry = self.folder / _ENTRY.format(self._next)
         self._next += 1
         if self._next <= self.num_known:
-            return read_verified(entry)[1]["rows"].to(self._device)
-        rows = compute()
-        write_verified(entry, {"rows": rows})
+            found = {name: tensor.to(self._device) for name, tensor in read_verified(entry)[1].items()}
+            return found["rows"] if "rows" in found else tuple(found[str(i)] for i in range(len(found)))
+        try:
+            rows = compute()
+        except RefusedError:  # the caller may know another way
+            self._next -= 1
+            raise
+        write_verified(entry, {"rows": rows} if isinstance(rows, Tensor) else {str(i): r for i, r in enumerate(rows)})
         return rows
 
     def remove(self) -> None:

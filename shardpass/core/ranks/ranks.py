@@ -44,7 +44,7 @@ class RecomputationNotes(Protocol):
 class KeptCalls(Protocol):
     """What keeps the results of sharded calls, so that an interrupted forward can continue."""
 
-    def result(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
+    def result(self, name: str, compute: Callable[[], Any]) -> Any:
         """What the next call returns: the result that is kept, or else what `compute` returns."""
         ...
 

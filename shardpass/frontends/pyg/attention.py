@@ -54,10 +54,11 @@ class _OneGraph(OnRanks):
         refuse_inside_message(self.ranks(), type(self).__name__)
         if self.ranks().size == 1 and not isinstance(batch, BatchIndex):
             return original(self, *args, batch, **kwargs)  # type: ignore[no-any-return]
+        several = batch.num_graphs > 1 if isinstance(batch, BatchIndex) else batch is not None and bool(batch.any())
         if isinstance(batch, BatchIndex):
             batch = batch.plain
-        elif batch is not None and bool(batch.any()):
-            raise RefusedError(f"{type(self).__name__}: `batch` means several graphs; pass graph.batch or None")
+        if several:
+            raise RefusedError(f"{type(self).__name__}: `batch` means several graphs, which it attends over as one")
         return exchanged(original, to_dense_batch=_own_rows)(self, *args, batch, **kwargs)  # type: ignore[no-any-return]
 
 

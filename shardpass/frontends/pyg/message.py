@@ -48,6 +48,8 @@ class MessageFunction:
             with holding(conv, {name: given[name] for name in self._held}):
                 wanted = conv.inspector.collect_param_data("message", given)
                 messages = with_hooks(conv, "message", (wanted,), lambda found: conv.message(**found))
+        if not isinstance(messages, (Tensor, tuple, list)):
+            raise RefusedError(f"message() returns a {type(messages).__name__}: return a tensor, or a tuple of them")
         return rows_first(messages, conv.node_dim)
 
     def side_by_side(self, inputs: Inputs) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from inspect import signature
+from inspect import isfunction, signature
 from types import MethodType
 from typing import Any
 
@@ -19,6 +19,7 @@ from shardpass.core.ranks import Ranks, unfollowed
 from shardpass.errors import RefusedError
 from shardpass.frontends.pyg import replacements
 
+_LIBRARIES = frozenset("builtins torch torch_geometric lightning pytorch_lightning shardpass".split())
 _SAMPLED = "must be left out: it belongs to sampled neighbours, but a sharded graph is trained whole"
 _EDGES = (
     "must be left out, be the graph, or come from shardpass.node_ids(graph, ids): plain ids of the whole graph do not "
@@ -113,8 +114,20 @@ def adapt_methods(module: nn.Module, comm: Ranks) -> None:
 
 
 def methods_to_run(module: nn.Module) -> list[str]:
-    """The methods of `module` besides ``forward`` that are called with a graph as ``forward`` is."""
-    return [name for kind in type(module).__mro__ for name in CALLED_WITH_A_GRAPH.get(_name(kind), ())]
+    """The methods of `module` besides ``forward`` that are called with a graph as ``forward`` is.
+
+    Public methods that its user wrote are among them; called without a graph they run as they are.
+    """
+    found = [name for kind in type(module).__mro__ for name in CALLED_WITH_A_GRAPH.get(_name(kind), ())]
+    return [*dict.fromkeys([*found, *methods_written(module)])]
+
+
+def methods_written(module: nn.Module) -> list[str]:
+    """The public methods of the user's own classes which no class of a library has."""
+    kinds = [kind for kind in type(module).__mro__ if kind.__module__.split(".")[0] not in _LIBRARIES]
+    others = [kind for kind in type(module).__mro__ if kind not in kinds]
+    names = dict.fromkeys(name for kind in kinds for name, value in vars(kind).items() if isfunction(value))
+    return [name for name in names if name[0] != "_" and not any(hasattr(kind, name) for kind in others)]
 
 
 def _own(module: nn.Module, table: dict[str, dict[str, Any]]) -> list[tuple[str, Any]]:

@@ -14,7 +14,7 @@ EXACT = frozenset(
     "MLP BasicGNN GCN GraphSAGE GIN GAT PNA EdgeCNN JumpingKnowledge HeteroJumpingKnowledge DeepGCNLayer MetaLayer "
     "AttentiveFP GATEConv NeuralFingerprint LabelPropagation CorrectAndSmooth PMLP RECT_L MaskLabel SignedGCN "
     "LightGCN InnerProductDecoder GAE VGAE ARGA ARGVA ARLinkPredictor InvertibleModule GroupAddRev SGFormer "
-    "SGModule GraphModule DeepGraphInfomax Polynormer GPSENodeEncoder CFConv".split()
+    "SGModule GraphModule DeepGraphInfomax Polynormer GPSENodeEncoder CFConv InteractionBlock".split()
 )
 """Exact: built of layers that are, or given what they lack by `wrap`."""
 
@@ -42,7 +42,7 @@ _TABLE = (
 
 _GROUPS = (
     (
-        "SchNet InteractionBlock RadiusInteractionGraph DimeNet DimeNetPlusPlus SphericalBasisLayer EmbeddingBlock "
+        "SchNet RadiusInteractionGraph DimeNet DimeNetPlusPlus SphericalBasisLayer EmbeddingBlock "
         "InteractionPPBlock OutputBlock OutputPPBlock GNNFF NodeBlock EdgeBlock ViSNet ViSNetBlock ViS_MP "
         "ViS_MP_Vertex NeighborEmbedding EdgeEmbedding VecLayerNorm Distance GatedEquivariantBlock EquivariantScalar "
         "Atomref",
@@ -69,6 +69,7 @@ REFUSED_IF: dict[str, tuple[Callable[[Any], bool], str]] = {
         "it drops its inputs and computes them again inside backward, out of step with the other ranks; build it with "
         "disable=True. The modes 'sar' and 'keep' of shardpass keep no messages either",
     ),
+    "InteractionBlock": (lambda module: not hasattr(module, "conv"), _POSITIONS),  # that of DimeNet
     "DeepGCNLayer": (
         lambda module: bool(module.ckpt_grad),
         "ckpt_grad=True is reentrant checkpointing; build it with ckpt_grad=False and call "

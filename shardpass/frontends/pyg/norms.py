@@ -32,7 +32,7 @@ class DistributedNorm(OnRanks):
         Args:
             x: own rows, ``[num_own, channels]``.
             batch: `None`, ``graph.batch``, or zeros.
-            batch_size, dim_size: `None` or 1.
+            batch_size, dim_size: `None` or the number of graphs.
 
         Raises:
             RefusedError: `batch` or `batch_size` mean several graphs; the norm is inside a message that runs in pieces.
@@ -44,10 +44,13 @@ class DistributedNorm(OnRanks):
         if comm.size == 1:
             plain = batch.plain if isinstance(batch, BatchIndex) else batch
             return super().forward(x, plain, dim_size or batch_size)  # type: ignore[misc, no-any-return]
+        if isinstance(batch, BatchIndex) and batch.num_graphs > 1:
+            return super().forward(x, batch, dim_size or batch_size)  # type: ignore[misc, no-any-return]
         several = batch is not None and not isinstance(batch, BatchIndex) and bool(batch.any())
         if several or (dim_size or batch_size or 1) != 1:
             raise RefusedError(
-                f"{name}: `batch` means several graphs, but a sharded graph is one graph; pass graph.batch or None"
+                f"{name}: `batch` means several graphs, but is not graph.batch: store it as the node field 'batch' "
+                f"when you partition, and pass graph.batch"
             )
         weight = getattr(self, "weight", None)
         if weight is not None:

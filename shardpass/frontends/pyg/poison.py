@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardpass.core.following import user_line
 from shardpass.errors import RefusedError
 
 
@@ -28,4 +29,4 @@ class Poison(Tensor):
     ) -> Any:
         values = [*args, *(kwargs or {}).values()]
         found = [v for a in values for v in (a if isinstance(a, (list, tuple)) else [a]) if isinstance(v, Poison)]
-        raise RefusedError(found[0].reason)
+        raise RefusedError(f"{user_line()}: {found[0].reason}")

@@ -67,7 +67,13 @@ class ShardedMessagePassing:
         def message(inputs: Inputs, prefix: str = "") -> Tensor:
             given = arguments.collected(inputs, prefix)
             with frozen.as_in_forward():
-                return conv.edge_update(**conv.inspector.collect_param_data("edge_update", given))
+                rows = conv.edge_update(**conv.inspector.collect_param_data("edge_update", given))
+            if isinstance(rows, Tensor):
+                return rows
+            raise RefusedError(
+                f"{self.name}: edge_update() returns a {type(rows).__name__}: return one tensor, such as those of a "
+                f"tuple side by side (torch.cat), and split what edge_updater() returns"
+            )
 
         def compute() -> Tensor:
             name, checked = f"{self.name} edge update", self._passed()

@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch_geometric.nn.conv import RGCNConv
 
-from shardpass.core.graphs import BatchIndex, ShardedEdgeIndex, ShardedGraph
+from shardpass.core.following import whole_graph
+from shardpass.core.graphs import BatchIndex, GraphArgument, ShardedEdgeIndex, ShardedGraph
 from shardpass.core.ranks import OnRanks, Ranks, torch_private
 from shardpass.core.training import DistributedBatchNorm
 from shardpass.core.wrapping import has_unknown_statistics, refuse_modules
@@ -103,6 +104,21 @@ def refuse_node_tables(model: nn.Module, comm: Ranks, args: Any, kwargs: Any) ->
                 f"shardpass.NodeEmbedding(graph, {parameter.size(1)}) in its place, or a node field; "
                 f"if the two numbers are equal by chance, change the width"
             )
+
+
+def refuse_whole_tensors(arguments: Any) -> None:
+    """Raise if a tensor of the whole graph is among the arguments of a model, instead of one of own rows.
+
+    Raises:
+        RefusedError: naming its shape.
+    """
+    leaves = torch_private.tree_leaves(arguments)
+    for graph in (leaf.graph for leaf in leaves if isinstance(leaf, GraphArgument)):
+        sets = list(graph.row_sets())
+        for tensor in (leaf for leaf in leaves if type(leaf) is Tensor and leaf.dim()):
+            for of in sets:
+                if tensor.size(0) == of.total and tensor.size(0) not in [one.count for one in sets]:
+                    raise whole_graph(tensor, of)
 
 
 def refuse_norms_of_some_nodes(model: nn.Module, args: Any, kwargs: Any) -> None:

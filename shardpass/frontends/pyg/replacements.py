@@ -137,7 +137,7 @@ def discriminator_loss(module: Any, comm: Ranks, z: Tensor) -> Tensor:
 def attentive_fp(
     module: Any, comm: Ranks, x: Tensor, edge_index: Tensor, edge_attr: Tensor, batch: BatchIndex
 ) -> Tensor:
-    """`AttentiveFP.forward` with ``graph.batch``: the whole graph, over all ranks, is the one molecule."""
+    """`AttentiveFP.forward` with ``graph.batch``: a graph, over all ranks, is a molecule."""
 
     def dropped(rows: Tensor) -> Tensor:
         return F.dropout(F.elu(rows), module.dropout, module.training)
@@ -146,16 +146,16 @@ def attentive_fp(
     x = module.gru(dropped(module.gate_conv(x, edge_index, edge_attr)), x).relu()
     for conv, gru in zip(module.atom_convs, module.atom_grus):
         x = gru(dropped(conv(x, edge_index)), x).relu()
-    out = global_add_pool(x, batch, 1).relu()
+    out = global_add_pool(x, batch, batch.num_graphs).relu()
     for _ in range(module.num_timesteps):
         out = module.mol_gru(dropped(_attend(module.mol_conv, x, out, batch)), out).relu()
     return module.lin2(F.dropout(out, module.dropout, module.training))  # type: ignore[no-any-return]
 
 
 def _attend(conv: Any, x: Tensor, molecule: Tensor, batch: BatchIndex) -> Tensor:
-    """The `GATConv` of `AttentiveFP` from all nodes to the one graph: a softmax over the nodes of all ranks."""
+    """The `GATConv` of `AttentiveFP` from the nodes of a graph to it: a softmax over the nodes of all ranks."""
     own, whole = (conv.lin(rows).view(-1, conv.heads, conv.out_channels) for rows in (x, molecule))
     scores = (own * conv.att_src).sum(-1) + (whole * conv.att_dst).sum(-1)[batch]
-    alpha = softmax(F.leaky_relu(scores, conv.negative_slope), batch, num_nodes=1)
+    alpha = softmax(F.leaky_relu(scores, conv.negative_slope), batch, num_nodes=batch.num_graphs)
     alpha = F.dropout(alpha, p=conv.dropout, training=conv.training)
-    return global_add_pool((alpha.unsqueeze(-1) * own).flatten(1), batch, 1) + conv.bias  # type: ignore[no-any-return]
+    return global_add_pool((alpha.unsqueeze(-1) * own).flatten(1), batch, batch.num_graphs) + conv.bias  # type: ignore[no-any-return]

@@ -24,7 +24,7 @@ from shardpass.errors import RefusedError
 from shardpass.frontends.pyg.attention import distribute_attention
 from shardpass.frontends.pyg.hetero import adapt_hetero, check_types, has_one_tensor_of_all_types
 from shardpass.frontends.pyg.lazy import Lazy
-from shardpass.frontends.pyg.methods import adapt_methods, is_replaced, methods_to_run
+from shardpass.frontends.pyg.methods import adapt_methods, is_replaced, methods_to_run, methods_written
 from shardpass.frontends.pyg.norms import distribute_norms
 from shardpass.frontends.pyg.poison import Poison
 from shardpass.frontends.pyg.propagate import ShardedMessagePassing
@@ -33,6 +33,7 @@ from shardpass.frontends.pyg.refusals import (
     refuse_node_tables,
     refuse_norms_of_some_nodes,
     refuse_unsupported,
+    refuse_whole_tensors,
 )
 
 
@@ -153,6 +154,7 @@ class _Method(OutermostCall):
     ) -> None:
         super().__init__(model, comm, followed, checkpoint, method)
         self._looked_for_tables = False
+        self.is_own = method in methods_written(model)
         self.adapted = vars(model).get(method)  # by `adapt_hetero` or `adapt_methods`
 
     def is_known(self, module: nn.Module) -> bool:
@@ -166,6 +168,10 @@ class _Method(OutermostCall):
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         if torch.jit.is_tracing():
             raise RefusedError(_NO_SCRIPT)
+        if self.is_own and (self.comm.forward is not None or not _has_graph((args, kwargs))):
+            if _has_graph((args, kwargs)):
+                args, kwargs = torch_private.tree_map(_edge_index_of, (args, kwargs))
+            return getattr(type(self.model), self.method)(self.model, *args, **kwargs)
         model = self.model
         _keep_attached(model)
         if _has_graph((args, kwargs)) and not self._looked_for_tables:
@@ -173,6 +179,7 @@ class _Method(OutermostCall):
             refuse_node_tables(model, self.comm, args, kwargs)
         refuse_norms_of_some_nodes(model, args, kwargs)
         args, kwargs = torch_private.tree_map(_edge_index_of, (args, kwargs))
+        refuse_whole_tensors((args, kwargs))
         check_types((*args, *kwargs.values()), self.comm)
         return self.run(self._computed, args, kwargs)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardpass.core.aggregation.sharded_call import aggregate
-from shardpass.core.graphs.graph import build_relation
+from shardpass.core.graphs.relation import build_relation
 from shardpass.core.ranks.options import Options
 from shardpass.core.sharding.ownership import Ownership
 from shardpass.core.tracing.program import Program

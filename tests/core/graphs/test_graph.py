@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardpass.core.graphs.graph import OwnFields, gather
+from shardpass.core.graphs.graph import gather
+from shardpass.core.graphs.relation import OwnFields
 from shardpass.core.ranks.options import Options
 from shardpass.errors import RefusedError
 from shardpass.testing.graphs import WholeGraph, assignments, awkward_graph, shard_in_memory

@@ -1,0 +1,169 @@
+"""Mistakes that people make on the way to a sharded graph: each refusal names the true cause, at the user's line."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("torch_geometric")
+
+import torch_geometric.nn as gnn
+from torch import nn
+from torch_geometric.data import Data
+from torch_geometric.utils import (
+    coalesce,
+    contains_isolated_nodes,
+    is_undirected,
+    negative_sampling,
+    subgraph,
+    to_dense_adj,
+    to_undirected,
+)
+
+import shardpass as sp
+from shardpass.errors import RefusedError
+from shardpass.testing import assert_exact, assignments, run, shard_in_memory
+
+from .pyg_cases import GRAPH
+
+MASK, CHOSEN = torch.arange(41) % 2 == 0, torch.tensor([3, 5, 7])
+OWNERS = assignments(41, 3, GRAPH.edge_index)["random"]
+
+
+class Net(nn.Module):
+    """Two layers with `between` between them."""
+
+    def __init__(self, between):
+        super().__init__()
+        self.conv, self.last = gnn.GCNConv(5, 6), gnn.SAGEConv(6, 6)
+        self.per_node = nn.ParameterDict({"scale": torch.rand(41)})
+        self.between = between
+
+    def forward(self, x, edge_index):
+        return self.last(self.between(self, self.conv(x, edge_index), edge_index), edge_index)
+
+
+def _put(h, index, value=0.0):
+    h = h.clone()
+    h[index] = value
+    return h
+
+
+OF_THE_WHOLE = r"has an entry for each of the 41 nodes of the whole graph, but this rank holds 1\d of them"
+IDS = "of a sharded graph: ids are numbered per rank"
+PUT_TOGETHER = "puts rows together, over the nodes"
+NUMBERS = "rows by numbers that do not come from the graph, over the nodes"
+MADE_OF_NUMBERS = "differs from row to row of the nodes, and the model made it from their numbers"
+MISTAKES = {
+    "a mask of the whole graph": (lambda m, h, e: h * MASK.view(-1, 1), OF_THE_WHOLE),
+    "indexing with a mask of the whole graph": (lambda m, h, e: _put(h, MASK), OF_THE_WHOLE),
+    "a field of the whole graph": (lambda m, h, e: h + GRAPH.node["x"][:, :1], OF_THE_WHOLE),
+    "a parameter per node": (lambda m, h, e: h * m.per_node["scale"].view(-1, 1), OF_THE_WHOLE),
+    "rows by their ids": (lambda m, h, e: h + h[CHOSEN].sum(0), f"takes {NUMBERS}"),
+    "writing rows by their ids": (lambda m, h, e: _put(h, CHOSEN), f"writes {NUMBERS}"),
+    "a permutation": (lambda m, h, e: h[torch.randperm(len(h))], f"takes {NUMBERS}"),
+    "the first row": (lambda m, h, e: h - h[0], "takes some rows by their position"),
+    "ids as features": (lambda m, h, e: h + torch.arange(len(h)).view(-1, 1), MADE_OF_NUMBERS),
+    "an ordinary batch": (
+        lambda m, h, e: h + gnn.global_mean_pool(h, torch.zeros(len(h), dtype=torch.long)),
+        rf"{PUT_TOGETHER}.*Use a readout over graph\.batch",
+    ),
+    "no batch": (lambda m, h, e: h + gnn.global_add_pool(h, None), rf"{PUT_TOGETHER}.*Use a readout over graph\.batch"),
+    "a mean of complex rows": (lambda m, h, e: (torch.complex(h, h) - torch.complex(h, h).mean(0)).real, PUT_TOGETHER),
+    "a Fourier transform over nodes": (lambda m, h, e: torch.fft.fft(h, dim=0).real, f"`fft_r2c` {PUT_TOGETHER}"),
+    "all pairs": (lambda m, h, e: torch.cdist(h, h) @ h, f"`cdist_forward` {PUT_TOGETHER}"),
+    "a loss of own rows": (lambda m, h, e: h * nn.functional.mse_loss(h, h * 2), f"`mse_loss` {PUT_TOGETHER}"),
+    "a dense matrix": (lambda m, h, e: to_dense_adj(e)[0] @ h, PUT_TOGETHER),
+    "to_undirected": (lambda m, h, e: m.last(h, to_undirected(e)), f"`cat` on source node ids {IDS}"),
+    "coalesce": (lambda m, h, e: m.last(h, coalesce(e)), f"on source node ids {IDS}"),
+    "is_undirected": (lambda m, h, e: h if is_undirected(e) else -h, f"on source node ids {IDS}"),
+    "isolated nodes": (lambda m, h, e: h if contains_isolated_nodes(e, len(h)) else -h, f"on the edge_index {IDS}"),
+    "negative_sampling": (lambda m, h, e: h + negative_sampling(e, len(h)).sum(), f"on source node ids {IDS}"),
+    "subgraph": (lambda m, h, e: m.last(h, subgraph(torch.arange(10), e)[0]), MADE_OF_NUMBERS),
+    "a slice of edges": (lambda m, h, e: m.last(h, e[:, :10]), rf"`a slice \[:, a:b\]` on the edge_index {IDS}"),
+    "ids as numbers": (lambda m, h, e: h + e[0].float().mean(), f"`float` on source node ids {IDS}"),
+}
+
+
+def refused(work):
+    """The words with which `work` is refused on three ranks."""
+    with pytest.raises(RefusedError) as caught:
+        run(work, 3)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_in_a_model_are_told_their_cause(name):
+    between, words = MISTAKES[name]
+
+    def work(comm):
+        graph = shard_in_memory(GRAPH, OWNERS, comm)
+        sp.pyg.wrap(Net(between).double(), comm)(graph.x, graph)
+
+    text = refused(work)
+    line = re.match(r".*test_pyg_reasons\.py:(\d+): ", text)
+    lines, first = inspect.getsourcelines(between)
+    helpers = inspect.getsourcelines(_put)[1]
+    assert line and (first <= int(line[1]) < first + len(lines) or helpers < int(line[1]) < helpers + 4), text
+    assert re.search(words, text), text
+
+
+WHOLE = Data(x=GRAPH.node["x"], edge_index=GRAPH.edge_index, **GRAPH.edge)
+CALLS = {
+    "features of the whole graph": (
+        lambda m, g: m(WHOLE.x, g),
+        r"shape \[41, 5\] has an entry for each of the 41 nodes of the whole graph, but this rank holds 1\d of them",
+    ),
+    "edge weights of the whole graph": (
+        lambda m, g: m(g.x, g, edge_weight=WHOLE.edge_weight),
+        r"shape \[220\] has an entry for each of the 220 edges of the whole graph",
+    ),
+    "the ordinary edge_index": (lambda m, g: m(g.x, WHOLE.edge_index), "edge_index is an ordinary Tensor"),
+    "arguments in the wrong order": (lambda m, g: m(g, g.x), "edge_index is an ordinary Tensor"),
+    "a layer of the model": (
+        lambda m, g: m.convs[0](g.x, g),
+        r"only the wrapped model itself takes: .* graph\.edge_index",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_mistakes_in_a_call_are_told_their_cause(name):
+    call, words = CALLS[name]
+
+    def work(comm):
+        call(sp.pyg.wrap(gnn.GCN(5, 8, 2, 3).double(), comm), shard_in_memory(GRAPH, OWNERS, comm))
+
+    assert re.search(words, refused(work))
+
+
+def test_a_model_that_is_not_wrapped():
+    graph = shard_in_memory(GRAPH, torch.zeros(41, dtype=torch.int64), sp.connect("local"))
+    with pytest.raises(RefusedError, match=r"once it is wrapped: model = shardpass\.pyg\.wrap\(model, comm\)"):
+        gnn.ChebConv(5, 3, 2).double()(graph.x, graph)
+    with pytest.raises(RefusedError, match="once it is wrapped"):
+        torch.stack([graph, graph])
+    with pytest.raises(RefusedError, match="once it is wrapped"):
+        _, _ = graph
+    with pytest.raises(AttributeError, match="once it is wrapped"):
+        _ = graph.shape
+
+
+class Complex(nn.Module):
+    """Complex numbers are rows as others are."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.lin = gnn.SimpleConv(), nn.Linear(5, 5)
+
+    def forward(self, x, edge_index):
+        h = self.conv(torch.complex(self.lin(x), x), edge_index)
+        return h.abs() + torch.view_as_real(h).sum(-1) + torch.fft.fft(x, dim=1).real
+
+
+def test_complex_numbers_are_exact():
+    owners = {"random": OWNERS}  # torch has no Fourier transform of no rows
+    assert_exact(Complex().double(), GRAPH, lambda m, i, g: m(i["x"], g), sp.pyg.wrap, ranks=3, owners=owners)
