@@ -10,11 +10,11 @@ import torch
 
 from shardpass.core.ranks import Ranks, agree, digest, diverged
 from shardpass.core.sharding import EdgeShards
-from shardpass.core.tracing import Key, Program, ReturnsEdgesError, Structure, check_row_wise, probe
+from shardpass.core.tracing import Key, NeedsMessagesError, Program, Structure, check_row_wise, probe
 from shardpass.errors import NeedsHaloError, RefusedError
 
 _ATTEMPTS = 4
-_REFUSALS: tuple[Any, ...] = (type(None), NeedsHaloError, ReturnsEdgesError, RefusedError)
+_REFUSALS: tuple[Any, ...] = (type(None), NeedsHaloError, NeedsMessagesError, RefusedError)
 """From the mildest to the firmest."""
 _WORDS = 62  # numbers in which a rank describes a call, padded: lengths must agree before contents can
 

@@ -178,7 +178,7 @@ class _Method(OutermostCall):
         _keep_attached(model)
         if is_called_by("torch_geometric.explain"):
             raise RefusedError(_NO_EXPLANATIONS)
-        if _has_graph((args, kwargs)) and not self._looked_for_tables:
+        if not self.is_own and _has_graph((args, kwargs)) and not self._looked_for_tables:  # it is collective
             self._looked_for_tables = True
             refuse_node_tables(model, self.comm, args, kwargs)
         refuse_norms_of_some_nodes(model, args, kwargs)
