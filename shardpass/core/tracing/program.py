@@ -59,6 +59,10 @@ class Sides:
         return {"src": self.src, "dst": self.dst, "edge": self.edge}[side]
 
 
+Messages = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
+"""What a message function returns of some edges: tensors with a row for each."""
+
+
 @dataclass
 class Inputs(Sides):
     """What the message function sees of some edges. All of `src`, `dst` and `edge` have one row per edge, ``[E, ...]``.
@@ -275,7 +279,7 @@ class Structure:
     drops: bool
     random: bool
     norms: dict[int, nn.Module]
-    message: Any
+    message: Messages
     attention: Attention | None
     mix: Tensor | None
 
