@@ -50,6 +50,9 @@ class FollowFunctions(TorchFunctionMode):
             out = func(*args, **kwargs) if name != "one_hot" else self._one_hot(func, args, kwargs)
         except IndexError as error:  # indices are checked before an operation runs
             raise self.follower.explained(name, error, [first]) from error
+        if first is not None and name == "numel":
+            rows = self._rows_of(first)
+            return out if rows is None else RowCount.make(out, rows.of)
         if first is not None and (name == "size" or (name == "__get__" and isinstance(out, torch.Size))):
             return self._counted(first, (*args[1:], *kwargs.values()), out)
         return out

@@ -77,8 +77,8 @@ class Inputs(Sides):
     max_degree: int | None = None
 
 
-class ReturnsEdgesError(RefusedError):
-    """A node function returns rows of edges, which only a rank that holds all messages at once can give."""
+class NeedsMessagesError(RefusedError):
+    """A node function returns rows of edges, or scatters onto all own nodes: it needs all messages of the rank."""
 
 
 @dataclass
