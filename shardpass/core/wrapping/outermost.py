@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -71,6 +72,11 @@ class OutermostCall:
     ) -> None:
         self.model, self.comm, self.followed, self.checkpoint = model, comm, followed, checkpoint
         self.method = method
+
+    @property
+    def plain(self) -> MethodType:
+        """The method as the class of the model has it."""
+        return MethodType(getattr(type(self.model), self.method), self.model)
 
     def run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What ``function(*args, **kwargs)`` returns, run as one forward pass. Collective.
