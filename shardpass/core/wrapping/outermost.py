@@ -73,6 +73,9 @@ class OutermostCall:
         self.model, self.comm, self.followed, self.checkpoint = model, comm, followed, checkpoint
         self.method = method
 
+    before: Callable[[], None] | None = None
+    """Is called before the method, unless the model calls it itself. Collective."""
+
     @property
     def plain(self) -> MethodType:
         """The method as the class of the model has it."""
@@ -84,6 +87,8 @@ class OutermostCall:
         Raises:
             RefusedError: the model puts rows of nodes or edges together outside of message passing.
         """
+        if self.before is not None and self.comm.forward is None:
+            self.before()
         if torch.is_grad_enabled() and self.comm.forward is None:
             note_forward(self.model)
         recomputes = self.checkpoint is not None and self.model.training
