@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch_geometric.nn.conv import MessagePassing
 
+from shardpass.core.following import is_called_by
 from shardpass.core.graphs import GraphArgument, ShardedEdgeIndex, ShardedGraph, ShardedHeteroGraph
 from shardpass.core.memory import Checkpoint, check_choice
 from shardpass.core.ranks import Ranks, decorrelate, is_wrapped, refuse_shared_model, torch_private
@@ -174,7 +175,9 @@ class _Method(OutermostCall):
             return getattr(type(self.model), self.method)(self.model, *args, **kwargs)
         model = self.model
         _keep_attached(model)
-        if _has_graph((args, kwargs)) and not self._looked_for_tables:
+        if is_called_by("torch_geometric.explain"):
+            raise RefusedError(_NO_EXPLANATIONS)
+        if not self.is_own and _has_graph((args, kwargs)) and not self._looked_for_tables:  # it is collective
             self._looked_for_tables = True
             refuse_node_tables(model, self.comm, args, kwargs)
         refuse_norms_of_some_nodes(model, args, kwargs)
@@ -190,6 +193,10 @@ class _Method(OutermostCall):
         return torch_private.tree_map(_returned, method(*args, **kwargs))
 
 
+_NO_EXPLANATIONS = (
+    "explanations are not supported on a sharded graph, since explainers average over own nodes and edges: load the "
+    "state_dict into a model that is not wrapped, and explain that"
+)
 _NO_SCRIPT = (
     "a wrapped model cannot be scripted or traced, since ranks communicate in it: save its state_dict and load that "
     "into a model that is not wrapped, or torch.compile its dense parts, as in model.mlp = torch.compile(model.mlp)"
