@@ -64,6 +64,10 @@ class RowWatch(Protocol):
         """Refuse a tensor that is to have a row for each of `of` along dimension 0, if its rows are made of several."""
         ...
 
+    def mark_plain(self, tensor: Tensor) -> None:
+        """Say that `tensor` holds no rows, whatever its size."""
+        ...
+
     def mark_alike(self, tensor: Tensor, like: Tensor) -> None:
         """Say that `tensor` holds the rows that `like` holds, in the same dimension."""
         ...
