@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -14,7 +14,7 @@ from shardpass.core.tracing import Key, NeedsMessagesError, Program, Structure, 
 from shardpass.errors import NeedsHaloError, RefusedError
 
 _ATTEMPTS = 4
-_REFUSALS: tuple[Any, ...] = (type(None), NeedsHaloError, NeedsMessagesError, RefusedError)
+_REFUSALS = (NeedsHaloError, NeedsMessagesError, RefusedError)
 """From the mildest to the firmest."""
 _WORDS = 62  # numbers in which a rank describes a call, padded: lengths must agree before contents can
 
@@ -100,7 +100,7 @@ def settle(
         text = f"inputs {[tuple(key) for key in keys]}, grad {torch.is_grad_enabled()}: " + (
             structure.describe() if structure else "refused"
         )
-        kind = next((i for i, known in enumerate(_REFUSALS) if isinstance(refusal, known)), 0)
+        kind = next((i for i, known in enumerate(_REFUSALS, 1) if isinstance(refusal, known)), 0)
         values = [digest(text), kind, *map(int, flags), *map(int, per_edge)]
         mine = Offer() if structure is None else make_offer(candidate, structure, bool(needs_grad))
         padding = [0] * (_WORDS - len(values))
@@ -143,4 +143,4 @@ def _raise_refusal(comm: Ranks, label: str, mine: Exception | None, kinds: list[
     if worst == 0:
         return
     words = comm.all_gather_object("" if mine is None else str(mine), label=f"{label}: refusal")
-    raise _REFUSALS[worst](words[kinds.index(worst)])
+    raise _REFUSALS[worst - 1](words[kinds.index(worst)])

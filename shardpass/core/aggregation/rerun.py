@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from shardpass.core.aggregation.call import Call, EdgePiece, Operands
 from shardpass.core.aggregation.gradients import Gradients
 from shardpass.core.sharding import to_host
-from shardpass.core.tracing import EdgeTrace, Inputs, Key, Phase, StopPass
+from shardpass.core.tracing import EdgeTrace, Inputs, Key, Messages, Phase, StopPass
 
 MakeGenerator = Callable[[], torch.Generator]
 
@@ -28,7 +28,7 @@ class Run(NamedTuple):
         num_reductions: how many reductions it came to.
     """
 
-    message: Any
+    message: Messages | None
     num_reductions: int
 
 

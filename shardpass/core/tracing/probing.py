@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,9 +19,9 @@ from torch import Tensor
 from shardpass.core.ranks import get_random_state, has_drawn, torch_private
 from shardpass.core.sharding import EdgeShards, to_device
 from shardpass.core.tracing.probe_trace import EVERYTHING, Origin, ProbeTrace, Seen
-from shardpass.core.tracing.program import Attention, Inputs, Key, MixedScore, Program, Reduction, Structure
+from shardpass.core.tracing.program import Attention, Inputs, Key, Messages, MixedScore, Program, Reduction, Structure
 from shardpass.core.tracing.recognise import GENERAL, Tails, attention_of, extremum_form, leading_maximum, simple_form
-from shardpass.errors import RefusedError
+from shardpass.errors import InternalError, RefusedError
 
 SAMPLE_EDGES = 16
 
@@ -77,7 +77,7 @@ class _Traced(NamedTuple):
     """One run on a few edges: its trace, the message, and how many reductions the message function made."""
 
     trace: ProbeTrace
-    message: Any
+    message: Messages
     num_message: int
 
 
@@ -121,18 +121,20 @@ def _structure(program: Program, traced: _Traced, needs_grad: Collection[Key], r
         reductions.append(_reduction(program, trace, reductions, seen, differentiable))
         if differentiable:
             with_gradient.add(k)
-    is_result = program.aggregate is None
-    place = _Place.of(trace.origin(message), reductions, program) if is_result else _Place()
-    edge_differentiable = is_result and _differentiable(trace, message, with_gradient)
+    rows = message if program.aggregate is None else None
+    if isinstance(rows, tuple):
+        raise InternalError(f"{program.name}: an edge result is one tensor, not {len(rows)}")
+    place = _Place() if rows is None else _Place.of(trace.origin(rows), reductions, program)
+    edge_differentiable = rows is not None and _differentiable(trace, rows, with_gradient)
     captures = tuple(trace.captures.values())
-    attention = None if random or is_result else _attention(program, trace, reductions, captures)
+    attention = None if random or rows is not None else _attention(program, trace, reductions, captures)
     score = None if attention is None else attention.score
     return Structure(
         reductions=tuple(reductions),
         num_message=traced.num_message,
-        num_stages=1 + max([r.stage for r in reductions] + [place.stage] * is_result, default=0),
-        edge_tail=tuple(message.shape[1:]) if is_result else None,
-        edge_dtype=message.dtype if is_result else None,
+        num_stages=1 + max([r.stage for r in reductions] + [place.stage] * (rows is not None), default=0),
+        edge_tail=None if rows is None else tuple(rows.shape[1:]),
+        edge_dtype=None if rows is None else rows.dtype,
         edge_depth=place.depth,
         edge_sources=place.sources,
         edge_differentiable=edge_differentiable,

@@ -77,6 +77,10 @@ class Inputs(Sides):
     max_degree: int | None = None
 
 
+Messages = Tensor | tuple[Tensor, ...]
+"""What a message function returns: a row per edge, ``[E, ...]``, or several tensors of such rows."""
+
+
 class NeedsMessagesError(RefusedError):
     """A node function returns rows of edges, or scatters onto all own nodes: it needs all messages of the rank."""
 
@@ -113,7 +117,7 @@ class Program:
     src: dict[str, Tensor]
     dst: dict[str, Tensor]
     edge: dict[str, Tensor]
-    message: Callable[[Inputs], Any]
+    message: Callable[[Inputs], Messages]
     aggregate: Callable[[Any, Inputs], Any] | None
     node_dim: int = 0
     checked: set[str] = field(default_factory=set)
@@ -275,7 +279,7 @@ class Structure:
     drops: bool
     random: bool
     norms: dict[int, nn.Module]
-    message: Any
+    message: Messages
     attention: Attention | None
     mix: Tensor | None
 
