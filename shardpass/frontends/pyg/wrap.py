@@ -191,10 +191,12 @@ class _Method(OutermostCall):
 
     def _given(self, args: Any, kwargs: Any) -> Any:
         """The arguments with ``edge_index`` for graphs. A graph of several types stays itself where it is ``data``."""
-        names = [*signature(getattr(type(self.model), self.method)).parameters][1:]
-        is_data = [isinstance(arg, ShardedHeteroGraph) and name in _DATA for name, arg in zip(names, args)]
         converted, kwargs = torch_private.tree_map(_edge_index_of, (args, kwargs))
-        return tuple(old if keeps else new for old, new, keeps in zip_longest(args, converted, is_data)), kwargs
+        if any(isinstance(arg, ShardedHeteroGraph) for arg in args):
+            names = [*signature(getattr(type(self.model), self.method)).parameters][1:]
+            is_data = [isinstance(arg, ShardedHeteroGraph) and name in _DATA for name, arg in zip(names, args)]
+            converted = tuple(old if keeps else new for old, new, keeps in zip_longest(args, converted, is_data))
+        return converted, kwargs
 
     def _computed(self, *args: Any, **kwargs: Any) -> Any:
         assert self.comm.forward is not None
