@@ -3,18 +3,23 @@
 from typing import TYPE_CHECKING, Any
 
 from shardpass.connection import connect, spawn
-from shardpass.core.graphs import NodeEmbedding, ShardedGraph, ShardedHeteroGraph, gather
+from shardpass.core.graphs import NodeEmbedding, ShardedGraph, ShardedHeteroGraph, gather, node_ids, rows
 from shardpass.core.inference import infer
 from shardpass.core.memory import offload
 from shardpass.core.ranks import Options, all_reduce_sum, seed
 from shardpass.core.ranks import Ranks as Communicator
+from shardpass.core.sampling import negative_sampling, permuted_ids
 from shardpass.core.training import (
     accuracy,
+    average_precision,
     clip_grad_norm,
     cross_entropy,
+    f1,
     load_checkpoint,
+    mae,
     mean,
     replicated,
+    roc_auc,
     save_checkpoint,
     sum,
     sync_gradients,
@@ -41,19 +46,27 @@ __all__ = [
     "ShardedHeteroGraph",
     "accuracy",
     "all_reduce_sum",
+    "average_precision",
     "clip_grad_norm",
     "connect",
     "cross_entropy",
+    "f1",
     "gather",
     "infer",
     "inspect",
     "load",
     "load_checkpoint",
+    "mae",
     "mean",
+    "negative_sampling",
+    "node_ids",
     "offload",
     "partition",
+    "permuted_ids",
     "plan",
     "replicated",
+    "roc_auc",
+    "rows",
     "save_checkpoint",
     "seed",
     "spawn",

@@ -79,6 +79,30 @@ def test_hetero(launcher: str, ranks: int, folder: Path) -> None:
     assert found and float(found[1]) < 0.15 and float(found[2]) > 0.9 and int(found[3]) == ranks
 
 
+@pytest.mark.parametrize(
+    ("launcher", "ranks"),
+    [("python", 1), pytest.param("torchrun", 2, marks=[pytest.mark.processes, pytest.mark.long])],
+)
+def test_link_prediction(launcher: str, ranks: int, folder: Path) -> None:
+    """The same pairs on any number of ranks."""
+    text = run(launcher, "link_prediction", folder)
+    found = re.search(r"loss ([0-9.]+), area under the ROC curve ([0-9.]+) on (\d+) rank", text)
+    assert found and float(found[1]) == pytest.approx(0.474, abs=0.01) and int(found[3]) == ranks
+    assert float(found[2]) == pytest.approx(0.935, abs=0.005)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "ranks"),
+    [("python", 1), pytest.param("torchrun", 2, marks=[pytest.mark.processes, pytest.mark.long])],
+)
+def test_lightning(launcher: str, ranks: int, folder: Path) -> None:
+    """What ``train_pyg`` reaches, which trains the same model by hand."""
+    pytest.importorskip("lightning")
+    text = run(launcher, "lightning_trainer", folder)
+    found = re.search(r"test accuracy ([0-9.]+) on (\d+) rank", text)
+    assert found and float(found[1]) == pytest.approx(0.973, abs=0.005) and int(found[2]) == ranks
+
+
 DGL_EXAMPLES = {
     "train_dgl": (r"SAGE: .* accuracy ([0-9.]+) on (\d+) rank[^$]*GAT: .* accuracy ([0-9.]+) on", [0.968, 0.964]),
     "dgl_appnp": (r"accuracy ([0-9.]+) on (\d+) rank", [0.971]),

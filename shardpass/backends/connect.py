@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 from datetime import timedelta
+from multiprocessing.util import Finalize
 from time import monotonic, sleep
 from types import TracebackType
 from typing import Any
@@ -137,16 +139,32 @@ def _usable_cores() -> set[int]:
 
 
 def _end_all_on_exception(comm: BaseCommunicator) -> None:
+    """Have every rank told of an exception that ends this process.
+
+    A child of multiprocessing ends without ``sys.excepthook`` and, if it was forked, without ``atexit``. It runs its
+    finalizers, while the exception that ends it is still being handled.
+    """
     previous = sys.excepthook
 
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        previous(kind, error, trace)
+    def tell(error: BaseException) -> None:
         if not isinstance(error, PeerFailure):
             reason = reason_of(error)
             print(f"shardpass: {first_failure(comm.rank, reason)}", file=sys.stderr, flush=True)
             comm.announce(reason)
 
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        previous(kind, error, trace)
+        tell(error)
+
+    def end_child() -> None:
+        error = sys.exc_info()[1]
+        if isinstance(error, Exception):
+            tell(error)
+        comm.close()
+
     sys.excepthook = hook
+    if multiprocessing.parent_process() is not None:
+        Finalize(None, end_child, exitpriority=0)
 
 
 # ---- torch.distributed

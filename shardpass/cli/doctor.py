@@ -24,12 +24,14 @@ _PACKAGES = (
     ("numpy", "everything"),
     ("safetensors", "checkpoints"),
     ("torch_geometric", "PyG models"),
+    ("numba", "faster kernels on CPUs"),
     ("mpi4py", "ranks under mpirun"),
     ("pymetis", "partitioning with METIS, the default method"),
     ("scikit-learn", "the demo"),
     ("matplotlib", "the demo's chart"),
 )
 _REQUIRED = ("torch", "numpy", "safetensors")
+_DGL = "import dgl; print(dgl.__version__)"
 _MPI = "from mpi4py import MPI; print(MPI.Get_library_version().split(chr(10))[0].split(',')[0].strip(chr(0)))"
 
 
@@ -55,7 +57,22 @@ def packages() -> list[Finding]:
         except importlib.metadata.PackageNotFoundError:
             text, good = f"not installed ({purpose})", False
         found.append(Finding(name, good, text, f"pip install {name}", name in _REQUIRED))
-    return found
+    return [*found, _dgl()]
+
+
+def _dgl() -> Finding:
+    """DGL, if it can be imported: releases 2 need more than pip installs, and 1.1.3 has no wheels for a new Python."""
+    try:
+        version = importlib.metadata.version("dgl")
+    except importlib.metadata.PackageNotFoundError:
+        good, text = False, "not installed (DGL models)"
+    else:
+        # in a process of its own: it loads libraries that may not fit this machine
+        good, text = _run([sys.executable, "-c", _DGL], 120.0)
+        if good and not version.startswith("1."):
+            good, text = False, f"{version}, but shardpass supports 1.1.3"
+    old = "" if sys.version_info < (3, 12) else ", with Python below 3.12"
+    return Finding("dgl", good, text, f"pip install 'dgl>=1.1.3,<2' packaging{old}")
 
 
 def surroundings() -> list[Finding]:

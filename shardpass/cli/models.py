@@ -72,7 +72,7 @@ def in_degrees_for(config: ModelConfig, graph: ShardedGraph) -> Tensor | None:
     """
     if config.model != "pna":
         return None
-    degrees = torch.bincount(graph.edge_index[1].as_subclass(Tensor), minlength=graph.num_nodes)
+    degrees = torch.bincount(graph.edge_index[1].as_subclass(Tensor), minlength=graph.num_own_nodes)
     largest = degrees.max() if degrees.numel() else torch.tensor(0)
     top = int(graph.comm.all_reduce(largest.reshape(1), "max", "largest in-degree"))
     return graph.comm.all_reduce(torch.bincount(degrees, minlength=top + 1), "sum", "in-degree histogram")

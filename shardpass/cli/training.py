@@ -124,7 +124,12 @@ def train_rank(comm: Ranks, config: TrainConfig) -> Record:
 def summarise(run: Run, last: Record, meter: PeakMeter, seconds: float) -> Record:
     """The closing record: results, and per rank the peak memory and the bytes sent. Collective."""
     comm, graph = run.comm, run.graph
-    mine = {"peak": meter.peak(comm), "sent": comm.bytes_sent, "nodes": graph.num_nodes, "edges": graph.num_edges}
+    mine = {
+        "peak": meter.peak(comm),
+        "sent": comm.bytes_sent,
+        "nodes": graph.num_own_nodes,
+        "edges": graph.num_own_edges,
+    }
     ranks = comm.all_gather_object(mine, "summary")
     count = last["epoch"] - run.first_epoch + 1
     return {

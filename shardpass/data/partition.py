@@ -15,6 +15,7 @@ import torch
 from shardpass.core.ranks import parse_bytes
 from shardpass.data import keys
 from shardpass.data.atomic import check_target, publish
+from shardpass.data.doubts import Doubts
 from shardpass.data.file_rows import FileRows, blocks
 from shardpass.data.layout import Layout, graph_fingerprint, lay_out, partition_fingerprint
 from shardpass.data.manifest import MANIFEST_NAME, FieldInfo, Manifest, write_manifest
@@ -74,8 +75,10 @@ def partition(
         parts, assignment = _division(graph, parts, assignment)
         layout = lay_out(assign(graph, parts, method, assignment, seed, passes, budget), parts)
         complete = Path(scratch, "store")
-        manifest = _write(graph, layout, complete, GIVEN if assignment is not None else method, seed, budget)
+        doubts = Doubts()
+        manifest = _write(graph, layout, complete, GIVEN if assignment is not None else method, seed, budget, doubts)
         publish(complete, target, overwrite)
+    doubts.tell(stacklevel=2)
     return manifest
 
 
@@ -108,11 +111,13 @@ def _division(graph: RawGraph, parts: int | None, assignment: Any) -> tuple[int,
     return graph.division.parts, graph.division.part_of
 
 
-def _write(graph: RawGraph, layout: Layout, directory: Path, method: str, seed: int, budget: Budget) -> Manifest:
+def _write(
+    graph: RawGraph, layout: Layout, directory: Path, method: str, seed: int, budget: Budget, doubts: Doubts
+) -> Manifest:
     """The manifest of the complete store that was written to a new directory."""
     directory.mkdir()
     edges = {kind: EdgesByPart(graph, layout, kind, budget) for kind in graph.edges}
-    files, cut = _write_parts(graph, layout, edges.values(), directory, budget)
+    files, cut = _write_parts(graph, layout, edges.values(), directory, budget, doubts)
     fingerprint = graph_fingerprint(graph)
     manifest = Manifest(
         num_parts=layout.num_parts,
@@ -137,15 +142,17 @@ def _write(graph: RawGraph, layout: Layout, directory: Path, method: str, seed: 
 
 
 def _write_parts(
-    graph: RawGraph, layout: Layout, edges: Collection[EdgesByPart], directory: Path, budget: Budget
+    graph: RawGraph, layout: Layout, edges: Collection[EdgesByPart], directory: Path, budget: Budget, doubts: Doubts
 ) -> tuple[list[FileRecord], list[int]]:
     """The records of the part files, and the number of cut edges of each edge type."""
     files, cut = [], [0] * len(edges)
+    offsets = torch.stack([torch.as_tensor(offsets) for offsets in layout.offsets.values()]).sum(0)
+    doubts.note_empty_parts(offsets.diff().tolist())
     for part in range(layout.num_parts):
         budget.report("write", part, layout.num_parts)
-        tensors = _node_tensors(graph, layout, part)
+        tensors = _node_tensors(graph, layout, part, doubts)
         for number, by_part in enumerate(edges):
-            arrays, own = _edge_tensors(graph, by_part, part)
+            arrays, own = _edge_tensors(graph, by_part, part, doubts)
             tensors |= arrays
             cut[number] += by_part.counts[part] - own
         files.append(write_tensors(directory / keys.part_file_name(part), tensors))
@@ -153,23 +160,23 @@ def _write_parts(
     return files, cut
 
 
-def _node_tensors(graph: RawGraph, layout: Layout, part: int) -> dict[str, Blocks]:
+def _node_tensors(graph: RawGraph, layout: Layout, part: int, doubts: Doubts) -> dict[str, Blocks]:
     tensors = {}
     for kind in graph.num_nodes:
         ids = layout.own_ids(kind, part)
         tensors[keys.node_ids_key(kind)] = _blocks(ids)
         for name, field in graph.node_fields[kind].items():
-            tensors[keys.node_field_key(kind, name)] = _rows(field, ids)
+            tensors[keys.node_field_key(kind, name)] = _rows(field, ids, doubts, name, f"nodes of type {kind!r}")
     return tensors
 
 
-def _edge_tensors(graph: RawGraph, by_part: EdgesByPart, part: int) -> tuple[dict[str, Blocks], int]:
+def _edge_tensors(graph: RawGraph, by_part: EdgesByPart, part: int, doubts: Doubts) -> tuple[dict[str, Blocks], int]:
     """The tensors of a part's edges of one type, and how many of these edges come from the part itself."""
     kind, edges = by_part.edge_type, by_part.of_part(part)
     arrays: tuple[torch.Tensor | FileRows, ...] = edges
     tensors = {keys.edge_array_key(kind, name): _blocks(array) for name, array in zip(keys.EDGE_ARRAYS, arrays)}
     for name, field in graph.edge_fields[kind].items():
-        tensors[keys.edge_field_key(kind, name)] = _rows(field, edges.edge_ids)
+        tensors[keys.edge_field_key(kind, name)] = _rows(field, edges.edge_ids, doubts, name, f"edges of type {kind}")
     return tensors, int(edges.shard_offsets[part + 1] - edges.shard_offsets[part])
 
 
@@ -177,8 +184,9 @@ def _blocks(array: torch.Tensor | FileRows) -> Blocks:
     return Blocks(array.dtype, tuple(array.shape), (block for _, block in blocks(array, _BLOCK_ROWS)))
 
 
-def _rows(field: Field, ids: torch.Tensor | FileRows) -> Blocks:
-    return Blocks(field.dtype, (len(ids), *field.shape[1:]), row_blocks(field, ids))
+def _rows(field: Field, ids: torch.Tensor | FileRows, doubts: Doubts, name: str, of: str) -> Blocks:
+    rows = doubts.watch(row_blocks(field, ids), ids, name, of)
+    return Blocks(field.dtype, (len(ids), *field.shape[1:]), rows)
 
 
 def _info(fields: Mapping[str, Field]) -> dict[str, FieldInfo]:

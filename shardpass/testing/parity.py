@@ -140,7 +140,7 @@ def _called(call: Any, model: nn.Module, fields: Tensors, edges: Any) -> dict[An
 
 
 def _rows_of(output: Tensor, sharded: ShardedGraph) -> Tensor:
-    return sharded.node_ids if output.size(0) == sharded.num_nodes else sharded.edge_ids
+    return sharded.node_ids if output.size(0) == sharded.num_own_nodes else sharded.edge_ids
 
 
 def _as_returned(outputs: dict[Any, Tensor]) -> Any:

@@ -12,6 +12,7 @@ from time import monotonic, sleep
 import pytest
 from cli_helpers import MODULE, epochs, launched, needs_mpirun, passed, records
 
+from shardpass.cli import doctor
 from shardpass.cli.launch import launch_command, launcher_environment, typed_command
 
 COMMON = ("--model", "gat", "--hidden", 8, "--dtype", "float64", "--eval-every", 10)
@@ -90,6 +91,19 @@ def test_kill_and_resume_on_another_number_of_ranks(store: Path, tmp_path: Path)
     assert [found[epoch] for epoch in sorted(found)] == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.processes
+def test_the_doctor_knows_dgl_and_numba(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("dgl")
+    found = {finding.name: finding for finding in doctor.packages()}
+    assert found["dgl"].good and found["dgl"].text.startswith("1.1.3") and "numba" in found
+    monkeypatch.setattr(doctor, "_DGL", "import no_such_module")
+    broken = doctor.packages()[-1]
+    assert not broken.good and "no_such_module" in broken.text and "pip install 'dgl>=1.1.3,<2'" in broken.advice
+    monkeypatch.setattr(doctor, "_DGL", "print('fine')")
+    monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name: "2.1.0")
+    assert doctor.packages()[-1].text == "2.1.0, but shardpass supports 1.1.3"
+
+
 @pytest.mark.long
 @pytest.mark.mpi
 @pytest.mark.processes
@@ -98,7 +112,7 @@ def test_doctor() -> None:
     assert run.returncode == 0, run.stdout + run.stderr
     for name in ("torch", "torch_geometric", "mpi4py", "pymetis", "threads", "processes (gloo)", "torchrun (gloo)"):
         assert name in run.stdout
-    assert "dgl" not in run.stdout and "numba" not in run.stdout, "nothing uses them yet"
+    assert "dgl" in run.stdout and "numba" in run.stdout
     assert run.stdout.count("self-test passed") >= 3 and "healthy: all that is required works" in run.stdout
 
 

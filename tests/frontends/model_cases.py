@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 import torch_geometric.nn as gnn
 from torch import Tensor, nn
 from torch_geometric.nn.models.schnet import CFConv, InteractionBlock
 from torch_geometric.utils import scatter
+
+import shardpass as sp
+from shardpass.core.sampling.permutation import shuffled
 
 from .conv_cases import TYPES, edges, own
 from .pyg_cases import GRAPH, Case, _attr, _plain, _weight, mlp
@@ -184,6 +188,19 @@ def _adversarial() -> nn.Module:
     return gnn.ARGA(gnn.GCNConv(5, 4), gnn.MLP([4, 6, 1], norm=None))
 
 
+def _infomax(model, inputs, graph):
+    """Every row of the outputs. Nodes are shuffled over the whole graph."""
+    order = torch.from_numpy(shuffled(np.arange(GRAPH.num_nodes), GRAPH.num_nodes, 0))
+    if isinstance(graph, torch.Tensor):
+        model.corruption = lambda x, edge_index: (x[order], edge_index)
+        model.summary = lambda z, *args: z.mean(0).sigmoid()
+    else:
+        model.corruption = lambda x, edge_index: (sp.rows(graph, x, sp.permuted_ids(graph, 0)), edge_index)
+        model.summary = lambda z, *args: gnn.global_mean_pool(z, graph.batch).sigmoid()
+    positive, negative, summary = model(inputs["x"], graph)
+    return positive + negative * 2 + summary * 3
+
+
 MORE_MODELS: dict[str, Case] = {
     "MLP": (lambda: gnn.MLP([5, 8, 3]), _rows),
     "MLP with GraphNorm": (lambda: gnn.MLP([5, 8, 3], norm="graph_norm", act="gelu"), _rows),
@@ -226,6 +243,7 @@ MORE_MODELS: dict[str, Case] = {
     "ARGA": (_adversarial, _encode),
     "ARGVA": (lambda: gnn.ARGVA(Variational(), nn.Linear(4, 1)).eval(), _encode),
     "ARLinkPredictor": (lambda: gnn.models.ARLinkPredictor(5, 6), _plain),
+    "DeepGraphInfomax": (lambda: gnn.DeepGraphInfomax(4, gnn.GCN(5, 8, 2, 4), None, None), _infomax),
     "MetaLayer": (lambda: gnn.MetaLayer(EdgeModel(), NodeModel()), _meta),
     "MetaLayer of a graph": (lambda: gnn.MetaLayer(EdgeModel(), NodeModel(), GraphModel()), _meta_of_graph),
     "GPSENodeEncoder": (lambda: gnn.GPSENodeEncoder(8, 5, 3, 5, True, dropout_be=0.0, dropout_ae=0.0), _encoded),

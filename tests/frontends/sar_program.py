@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from frontends.sar_helpers import Results, gradients, loaded, part_of, seeded, told, trained_once, without
+from frontends.sar_meanings import collectives, graphs, loader, norms, patched  # noqa: F401
 from frontends.sar_models import EdgeScaled, Gat, Hetero, RelGcn, Sage, TwoBranches
 from shardpass.frontends import sar
 
@@ -63,7 +64,7 @@ def training(model: str, directory: Path, device: str = "cpu") -> Results:
         logits = gnn(full_graph_manager, features)
     correct = (logits[masks["test_mask"]].argmax(1) == labels[masks["test_mask"]]).sum()
     sar.comm.all_reduce(correct)
-    return {"losses": losses, "correct": correct.item(), "logits": logits, "ids": full_graph_manager.ndata[dgl.NID]}
+    return {"losses": losses, "correct": correct.item(), "logits": logits, "ids": full_graph_manager.ndata["orig_id"]}
 
 
 def mfgs(directory: Path) -> Results:
@@ -79,7 +80,7 @@ def mfgs(directory: Path) -> Results:
     return found | {
         "seeds": ids[blocks[-1].seeds],
         "inputs": ids[blocks[0].input_nodes],
-        "last": blocks[-1].dstdata[dgl.NID],
+        "last": blocks[-1].dstdata["orig_id"],
         "edges": [int(block.num_edges()) for block in blocks],
         "one_shot": seeded(Sage, lambda n: nn.Identity())(
             [block.get_full_partition_graph() for block in blocks], features[blocks[0].input_nodes]
@@ -94,7 +95,7 @@ def mfgs_gat(directory: Path) -> Results:
     seeds = torch.arange(start, end)[: 5 * (sar.rank() != 1)]
     (block,) = sar.construct_mfgs(data, seeds, 1)
     model = seeded(dnn.GATConv, 8, 3, 2)
-    return trained_once(model, block, features[block.input_nodes]) | {"seeds": block.dstdata[dgl.NID]}
+    return trained_once(model, block, features[block.input_nodes]) | {"seeds": block.dstdata["orig_id"]}
 
 
 def structure(directory: Path) -> Results:
@@ -102,7 +103,7 @@ def structure(directory: Path) -> Results:
     data, _ = loaded(directory)
     graph = sar.construct_full_graph(data)
     return {
-        "w": graph.edata["w"], "eid": graph.edata[dgl.EID], "nid": graph.ndata[dgl.NID],
+        "w": graph.edata["w"], "eid": graph.edata[dgl.EID], "nid": graph.ndata["orig_id"],
         "mask": graph.ndata["train_mask"],
         "in": graph.in_degrees(), "out": graph.out_degrees(), "keys": sorted(data.node_features), "data": data,
         "mode": graph.edges_of(None).plan.options,
@@ -110,25 +111,24 @@ def structure(directory: Path) -> Results:
 
 
 def modes(directory: Path) -> Results:
-    """`Config` is read when a graph is constructed; the one-shot block gives the same."""
+    """`Config` is followed from the next forward; the one-shot block gives the same."""
     data, features = loaded(directory)
     found = {}
+    graph = sar.construct_full_graph(data)
     for name, attributes in {"sr": {}, "keep": {"disable_sr": True}, "deep": {"pipeline_depth": 3}}.items():
         for attribute, value in attributes.items():
             setattr(sar.Config, attribute, value)
-        graph = sar.construct_full_graph(data)
-        sar.Config.disable_sr, sar.Config.pipeline_depth = False, 1
         options = graph.edges_of(None).plan.options
         found[name] = trained_once(seeded(Gat, nn.Identity), graph, features)
         found[name]["options"] = (options.mode, options.prefetch)
+        sar.Config.disable_sr, sar.Config.pipeline_depth = False, 1
     block = sar.construct_full_graph(data).get_full_partition_graph()
     found["one shot"] = trained_once(seeded(Gat, nn.Identity), block, features)
     options = block.edges_of(None).plan.options
-    found["one shot"]["options"] = (options.mode, type(block).__name__, block.ndata[dgl.NID].tolist())
+    found["one shot"]["options"] = (options.mode, type(block).__name__, block.ndata["orig_id"].tolist())
     sar.Config.max_collective_size = 7
-    found["short messages"] = trained_once(seeded(Gat, nn.Identity), sar.construct_full_graph(data), features)
+    found["short messages"] = trained_once(seeded(Gat, nn.Identity), graph, features)
     sar.Config.max_collective_size = 0
-    sar.construct_full_graph(data)
     return found
 
 
@@ -163,7 +163,7 @@ def hetero(directory: Path) -> Results:
         "out": {k: v.detach() for k, v in out.items()},
         "x_grad": {k: v.grad for k, v in h.items()},
         "grads": gradients(model),
-        "ids": {k: graph.nodes[k].data[dgl.NID] for k in graph.ntypes},
+        "ids": {k: graph.nodes[k].data["orig_id"] for k in graph.ntypes},
         "w": {kind: (graph.edges[kind].data[dgl.EID], graph.edges[kind].data["w"]) for kind in graph.canonical_etypes},
         "part": {k: (blocks[0].seeds[k], v.detach()) for k, v in part.items()},
     }
@@ -173,7 +173,7 @@ def rgcn(directory: Path) -> Results:
     """R-GCN on the graph of one type, the library's class and DGL's own, with the message flow graphs too."""
     data = sar.load_dgl_partition_data(part_of(directory, "het"), sar.rank(), "cpu")
     features = sar.suffix_key_lookup(data.node_features, "feat", type_list=data.node_type_names)
-    expanded = sar.suffix_key_lookup(data.node_features, "only", type_list=data.node_type_names)
+    expanded = sar.suffix_key_lookup(data.node_features, "only", True, data.node_type_names)
     graph = sar.construct_full_graph(data, homogeneous=True)
     sar.patch_dgl()
     num_types = len(data.edge_type_names)
@@ -184,7 +184,7 @@ def rgcn(directory: Path) -> Results:
     blocks = sar.construct_mfgs(data, seeds, 2, homogeneous=True)
     return found | {
         "presorted": model(graph, features, presorted=True).detach(),
-        "ids": graph.ndata[dgl.NID],
+        "ids": graph.ndata["orig_id"],
         "types": graph.ndata[dgl.NTYPE],
         "edges": (graph.edata[dgl.EID], graph.edata[dgl.ETYPE], graph.edata["w"]),
         "expanded": expanded,
@@ -203,7 +203,7 @@ def branches(directory: Path) -> Results:
     (first if sar.rank() + 1 < sar.world_size() else second).pow(3).sum().backward()
     missing = [name for name, p in model.named_parameters() if p.grad is None]
     sar.gather_grads(model)
-    return {"grads": gradients(model), "ids": graph.ndata[dgl.NID], "missing": missing}
+    return {"grads": gradients(model), "ids": graph.ndata["orig_id"], "missing": missing}
 
 
 def absent(directory: Path) -> Results:
@@ -247,7 +247,7 @@ def dtypes(directory: Path) -> Results:
             graph.srcdata["h"] = (features * 4).round().to(dtype)
             graph.update_all(fn.copy_u("h", "m"), fn.sum("m", "h"))
             found[dtype] = graph.dstdata["h"]
-    return {"sums": found, "ids": graph.ndata[dgl.NID]}
+    return {"sums": found, "ids": graph.ndata["orig_id"]}
 
 
 def extremes(directory: Path) -> Results:
@@ -260,7 +260,7 @@ def extremes(directory: Path) -> Results:
         graph.update_all(fn.copy_u("h", "m"), fn.max("m", "h"))
         out = graph.dstdata["h"]
     out.sum().backward()
-    return {"out": out.detach(), "x_grad": h.grad, "ids": graph.ndata[dgl.NID]}
+    return {"out": out.detach(), "x_grad": h.grad, "ids": graph.ndata["orig_id"]}
 
 
 def unready(directory: Path) -> Results:
@@ -282,6 +282,14 @@ def skips_backward(directory: Path) -> Results:
         out.sum().backward()
     sar.gather_grads(model)
     return {}
+
+
+def config_differs(directory: Path) -> Results:
+    """Rank 1 changes `Config` after the graph was made, the others do not."""
+    data, features = loaded(directory)
+    graph = sar.construct_full_graph(data)
+    sar.Config.disable_sr = sar.rank() == 1
+    return trained_once(seeded(Gat, nn.Identity), graph, features)
 
 
 def misuse(directory: Path) -> Results:

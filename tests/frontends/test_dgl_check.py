@@ -54,6 +54,29 @@ class Degrees(Net):
         return g.ndata["h"] * scale * g.out_degrees().to(h).clamp(min=1).rsqrt().view(-1, 1)
 
 
+class Reached(Net):
+    """Asks whether any node has no in-edge, which is the same on every rank, and writes into degrees."""
+
+    def between(self, g, h):
+        if (g.in_degrees() == 0).any() and torch.any(g.in_degrees(etype="_E").eq(0)):
+            h = h * 2
+        in_degrees, out_degrees = g.in_degrees(), g.out_degrees()
+        in_degrees[in_degrees == 0] = 7
+        out_degrees.clamp_(min=3)
+        g.ndata["h"] = h / in_degrees.unsqueeze(1)
+        g.update_all(fn.copy_u("h", "m"), fn.mean("m", "h"))
+        return g.ndata["h"] * g.in_degrees().unsqueeze(1) / (g.out_degrees() + 1).unsqueeze(1)
+
+
+class Large(Net):
+    """Branches on the size of the whole graph, which is above what a rank has."""
+
+    def between(self, g, h):
+        if g.num_nodes() > 20 and not g.num_edges() <= 100 and min(15, g.num_nodes()) == 15:
+            h = h * 2
+        return h[:, : min(8, g.number_of_nodes())]
+
+
 class Gated(Net):
     def between(self, g, h):
         g.ndata["h"] = h
@@ -126,6 +149,20 @@ class Quotient(Net):
         return h / g.num_nodes()
 
 
+class Degree(Net):
+    words = "a number computed from this rank's number of nodes"
+
+    def between(self, g, h):
+        return h * (2 * (g.num_edges() - g.num_nodes()) + 1)
+
+
+class Share(Net):
+    words = "a number computed from this rank's number of nodes"
+
+    def between(self, g, h):
+        return h * (g.num_nodes() * 0.1)
+
+
 def results(kind):
     """What the model gives on each of three ranks, with the ids of the rows."""
     torch.manual_seed(0)
@@ -140,7 +177,7 @@ def results(kind):
 
 
 @pytest.mark.filterwarnings("ignore:a user-defined reduce function")
-@pytest.mark.parametrize("kind", [Attention, Degrees, Gated, Mailbox, Weighted, Kernel, InOrder])
+@pytest.mark.parametrize("kind", [Attention, Degrees, Reached, Large, Gated, Mailbox, Weighted, Kernel, InOrder])
 def test_what_treats_rows_one_by_one_is_exact(kind):
     plain, found = results(kind)
     whole = dgl.graph(tuple(GRAPH.edge_index), num_nodes=GRAPH.num_nodes)
@@ -152,7 +189,7 @@ def test_what_treats_rows_one_by_one_is_exact(kind):
 
 
 @pytest.mark.filterwarnings("ignore:a user-defined reduce function")
-@pytest.mark.parametrize("kind", [Mean, EdgeMean, MessageMean, MailboxMean, Quotient])
+@pytest.mark.parametrize("kind", [Mean, EdgeMean, MessageMean, MailboxMean, Quotient, Degree, Share])
 def test_what_mixes_rows_is_refused(kind):
     with pytest.raises(RefusedError, match=kind.words):
         results(kind)

@@ -17,6 +17,7 @@ import dgl
 import dgl.function as fn
 from dgl import DGLError, DGLGraph
 from dgl.nn.functional import edge_softmax
+from torch import nn
 
 import shardpass as sp
 from shardpass.errors import RefusedError
@@ -42,7 +43,9 @@ def one_rank():
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_member_that_is_not_offered_says_what_to_do(name):
     g = one_rank()
-    with pytest.raises(ClosedMemberError, match=rf"^DGLGraph\.{name} is not available on a sharded graph.*: ."):
+    with pytest.raises(
+        ClosedMemberError, match=rf"test_dgl_closed.py:\d+: .*DGLGraph\.{name} is not available on a sharded graph.*: ."
+    ):
         getattr(g, name)
     assert not hasattr(g, name) and getattr(g, name, None) is None
     assert advice_for(name) != advice_for("no such member"), "give it an advice of its own"
@@ -96,6 +99,7 @@ FUNCTIONS = {
     "double_radius_node_labeling": lambda g: dgl.double_radius_node_labeling(g, 0, 1),
     "edge_homophily": lambda g: dgl.edge_homophily(g, torch.zeros(g.num_nodes())),
     "edge_subgraph": lambda g: dgl.edge_subgraph(g, [0]),
+    "edge_subgraph of all nodes": lambda g: dgl.edge_subgraph(g, [0], relabel_nodes=False),
     "edge_type_subgraph": lambda g: dgl.edge_type_subgraph(g, ["_E"]),
     "in_subgraph": lambda g: dgl.in_subgraph(g, [0]),
     "khop_adj": lambda g: dgl.khop_adj(g, 2),
@@ -155,7 +159,6 @@ FUNCTIONS = {
     "dataloading": lambda g: next(iter(dgl.dataloading.DataLoader(
         g, torch.arange(2), dgl.dataloading.MultiLayerFullNeighborSampler(1)))),
     "edge_softmax by source": lambda g: edge_softmax(g, g.edata["edge_weight"], norm_by="src"),
-    "edge_softmax of some": lambda g: edge_softmax(g, g.edata["edge_weight"][:2], eids=torch.arange(2)),
     "ops.copy_u": lambda g: dgl.ops.copy_u(g, g.ndata["x"]),
     "ops.copy_u_sum": lambda g: dgl.ops.copy_u_sum(g, g.ndata["x"]),
     "ops.copy_u_mean": lambda g: dgl.ops.copy_u_mean(g, g.ndata["x"]),
@@ -195,7 +198,55 @@ def test_the_more_likely_ones_say_what_to_do():
             FUNCTIONS[name](g)
 
 
+class Computes(nn.Module):
+    """A model that returns what a function makes of the graph."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, g):
+        return self.function(g)
+
+
+SENTENCES = {
+    "ops.gspmm": "lambda g: dgl.ops.gspmm.*: a function of DGL that reads source nodes or the structure .* update_all",
+    "ops.gsddmm": "lambda g: dgl.ops.gsddmm.*: a function of DGL that reads source nodes .* apply_edges",
+    "sampling.topk": "sampling.select_topk.*: a function of DGL .* sample with shardpass.dgl.DataLoader",
+    "sampling.neighbors": r"DGLGraph\.is_pinned .*: sample with shardpass.dgl.DataLoader, or in one process",
+    "prop_nodes": r"DGLGraph\.prop_nodes .*: use update_all or apply_edges",
+    "sample_neighbors": r"DGLGraph\.sample_neighbors .*: sample with shardpass.dgl.DataLoader, or in one process",
+}
+
+
+@pytest.mark.parametrize("name", SENTENCES)
+def test_a_wrapped_model_says_what_it_cannot_call(name):
+    function = FUNCTIONS.get(name) or (lambda g: getattr(g, name))
+    with pytest.raises(RefusedError, match=SENTENCES[name]):
+        sharded(lambda g, comm: sp.dgl.wrap(Computes(function), comm)(g.core), RANDOM)
+
+
+def test_an_explainer_and_a_model_that_is_not_wrapped_say_what_to_do():
+    g, conv = one_rank(), dgl.nn.GraphConv(5, 3, allow_zero_in_degree=True)
+    for explainer in (dgl.nn.GNNExplainer(conv, 2), dgl.nn.SubgraphX(conv, 2)):
+        with pytest.raises(RefusedError, match="cuts out of a whole graph"):
+            sp.dgl.wrap(copy.deepcopy(explainer), g.comm)
+    with pytest.raises(RefusedError, match="explain a model, in one process that has the whole graph"):
+        dgl.nn.GNNExplainer(conv, 2).explain_node(0, g, g.ndata["x"])
+    with pytest.raises(AttributeError, match=r"call a model that shardpass.dgl.wrap\(model, comm\) has wrapped"):
+        conv(g.core, g.ndata["x"])
+
+
+def _softmax_of_some(g):
+    """As in edge dropout, but with edges that are the same everywhere."""
+    kept = (g.edata["edge_weight"] > 0.3).nonzero().view(-1)
+    out = torch.zeros_like(g.edata["edge_attr"])
+    out[kept] = edge_softmax(g, g.edata["edge_attr"][kept], eids=kept)
+    return out
+
+
 LOCAL = {
+    "edge_softmax of some": _softmax_of_some,
     "edge_softmax": lambda g: edge_softmax(g, g.edata["edge_attr"]),
     "copy_e_sum": lambda g: dgl.ops.copy_e_sum(g, g.edata["edge_attr"]),
     "e_sub_v": lambda g: dgl.ops.e_sub_v(g, g.edata["edge_attr"], g.dstdata["x"][:, :3]),

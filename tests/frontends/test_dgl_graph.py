@@ -195,6 +195,21 @@ def test_edges_that_are_not_own_positions_are_refused(wrong):
         sharded(lambda g, comm: g.apply_edges(fn.u_add_v("x", "x", "s"), wrong))
 
 
+@pytest.mark.parametrize("reducer", [fn.sum, fn.max, fn.min])
+def test_update_all_stores_what_the_apply_function_returns(reducer):
+    """And nothing else; nodes without messages hold infinity before it under max and min."""
+
+    def function(m, g, i):
+        g.ndata["x"], g.ndata["h"] = i["x"], m.lin(i["x"])
+        g.update_all(fn.copy_u("x", "m"), reducer("m", "h"), lambda n: {"z": n.data["h"].clamp(-3, 3) * n.data["x"]})
+        once = torch.cat([g.ndata["h"], g.ndata["z"]], 1)
+        g.update_all(fn.copy_u("x", "m"), reducer("m", "new"), lambda n: {"x": n.data["new"], "h": n.data["x"] * 2})
+        assert "new" not in g.ndata
+        return torch.cat([once, g.ndata["x"], g.ndata["h"]], 1)
+
+    assert_dgl_exact(of(function))
+
+
 def test_nodes_in_part_and_apply_functions():
     def function(m, g, i):
         g.ndata["x"] = i["x"]

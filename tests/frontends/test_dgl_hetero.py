@@ -134,6 +134,36 @@ def _functions(m, g):
     return {kind: g.nodes[kind].data["out"] for kind in g.ntypes}
 
 
+def _without_edges(m, g):
+    """A type that has no edges takes part with zeros. DGL has no gradient there under max and min."""
+    outs = {kind: [g.nodes[kind].data["x"]] for kind in g.dsttypes}
+    with torch.no_grad():
+        for reducer, cross in ((fn.max, "max"), (fn.max, "min"), (fn.min, "max"), (fn.min, "min"), (fn.min, "sum")):
+            each = {kind: (fn.u_mul_e("x", "w", "m"), reducer("m", "out")) for kind in ETYPES}
+            g.multi_update_all(each, cross)
+            for kind, found in outs.items():
+                found.append(g.nodes[kind].data["out"])
+    return {kind: torch.cat(found, 1) for kind, found in outs.items()}
+
+
+def _applied_by_type(reducer, cross):
+    """Apply functions by type see what was reduced; only what they return is merged, and stored."""
+
+    def function(m, g):
+        each = {}
+        for place, kind in enumerate(SOME):
+            apply = lambda n, lin=m.lins[kind[1]], name="ab"[place % 2]: {name: lin(n.data["out"].clamp(-3, 3))}  # noqa: E731
+            each[kind] = (fn.u_mul_e("x", "w", "m"), reducer("m", "out"), *([apply] if place else []))
+        g.multi_update_all(each, cross)
+        found = {
+            kind: [g.nodes[kind].data[name] for name in ("out", "a", "b") if name in g.nodes[kind].data]
+            for kind in g.ntypes
+        }
+        return {kind: torch.cat([rows.flatten(1) for rows in parts], 1) for kind, parts in found.items() if parts}
+
+    return of(function)
+
+
 def _one_type(m, g):
     """Views of one type share the data of the graph, and a scope of theirs is their own."""
     cites, writes = g["cites"], g["author", :, "paper"]
@@ -161,6 +191,14 @@ def _all_types(*reducers):
         return {kind: torch.cat(found, 1) for kind, found in outs.items()}
 
     return of(function)
+
+
+def _edges_of_all_types(m, g):
+    """Built-in functions of the edges of all types."""
+    g.apply_edges(fn.u_mul_v("x", "x", "s"))
+    g.apply_edges(fn.copy_e("w", "w"))
+    g.multi_update_all({kind: (fn.u_mul_e("x", "s", "m"), fn.mean("m", "out")) for kind in g.canonical_etypes}, "sum")
+    return {kind: g.nodes[kind].data["out"] for kind in g.dsttypes}
 
 
 class Rows(nn.Module):
@@ -194,15 +232,22 @@ CASES = {
     "multi_update_all of maxima summed": _cross(fn.max, SOME, cross="mean"),
     "multi_update_all own": _cross(fn.sum, cross=lambda parts: torch.stack(parts).prod(0),
                                    apply_node_func=lambda n: {"out": n.data["out"] + n.data["x"]}),
+    **{f"apply functions by type {cross}": _applied_by_type(reducer, cross)
+       for reducer, cross in ((fn.sum, "min"), (fn.min, "min"), (fn.max, "sum"), (fn.mean, "stack"))},
+    "extrema without edges": of(_without_edges),
     "functions of users": of(_functions),
     "one type": of(_one_type),
+    "apply_edges over all types": of(_edges_of_all_types),
     "update_all over all types": _all_types(fn.sum),
     "update_all over all types, extrema": _all_types(fn.max, fn.min),
     "HeteroLinear HeteroEmbedding": (Rows, lambda m, fields, edges: m(fields)),
 }  # fmt: skip
 
 
-ON_FULL = ("SAGEConv weighted", "mixed", "own aggregate", "update_all over", "multi_update_all of m")
+ON_FULL = (
+    "SAGEConv weighted", "mixed", "own aggregate", "update_all over", "multi_update_all of m", "apply functions by",
+    "apply_edges over",
+)  # fmt: skip
 
 
 def graph_of(name):
@@ -342,7 +387,8 @@ def test_what_kind_of_graph_it_is():
         assert set(g.ndata["x"]) == set(g.ntypes) and set(g.edata["edge_weight"]) == set(g.canonical_etypes)
         g.ndata["y"] = {"paper": torch.zeros(g.num_nodes("paper"), 2)}
         assert "y" in g.nodes["paper"].data and "y" not in g.nodes["venue"].data
-        for wrong in (lambda: g.in_degrees(), lambda: g.update_all(fn.copy_u("x", "m"), fn.mean("m", "h"))):
+        mean = fn.copy_u("x", "m"), fn.mean("m", "h")
+        for wrong in (g.in_degrees, lambda: g.update_all(*mean), lambda: g.apply_edges(len)):
             with pytest.raises(dgl.DGLError):
                 wrong()
         with pytest.raises(RefusedError):

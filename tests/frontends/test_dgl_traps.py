@@ -46,7 +46,7 @@ class Numbered(torch.nn.Module):
 def test_what_runs_whole_but_not_in_pieces_is_refused():
     def work(comm):
         graph = share(comm)
-        with pytest.raises(RefusedError, match="takes rows by numbers that do not come from the graph"):
+        with pytest.raises(RefusedError, match="differs from row to row of the nodes, and the model made it"):
             sp.dgl.wrap(Numbered(), comm)(graph, graph.node["x"])
 
     run(work, 3)

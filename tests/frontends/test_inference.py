@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import os
 import re
 import subprocess
@@ -191,6 +192,30 @@ def test_a_file_is_not_overwritten_unasked(tmp_path):
     assert path.read_text() == "mine"
     sp.spawn(lambda comm: rank(comm, state, path, overwrite=True), 2)
     assert np.abs(np.load(path) - logits.numpy()).max() < 1e-10
+
+
+def test_nothing_but_a_regular_file_is_written_or_replaced(tmp_path):
+    state, _ = trained()
+    precious, path = tmp_path / "precious", tmp_path / "logits.npy"
+    precious.write_text("mine")
+    (tmp_path / ".logits.npy.writing").symlink_to(precious)
+    sp.spawn(lambda comm: rank(comm, state, path), 2)
+    assert precious.read_text() == "mine" and np.load(path).shape == (GRAPH.num_nodes, 3)
+    os.mkfifo(tmp_path / "pipe.npy")
+    with pytest.raises(OSError, match="no regular file"):
+        sp.spawn(lambda comm: rank(comm, state, tmp_path / "pipe.npy", overwrite=True), 2)
+
+
+def test_a_full_disk_is_said_before_anything_is_written(tmp_path, monkeypatch):
+    state, _ = trained()
+
+    def full(descriptor, offset, size):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match=r"logits.npy cannot be written: it needs \d+ bytes \(No space left on device\)"):
+        sp.spawn(lambda comm: rank(comm, state, tmp_path / "logits.npy", mode="keep"), 2)
+    assert not [name for name in os.listdir(tmp_path) if name.endswith((".npy", ".writing"))]
 
 
 def test_a_dict_by_type_gives_a_file_per_type(tmp_path):

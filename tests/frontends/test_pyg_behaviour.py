@@ -269,7 +269,7 @@ def test_in_place_change_of_a_saved_tensor_is_noticed():
 def test_attention_weights_kept_by_a_message_are_not_available():
     def work(comm, graph):
         layer = sp.pyg.wrap(gnn.TransformerConv(5, 4).double(), comm)
-        assert layer(graph.x, graph).shape == (graph.num_nodes, 4)
+        assert layer(graph.x, graph).shape == (graph.num_own_nodes, 4)
         with pytest.raises(RefusedError, match=r"_alpha.*not available on a sharded graph"):
             layer(graph.x, graph, return_attention_weights=True)
 

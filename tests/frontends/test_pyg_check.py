@@ -361,6 +361,6 @@ def test_widths_equal_to_the_number_of_nodes_are_no_rows():
     def work(comm):
         graph = shard_in_memory(GRAPH, torch.arange(GRAPH.num_nodes) % 2, comm)
         sp.pyg.wrap(Wide().double(), comm)(graph.x, graph)
-        return graph.num_nodes
+        return graph.num_own_nodes
 
     assert 21 in run(work, 2)

@@ -48,7 +48,7 @@ def test_gcn_norm_of_pyg_as_it_is(ranks, kind, add):
 
 def test_self_loops_of_pyg_as_they_are():
     def count(graph):
-        index, n = graph.edge_index, graph.num_nodes
+        index, n = graph.edge_index, graph.num_own_nodes
         removed, attr = utils.remove_self_loops(index, graph.edge_attr)
         added, _ = utils.add_self_loops(index, graph.edge_attr, fill_value="mean", num_nodes=n)
         remaining, weight = utils.add_remaining_self_loops(index, graph.edge_weight, 7.0, n)
@@ -56,7 +56,7 @@ def test_self_loops_of_pyg_as_they_are():
         return removed.size(1), added.size(1), remaining.size(1), weight.sum()
 
     class Whole:
-        edge_index, num_nodes = GRAPH.edge_index, GRAPH.num_nodes
+        edge_index, num_own_nodes = GRAPH.edge_index, GRAPH.num_nodes
         edge_attr, edge_weight = GRAPH.edge["edge_attr"], GRAPH.edge["edge_weight"]
 
     right, results = count(Whole), on_ranks(count)

@@ -77,7 +77,7 @@ def test_training_equals_that_of_the_whole_table(make, ranks, mode):
             model = make(table).double()
         first = table.weight.detach().clone()
         sp.pyg.wrap(model, comm, check=mode == "sar")
-        everyone = torch.ones(graph.num_nodes, dtype=torch.bool)
+        everyone = torch.ones(graph.num_own_nodes, dtype=torch.bool)
         losses = trained(
             model,
             graph,
@@ -124,7 +124,7 @@ def test_types_have_tables_of_their_own():
     def work(comm):
         sharded = shard_hetero_in_memory(graph, owners, comm)
         table = sp.NodeEmbedding(sharded, 4, "author")
-        assert table().shape == (sharded["author"].num_nodes, 4) and table.total_nodes == 14
+        assert table().shape == (sharded["author"].num_own_nodes, 4) and table.total_nodes == 14
         with pytest.raises(ValueError, match="node_type is one of"):
             sp.NodeEmbedding(sharded, 4)
         with pytest.raises(ValueError, match="got 'editor'"):

@@ -169,8 +169,14 @@ def test_losses_that_average_over_nodes_take_in_all_nodes(name, monkeypatch):
 
 
 REFUSED_CALLS = {
-    "GAE.recon_loss": (lambda: gnn.GAE(gnn.GCNConv(5, 4)), lambda m, g: m.recon_loss(m.encode(g.x, g), g)),
-    "GAE.test": (lambda: gnn.VGAE(Variational()), lambda m, g: m.test(g.x, g, g)),
+    "GAE.recon_loss": (
+        lambda: gnn.GAE(gnn.GCNConv(5, 4)),
+        lambda m, g: m.recon_loss(m.encode(g.x, g), sp.node_ids(g, torch.tensor([[0], [1]]))),
+    ),
+    "DeepGraphInfomax.test": (
+        lambda: gnn.DeepGraphInfomax(4, gnn.GCNConv(5, 4), None, None),
+        lambda m, g: m.test(g.x, g.x, g.x, g.x),
+    ),
     "InnerProductDecoder.forward_all": (gnn.InnerProductDecoder, lambda m, g: m.forward_all(g.x)),
     "InnerProductDecoder.forward": (gnn.InnerProductDecoder, lambda m, g: m(g.x, torch.tensor([[0], [1]]))),
     "GAE.decode": (lambda: gnn.GAE(gnn.GCNConv(5, 4)), lambda m, g: m.decode(g.x, torch.tensor([[0], [1]]))),
@@ -188,7 +194,7 @@ REFUSED_CALLS = {
     "NeuralFingerprint.forward": (lambda: gnn.models.NeuralFingerprint(5, 6, 4, 2), lambda m, g: m(g.x, g)),
     "AttentiveFP.forward": (
         lambda: gnn.AttentiveFP(5, 6, 4, 3, 2, 2),
-        lambda m, g: m(g.x, g, g.edge_attr, torch.zeros(g.num_nodes, dtype=torch.int64)),
+        lambda m, g: m(g.x, g, g.edge_attr, torch.zeros(g.num_own_nodes, dtype=torch.int64)),
     ),
     "ARLinkPredictor.calculate_r_fraction": (
         lambda: gnn.models.ARLinkPredictor(5, 6),
@@ -215,7 +221,7 @@ def test_calls_that_would_be_wrong_are_refused_by_name(name):
 
 RIGHT_AS_THEY_ARE = set(
     "reset_parameters init_conv message message_and_aggregate edge_update reparametrize "
-    "ratio_mask num_groups ARGVA.kl_loss BasicGNN.forward ARLinkPredictor.encode".split()
+    "ratio_mask num_groups ARGVA.kl_loss BasicGNN.forward ARLinkPredictor.encode DeepGraphInfomax.discriminate".split()
 )
 """Methods that set up a model, are called by it, or compute with single rows."""
 

@@ -165,6 +165,24 @@ def test_float32_statistics_are_stable():
         assert float((found - expected).abs().max()) < 1e-5, make
 
 
+@pytest.mark.parametrize("name", ["BatchNorm", "GraphNorm", "InstanceNorm", "MeanSubtractionNorm"])
+def test_a_constant_column_becomes_exactly_zero(name):
+    """So a ReLU behind the norm stays shut, as it does where plain PyG computes the mean without rounding."""
+    norm = {**PLAIN, **WITH_BATCH}[name]
+
+    def work(comm):
+        graph = shard_in_memory(GRAPH, assignments(N, 3, GRAPH.edge_index)["random"], comm)
+        x = graph.x.clone()
+        x[:, :3] = torch.tensor([0.1, 1 / 3, 7e5], dtype=torch.float64)
+        x.requires_grad_()
+        out = sp.pyg.wrap(norm().double(), comm)(x)
+        assert not out[:, :3].any() and out[:, 3:].all()
+        out.relu().sum().backward()
+        assert not x.grad[:, :3].any()
+
+    run(work, 3)
+
+
 def test_a_mixture_of_dtypes_gives_what_pyg_gives():
     def work(comm):
         return sp.pyg.wrap(gnn.GraphNorm(5), comm)(torch.randn(6, 5).to(torch.bfloat16)).dtype

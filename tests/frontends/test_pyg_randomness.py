@@ -95,3 +95,55 @@ def test_random_attention_used_twice_is_refused():
         layer.eval()(graph.x, graph, return_attention_weights=True)
 
     on_two_ranks(work)
+
+
+def _draws(seeded):
+    """A model that draws at one place, and whether it seeds torch's generator before."""
+
+    class Drawing(torch.nn.Module):
+        def __init__(self, draw):
+            super().__init__()
+            self.conv, self.draw = gnn.GCNConv(5, 4), draw
+
+        def forward(self, x, edge_index):
+            h = self.conv(x, edge_index)
+            if seeded:
+                torch.manual_seed(5)
+            return self.draw(h)
+
+    return Drawing
+
+
+def own(seed=1):
+    return torch.Generator().manual_seed(seed)
+
+
+SEEDED = {  # seeded before?, what is drawn
+    "manual_seed, rand_like": (True, lambda h: h * torch.rand_like(h)),
+    "manual_seed, dropout": (True, lambda h: torch.nn.functional.dropout(h, 0.5)),
+    "manual_seed, sized": (True, lambda h: h + torch.rand(h.size(0), 1).to(h)),
+    "generator": (False, lambda h: h * torch.rand(h.shape, generator=own()).to(h)),
+}
+FINE = {
+    "dropout": (False, lambda h: torch.nn.functional.dropout(h, 0.5)),
+    "the same noise on every rank": (False, lambda h: h + torch.randn(4, generator=own()).to(h)),
+    "a branch that is the same": (False, lambda h: h if torch.rand((), generator=own()) < 0.5 else 2 * h),
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("what", [*SEEDED, *FINE, "a branch of its own"])
+def test_numbers_from_a_seed_of_the_model(what, ranks):
+    branch = (False, lambda h: h if torch.rand(()) < 0.5 else 2 * h)
+    seeded, draw = {**SEEDED, **FINE}.get(what, branch)
+
+    def work(comm):
+        graph = shard_in_memory(GRAPH, torch.arange(GRAPH.num_nodes) % comm.size, comm)
+        sp.pyg.wrap(_draws(seeded)(draw).double(), comm)(graph.x, graph)
+
+    if what in FINE or (what not in SEEDED and ranks == 1):
+        run(work, ranks)
+        return
+    reason = "draws random numbers for .* from a seed" if what in SEEDED else "a random number decides"
+    with pytest.raises(RefusedError, match=rf"test_pyg_randomness.py:\d+: .*{reason}"):
+        run(work, ranks)

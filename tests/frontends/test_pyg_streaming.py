@@ -198,7 +198,7 @@ def refused(comm, what):
     owners = assignments(whole.num_nodes, comm.size, whole.edge_index)["random"]
     graph = shard_in_memory(whole, owners, comm, sp.Options(stream_structure=True))
     if what == "layers":
-        return graph.layers(torch.ones(graph.num_nodes, dtype=torch.bool), 2)
+        return graph.layers(torch.ones(graph.num_own_nodes, dtype=torch.bool), 2)
     if what == "dgl":
         return pytest.importorskip("dgl") and sp.dgl.graph(graph)
     model = sp.pyg.wrap(SAGEConv(5, 8, flow="target_to_source").double(), comm, check=False)

@@ -32,22 +32,8 @@ from frontends.sar_cases import (  # noqa: E402
     of,
     read_results,
     start,
-    write,
 )
 from shardpass.frontends import sar  # noqa: E402
-
-
-@pytest.fixture(scope="module")
-def parts(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    made: dict[int, Path] = {}
-
-    def of(count: int) -> Path:
-        if count not in made:
-            made[count] = write(tmp_path_factory.mktemp(f"parts{count}"), count)
-        return made[count]
-
-    return of
-
 
 ALL = [
     "training-sage", "training-gat", "mfgs", "mfgs_gat", "structure", "modes", "functions", "hetero", "rgcn",
@@ -171,16 +157,16 @@ def test_features_and_ids_are_kept(results: list[Any]) -> None:
         assert torch.equal(found["in"], g.in_degrees()[found["nid"]])
         assert torch.equal(found["out"], g.out_degrees()[found["nid"]])
         assert set(g.edges()[1][found["eid"]].tolist()) <= set(found["nid"].tolist())
-        assert found["keys"] == sorted(f"_N/{name}" for name in g.ndata)
+        assert found["keys"] == sorted([dgl.NTYPE, *(f"_N/{name}" for name in g.ndata)])
         data = found["data"]
         assert isinstance(data, sar.PartitionData)
-        assert len(data.node_ranges) == len(data.shard_edges_and_features) == len(results)
+        assert len(data.node_ranges) == len(data.all_shard_edges) == len(results)
         assert data.node_ranges[rank][1] - data.node_ranges[rank][0] == found["nid"].numel()
         assert (data.node_type_names, data.edge_type_names) == (["_N"], [("_N", "_E", "_N")])
-        for (first, end), shard in zip(data.node_ranges, data.shard_edges_and_features):
+        for (first, end), shard in zip(data.node_ranges, data.all_shard_edges):
             src, dst = shard.edges
             assert not ((src < first) | (src >= end)).any()
-            assert set(shard.edge_features) == {dgl.EID, "_N:_E:_N/w", "_N:_E:_N/orig_id"}
+            assert set(shard.edge_features) == {dgl.EID, dgl.ETYPE, "_N:_E:_N/w", "_N:_E:_N/orig_id"}
             assert src.shape == dst.shape == shard.edge_features["_N:_E:_N/w"].shape
         seen.append(found["eid"])
     assert torch.equal(torch.cat(seen).sort().values, torch.arange(g.num_edges()))
@@ -389,10 +375,16 @@ def test_the_documented_script(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.processes
-def test_a_rank_that_skips_backward_ends_all(parts: Callable[[int], Path], tmp_path: Path) -> None:
-    found, text = start(parts(2), tmp_path / "out", 2, ["skips_backward"])
+@pytest.mark.parametrize(
+    "case, told",
+    [("skips_backward", "sync_gradients"), ("config_differs", "sar.Config, which was changed to mode=keep")],
+)
+def test_a_rank_that_goes_its_own_way_ends_all(
+    case: str, told: str, parts: Callable[[int], Path], tmp_path: Path
+) -> None:
+    found, text = start(parts(2), tmp_path / "out", 2, [case])
     assert found == [None, None], text
-    assert "rank 0" in text and "rank 1" in text and "sync_gradients" in text
+    assert "rank 0" in text and "rank 1" in text and told in text
     assert "has waited" not in text, "they end because of the divergence, not because of a time-out"
 
 
@@ -404,10 +396,7 @@ def test_one_rank_is_wrong_and_all_are_told(results: list[Any]) -> None:
     assert "ValueError: rank 1 holds part 0; load part 1 on it" in told[1]["part"]
     assert "PeerFailure: rank 1 could not construct the graph: rank 1 holds part 0" in told[0]["part"]
     for one in told:
-        assert (
-            "DivergenceError: every rank must construct with the same Config: rank 0 has Options(mode='"
-            in one["Config"]
-        )
+        assert "DivergenceError: every rank must construct with the same Config: rank 0 has mode=sar" in one["Config"]
         assert "sar.Config.pipeline_depth is -1; expected an integer that is at least 1" in one["depth"]
         assert "rank 1 has no 'feat' of nodes of type '_N', which rank 0 has" in one["part lacks"]
     assert "3 of the seed nodes are not its own; expected ids in [" in told[1]["seeds"]

@@ -24,28 +24,9 @@ dgl = pytest.importorskip("dgl")
 import dgl.nn.pytorch as dnn  # noqa: E402
 
 from frontends import sar_program as program  # noqa: E402
-from frontends.sar_cases import NODES, close, free_port, heterogeneous, homogeneous, write  # noqa: E402
+from frontends.sar_cases import NODES, close, free_port, heterogeneous, homogeneous  # noqa: E402
 from shardpass.frontends import sar  # noqa: E402
 from shardpass.frontends.sar._state import STATE  # noqa: E402
-
-DOCUMENTED = """
-initialize_comms nfs_ip_init rank world_size comm_device is_initialized sync_params gather_grads load_dgl_partition_data
-construct_full_graph construct_mfgs convert_dist_graph GraphShardManager message_has_parameters edge_softmax
-patched_edge_softmax DistributedBN1D patch_dgl RelGraphConv Config suffix_key_lookup logging_setup PartitionData
-ShardEdgesAndFeatures comm core DataLoader DistNeighborSampler
-""".split()
-
-
-@pytest.fixture(scope="module")
-def parts(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    made: dict[int, Path] = {}
-
-    def of(count: int) -> Path:
-        if count not in made:
-            made[count] = write(tmp_path_factory.mktemp(f"parts{count}"), count)
-        return made[count]
-
-    return of
 
 
 @pytest.fixture
@@ -65,20 +46,10 @@ def test_a_dist_graph(parts: Callable[[int], Path], one_rank: None, monkeypatch:
             assert set(fields) - {dgl.NID} == set(g.nodes[kind].data)
             for field, rows in fields.items():
                 if field != dgl.NID:
-                    assert torch.equal(rows, g.nodes[kind].data[field][fields[dgl.NID]])
+                    assert torch.equal(rows, g.nodes[kind].data[field][fields["orig_id"]])
         for kind, fields in one["edges"].items():
             assert torch.equal(fields["w"], g.edges[kind].data["w"][fields[dgl.EID]])
-            assert torch.equal(one["degrees"][kind], g.in_degrees(etype=kind)[one["nodes"][kind[2]][dgl.NID]])
-
-
-def test_every_documented_name_is_there() -> None:
-    missing = [name for name in DOCUMENTED if not hasattr(sar, name)]
-    assert not missing
-    assert set(DOCUMENTED) <= set(sar.__all__)
-    assert {"disable_sr", "max_collective_size", "pipeline_depth"} <= set(vars(sar.Config))
-    assert sar.core.GraphShardManager is sar.GraphShardManager
-    assert sar.comm.initialize_comms is sar.initialize_comms
-    assert callable(sar.GraphShardManager.get_full_partition_graph)
+            assert torch.equal(one["degrees"][kind], g.in_degrees(etype=kind)[one["nodes"][kind[2]]["orig_id"]])
 
 
 def test_sampling(parts: Callable[[int], Path], one_rank: None) -> None:
@@ -104,13 +75,8 @@ def test_sampling(parts: Callable[[int], Path], one_rank: None) -> None:
         loss.backward()
         sar.gather_grads(model)
     assert torch.equal(torch.cat(found).sort().values, seeds) and len(found) == len(loader) == 3
-    with pytest.raises(RefusedError, match="precompute_optimized_batches=True"):
-        sar.DataLoader(graph, seeds, sampler, 8, precompute_optimized_batches=True)
-
-
-def test_unknown_names() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        _ = sar.nothing
+    with pytest.raises(TypeError, match=r"prob=True and replace=False; expected the name of an edge feature"):
+        sar.DistNeighborSampler([3, 4], True)
 
 
 def test_before_joining() -> None:
@@ -160,7 +126,6 @@ def test_a_stale_file_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert found == ["127.0.0.1"]
     STATE.on_connected.pop()()
     assert not path.exists()
-    assert "shardpass nfs_ip_init" not in [thread.name for thread in threading.enumerate() if thread.is_alive()]
 
 
 @pytest.mark.parametrize(
@@ -196,13 +161,13 @@ def test_suffix_key_lookup() -> None:
     features = {"a/feat": feat, "a/xfeat": torch.zeros(3), "b/label": torch.arange(2)}
     assert sar.suffix_key_lookup(features, "feat") is feat
     assert sar.suffix_key_lookup(features, "a/feat") is feat
-    expanded = sar.suffix_key_lookup(features, "feat", type_list=["b", "a"])
-    assert torch.equal(expanded, torch.cat([other, feat]))
-    assert sar.suffix_key_lookup(features, "feat", expand_to_all=False, type_list=["b", "a"]).shape == (3, 2)
-    with pytest.raises(KeyError, match="no feature is called 'eat'; there are: a/feat, a/xfeat, b/label"):
-        sar.suffix_key_lookup(features, "eat")
-    with pytest.raises(KeyError, match="none of the types"):
-        sar.suffix_key_lookup(features, "feat", type_list=["b"])
+    assert sar.suffix_key_lookup(features, "feat", type_list=["b", "a"]).shape == (3, 2)
+    assert torch.equal(sar.suffix_key_lookup(features, "feat", True, ["b", "a"]), torch.cat([other, feat]))
+    for types in (None, ["b"]):
+        with pytest.warns(UserWarning, match="empty tensor; there are: a/feat, a/xfeat, b/label"):
+            assert torch.equal(sar.suffix_key_lookup(features, "eat", type_list=types), torch.LongTensor([]))
+    with pytest.raises(ValueError, match="expand_to_all=True needs the type_list"):
+        sar.suffix_key_lookup(features, "feat", True)
     both = features | {"b/feat": other}
     with pytest.raises(ValueError, match="'feat' means a/feat, b/feat: pass one of them, or the type_list"):
         sar.suffix_key_lookup(both, "feat")
@@ -210,9 +175,9 @@ def test_suffix_key_lookup() -> None:
     with pytest.raises(ValueError, match=r"float32 rows of shape \[2\] and float32 rows of shape \[5\]"):
         sar.suffix_key_lookup(both | {"b/feat": torch.zeros(2, 5)}, "feat", type_list=["a", "b"])
     with pytest.raises(ValueError, match="the number of nodes of type 'c' is not known"):
-        sar.suffix_key_lookup(features, "feat", type_list=["a", "c"])
+        sar.suffix_key_lookup(features, "feat", True, ["a", "c"])
     typed = {"a/feat": feat, dgl.NTYPE: torch.tensor([0, 0, 0, 1])}
-    assert sar.suffix_key_lookup(typed, "feat", type_list=["a", "c"]).shape == (4, 2)
+    assert sar.suffix_key_lookup(typed, "feat", True, ["a", "c"]).shape == (4, 2)
     edges = {"a:r:b/w": feat}
     assert sar.suffix_key_lookup(edges, "w", type_list=[("a", "r", "b")]).shape == (3, 2)
 
@@ -257,7 +222,7 @@ def test_original_ids_in_files_of_their_own(one_rank: None, tmp_path: Path) -> N
     graph = sar.construct_full_graph(sar.load_dgl_partition_data(str(tmp_path / "het.json"), 0, "cpu"))
     for kind in g.ntypes:
         rows = graph.nodes[kind].data
-        assert torch.equal(rows["feat"], g.nodes[kind].data["feat"][rows[dgl.NID]])
+        assert torch.equal(rows["feat"], g.nodes[kind].data["feat"][rows["orig_id"]])
     for kind in g.canonical_etypes:
         rows = graph.edges[kind].data
         assert torch.equal(rows["w"], g.edges[kind].data["w"][rows[dgl.EID]])
@@ -269,19 +234,19 @@ def plain(parts: Callable[[int], Path]) -> sar.PartitionData:
 
 def test_data_made_by_hand(parts: Callable[[int], Path], one_rank: None) -> None:
     shard = sar.ShardEdgesAndFeatures((torch.tensor([0, 1, 3]), torch.tensor([1, 2, 2])), {"w": torch.rand(3)})
-    data = sar.PartitionData([(0, 4)], [shard], {"feat": torch.rand(4, 2)}, ["_N"], [("_N", "_E", "_N")])
+    data = sar.PartitionData([shard], [(0, 4)], {"feat": torch.rand(4, 2)}, ["_N"], [("_N", "_E", "_N")])
     graph = sar.construct_full_graph(data)
     assert graph.in_degrees().tolist() == [0, 1, 2, 0]
     assert set(graph.edata) == {"w", dgl.EID}
     assert set(graph.ndata) == {"feat", dgl.NID}
     wrong = shard._replace(edges=(torch.tensor([0, 1, 4]), torch.tensor([1, 2, 2])))
     with pytest.raises(ValueError, match=r"an edge ends at node 4, which is outside \[0, 4\)"):
-        sar.construct_full_graph(data._replace(shard_edges_and_features=[wrong]))
+        sar.construct_full_graph(data._replace(all_shard_edges=[wrong]))
     with pytest.raises(ValueError, match="node feature 'feat' has 3 rows; this rank has 4 such nodes"):
         sar.construct_full_graph(data._replace(node_features={"feat": torch.rand(3, 2)}))
     with pytest.raises(ValueError, match="feature 'w' of edges _N:_E:_N from part 0 has 2 rows for 3 edges"):
         short = shard._replace(edge_features={"w": torch.rand(2)})
-        sar.construct_full_graph(data._replace(shard_edges_and_features=[short]))
+        sar.construct_full_graph(data._replace(all_shard_edges=[short]))
     with pytest.raises(ValueError, match="rank 0: 1 of the seed nodes are not its own"):
         sar.construct_mfgs(data, torch.tensor([1, 4]), 1)
 
@@ -351,14 +316,18 @@ def test_norms(one_rank: None) -> None:
     assert torch.isfinite(sar.DistributedBN1D(2)(torch.ones(5, 2))).all()
 
 
-def test_logging(capsys: pytest.CaptureFixture[str]) -> None:
+def test_logging(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     logger = logging.getLogger("shardpass")
     before = logger.level, logger.propagate, list(logger.handlers)
     try:
         sar.logging_setup(logging.INFO, 1, 4)
         sar.logging_setup("INFO", 2, 4)
-        logging.getLogger("shardpass.sar").info("hello")
-        logging.getLogger("shardpass.sar").debug("quiet")
+        sar.logger.info("hello")
+        sar.logger.debug("quiet")
         assert capsys.readouterr().err == "rank 2 of 4: INFO: shardpass.sar: hello\n"
+        sar.logging_setup(logging.DEBUG, log_file=str(tmp_path / "log"))
+        sar.logger.debug("kept")
+        assert (tmp_path / "log").read_text() == "DEBUG: shardpass.sar: kept\n" and not capsys.readouterr().err
     finally:
+        sar.logging_setup(logging.INFO)  # closes the file
         logger.level, logger.propagate, logger.handlers[:] = before

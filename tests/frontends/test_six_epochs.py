@@ -19,8 +19,8 @@ from shardpass.testing.run import run
 from .conv_cases import CONVS, edges
 from .how_much import some_by_default
 from .pyg_cases import GRAPH
+from .six_epochs import trained
 
-EPOCHS = 6
 RELATIONS = torch.arange(GRAPH.edge_index.size(1)) % 4
 LAYERS = {
     **CONVS,
@@ -29,22 +29,6 @@ LAYERS = {
         lambda model, inputs, graph: model(inputs["x"], graph, edges(RELATIONS, graph)),
     ),
 }
-
-
-def trained(model, call, inputs, graph, sync=lambda: None):
-    """The loss of each epoch, as a share of the whole graph's, with plain gradient descent."""
-    optimizer, losses = torch.optim.SGD(model.parameters(), 0.01), []
-    for _ in range(EPOCHS):
-        optimizer.zero_grad()
-        out = call(model, inputs, graph)
-        out = out[0] if isinstance(out, tuple) else out
-        loss = out.tanh().square().sum()
-        if loss.requires_grad:
-            loss.backward()
-        sync()
-        optimizer.step()
-        losses.append(loss.detach())
-    return torch.stack(losses)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

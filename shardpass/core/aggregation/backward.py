@@ -10,7 +10,7 @@ from shardpass.core.aggregation.gradients import Gradients, Returned, is_linear
 from shardpass.core.aggregation.rerun import GradientRun
 from shardpass.core.kernels import edge_dot, gather_extremum_transposed, gather_sum_transposed
 from shardpass.core.sharding import Chunk, Shard, Transposes
-from shardpass.core.tracing import KERNEL_FORMS, REDUCERS, Base, Extremum, Key, Messages, Reduction, StopPass
+from shardpass.core.tracing import KERNEL_FORMS, REDUCERS, Base, Extremum, Key, Reduction, StopPass
 
 
 def run_backward(call: Call, operands: Operands, results: ForwardResult, gradients: Gradients) -> None:
@@ -152,7 +152,7 @@ class _MessagePass:
         return ONLY if is_global else slice(chunk.low, chunk.high)
 
     def _cotangents(
-        self, phase: BackwardPhase, run: GradientRun, shard: Shard, chunk: Chunk, message: Messages | None
+        self, phase: BackwardPhase, run: GradientRun, shard: Shard, chunk: Chunk, message: Tensor | None
     ) -> tuple[list[Tensor], list[Tensor]]:
         """What to differentiate, and the gradient of each."""
         outputs, cotangents, gradients = [], [], self.gradients
@@ -167,7 +167,7 @@ class _MessagePass:
             )
             outputs.append(values)
             cotangents.append(grad.to(values.dtype))
-        if self.to_edges and isinstance(message, Tensor) and message.requires_grad and gradients.edges is not None:
+        if self.to_edges and message is not None and message.requires_grad and gradients.edges is not None:
             for part, grad in self.call.program.columns(message, shard.select(gradients.edges, chunk)):
                 outputs.append(part)
                 cotangents.append(grad)

@@ -13,7 +13,7 @@ from torch import Tensor
 from shardpass.core.aggregation.out_edges import OutEdges
 from shardpass.core.exchange import HaloPlan, WalkId, fetch_blocks
 from shardpass.core.kernels import EdgeRun
-from shardpass.core.ranks import piece_seed, replayed
+from shardpass.core.ranks import is_differentiable, piece_seed, replayed
 from shardpass.core.sharding import Chunk, CopyStreams, EdgeShards, Shard, StreamedShards, to_device
 from shardpass.core.tracing import Inputs, Key, Program, Sides, Structure
 
@@ -178,7 +178,7 @@ class Call:
         """
 
         def given(key: Key, tensor: Tensor) -> Tensor:
-            is_leaf = leaves and key in self.gradients and tensor.is_floating_point()
+            is_leaf = leaves and key in self.gradients and is_differentiable(tensor)
             return tensor.detach().requires_grad_() if is_leaf else tensor
 
         src = {}
@@ -186,7 +186,7 @@ class Call:
             if name in rows:
                 src[name] = given(Key("src", name), rows[name].index_select(0, piece.src_rows))
             else:
-                filler = float("nan") if tensor.is_floating_point() else 0
+                filler = float("nan") if is_differentiable(tensor) else 0
                 one = tensor.new_full((1, *tensor.shape[1:]), filler)
                 src[name] = one.expand(piece.src_rows.numel(), *tensor.shape[1:])
         dst = {

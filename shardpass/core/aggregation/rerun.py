@@ -11,7 +11,7 @@ from torch import Tensor
 from shardpass.core.aggregation.call import Call, EdgePiece, Operands
 from shardpass.core.aggregation.gradients import Gradients
 from shardpass.core.sharding import to_host
-from shardpass.core.tracing import EdgeTrace, Inputs, Key, Messages, Phase, StopPass
+from shardpass.core.tracing import EdgeTrace, Inputs, Key, Phase, StopPass
 
 MakeGenerator = Callable[[], torch.Generator]
 
@@ -24,11 +24,11 @@ class Run(NamedTuple):
     """What a run of the message function gave.
 
     Args:
-        message: its result; `None` where the phase ended the run as soon as it had all it needs.
+        message: its result, if it is one tensor; `None` where the phase ended the run as soon as it had all it needs.
         num_reductions: how many reductions it came to.
     """
 
-    message: Messages | None
+    message: Tensor | None
     num_reductions: int
 
 
@@ -57,7 +57,7 @@ def run_again(
                 program.aggregate(message, inputs)
     except StopPass:
         return Run(None, trace.count)
-    return Run(message, trace.count)
+    return Run(message if isinstance(message, Tensor) else None, trace.count)
 
 
 class GradientRun:

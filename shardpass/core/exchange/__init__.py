@@ -10,18 +10,23 @@ from shardpass.core.exchange.tokens import WalkId
 from shardpass.core.exchange.transfer import carry, extremum_at_owners, halo_fetch, scatter_to_owners
 from shardpass.core.exchange.walk import GradientReturn, fetch_blocks
 from shardpass.core.exchange.windows import WindowPool, shares_rows
+from shardpass.core.exchange.wire import Routed, ask, exchange_arrays, exchange_rows
 
 __all__ = [
     "MESSAGE_BUFFER",
     "GradientReturn",
     "HaloPlan",
     "Packing",
+    "Routed",
     "Schedule",
     "Transfer",
     "WalkId",
     "WindowPool",
+    "ask",
     "build_halo_plan",
     "carry",
+    "exchange_arrays",
+    "exchange_rows",
     "extremum_at_owners",
     "fetch_blocks",
     "halo_fetch",

@@ -3,6 +3,7 @@
 It knows tensors and operations. Which tensors hold rows of what, it is told.
 """
 
+from shardpass.core.following.draws import ForwardDraws
 from shardpass.core.following.follow import FollowRows, unfollowed_anywhere
 from shardpass.core.following.functions import FollowFunctions
 from shardpass.core.following.known import known_modules
@@ -13,6 +14,7 @@ from shardpass.core.following.user_line import is_called_by, user_line
 __all__ = [
     "FollowFunctions",
     "FollowRows",
+    "ForwardDraws",
     "OwnCount",
     "RowCount",
     "is_called_by",

@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardpass.core.following.draws import ForwardDraws, draws
 from shardpass.core.following.marks import Marks
 from shardpass.core.following.operation import Operation, needs_values
 from shardpass.core.following.origin import Origin
-from shardpass.core.following.refusals import check_plain
+from shardpass.core.following.refusals import NUMBERS, check_plain, failure, refusal
 from shardpass.core.following.rows import Rows
 from shardpass.core.following.user_line import user_line
 from shardpass.core.ranks import RowSet, torch_private
@@ -52,6 +53,7 @@ class FollowRows(torch_private.TorchDispatchMode):
 
     Attributes:
         marks: what is known of tensors.
+        draws: looks after random numbers; `None` inside a message function, where edges have seeds of their own.
         in_known: a module that is known to be exact is running.
         is_left_to_another: a message function is running, which another one follows.
         is_paused: what runs now is not followed.
@@ -63,6 +65,7 @@ class FollowRows(torch_private.TorchDispatchMode):
         super().__init__()
         self.in_pieces = in_pieces
         self.marks: Marks = Marks() if beside is None else replace(beside.marks, known=[])
+        self.draws: ForwardDraws | None = None
         self.is_paused = False
         self.in_known = False
         self.is_left_to_another = False
@@ -153,17 +156,21 @@ class FollowRows(torch_private.TorchDispatchMode):
         mixture = next((mixtures[leaf] for leaf in leaves if isinstance(leaf, Tensor) and leaf in mixtures), None)
         if mixture is not None and (rows or needs_values(func)):
             raise mixture.refusal()
+        if self.draws is not None and not rows and needs_values(func) and self._are_drawn(leaves):
+            self.draws.check_branch()
+        is_seeded = self.draws is not None and draws(func) and self.draws.are_seeded(leaves)
         before = self._copies(leaves, rows) if rows and torch_private.is_mutable(func) else {}
         try:
             out = func(*args, **kwargs)
         except (RuntimeError, IndexError) as error:
-            self.marks.explain(rows.values(), leaves, error)
-            raise
+            raise self.explained(func.overloadpacket.__name__, error, leaves) from error
         outs = [leaf for leaf in torch_private.tree_leaves(out) if isinstance(leaf, Tensor)]
+        if is_seeded:
+            self._check_seeded(rows, outs)
         if rows:
             Operation(self.marks, func, leaves, structure, rows, outs, before, self.in_pieces).follow()
         else:
-            self._note_origin(func, leaves, outs)
+            self._note_origin(func, leaves, outs, is_seeded)
             if mixture is not None:
                 mixtures.update(dict.fromkeys(outs, mixture))
         return out
@@ -172,13 +179,36 @@ class FollowRows(torch_private.TorchDispatchMode):
         """Refuse a tensor that is to have a row for each of `of` along dimension 0, if its rows are made of several."""
         self.marks.check_result(tensor)
         rows, origin = self.marks.rows.get(tensor), self.marks.origins.get(tensor)
-        if self.is_paused:
+        if self.in_known:
             return  # a known module made it
         alike = of.is_of_edges or (rows is not None and rows.dim == 0 and rows.of.goes_with(of))
         if rows is not None and rows.fit(tensor) and not alike:  # with edges may go a table, and other lists of them
             raise RefusedError(f"{user_line()}: expected a row for each of the {of.name}, found {rows.of.name}")
         if origin is not None and rows is None and tensor.dim() and tensor.size(0) == of.count:
             check_plain(origin, tensor, 0, of)
+
+    def set_of_ids(self, ids: Tensor) -> RowSet:
+        """What the rows are that are fetched by node ids of the whole graph. Refuse numbers of own rows."""
+        self.marks.check_result(ids)
+        self.marks.adopt([ids])
+        found = self.marks.rows.get(ids)
+        if found is None or not found.fit(ids):
+            return RowSet.fetched(ids.size(0))
+        if found.points_to is not None:
+            raise RefusedError(
+                f"{user_line()}: expected node ids of the whole graph, found numbers of rows of this rank. "
+                f"graph.node_ids has the id of each own node"
+            )
+        return found.of
+
+    def explained(self, name: str, error: Exception, leaves: list[Any]) -> Exception:
+        """What to raise where an operation on `leaves` failed with `error`; see `failure`."""
+        rows = self._operands(leaves)
+        plain = [leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in rows]
+        if 0 in rows and plain and "out of " in str(error):  # the index of a table with rows
+            what = f"`{name}` takes rows by numbers that do not come from the graph ({error})"
+            return refusal(f"{what}, over the {rows[0].of.name}", NUMBERS)
+        return failure(name, error, [found.of for found in rows.values()], plain, self.marks.known)
 
     def _operands(self, leaves: list[Any]) -> dict[int, Rows]:
         self.marks.adopt(leaves)
@@ -195,12 +225,21 @@ class FollowRows(torch_private.TorchDispatchMode):
         plain = [leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in rows]
         return {id(leaf): leaf.clone() for leaf in plain}
 
-    def _note_origin(self, func: Any, leaves: list[Any], outs: list[Tensor]) -> None:
+    def _are_drawn(self, leaves: list[Any]) -> bool:
+        return any(isinstance(leaf, Tensor) and self.marks.origins.get(leaf) == Origin.FREE for leaf in leaves)
+
+    def _check_seeded(self, rows: dict[int, Rows], outs: list[Tensor]) -> None:
+        """Refuse rows that were drawn from a seed of the model's."""
+        sizes = {size for out in outs for size in out.shape}
+        drawn = [found.of for found in rows.values()] + [known for known in self.marks.known if known.count in sizes]
+        if self.draws is not None and drawn:
+            self.draws.refuse_seeded(drawn[0].name)
+
+    def _note_origin(self, func: Any, leaves: list[Any], outs: list[Tensor], is_seeded: bool) -> None:
         if func.overloadpacket in _EMPTY:
             return  # what is put into it tells, as kernels of other libraries do without torch
         given = [self.marks.origin_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
-        draws = torch.Tag.nondeterministic_seeded in func.tags
-        if draws and max(given, default=Origin.CONSTANT) <= Origin.CONSTANT:
+        if draws(func) and not is_seeded and max(given, default=Origin.CONSTANT) <= Origin.CONSTANT:
             given = [Origin.FREE]
         elif not given:
             given = [_MADE_BY.get(func.overloadpacket, Origin.CONSTANT)]

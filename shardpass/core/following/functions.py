@@ -46,7 +46,13 @@ class FollowFunctions(TorchFunctionMode):
             for number in (*args, *kwargs.values()):
                 if isinstance(number, OwnCount):
                     number.refuse()
-        out = func(*args, **kwargs) if name != "one_hot" else self._one_hot(func, args, kwargs)
+        try:
+            out = func(*args, **kwargs) if name != "one_hot" else self._one_hot(func, args, kwargs)
+        except IndexError as error:  # indices are checked before an operation runs
+            raise self.follower.explained(name, error, [first]) from error
+        if first is not None and name == "numel":
+            rows = self._rows_of(first)
+            return out if rows is None else RowCount.make(out, rows.of)
         if first is not None and (name == "size" or (name == "__get__" and isinstance(out, torch.Size))):
             return self._counted(first, (*args[1:], *kwargs.values()), out)
         return out
@@ -68,9 +74,14 @@ class FollowFunctions(TorchFunctionMode):
 
     def _one_hot(self, func: Any, args: Any, kwargs: Any) -> Any:
         """With a number of classes, it looks at all rows only to check them."""
+        rows = self._rows_of(args[0]) if args else None
         if len(args) < 2 and kwargs.get("num_classes", -1) == -1:
+            if rows is not None and rows.of.judges:
+                raise RefusedError(
+                    f"{user_line()}: `one_hot` without num_classes takes the largest number that the {rows.of.name} of "
+                    f"this rank have. Pass num_classes, such as graph.num_classes"
+                )
             return func(*args, **kwargs)
-        rows = self._rows_of(args[0])
         with self.follower.paused():
             out = func(*args, **kwargs)
         if rows is not None:

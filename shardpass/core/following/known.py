@@ -39,11 +39,13 @@ class _Block:
     def __init__(self, follower: FollowRows, is_known: bool) -> None:
         self.follower, self.is_known = follower, is_known
         self._open: list[AbstractContextManager[None]] = []
+        self._is_given_nothing = False
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self.is_known and not self.follower.is_paused:
             with self.follower.paused():
                 self.follower.marks.check_arguments((args, kwargs))
+        self._is_given_nothing = not args and not kwargs
         block = self.follower.module(self.is_known)
         block.__enter__()
         self._open.append(block)
@@ -51,3 +53,5 @@ class _Block:
     def end(self, module: nn.Module, args: Any, out: Any) -> None:
         if self._open:  # or else `begin` refused the arguments
             self._open.pop().__exit__(None, None, None)
+            if self.is_known and self._is_given_nothing:
+                self.follower.marks.note_made_of_state(out)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, MutableMapping
+from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardpass.core.following.origin import Origin
-from shardpass.core.following.refusals import Mixture, check_plain, whole_graph
+from shardpass.core.following.refusals import Mixture, check_plain
 from shardpass.core.following.rows import Rows
 from shardpass.core.ranks import RowSet, torch_private
 
@@ -24,7 +24,6 @@ class Marks:
         origins: where tensors without rows come from.
         mixtures: what they are made of that were made of several rows.
         known: the sets of rows that tensors from outside are recognised by, by their number of rows.
-        totals: how many rows of such a set all ranks together have, by its root.
         verdicts: what was found out of operations, by operation and shapes.
     """
 
@@ -32,7 +31,6 @@ class Marks:
     origins: MutableMapping[Tensor, Origin] = field(default_factory=torch_private.WeakTensorKeyDictionary)
     mixtures: MutableMapping[Tensor, Mixture] = field(default_factory=torch_private.WeakTensorKeyDictionary)
     known: list[RowSet] = field(default_factory=list)
-    totals: dict[Any, int] = field(default_factory=dict)
     verdicts: dict[Any, Any] = field(default_factory=dict)
     _selections: list[tuple[Tensor, int, RowSet]] = field(default_factory=list)
 
@@ -41,6 +39,12 @@ class Marks:
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor not in self.rows:
                 self.origins[tensor] = Origin.STATE
+
+    def note_made_of_state(self, made: Any) -> None:
+        """Note that tensors are made of parameters and buffers only."""
+        for leaf in torch_private.tree_leaves(made):
+            if isinstance(leaf, Tensor) and leaf not in self.rows:
+                self.origins[leaf] = Origin.STATE
 
     def mark(self, tensor: Tensor, rows: Rows) -> None:
         """Note where a tensor holds rows."""
@@ -98,15 +102,6 @@ class Marks:
         self._selections.append((mask, torch_private.version_of(mask), found))
         return found
 
-    def explain(self, rows: Iterable[Rows], leaves: list[Any], error: Exception) -> None:
-        """Refuse an operation that failed because a tensor has a row for each node or edge of the whole graph."""
-        for one in rows:
-            total = self.totals.get(one.of.root)
-            for leaf in leaves:
-                whole = isinstance(leaf, Tensor) and leaf not in self.rows and total in leaf.shape
-                if whole and total != one.of.count:
-                    raise whole_graph(leaf, one.of, total) from error
-
     def check_result(self, result: Any) -> None:
         """Refuse a result of the model that was made of several rows."""
         for leaf in torch_private.tree_leaves(result):
@@ -118,8 +113,9 @@ class Marks:
         self.check_result(given)
         self.adopt(given)
         for leaf in torch_private.tree_leaves(given):
-            if isinstance(leaf, Tensor) and leaf in self.origins and leaf.dim():
-                of = next((rows for rows in self.known if rows.count == leaf.size(0)), None)
+            is_plain = type(leaf) is Tensor or isinstance(leaf, nn.Parameter)  # not what stands for edge_index
+            if is_plain and leaf in self.origins and leaf.dim():
+                of = next((rows for rows in self.known if leaf.size(0) in (rows.count, rows.total)), None)
                 is_matrix = self.origins[leaf] == Origin.STATE and leaf.numel() > leaf.size(0)
                 if of is not None and not (is_matrix and of.is_of_edges):  # a weight of as many rows by chance
                     check_plain(self.origins[leaf], leaf, 0, of)

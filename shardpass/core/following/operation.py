@@ -21,6 +21,7 @@ from shardpass.errors import RefusedError
 
 ATEN = torch.ops.aten
 _PICKS = frozenset([ATEN.index, ATEN.nonzero, ATEN.masked_select])
+_REAL_OR_COMPLEX = frozenset([ATEN.view_as_real, ATEN.view_as_complex])  # the last dimension comes or goes
 _RESHAPES = frozenset([ATEN.view, ATEN._unsafe_view, ATEN._reshape_alias])
 _FACTORIES = frozenset([ATEN.new_zeros, ATEN.new_ones, ATEN.new_full, ATEN.new_empty, ATEN.new_empty_strided])
 _SCATTERS = frozenset(
@@ -110,6 +111,8 @@ class Operation:
         self._check_sets()
         if packet in _RESHAPES and isinstance(self.args[1], (list, tuple)):
             return self._mark([reshaped(self.first, self.leaves[0].shape, self.outs[0].shape)])
+        if packet in _REAL_OR_COMPLEX:
+            return self._mark([self.first])
         if torch_private.is_view(self.func):
             return self._view()
         return self._try()
@@ -268,6 +271,10 @@ class Operation:
             return found
         if found is None and self.marks.origins.get(index) == Origin.NUMBERS and table.of.count in index.shape:
             return Rows([*index.shape].index(table.of.count), table.of)  # torch.arange: every row, in order
+        if found is None and self.marks.origins.get(index) == Origin.FREE and index.dim() == 1 and table.of.is_of_edges:
+            drawn = RowSet(f"drawn {table.of.name}", index.numel(), ("drawn", object()), table.of.count)
+            self.marks.mark(index, Rows(0, drawn, points_to=table.of))  # torch.randperm: what edge dropout keeps
+            return Rows(0, drawn)
         self._refuse("takes rows by numbers that do not come from the graph", table.of, NUMBERS)
 
     def _is_looked_up(self, table: Tensor, dim: int, index: Tensor) -> bool:

@@ -20,7 +20,10 @@ STATE = (
     "equal by chance, change the width"
 )
 FIELD = "Store what differs from row to row as a node or edge field of the graph"
-NUMBERS = "Rows are numbered anew on every rank: use a mask, or compute it before you partition and store it as a field"
+NUMBERS = (
+    "Rows are numbered anew on every rank: use a mask, compute it before you partition and store it as a field, or let "
+    "shardpass.node_ids(graph, ids) index rows by ids of the whole graph"
+)
 
 
 def check_plain(origin: Origin | None, tensor: Tensor, dim: int, of: RowSet) -> None:
@@ -35,6 +38,24 @@ def check_plain(origin: Origin | None, tensor: Tensor, dim: int, of: RowSet) -> 
         )
 
 
+def failure(name: str, error: Exception, rows: list[RowSet], plain: list[Tensor], known: list[RowSet]) -> Exception:
+    """What to raise where an operation fails that would not fail on the whole graph; `error` itself if it would.
+
+    Args:
+        rows: those of its operands.
+        plain: its operands without rows.
+        known: all sets of rows.
+    """
+    for tensor in plain:
+        for of in known:
+            if of.total != of.count and of.total in tensor.shape:
+                return whole_graph(tensor, of)
+    empty = next((of for of in rows if of.count == 0), None)
+    if empty is None:
+        return error
+    return refusal(f"`{name}` puts rows together, over the {empty.name}, and this rank has none of them ({error})")
+
+
 def refusal(what: str, remedy: str = "", line: str = "") -> RefusedError:
     """An error that says what the user's line does; without `line`, the one that is running."""
     return RefusedError(
@@ -43,10 +64,10 @@ def refusal(what: str, remedy: str = "", line: str = "") -> RefusedError:
     )
 
 
-def whole_graph(tensor: Tensor, of: RowSet, total: int | None) -> RefusedError:
+def whole_graph(tensor: Tensor, of: RowSet) -> RefusedError:
     """An error for a tensor of the whole graph that meets rows of this rank."""
     return RefusedError(
-        f"{user_line()}: a tensor of shape {[*tensor.shape]} has an entry for each of the {total} {of.name} of the "
+        f"{user_line()}: a tensor of shape {[*tensor.shape]} has an entry for each of the {of.total} {of.name} of the "
         f"whole graph, but this rank holds {of.count} of them, in another order. Store it as a field of the graph when "
         f"you partition, and take it from there, as in graph.train_mask; for parameters use shardpass.NodeEmbedding"
     )

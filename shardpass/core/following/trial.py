@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardpass.core.following.draws import draws
 from shardpass.core.following.rows import Rows
 from shardpass.core.ranks import get_random_state, set_random_state, torch_private
 
@@ -74,14 +75,14 @@ def _tried(
         elif isinstance(leaf, Tensor):
             same = leaf.to(dtype) if dtype is not None and leaf.is_floating_point() else leaf
             whole[i], part[i] = same.clone(), same.clone()  # it may be written into
-    draws = torch.Tag.nondeterministic_seeded in function.tags
-    state = get_random_state() if draws else {}
+    is_random = draws(function)
+    state = get_random_state() if is_random else {}
     try:
         all_rows, some_rows = (_called(function, given, structure) for given in (whole, part))
     finally:
-        if draws:
+        if is_random:
             set_random_state(state)
-    return [_found(a, b, count, pick, rows, draws) for a, b in zip(all_rows, some_rows)]
+    return [_found(a, b, count, pick, rows, is_random) for a, b in zip(all_rows, some_rows)]
 
 
 def _called(function: Any, leaves: list[Any], structure: Any) -> list[Tensor]:

@@ -10,12 +10,13 @@ from pathlib import Path
 _LIBRARIES = ("torch", "torch_geometric", "dgl", "shardpass")
 
 
-def user_line() -> str:
-    """``file:line: code`` of the innermost frame that is in no library."""
+def user_line(error: BaseException | None = None) -> str:
+    """``file:line: code`` of the innermost frame that is in no library, now or where `error` was raised."""
     folders = [str(Path(spec.origin).parent) for name in _LIBRARIES if (spec := find_spec(name)) and spec.origin]
     folders.append(sysconfig.get_path("stdlib"))
-    for frame in reversed(traceback.extract_stack()):
-        if not frame.filename.startswith((*folders, "<")):
+    frames = traceback.extract_stack() if error is None else traceback.extract_tb(error.__traceback__)
+    for frame in reversed(frames):
+        if not frame.filename.startswith((*folders, "<")) and not frame.filename.endswith((".pyx", ".pxi")):
             return f"{frame.filename}:{frame.lineno}: {frame.line}"
     return "in a library"
 

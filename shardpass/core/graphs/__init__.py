@@ -3,12 +3,15 @@
 This room describes a graph and the edge lists that are derived from it. It does not aggregate messages.
 """
 
-from shardpass.core.graphs.as_data import GraphArgument
+from shardpass.core.graphs.any_rows import rows
+from shardpass.core.graphs.as_data import GraphArgument, graph_of
 from shardpass.core.graphs.batch_index import BatchIndex
+from shardpass.core.graphs.directory import NodeDirectory, directory_of
 from shardpass.core.graphs.edge_index import ShardedEdgeIndex
 from shardpass.core.graphs.embedding import NodeEmbedding, OwnRows, node_embeddings
 from shardpass.core.graphs.graph import LoadedGraphs, ShardedGraph, gather
 from shardpass.core.graphs.hetero_graph import ShardedHeteroGraph
+from shardpass.core.graphs.node_ids import NodeIds, node_ids
 from shardpass.core.graphs.readout import all_rows, reduce_rows
 from shardpass.core.graphs.relation import OwnFields, Relation, build_relation
 from shardpass.core.graphs.reverse import ReversedEdges, reversed_edges
@@ -18,7 +21,9 @@ __all__ = [
     "BatchIndex",
     "GraphArgument",
     "LoadedGraphs",
+    "NodeDirectory",
     "NodeEmbedding",
+    "NodeIds",
     "OwnFields",
     "OwnRows",
     "Piece",
@@ -29,9 +34,13 @@ __all__ = [
     "ShardedHeteroGraph",
     "all_rows",
     "build_relation",
+    "directory_of",
     "gather",
+    "graph_of",
     "node_embeddings",
+    "node_ids",
     "reduce_rows",
     "reversed_edges",
+    "rows",
     "union",
 ]

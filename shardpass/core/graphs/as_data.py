@@ -38,12 +38,12 @@ class GraphArgument(ShardedEdgeIndex):
     @property
     def num_nodes(self) -> int:
         """Own nodes, which may be a size. Anything else that is computed from their number is refused."""
-        return RowCount.make(self.graph.num_nodes, node_set(NODE, self.graph.num_nodes))
+        return RowCount.make(self.graph.num_own_nodes, node_set(NODE, self.graph.num_own_nodes))
 
     @property
     def num_edges(self) -> int:
         """Own edges, likewise."""
-        return RowCount.make(self.graph.num_edges, self.plan.edge_set(self.graph.num_edges))
+        return RowCount.make(self.graph.num_own_edges, self.plan.edge_set(self.graph.num_own_edges))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "graph":
@@ -69,3 +69,8 @@ class GraphArgument(ShardedEdgeIndex):
         if name in ("to", "clone", "contiguous", "cpu", "cuda") and isinstance(first, GraphArgument):
             return GraphArgument.of(first.graph)
         return out
+
+
+def graph_of(given: ShardedGraph | GraphArgument) -> ShardedGraph:
+    """The graph itself, where a model passes on what stands for it."""
+    return given.graph if isinstance(given, GraphArgument) else given

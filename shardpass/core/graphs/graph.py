@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
 
@@ -24,6 +25,27 @@ from shardpass.core.sharding import (
 )
 from shardpass.errors import RefusedError
 
+_AMBIGUOUS = {"num_nodes": "nodes", "num_edges": "edges", "num_nodes_dict": "nodes", "num_edges_dict": "edges"}
+
+
+def refuse_ambiguous(name: str) -> None:
+    """Raise if `name` is a count that means the whole graph in PyG, where a rank has one of its own too."""
+    if name in _AMBIGUOUS:
+        what = _AMBIGUOUS[name]
+        of = "graph[type]" if name.endswith("_dict") else "graph"
+        raise RefusedError(
+            f"`{name}` of a sharded graph could mean two numbers: {of}.num_own_{what} counts this rank's {what}, and "
+            f"{of}.total_{what} those of the whole graph. A model that is to run on plain PyG too can read a size from "
+            f"a tensor, as in x.size(0)"
+        )
+
+
+_OF_DGL = frozenset(
+    "apply_edges apply_nodes canonical_etypes dstdata edata etypes idtype in_degrees is_block local_scope "
+    "local_var multi_update_all ndata ntypes number_of_dst_nodes number_of_edges number_of_nodes out_degrees "
+    "srcdata update_all".split()
+)
+
 
 class LoadedGraphs:
     """The graphs of a run that are in use."""
@@ -42,7 +64,9 @@ class ShardedGraph:
     """One rank's share of a graph: its own nodes, and the edges that end in them.
 
     Made by `load`; goes where PyG code expects ``data`` or ``edge_index``. Node tensors hold own rows
-    ``[num_nodes, ...]``; edge tensors hold own edges ``[num_edges, ...]`` in the order of ``edge_index``.
+    ``[num_own_nodes, ...]``; edge tensors hold own edges ``[num_own_edges, ...]`` in the order of ``edge_index``. There
+    is no ``num_nodes`` or ``num_edges``: a script that comes from PyG means the whole graph by them, and a size means
+    this rank's share.
     """
 
     def __init__(
@@ -75,8 +99,8 @@ class ShardedGraph:
 
     def __repr__(self) -> str:
         return (
-            f"ShardedGraph(rank {self.comm.rank} of {self.comm.size}: {self.num_nodes} of {self.total_nodes} nodes, "
-            f"{self.num_edges} of {self.total_edges} edges, mode={self.options.mode!r})"
+            f"ShardedGraph(rank {self.comm.rank} of {self.comm.size}: {self.num_own_nodes} of {self.total_nodes} "
+            f"nodes, {self.num_own_edges} of {self.total_edges} edges, mode={self.options.mode!r})"
         )
 
     @property
@@ -116,11 +140,17 @@ class ShardedGraph:
         return self.relation.fields
 
     def __getattr__(self, name: str) -> Tensor:
+        refuse_ambiguous(name)
         if name.startswith("_") or not self.is_homogeneous:
             raise AttributeError(f"ShardedGraph has no attribute {name!r}")
         for fields in (self.node, self.edge):
             if name in fields:
                 return fields[name]
+        if name in _OF_DGL:
+            raise AttributeError(
+                f"`.{name}` of a DGLGraph is read of the graph that shardpass.load returned: call a model that "
+                f"shardpass.dgl.wrap(model, comm) has wrapped, or pass shardpass.dgl.graph(graph) to code of your own"
+            )
         if hasattr(Tensor, name):
             raise AttributeError(_NOT_WRAPPED)
         raise AttributeError(
@@ -154,12 +184,12 @@ class ShardedGraph:
         of the whole graph. The rows of other nodes have no meaning. Norms over all nodes are refused.
 
         Args:
-            nodes: own rows, ``[num_nodes]`` bool.
+            nodes: own rows, ``[num_own_nodes]`` bool.
             num_layers: of the model, the same on every rank.
         """
-        if nodes.dtype != torch.bool or nodes.shape != (self.num_nodes,):
+        if nodes.dtype != torch.bool or nodes.shape != (self.num_own_nodes,):
             raise ValueError(
-                f"rank {self.comm.rank}: layers takes a mask over own nodes, expected bool [{self.num_nodes}], got "
+                f"rank {self.comm.rank}: layers takes a mask over own nodes, expected bool [{self.num_own_nodes}], got "
                 f"{nodes.dtype} {list(nodes.shape)}"
             )
         relation = self.relation
@@ -181,20 +211,20 @@ class ShardedGraph:
 
     def _batch_index(self) -> BatchIndex:
         if not self.is_homogeneous or "batch" not in self.node:
-            return BatchIndex.of(self.num_nodes, self.comm)  # type: ignore[no-any-return]
+            return BatchIndex.of(self.num_own_nodes, self.comm)  # type: ignore[no-any-return]
         with self.comm.unfollowed():  # a model may be the first to ask for it
             ids = self.node["batch"].to(torch.int64)
             last = ids.max().view(1) if ids.numel() else ids.new_full((1,), -1)
             num_graphs = int(self.comm.all_reduce(last, "max", "number of graphs")) + 1
-        return BatchIndex.wrap(ids, self.num_nodes, self.comm, num_graphs)  # type: ignore[no-any-return]
+        return BatchIndex.wrap(ids, self.num_own_nodes, self.comm, num_graphs)  # type: ignore[no-any-return]
 
     @property
-    def num_nodes(self) -> int:
+    def num_own_nodes(self) -> int:
         """Own nodes of this rank."""
         return sum(o.num_own(self.comm.rank) for o in self.ownership.values())
 
     @property
-    def num_edges(self) -> int:
+    def num_own_edges(self) -> int:
         """Own edges of this rank."""
         return sum(r.shards.num_edges for r in self.relations.values())
 
@@ -236,7 +266,7 @@ class ShardedGraph:
 
     @property
     def node_ids(self) -> Tensor:
-        """Original id of each own node, ``[num_nodes]`` int64."""
+        """Original id of each own node, ``[num_own_nodes]`` int64."""
         self._single("node_ids")
         return self._node_ids[NODE]
 
@@ -247,7 +277,7 @@ class ShardedGraph:
 
     @property
     def edge_ids(self) -> Tensor:
-        """Original position of each own edge, ``[num_edges]`` int64."""
+        """Original position of each own edge, ``[num_own_edges]`` int64."""
         return self.relation.edge_ids
 
     def fields_of(self, node_type: NodeType) -> OwnFields:
@@ -260,17 +290,14 @@ class ShardedGraph:
 
     def row_sets(self) -> dict[RowSet, OwnFields]:
         """The sets of own rows, each with its fields."""
-        nodes = {
-            node_set(kind, o.num_own(self.comm.rank)): self._node_fields[kind] for kind, o in self.ownership.items()
-        }
-        return nodes | {r.plan.edge_set(r.shards.num_edges): r.fields for r in self.relations.values()}
-
-    def row_totals(self) -> dict[Hashable, int]:
-        """How many rows the whole graph has of each of the sets, by their roots."""
-        kinds = self.ownership.items()
-        nodes = {node_set(kind, owned.num_own(self.comm.rank)).root: owned.num_total for kind, owned in kinds}
-        relations = self.relations.items()
-        return nodes | {r.plan.edge_set(0).root: self._total_edges[kind] for kind, r in relations}
+        found = {}
+        for kind, owned in self.ownership.items():
+            rows = node_set(kind, owned.num_own(self.comm.rank))
+            found[replace(rows, total=owned.num_total)] = self._node_fields[kind]
+        for edge_type, relation in self.relations.items():
+            rows = relation.plan.edge_set(relation.shards.num_edges)
+            found[replace(rows, total=self._total_edges[edge_type])] = relation.fields
+        return found
 
     def ids_of(self, node_type: NodeType | None = None) -> tuple[Tensor, int]:
         """Original ids of own nodes of a type (None: the only one), and how many nodes the whole graph has of it."""

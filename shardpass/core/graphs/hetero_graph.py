@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from shardpass.core.graphs.edge_index import ShardedEdgeIndex
-from shardpass.core.graphs.graph import ShardedGraph
+from shardpass.core.graphs.graph import ShardedGraph, refuse_ambiguous
 from shardpass.core.graphs.relation import OwnFields, Relation
 from shardpass.core.sharding import EdgeType, NodeType
 
@@ -20,6 +20,7 @@ class _OfOneType:
         self._what, self._fields = what, fields
 
     def __getattr__(self, name: str) -> Tensor:
+        refuse_ambiguous(name)
         if name.startswith("_") or name not in self._fields:
             raise AttributeError(f"{self._what} have no field {name!r}; there are: {self._fields.listed()}")
         return self._fields[name]
@@ -41,7 +42,7 @@ class OwnNodes(_OfOneType):
     Args:
         node_type: their type.
         fields: node tensors, own rows.
-        node_ids: original id of each own node, ``[num_nodes]`` int64.
+        node_ids: original id of each own node, ``[num_own_nodes]`` int64.
         total_nodes: nodes of this type in the whole graph.
         num_classes: classes of ``y`` over all ranks; `None` without ``y``.
     """
@@ -54,10 +55,10 @@ class OwnNodes(_OfOneType):
         self._num_classes = num_classes
 
     def __repr__(self) -> str:
-        return f"OwnNodes({self.node_type!r}: {self.num_nodes} of {self.total_nodes}, fields {self.keys()})"
+        return f"OwnNodes({self.node_type!r}: {self.num_own_nodes} of {self.total_nodes}, fields {self.keys()})"
 
     @property
-    def num_nodes(self) -> int:
+    def num_own_nodes(self) -> int:
         """Own nodes of this type."""
         return self.node_ids.numel()
 
@@ -91,7 +92,7 @@ class OwnEdges(_OfOneType):
         self.edge_type, self.relation, self.total_edges = edge_type, relation, total_edges
 
     def __repr__(self) -> str:
-        return f"OwnEdges({self.edge_type}: {self.num_edges} of {self.total_edges}, fields {self.keys()})"
+        return f"OwnEdges({self.edge_type}: {self.num_own_edges} of {self.total_edges}, fields {self.keys()})"
 
     @property
     def edge_index(self) -> ShardedEdgeIndex:
@@ -104,7 +105,7 @@ class OwnEdges(_OfOneType):
         return self.relation.edge_ids
 
     @property
-    def num_edges(self) -> int:
+    def num_own_edges(self) -> int:
         """Own edges of this type."""
         return self.relation.shards.num_edges
 
@@ -130,9 +131,9 @@ class ShardedHeteroGraph(ShardedGraph):
         return {kind: OwnEdges(kind, relation, self._total_edges[kind]) for kind, relation in self.relations.items()}
 
     def __repr__(self) -> str:
-        nodes = ", ".join(f"{nodes.num_nodes} of {nodes.total_nodes} {kind}" for kind, nodes in self._nodes.items())
+        nodes = ", ".join(f"{nodes.num_own_nodes} of {nodes.total_nodes} {kind}" for kind, nodes in self._nodes.items())
         return (
-            f"ShardedHeteroGraph(rank {self.comm.rank} of {self.comm.size}: {nodes}; {self.num_edges} of "
+            f"ShardedHeteroGraph(rank {self.comm.rank} of {self.comm.size}: {nodes}; {self.num_own_edges} of "
             f"{self.total_edges} edges of {len(self._edges)} types, mode={self.options.mode!r})"
         )
 
@@ -150,6 +151,7 @@ class ShardedHeteroGraph(ShardedGraph):
         return self._edges[found[0]]
 
     def __getattr__(self, name: str) -> Any:
+        refuse_ambiguous(name)
         if name.startswith("_") or not name.endswith("_dict"):
             raise AttributeError(
                 f"ShardedHeteroGraph has no attribute {name!r}: a field belongs to a type, as in graph[type].{name} or "
@@ -167,16 +169,6 @@ class ShardedHeteroGraph(ShardedGraph):
     def edge_index_dict(self) -> dict[EdgeType, ShardedEdgeIndex]:
         """The stand-in for ``edge_index`` of each edge type."""
         return {kind: edges.edge_index for kind, edges in self._edges.items()}
-
-    @property
-    def num_nodes_dict(self) -> dict[NodeType, int]:
-        """Own nodes of each type."""
-        return {kind: nodes.num_nodes for kind, nodes in self._nodes.items()}
-
-    @property
-    def num_edges_dict(self) -> dict[EdgeType, int]:
-        """Own edges of each type."""
-        return {kind: edges.num_edges for kind, edges in self._edges.items()}
 
     @property
     def num_features(self) -> dict[NodeType, int]:  # type: ignore[override]

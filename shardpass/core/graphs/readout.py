@@ -35,7 +35,8 @@ def reduce_rows(
     travel in float64 (integers are exact up to 2**53) and are merged in the order of the ranks.
 
     Args:
-        rows: the trailing shape and dtype are the same on every rank; floating point, or integers for ``sum``.
+        rows: the trailing shape and dtype are the same on every rank; floating point; for ``sum`` also integers or
+            complex.
         op: the reduction. ``max`` and ``min`` split the gradient evenly among the tied rows of all ranks, as in torch.
         base: for ``max`` and ``min``, the result without rows. torch's ``scatter_reduce_`` counts it as one more tie if
             the result equals it, also with ``include_self=False``, so it is counted here.
@@ -46,8 +47,11 @@ def reduce_rows(
         RefusedError: an integer maximum, minimum or product; a backward with ``create_graph=True``.
         DivergenceError: ranks pass rows of different trailing shapes or dtypes.
     """
+    if op == "sum" and rows.is_complex():
+        return torch.view_as_complex(reduce_rows(torch.view_as_real(rows), op, comm))
     if op != "sum" and not rows.is_floating_point():
-        raise RefusedError(f"the {op} of integers over all nodes is not supported on a sharded graph; convert to float")
+        kind = "complex numbers" if rows.is_complex() else "integers"
+        raise RefusedError(f"the {op} of {kind} over all nodes is not supported on a sharded graph; convert to float")
     label = f"{op} of {str(rows.dtype).removeprefix('torch.')} rows of shape {list(rows.shape[1:])} over all nodes"
     number, token = begin_call(comm, label)
     label = f"{label} #{number}"

@@ -8,8 +8,8 @@ computes only what lies between. Every rank keeps its own rows in its own folder
 from __future__ import annotations
 
 import json
-import os
 import shutil
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +17,8 @@ from typing import Any
 
 from torch import Tensor
 
-from shardpass.core.ranks import Ranks, agree
+from shardpass.core.ranks import Ranks, agree, fail_together
+from shardpass.core.training import read_verified, write_verified
 from shardpass.errors import RefusedError
 
 _ENTRY = "call-{:04}.safetensors"
@@ -36,45 +37,55 @@ class Journal:
     def __init__(
         self, folder: Path, comm: Ranks, fingerprint: str, progress: Callable[[str], None] | None = None
     ) -> None:
-        """Collective: ranks agree on how many results all of them have."""
+        """Collective: ranks agree on how many results all of them have.
+
+        Raises:
+            OSError: a rank cannot use its folder (on every rank).
+        """
         self._progress, self._device = progress, comm.device
         self.folder = folder / f"rank-{comm.rank}"
         head = json.dumps({"fingerprint": fingerprint, "ranks": comm.size})
+        kept = fail_together(comm, "journal: results kept", lambda: self._open(head, comm), OSError)
+        self.num_known = min(count for (count,) in agree(comm, "journal: calls kept", [kept]))
+        self._next = 0
+
+    def _open(self, head: str, comm: Ranks) -> int:
+        """How many results of this rank are there and whole, one after the other."""
         title = self.folder / "journal.json"
         if not title.exists() or title.read_text() != head:
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder.mkdir(parents=True)
             title.write_text(head)
         if comm.rank == 0:
-            for other in folder.glob("rank-*"):  # an ended run on more ranks has left them
-                if int(other.name.removeprefix("rank-")) >= comm.size:
+            for other in self.folder.parent.glob("rank-*"):  # an ended run on more ranks has left them
+                number = other.name.removeprefix("rank-")
+                if number.isdecimal() and int(number) >= comm.size:
                     shutil.rmtree(other, ignore_errors=True)
         kept = 0
-        while (self.folder / _ENTRY.format(kept)).exists():
+        while (entry := self.folder / _ENTRY.format(kept)).exists():
+            try:
+                read_verified(entry)
+            except ValueError as error:
+                warnings.warn(f"rank {comm.rank}: {error}. What it held is computed again", stacklevel=2)
+                break
             kept += 1
-        self.num_known = min(count for (count,) in agree(comm, "journal: calls kept", [kept]))
-        self._next = 0
+        return kept
 
     def result(self, name: str, compute: Callable[[], Any]) -> Any:
         """What the next call returns, a tensor or a tuple of tensors. It is read if every rank has it, or else kept."""
-        from safetensors.torch import load_file, save_file
-
         if self._progress is not None:
             self._progress(name)
         entry = self.folder / _ENTRY.format(self._next)
         self._next += 1
         if self._next <= self.num_known:
-            found = {name: tensor.to(self._device) for name, tensor in load_file(entry).items()}
+            found = {name: tensor.to(self._device) for name, tensor in read_verified(entry)[1].items()}
             return found["rows"] if "rows" in found else tuple(found[str(i)] for i in range(len(found)))
         try:
             rows = compute()
         except RefusedError:  # the caller may know another way
             self._next -= 1
             raise
-        named = {"rows": rows} if isinstance(rows, Tensor) else {str(i): part for i, part in enumerate(rows)}
-        named = {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
-        save_file(named, partial := entry.with_suffix(".partial"))
-        os.replace(partial, entry)  # an entry that is there is whole
+        write_verified(entry, {"rows": rows} if isinstance(rows, Tensor) else {str(i): r for i, r in enumerate(rows)})
         return rows
 
     def remove(self) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import numpy as np
 import torch
@@ -82,6 +83,8 @@ def infer(
 def _refuse_existing(path: Path, overwrite: bool) -> None:
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder: give the name of a file")
+    if (path.exists() or path.is_symlink()) and not path.is_file():
+        raise OSError(f"{path} is no regular file, and will not be replaced: give another name")
     if path.exists() and not overwrite:
         raise FileExistsError(f"{path} exists: give another name, or overwrite=True (--overwrite)")
 
@@ -164,7 +167,11 @@ def _write(comm: Ranks, path: Path, rows: Tensor, ids: Tensor, total: int) -> No
 
     def create() -> None:
         if comm.rank == 0:
-            np.lib.format.open_memmap(str(partial), mode="w+", dtype=rows.numpy().dtype, shape=shape).flush()
+            partial.unlink(missing_ok=True)  # and nothing that it may point to is written
+            with open(partial, "xb") as file:
+                header = {"descr": rows.numpy().dtype.str, "fortran_order": False, "shape": shape}
+                np.lib.format.write_array_header_1_0(file, header)
+                _allocate(file, file.tell() + math.prod(shape) * rows.itemsize, path)
 
     def fill() -> None:
         out = np.load(partial, mmap_mode="r+")
@@ -176,6 +183,18 @@ def _write(comm: Ranks, path: Path, rows: Tensor, ids: Tensor, total: int) -> No
     _on_all(comm, create)
     _on_all(comm, fill)
     _on_all(comm, lambda: os.replace(partial, path) if comm.rank == 0 else None)
+
+
+def _allocate(file: IO[bytes], num_bytes: int, path: Path) -> None:
+    """Give `file` its size on the disk: on a disk that is full, writing into a mapped file would end the process."""
+    try:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, num_bytes)
+        else:
+            file.truncate(num_bytes)
+    except OSError as error:
+        os.unlink(file.name)
+        raise OSError(f"{path} cannot be written: it needs {num_bytes} bytes ({error.strerror})") from error
 
 
 def _on_all(comm: Ranks, work: Callable[[], _T]) -> _T:

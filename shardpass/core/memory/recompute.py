@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shardpass.core.memory.kept import Kept
-from shardpass.core.ranks import Ranks, torch_private
+from shardpass.core.ranks import Ranks, is_differentiable, torch_private
 
 Checkpoint = Literal["activations"] | None
 MAX_STEPS = 32  # of one recipe: a chain of residual sums becomes longer with every layer
@@ -195,7 +195,7 @@ def recomputed_activations(comm: Ranks, inputs: Any, active: bool = True) -> Ite
         return
     comm.notes = noted = Activations(comm)
     for x in torch_private.tree_leaves(inputs):
-        if isinstance(x, Tensor) and _is_plain(x) and x.is_floating_point():
+        if isinstance(x, Tensor) and _is_plain(x) and is_differentiable(x):
             noted.pack(x)
     try:
         with torch.autograd.graph.saved_tensors_hooks(noted.pack, _unpack), noted:

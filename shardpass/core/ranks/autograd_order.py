@@ -100,7 +100,7 @@ def end_chain(comm: Ranks, outputs: Any) -> Any:
     if token is None or token.grad_fn is None or not torch.is_grad_enabled():
         return outputs  # no differentiable call was made
     leaves, structure = torch_private.tree_flatten(outputs)
-    floating = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and _differentiable(leaf)]
+    floating = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and is_differentiable(leaf)]
     tied = [i for i in floating if leaves[i].requires_grad] or floating
     if tied:
         for i, tensor in zip(tied, _Tie.apply(token, *(leaves[i] for i in tied))):
@@ -209,5 +209,6 @@ def _new_token(comm: Ranks) -> Tensor:
     return torch.zeros((), device=comm.device, requires_grad=True)
 
 
-def _differentiable(tensor: Tensor) -> bool:
+def is_differentiable(tensor: Tensor) -> bool:
+    """Whether a tensor of this dtype can have a gradient."""
     return tensor.is_floating_point() or tensor.is_complex()

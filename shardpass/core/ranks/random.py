@@ -67,6 +67,7 @@ def decorrelate(comm: Ranks) -> None:
     initial = comm.all_gather_object(torch.initial_seed(), "decorrelate")[0]
     with comm.random_lock():
         torch.manual_seed(derive_seed(initial, comm.rank))
+    comm.barrier("decorrelate")  # ranks may be threads: nobody's forward pass may see another set the seed
 
 
 def derive_seed(*parts: object) -> int:

@@ -168,6 +168,12 @@ class Ranks(DelegatingCommunicator):
         if self.forward is not None and self.forward.rows is not None:
             self.forward.rows.require(tensor, of)
 
+    def set_of_ids(self, ids: Tensor) -> RowSet:
+        """What the rows are that a model fetches by node ids of the whole graph. Refuses numbers of own rows."""
+        if self.forward is not None and self.forward.rows is not None:
+            return self.forward.rows.set_of_ids(ids)
+        return RowSet.fetched(ids.size(0))
+
     @contextmanager
     def made_up_edge(self, is_made_up: bool = True) -> Iterator[None]:
         """A block in which a message function runs on a made-up edge, if `is_made_up`."""

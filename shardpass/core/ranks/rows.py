@@ -22,12 +22,19 @@ class RowSet:
         root: what the rows are rows of. `None` stands for rows that a tensor brought with it, known by their number
             only: they go with every set of that many rows.
         picked_from: how many rows the set has from which these were picked, or `None`.
+        total: how many rows all ranks have, or `None` if that does not matter.
     """
 
     name: str = field(compare=False)
     count: int
     root: Hashable
     picked_from: int | None = field(default=None, compare=False)
+    total: int | None = field(default=None, compare=False)
+
+    @classmethod
+    def fetched(cls, count: int) -> RowSet:
+        """Rows of any nodes, fetched by ids that this rank was given. They go with what it was given beside them."""
+        return cls("fetched rows", count, None)
 
     @property
     def judges(self) -> bool:
@@ -62,6 +69,10 @@ class RowWatch(Protocol):
 
     def require(self, tensor: Tensor, of: RowSet) -> None:
         """Refuse a tensor that is to have a row for each of `of` along dimension 0, if its rows are made of several."""
+        ...
+
+    def set_of_ids(self, ids: Tensor) -> RowSet:
+        """What the rows are that are fetched by node ids of the whole graph. Refuse numbers of own rows."""
         ...
 
     def mark_plain(self, tensor: Tensor) -> None:

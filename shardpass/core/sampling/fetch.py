@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardpass.core.exchange import Routed, exchange_arrays, exchange_rows
 from shardpass.core.sampling.source import Array, SampledSource
-from shardpass.core.sampling.wire import Routed, exchange_arrays, exchange_rows
 from shardpass.core.sharding import NodeType
 
 IDS = " ids"  # no field has a name with a space in front
@@ -83,34 +83,3 @@ class RowFetcher:
                 for chosen, part in zip(places, found):
                     result[kind][name].index_copy_(0, chosen, part[i][name])
         return result
-
-
-def global_ids(source: SampledSource, kind: NodeType, original_ids: Array) -> Array:
-    """The global id of each original id of a node type, int64, or -1 if there is no such node. Collective.
-
-    Each rank keeps a share of a directory from original to global ids, and answers what falls into its share.
-
-    Args:
-        original_ids: int64. Each rank may ask for any number of them.
-    """
-    comm, owned = source.comm, source.ownership[kind]
-    total = owned.num_total
-    share = -(-max(total, 1) // comm.size)  # rank r keeps the original ids [r * share, (r + 1) * share)
-    own = source.node_ids[kind]
-    homes = own // share
-    parts = [[own[homes == rank], np.flatnonzero(homes == rank)] for rank in range(comm.size)]
-    directory = np.full(share, -1, dtype=np.int64)
-    for rank, (ids, rows) in enumerate(exchange_arrays(comm, parts, "directory of nodes")):
-        directory[ids - comm.rank * share] = rows + owned.offsets[rank]
-    known = (original_ids >= 0) & (original_ids < total)
-    homes = np.where(known, original_ids // share, comm.rank)
-    order = np.argsort(homes, kind="stable")
-    asked = np.split(original_ids[order], np.cumsum(np.bincount(homes, minlength=comm.size))[:-1])
-    answers = []
-    for (ids,) in exchange_arrays(comm, [[part] for part in asked], "look-up of nodes"):
-        place = ids - comm.rank * share
-        inside = (place >= 0) & (place < share)
-        answers.append([np.where(inside, directory[np.where(inside, place, 0)], -1)])
-    found = np.empty(len(original_ids), dtype=np.int64)
-    found[order] = np.concatenate([part for (part,) in exchange_arrays(comm, answers, "nodes looked up")])
-    return np.where(known, found, -1)

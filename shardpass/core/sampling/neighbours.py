@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardpass.core.exchange import Routed, exchange_arrays, exchange_rows
 from shardpass.core.ranks import derive_seed
 from shardpass.core.sampling.drawing import draw, draw_weighted, keys_of, loops_if_installed, segments
 from shardpass.core.sampling.source import Array, SampledSource, Structure
-from shardpass.core.sampling.wire import Routed, exchange_arrays, exchange_rows
 from shardpass.core.sharding import EdgeType, NodeType
 
 Arrays = list[list[Array]]  # one list for each rank

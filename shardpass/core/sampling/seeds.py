@@ -7,10 +7,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from shardpass.core.exchange import exchange_arrays
 from shardpass.core.ranks import Ranks
 from shardpass.core.sampling.drawing import keys_of
 from shardpass.core.sampling.source import Array
-from shardpass.core.sampling.wire import exchange_arrays
 
 
 class Seeds(NamedTuple):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from shardpass.core.ranks import torch_private
+from shardpass.core.ranks import is_differentiable, torch_private
 from shardpass.core.tracing.edge_trace import SHAPE_OPS, EdgeTrace, sequence_number
 from shardpass.core.tracing.expression import BINARY, KEEPS_VALUES, Expr, apply, opaque, plain
 from shardpass.core.tracing.program import Inputs, Key, Program
@@ -67,7 +67,7 @@ class ProbePhase:
         state = reducer.init(self.num_dst, values.shape[1:], values.detach())
         reducer.accumulate(state, values.detach(), index)
         result = reducer.value(state, base).to(values.dtype)
-        return result.requires_grad_() if result.is_floating_point() else result
+        return result.requires_grad_() if is_differentiable(result) else result
 
 
 class ProbeTrace(EdgeTrace):
@@ -152,7 +152,7 @@ class ProbeTrace(EdgeTrace):
                 self._adopt(tensor, depends)
         self._note_uses(name, args, operands)
         if self.count > before:
-            self._enter(out, Expr("reduced", (before,), tuple(out.shape[1:])), out.is_floating_point())
+            self._enter(out, Expr("reduced", (before,), tuple(out.shape[1:])), is_differentiable(out))
         elif isinstance(out, Tensor) and id(out) not in self._exprs and not changed:
             self._follow(name, args, kwargs, out, operands)
         return out

@@ -16,12 +16,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardpass.core.ranks import get_random_state, has_drawn, torch_private
+from shardpass.core.ranks import get_random_state, has_drawn, is_differentiable, torch_private
 from shardpass.core.sharding import EdgeShards, to_device
 from shardpass.core.tracing.probe_trace import EVERYTHING, Origin, ProbeTrace, Seen
 from shardpass.core.tracing.program import Attention, Inputs, Key, Messages, MixedScore, Program, Reduction, Structure
 from shardpass.core.tracing.recognise import GENERAL, Tails, attention_of, extremum_form, leading_maximum, simple_form
-from shardpass.errors import InternalError, RefusedError
+from shardpass.errors import RefusedError
 
 SAMPLE_EDGES = 16
 
@@ -41,7 +41,7 @@ def sample_inputs(
             sample = tensor.index_select(0, (rows % limit).to(tensor.device))
         if is_of_edges and program.streamed_to is not None:
             sample = to_device(sample, program.streamed_to)
-        return sample.requires_grad_() if grads and sample.is_floating_point() else sample
+        return sample.requires_grad_() if grads and is_differentiable(sample) else sample
 
     last = max(0, edges.num_dst - 1)  # no further than tables over own nodes reach
     index = (rows // 2).clamp(max=last).to(program.streamed_to or edges.shards[0].indptr.device)
@@ -121,20 +121,19 @@ def _structure(program: Program, traced: _Traced, needs_grad: Collection[Key], r
         reductions.append(_reduction(program, trace, reductions, seen, differentiable))
         if differentiable:
             with_gradient.add(k)
-    rows = message if program.aggregate is None else None
-    if isinstance(rows, tuple):
-        raise InternalError(f"{program.name}: an edge result is one tensor, not {len(rows)}")
-    place = _Place() if rows is None else _Place.of(trace.origin(rows), reductions, program)
-    edge_differentiable = rows is not None and _differentiable(trace, rows, with_gradient)
+    result = message if program.aggregate is None and isinstance(message, Tensor) else None
+    is_result = result is not None
+    place = _Place() if result is None else _Place.of(trace.origin(result), reductions, program)
+    edge_differentiable = result is not None and _differentiable(trace, result, with_gradient)
     captures = tuple(trace.captures.values())
-    attention = None if random or rows is not None else _attention(program, trace, reductions, captures)
+    attention = None if random or is_result else _attention(program, trace, reductions, captures)
     score = None if attention is None else attention.score
     return Structure(
         reductions=tuple(reductions),
         num_message=traced.num_message,
-        num_stages=1 + max([r.stage for r in reductions] + [place.stage] * (rows is not None), default=0),
-        edge_tail=None if rows is None else tuple(rows.shape[1:]),
-        edge_dtype=None if rows is None else rows.dtype,
+        num_stages=1 + max([r.stage for r in reductions] + [place.stage] * is_result, default=0),
+        edge_tail=None if result is None else tuple(result.shape[1:]),
+        edge_dtype=None if result is None else result.dtype,
         edge_depth=place.depth,
         edge_sources=place.sources,
         edge_differentiable=edge_differentiable,
@@ -165,8 +164,8 @@ def _reduction(
     op, values, expr = seen.op, seen.messages, seen.expr
     form, source, weight = GENERAL
     leader = None
-    if trace.is_tampered:
-        pass  # the expression does not say what is computed
+    if trace.is_tampered or values.is_complex():
+        pass  # the expression does not say what is computed; the gradients of complex factors are conjugated
     elif op in ("max", "min"):
         form, source, weight = extremum_form(expr, _tails(program))
     elif op == "sum" and not seen.base.value:

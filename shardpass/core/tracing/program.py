@@ -59,6 +59,10 @@ class Sides:
         return {"src": self.src, "dst": self.dst, "edge": self.edge}[side]
 
 
+Messages = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
+"""What a message function returns of some edges: tensors with a row for each."""
+
+
 @dataclass
 class Inputs(Sides):
     """What the message function sees of some edges. All of `src`, `dst` and `edge` have one row per edge, ``[E, ...]``.
@@ -75,10 +79,6 @@ class Inputs(Sides):
     index: Tensor
     num_dst: int
     max_degree: int | None = None
-
-
-Messages = Tensor | tuple[Tensor, ...]
-"""What a message function returns: a row per edge, ``[E, ...]``, or several tensors of such rows."""
 
 
 class NeedsMessagesError(RefusedError):
@@ -117,7 +117,7 @@ class Program:
     src: dict[str, Tensor]
     dst: dict[str, Tensor]
     edge: dict[str, Tensor]
-    message: Callable[[Inputs], Messages]
+    message: Callable[[Inputs], Any]
     aggregate: Callable[[Any, Inputs], Any] | None
     node_dim: int = 0
     checked: set[str] = field(default_factory=set)

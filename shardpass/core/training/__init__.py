@@ -5,7 +5,6 @@ statistics; otherwise the room knows no edges.
 """
 
 from shardpass.core.training.checkpoint import load_checkpoint, save_checkpoint
-from shardpass.core.training.checkpoint_file import digest
 from shardpass.core.training.gradients import (
     alike,
     clip_grad_norm,
@@ -14,11 +13,13 @@ from shardpass.core.training.gradients import (
     sync_gradients,
     sync_parameters,
 )
+from shardpass.core.training.metrics import accuracy, average_precision, f1, mae, roc_auc
 from shardpass.core.training.moments import Moments
 from shardpass.core.training.norm import BATCH_NORMS, DistributedBatchNorm, global_moments, replace_batch_norms
-from shardpass.core.training.objective import accuracy, cross_entropy, mean, replicated, sum, total
+from shardpass.core.training.objective import cross_entropy, mean, note_objective, replicated, sum, total
 from shardpass.core.training.shared_copy import follow, shared_copy
 from shardpass.core.training.statistics import row_moments, shifted, total_rows
+from shardpass.core.training.verified_file import digest, read_verified, write_verified
 
 __all__ = [
     "BATCH_NORMS",
@@ -26,17 +27,23 @@ __all__ = [
     "Moments",
     "accuracy",
     "alike",
+    "average_precision",
     "clip_grad_norm",
     "cross_entropy",
     "digest",
+    "f1",
     "follow",
     "global_moments",
     "load_checkpoint",
+    "mae",
     "mean",
     "note_forward",
+    "note_objective",
+    "read_verified",
     "refuse_as_built",
     "replace_batch_norms",
     "replicated",
+    "roc_auc",
     "row_moments",
     "save_checkpoint",
     "shared_copy",
@@ -46,4 +53,5 @@ __all__ = [
     "sync_parameters",
     "total",
     "total_rows",
+    "write_verified",
 ]

@@ -25,8 +25,9 @@ from shardpass.core.ranks import (
     torch_private,
 )
 from shardpass.core.training.buckets import broadcast_tensors
-from shardpass.core.training.checkpoint_file import decode, digest, encode, read_file, write_file
+from shardpass.core.training.checkpoint_file import decode, encode, read_file, write_file
 from shardpass.core.training.gradients import forget_gradients
+from shardpass.core.training.verified_file import digest
 from shardpass.errors import CheckpointError
 
 FORMAT = 1

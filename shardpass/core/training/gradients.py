@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardpass.core.ranks import Ranks, describe, refuse_shared_model, torch_private
 from shardpass.core.training.buckets import BUCKET_BYTES, broadcast_tensors, sum_tensors
+from shardpass.core.training.objective import warn_of_own_loss
 from shardpass.errors import RefusedError, ShardpassError
 
 _ABSENT, _PRESENT, _SUMMED, _STEPPED, _SPARSE = range(5)
@@ -73,6 +74,9 @@ def sync_gradients(model: nn.Module, comm: Ranks, bucket_bytes: int = BUCKET_BYT
     (Backward through a wrapped model gives zeros to parameters that the loss does not reach.) Parameters marked
     ``shardpass_local`` are left alone. Buckets are summed in a fixed order.
 
+    If backward came through none of the losses of this package on more than one rank, a warning says so once: the mean
+    of a rank's own rows is not the objective of the whole graph.
+
     Args:
         model: the same architecture on every rank.
         comm: the ranks.
@@ -88,6 +92,8 @@ def sync_gradients(model: nn.Module, comm: Ranks, bucket_bytes: int = BUCKET_BYT
     refuse_shared_model(model, comm, "sync_gradients")
     named = list(alike(model))
     found = _with_gradients(named, comm)
+    if found:
+        warn_of_own_loss(comm, stacklevel=2)
     if comm.size > 1:
         gradients = [_gradient_or_zeros(parameter) for parameter in reversed(found)]  # as backward meets them
         sum_tensors(gradients, comm, "sync_gradients", bucket_bytes)

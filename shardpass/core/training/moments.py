@@ -27,7 +27,8 @@ def global_moments(rows: Tensor, comm: Ranks, label: str) -> Moments:
     """The moments of the rows of all ranks, the same bits on every rank. Collective.
 
     Every chunk gives its count, its mean and the squares about its mean. They are exact to the accumulation dtype also
-    if the mean is much larger than the deviation. They are merged over chunks, then over ranks, in float64.
+    if the mean is much larger than the deviation. They are merged over chunks, then over ranks, in float64. The mean of
+    a channel with one value is that value to the last bit, so that a ReLU behind a norm sees exactly zero.
 
     Args:
         rows: [num_own, channels] of any floating dtype; accumulated in at least float32.
@@ -40,7 +41,7 @@ def global_moments(rows: Tensor, comm: Ranks, label: str) -> Moments:
     squares: list[Tensor] = []
     for part in row_chunks(rows):
         chunk = rows[part].to(accumulator_of(rows))
-        shift = chunk.mean(0)
+        shift = chunk[0] + (chunk - chunk[0]).mean(0)
         centred = chunk - shift
         first = centred.sum(0).double() / chunk.shape[0]  # what rounding left of the mean
         means.append(shift.double() + first)
@@ -61,7 +62,8 @@ def _merge(counts: Tensor, means: Tensor, squares: Tensor) -> tuple[Tensor, Tens
     for any number of sets at once. Sets without rows have no influence.
     """
     count = counts.sum(0)
-    mean = (counts * means).sum(0) / count.clamp(min=1)
+    one = means.gather(0, (counts > 0).long().argmax(0, keepdim=True))  # of a set with rows
+    mean = one.squeeze(0) + (counts * (means - one)).sum(0) / count.clamp(min=1)
     return count, mean, (squares + counts * (means - mean).square()).sum(0)
 
 

@@ -107,14 +107,15 @@ class DistributedBatchNorm(OnRanks, nn.BatchNorm1d):
         """Refuse an input of more than two dimensions that is not ``[batch, channels, ...]``, or holds messages."""
         if self.comm is not None and self.comm.row_dim(input) == 1:
             raise RefusedError(
-                f"{user_line()}: BatchNorm takes dimension 1 for channels, but there the nodes of {list(input.shape)} "
-                f"are: it would have a weight and statistics for each node, and a rank has some nodes only, in "
-                f"another order. Bring the features into dimension 1"
+                f"{user_line()}: BatchNorm takes dimension 1 for channels, but there this input {list(input.shape)} "
+                f"has the nodes: it would have a weight and statistics for each node, and a rank has some nodes only, "
+                f"in another order. Bring the features into dimension 1"
             )
         if input.shape[1] != self.num_features:
             raise ValueError(
-                f"{user_line()}: expected [batch, {self.num_features}, ...] input, found {list(input.shape)}. If "
-                f"these channels are the nodes: a rank has some nodes only, so bring the features into dimension 1"
+                f"{user_line()}: expected [batch, {self.num_features}, ...] input, found {list(input.shape)}. If these "
+                f"channels are the nodes of the graph: a rank has some nodes only, so bring the features into "
+                f"dimension 1"
             )
         if self.comm is not None and self.comm.watch is not None:
             raise RefusedError(

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from shardpass.core.exchange import node_set
-from shardpass.core.following import FollowFunctions, FollowRows, known_modules
-from shardpass.core.graphs import LoadedGraphs, node_embeddings
+from shardpass.core.following import FollowFunctions, FollowRows, ForwardDraws, known_modules
+from shardpass.core.graphs import LoadedGraphs, NodeIds, node_embeddings
 from shardpass.core.memory import Checkpoint, recomputed_activations
 from shardpass.core.ranks import OnRanks, Ranks, chained, torch_private
 from shardpass.core.training import note_forward
@@ -40,9 +40,9 @@ class FollowedCalls:
         if not self.is_on or self._calls[kind] & (self._calls[kind] - 1):
             return None
         follower = self._follower = self._follower or FollowRows(model)
+        follower.draws = ForwardDraws(comm)
         graphs = list(comm.caches.of(LoadedGraphs).graphs)
         follower.marks.known = [rows for graph in graphs for rows in graph.row_sets()]
-        follower.marks.totals = {root: total for graph in graphs for root, total in graph.row_totals().items()}
         for graph in graphs:
             for rows, fields in graph.row_sets().items():
                 for field in fields.read():
@@ -88,6 +88,8 @@ class OutermostCall:
         forward = self.comm.forward
         if forward is None or forward.rows is not None or (follower := self._follower()) is None:
             return function(*args, **kwargs)
+        leaves = torch_private.tree_leaves((args, kwargs))
+        follower.marks.known += {ids.row_set for ids in leaves if isinstance(ids, NodeIds)}  # labels go with them
         forward.rows = follower
         try:
             with (

@@ -177,7 +177,7 @@ class AttentionGraph(ShardedDGLGraph):
         if isinstance(weights, Weights):
             found = _weighted_sum(self._passing(kind), message_func, value, weights)
             if found is not None:
-                self._set(kind[2], {reduce_func.out_field: found})
+                self._dst_frames[kind[2]][reduce_func.out_field] = found
                 return
             self._edge_frames[kind][weight] = weights.whole()
         super().update_all(message_func, reduce_func, apply_node_func, etype)

@@ -49,11 +49,11 @@ def parts_of_blocks(
 def rows_of(graph: TypedGraph, nodes: Any) -> Rows:
     """Own nodes as rows, int64, by type. They may be given as masks or as rows."""
     given = nodes if isinstance(nodes, Mapping) else {graph.nodes_type(None): nodes}
-    unknown = [kind for kind in given if kind not in graph.dsttypes]
+    unknown = [kind for kind in given if kind not in graph.ntypes]
     if unknown:
-        raise ValueError(f"no node type {unknown[0]!r}; there are: {graph.dsttypes}")
+        raise ValueError(f"no node type {unknown[0]!r}; there are: {graph.ntypes}")
     rows = {}
-    for kind in graph.dsttypes:
+    for kind in graph.ntypes:
         num = graph.nodes_of(kind).num
         held = given.get(kind, torch.zeros(0, dtype=torch.int64))
         if not isinstance(held, (Tensor, Sequence, np.ndarray)) or isinstance(held, str):
@@ -86,7 +86,7 @@ def _kept(edges: Edges, wanted: Tensor) -> tuple[Tensor, Tensor]:
 
 def _sources(graph: TypedGraph, wanted: Rows, keep_seeds: bool) -> Rows:
     """The own nodes that some rank reads to compute `wanted`. Collective."""
-    read = {kind: torch.zeros(graph.num_src_nodes(kind), device=graph.device) for kind in graph.srctypes}
+    read = {kind: torch.zeros(graph.num_nodes(kind), device=graph.device) for kind in graph.ntypes}
     with torch.no_grad():
         for kind in graph.canonical_etypes:
             edges = graph.edges_of(kind)

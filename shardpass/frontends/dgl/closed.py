@@ -6,6 +6,7 @@ from typing import Any
 
 from dgl import DGLError, DGLGraph
 
+from shardpass.core.following import user_line
 from shardpass.errors import RefusedError
 
 
@@ -21,14 +22,15 @@ _ADVICE = (
         "edge_type_subgraph node_type_subgraph set_batch_num_nodes set_batch_num_edges",
     ),
     (
-        "ids are numbered per rank; graph.ndata[dgl.NID] and graph.edata[dgl.EID] hold the original ones",
+        "ids are numbered per rank; graph.ndata[dgl.NID] and graph.edata[dgl.EID] hold the original ones. Walk along "
+        "edges, or explain a model, in one process that has the whole graph",
         "all_edges edge_ids find_edges has_edges_between has_nodes in_edges out_edges predecessors successors "
         "filter_nodes filter_edges",
     ),
     (
-        "sample in one process, or use the whole graph",
+        "sample with shardpass.dgl.DataLoader, or in one process",
         "sample_etype_neighbors sample_labors sample_neighbors sample_neighbors_biased sample_neighbors_fused "
-        "select_topk global_uniform_negative_sampling get_node_storage get_edge_storage",
+        "select_topk global_uniform_negative_sampling get_node_storage get_edge_storage is_pinned",
     ),
     ("read the fields themselves: graph.ndata and graph.edata", "node_attr_schemes edge_attr_schemes"),
     ("use get_ntype_id, or the names of types", "get_ntype_id_from_src get_ntype_id_from_dst"),
@@ -38,11 +40,18 @@ _ADVICE = (
         "metagraph is_unibipartite",
     ),
     ("use update_all or apply_edges", "prop_edges prop_nodes pull push send_and_recv"),
-    ("it belongs to its process", "shared_memory pin_memory_ unpin_memory_ is_pinned record_stream"),
+    ("it belongs to its process", "shared_memory pin_memory_ unpin_memory_ record_stream"),
     ("set every row of the field instead", "set_n_initializer set_e_initializer"),
     ("ids are int64, and formats are the engine's own", "astype int long create_formats_ formats"),
-    ("pass the device to shardpass.connect(device=...)", "cpu to"),
-    ("a sharded graph is one graph; graph.num_edges() counts this rank's edges", "batch_num_edges"),
+    (
+        "pass the device to shardpass.connect(device=...), and walk over nodes in one process that has the whole graph",
+        "cpu to",
+    ),
+    (
+        "a sharded graph is one graph: graph.num_edges() counts this rank's edges, and shardpass.all_reduce_sum adds "
+        "up what each rank computes of them",
+        "batch_num_edges",
+    ),
 )
 
 
@@ -51,11 +60,11 @@ def advice_for(member: str) -> str:
     return next((advice for advice, names in _ADVICE if member in names.split()), "use another member")
 
 
-def refused(what: str, advice: str) -> ClosedMemberError:
-    """The error for something that a sharded graph does not offer."""
+def refused(what: str, advice: str, error: BaseException | None = None) -> ClosedMemberError:
+    """The error for something that a sharded graph does not offer. It names the line that runs, or raised `error`."""
     return ClosedMemberError(
-        f"{what} is not available on a sharded graph, of which this rank holds only the in-edges of its own nodes: "
-        f"{advice}"
+        f"{user_line(error)}: {what} is not available on a sharded graph, of which this rank holds only the in-edges "
+        f"of its own nodes: {advice}"
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from shardpass.core.graphs import ShardedGraph
 from shardpass.core.sharding import EDGE, NODE, EdgeType, NodeType
 from shardpass.frontends.dgl.graph import ShardedDGLGraph
@@ -37,9 +39,21 @@ def graph(sharded: ShardedGraph) -> ShardedDGLGraph:
     for kind, relation in sharded.relations.items():
         canonical = edge_type(kind)
         edges[canonical] = Edges.of(canonical, relation, sharded.total_edges_of(kind))
-    made = ShardedDGLGraph(sharded.comm, nodes, nodes, edges)
+    made = ShardedDGLGraph(sharded.comm, *_sides(nodes, edges), edges, ntypes=list(nodes))
     made.core = sharded
     return made
+
+
+def _sides(
+    nodes: dict[NodeType, Nodes], edges: Iterable[CanonicalType]
+) -> tuple[dict[NodeType, Nodes], dict[NodeType, Nodes]]:
+    """Sources and destinations: all nodes, unless every edge goes from one set of types to another, as DGL has it."""
+    ends = {kind[2] for kind in edges}
+    if ends & {kind[0] for kind in edges}:
+        return nodes, nodes
+    return {kind: n for kind, n in nodes.items() if kind not in ends}, {
+        kind: nodes[kind] for kind in nodes if kind in ends
+    }
 
 
 def node_type(kind: NodeType) -> NodeType:

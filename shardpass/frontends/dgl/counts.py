@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -13,10 +14,10 @@ from shardpass.frontends.dgl.closed import refused
 
 
 class NodeCount(OwnCount):
-    """How many nodes this rank has. Whether there are any is answered for all ranks together.
+    """How many nodes this rank has. Whether there are any, or more than a number, is answered for all ranks together.
 
-    Layers branch on there being none (``if graph.num_nodes() > 0``). A rank without any, in a graph that has some, must
-    take the branch that the other ranks take. ``==`` compares this rank's number, since that is how code checks shapes.
+    Models branch on that (``if graph.num_nodes() > 1000``), and every rank must take the branch that the whole graph
+    takes. ``==`` compares this rank's number, since that is how code checks shapes.
     """
 
     total: int
@@ -28,21 +29,20 @@ class NodeCount(OwnCount):
         count.total = total
         return count
 
-    def against(self, other: Any) -> int:
-        """The number to compare with `other`."""
-        return self.total if isinstance(other, int) and other == 0 else int(self)
+    def _against(self, other: Any) -> int:
+        return int(self) if isinstance(other, OwnCount) else self.total
 
     def __gt__(self, other: Any) -> bool:
-        return self.against(other) > other
+        return self._against(other) > other
 
     def __ge__(self, other: Any) -> bool:
-        return self.against(other) >= other
+        return self._against(other) >= other
 
     def __lt__(self, other: Any) -> bool:
-        return self.against(other) < other
+        return self._against(other) < other
 
     def __le__(self, other: Any) -> bool:
-        return self.against(other) <= other
+        return self._against(other) <= other
 
     def __bool__(self) -> bool:
         return self.total != 0
@@ -51,20 +51,28 @@ class NodeCount(OwnCount):
         """Raise: something is computed from this rank's number of nodes or edges."""
         raise _differs("a number computed from this rank's number of nodes or edges")
 
-    def __mul__(self, other: Any) -> int:
+    def computed(self, operation: Callable[..., int], *others: int) -> Any:
+        totals = (getattr(other, "total", other) for other in others)
+        return type(self).of(operation(int(self), *map(int, others)), operation(self.total, *totals))
+
+    def __mul__(self, other: Any) -> Any:
         if isinstance(other, NodeCount):
             raise _differs("a number of pairs of this rank's nodes or edges")
-        return int(self) * other  # type: ignore[no-any-return]
+        if isinstance(other, float):  # a share of the edges, such as edge dropout takes
+            return type(self).of(int(int(self) * other), int(self.total * other))
+        return super().__mul__(other)
+
+    __rmul__ = __mul__
 
 
 class EdgeCount(NodeCount):
     """How many edges this rank has. ``== 0`` asks for all ranks too, since loops skip empty edge types by it."""
 
     def __eq__(self, other: object) -> bool:
-        return self.against(other) == other
+        return (self.total if isinstance(other, int) and other == 0 else int(self)) == other
 
     def __ne__(self, other: object) -> bool:
-        return self.against(other) != other
+        return not self == other
 
     def __hash__(self) -> int:
         return hash(int(self))
@@ -76,6 +84,40 @@ def _differs(what: str) -> Exception:
         "it differs from rank to rank. Compute it from the whole graph (ShardedGraph.total_nodes) before forward, or "
         "pass the count through int(...) if you mean a size on this rank",
     )
+
+
+class InDegrees(Tensor):
+    """In-degrees of own nodes. Whether any is zero is answered for the whole graph.
+
+    Layers raise ``if (graph.in_degrees() == 0).any()``, and a model may branch by it, which all ranks must do alike.
+    """
+
+    any_is_zero: bool | None
+    """`None` once a model has written into them."""
+    asks: bool
+    """Whether the entries say which degrees are zero."""
+
+    @staticmethod
+    def of(degrees: Tensor, any_is_zero: bool, asks: bool = False) -> Any:
+        """The degrees, of which some on some rank is zero or none is."""
+        found = degrees.as_subclass(InDegrees)
+        found.any_is_zero, found.asks = any_is_zero, asks
+        return found
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        degrees, name = args[0] if args else None, getattr(func, "__name__", "")
+        with torch_private.DisableTorchFunctionSubclass():
+            if not isinstance(degrees, InDegrees) or degrees.any_is_zero is None:
+                return func(*args, **(kwargs or {}))
+            if degrees.asks and name == "any" and len(args) == 1 and not kwargs:
+                return torch.tensor(degrees.any_is_zero, device=degrees.device)
+            out = func(*args, **(kwargs or {}))
+            if out is degrees or name == "__setitem__":
+                degrees.any_is_zero = None
+            elif name in ("eq", "__eq__") and not degrees.asks and args[1:] == (0,):
+                return InDegrees.of(out, degrees.any_is_zero, asks=True)
+            return out
 
 
 _SIZES = ("ones", "zeros", "full", "new_ones", "new_zeros", "new_full")

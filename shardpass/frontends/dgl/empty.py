@@ -26,11 +26,12 @@ class EmptyRows(TorchFunctionMode):
 
 def _with_sizes(tensor: Tensor, sizes: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments of a reshape of `tensor`, with a -1 beside a 0 replaced by its value for a tensor of one row."""
-    shape = list(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else list(sizes)
-    if not all(isinstance(size, int) for size in shape) or shape.count(-1) != 1 or 0 not in shape:
+    given = list(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else list(sizes)
+    shape = [int(size) for size in given if isinstance(size, int)]  # plain numbers, also where rows are followed
+    if len(shape) < len(given) or shape.count(-1) != 1 or 0 not in shape:
         return (tensor, *sizes)
-    one_row = prod(max(1, size) for size in tensor.shape)
+    one_row = prod(max(1, int(size)) for size in tensor.shape)
     known = prod(max(1, size) for size in shape if size != -1)
     if one_row % known:
         return (tensor, *sizes)
-    return (tensor, [one_row // known if size == -1 else int(size) for size in shape])
+    return (tensor, [one_row // known if size == -1 else size for size in shape])

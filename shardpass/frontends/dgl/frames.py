@@ -9,6 +9,9 @@ import torch
 from dgl import DGLError
 from torch import Tensor
 
+from shardpass.core.following import user_line
+from shardpass.errors import RefusedError
+
 
 class LazyFields(MutableMapping[str, Tensor]):
     """Fields that are made of others, each when it is first read, and then kept. Fields may be set and deleted too.
@@ -59,13 +62,14 @@ class Frame(LazyFields):
 
     Args:
         num_rows: how many rows every tensor has.
+        total: how many nodes or edges all ranks have.
         what: ``"nodes"`` or ``"edges"``, for error messages.
         stored: the fields of the graph's store. Each is read when it is first asked for.
     """
 
-    def __init__(self, num_rows: int, what: str, stored: Mapping[str, Tensor]) -> None:
+    def __init__(self, num_rows: int, total: int, what: str, stored: Mapping[str, Tensor]) -> None:
         super().__init__(stored, lambda rows: rows)
-        self.num_rows, self.what = num_rows, what
+        self.num_rows, self.total, self.what = num_rows, total, what
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.num_rows} {self.what}: {', '.join(self)})"
@@ -81,6 +85,13 @@ class Frame(LazyFields):
         value = value if isinstance(value, Tensor) else torch.as_tensor(value)
         rows = value.size(0) if value.dim() else 0
         if not value.dim() or rows != self.num_rows:
+            if value.dim() and rows == self.total:
+                ids = "graph.ndata[dgl.NID]" if self.what == "nodes" else "graph.edata[dgl.EID]"
+                raise RefusedError(
+                    f"{user_line()}: field {name!r} has a row for each of the {rows} {self.what} of the whole graph, "
+                    f"of which this rank holds {self.num_rows}: use shardpass.NodeEmbedding(graph, width) for "
+                    f"parameters of nodes, and tensor[{ids}] or a stored field for values"
+                )
             raise DGLError(
                 f"Expect number of features to match number of {self.what} (len(u)). Got {rows} and {self.num_rows} "
                 f"instead: field {name!r} must have a row for each of this rank's own {self.what}"
@@ -93,7 +104,7 @@ class Frame(LazyFields):
         Args:
             kind: its class; `None` means the same class.
         """
-        other = (kind or type(self))(self.num_rows, self.what, self._rows)
+        other = (kind or type(self))(self.num_rows, self.total, self.what, self._rows)
         other._own, other._gone = dict(self._own), set(self._gone)
         return other
 

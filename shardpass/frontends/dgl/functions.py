@@ -22,6 +22,11 @@ def is_builtin(function: Any) -> bool:
     return isinstance(function, BuiltinFunction)
 
 
+def is_extremum(function: Any) -> bool:
+    """Whether `function` is the reduce function ``max`` or ``min`` of ``dgl.function``."""
+    return is_builtin(function) and function.name in ("max", "min")
+
+
 def operands(function: Any) -> list[Key]:
     """The keys of the operands of a built-in message function."""
     if isinstance(function, CopyMessageFunction):

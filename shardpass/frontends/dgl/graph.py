@@ -16,8 +16,9 @@ from shardpass.core.ranks import Ranks, unfollowed
 from shardpass.frontends.dgl.blocks import parts_of_blocks
 from shardpass.frontends.dgl.closed import refused
 from shardpass.frontends.dgl.frames import Frame, Frames, FramesByType, LazyFields
-from shardpass.frontends.dgl.functions import is_builtin
+from shardpass.frontends.dgl.functions import is_builtin, is_extremum
 from shardpass.frontends.dgl.mailbox import reduced_by_user, warn_once
+from shardpass.frontends.dgl.merging import merged
 from shardpass.frontends.dgl.messages import MessagePassing, without_infinity
 from shardpass.frontends.dgl.private import ALL, is_all
 from shardpass.frontends.dgl.structure import CanonicalType, Edges, Nodes, NodeType
@@ -37,13 +38,15 @@ class ShardedDGLGraph(TypedGraph):
 
     Args:
         comm: the ranks that share the graph.
-        sources, destinations: the nodes by type; the same dict unless the graph is a block.
+        sources, destinations: the nodes by type; the same dict, unless the graph is a block or every edge goes from
+            one set of types to another.
         edges: by canonical type.
-        is_block: whether sources and destinations are different sets of nodes.
+        is_block: whether sources and destinations are different sets of nodes, whose types may be the same.
+        ntypes: the types of nodes in their order, for a graph that is no block.
     """
 
     core: ShardedGraph | None = None
-    """The engine's graph that this stands for; `None` for a block and for a single edge type of several."""
+    """The engine's graph that this, or the graph of which it is an edge type, stands for; `None` for a block."""
 
     def __init__(
         self,
@@ -52,19 +55,22 @@ class ShardedDGLGraph(TypedGraph):
         destinations: dict[NodeType, Nodes],
         edges: dict[CanonicalType, Edges],
         is_block: bool = False,
+        ntypes: list[NodeType] | None = None,
     ) -> None:
         self.comm, self.is_block = comm, is_block
         self._sources, self._destinations, self._edges = sources, destinations, edges
+        in_order = [*sources, *destinations]
+        self._ntypes = in_order if is_block else ntypes or list(dict.fromkeys(in_order))
         self._src_frames = {kind: _frame(nodes, dgl.NID) for kind, nodes in sources.items()}
         self._dst_frames = self._src_frames
-        if is_block:
+        if is_block or sources is not destinations:
             self._dst_frames = {kind: _frame(nodes, dgl.NID) for kind, nodes in destinations.items()}
         self._edge_frames = {kind: _frame(edge, dgl.EID) for kind, edge in edges.items()}
         self._checked: dict[Any, set[str]] = {}
         self._warned: set[str] = set()
 
     def __repr__(self) -> str:
-        nodes = {kind: f"{nodes.num} of {nodes.total}" for kind, nodes in self._destinations.items()}
+        nodes = {kind: f"{nodes.num} of {nodes.total}" for kind, nodes in self._nodes.items()}
         edges = {kind: f"{edge.num} of {edge.total}" for kind, edge in self._edges.items()}
         return f"{type(self).__name__}(rank {self.comm.rank} of {self.comm.size}: nodes {nodes}, edges {edges})"
 
@@ -113,9 +119,12 @@ class ShardedDGLGraph(TypedGraph):
         """Data of nodes."""
         if self.is_block:
             raise refused("ndata of a block", "use srcdata or dstdata")
-        if len(self.ntypes) > 1:
-            return FramesByType({**self._src_frames, **self._dst_frames})
-        return _view(self._src_frames)
+        return _view(self._frames_by_ntype)
+
+    @property
+    def _frames_by_ntype(self) -> dict[NodeType, Frame]:
+        both = {**self._dst_frames, **self._src_frames}
+        return {kind: both[kind] for kind in self._ntypes}
 
     @property
     def edata(self) -> Any:
@@ -127,7 +136,7 @@ class ShardedDGLGraph(TypedGraph):
         """``nodes["type"].data``."""
         if self.is_block:
             raise refused("nodes of a block", "use srcnodes or dstnodes")
-        return DataViews("nodes", {**self._dst_frames, **self._src_frames}, lambda kind: kind)
+        return DataViews("nodes", self._frames_by_ntype, lambda kind: kind)
 
     @property
     def srcnodes(self) -> DataViews:
@@ -189,9 +198,9 @@ class ShardedDGLGraph(TypedGraph):
             key = wanted[0]
         kind = self.to_canonical_etype(key)
         other = self.copied_as(type(self))
-        other.core = self.core if len(self._edges) == 1 else None
         src, _, dst = kind
         other._sources, other._destinations = {src: self._sources[src]}, {dst: self._destinations[dst]}
+        other._ntypes = [src, dst] if src != dst or self.is_block else [src]
         other._edges = {kind: self._edges[kind]}
         other._src_frames, other._dst_frames = {src: self._src_frames[src]}, {dst: self._dst_frames[dst]}
         other._edge_frames = {kind: self._edge_frames[kind]}
@@ -211,14 +220,26 @@ class ShardedDGLGraph(TypedGraph):
         frames = self._src_frames[kind[0]], self._dst_frames[kind[2]], self._edge_frames[kind]
         return MessagePassing(self._edges[kind], *frames, self._checked)
 
-    def _reduced(
-        self, kind: CanonicalType, message: Any, reducer: Any, empty: float | None = None
+    def _received(
+        self, kind: CanonicalType, message: Any, reducer: Any, apply_node_func: Any = None
     ) -> dict[str, Tensor]:
+        """What the destinations of a type compute. Those without messages hold infinity under max and min. Collective.
+
+        It is what the reduce function gives or, if there is an apply function, only what that returns.
+        """
         passing = self._passing(kind)
         if is_builtin(reducer):
-            return passing.reduced(message, reducer, empty)
-        warn_once(passing, self._warned)
-        return reduced_by_user(passing, message, reducer)
+            found = passing.reduced(message, reducer)
+        else:
+            warn_once(passing, self._warned)
+            found = reduced_by_user(passing, message, reducer)
+        if apply_node_func is None:
+            return found
+        frame = self._dst_frames[kind[2]].clone()
+        frame.update(found)
+        rows = torch.arange(frame.num_rows, device=self.device)
+        with self.comm.followed():
+            return dict(apply_node_func(ShardedNodeBatch(self, rows, kind[2], frame)))
 
     @unfollowed(0)
     def update_all(self, message_func: Any, reduce_func: Any, apply_node_func: Any = None, etype: Any = None) -> None:
@@ -238,8 +259,13 @@ class ShardedDGLGraph(TypedGraph):
             types = dict.fromkeys(self._edges, (message_func, reduce_func))
             return self.multi_update_all(types, reduce_func.name, apply_node_func)
         kind = self.to_canonical_etype(etype)
-        found = self._reduced(kind, message_func, reduce_func)
-        self._set(kind[2], self._applied(kind[2], apply_node_func, found))
+        found = self._received(kind, message_func, reduce_func, apply_node_func)
+        if is_extremum(reduce_func) and found:
+            first = next(iter(found))
+            found[first] = without_infinity(
+                found[first]
+            )  # after the apply function, and the first field only, as in DGL
+        self._dst_frames[kind[2]].update(found)
 
     @unfollowed(0)
     def multi_update_all(self, etype_dict: dict[Any, Any], cross_reducer: Any, apply_node_func: Any = None) -> None:
@@ -251,21 +277,15 @@ class ShardedDGLGraph(TypedGraph):
             cross_reducer: ``sum``, ``mean``, ``min``, ``max``, ``stack``, or a function of a list of tensors.
         """
         results: dict[NodeType, list[tuple[int, dict[str, Tensor]]]] = {}
-        clip = False
+        clips = False
         for etype, functions in etype_dict.items():
             kind = self.to_canonical_etype(etype)
-            message, reducer, *rest = functions
-            extremum = is_builtin(reducer) and reducer.name in ("max", "min")
-            empty = {"max": float("-inf"), "min": float("inf")}[reducer.name] if extremum else None
-            found = self._reduced(kind, message, reducer, empty)
-            found = self._applied(kind[2], rest[0] if rest else None, found)
+            found = self._received(kind, *functions)
             results.setdefault(kind[2], []).append((self.get_etype_id(kind), found))
-            clip = extremum  # DGL looks at the last reduce function
+            clips = is_extremum(functions[1])  # DGL looks at the last reduce function
         for ntype, parts in results.items():
-            merged = _merged(parts, cross_reducer, self.comm)
-            if clip:
-                merged = {name: without_infinity(value) for name, value in merged.items()}
-            self._set(ntype, merged)
+            fields = merged(parts, cross_reducer, self.comm)
+            self._dst_frames[ntype].update({k: without_infinity(v) if clips else v for k, v in fields.items()})
             if apply_node_func is not None:
                 self.apply_nodes(apply_node_func, ntype=ntype)
 
@@ -276,12 +296,21 @@ class ShardedDGLGraph(TypedGraph):
         Args:
             func: one of ``dgl.function``, or a function of edges that returns a dict of fields.
             edges: positions of own edges. Every rank makes the call, each with its own positions. The default is all.
-            etype: needed if there are several types.
+            etype: needed if there are several types, unless `func` is of ``dgl.function`` and `edges` are all.
         """
+        if etype is None and len(self._edges) > 1:
+            if not is_builtin(func) or not is_all(edges):
+                raise DGLError(
+                    "apply_edges over several edge types takes a built-in function of all edges: name an etype"
+                )
+            for one in self._edges:
+                self._edge_frames[one].update(self._passing(one).per_edge(func))
+            return
         kind = self.to_canonical_etype(etype)
         passing, frame = self._passing(kind), self._edge_frames[kind]
         if is_all(edges):
-            return frame.update(passing.per_edge(func))
+            frame.update(passing.per_edge(func))
+            return
         chosen = self._positions(edges, frame.num_rows)
         for name, rows in passing.per_edge(func, chosen).items():
             if name in frame:
@@ -306,8 +335,8 @@ class ShardedDGLGraph(TypedGraph):
         self, func: Callable[[Any], dict[str, Tensor]], v: Any = ALL, ntype: NodeType | None = None
     ) -> None:
         """Set the fields that `func` computes on own nodes, or on the rows `v` of them. Not collective."""
-        kind = self._one(self._dst_frames, ntype, "Node")
-        frame = self._dst_frames[kind]
+        kind = self.nodes_type(ntype)
+        frame = (self._dst_frames if self.is_block else self._frames_by_ntype)[kind]
         rows = torch.arange(frame.num_rows, device=self.device)
         if not is_all(v):
             rows = torch.as_tensor(v, device=self.device)
@@ -325,55 +354,12 @@ class ShardedDGLGraph(TypedGraph):
                 value = whole.index_copy(0, rows, value)
             frame[name] = value
 
-    def _applied(self, ntype: NodeType, func: Any, found: dict[str, Tensor]) -> dict[str, Tensor]:
-        if func is None:
-            return found
-        frame = self._dst_frames[ntype].clone()
-        frame.update(found)
-        rows = torch.arange(frame.num_rows, device=self.device)
-        with self.comm.followed():
-            return {**found, **func(ShardedNodeBatch(self, rows, ntype, LazyFields(frame, lambda t: t)))}
-
-    def _set(self, ntype: NodeType, fields: dict[str, Tensor]) -> None:
-        self._dst_frames[ntype].update(fields)
-
 
 def _frame(part: Nodes | Edges, id_field: str) -> Frame:
-    frame = Frame(part.num, "nodes" if isinstance(part, Nodes) else "edges", part.fields)
+    frame = Frame(part.num, part.total, "nodes" if isinstance(part, Nodes) else "edges", part.fields)
     frame[id_field] = part.ids
     return frame
 
 
 def _view(frames: dict[Any, Frame]) -> Any:
     return next(iter(frames.values())) if len(frames) == 1 else FramesByType(frames)
-
-
-_MERGERS: dict[str, Callable[[Tensor], Tensor]] = {
-    "sum": lambda stacked: stacked.sum(0),
-    "mean": lambda stacked: stacked.mean(0),
-    "max": lambda stacked: stacked.max(0)[0],
-    "min": lambda stacked: stacked.min(0)[0],
-}
-
-
-def _merged(parts: list[tuple[int, dict[str, Tensor]]], cross_reducer: Any, comm: Ranks) -> dict[str, Tensor]:
-    """The results of several edge types for one node type, merged as DGL's ``multi_update_all`` does."""
-    if len(parts) == 1 and cross_reducer != "stack":
-        return parts[0][1]
-    if not callable(cross_reducer) and cross_reducer not in (*_MERGERS, "stack"):
-        raise DGLError(
-            f"the cross type reducer is {cross_reducer!r}; expected {', '.join(_MERGERS)}, stack or a function"
-        )
-    if cross_reducer == "stack":
-        parts = sorted(parts, key=lambda part: part[0])
-    merged = {}
-    for name in dict.fromkeys(name for _, fields in parts for name in fields):
-        found = [fields[name] for _, fields in parts if name in fields]
-        if callable(cross_reducer):
-            with comm.followed():
-                merged[name] = cross_reducer(found)
-        elif cross_reducer == "stack":
-            merged[name] = torch.stack(found, 1)
-        else:
-            merged[name] = _MERGERS[cross_reducer](torch.stack(found)) if len(found) > 1 else found[0]
-    return merged

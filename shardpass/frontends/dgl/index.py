@@ -31,11 +31,22 @@ class LocalIndex(HeteroGraphIndex):
 
     def reverse(self) -> NoReturn:
         """Refused."""
-        raise refused("dgl.reverse", "for EdgeWeightNorm use the module in a wrapped model")
+        raise refused(
+            "the reversed graph (dgl.reverse, edge_softmax with norm_by='src')",
+            "reverse it before partitioning, or put the scores into messages; EdgeWeightNorm works in a wrapped model",
+        )
+
+    def edge_subgraph(self, induced_edges: Any, preserve_nodes: bool) -> Any:
+        """The index of some of the edges among the same nodes, for the softmax over these edges only."""
+        if not preserve_nodes:
+            raise refused("dgl.edge_subgraph", "do it before partitioning")
+        part = super().edge_subgraph(induced_edges, True)
+        part.graph.__class__ = LocalIndex
+        return part
 
     def _no(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise refused("an operation on the structure of the graph", "do it before partitioning")
 
-    edges = adjacency_matrix = adjacency_matrix_tensors = edge_subgraph = node_subgraph = copy_to = _no
+    edges = adjacency_matrix = adjacency_matrix_tensors = node_subgraph = copy_to = _no
     out_edges = in_edges = find_edges = edge_id = edge_ids = successors = predecessors = _no
     has_edges_between = has_edge_between = line_graph = in_subgraph = out_subgraph = get_unitgraph = _no

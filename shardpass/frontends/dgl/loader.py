@@ -84,7 +84,7 @@ class DataLoader(EpochLoader):
         _refuse(kwargs, graph_sampler, whole.comm.device)
         rows = {kind: chosen.cpu().numpy() for kind, chosen in rows_of(whole, indices).items()}
         settings = settings_of(whole, graph_sampler, batch_size, shuffle, drop_last, seed, prefetch)
-        self._types, sampler = whole.dsttypes, sampler_of(whole, settings)
+        self._types, sampler = whole.ntypes, sampler_of(whole, settings)
         self._source_names, self._label_names = _fields_of(whole, graph_sampler)
         source, types = sampler.source, self._types
         largest = max(owned.num_total for owned in source.ownership.values()) if source.ownership else 0

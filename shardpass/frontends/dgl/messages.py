@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ from shardpass.frontends.dgl.structure import Edges
 from shardpass.frontends.dgl.udf import EdgeFunction, Packing
 
 _PLACES = "place of the edge"
-_EXTREMA = ("max", "min")
+_EMPTY = {"max": -math.inf, "min": math.inf}
 Fields = Mapping[str, Tensor]
 
 
@@ -33,12 +34,11 @@ class MessagePassing:
     def __init__(self, edges: Edges, src: Fields, dst: Fields, edata: Fields, checked: dict[Any, set[str]]) -> None:
         self.edges, self.src, self.dst, self.edata, self.checked = edges, src, dst, edata, checked
 
-    def reduced(self, message: Any, reducer: Any, empty: float | None = None) -> dict[str, Tensor]:
+    def reduced(self, message: Any, reducer: Any) -> dict[str, Tensor]:
         """What a built-in `reducer` makes of the messages: ``{field: [num_dst, ...]}``. Collective.
 
-        Args:
-            empty: what a destination without messages holds under max and min. `None` means 0, as after DGL's
-                ``update_all``.
+        A destination without messages holds infinity under max and min, as in DGL before it is stored; if the graph has
+        no edge of this type at all, it holds 0.
         """
         op = reducer_of(reducer, message.out_field if is_builtin(message) else None)
         program, computed = self.program_of(message, f"{op} of ")
@@ -55,19 +55,17 @@ class MessagePassing:
             return rows
 
         program.message = only
-        if op in _EXTREMA:
+        if op in _EMPTY:
             program.edge[_PLACES] = self.edges.places
             if program.reads is not None:
                 program.reads.add(Key("edge", _PLACES))
-            program.aggregate = self._extremum(op, empty or 0.0)
+            program.aggregate = self._extremum(op)
         else:
             program.aggregate = summed
         out = aggregate(program, self.edges.plan, self.edges.shards)
         if op == "mean":
             degrees = self.edges.in_degrees.clamp(min=1).to(out.dtype)
             out = out / degrees.view(-1, *[1] * (out.dim() - 1))
-        if op in _EXTREMA and empty is None:
-            out = without_infinity(out)
         return {reducer.out_field: out}
 
     def per_edge(self, message: Any, chosen: Tensor | None = None) -> dict[str, Tensor]:
@@ -131,8 +129,8 @@ class MessagePassing:
         program = Program(f"{what}{function.name}{where}", *given, _unset, None, reads=reads)
         return program, function
 
-    def _extremum(self, op: str, empty: float) -> Callable[[Tensor, Inputs], Tensor]:
-        comm = self.edges.plan.comm
+    def _extremum(self, op: str) -> Callable[[Tensor, Inputs], Tensor]:
+        comm, empty = self.edges.plan.comm, _EMPTY[op] if self.edges.total else 0.0
 
         def extremum(messages: Tensor, inputs: Inputs) -> Tensor:
             assert comm.watch is not None

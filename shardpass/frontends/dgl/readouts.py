@@ -90,5 +90,5 @@ def _is_plain(graph: Any) -> bool:
 
 
 def _weighted(graph: ShardedDGLGraph, feat: str, weight: str | None, ntype: str | None) -> Tensor:
-    data = graph.dstnodes[ntype].data
+    data = (graph.dstnodes if graph.is_block else graph.nodes)[ntype].data
     return data[feat] if weight is None else data[feat] * data[weight]

@@ -49,6 +49,7 @@ class Edges:
         total: how many edges of this type all ranks have.
         fields: stored tensors with a row for each edge.
         out_degrees: of the own source nodes in the whole graph, ``[num_own_src]`` int64.
+        leaves_out: whether some destination of some rank has no in-edge of this type.
     """
 
     canonical: CanonicalType
@@ -60,19 +61,22 @@ class Edges:
     total: int
     fields: Mapping[str, Tensor]
     out_degrees: Tensor
+    leaves_out: bool
     _subsets: list[tuple[Tensor, EdgeShards]] = field(default_factory=list, repr=False)
 
     @staticmethod
     def of(canonical: CanonicalType, relation: Relation, total: int) -> Edges:
-        """The edges of a relation of the engine. Collective: out-degrees are counted now, not when asked for."""
+        """The edges of a relation of the engine. Collective: degrees are counted now, not when asked for."""
         src_rows, dst_rows = relation.edge_index.sources_first
         plan = relation.plan
         counts = torch.bincount(src_rows, minlength=plan.num_src).to(torch.float64)
         with torch.no_grad():
             degrees = scatter_to_owners(counts, plan, f"out-degrees of {canonical}").to(torch.int64)
+        lonely = plan.comm.all_gather_object(bool((relation.shards.degrees() == 0).any()), f"in-degrees of {canonical}")
         return Edges(
-            canonical, plan, relation.shards, src_rows, dst_rows, relation.edge_ids, total, relation.fields, degrees
-        )
+            canonical, plan, relation.shards, src_rows, dst_rows, relation.edge_ids, total, relation.fields, degrees,
+            any(lonely),
+        )  # fmt: skip
 
     @property
     def num(self) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardpass.core.ranks import Ranks, unfollowed
 from shardpass.frontends.dgl.closed import Closed
-from shardpass.frontends.dgl.counts import EdgeCount, NodeCount, NodeCounts
+from shardpass.frontends.dgl.counts import EdgeCount, InDegrees, NodeCount, NodeCounts
 from shardpass.frontends.dgl.private import ALL, is_all
 from shardpass.frontends.dgl.structure import CanonicalType, Edges, Nodes, NodeType
 
@@ -23,15 +23,20 @@ class TypedGraph(Closed):
     _sources: dict[NodeType, Nodes]
     _destinations: dict[NodeType, Nodes]
     _edges: dict[CanonicalType, Edges]
+    _ntypes: list[NodeType]
 
     def nodes_type(self, ntype: NodeType | None) -> NodeType:
-        """The type of destination nodes that `ntype` means; `None` means the only one."""
-        kind: NodeType = self._one(self._destinations, ntype, "Node")
+        """The type of nodes that `ntype` means; `None` means the only one. Those of a block are destinations."""
+        kind: NodeType = self._one(self._nodes, ntype, "Node")
         return kind
 
     def nodes_of(self, ntype: NodeType | None) -> Nodes:
-        """The destination nodes of a type; `None` means the only type."""
-        return self._destinations[self._one(self._destinations, ntype, "Node")]
+        """The nodes of a type; `None` means the only type. Those of a block are destinations."""
+        return self._nodes[self.nodes_type(ntype)]
+
+    @property
+    def _nodes(self) -> dict[NodeType, Nodes]:
+        return self._destinations if self.is_block else {**self._sources, **self._destinations}
 
     def edges_of(self, etype: Any) -> Edges:
         """The structure of the edges of a type; `None` means the only type."""
@@ -52,7 +57,7 @@ class TypedGraph(Closed):
     @property
     def ntypes(self) -> list[NodeType]:
         """Types of nodes. Those of a block are the types of its sources, then of its destinations, as in DGL."""
-        return [*self._sources, *self._destinations] if self.is_block else list(self._sources)
+        return list(self._ntypes)
 
     @property
     def canonical_etypes(self) -> list[CanonicalType]:
@@ -67,7 +72,7 @@ class TypedGraph(Closed):
     @property
     def is_homogeneous(self) -> bool:
         """Whether there is one type of nodes and one of edges."""
-        return len(self._sources) == len(self._edges) == 1 and not self.is_block
+        return len(self._ntypes) == len(self._edges) == 1
 
     def to_canonical_etype(self, etype: Any) -> CanonicalType:
         """The canonical type that `etype` means: a name, a canonical type, or `None` for the only one."""
@@ -121,7 +126,7 @@ class TypedGraph(Closed):
         if self.is_block and ntype is None:
             everything = {("src", k): n for k, n in self._sources.items()}
             return self._count({**everything, **self._destinations}, None, "Node")
-        return self._count(self._sources if ntype in self._sources else self._destinations, ntype, "Node")
+        return self._count({**self._destinations, **self._sources}, ntype, "Node")
 
     def num_edges(self, etype: Any = None) -> int:
         """How many edges of a type this rank has; `None` means all types."""
@@ -133,15 +138,15 @@ class TypedGraph(Closed):
 
     @unfollowed(0)
     def in_degrees(self, v: Any = ALL, etype: Any = None) -> Tensor:
-        """In-degrees of own destination nodes, ``[num_own]`` int64, or of the rows `v` of them."""
-        degrees = self._edges[self.to_canonical_etype(etype)].in_degrees
-        return degrees if is_all(v) else degrees[v]
+        """In-degrees of own destination nodes, ``[num_own]`` int64, or of the rows `v` of them; see `InDegrees`."""
+        edges = self._edges[self.to_canonical_etype(etype)]
+        return InDegrees.of(edges.in_degrees.clone(), edges.leaves_out) if is_all(v) else edges.in_degrees[v]
 
     @unfollowed(0)
     def out_degrees(self, u: Any = ALL, etype: Any = None) -> Tensor:
         """Out-degrees of own source nodes in the whole graph, ``[num_own]`` int64, or of the rows `u` of them."""
         degrees = self._edges[self.to_canonical_etype(etype)].out_degrees
-        return degrees if is_all(u) else degrees[u]
+        return degrees.clone() if is_all(u) else degrees[u]
 
     @property
     def batch_size(self) -> int:

@@ -45,5 +45,7 @@ class DataViews:
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise refused(
             f"graph.{self._name}()",
-            "ids are numbered per rank; graph.ndata[dgl.NID] and graph.edata[dgl.EID] hold the original ones",
+            "ids are numbered per rank; graph.ndata[dgl.NID] and graph.edata[dgl.EID] hold the original ones, and a "
+            "function given to graph.apply_edges sees the rows of both ends of edges. What changes the graph, as "
+            "dgl.add_self_loop does, is done before partitioning",
         )

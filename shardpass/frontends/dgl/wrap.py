@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from types import FunctionType
 from typing import Any
 
-from dgl import DGLGraph
+from dgl import DGLError, DGLGraph
 from torch import nn
 
 from shardpass.core.following import FollowRows
@@ -21,6 +22,7 @@ from shardpass.core.training import (
 )
 from shardpass.core.wrapping import FollowedCalls, OutermostCall
 from shardpass.errors import RefusedError
+from shardpass.frontends.dgl.closed import refused
 from shardpass.frontends.dgl.convert import graph as to_dgl
 from shardpass.frontends.dgl.empty import EmptyRows
 from shardpass.frontends.dgl.graph import ShardedDGLGraph
@@ -60,7 +62,9 @@ def wrap(model: nn.Module, comm: Ranks, check: bool = True, checkpoint: Checkpoi
     sync_parameters(model, comm)
     decorrelate(comm)
     model._shardpass_wrapped = True  # type: ignore[assignment]
-    model.forward = _Forward(model, comm, FollowedCalls(check), checkpoint)
+    followed, graphs = FollowedCalls(check), _Graphs()
+    for name in ("forward", *_own_methods(model)):
+        setattr(model, name, _Method(model, comm, followed, checkpoint, name, graphs))
     return model
 
 
@@ -79,54 +83,90 @@ def exact(model: nn.Module, comm: Ranks, check: bool = True) -> nn.Module:
         RefusedError: as in `wrap`, or the model is wrapped.
     """
     copied = wrap(shared_copy(model), comm, check)
-    follow(copied, model, comm)
+    follow(copied, model, comm, _own_methods(copied))
     return copied
 
 
-class _Forward(OutermostCall):
-    """The outermost forward, which turns graphs of the engine into DGL's."""
+def _own_methods(model: nn.Module) -> list[str]:
+    """The public methods of the user's class besides ``forward``. They may be called with a graph as well."""
+    kinds = [kind for kind in type(model).__mro__ if not kind.__module__.startswith(("torch.", "dgl.", "shardpass."))]
+    names = {name: None for kind in kinds for name, value in vars(kind).items() if isinstance(value, FunctionType)}
+    return [name for name in names if not name.startswith("_") and not hasattr(nn.Module, name)]
 
-    def __init__(self, model: nn.Module, comm: Ranks, followed: FollowedCalls, checkpoint: Checkpoint) -> None:
-        super().__init__(model, comm, followed, checkpoint)
+
+class _Graphs:
+    """What stands for the latest graphs that a model was called with."""
+
+    def __init__(self) -> None:
+        self._known: list[tuple[ShardedGraph, ShardedDGLGraph]] = []
+
+    def of(self, value: Any) -> Any:
+        """`value`; if it is a graph of the engine, what stands for it. Collective the first time."""
+        if not isinstance(value, ShardedGraph):
+            return value
+        for known, made in self._known:
+            if known is value:
+                return made
+        made = to_dgl(value)
+        self._known = [*self._known[-3:], (value, made)]
+        return made  # fields that forward leaves on it are there in the next call, as on a DGLGraph
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Graphs:
+        return _Graphs()  # they belong to the other model
+
+
+class _Method(OutermostCall):
+    """An outermost method, which turns graphs of the engine into DGL's."""
+
+    def __init__(
+        self, model: nn.Module, comm: Ranks, followed: FollowedCalls, checkpoint: Checkpoint, method: str,
+        graphs: _Graphs,
+    ) -> None:  # fmt: skip
+        super().__init__(model, comm, followed, checkpoint, method)
         self._is_of_parts = False
-        self._graphs: list[tuple[ShardedGraph, ShardedDGLGraph]] = []
+        self._graphs = graphs
 
     def is_known(self, module: nn.Module) -> bool:
         return super().is_known(module) or type(module).__module__.startswith(("dgl.nn.", "shardpass.frontends.dgl."))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        leaves = torch_private.tree_leaves((args, kwargs))
-        if any(isinstance(leaf, DGLGraph) and not isinstance(leaf, ShardedDGLGraph) for leaf in leaves):
+        args, kwargs = torch_private.tree_map(self._graphs.of, (args, kwargs))
+        given = [*torch_private.tree_leaves((args, kwargs)), *self._held()]
+        given = [value for value in given if isinstance(value, DGLGraph)]
+        if self.method != "forward" and not any(isinstance(graph, ShardedDGLGraph) for graph in given):
+            return self._computed([], args, kwargs)
+        if not all(isinstance(graph, ShardedDGLGraph) for graph in given):
             raise RefusedError(
-                f"{type(self.model).__name__} is wrapped, but was called with an ordinary DGLGraph: nodes of a sharded "
-                f"graph are numbered anew on every rank. Pass the graph that shardpass.load returned; for an ordinary "
-                f"graph, load the state_dict into a model that is not wrapped"
+                f"{type(self.model).__name__} is wrapped, but was called with an ordinary DGLGraph or holds one: nodes "
+                f"of a sharded graph are numbered anew on every rank. Pass the graph that shardpass.load returned; for "
+                f"an ordinary graph, load the state_dict into a model that is not wrapped"
             )
-        self._is_of_parts = any(isinstance(leaf, ShardedDGLGraph) and leaf.core is None for leaf in leaves)
-        args, kwargs = torch_private.tree_map(self._graph_of, (args, kwargs))
-        return self.run(self._computed, args, kwargs)
+        self._is_of_parts = any(graph.core is None for graph in given)
+        return self.run(self._computed, (given, args, kwargs), {})
+
+    def _held(self) -> list[Any]:
+        """What the model holds that is a graph, as in ``self.g``; those of the engine become DGL's. Collective."""
+        found = []
+        for module in self.model.modules():
+            for name, value in vars(module).items():
+                if isinstance(value, (ShardedGraph, DGLGraph)):
+                    vars(module)[name] = self._graphs.of(value)
+                    found.append(vars(module)[name])
+        return found
 
     def _follower(self) -> FollowRows | None:
         return None if self._is_of_parts else super()._follower()  # rows of a block stand for others
 
-    def _computed(self, *args: Any, **kwargs: Any) -> Any:
-        graphs = [leaf for leaf in torch_private.tree_leaves((args, kwargs)) if isinstance(leaf, ShardedDGLGraph)]
+    def _computed(self, graphs: list[ShardedDGLGraph], args: Any, kwargs: Any) -> Any:
         with EmptyRows() if any(graph.lacks_rows for graph in graphs) else nullcontext():
-            return type(self.model).forward(self.model, *args, **kwargs)
-
-    def _graph_of(self, value: Any) -> Any:
-        if not isinstance(value, ShardedGraph):
-            return value
-        for known, made in self._graphs:
-            if known is value:
-                return made
-        made = to_dgl(value)
-        self._graphs = [*self._graphs[-3:], (value, made)]
-        return made  # fields that forward leaves on it are there in the next call, as on a DGLGraph
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> OutermostCall:
-        graphs, self._graphs = self._graphs, []  # they belong to this model
-        try:
-            return super().__deepcopy__(memo)
-        finally:
-            self._graphs = graphs
+            try:
+                return getattr(type(self.model), self.method)(self.model, *args, **kwargs)
+            except DGLError as error:
+                if "/src/" not in str(error):  # not from DGL's compiled library, so that it says what is wrong
+                    raise
+                raise refused(
+                    "a function of DGL that reads source nodes or the structure",
+                    "use update_all or apply_edges, sample with shardpass.dgl.DataLoader, and do what needs the "
+                    "structure of the graph before partitioning",
+                    error,
+                ) from error

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.sampler import NegativeSampling
 
-from shardpass.core.graphs import ShardedGraph
-from shardpass.core.ranks import Ranks, derive_seed
-from shardpass.core.sampling import SampledSource, Seeds, global_ids, keys_of, uniforms
+from shardpass.core.graphs import ShardedGraph, directory_of
+from shardpass.core.ranks import derive_seed
+from shardpass.core.sampling import SampledSource, Seeds, keys_of, uniforms
 from shardpass.core.sharding import EdgeType
 from shardpass.core.training import digest
 from shardpass.frontends.pyg.loader import BatchLoader
@@ -154,7 +154,7 @@ def _links(graph: ShardedGraph, source: SampledSource, kind: EdgeType, given: An
     if links is not None and links.is_floating_point() and links.numel():
         raise ValueError(f"{where} is {links.dtype}; expected a bool mask, own edges or original ids as integers")
     if links is not None and links.dim() == 2 and links.size(0) == 2 and links.dtype != torch.bool:
-        return _links_of_ids(graph.comm, source, kind, links, where)
+        return _links_of_ids(graph, kind, links, where)
     edges = source.edges[kind]
     place = np.empty(len(edges.edge_ids), dtype=np.int64)  # of each own edge, in the order of the rank's edge tensors
     place[edges.rows] = np.arange(len(place))
@@ -165,11 +165,10 @@ def _links(graph: ShardedGraph, source: SampledSource, kind: EdgeType, given: An
     return edges.edge_ids[place].astype(np.int64), edges.src_ids[place].astype(np.int64), dst.astype(np.int64)
 
 
-def _links_of_ids(
-    comm: Ranks, source: SampledSource, kind: EdgeType, links: Tensor, where: str
-) -> tuple[Array, Array, Array]:
+def _links_of_ids(graph: ShardedGraph, kind: EdgeType, links: Tensor, where: str) -> tuple[Array, Array, Array]:
     """The links between nodes that are given by their original ids, ``[2, n]``. Collective."""
-    src, dst = (global_ids(source, end, part.to(torch.int64).numpy()) for end, part in zip(kind[::2], links))
+    comm, ids = graph.comm, links.to(torch.int64).numpy()
+    src, dst = (directory_of(graph, end).global_ids(part) for end, part in zip(kind[::2], ids))
     if len(src) and min(src.min(), dst.min()) < 0:
         bad = links[:, torch.from_numpy((src < 0) | (dst < 0))][:, 0].tolist()
         raise ValueError(f"{where} has the link {bad}; expected original ids of nodes of {kind[0]!r} and {kind[2]!r}")

@@ -14,14 +14,17 @@ from typing import Any
 
 from torch import nn
 
-from shardpass.core.graphs import BatchIndex, ShardedEdgeIndex
+from shardpass.core.graphs import BatchIndex, NodeIds, ShardedEdgeIndex
 from shardpass.core.ranks import Ranks, unfollowed
 from shardpass.errors import RefusedError
 from shardpass.frontends.pyg import replacements
 
 _LIBRARIES = frozenset("builtins torch torch_geometric lightning pytorch_lightning shardpass".split())
 _SAMPLED = "must be left out: it belongs to sampled neighbours, but a sharded graph is trained whole"
-_EDGES = "must be left out or be the graph: it holds ids of the whole graph, but the rows here are own ones"
+_EDGES = (
+    "must be left out, be the graph, or come from shardpass.node_ids(graph, ids): plain ids of the whole graph do not "
+    "number the rows here, which are own ones"
+)
 _BATCH = "must be graph.batch, so that the readout takes in the nodes of all ranks"
 _LOADER = (
     "it samples neighbours from a graph in one piece; call the model with the graph in eval mode under no_grad(), "
@@ -29,7 +32,7 @@ _LOADER = (
 )
 _NEGATIVES = (
     "it draws negative edges among own nodes and averages over own edges; call shardpass.mean on the values of "
-    "decode() or discriminate() for the graph, and score negative pairs on outputs that shardpass.gather put together"
+    "decode() or discriminate(), for the graph and for negatives of shardpass.negative_sampling"
 )
 _ALL_PAIRS = "it scores all pairs of nodes, but a rank holds its own; score outputs that shardpass.gather put together"
 _OWN_MEAN = "it averages over own rows only; call shardpass.mean on the values of single rows"
@@ -50,7 +53,7 @@ REFUSED_METHODS: dict[str, dict[str, str]] = {
         "test": _GATHERED,
     },
     "InnerProductDecoder": {"forward_all": _ALL_PAIRS},
-    "GAE": {"recon_loss": _NEGATIVES, "test": _GATHERED},
+    "DeepGraphInfomax": {"test": _GATHERED},
     "ARLinkPredictor": {"calculate_r_fraction": _OWN_MEAN},
 }
 """By the name of a class of nn.models: methods that raise, with the reason and what to do."""
@@ -61,8 +64,10 @@ REPLACED_METHODS: dict[str, dict[str, Callable[..., Any]]] = {
     "LabelPropagation": {"forward": replacements.label_propagation},
     "CorrectAndSmooth": {"correct": replacements.correct},
     "AttentiveFP": {"forward": replacements.attentive_fp},
+    "GAE": {"recon_loss": replacements.recon_loss, "test": replacements.link_metrics},
     "VGAE": {"kl_loss": replacements.kl_loss},
     "ARGA": {"reg_loss": replacements.reg_loss, "discriminator_loss": replacements.discriminator_loss},
+    "DeepGraphInfomax": {"loss": replacements.infomax_loss},
 }
 """Methods that look at all nodes, and what takes their place."""
 
@@ -83,10 +88,15 @@ CALLED_WITH_A_GRAPH: dict[str, tuple[str, ...]] = {
     "InvertibleModule": ("inverse",),
     "LightGCN": ("get_embedding", "predict_link"),
     "SignedGCN": ("discriminate",),
-    "GAE": ("encode", "decode"),
+    "GAE": ("encode", "decode", "recon_loss", "test"),
     "ARLinkPredictor": ("decode",),
 }
 """Methods besides ``forward`` that run as ``forward`` does when they are called on the wrapped model itself."""
+
+
+def is_replaced(kind: type) -> bool:
+    """Whether a class of PyG has a method that passes messages, and that is replaced as a whole."""
+    return not {"forward", "correct"}.isdisjoint(REPLACED_METHODS.get(_name(kind), ()))
 
 
 def adapt_methods(module: nn.Module, comm: Ranks) -> None:
@@ -142,6 +152,6 @@ def _guarded(
     for argument, reason in arguments.items():
         value = given.get(argument)
         fits = isinstance(value, BatchIndex) if reason == _BATCH else value is None
-        if not fits and not (reason == _EDGES and isinstance(value, ShardedEdgeIndex)):
+        if not fits and not (reason == _EDGES and isinstance(value, (ShardedEdgeIndex, NodeIds))):
             raise RefusedError(f"{type(module).__name__}.{name}(): `{argument}` {reason}")
     return run(*args, **kwargs)

@@ -14,7 +14,7 @@ EXACT = frozenset(
     "MLP BasicGNN GCN GraphSAGE GIN GAT PNA EdgeCNN JumpingKnowledge HeteroJumpingKnowledge DeepGCNLayer MetaLayer "
     "AttentiveFP GATEConv NeuralFingerprint LabelPropagation CorrectAndSmooth PMLP RECT_L MaskLabel SignedGCN "
     "LightGCN InnerProductDecoder GAE VGAE ARGA ARGVA ARLinkPredictor InvertibleModule GroupAddRev SGFormer "
-    "SGModule GraphModule Polynormer GPSENodeEncoder CFConv InteractionBlock".split()
+    "SGModule GraphModule DeepGraphInfomax Polynormer GPSENodeEncoder CFConv InteractionBlock".split()
 )
 """Exact: built of layers that are, or given what they lack by `wrap`."""
 
@@ -57,11 +57,6 @@ _GROUPS = (
     ),
     ("LPFormer LPAttLayer", _PAIRS),
     ("LINKX SparseLinear", _TABLE),
-    (
-        "DeepGraphInfomax",
-        "its corruption shuffles, and its summary and loss average, the nodes of the whole graph; write the three with "
-        "graph.batch (global_mean_pool) and shardpass.mean around an encoder that is exact",
-    ),
     ("GraphUNet", "it drops nodes (TopKPooling) and multiplies adjacency matrices; use a model without pooling"),
     ("BPRLoss", "it averages over own pairs only; use shardpass.mean over the logsigmoid of their differences"),
 )

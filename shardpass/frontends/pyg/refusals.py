@@ -12,7 +12,7 @@ from torch_geometric.nn.conv import RGCNConv
 
 from shardpass.core.following import whole_graph
 from shardpass.core.graphs import BatchIndex, GraphArgument, ShardedEdgeIndex, ShardedGraph
-from shardpass.core.ranks import OnRanks, Ranks, RowSet, torch_private
+from shardpass.core.ranks import OnRanks, Ranks, torch_private
 from shardpass.core.training import DistributedBatchNorm
 from shardpass.core.wrapping import has_unknown_statistics, refuse_modules
 from shardpass.errors import RefusedError
@@ -114,11 +114,11 @@ def refuse_whole_tensors(arguments: Any) -> None:
     """
     leaves = torch_private.tree_leaves(arguments)
     for graph in (leaf.graph for leaf in leaves if isinstance(leaf, GraphArgument)):
-        sizes = (graph.total_nodes, graph.num_nodes, "nodes"), (graph.total_edges, graph.num_edges, "edges")
+        sets = list(graph.row_sets())
         for tensor in (leaf for leaf in leaves if type(leaf) is Tensor and leaf.dim()):
-            for total, own, name in sizes:
-                if tensor.size(0) == total != own and tensor.size(0) not in (graph.num_nodes, graph.num_edges):
-                    raise whole_graph(tensor, RowSet(name, own, None), total)
+            for of in sets:
+                if tensor.size(0) == of.total and tensor.size(0) not in [one.count for one in sets]:
+                    raise whole_graph(tensor, of)
 
 
 def refuse_norms_of_some_nodes(model: nn.Module, args: Any, kwargs: Any) -> None:

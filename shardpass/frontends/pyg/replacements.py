@@ -16,9 +16,11 @@ from torch_geometric.nn.models import CorrectAndSmooth
 from torch_geometric.nn.models.autoencoder import EPS, MAX_LOGSTD
 from torch_geometric.utils import get_laplacian, one_hot, softmax
 
-from shardpass.core.graphs import BatchIndex, ShardedEdgeIndex
+from shardpass.core.graphs import BatchIndex, GraphArgument, ShardedEdgeIndex, node_ids
 from shardpass.core.ranks import Ranks, all_reduce_sum
-from shardpass.core.training import objective
+from shardpass.core.sampling import negative_sampling
+from shardpass.core.training import average_precision, objective, roc_auc
+from shardpass.errors import RefusedError
 
 
 def cheb_norm(
@@ -84,6 +86,39 @@ def kl_loss(module: Any, comm: Ranks, mu: Tensor | None = None, logstd: Tensor |
     mu = module.__mu__ if mu is None else mu
     logstd = module.__logstd__ if logstd is None else logstd.clamp(max=MAX_LOGSTD)
     return objective.mean(-0.5 * (1 + 2 * logstd - mu**2 - logstd.exp() ** 2).sum(1), None, comm)
+
+
+def recon_loss(module: Any, comm: Ranks, z: Tensor, pos_edge_index: Any, neg_edge_index: Any = None) -> Tensor:
+    """`GAE.recon_loss`: the means over the pairs of all ranks. Negatives of a graph are none of its edges."""
+    negatives = _negatives_of(pos_edge_index) if neg_edge_index is None else neg_edge_index
+    losses = [-torch.log(module.decoder(z, pos_edge_index, sigmoid=True) + EPS)]
+    losses.append(-torch.log(1 - module.decoder(z, negatives, sigmoid=True) + EPS))
+    return objective.mean(losses[0], None, comm) + objective.mean(losses[1], None, comm)
+
+
+def _negatives_of(edge_index: Any) -> Tensor:
+    if isinstance(edge_index, GraphArgument):
+        return node_ids(edge_index.graph, negative_sampling(edge_index.graph))
+    raise RefusedError(
+        "GAE.recon_loss() without neg_edge_index draws pairs that are not among pos_edge_index, which it can only if "
+        "that is the graph. Pass the graph, or "
+        "neg_edge_index=shardpass.node_ids(graph, shardpass.negative_sampling(graph))"
+    )
+
+
+@torch.no_grad()
+def link_metrics(module: Any, comm: Ranks, z: Tensor, pos_edge_index: Any, neg_edge_index: Any) -> tuple[float, float]:
+    """`GAE.test`: the area under the ROC curve and the average precision of the pairs of all ranks."""
+    scores = [module.decoder(z, pairs, sigmoid=True) for pairs in (pos_edge_index, neg_edge_index)]
+    found, labels = torch.cat(scores), torch.cat([torch.ones_like(scores[0]), torch.zeros_like(scores[1])])
+    return roc_auc(found, labels, None, comm), average_precision(found, labels, None, comm)
+
+
+def infomax_loss(module: Any, comm: Ranks, pos_z: Tensor, neg_z: Tensor, summary: Tensor) -> Tensor:
+    """`DeepGraphInfomax.loss`: the means over the nodes of all ranks."""
+    real, fake = (module.discriminate(z, summary, sigmoid=True).view(-1) for z in (pos_z, neg_z))
+    losses = [objective.mean(-torch.log(rows + EPS), None, comm) for rows in (real, 1 - fake)]
+    return losses[0] + losses[1]
 
 
 def reg_loss(module: Any, comm: Ranks, z: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from shardpass.errors import RefusedError
 from shardpass.frontends.pyg.attention import distribute_attention
 from shardpass.frontends.pyg.hetero import adapt_hetero, check_types, has_one_tensor_of_all_types
 from shardpass.frontends.pyg.lazy import Lazy
-from shardpass.frontends.pyg.methods import REPLACED_METHODS, adapt_methods, methods_to_run, methods_written
+from shardpass.frontends.pyg.methods import adapt_methods, is_replaced, methods_to_run, methods_written
 from shardpass.frontends.pyg.norms import distribute_norms
 from shardpass.frontends.pyg.poison import Poison
 from shardpass.frontends.pyg.propagate import ShardedMessagePassing
@@ -162,8 +162,7 @@ class _Method(OutermostCall):
 
     def is_known(self, module: nn.Module) -> bool:
         kind = type(module)
-        in_nn = kind.__module__.startswith("torch_geometric.nn.")
-        known = kind.__module__.startswith("torch_geometric.nn.conv.") or (in_nn and kind.__name__ in REPLACED_METHODS)
+        known = kind.__module__.startswith("torch_geometric.nn.conv.") or is_replaced(kind)
         return known or has_one_tensor_of_all_types(module) or super().is_known(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

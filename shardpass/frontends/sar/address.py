@@ -8,7 +8,8 @@ import os
 import secrets
 import socket
 import struct
-import threading
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from time import monotonic, sleep
@@ -16,6 +17,7 @@ from time import monotonic, sleep
 from shardpass.backends import TIMEOUT_VARIABLE
 from shardpass.errors import CommunicationError
 from shardpass.frontends.sar._state import STATE
+from shardpass.frontends.sar.common_tuples import SocketInfo
 
 SOCKET_VARIABLE = "SAR_SOCKET_NAME"
 _SIOCGIFADDR = 0x8915
@@ -57,6 +59,22 @@ def own_ip() -> str:
     return "127.0.0.1"
 
 
+def get_socket() -> SocketInfo:
+    """The network interface that ranks use here, and its address; the name is empty if the system chooses it."""
+    return SocketInfo(os.environ.get(SOCKET_VARIABLE, ""), own_ip())
+
+
+def get_ip_address(ip_file: str) -> str:
+    """The address in a file that `nfs_ip_init` or `dump_ip_address` wrote."""
+    return Path(ip_file).read_text(encoding="utf-8").split()[0]
+
+
+def dump_ip_address(ip_file: str) -> str:
+    """Write this host's address to a file, and return it. `nfs_ip_init` also sees to it that all ranks find it."""
+    Path(ip_file).write_text(f"{own_ip()}\n", encoding="utf-8")
+    return own_ip()
+
+
 def address_of(interface: str) -> str:
     """The IPv4 address of a network interface of this host.
 
@@ -78,33 +96,28 @@ def address_of(interface: str) -> str:
 
 
 def _publish(path: Path) -> str:
-    """Write this host's address, and answer on a port of it until all ranks have come."""
+    """Write this host's address, and have a process answer on a port of it until all ranks have come."""
     ip, token = own_ip(), secrets.token_hex(16)
-    listener = socket.create_server((ip, 0), backlog=128)
-    answering = threading.Thread(target=_answer, args=(listener, token), name="shardpass nfs_ip_init", daemon=True)
-    answering.start()
+    with socket.create_server((ip, 0), backlog=128) as listener:
+        port = listener.getsockname()[1]
+        program = [sys.executable, "-I", "-S", str(Path(__file__).with_name("answering.py")), str(listener.fileno())]
+        answering = subprocess.Popen(program, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], text=True)
+    pipe = answering.stdin
+    assert pipe is not None
+    pipe.write(f"{token}\n")
+    pipe.flush()
     temporary = path.with_name(f"{path.name}.{token}")
-    temporary.write_text(f"{ip}\n{listener.getsockname()[1]} {token}\n", encoding="utf-8")
+    temporary.write_text(f"{ip}\n{port} {token}\n", encoding="utf-8")
     os.replace(temporary, path)
 
     def end() -> None:
-        with contextlib.suppress(OSError):
-            listener.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closing alone would not
-        answering.join()
-        listener.close()
+        pipe.close()
+        answering.wait()
         if any(found == token for _, _, found in _read(path)):
             path.unlink(missing_ok=True)
 
     STATE.on_connected.append(end)
     return ip
-
-
-def _answer(listener: socket.socket, token: str) -> None:
-    with contextlib.suppress(OSError):  # it was closed
-        while True:
-            peer, _ = listener.accept()
-            with peer, contextlib.suppress(OSError):
-                peer.sendall(token.encode())
 
 
 def _find(path: Path, rank: int, limit: float) -> str:

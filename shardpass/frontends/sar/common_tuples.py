@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -16,8 +16,8 @@ class ShardEdgesAndFeatures(NamedTuple):
         edges: (source ids, destination ids), int64 [num_edges] each, in the numbering of `PartitionData.node_ranges`.
             Several edge types are sorted by type.
         edge_features: tensors with a row per edge. ``_ID`` (``dgl.EID``) is the number of the edge within its type,
-            which DGL gave it when it partitioned the graph. ``_TYPE`` (``dgl.ETYPE``), if there are several types, is
-            the index of its type in `PartitionData.edge_type_names`. A stored feature is called
+            which DGL gave it when it partitioned the graph. ``_TYPE`` (``dgl.ETYPE``) is the index of its type in
+            `PartitionData.edge_type_names`. A stored feature is called
             ``<source type>:<edge type>:<destination type>/<name>`` and has a row for each edge of that type.
     """
 
@@ -28,23 +28,59 @@ class ShardEdgesAndFeatures(NamedTuple):
 class PartitionData(NamedTuple):
     """This rank's part of a graph.
 
-    Ids here number the nodes part by part, and within a part type by type.
+    Ids here number the nodes part by part, and within a part type by type. All node ids of this frontend are these.
 
     Attributes:
+        all_shard_edges: for each part, the edges from its nodes into this rank's nodes.
         node_ranges: (first id, end) of each part's nodes.
-        shard_edges_and_features: for each part, the edges from its nodes into this rank's nodes.
         node_features: by ``<node type>/<name>``, with a row for each of this rank's nodes of the type. ``_TYPE``
-            (``dgl.NTYPE``), if there are several types, is the index in `node_type_names` of each of its nodes.
+            (``dgl.NTYPE``) is the index in `node_type_names` of each of its nodes.
         node_type_names: the node types, in the order of their nodes within a part.
         edge_type_names: (source type, edge type, destination type) of each edge type.
-        node_type_ranges: (first id, end) of each part's nodes of each type. Empty if all nodes have one type.
-        own_partition_idx: which part is this rank's. -1 means the part that has the rank's number.
+        partition_book: DGL's ``GraphPartitionBook``, which says how many nodes of each type a part has. `None` is
+            allowed if all nodes have one type.
     """
 
+    all_shard_edges: list[ShardEdgesAndFeatures]
     node_ranges: list[tuple[int, int]]
-    shard_edges_and_features: list[ShardEdgesAndFeatures]
     node_features: dict[str, Tensor]
     node_type_names: list[str]
     edge_type_names: list[CanonicalType]
-    node_type_ranges: dict[str, list[tuple[int, int]]] = {}
-    own_partition_idx: int = -1
+    partition_book: Any = None
+
+
+class SocketInfo(NamedTuple):
+    """A network interface of this host."""
+
+    name: str
+    ip_addr: str
+
+
+def type_ranges(data: PartitionData) -> dict[str, list[tuple[int, int]]]:
+    """(First id, end) of the nodes of each type in each part.
+
+    Raises:
+        ValueError: there are several types, and no `partition_book` tells their nodes apart.
+    """
+    names = list(data.node_type_names) or ["_N"]
+    if len(names) == 1:
+        return {names[0]: [(start, end) for start, end in data.node_ranges]}
+    if data.partition_book is None:
+        raise ValueError(f"there are the node types {names}, but no partition_book, which says how many nodes each has")
+    ranges: dict[str, list[tuple[int, int]]] = {kind: [] for kind in names}
+    for part, (position, _) in enumerate(data.node_ranges):
+        for kind in names:
+            end = position + data.partition_book.partid2nids(part, kind).numel()
+            ranges[kind].append((position, end))
+            position = end
+    return ranges
+
+
+def part_ranges(book: Any) -> list[tuple[int, int]]:
+    """(First id, end) of the nodes of each part, by DGL's partition book."""
+    ranges, position = [], 0
+    for part in range(book.num_partitions()):
+        end = position + book.partid2nids(part).numel()
+        ranges.append((position, end))
+        position = end
+    return ranges

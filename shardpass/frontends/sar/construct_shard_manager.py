@@ -14,20 +14,20 @@ from shardpass.core.ranks import Options, Ranks
 from shardpass.core.sharding import Ownership
 from shardpass.errors import DivergenceError, PeerFailure
 from shardpass.frontends.dgl.structure import Edges, Nodes
-from shardpass.frontends.sar._state import Config, communicator, options
+from shardpass.frontends.sar._state import communicator
 from shardpass.frontends.sar.common_tuples import CanonicalType, PartitionData
+from shardpass.frontends.sar.config import ConfiguredEdges, follow, options, words
+from shardpass.frontends.sar.core.graphshard import GraphShardManager, NodeRanges, Whole, blocks_of
 from shardpass.frontends.sar.data_loading import load_dgl_partition_data_from_graph
-from shardpass.frontends.sar.graphshard import GraphShardManager, blocks_of
 from shardpass.frontends.sar.homogeneous import merged
 from shardpass.frontends.sar.own_part import EdgeList, OwnPart, own_part, schemas, take_over
-
-LARGEST_MESSAGE = 1 << 30
 
 
 def construct_full_graph(partition_data: PartitionData, homogeneous: bool = False) -> GraphShardManager:
     """The whole graph, of which this rank holds its part. Collective.
 
-    Node and edge types are kept, and stored features are in its data by name. `Config` is read now and kept.
+    Node and edge types are kept, and stored features are in its data by name. ``ndata[dgl.NID]`` are node ids in the
+    numbering of `PartitionData.node_ranges`; original ids, if they are stored, are ``ndata["orig_id"]``.
 
     Args:
         partition_data: of this rank, from `load_dgl_partition_data`; rank r has part r.
@@ -40,23 +40,26 @@ def construct_full_graph(partition_data: PartitionData, homogeneous: bool = Fals
             raises it; the others name that rank.
         DivergenceError: ranks hold parts of different partitions, or differ in `Config`.
     """
-    comm, chosen, part, problem = communicator(), Options(), None, None
+    comm, part, problem = communicator(), None, None
     try:
-        chosen = options()
+        words()
         part = own_part(partition_data, comm.rank, comm.size)
     except (ValueError, TypeError) as error:
         problem = error
-    part = _agreed(comm, partition_data, chosen, homogeneous, part, problem)
+    part = _agreed(comm, partition_data, homogeneous, part, problem)
     comm.move_to(part.device)  # tensors of the graph are there, and everything else follows them
-    if hasattr(comm.inner, "max_message_bytes"):
-        comm.inner.max_message_bytes = min(4 * Config.max_collective_size or LARGEST_MESSAGE, LARGEST_MESSAGE)
-    return _graph(comm, part, chosen)
+    follow(comm)
+    made = _graph(comm, part, options())
+    nodes = {kind: made.nodes_of(kind).total for kind in made.ntypes}
+    edges = {kind: made.edges_of(kind).total for kind in made.canonical_etypes}
+    ranges = NodeRanges((start, end) for start, end in partition_data.node_ranges)
+    return made.known(Whole(ranges, part.ranges, partition_data.partition_book, nodes, edges))
 
 
 def construct_mfgs(
     partition_data: PartitionData,
     seed_nodes: Tensor,
-    num_layers: int,
+    n_layers: int,
     keep_seed_nodes: bool = True,
     homogeneous: bool = False,
 ) -> list[GraphShardManager]:
@@ -69,7 +72,7 @@ def construct_mfgs(
         partition_data: of this rank.
         seed_nodes: ids of own nodes in the numbering of `PartitionData.node_ranges`: rows of the part plus
             ``node_ranges[rank][0]``. May be empty on a rank.
-        num_layers: the same on every rank.
+        n_layers: the same on every rank.
         keep_seed_nodes: whether destinations of a layer are among its sources also where no edge begins in them.
         homogeneous: see `construct_full_graph`.
 
@@ -77,21 +80,19 @@ def construct_mfgs(
         ValueError: some seeds are not this rank's, or as in `construct_full_graph`.
     """
     graph = construct_full_graph(partition_data, homogeneous)
-    return blocks_of(graph, _own_rows(graph, partition_data, seed_nodes), num_layers, keep_seed_nodes)
+    return blocks_of(graph, _own_rows(graph, seed_nodes), n_layers, keep_seed_nodes)
 
 
-def _own_rows(graph: GraphShardManager, data: PartitionData, seed_nodes: Tensor) -> dict[str, Tensor]:
+def _own_rows(graph: GraphShardManager, seed_nodes: Any) -> dict[str, Tensor]:
     """The seeds as rows of this rank's part, in ascending order, by node type of the graph. Collective."""
     rank = graph.comm.rank
     seeds = torch.unique(torch.as_tensor(seed_nodes).to(torch.int64)).to(graph.device)
-    ranges = dict(data.node_type_ranges)
-    if len(graph.ntypes) == 1:
-        ranges = {graph.ntypes[0]: data.node_ranges}
-    rows = {kind: seeds[(seeds >= own[rank][0]) & (seeds < own[rank][1])] for kind, own in ranges.items()}
+    starts = {kind: own[rank] for kind, own in graph.type_ranges.items()}
+    rows = {kind: seeds[(seeds >= start) & (seeds < end)] - start for kind, (start, end) in starts.items()}
     num_foreign = seeds.numel() - sum(part.numel() for part in rows.values())
     everywhere = graph.comm.all_gather_object(num_foreign, "construct_mfgs: seeds")
     if num_foreign:
-        start, end = data.node_ranges[rank]
+        start, end = graph.tgt_node_range
         raise ValueError(
             f"rank {rank}: {num_foreign} of the seed nodes are not its own; expected ids in [{start}, {end}), which "
             f"are rows of its part plus partition_data.node_ranges[{rank}][0]"
@@ -99,7 +100,7 @@ def _own_rows(graph: GraphShardManager, data: PartitionData, seed_nodes: Tensor)
     if any(everywhere):
         other = next(other for other, count in enumerate(everywhere) if count)
         raise PeerFailure(f"rank {other} passed seed nodes to construct_mfgs that are not its own")
-    return {kind: part - ranges[kind][rank][0] for kind, part in rows.items()}
+    return rows
 
 
 def convert_dist_graph(dist_graph: Any) -> GraphShardManager:
@@ -111,14 +112,13 @@ def convert_dist_graph(dist_graph: Any) -> GraphShardManager:
 
 
 def _agreed(
-    comm: Ranks, data: PartitionData, chosen: Options, homogeneous: bool, part: OwnPart | None,
-    problem: Exception | None,
-) -> OwnPart:  # fmt: skip
+    comm: Ranks, data: PartitionData, homogeneous: bool, part: OwnPart | None, problem: Exception | None
+) -> OwnPart:
     """This rank's part, once all ranks agree on the partition and on `Config`. Collective."""
     mine = {
         "problem": "" if problem is None else str(problem),
-        "partition": json.dumps([data.node_type_names, data.edge_type_names, data.node_ranges, data.node_type_ranges]),
-        "Config": f"{chosen}, max_collective_size={Config.max_collective_size}",
+        "partition": json.dumps([data.node_type_names, data.edge_type_names, part.ranges if part else {}]),
+        "Config": "" if problem else words(),
         "homogeneous": str(homogeneous),
         "stored": schemas(part) if part else {},
     }
@@ -145,8 +145,8 @@ def _graph(comm: Ranks, part: OwnPart, chosen: Options) -> GraphShardManager:
     nodes = {}
     for kind, ownership in owned.items():
         fields = {name: rows.to(comm.device) for name, rows in part.node_fields[kind].items()}
-        first, count = ownership.offsets[comm.rank], ownership.num_own(comm.rank)
-        nodes[kind] = Nodes(count, ownership.num_total, _ids(fields, first, count).to(comm.device), fields)
+        ids = torch.arange(*part.ranges[kind][comm.rank], device=comm.device)
+        nodes[kind] = Nodes(ids.numel(), ownership.num_total, ids, fields)
     edges = {kind: _edges(comm, kind, listed, owned, chosen) for kind, listed in part.edges.items()}
     return GraphShardManager(comm, nodes, nodes, edges)
 
@@ -156,18 +156,11 @@ def _edges(
 ) -> Edges:
     source, _, target = kind
     offsets = torch.tensor(owned[source].offsets, device=listed.parts.device)
-    ids = _ids(listed.fields, None, listed.ids)
+    stored = listed.fields.get("orig_id")
+    ids = listed.ids if stored is None or stored.dim() != 1 or stored.is_floating_point() else stored.to(torch.int64)
     relation = build_relation(
         comm, owned[source], listed.src_rows + offsets[listed.parts], listed.dst_rows, owned[target].num_own(comm.rank),
         ids, listed.fields, chosen, (source, target),
     )  # fmt: skip
     total = sum(comm.all_gather_object(listed.src_rows.numel(), f"edges of {kind}"))
-    return Edges.of(kind, relation, total)
-
-
-def _ids(fields: Mapping[str, Tensor], first: int | None, otherwise: Any) -> Tensor:
-    """The original ids if they are stored, else the ids that DGL gave."""
-    stored = fields.get("orig_id")
-    if stored is not None and stored.dim() == 1 and not stored.is_floating_point():
-        return stored.to(torch.int64)
-    return otherwise if first is None else torch.arange(first, first + otherwise)
+    return ConfiguredEdges.like(Edges.of(kind, relation, total))

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import dgl
 import numpy as np
 import torch
+from dgl.distributed import load_partition_book
 from torch import Tensor
 
 from shardpass.data.readers.dgl_partitions import (
@@ -23,7 +24,10 @@ from shardpass.data.readers.dgl_partitions import (
     read_part_graph,
     read_tensors,
 )
-from shardpass.frontends.sar.common_tuples import CanonicalType, PartitionData, ShardEdgesAndFeatures
+from shardpass.frontends.sar.common_tuples import CanonicalType, PartitionData, ShardEdgesAndFeatures, part_ranges
+from shardpass.frontends.sar.suffix_lookup import suffix_key_lookup
+
+__all__ = ["load_dgl_partition_data", "load_dgl_partition_data_from_graph", "suffix_key_lookup"]
 
 ORIGINAL = "orig_id"
 
@@ -58,22 +62,22 @@ def load_dgl_partition_data(
     num_parts, part = config.nodes.num_parts, own_partition_idx
     if not 0 <= part < num_parts:
         raise ValueError(f"{config.path} has the parts 0 to {num_parts - 1}, no part {part}; pass the rank")
-    ranges = _type_ranges(config)
+    _check_numbering(config)
     graph = read_part_graph(config.parts[part].graph)
     labels = [":".join(kind) for kind in config.edge_types]
     counts = [_size(config.edges.rows(number, part)) for number in range(len(labels))]
     features = _features(config.parts[part].edge_fields, labels, counts)
     starts = [config.edges.rows(number, part).start for number in range(len(labels))]
     edges = _in_edges(config, part, graph)
-    merged = _merged(ranges)
+    book, *_ = load_partition_book(str(partition_json_file), part)
+    parts = part_ranges(book)
     return PartitionData(
-        merged,
-        split(edges, merged, _by_kind(features, labels), starts, torch.device(device)),
+        split(edges, parts, _by_kind(features, labels), starts, torch.device(device)),
+        parts,
         _node_features(config, part, graph),
         list(config.node_types),
         list(config.edge_types),
-        ranges,
-        part,
+        book,
     )
 
 
@@ -98,9 +102,7 @@ def split(
     shards = []
     for start, end in node_ranges:
         mine = ((src >= start) & (src < end)).nonzero().view(-1)
-        found: dict[str, Tensor] = {dgl.EID: numbers[mine].to(device)}
-        if len(features) > 1:
-            found[dgl.ETYPE] = kinds[mine].to(device)
+        found = {dgl.EID: numbers[mine].to(device), dgl.ETYPE: kinds[mine].to(device)}
         for kind, rows_of in enumerate(features):
             rows = numbers[mine[kinds[mine] == kind]] - starts[kind]
             found |= {name: tensor[rows].to(device) for name, tensor in rows_of.items()}
@@ -108,14 +110,12 @@ def split(
     return shards
 
 
-def _type_ranges(config: Config) -> dict[str, list[tuple[int, int]]]:
-    """First id and end of the nodes of each type in each part. DGL numbers part by part, and in a part type by type."""
-    ranges: dict[str, list[tuple[int, int]]] = {kind: [] for kind in config.node_types}
+def _check_numbering(config: Config) -> None:
+    """Raise unless the nodes are numbered part by part, and in a part type by type, as DGL does it."""
     position = 0
     for part in range(config.nodes.num_parts):
-        for number, kind in enumerate(config.node_types):
+        for number in range(len(config.node_types)):
             size = _size(config.nodes.rows(number, part))
-            ranges[kind].append((position, position + size))
             ends = np.array([position, position + size - 1][: 2 * (size > 0)])
             found_kinds, _, found_parts = config.nodes.locate(ends, config.path)
             if (found_kinds != number).any() or (found_parts != part).any():
@@ -123,11 +123,6 @@ def _type_ranges(config: Config) -> dict[str, list[tuple[int, int]]]:
                     f"{config.path} is altered: its node ids do not go part by part, and within a part type by type"
                 )
             position += size
-    return ranges
-
-
-def _merged(ranges: Mapping[str, Sequence[tuple[int, int]]]) -> list[tuple[int, int]]:
-    return [(min(a for a, _ in ends), max(b for _, b in ends)) for ends in zip(*ranges.values())]
 
 
 def _size(rows: slice) -> int:
@@ -147,9 +142,8 @@ def _node_features(config: Config, part: int, graph: PartGraph) -> dict[str, Ten
     ids = integers(graph.node_data, "_ID", files.graph)
     inner = np.flatnonzero(integers(graph.node_data, "inner_node", files.graph))
     inner = inner[ids[inner].argsort()]
-    if len(types) > 1:
-        found[dgl.NTYPE] = torch.repeat_interleave(torch.arange(len(types)), torch.tensor(counts))
-    elif ORIGINAL in graph.node_data:
+    found[dgl.NTYPE] = torch.repeat_interleave(torch.arange(len(types)), torch.tensor(counts))
+    if len(types) == 1 and ORIGINAL in graph.node_data:
         found.setdefault(f"{types[0]}/{ORIGINAL}", _tensor(graph.node_data[ORIGINAL])[torch.from_numpy(inner)])
     return found
 
@@ -188,31 +182,21 @@ def load_dgl_partition_data_from_graph(graph: Any, device: torch.device | str = 
     book, local = graph.get_partition_book(), graph.local_partition
     part, node_types = int(book.partid), list(graph.ntypes)
     edge_types: list[CanonicalType] = [tuple(kind) for kind in graph.canonical_etypes]
-    ranges = {kind: [_homogenised(book, index, kind) for index in range(book.num_partitions())] for kind in node_types}
     inner = local.edata["inner_edge"].bool()
     ids = local.ndata[dgl.NID]
     src, dst = local.edges(order="eid")
     kinds, numbers = book.map_to_per_etype(local.edata[dgl.EID][inner])
     edges = InEdges(ids[src[inner]], ids[dst[inner]], kinds.to(torch.int64), numbers)
     node_features = _pulled(graph.nodes, node_types, node_types, lambda kind: book.partid2nids(part, kind))
-    if len(node_types) > 1:
-        counts = [ranges[kind][part][1] - ranges[kind][part][0] for kind in node_types]
-        node_features[dgl.NTYPE] = torch.repeat_interleave(torch.arange(len(node_types)), torch.tensor(counts))
+    counts = torch.tensor([book.partid2nids(part, kind).numel() for kind in node_types])
+    node_features[dgl.NTYPE] = torch.repeat_interleave(torch.arange(len(node_types)), counts)
     labels = [":".join(kind) for kind in edge_types]
     own = {kind: book.partid2eids(part, kind) for kind in edge_types}
     features = _pulled(graph.edges, edge_types, labels, own.__getitem__)
     starts = [int(own[kind][0]) if own[kind].numel() else 0 for kind in edge_types]
-    merged = _merged(ranges)
-    shards = split(edges, merged, _by_kind(features, labels), starts, torch.device(device))
-    return PartitionData(merged, shards, node_features, node_types, edge_types, ranges, part)
-
-
-def _homogenised(book: Any, part: int, kind: str) -> tuple[int, int]:
-    numbers = book.partid2nids(part, kind)
-    if not numbers.numel():
-        return 0, 0
-    first = int(book.map_to_homo_nid(numbers[:1], kind)[0])
-    return first, first + numbers.numel()
+    parts = part_ranges(book)
+    shards = split(edges, parts, _by_kind(features, labels), starts, torch.device(device))
+    return PartitionData(shards, parts, node_features, node_types, edge_types, book)
 
 
 def _pulled(views: Any, kinds: Sequence[Any], labels: Sequence[str], rows_of: Any) -> dict[str, Tensor]:

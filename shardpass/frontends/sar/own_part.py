@@ -10,8 +10,8 @@ import dgl
 import torch
 from torch import Tensor
 
-from shardpass.frontends.dgl.convert import DGL_EDGE, DGL_NODE
-from shardpass.frontends.sar.common_tuples import CanonicalType, PartitionData
+from shardpass.frontends.dgl.convert import DGL_EDGE
+from shardpass.frontends.sar.common_tuples import CanonicalType, PartitionData, type_ranges
 
 _RESERVED = (dgl.EID, dgl.ETYPE)
 Ranges = Sequence[tuple[int, int]]
@@ -63,10 +63,8 @@ def own_part(data: PartitionData, rank: int, size: int) -> OwnPart:
         ValueError: the partition does not fit the ranks, or the data contradict each other.
     """
     _check_ranks(data, rank, size)
-    names = list(data.node_type_names) or [DGL_NODE]
-    ranges = {kind: list(ends) for kind, ends in data.node_type_ranges.items()} or {names[0]: list(data.node_ranges)}
-    if list(ranges) != names:
-        raise ValueError(f"node_type_ranges has the types {list(ranges)}; expected {names}, as in node_type_names")
+    ranges = type_ranges(data)
+    names = list(ranges)
     kinds: list[CanonicalType] = [(src, kind, dst) for src, kind, dst in data.edge_type_names]
     kinds = kinds or [(names[0], DGL_EDGE[1], names[0])]
     counts = {kind: ends[rank][1] - ends[rank][0] for kind, ends in ranges.items()}
@@ -76,7 +74,7 @@ def own_part(data: PartitionData, rank: int, size: int) -> OwnPart:
         for number, kind in enumerate(kinds)
     }
     fields = _node_fields(data.node_features, names, counts)
-    return OwnPart(data.shard_edges_and_features[0].edges[0].device, ranges, counts, fields, edges)
+    return OwnPart(data.all_shard_edges[0].edges[0].device, ranges, counts, fields, edges)
 
 
 def _check_ranks(data: PartitionData, rank: int, size: int) -> None:
@@ -85,12 +83,13 @@ def _check_ranks(data: PartitionData, rank: int, size: int) -> None:
         raise ValueError(
             f"the graph has {parts} parts, but there are {size} ranks: start {parts} ranks, or partition it into {size}"
         )
-    if data.own_partition_idx not in (-1, rank):
-        raise ValueError(f"rank {rank} holds part {data.own_partition_idx}; load part {rank} on it")
-    if len(data.shard_edges_and_features) != parts:
+    part = rank if data.partition_book is None else int(data.partition_book.partid)
+    if part != rank:
+        raise ValueError(f"rank {rank} holds part {part}; load part {rank} on it")
+    if len(data.all_shard_edges) != parts:
         raise ValueError(
-            f"rank {rank}: shard_edges_and_features has {len(data.shard_edges_and_features)} entries; expected one "
-            f"for each of the {parts} parts"
+            f"rank {rank}: all_shard_edges has {len(data.all_shard_edges)} entries; expected one for each of the "
+            f"{parts} parts"
         )
 
 
@@ -100,7 +99,7 @@ def _edge_list(
     found: dict[str, list[Tensor]] = {"parts": [], "src_rows": [], "dst_rows": [], "ids": []}
     fields: dict[str, list[Tensor]] = {}
     position = 0
-    for part, (edges, features) in enumerate(data.shard_edges_and_features):
+    for part, (edges, features) in enumerate(data.all_shard_edges):
         chosen = _of_type(features, edges[0], number, len(labels))
         src, dst = (_rows(ids[chosen], *ends) for ids, ends in zip(edges, (sources[part], targets)))
         default = torch.arange(position, position + chosen.numel(), device=chosen.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 
 import dgl
@@ -14,38 +15,46 @@ from shardpass.frontends.sar.common_tuples import CanonicalType
 def suffix_key_lookup(
     feature_dict: Mapping[str, Tensor],
     key: str,
-    expand_to_all: bool = True,
+    expand_to_all: bool = False,
     type_list: Sequence[str | CanonicalType] | None = None,
 ) -> Tensor:
     """The feature `key` of `feature_dict`, whose names begin with a type: ``feat`` finds ``paper/feat``, not ``xfeat``.
 
+    If there is no such feature, the result is an empty tensor, int64 [0], and a warning names the features.
+
     Args:
         feature_dict: `PartitionData.node_features` or the like.
         key: a name without its type, or a full name.
-        expand_to_all: with a `type_list`, whether nodes of types that lack the feature get zeros. Otherwise such types
+        expand_to_all: whether nodes of the types in `type_list` that lack the feature get zeros. Otherwise such types
             are left out.
         type_list: the types whose rows follow one another in the result, such as `PartitionData.node_type_names`.
             `None` means the one type that has the feature.
 
     Raises:
-        KeyError: there is no such feature.
-        ValueError: several types have it and there is no `type_list`, or their rows differ in shape or dtype, or it is
-            not known how many nodes a type has that lacks it.
+        ValueError: several types have it, or `expand_to_all` is asked for, and there is no `type_list`. Or the rows of
+            the types differ in shape or dtype, or it is not known how many nodes a type has that lacks it.
     """
-    known = ", ".join(sorted(feature_dict)) or "none"
     matches = [name for name in feature_dict if name == key or name.endswith(f"/{key}")]
-    if not matches:
-        raise KeyError(f"no feature is called {key!r}; there are: {known}")
+    if expand_to_all and type_list is None:
+        raise ValueError("expand_to_all=True needs the type_list, for example partition_data.node_type_names")
     if key in feature_dict:
         return feature_dict[key]
-    if type_list is None:
-        if len(matches) > 1:
-            raise ValueError(f"{key!r} means {', '.join(matches)}: pass one of them, or the type_list to join them")
-        return feature_dict[matches[0]]
-    labels = [kind if isinstance(kind, str) else ":".join(kind) for kind in type_list]
-    if not any(f"{label}/{key}" in feature_dict for label in labels):
-        raise KeyError(f"none of the types {labels} has a feature {key!r}; there are: {known}")
-    return _joined(feature_dict, key, labels, expand_to_all)
+    labels = [kind if isinstance(kind, str) else ":".join(kind) for kind in type_list or ()]
+    if type_list is not None:
+        matches = [name for name in matches if name[: -len(key) - 1] in labels]
+    if not matches:
+        among = "" if type_list is None else f" of the types {labels}"
+        warnings.warn(
+            f"no feature{among} is called {key!r}, so the result is an empty tensor; there are: "
+            f"{', '.join(sorted(feature_dict)) or 'none'}",
+            stacklevel=2,
+        )
+        return torch.empty(0, dtype=torch.int64)
+    if type_list is not None:
+        return _joined(feature_dict, key, labels, expand_to_all)
+    if len(matches) > 1:
+        raise ValueError(f"{key!r} means {', '.join(matches)}: pass one of them, or the type_list to join them")
+    return feature_dict[matches[0]]
 
 
 def _joined(features: Mapping[str, Tensor], key: str, labels: Sequence[str], expand: bool) -> Tensor:

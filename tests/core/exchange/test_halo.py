@@ -69,7 +69,7 @@ def test_ranks_without_nodes_or_edges_still_send(kind, ranks):
         sharded = shard_in_memory(graph, owners, comm)
         rows = halo_fetch(sharded.x, sharded.relation.plan, "x")
         src = sharded.edge_index.plain[0]
-        return sharded.num_nodes, sharded.num_edges, rows[src], sharded.edge_ids
+        return sharded.num_own_nodes, sharded.num_own_edges, rows[src], sharded.edge_ids
 
     results = run(work, ranks)
     assert results[-1][1] == 0 and (results[-1][0] == 0) == (kind == "empty part")

@@ -58,11 +58,11 @@ def test_gather_and_scatter_by_both_rows(ranks):
         assert isinstance(row, SourceRows) and type(col) is torch.Tensor
         x = graph.x.clone().requires_grad_()
         w = graph.edge_weight.clone().requires_grad_()
-        zeros = torch.zeros(graph.num_nodes, dtype=torch.float64)
+        zeros = torch.zeros(graph.num_own_nodes, dtype=torch.float64)
         out_degree = zeros.scatter_add(0, row, w)
         in_degree = zeros.scatter_add(0, col, w)
         in_place = zeros.clone().scatter_add_(0, row, torch.ones_like(w))
-        wide = torch.zeros(graph.num_nodes, 5, dtype=torch.float64)
+        wide = torch.zeros(graph.num_own_nodes, 5, dtype=torch.float64)
         pushed = wide.scatter_add(0, row.view(-1, 1).expand_as(x[col]), x[col] * w.view(-1, 1))
         picked = torch.cat([x[row], x.index_select(0, row), x.t().index_select(1, row).t()], 1)
         loss = (picked.sum(1) * w * out_degree.square()[row]).sum() + (pushed**3).sum() + (in_degree**2).sum()
@@ -106,7 +106,7 @@ def test_derived_edge_lists_stay_what_they_are(sharded):
     assert torch.equal(index.index_select(1, keep.nonzero().view(-1)).plain, data[:, keep])
     assert torch.equal(torch.index_select(index, dim=-1, index=keep.nonzero().view(-1)).plain, data[:, keep])
     assert torch.equal(torch.cat([index, index[:, keep]], dim=-1).plain, torch.cat([data, data[:, keep]], 1))
-    loops = torch.arange(sharded.num_nodes).repeat(2, 1)
+    loops = torch.arange(sharded.num_own_nodes).repeat(2, 1)
     assert torch.equal(torch.cat([index, loops], dim=1).plain, torch.cat([data, loops], 1))
     row, col = index[0], index[1]
     again = torch.stack([row, col], dim=0)
@@ -114,8 +114,8 @@ def test_derived_edge_lists_stay_what_they_are(sharded):
     for copied in (index.clone(), index.contiguous(), index.to("cpu"), index.long(), index.detach()):
         assert copied.shards is index.shards and torch.equal(copied.plain, data)
     assert torch.equal(row != col, data[0] != data[1]) and torch.equal(row == row, data[0] == data[0])
-    assert int(index.max()) + 1 == int(row.max()) + 1 == sharded.num_nodes
-    assert copy.deepcopy(index) is index and index.shape == (2, sharded.num_edges)
+    assert int(index.max()) + 1 == int(row.max()) + 1 == sharded.num_own_nodes
+    assert copy.deepcopy(index) is index and index.shape == (2, sharded.num_own_edges)
 
 
 @pytest.mark.parametrize("turn", [lambda e: e.flip(0), lambda e: e.flip([0]), lambda e: torch.stack([e[1], e[0]])])
@@ -137,8 +137,8 @@ def refused_on_edge_index():
         "arithmetic": lambda e, g: e + 1,
         "arithmetic, other side": lambda e, g: 1 - e,
         "in place": lambda e, g: e.add_(1),
-        "multiplied": lambda e, g: e * g.num_nodes,
-        "linear index": lambda e, g: e[0] * g.num_nodes + e[1],
+        "multiplied": lambda e, g: e * g.num_own_nodes,
+        "linear index": lambda e, g: e[0] * g.num_own_nodes + e[1],
         "sort": lambda e, g: e.sort(),
         "argsort": lambda e, g: torch.argsort(e[0]),
         "unique": lambda e, g: torch.unique(e),
@@ -183,18 +183,18 @@ def refused_on_edge_index():
         "take": lambda e, g: torch.take(g.x, e[0]),
         "two indices": lambda e, g: g.x[e[0], 0],
         "list of indices": lambda e, g: g.x[[e[0]]],
-        "index_add": lambda e, g: torch.zeros(g.num_nodes).index_add_(0, e[0], torch.ones(g.num_edges)),
-        "index_put": lambda e, g: torch.zeros(g.num_nodes).index_put_((e[0],), torch.ones(1)),
-        "scatter max": lambda e, g: g.x.scatter_reduce(0, e[0], torch.ones(g.num_edges), "amax"),
-        "scatter": lambda e, g: torch.zeros(g.num_nodes).scatter_(0, e[0], 1.0),
-        "scatter of ids": lambda e, g: torch.zeros(g.num_nodes, dtype=torch.int64).scatter_add_(0, e[1], e[0]),
-        "assigned by source": lambda e, g: torch.zeros(g.num_nodes).__setitem__(e[0], 1.0),
+        "index_add": lambda e, g: torch.zeros(g.num_own_nodes).index_add_(0, e[0], torch.ones(g.num_own_edges)),
+        "index_put": lambda e, g: torch.zeros(g.num_own_nodes).index_put_((e[0],), torch.ones(1)),
+        "scatter max": lambda e, g: g.x.scatter_reduce(0, e[0], torch.ones(g.num_own_edges), "amax"),
+        "scatter": lambda e, g: torch.zeros(g.num_own_nodes).scatter_(0, e[0], 1.0),
+        "scatter of ids": lambda e, g: torch.zeros(g.num_own_nodes, dtype=torch.int64).scatter_add_(0, e[1], e[0]),
+        "assigned by source": lambda e, g: torch.zeros(g.num_own_nodes).__setitem__(e[0], 1.0),
         "flipped order": lambda e, g: e.flip(1),
         "both flipped": lambda e, g: e.flip(0, 1),
         "cat with the reverse": lambda e, g: torch.cat([e, e.flip(0)], dim=1),
         "cat of the reverse": lambda e, g: torch.cat([e.flip(0), e], dim=1),
         "cat with plain ids": lambda e, g: torch.cat([e, torch.tensor([[0], [1]])], dim=1),
-        "cat, loops of others": lambda e, g: torch.cat([torch.full((2, 1), g.num_nodes), e], dim=1),
+        "cat, loops of others": lambda e, g: torch.cat([torch.full((2, 1), g.num_own_nodes), e], dim=1),
         "cat along rows": lambda e, g: torch.cat([e, e], dim=0),
         "cat of rows": lambda e, g: torch.cat([e[0], e[1]]),
         "stack of sources": lambda e, g: torch.stack([e[0], e[0]]),
@@ -203,8 +203,10 @@ def refused_on_edge_index():
         "masked_select": lambda e, g: e[0].masked_select(e[0] != e[1]),
         "where": lambda e, g: torch.where(keep, e[0][:2], 0),
         "searchsorted": lambda e, g: torch.searchsorted(torch.arange(5), e[0]),
-        "wrong rows": lambda e, g: torch.zeros(g.num_nodes + 1)[e[0]],
-        "onto wrong rows": lambda e, g: torch.zeros(g.num_nodes + 1).scatter_add_(0, e[0], torch.ones(g.num_edges)),
+        "wrong rows": lambda e, g: torch.zeros(g.num_own_nodes + 1)[e[0]],
+        "onto wrong rows": lambda e, g: torch.zeros(g.num_own_nodes + 1).scatter_add_(
+            0, e[0], torch.ones(g.num_own_edges)
+        ),
     }
 
 
@@ -291,7 +293,7 @@ def test_a_derived_list_holds_no_numbers_until_they_are_read():
     graph = shard_in_memory(GRAPH, torch.zeros(GRAPH.num_nodes, dtype=torch.int64), comm)
     index = graph.edge_index
     mask = index[0] != index[1]
-    loops = torch.arange(graph.num_nodes).repeat(2, 1)
+    loops = torch.arange(graph.num_own_nodes).repeat(2, 1)
     derived = torch.cat([index[:, mask], loops], dim=1)
     expected = torch.cat([index.plain[:, mask], loops], dim=1)
     assert derived.as_subclass(torch.Tensor).untyped_storage().nbytes() <= 64

@@ -8,6 +8,7 @@ import torch
 from shardpass.core.graphs.graph import gather
 from shardpass.core.graphs.relation import OwnFields
 from shardpass.core.ranks.options import Options
+from shardpass.errors import RefusedError
 from shardpass.testing.graphs import WholeGraph, assignments, awkward_graph, shard_in_memory
 from shardpass.testing.run import run
 
@@ -37,10 +38,16 @@ def test_attributes_that_are_not_there(graph):
 
 def test_what_it_says(graph):
     assert repr(graph) == (
-        f"ShardedGraph(rank 0 of 2: {graph.num_nodes} of 41 nodes, {graph.num_edges} of 220 edges, mode='sar')"
+        f"ShardedGraph(rank 0 of 2: {graph.num_own_nodes} of 41 nodes, {graph.num_own_edges} of 220 edges, mode='sar')"
     )
     assert graph.is_homogeneous and graph.node_types == ["node"] and graph.edge_types == [("node", "to", "node")]
     assert graph.num_features == 5
+
+
+def test_a_count_that_could_mean_two_numbers_raises(graph):
+    for name, what in (("num_nodes", "nodes"), ("num_edges", "edges")):
+        with pytest.raises(RefusedError, match=rf"`{name}`.*graph.num_own_{what} counts.*graph.total_{what} those of"):
+            getattr(graph, name)
 
 
 def test_fields_are_read_once():
@@ -65,7 +72,7 @@ def test_edges_and_fields_stand_together(ranks, kind):
     for g in graphs:
         assert torch.equal(g.edge_attr, GRAPH.edge["edge_attr"][g.edge_ids])
         assert torch.equal(g.node_ids[g.edge_index.plain[1]], GRAPH.edge_index[1, g.edge_ids])
-        own = g.edge_index.plain[0] < g.num_nodes
+        own = g.edge_index.plain[0] < g.num_own_nodes
         ids = g.edge_ids[own]
         assert torch.equal(g.node_ids[g.edge_index.plain[0][own]], GRAPH.edge_index[0, ids])
         assert not torch.isin(GRAPH.edge_index[0, g.edge_ids[~own]], g.node_ids).any()
@@ -91,8 +98,8 @@ def test_gather_returns_the_original_order(dtype, tail):
 def test_no_edges_at_all():
     nothing = WholeGraph(3, torch.empty(2, 0, dtype=torch.int64), {"x": torch.ones(3, 2)})
     graphs = share(2, "random", nothing)
-    assert [g.num_edges for g in graphs] == [0, 0] and [g.num_halo for g in graphs] == [0, 0]
-    assert all(g.edge_index.shape == (2, 0) for g in graphs) and sum(g.num_nodes for g in graphs) == 3
+    assert [g.num_own_edges for g in graphs] == [0, 0] and [g.num_halo for g in graphs] == [0, 0]
+    assert all(g.edge_index.shape == (2, 0) for g in graphs) and sum(g.num_own_nodes for g in graphs) == 3
 
 
 @pytest.mark.parametrize(

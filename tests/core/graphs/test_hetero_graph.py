@@ -10,6 +10,7 @@ pytest.importorskip("safetensors")
 import shardpass as sp
 from shardpass.core.exchange.transfer import halo_fetch
 from shardpass.core.graphs.hetero_graph import ShardedHeteroGraph
+from shardpass.errors import RefusedError
 from shardpass.testing.run import run
 
 WRITES, CITES, IN = ("author", "writes", "paper"), ("paper", "cites", "paper"), ("paper", "in", "venue")
@@ -64,8 +65,8 @@ def test_everything_comes_back(store, ranks):
             ids = halo_fetch(graph[kind[0]].node_ids, graph.relations[kind].plan, "ids")
             pairs = torch.stack([ids[src], graph[kind[2]].node_ids[dst]])
             assert torch.equal(pairs, RAW[kind]["edge_index"][:, graph[kind].edge_ids])
-            found[kind] = graph[kind].num_edges
-        assert found == graph.num_edges_dict
+            found[kind] = graph[kind].num_own_edges
+        assert sum(found.values()) == graph.num_own_edges
         assert torch.equal(graph[WRITES].edge_attr, RAW[WRITES]["edge_attr"][graph[WRITES].edge_ids])
         assert torch.equal(graph.edge_weight_dict[CITES], RAW[CITES]["edge_weight"][graph["cites"].edge_ids])
         for kind, x in graph.x_dict.items():
@@ -75,14 +76,18 @@ def test_everything_comes_back(store, ranks):
 
     results = run(work, ranks)
     for graph, _ in results:
+        for name in ("num_nodes", "num_edges", "num_nodes_dict", "num_edges_dict"):
+            for holder in (graph, graph["paper"], graph[WRITES]):
+                with pytest.raises(RefusedError, match=rf"`{name}`.*num_own_.*total_"):
+                    getattr(holder, name)
         assert list(graph.x_dict) == ["paper", "author"] and list(graph.train_mask_dict) == ["paper"]
         assert list(graph.edge_attr_dict) == [WRITES] and list(graph.edge_weight_dict) == [CITES]
         assert graph.num_features == {"paper": 1, "author": 2, "venue": 0, "editor": 0}
         assert graph["paper"].num_classes == 4 and graph["paper"].total_nodes == 11 and graph[IN].total_edges == 4
-        assert graph.total_nodes == 17 and graph.total_edges == 37 and graph["editor"].num_nodes == 0
+        assert graph.total_nodes == 17 and graph.total_edges == 37 and graph["editor"].num_own_nodes == 0
         assert "x" in graph["paper"] and "x" not in graph["venue"] and graph["author"].keys() == ["x", "name"]
     for kind in COUNTS:
-        assert sum(graph.num_nodes_dict[kind] for graph, _ in results) == COUNTS[kind]
+        assert sum(graph[kind].num_own_nodes for graph, _ in results) == COUNTS[kind]
     assert torch.equal(results[0][1]["paper"], RAW["paper"]["x"])
     assert torch.equal(results[0][1]["author"], RAW["author"]["x"])
     assert all(gathered["paper"] is None for _, gathered in results[1:])

@@ -73,9 +73,9 @@ def test_everything_comes_back(stores, name, ranks):
             assert torch.equal(getattr(graph, field), RAW[field][graph.edge_ids])
             assert getattr(graph, field).dtype == RAW[field].dtype
         assert (graph.total_nodes, graph.total_edges) == (NUM_NODES, 90)
-        assert (graph.num_nodes, graph.num_edges) == (len(graph.node_ids), len(graph.edge_ids))
+        assert (graph.num_own_nodes, graph.num_own_edges) == (len(graph.node_ids), len(graph.edge_ids))
         assert (graph.num_features, graph.num_classes) == (2, 6)
-        assert graph.batch.shape == (graph.num_nodes,) and set(graph.node) == {"x", "y", "train_mask"}
+        assert graph.batch.shape == (graph.num_own_nodes,) and set(graph.node) == {"x", "y", "train_mask"}
         assert set(graph.edge) == {"edge_attr", "edge_weight"} and graph.comm.rank == rank
         assert graph.num_halo == graph.relation.plan.num_halo
         if rank:

@@ -19,9 +19,9 @@ KINDS = list(GRAPH.edges)
 def pieces_of(graph):
     """All relations over one tensor of all node types: ``(pieces, own rows)``."""
     starts, total = {}, 0
-    for kind, count in graph.num_nodes_dict.items():
+    for kind in graph.node_types:
         starts[kind] = total
-        total += count
+        total += graph[kind].num_own_nodes
     edges = graph.edge_index_dict
     return [Piece(edges[kind], starts[kind[0]], starts[kind[2]]) for kind in KINDS], total
 
@@ -37,8 +37,8 @@ def test_the_union_holds_the_edges_of_its_pieces_in_order(ranks, where):
     def work(comm, graph):
         pieces, total = pieces_of(graph)
         out = union(pieces, total, total, "test")
-        assert isinstance(out, ShardedEdgeIndex) and out.shards.num_edges == graph.num_edges
-        kinds = torch.cat([torch.full((count,), i) for i, count in enumerate(graph.num_nodes_dict.values())])
+        assert isinstance(out, ShardedEdgeIndex) and out.shards.num_edges == graph.num_own_edges
+        kinds = torch.cat([torch.full((graph[kind].num_own_nodes,), i) for i, kind in enumerate(graph.node_types)])
         ids = torch.stack([kinds, torch.cat(list(graph.node_ids_dict.values()))], dim=1)
         src, dst = out.plain
         found = torch.stack([halo_fetch(ids, out.plan, "ids")[src], ids[dst]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from shardpass.core.inference.journal import Journal
@@ -40,6 +41,37 @@ def test_another_fingerprint_or_number_of_ranks_begins_anew(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0", "rank-1"]
     assert run(lambda comm: forward(comm, tmp_path, "b"), 2) == [[0, 1, 2]] * 2
     assert run(lambda comm: forward(comm, tmp_path, "b"), 2) == [[], []]
+
+
+DAMAGE = {
+    "a flipped bit": lambda data: data[:-3] + bytes([data[-3] ^ 4]) + data[-2:],
+    "a flipped bit in the header": lambda data: data[:20] + bytes([data[20] ^ 1]) + data[21:],
+    "torn": lambda data: data[: len(data) // 2],
+    "empty": lambda data: b"",
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_a_damaged_result_is_computed_again_and_this_is_said(how, tmp_path):
+    run(lambda comm: forward(comm, tmp_path, "a"), 2)
+    entry = tmp_path / "rank-1" / "call-0001.safetensors"
+    entry.write_bytes(DAMAGE[how](entry.read_bytes()))
+    with pytest.warns(UserWarning, match="rank 1: .*call-0001.safetensors.* computed again"):
+        assert run(lambda comm: forward(comm, tmp_path, "a"), 2) == [[1, 2]] * 2
+    assert run(lambda comm: forward(comm, tmp_path, "a"), 2) == [[], []]
+
+
+def test_strangers_in_the_folder_are_left_alone(tmp_path):
+    for name in ("rank-x", "rank-", "other"):
+        (tmp_path / name).mkdir()
+    run(lambda comm: forward(comm, tmp_path, "a"), 2)
+    assert {path.name for path in tmp_path.iterdir()} == {"rank-x", "rank-", "other", "rank-0", "rank-1"}
+
+
+def test_a_folder_that_cannot_be_used_is_said_on_every_rank(tmp_path):
+    (tmp_path / "rank-1").write_text("a file")
+    with pytest.raises(OSError, match="found on rank 1"):
+        run(lambda comm: forward(comm, tmp_path, "a"), 2)
 
 
 def test_each_call_is_told_and_a_removed_journal_leaves_nothing(tmp_path):

@@ -34,7 +34,7 @@ def look(graph, message, reduce=add_up, needs_grad=NEED_GRADIENTS):
     edge = {"e": graph.edge_attr, "w": graph.edge_weight, "v": graph.edge_attr[:, :2].unsqueeze(-1).clone()}
     tail = None if reduce is None else (lambda m, i: reduce(m, i.index, i.num_dst))
     program = Program("Layer", src, {"x": graph.x}, edge, message, tail)
-    return probe(program, graph.relation.shards, graph.num_nodes, needs_grad)
+    return probe(program, graph.relation.shards, graph.num_own_nodes, needs_grad)
 
 
 def function_of(x):

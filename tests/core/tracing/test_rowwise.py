@@ -282,7 +282,7 @@ def test_the_generator_is_left_as_it_was():
     graph = run(lambda comm: shard_in_memory(GRAPH, torch.zeros(GRAPH.num_nodes, dtype=torch.int64), comm), 1)[0]
     program = Program("T", {"x": graph.x}, {}, {}, lambda i: i.src["x"] * torch.rand_like(i.src["x"]),
                       lambda m, i: add_up(m, i.index, i.num_dst))  # fmt: skip
-    structure = probe(program, graph.relation.shards, graph.num_nodes, {Key("src", "x")})
+    structure = probe(program, graph.relation.shards, graph.num_own_nodes, {Key("src", "x")})
     before = torch.random.get_rng_state()
-    check_row_wise(program, structure, graph.num_nodes)
+    check_row_wise(program, structure, graph.num_own_nodes)
     assert torch.equal(torch.random.get_rng_state(), before)

@@ -11,6 +11,7 @@ from torch import nn
 
 from shardpass.core.training.checkpoint import load_checkpoint, save_checkpoint
 from shardpass.core.training.gradients import note_forward, sync_gradients, sync_parameters
+from shardpass.core.training.verified_file import write_verified
 from shardpass.errors import CheckpointError
 from shardpass.testing.run import run
 
@@ -219,7 +220,7 @@ def test_missing_torn_and_altered_files_are_refused_by_name(tmp_path):
     content = path.read_bytes()
     for size in (0, 5, 100, len(content) // 2, len(content) - 1):
         (tmp_path / "torn").write_bytes(content[:size])
-        refused(tmp_path / "torn", r"torn' is torn, or no checkpoint: .*found on rank 0")
+        refused(tmp_path / "torn", r"torn' is torn, or something else: .*found on rank 0")
     for position in (-1, -1000, content.index(b"epoch") + 10):
         altered = bytearray(content)
         altered[position] ^= 1
@@ -228,7 +229,12 @@ def test_missing_torn_and_altered_files_are_refused_by_name(tmp_path):
     from safetensors.torch import save_file
 
     save_file({"a": torch.ones(1)}, tmp_path / "other")
-    refused(tmp_path / "other", "other' is not a checkpoint of shardpass")
+    refused(tmp_path / "other", "other' is no file of shardpass")
+
+
+def test_another_file_of_shardpass_is_no_checkpoint(tmp_path):
+    write_verified(tmp_path / "entry", {"rows": torch.ones(1)})
+    refused(tmp_path / "entry", "entry' is no checkpoint")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from shardpass.core.training import objective
+from shardpass.core.training import metrics, objective
 from shardpass.errors import DivergenceError
 from shardpass.testing.run import run
 
@@ -82,7 +82,7 @@ def test_any_split_and_mask_gives_the_mean_of_the_whole(masks, seed):
         rows, targets, marked = (t.split(sizes)[comm.rank] for t in (logits, y, mask))
         return (
             objective.cross_entropy(rows, targets, marked, comm).item(),
-            objective.accuracy(rows, targets, marked, comm),
+            metrics.accuracy(rows, targets, marked, comm),
             objective.sum(rows, marked, comm).item(),
         )
 
@@ -209,7 +209,7 @@ TRUE = torch.ones(3, dtype=torch.bool)
         (LOGITS, torch.tensor([0, 255, 1]).to(torch.uint8), TRUE, r"class ids must be in \[0, 4\), found 255"),
     ],
 )
-@pytest.mark.parametrize("function", [objective.cross_entropy, objective.accuracy])
+@pytest.mark.parametrize("function", [objective.cross_entropy, metrics.accuracy])
 def test_a_mistake_on_one_rank_is_told_on_every_rank(function, logits, y, mask, text):
     def body(comm):
         with pytest.raises(ValueError, match=text + r".*\(found on rank 1\)"):
@@ -234,12 +234,12 @@ def test_unlabelled_nodes_outside_the_mask_are_fine():
     ("call", "error", "text"),
     [
         (lambda c: objective.cross_entropy(LOGITS, BAD, ~TRUE, c), ValueError, "selects no node on any rank"),
-        (lambda c: objective.accuracy(LOGITS, BAD, ~TRUE, c), ValueError, "accuracy: the mask selects no node on any"),
+        (lambda c: metrics.accuracy(LOGITS, BAD, ~TRUE, c), ValueError, "accuracy: the mask selects no node on any"),
         (lambda c: objective.mean(LOGITS, ~TRUE, c), ValueError, "mean: the mask selects no node on any rank"),
         (lambda c: objective.mean(torch.tensor(1.0), None, c), ValueError, r"one row per own node.*replicated"),
         (lambda c: objective.sum(1.0, None, c), ValueError, "one row per own node, found float"),
         (lambda c: objective.replicated(1.0, c), ValueError, "replicated: expected a floating point tensor, found"),
-        (lambda c: objective.accuracy(LOGITS, LOGITS, TRUE, c), ValueError, "y must hold class ids, found float32"),
+        (lambda c: metrics.accuracy(LOGITS, LOGITS, TRUE, c), ValueError, "y must hold class ids, found float32"),
         (
             lambda c: objective.cross_entropy(LOGITS, BAD, TRUE, c, weight=torch.ones(3)),
             ValueError,

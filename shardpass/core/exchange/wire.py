@@ -1,8 +1,8 @@
-"""Messages of sampling: ids sorted by owner, and several arrays or rows of several tensors in one collective."""
+"""Messages without a halo plan: ids sorted by owner; several arrays, or rows of several tensors, as one message."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardpass.core.exchange import Packing
+from shardpass.core.exchange.packing import Packing
 from shardpass.core.ranks import Ranks
 from shardpass.core.sharding import Ownership
 from shardpass.errors import InternalError
@@ -78,6 +78,24 @@ def exchange_arrays(
         flat = message.cpu().numpy()
         cuts = count + np.concatenate([[0], np.cumsum(flat[:count], dtype=np.int64)])
         found.append([flat[first:last] for first, last in pairwise(cuts)])
+    return found
+
+
+def ask(comm: Ranks, ranks: Array, columns: Sequence[Array], answer: Callable[..., Array], label: str) -> Array:
+    """What rank ``ranks[i]`` answers to row i of `columns`, int64 ``[n]``. Collective.
+
+    Args:
+        ranks: ``[n]`` int64. Each rank may ask for any number of rows.
+        columns: at least one array ``[n]`` of integers.
+        answer: is given the columns of the rows that one rank asks for, and returns an integer or a bool for each.
+    """
+    order = np.argsort(ranks, kind="stable")
+    cuts = np.cumsum(np.bincount(ranks, minlength=comm.size))[:-1]
+    asked = [list(parts) for parts in zip(*(np.split(column[order], cuts) for column in columns))]
+    requests = exchange_arrays(comm, asked, label)
+    replies = exchange_arrays(comm, [[answer(*request)] for request in requests], f"{label}: answers")
+    found = np.empty(len(order), dtype=np.int64)
+    found[order] = np.concatenate([reply for (reply,) in replies])
     return found
 
 

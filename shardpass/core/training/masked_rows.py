@@ -1,0 +1,100 @@
+"""What losses and metrics share: the masked rows, what is wrong with arguments, sums over ranks."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardpass.core.ranks import Ranks, describe, dtype_name
+from shardpass.errors import DivergenceError
+
+
+def sums_over_ranks(name: str, values: list[float], problem: str | None, comm: Ranks, identity: str) -> list[float]:
+    """The sums of `values` over ranks. The first problem of any rank is raised on all of them. Collective.
+
+    `identity` says what must agree between ranks (dtype and trailing shape). It travels as a checksum.
+    """
+    state = [float(problem is not None), float(zlib.crc32(identity.encode()))]
+    row = torch.tensor([[*state, *values]], dtype=torch.float64, device=comm.device)
+    rows = torch.cat(comm.all_gather(row, name)).cpu()
+    if bool(rows[:, 0].any()):
+        problems = comm.all_gather_object(problem, f"{name} problems")
+        raise ValueError(next(f"{text} (found on rank {rank})" for rank, text in enumerate(problems) if text))
+    if bool((rows[:, 1] != rows[0, 1]).any()):
+        found = comm.all_gather_object(identity, f"{name} identities")
+        other = next(rank for rank, text in enumerate(found) if text != found[0])
+        raise DivergenceError(
+            f"{name}: ranks pass different kinds of rows: {found[0]} on rank 0, {found[other]} on rank {other}; "
+            f"dtype and trailing dimensions must be the same on every rank"
+        )
+    sums: list[float] = rows[:, 2:].sum(0).tolist()
+    return sums
+
+
+def select(rows: Tensor, mask: Tensor | None) -> Tensor:
+    """The masked rows."""
+    return rows if mask is None else rows[mask if mask.dtype == torch.bool else mask.long()]
+
+
+def check_mask(name: str, mask: Tensor | None, num_own: int) -> str | None:
+    """What is wrong with a mask."""
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor) or mask.dim() != 1 or mask.is_floating_point() or mask.is_complex():
+        return f"{name}: mask must be a bool tensor [{num_own}] or own row numbers, found {describe(mask)}"
+    if mask.dtype == torch.bool:
+        if len(mask) == num_own:
+            return None
+        return f"{name}: the bool mask must have one entry per own node, {num_own}, found {len(mask)}"
+    looks_so = len(mask) == num_own > 2 and bool((mask.long() >> 1 == 0).all())
+    if mask.dtype == torch.uint8 or looks_so:  # DGL writes booleans to files as uint8
+        return f"{name}: mask is {describe(mask)}, which reads as row numbers but looks like a mask: use mask.bool()"
+    if len(mask) and not (int(mask.min()) >= 0 and int(mask.max()) < num_own):
+        return f"{name}: row numbers in mask must be in [0, {num_own}), found {int(mask.min())} to {int(mask.max())}"
+    return None
+
+
+def check_logits(name: str, logits: Tensor, y: Tensor, mask: Tensor | None) -> str | None:
+    """What is wrong with logits, targets and a mask, but for the values of the targets."""
+    if not isinstance(logits, Tensor) or logits.dim() != 2 or not logits.is_floating_point():
+        return f"{name}: logits must be floating point [num_own, num_classes], found {describe(logits)}"
+    if not isinstance(y, Tensor) or y.is_complex() or y.dtype == torch.bool:
+        return f"{name}: y must hold class ids or class probabilities, found {describe(y)}"
+    expected = list(logits.shape) if y.is_floating_point() else [logits.shape[0]]
+    if list(y.shape) != expected:
+        remedy = "; pass all own nodes, not only the masked ones" if y.shape[:1] != logits.shape[:1] else ""
+        remedy = "; use y.squeeze(1)" if list(y.shape) == [logits.shape[0], 1] else remedy
+        return f"{name}: y must be {expected} for logits {list(logits.shape)}, found {describe(y)}{remedy}"
+    return check_mask(name, mask, logits.shape[0])
+
+
+def check_targets(targets: Tensor, num_classes: int, name: str) -> str | None:
+    """What is wrong with the masked class ids."""
+    if targets.is_floating_point() or not len(targets):
+        return None
+    targets = targets.long()
+    unlabelled = int((targets == -1).sum())
+    if unlabelled:
+        return (
+            f"{name}: {unlabelled} of {len(targets)} masked nodes have no label (y = -1); "
+            f"leave them out of the mask: mask & (y >= 0)"
+        )
+    low, high = int(targets.min()), int(targets.max())
+    if low >= 0 and high < num_classes:
+        return None
+    return f"{name}: class ids must be in [0, {num_classes}), found {low if low < 0 else high}"
+
+
+def no_nodes(name: str) -> str:
+    """The error of a mean over nothing."""
+    return f"{name}: the mask selects no node on any rank, so there is nothing to average"
+
+
+def trailing(values: Any) -> str:
+    """What of rows must agree between ranks; see `sums_over_ranks`."""
+    if not isinstance(values, Tensor):
+        return ""
+    return f"{dtype_name(values.dtype)} [{', '.join(map(str, ['num_own', *values.shape[1:]]))}]"

@@ -1,0 +1,302 @@
+"""The graph that SAR's scripts use: a `ShardedDGLGraph` with the names that SAR adds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import dgl
+import torch
+from torch import Tensor
+
+from shardpass.core.exchange import halo_fetch
+from shardpass.core.graphs import build_relation
+from shardpass.core.sharding import Ownership
+from shardpass.errors import RefusedError
+from shardpass.frontends.dgl.graph import ShardedDGLGraph
+from shardpass.frontends.dgl.private import ALL
+from shardpass.frontends.dgl.structure import Edges, Nodes
+from shardpass.frontends.dgl.views import DataViews
+from shardpass.frontends.sar.common_tuples import CanonicalType, ShardEdgesAndFeatures
+from shardpass.frontends.sar.config import ConfiguredEdges
+from shardpass.frontends.sar.core.counts import plain, total
+
+_ROW = "row in the part"
+
+
+@dataclass(frozen=True)
+class GraphShard:
+    """The edges from one part into this rank's nodes, as data. The engine keeps its shards in a form of its own."""
+
+    shard_edges_features: ShardEdgesAndFeatures
+    src_range: tuple[int, int]
+    tgt_range: tuple[int, int]
+    edge_type_names: list[CanonicalType]
+
+
+class NodeRanges(list[tuple[int, int]]):
+    """(First id, end) of the nodes of each part; calling it gives it, since scripts read it both ways."""
+
+    def __call__(self) -> NodeRanges:
+        return self
+
+
+@dataclass(frozen=True)
+class Whole:
+    """What a rank knows of the whole graph.
+
+    Args:
+        node_ranges: (first id, end) of the nodes of each part.
+        type_ranges: the same of the nodes of each type.
+        book: DGL's partition book, or `None`.
+        nodes, edges: how many there are on all ranks, by type.
+    """
+
+    node_ranges: NodeRanges
+    type_ranges: Mapping[str, Sequence[tuple[int, int]]]
+    book: Any
+    nodes: Mapping[str, int]
+    edges: Mapping[CanonicalType, int]
+
+
+class NodeIds(DataViews):
+    """``graph.srcnodes["type"].data``, and ``graph.srcnodes("type")``, which gives rows of this rank's part."""
+
+    def __init__(self, views: DataViews, rows: dict[str, Tensor]) -> None:
+        super().__init__(views._name, views._frames, views._canonical)
+        self._rows = rows
+
+    def __call__(self, ntype: str | None = None) -> Tensor:  # type: ignore[override]
+        """The nodes of a type as rows of this rank's part, int64."""
+        if ntype is None and len(self._rows) == 1:
+            return next(iter(self._rows.values()))
+        if ntype not in self._rows:
+            raise KeyError(f"{self._name}: expected one of the types {list(self._rows)}, got {ntype!r}")
+        return self._rows[ntype]
+
+
+class GraphShardManager(ShardedDGLGraph):
+    """One rank's share of a graph, made by `construct_full_graph`, `construct_mfgs` or `convert_dist_graph`.
+
+    Pass it to a layer of ``dgl.nn`` as its DGLGraph or block; see `ShardedDGLGraph`. The `input_nodes` and `seeds` of a
+    block from `construct_mfgs` say which nodes it takes and gives.
+    """
+
+    _whole: Whole
+    _inputs: dict[str, Tensor] | None = None
+    _seeds: dict[str, Tensor] | None = None
+
+    def known(self, whole: Whole, inputs: Any = None, seeds: Any = None) -> GraphShardManager:
+        """This graph, once it has been told what it is a share of, and which rows of the part its nodes are."""
+        self._whole, self._inputs, self._seeds = whole, inputs, seeds
+        return self
+
+    @property
+    def input_nodes(self) -> Any:
+        """The source nodes as rows of this rank's part, int64; a dict by type where there are several types."""
+        return _of_one_type(self._input_rows())
+
+    @property
+    def seeds(self) -> Any:
+        """The destination nodes as rows of this rank's part, int64; a dict by type where there are several types."""
+        return _of_one_type(self._seed_rows())
+
+    def _input_rows(self) -> dict[str, Tensor]:
+        return {kind: self._rows_of(nodes, kind, self._inputs) for kind, nodes in self._sources.items()}
+
+    def _seed_rows(self) -> dict[str, Tensor]:
+        return {kind: self._rows_of(nodes, kind, self._seeds) for kind, nodes in self._destinations.items()}
+
+    def _rows_of(self, nodes: Nodes, kind: str, known: dict[str, Tensor] | None) -> Tensor:
+        return torch.arange(nodes.num, device=self.device) if known is None else known[kind]
+
+    @property
+    def nodes(self) -> NodeIds:
+        """``nodes["type"].data`` and ``nodes("type")``."""
+        return NodeIds(super().nodes, {**self._seed_rows(), **self._input_rows()})
+
+    @property
+    def srcnodes(self) -> NodeIds:
+        """``srcnodes["type"].data`` and ``srcnodes("type")``."""
+        return NodeIds(super().srcnodes, self._input_rows())
+
+    @property
+    def dstnodes(self) -> NodeIds:
+        """``dstnodes["type"].data`` and ``dstnodes("type")``."""
+        return NodeIds(super().dstnodes, self._seed_rows())
+
+    # ---- counts
+
+    def num_src_nodes(self, ntype: str | None = None) -> int:
+        """How many source nodes of a type this rank has; `None` means all types."""
+        return plain(super().num_src_nodes(ntype))
+
+    def num_dst_nodes(self, ntype: str | None = None) -> int:
+        """How many destination nodes of a type this rank has; `None` means all types."""
+        return plain(super().num_dst_nodes(ntype))
+
+    def num_nodes(self, ntype: str | None = None) -> int:
+        """How many nodes of a type this rank has; `None` means all types, of a block its sources and destinations."""
+        return plain(super().num_nodes(ntype))
+
+    def num_edges(self, etype: Any = None) -> int:
+        """How many edges of a type this rank has; `None` means all types."""
+        return plain(super().num_edges(etype))
+
+    number_of_src_nodes, number_of_dst_nodes = num_src_nodes, num_dst_nodes
+    number_of_nodes, number_of_edges = num_nodes, num_edges
+
+    def ntypes_global(self) -> list[str]:
+        """The node types of the whole graph."""
+        return list(self._whole.nodes)
+
+    def etypes_global(self) -> list[str]:
+        """The edge types of the whole graph."""
+        return [kind[1] for kind in self._whole.edges]
+
+    def canonical_etypes_global(self) -> list[CanonicalType]:
+        """The canonical edge types of the whole graph."""
+        return list(self._whole.edges)
+
+    def num_nodes_global(self, ntype: str | None = None) -> int:
+        """How many nodes of a type the whole graph has; `None` means all types."""
+        return total(self._whole.nodes, ntype)
+
+    def num_edges_global(self, etype: Any = None) -> int:
+        """How many edges of a type the whole graph has; `None` means all types."""
+        return total(self._whole.edges, None if etype is None else self.to_canonical_etype(etype))
+
+    number_of_nodes_global, number_of_edges_global = num_nodes_global, num_edges_global
+
+    def in_degrees(self, vertices: Any = ALL, etype: Any = None) -> Tensor:
+        """In-degrees of own destination nodes, ``[num_own]`` int64, or of the rows `vertices` of them."""
+        return super().in_degrees(vertices, etype)
+
+    def out_degrees(self, vertices: Any = ALL, etype: Any = None) -> Tensor:
+        """Out-degrees of own source nodes in the whole graph, ``[num_own]`` int64, or of the rows `vertices`."""
+        return super().out_degrees(vertices, etype)
+
+    def apply_edges(self, message_func: Any, edges: Any = ALL, etype: Any = None, inplace: bool = False) -> None:
+        """See `ShardedDGLGraph.apply_edges`; `inplace` is ignored, as in DGL."""
+        super().apply_edges(message_func, edges, etype)
+
+    # ---- the partition
+
+    @property
+    def node_ranges(self) -> NodeRanges:
+        """(First id, end) of the nodes of each part."""
+        return self._whole.node_ranges
+
+    @property
+    def type_ranges(self) -> Mapping[str, Sequence[tuple[int, int]]]:
+        """(First id, end) of the nodes of each type in each part."""
+        return self._whole.type_ranges
+
+    @property
+    def tgt_node_range(self) -> tuple[int, int]:
+        """(First id, end) of this rank's nodes."""
+        return self.node_ranges[self.comm.rank]
+
+    @property
+    def local_src_node_range(self) -> tuple[int, int]:
+        """(First id, end) of this rank's nodes."""
+        return self.tgt_node_range
+
+    def partition_book(self) -> Any:
+        """DGL's partition book."""
+        return self._whole.book
+
+    @property
+    def sampling_graph(self) -> dgl.DGLGraph:
+        """A DGLGraph of all nodes, with the edges into this rank's nodes and their fields. Collective.
+
+        Nodes have the ids of `node_ranges`, so that ``dgl.sampling.sample_neighbors`` takes ids of own nodes.
+
+        Raises:
+            DGLError: there are several edge types; ask ``graph[etype]``.
+        """
+        kind = self.to_canonical_etype(None)
+        src, dst = self._ids_of_ends(kind)
+        graph = dgl.graph((src, dst), num_nodes=self.node_ranges[-1][1], device=self.device)
+        graph.edata.update(dict(self._edge_frames[kind]))
+        return graph
+
+    def _ids_of_ends(self, kind: CanonicalType) -> tuple[Tensor, Tensor]:
+        """The node ids of both ends of each edge. Collective."""
+        edges = self._edges[kind]
+        with torch.no_grad():
+            ids = halo_fetch(self._sources[kind[0]].ids, edges.plan, f"ids of the sources of {kind}")
+        return ids[edges.src_rows], self._destinations[kind[2]].ids[edges.dst_rows]
+
+    def to(self, device: Any, **kwargs: Any) -> GraphShardManager:
+        """This graph, if it is on `device`.
+
+        Raises:
+            RefusedError: it is on another device.
+        """
+        wanted = torch.device(device)
+        same = wanted.type == self.device.type and wanted.index in (None, self.device.index)
+        if not same and wanted.type == "cuda" and self.device.type == "cuda":
+            same = torch.cuda.current_device() == (self.device.index or 0) and wanted.index is None
+        if not same:
+            raise RefusedError(
+                f"rank {self.comm.rank}: the graph is on {self.device} and cannot move to {wanted}: pass the device to "
+                f"load_dgl_partition_data, and construct the graph from that"
+            )
+        return self
+
+    def get_full_partition_graph(self, delete_shard_data: bool = True) -> DistributedBlock:
+        """The same graph, but its halo rows are fetched all at once and kept for backward. Collective.
+
+        It has the stored features, but not those that were set on this graph. Its edges are in another order.
+
+        Args:
+            delete_shard_data: ignored. What this graph holds is freed when the last reference to it goes.
+        """
+        edges = {kind: self._at_once(kind) for kind in self.canonical_etypes}
+        block = DistributedBlock(self.comm, self._sources, self._destinations, edges, self.is_block)
+        block.known(self._whole, self._inputs, self._seeds)
+        return block
+
+    def _at_once(self, kind: CanonicalType) -> Edges:
+        edges, comm = self._edges[kind], self.comm
+        plan = edges.plan
+        counts = comm.all_gather_object(plan.num_own_src, f"sources of {kind}")
+        owned = Ownership.from_counts(counts)
+        numbers = owned.to_global(torch.arange(plan.num_own_src, device=self.device), comm.rank)
+        with torch.no_grad():
+            numbers = halo_fetch(numbers, plan, f"numbers of the sources of {kind}")
+        relation = build_relation(
+            comm, owned, numbers[edges.src_rows], edges.dst_rows, plan.num_dst, edges.ids, edges.fields,
+            replace(plan.options, mode="halo"), plan.ends,
+        )  # fmt: skip
+        return Edges.of(kind, relation, edges.total)
+
+
+HeteroGraphShardManager = GraphShardManager
+"""Graphs of one and of several types are of one class."""
+
+
+class DistributedBlock(GraphShardManager):
+    """A `GraphShardManager` that fetches all halo rows at once (``Options(mode="halo")``)."""
+
+
+def blocks_of(graph: GraphShardManager, seeds: Any, num_layers: int, keep_seed_nodes: bool) -> list[GraphShardManager]:
+    """A block for each layer, the first layer's first. Collective; args as `ShardedDGLGraph.mfgs`."""
+    with graph.local_scope():
+        for kind in graph.ntypes:
+            graph.nodes[kind].data[_ROW] = torch.arange(graph.nodes_of(kind).num, device=graph.device)
+        blocks = [block.copied_as(GraphShardManager) for block in graph.mfgs(seeds, num_layers, keep_seed_nodes)]
+        for block in blocks:
+            block.known(
+                graph._whole,
+                {kind: frame.pop(_ROW) for kind, frame in block._src_frames.items()},
+                {kind: frame.pop(_ROW) for kind, frame in block._dst_frames.items()},
+            )
+            block._edges = {kind: ConfiguredEdges.like(edges) for kind, edges in block._edges.items()}
+    return blocks
+
+
+def _of_one_type(rows: dict[str, Tensor]) -> Any:
+    return next(iter(rows.values())) if len(rows) == 1 else rows

@@ -1,0 +1,211 @@
+"""Sampling under SAR's names: blocks of neighbours drawn from the graph that ranks share."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace as replaced
+from typing import Any
+
+import numpy as np
+import torch
+from dgl.dataloading import NeighborSampler
+from torch import Tensor
+
+from shardpass.core.ranks import Ranks, derive_seed
+from shardpass.core.sampling import EpochLoader, Sampler, Seeds
+from shardpass.errors import PeerFailure
+from shardpass.frontends.dgl.loader import draw_blocks, sampler_of, settings_of
+from shardpass.frontends.sar.core.graphshard import GraphShardManager
+
+_INPUT, _OUTPUT = "input: ", "output: "
+Array = np.ndarray[Any, Any]
+
+
+class DistNeighborSampler:
+    """How many neighbours are drawn, and which features come with the blocks.
+
+    Args:
+        fanouts: in-neighbours per layer, the first layer's first; -1 for all.
+        prob: name of the edge feature that neighbours are drawn in proportion to.
+        replace: draw with replacement.
+        copy_edata: whether the blocks get the edge features of the graph.
+        input_node_features: features of this rank's nodes that the source nodes of the first block get, by name,
+            ``[num_nodes of the part, ...]``. The same names on every rank.
+        output_node_features: those that the destinations of the last block get.
+        output_device: where the blocks are; by default, on the device of the graph.
+    """
+
+    def __init__(
+        self,
+        fanouts: Sequence[int],
+        prob: str | None = None,
+        replace: bool = False,
+        copy_edata: bool = True,
+        input_node_features: Mapping[str, Tensor] | None = None,
+        output_node_features: Mapping[str, Tensor] | None = None,
+        output_device: torch.device | str | None = None,
+    ) -> None:
+        if not isinstance(prob, (str, type(None))) or not isinstance(replace, (bool, type(None))):
+            raise TypeError(
+                f"DistNeighborSampler: prob={prob!r} and replace={replace!r}; expected the name of an edge feature or "
+                f"None, and True or False, in this order"
+            )
+        self.fanouts, self.prob, self.replace, self.copy_edata = list(fanouts), prob, bool(replace), copy_edata
+        self.features = {_INPUT + name: rows for name, rows in (input_node_features or {}).items()}
+        self.features |= {_OUTPUT + name: rows for name, rows in (output_node_features or {}).items()}
+        self.output_device = output_device
+
+    def sample(self, full_graph_manager: GraphShardManager, seeds: Tensor) -> list[Any]:
+        """Blocks of DGL for `seeds`, the first layer's first. Collective.
+
+        Args:
+            full_graph_manager: what `construct_full_graph` returned.
+            seeds: node ids in the numbering of ``node_ranges``, int64, each once. They may differ between ranks.
+        """
+        ids = _checked(full_graph_manager, seeds, "DistNeighborSampler.sample")
+        comm = full_graph_manager.comm
+        seed = comm.all_gather_object(int(torch.randint(1 << 53, ())), "sampling: seed")[0]
+        return self.blocks(full_graph_manager, self.sampler_over(full_graph_manager, 1, 0, prefetch=0), ids, seed)
+
+    def sampler_over(self, graph: GraphShardManager, batch_size: int, seed: int, prefetch: int) -> Sampler:
+        """What draws from `graph`. Collective."""
+        held = graph.local_var()
+        for name, rows in self.features.items():
+            held.ndata[name] = rows
+        drawn = NeighborSampler(self.fanouts, replace=self.replace, prob=self.prob)
+        settings = settings_of(held, drawn, batch_size, False, False, seed, prefetch)
+        edges = settings.edge_fields if self.copy_edata else dict.fromkeys(held.canonical_etypes, ())
+        nodes = {kind: sorted(self.features) for kind in held.ntypes}
+        return sampler_of(held, replaced(settings, node_fields=nodes, edge_fields=edges))
+
+    def blocks(self, graph: GraphShardManager, sampler: Sampler, ids: Array, seed: int) -> list[Any]:
+        """The blocks of one batch. Collective over the ranks of `sampler`."""
+        names = [[name for name in self.features if name.startswith(side)] for side in (_INPUT, _OUTPUT)]
+        sources, labels = (dict.fromkeys(graph.ntypes, given) for given in names)
+        *_, blocks = draw_blocks(sampler, _by_type(graph, ids), seed, sources, labels)
+        for side, views in ((_INPUT, blocks[0].srcnodes), (_OUTPUT, blocks[-1].dstnodes)):
+            for kind in graph.ntypes:
+                data = views[kind].data
+                for name in [name for name in data if name.startswith(side)]:
+                    data[name.removeprefix(side)] = data.pop(name)
+        return [block if self.output_device is None else block.to(self.output_device) for block in blocks]
+
+
+class DataLoader(EpochLoader):
+    """Mini-batches: yields a list of DGL blocks, the first layer's first. Collective.
+
+    The batches of a rank are made of its own `seed_nodes`. All ranks take as many steps as the rank with the most
+    seeds needs. A rank with too few for that spreads them evenly over the steps. ``dgl.NID`` of the blocks has ids in
+    the numbering of ``node_ranges``, as the seeds.
+
+    Args:
+        full_graph_manager: what `construct_full_graph` returned.
+        seed_nodes: this rank's seeds, int64, each once: node ids in the numbering of ``node_ranges``. Those of own
+            nodes are rows of the part plus ``node_ranges[rank][0]``.
+        graph_sampler: what is drawn.
+        batch_size: the most seeds of a rank in a step.
+        drop_last: leave out a last step for which no rank has `batch_size` seeds.
+        shuffle: put this rank's seeds into a new random order every epoch. Otherwise they keep the given order.
+        precompute_optimized_batches, optimized_batches_cache: ignored.
+        num_workers: ignored; a thread makes batches ahead.
+        seed: decides everything that is random. The same on every rank.
+
+    Raises:
+        ValueError: seeds are no node ids or come twice (on the rank that has them; the others name it), or some rank
+            has fewer seeds than there are steps (on every rank).
+    """
+
+    def __init__(
+        self,
+        full_graph_manager: GraphShardManager,
+        seed_nodes: Tensor,
+        graph_sampler: DistNeighborSampler,
+        batch_size: int = 1,
+        drop_last: bool = False,
+        shuffle: bool = False,
+        precompute_optimized_batches: bool = True,
+        optimized_batches_cache: str | None = None,
+        num_workers: int = 0,
+        *,
+        seed: int = 0,
+    ) -> None:
+        ids = _checked(full_graph_manager, seed_nodes, "DataLoader")
+        _warn_of_foreign(full_graph_manager, ids)
+        self._graph, self._drawn, self._shuffle = full_graph_manager, graph_sampler, shuffle
+        self._begin(graph_sampler.sampler_over(full_graph_manager, batch_size, seed, prefetch=2), ids, [ids])
+        self._num_steps = _number_of_steps(full_graph_manager.comm, len(ids), batch_size, drop_last)
+
+    def _deal(self, epoch: int) -> list[Seeds]:
+        settings, ids, steps = self._sampler.settings, self._ids, self._num_steps
+        if self._shuffle:
+            seed = derive_seed(settings.seed, epoch, f"order on rank {self._graph.comm.rank}")
+            ids = np.random.default_rng(seed).permutation(ids)
+        ids = ids[: steps * settings.batch_size]
+        full = len(ids) > (steps - 1) * settings.batch_size
+        cuts: Any = np.arange(1, steps) * settings.batch_size if full else steps
+        return [Seeds([part], len(part)) for part in (np.split if full else np.array_split)(ids, cuts)]
+
+    def _make(self, seeds: Seeds, seed: int) -> list[Any]:
+        return self._drawn.blocks(self._graph, self._sampler, seeds.columns[0], seed)
+
+
+def _number_of_steps(comm: Ranks, count: int, batch_size: int, drop_last: bool) -> int:
+    """The steps of an epoch. Collective."""
+    counts = comm.all_gather_object(count, "sampling: seeds of each rank")
+    most, least = max(counts), min(counts)
+    steps = most // batch_size if drop_last else -(-most // batch_size)
+    if least < steps:
+        enough = -(-most // max(least, 1))
+        raise ValueError(
+            f"rank {counts.index(least)} has {least} seed nodes for {steps} steps, and DGL has no blocks without "
+            f"nodes. Rank {counts.index(most)} has {most}. Use batch_size={enough} or more, or give every rank seeds"
+        )
+    return steps
+
+
+def _checked(graph: GraphShardManager, seeds: Any, who: str) -> Array:
+    """The seeds as an array, if they are node ids. Collective."""
+    ids, end, problem = torch.as_tensor(seeds).cpu(), graph.node_ranges[-1][1], ""
+    if ids.dim() != 1 or ids.dtype in (torch.bool, torch.uint8) or ids.is_floating_point():
+        problem = f"found {ids.dtype} {list(ids.shape)}; expected node ids, int64 [n]"
+    elif ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < end:
+        problem = f"found ids from {int(ids.min())} to {int(ids.max())}; expected node ids in [0, {end})"
+    elif ids.unique().numel() < ids.numel():
+        problem = "some come twice; expected each once"
+    everywhere = graph.comm.all_gather_object(problem, f"{who}: seeds")
+    if problem:
+        start = graph.tgt_node_range[0]
+        raise ValueError(
+            f"{who} on rank {graph.comm.rank}: seed nodes are ids in the numbering of node_ranges, which are rows of "
+            f"this part plus {start}: {problem}"
+        )
+    for rank, text in enumerate(everywhere):
+        if text:
+            raise PeerFailure(f"rank {rank} passed wrong seed nodes to {who}: {text}")
+    return ids.to(torch.int64).numpy()
+
+
+def _warn_of_foreign(graph: GraphShardManager, ids: Array) -> None:
+    start, end = graph.tgt_node_range
+    num_foreign = int(((ids < start) | (ids >= end)).sum())
+    if num_foreign:
+        warnings.warn(
+            f"DataLoader on rank {graph.comm.rank}: {num_foreign} of {len(ids)} seed nodes are nodes of other ranks. "
+            f"Seeds are node ids of the whole graph: own nodes have the ids from {start} to {end - 1}, which are rows "
+            f"of this part plus node_ranges[{graph.comm.rank}][0]",
+            stacklevel=3,
+        )
+
+
+def _by_type(graph: GraphShardManager, ids: Array) -> dict[str, Array]:
+    """Node ids as those of the engine, which count the nodes of each type by themselves, by type."""
+    found = {}
+    for kind, ranges in graph.type_ranges.items():
+        starts, ends = np.array(ranges).T
+        sizes = ends - starts
+        part = np.searchsorted(ends, ids, side="right")
+        part = np.minimum(part, len(ends) - 1)
+        mine = (ids >= starts[part]) & (ids < ends[part])
+        found[kind] = (ids - starts[part] + (np.cumsum(sizes) - sizes)[part])[mine]
+    return found
