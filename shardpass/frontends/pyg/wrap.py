@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from functools import partial
+from inspect import signature
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -181,10 +183,19 @@ class _Method(OutermostCall):
             self._looked_for_tables = True
             refuse_node_tables(model, self.comm, args, kwargs)
         refuse_norms_of_some_nodes(model, args, kwargs)
-        args, kwargs = torch_private.tree_map(_edge_index_of, (args, kwargs))
+        args, kwargs = self._given(args, kwargs)
         refuse_whole_tensors((args, kwargs))
         check_types((*args, *kwargs.values()), self.comm)
         return self.run(self._computed, args, kwargs)
+
+    def _given(self, args: Any, kwargs: Any) -> Any:
+        """The arguments with ``edge_index`` for graphs. A graph of several types stays itself where it is ``data``."""
+        converted, kwargs = torch_private.tree_map(_edge_index_of, (args, kwargs))
+        if any(isinstance(arg, ShardedHeteroGraph) for arg in args):
+            names = [*signature(getattr(type(self.model), self.method)).parameters][1:]
+            is_data = [isinstance(arg, ShardedHeteroGraph) and name in _DATA for name, arg in zip(names, args)]
+            converted = tuple(old if keeps else new for old, new, keeps in zip_longest(args, converted, is_data))
+        return converted, kwargs
 
     def _computed(self, *args: Any, **kwargs: Any) -> Any:
         assert self.comm.forward is not None
@@ -193,6 +204,7 @@ class _Method(OutermostCall):
         return torch_private.tree_map(_returned, method(*args, **kwargs))
 
 
+_DATA = frozenset(["data", "batch", "hetero_data"])
 _NO_EXPLANATIONS = (
     "explanations are not supported on a sharded graph, since explainers average over own nodes and edges: load the "
     "state_dict into a model that is not wrapped, and explain that"
