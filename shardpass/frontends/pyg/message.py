@@ -56,7 +56,7 @@ class MessageFunction:
         """The messages of some edges, and what `message` stored on the layer, side by side: ``[E, columns]``."""
         messages = self.message(inputs)
         self._is_tuple = isinstance(messages, tuple)
-        stored = {name: rows for name, rows in self._frozen.stored().items() if rows.size(0) == len(inputs.index)}
+        stored = {name: rows for name, rows in self._frozen.stored().items() if rows.size(0) == inputs.index.numel()}
         self._stored = list(stored)
         parts = [*(messages if self._is_tuple else [messages]), *stored.values()]
         self._shapes = [part.shape[1:] for part in parts]

@@ -207,6 +207,8 @@ h + torch.zeros(N, 5).scatter_(0, y[:, None], 1.0)[:, :1]
 F.one_hot(y)
 h.mean(0)
 h / h.size(0)
+h / len(h)
+h.view(len(h), 2, 4)
 h if x.shape[0] > 1000 else -h
 h * (1 / y.size(0))
 h + torch.tensor(h.size(0)).log()
