@@ -45,8 +45,8 @@ class FollowFunctions(TorchFunctionMode):
         if name == "__len__" and first is not None and (rows := self._rows_of(first)) is not None:
             raise RefusedError(
                 f"{user_line()}: `len` gives this rank's number of {rows.of.name} as a plain number, and nobody can "
-                f"follow what is computed from it. Write .size(0) in its place, which can be a size, or take the number "
-                f"of the whole graph (graph.total_nodes, graph.total_edges)"
+                f"follow what is computed from it. Write .size(0) in its place, which can be a size, or take the "
+                f"number of the whole graph (graph.total_nodes, graph.total_edges)"
             )
         if name in _TAKES_NUMBERS:
             for number in (*args, *kwargs.values()):
