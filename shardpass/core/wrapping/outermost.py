@@ -117,6 +117,7 @@ class OutermostCall:
             forward.rows = None
             follower.marks.forget_selections()
         follower.marks.check_result(out)
+        follower.marks.check_kept(self.model)
         return out
 
     def is_known(self, module: nn.Module) -> bool:
