@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,6 +55,8 @@ class FollowFunctions(TorchFunctionMode):
         if self.follower.is_paused:
             return func(*args, **kwargs)
         first = args[0] if args and isinstance(args[0], Tensor) else None
+        if name == "register_hook" and first is not None and (rows := self._rows_of(first)) is not None:
+            return func(first, self._followed_hook(args[1], rows))
         if name in _LEAVES_TORCH and first is not None:
             self._refuse_to_leave(name, first)
         if name == "__len__" and first is not None and (rows := self._rows_of(first)) is not None:
@@ -78,9 +81,21 @@ class FollowFunctions(TorchFunctionMode):
             return self._counted(first, (*args[1:], *kwargs.values()), out)
         return out
 
+    def _followed_hook(self, hook: Callable[[Tensor], Any], rows: Rows) -> Callable[[Tensor], Any]:
+        """A hook of the user's that backward calls with the gradient of a tensor with rows."""
+
+        def followed(grad: Tensor) -> Any:
+            with self.follower, FollowFunctions(self.follower):
+                self.follower.marks.mark(grad, rows)
+                out = hook(grad)
+            self.follower.marks.check_result(out)
+            return out
+
+        return followed
+
     def _check_number(self, number: Any) -> None:
         """Refuse a plain number that was made of how many rows this rank has, which ``len`` and ``math`` give away."""
-        if type(number) not in (int, float):
+        if not isinstance(number, (int, float)) or isinstance(number, (bool, OwnCount)):
             return
         if number in self._roots or any(number in (n, 1 / n) for n in self._lengths if n > 1):
             raise RefusedError(

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from types import FunctionType
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
@@ -20,8 +21,13 @@ _LIBRARIES = ("torch.", "torch_geometric.", "dgl.", "shardpass.")
 
 
 def _is_of_user(value: Any) -> bool:
-    """Whether a value is a function of the user's."""
-    return isinstance(value, FunctionType) and not value.__module__.startswith(_LIBRARIES)
+    """Whether a value is a function of the user's, or another callable that is no module."""
+    if not callable(value) or isinstance(value, (nn.Module, type)):
+        return False
+    value = value.func if isinstance(value, partial) else value
+    value = value.__func__ if isinstance(value, MethodType) else value
+    module = value.__module__ if isinstance(value, FunctionType) else type(value).__module__
+    return not module.startswith((*_LIBRARIES, "builtins", "functools"))
 
 
 @contextmanager

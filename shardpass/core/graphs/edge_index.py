@@ -208,7 +208,9 @@ def _counted(mine: ShardedEdgeIndex, name: str, args: tuple[Any, ...], out: Any)
     """`out`, which describes `mine`, where the number of edges may be a size but nothing may be computed from it."""
     if not mine.plan.comm.runs_user_code:
         return out
-    count = RowCount.make(mine.size(-1), mine.plan.edge_set(mine.size(-1)))
+    with mine.plan.comm.unfollowed():
+        num_edges = mine.size(-1)
+    count = RowCount.make(num_edges, mine.plan.edge_set(num_edges))
     if isinstance(out, torch.Size):
         return torch.Size([*out[:-1], count])
     return count if name == "size" and args[1:] in ((1,), (-1,)) else out
