@@ -25,9 +25,9 @@ def load(path: str | Path, comm: Ranks, options: Options | None = None) -> Shard
 
     Raises:
         ValueError: when there are more ranks than parts, or for ``mode="auto"``, which a plan decides first.
-        StoreError: when the store is missing, torn or altered, or its parts are not one graph. The rank that found it raises this; the others raise
-            `PeerFailure`, which names that rank. A field is verified when it is first read; `shardpass.data.verify`
-            checks all of them.
+        StoreError: when the store is missing, torn or altered. The rank that found it raises this; the others raise
+            `PeerFailure`, which names that rank. Also, on every rank, when the parts are not one graph. A field is
+            verified when it is first read; `shardpass.data.verify` checks all of them.
         DivergenceError: when ranks passed different stores or options.
     """
     options = options or Options()

@@ -128,7 +128,9 @@ def _read_text(path: Path) -> bytes:
             raise StoreError(f"{path} has {size} bytes; expected at most {_MOST_BYTES}")
         return path.read_bytes()
     except OSError as error:
-        raise StoreError(f"{path.parent} is not a shardpass store: {path.name} cannot be read ({error.strerror or error})") from error
+        raise StoreError(
+            f"{path.parent} is not a shardpass store: {path.name} cannot be read ({error.strerror or error})"
+        ) from error
 
 
 def _check_head(document: Any, text: bytes, path: Path) -> None:

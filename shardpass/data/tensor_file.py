@@ -130,7 +130,9 @@ class TensorFile:
                 # a wrong length must not become a huge read
                 header = length + file.read(min(int.from_bytes(length, "little"), size))
         except OSError as error:
-            raise StoreError(f"{path} cannot be read ({error.strerror or error}); the store needs all its part files") from error
+            raise StoreError(
+                f"{path} cannot be read ({error.strerror or error}); the store needs all its part files"
+            ) from error
         if size != record.bytes:
             raise StoreError(
                 f"{path} has {size} bytes, its manifest says {record.bytes}: the file is torn or belongs to another "

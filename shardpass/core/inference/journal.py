@@ -52,7 +52,7 @@ class Journal:
     def _open(self, head: str, comm: Ranks) -> int:
         """How many results of this rank are there and whole, one after the other."""
         title = self.folder / "journal.json"
-        if not title.exists() or title.read_text() != head:
+        if not title.is_file() or title.read_bytes() != head.encode():
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder.mkdir(parents=True)
             title.write_text(head)
