@@ -17,6 +17,6 @@ def reading(path: Path, kind: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if isinstance(error, ValueError) and str(path) in str(error):  # one of ours
+        if isinstance(error, ValueError) and str(error).startswith(str(path)):  # one of ours
             raise
         raise ValueError(f"{path} cannot be read as {kind}: {error or type(error).__name__}") from error

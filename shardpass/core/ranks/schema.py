@@ -14,7 +14,7 @@ def mismatch(value: Any, schema: Any, where: str = "") -> str | None:
     Args:
         value: made of dicts, lists, strings, numbers, booleans and `None`.
         schema: a type, which a value has (a boolean is no `int`, strings are valid Unicode, and any value is an
-            `object`); a `range`, in which an
+            `object`); `None`; a `range`, in which an
             integer is; a frozenset, which holds a string; ``[s]`` for a list of such; ``{str: s}`` for a dict of such;
             another dict for one with these keys; or a tuple of alternatives.
         where: the place of `value`, as in ``files[0].name``.
@@ -43,7 +43,7 @@ def _fits(value: Any, schema: Any) -> bool:
         return isinstance(value, str) and value in schema
     if schema is str:
         return isinstance(value, str) and value.encode(errors="ignore").decode() == value
-    return schema is object or type(value) is schema
+    return schema is object or value is schema or type(value) is schema
 
 
 def _short(value: Any) -> str:

@@ -26,12 +26,12 @@ _SCHEMA = {
     "ranks": range(1, 2**31),
     "epoch": int,
     "local": [str],
-    "graph": (str, type(None)),
-    "partition": (str, type(None)),
+    "graph": (str, None),
+    "partition": (str, None),
     "model": {"dict": list},
     "model_metadata": dict,
     "extra": object,
-    "optimizer": ({"class": str, "shapes": [[[COUNT]]], "state": dict}, type(None)),
+    "optimizer": ({"class": str, "shapes": [[[COUNT]]], "state": dict}, None),
 }
 
 
