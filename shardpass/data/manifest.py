@@ -159,7 +159,8 @@ _PER_NODE_TYPE, _PER_EDGE_TYPE = ("num_nodes", "offsets"), ("num_edges", "part_e
 _RECORD = ("name", "bytes", "header_sha256", "tensors")
 _FIELDS = [{"name": str, "dtype": frozenset(_DTYPES), "row_shape": [COUNT]}]
 _SCHEMA = {
-    **dict.fromkeys(_PLAIN, str), "seed": int, "num_parts": COUNT, "graph_fields": {str: (bool, int, float, str)},
+    "shardpass_version": str, "source": str, "method": str, "graph_fingerprint": str, "partition_fingerprint": str,
+    "seed": int, "num_parts": COUNT, "graph_fields": {str: (bool, int, float, str)},
     "node_types": [{"type": str, "num_nodes": COUNT, "offsets": [COUNT], "fields": _FIELDS}],
     "edge_types": [
         {"type": [str], "num_edges": COUNT, "part_edges": [COUNT], "cut_edges": COUNT, "fields": _FIELDS}

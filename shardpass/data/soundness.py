@@ -92,7 +92,7 @@ def check_edges(manifest: Manifest, kind: EdgeType, part: int, edges: PartEdges,
     for name, values, limit in zip(keys.EDGE_ARRAYS, (edges.src, edges.dst, edges.edge_ids), limits):
         if values.numel() and not 0 <= int(values.amin()) <= int(values.amax()) < limit:
             raise StoreError(f"{path}: {keys.edge_array_key(kind, name)} is not in [0, {limit})")
-    starts = torch.tensor(sources[1:-1])  # of the shards but the first
+    starts = torch.tensor(sources[1:-1], dtype=edges.src.dtype)  # of the shards but the first
     counts = torch.zeros(manifest.num_parts, dtype=torch.int64)
     for block in edges.src.split(_BLOCK):
         counts += torch.bincount(torch.bucketize(block, starts, right=True), minlength=manifest.num_parts)
