@@ -128,7 +128,7 @@ def prepare_files(comm: Ranks, config: TrainConfig) -> None:
     if config.profile:
         files.append(profile_of(comm, config))
     for file in files:
-        if not (file == Path(config.log) and file.is_fifo()):  # which another program reads
+        if file != Path(config.log) or not (file.is_fifo() or file.is_char_device()):  # a log may be one: it is opened
             prepare_target(file)
 
 

@@ -137,14 +137,14 @@ def _check_head(document: Any, text: bytes, path: Path) -> None:
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise StoreError(f"{path} is not the manifest of a shardpass store: it lacks format = {FORMAT!r}")
     version, checksum = document.get("version"), document.get("sha256")
-    if type(version) is not int or version < 1:
-        raise StoreError(f"{path} is altered: its format version is {version!r}")
+    if mismatch(version, range(1, 2**31)):
+        raise StoreError(f"{path} is altered: {mismatch(version, range(1, 2**31), 'its format version')}")
     if version > VERSION:
         raise StoreError(
             f"{path} has format version {version}, this shardpass reads up to {VERSION}; upgrade shardpass, "
             "or write the store again with this version"
         )
-    blanked = text.replace(ascii(checksum)[1:-1].encode(), _BLANK.encode(), 1)
+    blanked = text.replace(checksum.encode(), _BLANK.encode(), 1) if mismatch(checksum, str) is None else b""
     if hashlib.sha256(blanked).hexdigest() != checksum:
         raise StoreError(f"{path} is altered: its checksum differs from its contents; it is not meant to be edited")
 

@@ -101,6 +101,8 @@ def test_files_that_cannot_be_written_are_told_before_training(option: str, stor
     (tmp_path / "zero").symlink_to("/dev/zero")
     (tmp_path / "folder").mkdir()
     for name, words in (("a file/c", "cannot be written"), ("folder", "is a folder"), ("zero", "no regular file")):
+        if (option, name) == ("--log", "zero"):
+            continue  # a log may go to a device
         assert words in refused("train", tmp_path / "no store yet", option, tmp_path / name)
     passed("train", store, "--epochs", 1, option, tmp_path / "new" / "folder" / "c")
     assert (tmp_path / "new" / "folder" / "c").is_file()

@@ -14,9 +14,8 @@ def mismatch(value: Any, schema: Any, where: str = "") -> str | None:
     Args:
         value: made of dicts, lists, strings, numbers, booleans and `None`.
         schema: a type, which a value has (a boolean is no `int`, strings are valid Unicode, and any value is an
-            `object`); `None`; a `range`, in which an
-            integer is; a frozenset, which holds a string; ``[s]`` for a list of such; ``{str: s}`` for a dict of such;
-            another dict for one with these keys; or a tuple of alternatives.
+            `object`); `None`; a `range`, in which an integer is; a frozenset, which holds a string; ``[s]`` for a list
+            of such; ``{str: s}`` for a dict of such; another dict for one with these keys; or a tuple of alternatives.
         where: the place of `value`, as in ``files[0].name``.
     """
     if isinstance(schema, tuple):
@@ -47,5 +46,7 @@ def _fits(value: Any, schema: Any) -> bool:
 
 
 def _short(value: Any) -> str:
+    if isinstance(value, list | dict):  # which may be nested deeply
+        return f"a {type(value).__name__}"
     text = ascii(value)
     return text if len(text) < 60 else f"{text[:60]}..."
