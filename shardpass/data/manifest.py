@@ -136,15 +136,17 @@ def _read_text(path: Path) -> bytes:
 def _check_head(document: Any, text: bytes, path: Path) -> None:
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise StoreError(f"{path} is not the manifest of a shardpass store: it lacks format = {FORMAT!r}")
-    version, checksum = document.get("version"), document.get("sha256")
-    if mismatch(version, range(1, 2**31)):
-        raise StoreError(f"{path} is altered: {mismatch(version, range(1, 2**31), 'its format version')}")
+    version: Any = document.get("version")
+    problem = mismatch(version, range(1, 2**31), "its format version")
+    if problem:
+        raise StoreError(f"{path} is altered: {problem}")
     if version > VERSION:
         raise StoreError(
             f"{path} has format version {version}, this shardpass reads up to {VERSION}; upgrade shardpass, "
             "or write the store again with this version"
         )
-    blanked = text.replace(checksum.encode(), _BLANK.encode(), 1) if mismatch(checksum, str) is None else b""
+    checksum = str(document["sha256"]) if mismatch(document, {"sha256": str}) is None else ""
+    blanked = text.replace(checksum.encode(), _BLANK.encode(), 1)
     if hashlib.sha256(blanked).hexdigest() != checksum:
         raise StoreError(f"{path} is altered: its checksum differs from its contents; it is not meant to be edited")
 
