@@ -20,7 +20,19 @@ import torch
 
 from shardpass.testing import WholeGraph, awkward_graph
 
-CHANNELS = 8
+from .program_lines import (
+    DGL_EDGES,
+    DGL_LAYERS,
+    DGL_LINES,
+    DGL_MIXING,
+    MIXED_ROWS,
+    PYG_EDGES,
+    PYG_LAYERS,
+    PYG_LINES,
+    PYG_MIXING,
+    ROWS,
+    Line,
+)
 
 
 def graph() -> WholeGraph:
@@ -33,216 +45,9 @@ def graph() -> WholeGraph:
     return whole
 
 
-@dataclass(frozen=True)
-class Line:
-    """A statement of ``forward``.
+HEAD = """import math
 
-    code: the statement; it reads and sets ``h``.
-    made: statements of ``__init__``.
-    """
-
-    code: str
-    made: str = ""
-
-
-def _lines(*given: str | tuple[str, str]) -> list[Line]:
-    return [Line(one) if isinstance(one, str) else Line(*one) for one in given]
-
-
-ROWS = _lines(
-    ("h = self.lin#(h).relu() + h", "self.lin# = nn.Linear(8, 8)"),
-    ("h = self.ln#(h)", "self.ln# = nn.LayerNorm(8)"),
-    ("h = self.bn#(h)", "self.bn# = nn.BatchNorm1d(8)"),
-    ("h = self.gru#(h, h.tanh())", "self.gru# = nn.GRUCell(8, 8)"),
-    (
-        "h = self.att#(h.view(-1, 2, 4), h.view(-1, 2, 4), h.view(-1, 2, 4))[0].reshape(-1, 8)",
-        "self.att# = nn.MultiheadAttention(4, 2, batch_first=True)",
-    ),
-    ("h = h + self.emb#(y)", "self.emb# = nn.Embedding(4, 8)"),
-    ("h = h * self.scale#.sigmoid()", "self.scale# = nn.Parameter(torch.randn(8))"),
-    ("h = h + self.shift#", "self.register_buffer('shift#', torch.linspace(-1, 1, 8))"),
-    ("self.kept = h\n        h = self.lin#(h) - self.kept", "self.lin# = nn.Linear(8, 8)"),
-    ("parts = {'a': h, 'b': [self.lin#(h), x]}\n        h = parts['a'] + parts['b'][0]", "self.lin# = nn.Linear(8, 8)"),
-    ("h = checkpoint(self.lin#, h, use_reentrant=False)", "self.lin# = nn.Linear(8, 8)"),
-    ("out = torch.zeros_like(h)\n        out[m] = self.lin#(h[m])\n        h = h + out", "self.lin# = nn.Linear(8, 8)"),
-    ("h = torch.cat([h, self.lin#(x)], 1)[:, 2:10]", "self.lin# = nn.Linear(5, 2)"),
-    ("gate = self.lin#(h).softmax(0 if h.dim() > 2 else 1)\n        h = gate * h", "self.lin# = nn.Linear(8, 8)"),
-    "h = torch.where(h > 0, h, 0.1 * h)",
-    "h = h * m.unsqueeze(1)",
-    "h = h.masked_fill(~m.unsqueeze(1), 0.5)",
-    "h = h.clone()\n        h[m] = 0.25",
-    "h = h.clone()\n        h[:, 2:4] = h[:, 4:6] * 2",
-    "h = torch.stack([h, h.tanh()], 0).mean(0)",
-    "h = torch.stack([h, h.tanh(), -h], -1).amax(-1)",
-    "h = F.normalize(h, dim=-1)",
-    "h = h.softmax(1) + h.cumsum(-1).tanh()",
-    "h = h.sort(1)[0] - h.flip(-1)",
-    "h = h / h.norm(dim=1, keepdim=True).clamp(min=1)",
-    "h = h.view(-1, 2, 4).transpose(1, 2).reshape(-1, 8)",
-    "h = torch.einsum('nhc,ngc->nhg', h.view(-1, 2, 4), h.view(-1, 2, 4)).flatten(1).repeat(1, 2)",
-    "h = h.T.contiguous().T",
-    "h = h.unsqueeze(0).expand(3, -1, -1).sum(0)",
-    "h = torch.add(h, x[:, :1], alpha=0.5)",
-    "h = h - h.mean(1, keepdim=True)",
-    "h = F.dropout(h, 0.0, self.training)",
-    "h = (h.clamp(max=1.5).abs() + 0.1).sqrt()",
-    "h, rest = h + 1, h.detach()",
-    "top, at = h.topk(3, dim=1)\n        h = h.scatter(1, at, top / 2)",
-    "h = h - F.one_hot(y, 4).to(h).repeat(1, 2)",
-    "assert h.size(0) == x.size(0) and h.dim() == 2",
-    "for step in range(2):\n            h = h + step * h.tanh()",
-    "if self.training and h.size(1) > 4:\n            h = 2 * h",
-    "h = (h, h.relu())[1]",
-)
-
-MIXED_ROWS = _lines(
-    "h = h + h.mean(0)",
-    "h = h - h.max(0)[0]",
-    "h = h.softmax(0)",
-    "h = h.cumsum(0)",
-    "h = h[torch.argsort(h[:, 0])]",
-    "h = h.flip(0)",
-    "h = torch.roll(h, 1, 0)",
-    "h = h @ (h.T @ h).softmax(-1)",
-    "h = h / h.norm()",
-    "h = h if h.sum() > 0 else 2 * h",
-    "h = h + h[m].mean(0, keepdim=True)",
-    "h = F.batch_norm(h, None, None, training=True)",
-    "h = F.normalize(h, dim=0)",
-    "h = h + h[0]",
-    "h = h * (h[:3].sum() + 1)",
-    "h = h + h.sort(0)[0]",
-    "h = h + h.var(0) + h.median(0)[0]",
-    "h = h * torch.arange(h.size(0)).unsqueeze(1).to(h)",
-    "h = (h @ h.T).softmax(-1) @ h",
-    "h = h + torch.stack([row.tanh() for row in h])",
-    "h = h * float(h.abs().max())",
-    "h = h / h.size(0)",
-    "h = h + 0.5 * torch.cdist(h, h)[:, :8]",
-    "h = h + torch.bmm(h.unsqueeze(0), h.T.unsqueeze(0) @ h.unsqueeze(0)).squeeze(0)",
-    ("h = h * self.each#.unsqueeze(1)", "self.each# = nn.Parameter(torch.ones(NODES))"),
-    ("h = h + self.table#.T", "self.register_buffer('table#', torch.randn(8, NODES))"),
-    ("h = h + self.nodes#.weight", "self.nodes# = nn.Embedding(NODES, 8)"),
-    ("h = self.deep#(h)", "self.deep# = nn.Sequential(nn.Linear(8, 8), Centred())"),
-    ("h = self.lin#(h.T).T", "self.lin# = nn.Linear(NODES, NODES)"),
-)
-
-PYG_LAYERS = _lines(
-    ("h = self.conv#(h, ei)", "self.conv# = gnn.GCNConv(8, 8)"),
-    ("h = self.conv#(h, ei, w)", "self.conv# = gnn.GCNConv(8, 8, improved=True)"),
-    ("h = self.conv#(h, ei).relu()", "self.conv# = gnn.SAGEConv(8, 8, aggr='max')"),
-    ("h = self.conv#((h, h), ei)", "self.conv# = gnn.SAGEConv(8, 8, project=True)"),
-    ("h = F.elu(self.conv#(h, ei, ea))", "self.conv# = gnn.GATConv(8, 4, heads=2, edge_dim=3)"),
-    ("h = self.conv#(h, ei)", "self.conv# = gnn.GATv2Conv(8, 8, heads=2, concat=False)"),
-    ("h = self.conv#(h, ei)", "self.conv# = gnn.GINConv(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)))"),
-    ("h = h + self.conv#(h, ei, ea)", "self.conv# = gnn.TransformerConv(8, 4, heads=2, edge_dim=3, beta=True)"),
-    ("h = self.conv#(h, ei, kind)", "self.conv# = gnn.RGCNConv(8, 8, 3)"),
-    (
-        "h = self.conv#(h, ei)",
-        "self.conv# = gnn.PNAConv(8, 8, ['mean', 'std', 'max'], ['identity'], torch.ones(9).long())",
-    ),
-    ("h = self.conv#(torch.stack([h, h.tanh()]), ei).mean(0)", "self.conv# = gnn.GraphConv(8, 8)"),
-    ("h = self.conv#(h, ei)", "self.conv# = Own(lambda a, b, e: torch.cat([a, b], -1).relu())"),
-    (
-        "h = self.conv#(h, ei, ea)",
-        "self.conv# = Own(lambda a, b, e: F.normalize(a + b, dim=-1).repeat(1, 2) * e.sum(-1, keepdim=True))",
-    ),
-)
-
-PYG_LINES = _lines(
-    ("h = self.gn#(h, batch)", "self.gn# = gnn.GraphNorm(8)"),
-    ("h = self.pn#(h)", "self.pn# = gnn.PairNorm()"),
-    "deg = degree(ei[1], h.size(0), dtype=h.dtype)\n        h = h / deg.clamp(min=1).unsqueeze(-1)",
-    "hub = degree(ei[1], x.size(0)) > 6\n        h = torch.where(hub.unsqueeze(1), h, h.tanh())",
-    "h = h + scatter(h[ei[0]] * w.unsqueeze(1), ei[1], dim=0, dim_size=h.size(0), reduce='mean')",
-    "h = h + torch.zeros_like(h).index_add_(0, ei[1], h[ei[0]] * ea[:, :1])",
-    "alpha = softmax((h[ei[0]] * h[ei[1]]).sum(-1), ei[1], num_nodes=h.size(0))\n"
-    "        h = scatter(alpha.unsqueeze(-1) * h[ei[0]], ei[1], 0, h.size(0))",
-    "h = h + global_mean_pool(h, batch)",
-    "h = h * (1 + global_max_pool(h, batch).tanh())",
-)
-PYG_EDGES = _lines(
-    "ei, w = ei[:, kind < 2], w[kind < 2]\n        ea, kind = ea[kind < 2], kind[kind < 2]",
-    "loops, _ = remove_self_loops(ei)\n        h = h + scatter(h[loops[0]], loops[1], 0, h.size(0))",
-    ("h = h + self.up#(h, add_self_loops(ei, num_nodes=h.size(0))[0])", "self.up# = gnn.SimpleConv(aggr='sum')"),
-    ("w = self.edge#(torch.cat([h[ei[0]], h[ei[1]], ea], 1)).sigmoid().squeeze(-1)", "self.edge# = nn.Linear(19, 1)"),
-    "ea = ea * w.unsqueeze(1) + kind.unsqueeze(1)",
-)
-
-PYG_MIXING = _lines(
-    (
-        "h = h + scatter(h[ei[0]] * self.each#.unsqueeze(1), ei[1], 0, h.size(0))",
-        "self.each# = nn.Parameter(torch.ones(EDGES))",
-    ),
-    (
-        "h = self.conv#(h, ei, self.each#)",
-        "self.conv#, self.each# = gnn.GCNConv(8, 8), nn.Parameter(torch.rand(EDGES))",
-    ),
-    "h = h + h[degree(ei[1], h.size(0)) > 6].sum(0)",
-    "w = w / w.sum()\n        h = h + scatter(h[ei[0]] * w.unsqueeze(1), ei[1], 0, h.size(0))",
-    "h = h + scatter(h[ei[0]] * (ea / ea.norm(dim=0))[:, :1], ei[1], 0, h.size(0))",
-    ("h = self.conv#(h, ei)", "self.conv# = Own(lambda a, b, e: torch.cat([a, b / b.norm(dim=0).clamp(min=2)], -1))"),
-    ("h = self.conv#(h, ei)", "self.conv# = Own(lambda a, b, e: torch.cat([a, b - b.mean(0)], -1))"),
-)
-
-DGL_LAYERS = _lines(
-    ("h = self.conv#(g, h)", "self.conv# = dnn.GraphConv(8, 8, allow_zero_in_degree=True)"),
-    ("h = self.conv#(g, h, edge_weight=w)", "self.conv# = dnn.GraphConv(8, 8, 'right', allow_zero_in_degree=True)"),
-    ("h = self.conv#(g, h).relu()", "self.conv# = dnn.SAGEConv(8, 8, 'pool')"),
-    ("h = self.conv#(g, (h, h))", "self.conv# = dnn.SAGEConv(8, 8, 'mean', bias=False)"),
-    ("h = self.conv#(g, h).flatten(1)", "self.conv# = dnn.GATConv(8, 4, 2, allow_zero_in_degree=True)"),
-    ("h = self.conv#(g, h).mean(1)", "self.conv# = dnn.GATv2Conv(8, 8, 2, allow_zero_in_degree=True)"),
-    ("h = self.conv#(g, h)", "self.conv# = dnn.GINConv(nn.Linear(8, 8), 'max')"),
-    ("h = self.conv#(g, h)", "self.conv# = dnn.TAGConv(8, 8, k=2)"),
-    ("h = self.conv#(g, h, kind)", "self.conv# = dnn.RelGraphConv(8, 8, 3)"),
-    ("h = self.conv#(g, h)", "self.conv# = dnn.EdgeConv(8, 8, allow_zero_in_degree=True)"),
-    "g.ndata['h'] = h\n        g.update_all(fn.copy_u('h', 'm'), fn.mean('m', 'n'))\n        h = h + g.ndata['n']",
-    "g.edata['w'] = w\n        g.ndata['h'] = h\n        g.update_all(fn.u_mul_e('h', 'w', 'm'), fn.sum('m', 'h'))\n"
-    "        h = g.ndata.pop('h')",
-    "g.srcdata['a'], g.dstdata['b'] = h, h.tanh()\n        g.apply_edges(fn.u_add_v('a', 'b', 's'))\n"
-    "        g.edata['p'] = edge_softmax(g, g.edata['s'].sum(1, keepdim=True))\n"
-    "        g.update_all(fn.u_mul_e('a', 'p', 'm'), fn.sum('m', 'a'))\n        h = g.dstdata['a']",
-    "g.ndata['h'] = h\n        g.update_all(lambda e: {'m': e.src['h'] * e.dst['h'].sigmoid()}, fn.max('m', 'n'))\n"
-    "        h = h + g.ndata['n']",
-    "g.ndata['h'] = h\n        g.edata['e'] = ea\n"
-    "        g.update_all(lambda e: {'m': torch.cat([e.src['h'][:, 3:], e.data['e']], 1)}, fn.sum('m', 'n'))\n"
-    "        h = h + g.ndata['n']",
-)
-
-DGL_LINES = _lines(
-    "deg = g.in_degrees().to(h).clamp(min=1).unsqueeze(-1)\n        h = h / deg",
-    "h = torch.where((g.in_degrees() > 6).unsqueeze(1), h, h.tanh())",
-    "g.ndata['q'] = h\n        g.apply_nodes(lambda n: {'q': n.data['q'].tanh()})\n        h = g.ndata['q']",
-    "with g.local_scope():\n            g.ndata['h'] = 2 * h\n            h = g.ndata['h'] + 1",
-    ("h = h + self.pool#(g, h)", "self.pool# = dnn.AvgPooling()"),
-)
-DGL_EDGES = _lines(
-    "w = w * (kind > 0)",
-    "g.edata['f'] = ea\n        g.apply_edges(lambda e: {'f': e.data['f'].tanh()})\n        ea = g.edata['f']",
-)
-
-DGL_MIXING = _lines(
-    (
-        "h = self.conv#(g, h, edge_weight=self.each#)",
-        "self.conv# = dnn.GraphConv(8, 8, 'right', allow_zero_in_degree=True)\n"
-        "        self.each# = nn.Parameter(torch.rand(EDGES))",
-    ),
-    (
-        "g.edata['e'] = self.each#\n        g.ndata['h'] = h\n"
-        "        g.update_all(fn.u_mul_e('h', 'e', 'm'), fn.sum('m', 'h'))\n        h = g.ndata['h']",
-        "self.each# = nn.Parameter(torch.rand(EDGES))",
-    ),
-    "g.ndata['h'] = h\n        h = h + g.ndata['h'].sum(0).tanh()",
-    "w = w / w.sum()\n        h = self.last.weight.sum() + h\n        g.edata['w'] = w\n        g.ndata['h'] = h\n"
-    "        g.update_all(fn.u_mul_e('h', 'w', 'm'), fn.sum('m', 'n'))\n        h = h + g.ndata['n']",
-    "h = h / g.num_nodes()",
-    "g.ndata['h'] = h\n        g.update_all(lambda e: {'m': e.src['h'] - e.src['h'].mean(0)}, fn.sum('m', 'n'))\n"
-    "        h = h + g.ndata['n']",
-    "h = h * (g.in_degrees().max() - 1)",
-    "h = h + h[g.in_degrees() > 6].sum(0)",
-)
-
-HEAD = """import torch
+import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -292,6 +97,12 @@ from torch_geometric.nn import global_max_pool, global_mean_pool
 from torch_geometric.utils import add_self_loops, degree, remove_self_loops, scatter, softmax
 """,
     """
+class Hooked(gnn.GCNConv):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.register_forward_hook(lambda module, given, h: h - h.mean(0))
+
+
 class Own(gnn.MessagePassing):
     def __init__(self, of):
         super().__init__(aggr="mean")
@@ -391,4 +202,5 @@ def _lines_of(source: str, mixing: Line | None) -> set[int]:
         return set()
     parts = [part.strip().split("#")[0] for part in (mixing.code + "\n" + mixing.made).split("\n") if part.strip()]
     parts += ["return h - h.mean(0)"] if "Centred" in mixing.made else []
+    parts += ["self.register_forward_hook"] if "Hooked" in mixing.made else []
     return {i for i, text in enumerate(source.split("\n"), 1) if any(text.strip().startswith(part) for part in parts)}

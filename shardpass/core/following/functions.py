@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from shardpass.core.following.follow import FollowRows
+from shardpass.core.following.refusals import refusal
 from shardpass.core.following.row_count import OwnCount, RowCount
 from shardpass.core.following.rows import Rows
 from shardpass.core.following.user_line import user_line
@@ -55,6 +56,8 @@ class FollowFunctions(TorchFunctionMode):
         if self.follower.is_paused:
             return func(*args, **kwargs)
         first = args[0] if args and isinstance(args[0], Tensor) else None
+        if name == "__iter__" and first is not None and (rows := self._rows_of(first)) is not None and rows.dim == 0:
+            raise refusal(f"a loop goes over the {rows.of.name} one by one")  # also where there are none
         if name == "register_hook" and first is not None and (rows := self._rows_of(first)) is not None:
             return func(first, self._followed_hook(args[1], rows))
         if name in _LEAVES_TORCH and first is not None:
