@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from shardpass.core.following.follow import FollowRows
-from shardpass.core.following.refusals import refusal
 from shardpass.core.following.row_count import OwnCount, RowCount
 from shardpass.core.following.rows import Rows
 from shardpass.core.following.user_line import user_line
+from shardpass.core.ranks import RowSet
 from shardpass.errors import RefusedError
 
-_LEAVES_TORCH = frozenset(["tolist", "numpy", "__array__"])
+_LEAVES_TORCH = frozenset(["tolist", "numpy", "__array__", "__iter__", "__len__"])
 _IN_PLACE_TOO = (
     "add sub mul div true_divide floor_divide remainder fmod pow clamp fill subtract multiply divide clip clamp_min "
     "clamp_max masked_fill"
@@ -56,23 +56,11 @@ class FollowFunctions(TorchFunctionMode):
         if self.follower.is_paused:
             return func(*args, **kwargs)
         first = args[0] if args and isinstance(args[0], Tensor) else None
-        if name == "__iter__" and first is not None and (rows := self._rows_of(first)) is not None and rows.dim == 0:
-            raise refusal(f"a loop goes over the {rows.of.name} one by one")  # also where there are none
         if name == "register_hook" and first is not None and (rows := self._rows_of(first)) is not None:
             return func(first, self._followed_hook(args[1], rows))
-        if name in _LEAVES_TORCH and first is not None:
-            self._refuse_to_leave(name, first)
-        if name == "__len__" and first is not None and (rows := self._rows_of(first)) is not None:
-            self._lengths.add(rows.size)
-        if name in _TAKES_NUMBERS:
-            for number in (*args, *kwargs.values()):
-                if isinstance(number, OwnCount):
-                    number.refuse()
-                self._check_number(number)
-        if name in _FILLS:
-            for number in (*args[_FILLS[name] :][:1], kwargs.get("fill_value")):
-                if isinstance(number, OwnCount):
-                    number.refuse()
+        if first is not None and name in _LEAVES_TORCH:
+            self._check_leaving(name, first)
+        self._check_numbers(name, args, kwargs)
         try:
             out = func(*args, **kwargs) if name != "one_hot" else self._one_hot(func, args, kwargs)
         except IndexError as error:  # indices are checked before an operation runs
@@ -113,14 +101,31 @@ class FollowFunctions(TorchFunctionMode):
         rows: Rows | None = self.follower.marks.rows.get(tensor)
         return rows if rows is not None and rows.fit(tensor) else None
 
-    def _refuse_to_leave(self, name: str, tensor: Tensor) -> None:
-        self.follower.marks.check_result(tensor)
-        rows = self._rows_of(tensor)
-        if rows is not None:
+    def _known(self, of: RowSet) -> RowSet:
+        """The same set, with how many rows all ranks have if that is known."""
+        return next((known for known in self.follower.marks.known if known == of), of)
+
+    def _check_leaving(self, name: str, tensor: Tensor) -> None:
+        """Refuse what takes rows out of torch, and note how many of them ``len`` gives away."""
+        if name != "__len__":
+            self.follower.marks.check_result(tensor)
+        if (rows := self._rows_of(tensor)) is None or (name == "__iter__" and rows.dim):
+            return
+        if name != "__len__":
             raise RefusedError(
                 f"{user_line()}: `{name}` takes {rows.of.name} out of torch, where nobody can follow what becomes of "
                 f"them. This rank holds a part of them, and the result may differ from that of the whole graph"
             )
+        if self._known(rows.of).total != rows.size:
+            self._lengths.add(rows.size)
+
+    def _check_numbers(self, name: str, args: Any, kwargs: Any) -> None:
+        """Refuse numbers of this rank's rows where they are no sizes."""
+        filled = (*args[_FILLS[name] :][:1], kwargs.get("fill_value")) if name in _FILLS else ()
+        for number in (*args, *kwargs.values()) if name in _TAKES_NUMBERS else filled:
+            if isinstance(number, OwnCount):
+                number.refuse()
+            self._check_number(number)
 
     def _one_hot(self, func: Any, args: Any, kwargs: Any) -> Any:
         """With a number of classes, it looks at all rows only to check them."""
@@ -142,8 +147,7 @@ class FollowFunctions(TorchFunctionMode):
         rows = self._rows_of(tensor)
         if rows is None or rows.size != rows.of.count:
             return out
-        of = next((known for known in self.follower.marks.known if known == rows.of), rows.of)  # it knows the total
-        count = RowCount.make(rows.size, of)
+        count = RowCount.make(rows.size, self._known(rows.of))
         if isinstance(out, torch.Size):
             return torch.Size(count if dim == rows.dim else size for dim, size in enumerate(out))
         return count if dims and dims[0] % tensor.dim() == rows.dim else out

@@ -117,7 +117,7 @@ def refuse_whole_tensors(arguments: Any) -> None:
         sets = list(graph.row_sets())
         for tensor in (leaf for leaf in leaves if type(leaf) is Tensor and leaf.dim()):
             for of in sets:
-                if tensor.size(0) == of.total and tensor.size(0) not in [one.count for one in sets]:
+                if int(tensor.size(0)) == of.total and int(tensor.size(0)) not in [one.count for one in sets]:
                     raise whole_graph(tensor, of)
 
 
