@@ -154,18 +154,16 @@ class Watch:
 
     def _hear(self, rank: int) -> None:
         try:
-            records = self._peers[rank].receive()
-        except (OSError, EOFError, ValueError) as error:
+            for record in self._peers[rank].receive():
+                self._take(rank, *record)
+            self._heard[rank] = monotonic()
+            self._silent.discard(rank)
+        except (OSError, EOFError, ValueError, TypeError) as error:
             self._selector.unregister(self._peers[rank])
             del self._heard[rank]
             self._silent.discard(rank)
             if rank not in self.ended and not self._closing.is_set() and not self.failure.happened:
                 self.fail(self._why_gone(rank, error))
-            return
-        self._heard[rank] = monotonic()
-        self._silent.discard(rank)
-        for record in records:
-            self._take(rank, *record)
 
     def _take(self, rank: int, kind: str, *texts: str) -> None:
         if kind == "failed":
