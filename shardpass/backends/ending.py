@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import threading
 from multiprocessing.util import Finalize
@@ -53,30 +55,66 @@ def end_all_on_exception(comm: RawCommunicator) -> None:
         Finalize(None, end_child, exitpriority=0)
 
 
-def _leave_to_the_watch(number: int, frame: FrameType | None) -> None:
-    """The handler of SIGTERM. The watch ends the process, since the main thread may be in the middle of a long call."""
+class Bell:
+    """What wakes a thread that waits for sockets: another thread's `ring`, or SIGTERM, if nothing else handles it.
+
+    The main thread may be in the middle of a long call, in which a signal's handler does not run. But its number is
+    written to a socket at once.
+    """
+
+    def __init__(self) -> None:
+        self._far, self._near = socket.socketpair()
+        self._far.setblocking(False)
+        self._is_closed = False
+        self._masks: dict[int, set[int]] = {}  # by thread that forks
+
+    def fileno(self) -> int:
+        """For a selector."""
+        return self._near.fileno()
+
+    def ring(self) -> None:
+        """Wake the thread."""
+        with contextlib.suppress(OSError):  # it is awake, and has much to read
+            self._far.send(b"\0")
+
+    def rang_for_sigterm(self) -> bool:
+        """Whether SIGTERM has come. Call it once there is something to read."""
+        return signal.SIGTERM in self._near.recv(4096) and self._hears_sigterm()
+
+    def hear_sigterm(self) -> None:
+        """Hear SIGTERM from now on, if nothing else handles it. Call it in the main thread, or it does nothing."""
+        if _is_main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            other = signal.set_wakeup_fd(self._far.fileno(), warn_on_full_buffer=False)
+            if other == -1:
+                signal.signal(signal.SIGTERM, self._handle)
+            else:
+                signal.set_wakeup_fd(other)
+
+    def _hears_sigterm(self) -> bool:
+        return signal.getsignal(signal.SIGTERM) == self._handle
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._is_closed:  # by a thread that could not take this handler away
+            self.close()
+            os.kill(os.getpid(), number)
+
+    def before_fork(self) -> None:
+        """Hold SIGTERM back: one that is meant for the child must not be heard by this process."""
+        if self._hears_sigterm():
+            self._masks[threading.get_ident()] = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+
+    def after_fork(self) -> None:
+        """Let it come again."""
+        if threading.get_ident() in self._masks:
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._masks.pop(threading.get_ident()))
+
+    def close(self) -> None:
+        """Hear nothing any more. SIGTERM ends the process again."""
+        self._is_closed = True
+        if _is_main_thread() and self._hears_sigterm():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.set_wakeup_fd(-1)
 
 
-def sigterm_is_ours() -> bool:
-    """Whether SIGTERM still has the handler of `hear_sigterm`."""
-    return signal.getsignal(signal.SIGTERM) is _leave_to_the_watch
-
-
-def hear_sigterm(bell: int) -> bool:
-    """Have SIGTERM write its number to the file ``bell``, if nothing else handles it. False if that cannot be."""
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        return False
-    other = signal.set_wakeup_fd(bell, warn_on_full_buffer=False)
-    if other != -1:
-        signal.set_wakeup_fd(other)
-        return False
-    signal.signal(signal.SIGTERM, _leave_to_the_watch)
-    return True
-
-
-def let_sigterm_end() -> None:
-    """Undo `hear_sigterm`, as far as nothing has changed since."""
-    if threading.current_thread() is threading.main_thread() and sigterm_is_ours():
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.set_wakeup_fd(-1)
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()

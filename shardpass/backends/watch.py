@@ -13,17 +13,15 @@ import contextlib
 import os
 import selectors
 import signal
-import socket
 import sys
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable
-from functools import partial
+from collections.abc import Callable, Iterable
 from time import monotonic
 
 from shardpass.backends.base import BaseCommunicator
-from shardpass.backends.ending import hear_sigterm, let_sigterm_end, sigterm_is_ours
+from shardpass.backends.ending import Bell
 from shardpass.backends.failure import Failure, first_failure
 from shardpass.backends.hosts import memory_space
 from shardpass.backends.mesh import Gather, Peer, beat_seconds, connect_mesh
@@ -66,8 +64,7 @@ class Watch:
         self._diverged: dict[str, str] = {}
         self._comms: weakref.WeakValueDictionary[str, WatchedCommunicator] = weakref.WeakValueDictionary()
         self._closing = threading.Event()
-        self._bell, self._bell_rope = socket.socketpair()  # a byte wakes the thread; the byte of a signal is its number
-        self._bell_rope.setblocking(False)
+        self._bell = Bell()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._bell, selectors.EVENT_READ, None)
         for other, peer in peers.items():
@@ -79,8 +76,12 @@ class Watch:
         """Collective. A watch over the ranks, started. See `mesh.connect_mesh`."""
         watch = Watch(connect_mesh(gather, rank, size, limit, host_timeout), rank, host_timeout)
         watch._thread.start()
-        if hasattr(os, "register_at_fork"):  # a child must not keep the connections of a dead rank open
-            os.register_at_fork(after_in_child=partial(_let_go, weakref.ref(watch)))
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(
+                before=_weakly(watch._bell.before_fork),
+                after_in_parent=_weakly(watch._bell.after_fork),
+                after_in_child=_weakly(watch.let_go),
+            )
         return watch
 
     def guard(self, launcher: int) -> None:
@@ -91,7 +92,7 @@ class Watch:
         """
         self._ends_process = True
         self._launcher = launcher
-        hear_sigterm(self._bell_rope.fileno())
+        self._bell.hear_sigterm()
 
     # ---- telling
 
@@ -105,8 +106,9 @@ class Watch:
 
     def fail(self, text: str) -> None:
         """Make ``text`` the first failure of the job, here and on every other rank."""
-        if self.failure.set(PeerFailure, text):
-            self._send("failed", text)
+        if not self.failure.set(PeerFailure, text):
+            return
+        self._send("failed", text)
         for comm in list(self._comms.values()):
             comm.break_connections()
 
@@ -148,7 +150,7 @@ class Watch:
         for key, _ in self._selector.select(seconds):
             if key.data is not None:
                 self._hear(key.data)
-            elif signal.SIGTERM in self._bell.recv(4096) and sigterm_is_ours():
+            elif self._bell.rang_for_sigterm():
                 self._end_as_told()
                 return
 
@@ -230,8 +232,10 @@ class Watch:
         deadline = monotonic() + _CAUSE_SECONDS
         while not self.failure.happened and monotonic() < deadline:
             self._listen(0.05)
-        if not self.failure.happened:
-            self.fail(first_failure(self._rank, "it was told to end (SIGTERM)"))
+        if self.ended:
+            first = min(self.ended, key=self.ended.__getitem__)
+            self.fail(f"rank {first} ended first, and then rank {self._rank} was told to end (SIGTERM)")
+        self.fail(first_failure(self._rank, "it was told to end (SIGTERM)"))
         deadline = monotonic() + _NOTICE_SECONDS
         while self.failure.noticed and monotonic() < deadline:
             if self._closing.wait(0.1):
@@ -243,7 +247,12 @@ class Watch:
         os._exit(code)
 
     def let_go(self) -> None:
-        """Close this process's copies of the connections, and nothing else."""
+        """Have a forked child hold no connections, which would seem alive after this process, and hear no signals."""
+        self._bell.close()
+        self._bell.after_fork()
+        self._hang_up()
+
+    def _hang_up(self) -> None:
         for peer in self._peers.values():
             peer.close()
 
@@ -252,21 +261,25 @@ class Watch:
         if self._closing.is_set() or os.getpid() != self._process:
             return
         error = self.failure.error()
-        let_sigterm_end()
+        self._bell.close()
         self._send(*(["ends"] if error is None else ["failed", str(error)]))
         self._closing.set()
-        with contextlib.suppress(OSError):
-            self._bell_rope.send(b"\0")
+        self._bell.ring()
         if self._thread is not threading.current_thread():
             self._thread.join(2.0)
-        self.let_go()
+        self._hang_up()
         self._selector.close()
 
 
-def _let_go(known: weakref.ref[Watch]) -> None:
-    watch = known()
-    if watch is not None:
-        watch.let_go()
+def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+    known = weakref.WeakMethod(method)
+
+    def call() -> None:
+        found = known()
+        if found is not None:
+            found()
+
+    return call
 
 
 class WatchedCommunicator(BaseCommunicator):

@@ -19,12 +19,19 @@ pytestmark = pytest.mark.processes
 LIMIT = 240.0  # for whatever a test waits for, on a busy machine
 
 PROGRAM = """
-import os, sys, time
+import multiprocessing, os, sys, time
 from pathlib import Path
 import shardpass as sp
+from shardpass.backends import watch
 
+watch._NOTICE_SECONDS = 2.0  # a rank that computes on is ended this soon
 comm = sp.connect()
 comm.barrier("first")
+child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
+child.start()
+child.terminate()  # which concerns nobody but the child
+child.join()
+print("the child has ended with", child.exitcode, flush=True)
 print(f"rank {comm.rank} is up, process {os.getpid()}, with ranks {comm.local_ranks} here", flush=True)
 while not Path(sys.argv[1]).exists():
     time.sleep(0.05)
@@ -104,6 +111,17 @@ def test_a_stopped_process_is_missed_and_waited_for(job):
     job.until("rank 0 has not heard of rank 1 for .* though its host answers: its process is stopped")
     job.children[1].send_signal(signal.SIGCONT)
     assert job.codes() == [0, 0] and job.text().count("is done") == 2, job.text()
+    assert job.text().count("the child has ended with -15") == 2, job.text()
+
+
+def test_a_rank_that_is_told_to_end_says_so(job):
+    port = free_port()
+    for rank in range(2):
+        job.rank(rank, 2, port)
+    job.until("is up", 2)
+    job.children[1].terminate()  # both compute
+    job.until(r"shardpass: rank \d ends: rank 1 failed first: it was told to end \(SIGTERM\)", 2)
+    assert job.codes() == [1, 128 + signal.SIGTERM]
 
 
 def test_ranks_end_when_their_launcher_is_killed(job, monkeypatch):
@@ -139,44 +157,21 @@ def test_a_lost_host(job):
     job.start("unshare", "-rn", "bash", "-c", ONE_NAMESPACE, "-", *program, **env)
     job.codes()
     for rank in range(2):
-        words = f"PeerFailure: rank {1 - rank} was lost first: its host has not answered rank {rank} within 2 s"
+        words = f"rank {1 - rank} was lost first: its host has not answered rank {rank} within 2 s"
         assert words in job.text(), job.text()
     assert "is done" not in job.text() and not survivors(job.token), job.text()
-
-
-THREE_NAMESPACES = """
-ip link add name middle type bridge
-ip link set middle up
-for host in 0 1 2; do
-    unshare -n sleep 100000 & namespaces[$host]=$!
-done
-sleep 1
-for host in 0 1 2; do
-    ip link add name to$host type veth peer name net netns ${namespaces[$host]}
-    ip link set to$host master middle up
-    in_host="nsenter -t ${namespaces[$host]} -n"
-    $in_host ip link set lo up
-    $in_host ip link set net up
-    $in_host ip addr add 10.9.0.1$host/24 dev net
-    RANK=$host $in_host "$@" & ranks[$host]=$!
-done
-until [ "$(grep -c 'is up' $LOG)" = 3 ]; do sleep 0.1; done
-ip link set to$LOST down
-touch $GO
-wait ${ranks[@]}
-kill ${namespaces[@]}
-"""
 
 
 @pytest.mark.long
 @needs_namespaces
 @pytest.mark.parametrize("lost", [0, 2])  # rank 0 keeps torch's store
 def test_one_of_three_hosts_is_lost(job, lost):
-    env = {"WORLD_SIZE": "3", "MASTER_ADDR": "10.9.0.10", "MASTER_PORT": "29400", "GLOO_SOCKET_IFNAME": "net"}
-    env |= {"LOG": str(job.log), "GO": str(job.go), "LOST": str(lost)}
+    fault, script = job.go.with_name("fault"), Path(__file__).parents[2] / "benchmarks" / "three_hosts.sh"
     program = [sys.executable, str(job.program), str(job.go)]
-    job.start("unshare", "-rn", "bash", "-c", THREE_NAMESPACES, "-", *program, **env)
+    job.start("unshare", "-rn", "bash", str(script), *program, FAULT=str(fault), GO=str(job.go), LOST=str(lost))
+    job.until("is up", 3)
+    fault.touch()
     job.codes()
-    assert job.text().count(f"PeerFailure: rank {lost} was lost first: its host has not answered") == 2, job.text()
+    assert job.text().count(f"rank {lost} was lost first: its host has not answered") >= 2, job.text()
     assert job.text().count("was lost first") >= 3 and "is done" not in job.text(), job.text()
     assert not survivors(job.token), job.text()
