@@ -10,10 +10,12 @@ nothing else; the job ends; no process and no shared memory is left; and the che
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -94,8 +96,8 @@ def make_store(path: Path) -> None:
     sp.partition(data, path, 4, method="random")
 
 
-def inject(store: Path, how: str, phase: str, fault: str) -> Injected:
-    """Run a job with a fault."""
+def inject(store: Path, how: str, phase: str, fault: str, limit: float = SECONDS) -> Injected:
+    """Run a job with a fault, in which every other rank has ``limit`` seconds to say what is wrong."""
     found = Injected(how, phase, fault)
     with tempfile.TemporaryDirectory(prefix="shardpass-faults-") as name:
         folder, shared = Path(name), set(os.listdir("/dev/shm"))
@@ -105,14 +107,14 @@ def inject(store: Path, how: str, phase: str, fault: str) -> Injected:
                 _command(folder, how, phase, fault), stdout=log, stderr=log, env=_environment(folder, phase)
             )
         try:
-            _observe(job, folder, found)
+            _observe(job, folder, found, LINK_SECONDS if fault == "link" else limit)
         finally:
             left = _processes_of(folder)
             for process in left:
                 os.kill(process, signal.SIGKILL)
             job.wait()
         found.problems += [f"{len(left)} processes were left"] * bool(left)
-        found.problems += [f"left in /dev/shm: {new}" for new in sorted(set(os.listdir("/dev/shm")) - shared)]
+        found.problems += [f"left in /dev/shm: {new}" for new in _unused(set(os.listdir("/dev/shm")) - shared)]
         found.problems += _damage(folder)
         if found.problems:
             found.problems += [f"{path.name}: {path.read_text()[-1000:]}" for path in sorted(folder.glob("*.log"))]
@@ -131,9 +133,7 @@ def _command(folder: Path, how: str, phase: str, fault: str) -> list[str]:
 
 
 def _environment(folder: Path, phase: str) -> dict[str, str]:
-    from socket import create_server
-
-    with create_server(("127.0.0.1", 0)) as listener:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     return os.environ | {
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),
@@ -143,9 +143,9 @@ def _environment(folder: Path, phase: str) -> dict[str, str]:
     }  # fmt: skip
 
 
-def _observe(job: subprocess.Popen[bytes], folder: Path, found: Injected) -> None:
+def _observe(job: subprocess.Popen[bytes], folder: Path, found: Injected, limit: float) -> None:
     """Wait for what the innocent ranks say, and for the end of the job."""
-    guilty, limit = GUILTY[found.phase], LINK_SECONDS if found.fault == "link" else SECONDS
+    guilty = GUILTY[found.phase]
     said: dict[int, float] = {}
     start = time.monotonic()
     while time.monotonic() < start + GIVE_UP_SECONDS and (job.poll() is None or len(said) < RANKS - 1):
@@ -195,6 +195,15 @@ def _processes_of(folder: Path) -> list[int]:
     return left
 
 
+def _unused(names: set[str]) -> list[str]:
+    """Those files of /dev/shm that no process has mapped. Other jobs of this machine have files there too."""
+    mapped = ""
+    for entry in Path("/proc").glob("[0-9]*/maps") if names else ():
+        with contextlib.suppress(OSError):
+            mapped += entry.read_text()
+    return sorted(name for name in names if name not in mapped and Path("/dev/shm", name).exists())
+
+
 def _damage(folder: Path) -> Iterator[str]:
     verify(folder / "store")
     if (folder / "checkpoint").exists():
@@ -238,6 +247,7 @@ def main() -> None:
     parser.add_argument("--fault", choices=FAULTS, nargs="*", default=FAULTS)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "reports")
     options = parser.parse_args()
+    options.output.mkdir(parents=True, exist_ok=True)
     skipped: dict[str, str] = {}
     all_found = []
     with tempfile.TemporaryDirectory() as name:
@@ -253,8 +263,7 @@ def main() -> None:
                     found = inject(store, how, phase, fault)
                     all_found.append(found)
                     print(f"{how}, {phase}, {fault}: {_cell(found)}", *found.problems, sep="\n  ", flush=True)
-    options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / f"faults-{date.today()}.md").write_text(table(all_found, skipped))
+            (options.output / f"faults-{date.today()}.md").write_text(table(all_found, skipped))
     sys.exit(any(found.problems for found in all_found))
 
 
