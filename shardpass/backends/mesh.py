@@ -122,12 +122,12 @@ def connect_mesh(gather: Gather, rank: int, size: int, limit: float, host_timeou
         found |= door.wait(deadline)
         missing = [peer for peer in range(size) if peer != rank and found.get(peer) is None]
         every = gather(missing, "connections")
-    if any(every):
+    pairs = sorted({(max(one, other), min(one, other)) for one, lost in enumerate(every) for other in lost})
+    if pairs:
         words = "; ".join(
-            f"rank {one} did not reach rank {', '.join(map(str, lost))} at port {doors[lost[0]][1]} of "
-            f"{' or '.join(doors[lost[0]][0]) or 'an unknown address'}"
-            for one, lost in enumerate(every)
-            if lost
+            f"rank {caller} did not reach rank {called} at port {doors[called][1]} of "
+            f"{' or '.join(doors[called][0]) or 'an unknown address'}"
+            for caller, called in pairs[:4]
         )
         for connection in found.values():
             if connection is not None:
@@ -151,7 +151,7 @@ class _Door:
         where = addresses[0] if addresses and (is_local or chosen_interface()) else ""
         both = not where and socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both else socket.AF_INET
-        self._listener = socket.create_server((where, 0), family=family, backlog=size, dualstack_ipv6=both)
+        self._listener = socket.create_server((where, 0), family=family, backlog=max(128, size), dualstack_ipv6=both)
         self._listener.settimeout(0.2)
         self.port = int(self._listener.getsockname()[1])
         self._is_open = True

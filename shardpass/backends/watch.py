@@ -289,7 +289,7 @@ class WatchedCommunicator(BaseCommunicator):
 
     def watch_over(self, limit: float, host_timeout: float) -> None:
         """Collective: find out which ranks can share memory, and watch all of them from now on."""
-        timeout, self.timeout = self.timeout, min(limit, self.timeout)  # nobody can say yet who has died
+        timeout, self.timeout = self.timeout, min(2 * limit, self.timeout)  # nobody can say yet who has died
         spaces = self.all_gather_object(memory_space(), "hosts")
         self.local_ranks = tuple(rank for rank, space in enumerate(spaces) if space == spaces[self.rank])
         if self.size > 1:

@@ -113,8 +113,10 @@ def test_strangers_are_turned_away():
 
 
 def test_ranks_that_cannot_reach_each_other_are_named(monkeypatch):
-    monkeypatch.setattr(mesh, "_ask", lambda connection, secret, rank, peer: connection.recv(1))
-    monkeypatch.setattr(mesh, "_GREETING_SECONDS", 0.1)
+    def refuse(connection, secret, rank):
+        raise ConnectionError
+
+    monkeypatch.setattr(mesh, "_answer", refuse)
     with pytest.raises(CommunicationError, match=r"rank 1 did not reach rank 0 at port \d+ of 127.0.0.1.*firewall"):
         spawn(lambda comm: connect_mesh(comm.all_gather_object, comm.rank, 2, 0.5, 30.0), 2)
 
