@@ -49,6 +49,8 @@ def connect(
     launch, device = launch or detect(), _device(device)
     limit = float(os.environ.get(TIMEOUT_VARIABLE, "60")) if connect_timeout is None else connect_timeout
     lost = float(os.environ.get(HOST_VARIABLE, DEFAULT_HOST_TIMEOUT)) if host_timeout is None else host_timeout
+    if lost <= 0:
+        raise ValueError(f"connect: host_timeout is {lost}, but it must be a positive number of seconds")
     chosen = _choose(backend, launch, group)
     if chosen == "mpi":
         comm: BaseCommunicator = MpiCommunicator.from_mpi(group, device, timeout, limit, lost)

@@ -39,7 +39,7 @@ Gather = Callable[[Any, str], list[Any]]
 
 def beat_seconds(host_timeout: float) -> float:
     """How often a rank sends to the others, so that a lost host is found in time."""
-    return min(5.0, host_timeout / 5)
+    return min(5.0, host_timeout / 6)
 
 
 class Peer:
@@ -53,11 +53,12 @@ class Peer:
     def __init__(self, connection: socket.socket, host_timeout: float) -> None:
         self._socket = connection
         self._received = bytearray()
+        self._unsent = bytearray()
         self._sending = threading.Lock()
-        connection.settimeout(_SEND_SECONDS)
+        connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):
-            limit = int(1000 * (host_timeout - beat_seconds(host_timeout)))
+            limit = int(1000 * 0.8 * host_timeout)  # it begins with the first message that is not confirmed
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit)
 
     def fileno(self) -> int:
@@ -65,10 +66,15 @@ class Peer:
         return self._socket.fileno()
 
     def send(self, record: Sequence[Any]) -> None:
-        """Send a JSON-representable record. A peer that cannot take it is found out by whoever receives from it."""
+        """Send a JSON-representable record. It does not block: what a slow peer cannot take goes with the next record.
+
+        A peer that has gone is found out by whoever receives from it.
+        """
         raw = json.dumps(record).encode()
         with self._sending, contextlib.suppress(OSError):
-            self._socket.sendall(_LENGTH.pack(len(raw)) + raw)
+            self._unsent += _LENGTH.pack(len(raw)) + raw
+            while self._unsent:
+                del self._unsent[: self._socket.send(self._unsent)]
 
     def receive(self) -> list[list[Any]]:
         """The records that have arrived, once there is something to read.
@@ -78,7 +84,10 @@ class Peer:
             OSError: its host does not answer, or cannot be reached.
             ValueError: what came is no record.
         """
-        new = self._socket.recv(1 << 16)
+        try:
+            new = self._socket.recv(1 << 16)
+        except BlockingIOError:
+            return []
         if not new:
             raise EOFError
         self._received += new
@@ -95,7 +104,14 @@ class Peer:
         return records
 
     def close(self) -> None:
-        """Close this process's end."""
+        """Close this end, once the peer has taken what is left, or has had some time to."""
+        with self._sending, contextlib.suppress(OSError):
+            self._socket.settimeout(_SEND_SECONDS)
+            self._socket.sendall(self._unsent)
+        self.drop()
+
+    def drop(self) -> None:
+        """Close this end as it is."""
         self._socket.close()
 
 

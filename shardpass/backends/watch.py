@@ -244,13 +244,15 @@ class Watch:
 
     def _end_process(self, code: int) -> None:
         self._say(f"rank {self._rank} ends: {self.failure.error()}")
+        self._hang_up()
         os._exit(code)
 
     def let_go(self) -> None:
         """Have a forked child hold no connections, which would seem alive after this process, and hear no signals."""
         self._bell.close()
         self._bell.after_fork()
-        self._hang_up()
+        for peer in self._peers.values():
+            peer.drop()
 
     def _hang_up(self) -> None:
         for peer in self._peers.values():

@@ -38,6 +38,12 @@ def test_unknown_backends():
         connect("threads")
 
 
+def test_the_seconds_after_which_a_host_is_lost_are_positive(monkeypatch):
+    monkeypatch.setenv("SHARDPASS_HOST_TIMEOUT", "0")
+    with pytest.raises(ValueError, match=r"host_timeout is 0\.0, but it must be a positive number"):
+        connect()
+
+
 def test_the_size_is_checked(monkeypatch):
     with pytest.raises(ValueError, match=r"ranks=4, but 1 process was started.*mpirun -n 4"):
         connect(ranks=4)

@@ -16,7 +16,7 @@ from shardpass.backends.watch import Watch
 from shardpass.errors import CommunicationError
 
 spawn_module = importlib.import_module("shardpass.backends.spawn")
-LONG = "Größe \ud800 \N{SNOWMAN} " * 20_000
+LONG = "Größe \ud800 \N{SNOWMAN} " * 2_000
 LIMIT = 60.0
 
 
@@ -82,6 +82,28 @@ def test_what_is_no_record_is_told(raw):
     with watches(2) as made:
         made[1]._peers[0]._socket.sendall(raw)
         assert "rank 1 failed first: what came from it at rank 0 cannot be read" in texts(made)[0]
+
+
+def test_a_peer_that_reads_nothing_for_a_while_misses_nothing(monkeypatch):
+    monkeypatch.setattr(mesh, "_SEND_SECONDS", LIMIT)
+    here, there = (mesh.Peer(end, 30.0) for end in tcp_pair())
+    for number in range(200):
+        here.send(["waits", str(number), "x" * 50_000])  # far more than the two kernels hold
+    assert here._unsent
+    found = []
+    closing_end = threading.Thread(target=here.close)
+    closing_end.start()
+    with pytest.raises(EOFError):
+        while True:
+            found += there.receive()
+    closing_end.join()
+    there.drop()
+    assert [int(record[1]) for record in found] == list(range(200))
+
+
+def tcp_pair():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return socket.create_connection(listener.getsockname()), listener.accept()[0]
 
 
 def num_files():
