@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -196,9 +197,10 @@ def _processes_of(folder: Path) -> list[int]:
 
 
 def _unused(names: set[str]) -> list[str]:
-    """Those files of /dev/shm that no process has mapped. Other jobs of this machine have files there too."""
+    """Those files of /dev/shm that no process has mapped, but for Open MPI's own, which it leaves when it is aborted."""
+    names = {name for name in names if not name.startswith("sm_segment.")}
     mapped = ""
-    for entry in Path("/proc").glob("[0-9]*/maps") if names else ():
+    for entry in Path("/proc").glob("[0-9]*/maps") if names else ():  # other jobs have files there too
         with contextlib.suppress(OSError):
             mapped += entry.read_text()
     return sorted(name for name in names if name not in mapped and Path("/dev/shm", name).exists())
@@ -219,7 +221,7 @@ def table(all_found: list[Injected], skipped: dict[str, str]) -> str:
     """The report in Markdown."""
     bad = [one for one in all_found if one.problems]
     lines = [
-        f"# Faults injected, {date.today()}", "",
+        f"# Faults injected, {date.today()}", "", f"`{shlex.join(['python', '-m', 'benchmarks.faults', *sys.argv[1:]])}`", "",
         f"{len(all_found)} faults, {len(bad)} of them with a problem. A cell holds the seconds after which the last of "
         "the other ranks had said what was wrong with which rank.", "",
     ]  # fmt: skip
