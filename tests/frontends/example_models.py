@@ -19,7 +19,7 @@ from shardpass.core.sharding import EDGE, NODE
 
 from .conv_cases import TYPES, edges, own
 from .pyg_cases import Case
-from .tuple_models import Flipped, MeshGraphNet, OverTargets, PaiNN, Product
+from .tuple_models import Flipped, GatedGCN, MeshGraphNet, OverTargets, PaiNN, Product
 
 P = 0.0
 
@@ -378,5 +378,6 @@ EXAMPLES: dict[str, Case] = {
     "MeshGraphNets over targets": (lambda: MeshGraphNet(OverTargets), as_data),
     "MeshGraphNets against the edges": (lambda: MeshGraphNet(Flipped), as_data),
     "tuples and edges": (lambda: MeshGraphNet(Product), as_data),
+    "GatedGCN": (lambda: MeshGraphNet(GatedGCN), as_data),
     "PaiNN": (PaiNN, lambda m, i, g: m(i["x"], g, i["edge_attr"])),
 }

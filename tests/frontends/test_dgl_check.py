@@ -149,6 +149,20 @@ class Quotient(Net):
         return h / g.num_nodes()
 
 
+class Degree(Net):
+    words = "a number computed from this rank's number of nodes"
+
+    def between(self, g, h):
+        return h * (2 * (g.num_edges() - g.num_nodes()) + 1)
+
+
+class Share(Net):
+    words = "a number computed from this rank's number of nodes"
+
+    def between(self, g, h):
+        return h * (g.num_nodes() * 0.1)
+
+
 def results(kind):
     """What the model gives on each of three ranks, with the ids of the rows."""
     torch.manual_seed(0)
@@ -175,7 +189,7 @@ def test_what_treats_rows_one_by_one_is_exact(kind):
 
 
 @pytest.mark.filterwarnings("ignore:a user-defined reduce function")
-@pytest.mark.parametrize("kind", [Mean, EdgeMean, MessageMean, MailboxMean, Quotient])
+@pytest.mark.parametrize("kind", [Mean, EdgeMean, MessageMean, MailboxMean, Quotient, Degree, Share])
 def test_what_mixes_rows_is_refused(kind):
     with pytest.raises(RefusedError, match=kind.words):
         results(kind)

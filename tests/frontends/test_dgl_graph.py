@@ -248,7 +248,7 @@ def test_data_of_the_store_is_there_with_original_ids():
             g.ndata["nothing"]
         with pytest.raises(dgl.DGLError, match="own"):
             g.ndata["short"] = torch.zeros(g.num_nodes() + 1)
-        with pytest.raises(dgl.DGLError, match="own"):
+        with pytest.raises(RefusedError, match="each of the 220 edges of the whole graph"):
             g.edata["whole"] = torch.zeros(GRAPH.edge_index.size(1))
         return g.ndata[dgl.NID], g.edata[dgl.EID]
 

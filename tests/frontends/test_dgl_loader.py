@@ -109,6 +109,43 @@ def gradients(ranks, batch_size, kind="random"):
     return run(fn, ranks)[0]
 
 
+class Normed(torch.nn.Module):
+    """Its message function and what `forward` does are methods."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin, self.norm = torch.nn.Linear(5, 3), torch.nn.BatchNorm1d(5)
+
+    def message(self, edges):
+        return {"m": self.lin(edges.src["h"])}
+
+    def embed(self, g, x):
+        g.ndata["h"] = self.norm(x)
+        g.update_all(self.message, dgl.function.sum("m", "out"))
+        return g.ndata["out"]
+
+    def forward(self, g, x):
+        return self.embed(g, x) * 2
+
+
+def test_methods_of_an_exact_copy_use_the_mean_of_the_statistics():
+    owners = assignments(GRAPH.num_nodes, 3, GRAPH.edge_index)["empty part"]
+
+    def fn(comm):
+        share = shard_in_memory(GRAPH, owners, comm, sp.Options(chunk_bytes=64))
+        with sp.seed(0, comm):
+            model = Normed().double()
+        full = sp.dgl.exact(model, comm)
+        model.norm.running_mean.fill_(3.0 * comm.rank)
+        found = full.embed(share, share.x)
+        assert torch.equal(model.norm.running_mean, torch.full((5,), 3.0, dtype=torch.float64))
+        torch.testing.assert_close(full(share, share.x), found * 2)
+        g = dgl.graph(tuple(GRAPH.edge_index), num_nodes=GRAPH.num_nodes)
+        torch.testing.assert_close(found, model.eval().embed(g, GRAPH.node["x"])[share.node_ids])
+
+    run(fn, 3)
+
+
 def test_training_does_not_depend_on_the_ranks():
     """The gradient of a step is that of the mean loss over the seeds of all ranks, whoever owns what."""
     alone, out, whole = gradients(1, 8)

@@ -190,7 +190,7 @@ def test_a_program_that_ends_half_way_ends_well():
 
 def test_a_loader_without_seeds_is_told():
     def fn(share, comm):
-        loader = sp.pyg.NeighborLoader(share, [2], torch.zeros(share.num_nodes, dtype=torch.bool))
+        loader = sp.pyg.NeighborLoader(share, [2], torch.zeros(share.num_own_nodes, dtype=torch.bool))
         return len(loader), list(loader)
 
     with pytest.warns(UserWarning, match="no seeds on any rank"):
@@ -259,7 +259,7 @@ def batches_with_and_without_shared_memory(comm):
         share = shard_in_memory(GRAPH, owners, comm, sp.Options(share_memory=share_memory))
         pyg = sp.pyg.NeighborLoader(share, [3, 3], batch_size=4, shuffle=True)
         sampler = dgl.dataloading.NeighborSampler([2, 2])
-        blocks = sp.dgl.DataLoader(share, torch.arange(share.num_nodes), sampler, batch_size=4, prefetch=0)
+        blocks = sp.dgl.DataLoader(share, torch.arange(share.num_own_nodes), sampler, batch_size=4, prefetch=0)
         assert [source_of(share).parts is None, blocks._sampler.source.parts is None] == [not share_memory] * 2
         batches = [[b.n_id, b.e_id, b.x, b.edge_weight, b.edge_index] for b in pyg]
         for inputs, _, (first, _) in blocks:
@@ -375,7 +375,7 @@ def test_blocks_of_several_types():
 
     def fn(comm):
         share = shard_hetero_in_memory(graph, owners, comm)
-        seeds = {kind: torch.arange(share[kind].num_nodes) for kind in ("paper", "author")}
+        seeds = {kind: torch.arange(share[kind].num_own_nodes) for kind in ("paper", "author")}
         sampler = dgl.dataloading.NeighborSampler(fanouts)
         return list(sp.dgl.DataLoader(share, seeds, sampler, batch_size=6, shuffle=True))
 

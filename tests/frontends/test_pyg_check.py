@@ -251,7 +251,7 @@ class Custom(gnn.MessagePassing):
 
 class Noisy(Net):
     def between(self, h, x, edge_index):
-        h = h + torch.normal(0.0, 1.0, h.shape) + torch.randint(0, 3, (len(h), 1))
+        h = h + torch.normal(0.0, 1.0, h.shape) + torch.randint(0, 3, (h.size(0), 1))
         return nn.functional.gumbel_softmax(nn.functional.rrelu(h, training=self.training))
 
 

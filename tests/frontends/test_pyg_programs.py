@@ -11,13 +11,14 @@ pytest.importorskip("torch_geometric")
 
 import torch_geometric.nn as gnn
 from torch import nn
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 from torch_geometric.utils import softmax
 
 import shardpass as sp
 from shardpass.errors import RefusedError
-from shardpass.testing import WholeGraph, assert_exact, assignments, run, shard_in_memory
+from shardpass.testing import WholeGraph, assert_exact, assignments, hetero_assignments, run, shard_in_memory
 
+from .hetero_cases import GRAPH as TYPED
 from .how_much import one_each
 from .pyg_cases import GRAPH
 
@@ -160,6 +161,7 @@ class OfData(nn.Module):
         assert data.pos is None and "edge_attr" in data and "pos" not in data and data.num_features == 5
         h = self.conv(x * data.norm, edge_index, edge_weight) + torch.zeros(data.num_nodes, 6, dtype=x.dtype)
         data.x = self.lin(h.relu() + gnn.global_mean_pool(h, data["batch"])[data.batch])
+        data = data.clone()
         return self.loss(data.x, torch.arange(41) % 3 if self.comm is None else data.y)
 
     def loss(self, logits, y):
@@ -243,3 +245,34 @@ def test_a_maximum_over_sources_has_no_gradient():
             sp.pyg.wrap(Maximum(1).double(), comm)(graph.x, graph, None)
 
     run(work, 2)
+
+
+class OfHeteroData(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lins = nn.ModuleDict({kind: nn.Linear(5, 6) for kind in TYPED.num_nodes})
+        self.conv = gnn.HeteroConv({kind: gnn.SAGEConv((6, 6), 4) for kind in TYPED.edges})
+
+    def forward(self, data):
+        rows = {kind: self.lins[kind](x).relu() for kind, x in data.x_dict.items()}
+        found = self.conv(rows, data.edge_index_dict)
+        return {kind: rows + data[kind].x[:, :4] for kind, rows in found.items()}
+
+
+def of_hetero_data(m, fields, graph):
+    if isinstance(graph, dict):
+        data = HeteroData()
+        for kind in TYPED.num_nodes:
+            data[kind].x = fields[kind]["x"]
+        for kind, edges in graph.items():
+            data[kind].edge_index = edges
+        return m(data)
+    for kind in TYPED.num_nodes:
+        graph.fields_of(kind)._read.update(fields[kind])
+    return m(graph)
+
+
+def test_a_model_of_data_of_several_types():
+    owners = {"random": hetero_assignments(TYPED, 3)["random"]}
+    model = OfHeteroData().double()
+    assert_exact(model, TYPED, of_hetero_data, sp.pyg.wrap, ranks=3, modes=("sar",), owners=owners)

@@ -371,12 +371,13 @@ def test_explanations_are_refused_and_leave_the_model_as_it_was():
     on_ranks(work)
 
 
-def test_the_explainer_is_refused_by_name():
+@pytest.mark.parametrize("edge_mask_type", ["object", None])
+def test_the_explainer_is_refused_by_name(edge_mask_type):
     comm = sp.connect("local")
     graph = shard_in_memory(GRAPH, torch.zeros(GRAPH.num_nodes, dtype=torch.int64), comm)
     explainer = Explainer(
         sp.pyg.wrap(made(), comm), GNNExplainer(epochs=1), explanation_type="model", node_mask_type="attributes",
-        edge_mask_type="object",
+        edge_mask_type=edge_mask_type,
         model_config={"mode": "multiclass_classification", "task_level": "node", "return_type": "raw"},
     )  # fmt: skip
     with pytest.raises(RefusedError, match="explanations are not supported on a sharded graph"):

@@ -6,6 +6,8 @@ import copy
 import logging
 import pickle
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -126,6 +128,30 @@ def test_a_stale_file_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert found == ["127.0.0.1"]
     STATE.on_connected.pop()()
     assert not path.exists()
+
+
+HOLDS_THE_INTERPRETER = """
+import ctypes, sys
+from shardpass.frontends import sar
+
+sar.nfs_ip_init(0, sys.argv[1])
+print("published", flush=True)
+ctypes.PyDLL(None).sleep(30)  # as MPI does while it starts and waits for the other ranks
+"""
+
+
+@pytest.mark.processes
+def test_rank_0_is_found_while_it_holds_the_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAR_SOCKET_NAME", "lo")
+    monkeypatch.setenv("SHARDPASS_CONNECT_TIMEOUT", "10")
+    command = [sys.executable, "-c", HOLDS_THE_INTERPRETER, str(tmp_path / "ip")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as rank_0:
+        assert rank_0.stdout is not None and rank_0.stdout.readline() == "published\n"
+        time.sleep(0.2)  # it is in the call now
+        try:
+            assert sar.nfs_ip_init(1, str(tmp_path / "ip")) == "127.0.0.1"
+        finally:
+            rank_0.kill()
 
 
 @pytest.mark.parametrize(

@@ -84,3 +84,36 @@ class PaiNN(gnn.MessagePassing):
 
     def update(self, aggregated):
         return aggregated
+
+
+class GatedGCN(gnn.MessagePassing):
+    """As GraphGPS writes it: the message is kept on the layer for ``update()``, and ``aggregate()`` knows all nodes."""
+
+    def __init__(self):
+        super().__init__(aggr="add")
+        self.A, self.B, self.D, self.E = (nn.Linear(5, 5) for _ in range(4))
+        self.C, self.back = nn.Linear(3, 5), nn.Linear(5, 3)
+        self.bn_node_x, self.bn_edge_e = nn.BatchNorm1d(5), nn.BatchNorm1d(5)
+
+    def forward(self, x, edge_index, e):
+        x_in, e_in = x, e
+        Ax, Bx, Ce, Dx, Ex = self.A(x), self.B(x), self.C(e), self.D(x), self.E(x)
+        x, e = self.propagate(edge_index, Bx=Bx, Dx=Dx, Ex=Ex, Ce=Ce, e=e, Ax=Ax)
+        x, e = self.bn_node_x(x).relu(), self.bn_edge_e(e).relu()
+        return x_in + x, e_in + self.back(e)
+
+    def message(self, Dx_i, Ex_j, Ce):
+        e_ij = Dx_i + Ex_j + Ce
+        self.e = e_ij
+        return torch.sigmoid(e_ij)
+
+    def aggregate(self, sigma_ij, index, Bx_j, Bx):
+        dim_size = Bx.shape[0]
+        numerator = scatter(sigma_ij * Bx_j, index, 0, dim_size, reduce="sum")
+        return numerator / (scatter(sigma_ij, index, 0, dim_size, reduce="sum") + 1e-6)
+
+    def update(self, aggr_out, Ax):
+        x = Ax + aggr_out
+        e_out = self.e
+        del self.e
+        return x, e_out

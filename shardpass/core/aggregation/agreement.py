@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from shardpass.core.ranks import Ranks, agree, digest, diverged
 from shardpass.core.sharding import EdgeShards
-from shardpass.core.tracing import Key, Program, ReturnsEdgesError, Structure, check_row_wise, probe
+from shardpass.core.tracing import Key, NeedsMessagesError, Program, Structure, check_row_wise, probe
 from shardpass.errors import NeedsHaloError, RefusedError
 
 _ATTEMPTS = 4
-_REFUSALS: tuple[Any, ...] = (type(None), NeedsHaloError, ReturnsEdgesError, RefusedError)
+_REFUSALS = (NeedsHaloError, NeedsMessagesError, RefusedError)
 """From the mildest to the firmest."""
 _WORDS = 62  # numbers in which a rank describes a call, padded: lengths must agree before contents can
 
@@ -91,6 +91,7 @@ def settle(
     keys, flags = list(needed), list(needed.values())
     edge_names = sorted(program.edge)
     per_edge = [t.dim() > 0 and t.size(0) == edges.num_edges for t in (program.edge[n] for n in edge_names)]
+    refusal: Exception | None = None
     for _ in range(_ATTEMPTS):
         candidate = _without(program, per_edge)
         needs_grad = {key for key, flag in zip(keys, flags) if flag}
@@ -99,7 +100,7 @@ def settle(
         text = f"inputs {[tuple(key) for key in keys]}, grad {torch.is_grad_enabled()}: " + (
             structure.describe() if structure else "refused"
         )
-        kind = next(i for i, known in enumerate(_REFUSALS) if isinstance(refusal, known))
+        kind = next((i for i, known in enumerate(_REFUSALS, 1) if isinstance(refusal, known)), 0)
         values = [digest(text), kind, *map(int, flags), *map(int, per_edge)]
         mine = Offer() if structure is None else make_offer(candidate, structure, bool(needs_grad))
         padding = [0] * (_WORDS - len(values))
@@ -117,12 +118,14 @@ def settle(
         if joined == flags and common == per_edge and all(r == rest[0] for r in rest):
             break
         flags, per_edge = joined, common
+    if refusal is not None:
+        raise refusal
     raise diverged(comm, label, f"{_in_words(program)} (computed as {text})")
 
 
 def _probe(
     program: Program, edges: EdgeShards, num_own_src: int, needs_grad: set[Key]
-) -> tuple[Structure | None, RefusedError | None]:
+) -> tuple[Structure | None, Exception | None]:
     try:
         structure = probe(program, edges, num_own_src, needs_grad)
         signature = structure.describe()
@@ -130,14 +133,14 @@ def _probe(
             check_row_wise(program, structure, edges.num_dst)
             program.checked.add(signature)
         return structure, None
-    except RefusedError as refusal:
-        return None, refusal
+    except Exception as error:  # a refusal; or a table is taken for an edge tensor, which other ranks know better
+        return None, error
 
 
-def _raise_refusal(comm: Ranks, label: str, mine: RefusedError | None, kinds: list[int]) -> None:
+def _raise_refusal(comm: Ranks, label: str, mine: Exception | None, kinds: list[int]) -> None:
     """Raise on every rank if any refused: the firmest refusal, in the words of the first rank that gave it."""
     worst = max(kinds)
     if worst == 0:
         return
     words = comm.all_gather_object("" if mine is None else str(mine), label=f"{label}: refusal")
-    raise _REFUSALS[worst](words[kinds.index(worst)])
+    raise _REFUSALS[worst - 1](words[kinds.index(worst)])

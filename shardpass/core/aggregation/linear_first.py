@@ -48,7 +48,7 @@ def transformed_first(
     ):
         return None
     rows, message = program.src[name], structure.message
-    if rows.dtype != weight.dtype or torch.is_autocast_enabled(rows.device.type):
+    if not isinstance(message, Tensor) or rows.dtype != weight.dtype or torch.is_autocast_enabled(rows.device.type):
         return None
     if torch.is_grad_enabled() and weight.requires_grad:
         gradients |= {Key("src", name)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,11 +24,11 @@ class Run(NamedTuple):
     """What a run of the message function gave.
 
     Args:
-        message: its result; `None` where the phase ended the run as soon as it had all it needs.
+        message: its result, if it is one tensor; `None` where the phase ended the run as soon as it had all it needs.
         num_reductions: how many reductions it came to.
     """
 
-    message: Any
+    message: Tensor | None
     num_reductions: int
 
 
@@ -57,7 +57,7 @@ def run_again(
                 program.aggregate(message, inputs)
     except StopPass:
         return Run(None, trace.count)
-    return Run(message, trace.count)
+    return Run(message if isinstance(message, Tensor) else None, trace.count)
 
 
 class GradientRun:

@@ -17,9 +17,18 @@ from torch.overrides import TorchFunctionMode
 
 from shardpass.core.aggregation.agreement import settle
 from shardpass.core.exchange import HaloPlan, halo_fetch
-from shardpass.core.ranks import agree, torch_private
+from shardpass.core.ranks import agree
 from shardpass.core.sharding import EdgeShards
-from shardpass.core.tracing import HARMLESS_OPS, INDEX_OPS, SCATTERS, SHAPE_OPS, Inputs, Program, tensors_in
+from shardpass.core.tracing import (
+    HARMLESS_OPS,
+    INDEX_OPS,
+    SCATTERS,
+    SHAPE_OPS,
+    Inputs,
+    NeedsMessagesError,
+    Program,
+    tensors_in,
+)
 from shardpass.errors import NeedsHaloError, RefusedError
 
 Messages = Any  # a tensor, or a tuple or dict of tensors
@@ -95,7 +104,7 @@ def _side_by_side(messages: Messages) -> Any:
     return torch.cat([tensor.reshape(tensor.size(0), -1).to(widest) for tensor in messages], dim=1)
 
 
-def aggregate_at_once(program: Program, plan: HaloPlan, edges: EdgeShards, label: str) -> Any:
+def aggregate_at_once(program: Program, plan: HaloPlan, edges: EdgeShards, label: str) -> Tensor:
     """What `aggregate` returns, from one run of the message function on all edges. Collective, in backward too.
 
     The message function sees the edges sorted by destination; those of one destination are in the order of the edge
@@ -108,9 +117,9 @@ def aggregate_at_once(program: Program, plan: HaloPlan, edges: EdgeShards, label
         return whole if found.made_up else whole.index_copy(0, found.positions, out)
     with plan.comm.made_up_edge(found.made_up):
         out = program.aggregate(out, found.inputs)
-    if not found.made_up:
-        return out
-    return torch_private.tree_map_only(Tensor, lambda rows: rows.narrow(program.node_dim, 0, edges.num_dst), out)
+    if not isinstance(out, Tensor):  # which may hold rows of edges, and these are in another order here
+        raise NeedsMessagesError(f"{program.name}: the node function returns a {type(out).__name__}")
+    return out.narrow(program.node_dim, 0, edges.num_dst) if found.made_up else out
 
 
 class _Guard(TorchFunctionMode):

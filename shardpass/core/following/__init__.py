@@ -9,7 +9,7 @@ from shardpass.core.following.functions import FollowFunctions
 from shardpass.core.following.known import known_modules
 from shardpass.core.following.refusals import whole_graph
 from shardpass.core.following.row_count import OwnCount, RowCount
-from shardpass.core.following.user_line import user_line
+from shardpass.core.following.user_line import is_called_by, user_line
 
 __all__ = [
     "FollowFunctions",
@@ -17,6 +17,7 @@ __all__ = [
     "ForwardDraws",
     "OwnCount",
     "RowCount",
+    "is_called_by",
     "known_modules",
     "unfollowed_anywhere",
     "user_line",

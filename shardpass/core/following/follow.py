@@ -76,6 +76,11 @@ class FollowRows(torch_private.TorchDispatchMode):
         """Say that dimension `dim` of `tensor` holds the rows `of`."""
         self.marks.mark(tensor, Rows(dim % max(1, tensor.dim()), of, points_to=points_to))
 
+    def mark_plain(self, tensor: Tensor) -> None:
+        """Say that `tensor` holds no rows, whatever its size."""
+        self.marks.forget(tensor)
+        self.marks.origins[tensor] = Origin.CONSTANT
+
     def mark_alike(self, tensor: Tensor, like: Tensor) -> None:
         """Say that `tensor` holds the rows that `like` holds, in the same dimension."""
         rows = self.marks.rows.get(like)

@@ -42,6 +42,12 @@ class FollowFunctions(TorchFunctionMode):
         first = args[0] if args and isinstance(args[0], Tensor) else None
         if name in _LEAVES_TORCH and first is not None:
             self._refuse_to_leave(name, first)
+        if name == "__len__" and first is not None and (rows := self._rows_of(first)) is not None:
+            raise RefusedError(
+                f"{user_line()}: `len` gives this rank's number of {rows.of.name} as a plain number, and nobody can "
+                f"follow what is computed from it. Write .size(0) in its place, which can be a size, or take the "
+                f"number of the whole graph (graph.total_nodes, graph.total_edges)"
+            )
         if name in _TAKES_NUMBERS:
             for number in (*args, *kwargs.values()):
                 if isinstance(number, OwnCount):
@@ -50,6 +56,9 @@ class FollowFunctions(TorchFunctionMode):
             out = func(*args, **kwargs) if name != "one_hot" else self._one_hot(func, args, kwargs)
         except IndexError as error:  # indices are checked before an operation runs
             raise self.follower.explained(name, error, [first]) from error
+        if first is not None and name == "numel":
+            rows = self._rows_of(first)
+            return out if rows is None else RowCount.make(out, rows.of)
         if first is not None and (name == "size" or (name == "__get__" and isinstance(out, torch.Size))):
             return self._counted(first, (*args[1:], *kwargs.values()), out)
         return out

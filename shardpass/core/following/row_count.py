@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from shardpass.core.following.user_line import user_line
@@ -10,14 +12,40 @@ from shardpass.errors import RefusedError
 
 
 class OwnCount(int):
-    """A number that a rank has a part of. It may be a size, but nothing may be computed from it."""
+    """A number that a rank has a part of. It may be a size; sums, differences and multiples are such numbers again."""
 
     def refuse(self) -> NoReturn:
-        """Raise: something is computed from this rank's number."""
+        """Raise: something else is computed from this rank's number."""
+        raise NotImplementedError
+
+    def computed(self, operation: Callable[..., int], *others: int) -> Any:
+        """What `operation` makes of this number and others, plain or of this rank."""
         raise NotImplementedError
 
     def _refused(self, *_: Any) -> NoReturn:
         self.refuse()
+
+    def _combined(self, operation: Callable[..., int], other: Any) -> Any:
+        if isinstance(other, float):
+            self.refuse()
+        return self.computed(operation, other) if isinstance(other, int) else NotImplemented
+
+    def __add__(self, other: Any) -> Any:
+        return self._combined(operator.add, other)
+
+    def __sub__(self, other: Any) -> Any:
+        return self._combined(operator.sub, other)
+
+    def __rsub__(self, other: Any) -> Any:
+        return self._combined(lambda mine, theirs: theirs - mine, other)
+
+    def __mul__(self, other: Any) -> Any:
+        return self._combined(operator.mul, other)
+
+    def __neg__(self) -> Any:
+        return self.computed(operator.neg)
+
+    __radd__, __rmul__ = __add__, __mul__
 
     __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = _refused
     __float__ = _refused
@@ -47,10 +75,8 @@ class RowCount(OwnCount):
             f"graph.total_edges), or int(...) where you do mean the rows of this rank"
         )
 
-    def __mul__(self, other: Any) -> Any:
-        return self.refuse() if isinstance(other, float) else int(self) * other
-
-    __rmul__ = __mul__
+    def computed(self, operation: Callable[..., int], *others: int) -> Any:
+        return RowCount.make(operation(int(self), *map(int, others)), self.of)
 
     def _compared(self, other: Any) -> int:
         return int(self) if other == 0 or isinstance(other, RowCount) else self.refuse()

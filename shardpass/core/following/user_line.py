@@ -1,4 +1,4 @@
-"""The line of the user's own code that is running."""
+"""The line of the user's own code that is running, and what has called it."""
 
 from __future__ import annotations
 
@@ -19,3 +19,8 @@ def user_line(error: BaseException | None = None) -> str:
         if not frame.filename.startswith((*folders, "<")) and not frame.filename.endswith((".pyx", ".pxi")):
             return f"{frame.filename}:{frame.lineno}: {frame.line}"
     return "in a library"
+
+
+def is_called_by(package: str) -> bool:
+    """Whether code of `package` is among the callers."""
+    return any(frame.f_globals.get("__name__", "").startswith(package) for frame, _ in traceback.walk_stack(None))

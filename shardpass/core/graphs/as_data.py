@@ -67,7 +67,8 @@ class GraphArgument(ShardedEdgeIndex):
         out = super().answer(func, name, args, kwargs)
         first = args[0] if args else None
         if name in ("to", "clone", "contiguous", "cpu", "cuda") and isinstance(first, GraphArgument):
-            return GraphArgument.of(first.graph)
+            out = GraphArgument.of(first.graph)
+            vars(out).update(vars(first))  # with the fields that the model has set
         return out
 
 

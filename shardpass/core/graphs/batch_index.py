@@ -75,7 +75,9 @@ class BatchIndex(StandIn):
         first: Any = args[0] if args else kwargs.get("input")
         with mine.comm.unfollowed():
             out = cls._answer(mine, name, first, func, args, kwargs)
-        if type(out) is Tensor:
+        if type(out) is Tensor and (name in _SCATTERS or name == "bincount"):
+            mine.comm.mark_plain(out)  # its rows are graphs, which all ranks have
+        elif type(out) is Tensor:
             mine.comm.forget_rows(out)
         return out
 

@@ -144,6 +144,11 @@ class Ranks(DelegatingCommunicator):
         if self.forward is not None and self.forward.rows is not None:
             self.forward.rows.mark(tensor, of, dim, points_to)
 
+    def mark_plain(self, tensor: Tensor) -> None:
+        """Say that a tensor that the engine gives to a model holds no rows, whatever its size."""
+        if self.forward is not None and self.forward.rows is not None:
+            self.forward.rows.mark_plain(tensor)
+
     def mark_rows_alike(self, tensor: Tensor, like: Tensor) -> None:
         """Say that a tensor that the engine gives to a model holds the rows that `like` holds."""
         if self.forward is not None and self.forward.rows is not None:

@@ -75,6 +75,10 @@ class RowWatch(Protocol):
         """What the rows are that are fetched by node ids of the whole graph. Refuse numbers of own rows."""
         ...
 
+    def mark_plain(self, tensor: Tensor) -> None:
+        """Say that `tensor` holds no rows, whatever its size."""
+        ...
+
     def mark_alike(self, tensor: Tensor, like: Tensor) -> None:
         """Say that `tensor` holds the rows that `like` holds, in the same dimension."""
         ...

@@ -39,7 +39,7 @@ def permuted_ids(graph: ShardedGraph, seed: int | None = None, node_type: NodeTy
     with comm.unfollowed():
         seed = agreed_seed(comm, "permuted ids", f"of {node_type or 'all'} nodes", seed)
         found = torch.from_numpy(shuffled(ids.cpu().numpy(), total, seed)).to(comm.device)
-    comm.mark_rows(found, node_set(node_type or graph.node_types[0], len(found)))
+    comm.mark_rows(found, node_set(node_type or graph.node_types[0], ids.numel()))
     return found
 
 

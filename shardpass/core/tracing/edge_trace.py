@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shardpass.core.ranks import torch_private
-from shardpass.core.tracing.program import Program
+from shardpass.core.tracing.program import NeedsMessagesError, Program
 from shardpass.core.tracing.reducers import Base
 from shardpass.errors import NeedsHaloError, RefusedError
 
@@ -281,6 +281,8 @@ class EdgeTrace(TorchFunctionMode):
         assert op is not None
         dim = dim % source.dim()
         self._check_index(index, source, dim, name)
+        if base.size(dim) != self.phase.num_dst and base.size(dim) == self.phase.whole_dst:
+            raise NeedsMessagesError(f"{self.name}: `{name}` onto all own nodes")
         k, fill = self.count, self.phase.known_base(self.count)
         if fill is None:
             fill = Base(self._base_value(base, name), op == "sum" or include_self)

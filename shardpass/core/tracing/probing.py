@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch import Tensor
 from shardpass.core.ranks import get_random_state, has_drawn, is_differentiable, torch_private
 from shardpass.core.sharding import EdgeShards, to_device
 from shardpass.core.tracing.probe_trace import EVERYTHING, Origin, ProbeTrace, Seen
-from shardpass.core.tracing.program import Attention, Inputs, Key, MixedScore, Program, Reduction, Structure
+from shardpass.core.tracing.program import Attention, Inputs, Key, Messages, MixedScore, Program, Reduction, Structure
 from shardpass.core.tracing.recognise import GENERAL, Tails, attention_of, extremum_form, leading_maximum, simple_form
 from shardpass.errors import RefusedError
 
@@ -77,7 +77,7 @@ class _Traced(NamedTuple):
     """One run on a few edges: its trace, the message, and how many reductions the message function made."""
 
     trace: ProbeTrace
-    message: Any
+    message: Messages
     num_message: int
 
 
@@ -121,9 +121,10 @@ def _structure(program: Program, traced: _Traced, needs_grad: Collection[Key], r
         reductions.append(_reduction(program, trace, reductions, seen, differentiable))
         if differentiable:
             with_gradient.add(k)
-    is_result = program.aggregate is None
-    place = _Place.of(trace.origin(message), reductions, program) if is_result else _Place()
-    edge_differentiable = is_result and _differentiable(trace, message, with_gradient)
+    result = message if program.aggregate is None and isinstance(message, Tensor) else None
+    is_result = result is not None
+    place = _Place() if result is None else _Place.of(trace.origin(result), reductions, program)
+    edge_differentiable = result is not None and _differentiable(trace, result, with_gradient)
     captures = tuple(trace.captures.values())
     attention = None if random or is_result else _attention(program, trace, reductions, captures)
     score = None if attention is None else attention.score
@@ -131,8 +132,8 @@ def _structure(program: Program, traced: _Traced, needs_grad: Collection[Key], r
         reductions=tuple(reductions),
         num_message=traced.num_message,
         num_stages=1 + max([r.stage for r in reductions] + [place.stage] * is_result, default=0),
-        edge_tail=tuple(message.shape[1:]) if is_result else None,
-        edge_dtype=message.dtype if is_result else None,
+        edge_tail=None if result is None else tuple(result.shape[1:]),
+        edge_dtype=None if result is None else result.dtype,
         edge_depth=place.depth,
         edge_sources=place.sources,
         edge_differentiable=edge_differentiable,

@@ -59,6 +59,10 @@ class Sides:
         return {"src": self.src, "dst": self.dst, "edge": self.edge}[side]
 
 
+Messages = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
+"""What a message function returns of some edges: tensors with a row for each."""
+
+
 @dataclass
 class Inputs(Sides):
     """What the message function sees of some edges. All of `src`, `dst` and `edge` have one row per edge, ``[E, ...]``.
@@ -77,8 +81,8 @@ class Inputs(Sides):
     max_degree: int | None = None
 
 
-class ReturnsEdgesError(RefusedError):
-    """A node function returns rows of edges, which only a rank that holds all messages at once can give."""
+class NeedsMessagesError(RefusedError):
+    """A node function returns rows of edges, or scatters onto all own nodes: it needs all messages of the rank."""
 
 
 @dataclass
@@ -275,7 +279,7 @@ class Structure:
     drops: bool
     random: bool
     norms: dict[int, nn.Module]
-    message: Any
+    message: Messages
     attention: Attention | None
     mix: Tensor | None
 

@@ -16,7 +16,7 @@ from shardpass.core.following import FollowFunctions, FollowRows, RowCount
 from shardpass.core.ranks import RowSet, get_random_state, set_random_state
 from shardpass.core.sharding import to_device
 from shardpass.core.tracing.edge_trace import EdgeTrace, tensors_in
-from shardpass.core.tracing.program import Inputs, Program, ReturnsEdgesError, Sides, Structure
+from shardpass.core.tracing.program import Inputs, NeedsMessagesError, Program, Sides, Structure
 from shardpass.core.tracing.reducers import REDUCERS, Base
 from shardpass.errors import RefusedError
 
@@ -104,7 +104,7 @@ def check_row_wise(program: Program, structure: Structure, num_dst: int) -> None
                 follower.require(rows, _edges())
             if program.aggregate is not None:
                 _check_result(program, follower, program.aggregate(message, inputs))
-    except ReturnsEdgesError:
+    except NeedsMessagesError:
         raise
     except RefusedError as refusal:
         raise type(refusal)(
@@ -120,7 +120,7 @@ def _check_result(program: Program, follower: FollowRows, result: Any) -> None:
     for tensor in tensors_in([result]):
         rows = follower.marks.rows.get(tensor)
         if rows is not None and rows.of == _edges():
-            raise ReturnsEdgesError(f"{program.name}: aggregate() returns rows of edges")
+            raise NeedsMessagesError(f"{program.name}: aggregate() returns rows of edges")
 
 
 def _made_up(tensor: Tensor, program: Program, follower: FollowRows, is_of_edges: bool) -> Tensor:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import nn
@@ -41,17 +40,13 @@ def follow(copied: nn.Module, model: nn.Module, comm: Ranks, methods: Iterable[s
         copied: made by `shared_copy` of `model`.
         model: the model that is trained on batches.
         comm: the ranks.
-        methods: names of further methods that are called from outside, such as ``encode``.
+        methods: names of further methods that are called from outside, such as ``encode``. They have an attribute
+            `before`, which is called when they are, but not when the model calls them itself.
     """
     refresh = partial(_refresh, model, comm, copied)
     copied.register_forward_pre_hook(lambda *_: refresh())
     for name in methods:
-        setattr(copied, name, partial(_refreshed, refresh, getattr(copied, name)))
-
-
-def _refreshed(refresh: Callable[[], None], method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    refresh()
-    return method(*args, **kwargs)
+        getattr(copied, name).before = refresh
 
 
 def _refresh(model: nn.Module, comm: Ranks, copied: nn.Module) -> None:

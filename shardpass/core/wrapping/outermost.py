@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -72,12 +73,22 @@ class OutermostCall:
         self.model, self.comm, self.followed, self.checkpoint = model, comm, followed, checkpoint
         self.method = method
 
+    before: Callable[[], None] | None = None
+    """Is called before the method, unless the model calls it itself. Collective."""
+
+    @property
+    def plain(self) -> MethodType:
+        """The method as the class of the model has it."""
+        return MethodType(getattr(type(self.model), self.method), self.model)
+
     def run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What ``function(*args, **kwargs)`` returns, run as one forward pass. Collective.
 
         Raises:
             RefusedError: the model puts rows of nodes or edges together outside of message passing.
         """
+        if self.before is not None and self.comm.forward is None:
+            self.before()
         if torch.is_grad_enabled() and self.comm.forward is None:
             note_forward(self.model)
         recomputes = self.checkpoint is not None and self.model.training

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -50,10 +51,18 @@ class NodeCount(OwnCount):
         """Raise: something is computed from this rank's number of nodes or edges."""
         raise _differs("a number computed from this rank's number of nodes or edges")
 
-    def __mul__(self, other: Any) -> int:
+    def computed(self, operation: Callable[..., int], *others: int) -> Any:
+        totals = (getattr(other, "total", other) for other in others)
+        return type(self).of(operation(int(self), *map(int, others)), operation(self.total, *totals))
+
+    def __mul__(self, other: Any) -> Any:
         if isinstance(other, NodeCount):
             raise _differs("a number of pairs of this rank's nodes or edges")
-        return int(self) * other  # type: ignore[no-any-return]
+        if isinstance(other, float):  # a share of the edges, such as edge dropout takes
+            return type(self).of(int(int(self) * other), int(self.total * other))
+        return super().__mul__(other)
+
+    __rmul__ = __mul__
 
 
 class EdgeCount(NodeCount):

@@ -261,10 +261,8 @@ class ShardedDGLGraph(TypedGraph):
         kind = self.to_canonical_etype(etype)
         found = self._received(kind, message_func, reduce_func, apply_node_func)
         if is_extremum(reduce_func) and found:
-            first = next(iter(found))
-            found[first] = without_infinity(
-                found[first]
-            )  # after the apply function, and the first field only, as in DGL
+            first = next(iter(found))  # as in DGL: of the first field only, and after the apply function
+            found[first] = without_infinity(found[first])
         self._dst_frames[kind[2]].update(found)
 
     @unfollowed(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ from shardpass.frontends.dgl.structure import Edges
 from shardpass.frontends.dgl.udf import EdgeFunction, Packing
 
 _PLACES = "place of the edge"
-_EMPTY = {"max": float("-inf"), "min": float("inf")}
+_EMPTY = {"max": -math.inf, "min": math.inf}
 Fields = Mapping[str, Tensor]
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from shardpass.core.ranks import torch_private
 from shardpass.core.tracing import Inputs, Key, Side
+from shardpass.core.wrapping import OutermostCall
 from shardpass.errors import RefusedError
 from shardpass.frontends.dgl.closed import refused
 from shardpass.frontends.dgl.frames import LazyFields
@@ -55,6 +56,8 @@ class EdgeFunction:
     """
 
     def __init__(self, function: Callable[[Any], dict[str, Tensor]], canonical: CanonicalType, reads: set[Key]) -> None:
+        if isinstance(function, OutermostCall):  # a method of the wrapped model
+            function = function.plain
         self.function, self.canonical, self.reads = frozen(function), canonical, reads
         self.name = getattr(function, "__qualname__", None) or type(function).__name__
 

@@ -131,10 +131,13 @@ class _Method(OutermostCall):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = torch_private.tree_map(self._graphs.of, (args, kwargs))
+        is_own = self.method != "forward"
+        if is_own and self.comm.forward is not None:  # the model calls it itself
+            return self.plain(*args, **kwargs)
         given = [*torch_private.tree_leaves((args, kwargs)), *self._held()]
         given = [value for value in given if isinstance(value, DGLGraph)]
-        if self.method != "forward" and not any(isinstance(graph, ShardedDGLGraph) for graph in given):
-            return self._computed([], args, kwargs)
+        if is_own and not any(isinstance(graph, ShardedDGLGraph) for graph in given):
+            return self.plain(*args, **kwargs)
         if not all(isinstance(graph, ShardedDGLGraph) for graph in given):
             raise RefusedError(
                 f"{type(self.model).__name__} is wrapped, but was called with an ordinary DGLGraph or holds one: nodes "
@@ -160,7 +163,7 @@ class _Method(OutermostCall):
     def _computed(self, graphs: list[ShardedDGLGraph], args: Any, kwargs: Any) -> Any:
         with EmptyRows() if any(graph.lacks_rows for graph in graphs) else nullcontext():
             try:
-                return getattr(type(self.model), self.method)(self.model, *args, **kwargs)
+                return self.plain(*args, **kwargs)
             except DGLError as error:
                 if "/src/" not in str(error):  # not from DGL's compiled library, so that it says what is wrong
                     raise

@@ -24,7 +24,7 @@ class Frozen:
         self._not_its_own = frozenset([*vars(nn.Module()), "propagate", "edge_updater"])
         self._flags = [(module, module.training) for module in conv.modules()]
         self._attributes, self._buffers = self._found(), dict(torch_private.buffers_of(conv))
-        self._left: set[str] = set()
+        self._left: dict[str, Tensor] = {}
 
     @contextmanager
     def as_in_forward(self) -> Iterator[None]:
@@ -42,14 +42,25 @@ class Frozen:
             _set_training(changed)
             for name, value in self._found().items():
                 if isinstance(value, Tensor) and value is not self._attributes.get(name):
-                    self._left.add(name)
+                    self._left[name] = value
             self._restore(before, buffers)
+
+    def stored(self) -> dict[str, Tensor]:
+        """The tensors that the latest message function stored on the layer."""
+        return dict(sorted(self._left.items()))
+
+    def store(self, tensors: dict[str, Tensor]) -> None:
+        """Store on the layer what a message function would have stored on it, had it run on all edges at once."""
+        for name, tensor in tensors.items():
+            setattr(self._conv, name, tensor)
+            del self._left[name]
 
     def poison(self, name: str) -> None:
         """Put stand-ins where a message function stored tensors on the layer: they would hold the last few edges."""
         for key in sorted(self._left):
             reason = f"{name}: `{key}`, set inside message(), is not available on a sharded graph: it would hold "
-            setattr(self._conv, key, Poison.make(reason + "the last few edges only"))
+            remedy = "the last few edges only. Return it beside the message, as a tuple, and take both in aggregate()"
+            setattr(self._conv, key, Poison.make(reason + remedy))
 
     def _found(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self._conv).items() if name not in self._not_its_own}

@@ -35,7 +35,7 @@ class MessageFunction:
     ) -> None:  # fmt: skip
         self._conv, self._arguments, self._lazy, self._held, self._frozen = conv, arguments, lazy, held, frozen
         self._given: dict[str, Any] = {}  # in the latest run
-        self._shapes: list[torch.Size] | None = None  # of the parts of a message
+        self._is_tuple, self._shapes, self._stored = False, list[torch.Size](), list[str]()  # of its messages
 
     def message(self, inputs: Inputs) -> Any:
         """The messages of some edges, one row each; a tuple where `message` returns one."""
@@ -53,23 +53,30 @@ class MessageFunction:
         return rows_first(messages, conv.node_dim)
 
     def side_by_side(self, inputs: Inputs) -> Tensor:
-        """The messages of some edges as one tensor: a tuple side by side, ``[E, columns]``. `apart` undoes that."""
+        """The messages of some edges, and what `message` stored on the layer, side by side: ``[E, columns]``."""
         messages = self.message(inputs)
-        if isinstance(messages, Tensor):
-            self._shapes = None
-            return messages
-        self._shapes = [part.shape[1:] for part in messages]
-        dtypes = {part.dtype for part in messages}
+        self._is_tuple = isinstance(messages, tuple)
+        stored = {name: rows for name, rows in self._frozen.stored().items() if rows.size(0) == inputs.index.numel()}
+        self._stored = list(stored)
+        parts = [*(messages if self._is_tuple else [messages]), *stored.values()]
+        self._shapes = [part.shape[1:] for part in parts]
+        dtypes = {part.dtype for part in parts}
         if len(dtypes) > 1:
-            raise RefusedError(f"message() returns tensors of several dtypes ({dtypes}): convert them to one")
-        return torch.cat([part.flatten(1) for part in messages], 1)
+            raise RefusedError(f"message() returns or stores tensors of several dtypes ({dtypes}): convert them to one")
+        return torch.cat([part.flatten(1) for part in parts], 1) if len(parts) > 1 else parts[0]
 
     def apart(self, rows: Tensor) -> Any:
-        """What `message` returned, nodes where it had them, of the edge rows that `side_by_side` gave."""
-        if self._shapes is None:
-            return rows_back(rows, self._conv.node_dim)
-        parts = rows.split([shape.numel() for shape in self._shapes], 1)
-        return rows_back(tuple(p.unflatten(1, s) for p, s in zip(parts, self._shapes)), self._conv.node_dim)
+        """What `message` returned, with the nodes where it had them, of what `side_by_side` gave for all edges.
+
+        What it stored on the layer is stored there again.
+        """
+        parts = [rows]
+        if len(self._shapes) > 1:
+            columns = rows.split([shape.numel() for shape in self._shapes], 1)
+            parts = [part.unflatten(1, shape) for part, shape in zip(columns, self._shapes)]
+        count = len(parts) - len(self._stored)
+        self._frozen.store(dict(zip(self._stored, parts[count:])))
+        return rows_back(tuple(parts[:count]) if self._is_tuple else parts[0], self._conv.node_dim)
 
     def reduce(self, messages: Any, inputs: Inputs) -> Any:
         """What the layer's `aggregate` makes of messages."""

@@ -19,7 +19,7 @@ MESSAGE_PASSING = frozenset(
 )
 """Attributes of a `torch_geometric.nn.MessagePassing` layer."""
 
-INSPECTOR = frozenset("collect_param_data get_flat_param_names implements".split())
+INSPECTOR = frozenset("collect_param_data get_flat_param_names get_param_dict implements".split())
 """Methods of its `inspector`."""
 
 CACHES = ("_cached_edge_index", "_cached_adj_t", "_cached_x", "_cached_h")

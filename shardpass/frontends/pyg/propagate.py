@@ -14,7 +14,7 @@ from shardpass.core.aggregation import aggregate
 from shardpass.core.exchange import HaloPlan
 from shardpass.core.graphs import ShardedEdgeIndex, ShardedGraph
 from shardpass.core.ranks import torch_private
-from shardpass.core.tracing import Inputs, Program, ReturnsEdgesError, Structure
+from shardpass.core.tracing import Inputs, NeedsMessagesError, Program, Structure
 from shardpass.errors import RefusedError
 from shardpass.frontends.pyg.arguments import Arguments, moved
 from shardpass.frontends.pyg.direction import Direction
@@ -113,7 +113,7 @@ class ShardedMessagePassing:
     def _aggregated(self, program: Program, direction: Direction, weight: Tensor | None) -> Any:
         try:
             return aggregate(program, direction.plan, direction.shards, weight)
-        except ReturnsEdgesError:
+        except NeedsMessagesError:
             self._keeps_messages = True
             return None
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from functools import partial
+from inspect import signature
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import nn
 from torch_geometric.nn.conv import MessagePassing
 
+from shardpass.core.following import is_called_by
 from shardpass.core.graphs import GraphArgument, ShardedEdgeIndex, ShardedGraph, ShardedHeteroGraph
 from shardpass.core.memory import Checkpoint, check_choice
 from shardpass.core.ranks import Ranks, decorrelate, is_wrapped, refuse_shared_model, torch_private
@@ -174,14 +177,25 @@ class _Method(OutermostCall):
             return getattr(type(self.model), self.method)(self.model, *args, **kwargs)
         model = self.model
         _keep_attached(model)
-        if _has_graph((args, kwargs)) and not self._looked_for_tables:
+        if is_called_by("torch_geometric.explain"):
+            raise RefusedError(_NO_EXPLANATIONS)
+        if not self.is_own and _has_graph((args, kwargs)) and not self._looked_for_tables:  # it is collective
             self._looked_for_tables = True
             refuse_node_tables(model, self.comm, args, kwargs)
         refuse_norms_of_some_nodes(model, args, kwargs)
-        args, kwargs = torch_private.tree_map(_edge_index_of, (args, kwargs))
+        args, kwargs = self._given(args, kwargs)
         refuse_whole_tensors((args, kwargs))
         check_types((*args, *kwargs.values()), self.comm)
         return self.run(self._computed, args, kwargs)
+
+    def _given(self, args: Any, kwargs: Any) -> Any:
+        """The arguments with ``edge_index`` for graphs. A graph of several types stays itself where it is ``data``."""
+        converted, kwargs = torch_private.tree_map(_edge_index_of, (args, kwargs))
+        if any(isinstance(arg, ShardedHeteroGraph) for arg in args):
+            names = [*signature(getattr(type(self.model), self.method)).parameters][1:]
+            is_data = [isinstance(arg, ShardedHeteroGraph) and name in _DATA for name, arg in zip(names, args)]
+            converted = tuple(old if keeps else new for old, new, keeps in zip_longest(args, converted, is_data))
+        return converted, kwargs
 
     def _computed(self, *args: Any, **kwargs: Any) -> Any:
         assert self.comm.forward is not None
@@ -190,6 +204,11 @@ class _Method(OutermostCall):
         return torch_private.tree_map(_returned, method(*args, **kwargs))
 
 
+_DATA = frozenset(["data", "batch", "hetero_data"])
+_NO_EXPLANATIONS = (
+    "explanations are not supported on a sharded graph, since explainers average over own nodes and edges: load the "
+    "state_dict into a model that is not wrapped, and explain that"
+)
 _NO_SCRIPT = (
     "a wrapped model cannot be scripted or traced, since ranks communicate in it: save its state_dict and load that "
     "into a model that is not wrapped, or torch.compile its dense parts, as in model.mlp = torch.compile(model.mlp)"

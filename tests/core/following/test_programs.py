@@ -75,6 +75,7 @@ def filled_in_parts(h):
 ROW_WISE = """
 torch.where(h > 0, h, -h)
 h.softmax(1)
+h.view(h.size(0) * 2, 4).view(h.shape[0], 8)
 p.ln(h)
 F.dropout(h)
 h.view(N, 2, 4).transpose(1, 2).reshape(N, 8)
@@ -206,9 +207,17 @@ h + torch.zeros(N, 5).scatter_(0, y[:, None], 1.0)[:, :1]
 F.one_hot(y)
 h.mean(0)
 h / h.size(0)
+h / len(h)
+h.view(len(h), 2, 4)
 h if x.shape[0] > 1000 else -h
 h * (1 / y.size(0))
 h + torch.tensor(h.size(0)).log()
+h * (h.size(0) + 1)
+h * (2 * h.shape[0] - 3)
+h / (1 - h.size(0))
+h * -h.size(0)
+h * (h.size(0) * 0.5)
+h / h.numel()
 """.strip().splitlines()
 
 
