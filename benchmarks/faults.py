@@ -197,7 +197,7 @@ def _processes_of(folder: Path) -> list[int]:
 
 
 def _unused(names: set[str]) -> list[str]:
-    """Those files of /dev/shm that no process has mapped, but for Open MPI's own, which it leaves when it is aborted."""
+    """Those files of /dev/shm that no process has mapped, but for those that Open MPI leaves when it is aborted."""
     names = {name for name in names if not name.startswith("sm_segment.")}
     mapped = ""
     for entry in Path("/proc").glob("[0-9]*/maps") if names else ():  # other jobs have files there too
@@ -220,8 +220,9 @@ def _damage(folder: Path) -> Iterator[str]:
 def table(all_found: list[Injected], skipped: dict[str, str]) -> str:
     """The report in Markdown."""
     bad = [one for one in all_found if one.problems]
+    command = shlex.join(["python", "-m", "benchmarks.faults", *sys.argv[1:]])
     lines = [
-        f"# Faults injected, {date.today()}", "", f"`{shlex.join(['python', '-m', 'benchmarks.faults', *sys.argv[1:]])}`", "",
+        f"# Faults injected, {date.today()}", "", f"`{command}`", "",
         f"{len(all_found)} faults, {len(bad)} of them with a problem. A cell holds the seconds after which the last of "
         "the other ranks had said what was wrong with which rank.", "",
     ]  # fmt: skip
