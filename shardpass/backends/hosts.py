@@ -9,9 +9,6 @@ import sys
 import uuid
 from pathlib import Path
 
-if sys.platform != "win32":
-    import fcntl
-
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
 
 
@@ -60,6 +57,8 @@ def own_addresses() -> list[str]:
 def _addresses_of(interface: str) -> list[str]:
     if sys.platform != "linux":
         return []
+    import fcntl  # not every system has it
+
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         try:
             found = fcntl.ioctl(any_socket, _GET_ADDRESS, interface.encode()[:15].ljust(256, b"\0"))
