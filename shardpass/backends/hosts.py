@@ -26,8 +26,11 @@ def memory_space() -> str:
 
 
 def network_space() -> str:
-    """The processes that this one reaches over the loopback interface."""
-    return f"{machine()} {_namespace('net')}"
+    """The processes that this one reaches over the loopback interface.
+
+    Copies of one running virtual machine have the same kernel, but addresses of their own.
+    """
+    return f"{machine()} {_namespace('net')} {' '.join(sorted(own_addresses()))}"
 
 
 def _namespace(kind: str) -> str:
