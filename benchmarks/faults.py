@@ -224,7 +224,8 @@ def table(all_found: list[Injected], skipped: dict[str, str]) -> str:
     lines = [
         f"# Faults injected, {date.today()}", "", f"`{command}`", "",
         f"{len(all_found)} faults, {len(bad)} of them with a problem. A cell holds the seconds after which the last of "
-        "the other ranks had said what was wrong with which rank.", "",
+        "the other ranks had said what was wrong with which rank. Hosts are lost after 4 seconds here.",
+        "",
     ]  # fmt: skip
     for how in dict.fromkeys(one.how for one in all_found):
         here = [one for one in all_found if one.how == how]

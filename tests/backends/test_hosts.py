@@ -114,6 +114,7 @@ def test_a_stopped_process_is_missed_and_waited_for(job):
     assert job.text().count("the child has ended with -15") == 2, job.text()
 
 
+@pytest.mark.long  # by mpirun in test_failures.py
 def test_a_rank_that_is_told_to_end_says_so(job):
     port = free_port()
     for rank in range(2):
