@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import shardpass as sp
 from shardpass.cli.models import MODELS, ModelConfig, in_degrees_for
 from shardpass.cli.task import features_of
-from shardpass.core.ranks import Mode, Ranks
+from shardpass.core.ranks import Mode, Ranks, refuse_irregular
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +114,7 @@ def _load_weights(path: Path, comm: Ranks, model: nn.Module, graph: sp.ShardedGr
 
 def _read_state(path: Path) -> object:
     """What the file holds, which should be a state_dict; `None` for a checkpoint of `shardpass train`."""
+    refuse_irregular(path)
     if path.suffix in (".pt", ".pth", ".bin"):
         return torch.load(path, map_location="cpu", weights_only=True)
     with safe_open(path, "pt") as file:

@@ -24,7 +24,8 @@ def run_inspect(store: Path, ranks: int | None, verify: bool) -> None:
             manifest = verify_store(store)
         console.print(f"verified: every byte of {manifest.num_parts} part files is as written")
     report = inspect(store, ranks)
-    console.print(_heading(report))
+    # a store says who made it, and may have come from anywhere: no markup, no sequences for the terminal
+    console.print("".join(c if c.isprintable() or c == "\n" else "?" for c in _heading(report)), markup=False)
     console.print(report_table(report))
 
 

@@ -75,7 +75,7 @@ def run_partition(
         graph = read_graph()
         if parts is None and (isinstance(graph, GraphFiles) or graph.division is None):
             parts = _PARTS
-        part_of = None if assignment is None else np.load(assignment, allow_pickle=False)
+        part_of = None if assignment is None else np.load(assignment, mmap_mode="r", allow_pickle=False)
         manifest = partition(graph, target, parts, assignment=part_of, progress=progress, **options)
     edges, cut = (sum(counts.values()) for counts in (manifest.num_edges, manifest.cut_edges))
     size, share = sum(file.bytes for file in manifest.files), cut / edges if edges else 0.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -26,8 +25,6 @@ class Reporter:
         """Say what is about to run, and `note`. Other ranks than the first show and write nothing."""
         self.config, self.first_epoch = config, first_epoch
         is_first, to_file = graph.comm.rank == 0, config.log not in ("", "-")
-        if is_first and to_file:
-            Path(config.log).parent.mkdir(parents=True, exist_ok=True)
         path = config.log if is_first and to_file else os.devnull
         self.log = open(path, "a" if config.resume else "w", encoding="utf-8")  # noqa: SIM115
         self.prints_lines = is_first and config.log == "-"

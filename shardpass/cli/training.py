@@ -18,7 +18,7 @@ from shardpass.cli.memory import PeakMeter
 from shardpass.cli.models import in_degrees_for
 from shardpass.cli.reporter import Record, Reporter
 from shardpass.cli.task import SPLITS
-from shardpass.core.ranks import Ranks
+from shardpass.core.ranks import Ranks, fail_together, prepare_target
 from shardpass.planning.sizes import known_sizes
 
 
@@ -111,6 +111,7 @@ def plan_of(comm: Ranks, config: TrainConfig) -> sp.Plan:
 def train_rank(comm: Ranks, config: TrainConfig) -> Record:
     """Train as one rank of `comm`; the summary, the same on every rank. Collective."""
     torch.set_num_threads(config.threads)
+    fail_together(comm, "train: files to write", lambda: prepare_files(comm, config), OSError)
     run = Run(comm, config)
     note = run.resume() if config.resume else ""
     meter, start = PeakMeter(), perf_counter()
@@ -119,6 +120,16 @@ def train_rank(comm: Ranks, config: TrainConfig) -> Record:
         summary = summarise(run, last, meter, perf_counter() - start)
         reporter.finish(summary)
     return summary
+
+
+def prepare_files(comm: Ranks, config: TrainConfig) -> None:
+    """Raise OSError if this rank could not write one of its files in the end. Missing folders are made."""
+    files = [Path(name) for name in (config.checkpoint, config.log) if name not in ("", "-") and comm.rank == 0]
+    if config.profile:
+        files.append(profile_of(comm, config))
+    for file in files:
+        if file != Path(config.log) or not (file.is_fifo() or file.is_char_device()):  # a log may be one: it is opened
+            prepare_target(file)
 
 
 def summarise(run: Run, last: Record, meter: PeakMeter, seconds: float) -> Record:
@@ -166,8 +177,10 @@ def profiled(config: TrainConfig, comm: Ranks, is_traced: bool) -> Iterator[None
         return
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as trace:
         yield
+    trace.export_chrome_trace(str(profile_of(comm, config)))
+
+
+def profile_of(comm: Ranks, config: TrainConfig) -> Path:
+    """The file of this rank's trace."""
     file = Path(config.profile)
-    if comm.size > 1:
-        file = file.with_name(f"{file.stem}.rank{comm.rank}{file.suffix or '.json'}")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    trace.export_chrome_trace(str(file))
+    return file.with_name(f"{file.stem}.rank{comm.rank}{file.suffix or '.json'}") if comm.size > 1 else file

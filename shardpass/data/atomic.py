@@ -10,13 +10,16 @@ from shardpass.errors import StoreError
 
 
 def check_target(path: Path, overwrite: bool) -> None:
-    """Return when a store may be written at `path`.
+    """Return when a store may be written at `path`, whose parent has been made.
 
     Raises:
-        StoreError: when something is there already. Only a store is ever replaced, and only with `overwrite`.
+        StoreError: when something is there already, or the parent cannot be made. Only a store is ever replaced, and
+            only with `overwrite`.
     """
-    if not path.parent.is_dir():
-        raise StoreError(f"cannot write {path}: there is no directory {path.parent}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreError(f"cannot write {path}: {path.parent} cannot be made ({error.strerror})") from error
     if not path.exists() and not path.is_symlink():
         return
     if path.is_symlink() or not path.is_dir():

@@ -34,7 +34,7 @@ class Fields(Mapping[str, Tensor]):
         if name not in self.info:
             raise KeyError(f"there is no field {name!r}; the store holds {sorted(self.info) or 'none here'}")
         if name not in self._tensors:
-            self._tensors[name] = read_joined(self._files, self._keys[name])
+            self._tensors[name] = joined([file.verified(self._keys[name]) for file in self._files])
         return self._tensors[name]
 
     def __contains__(self, name: object) -> bool:
@@ -51,7 +51,6 @@ class Fields(Mapping[str, Tensor]):
         return f"Fields({', '.join(described)})"
 
 
-def read_joined(files: Sequence[TensorFile], key: str) -> Tensor:
-    """The rows of one tensor in all files, verified. If there is a single file, they are not copied."""
-    tensors = [file.verified(key) for file in files]
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+def joined(tensors: Sequence[Tensor]) -> Tensor:
+    """The rows of all tensors. If there is a single tensor, they are not copied."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardpass.core.ranks import refuse_irregular
+from shardpass.data.reading import reading
 from shardpass.errors import InternalError
 
 _ROWS_AT_ONCE = 1024  # each row of a random selection may touch a page of its own, and the pages around it
@@ -47,10 +49,9 @@ class FileRows:
         Raises:
             ValueError: when the file is not an `.npy` file, holds objects, or is shorter than its header says.
         """
-        try:
+        with reading(name or path, "an .npy file of numbers"):
+            refuse_irregular(path)
             array = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (ValueError, EOFError) as error:
-            raise ValueError(f"{name or path} cannot be read as an .npy file of numbers: {error}") from error
         if not isinstance(array, np.memmap):
             raise ValueError(f"{path} is not an .npy file; save the array with numpy.save")
         return FileRows(array, name or path)

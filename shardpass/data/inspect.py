@@ -10,10 +10,13 @@ from pathlib import Path
 import torch
 
 from shardpass.data import keys
+from shardpass.data.layout import partition_fingerprint
 from shardpass.data.manifest import Manifest
-from shardpass.data.merge import parts_of_rank
+from shardpass.data.merge import merge_parts, parts_of_rank
 from shardpass.data.raw import EdgeType, NodeType
 from shardpass.data.store import Store, open_store
+from shardpass.data.tally import check_tallies, tally
+from shardpass.errors import StoreError
 
 
 @dataclass(frozen=True)
@@ -104,23 +107,32 @@ def inspect(path: str | os.PathLike[str], ranks: int | None = None) -> Report:
 
 
 def verify(path: str | os.PathLike[str], progress: Callable[[str, int, int], None] | None = None) -> Manifest:
-    """The manifest of a store, after every byte of the store has been checked.
+    """The manifest of a store, after every byte of the store has been checked, and that its parts are one graph.
 
     Args:
         path: a store.
         progress: called as ``progress("verify", done, total)`` with the number of files.
 
     Raises:
-        StoreError: when a file is missing, torn or altered. The error names the first one.
+        StoreError: when a file is missing, torn or altered, or contradicts the others. The error names the first one.
     """
     store = open_store(path)
     report = progress or (lambda stage, done, total: None)
-    for done, file in enumerate(store.files):
-        report("verify", done, len(store.files))
+    manifest, tallies = store.manifest, []
+    part_of = {kind: torch.empty(count, dtype=torch.int32) for kind, count in manifest.num_nodes.items()}
+    for part, file in enumerate(store.files):
+        report("verify", part, len(store.files))
         for key in file.record.tensors:
             file.verified(key)
+        data = merge_parts(store, range(part, part + 1))
+        tallies.append(tally(store, data))
+        for kind, ids in data.node_ids.items():
+            part_of[kind][ids] = part
     report("verify", len(store.files), len(store.files))
-    return store.manifest
+    check_tallies(store.path, tallies)
+    if partition_fingerprint(manifest.graph_fingerprint, store.num_parts, part_of) != manifest.partition_fingerprint:
+        raise StoreError(f"{store.path} contradicts itself: its fingerprint is not that of the parts of its nodes")
+    return manifest
 
 
 def _group(store: Store, parts: range) -> GroupReport:

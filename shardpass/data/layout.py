@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -68,10 +69,10 @@ def graph_fingerprint(graph: RawGraph) -> str:
     return digest.hexdigest()
 
 
-def partition_fingerprint(graph_hash: str, layout: Layout) -> str:
+def partition_fingerprint(graph_hash: str, num_parts: int, part_of: Mapping[NodeType, Tensor]) -> str:
     """A hash of the graph's structure and the part of each node."""
-    digest = hashlib.sha256(f"{graph_hash} {layout.num_parts}".encode())
-    for node_type in sorted(layout.part_of):
+    digest = hashlib.sha256(f"{graph_hash} {num_parts}".encode())
+    for node_type in sorted(part_of):
         digest.update(json.dumps(node_type).encode())
-        digest.update(layout.part_of[node_type].to(torch.int32).contiguous().numpy().data)
+        digest.update(part_of[node_type].to(torch.int32).contiguous().numpy().data)
     return digest.hexdigest()

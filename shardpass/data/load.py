@@ -13,6 +13,7 @@ from shardpass.core.ranks import Options, Ranks
 from shardpass.core.sharding import EDGE, NODE, NodeType, Ownership
 from shardpass.data.merge import RankData, merge_parts, parts_of_rank
 from shardpass.data.store import Store, open_store
+from shardpass.data.tally import Tally, check_tallies, tally
 from shardpass.errors import DivergenceError, PeerFailure
 
 
@@ -25,19 +26,20 @@ def load(path: str | Path, comm: Ranks, options: Options | None = None) -> Shard
     Raises:
         ValueError: when there are more ranks than parts, or for ``mode="auto"``, which a plan decides first.
         StoreError: when the store is missing, torn or altered. The rank that found it raises this; the others raise
-            `PeerFailure`, which names that rank. A field is verified when it is first read; `shardpass.data.verify`
-            checks all of them.
+            `PeerFailure`, which names that rank. Also, on every rank, when the parts are not one graph. A field is
+            verified when it is first read; `shardpass.data.verify` checks all of them.
         DivergenceError: when ranks passed different stores or options.
     """
     options = options or Options()
-    store, data, problem = None, None, None
+    store, data, problem, counted = None, None, None, {}
     try:
         _refuse_undecided(options)
         store = open_store(path)
         data = merge_parts(store, parts_of_rank(store.num_parts, comm.size, comm.rank))
+        counted = tally(store, data)
     except (OSError, ValueError) as error:
         problem = error
-    _agree_on_store(comm, store, options, problem)
+    _agree_on_store(comm, store, options, problem, counted)
     assert store is not None and data is not None
     ownership = {kind: _ownership(store, kind, comm.size) for kind in store.manifest.node_types}
     relations = {kind: _relation(comm, store, data, kind, ownership, options) for kind in store.manifest.edge_types}
@@ -62,12 +64,15 @@ def _refuse_undecided(options: Options) -> None:
         )
 
 
-def _agree_on_store(comm: Ranks, store: Store | None, options: Options, problem: Exception | None) -> None:
-    """Go on only if every rank opened the same store with the same options."""
+def _agree_on_store(
+    comm: Ranks, store: Store | None, options: Options, problem: Exception | None, counted: Tally
+) -> None:
+    """Go on only if every rank opened the same store with the same options, and the parts of all are one graph."""
     mine = {
         "problem": "" if problem is None else str(problem),
         "store": _contents(store) if store else "",
         "options": {name: str(value) for name, value in asdict(options).items()},
+        "tally": counted,
     }
     theirs = comm.all_gather_object(mine, label="load: store and options")
     if problem is not None:
@@ -80,6 +85,8 @@ def _agree_on_store(comm: Ranks, store: Store | None, options: Options, problem:
                 raise DivergenceError(
                     f"every rank must load the same {what}: rank 0 has {theirs[0][what]}, rank {rank} has {other[what]}"
                 )
+    assert store is not None
+    check_tallies(store.path, [other["tally"] for other in theirs])
 
 
 def _contents(store: Store) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from shardpass.core.ranks import COUNT, mismatch, refuse_irregular
 from shardpass.data.raw import FIELD_DTYPES, EdgeType, NodeType, Scalar
 from shardpass.data.tensor_file import FileRecord
 from shardpass.errors import StoreError
@@ -19,6 +20,7 @@ VERSION = 1
 MANIFEST_NAME = "manifest.json"
 
 _BLANK = "0" * 64
+_MOST_BYTES = 1 << 26
 _DTYPES = {name: dtype for dtype, name in FIELD_DTYPES.items()}
 
 
@@ -79,9 +81,15 @@ class Manifest:
 
 
 def write_manifest(manifest: Manifest, path: Path) -> None:
-    """Write a manifest with the SHA-256 of its own text, in which 64 zeros stand for the checksum."""
+    """Write a manifest with the SHA-256 of its own text, in which 64 zeros stand for the checksum.
+
+    Raises:
+        StoreError: when the manifest has more bytes than `read_manifest` takes.
+    """
     document = {"format": FORMAT, "version": manifest.format_version, "sha256": _BLANK, **_to_json(manifest)}
     text = json.dumps(document, indent=1).encode()
+    if len(text) > _MOST_BYTES:
+        raise StoreError(f"the manifest would have {len(text)} bytes, {_MOST_BYTES} are possible: make fewer parts")
     path.write_bytes(text.replace(_BLANK.encode(), hashlib.sha256(text).hexdigest().encode(), 1))
 
 
@@ -89,43 +97,57 @@ def read_manifest(directory: Path) -> Manifest:
     """The manifest of the store in a directory.
 
     Raises:
-        StoreError: when the directory is missing or is not a store, or its manifest is altered or of a newer format.
+        StoreError: when the directory is missing or is not a store, or its manifest is altered, of a newer format, or
+            not of this one.
     """
     path = directory / MANIFEST_NAME
     if directory.is_file():
         raise StoreError(f"{directory} is a file, not a store; make a store of a graph first, with shardpass.partition")
     if not directory.is_dir():
         raise StoreError(f"there is no directory {directory}; write a store there with shardpass.partition")
-    try:
-        text = path.read_bytes()
-    except OSError as error:
-        raise StoreError(
-            f"{directory} is not a shardpass store: {MANIFEST_NAME} cannot be read ({error.strerror})"
-        ) from error
+    text = _read_text(path)
     try:
         document = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise StoreError(f"{path} is altered or torn: it is not JSON ({error})") from error
-    _check_document(document, text, path)
+    _check_head(document, text, path)
+    problem = mismatch(document, _SCHEMA)
+    if problem:
+        raise StoreError(f"{path} is not as format version {VERSION} requires: {problem}")
+    manifest = _from_json(document)
+    if {**document, **_to_json(manifest)} != document:
+        raise StoreError(f"{path} contradicts itself: a type or a field is there twice, or has a key that is unknown")
+    return manifest
+
+
+def _read_text(path: Path) -> bytes:
     try:
-        return _from_json(document)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise StoreError(f"{path} lacks what format version {VERSION} requires: {error!r}") from error
+        refuse_irregular(path)
+        size = path.stat().st_size
+        if size > _MOST_BYTES:
+            raise StoreError(f"{path} has {size} bytes; expected at most {_MOST_BYTES}")
+        return path.read_bytes()
+    except OSError as error:
+        raise StoreError(
+            f"{path.parent} is not a shardpass store: {path.name} cannot be read ({error.strerror or error})"
+        ) from error
 
 
-def _check_document(document: Any, text: bytes, path: Path) -> None:
+def _check_head(document: Any, text: bytes, path: Path) -> None:
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise StoreError(f"{path} is not the manifest of a shardpass store: it lacks format = {FORMAT!r}")
-    version, checksum = document.get("version"), document.get("sha256")
-    if not isinstance(version, int) or version < 1:
-        raise StoreError(f"{path} is altered: its format version is {version!r}")
+    version: Any = document.get("version")
+    problem = mismatch(version, range(1, 2**31), "its format version")
+    if problem:
+        raise StoreError(f"{path} is altered: {problem}")
     if version > VERSION:
         raise StoreError(
             f"{path} has format version {version}, this shardpass reads up to {VERSION}; upgrade shardpass, "
             "or write the store again with this version"
         )
-    blanked = text.replace(str(checksum).encode(), _BLANK.encode(), 1)
-    if not isinstance(checksum, str) or hashlib.sha256(blanked).hexdigest() != checksum:
+    checksum = str(document["sha256"]) if mismatch(document, {"sha256": str}) is None else ""
+    blanked = text.replace(checksum.encode(), _BLANK.encode(), 1)
+    if hashlib.sha256(blanked).hexdigest() != checksum:
         raise StoreError(f"{path} is altered: its checksum differs from its contents; it is not meant to be edited")
 
 
@@ -136,6 +158,17 @@ _PLAIN = (
 """The attributes that a document holds as they are."""
 _PER_NODE_TYPE, _PER_EDGE_TYPE = ("num_nodes", "offsets"), ("num_edges", "part_edges", "cut_edges")
 """Those that it holds in an entry for each type."""
+_RECORD = ("name", "bytes", "header_sha256", "tensors")
+_FIELDS = [{"name": str, "dtype": frozenset(_DTYPES), "row_shape": [COUNT]}]
+_SCHEMA = {
+    "shardpass_version": str, "source": str, "method": str, "graph_fingerprint": str, "partition_fingerprint": str,
+    "seed": int, "num_parts": COUNT, "graph_fields": {str: (bool, int, float, str)},
+    "node_types": [{"type": str, "num_nodes": COUNT, "offsets": [COUNT], "fields": _FIELDS}],
+    "edge_types": [
+        {"type": [str], "num_edges": COUNT, "part_edges": [COUNT], "cut_edges": COUNT, "fields": _FIELDS}
+    ],
+    "files": [{"name": str, "bytes": COUNT, "header_sha256": str, "tensors": {str: str}}],
+}  # fmt: skip
 
 
 def _to_json(manifest: Manifest) -> dict[str, Any]:
@@ -173,7 +206,7 @@ def _from_json(document: dict[str, Any]) -> Manifest:
         **values,
         node_fields={kind: _fields_from_json(entry["fields"]) for kind, entry in nodes.items()},
         edge_fields={kind: _fields_from_json(entry["fields"]) for kind, entry in edges.items()},
-        files=[FileRecord(**record) for record in document["files"]],
+        files=[FileRecord(*(record[name] for name in _RECORD)) for record in document["files"]],
         format_version=document["version"],
     )
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardpass.data import keys
-from shardpass.data.fields import Fields, read_joined
+from shardpass.data.fields import Fields, joined
 from shardpass.data.raw import EdgeType, NodeType
 from shardpass.data.store import Store
 
@@ -65,16 +64,15 @@ def merge_parts(store: Store, parts: range) -> RankData:
     """The contents of a run of parts, merged into one range of nodes.
 
     Raises:
-        StoreError: when their structure is altered.
+        StoreError: when their structure is altered, or is not what the manifest says of it.
         ValueError: when `parts` is empty or not a run of parts of the store.
     """
     if not len(parts) or parts.step != 1 or parts[0] < 0 or parts[-1] >= store.num_parts:
         raise ValueError(f"{parts} is not a run of parts in [0, {store.num_parts}) of {store.path}")
     manifest = store.manifest
-    files = store.files_of(parts)
     return RankData(
         parts=parts,
-        node_ids={kind: read_joined(files, keys.node_ids_key(kind)) for kind in manifest.node_types},
+        node_ids={kind: joined([store.node_ids(kind, part) for part in parts]) for kind in manifest.node_types},
         node_fields={kind: store.node_fields(kind, parts) for kind in manifest.node_types},
         edges={kind: _merged_edges(store, kind, parts) for kind in manifest.edge_types},
         edge_fields={kind: store.edge_fields(kind, parts) for kind in manifest.edge_types},

@@ -135,7 +135,7 @@ def _write(
         seed=seed,
         shardpass_version=_version(),
         graph_fingerprint=fingerprint,
-        partition_fingerprint=partition_fingerprint(fingerprint, layout),
+        partition_fingerprint=partition_fingerprint(fingerprint, layout.num_parts, layout.part_of),
     )
     write_manifest(manifest, directory / MANIFEST_NAME)
     return manifest

@@ -3,31 +3,17 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
 from shardpass.data import keys
 from shardpass.data.fields import Fields
-from shardpass.data.manifest import Manifest, read_manifest
+from shardpass.data.manifest import MANIFEST_NAME, Manifest, read_manifest
 from shardpass.data.raw import EdgeType, NodeType
+from shardpass.data.soundness import PartEdges, check_edges, check_nodes, contradictions
 from shardpass.data.tensor_file import TensorFile
 from shardpass.errors import StoreError
-
-
-@dataclass(frozen=True)
-class PartEdges:
-    """A part's edges of one type, sorted by (source part, destination, original id). Views of the mapped file.
-
-    src: new global ids, int32 or int64. dst: rows of the part, int32. edge_ids: original positions, int64.
-    shard_offsets: int64 [num_parts + 1]; the edges from part q are `[shard_offsets[q], shard_offsets[q + 1])`.
-    """
-
-    src: Tensor
-    dst: Tensor
-    edge_ids: Tensor
-    shard_offsets: Tensor
 
 
 class Store:
@@ -45,9 +31,22 @@ class Store:
         return f"Store({str(self.path)!r}, {self.num_parts} parts, {nodes} nodes, {edges} edges)"
 
     def part_edges(self, edge_type: EdgeType, part: int) -> PartEdges:
-        """A part's edges of one type, verified."""
+        """A part's edges of one type, verified.
+
+        Raises:
+            StoreError: when they are altered, or are not what the manifest says of them.
+        """
         file = self.files[part]
-        return PartEdges(*(file.verified(keys.edge_array_key(edge_type, name)) for name in keys.EDGE_ARRAYS))
+        edges = PartEdges(*(file.verified(keys.edge_array_key(edge_type, name)) for name in keys.EDGE_ARRAYS))
+        check_edges(self.manifest, edge_type, part, edges, file.path)
+        return edges
+
+    def node_ids(self, node_type: NodeType, part: int) -> Tensor:
+        """Original ids of a part's nodes, ascending, int64 [num_own]. Verified, and refused as `part_edges`."""
+        file, key = self.files[part], keys.node_ids_key(node_type)
+        ids = file.verified(key)
+        check_nodes(ids, self.manifest.num_nodes[node_type], f"{file.path}: {key}")
+        return ids
 
     def node_fields(self, node_type: NodeType, parts: range) -> Fields:
         """The node fields of a run of parts, one part after the other."""
@@ -73,7 +72,7 @@ def open_store(path: str | os.PathLike[str]) -> Store:
     """
     directory = Path(path)
     manifest = read_manifest(directory)
-    expected = [keys.part_file_name(part) for part in range(manifest.num_parts)]
-    if [record.name for record in manifest.files] != expected:
-        raise StoreError(f"{directory}: the manifest lists {len(manifest.files)} files for {manifest.num_parts} parts")
+    problem = next(contradictions(manifest), None)
+    if problem:
+        raise StoreError(f"{directory / MANIFEST_NAME} contradicts itself: {problem}")
     return Store(directory, manifest, [TensorFile(directory / record.name, record) for record in manifest.files])

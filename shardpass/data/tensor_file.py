@@ -23,6 +23,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from shardpass.core.ranks import refuse_irregular
 from shardpass.errors import InternalError, StoreError
 
 _DTYPE_NAMES = {
@@ -33,16 +34,22 @@ _DTYPE_NAMES = {
 
 
 @dataclass(frozen=True)
-class Blocks:
-    """A tensor to be written: its dtype, its shape, and its rows in consecutive blocks."""
+class TensorInfo:
+    """The dtype and the shape of a tensor in a file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    blocks: Iterable[Tensor]
 
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Blocks(TensorInfo):
+    """A tensor to be written: its rows in consecutive blocks."""
+
+    blocks: Iterable[Tensor]
 
 
 @dataclass(frozen=True)
@@ -57,13 +64,11 @@ class FileRecord:
 
 def write_tensors(path: Path, tensors: Mapping[str, Blocks]) -> FileRecord:
     """The record of a new file with these tensors, which has been flushed to the disk."""
-    # widest type first, so that every tensor starts at a multiple of its own item size
-    keys = sorted(tensors, key=lambda key: -tensors[key].dtype.itemsize)
-    header = _header({key: tensors[key] for key in keys})
+    header, _ = header_of(tensors)
     checksums = {}
     with open(path, "xb") as file:
         file.write(header)
-        for key in keys:
+        for key in _in_order(tensors):
             digest, written = hashlib.sha256(), 0
             for block in tensors[key].blocks:
                 raw = _bytes_of(block)
@@ -80,17 +85,23 @@ def write_tensors(path: Path, tensors: Mapping[str, Blocks]) -> FileRecord:
     return FileRecord(path.name, size, hashlib.sha256(header).hexdigest(), checksums)
 
 
-def _header(tensors: Mapping[str, Blocks]) -> bytes:
+def _in_order(tensors: Mapping[str, TensorInfo]) -> list[str]:
+    """The keys, widest type first, so that every tensor starts at a multiple of its own item size."""
+    return sorted(tensors, key=lambda key: -tensors[key].dtype.itemsize)
+
+
+def header_of(tensors: Mapping[str, TensorInfo]) -> tuple[bytes, int]:
+    """The header of a file with these tensors, and the size of the whole file."""
     entries: dict[str, Any] = {}
     start = 0
-    for key, tensor in tensors.items():
-        end = start + tensor.num_bytes
-        dtype, shape = _DTYPE_NAMES[tensor.dtype], list(tensor.shape)
+    for key in _in_order(tensors):
+        end = start + tensors[key].num_bytes
+        dtype, shape = _DTYPE_NAMES[tensors[key].dtype], list(tensors[key].shape)
         entries[key] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
         start = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    return len(text).to_bytes(8, "little") + text, 8 + len(text) + start
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
@@ -112,13 +123,16 @@ class TensorFile:
     def __init__(self, path: Path, record: FileRecord) -> None:
         self.path, self.record = path, record
         try:
+            refuse_irregular(path)
             with open(path, "rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 length = file.read(8)
                 # a wrong length must not become a huge read
                 header = length + file.read(min(int.from_bytes(length, "little"), size))
         except OSError as error:
-            raise StoreError(f"{path} cannot be read ({error.strerror}); the store needs all its part files") from error
+            raise StoreError(
+                f"{path} cannot be read ({error.strerror or error}); the store needs all its part files"
+            ) from error
         if size != record.bytes:
             raise StoreError(
                 f"{path} has {size} bytes, its manifest says {record.bytes}: the file is torn or belongs to another "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from cli_helpers import cli, passed, refused
 
 import shardpass as sp
 from shardpass.cli.graphs import digits, powerlaw
-from shardpass.data import inspect_layers, open_store
+from shardpass.data import inspect_layers, open_store, read
 
 
 def test_npz_is_partitioned(tmp_path: Path) -> None:
@@ -107,6 +108,14 @@ def test_inspect_names_an_altered_file(tmp_path: Path) -> None:
     raw[-1] ^= 1
     file.write_bytes(raw)
     assert file.name in refused("inspect", tmp_path / "out", "--verify")
+
+
+def test_what_a_store_says_of_itself_is_shown_as_text(tmp_path: Path) -> None:
+    arrays = powerlaw(60, 4, channels=2)
+    graph = replace(read({**arrays, "[/red]": arrays["y"]}), source="[/x] \x1b[2J")
+    sp.partition(graph, tmp_path / "out", 2, "range")
+    text = passed("inspect", tmp_path / "out")
+    assert "from [/x] ?[2J" in text and "[/red]" in text and "\x1b" not in text
 
 
 def test_demo_graphs_are_what_they_say() -> None:

@@ -95,6 +95,19 @@ def test_resume_refuses_what_does_not_fit(store: Path, tmp_path: Path) -> None:
     assert "give its name" in refused("train", store, "--resume")
 
 
+@pytest.mark.parametrize("option", ["--checkpoint", "--profile", "--log"])
+def test_files_that_cannot_be_written_are_told_before_training(option: str, store: Path, tmp_path: Path) -> None:
+    (tmp_path / "a file").write_text("")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    (tmp_path / "folder").mkdir()
+    for name, words in (("a file/c", "cannot be written"), ("folder", "is a folder"), ("zero", "no regular file")):
+        if (option, name) == ("--log", "zero"):
+            continue  # a log may go to a device
+        assert words in refused("train", tmp_path / "no store yet", option, tmp_path / name)
+    passed("train", store, "--epochs", 1, option, tmp_path / "new" / "folder" / "c")
+    assert (tmp_path / "new" / "folder" / "c").is_file()
+
+
 def test_missing_fields_are_named(tmp_path: Path) -> None:
     arrays = powerlaw(120, 6, channels=3)
     masks = {name: arrays.pop(name) for name in list(arrays) if name.endswith("_mask")}

@@ -235,8 +235,10 @@ def test_progress_and_missing_parent(tmp_path):
     partition(awkward(), tmp_path / "store", 2, method="range", progress=lambda *call: calls.append(call))
     assert calls[:4] == [("read", 0, 1), ("read", 1, 1), ("assign", 0, 1), ("assign", 1, 1)]
     assert calls[4:] == [("sort", 0, 12), ("sort", 12, 12), ("write", 0, 2), ("write", 1, 2), ("write", 2, 2)]
-    with pytest.raises(StoreError, match="there is no directory"):
-        partition(awkward(), tmp_path / "no" / "store", 2)
+    partition(awkward(), tmp_path / "new" / "folder" / "store", 2, method="range")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match=r"cannot write .*store: .*file cannot be made"):
+        partition(awkward(), tmp_path / "file" / "store", 2)
 
 
 @pytest.mark.parametrize(("num_parts", "ranks"), [(1, 1), (7, 3), (8, 4), (5, 5), (32, 3)])

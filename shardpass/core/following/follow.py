@@ -11,7 +11,7 @@ are exact too, because a rank has all in-edges of its nodes. A model is refused 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -95,7 +95,7 @@ class FollowRows(torch_private.TorchDispatchMode):
     @property
     def has_mixtures(self) -> bool:
         """Whether a tensor that is alive was made of several rows, so that a message function may use one."""
-        return len(self.marks.mixtures) > 0
+        return bool(self.marks.mixtures)
 
     def forget(self, tensor: Tensor) -> None:
         """Know nothing of a tensor any more, because the engine has written into it."""
@@ -116,6 +116,17 @@ class FollowRows(torch_private.TorchDispatchMode):
                 yield
         finally:
             self.in_known = before
+
+    def following(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of the user's which a known module calls, and whose operations are followed."""
+
+        def followed(*args: Any, **kwargs: Any) -> Any:
+            with self.module(False):
+                out = function(*args, **kwargs)
+            self.marks.check_result(out)
+            return out
+
+        return followed
 
     @contextmanager
     def _switched(self, is_paused: bool) -> Iterator[None]:
@@ -153,7 +164,8 @@ class FollowRows(torch_private.TorchDispatchMode):
         leaves, structure = torch_private.tree_flatten((args, kwargs))
         rows = self._operands(leaves)
         mixtures = self.marks.mixtures
-        mixture = next((mixtures[leaf] for leaf in leaves if isinstance(leaf, Tensor) and leaf in mixtures), None)
+        found = (mixtures.get(leaf) for leaf in leaves if isinstance(leaf, Tensor))
+        mixture = next((one for one in found if one is not None), None) if mixtures else None
         if mixture is not None and (rows or needs_values(func)):
             raise mixture.refusal()
         if self.draws is not None and not rows and needs_values(func) and self._are_drawn(leaves):
@@ -172,7 +184,8 @@ class FollowRows(torch_private.TorchDispatchMode):
         else:
             self._note_origin(func, leaves, outs, is_seeded)
             if mixture is not None:
-                mixtures.update(dict.fromkeys(outs, mixture))
+                for one in outs:
+                    mixtures.add(one, mixture)
         return out
 
     def require(self, tensor: Tensor, of: RowSet) -> None:

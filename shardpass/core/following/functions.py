@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,12 +17,17 @@ from shardpass.core.following.user_line import user_line
 from shardpass.errors import RefusedError
 
 _LEAVES_TORCH = frozenset(["tolist", "numpy", "__array__"])
-_IN_PLACE_TOO = "add sub mul div true_divide floor_divide remainder fmod pow clamp fill".split()
+_IN_PLACE_TOO = (
+    "add sub mul div true_divide floor_divide remainder fmod pow clamp fill subtract multiply divide clip clamp_min "
+    "clamp_max masked_fill"
+).split()
 _TAKES_NUMBERS = frozenset(
-    "rsub float_power gt ge lt le eq ne tensor as_tensor full_like scalar_tensor".split()
+    "rsub float_power gt ge lt le eq ne tensor as_tensor full_like scalar_tensor hypot lerp where".split()
     + [name + ending for name in _IN_PLACE_TOO for ending in ("", "_")]
 )
 """Functions with numbers among their arguments that are no sizes."""
+_FILLS = {"full": 1, "new_full": 2}
+"""Functions that take sizes and then a number, and its place among the arguments."""
 
 
 class FollowFunctions(TorchFunctionMode):
@@ -33,6 +40,14 @@ class FollowFunctions(TorchFunctionMode):
     def __init__(self, follower: FollowRows) -> None:
         super().__init__()
         self.follower = follower
+        self._lengths: set[int] = set()
+        self._roots = {
+            value: of.name
+            for of in follower.marks.known
+            if of.count > 2
+            for value in (math.sqrt(of.count), math.log(of.count), of.count**-0.5)
+            if math.isqrt(of.count) ** 2 != of.count  # or else it may be any number
+        }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -40,16 +55,19 @@ class FollowFunctions(TorchFunctionMode):
         if self.follower.is_paused:
             return func(*args, **kwargs)
         first = args[0] if args and isinstance(args[0], Tensor) else None
+        if name == "register_hook" and first is not None and (rows := self._rows_of(first)) is not None:
+            return func(first, self._followed_hook(args[1], rows))
         if name in _LEAVES_TORCH and first is not None:
             self._refuse_to_leave(name, first)
         if name == "__len__" and first is not None and (rows := self._rows_of(first)) is not None:
-            raise RefusedError(
-                f"{user_line()}: `len` gives this rank's number of {rows.of.name} as a plain number, and nobody can "
-                f"follow what is computed from it. Write .size(0) in its place, which can be a size, or take the "
-                f"number of the whole graph (graph.total_nodes, graph.total_edges)"
-            )
+            self._lengths.add(rows.size)
         if name in _TAKES_NUMBERS:
             for number in (*args, *kwargs.values()):
+                if isinstance(number, OwnCount):
+                    number.refuse()
+                self._check_number(number)
+        if name in _FILLS:
+            for number in (*args[_FILLS[name] :][:1], kwargs.get("fill_value")):
                 if isinstance(number, OwnCount):
                     number.refuse()
         try:
@@ -62,6 +80,29 @@ class FollowFunctions(TorchFunctionMode):
         if first is not None and (name == "size" or (name == "__get__" and isinstance(out, torch.Size))):
             return self._counted(first, (*args[1:], *kwargs.values()), out)
         return out
+
+    def _followed_hook(self, hook: Callable[[Tensor], Any], rows: Rows) -> Callable[[Tensor], Any]:
+        """A hook of the user's that backward calls with the gradient of a tensor with rows."""
+
+        def followed(grad: Tensor) -> Any:
+            with self.follower, FollowFunctions(self.follower):
+                self.follower.marks.mark(grad, rows)
+                out = hook(grad)
+            self.follower.marks.check_result(out)
+            return out
+
+        return followed
+
+    def _check_number(self, number: Any) -> None:
+        """Refuse a plain number that was made of how many rows this rank has, which ``len`` and ``math`` give away."""
+        if not isinstance(number, (int, float)) or isinstance(number, (bool, OwnCount)):
+            return
+        if number in self._roots or any(number in (n, 1 / n) for n in self._lengths if n > 1):
+            raise RefusedError(
+                f"{user_line()}: computes with {number}, which is made of how many {self._roots.get(number, 'rows')} "
+                f"this rank holds, and differs on the whole graph. Use the numbers of the whole graph "
+                f"(graph.total_nodes, graph.total_edges)"
+            )
 
     def _rows_of(self, tensor: Tensor) -> Rows | None:
         with self.follower.paused():
@@ -98,7 +139,8 @@ class FollowFunctions(TorchFunctionMode):
         rows = self._rows_of(tensor)
         if rows is None or rows.size != rows.of.count:
             return out
-        count = RowCount.make(rows.size, rows.of)
+        of = next((known for known in self.follower.marks.known if known == rows.of), rows.of)  # it knows the total
+        count = RowCount.make(rows.size, of)
         if isinstance(out, torch.Size):
             return torch.Size(count if dim == rows.dim else size for dim, size in enumerate(out))
         return count if dims and dims[0] % tensor.dim() == rows.dim else out

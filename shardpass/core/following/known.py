@@ -8,13 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
 
 from shardpass.core.following.follow import FollowRows
+from shardpass.core.ranks import torch_private
 
 _LIBRARIES = ("torch.", "torch_geometric.", "dgl.", "shardpass.")
+
+
+def _is_of_user(value: Any) -> bool:
+    """Whether a value is a function of the user's, or another callable that is no module."""
+    if not callable(value) or isinstance(value, (nn.Module, type)):
+        return False
+    value = value.func if isinstance(value, partial) else value
+    value = value.__func__ if isinstance(value, MethodType) else value
+    module = value.__module__ if isinstance(value, FunctionType) else type(value).__module__
+    return not module.startswith((*_LIBRARIES, "builtins", "functools"))
 
 
 @contextmanager
@@ -26,10 +39,15 @@ def known_modules(model: nn.Module, is_known: Callable[[nn.Module], bool], follo
     with ExitStack() as hooks:
         for module in model.modules():
             known = is_known(module)
+            for name, value in [*vars(module).items()] if known else ():
+                if _is_of_user(value):  # such as an activation
+                    vars(module)[name] = follower.following(value)
+                    hooks.callback(vars(module).__setitem__, name, value)
             if known or not type(module).__module__.startswith(_LIBRARIES):
                 block = _Block(follower, known)
-                hooks.callback(module.register_forward_pre_hook(block.begin, prepend=True, with_kwargs=True).remove)
-                hooks.callback(module.register_forward_hook(block.end, always_call=True).remove)
+                # inside of the user's own hooks, which are followed
+                hooks.callback(module.register_forward_pre_hook(block.begin, with_kwargs=True).remove)
+                hooks.callback(module.register_forward_hook(block.end, prepend=True, always_call=True).remove)
         yield
 
 
@@ -41,7 +59,7 @@ class _Block:
         self._open: list[AbstractContextManager[None]] = []
         self._is_given_nothing = False
 
-    def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def begin(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self.is_known and not self.follower.is_paused:
             with self.follower.paused():
                 self.follower.marks.check_arguments((args, kwargs))
@@ -49,6 +67,10 @@ class _Block:
         block = self.follower.module(self.is_known)
         block.__enter__()
         self._open.append(block)
+        if not self.is_known:
+            return None
+        follow = self.follower.following
+        return torch_private.tree_map(lambda value: follow(value) if _is_of_user(value) else value, (args, kwargs))
 
     def end(self, module: nn.Module, args: Any, out: Any) -> None:
         if self._open:  # or else `begin` refused the arguments

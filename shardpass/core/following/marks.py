@@ -15,6 +15,36 @@ from shardpass.core.following.rows import Rows
 from shardpass.core.ranks import RowSet, torch_private
 
 
+class Mixtures:
+    """Tensors that were made of several rows, by their memory: what is a view or another name of one is one too."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[Any, Mixture]] = {}
+
+    def get(self, tensor: Tensor) -> Mixture | None:
+        """What `tensor` was made of; `None` if it is no mixture."""
+        if not self._found or (place := torch_private.storage_of(tensor)) is None:
+            return None
+        memory, mixture = self._found.get(place[0], (None, None))
+        return None if memory is None or memory.expired() else mixture
+
+    def add(self, tensor: Tensor, mixture: Mixture) -> None:
+        """Note that `tensor` is one."""
+        if (place := torch_private.storage_of(tensor)) is not None:
+            self._found[place[0]] = place[1], mixture
+
+    def pop(self, tensor: Tensor, default: None = None) -> None:
+        """Note that `tensor` is none."""
+        if self._found and (place := torch_private.storage_of(tensor)) is not None:
+            self._found.pop(place[0], default)
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return self.get(tensor) is not None
+
+    def __bool__(self) -> bool:
+        return any(not memory.expired() for memory, _ in self._found.values())
+
+
 @dataclass
 class Marks:
     """What is known of tensors, for as long as they live.
@@ -29,7 +59,7 @@ class Marks:
 
     rows: MutableMapping[Tensor, Rows] = field(default_factory=torch_private.WeakTensorKeyDictionary)
     origins: MutableMapping[Tensor, Origin] = field(default_factory=torch_private.WeakTensorKeyDictionary)
-    mixtures: MutableMapping[Tensor, Mixture] = field(default_factory=torch_private.WeakTensorKeyDictionary)
+    mixtures: Mixtures = field(default_factory=Mixtures)
     known: list[RowSet] = field(default_factory=list)
     verdicts: dict[Any, Any] = field(default_factory=dict)
     _selections: list[tuple[Tensor, int, RowSet]] = field(default_factory=list)
@@ -53,8 +83,9 @@ class Marks:
 
     def forget(self, tensor: Tensor) -> None:
         """Know nothing of a tensor any more."""
-        for kept in (self.rows, self.origins, self.mixtures):
+        for kept in (self.rows, self.origins):
             kept.pop(tensor, None)
+        self.mixtures.pop(tensor)
 
     def forget_selections(self) -> None:
         """Hold the masks of a forward that has ended no longer."""
@@ -105,8 +136,13 @@ class Marks:
     def check_result(self, result: Any) -> None:
         """Refuse a result of the model that was made of several rows."""
         for leaf in torch_private.tree_leaves(result):
-            if isinstance(leaf, Tensor) and leaf in self.mixtures:
-                raise self.mixtures[leaf].refusal()
+            if isinstance(leaf, Tensor) and (mixture := self.mixtures.get(leaf)) is not None:
+                raise mixture.refusal()
+
+    def check_kept(self, model: nn.Module) -> None:
+        """Refuse what a model keeps in buffers, parameters or attributes that was made of several rows."""
+        for module in model.modules() if self.mixtures else ():
+            self.check_result([*vars(module).values(), *module.parameters(False), *module.buffers(False)])
 
     def check_arguments(self, given: Any) -> None:
         """Refuse tensors among the arguments of a known module that have rows which are not those of the graph."""

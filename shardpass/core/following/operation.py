@@ -44,6 +44,11 @@ def needs_values(func: Any) -> bool:
     )
 
 
+def _is_every_row(index: Tensor, count: int) -> bool:
+    """Whether an index takes all rows in their order, as ``torch.arange`` does."""
+    return index.numel() == count and bool((index.flatten() == torch.arange(count, device=index.device)).all())
+
+
 class Operation:
     """One primitive operation that has rows among its operands, after it ran.
 
@@ -132,7 +137,7 @@ class Operation:
                 if self.shows_little:
                     self.marks.origins[out] = Origin.CONSTANT
                     continue
-                self.marks.mixtures[out] = Mixture(self.name, user_line(), self.first.of)
+                self.marks.mixtures.add(out, Mixture(self.name, user_line(), self.first.of))
                 continue
             self.marks.mark(out, rows)
             base = torch_private.base_of(out)
@@ -269,8 +274,8 @@ class Operation:
         found = self._of(index)
         if found is not None and found.points_to is not None and found.points_to.goes_with(table.of):
             return found
-        if found is None and self.marks.origins.get(index) == Origin.NUMBERS and table.of.count in index.shape:
-            return Rows([*index.shape].index(table.of.count), table.of)  # torch.arange: every row, in order
+        if found is None and self.marks.origins.get(index) == Origin.NUMBERS and _is_every_row(index, table.of.count):
+            return Rows([*index.shape].index(table.of.count), table.of)
         if found is None and self.marks.origins.get(index) == Origin.FREE and index.dim() == 1 and table.of.is_of_edges:
             drawn = RowSet(f"drawn {table.of.name}", index.numel(), ("drawn", object()), table.of.count)
             self.marks.mark(index, Rows(0, drawn, points_to=table.of))  # torch.randperm: what edge dropout keeps

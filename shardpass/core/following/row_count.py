@@ -48,7 +48,7 @@ class OwnCount(int):
     __radd__, __rmul__ = __add__, __mul__
 
     __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = _refused
-    __float__ = _refused
+    __float__ = __divmod__ = __rdivmod__ = bit_length = _refused
 
 
 class RowCount(OwnCount):
@@ -79,7 +79,17 @@ class RowCount(OwnCount):
         return RowCount.make(operation(int(self), *map(int, others)), self.of)
 
     def _compared(self, other: Any) -> int:
-        return int(self) if other == 0 or isinstance(other, RowCount) else self.refuse()
+        if isinstance(other, int) and not isinstance(other, RowCount) and other == 0 and self.of.total is not None:
+            return self.of.total  # a rank without rows takes the branch that the others take
+        return int(self) if isinstance(other, RowCount) or other == 0 else self.refuse()
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is int and other == self.of.total != self.of.count:
+            self.refuse()  # on the whole graph it is
+        return int(self) == other
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
 
     def __lt__(self, other: Any) -> bool:
         return self._compared(other) < other

@@ -21,8 +21,6 @@ from shardpass.core.ranks import Ranks, agree, fail_together
 from shardpass.core.training import read_verified, write_verified
 from shardpass.errors import RefusedError
 
-_ENTRY = "call-{:04}.safetensors"
-
 
 class Journal:
     """The results of the calls of one forward pass, in order.
@@ -43,7 +41,7 @@ class Journal:
             OSError: a rank cannot use its folder (on every rank).
         """
         self._progress, self._device = progress, comm.device
-        self.folder = folder / f"rank-{comm.rank}"
+        self.folder, self._fingerprint = folder / f"rank-{comm.rank}", fingerprint
         head = json.dumps({"fingerprint": fingerprint, "ranks": comm.size})
         kept = fail_together(comm, "journal: results kept", lambda: self._open(head, comm), OSError)
         self.num_known = min(count for (count,) in agree(comm, "journal: calls kept", [kept]))
@@ -52,7 +50,7 @@ class Journal:
     def _open(self, head: str, comm: Ranks) -> int:
         """How many results of this rank are there and whole, one after the other."""
         title = self.folder / "journal.json"
-        if not title.exists() or title.read_text() != head:
+        if not title.is_file() or title.read_bytes() != head.encode():
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder.mkdir(parents=True)
             title.write_text(head)
@@ -62,30 +60,45 @@ class Journal:
                 if number.isdecimal() and int(number) >= comm.size:
                     shutil.rmtree(other, ignore_errors=True)
         kept = 0
-        while (entry := self.folder / _ENTRY.format(kept)).exists():
+        while self._entry(kept).exists():
             try:
-                read_verified(entry)
+                self._read(kept)
             except ValueError as error:
                 warnings.warn(f"rank {comm.rank}: {error}. What it held is computed again", stacklevel=2)
                 break
             kept += 1
         return kept
 
+    def _entry(self, number: int) -> Path:
+        return self.folder / f"call-{number:04}.safetensors"
+
+    def _title(self, number: int) -> str:
+        """What an entry says of itself, since one that is whole may be in the place of another."""
+        return f"{self._fingerprint} {number}"
+
+    def _read(self, number: int) -> dict[str, Tensor]:
+        entry = self._entry(number)
+        title, found = read_verified(entry)
+        if title != self._title(number):
+            raise ValueError(f"{str(entry)!r} is of another call")
+        return found
+
     def result(self, name: str, compute: Callable[[], Any]) -> Any:
         """What the next call returns, a tensor or a tuple of tensors. It is read if every rank has it, or else kept."""
         if self._progress is not None:
             self._progress(name)
-        entry = self.folder / _ENTRY.format(self._next)
+        number = self._next
         self._next += 1
-        if self._next <= self.num_known:
-            found = {name: tensor.to(self._device) for name, tensor in read_verified(entry)[1].items()}
+        if number < self.num_known:
+            found = {name: tensor.to(self._device) for name, tensor in self._read(number).items()}
             return found["rows"] if "rows" in found else tuple(found[str(i)] for i in range(len(found)))
         try:
             rows = compute()
         except RefusedError:  # the caller may know another way
             self._next -= 1
             raise
-        write_verified(entry, {"rows": rows} if isinstance(rows, Tensor) else {str(i): r for i, r in enumerate(rows)})
+        tensors = {"rows": rows} if isinstance(rows, Tensor) else {str(i): r for i, r in enumerate(rows)}
+        write_verified(self._entry(number), tensors, self._title(number))
         return rows
 
     def remove(self) -> None:

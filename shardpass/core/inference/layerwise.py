@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shardpass.core.graphs import ShardedGraph
 from shardpass.core.inference.fingerprint import argument_lines, model_lines, tensor_line
 from shardpass.core.inference.journal import Journal
-from shardpass.core.ranks import Ranks, fail_together
+from shardpass.core.ranks import Ranks, fail_together, refuse_irregular
 from shardpass.core.sharding import NodeType
 from shardpass.core.training import alike
 
@@ -81,10 +81,7 @@ def infer(
 
 
 def _refuse_existing(path: Path, overwrite: bool) -> None:
-    if path.is_dir():
-        raise IsADirectoryError(f"{path} is a folder: give the name of a file")
-    if (path.exists() or path.is_symlink()) and not path.is_file():
-        raise OSError(f"{path} is no regular file, and will not be replaced: give another name")
+    refuse_irregular(path, "replaced")
     if path.exists() and not overwrite:
         raise FileExistsError(f"{path} exists: give another name, or overwrite=True (--overwrite)")
 

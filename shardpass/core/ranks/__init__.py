@@ -19,6 +19,7 @@ from shardpass.core.ranks.autograd_order import (
     refuse_inside_message,
     start_chain,
 )
+from shardpass.core.ranks.files import prepare_target, refuse_irregular
 from shardpass.core.ranks.on_ranks import OnRanks
 from shardpass.core.ranks.options import MODES, Mode, Options
 from shardpass.core.ranks.own_model import is_wrapped, refuse_shared_model
@@ -36,9 +37,11 @@ from shardpass.core.ranks.random import (
 )
 from shardpass.core.ranks.ranks import Ranks, unfollowed
 from shardpass.core.ranks.rows import RowSet, RowWatch
+from shardpass.core.ranks.schema import COUNT, mismatch
 from shardpass.core.ranks.units import bytes_text, describe, dtype_name, parse_bytes, parse_count
 
 __all__ = [
+    "COUNT",
     "MODES",
     "Mode",
     "OnRanks",
@@ -68,11 +71,14 @@ __all__ = [
     "is_differentiable",
     "is_wrapped",
     "linear_call",
+    "mismatch",
     "parse_bytes",
     "parse_count",
     "piece_seed",
+    "prepare_target",
     "refuse_double_backward",
     "refuse_inside_message",
+    "refuse_irregular",
     "refuse_shared_model",
     "replayed",
     "seed",

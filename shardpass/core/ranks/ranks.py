@@ -121,6 +121,11 @@ class Ranks(DelegatingCommunicator):
         return self.forward is not None and self.forward.rows is not None
 
     @property
+    def runs_user_code(self) -> bool:
+        """Whether what runs now is followed, and not a part of the engine or a known module."""
+        return self.forward is not None and self.forward.rows is not None and not self.forward.rows.is_paused
+
+    @property
     def has_mixtures(self) -> bool:
         """See `RowWatch.has_mixtures`."""
         return self.forward is not None and self.forward.rows is not None and self.forward.rows.has_mixtures

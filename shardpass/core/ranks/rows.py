@@ -54,6 +54,8 @@ class RowSet:
 class RowWatch(Protocol):
     """What follows rows through the operations of a model, while its outermost forward runs."""
 
+    is_paused: bool
+
     @property
     def has_mixtures(self) -> bool:
         """Whether a tensor that is alive was made of several rows, so that a message function may use one."""

@@ -53,6 +53,7 @@ __all__ = [
     "saved_tensor_hooks",
     "state_versions",
     "storage_number",
+    "storage_of",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
@@ -86,6 +87,15 @@ def base_of(tensor: Tensor) -> Tensor:
 def storage_number(storage: torch.UntypedStorage) -> int:
     """A number that tells `storage` from all others that are alive."""
     return storage._cdata
+
+
+def storage_of(tensor: Tensor) -> tuple[int, StorageWeakRef] | None:
+    """The number of the storage of `tensor` and a weak reference to it; `None` for a tensor without one."""
+    try:
+        storage = tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # sparse tensors, for example
+        return None
+    return storage_number(storage), StorageWeakRef(storage)
 
 
 def node_number(node: torch.autograd.graph.Node) -> int:

@@ -25,12 +25,11 @@ from shardpass.core.ranks import (
     torch_private,
 )
 from shardpass.core.training.buckets import broadcast_tensors
-from shardpass.core.training.checkpoint_file import decode, encode, read_file, write_file
+from shardpass.core.training.checkpoint_file import FORMAT, decode, encode, read_file, write_file
 from shardpass.core.training.gradients import forget_gradients
 from shardpass.core.training.verified_file import digest
 from shardpass.errors import CheckpointError
 
-FORMAT = 1
 Optimizer = torch.optim.Optimizer
 _T = TypeVar("_T")
 
@@ -56,7 +55,7 @@ def save_checkpoint(
     """Write model, optimizer, random states of all ranks, epoch and extra to one file, atomically. Collective.
 
     Args:
-        path: the file, replaced if it exists; only rank 0 needs to reach it.
+        path: the file, replaced if it exists; only rank 0 needs to reach it. Missing folders are made.
         comm: the ranks.
         model: the ``state_dict`` of rank 0 is saved, but rows owned by ranks (``shardpass_local``) of every rank.
         optimizer: any torch optimizer whose state is tensors and JSON values.
@@ -95,7 +94,9 @@ def load_checkpoint(
     *,
     graph: Any = None,
 ) -> dict[str, Any]:
-    """Restore what `save_checkpoint` wrote, on any number of ranks. Collective. Nothing changes if it is refused.
+    """Restore what `save_checkpoint` wrote, on any number of ranks. Collective.
+
+    Nothing changes if the checkpoint is refused, unless it was forged: its checksum fits, but its state does not.
 
     Args:
         path: the file; only rank 0 needs to reach it.
@@ -119,7 +120,7 @@ def load_checkpoint(
     _agreed(comm, lambda: _validate(Path(path), manifest, model, optimizer, graph, spans))
     tensors = _passed_on(manifest, read, comm, spans)
     _agreed(comm, lambda: _restore(manifest, tensors, model, optimizer))
-    same = _continue_random(manifest, tensors, comm)
+    same = _agreed(comm, lambda: _continue_random(manifest, tensors, comm))
     extra = decode(manifest["extra"], tensors)
     return {"epoch": manifest["epoch"], "extra": extra, "random": "restored" if same else "derived"}
 
@@ -175,13 +176,16 @@ def _passed_on(
 def _continue_random(manifest: dict[str, Any], tensors: dict[str, Tensor], comm: Ranks) -> bool:
     """Restore this rank's random state, or derive one on another number of ranks. Whether it was restored."""
     names = [name for name in manifest["local"] if name.startswith("random/")]
-    states = {name.removeprefix("random/"): tensors[name].view(manifest["ranks"], -1) for name in names}
     same = bool(manifest["ranks"] == comm.size)
-    with comm.random_lock():
-        if same:
-            set_random_state({kind: rows[comm.rank].clone() for kind, rows in states.items()})
-        else:
-            torch.manual_seed(derive_seed(digest(states["cpu"][0]), comm.size, comm.rank))
+    try:
+        states = {name.removeprefix("random/"): tensors[name].view(manifest["ranks"], -1) for name in names}
+        with comm.random_lock():
+            if same:
+                set_random_state({kind: rows[comm.rank].clone() for kind, rows in states.items()})
+            else:
+                torch.manual_seed(derive_seed(digest(states["cpu"][0]), comm.size, comm.rank))
+    except (RuntimeError, TypeError, KeyError) as error:
+        raise CheckpointError(f"the random state could not be restored: {error}") from error
     return same
 
 
@@ -239,8 +243,6 @@ def _validate(
 ) -> None:
     """Raise CheckpointError if the checkpoint does not fit what it is loaded into."""
     what = f"the checkpoint {str(path)!r}"
-    if manifest.get("format") != FORMAT:
-        raise CheckpointError(f"{what} has format {manifest.get('format')}, this version reads format {FORMAT}")
     for kind, found in zip(("graph", "partition"), _fingerprints(graph)):
         if None not in (found, manifest[kind]) and found != manifest[kind]:
             raise CheckpointError(
@@ -295,6 +297,8 @@ def _restore(
         model.load_state_dict(torch_private.with_versions(state, decode(manifest["model_metadata"], tensors)))
         if optimizer is not None:
             optimizer.load_state_dict(decode(manifest["optimizer"]["state"], tensors))
-    except (RuntimeError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"the state could not be restored: {error}") from error
+    except Exception as error:  # of libraries, which document few
+        raise CheckpointError(
+            f"the state could not be restored: {error}. Build the model and the optimizer again, which may be changed"
+        ) from error
     forget_gradients(model)

@@ -17,9 +17,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardpass.core.ranks import dtype_name
+from shardpass.core.ranks import COUNT, dtype_name, mismatch
 from shardpass.core.training.verified_file import read_verified, write_verified
 from shardpass.errors import CheckpointError
+
+FORMAT = 1
+_SCHEMA = {
+    "ranks": range(1, 2**31),
+    "epoch": int,
+    "local": [str],
+    "graph": (str, None),
+    "partition": (str, None),
+    "model": {"dict": list},
+    "model_metadata": dict,
+    "extra": object,
+    "optimizer": ({"class": str, "shapes": [[[COUNT]]], "state": dict}, None),
+}
 
 
 def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
@@ -79,7 +92,7 @@ def read_file(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
     Raises:
         CheckpointError: the file is missing, torn, altered, or something else.
     """
-    if not path.is_file():
+    if not path.exists():
         raise CheckpointError(f"there is no checkpoint {str(path)!r}")
     try:
         text, found = read_verified(path)
@@ -87,11 +100,29 @@ def read_file(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
         raise CheckpointError(f"the checkpoint {error}") from error
     if not text:
         raise CheckpointError(f"{str(path)!r} is no checkpoint: it has no manifest")
-    manifest: dict[str, Any] = json.loads(text)
     tensors.update(found)
-    for name in manifest["local"]:
-        tensors[name] = torch.cat([tensors.pop(f"{name}@{rank}") for rank in range(manifest["ranks"])])
+    try:
+        manifest = _checked(json.loads(text), tensors)
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(
+            f"the checkpoint {str(path)!r} is not as save_checkpoint writes it: {error or type(error).__name__}"
+        ) from error
     manifest["tensors"] = {
         name: [dtype_name(tensor.dtype), list(tensor.shape)] for name, tensor in sorted(tensors.items())
     }
     return manifest
+
+
+def _checked(manifest: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """The manifest, after its trees have been decoded once. Tensors that were stored per rank are joined."""
+    if isinstance(manifest, dict) and manifest.get("format") != FORMAT:
+        raise ValueError(f"it has format {manifest.get('format')}, this version reads format {FORMAT}")
+    problem = mismatch(manifest, _SCHEMA)
+    if problem:
+        raise ValueError(problem)
+    for name in manifest["local"]:
+        tensors[name] = torch.cat([tensors.pop(f"{name}@{rank}") for rank in range(manifest["ranks"])])
+    optimizer = manifest["optimizer"] and manifest["optimizer"]["state"]
+    for tree in (manifest["model"], manifest["model_metadata"], manifest["extra"], optimizer):
+        decode(tree, tensors)
+    return dict(manifest)

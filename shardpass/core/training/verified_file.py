@@ -11,17 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardpass.core.ranks import describe
+from shardpass.core.ranks import describe, refuse_irregular
 
 
 def write_verified(path: Path, tensors: dict[str, Tensor], text: str = "") -> None:
     """Write `text` and `tensors` under another name, flush them to the disk, and give the file its name.
 
-    If anything is raised, nothing is left behind, and an older file stays as it was.
+    Missing folders are made. If anything is raised, nothing is left behind, and an older file stays as it was.
+
+    Raises:
+        OSError: at `path` is something else than a regular file, or it cannot be written.
     """
     from safetensors.torch import save_file
 
+    refuse_irregular(path, "replaced")
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.unlink(missing_ok=True)  # and nothing that it may point to is written
     try:
         stored = dict(_storable(tensors))
         save_file(stored, temporary, metadata={"shardpass": text, "checksum": _checksum(text, stored)})
@@ -59,6 +65,7 @@ def read_verified(path: Path) -> tuple[str, dict[str, Tensor]]:
     from safetensors import safe_open
 
     try:
+        refuse_irregular(path)
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

@@ -3,7 +3,8 @@
 Both frontends use it. It knows modules and ranks; what stands for a graph is the frontend's.
 """
 
+from shardpass.core.wrapping.empty_rows import EmptyRows
 from shardpass.core.wrapping.outermost import FollowedCalls, OutermostCall
 from shardpass.core.wrapping.refusals import has_unknown_statistics, refuse_modules
 
-__all__ = ["FollowedCalls", "OutermostCall", "has_unknown_statistics", "refuse_modules"]
+__all__ = ["EmptyRows", "FollowedCalls", "OutermostCall", "has_unknown_statistics", "refuse_modules"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import MethodType
 from typing import Any
 
@@ -17,6 +18,7 @@ from shardpass.core.graphs import LoadedGraphs, NodeIds, node_embeddings
 from shardpass.core.memory import Checkpoint, recomputed_activations
 from shardpass.core.ranks import OnRanks, Ranks, chained, torch_private
 from shardpass.core.training import note_forward
+from shardpass.core.wrapping.empty_rows import EmptyRows
 
 
 class FollowedCalls:
@@ -92,7 +94,12 @@ class OutermostCall:
         if torch.is_grad_enabled() and self.comm.forward is None:
             note_forward(self.model)
         recomputes = self.checkpoint is not None and self.model.training
-        with recomputed_activations(self.comm, (args, kwargs), recomputes):
+        graphs = self.comm.caches.of(LoadedGraphs).graphs
+        lacks_rows = any(rows.count == 0 for graph in graphs for rows in graph.row_sets())
+        with (
+            recomputed_activations(self.comm, (args, kwargs), recomputes),
+            EmptyRows() if lacks_rows else nullcontext(),
+        ):
             return chained(self.comm, self._followed, function, args, kwargs)
 
     def _followed(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -117,6 +124,7 @@ class OutermostCall:
             forward.rows = None
             follower.marks.forget_selections()
         follower.marks.check_result(out)
+        follower.marks.check_kept(self.model)
         return out
 
     def is_known(self, module: nn.Module) -> bool:

@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from shardpass.core.ranks import refuse_irregular
 from shardpass.data.file_rows import loaded
 from shardpass.data.raw import EDGE, NODE, EdgeArrays, RawGraph
 from shardpass.data.readers.graph_files import columns_of, open_edges
 from shardpass.data.readers.mapping import count_nodes
+from shardpass.data.reading import reading
 from shardpass.data.rows import as_tensor
 from shardpass.data.streaming import Budget
 
@@ -69,4 +71,6 @@ def _load(values: Any, what: str) -> Any:
     if path.suffix != ".npy":
         raise ValueError(f"{what}: {path} is not an .npy file; save the array with numpy.save")
     # copy-on-write: the file is never changed, and rows are read when they are written to their part
-    return np.load(path, mmap_mode="c", allow_pickle=False)
+    with reading(path, "an .npy file of numbers"):
+        refuse_irregular(path)
+        return np.load(path, mmap_mode="c", allow_pickle=False)

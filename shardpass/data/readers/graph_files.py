@@ -12,11 +12,13 @@ from pathlib import Path
 
 from torch import Tensor
 
+from shardpass.core.ranks import refuse_irregular
 from shardpass.data.file_rows import FileRows
 from shardpass.data.raw import EDGE, NODE, EdgeArrays, RawGraph
 from shardpass.data.readers.mapping import count_nodes
 from shardpass.data.readers.parquet import parquet_edges, parquet_rows
 from shardpass.data.readers.text import is_text, text_edges, text_rows
+from shardpass.data.reading import reading
 from shardpass.data.streaming import Budget
 
 PathLike = str | os.PathLike[str]
@@ -144,11 +146,10 @@ def open_rows(path: Path, budget: Budget) -> FileRows:
 def _unpacked(path: Path, budget: Budget) -> FileRows:
     """An array of an `.npz` archive, such as ``graph.npz/x.npy``, copied to a temporary file."""
     copy = budget.file()
-    try:
+    with reading(path.parent, "an .npz of plain arrays"):
+        refuse_irregular(path.parent)
         with zipfile.ZipFile(path.parent) as archive, archive.open(path.name) as packed, open(copy, "wb") as file:
             shutil.copyfileobj(packed, file, 1 << 24)
-    except (zipfile.BadZipFile, EOFError) as error:
-        raise ValueError(f"{path.parent} cannot be read as an .npz of plain arrays: {error}") from error
     return FileRows.of_npy(copy, path)
 
 

@@ -17,7 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
+from shardpass.core.ranks import refuse_irregular
 from shardpass.data.raw import EDGE, NODE, EdgeType, NodeType
+from shardpass.data.reading import reading
 
 _NAMES = {
     "edge": "edge_index",
@@ -78,10 +80,14 @@ def find_arrays(folder: Path) -> OgbArrays:
 
 
 def _several_types(raw: Path, splits: list[Path]) -> OgbArrays:
-    types, counts = _lines(raw / "num-node-dict.csv.gz")[:2]
-    num_nodes = {kind: int(count) for kind, count in sorted(zip(types, counts))}
+    path = raw / "num-node-dict.csv.gz"
+    with reading(path, "numbers of nodes"):
+        types, counts = _lines(path)[:2]
+        num_nodes = {kind: int(count) for kind, count in sorted(zip(types, counts))}
     tables = {kind: {**_tables(raw / "node-feat" / kind), **_tables(raw / "node-label" / kind)} for kind in num_nodes}
-    triplets = sorted(_lines(raw / "triplet-type-list.csv.gz"))
+    path = raw / "triplet-type-list.csv.gz"
+    with reading(path, "types of edges"):
+        triplets = sorted((s, relation, d) for s, relation, d in _lines(path))
     folders = {(s, relation, d): raw / "relations" / f"{s}___{relation}___{d}" for s, relation, d in triplets}
     return OgbArrays(
         num_nodes,
@@ -102,10 +108,9 @@ def _members(archive: Path) -> _Arrays:
     """The arrays of an `.npz` archive, if there is one."""
     if not archive.exists():
         return {}
-    try:
+    with reading(archive, "an .npz of plain arrays"):
+        refuse_irregular(archive)
         names = zipfile.ZipFile(archive).namelist()
-    except zipfile.BadZipFile as error:
-        raise ValueError(f"{archive} cannot be read as an .npz of plain arrays: {error}") from error
     return {_NAMES.get(name.removesuffix(".npy"), name.removesuffix(".npy")): archive / name for name in names}
 
 
@@ -122,13 +127,11 @@ def _edges(arrays: _Arrays, folder: Path) -> Path:
 def _num_nodes(arrays: _Arrays, raw: Path) -> int:
     """The number of nodes of the only graph in a dataset."""
     path = arrays.get("num_nodes_list", raw / "num-node-list.csv.gz")
-    try:
+    with reading(path, "a number of nodes"):
         if path.suffix == ".npy":
             counts = np.load(path.parent, allow_pickle=False)[path.stem].reshape(-1).tolist()
         else:
             counts = [int(line[0]) for line in _lines(path)]
-    except (zipfile.BadZipFile, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
     if len(counts) != 1:
         raise ValueError(f"{path} tells of {len(counts)} graphs; expected a node dataset, which is one graph")
     return int(counts[0])
@@ -137,8 +140,7 @@ def _num_nodes(arrays: _Arrays, raw: Path) -> int:
 def _lines(path: Path) -> list[list[str]]:
     if not path.exists():
         raise ValueError(f"{path} is missing; expected the whole directory as OGB writes it")
-    try:
+    with reading(path, "lines of text"):
+        refuse_irregular(path)
         with gzip.open(path, "rt", encoding="utf-8", newline="") as file:
             return [line for line in csv.reader(file) if line]
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error

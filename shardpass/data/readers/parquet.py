@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from shardpass.core.ranks import refuse_irregular
 from shardpass.data.file_rows import FileRows, RowWriter
 from shardpass.data.raw import EdgeArrays
 from shardpass.data.readers.column_names import in_order, place_of
+from shardpass.data.reading import reading
 from shardpass.data.streaming import Budget
 from shardpass.errors import require
 
@@ -80,21 +82,29 @@ def _opened(path: Path) -> Any:
     files = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
     if not files:
         raise ValueError(f"{path} is a folder without .parquet files")
-    try:
+    with reading(path, "a Parquet file"):
+        for file in files:
+            refuse_irregular(file)
         return dataset.dataset([str(file) for file in files], format="parquet")
-    except (ValueError, OSError) as error:
-        raise ValueError(f"{path} cannot be read as a Parquet file: {error}") from error
 
 
 def _blocks(table: Any, path: Path, names: list[str], budget: Budget) -> Iterator[tuple[int, list[np.ndarray]]]:
     """Some columns of a dataset, block by block: the number of the first row, and an array for each column."""
-    total, done = max(1, table.count_rows()), 0
+    done = 0
     # by default pyarrow reads far ahead, with many threads
     ahead: dict[str, Any] = {"use_threads": False, "batch_readahead": 1, "fragment_readahead": 1}
-    for batch in table.to_batches(columns=names, batch_size=_BATCH_ROWS, **ahead):
+    with reading(path, "a Parquet file"):
+        total = max(1, table.count_rows())
+        batches = table.to_batches(columns=names, batch_size=_BATCH_ROWS, **ahead)
+    while True:
+        with reading(path, "a Parquet file"):
+            batch = next(batches, None)
+            if batch is None:
+                break
+            columns = zip(batch.schema.names, batch.columns)
+            arrays = [_numbers(column, f"{path}, column {name!r}", done) for name, column in columns]
         budget.report("read", done, total)
-        columns = zip(batch.schema.names, batch.columns)
-        yield done, [_numbers(column, f"{path}, column {name!r}", done) for name, column in columns]
+        yield done, arrays
         done += batch.num_rows
     budget.report("read", total, total)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import io
 import warnings
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,9 +12,11 @@ from typing import IO, Any
 
 import numpy as np
 
+from shardpass.core.ranks import refuse_irregular
 from shardpass.data.file_rows import FileRows, RowWriter
 from shardpass.data.raw import EdgeArrays
 from shardpass.data.readers.column_names import in_order
+from shardpass.data.reading import reading
 from shardpass.data.streaming import Budget
 
 _BLOCK_ROWS = 1 << 18
@@ -113,12 +114,11 @@ def _delimiter(path: Path) -> str | None:
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[IO[bytes], IO[str]]]:
     """The file as it is, which tells how much has been read, and its text."""
-    with open(path, "rb") as raw:
-        content: Any = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
-        try:
+    with reading(path, "text"):
+        refuse_irregular(path)
+        with open(path, "rb") as raw:
+            content: Any = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
             yield raw, io.TextIOWrapper(content, encoding="utf-8")
-        except (EOFError, gzip.BadGzipFile, zlib.error, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} cannot be read as text: {error}") from error
 
 
 def _is_number(word: str) -> bool:

@@ -19,10 +19,10 @@ from torch.utils.checkpoint import checkpoint
 from shardpass.core.exchange import scatter_to_owners
 from shardpass.core.following import unfollowed_anywhere
 from shardpass.core.ranks import agree
+from shardpass.core.wrapping import EmptyRows
 from shardpass.frontends.dgl import readouts
 from shardpass.frontends.dgl.attention import Attends
 from shardpass.frontends.dgl.closed import refused
-from shardpass.frontends.dgl.empty import EmptyRows
 from shardpass.frontends.dgl.graph import ShardedDGLGraph
 from shardpass.frontends.dgl.private import with_names
 

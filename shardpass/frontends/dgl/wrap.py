@@ -20,11 +20,10 @@ from shardpass.core.training import (
     shared_copy,
     sync_parameters,
 )
-from shardpass.core.wrapping import FollowedCalls, OutermostCall
+from shardpass.core.wrapping import EmptyRows, FollowedCalls, OutermostCall
 from shardpass.errors import RefusedError
 from shardpass.frontends.dgl.closed import refused
 from shardpass.frontends.dgl.convert import graph as to_dgl
-from shardpass.frontends.dgl.empty import EmptyRows
 from shardpass.frontends.dgl.graph import ShardedDGLGraph
 from shardpass.frontends.dgl.layers import adapt
 from shardpass.frontends.dgl.refusals import refuse_unsupported

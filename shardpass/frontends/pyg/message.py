@@ -47,10 +47,23 @@ class MessageFunction:
                 given[name] = value.message(inputs, f"{name}:")
             with holding(conv, {name: given[name] for name in self._held}):
                 wanted = conv.inspector.collect_param_data("message", given)
-                messages = with_hooks(conv, "message", (wanted,), lambda found: conv.message(**found))
+                try:
+                    messages = with_hooks(conv, "message", (wanted,), lambda found: conv.message(**found))
+                except (RuntimeError, IndexError) as error:
+                    raise self._explained(error, inputs) from error
         if not isinstance(messages, (Tensor, tuple, list)):
             raise RefusedError(f"message() returns a {type(messages).__name__}: return a tensor, or a tuple of them")
         return rows_first(messages, conv.node_dim)
+
+    def _explained(self, error: Exception, inputs: Inputs) -> Exception:
+        """What to raise where `message` failed on some edges: it may read a tensor of all edges that `forward` kept."""
+        for name, kept in vars(self._conv).items():
+            if isinstance(kept, Tensor) and kept.dim() and kept.size(0) not in (1, inputs.index.numel()):
+                return RefusedError(
+                    f"message() fails on some of the edges ({error}). Does it read `self.{name}`, which has "
+                    f"{kept.size(0)} rows? Messages are computed in pieces: pass it to propagate() as an argument"
+                )
+        return error
 
     def side_by_side(self, inputs: Inputs) -> Tensor:
         """The messages of some edges, and what `message` stored on the layer, side by side: ``[E, columns]``."""

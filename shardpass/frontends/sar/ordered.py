@@ -20,7 +20,7 @@ from torch import nn
 
 from shardpass.core.ranks import drop_chain, end_chain, start_chain, torch_private
 from shardpass.core.training import DistributedBatchNorm
-from shardpass.frontends.dgl.empty import EmptyRows
+from shardpass.core.wrapping import EmptyRows
 from shardpass.frontends.dgl.graph import ShardedDGLGraph
 from shardpass.frontends.dgl.layers import adapt
 from shardpass.frontends.dgl.refusals import refuse_unsupported

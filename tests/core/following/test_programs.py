@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math  # noqa: F401  (the programs use it)
+
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: F401  (the programs use it)
@@ -76,6 +78,7 @@ ROW_WISE = """
 torch.where(h > 0, h, -h)
 h.softmax(1)
 h.view(h.size(0) * 2, 4).view(h.shape[0], 8)
+h.view(len(h), 2, 4).flatten(1)
 p.ln(h)
 F.dropout(h)
 h.view(N, 2, 4).transpose(1, 2).reshape(N, 8)
@@ -208,7 +211,12 @@ F.one_hot(y)
 h.mean(0)
 h / h.size(0)
 h / len(h)
-h.view(len(h), 2, 4)
+h * (1 / len(h))
+h / math.log(h.size(0))
+h[torch.arange(h.size(0)).flip(0)]
+h[(torch.arange(N) - 1).clamp(0)]
+h.clip(max=h.size(0))
+h + h.new_full((1,), h.size(0))
 h if x.shape[0] > 1000 else -h
 h * (1 / y.size(0))
 h + torch.tensor(h.size(0)).log()

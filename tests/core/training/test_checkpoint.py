@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -11,9 +12,10 @@ from torch import nn
 
 from shardpass.core.training.checkpoint import load_checkpoint, save_checkpoint
 from shardpass.core.training.gradients import note_forward, sync_gradients, sync_parameters
-from shardpass.core.training.verified_file import write_verified
+from shardpass.core.training.verified_file import read_verified, write_verified
 from shardpass.errors import CheckpointError
 from shardpass.testing.run import run
+from tests.forged import changed, leaves
 
 pytest.importorskip("safetensors", reason="checkpoints are safetensors files")
 
@@ -232,6 +234,66 @@ def test_missing_torn_and_altered_files_are_refused_by_name(tmp_path):
     refused(tmp_path / "other", "other' is no file of shardpass")
 
 
+HOSTILE = [KeyError, None, True, -1, 10**30, "other", [], {}, [["a", {"tensor": 1}]], {"dict": [[[], 1]]}]
+
+
+def test_forged_checkpoints_are_refused_or_load(tmp_path, monkeypatch):
+    """The checksum fits, and any value of the manifest is another one."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    extra = {"best": [1, (2.0, torch.ones(1))]}
+    run(lambda comm: save_checkpoint(tmp_path / "a", comm, model, optimizer, extra=extra), 1)
+    text, tensors = read_verified(tmp_path / "a")
+    documents = [changed(json.loads(text), path, value) for path in leaves(json.loads(text)) for value in HOSTILE]
+
+    def body(comm):
+        refusals = 0
+        for document in documents:
+            write_verified(tmp_path / "b", tensors, json.dumps(document))
+            try:
+                load_checkpoint(tmp_path / "b", comm, model, optimizer)
+            except CheckpointError:
+                refusals += 1
+        return refusals
+
+    assert run(body, 1)[0] > len(documents) / 2
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 10**6, "{", "[]", "1", '{"format": 2}', '{"format": 1}', json.dumps({"format": 1, "local": {}})]
+)
+def test_manifests_that_are_none(tmp_path, text):
+    write_verified(tmp_path / "a", {"rows": torch.ones(1)}, text)
+    refused(tmp_path / "a", "a' is not as save_checkpoint writes it: ")
+
+
+SPECIAL = {
+    "a pipe": os.mkfifo,
+    "an endless device": lambda path: path.symlink_to("/dev/zero"),
+    "a folder": lambda path: path.mkdir(),
+    "a link to nothing": lambda path: path.symlink_to("nothing"),
+}
+
+
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_what_is_no_regular_file_is_neither_read_nor_replaced(tmp_path, kind):
+    SPECIAL[kind](tmp_path / "a")
+    refused(tmp_path / "a", "no regular file|is a folder|there is no checkpoint", ranks=1)
+
+    def body(comm):
+        with pytest.raises(CheckpointError, match=r"could not be written: .*(no regular file|is a folder)"):
+            save_checkpoint(tmp_path / "a", comm, Net())
+
+    run(body, 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["a"] and not (tmp_path / "a").is_file()
+
+
+def test_missing_folders_are_made(tmp_path):
+    write(tmp_path / "new" / "folder" / "a")
+    assert run(lambda comm: load_checkpoint(tmp_path / "new" / "folder" / "a", comm, Net())["epoch"], 1) == [0]
+
+
 def test_another_file_of_shardpass_is_no_checkpoint(tmp_path):
     write_verified(tmp_path / "entry", {"rows": torch.ones(1)})
     refused(tmp_path / "entry", "entry' is no checkpoint")
@@ -326,7 +388,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
         with pytest.raises(CheckpointError, match=r"a' could not be written: no space left .*\(found on rank 0\)"):
             save_checkpoint(tmp_path / "a", comm, Net())
         with pytest.raises(CheckpointError, match="could not be written"):
-            save_checkpoint(tmp_path / "missing" / "a", comm, Net())
+            save_checkpoint(tmp_path / "a" / "b", comm, Net())
         return True
 
     assert all(run(body, 2))

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from shardpass.core.ranks import refuse_irregular
 from shardpass.data.raw import EdgeType
 
 
@@ -106,14 +107,15 @@ def read_config(path: Path) -> Config:
         ValueError: when the JSON is missing, altered, or of a version that cannot be read. The error names it.
     """
     try:
+        refuse_irregular(path)
         raw = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is cut short or altered: it is not JSON ({error})") from error
     try:
         return _parsed(path, raw)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise ValueError(
             f"{path} does not describe a DGL partition ({type(error).__name__}: {error}); expected the JSON that "
             "dgl.distributed.partition_graph wrote with DGL 1.0 or newer, without use_graphbolt=True"

@@ -23,25 +23,25 @@ def read_fields(labels: Sequence[str], ranges: IdRanges, paths: Sequence[Path]) 
     Raises:
         ValueError: when a part lacks a field, or has it in another dtype or shape. The error names the file.
     """
-    found: list[dict[str, Stored]] = [{} for _ in labels]
     pieces = [{owner_of(key, labels, path): piece for key, piece in read_tensors(path).items()} for path in paths]
-    for part, path in enumerate(paths):
-        for number, name in sorted(key for keys in pieces for key in keys):
-            rows, label = ranges.rows(number, part), labels[number]
-            if rows.start == rows.stop:
-                continue
+    found: list[dict[str, Tensor]] = [{} for _ in labels]
+    for number, name in sorted({key for keys in pieces for key in keys}):
+        label, parts = labels[number], [part for part in range(len(paths)) if ranges.sizes[number, part]]
+        stored: list[Stored] = []  # all are checked before memory is taken for any
+        for part in parts:
             if (number, name) not in pieces[part]:
-                raise ValueError(f"{path} has no {name!r} of {label!r}, which other parts have")
-            piece = pieces[part][number, name]
-            whole = found[number].setdefault(name, _empty(ranges.totals[number], piece))
-            expected = (rows.stop - rows.start, *whole.values.shape[1:])
-            if (piece.dtype, piece.values.shape) != (whole.dtype, expected):
+                raise ValueError(f"{paths[part]} has no {name!r} of {label!r}, which other parts have")
+            stored.append(pieces[part][number, name])
+            dtype, expected = stored[0].dtype, (int(ranges.sizes[number, part]), *stored[0].values.shape[1:])
+            if (stored[-1].dtype, stored[-1].values.shape) != (dtype, expected):
                 raise ValueError(
-                    f"{path} is altered: {name!r} of {label!r} is {piece.dtype} {list(piece.values.shape)}; "
-                    f"expected {whole.dtype} {list(expected)}, as in other parts"
+                    f"{paths[part]} is altered: {name!r} of {label!r} is {stored[-1].dtype} "
+                    f"{list(stored[-1].values.shape)}; expected {dtype} {list(expected)}, as in other parts"
                 )
-            whole.values[rows] = piece.values
-    return [{name: _as_tensor(name, stored) for name, stored in fields.items()} for fields in found]
+        if stored:
+            rows = torch.from_numpy(np.concatenate([piece.values for piece in stored]))
+            found[number][name] = as_mask(name, rows.view(stored[0].dtype))
+    return found
 
 
 def owner_of(key: str, labels: Sequence[str], path: Path) -> tuple[int, str]:
@@ -55,15 +55,6 @@ def owner_of(key: str, labels: Sequence[str], path: Path) -> tuple[int, str]:
         raise ValueError(f"{path}: {key!r} belongs to no type; expected <type>/<name> with one of {list(labels)}")
     label = max(owners, key=len)  # a type's name may itself contain a slash
     return labels.index(label), key[len(label) + 1 :]
-
-
-def _empty(count: int, like: Stored) -> Stored:
-    shape = (count, *like.values.shape[1:])
-    return Stored(np.empty(shape, like.values.dtype.newbyteorder("=")), like.dtype)
-
-
-def _as_tensor(name: str, stored: Stored) -> Tensor:
-    return as_mask(name, torch.from_numpy(stored.values).view(stored.dtype))
 
 
 def as_mask(name: str, rows: Tensor) -> Tensor:

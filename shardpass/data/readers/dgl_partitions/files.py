@@ -138,7 +138,7 @@ def _parsed(path: Path, parse: Callable[[_Cursor], T]) -> T:
     cursor = _Cursor(content)
     try:
         return parse(cursor)
-    except ValueError as error:
+    except (ValueError, LookupError, OverflowError) as error:
         raise ValueError(
             f"{path} is cut short or altered ({error}, at byte {cursor.position} of {content.size}); "
             "copy it again, or partition the graph again with DGL 1.0 or newer"

@@ -54,6 +54,14 @@ def _parts(nodes: IdRanges) -> list[torch.Tensor]:
 
 def _read_edges(config: Config) -> list[EdgeArrays]:
     """The edges of each type, by the numbers of nodes and edges within their types."""
+    for part, files in enumerate(config.parts):  # before memory is taken for what the JSON claims
+        size = files.graph.stat().st_size if files.graph.is_file() else None
+        claimed = config.nodes.count(part) + config.edges.count(part)
+        if size is not None and size < claimed:
+            raise ValueError(
+                f"{files.graph} is cut short or altered ({size} bytes for {claimed} nodes and edges); copy it again, "
+                f"or correct {config.path}"
+            )
     src, dst = np.empty((2, sum(config.edges.totals)), np.int64)
     for part, files in enumerate(config.parts):
         edge_ids, src_ids, dst_ids = own_edges(config, part, read_part_graph(files.graph))
