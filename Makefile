@@ -1,4 +1,4 @@
-# make demo | test | test-long | bench | docs | clean. The first call sets up .venv; later ones are quick.
+# make demo | test | test-long | bench | faults | docs | clean. The first call sets up .venv; later ones are quick.
 # Another interpreter: make PYTHON=python3.12 ...
 
 # Each candidate is run, not only looked up: a version manager's shim may stand for a Python that is not there.
@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help setup demo test lint docs test-long bench clean
+.PHONY: help setup demo test lint docs test-long bench faults clean
 .DEFAULT_GOAL := help
 
 help:
@@ -16,6 +16,7 @@ help:
 	@echo "make test       lint, types, docs and the default tests"
 	@echo "make test-long  the tests that take minutes each"
 	@echo "make bench      memory benchmark; writes benchmarks/reports/"
+	@echo "make faults     faults injected into running jobs, about 150; writes benchmarks/reports/"
 	@echo "make clean      remove .venv and everything made"
 
 setup: $(VENV)/.installed
@@ -60,6 +61,9 @@ test-long: setup
 
 bench: setup
 	$(BIN)/python -m benchmarks.report
+
+faults: setup
+	$(BIN)/python -m benchmarks.faults
 
 clean:
 	rm -rf $(VENV) build dist site out demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -23,6 +23,7 @@ def connect(
     group: Any = None,
     timeout: float = backends.DEFAULT_TIMEOUT,
     connect_timeout: float | None = None,
+    host_timeout: float | None = None,
 ) -> Ranks:
     """This process's end of the run it was started in. Collective over the processes of the run.
 
@@ -30,7 +31,8 @@ def connect(
     (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT); an MPI launcher; an srun step; a single process.
 
     With more than one rank, an exception that ends this process's script also ends the other ranks, with its words:
-    `sys.excepthook` is extended for that (the one in place runs first).
+    `sys.excepthook` is extended for that (the one in place runs first). A rank that its launcher ends with SIGTERM says
+    why, if nothing else handles this signal.
 
     Ranks that share cores divide them: where the environment variable ``OMP_NUM_THREADS`` is not set, torch's computing
     threads become at most the usable cores divided by the ranks on them (`torch.set_num_threads`). Never more threads
@@ -44,6 +46,8 @@ def connect(
         timeout: seconds a wait for another rank may take. A dead rank is found by other means, and at once.
         connect_timeout: seconds the other ranks may take to come; default: the environment variable
             ``SHARDPASS_CONNECT_TIMEOUT``, or 60.
+        host_timeout: seconds after which a host that does not answer is lost, which ends every rank; default: the
+            environment variable ``SHARDPASS_HOST_TIMEOUT``, or 30. A process that is stopped or slow is waited for.
 
     Raises:
         CommunicationError: when the other ranks cannot be reached, or are more or fewer than the launcher started.
@@ -51,7 +55,13 @@ def connect(
     """
     return Ranks(
         backends.connect(
-            backend, ranks=ranks, device=device, group=group, timeout=timeout, connect_timeout=connect_timeout
+            backend,
+            ranks=ranks,
+            device=device,
+            group=group,
+            timeout=timeout,
+            connect_timeout=connect_timeout,
+            host_timeout=host_timeout,
         )
     )
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import sys
 from datetime import timedelta
-from multiprocessing.util import Finalize
 from time import monotonic, sleep
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -16,14 +12,17 @@ import torch.distributed as dist
 
 from shardpass.backends.base import BaseCommunicator
 from shardpass.backends.communicator import Communicator
-from shardpass.backends.failure import first_failure, reason_of
+from shardpass.backends.ending import end_all_on_exception, launcher
+from shardpass.backends.hosts import machine
 from shardpass.backends.launch import Launch, detect, local_rank
 from shardpass.backends.local import LocalCommunicator
 from shardpass.backends.mpi import MpiCommunicator
 from shardpass.backends.raw import DEFAULT_TIMEOUT
-from shardpass.errors import CommunicationError, MissingDependencyError, PeerFailure, require
+from shardpass.backends.watch import DEFAULT_HOST_TIMEOUT, WatchedCommunicator
+from shardpass.errors import CommunicationError, MissingDependencyError, require
 
 TIMEOUT_VARIABLE = "SHARDPASS_CONNECT_TIMEOUT"
+HOST_VARIABLE = "SHARDPASS_HOST_TIMEOUT"
 _BACKENDS = ("auto", "local", "torch_distributed", "mpi")
 
 
@@ -35,6 +34,7 @@ def connect(
     group: Any = None,
     timeout: float = DEFAULT_TIMEOUT,
     connect_timeout: float | None = None,
+    host_timeout: float | None = None,
     launch: Launch | None = None,
 ) -> Communicator:
     """The communicator of this process. Collective over the processes of the run. See `shardpass.connect`.
@@ -47,18 +47,23 @@ def connect(
         ValueError: an unknown backend, or ``ranks`` differs from the number of ranks.
     """
     launch, device = launch or detect(), _device(device)
+    limit = float(os.environ.get(TIMEOUT_VARIABLE, "60")) if connect_timeout is None else connect_timeout
+    lost = float(os.environ.get(HOST_VARIABLE, DEFAULT_HOST_TIMEOUT)) if host_timeout is None else host_timeout
+    if lost <= 0:
+        raise ValueError(f"connect: host_timeout is {lost}, but it must be a positive number of seconds")
     chosen = _choose(backend, launch, group)
     if chosen == "mpi":
-        comm: BaseCommunicator = MpiCommunicator.from_mpi(group, device, timeout)
+        comm: BaseCommunicator = MpiCommunicator.from_mpi(group, device, timeout, limit, lost)
     elif chosen == "torch_distributed":
-        limit = float(os.environ.get(TIMEOUT_VARIABLE, "60")) if connect_timeout is None else connect_timeout
-        comm = _connect_torch(launch, group, device, timeout, limit)
+        comm = _connect_torch(launch, group, device, timeout, limit, lost)
     else:
         comm = LocalCommunicator(device)
     _check_size(comm, launch, group, ranks)
     if comm.size > 1:
-        _end_all_on_exception(comm)
+        end_all_on_exception(comm)
         _share_cores(comm)
+    if isinstance(comm, WatchedCommunicator) and comm.watch is not None:
+        comm.watch.guard(launcher())
     return comm
 
 
@@ -123,11 +128,11 @@ def _share_cores(comm: Communicator) -> None:
     Ranks that a launcher has bound to cores of their own (srun, mpirun) share with nobody.
     """
     mine = _usable_cores()
-    masks = comm.all_gather_object(hex(sum(1 << core for core in mine)), "usable cores")
+    every = comm.all_gather_object([machine(), hex(sum(1 << core for core in mine))], "usable cores")
     if os.environ.get("OMP_NUM_THREADS"):
         return
-    wanted = int(masks[comm.rank], 16)
-    sharing = sum(1 for rank in comm.local_ranks if int(masks[rank], 16) & wanted)
+    here, wanted = every[comm.rank]
+    sharing = sum(1 for where, mask in every if where == here and int(mask, 16) & int(wanted, 16))
     if sharing > 1:
         torch.set_num_threads(min(torch.get_num_threads(), max(1, len(mine) // sharing)))
 
@@ -138,39 +143,12 @@ def _usable_cores() -> set[int]:
     return set(range(os.cpu_count() or 1))
 
 
-def _end_all_on_exception(comm: BaseCommunicator) -> None:
-    """Have every rank told of an exception that ends this process.
-
-    A child of multiprocessing ends without ``sys.excepthook`` and, if it was forked, without ``atexit``. It runs its
-    finalizers, while the exception that ends it is still being handled.
-    """
-    previous = sys.excepthook
-
-    def tell(error: BaseException) -> None:
-        if not isinstance(error, PeerFailure):
-            reason = reason_of(error)
-            print(f"shardpass: {first_failure(comm.rank, reason)}", file=sys.stderr, flush=True)
-            comm.announce(reason)
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        previous(kind, error, trace)
-        tell(error)
-
-    def end_child() -> None:
-        error = sys.exc_info()[1]
-        if isinstance(error, Exception):
-            tell(error)
-        comm.close()
-
-    sys.excepthook = hook
-    if multiprocessing.parent_process() is not None:
-        Finalize(None, end_child, exitpriority=0)
-
-
 # ---- torch.distributed
 
 
-def _connect_torch(launch: Launch, group: Any, device: torch.device, timeout: float, limit: float) -> BaseCommunicator:
+def _connect_torch(
+    launch: Launch, group: Any, device: torch.device, timeout: float, limit: float, lost: float
+) -> BaseCommunicator:
     from shardpass.backends.torch_distributed import TorchCommunicator  # torch may be built without it
 
     owns = not dist.is_initialized()
@@ -178,7 +156,7 @@ def _connect_torch(launch: Launch, group: Any, device: torch.device, timeout: fl
         if launch.kind == "mpi" and "SLURM_PROCID" in os.environ:
             launch = detect({name: value for name, value in os.environ.items() if "PMI" not in name})
         _init_default_group(launch, device, timeout, limit)
-    return TorchCommunicator.from_group(group, device, timeout, limit, owns_default=owns, ends_process=True)
+    return TorchCommunicator.from_group(group, device, timeout, limit, owns_default=owns, host_timeout=lost)
 
 
 def _init_default_group(launch: Launch, device: torch.device, timeout: float, limit: float) -> None:

@@ -7,6 +7,8 @@ import threading
 
 from shardpass.errors import CommunicationError
 
+_MAX_REASON = 4000
+
 
 class TransportTimeoutError(Exception):
     """A transfer has not completed in the given time. `RawCommunicator.waiting` puts it into words."""
@@ -67,8 +69,10 @@ def first_failure(rank: int, reason: str) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """An exception in words, such as ``ValueError: the text``."""
+    """An exception in words, such as ``ValueError: the text``. The middle of a very long text is left out."""
     text = str(error)
+    if len(text) > _MAX_REASON:
+        text = f"{text[: _MAX_REASON // 2]} [... {len(text) - _MAX_REASON} characters ...] {text[-_MAX_REASON // 2 :]}"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

@@ -7,10 +7,8 @@ Open MPI makes progress only inside its calls, and its blocking waits keep a cor
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import sys
-import threading
 from collections.abc import Callable
 from time import monotonic, sleep
 from typing import Any, NoReturn
@@ -18,15 +16,15 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from shardpass.backends.base import BaseCommunicator
 from shardpass.backends.failure import Failure, TransportTimeoutError, first_failure
 from shardpass.backends.identity import MessageKey, Place, SlotTable
 from shardpass.backends.raw import DEFAULT_TIMEOUT
-from shardpass.errors import DivergenceError, require
+from shardpass.backends.watch import DEFAULT_HOST_TIMEOUT, WatchedCommunicator
+from shardpass.errors import require
 
 _SPINS = 20  # tests without sleeping
 _MIN_SLEEP, _MAX_SLEEP = 20e-6, 1e-3  # seconds
-_NOTE_SECONDS = 0.05  # how often a waiting rank reads the notes of the others
+_LOOK_SECONDS = 0.05  # how often a waiting rank looks whether another one has failed
 _ENDED_SECONDS = 2.0  # how long the last messages of a rank that has ended may take
 
 
@@ -52,74 +50,26 @@ class _Request:
             self._comm.slots.release(self._place)
 
 
-class _Notes:
-    """What the communicators of a job share: the requests under way, and short messages beside the ranks' calls.
-
-    The messages tell what a rank publishes, that it has ended, and of divergences. A rank reads them while it waits, in
-    whichever of its threads waits. Nobody waits for a message to be read.
-    """
-
-    def __init__(self, mpi: Any, channel: Any) -> None:
-        self._mpi = mpi
-        self._channel = channel
-        self._sent: list[tuple[Any, bytes]] = []
-        self._lock = threading.RLock()
-        self._ended: dict[int, float] = {}  # by rank: when it said so
-        self.comms: dict[str, MpiCommunicator] = {}
-        self.under_way: set[_Request] = set()
-
-    def send(self, kind: str, path: str, text: str) -> None:
-        """Send a note to every other rank."""
-        raw = json.dumps([kind, path, text]).encode()
-        with self._lock:
-            self._sent = [(request, data) for request, data in self._sent if not request.Test()]
-            for rank in range(self._channel.size):
-                if rank != self._channel.rank:
-                    request = self._channel.Isend([raw, self._mpi.BYTE], rank, 0)
-                    self._sent.append((request, raw))
-
-    def read(self) -> None:
-        """Take in the notes that have arrived."""
-        status = self._mpi.Status()
-        with self._lock:
-            while True:
-                message = self._channel.Improbe(self._mpi.ANY_SOURCE, 0, status)
-                if message is None:
-                    return
-                raw = bytearray(status.Get_count(self._mpi.BYTE))
-                source = status.Get_source()
-                message.Recv([raw, self._mpi.BYTE])
-                kind, path, text = json.loads(raw.decode())
-                if kind == "ended":
-                    self._ended.setdefault(source, monotonic())
-                elif path in self.comms:
-                    self.comms[path].take_note(kind, source, text)
-
-    def ended(self) -> list[int]:
-        """The ranks that have ended, once their last messages must have arrived."""
-        now = monotonic()
-        return [rank for rank, since in list(self._ended.items()) if now - since > _ENDED_SECONDS]
-
-
-class MpiCommunicator(BaseCommunicator):
+class MpiCommunicator(WatchedCommunicator):
     """One rank of an MPI job. `from_mpi` makes it."""
 
     shares_memory = True
 
-    def __init__(self, mpi: Any, parent: Any, notes: _Notes, device: torch.device, path: str) -> None:
+    def __init__(self, mpi: Any, parent: Any, under_way: set[_Request], device: torch.device, path: str) -> None:
         super().__init__(parent.Get_rank(), parent.Get_size(), device, Failure(), path)
         self._mpi = mpi
         self._channel = parent.Dup()
         self._channel.Set_errhandler(mpi.ERRORS_RETURN)
-        self._notes = notes
-        self._texts: dict[int, str] = {}  # by rank, what the others have published
         self.slots = SlotTable(int(self._channel.Get_attr(mpi.TAG_UB)) + 1)
-        self.under_way = notes.under_way
-        notes.comms[path] = self
+        self.under_way = under_way  # of all communicators of the job
 
     @staticmethod
     def from_mpi(
-        parent: Any = None, device: torch.device | str = "cpu", timeout: float = DEFAULT_TIMEOUT
+        parent: Any = None,
+        device: torch.device | str = "cpu",
+        timeout: float = DEFAULT_TIMEOUT,
+        connect_timeout: float = 60.0,
+        host_timeout: float = DEFAULT_HOST_TIMEOUT,
     ) -> MpiCommunicator:
         """Collective. The communicator over the ranks of ``parent``, an mpi4py communicator (default: all).
 
@@ -127,17 +77,16 @@ class MpiCommunicator(BaseCommunicator):
             parent: it is duplicated, so that its own messages never mix with ours.
             device: of the tensors.
             timeout: seconds that a wait may take unless the caller says otherwise.
+            connect_timeout: seconds that the connections of the watch may take to come up.
+            host_timeout: seconds after which a host that does not answer is lost.
         """
         mpi = require("mpi4py.MPI", "mpi", "the mpi backend")
-        parent = mpi.COMM_WORLD if parent is None else parent
-        notes = _Notes(mpi, parent.Dup())
-        comm = MpiCommunicator(mpi, parent, notes, torch.device(device), "world")
+        comm = MpiCommunicator(mpi, mpi.COMM_WORLD if parent is None else parent, set(), torch.device(device), "world")
         comm.timeout = timeout
         threads = mpi.Query_thread() == mpi.THREAD_MULTIPLE  # mpi4py asks for it, and gets it if the library has it
-        every = comm.all_gather_object([mpi.Get_processor_name(), threads], "hosts")
-        comm.local_ranks = tuple(r for r, (host, _) in enumerate(every) if host == every[comm.rank][0])
-        comm.serves_threads = all(threads for _, threads in every)
+        comm.serves_threads = all(comm.all_gather_object(threads, "threads"))
         atexit.register(comm.close)
+        comm.watch_over(connect_timeout, host_timeout)
         return comm
 
     # ---- waiting
@@ -148,36 +97,17 @@ class MpiCommunicator(BaseCommunicator):
             if test():
                 return
         start = monotonic()
-        pause, next_notes = _MIN_SLEEP, start
+        pause, next_look = _MIN_SLEEP, start
         while not test():
             now = monotonic()
-            if now >= next_notes:
-                next_notes = now + _NOTE_SECONDS
-                self._notes.read()
+            if now >= next_look:
+                next_look = now + _LOOK_SECONDS
                 self.failure.check()
-                self.check_ended(self._notes.ended())
-                self.look_for_circle()
+                self.check_ended(self._ended(_ENDED_SECONDS, range(self.size)))
             if now - start >= timeout:
                 raise TransportTimeoutError
             sleep(pause)
             pause = min(2 * pause, _MAX_SLEEP)
-
-    def take_note(self, kind: str, source: int, text: str) -> None:
-        """Take in what another rank has told about this communicator."""
-        if kind == "diverged":
-            self.failure.set(DivergenceError, text)
-        else:
-            self._texts[source] = text
-
-    def _publish(self, text: str) -> None:
-        self._notes.send("published", self.path, text)
-
-    def _published(self) -> dict[int, str]:
-        return dict(self._texts)
-
-    def _spread_divergence(self, text: str) -> None:
-        if self.failure.set(DivergenceError, text):
-            self._notes.send("diverged", self.path, text)
 
     # ---- raw primitives
 
@@ -205,12 +135,19 @@ class MpiCommunicator(BaseCommunicator):
         _Request(self, request, flat).wait(timeout)
 
     def _raw_duplicate(self, path: str) -> MpiCommunicator:
-        return MpiCommunicator(self._mpi, self._channel, self._notes, self.device, path)
+        twin = MpiCommunicator(self._mpi, self._channel, self.under_way, self.device, path)
+        twin.attend(self.watch)
+        return twin
 
     # ---- failure
 
     def announce(self, reason: str) -> NoReturn:
         """End the job. It does not return. The caller has printed the reason."""
+        super().announce(reason)
+        self.give_up()
+
+    def give_up(self) -> NoReturn:
+        """End the job: MPI itself could wait for ever for ranks that have died."""
         sys.stdout.flush()
         sys.stderr.flush()
         self._mpi.COMM_WORLD.Abort(1)
@@ -227,9 +164,7 @@ class MpiCommunicator(BaseCommunicator):
             return
         super().close()
         if "/" in self.path:
-            self._notes.comms.pop(self.path, None)
             return
         atexit.unregister(self.close)
-        if not self._mpi.Is_finalized():
-            self._notes.read()
-            self._notes.send("ended", self.path, "")
+        if self.watch is not None:
+            self.watch.close()

@@ -7,6 +7,8 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
+import sys
 import threading
 import traceback
 from collections.abc import Callable
@@ -25,6 +27,7 @@ from shardpass.backends.failure import first_failure, note_rank, reason_of
 from shardpass.errors import CommunicationError, PeerFailure
 
 _GRACE = 8.0  # seconds that the other ranks get to end by themselves after the first failure
+_LOOPBACK = "127.0.0.1"
 _CONNECT_SECONDS = 120.0  # processes of one machine start at their own pace
 
 
@@ -74,7 +77,9 @@ def spawn_processes(
             f"spawn(backend='processes') sends the function and its arguments to other processes, but they cannot be "
             f"pickled ({error}): define the function at module level, or use backend='threads'"
         ) from error
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    listener = socket.create_server((_LOOPBACK, 0))  # by itself, the store would listen on every interface
+    port = int(listener.getsockname()[1])
+    store = dist.TCPStore(_LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     context = multiprocessing.get_context("spawn")
     children: list[_Child] = []
     try:
@@ -166,7 +171,8 @@ def _connect(rank: int, ranks: int, port: int, device: str, timeout: float | Non
     if device == "cuda":
         device = f"cuda:{rank % max(1, torch.cuda.device_count())}"
     limit = timedelta(seconds=_CONNECT_SECONDS)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    store = dist.TCPStore(_LOOPBACK, port, is_master=False, timeout=limit)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=limit)
     comm = TorchCommunicator.from_group(device=device, connect_timeout=_CONNECT_SECONDS, owns_default=True)
     comm.timeout = comm.timeout if timeout is None else timeout

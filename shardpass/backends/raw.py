@@ -111,6 +111,14 @@ class RawCommunicator(Communicator):
         """Make every rank's waits on this communicator raise ``text`` as a `DivergenceError`."""
         self.failure.set(DivergenceError, text)
 
+    def _spread_failure(self, text: str) -> None:
+        """Make every rank fail with ``text`` in its present or next call, unless something has failed before."""
+        self.failure.set(PeerFailure, text)
+
+    def _silent(self) -> list[int]:
+        """The ranks that are there, and have not been heard of for a while."""
+        return []
+
     def _explain_lost(self, peer: int) -> CommunicationError | None:
         """The failure behind a closed connection, if it becomes known shortly."""
         return self.failure.error()
@@ -129,9 +137,15 @@ class RawCommunicator(Communicator):
             yield seconds
         except TransportTimeoutError:
             self.failure.check()
+            silent = ", ".join(f"rank {rank}" for rank in self._silent())
+            why = (
+                f"{silent} has not been heard of for a while, though its host answers: its process is stopped, or the "
+                f"host is swapping"
+                if silent
+                else "The other ranks are alive: one of them is slower than that, or has taken another path"
+            )
             raise CommunicationError(
-                f"rank {self.rank} has waited {seconds:.0f} s in {position.text}, and nothing came. The other ranks "
-                f"are alive: one of them is slower than that, or has taken another path"
+                f"rank {self.rank} has waited {seconds:.0f} s in {position.text}, and nothing came. {why}"
             ) from None
         except TransportLostError as error:
             known = self._explain_lost(position.peer)
@@ -174,22 +188,20 @@ class RawCommunicator(Communicator):
                 self._is_published = is_blocked
                 self._publish(position.to_json() if position is not None and is_blocked else "")
 
-    def ended_error(self, ended: Iterable[int]) -> CommunicationError | None:
-        """An error if this rank waits for one of the ranks that have ``ended``."""
+    def blame_ended(self, ended: Iterable[int]) -> None:
+        """Make it the first failure if this rank waits for one of the ranks that have ``ended``."""
         position = self._where
         for rank in ended:
-            if position is not None and position.peer in (-1, rank):
-                return CommunicationError(
-                    f"rank {self.rank} waits in {position.text}, but rank {rank} has ended: it made fewer calls than "
-                    f"the others"
+            if position is not None and position.peer in (-1, rank) and not self.failure.happened:
+                self._spread_failure(
+                    f"rank {rank} ended first, after fewer calls than the others make (its program came to its end, or "
+                    f"called sys.exit): rank {self.rank} waits in {position.text}"
                 )
-        return None
 
     def check_ended(self, ended: Iterable[int]) -> None:
-        """Raise `ended_error`, if there is one."""
-        error = self.ended_error(ended)
-        if error is not None:
-            raise error
+        """Raise if this rank waits for one of the ranks that have ``ended``."""
+        self.blame_ended(ended)
+        self.failure.check()
 
     def diverge(self, text: str) -> NoReturn:
         """Raise ``text`` as a `DivergenceError`, here and in the waits of every rank."""
@@ -207,12 +219,15 @@ class RawCommunicator(Communicator):
 
     def announce(self, reason: str) -> None:
         """Make every rank, this one included, fail with ``reason`` in its present or next call."""
-        self.failure.set(PeerFailure, first_failure(self.rank, reason))
+        self._spread_failure(first_failure(self.rank, reason))
 
     def abort(self, reason: str) -> None:
         """End every rank with this rank's ``reason``. It raises on this rank as well."""
         self.announce(reason)
         self.failure.check()
+
+    def give_up(self) -> None:
+        """End this rank because another one has failed. The caller raises, or ends the process."""
 
     def close(self) -> None:
         self._closed = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from time import monotonic
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -58,7 +59,7 @@ class _Run:
                 if self.first is None or (isinstance(self.first[1], PeerFailure) and not follows):
                     self.first = (comm.rank, error)
             if not follows:
-                self.world.fail(comm.rank, reason_of(error))
+                comm.announce(reason_of(error))
         finally:
             comm.end()
 
@@ -77,7 +78,7 @@ def _spawn_threads(fn: Callable[..., T], world: ThreadWorld, args: tuple[Any, ..
             while thread.is_alive() and run.first is None:
                 thread.join(0.1)
     except BaseException as error:  # KeyboardInterrupt, above all
-        world.fail(0, f"the program that started the ranks: {reason_of(error)}")
+        world.fail(f"the program that started the ranks failed first: {reason_of(error)}")
         _join_shortly(threads)
         raise
     _join_shortly(threads)
@@ -89,6 +90,7 @@ def _spawn_threads(fn: Callable[..., T], world: ThreadWorld, args: tuple[Any, ..
 
 
 def _join_shortly(threads: list[threading.Thread]) -> None:
+    """Return when all have ended, or have had the time to. A thread that goes on computing cannot be ended."""
+    deadline = monotonic() + _GRACE
     for thread in threads:
-        if thread.is_alive():
-            thread.join(_GRACE)
+        thread.join(max(0.0, deadline - monotonic()))

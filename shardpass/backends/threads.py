@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shardpass.backends.base import BaseCommunicator
-from shardpass.backends.failure import Failure, TransportTimeoutError, first_failure
+from shardpass.backends.failure import Failure, TransportTimeoutError
 from shardpass.backends.identity import MessageKey
 from shardpass.errors import CommunicationError, DivergenceError, PeerFailure
 
@@ -60,9 +60,9 @@ class ThreadWorld:
         channel = _Channel(self)
         return [ThreadCommunicator(channel, rank) for rank in range(self.size)]
 
-    def fail(self, rank: int, reason: str) -> None:
-        """End all waits of all ranks. They show ``reason`` if this failure is the first."""
-        self.failure.set(PeerFailure, first_failure(rank, reason))
+    def fail(self, text: str) -> None:
+        """End all waits of all ranks. They show ``text`` if this failure is the first."""
+        self.failure.set(PeerFailure, text)
         with self.changed:
             self.changed.notify_all()
 
@@ -234,9 +234,8 @@ class ThreadCommunicator(BaseCommunicator):
         with self._world.changed:
             self._world.changed.notify_all()
 
-    def announce(self, reason: str) -> None:
-        """See `RawCommunicator.announce`."""
-        self._world.fail(self.rank, reason)
+    def _spread_failure(self, text: str) -> None:
+        self._world.fail(text)
 
     def end(self) -> None:
         """Note that this rank makes no further calls, so that a rank that waits for it is told."""

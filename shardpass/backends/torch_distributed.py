@@ -1,7 +1,7 @@
 """Ranks of a torch.distributed process group, over gloo connections of their own.
 
 Whatever backend the given group has, messages between ranks travel over a gloo group that is made here over the same
-ranks. Gloo makes progress by itself, keeps tags apart, and its connections tell when a process dies. Tensors on a GPU
+ranks. Gloo makes progress by itself and keeps tags apart. Tensors on a GPU
 are staged over the CPU.
 """
 
@@ -10,8 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import re
-import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from time import monotonic, sleep
 from typing import Any
@@ -21,14 +20,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from shardpass.backends.base import BaseCommunicator
-from shardpass.backends.failure import Failure, TransportLostError, TransportTimeoutError, first_failure
+from shardpass.backends.failure import Failure, TransportLostError, TransportTimeoutError
 from shardpass.backends.identity import MessageKey, Place, SlotTable
 from shardpass.backends.raw import DEFAULT_TIMEOUT
-from shardpass.backends.watch import Watch, break_group
-from shardpass.errors import CommunicationError, DivergenceError
+from shardpass.backends.watch import DEFAULT_HOST_TIMEOUT, WatchedCommunicator
+from shardpass.errors import CommunicationError
 
-_EXPLAIN_SECONDS = 5.0  # how long the reason of a closed connection may take around the ring
+_BREAK_TAGS = range(1, 5)
+_EXPLAIN_SECONDS = 5.0  # how long the reason of a closed connection may take to come
 _ENDED_SECONDS = 1.0  # how long to wait for a failure that explains more than a rank which has ended in peace
 
 
@@ -66,35 +65,16 @@ def gloo_words(error: RuntimeError) -> str:
 
 
 class _Job:
-    """What the communicators of one job share: its name in the store, the watch, the failure."""
+    """What the communicators of one job share: its ranks, and its name in the store."""
 
-    def __init__(self, members: list[int], rank: int, connect_timeout: float, owns_default: bool, ends: bool) -> None:
+    def __init__(self, members: list[int], rank: int, connect_timeout: float, owns_default: bool) -> None:
         self.members = members
         self.rank = rank
         self.connect_timeout = connect_timeout
         self.owns_default = owns_default
-        self.failure = Failure()
-        self.notes = _own_store()
         self._store = _own_store()
         name = "world " + "-".join(map(str, members))
         self.name = f"{name} #{self._store.add(f'{name} {rank}', 1)}"  # every rank of the group counts the same
-        self.watch: Watch | None = None
-        if len(members) > 1:
-            self.watch = Watch(self.new_group("watch"), rank, len(members), self.failure, ends)
-
-    def note_end(self) -> None:
-        """Tell every rank that still waits for this one that it has ended in peace."""
-        if not self.failure.happened:
-            with contextlib.suppress(RuntimeError):  # rank 0, which may hold the store, has ended already
-                self.notes.set(f"{self.name} ended {self.rank}", "1")
-
-    def ended(self, ranks: Sequence[int]) -> list[int]:
-        """Those of ``ranks`` that have ended in peace, as far as this rank can know."""
-        before = (self.rank - 1) % len(self.members)
-        found = [before] if self.watch is not None and self.watch.predecessor_ended and before in ranks else []
-        with contextlib.suppress(RuntimeError):
-            found += [rank for rank in ranks if self.notes.check([f"{self.name} ended {rank}"])]
-        return found
 
     def new_group(self, path: str) -> Any:
         """Collective: a gloo group over the job's ranks.
@@ -114,18 +94,16 @@ def _own_store() -> Any:
     return dist.PrefixStore("shardpass", store)
 
 
-class TorchCommunicator(BaseCommunicator):
+class TorchCommunicator(WatchedCommunicator):
     """One rank of a process group. `from_group` makes it."""
 
     shares_memory = True
 
     def __init__(self, job: _Job, device: torch.device, path: str) -> None:
-        super().__init__(job.rank, len(job.members), device, Failure(job.failure), path)
+        super().__init__(job.rank, len(job.members), device, Failure(), path)
         self._job = job
         self._group = job.new_group(path)
         self._slots = SlotTable()
-        if job.watch is not None:
-            job.watch.register(self)
 
     @staticmethod
     def from_group(
@@ -134,7 +112,7 @@ class TorchCommunicator(BaseCommunicator):
         timeout: float = DEFAULT_TIMEOUT,
         connect_timeout: float = 60.0,
         owns_default: bool = False,
-        ends_process: bool = False,
+        host_timeout: float = DEFAULT_HOST_TIMEOUT,
     ) -> TorchCommunicator:
         """Collective. The communicator over the ranks of ``group`` (default: all processes).
 
@@ -144,13 +122,13 @@ class TorchCommunicator(BaseCommunicator):
             timeout: seconds that a wait may take unless the caller says otherwise.
             connect_timeout: seconds that the connections may take to come up.
             owns_default: whether to destroy the default group when the communicator is closed.
-            ends_process: whether to end this process if another rank has failed and this one makes no call for a while.
+            host_timeout: seconds after which a host that does not answer is lost.
         """
         given = group if group is not None else dist.group.WORLD
         members = dist.get_process_group_ranks(given)
         rank = members.index(dist.get_rank())
         try:
-            job = _Job(members, rank, connect_timeout, owns_default, ends_process)
+            job = _Job(members, rank, connect_timeout, owns_default)
             comm = TorchCommunicator(job, torch.device(device), job.name)
         except RuntimeError as error:
             raise CommunicationError(
@@ -160,10 +138,7 @@ class TorchCommunicator(BaseCommunicator):
             ) from error
         comm.timeout = timeout
         atexit.register(comm.close)
-        if job.watch is not None:
-            job.watch.start()
-        hosts = comm.all_gather_object(socket.gethostname(), "hosts")
-        comm.local_ranks = tuple(r for r, host in enumerate(hosts) if host == hosts[rank])
+        comm.watch_over(connect_timeout, host_timeout)
         return comm
 
     # ---- raw primitives
@@ -201,14 +176,11 @@ class TorchCommunicator(BaseCommunicator):
             start().wait()
 
     def _raw_duplicate(self, path: str) -> TorchCommunicator:
-        return TorchCommunicator(self._job, self.device, path)
+        twin = TorchCommunicator(self._job, self.device, path)
+        twin.attend(self.watch)
+        return twin
 
     # ---- failure
-
-    def _spread_divergence(self, text: str) -> None:
-        if self._job.watch is not None:
-            self._job.watch.tell(text, self.path)
-        self.failure.set(DivergenceError, text)
 
     def _explain_lost(self, peer: int) -> CommunicationError | None:
         peers = range(self.size) if peer < 0 else [peer]
@@ -216,28 +188,20 @@ class TorchCommunicator(BaseCommunicator):
         while monotonic() < deadline and not self.failure.happened:
             sleep(0.05)
             if not ended:
-                ended = self._job.ended(peers)
+                ended = self._ended(0.0, peers)
                 deadline = monotonic() + _ENDED_SECONDS if ended else deadline
-        return self.failure.error() or self.ended_error(ended)
+        self.blame_ended(ended)
+        return self.failure.error()
 
     def break_connections(self) -> None:
-        """Wake this rank's waits with an error. The watch calls it after it has recorded the reason."""
-        break_group(self._group, (self.rank + 1) % self.size)
+        """Close all connections of the group, so that every wait on it ends with an error, here and at the peers.
 
-    def _publish(self, text: str) -> None:
-        with contextlib.suppress(RuntimeError):  # rank 0, which may hold the store, has ended already
-            self._job.notes.set(f"{self.path} {self.rank}", text)
-
-    def _published(self) -> dict[int, str]:
-        keys = {rank: f"{self.path} {rank}" for rank in range(self.size)}
-        return {rank: self._job.notes.get(key).decode() for rank, key in keys.items() if self._job.notes.check([key])}
-
-    def announce(self, reason: str) -> None:
-        """See `RawCommunicator.announce`."""
-        if self._job.watch is None:
-            super().announce(reason)
-        else:
-            self._job.watch.tell(first_failure(self.rank, reason))
+        A receive that times out does that. It is the only way that another thread can take.
+        """
+        for tag in _BREAK_TAGS:
+            with contextlib.suppress(RuntimeError):
+                buffer = torch.zeros(1, dtype=torch.uint8)
+                self._group.recv([buffer], (self.rank + 1) % self.size, tag).wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
         """See `Communicator.close`. Closing the first communicator of a job ends its duplicates too."""
@@ -247,8 +211,7 @@ class TorchCommunicator(BaseCommunicator):
         if "/" in self.path:
             return
         atexit.unregister(self.close)
-        if self._job.watch is not None:
-            self._job.note_end()
-            self._job.watch.close()
+        if self.watch is not None:
+            self.watch.close()
         if self._job.owns_default and dist.is_initialized():
             dist.destroy_process_group()

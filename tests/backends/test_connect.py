@@ -38,6 +38,12 @@ def test_unknown_backends():
         connect("threads")
 
 
+def test_the_seconds_after_which_a_host_is_lost_are_positive(monkeypatch):
+    monkeypatch.setenv("SHARDPASS_HOST_TIMEOUT", "0")
+    with pytest.raises(ValueError, match=r"host_timeout is 0\.0, but it must be a positive number"):
+        connect()
+
+
 def test_the_size_is_checked(monkeypatch):
     with pytest.raises(ValueError, match=r"ranks=4, but 1 process was started.*mpirun -n 4"):
         connect(ranks=4)
@@ -95,7 +101,7 @@ def test_the_order_of_detection():
     ("before", "cores", "others", "here", "variable", "after"),
     [
         (8, range(8), [range(8)] * 3, (0, 1, 2, 3), None, 2),
-        (8, range(8), [range(8)] * 3, (0, 1), None, 4),  # the others are on another host
+        (8, range(8), [range(8)] * 3, (0, 1), None, 4),  # the others are on another host, maybe of the same name
         (8, range(8), [range(8)] * 3, (0,), None, 8),
         (2, range(2), [range(2)] * 3, (0, 1, 2, 3), None, 1),  # more ranks than cores
         (4, range(4), [range(4, 8)], (0, 1), None, 4),  # the launcher has bound each rank to cores of its own
@@ -104,8 +110,9 @@ def test_the_order_of_detection():
     ],
 )
 def test_ranks_on_one_host_divide_its_cores(monkeypatch, before, cores, others, here, variable, after):
-    def gather(mask, label):
-        return [mask, *(hex(sum(1 << core for core in cores)) for cores in others)]
+    def gather(mine, label):
+        masks = [hex(sum(1 << core for core in cores)) for cores in others]
+        return [mine, *([mine[0] if rank in here else "another", mask] for rank, mask in enumerate(masks, 1))]
 
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if variable:
@@ -114,7 +121,7 @@ def test_ranks_on_one_host_divide_its_cores(monkeypatch, before, cores, others, 
     monkeypatch.setattr(torch, "get_num_threads", lambda: found[-1])
     monkeypatch.setattr(torch, "set_num_threads", found.append)
     monkeypatch.setattr(connect_module, "_usable_cores", lambda: set(cores))
-    connect_module._share_cores(SimpleNamespace(rank=0, local_ranks=here, all_gather_object=gather))
+    connect_module._share_cores(SimpleNamespace(rank=0, all_gather_object=gather))
     assert found[-1] == after
 
 

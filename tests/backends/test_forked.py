@@ -23,10 +23,12 @@ def rank(number, what):
     os.environ |= {"RANK": str(number), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": sys.argv[2]}
     comm = sp.connect()
     if number == 0:
+        if what == "exits":
+            sys.exit(3)
         if what == "fails":
             raise ZeroDivisionError("no luck")
         return
-    if what == "fails":
+    if what != "ends early":
         comm.barrier("after the failure")
     time.sleep(2.5)
     print("rank 1 has gone on", comm.rank)
@@ -42,7 +44,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
-@pytest.mark.parametrize("what", ["ends early", "fails"])
+@pytest.mark.parametrize("what", ["ends early", "fails", "exits"])
 def test_forked_ranks(what: str, method: str, tmp_path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     ended = subprocess.run(
@@ -53,5 +55,6 @@ def test_forked_ranks(what: str, method: str, tmp_path) -> None:
     if what == "ends early":
         assert "codes 0 0" in text and "rank 1 has gone on" in text and "died" not in text, text
     else:
-        assert "codes 1 1" in text and "rank 1 has gone on" not in text, text
-        assert "rank 0 failed first: ZeroDivisionError: no luck" in text, text
+        code, reason = ("1", "ZeroDivisionError: no luck") if what == "fails" else ("3", "SystemExit: 3")
+        assert f"codes {code} 1" in text and "rank 1 has gone on" not in text, text
+        assert f"rank 0 failed first: {reason}" in text, text

@@ -222,7 +222,7 @@ def test_a_rank_with_fewer_epochs(store, model):
     outcome = train(store, step, model=model)
     assert outcome.errors[1] is None and isinstance(outcome.raised, CommunicationError)
     for error in (outcome.errors[0], outcome.errors[2]):
-        assert "but rank 1 has ended: it made fewer calls than the others" in str(error), outcome.words()
+        assert "rank 1 ended first, after fewer calls than the others make" in str(error), outcome.words()
     outcome.assert_nobody_timed_out()
 
 
