@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from shardpass.core.exchange import HaloPlan, extremum_at_owners, halo_fetch, scatter_to_owners
-from shardpass.core.following import RowCount, user_line
+from shardpass.core.following import user_line
 from shardpass.core.graphs.layer_flow import LayerFlow
-from shardpass.core.graphs.stand_in import PRINTS, StandIn, describes
+from shardpass.core.graphs.stand_in import PRINTS, StandIn, counted_last, describes
 from shardpass.core.ranks import torch_private
 from shardpass.core.sharding import Derivation, EdgeShards
 from shardpass.errors import RefusedError
@@ -101,7 +101,12 @@ class ShardedEdgeIndex(StandIn):
         mine = next(t for t in _flat(args, kwargs) if isinstance(t, ShardedEdgeIndex))
         with mine.plan.comm.unfollowed():
             out = cls._answer(mine, func, name, args, kwargs)
-        return _counted(mine, name, args, out) if describes(func) else _marked(mine, out)
+        if not describes(func):
+            return _marked(mine, out)
+        if not mine.plan.comm.runs_user_code:
+            return out
+        with mine.plan.comm.unfollowed():
+            return counted_last(out, name, args, mine.plan.edge_set(mine.size(-1)))
 
     @staticmethod
     def _answer(mine: ShardedEdgeIndex, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -202,18 +207,6 @@ class EdgeMask(Tensor):
         if isinstance(out, Tensor) and out.dtype == torch.bool and type(out) is Tensor and name != "__get__":
             return out.as_subclass(EdgeMask)
         return out
-
-
-def _counted(mine: ShardedEdgeIndex, name: str, args: tuple[Any, ...], out: Any) -> Any:
-    """`out`, which describes `mine`, where the number of edges may be a size but nothing may be computed from it."""
-    if not mine.plan.comm.runs_user_code:
-        return out
-    with mine.plan.comm.unfollowed():
-        num_edges = mine.size(-1)
-    count = RowCount.make(num_edges, mine.plan.edge_set(num_edges))
-    if isinstance(out, torch.Size):
-        return torch.Size([*out[:-1], count])
-    return count if name == "size" and args[1:] in ((1,), (-1,)) else out
 
 
 def _marked(mine: ShardedEdgeIndex | SourceRows, out: Any) -> Any:
@@ -390,10 +383,8 @@ def _extremum_at_source(
 
 
 def _flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    found = []
-    for arg in (*args, *kwargs.values()):
-        found += list(arg) if isinstance(arg, (list, tuple)) else [arg]
-    return found
+    given = (*args, *kwargs.values())
+    return [leaf for arg in given for leaf in (arg if isinstance(arg, (list, tuple)) else [arg])]
 
 
 def _plain_one(value: Any) -> Any:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NoReturn, TypeVar
 
+import torch
 from torch import Tensor
+
+from shardpass.core.following import RowCount
+from shardpass.core.ranks import RowSet
 
 S = TypeVar("S", bound="StandIn")
 
@@ -51,3 +55,11 @@ def describes(func: Any) -> bool:
     return name in _DESCRIBES or (
         name == "__get__" and getattr(getattr(func, "__self__", None), "__name__", "") in _PROPERTIES
     )
+
+
+def counted_last(out: Any, name: str, args: tuple[Any, ...], of: RowSet) -> Any:
+    """`out`, which describes a tensor whose last dimension is `of`: their number may be a size, but no operand."""
+    count = RowCount.make(of.count, of)
+    if isinstance(out, torch.Size):
+        return torch.Size([*out[:-1], count])
+    return count if name == "size" and args[1:] in ((1,), (-1,)) else out
