@@ -63,7 +63,9 @@ def test_mpirun(store: Path, tmp_path: Path, curve: list[float]) -> None:
 def test_an_error_of_all_ranks_is_told_once_and_ends_all(tmp_path: Path) -> None:
     run = launched("mpirun", 2, "train", tmp_path / "nothere", timeout=480)
     assert run.returncode != 0
-    assert run.stderr.count("there is no directory") == 1 and "Traceback" not in run.stderr
+    told = run.stderr.count("there is no directory")  # a rank that mpirun ends may say whose error it was
+    assert told - run.stderr.count("rank 0 failed first: StoreError: there is no directory") <= 1 <= told <= 2
+    assert "Traceback" not in run.stderr
 
 
 @pytest.mark.mpi
