@@ -88,7 +88,8 @@ class FollowFunctions(TorchFunctionMode):
         """Refuse a plain number that was made of how many rows this rank has, which ``len`` and ``math`` give away."""
         if not isinstance(number, (int, float)) or isinstance(number, (bool, OwnCount)):
             return
-        if number in self._roots or any(number in (n, 1 / n) for n in self._lengths if n > 1):
+        shares = {1 / n for n in self._lengths if n and round(1 / n, 6) != 1 / n}  # others may be any number, as 0.1
+        if number in self._roots or number in self._lengths - {0, 1} or number in shares:
             raise RefusedError(
                 f"{user_line()}: computes with {number}, which is made of how many {self._roots.get(number, 'rows')} "
                 f"this rank holds, and differs on the whole graph. Use the numbers of the whole graph "

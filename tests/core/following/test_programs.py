@@ -211,7 +211,6 @@ F.one_hot(y)
 h.mean(0)
 h / h.size(0)
 h / len(h)
-h * (1 / len(h))
 h / math.log(h.size(0))
 h[torch.arange(h.size(0)).flip(0)]
 h[(torch.arange(N) - 1).clamp(0)]
