@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -86,13 +86,27 @@ def spawn_processes(
         for rank in range(ranks):
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(target=_main, args=(theirs, rank, ranks, store.port, work), daemon=False)
-            process.start()
+            with _huge_pages():
+                process.start()
             theirs.close()
             children.append(_Child(rank, process, ours))
         answers = _answers(children)
     finally:
         _end(children)
     return [answer.result for answer in answers]
+
+
+@contextlib.contextmanager
+def _huge_pages() -> Iterator[None]:
+    """Processes that are started here may use huge pages, which torch decides before their first tensor."""
+    name = "THP_MEM_ALLOC_ENABLE"
+    is_decided = name in os.environ
+    os.environ.setdefault(name, "1")
+    try:
+        yield
+    finally:
+        if not is_decided:
+            del os.environ[name]
 
 
 def _answers(children: list[_Child]) -> list[_Answer]:

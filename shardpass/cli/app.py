@@ -59,8 +59,8 @@ def partition(
         int | None, typer.Option(help="The most ranks that can use the store [default: 4; of a .json its own].")
     ] = None,
     method: Annotated[
-        str, typer.Option(help="metis, fennel or ldg (the graph may be larger than memory), random or range.")
-    ] = "metis",
+        str, typer.Option(help="kaminpar (the graph may be larger than memory), metis, random or range.")
+    ] = "kaminpar",
     seed: Annotated[int, typer.Option(help="Of the partitioner.")] = 0,
     assignment: Annotated[Path | None, typer.Option(help="An .npy with the part of each node, instead.")] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace a store that is there already.")] = False,
@@ -74,13 +74,13 @@ def partition(
     weights: Annotated[Path | None, typer.Option(help="Edge lists: .npy of edge weights.")] = None,
     num_nodes: Annotated[int | None, typer.Option(help="Edge lists without features, labels and masks.")] = None,
     drop: Annotated[list[str] | None, typer.Option(help="Leave out this field (may be repeated).")] = None,
-    passes: Annotated[int, typer.Option(help="fennel, ldg: times that all nodes stream by; more cut fewer edges.")] = 5,
+    threads: Annotated[int, typer.Option(help="kaminpar: with more than 1, the parts differ from run to run.")] = 1,
     memory: Annotated[float, typer.Option(help="Edge lists, OGB: GiB for edges; the rest goes through files.")] = 1.0,
 ) -> None:
     """Cut a graph into parts and write them to a directory."""
     masks = {"train_mask": train_mask, "val_mask": val_mask, "test_mask": test_mask}
     beside = {"features": features, "labels": labels, "weights": weights, "num_nodes": num_nodes}
-    options = {"method": method, "seed": seed, "overwrite": overwrite, "passes": passes}
+    options = {"method": method, "seed": seed, "overwrite": overwrite, "threads": threads}
     with told_in_words():
         read = partial(read_source, input, drop or (), masks, **beside)
         run_partition(read, output, parts, assignment, {**options, "memory_bytes": int(memory * 2**30)})

@@ -112,7 +112,7 @@ def test_the_doctor_knows_dgl_and_numba(monkeypatch: pytest.MonkeyPatch) -> None
 def test_doctor() -> None:
     run = launched("none", 1, "doctor")
     assert run.returncode == 0, run.stdout + run.stderr
-    for name in ("torch", "torch_geometric", "mpi4py", "pymetis", "threads", "processes (gloo)", "torchrun (gloo)"):
+    for name in ("torch", "torch_geometric", "mpi4py", "kaminpar", "threads", "processes (gloo)", "torchrun (gloo)"):
         assert name in run.stdout
     assert "dgl" in run.stdout and "numba" in run.stdout
     assert run.stdout.count("self-test passed") >= 3 and "healthy: all that is required works" in run.stdout
