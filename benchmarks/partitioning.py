@@ -5,8 +5,8 @@
 Each method partitions the same edge list, an .npy file, in a process of its own with one computing thread. "cut": edges
 whose ends are in different parts. "halo": rows that all parts together fetch in one layer, per node. "balance": the
 heaviest part over the mean, of nodes and of edges. CPU seconds are those of the whole `partition`, the store included.
-Peak memory is above what the imported libraries need; KaMinPar's own process counts with all that it has. ``--json
-FILE`` appends one JSON line per row.
+Peak memory is above what the imported libraries need, and without KaMinPar's own process. ``--json FILE``
+appends one JSON line per row.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -48,8 +47,7 @@ def measure(edges: Path, num_nodes: int, store: Path, method: str, parts: int, o
     assign(read(warm), 2, method)  # packages are imported
     meter, start = PeakMeter(), _cpu_seconds()
     partition(stream_edge_list(edges, num_nodes=num_nodes), store, parts, method, **options)
-    child = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss << 10 if method == "kaminpar" else 0
-    seconds, peak = _cpu_seconds() - start, max(child, meter.peak(connect("local")))
+    seconds, peak = _cpu_seconds() - start, meter.peak(connect("local"))
     report = inspect(store)
     total = sum(report.manifest.num_edges.values())
     return {
