@@ -22,6 +22,7 @@ from shardpass.cli.launch import Backend, run_ranks, starts_threads
 from shardpass.cli.models import Dtype, ModelConfig, ModelName
 from shardpass.cli.partitioning import read_source, run_partition
 from shardpass.cli.planning import as_json, graph_of
+from shardpass.cli.restarts import train_with_restarts
 from shardpass.cli.training import train_rank
 from shardpass.core.ranks import Mode
 from shardpass.planning.sizes import known_sizes
@@ -130,6 +131,7 @@ def train(
     checkpoint: Annotated[str, typer.Option(help="The file to write while training.")] = "",
     checkpoint_every: Annotated[int, typer.Option(min=1, help="Epochs between two checkpoints.")] = 1,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the checkpoint, on any ranks.")] = False,
+    restarts: Annotated[int, typer.Option(min=0, help="Times to start failed ranks again, from the checkpoint.")] = 0,
     profile: Annotated[str, typer.Option(help="Trace one epoch to this file, for Perfetto or chrome://tracing.")] = "",
 ) -> None:
     """Train a PyG model on the whole graph, on any number of ranks up to the number of parts.
@@ -142,9 +144,12 @@ def train(
             weight_decay=weight_decay, mode=mode, memory_budget=memory_budget, seed=seed, mask_prefix=mask_prefix,
             split=split, eval_every=eval_every, log=log, checkpoint=checkpoint, checkpoint_every=checkpoint_every,
             resume=resume, threads=threads, profile=profile,
-            shared_process=starts_threads(backend, ranks),
+            shared_process=not restarts and starts_threads(backend, ranks),
         )  # fmt: skip
-        run_ranks(train_rank, config, backend, ranks)
+        if restarts:
+            train_with_restarts(config, backend, ranks, restarts)
+        else:
+            run_ranks(train_rank, config, backend, ranks)
 
 
 @app.command()
