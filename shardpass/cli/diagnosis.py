@@ -9,7 +9,13 @@ from collections.abc import Iterable, Mapping
 from shardpass.cli.black_box import BlackBox, Call
 
 Boxes = Mapping[int, BlackBox]
-_FIRST = re.compile(r"rank (\d+) (?:failed|died|ended|was lost) first")
+_FIRST = re.compile(r"rank (\d+) (failed|died|ended|was lost) first(?!: CommunicationError)")  # which may be a time-out
+_HOW = {
+    "failed": "the others ended because it failed",
+    "died": "its process died",
+    "ended": "its program ended before those of the others",
+    "was lost": "its host did not answer",
+}
 _APART = re.compile(r"rank \d+ failed first: DivergenceError: ")  # each of the ranks that differ says it of itself
 _SHOWN = 8
 
@@ -115,12 +121,15 @@ def _last_heard_of(boxes: Boxes, rank: int) -> str:
 
 def _verdict(boxes: Boxes, waits_for: Mapping[int, set[int]]) -> str:
     """Which rank to look at first."""
-    named = Counter(int(found[1]) for box in boxes.values() if (found := _FIRST.match(_cause(box))))
-    starts = [rank for rank, _ in named.most_common(1)] or [rank for rank, others in waits_for.items() if others]
-    roots, circle = _follow(starts, waits_for)
-    idle = [rank for rank in roots if rank not in boxes or not _open(boxes[rank])]
+    named = Counter(found.groups() for box in boxes.values() if (found := _FIRST.match(_cause(box))))
+    if named:
+        ((rank, how), _), *_ = named.most_common(1)
+        return f"Look at rank {rank} first: {_HOW[how]}."
+    ends, circle = _follow([rank for rank, others in waits_for.items() if others], waits_for)
+    idle = [rank for rank in ends if rank not in boxes or not _open(boxes[rank])]
     if idle:
-        return f"Look at {_ranks(idle)} first: {_reason(boxes, idle)}"
+        where = "was in no call: slow, or on another path" if set(idle) <= set(boxes) else "left no black box"
+        return f"Look at {_ranks(idle)} first. The others waited, and it {where}."
     different = _different(boxes)
     if different:
         return different
@@ -144,14 +153,6 @@ def _follow(starts: Iterable[int], waits_for: Mapping[int, set[int]]) -> tuple[l
 
 def _open(box: BlackBox) -> list[Call]:
     return [call for call in box.calls if call.is_open]
-
-
-def _reason(boxes: Boxes, roots: list[int]) -> str:
-    if any(rank not in boxes for rank in roots):
-        return "it left no black box, as a rank that is killed or that ends early."
-    if any((found := _FIRST.match(boxes[rank].why)) and int(found[1]) == rank for rank in roots):
-        return "it failed while it waited for nobody."
-    return "the others waited for it while it was in no call. It was slow, or it had taken another path."
 
 
 def _different(boxes: Boxes) -> str:

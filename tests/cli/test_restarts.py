@@ -65,7 +65,7 @@ def kill_some(words: list[str], log: Path, kills: int, between: int) -> str:
     ("kills", "last", "ranks", "dropout", "backend"),
     [
         (1, 40, 2, 0.0, "threads"),  # which draw from one generator, and are there without starting processes
-        pytest.param(20, 260, 3, 0.3, "processes", marks=pytest.mark.long),
+        pytest.param(20, 160, 3, 0.3, "processes", marks=pytest.mark.long),
     ],
 )
 def test_killed_ranks_come_back_and_the_run_ends_with_the_same_bits(
@@ -75,7 +75,7 @@ def test_killed_ranks_come_back_and_the_run_ends_with_the_same_bits(
     plain, killed, log = tmp_path / "plain", tmp_path / "killed", tmp_path / "log"
     passed(*words, "--backend", backend, "--checkpoint", plain, "--log", tmp_path / "plain.log")
     options = ("--checkpoint", killed, "--restarts", kills, "--log", log)
-    said = kill_some([sys.executable, "-m", MODULE, *map(str, (*words, *options))], log, kills, between=3)
+    said = kill_some([sys.executable, "-m", MODULE, *map(str, (*words, *options))], log, kills, between=2)
     for number in range(1, kills + 1):
         assert f"Restart {number} of {kills}, from {killed}" in said, said
     assert said.count("its process was ended by SIGKILL (often: out of memory)") == kills, said
