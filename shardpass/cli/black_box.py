@@ -19,7 +19,8 @@ from shardpass.core.ranks import refuse_irregular
 _MAX_BYTES = 1 << 23
 _MAX_TEXT = 1000
 _MAX_NUMBER = 1 << 62
-_MAX_RANKS = 1 << 20
+_MAX_CALLS = 10_000
+_MAX_RANKS = 1 << 16
 T = TypeVar("T", int, float, str)
 
 
@@ -137,6 +138,8 @@ def _box(lines: list[Any]) -> BlackBox:
     head = lines[0]
     if head[HEAD] != FORMAT:
         raise ValueError(f"its format is {str(head[HEAD])[:40]!r}, but this version of shardpass reads {FORMAT}")
+    if len(lines) > _MAX_CALLS:
+        raise ValueError(f"it has more than {_MAX_CALLS:,} lines")
     size = _number(head, "size", int, 1, _MAX_RANKS)
     return BlackBox(
         _text(head, "job"),

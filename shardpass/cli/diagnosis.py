@@ -48,36 +48,27 @@ def _cause(box: BlackBox) -> str:
 def _missed(boxes: Boxes, box: BlackBox) -> list[tuple[Call, list[int]]]:
     """What a rank was waiting for in the end, each with the ranks that had not done their part."""
     found = []
-    for call in (call for call in box.calls if call.is_open):
+    for call in _open(box):
         others = [rank for rank in range(box.size) if rank != box.rank] if call.peer < 0 else [call.peer]
-        found.append((call, [rank for rank in others if _part_in(call, box.rank, boxes.get(rank)) is None]))
+        found.append((call, [rank for rank in others if not _has_part(call, box.rank, boxes.get(rank))]))
     return found
 
 
-def _part_in(call: Call, rank: int, other: BlackBox | None) -> Call | None:
-    """What another rank has done for a call of ``rank``; `None` if nothing is known of it."""
+def _has_part(call: Call, rank: int, other: BlackBox | None) -> bool:
+    """Whether another rank is known to have done its part in a call of ``rank``."""
     if other is None:
-        return None
+        return False
     if call.peer < 0:
-        return next((part for part in other.calls if _is_number(part, call)), None)
-    side = "send" if call.side == "recv" else "recv"
-    names = (call.path, side, rank, call.number, call.count)
-    return next(
-        (part for part in other.calls if (part.path, part.side, part.peer, part.number, part.count) == names), None
-    )
-
-
-def _is_number(part: Call, call: Call) -> bool:
-    """Whether both are the collective of the same number on the same communicator."""
-    return (part.path, part.peer, part.count) == (call.path, call.peer, call.count)
+        return any((part.path, part.peer) == (call.path, -1) and part.count >= call.count for part in other.calls)
+    wanted = (call.path, "send" if call.side == "recv" else "recv", rank, call.number, call.count)
+    return any((part.path, part.side, part.peer, part.number, part.count) == wanted for part in other.calls)
 
 
 def _where(box: BlackBox) -> list[str]:
     """Where a rank was in the end."""
     name = f"rank {box.rank} ({box.host}, process {box.process})"
-    waits = [call for call in box.calls if call.is_open]
-    if waits:
-        return [f"{name} had waited {box.at - call.waited:.1f} s in {call.words()}." for call in waits]
+    if _open(box):
+        return [f"{name} had waited {box.at - call.waited:.1f} s in {call.words()}." for call in _open(box)]
     if not box.calls:
         return [f"{name} had made no call."]
     return [f"{name} was in no call. {_last(box)}"]
@@ -97,6 +88,8 @@ def _absence(boxes: Boxes, box: BlackBox, call: Call, other: int) -> str:
     """That another rank has not done its part in a call of this one."""
     if other not in boxes:
         return f"  Nothing is known of the part of rank {other}, which left no black box."
+    if boxes[other].calls and boxes[other].calls[0].began > call.began:
+        return f"  What rank {other} did then is not among the calls that it has kept."
     verb = {"recv": f"sent it to rank {box.rank}", "send": f"received it from rank {box.rank}"}.get(
         call.side, "came to it"
     )
@@ -140,19 +133,20 @@ def _verdict(boxes: Boxes, waits_for: Mapping[int, set[int]]) -> str:
 
 def _follow(starts: Iterable[int], waits_for: Mapping[int, set[int]]) -> tuple[list[int], list[int]]:
     """The ranks at which waiting ends that begins with ``starts``, and those on the way if it does not end."""
-    seen: list[int] = []
+    seen: set[int] = set()
     todo = list(starts)
     while todo:
-        rank = todo.pop(0)
+        rank = todo.pop()
         if rank not in seen:
-            seen.append(rank)
-            todo += sorted(waits_for.get(rank, ()))
+            seen.add(rank)
+            todo += waits_for.get(rank, ())
     ends = [rank for rank in seen if not waits_for.get(rank)]
     return sorted(ends), [] if ends else sorted(seen)
 
 
 def _open(box: BlackBox) -> list[Call]:
-    return [call for call in box.calls if call.is_open]
+    """The calls for which a rank was waiting in the end: one for each of its threads, or none."""
+    return [call for call in box.calls if call.is_open][-_SHOWN:]
 
 
 def _different(boxes: Boxes) -> str:

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 from typer.testing import CliRunner
@@ -134,6 +135,7 @@ CALL = {"path": "world", "side": "send", "kind": "exchange", "label": "", "call"
         ({"black box of shardpass": 2}, "its format is '2'"),
         (GOOD | {"rank": 2}, "rank is '2', but it must be a number in [0, 1]"),
         (GOOD | {"size": 10**12}, "size is"),
+        ([GOOD, *[CALL] * 10_000], "more than 10,000 lines"),
         (GOOD | {"at": float("inf")}, "at is 'inf'"),
         (GOOD | {"why": ["w"]}, "why is no text"),
         ([GOOD, CALL | {"peer": 5}], "peer is '5'"),
@@ -148,6 +150,13 @@ def test_what_is_no_black_box_is_refused(raw, words, tmp_path):
     file.write_bytes(raw if isinstance(raw, bytes) else "\n".join(map(json.dumps, lines)).encode())
     result = CliRunner().invoke(app, ["doctor", str(file)])
     assert result.exit_code == 1 and result.stderr.startswith("Error: ") and words in result.stderr, result.output
+
+
+def test_a_forged_box_takes_little_time(tmp_path):
+    forged = GOOD | {"size": 1 << 16}
+    (tmp_path / "box").write_text("\n".join(map(json.dumps, [forged, *[CALL | {"side": "", "peer": -1}] * 9000])))
+    start = time.monotonic()
+    assert "Look at ranks 1, 2, 3" in doctor(tmp_path / "box") and time.monotonic() - start < 30
 
 
 def test_files_of_different_jobs_and_text_that_moves_the_cursor(tmp_path):
