@@ -27,14 +27,14 @@ LIMIT = 480.0
 
 
 def ranks_of(parent: int) -> list[int]:
-    """The processes of the ranks that this process has spawned."""
+    """The processes of the ranks that `spawn` or torchrun has started in this process."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             status, command = (entry / "status").read_text(), (entry / "cmdline").read_bytes()
         except OSError:
             continue
-        if f"PPid:\t{parent}\n" in status and b"spawn_main" in command:
+        if f"PPid:\t{parent}\n" in status and (b"spawn_main" in command or MODULE.encode() in command):
             found.append(int(entry.name))
     return sorted(found)
 
@@ -79,13 +79,34 @@ def test_killed_ranks_come_back_and_the_run_ends_with_the_same_bits(
     for number in range(1, kills + 1):
         assert f"Restart {number} of {kills}, from {killed}" in said, said
     assert said.count("its process was ended by SIGKILL (often: out of memory)") == kills, said
+    assert_same_bits(killed, plain, but="random/" if backend == "threads" else "-")
+    losses = {record["epoch"]: record["loss"] for record in epochs(log)}
+    assert losses == {record["epoch"]: record["loss"] for record in epochs(tmp_path / "plain.log")}
+
+
+def assert_same_bits(killed: Path, plain: Path, but: str) -> None:
+    """Two checkpoints hold the same, except for the tensors whose names begin with ``but``."""
     (text, tensors), (as_text, as_tensors) = read_verified(plain), read_verified(killed)
     assert as_text == text and sorted(as_tensors) == sorted(tensors)
     for name, value in tensors.items():
-        if backend == "processes" or not name.startswith("random/"):
-            assert torch.equal(as_tensors[name], value), name
-    losses = {record["epoch"]: record["loss"] for record in epochs(log)}
-    assert losses == {record["epoch"]: record["loss"] for record in epochs(tmp_path / "plain.log")}
+        assert name.startswith(but) or torch.equal(as_tensors[name], value), name
+
+
+@pytest.mark.long
+@pytest.mark.processes
+def test_torchrun_starts_a_killed_rank_again(store: Path, tmp_path: Path) -> None:
+    words, plain, killed, log = (
+        ("train", store, *COMMON, "--epochs", 40),
+        tmp_path / "a",
+        tmp_path / "b",
+        tmp_path / "l",
+    )
+    passed(*words, "--ranks", 2, "--checkpoint", plain)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    options = ("--checkpoint", killed, "--resume", "--log-file", log)
+    said = kill_some([*torchrun, "--max-restarts", "1", "-m", MODULE, *map(str, (*words, *options))], log, 1, between=2)
+    assert "exitcode: -9" in said, said
+    assert_same_bits(killed, plain, but="random/")
 
 
 @dataclass
