@@ -10,6 +10,7 @@ import atexit
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from time import monotonic, sleep
 from typing import Any, NoReturn
 
@@ -20,12 +21,13 @@ from shardpass.backends.failure import Failure, TransportTimeoutError
 from shardpass.backends.identity import MessageKey, Place, SlotTable
 from shardpass.backends.raw import DEFAULT_TIMEOUT
 from shardpass.backends.watch import DEFAULT_HOST_TIMEOUT, WatchedCommunicator
-from shardpass.errors import require
+from shardpass.errors import CommunicationError, require
 
 _SPINS = 20  # tests without sleeping
 _MIN_SLEEP, _MAX_SLEEP = 20e-6, 1e-3  # seconds
 _LOOK_SECONDS = 0.05  # how often a waiting rank looks whether another one has failed
 _ENDED_SECONDS = 2.0  # how long the last messages of a rank that has ended may take
+_LAST_SECONDS = 5.0  # how long the messages may take that are under way when this rank ends
 
 
 class _Request:
@@ -48,6 +50,13 @@ class _Request:
         self._comm.under_way.discard(self)
         if self._place is not None:
             self._comm.slots.release(self._place)
+
+    def end(self, timeout: float) -> None:
+        """Complete or cancel the request, so that MPI does not touch its buffer any more."""
+        if self._place is not None and not self._place.is_sending:
+            self._request.Cancel()
+        with suppress(CommunicationError, TransportTimeoutError):  # this rank ends anyway
+            self.wait(timeout)
 
 
 class MpiCommunicator(WatchedCommunicator):
@@ -166,5 +175,14 @@ class MpiCommunicator(WatchedCommunicator):
         if "/" in self.path:
             return
         atexit.unregister(self.close)
+        self._end_requests()
         if self.watch is not None:
             self.watch.close()
+
+    def _end_requests(self) -> None:
+        """End every request of the job. Its buffer is freed soon, and MPI still writes into it while it finalizes."""
+        if self._mpi.Is_finalized():
+            return
+        deadline = monotonic() + _LAST_SECONDS
+        for request in list(self.under_way):
+            request.end(max(0.0, deadline - monotonic()))

@@ -20,6 +20,8 @@ def main(what: str) -> None:
     print(f"rank {comm.rank} of {comm.size} with {type(comm).__name__}", flush=True)
     if what.startswith("contract"):
         contract.run_all(comm)
+    elif what == "end with messages under way":
+        leave_messages(comm)
     else:
         contract.assert_exchange(comm)
         victim = comm.rank == comm.size - 1
@@ -34,6 +36,29 @@ def main(what: str) -> None:
         comm.exchange(torch.ones(300_000), to, recv, source, 77, "call 5 round 2").wait()
         comm.barrier("last")
     print(f"rank {comm.rank} is done", flush=True)
+
+
+def leave_messages(comm: Communicator) -> None:
+    """Come to the end with receives that nobody waits for: of a message that is here, one that is late, and none.
+
+    Nothing may be written into their buffers after `close`, since they are freed before MPI ends.
+    """
+    from mpi4py import MPI
+
+    other, late = 1 - comm.rank, comm.rank == 1
+    buffers = torch.zeros(3, 1000)
+    for tag in range(3):
+        comm.exchange(None, other, buffers[tag], other, tag, f"message {tag}")
+    comm.barrier("posted")
+    comm.exchange(torch.ones(1000), other, None, other, 0, "message 0")
+    comm.barrier("sent")
+    if late:
+        time.sleep(1)
+        comm.exchange(torch.ones(1000), other, None, other, 1, "message 1")
+    comm.close()
+    before = buffers.clone()
+    MPI.Finalize()
+    print("left alone" if torch.equal(before, buffers) else "written after the end", flush=True)
 
 
 def fail(comm: Communicator, what: str) -> None:

@@ -38,6 +38,10 @@ class Mixtures:
         if self._found and (place := torch_private.storage_of(tensor)) is not None:
             self._found.pop(place[0], default)
 
+    def prune(self) -> None:
+        """Forget tensors that are gone."""
+        self._found = {number: kept for number, kept in self._found.items() if not kept[0].expired()}
+
     def __contains__(self, tensor: Tensor) -> bool:
         return self.get(tensor) is not None
 
@@ -87,9 +91,10 @@ class Marks:
             kept.pop(tensor, None)
         self.mixtures.pop(tensor)
 
-    def forget_selections(self) -> None:
-        """Hold the masks of a forward that has ended no longer."""
+    def end_forward(self) -> None:
+        """Hold no longer what only a forward that has ended needs: its masks, and tensors that are gone."""
         self._selections.clear()
+        self.mixtures.prune()
 
     def adopt(self, value: Any) -> None:
         """Recognise the tensors in `value` by their sizes, where nothing is known of them."""

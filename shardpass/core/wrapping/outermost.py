@@ -122,7 +122,7 @@ class OutermostCall:
                 out = function(*args, **kwargs)
         finally:
             forward.rows = None
-            follower.marks.forget_selections()
+            follower.marks.end_forward()
         follower.marks.check_result(out)
         follower.marks.check_kept(self.model)
         return out
