@@ -45,7 +45,6 @@ class Rows:
         apart = tensor.unflatten(self.dim, (self.outer, -1, self.inner))
         return apart.index_select(self.dim + 1, numbers).flatten(self.dim, self.dim + 2)
 
-
     def put(self, tensor: Tensor, numbers: Tensor, values: Tensor) -> None:
         """Write `values`, which `picked` returned, where it found them."""
         apart = tensor.unflatten(self.dim, (self.outer, -1, self.inner))

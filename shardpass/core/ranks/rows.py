@@ -77,6 +77,10 @@ class RowWatch(Protocol):
         """What the rows are that are fetched by node ids of the whole graph. Refuse numbers of own rows."""
         ...
 
+    def note_count(self, count: int) -> None:
+        """Note that the model was told the number of own rows as a plain `int`."""
+        ...
+
     def mark_plain(self, tensor: Tensor) -> None:
         """Say that `tensor` holds no rows, whatever its size."""
         ...
