@@ -122,7 +122,7 @@ class Marks:
         for dim in (0,) if leaf.dim() < 3 else (0, -2, 1):  # [N, F], [B, N, F] and [B, N, T, F]
             fits = [known for known in self.known if leaf.dim() and known.count == leaf.size(dim)]
             if fits:
-                of = fits[0] if len(fits) == 1 else RowSet("nodes or edges", fits[0].count, None)
+                of = fits[0] if len(fits) == 1 else RowSet.one_of(fits)
                 self.rows[leaf] = Rows(dim % leaf.dim(), of)
                 return
         self.origins[leaf] = Origin.CONSTANT
