@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from shardpass.backends.base import BaseCommunicator
-from shardpass.backends.failure import first_failure, note_rank, reason_of
+from shardpass.backends.failure import add_note, first_failure, note_rank, reason_of
 from shardpass.errors import CommunicationError, PeerFailure
 
 _GRACE = 8.0  # seconds that the other ranks get to end by themselves after the first failure
@@ -128,7 +128,10 @@ def _answers(children: list[_Child]) -> list[_Answer]:
             deadline = monotonic() + _GRACE
     if failed:
         rank, error, text = min(failed, key=lambda item: isinstance(item[1], PeerFailure))  # a cause, not an effect
-        if not text:  # the process has died
+        if not text:  # the process has died, and the others have written their last calls
+            for note in (note for _, other, _ in failed for note in getattr(other, "__notes__", ())):
+                add_note(error, note)
+                break
             raise error
         note_rank(error, rank)
         raise error from RemoteTracebackError(text)
@@ -172,7 +175,7 @@ def _main(pipe: Connection, rank: int, ranks: int, port: int, work: bytes) -> No
         if comm is not None and not isinstance(error, PeerFailure):
             with contextlib.suppress(Exception):
                 comm.announce(reason_of(error))
-        packed = _pack_error(error)
+        packed = _pack_error(error if comm is None else comm.noted(error))
     with contextlib.suppress(OSError):
         pipe.send_bytes(packed)
     if comm is not None:

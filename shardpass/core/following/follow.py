@@ -81,6 +81,10 @@ class FollowRows(torch_private.TorchDispatchMode):
         self.marks.forget(tensor)
         self.marks.origins[tensor] = Origin.CONSTANT
 
+    def note_count(self, count: int) -> None:
+        """Note that the model was told the number of own rows as a plain `int`."""
+        self.marks.note_count(count)
+
     def mark_alike(self, tensor: Tensor, like: Tensor) -> None:
         """Say that `tensor` holds the rows that `like` holds, in the same dimension."""
         rows = self.marks.rows.get(like)

@@ -99,6 +99,8 @@ class ShardedEdgeIndex(StandIn):
     @classmethod
     def answer(cls, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         mine = next(t for t in _flat(args, kwargs) if isinstance(t, ShardedEdgeIndex))
+        if name == "max":  # which is asked for the number of nodes
+            mine.plan.comm.note_count(mine.plan.num_own_src)
         with mine.plan.comm.unfollowed():
             out = cls._answer(mine, func, name, args, kwargs)
         if not describes(func):
