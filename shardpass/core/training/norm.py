@@ -137,8 +137,9 @@ class DistributedBatchNorm(OnRanks, nn.BatchNorm1d):
             )
         if track and moments.count and self.running_mean is not None and self.running_var is not None:
             unbiased = moments.variance * (moments.count / (moments.count - 1))
-            self.running_mean.mul_(1 - share).add_((share * moments.mean).to(self.running_mean.dtype))
-            self.running_var.mul_(1 - share).add_((share * unbiased).to(self.running_var.dtype))
+            for running, found in ((self.running_mean, moments.mean), (self.running_var, unbiased)):
+                # `data` as torch's kernels, which autograd does not see: the graph of an evaluation holds these buffers
+                running.data.mul_(1 - share).add_((share * found).to(running.dtype))
 
 
 class _Normalise(torch.autograd.Function):
