@@ -217,6 +217,23 @@ def test_a_parameter_with_an_entry_per_node_is_refused(shape, ranks):
         called(PerNode, _plain, ranks=ranks)
 
 
+def test_distances_of_all_pairs_are_refused_on_a_rank_without_rows_too():
+    """There torch's backward kills the process."""
+
+    class Distances(Net):
+        def between(self, h, x, edge_index):
+            return h / nn.functional.pdist(h).mean()
+
+    def work(comm):
+        graph = shard_in_memory(GRAPH, torch.zeros(GRAPH.num_nodes, dtype=torch.long), comm)
+        with pytest.raises(
+            RefusedError, match=r"nn\.functional\.pdist\(h\)\.mean\(\): `\w*pdist\w*` puts rows together"
+        ):
+            sp.pyg.wrap(Distances().double(), comm)(graph.x, graph).sum().backward()
+
+    run(work, 2)
+
+
 class Looked(Net):
     def __init__(self, table):
         super().__init__()
