@@ -9,17 +9,15 @@ from typing import Any
 from torch import Tensor, nn
 from torch_geometric.nn.conv import MessagePassing
 
-from shardpass.core.following import user_line
-from shardpass.core.ranks import OnRanks, torch_private
-from shardpass.errors import RefusedError
+from shardpass.core.ranks import torch_private
+from shardpass.core.training import SteadyNorms
 from shardpass.frontends.pyg.poison import Poison
 
 
 class Frozen:
     """The training flags and attributes that a layer has now.
 
-    Backward runs message functions again. By then the layer may have been called with something else, or changed. What
-    it has in buffers is not kept, so a change of those is refused.
+    Backward runs message functions again. By then the layer may have been called with something else, or changed.
     """
 
     def __init__(self, conv: MessagePassing) -> None:
@@ -28,13 +26,7 @@ class Frozen:
         self._flags = [(module, module.training) for module in conv.modules()]
         self._attributes, self._buffers = self._found(), dict(torch_private.buffers_of(conv))
         self._left: dict[str, Tensor] = {}
-        self._versions = [
-            (path, buffer, torch_private.version_of(buffer))
-            for path, module in conv.named_modules()
-            if not (module.training and isinstance(module, OnRanks))  # it takes the statistics of what it is given
-            for buffer in torch_private.buffers_of(module).values()
-            if buffer is not None
-        ]
+        self._norms = SteadyNorms(conv)
 
     @contextmanager
     def as_in_forward(self) -> Iterator[None]:
@@ -43,16 +35,9 @@ class Frozen:
         So the tensors that a message function stores on the layer are taken off it again.
 
         Raises:
-            RefusedError: a buffer has been changed in place, so that messages would differ from those of forward.
+            RefusedError: see `SteadyNorms`.
         """
-        for path, buffer, version in self._versions:
-            if torch_private.version_of(buffer) != version:
-                conv = type(self._conv).__name__
-                raise RefusedError(
-                    f"{user_line()}: {f'`{path}` of {conv}' if path else conv} has changed a buffer since the forward "
-                    f"that this backward belongs to, as a BatchNorm does in training mode. Backward computes messages "
-                    f"again, and they would be others. Call backward before the layer is called in another mode"
-                )
+        self._norms.check(type(self._conv).__name__)
         changed = [(module, module.training) for module, flag in self._flags if module.training != flag]
         before, buffers = self._found(), dict(torch_private.buffers_of(self._conv))
         _set_training(self._flags)
