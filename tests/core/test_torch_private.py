@@ -73,6 +73,8 @@ def test_gradient_hooks():
     assert torch_private.grad_hooks(parameter) == []
     parameter.register_post_accumulate_grad_hook(hook)
     assert torch_private.grad_hooks(parameter) == [hook]
+    parameter.register_hook(len)
+    assert torch_private.grad_hooks(parameter) == [len, hook]
 
 
 def test_forward_hooks():
@@ -174,7 +176,7 @@ PRIVATE = re.compile(
     r"torch\._(?!_)|torch\.utils\._|torch\.utils\.weak|torch\.multiprocessing\.reductions"
     r"|torch\.nn\.modules\.\w+ import _|nn\.modules\.\w+\._"
     r"|\._(C|cdata|base|sequence_nr|schema|metadata|forward_hooks|forward_pre_hooks|parameters|modules)\b"
-    r"|_post_accumulate_grad_hooks|_get_active_ddp_module|_register_deepcopy_hook|profiler\._record|\b(?!self|p\b)\w+\._version\b"
+    r"|_post_accumulate_grad_hooks|_backward_hooks|_get_active_ddp_module|_register_deepcopy_hook|profiler\._record|\b(?!self|p\b)\w+\._version\b"
 )
 
 

@@ -110,6 +110,7 @@ MORE_CONVS: dict[str, Case] = {
     "RGCNConv": (lambda: gnn.RGCNConv(5, 6, 3, num_bases=2), _typed),
     "RGCNConv blocks": (lambda: gnn.RGCNConv(4, 6, 3, num_blocks=2), _typed_narrow),
     "FastRGCNConv": (lambda: gnn.FastRGCNConv(5, 6, 3), _typed),
+    "FastRGCNConv blocks": (lambda: gnn.FastRGCNConv(4, 6, 3, num_blocks=2), _typed_narrow),
     "RGATConv": (lambda: gnn.RGATConv(5, 6, 3, heads=2, edge_dim=3), _typed_attr),
     "SignedConv": (lambda: gnn.SignedConv(5, 6, first_aggr=True), _signed),
     "DNAConv": (lambda: gnn.DNAConv(4, heads=2), _layers),

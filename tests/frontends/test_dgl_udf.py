@@ -287,3 +287,31 @@ def test_double_backward_is_refused():
 
     with pytest.raises(RuntimeError, match=r"create_graph"):
         sharded(work)
+
+
+def test_backward_through_messages_whose_norm_has_been_trained_is_refused():
+    """With the running statistics of now, messages would be others."""
+
+    class Normed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(5)
+
+        def message(self, edges):
+            return {"m": self.norm(edges.src["x"]).relu()}
+
+        def forward(self, g, x):
+            g.ndata["x"] = x
+            g.update_all(self.message, SUM)
+            return g.ndata["out"]
+
+    def work(comm):
+        graph = shard_in_memory(GRAPH, torch.zeros(GRAPH.num_nodes, dtype=torch.long), comm)
+        model = sp.dgl.wrap(Normed().double(), comm)
+        loss = model.eval()(graph, graph.x).sum() + model.train()(graph, graph.x).sum()
+        with pytest.raises(
+            RefusedError, match=r"loss\.backward\(\): a BatchNorm of \S*Normed\.message was in evaluation"
+        ):
+            loss.backward()
+
+    run(work, 1)

@@ -217,6 +217,48 @@ def test_a_parameter_with_an_entry_per_node_is_refused(shape, ranks):
         called(PerNode, _plain, ranks=ranks)
 
 
+def test_distances_of_all_pairs_are_refused_on_a_rank_without_rows_too():
+    """There torch's backward kills the process."""
+
+    class Distances(Net):
+        def between(self, h, x, edge_index):
+            return h / nn.functional.pdist(h).mean()
+
+    def work(comm):
+        graph = shard_in_memory(GRAPH, torch.zeros(GRAPH.num_nodes, dtype=torch.long), comm)
+        with pytest.raises(
+            RefusedError, match=r"nn\.functional\.pdist\(h\)\.mean\(\): `\w*pdist\w*` puts rows together"
+        ):
+            sp.pyg.wrap(Distances().double(), comm)(graph.x, graph).sum().backward()
+
+    run(work, 2)
+
+
+class Looked(Net):
+    def __init__(self, table):
+        super().__init__()
+        self.table = table
+
+    def between(self, h, x, edge_index):
+        return h + self.table((x[:, :2] > 0).long()).view(h.size(0), 6, -1).sum(-1)
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: nn.Embedding(2, 6, scale_grad_by_freq=True), "divides its gradient by how often an index"),
+        (lambda: nn.EmbeddingBag(2, 6), "`embedding_bag` puts together depends on its offsets"),
+        (lambda: nn.Embedding(2, 6, padding_idx=0), None),
+    ],
+)
+def test_embeddings_whose_rows_depend_on_others_are_refused(make, why):
+    if why is None:
+        called(lambda: Looked(make()), _plain)
+        return
+    with pytest.raises(RefusedError, match=rf"self\.table\(.*: .*{why}"):
+        called(lambda: Looked(make()), _plain)
+
+
 def test_every_rank_raises():
     def work(comm):
         graph = shard_in_memory(GRAPH, torch.arange(GRAPH.num_nodes) % comm.size, comm)

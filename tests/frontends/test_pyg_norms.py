@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -145,6 +146,60 @@ def test_evaluation_with_running_statistics_does_not_communicate():
         assert comm.calls == calls
 
     run(work, 2)
+
+
+class Normed(torch.nn.Module):
+    """BatchNorm over messages, or over nodes."""
+
+    def __init__(self, over):
+        super().__init__()
+        mlp = torch.nn.Sequential(torch.nn.Linear(10, 6), torch.nn.BatchNorm1d(6), torch.nn.ReLU())
+        self.conv = gnn.EdgeConv(mlp, aggr="mean") if over == "messages" else gnn.GCNConv(5, 6)
+        self.norm = torch.nn.Identity() if over == "messages" else torch.nn.BatchNorm1d(6)
+
+    def forward(self, x, graph):
+        return self.norm(self.conv(x, graph)).relu()
+
+
+def trained_then_evaluated(model, x, graph, is_mixed=False, sync=lambda: None):
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    for _ in range(2):
+        optimizer.zero_grad()
+        outs = [model.eval()(x, graph)] if is_mixed else []
+        outs.append(model.train()(x, graph))  # changes the statistics that backward of the first reads, as in torch
+        sum(out.tanh().square().sum() for out in outs).backward()
+        sync()
+        optimizer.step()
+    assert all(buffer.grad_fn is None for buffer in model.buffers())
+    return model.eval()(x, graph).detach()
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize(("over", "is_mixed"), [("messages", False), ("nodes", True)])
+def test_evaluation_before_and_after_training(over, is_mixed, ranks):
+    torch.manual_seed(0)
+    plain = Normed(over).double()
+    expected = trained_then_evaluated(copy.deepcopy(plain), GRAPH.node["x"], GRAPH.edge_index, is_mixed)
+    owners = assignments(N, ranks, GRAPH.edge_index)["random"]
+
+    def work(comm):
+        graph = shard_in_memory(GRAPH, owners, comm)
+        model = sp.pyg.wrap(copy.deepcopy(plain), comm)
+        sync = partial(sp.sync_gradients, model, comm)
+        return graph.node_ids, trained_then_evaluated(model, graph.x, graph, is_mixed, sync)
+
+    for ids, found in run(work, ranks):
+        torch.testing.assert_close(found, expected[ids], rtol=1e-9, atol=1e-9)
+
+
+def test_backward_through_messages_whose_norm_has_changed_is_refused():
+    def work(comm):
+        graph = shard_in_memory(GRAPH, torch.zeros(N, dtype=torch.long), comm)
+        model = sp.pyg.wrap(Normed("messages").double(), comm)
+        with pytest.raises(RefusedError, match=r"sum\(out.*: a BatchNorm of EdgeConv was in evaluation"):
+            trained_then_evaluated(model, graph.x, graph, is_mixed=True)
+
+    run(work, 1)
 
 
 def test_float32_statistics_are_stable():

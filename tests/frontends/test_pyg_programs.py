@@ -197,6 +197,54 @@ def test_a_model_of_data_with_its_loss(ranks):
             torch.testing.assert_close(grad, parameter.grad, rtol=0, atol=1e-10)
 
 
+class OfCopies(nn.Module):
+    """It writes into copies of `data`, which must not reach what the caller has."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.lin = gnn.GCNConv(5, 6), nn.Linear(10, 6)
+
+    def forward(self, data):
+        assert data.num_node_features == 5 and data.num_edge_features == 3
+        shallow, deep, cloned = copy.copy(data), copy.deepcopy(data), data.clone()
+        shallow.x = data.x.tanh()
+        deep.x[:, 0] = 0
+        cloned.x[:, 1] = 1
+        h = self.conv(shallow.x, shallow.edge_index) + self.conv(data.x, cloned.edge_index)
+        return h + self.lin(torch.cat([deep.x, cloned.x], 1)) * data.norm
+
+
+def of_copies(m, fields, graph):
+    if isinstance(graph, torch.Tensor):
+        graph = Data(edge_index=graph, **{name: rows.clone() for name, rows in (MANY.node | MANY.edge).items()})
+    out, kept = m(graph), graph.x.clone()
+    m(graph)
+    assert torch.equal(graph.x, kept)
+    return out
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_model_that_copies_data(ranks):
+    torch.manual_seed(0)
+    assert_exact(OfCopies().double(), MANY, of_copies, sp.pyg.wrap, ranks=ranks, modes=("sar",))
+
+
+def test_fields_with_names_of_methods_are_no_methods_of_an_edge_index():
+    class Turned(GCN):
+        def forward(self, x, edge_index):
+            assert edge_index.size(1) == edge_index.shape[1]
+            return super().forward(x, edge_index), x[edge_index.t()]
+
+    def work(comm):
+        fields = {**GRAPH.node, "t": GRAPH.node["x"][:, 0], "size": GRAPH.node["x"][:, 0]}
+        graph = WholeGraph(GRAPH.num_nodes, GRAPH.edge_index, fields, GRAPH.edge)
+        graph = shard_in_memory(graph, torch.zeros(GRAPH.num_nodes, dtype=torch.long), comm)
+        with pytest.raises(RefusedError, match=r"x\[edge_index\.t\(\)\].*`t` on the edge_index"):
+            sp.pyg.wrap(Turned(5, 6).double(), comm)(graph.x, graph)
+
+    run(work, 1)
+
+
 def test_own_methods_are_followed_and_copied():
     class Centred(Coder):
         def encode(self, x, edge_index):

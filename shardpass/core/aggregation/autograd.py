@@ -48,7 +48,7 @@ class _ShardedCall(torch.autograd.Function):
         else:
             result = run_attention(call, operands, structure.attention)
         for k in structure.norms:
-            mean, variance = result.values[k][0].double().unbind()
+            mean, variance = result.values[k][0].to(torch.float64, copy=True).unbind()  # no views of an output
             call.norm_moments[k] = (int(result.states[k][0]), mean, variance)
         _save(ctx, call, token, tensors, operands, result)
         if result.edges is not None:

@@ -187,8 +187,7 @@ class Call:
                 src[name] = given(Key("src", name), rows[name].index_select(0, piece.src_rows))
             else:
                 filler = float("nan") if is_differentiable(tensor) else 0
-                one = tensor.new_full((1, *tensor.shape[1:]), filler)
-                src[name] = one.expand(piece.src_rows.numel(), *tensor.shape[1:])
+                src[name] = tensor.new_full((piece.src_rows.numel(), *tensor.shape[1:]), filler)  # may be viewed
         dst = {
             name: given(Key("dst", name), tensor[piece.window].index_select(0, piece.dst_rows))
             for name, tensor in operands.dst.items()

@@ -31,6 +31,8 @@ from shardpass.errors import RefusedError
 
 _MADE_BY = {torch.ops.aten.arange: Origin.NUMBERS, torch.ops.aten.zeros: Origin.ZEROS}
 _EMPTY = frozenset([torch.ops.aten.empty, torch.ops.aten.empty_strided])
+_BAGS = frozenset([torch.ops.aten._embedding_bag, torch.ops.aten._embedding_bag_forward_only])
+_LOOK_UPS = _BAGS | {torch.ops.aten.embedding}
 
 
 @contextmanager
@@ -41,6 +43,21 @@ def unfollowed_anywhere() -> Iterator[None]:
             if isinstance(mode, FollowRows):
                 paused.enter_context(mode.paused())
         yield
+
+
+def _check_look_up(func: Any, weight: Tensor, _: Tensor, __: Any = None, scale_grad_by_freq: bool = False) -> None:
+    """Refuse an embedding whose gradient depends on other rows; and bags, which die of rows that are made up."""
+    if scale_grad_by_freq and weight.requires_grad and torch.is_grad_enabled():
+        raise RefusedError(
+            f"{user_line()}: an embedding with scale_grad_by_freq=True divides its gradient by how often an index "
+            f"occurs among the rows, and a rank counts its own rows only. Leave it out, and divide the rows of the "
+            f"weight's gradient by the counts of the whole graph after sync_gradients"
+        )
+    if func.overloadpacket in _BAGS:
+        raise RefusedError(
+            f"{user_line()}: which rows `embedding_bag` puts together depends on its offsets, so it cannot be "
+            f"followed. Use torch.nn.Embedding, and a sum or mean over the dimension of the bag"
+        )
 
 
 class FollowRows(torch_private.TorchDispatchMode):
@@ -183,6 +200,8 @@ class FollowRows(torch_private.TorchDispatchMode):
         outs = [leaf for leaf in torch_private.tree_leaves(out) if isinstance(leaf, Tensor)]
         if is_seeded:
             self._check_seeded(rows, outs)
+        if rows and func.overloadpacket in _LOOK_UPS:
+            _check_look_up(func, *args[:4])
         if rows:
             Operation(self.marks, func, leaves, structure, rows, outs, before, self.in_pieces).follow()
         else:

@@ -7,6 +7,7 @@ the graph under PyG's names.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -25,15 +26,37 @@ class GraphArgument(ShardedEdgeIndex):
     """``edge_index`` of a graph with one type, and its ``data``. Made anew for each call, so a model may set fields."""
 
     graph: ShardedGraph
+    is_data: bool  # as what the model takes it: then a field wins where a tensor has a method of its name, as `norm`
 
     @staticmethod
-    def of(graph: ShardedGraph) -> Any:
-        """What stands for `graph` among the arguments of a model."""
+    def of(graph: ShardedGraph, is_data: bool = False) -> Any:
+        """What stands for `graph` among the arguments of a model, as `data` or as `edge_index`."""
         out = graph.edge_index.as_subclass(GraphArgument)
-        vars(out).update(vars(graph.edge_index), graph=graph)
-        for fields in (graph.edge, graph.node):  # such as `norm`, which would be the method of a tensor
+        vars(out).update(vars(graph.edge_index), graph=graph, is_data=is_data)
+        for fields in (graph.edge, graph.node) if is_data else ():
             vars(out).update({name: fields[name] for name in fields if hasattr(Tensor, name)})
         return out
+
+    def __copy__(self) -> GraphArgument:
+        return self._with(vars(self))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GraphArgument:
+        out = self._copied(lambda field: field.detach().clone().requires_grad_(field.requires_grad))
+        memo[id(self)] = out
+        return out
+
+    def _with(self, attributes: dict[str, Any]) -> GraphArgument:
+        """Another one of the graph, with the fields that the model has set."""
+        out: GraphArgument = GraphArgument.of(self.graph, self.is_data)
+        vars(out).update(attributes)
+        return out
+
+    def _copied(self, copied: Callable[[Tensor], Tensor]) -> GraphArgument:
+        """Another one of the graph. As `data` it has fields of its own, into which the model may write."""
+        fields = {**self.graph.edge, **self.graph.node} if self.is_data else {}
+        fields.pop("batch", None)  # which the graph makes a stand-in of
+        own = {name: copied(value) if type(value) is Tensor else value for name, value in (fields | vars(self)).items()}
+        return self._with(own)
 
     @property
     def num_nodes(self) -> Any:
@@ -66,9 +89,10 @@ class GraphArgument(ShardedEdgeIndex):
     def answer(cls, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = super().answer(func, name, args, kwargs)
         first = args[0] if args else None
-        if name in ("to", "clone", "contiguous", "cpu", "cuda") and isinstance(first, GraphArgument):
-            out = GraphArgument.of(first.graph)
-            vars(out).update(vars(first))  # with the fields that the model has set
+        if isinstance(first, GraphArgument) and name in ("to", "contiguous", "cpu", "cuda"):
+            return first._with(vars(first))
+        if isinstance(first, GraphArgument) and name == "clone":
+            return first._copied(Tensor.clone)
         return out
 
 

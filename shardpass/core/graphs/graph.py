@@ -257,6 +257,19 @@ class ShardedGraph:
         return 1 if x.dim() == 1 else x.size(-1)
 
     @property
+    def num_node_features(self) -> int:
+        """The same, under PyG's other name."""
+        return self.num_features
+
+    @property
+    def num_edge_features(self) -> int:
+        """Channels of ``edge_attr``; 0 where there is none."""
+        if "edge_attr" not in self.edge:
+            return 0
+        attributes = self.edge["edge_attr"]
+        return 1 if attributes.dim() == 1 else attributes.size(-1)
+
+    @property
     def num_classes(self) -> int:
         """Classes of ``y``: columns of a float matrix, or the largest label of the whole graph plus one."""
         if NODE not in self._num_classes:

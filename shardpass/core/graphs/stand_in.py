@@ -30,6 +30,9 @@ class StandIn(Tensor):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(f"a {type(self).__name__} belongs to its process; save the store's path instead")
 
+    def __copy__(self: S) -> S:
+        return self
+
     def __deepcopy__(self: S, memo: dict[int, Any]) -> S:
         return self
 

@@ -118,8 +118,9 @@ def saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None
 
 
 def grad_hooks(parameter: Tensor) -> list[Callable[..., Any]]:
-    """What `Tensor.register_post_accumulate_grad_hook` has registered on `parameter`."""
-    return list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
+    """What `Tensor.register_hook` and `register_post_accumulate_grad_hook` have registered on `parameter`."""
+    names = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    return [hook for name in names for hook in (getattr(parameter, name, None) or {}).values()]
 
 
 def has_forward_hook(module: nn.Module, hook: Callable[..., Any] | None = None) -> bool:

@@ -15,7 +15,13 @@ from shardpass.core.training.gradients import (
 )
 from shardpass.core.training.metrics import accuracy, average_precision, f1, mae, roc_auc
 from shardpass.core.training.moments import Moments
-from shardpass.core.training.norm import BATCH_NORMS, DistributedBatchNorm, global_moments, replace_batch_norms
+from shardpass.core.training.norm import (
+    BATCH_NORMS,
+    DistributedBatchNorm,
+    SteadyNorms,
+    global_moments,
+    replace_batch_norms,
+)
 from shardpass.core.training.objective import cross_entropy, mean, note_objective, replicated, sum, total
 from shardpass.core.training.shared_copy import follow, shared_copy
 from shardpass.core.training.statistics import row_moments, shifted, total_rows
@@ -25,6 +31,7 @@ __all__ = [
     "BATCH_NORMS",
     "DistributedBatchNorm",
     "Moments",
+    "SteadyNorms",
     "accuracy",
     "alike",
     "average_precision",

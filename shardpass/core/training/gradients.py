@@ -13,9 +13,10 @@ Hooks are neither pickled nor copied with a parameter, so what a watch knows is 
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -75,7 +76,8 @@ def sync_gradients(model: nn.Module, comm: Ranks, bucket_bytes: int = BUCKET_BYT
     ``shardpass_local`` are left alone. Buckets are summed in a fixed order.
 
     If backward came through none of the losses of this package on more than one rank, a warning says so once: the mean
-    of a rank's own rows is not the objective of the whole graph.
+    of a rank's own rows is not the objective of the whole graph. Another one is for hooks of parameters, which see
+    gradients before they are summed.
 
     Args:
         model: the same architecture on every rank.
@@ -94,6 +96,7 @@ def sync_gradients(model: nn.Module, comm: Ranks, bucket_bytes: int = BUCKET_BYT
     found = _with_gradients(named, comm)
     if found:
         warn_of_own_loss(comm, stacklevel=2)
+    _warn_of_hooks(named, comm, stacklevel=2)
     if comm.size > 1:
         gradients = [_gradient_or_zeros(parameter) for parameter in reversed(found)]  # as backward meets them
         sum_tensors(gradients, comm, "sync_gradients", bucket_bytes)
@@ -224,6 +227,16 @@ class _Watch:
         return self.version not in (None, torch_private.version_of(parameter))
 
 
+class _Before(NamedTuple):
+    """The hook by which a watch is told that a gradient is to be added."""
+
+    watch: _Watch
+    parameter: weakref.ref[Tensor]
+
+    def __call__(self, _: Tensor) -> None:
+        self.watch.before(self.parameter())
+
+
 def _watch_of(parameter: Tensor) -> _Watch | None:
     """The watch of a trainable parameter, attached now if it has none; `None` for a frozen one."""
     for hook in torch_private.grad_hooks(parameter):
@@ -231,10 +244,33 @@ def _watch_of(parameter: Tensor) -> _Watch | None:
             return hook
     if not (parameter.requires_grad and parameter.is_leaf):
         return None
-    watch, reference = _Watch(), weakref.ref(parameter)
-    parameter.register_hook(lambda _: watch.before(reference()))
+    watch = _Watch()
+    parameter.register_hook(_Before(watch, weakref.ref(parameter)))
     parameter.register_post_accumulate_grad_hook(watch)
     return watch
+
+
+class _HasWarned:
+    """Whether this run was warned of hooks."""
+
+    of_hooks = False
+
+
+def _warn_of_hooks(named: list[tuple[str, nn.Parameter]], comm: Ranks, stacklevel: int) -> None:
+    """Warn once on rank 0 if parameters have hooks of the user's, which see gradients before they are summed."""
+    warned = comm.caches.of(_HasWarned)
+    if comm.size == 1 or comm.rank > 0 or warned.of_hooks:
+        return
+    for name, parameter in named:
+        if any(not isinstance(hook, (_Watch, _Before)) for hook in torch_private.grad_hooks(parameter)):
+            warned.of_hooks = True
+            warnings.warn(
+                f"parameter {name!r} has a gradient hook, which sees the part of this rank before sync_gradients sums "
+                f"over {comm.size} ranks: a clip, a norm or an optimizer step there differs from that on the whole "
+                f"graph. Do it after sync_gradients; shardpass.clip_grad_norm clips. A hook that only scales is right",
+                stacklevel=stacklevel + 1,
+            )
+            return
 
 
 def alike(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

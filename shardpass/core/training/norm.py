@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardpass.core.following import user_line
-from shardpass.core.ranks import OnRanks, Ranks, begin_call, dtype_name, end_call, refuse_double_backward
+from shardpass.core.ranks import OnRanks, Ranks, begin_call, dtype_name, end_call, refuse_double_backward, torch_private
 from shardpass.core.training.moments import Moments, accumulator_of, global_moments, row_chunks
 from shardpass.errors import RefusedError
 
@@ -137,8 +137,39 @@ class DistributedBatchNorm(OnRanks, nn.BatchNorm1d):
             )
         if track and moments.count and self.running_mean is not None and self.running_var is not None:
             unbiased = moments.variance * (moments.count / (moments.count - 1))
-            self.running_mean.mul_(1 - share).add_((share * moments.mean).to(self.running_mean.dtype))
-            self.running_var.mul_(1 - share).add_((share * unbiased).to(self.running_var.dtype))
+            for running, found in ((self.running_mean, moments.mean), (self.running_var, unbiased)):
+                # `data` as torch's kernels, which autograd does not see: the graph of an evaluation holds these buffers
+                running.data.mul_(1 - share).add_((share * found).to(running.dtype))
+
+
+class SteadyNorms:
+    """The batch norms of a model that are in evaluation mode now. Backward runs message functions again, with them.
+
+    Args:
+        models: whatever holds modules; other objects are left out.
+    """
+
+    def __init__(self, *models: Any) -> None:
+        modules = [module for model in models if isinstance(model, nn.Module) for module in model.modules()]
+        norms = [module for module in modules if isinstance(module, DistributedBatchNorm) and not module.training]
+        counts = [norm.num_batches_tracked for norm in norms if norm.num_batches_tracked is not None]
+        self._versions = [(count, torch_private.version_of(count)) for count in counts]
+
+    def check(self, name: str) -> None:
+        """Raise if one has been trained since, so that messages would differ from those of forward.
+
+        Args:
+            name: of the layer or the message function.
+
+        Raises:
+            RefusedError: a norm has been trained.
+        """
+        if any(torch_private.version_of(count) != version for count, version in self._versions):
+            raise RefusedError(
+                f"{user_line()}: a BatchNorm of {name} was in evaluation mode, and was called in training mode before "
+                f"this backward. Messages are computed again in backward, and with the running statistics of now they "
+                f"would be others. Call backward before the layer is called in training mode"
+            )
 
 
 class _Normalise(torch.autograd.Function):

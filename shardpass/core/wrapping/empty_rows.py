@@ -9,18 +9,27 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from shardpass.core.following import user_line
+from shardpass.errors import RefusedError
+
 _RESHAPES = (Tensor.view, Tensor.reshape, torch.reshape)
 
 
 class EmptyRows(TorchFunctionMode):
     """A context in which ``h.view(len(h), -1, 4)`` of no rows has the shape that it has of one row.
 
-    Torch alone cannot tell what the -1 stands for.
+    Torch alone cannot tell what the -1 stands for. `pdist`, which puts rows together, is refused here too: while other
+    ranks refuse it, backward through no rows would kill this process.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _RESHAPES and args and isinstance(args[0], Tensor) and args[0].numel() == 0:
             args = _with_sizes(args[0], args[1:])
+        if func is torch.pdist and len((*args, *(kwargs or {}).values())[0]) == 0:
+            raise RefusedError(
+                f"{user_line()}: `pdist` puts rows together, and this rank has none of them. Compute distances before "
+                f"you partition, or between the ends of edges"
+            )
         return func(*args, **(kwargs or {}))
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from shardpass.core.ranks import torch_private
 from shardpass.core.tracing import Inputs, Key, Side
+from shardpass.core.training import SteadyNorms
 from shardpass.core.wrapping import OutermostCall
 from shardpass.errors import RefusedError
 from shardpass.frontends.dgl.closed import refused
@@ -59,12 +60,14 @@ class EdgeFunction:
         if isinstance(function, OutermostCall):  # a method of the wrapped model
             function = function.plain
         self.function, self.canonical, self.reads = frozen(function), canonical, reads
+        self.norms = SteadyNorms(*_held_by(self.function))
         self.name = getattr(function, "__qualname__", None) or type(function).__name__
 
     def __call__(self, inputs: Inputs) -> dict[str, Tensor]:
         def fields(side: Side, rows: dict[str, Tensor]) -> LazyFields:
             return LazyFields(rows, lambda tensor: tensor, lambda name: self.reads.add(Key(side, name)))
 
+        self.norms.check(self.name)
         places = torch.arange(inputs.index.numel(), device=inputs.index.device)
         batch = ShardedEdgeBatch(
             None,
@@ -116,6 +119,17 @@ def frozen(function: Callable[..., Any]) -> Callable[..., Any]:
         return types.CellType(_snapshot(held) if isinstance(held, nn.Module) else held)
 
     return copy_of(function, function.__globals__, tuple(cell(kept) for kept in function.__closure__))
+
+
+def _held_by(function: Callable[..., Any]) -> list[Any]:
+    """What a function holds: the object whose method it is, or the contents of its closure; or itself."""
+    if isinstance(function, partial):
+        return [*function.args, *function.keywords.values(), *_held_by(function.func)]
+    if isinstance(function, types.MethodType):
+        return [function.__self__]
+    if isinstance(function, types.FunctionType):
+        return [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
+    return [function]
 
 
 def _snapshot(held: Any) -> Any:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch_geometric.nn.conv import MessagePassing
 
 from shardpass.core.ranks import torch_private
+from shardpass.core.training import SteadyNorms
 from shardpass.frontends.pyg.poison import Poison
 
 
@@ -25,13 +26,18 @@ class Frozen:
         self._flags = [(module, module.training) for module in conv.modules()]
         self._attributes, self._buffers = self._found(), dict(torch_private.buffers_of(conv))
         self._left: dict[str, Tensor] = {}
+        self._norms = SteadyNorms(conv)
 
     @contextmanager
     def as_in_forward(self) -> Iterator[None]:
         """Within, the layer has these flags and attributes; afterwards those that it had before.
 
         So the tensors that a message function stores on the layer are taken off it again.
+
+        Raises:
+            RefusedError: see `SteadyNorms`.
         """
+        self._norms.check(type(self._conv).__name__)
         changed = [(module, module.training) for module, flag in self._flags if module.training != flag]
         before, buffers = self._found(), dict(torch_private.buffers_of(self._conv))
         _set_training(self._flags)

@@ -190,12 +190,12 @@ class _Method(OutermostCall):
 
     def _given(self, args: Any, kwargs: Any) -> Any:
         """The arguments with ``edge_index`` for graphs. A graph of several types stays itself where it is ``data``."""
-        converted, kwargs = torch_private.tree_map(_edge_index_of, (args, kwargs))
-        if any(isinstance(arg, ShardedHeteroGraph) for arg in args):
-            names = [*signature(getattr(type(self.model), self.method)).parameters][1:]
-            is_data = [isinstance(arg, ShardedHeteroGraph) and name in _DATA for name, arg in zip(names, args)]
-            converted = tuple(old if keeps else new for old, new, keeps in zip_longest(args, converted, is_data))
-        return converted, kwargs
+        names = [*signature(getattr(type(self.model), self.method)).parameters][1:] if args else []
+        converted = tuple(
+            _given_as(value, place == 0, name)
+            for place, (name, value) in enumerate(zip_longest(names[: len(args)], args))
+        )
+        return converted, {name: _given_as(value, False, name) for name, value in kwargs.items()}
 
     def _computed(self, *args: Any, **kwargs: Any) -> Any:
         assert self.comm.forward is not None
@@ -233,6 +233,15 @@ def _returned(value: Any) -> Any:
     if isinstance(value, Poison):
         raise RefusedError(value.reason)
     return value.materialise() if isinstance(value, Lazy) else value
+
+
+def _given_as(value: Any, is_first: bool, name: str) -> Any:
+    """What a model is given for an argument of this name: a graph as ``data``, or ``edge_index`` for graphs."""
+    if isinstance(value, ShardedHeteroGraph) and name in _DATA:
+        return value
+    if isinstance(value, ShardedGraph) and (is_first or name in _DATA):
+        return value if isinstance(value, ShardedHeteroGraph) else GraphArgument.of(value, is_data=True)
+    return torch_private.tree_map(_edge_index_of, value)
 
 
 def _edge_index_of(value: Any) -> Any:

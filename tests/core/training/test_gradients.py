@@ -68,6 +68,27 @@ def test_a_loss_of_own_rows_is_warned_of_once(loss, ranks):
         )
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_of_a_parameter_is_warned_of_once(register, ranks):
+    def body(comm):
+        model = build()
+        getattr(model[2].weight, register)(lambda _: None)
+        for _ in range(2):
+            note_forward(model)
+            all_reduce_sum(model[2](model[0](torch.ones(2, 3).double())).sum(), comm).backward()
+            sync_gradients(model, comm)
+            model.zero_grad()
+
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        run(body, ranks)
+    found = [warning for warning in found if "hook" in str(warning.message)]
+    assert len(found) == (ranks > 1)
+    for warning in found:
+        assert "parameter '2.weight' has a gradient hook" in str(warning.message) and warning.filename == __file__
+
+
 class Mixed(nn.Module):
     """Every dtype that a bucket must carry, and parameters that are one object."""
 
