@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from time import monotonic
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
@@ -23,6 +23,18 @@ DEFAULT_TIMEOUT = 1800.0  # seconds; a rank may be compiling a kernel, and a dea
 _FIRST_LOOK_SECONDS = 1.0  # how long a rank is blocked before it looks for a circle of waits
 _LOOK_SECONDS = 0.5  # how long it then waits before it looks again
 C = TypeVar("C", bound="RawCommunicator")
+
+
+class Clock(Protocol):
+    """What a communicator reads the time from, and sleeps by: the module `time`, or a simulated clock."""
+
+    def monotonic(self) -> float:
+        """Seconds since some moment."""
+        ...
+
+    def sleep(self, seconds: float, /) -> None:
+        """Return after that many seconds."""
+        ...
 
 
 class Pending(Protocol):
@@ -51,6 +63,7 @@ class RawCommunicator(Communicator):
     serves_threads = True  # whether a duplicate may be used by another thread at the same time
     moves_device_memory = False  # whether raw primitives take tensors on `device`; otherwise they are staged on the CPU
     shares_memory = False  # whether the engine is to use `share` for rows between ranks of one host
+    clock: Clock = time
 
     def __init__(self, rank: int, size: int, device: torch.device, failure: Failure, path: str = "world") -> None:
         self.rank = rank
@@ -131,7 +144,7 @@ class RawCommunicator(Communicator):
         seconds = self.timeout if timeout is None else timeout
         self._epoch += 1
         self._stuck = []
-        self._next_look = monotonic() + _FIRST_LOOK_SECONDS
+        self._next_look = self.clock.monotonic() + _FIRST_LOOK_SECONDS
         self._where = replace(position, epoch=self._epoch)
         try:
             yield seconds
@@ -167,7 +180,7 @@ class RawCommunicator(Communicator):
         once the rank has been blocked for a second. The same ranks must be stuck twice, since what other ranks have
         published may just be going out of date.
         """
-        position, now = self._where, monotonic()
+        position, now = self._where, self.clock.monotonic()
         if position is None or now < self._next_look or self.failure.happened:
             return
         self._next_look = now + _LOOK_SECONDS
