@@ -1,0 +1,51 @@
+"""The engine under simulated faults. A seed that fails is replayed by ``python -m tests.simulation.replay SEED``."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+
+import pytest
+
+from .simulate import simulate
+
+DEFAULT_SEEDS, LONG_SEEDS, SHARDS = 500, 100_000, 200
+
+REGRESSIONS: dict[int, str] = {}
+"""Seeds that have failed, and why."""
+
+
+def problems_of(seeds):
+    """What is wrong with the runs of some seeds, in words."""
+    found, threads = [], threading.active_count()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for seed in seeds:
+            run = simulate(seed)
+            found += [f"{run}: {problem}" for problem in run.problems]
+    assert threading.active_count() == threads
+    return found
+
+
+@pytest.mark.parametrize("shard", range(4))
+def test_seeds(shard):
+    assert problems_of(range(shard, DEFAULT_SEEDS, 4)) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_many_seeds(shard):
+    first = DEFAULT_SEEDS + shard * (LONG_SEEDS // SHARDS)
+    assert problems_of(range(first, first + LONG_SEEDS // SHARDS)) == []
+
+
+@pytest.mark.parametrize("seed", REGRESSIONS)
+def test_seeds_that_have_failed(seed):
+    assert problems_of([seed]) == [], REGRESSIONS[seed]
+
+
+def test_a_seed_is_a_run():
+    first, second = ([], [])
+    for trace in (first, second):
+        simulate(3, trace)
+    assert first == second and len(first) > 100
