@@ -39,7 +39,7 @@ KINDS = {
     "disk": ("file",),
     "stray": (),
 }
-STRAYS = {"train": ("backward", "sync"), "checkpoint": ("backward", "sync", "save"), "infer": ("infer",), "sample": ("sync",)}
+STRAYS = {"call": ("backward", "sync"), "train": ("backward", "sync"), "checkpoint": ("backward", "sync", "save"), "infer": ("infer",), "sample": ("sync",)}
 _ERRORS = (errno.ENOSPC, errno.EIO, errno.EDQUOT)
 
 
@@ -158,7 +158,8 @@ class Operations(TorchDispatchMode):
         self._world, self._process = world, process
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        self._world.point(self._process, "op")
+        if not self._process.is_doomed:  # what is unwound may still close what it has open
+            self._world.point(self._process, "op")
         return func(*args, **(kwargs or {}))
 
 

@@ -13,13 +13,17 @@ from torch import Tensor, nn
 from torch_geometric.nn import GATConv, GCNConv, MessagePassing, SAGEConv
 
 import shardpass as sp
+from shardpass.core.aggregation import aggregate
 from shardpass.core.ranks import Options, Ranks
+from shardpass.core.tracing import Inputs
+from shardpass.core.tracing import Program as Messages
 from shardpass.frontends.pyg import NeighborLoader, wrap
 from shardpass.testing.graphs import WholeGraph, shard_in_memory
 
 CHANNELS = 3
-KINDS = ("train", "train", "checkpoint", "infer", "sample")
+KINDS = (*["call"] * 8, "train", "checkpoint", "infer", "sample")
 LAYERS = ("sum", "mean", "max", "gcn", "attention", "own")
+CALLS = ("sum", "mean", "amax", "softmax")
 GRAPHS = ("any", "any", "hub", "self loops", "no edges", "one node", "chain")
 Touch = Callable[[], None]
 
@@ -77,7 +81,7 @@ def program_of(number: int) -> Program:
         ranks,
         draw.choice(GRAPHS),
         draw.choice(("random", "random", "empty rank", "one rank")),
-        tuple(draw.choices(LAYERS, k=draw.choice((1, 1, 2)))),
+        tuple(draw.choices(CALLS if kind == "call" else LAYERS, k=draw.choice((1, 1, 2)))),
         options,
         draw.random() < 0.1,
     )
@@ -162,6 +166,54 @@ class Work:
     strays: Callable[[str], bool]
 
 
+def attend(rows: Tensor, inputs: Inputs) -> Tensor:
+    """Softmax-weighted sums over in-edges."""
+    scores = rows.sum(-1, keepdim=True).tanh().exp()
+    total = rows.new_zeros((inputs.num_dst, 1)).index_add(0, inputs.index, scores)
+    return scores / total.index_select(0, inputs.index) * rows
+
+
+def one_call(kind: str, graph: Any, x: Tensor, touch: Touch) -> Tensor:
+    """The rows of in-neighbours put together in one way."""
+
+    def message(inputs: Inputs) -> Tensor:
+        touch()
+        rows = inputs.src["x"] * torch.tanh(inputs.dst["x"])
+        return attend(rows, inputs) if kind == "softmax" else rows
+
+    def reduce(messages: Tensor, inputs: Inputs) -> Tensor:
+        out = messages.new_zeros((inputs.num_dst, CHANNELS))
+        if kind in ("sum", "softmax"):
+            return out.index_add(0, inputs.index, messages)
+        return out.scatter_reduce(0, inputs.index.view(-1, 1).expand_as(messages), messages, kind, include_self=False)
+
+    program = Messages(f"a {kind}", {"x": x}, {"x": x}, {}, message, reduce)
+    found: Tensor = aggregate(program, graph.relation.plan, graph.relation.shards)
+    return found
+
+
+def run_call(comm: Ranks, work: Work) -> dict[str, Tensor]:
+    """Sharded calls, forward and backward, without a frontend, and a step with the gradient of a shared weight."""
+    program = work.program
+    whole = program.whole()
+    graph = shard_in_memory(whole, program.owners(whole.num_nodes), comm, program.options)
+    weight = torch.eye(CHANNELS, dtype=torch.float64, requires_grad=True)
+    x = graph.x.clone().requires_grad_()
+    work.touch()
+    out = x @ weight
+    for kind in program.layers:
+        out = out + one_call(kind, graph, out, work.touch)
+    loss = sp.mean(out**2, None, comm)
+    if not work.strays("backward"):
+        loss.backward()
+        work.touch()
+    gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
+    if not work.strays("sync"):
+        gradient = comm.all_reduce(gradient, label="gradient")
+    found = {"ids": graph.node_ids, "out": out.detach(), "loss": loss.detach(), "gradient": gradient}
+    return found if x.grad is None else {**found, "x": x.grad}
+
+
 def train(comm: Ranks, work: Work, steps: int = 2, model: Any = None, save: Path | None = None) -> dict[str, Tensor]:
     """Train, and return the outputs, losses and parameters of this rank."""
     program = work.program
@@ -215,7 +267,7 @@ def run_sample(comm: Ranks, work: Work) -> dict[str, Tensor]:
     sp.sync_parameters(model, comm)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found: dict[str, Tensor] = {}
-    for number, batch in enumerate(NeighborLoader(graph, [2, -1], batch_size=2, shuffle=True, prefetch=0)):
+    for number, batch in enumerate(NeighborLoader(graph, [2, -1], batch_size=3, shuffle=True, prefetch=0)):
         work.touch()
         out = model(batch.x, batch.edge_index)[: batch.batch_size]
         loss = sp.mean(out**2, None, comm)
@@ -229,6 +281,7 @@ def run_sample(comm: Ranks, work: Work) -> dict[str, Tensor]:
 
 
 RUNS: dict[str, Callable[[Ranks, Work], dict[str, Tensor]]] = {
+    "call": run_call,
     "train": train,
     "checkpoint": run_checkpoint,
     "infer": run_infer,

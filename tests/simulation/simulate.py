@@ -22,7 +22,7 @@ from .verdict import judge
 from .world import Policy, Process, World
 
 TIMEOUT = 60.0
-NUM_PROGRAMS = 48
+NUM_PROGRAMS = 96
 _ON_DISK = ("checkpoint", "infer")
 _FOLDERS = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
 
