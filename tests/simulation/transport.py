@@ -17,7 +17,6 @@ from torch import Tensor
 from shardpass.backends.failure import Failure, TransportLostError, TransportTimeoutError
 from shardpass.backends.identity import MessageKey, SlotTable
 from shardpass.backends.news import InformedCommunicator
-from shardpass.core.ranks import Ranks  # noqa: F401
 
 from .world import Process, World
 
@@ -72,11 +71,10 @@ class SimulatedCommunicator(InformedCommunicator):
         if self.shares_memory:
             self.local_ranks = tuple(range(world.size))
         self.slots = SlotTable()
-        self.lost: set[int] = set()
+        self.lost = set(process.gone)
         self._num_meetings = 0
         process.comms[path] = self
         self._channel: _Channel = world.channels.setdefault(path, _Channel())
-        self.lost |= {rank for rank in range(world.size) if world.is_cut(process.rank, rank)}
         if world.size > 1:
             self.attend(process.news)
 
@@ -84,21 +82,33 @@ class SimulatedCommunicator(InformedCommunicator):
 
     def block(self, done: Any, lost: Any, timeout: float) -> None:
         """Return when ``done()``."""
-        world, news = self.world, self.process.news
+        world = self.world
         if world.policy.polls:
-            world.wait(lambda: done() or self.failure.happened or self._ended(_ENDED_SECONDS, range(self.size)), timeout)
+            self._poll(done, timeout)
+            return
+        world.wait(lambda: done() or lost(), timeout)
+        if done():
+            return
+        if lost():
+            raise TransportLostError("Connection closed by peer")
+        self.break_connections()
+        raise TransportTimeoutError
+
+    def _poll(self, done: Any, timeout: float) -> None:
+        """Return when ``done()``, and look for failures meanwhile, as `MpiCommunicator.block` does."""
+        world, seen = self.world, set[int]()
+        deadline = world.now + timeout
+
+        def ended() -> list[int]:
+            return self._ended(_ENDED_SECONDS, range(self.size))
+
+        while world.now < deadline:
+            world.wait(lambda: done() or self.failure.happened or bool(set(ended()) - seen), deadline - world.now)
             if done():
                 return
             self.failure.check()
-            self.check_ended(self._ended(_ENDED_SECONDS, range(self.size)))
-        else:
-            world.wait(lambda: done() or lost(), timeout)
-            if done():
-                return
-            if lost():
-                raise TransportLostError("Connection closed by peer")
-            self.break_connections()
-        del news
+            self.check_ended(ended())
+            seen.update(ended())
         raise TransportTimeoutError
 
     # ---- raw primitives

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardpass.errors import CheckpointError, CommunicationError, DivergenceError, PeerFailure
+from shardpass.errors import CheckpointError, CommunicationError, PeerFailure, ShardpassError
 
 from .programs import UserError
 from .world import Process
@@ -100,5 +100,5 @@ def _is_true(fault: Any, rank: int, error: BaseException, run: Any) -> bool:
     if fault.kind in ("cut", "unplug"):
         return isinstance(error, CommunicationError) and all(f"rank {other}" in text for other in about)
     if fault.kind == "stray":
-        return isinstance(error, DivergenceError) or "DivergenceError" in text or "ended first" in text
+        return isinstance(error, ShardpassError) and (not isinstance(error, PeerFailure) or named == fault.rank)
     return False

@@ -80,6 +80,7 @@ class Process:
         self.is_doomed = False
         self.said: list[str] = []
         self.comms: dict[str, Any] = {}
+        self.gone: set[int] = set()  # ranks whose connections are closed
         self.listeners = {other: _Line(world, rank, other) for other in range(world.size) if other != rank}
         self.news = _News(self, world)
 
@@ -140,7 +141,6 @@ class World:
         self.current: Process | None = None
         self.channels: dict[str, Any] = {}
         self.cuts: set[tuple[int, int]] = set()
-        self.silent: set[tuple[int, int]] = set()
         self._events: list[tuple[float, int, int, Callable[[], Any], str]] = []
         self._order = 0
         self._last: dict[Any, float] = {}
@@ -358,7 +358,9 @@ class World:
         self.at(("news", rank, other), other, lambda: self._lose(rank, other, error), f"loses the news of rank {rank}")
 
     def _see_closed(self, rank: int, other: int) -> None:
-        for comm in self.processes[other].comms.values():
+        process = self.processes[other]
+        process.gone.add(rank)
+        for comm in process.comms.values():
             comm.lost.add(rank)
 
     def _lose(self, rank: int, other: int, error: Exception) -> None:
