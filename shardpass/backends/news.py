@@ -98,6 +98,8 @@ class News:
     def tell_end(self) -> None:
         """Tell the other ranks that this one ends in peace, or why it does not."""
         error = self.failure.error()
+        for comm in list(self._comms.values()):
+            comm.publish_end()
         self.send(*(["ends"] if error is None else ["failed", str(error)]))
 
     def silent(self) -> list[int]:

@@ -201,11 +201,22 @@ class RawCommunicator(Communicator):
                 self._is_published = is_blocked
                 self._publish(position.to_json() if position is not None and is_blocked else "")
 
+    def publish_end(self) -> None:
+        """Let the other ranks know which collectives this rank has been through before it ended in peace."""
+        self._publish(Position("its end", "", 0, self.rank, posted={COLLECTIVE: self._sequence}).to_json())
+
+    def _is_to_blame(self, ended: int) -> bool:
+        """Whether this rank waits for a rank that has ended, and not only for what that rank has sent before."""
+        position, text = self._where, self._published().get(ended)
+        if position is None or position.peer not in (-1, ended):
+            return False
+        return not text or Position.from_json(text).posted.get(position.awaits, 0) < position.count
+
     def blame_ended(self, ended: Iterable[int]) -> None:
         """Make it the first failure if this rank waits for one of the ranks that have ``ended``."""
         position = self._where
         for rank in ended:
-            if position is not None and position.peer in (-1, rank) and not self.failure.happened:
+            if position is not None and self._is_to_blame(rank) and not self.failure.happened:
                 self._spread_failure(
                     f"rank {rank} ended first, after fewer calls than the others make (its program came to its end, or "
                     f"called sys.exit): rank {self.rank} waits in {position.text}"

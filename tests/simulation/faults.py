@@ -39,7 +39,13 @@ KINDS = {
     "disk": ("file",),
     "stray": (),
 }
-STRAYS = {"call": ("backward", "sync"), "train": ("backward", "sync"), "checkpoint": ("backward", "sync", "save"), "infer": ("infer",), "sample": ("sync",)}
+STRAYS = {
+    "call": ("backward", "sync"),
+    "train": ("backward", "sync"),
+    "checkpoint": ("backward", "sync", "save"),
+    "infer": ("infer",),
+    "sample": ("sync",),
+}
 _ERRORS = (errno.ENOSPC, errno.EIO, errno.EDQUOT)
 
 

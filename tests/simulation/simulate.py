@@ -118,7 +118,9 @@ def output_of(folder: Path) -> np.ndarray | None:
     return np.load(folder / "out.npy") if (folder / "out.npy").exists() else None
 
 
-def simulate(seed: int, trace: list[str] | None = None, policy: Policy | None = None, fault: Fault | None = None) -> Run:
+def simulate(
+    seed: int, trace: list[str] | None = None, policy: Policy | None = None, fault: Fault | None = None
+) -> Run:
     """Run a seed, and say what is wrong with how it ended.
 
     Args:

@@ -41,8 +41,8 @@ def _left_behind(run: Any, names: list[str]) -> list[str]:
     failed = any(process.error is not None or process.state == "killed" for process in run.world.processes)
     if failed:
         kept.add(".out.npy.partial")
-    if run.fault.kind == "kill":
-        kept.add(".out.npy.writing")
+    if run.fault.kind in ("kill", "disk"):  # what cannot be removed stays
+        kept |= {".out.npy.writing", ".out.npy.partial"}
     found = [name for name in names if name not in kept]
     if run.fault.kind == "kill":
         found = [name for name in found if not re.fullmatch(r"\.checkpoint\.\d+\.tmp", name)]
@@ -96,7 +96,11 @@ def _is_true(fault: Any, rank: int, error: BaseException, run: Any) -> bool:
         lost = f"lost its connection with rank {fault.rank}" in text
         return isinstance(error, CommunicationError) and (named == fault.rank or lost)
     if fault.kind == "stop":
-        return isinstance(error, CommunicationError) and fault.seconds > run.world.timeout / 2 and f"rank {fault.rank}" in text
+        return (
+            isinstance(error, CommunicationError)
+            and fault.seconds > run.world.timeout / 2
+            and f"rank {fault.rank}" in text
+        )
     if fault.kind in ("cut", "unplug"):
         return isinstance(error, CommunicationError) and all(f"rank {other}" in text for other in about)
     if fault.kind == "stray":

@@ -378,7 +378,7 @@ class World:
     def unplug(self, one: int, other: int) -> None:
         """Have nothing arrive between two ranks any more. Only TCP notices, after a while."""
         self.cuts |= {(one, other), (other, one)}
+        error = TimeoutError(110, "Connection timed out")
         for rank, peer in ((one, other), (other, one)):
             seconds = (0.8 + 0.15 * self.random.random()) * HOST_TIMEOUT
-            error = TimeoutError(110, "Connection timed out")
             self.at(None, peer, lambda rank=rank, peer=peer: self._lose(rank, peer, error), "TCP gives up", seconds)
