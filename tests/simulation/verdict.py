@@ -104,5 +104,6 @@ def _is_true(fault: Any, rank: int, error: BaseException, run: Any) -> bool:
     if fault.kind in ("cut", "unplug"):
         return isinstance(error, CommunicationError) and all(f"rank {other}" in text for other in about)
     if fault.kind == "stray":
-        return isinstance(error, ShardpassError) and (not isinstance(error, PeerFailure) or named == fault.rank)
+        is_named = named == fault.rank or "DivergenceError" in text
+        return isinstance(error, ShardpassError) and (not isinstance(error, PeerFailure) or is_named)
     return False
