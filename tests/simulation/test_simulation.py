@@ -8,6 +8,7 @@ import warnings
 import pytest
 
 from .simulate import DEFAULT_SEEDS, simulate
+from .world import DEFECTS, Policy
 
 LONG_SEEDS, SHARDS = 100_000, 200
 
@@ -42,6 +43,11 @@ def test_many_seeds(shard):
 @pytest.mark.parametrize("seed", REGRESSIONS)
 def test_seeds_that_have_failed(seed):
     assert problems_of([seed]) == [], REGRESSIONS[seed]
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_a_defect_of_the_transport_is_found(defect):
+    assert any(simulate(seed, policy=Policy(defect=defect)).problems for seed in range(60))
 
 
 def test_a_seed_is_a_run():

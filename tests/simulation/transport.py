@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardpass.backends.failure import Failure, TransportLostError, TransportTimeoutError
-from shardpass.backends.identity import MessageKey, SlotTable
+from shardpass.backends.identity import HEADER_LANE, MessageKey, SlotTable
 from shardpass.backends.news import InformedCommunicator
 
 from .world import Process, World
@@ -114,6 +114,8 @@ class SimulatedCommunicator(InformedCommunicator):
     # ---- raw primitives
 
     def _place(self, source: int, to: int, key: MessageKey) -> Any:
+        if self.world.policy.defect == "mixes up tags":
+            key = key._replace(tag=key.tag >> 2)
         return (source, to) if self.world.policy.in_order else (source, to, key)
 
     def _raw_send(self, flat: Tensor, to: int, key: MessageKey) -> _Transfer:
@@ -122,6 +124,9 @@ class SimulatedCommunicator(InformedCommunicator):
         self._check_connected(to)
         sent = _Transfer(self, flat, to, key, True)
         is_eager = world.random.random() >= world.policy.rendezvous
+        if world.policy.defect == "loses messages" and world.random.random() < 0.02:
+            sent.is_done = True
+            return sent
         line = (self.path, place)
 
         def leave() -> None:
@@ -160,6 +165,8 @@ class SimulatedCommunicator(InformedCommunicator):
             return
         if not (to.bytes == _PATTERN).all():
             world.problems.append(f"rank {to._comm.rank} writes into a buffer that is being received into")
+        if world.policy.defect == "damages messages" and key.lane != HEADER_LANE and world.random.random() < 0.05:
+            content = content ^ 1
         to.bytes[:] = content
         to.is_done = True
 
@@ -167,6 +174,8 @@ class SimulatedCommunicator(InformedCommunicator):
         world, place = self.world, self._place(source, self.rank, key)
         world.point(self.process, "step")
         arrival = _Transfer(self, flat, source, key, False)
+        if world.policy.defect == "does not wait for messages":
+            arrival.is_done = True
         letters = self._channel.arrived.get(place)
         if letters:
             sent, content, sent_key = letters.popleft()

@@ -105,5 +105,6 @@ def _is_true(fault: Any, rank: int, error: BaseException, run: Any) -> bool:
         return isinstance(error, CommunicationError) and all(f"rank {other}" in text for other in about)
     if fault.kind == "stray":
         is_named = named == fault.rank or "DivergenceError" in text
-        return isinstance(error, ShardpassError) and (not isinstance(error, PeerFailure) or is_named)
+        is_ours = isinstance(error, ShardpassError) and (not isinstance(error, PeerFailure) or is_named)
+        return is_ours and "has waited" not in text
     return False

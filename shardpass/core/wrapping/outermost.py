@@ -113,10 +113,10 @@ class OutermostCall:
         try:
             with (
                 torch_private.uncompiled(),
-                known_modules(self.model, self.is_known, follower),
                 follower,
                 FollowFunctions(follower),
                 follower.module(self.is_known(self.model)),
+                known_modules(self.model, self.is_known, follower),
             ):
                 with follower.paused():
                     follower.marks.check_arguments((args, kwargs))
