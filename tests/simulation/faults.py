@@ -37,12 +37,13 @@ KINDS = {
     "cut": ("step",),
     "unplug": ("step",),
     "disk": ("file",),
+    "rot": ("step", "file"),
     "stray": (),
 }
 STRAYS = {
-    "call": ("backward", "sync"),
-    "train": ("backward", "sync"),
-    "checkpoint": ("backward", "sync", "save"),
+    "call": ("backward", "sync", "width", "extra", "op"),
+    "train": ("backward", "sync", "extra"),
+    "checkpoint": ("backward", "sync", "save", "extra"),
     "infer": ("infer",),
     "sample": ("sync",),
 }
@@ -85,12 +86,14 @@ class Fault:
 def fault_of(draw: random.Random, program_kind: str, counts: list[Counter[str]], timeout: float) -> Fault:
     """A fault for a program whose ranks come to `counts` points of each kind if nothing goes wrong."""
     rank = draw.randrange(len(counts))
-    of_disk = ["disk", "kill"] * 4 if counts[rank]["file"] else []
-    kind = draw.choice([*KINDS, "none", "kill", "memory", *of_disk])
+    of_disk = ["disk", "kill", "rot"] * 3 if counts[rank]["file"] else []
+    kind = draw.choice([*KINDS, "none", "kill", "memory", "stray", *of_disk])
     if kind == "none":
         return Fault()
     if kind == "stray":
         return Fault(kind, rank, detail=draw.choice(STRAYS[program_kind]))
+    if kind == "rot" and not of_disk:
+        return Fault()
     points = [point for point in KINDS[kind] if counts[rank][point]]
     if not points or (len(counts) == 1 and kind in ("cut", "unplug", "stop")):
         return Fault()
@@ -134,6 +137,8 @@ class Injector:
 
     def _kill(self, world: World, process: Process) -> None:
         world.doom(process)
+
+    _rot = _kill  # and `simulate` damages a file before the program runs again
 
     def _raise(self, world: World, process: Process) -> None:
         raise UserError("boo (simulated)")

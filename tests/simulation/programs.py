@@ -21,10 +21,11 @@ from shardpass.frontends.pyg import NeighborLoader, wrap
 from shardpass.testing.graphs import WholeGraph, shard_in_memory
 
 CHANNELS = 3
-KINDS = (*["call"] * 8, "train", "checkpoint", "infer", "sample")
+KINDS = (*["call"] * 8, "train", "checkpoint", "checkpoint", "infer", "sample")
 LAYERS = ("sum", "mean", "max", "gcn", "attention", "own")
 CALLS = ("sum", "mean", "amax", "softmax")
-GRAPHS = ("any", "any", "hub", "self loops", "no edges", "one node", "chain")
+GRAPHS = (*["any"] * 5, "hub", "hub", "chain", "self loops", "no edges", "one node")
+SPREADS = (*["random"] * 5, "empty rank", "one rank")
 Touch = Callable[[], None]
 
 
@@ -81,7 +82,7 @@ def program_of(number: int) -> Program:
         kind,
         ranks,
         draw.choice(GRAPHS),
-        draw.choice(("random", "random", "empty rank", "one rank")),
+        draw.choice(SPREADS),
         tuple(draw.choices(CALLS if kind == "call" else LAYERS, k=draw.choice((1, 1, 2)))),
         options,
         draw.random() < 0.15,
@@ -191,11 +192,13 @@ def one_call(kind: str, graph: Any, x: Tensor, work: Work) -> Tensor:
         return attend(rows, inputs) if kind == "softmax" else rows
 
     def reduce(messages: Tensor, inputs: Inputs) -> Tensor:
-        out = messages.new_zeros((inputs.num_dst, CHANNELS))
+        out = messages.new_zeros((inputs.num_dst, messages.size(1)))
         if kind in ("sum", "softmax"):
             return out.index_add(0, inputs.index, messages)
         return out.scatter_reduce(0, inputs.index.view(-1, 1).expand_as(messages), messages, kind, include_self=False)
 
+    if work.strays("width"):
+        x = x[:, :2]
     program = Messages(f"a {kind}", {"x": x}, {"x": x}, {}, message, reduce, checked=checked)
     found: Tensor = aggregate(program, graph.relation.plan, graph.relation.shards)
     return found
@@ -211,14 +214,17 @@ def run_call(comm: Ranks, work: Work) -> dict[str, Tensor]:
     work.touch()
     out = x @ weight
     for kind in program.layers:
-        out = out + one_call(kind, graph, out, work)
+        found = one_call(kind, graph, out, work)
+        out = out + found if found.shape == out.shape else found
     loss = sp.mean(out**2, None, comm)
     if not work.strays("backward"):
         loss.backward()
         work.touch()
     gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
+    if work.strays("extra"):
+        comm.all_reduce(torch.ones(3, 3).double(), label="more")
     if not work.strays("sync"):
-        gradient = comm.all_reduce(gradient, label="gradient")
+        gradient = comm.all_reduce(gradient, "max" if work.strays("op") else "sum", "gradient")
     found = {"ids": graph.node_ids, "out": out.detach(), "loss": loss.detach(), "gradient": gradient}
     return found if x.grad is None else {**found, "x": x.grad}
 
@@ -239,6 +245,8 @@ def train(comm: Ranks, work: Work, steps: int = 2, model: Any = None, save: Path
         out = model(graph.x, graph.edge_index)
         loss = sp.mean((out - 1) ** 2, None, comm)
         optimizer.zero_grad()
+        if work.strays("extra"):
+            comm.barrier("more")
         if not work.strays("backward"):
             loss.backward()
         if not work.strays("sync"):

@@ -120,17 +120,22 @@ def output_of(folder: Path) -> np.ndarray | None:
 
 
 def simulate(
-    seed: int, trace: list[str] | None = None, policy: Policy | None = None, fault: Fault | None = None
+    seed: int,
+    trace: list[str] | None = None,
+    policy: Policy | None = None,
+    fault: Fault | None = None,
+    number: int | None = None,
 ) -> Run:
     """Run a seed, and say what is wrong with how it ended.
 
     Args:
         seed: chooses everything.
         trace: is given a line for each step.
-        policy, fault: instead of those that the seed chooses.
+        policy, fault, number: of the program; instead of those that the seed chooses.
     """
     draw = random.Random(seed)
-    program = program_of(draw.randrange(NUM_PROGRAMS[seed >= DEFAULT_SEEDS]))
+    drawn = draw.randrange(NUM_PROGRAMS[seed >= DEFAULT_SEEDS])
+    program = program_of(drawn if number is None else number)
     right = undisturbed(program.number)
     policy_drawn, fault_drawn = policy_of(draw), fault_of(draw, program.kind, right.counts, TIMEOUT)
     policy, fault = policy or policy_drawn, fault or fault_drawn
@@ -154,10 +159,23 @@ def _listed(folder: Path) -> list[Path]:
     return list(folder.iterdir()) if folder.exists() else []
 
 
+def _damage(folder: Path, draw: random.Random) -> bool:
+    """Change one bit of one file. Whether there is any."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size)
+    if files:
+        path = draw.choice(files)
+        content = bytearray(path.read_bytes())
+        content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+        path.write_bytes(content)
+    return bool(files)
+
+
 def _resumed(run: Run, right: Undisturbed, folder: Path) -> list[str]:
     """What is wrong after the same program has run again, with nothing in its way."""
     world = World(run.program.ranks, run.seed, run.policy, TIMEOUT)
-    run_program(run.program, world, folder, Injector(Fault()))
     again = Run(run.seed, run.program, run.policy, Fault(), world, None)
+    if run.fault.kind == "rot" and _damage(folder, random.Random(run.seed)):
+        again.fault, again.happened = Fault("rot"), 0.0
+    run_program(run.program, world, folder, Injector(Fault()))
     names = sorted(path.name for path in _listed(folder))
     return [f"resumed: {problem}" for problem in judge(again, right, output_of(folder), names, is_resumed=True)]

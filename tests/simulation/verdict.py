@@ -13,6 +13,8 @@ from shardpass.errors import CheckpointError, CommunicationError, PeerFailure, S
 from .programs import UserError
 from .world import Process
 
+KILLS = ("kill", "rot")
+
 
 def judge(run: Any, right: Any, output: np.ndarray | None, names: list[str], is_resumed: bool = False) -> list[str]:
     """What is wrong with how a run has ended.
@@ -41,10 +43,10 @@ def _left_behind(run: Any, names: list[str]) -> list[str]:
     failed = any(process.error is not None or process.state == "killed" for process in run.world.processes)
     if failed:
         kept.add(".out.npy.partial")
-    if run.fault.kind in ("kill", "disk"):  # what cannot be removed stays
+    if run.fault.kind in (*KILLS, "disk"):  # what cannot be removed stays
         kept |= {".out.npy.writing", ".out.npy.partial"}
     found = [name for name in names if name not in kept]
-    if run.fault.kind == "kill":
+    if run.fault.kind in KILLS:
         found = [name for name in found if not re.fullmatch(r"\.checkpoint\.\d+\.tmp", name)]
     return [f"{name} is left behind" for name in found]
 
@@ -52,7 +54,7 @@ def _left_behind(run: Any, names: list[str]) -> list[str]:
 def _of_rank(run: Any, process: Process, right: Any, is_resumed: bool) -> list[str]:
     fault, error = run.fault, process.error
     if process.state == "killed":
-        if "hang" in run.world.problems or (fault.kind == "kill" and fault.rank == process.rank):
+        if "hang" in run.world.problems or (fault.kind in KILLS and fault.rank == process.rank):
             return []
         return ["was killed, and nobody asked for that"]
     if error is None:
@@ -92,7 +94,9 @@ def _is_true(fault: Any, rank: int, error: BaseException, run: Any) -> bool:
     if fault.kind == "disk":
         is_ours = isinstance(error, (OSError, CheckpointError, PeerFailure))
         return is_ours and "(simulated)" in text and (rank == fault.rank or f"rank {fault.rank}" in text)
-    if fault.kind == "kill":
+    if fault.kind == "rot" and not fault.point:  # the program that runs again finds the damage
+        return "CheckpointError" in (type(error).__name__, *text.split(": "))
+    if fault.kind in KILLS:
         lost = f"lost its connection with rank {fault.rank}" in text
         return isinstance(error, CommunicationError) and (named == fault.rank or lost)
     if fault.kind == "stop":
