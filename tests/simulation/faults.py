@@ -86,8 +86,10 @@ class Fault:
 def fault_of(draw: random.Random, program_kind: str, counts: list[Counter[str]], timeout: float) -> Fault:
     """A fault for a program whose ranks come to `counts` points of each kind if nothing goes wrong."""
     rank = draw.randrange(len(counts))
-    of_disk = ["disk", "kill", "rot"] * 3 if counts[rank]["file"] else []
-    kind = draw.choice([*KINDS, "none", "kill", "memory", "stray", *of_disk])
+    of_disk = [one for one, count in enumerate(counts) if count["file"]]
+    kind = draw.choice([*KINDS, "none", "kill", "memory", "stray"])
+    if of_disk and draw.random() < 0.6:
+        kind, rank = draw.choice(("disk", "kill", "kill", "rot")), draw.choice(of_disk)
     if kind == "none":
         return Fault()
     if kind == "stray":
@@ -97,7 +99,7 @@ def fault_of(draw: random.Random, program_kind: str, counts: list[Counter[str]],
     points = [point for point in KINDS[kind] if counts[rank][point]]
     if not points or (len(counts) == 1 and kind in ("cut", "unplug", "stop")):
         return Fault()
-    point = "file" if "file" in points and draw.random() < 0.5 else draw.choice(points)
+    point = "file" if "file" in points and draw.random() < 0.7 else draw.choice(points)
     number = draw.randint(1, counts[rank][point])
     other = (rank + draw.randrange(1, max(2, len(counts)))) % len(counts)
     seconds = draw.choice((0.3, 5.0, 0.8 * timeout, 3.0 * timeout)) if kind == "stop" else 0.0

@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 
+from .faults import Fault
 from .simulate import DEFAULT_SEEDS, simulate
 from .world import DEFECTS, Policy
 
@@ -53,5 +54,5 @@ def test_a_defect_of_the_transport_is_found(defect):
 def test_a_seed_is_a_run():
     first, second = ([], [])
     for trace in (first, second):
-        simulate(3, trace)
+        simulate(3, trace, fault=Fault(), number=8)
     assert first == second and len(first) > 100

@@ -86,11 +86,13 @@ class SimulatedCommunicator(InformedCommunicator):
         if world.policy.polls:
             self._poll(done, timeout)
             return
-        world.wait(lambda: done() or lost(), timeout)
-        if done():
-            return
-        if lost():
-            raise TransportLostError("Connection closed by peer")
+        deadline = world.now + timeout
+        while world.now < deadline:
+            world.wait(lambda: done() or lost(), deadline - world.now)
+            if done():
+                return
+            if lost():  # it was when the wait ended, but what comes late may have made up for it
+                raise TransportLostError("Connection closed by peer")
         self.break_connections()
         raise TransportTimeoutError
 
@@ -115,7 +117,7 @@ class SimulatedCommunicator(InformedCommunicator):
 
     def _place(self, source: int, to: int, key: MessageKey) -> Any:
         if self.world.policy.defect == "mixes up tags":
-            key = key._replace(tag=key.tag >> 2)
+            key = key._replace(tag=0)
         return (source, to) if self.world.policy.in_order else (source, to, key)
 
     def _raw_send(self, flat: Tensor, to: int, key: MessageKey) -> _Transfer:
@@ -142,7 +144,8 @@ class SimulatedCommunicator(InformedCommunicator):
                 return
             expected = self._channel.expected.get(place)
             if expected:
-                self._deliver(expected.popleft(), sent, content, key)
+                is_mixed = world.policy.defect == "mixes up tags"
+                self._deliver(expected.pop() if is_mixed else expected.popleft(), sent, content, key)
             else:
                 self._channel.arrived.setdefault(place, deque()).append((sent, content, key))
 
