@@ -6,9 +6,12 @@ import threading
 import warnings
 
 import pytest
+import torch
 
 from .faults import Fault
-from .simulate import DEFAULT_SEEDS, simulate
+from .programs import program_of
+from .simulate import DEFAULT_SEEDS, NUM_PROGRAMS, simulate, undisturbed
+from .whole import on_whole_graph
 from .world import DEFECTS, Policy
 
 LONG_SEEDS, SHARDS = 100_000, 200
@@ -49,6 +52,23 @@ def test_seeds_that_have_failed(seed):
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_a_defect_of_the_transport_is_found(defect):
     assert any(simulate(seed, policy=Policy(defect=defect)).problems for seed in range(60))
+
+
+@pytest.mark.parametrize("number", range(NUM_PROGRAMS[0]))
+def test_undisturbed_it_is_the_whole_graph(number):
+    program, found = program_of(number), undisturbed(number)
+    if program.kind == "sample":
+        pytest.skip("what is drawn depends on the number of ranks")
+    whole = on_whole_graph(program)
+    for name, right in whole.items():
+        if name != "out":
+            for result in found.results:
+                torch.testing.assert_close(result[name], right, rtol=0, atol=1e-9)
+        elif program.kind == "infer":
+            torch.testing.assert_close(torch.from_numpy(found.output), right, rtol=0, atol=1e-9)
+        else:
+            for result in found.results:
+                torch.testing.assert_close(result[name], right[result["ids"]], rtol=0, atol=1e-9)
 
 
 def test_a_seed_is_a_run():
