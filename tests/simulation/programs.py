@@ -21,7 +21,7 @@ from shardpass.frontends.pyg import NeighborLoader, wrap
 from shardpass.testing.graphs import WholeGraph, shard_in_memory
 
 CHANNELS = 3
-KINDS = (*["call"] * 8, "train", "checkpoint", "checkpoint", "infer", "sample")
+KINDS = (*["call"] * 8, "train", "checkpoint", "infer", "sample")
 LAYERS = ("sum", "mean", "max", "gcn", "attention", "own")
 CALLS = ("sum", "mean", "amax", "softmax")
 GRAPHS = (*["any"] * 5, "hub", "hub", "chain", "self loops", "no edges", "one node")

@@ -16,8 +16,24 @@ from .world import DEFECTS, Policy
 
 LONG_SEEDS, SHARDS = 100_000, 200
 
-REGRESSIONS: dict[int, str] = {}
-"""Seeds that have failed, and why."""
+REGRESSIONS = {
+    "a lack of memory while the rows of a message function are tried out was told as a refusal": (
+        31,
+        Fault("memory", 0, "op", 282),
+        Policy(),
+    ),
+    "an inference that failed left half an output behind": (
+        14,
+        Fault("cut", 0, "step", 111, other=1),
+        Policy(),
+    ),
+    "a rank that had done its part of a collective was blamed for its end": (
+        0,
+        Fault("unplug", 1, "step", 124, other=2),
+        Policy(polls=True),
+    ),
+}
+"""What went wrong, and where: the number of the program, the fault, and the transport."""
 
 
 def problems_of(seeds):
@@ -44,9 +60,11 @@ def test_many_seeds(shard):
     assert problems_of(range(first, first + LONG_SEEDS // SHARDS)) == []
 
 
-@pytest.mark.parametrize("seed", REGRESSIONS)
-def test_seeds_that_have_failed(seed):
-    assert problems_of([seed]) == [], REGRESSIONS[seed]
+@pytest.mark.parametrize("what", REGRESSIONS)
+def test_what_has_failed(what):
+    number, fault, policy = REGRESSIONS[what]
+    run = simulate(0, policy=policy, fault=fault, number=number)
+    assert run.happened is not None and run.problems == []
 
 
 @pytest.mark.parametrize("defect", DEFECTS)
