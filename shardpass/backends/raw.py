@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from time import monotonic
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
@@ -32,6 +32,18 @@ _FIRST_LOOK_SECONDS = 1.0  # how long a rank is blocked before it looks for a ci
 _LOOK_SECONDS = 0.5  # how long it then waits before it looks again
 C = TypeVar("C", bound="RawCommunicator")
 E = TypeVar("E", bound=BaseException)
+
+
+class Clock(Protocol):
+    """What a communicator reads the time from, and sleeps by: the module `time`, or a simulated clock."""
+
+    def monotonic(self) -> float:
+        """Seconds since some moment."""
+        ...
+
+    def sleep(self, seconds: float, /) -> None:
+        """Return after that many seconds."""
+        ...
 
 
 class Pending(Protocol):
@@ -61,6 +73,7 @@ class RawCommunicator(Communicator):
     serves_threads = True  # whether a duplicate may be used by another thread at the same time
     moves_device_memory = False  # whether raw primitives take tensors on `device`; otherwise they are staged on the CPU
     shares_memory = False  # whether the engine is to use `share` for rows between ranks of one host
+    clock: Clock = time
 
     def __init__(self, rank: int, size: int, device: torch.device, failure: Failure, path: str = "world") -> None:
         self.rank = rank
@@ -142,7 +155,7 @@ class RawCommunicator(Communicator):
         seconds = self.timeout if timeout is None else timeout
         self._epoch += 1
         self._stuck = []
-        self._next_look = monotonic() + _FIRST_LOOK_SECONDS
+        self._next_look = self.clock.monotonic() + _FIRST_LOOK_SECONDS
         self._where = replace(position, epoch=self._epoch)
         try:
             yield seconds
@@ -181,7 +194,7 @@ class RawCommunicator(Communicator):
         once the rank has been blocked for a second. The same ranks must be stuck twice, since what other ranks have
         published may just be going out of date.
         """
-        position, now = self._where, monotonic()
+        position, now = self._where, self.clock.monotonic()
         if position is None or now < self._next_look or self.failure.happened:
             return
         self._next_look = now + _LOOK_SECONDS
@@ -202,11 +215,22 @@ class RawCommunicator(Communicator):
                 self._is_published = is_blocked
                 self._publish(position.to_json() if position is not None and is_blocked else "")
 
+    def publish_end(self) -> None:
+        """Let the other ranks know which collectives this rank has been through before it ended in peace."""
+        self._publish(Position("its end", "", 0, self.rank, posted={COLLECTIVE: self._sequence}).to_json())
+
+    def _is_to_blame(self, ended: int) -> bool:
+        """Whether this rank waits for a rank that has ended, and not only for what that rank has sent before."""
+        position, text = self._where, self._published().get(ended)
+        if position is None or position.peer not in (-1, ended):
+            return False
+        return not text or Position.from_json(text).posted.get(position.awaits, 0) < position.count
+
     def blame_ended(self, ended: Iterable[int]) -> None:
         """Make it the first failure if this rank waits for one of the ranks that have ``ended``."""
         position = self._where
         for rank in ended:
-            if position is not None and position.peer in (-1, rank) and not self.failure.happened:
+            if position is not None and self._is_to_blame(rank) and not self.failure.happened:
                 self._spread_failure(
                     f"rank {rank} ended first, after fewer calls than the others make (its program came to its end, or "
                     f"called sys.exit): rank {self.rank} waits in {position.text}"

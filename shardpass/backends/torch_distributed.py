@@ -12,7 +12,6 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from time import monotonic, sleep
 from typing import Any
 
 import torch
@@ -27,8 +26,6 @@ from shardpass.backends.watch import DEFAULT_HOST_TIMEOUT, WatchedCommunicator
 from shardpass.errors import CommunicationError
 
 _BREAK_TAGS = range(1, 5)
-_EXPLAIN_SECONDS = 5.0  # how long the reason of a closed connection may take to come
-_ENDED_SECONDS = 1.0  # how long to wait for a failure that explains more than a rank which has ended in peace
 
 
 class _Transfer:
@@ -181,17 +178,6 @@ class TorchCommunicator(WatchedCommunicator):
         return twin
 
     # ---- failure
-
-    def _explain_lost(self, peer: int) -> CommunicationError | None:
-        peers = range(self.size) if peer < 0 else [peer]
-        deadline, ended = monotonic() + _EXPLAIN_SECONDS, list[int]()
-        while monotonic() < deadline and not self.failure.happened:
-            sleep(0.05)
-            if not ended:
-                ended = self._ended(0.0, peers)
-                deadline = monotonic() + _ENDED_SECONDS if ended else deadline
-        self.blame_ended(ended)
-        return self.failure.error()
 
     def break_connections(self) -> None:
         """Close all connections of the group, so that every wait on it ends with an error, here and at the peers.

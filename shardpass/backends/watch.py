@@ -1,32 +1,27 @@
-"""What ranks tell each other beside their calls, and how they notice that one of them has gone.
+"""The thread that listens to what the other ranks tell, and ends this process where that is needed.
 
-[Note: the watch] One small thread of each rank listens to all other ranks (see `mesh`). They tell it their failures,
-where they wait, and that they end in peace. When a connection closes before that, its rank has died. The thread records
-the first failure and breaks the connections that carry tensors, so that the main thread wakes up with the reason,
-wherever it is blocked. A rank that computes for an hour is alive. The thread also looks for ranks that wait in a circle
-(see `deadlock`), and it ends a process whose launcher has gone, or that does not notice a failure because it computes.
+[Note: the watch] One small thread of each rank listens to all other ranks (see `mesh`). What they tell it, and what
+follows from that, is in `news`. When a connection closes before its rank has said that it ends, that rank has died. The
+thread also looks for ranks that wait in a circle (see `deadlock`), and it ends a process whose launcher has gone, or
+that does not notice a failure because it computes.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import selectors
 import signal
-import sys
 import threading
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from time import monotonic
 
-from shardpass.backends.base import BaseCommunicator
 from shardpass.backends.ending import Bell
-from shardpass.backends.failure import Failure, first_failure
+from shardpass.backends.failure import first_failure
 from shardpass.backends.hosts import memory_space
-from shardpass.backends.mesh import Gather, Peer, beat_seconds, connect_mesh
-from shardpass.errors import DivergenceError, PeerFailure
+from shardpass.backends.mesh import Gather, Peer, connect_mesh
+from shardpass.backends.news import InformedCommunicator, News
 
 DEFAULT_HOST_TIMEOUT = 30.0
 _LOOK_SECONDS = 0.5
@@ -34,36 +29,22 @@ _NOTICE_SECONDS = 8.0
 _CAUSE_SECONDS = 0.5  # how long the reason why a launcher ends this rank may take to come
 
 
-class Watch:
-    """The ranks of one job as this rank sees them. `connect` makes it.
+class Watch(News):
+    """The `News` of a process, and the thread that listens to them. `connect` makes it.
 
     Args:
         peers: the connections, by rank.
         rank: of this process.
         host_timeout: seconds after which a host that does not answer is lost.
-
-    Attributes:
-        failure: of the job.
-        ended: by rank: when it said that it ends in peace.
-        published: by communicator and rank: where the rank waits.
     """
 
     def __init__(self, peers: dict[int, Peer], rank: int, host_timeout: float) -> None:
-        self.failure = Failure()
-        self.ended: dict[int, float] = {}
-        self.published: dict[str, dict[int, str]] = defaultdict(dict)
+        super().__init__(peers, rank, host_timeout)
         self._launcher = 0
         self._ends_process = False
         self._peers = peers
-        self._rank = rank
         self._process = os.getpid()
-        self._host_timeout = host_timeout
-        self._heard = dict.fromkeys(peers, monotonic())
-        self._silent: set[int] = set()
-        self._next_beat = 0.0
         self._ends_at: float | None = None
-        self._diverged: dict[str, str] = {}
-        self._comms: weakref.WeakValueDictionary[str, WatchedCommunicator] = weakref.WeakValueDictionary()
         self._closing = threading.Event()
         self._bell = Bell()
         self._selector = selectors.DefaultSelector()
@@ -95,54 +76,10 @@ class Watch:
         self._launcher = launcher
         self._bell.hear_sigterm()
 
-    # ---- telling
-
-    def register(self, comm: WatchedCommunicator) -> None:
-        """Have ``comm`` broken when the job fails, and its waits looked at."""
-        self._comms[comm.path] = comm
-        if comm.path in self._diverged:
-            comm.failure.set(DivergenceError, self._diverged[comm.path])
-        if comm.failure.happened:
-            comm.break_connections()
-
-    def fail(self, text: str) -> None:
-        """Make ``text`` the first failure of the job, here and on every other rank."""
-        if not self.failure.set(PeerFailure, text):
-            return
-        self._send("failed", text)
-        for comm in list(self._comms.values()):
-            comm.break_connections()
-        self._write_calls(text)
-
-    def diverge(self, path: str, text: str) -> None:
-        """Make ``text`` the divergence of the communicator ``path``, here and on every other rank."""
-        if path in self._diverged:
-            return
-        self._diverged[path] = text
-        self._send("diverged", path, text)
-        comm = self._comms.get(path)
-        if comm is not None:
-            comm.failure.set(DivergenceError, text)
-            comm.break_connections()
-            self._write_calls(text)
-
-    def _write_calls(self, why: str) -> str:
-        """Write the last calls of this rank, and return words that say where they are."""
-        comm = next(iter(list(self._comms.values())), None)
-        return "" if comm is None else comm.calls.write(why)
-
-    def publish(self, path: str, text: str) -> None:
-        """Let every other rank know where this one waits on the communicator ``path``."""
-        self._send("waits", path, text)
-
-    def silent(self) -> list[int]:
-        """The ranks that have not been heard of for a while, though their hosts answer."""
-        return sorted(self._silent)
-
-    def _send(self, *record: str) -> None:
+    def send(self, *record: str) -> None:
+        """See `News.send`. A forked child says nothing."""
         if os.getpid() == self._process:
-            for peer in list(self._peers.values()):
-                peer.send(record)
+            super().send(*record)
 
     # ---- listening
 
@@ -150,78 +87,31 @@ class Watch:
         while not self._closing.is_set():
             self._listen(_LOOK_SECONDS)
             if not self.failure.happened:
-                self._look()
+                self.look()
             elif self._ends_process:
                 self._end_unnoticed()
 
     def _listen(self, seconds: float) -> None:
         for key, _ in self._selector.select(seconds):
             if key.data is not None:
-                self._hear(key.data)
+                self._receive(key.data)
             elif self._bell.rang_for_sigterm():
                 self._end_as_told()
                 return
 
-    def _hear(self, rank: int) -> None:
+    def _receive(self, rank: int) -> None:
         try:
-            for record in self._peers[rank].receive():
-                self._take(rank, *record)
-            self._heard[rank] = monotonic()
-            self._silent.discard(rank)
+            self.hear(rank, self._peers[rank].receive())
         except (OSError, EOFError, ValueError, TypeError) as error:
             self._selector.unregister(self._peers[rank])
-            del self._heard[rank]
-            self._silent.discard(rank)
-            if rank not in self.ended and not self._closing.is_set() and not self.failure.happened:
-                self.fail(self._why_gone(rank, error))
+            if not self._closing.is_set():
+                self.lose(rank, error)
 
-    def _take(self, rank: int, kind: str, *texts: str) -> None:
-        if kind == "failed":
-            self.fail(*texts)
-        elif kind == "diverged":
-            self.diverge(*texts)
-        elif kind == "waits":
-            path, text = texts
-            self.published[path][rank] = text
-        elif kind == "ends":
-            self.ended[rank] = monotonic()
-
-    def _why_gone(self, rank: int, error: Exception) -> str:
-        if isinstance(error, (EOFError, ConnectionError)):
-            return (
-                f"rank {rank} died first: its process ended without a word (killed, out of memory, or crashed); its "
-                f"connection to rank {self._rank} was closed"
-            )
-        if isinstance(error, OSError):
-            return (
-                f"rank {rank} was lost first: its host has not answered rank {self._rank} within "
-                f"{self._host_timeout:.0f} s. It is down, or the network between the two is ({error.strerror or error})"
-            )
-        return f"rank {rank} failed first: what came from it at rank {self._rank} cannot be read ({error})"
-
-    # ---- looking
-
-    def _look(self) -> None:
-        now = monotonic()
-        if now >= self._next_beat:
-            self._next_beat = now + beat_seconds(self._host_timeout)
-            self._send("beats")
-        for comm in list(self._comms.values()):
-            with contextlib.suppress(RuntimeError):  # counts change while they are read
-                comm.look_for_circle()
-        for rank, heard in self._heard.items():
-            if now - heard > self._host_timeout and rank not in self._silent and rank not in self.ended:
-                self._silent.add(rank)
-                self._say(
-                    f"rank {self._rank} has not heard of rank {rank} for {now - heard:.0f} s, though its host answers: "
-                    f"its process is stopped, or the host is swapping. It is waited for"
-                )
+    def look(self) -> None:
+        """See `News.look`. It also sees whether the launcher is there."""
+        super().look()
         if self._launcher and os.getppid() != self._launcher:
             self.fail(first_failure(self._rank, f"its launcher, process {self._launcher}, has gone"))
-
-    def _say(self, text: str) -> None:
-        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
-            print(f"shardpass: {text}", file=sys.stderr, flush=True)
 
     # ---- ending
 
@@ -251,8 +141,8 @@ class Watch:
         self._end_process(128 + signal.SIGTERM)
 
     def _end_process(self, code: int) -> None:
-        words = self._write_calls(str(self.failure.error()))
-        self._say(f"rank {self._rank} ends: {self.failure.error()}" + f" ({words})" * bool(words))
+        words = self.write_calls(str(self.failure.error()))
+        self.say(f"rank {self._rank} ends: {self.failure.error()}" + f" ({words})" * bool(words))
         self._hang_up()
         os._exit(code)
 
@@ -271,9 +161,8 @@ class Watch:
         """Tell the other ranks that this one ends in peace, or why it does not, and stop watching."""
         if self._closing.is_set() or os.getpid() != self._process:
             return
-        error = self.failure.error()
         self._bell.close()
-        self._send(*(["ends"] if error is None else ["failed", str(error)]))
+        self.tell_end()
         self._closing.set()
         self._bell.ring()
         if self._thread is not threading.current_thread():
@@ -293,10 +182,10 @@ def _weakly(method: Callable[[], None]) -> Callable[[], None]:
     return call
 
 
-class WatchedCommunicator(BaseCommunicator):
+class WatchedCommunicator(InformedCommunicator):
     """A communicator of a job of processes, which a `Watch` looks after."""
 
-    watch: Watch | None = None  # `None` for a single rank, and until the ranks are connected
+    watch: Watch | None = None
 
     def watch_over(self, limit: float, host_timeout: float) -> None:
         """Collective: find out which ranks can share memory, and watch all of them from now on."""
@@ -307,39 +196,3 @@ class WatchedCommunicator(BaseCommunicator):
         if self.size > 1:
             self.attend(Watch.connect(self.all_gather_object, self.rank, self.size, limit, host_timeout))
         self.timeout = timeout
-
-    def attend(self, watch: Watch | None) -> None:
-        """Have this communicator looked after from now on."""
-        if watch is not None:
-            self.watch = watch
-            self.failure = Failure(watch.failure)
-            watch.register(self)
-
-    def break_connections(self) -> None:
-        """Wake this rank's waits with an error. The watch calls it after it has recorded the reason."""
-
-    def _publish(self, text: str) -> None:
-        if self.watch is not None:
-            self.watch.publish(self.path, text)
-
-    def _published(self) -> dict[int, str]:
-        return {} if self.watch is None else dict(self.watch.published[self.path])
-
-    def _silent(self) -> list[int]:
-        return [] if self.watch is None else self.watch.silent()
-
-    def _spread_divergence(self, text: str) -> None:
-        if self.watch is not None:
-            self.watch.diverge(self.path, text)
-        self.failure.set(DivergenceError, text)
-
-    def _spread_failure(self, text: str) -> None:
-        if self.watch is not None:
-            self.watch.fail(text)
-        else:
-            super()._spread_failure(text)
-
-    def _ended(self, seconds: float, ranks: Iterable[int]) -> list[int]:
-        """Those of ``ranks`` that have ended in peace at least ``seconds`` ago."""
-        ends = {} if self.watch is None else self.watch.ended
-        return [rank for rank in ranks if rank in ends and monotonic() - ends[rank] >= seconds]

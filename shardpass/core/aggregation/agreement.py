@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from shardpass.core.ranks import Ranks, agree, digest, diverged
+from shardpass.core.ranks import Ranks, agree, digest, diverged, memory_error
 from shardpass.core.sharding import EdgeShards
 from shardpass.core.tracing import Key, NeedsMessagesError, Program, Structure, check_row_wise, probe
 from shardpass.errors import NeedsHaloError, RefusedError
@@ -134,6 +134,9 @@ def _probe(
             program.checked.add(signature)
         return structure, None
     except Exception as error:  # a refusal; or a table is taken for an edge tensor, which other ranks know better
+        lack = memory_error(error)  # nothing is known of the message function then
+        if lack is not None:
+            raise lack from None
         return None, error
 
 

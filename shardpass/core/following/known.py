@@ -36,6 +36,7 @@ def known_modules(model: nn.Module, is_known: Callable[[nn.Module], bool], follo
 
     It looks at what they are given and what they return. A module of a class of the user's is followed again.
     """
+    running: list[tuple[_Block, AbstractContextManager[None]]] = []
     with ExitStack() as hooks:
         for module in model.modules():
             known = is_known(module)
@@ -44,19 +45,24 @@ def known_modules(model: nn.Module, is_known: Callable[[nn.Module], bool], follo
                     vars(module)[name] = follower.following(value)
                     hooks.callback(vars(module).__setitem__, name, value)
             if known or not type(module).__module__.startswith(_LIBRARIES):
-                block = _Block(follower, known)
+                block = _Block(follower, known, running)
                 # inside of the user's own hooks, which are followed
                 hooks.callback(module.register_forward_pre_hook(block.begin, with_kwargs=True).remove)
                 hooks.callback(module.register_forward_hook(block.end, prepend=True, always_call=True).remove)
-        yield
+        try:
+            yield
+        finally:
+            while running:  # torch calls no hooks where SystemExit or KeyboardInterrupt ends a module
+                running.pop()[1].__exit__(None, None, None)
 
 
 class _Block:
     """The hooks of one module; it may be called within itself."""
 
-    def __init__(self, follower: FollowRows, is_known: bool) -> None:
-        self.follower, self.is_known = follower, is_known
-        self._open: list[AbstractContextManager[None]] = []
+    def __init__(
+        self, follower: FollowRows, is_known: bool, running: list[tuple[_Block, AbstractContextManager[None]]]
+    ) -> None:
+        self.follower, self.is_known, self._running = follower, is_known, running
         self._is_given_nothing = False
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -66,14 +72,14 @@ class _Block:
         self._is_given_nothing = not args and not kwargs
         block = self.follower.module(self.is_known)
         block.__enter__()
-        self._open.append(block)
+        self._running.append((self, block))
         if not self.is_known:
             return None
         follow = self.follower.following
         return torch_private.tree_map(lambda value: follow(value) if _is_of_user(value) else value, (args, kwargs))
 
     def end(self, module: nn.Module, args: Any, out: Any) -> None:
-        if self._open:  # or else `begin` refused the arguments
-            self._open.pop().__exit__(None, None, None)
+        if self._running and self._running[-1][0] is self:  # or else `begin` refused the arguments
+            self._running.pop()[1].__exit__(None, None, None)
             if self.is_known and self._is_given_nothing:
                 self.follower.marks.note_made_of_state(out)

@@ -16,7 +16,7 @@ from shardpass.core.following.refusals import NUMBERS, Mixture, check_plain, ref
 from shardpass.core.following.rows import Rows, reshaped, viewed
 from shardpass.core.following.trial import try_rows
 from shardpass.core.following.user_line import user_line
-from shardpass.core.ranks import RowSet, torch_private
+from shardpass.core.ranks import RowSet, is_out_of_memory, torch_private
 from shardpass.errors import RefusedError
 
 ATEN = torch.ops.aten
@@ -165,7 +165,9 @@ class Operation:
 
         try:
             found = viewed(self.first, self.leaves[position], view)
-        except RuntimeError:  # a size among the arguments that one made-up row more does not fit
+        except RuntimeError as error:  # a size among the arguments that one made-up row more does not fit
+            if is_out_of_memory(error):
+                raise
             found = [None for _ in self.outs]
         if all(found):
             self._mark(found)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardpass.core.following.draws import draws
 from shardpass.core.following.rows import Rows
-from shardpass.core.ranks import get_random_state, set_random_state, torch_private
+from shardpass.core.ranks import get_random_state, is_out_of_memory, set_random_state, torch_private
 
 ATEN = torch.ops.aten
 _SIZES = (7, 11, 13, 17, 19, 23, 29, 31)
@@ -55,6 +55,8 @@ def try_rows(
             try:
                 return _tried(function, leaves, structure, rows, dtype, slack, number_as_size)
             except Exception as caught:  # whatever the operation raises for shapes that do not fit
+                if is_out_of_memory(caught):
+                    raise
                 error = f"{type(caught).__name__}: {str(caught).splitlines()[0][:100] if str(caught) else caught}"
     return error
 

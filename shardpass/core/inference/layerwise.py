@@ -177,9 +177,14 @@ def _write(comm: Ranks, path: Path, rows: Tensor, ids: Tensor, total: int) -> No
             out[ids[start : start + step].numpy()] = rows[start : start + step].numpy()
         out.flush()
 
-    _on_all(comm, create)
-    _on_all(comm, fill)
-    _on_all(comm, lambda: os.replace(partial, path) if comm.rank == 0 else None)
+    try:
+        _on_all(comm, create)
+        _on_all(comm, fill)
+        _on_all(comm, lambda: os.replace(partial, path) if comm.rank == 0 else None)
+    except Exception:
+        if comm.rank == 0:
+            partial.unlink(missing_ok=True)
+        raise
 
 
 def _allocate(file: IO[bytes], num_bytes: int, path: Path) -> None:

@@ -38,7 +38,15 @@ from shardpass.core.ranks.random import (
 from shardpass.core.ranks.ranks import Ranks, unfollowed
 from shardpass.core.ranks.rows import RowSet, RowWatch
 from shardpass.core.ranks.schema import COUNT, mismatch
-from shardpass.core.ranks.units import bytes_text, describe, dtype_name, parse_bytes, parse_count
+from shardpass.core.ranks.units import (
+    bytes_text,
+    describe,
+    dtype_name,
+    is_out_of_memory,
+    memory_error,
+    parse_bytes,
+    parse_count,
+)
 
 __all__ = [
     "COUNT",
@@ -69,8 +77,10 @@ __all__ = [
     "get_random_state",
     "has_drawn",
     "is_differentiable",
+    "is_out_of_memory",
     "is_wrapped",
     "linear_call",
+    "memory_error",
     "mismatch",
     "parse_bytes",
     "parse_count",

@@ -38,6 +38,21 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, on the CPU or on a GPU. Then nothing else can be concluded from the error."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # as the CPU's allocator has it
+
+
+def memory_error(error: BaseException) -> BaseException | None:
+    """The error that says that memory ran out, where `error` was raised while that one was handled; else `None`."""
+    found: BaseException | None = error
+    while found is not None and not is_out_of_memory(found):
+        found = found.__context__
+    return found
+
+
 def describe(value: Any) -> str:
     """The dtype and shape of a tensor, such as ``"float32 [3, 4]"``; of anything else, the name of its type."""
     return f"{dtype_name(value.dtype)} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

@@ -16,9 +16,10 @@ from shardpass.core.exchange import node_set
 from shardpass.core.following import FollowFunctions, FollowRows, ForwardDraws, known_modules
 from shardpass.core.graphs import LoadedGraphs, NodeIds, node_embeddings
 from shardpass.core.memory import Checkpoint, recomputed_activations
-from shardpass.core.ranks import OnRanks, Ranks, chained, torch_private
+from shardpass.core.ranks import OnRanks, Ranks, chained, memory_error, torch_private
 from shardpass.core.training import note_forward
 from shardpass.core.wrapping.empty_rows import EmptyRows
+from shardpass.errors import RefusedError
 
 
 class FollowedCalls:
@@ -112,14 +113,19 @@ class OutermostCall:
         try:
             with (
                 torch_private.uncompiled(),
-                known_modules(self.model, self.is_known, follower),
                 follower,
                 FollowFunctions(follower),
                 follower.module(self.is_known(self.model)),
+                known_modules(self.model, self.is_known, follower),
             ):
                 with follower.paused():
                     follower.marks.check_arguments((args, kwargs))
                 out = function(*args, **kwargs)
+        except RefusedError as error:  # a library may read numbers of rows to explain why memory ran out
+            lack = memory_error(error)
+            if lack is None:
+                raise
+            raise lack from None
         finally:
             forward.rows = None
             follower.marks.end_forward()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch_geometric.nn.conv import MessagePassing
 
+from shardpass.core.ranks import is_out_of_memory
 from shardpass.core.tracing import Inputs
 from shardpass.errors import RefusedError
 from shardpass.frontends.pyg.arguments import Arguments, rows_back, rows_first
@@ -50,6 +51,8 @@ class MessageFunction:
                 try:
                     messages = with_hooks(conv, "message", (wanted,), lambda found: conv.message(**found))
                 except (RuntimeError, IndexError) as error:
+                    if is_out_of_memory(error):
+                        raise
                     raise self._explained(error, inputs) from error
         if not isinstance(messages, (Tensor, tuple, list)):
             raise RefusedError(f"message() returns a {type(messages).__name__}: return a tensor, or a tuple of them")

@@ -11,7 +11,9 @@ from torch import nn
 
 from shardpass.backends.local import LocalCommunicator
 from shardpass.core.ranks import Ranks
+from shardpass.core.ranks.torch_private import dispatch_modes
 from shardpass.core.wrapping import FollowedCalls, OutermostCall
+from shardpass.errors import RefusedError
 
 
 class Call(OutermostCall):
@@ -47,6 +49,44 @@ def test_a_call_is_one_forward_pass(comm):
         call.run(model.forward, (x,), {}).sum().backward()
     assert [is_followed for _, is_followed in passes] == [True, True, False]
     assert passes[0][0] is not None and comm.forward is None and torch.equal(x.grad, torch.full((3,), 6.0))
+
+
+class Library(nn.Linear):
+    """A layer that is known to be exact, in which something happens."""
+
+    error: BaseException
+
+    def forward(self, x):
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
+def test_what_torch_calls_no_hooks_for_leaves_a_known_layer_as_it_is(comm, error):
+    class Knows(OutermostCall):
+        def is_known(self, module):
+            return isinstance(module, Library)
+
+    model = nn.Sequential(Library(2, 2))
+    model[0].error = error
+    call = Knows(model, comm, FollowedCalls(True), None)
+    with pytest.raises(type(error)):
+        call.run(model.forward, (torch.ones(1, 2),), {})
+    assert not dispatch_modes()
+
+
+def test_a_lack_of_memory_is_not_told_as_a_refusal(comm):
+    lack = torch.OutOfMemoryError("out of memory")
+
+    class Explains(nn.Module):
+        def forward(self, x):
+            try:
+                raise lack
+            except RuntimeError:
+                raise RefusedError("computes with the number of rows")  # noqa: B904
+
+    model = Explains()
+    with pytest.raises(torch.OutOfMemoryError):
+        Call(model, comm, FollowedCalls(True), None).run(model.forward, (torch.ones(1, 2),), {})
 
 
 def test_it_is_not_pickled_and_says_what_to_do(comm):
