@@ -15,7 +15,7 @@ from shardpass.core.following.origin import Origin
 from shardpass.core.following.refusals import NUMBERS, Mixture, check_plain, refusal
 from shardpass.core.following.rows import Rows, reshaped, viewed
 from shardpass.core.following.trial import try_rows
-from shardpass.core.following.user_line import user_line
+from shardpass.core.following.user_line import is_called_by, user_line
 from shardpass.core.ranks import RowSet, torch_private
 from shardpass.errors import RefusedError
 
@@ -34,6 +34,9 @@ _KEEP_VALUES = frozenset(
     [ATEN.clone, ATEN._to_copy, ATEN.cat, ATEN.stack, ATEN.copy_, ATEN.repeat, ATEN.masked_select, ATEN.view]
 )
 """Operations whose results are numbers of rows if their operands are."""
+
+_SOFTMAX = "torch_geometric.utils._softmax"
+"""It counts destinations up to the last with an edge, and returns a row per edge, which does not depend on that."""
 
 
 def needs_values(func: Any) -> bool:
@@ -93,6 +96,8 @@ class Operation:
 
     def _follow(self) -> None:
         packet = self.packet
+        if packet is ATEN.bincount and self._count():
+            return None
         if needs_values(self.func):
             self._refuse("needs the values of rows, as a branch on a tensor does")
         if packet in (ATEN.view_as_real, ATEN.view_as_complex):
@@ -110,6 +115,8 @@ class Operation:
         if packet in (ATEN.index_select, ATEN.gather) and self._gather(self.args[1], self.args[2]):
             return None
         if packet in _SCATTERS and self._scatter(*self.args[:4]):
+            return None
+        if packet is ATEN.embedding and self._gather(0, self.args[1]):
             return None
         if packet is ATEN.cat and self._join():
             return None
@@ -178,6 +185,8 @@ class Operation:
         targets = {rows.points_to for rows in self.rows.values()}
         compares = self.packet in (ATEN.eq, ATEN.ne) and len(targets) == 1
         if targets != {None} and not compares and self.packet not in _KEEP_VALUES:
+            if self.packet is ATEN.max and is_called_by(_SOFTMAX):
+                return self._note_plain()
             self._refuse("computes with the numbers of rows, which are other numbers on every rank")
         found = self._verdict()
         if isinstance(found, str):
@@ -244,6 +253,7 @@ class Operation:
         for dim, index in given:
             if rows is not None and rows.dim == dim:
                 pointer = self._pointer(index, rows)
+                self._check_beside(pointer, index.dim(), [other for _, other in given if other is not index])
                 out = start + width - index.dim() + pointer.dim
                 self._mark([Rows(out, pointer.of, points_to=rows.points_to)])
                 return True
@@ -252,8 +262,29 @@ class Operation:
                 return True
         return False
 
+    def _check_beside(self, pointer: Rows, dims: int, others: list[Tensor]) -> None:
+        """Refuse other indices beside one that points to rows, if they depend on where rows are."""
+        for other in others:
+            beside, dim = self._of(other), pointer.dim - dims + other.dim()
+            if beside is not None and beside.points_to is not None:
+                self._refuse("takes entries of a row by the numbers of rows", beside.points_to, NUMBERS)
+            if beside is not None and not beside.of.goes_with(pointer.of):
+                self._refuse(f"puts rows of {pointer.of.name} beside rows of {beside.of.name}")
+            if beside is None and -1 < dim < other.dim() and other.size(dim) > 1:
+                self._check_plain(other, dim, pointer.of)
+
+    def _count(self) -> bool:
+        """``torch.bincount`` of what points to rows, with an entry for each of them. Whether it was that."""
+        index, weights, fewest = (*self.args, None, 0)[:3]
+        found = self._of(index)
+        if found is None or found.points_to is None:
+            return False
+        if fewest != found.points_to.count:
+            self._refuse("without minlength=num_nodes has an entry up to the last row that is counted")
+        return self._scatter(self.outs[0].new_zeros(fewest), 0, index, weights)
+
     def _gather(self, dim: int, index: Tensor) -> bool:
-        """``index_select`` or ``gather`` along rows. Whether it was that."""
+        """``index_select``, ``gather`` or ``embedding`` along rows. Whether it was that."""
         table = self.args[0]
         dim, rows = dim % max(1, table.dim()), self._of(table)
         if rows is None or rows.dim != dim:
@@ -264,16 +295,17 @@ class Operation:
             return False
         pointer = self._pointer(index, rows)
         out = dim if self.packet is ATEN.index_select else pointer.dim
-        if out != dim:
+        if out != dim and self.packet is not ATEN.embedding:
             self._refuse("takes rows by numbers that differ from row to row")
-        self._mark([Rows(dim, pointer.of, points_to=rows.points_to)])
+        self._mark([Rows(out, pointer.of, points_to=rows.points_to)])
         return True
 
     def _pointer(self, index: Tensor, table: Rows) -> Rows:
         """Where the rows stand in an index, whose values are numbers of rows of a table."""
         found = self._of(index)
-        if found is not None and found.points_to is not None and found.points_to.goes_with(table.of):
-            return found
+        if found is not None and found.points_to is not None:
+            if found.points_to.goes_with(table.of) or table.of.root == ("reached", found.points_to.root):
+                return found
         if found is None and self.marks.origins.get(index) == Origin.NUMBERS and _is_every_row(index, table.of.count):
             return Rows([*index.shape].index(table.of.count), table.of)
         if found is None and self.marks.origins.get(index) == Origin.FREE and index.dim() == 1 and table.of.is_of_edges:
@@ -307,6 +339,8 @@ class Operation:
         target = pointer.points_to
         if self.in_pieces:
             self._refuse("scatters by destination in a way that the engine does not see", target)
+        if base.size(dim) < target.count and is_called_by(_SOFTMAX):
+            target = RowSet(f"{target.name} up to the last with an edge", base.size(dim), ("reached", target.root))
         if base.size(dim) != target.count or (rows is not None and not (rows.dim == dim and rows.of.goes_with(target))):
             self._refuse(f"scatters by the numbers of rows onto a tensor of shape {[*base.shape]}", target, NUMBERS)
         if rows is None:
