@@ -178,9 +178,13 @@ def draw(seed: int, whole: WholeGraph, library: Library) -> RandomProgram:
     mixing = rng.choice(library.mixing) if rng.random() < 0.5 else None
     if mixing is not None:
         chosen.insert(rng.randrange(len(chosen) + 1), mixing)
+    return compose(chosen, mixing, rng.randrange(len(chosen) + 1), whole, library)
+
+
+def compose(chosen: list[Line], mixing: Line | None, at: int, whole: WholeGraph, library: Library) -> RandomProgram:
+    """The program of the lines `chosen`, of which `mixing` mixes rows, and those before `at` stand in ``encode``."""
     made = ["        " + (line.made or "pass").replace("#", str(number)) for number, line in enumerate(chosen)]
     body = ["        " + line.code.replace("#", str(number)) for number, line in enumerate(chosen)]
-    at = rng.randrange(len(body) + 1)
     source = HEAD.format(
         imports=library.imports,
         classes=library.classes,
