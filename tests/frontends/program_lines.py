@@ -70,6 +70,11 @@ ROWS = _lines(
     "for step in range(2):\n            h = h + step * h.tanh()",
     "if self.training and h.size(1) > 4:\n            h = 2 * h",
     "h = (h, h.relu())[1]",
+    ("a, b = self.lin#(torch.cat([h, h.tanh()])).chunk(2)\n        h = a * b", "self.lin# = nn.Linear(8, 8)"),
+    ("a = self.lin#(torch.cat([h, -h]))\n        h = a[:h.size(0)] - a[h.size(0):]", "self.lin# = nn.Linear(8, 8)"),
+    "at = m.nonzero().view(-1)\n        h = h.index_copy(0, at, h[at].tanh())",
+    "h = h.masked_scatter(h > 0, h[h > 0] / 2)",
+    "top = torch.zeros_like(h)\n        top[torch.arange(len(h))[:, None], h.topk(3, 1)[1]] = 1\n        h = h * top",
 )
 
 MIXED_ROWS = _lines(
@@ -87,6 +92,7 @@ MIXED_ROWS = _lines(
     "h = h.cumsum(0)",
     "h = h[torch.argsort(h[:, 0])]",
     "h = h.flip(0)",
+    "h = torch.cat([h, -h])[3 : 3 + h.size(0)]",
     "h = torch.roll(h, 1, 0)",
     "h = h @ (h.T @ h).softmax(-1)",
     "h = h / h.norm()",

@@ -237,7 +237,8 @@ class EdgeMask(Tensor):
         if name in _COUNTS and args and isinstance(args[0], EdgeMask):
             raise RefusedError(
                 f"{user_line()}: `{name}` of a mask over this rank's edges (self-loops): other ranks have other edges "
-                f"and would get another answer. Compute it before partitioning, or count over all ranks with shardpass.total"
+                f"and would get another answer. Compute it before partitioning, or count over all ranks with "
+                f"shardpass.total"
             )
         with torch_private.DisableTorchFunctionSubclass():
             out = func(*args, **(kwargs or {}))
