@@ -140,6 +140,7 @@ PYG_LAYERS = _lines(
 )
 
 PYG_LINES = _lines(
+    ("h = self.conv#(h, ei)", "self.conv# = gnn.SAGEConv(8, 8, aggr=Weighted())"),
     ("h = self.gn#(h, batch)", "self.gn# = gnn.GraphNorm(8)"),
     ("h = self.pn#(h)", "self.pn# = gnn.PairNorm()"),
     "deg = degree(ei[1], h.size(0), dtype=h.dtype)\n        h = h / deg.clamp(min=1).unsqueeze(-1)",

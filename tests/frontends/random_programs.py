@@ -103,6 +103,16 @@ class Hooked(gnn.GCNConv):
         self.register_forward_hook(lambda module, given, h: h - h.mean(0))
 
 
+class Weighted(gnn.aggr.Aggregation):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(8, 1)
+
+    def forward(self, x, index=None, ptr=None, dim_size=None, dim=-2):
+        alpha = softmax(self.gate(x), index, ptr, dim_size, dim)
+        return self.reduce(alpha * x, index, ptr, dim_size, dim)
+
+
 class Own(gnn.MessagePassing):
     def __init__(self, of):
         super().__init__(aggr="mean")

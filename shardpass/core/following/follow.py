@@ -151,11 +151,11 @@ class FollowRows(torch_private.TorchDispatchMode):
     @contextmanager
     def left_to_another(self) -> Iterator[None]:
         """A block that runs a message function, which another one follows."""
-        self.is_left_to_another = True
+        before, self.is_left_to_another = self.is_left_to_another, True
         try:
             yield
         finally:
-            self.is_left_to_another = False
+            self.is_left_to_another = before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
