@@ -164,8 +164,8 @@ class EdgeTrace(TorchFunctionMode):
         if name in HARMLESS_OPS:
             return func(*args, **kwargs)
         raise NeedsHaloError(
-            f"{user_line()}: {self.name}: `{name}` on the destination index needs all in-edges of a node at once, so it "
-            f"cannot be computed one shard at a time. Use Options(mode='halo') for this model"
+            f"{self.name}: {user_line()}: `{name}` on the destination index needs all in-edges of a node at once, so "
+            f"it cannot be computed one shard at a time. Use Options(mode='halo') for this model"
         )
 
     def reduce(self, op: str, messages: Tensor, base: Base) -> Tensor:
