@@ -16,7 +16,7 @@ help:
 	@echo "make test       lint, types, docs and the default tests"
 	@echo "make test-long  the tests that take minutes each"
 	@echo "make bench      memory benchmark; writes benchmarks/reports/"
-	@echo "make faults     faults injected into running jobs, about 150; writes benchmarks/reports/"
+	@echo "make faults     faults injected into running jobs, 200 on Linux; writes benchmarks/reports/"
 	@echo "make clean      remove .venv and everything made"
 
 setup: $(VENV)/.installed

@@ -6,6 +6,7 @@ FOLDER holds the store and takes what the run writes: ``rank0.log``, the checkpo
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -50,6 +51,9 @@ class Fault:
             sys.exit(3)
         elif self.fault == "abort":
             self.comm.abort("the loss is nan")
+        elif self.fault == "launcher":
+            os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(2.0)  # the others look for it every half second, and may be done by then
         elif self.fault == "raise":
             raise ValueError("boo")
         elif self.fault == "link":  # whoever started this takes the link down
@@ -122,8 +126,13 @@ def as_thread(comm: Any, folder: Path, phase: str, fault: str) -> None:
 
 
 def as_fork(rank: int, *arguments: Any) -> None:
-    """The same for a process that `main` forks."""
+    """The same for a process that `main` forks, in a network namespace of its own if there are some."""
     os.environ["RANK"] = str(rank)
+    if "NAMESPACES" in os.environ:
+        holder = os.environ["NAMESPACES"].split()[rank]
+        with open(f"/proc/{holder}/ns/net") as namespace:
+            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0):
+                raise OSError(ctypes.get_errno(), f"rank {rank} cannot enter the network namespace of {holder}")
     as_process(*arguments)
 
 
@@ -131,7 +140,7 @@ def main(folder: Path, how: str, *what: str) -> None:
     """Start the ranks, or be one."""
     if how == "threads":
         sp.spawn(as_thread, RANKS, args=(folder, *what))
-    elif how == "fork":
+    elif how in ("fork", "namespaces"):
         fork = multiprocessing.get_context("fork")
         ranks = [fork.Process(target=as_fork, args=(rank, folder, *what)) for rank in range(RANKS)]
         for process in ranks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -24,6 +25,7 @@ def connect(
     timeout: float = backends.DEFAULT_TIMEOUT,
     connect_timeout: float | None = None,
     host_timeout: float | None = None,
+    black_box: str | os.PathLike[str] | None = None,
 ) -> Ranks:
     """This process's end of the run it was started in. Collective over the processes of the run.
 
@@ -48,6 +50,9 @@ def connect(
             ``SHARDPASS_CONNECT_TIMEOUT``, or 60.
         host_timeout: seconds after which a host that does not answer is lost, which ends every rank; default: the
             environment variable ``SHARDPASS_HOST_TIMEOUT``, or 30. A process that is stopped or slow is waited for.
+        black_box: the folder in which each rank writes its last calls if the run ends badly, for `shardpass doctor`.
+            Default: the environment variable ``SHARDPASS_BLACK_BOX``, or the folder for temporary files. If it is
+            empty, nothing is written.
 
     Raises:
         CommunicationError: when the other ranks cannot be reached, or are more or fewer than the launcher started.
@@ -62,6 +67,7 @@ def connect(
             timeout=timeout,
             connect_timeout=connect_timeout,
             host_timeout=host_timeout,
+            black_box=black_box,
         )
     )
 

@@ -17,6 +17,12 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def black_boxes(tmp_path_factory) -> None:
+    """Where ranks write their last calls, in the many tests that make them fail."""
+    os.environ["SHARDPASS_BLACK_BOX"] = str(tmp_path_factory.mktemp("black boxes"))
+
+
 @pytest.fixture
 def triton_dispatch(monkeypatch):
     """The device whose tensors Triton's kernels take in a test: the GPU, or else the CPU, interpreted."""

@@ -48,7 +48,7 @@ sys.meta_path.insert(0, Block())
 '''
 
 OPTIONAL = (
-    "torch_geometric", "dgl", "mpi4py", "numba", "pymetis", "typer", "rich", "click", "matplotlib",
+    "torch_geometric", "dgl", "mpi4py", "numba", "kaminpar", "pymetis", "typer", "rich", "click", "matplotlib",
     "sklearn", "scipy", "pandas", "pyarrow",
 )  # fmt: skip
 
@@ -109,8 +109,8 @@ MISSING = {
     "pyg": ("torch_geometric", "import shardpass\nshardpass.pyg", {}),
     "mpi": ("mpi4py", "import shardpass\nshardpass.connect('mpi')", {}),
     "mpirun": ("mpi4py", "import shardpass\nshardpass.connect()", {"OMPI_COMM_WORLD_SIZE": "2"}),
-    "metis": (
-        "pymetis",
+    "kaminpar": (
+        "kaminpar",
         "import shardpass\n"
         "shardpass.partition({'edge_index': [[0, 1, 2], [1, 2, 0]], 'num_nodes': 3}, sys.argv[1] + '/s', 2)",
         {},
@@ -143,7 +143,7 @@ def test_a_missing_extra_is_one_sentence(tmp_path: Path) -> None:
         sentence = told[name]
         assert f"pip install {package} (shardpass's extra " in sentence
         assert "\n" not in sentence and ". " not in sentence, f"{name}: not one sentence: {sentence}"
-        assert ("method='fennel'" in sentence) == (name == "metis")
+        assert ("method='metis'" in sentence) == (name == "kaminpar")
     assert os.listdir(tmp_path) == []
 
 

@@ -100,11 +100,13 @@ class BaseCommunicator(RawCommunicator):
         count = self._tally.add("recv", source, header.number)
         awaits = message_name("send", self.rank, header.number)
         position = Position(f"{header.describe()} from rank {source}", awaits, count, source)
+        call = self.calls.begin(self.path, "recv", header, source, count, recv.nbytes)
         with self.waiting(position):
             arriving = self._raw_receive(raw, source, MessageKey(HEADER_LANE, header.number, HEADER_BYTES))
             pieces = self._receive_pieces(landing, source, header, PAYLOAD_LANE)
 
         def complete(seconds: float) -> None:
+            call.wait()
             arriving.wait(seconds)
             problem = mismatch(header, Header.unpack(raw.numpy().tobytes()), self.rank, source)
             if problem is not None:
@@ -112,6 +114,7 @@ class BaseCommunicator(RawCommunicator):
             for piece in pieces:
                 piece.wait(seconds)
             _copy_into(recv, landing)
+            call.end()
 
         return position, complete
 
@@ -120,14 +123,17 @@ class BaseCommunicator(RawCommunicator):
         count = self._tally.add("send", to, header.number)
         awaits = message_name("recv", self.rank, header.number)
         position = Position(f"{header.describe()} to rank {to}", awaits, count, to)
+        call = self.calls.begin(self.path, "send", header, to, count, send.nbytes)
         with self.waiting(position):
             pieces = [self._raw_send(raw, to, MessageKey(HEADER_LANE, header.number, HEADER_BYTES))]
             pieces += self._send_pieces(self._staged(send), to, header, PAYLOAD_LANE)
         self.bytes_sent += send.nbytes
 
         def complete(seconds: float) -> None:
+            call.wait()
             for piece in pieces:
                 piece.wait(seconds)
+            call.end()
 
         return position, complete
 
@@ -237,12 +243,15 @@ class BaseCommunicator(RawCommunicator):
         self._check_open()
         header = header_of(kind, self._sequence + 1, tensor, op, root, label)
         self._sequence += 1
+        call = self.calls.begin(self.path, "", header, -1, self._sequence, 0 if tensor is None else tensor.nbytes)
+        call.wait()
         with self.waiting(Position(header.describe(), COLLECTIVE, self._sequence)):
             headers = [Header.unpack(raw) for raw in self._raw_gather(header.pack(), self.timeout)]
             problem = divergence(headers, free_rows)
             if problem is not None:
                 raise DivergenceError(problem)
             yield headers
+            call.end()
 
     def _swap(self, sends: Sequence[Tensor], results: Sequence[Tensor], header: Header) -> None:
         """``sends[r]`` goes to rank r, ``results[r]`` comes from it. Nearest ranks first, so that none is flooded."""
@@ -269,6 +278,7 @@ class BaseCommunicator(RawCommunicator):
         with self._agreed("duplicate", None, label=name):
             self._num_duplicates[name] += 1
             twin = self._raw_duplicate(f"{self.path}/{name}#{self._num_duplicates[name]}")
+        twin.calls = self.calls
         twin.local_ranks = self.local_ranks
         twin.serves_threads = self.serves_threads
         twin.timeout = self.timeout

@@ -35,6 +35,7 @@ def connect(
     timeout: float = DEFAULT_TIMEOUT,
     connect_timeout: float | None = None,
     host_timeout: float | None = None,
+    black_box: str | os.PathLike[str] | None = None,
     launch: Launch | None = None,
 ) -> Communicator:
     """The communicator of this process. Collective over the processes of the run. See `shardpass.connect`.
@@ -59,6 +60,8 @@ def connect(
     else:
         comm = LocalCommunicator(device)
     _check_size(comm, launch, group, ranks)
+    if black_box is not None:
+        comm.calls.folder = os.fspath(black_box)
     if comm.size > 1:
         end_all_on_exception(comm)
         _share_cores(comm)

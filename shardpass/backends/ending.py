@@ -12,7 +12,7 @@ import threading
 from multiprocessing.util import Finalize
 from types import FrameType, TracebackType
 
-from shardpass.backends.failure import first_failure, reason_of
+from shardpass.backends.failure import reason_of
 from shardpass.backends.raw import RawCommunicator
 from shardpass.errors import PeerFailure
 
@@ -34,10 +34,12 @@ def end_all_on_exception(comm: RawCommunicator) -> None:
 
     def tell(error: BaseException) -> None:
         if isinstance(error, PeerFailure):
+            if not hasattr(error, "add_note"):  # before Python 3.11
+                print(f"shardpass: {comm.calls.write(str(error))}", file=sys.stderr, flush=True)
             comm.give_up()
             return
         reason = reason_of(error)
-        print(f"shardpass: {first_failure(comm.rank, reason)}", file=sys.stderr, flush=True)
+        print(comm.told(reason), file=sys.stderr, flush=True)
         comm.announce(reason)
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -78,6 +78,11 @@ def reason_of(error: BaseException) -> str:
 
 def note_rank(error: BaseException, rank: int) -> None:
     """Add a note to ``error`` that says on which rank it was raised."""
-    if hasattr(error, "add_note"):  # from Python 3.11 on
+    add_note(error, f"(raised on rank {rank})")
+
+
+def add_note(error: BaseException, text: str) -> None:
+    """Add a note to ``error``, unless it is empty or there already."""
+    if text and text not in getattr(error, "__notes__", ()) and hasattr(error, "add_note"):  # from Python 3.11 on
         with contextlib.suppress(Exception):
-            error.add_note(f"(raised on rank {rank})")
+            error.add_note(text)

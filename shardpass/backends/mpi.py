@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from shardpass.backends.failure import Failure, TransportTimeoutError, first_failure
+from shardpass.backends.failure import Failure, TransportTimeoutError
 from shardpass.backends.identity import MessageKey, Place, SlotTable
 from shardpass.backends.raw import DEFAULT_TIMEOUT
 from shardpass.backends.watch import DEFAULT_HOST_TIMEOUT, WatchedCommunicator
@@ -164,7 +164,7 @@ class MpiCommunicator(WatchedCommunicator):
 
     def abort(self, reason: str) -> NoReturn:
         """Print the reason and end the job. It does not return."""
-        print(f"shardpass: {first_failure(self.rank, reason)}", file=sys.stderr, flush=True)
+        print(self.told(reason), file=sys.stderr, flush=True)
         self.announce(reason)
 
     def close(self) -> None:

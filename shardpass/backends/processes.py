@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from shardpass.backends.base import BaseCommunicator
-from shardpass.backends.failure import first_failure, note_rank, reason_of
+from shardpass.backends.failure import add_note, first_failure, note_rank, reason_of
 from shardpass.errors import CommunicationError, PeerFailure
 
 _GRACE = 8.0  # seconds that the other ranks get to end by themselves after the first failure
@@ -86,13 +86,27 @@ def spawn_processes(
         for rank in range(ranks):
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(target=_main, args=(theirs, rank, ranks, store.port, work), daemon=False)
-            process.start()
+            with _huge_pages():
+                process.start()
             theirs.close()
             children.append(_Child(rank, process, ours))
         answers = _answers(children)
     finally:
         _end(children)
     return [answer.result for answer in answers]
+
+
+@contextlib.contextmanager
+def _huge_pages() -> Iterator[None]:
+    """Processes that are started here may use huge pages, which torch decides before their first tensor."""
+    name = "THP_MEM_ALLOC_ENABLE"
+    is_decided = name in os.environ
+    os.environ.setdefault(name, "1")
+    try:
+        yield
+    finally:
+        if not is_decided:
+            del os.environ[name]
 
 
 def _answers(children: list[_Child]) -> list[_Answer]:
@@ -114,7 +128,10 @@ def _answers(children: list[_Child]) -> list[_Answer]:
             deadline = monotonic() + _GRACE
     if failed:
         rank, error, text = min(failed, key=lambda item: isinstance(item[1], PeerFailure))  # a cause, not an effect
-        if not text:  # the process has died
+        if not text:  # the process has died, and the others have written their last calls
+            for note in (note for _, other, _ in failed for note in getattr(other, "__notes__", ())):
+                add_note(error, note)
+                break
             raise error
         note_rank(error, rank)
         raise error from RemoteTracebackError(text)
@@ -158,7 +175,7 @@ def _main(pipe: Connection, rank: int, ranks: int, port: int, work: bytes) -> No
         if comm is not None and not isinstance(error, PeerFailure):
             with contextlib.suppress(Exception):
                 comm.announce(reason_of(error))
-        packed = _pack_error(error)
+        packed = _pack_error(error if comm is None else comm.noted(error))
     with contextlib.suppress(OSError):
         pipe.send_bytes(packed)
     if comm is not None:

@@ -13,9 +13,17 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from shardpass.backends.call_log import CallLog
 from shardpass.backends.communicator import Communicator
 from shardpass.backends.deadlock import COLLECTIVE, Position, Tally, describe_stuck, stuck_ranks
-from shardpass.backends.failure import Failure, TransportLostError, TransportTimeoutError, first_failure
+from shardpass.backends.failure import (
+    Failure,
+    TransportLostError,
+    TransportTimeoutError,
+    add_note,
+    first_failure,
+    reason_of,
+)
 from shardpass.backends.identity import MessageKey
 from shardpass.errors import CommunicationError, DivergenceError, PeerFailure
 
@@ -23,6 +31,7 @@ DEFAULT_TIMEOUT = 1800.0  # seconds; a rank may be compiling a kernel, and a dea
 _FIRST_LOOK_SECONDS = 1.0  # how long a rank is blocked before it looks for a circle of waits
 _LOOK_SECONDS = 0.5  # how long it then waits before it looks again
 C = TypeVar("C", bound="RawCommunicator")
+E = TypeVar("E", bound=BaseException)
 
 
 class Pending(Protocol):
@@ -46,6 +55,7 @@ class RawCommunicator(Communicator):
         timeout: seconds that a wait may take unless the caller says otherwise.
         max_message_bytes: longer messages are split; the same on every rank.
         failure: the first failure of this communicator.
+        calls: the last calls of this rank, on all communicators of its job.
     """
 
     serves_threads = True  # whether a duplicate may be used by another thread at the same time
@@ -63,6 +73,7 @@ class RawCommunicator(Communicator):
         self.max_message_bytes = 1 << 30
         self.failure = failure
         self.path = path
+        self.calls = CallLog(rank, size)
         self._sequence = 0
         self._epoch = 0
         self._tally = Tally()
@@ -136,7 +147,7 @@ class RawCommunicator(Communicator):
         try:
             yield seconds
         except TransportTimeoutError:
-            self.failure.check()
+            self._check_failed()
             silent = ", ".join(f"rank {rank}" for rank in self._silent())
             why = (
                 f"{silent} has not been heard of for a while, though its host answers: its process is stopped, or the "
@@ -144,18 +155,21 @@ class RawCommunicator(Communicator):
                 if silent
                 else "The other ranks are alive: one of them is slower than that, or has taken another path"
             )
-            raise CommunicationError(
-                f"rank {self.rank} has waited {seconds:.0f} s in {position.text}, and nothing came. {why}"
-            ) from None
+            text = f"rank {self.rank} has waited {seconds:.0f} s in {position.text}, and nothing came. {why}"
+            raise self.noted(CommunicationError(text)) from None
         except TransportLostError as error:
             known = self._explain_lost(position.peer)
             if known is not None:
-                raise known from None
+                raise self.noted(known) from None
             peer = f"rank {position.peer}" if position.peer >= 0 else "another rank"
-            raise CommunicationError(
+            text = (
                 f"rank {self.rank} lost its connection with {peer} in {position.text}; that rank died, or ended before "
                 f"the others ({error})"
-            ) from None
+            )
+            raise self.noted(CommunicationError(text)) from None
+        except CommunicationError as error:
+            self.noted(error)
+            raise
         finally:
             self._where = None
             self._show(None)
@@ -220,11 +234,24 @@ class RawCommunicator(Communicator):
     def announce(self, reason: str) -> None:
         """Make every rank, this one included, fail with ``reason`` in its present or next call."""
         self._spread_failure(first_failure(self.rank, reason))
+        self.calls.write(first_failure(self.rank, reason))
+
+    def told(self, reason: str) -> str:
+        """What this rank prints when it fails. Its last calls are written."""
+        text = first_failure(self.rank, reason)
+        words = self.calls.write(text)
+        return f"shardpass: {text}" + f" ({words})" * bool(words)
+
+    def noted(self, error: E) -> E:
+        """``error``, with a note that names the file with this rank's last calls, which is written."""
+        is_told = isinstance(error, CommunicationError)
+        add_note(error, self.calls.write(str(error) if is_told else first_failure(self.rank, reason_of(error))))
+        return error
 
     def abort(self, reason: str) -> None:
         """End every rank with this rank's ``reason``. It raises on this rank as well."""
         self.announce(reason)
-        self.failure.check()
+        self._check_failed()
 
     def give_up(self) -> None:
         """End this rank because another one has failed. The caller raises, or ends the process."""
@@ -235,7 +262,12 @@ class RawCommunicator(Communicator):
     def _check_open(self) -> None:
         if self._closed:
             raise CommunicationError(f"the communicator {self.path!r} of rank {self.rank} has been closed")
-        self.failure.check()
+        self._check_failed()
+
+    def _check_failed(self) -> None:
+        error = self.failure.error()
+        if error is not None:
+            raise self.noted(error)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a communicator belongs to its process; save model.state_dict() instead")

@@ -60,6 +60,7 @@ class _Run:
                     self.first = (comm.rank, error)
             if not follows:
                 comm.announce(reason_of(error))
+            comm.noted(error)
         finally:
             comm.end()
 

@@ -7,6 +7,7 @@ in backward would block.
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -57,8 +58,11 @@ class ThreadWorld:
 
     def communicators(self) -> list[ThreadCommunicator]:
         """One communicator per rank. Use each in a thread of its own."""
-        channel = _Channel(self)
-        return [ThreadCommunicator(channel, rank) for rank in range(self.size)]
+        channel, job = _Channel(self), secrets.token_hex(4)
+        made = [ThreadCommunicator(channel, rank) for rank in range(self.size)]
+        for comm in made:
+            comm.calls.job = job
+        return made
 
     def fail(self, text: str) -> None:
         """End all waits of all ranks. They show ``text`` if this failure is the first."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import selectors
 import signal
 import sys
@@ -111,6 +112,7 @@ class Watch:
         self._send("failed", text)
         for comm in list(self._comms.values()):
             comm.break_connections()
+        self._write_calls(text)
 
     def diverge(self, path: str, text: str) -> None:
         """Make ``text`` the divergence of the communicator ``path``, here and on every other rank."""
@@ -122,6 +124,12 @@ class Watch:
         if comm is not None:
             comm.failure.set(DivergenceError, text)
             comm.break_connections()
+            self._write_calls(text)
+
+    def _write_calls(self, why: str) -> str:
+        """Write the last calls of this rank, and return words that say where they are."""
+        comm = next(iter(list(self._comms.values())), None)
+        return "" if comm is None else comm.calls.write(why)
 
     def publish(self, path: str, text: str) -> None:
         """Let every other rank know where this one waits on the communicator ``path``."""
@@ -243,7 +251,8 @@ class Watch:
         self._end_process(128 + signal.SIGTERM)
 
     def _end_process(self, code: int) -> None:
-        self._say(f"rank {self._rank} ends: {self.failure.error()}")
+        words = self._write_calls(str(self.failure.error()))
+        self._say(f"rank {self._rank} ends: {self.failure.error()}" + f" ({words})" * bool(words))
         self._hang_up()
         os._exit(code)
 
@@ -292,8 +301,9 @@ class WatchedCommunicator(BaseCommunicator):
     def watch_over(self, limit: float, host_timeout: float) -> None:
         """Collective: find out which ranks can share memory, and watch all of them from now on."""
         timeout, self.timeout = self.timeout, min(2 * limit, self.timeout)  # nobody can say yet who has died
-        spaces = self.all_gather_object(memory_space(), "hosts")
-        self.local_ranks = tuple(rank for rank, space in enumerate(spaces) if space == spaces[self.rank])
+        facts = self.all_gather_object([memory_space(), secrets.token_hex(4)], "hosts")
+        self.local_ranks = tuple(rank for rank, (space, _) in enumerate(facts) if space == facts[self.rank][0])
+        self.calls.job = facts[0][1]
         if self.size > 1:
             self.attend(Watch.connect(self.all_gather_object, self.rank, self.size, limit, host_timeout))
         self.timeout = timeout

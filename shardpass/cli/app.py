@@ -10,9 +10,11 @@ import torch
 import typer
 
 import shardpass as sp
+from shardpass.cli.black_box import read_black_boxes
 from shardpass.cli.config import TrainConfig
 from shardpass.cli.console import told_in_words
 from shardpass.cli.demo.stages import run_demo
+from shardpass.cli.diagnosis import diagnose
 from shardpass.cli.doctor import run_doctor
 from shardpass.cli.inferring import InferConfig, infer_rank
 from shardpass.cli.inspecting import run_inspect, run_inspect_layers
@@ -20,6 +22,7 @@ from shardpass.cli.launch import Backend, run_ranks, starts_threads
 from shardpass.cli.models import Dtype, ModelConfig, ModelName
 from shardpass.cli.partitioning import read_source, run_partition
 from shardpass.cli.planning import as_json, graph_of
+from shardpass.cli.restarts import train_with_restarts
 from shardpass.cli.training import train_rank
 from shardpass.core.ranks import Mode
 from shardpass.planning.sizes import known_sizes
@@ -59,8 +62,8 @@ def partition(
         int | None, typer.Option(help="The most ranks that can use the store [default: 4; of a .json its own].")
     ] = None,
     method: Annotated[
-        str, typer.Option(help="metis, fennel or ldg (the graph may be larger than memory), random or range.")
-    ] = "metis",
+        str, typer.Option(help="kaminpar (the graph may be larger than memory), metis, random or range.")
+    ] = "kaminpar",
     seed: Annotated[int, typer.Option(help="Of the partitioner.")] = 0,
     assignment: Annotated[Path | None, typer.Option(help="An .npy with the part of each node, instead.")] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace a store that is there already.")] = False,
@@ -74,13 +77,13 @@ def partition(
     weights: Annotated[Path | None, typer.Option(help="Edge lists: .npy of edge weights.")] = None,
     num_nodes: Annotated[int | None, typer.Option(help="Edge lists without features, labels and masks.")] = None,
     drop: Annotated[list[str] | None, typer.Option(help="Leave out this field (may be repeated).")] = None,
-    passes: Annotated[int, typer.Option(help="fennel, ldg: times that all nodes stream by; more cut fewer edges.")] = 5,
+    threads: Annotated[int, typer.Option(help="kaminpar: with more than 1, the parts differ from run to run.")] = 1,
     memory: Annotated[float, typer.Option(help="Edge lists, OGB: GiB for edges; the rest goes through files.")] = 1.0,
 ) -> None:
     """Cut a graph into parts and write them to a directory."""
     masks = {"train_mask": train_mask, "val_mask": val_mask, "test_mask": test_mask}
     beside = {"features": features, "labels": labels, "weights": weights, "num_nodes": num_nodes}
-    options = {"method": method, "seed": seed, "overwrite": overwrite, "passes": passes}
+    options = {"method": method, "seed": seed, "overwrite": overwrite, "threads": threads}
     with told_in_words():
         read = partial(read_source, input, drop or (), masks, **beside)
         run_partition(read, output, parts, assignment, {**options, "memory_bytes": int(memory * 2**30)})
@@ -128,6 +131,7 @@ def train(
     checkpoint: Annotated[str, typer.Option(help="The file to write while training.")] = "",
     checkpoint_every: Annotated[int, typer.Option(min=1, help="Epochs between two checkpoints.")] = 1,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the checkpoint, on any ranks.")] = False,
+    restarts: Annotated[int, typer.Option(min=0, help="Times to start failed ranks again, from the checkpoint.")] = 0,
     profile: Annotated[str, typer.Option(help="Trace one epoch to this file, for Perfetto or chrome://tracing.")] = "",
 ) -> None:
     """Train a PyG model on the whole graph, on any number of ranks up to the number of parts.
@@ -139,9 +143,13 @@ def train(
             model, layers, hidden, heads, dropout, batch_norm, dtype, store=str(store), epochs=epochs, lr=lr,
             weight_decay=weight_decay, mode=mode, memory_budget=memory_budget, seed=seed, mask_prefix=mask_prefix,
             split=split, eval_every=eval_every, log=log, checkpoint=checkpoint, checkpoint_every=checkpoint_every,
-            resume=resume, threads=threads, profile=profile, shared_process=starts_threads(backend, ranks),
+            resume=resume, threads=threads, profile=profile,
+            shared_process=not restarts and starts_threads(backend, ranks),
         )  # fmt: skip
-        run_ranks(train_rank, config, backend, ranks)
+        if restarts:
+            train_with_restarts(config, backend, ranks, restarts)
+        else:
+            run_ranks(train_rank, config, backend, ranks)
 
 
 @app.command()
@@ -213,9 +221,15 @@ def infer(
 
 
 @app.command()
-def doctor(timeout: Annotated[float, typer.Option(help="Seconds each self-test may take.")] = 90.0) -> None:
-    """Say what is installed, and try every way to run several ranks."""
-    raise SystemExit(run_doctor(timeout))
+def doctor(
+    files: Annotated[list[Path] | None, typer.Argument(help="Black boxes: the last calls of each rank.")] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds each self-test may take.")] = 90.0,
+) -> None:
+    """Say what is installed, and try every way to run several ranks. With files: say which rank failed, and where."""
+    if not files:
+        raise SystemExit(run_doctor(timeout))
+    with told_in_words():
+        print(*diagnose(read_black_boxes(files)), sep="\n")
 
 
 @app.command()

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from rich.console import Console
 
-from shardpass.errors import InternalError, MissingDependencyError, ShardpassError
+from shardpass.errors import CommunicationError, InternalError, MissingDependencyError, ShardpassError
 
 EXPECTED = (ShardpassError, MissingDependencyError, ValueError, TypeError, NotImplementedError, OSError)
 """What the library raises for something that the user can mend. Anything else is a defect and keeps its traceback."""
@@ -50,6 +50,8 @@ def sentence(error: BaseException) -> str:
     """
     text = _ARGUMENT.sub(lambda found: f"--{found[1]} {found[2] or ''}".rstrip(), str(error).strip())
     text = text or type(error).__name__
+    notes = getattr(error, "__notes__", ()) if isinstance(error, CommunicationError) else ()
+    text = ". ".join([text, *notes])
     return text if isinstance(error, ShardpassError | ValueError) else f"{type(error).__name__}: {text}"
 
 

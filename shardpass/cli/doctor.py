@@ -26,7 +26,7 @@ _PACKAGES = (
     ("torch_geometric", "PyG models"),
     ("numba", "faster kernels on CPUs"),
     ("mpi4py", "ranks under mpirun"),
-    ("pymetis", "partitioning with METIS, the default method"),
+    ("kaminpar", "partitioning with KaMinPar, the default method"),
     ("scikit-learn", "the demo"),
     ("matplotlib", "the demo's chart"),
 )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -70,14 +70,17 @@ def run_ranks(work: Callable[[Ranks, C], T], config: C, backend: Backend, ranks:
 
 def _end_in_words(comm: Ranks, error: BaseException) -> NoReturn:
     """One sentence from the rank that failed first, then the end of all ranks."""
-    if comm.size == 1:
-        fail(sentence(error))
-    if not isinstance(error, PeerFailure):  # otherwise the rank that failed first has told why
+    if comm.size > 1 and not isinstance(error, PeerFailure):
         if comm.rank:
             sleep(_HEAD_START)
-        with contextlib.suppress(PeerFailure):
-            comm.abort(reason_of(error))
-    raise SystemExit(1)
+        try:
+            comm.abort(reason_of(error))  # over MPI, it prints the reason and does not return
+        except PeerFailure as failure:
+            error = failure
+    first = re.match(r"rank (\d+) failed first", str(error))
+    if comm.size > 1 and first and int(first[1]) != comm.rank:  # that rank tells why; one that has died does not
+        raise SystemExit(1)
+    fail(sentence(error))
 
 
 def find_program(name: str) -> str | None:
@@ -109,6 +112,7 @@ def launcher_environment() -> dict[str, str]:
         "OMPI_MCA_rmaps_base_oversubscribe": "1",  # Open MPI 4
         "OMPI_MCA_hwloc_base_binding_policy": "none",
         "OMP_NUM_THREADS": "1",
+        "THP_MEM_ALLOC_ENABLE": os.environ.get("THP_MEM_ALLOC_ENABLE", "1"),
     }
     if hasattr(os, "geteuid") and os.geteuid() == 0:
         env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from shardpass.errors import MissingDependencyError, require
@@ -15,6 +16,7 @@ def main() -> None:
     except MissingDependencyError as error:
         print(f"Error: {error}", file=sys.stderr)
         raise SystemExit(1) from None
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch reads it when it makes its first tensor
     from shardpass.cli.app import app
 
     app(prog_name="shardpass")

@@ -77,9 +77,4 @@ def run_partition(
             parts = _PARTS
         part_of = None if assignment is None else np.load(assignment, mmap_mode="r", allow_pickle=False)
         manifest = partition(graph, target, parts, assignment=part_of, progress=progress, **options)
-    edges, cut = (sum(counts.values()) for counts in (manifest.num_edges, manifest.cut_edges))
-    size, share = sum(file.bytes for file in manifest.files), cut / edges if edges else 0.0
-    console.print(
-        f"wrote {target}: {sum(manifest.num_nodes.values()):,} nodes and {edges:,} edges in "
-        f"{manifest.num_parts} parts, {share:.1%} of the edges cut, {bytes_text(size)}"
-    )
+    console.print(f"wrote {target}, {bytes_text(sum(file.bytes for file in manifest.files))}: {manifest}", markup=False)

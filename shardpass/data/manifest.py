@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,18 @@ class Manifest:
     graph_fingerprint: str
     partition_fingerprint: str
     format_version: int = field(default=VERSION)
+
+    def __str__(self) -> str:
+        """How large it is, and what its partition costs, in a line each."""
+        nodes, edges = sum(self.num_nodes.values()), sum(self.num_edges.values())
+        part_nodes = [sum(ends) - sum(starts) for starts, ends in pairwise(zip(*self.offsets.values()))] or [0]
+        part_edges = [sum(counts) for counts in zip(*self.part_edges.values())] or [0]
+        return (
+            f"{nodes:,} nodes and {edges:,} edges in {self.num_parts} parts, "
+            f"{sum(self.cut_edges.values()) / max(1, edges):.1%} of the edges cut ({self.method})\n"
+            f"nodes of a part: {min(part_nodes):,} to {max(part_nodes):,}; its edges: {min(part_edges):,} to "
+            f"{max(part_edges):,}"
+        )
 
     @property
     def contents_fingerprint(self) -> str:

@@ -23,7 +23,7 @@ from shardpass.data.partitioners import GIVEN, assign
 from shardpass.data.raw import RawGraph
 from shardpass.data.readers import read, stream_files
 from shardpass.data.rows import Field, row_blocks
-from shardpass.data.streaming import MEMORY_BYTES, PASSES, Budget, EdgesByPart
+from shardpass.data.streaming import MEMORY_BYTES, Budget, EdgesByPart
 from shardpass.data.tensor_file import Blocks, FileRecord, write_tensors
 
 _BLOCK_ROWS = 1 << 20
@@ -33,13 +33,13 @@ def partition(
     data: Any,
     path: str | os.PathLike[str],
     parts: int | None = None,
-    method: str = "metis",
+    method: str = "kaminpar",
     *,
     assignment: Any = None,
     seed: int = 0,
     overwrite: bool = False,
     progress: Callable[[str, int, int], None] | None = None,
-    passes: int = PASSES,
+    threads: int = 1,
     memory_bytes: str | float = MEMORY_BYTES,
 ) -> Manifest:
     """The manifest of the store that was written to `path`: the graph, cut into parts. Run it in one process.
@@ -52,15 +52,14 @@ def partition(
         path: the directory to write.
         parts: the number of parts, which is the largest number of ranks that can use the store. `None` keeps the
             partition that `data` came with, as a DGL partition directory does.
-        method: "metis", which needs all edges in memory; "fennel" or "ldg", which stream over the nodes; "random"; or
-            "range" (contiguous original ids).
+        method: "kaminpar"; "metis", which needs all edges in memory; "random"; or "range" (contiguous original ids).
         assignment: the part of each node, in place of a method: integers in `[0, parts)`, or a dict with an array for
             each node type.
-        seed: of "metis" and "random"; the same seed gives the same partition.
+        seed: of "kaminpar", "metis" and "random"; the same seed gives the same partition.
         overwrite: replace a store that is already at `path`.
         progress: called as `progress(stage, done, total)`. The stages are "read", "count", "bucket", "assign", "sort"
             and "write"; not every source and method has all of them.
-        passes: how often "fennel" and "ldg" go over all nodes. More passes cut fewer edges.
+        threads: of "kaminpar". With more than one, the same seed does not give the same partition.
         memory_bytes: memory for edges, as a number or as ``"4GiB"``. The edges into one node are never divided.
 
     Raises:
@@ -73,7 +72,7 @@ def partition(
         budget = _budget(Path(scratch), memory_bytes, progress)
         graph = _opened(data, budget)
         parts, assignment = _division(graph, parts, assignment)
-        layout = lay_out(assign(graph, parts, method, assignment, seed, passes, budget), parts)
+        layout = lay_out(assign(graph, parts, method, assignment, seed, threads, budget), parts)
         complete = Path(scratch, "store")
         doubts = Doubts()
         manifest = _write(graph, layout, complete, GIVEN if assignment is not None else method, seed, budget, doubts)

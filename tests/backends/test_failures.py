@@ -11,11 +11,12 @@ import time
 import pytest
 import torch
 
+from benchmarks.jobs import survivors
 from shardpass.backends import spawn
 from shardpass.errors import CommunicationError, PeerFailure
 
 from . import contract
-from .launchers import launch, needs_mpi, survivors
+from .launchers import launch, needs_mpi
 
 pytestmark = pytest.mark.processes
 LIMIT = 45.0  # seconds from the failure to the end of the last rank: generous, but less than a wait lasts

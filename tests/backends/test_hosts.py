@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -12,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.jobs import survivors, why_no_namespaces
+
 from . import launchers
-from .launchers import command, free_port, survivors
+from .launchers import command, free_port
 
 pytestmark = pytest.mark.processes
 LIMIT = 240.0  # for whatever a test waits for, on a busy machine
@@ -39,16 +40,6 @@ comm.barrier("last")
 comm.barrier("the very last")
 print(f"rank {comm.rank} is done", flush=True)
 """
-
-
-def why_no_namespaces() -> str:
-    """Why no network namespaces can be made here; empty if they can."""
-    if not shutil.which("unshare") or not shutil.which("ip"):
-        return "there is no unshare or no ip command"
-    tried = subprocess.run(
-        ["unshare", "-rn", "ip", "link", "add", "name", "a", "type", "veth", "peer", "name", "b"], capture_output=True
-    )
-    return "" if tried.returncode == 0 else "this machine does not let us make network namespaces"
 
 
 needs_namespaces = pytest.mark.skipif(bool(why_no_namespaces()), reason=why_no_namespaces() or "-")
@@ -163,12 +154,22 @@ def test_a_lost_host(job):
     assert "is done" not in job.text() and not survivors(job.token), job.text()
 
 
+IN_EACH_NAMESPACE = """
+rank=0
+for holder in $NAMESPACES; do
+    RANK=$rank nsenter -t $holder -n "$@" &
+    rank=$((rank + 1))
+done
+wait
+"""
+
+
 @pytest.mark.long
 @needs_namespaces
 @pytest.mark.parametrize("lost", [0, 2])  # rank 0 keeps torch's store
 def test_one_of_three_hosts_is_lost(job, lost):
     fault, script = job.go.with_name("fault"), Path(__file__).parents[2] / "benchmarks" / "three_hosts.sh"
-    program = [sys.executable, str(job.program), str(job.go)]
+    program = ["bash", "-c", IN_EACH_NAMESPACE, "-", sys.executable, str(job.program), str(job.go)]
     job.start("unshare", "-rn", "bash", str(script), *program, FAULT=str(fault), GO=str(job.go), LOST=str(lost))
     job.until("is up", 3)
     fault.touch()

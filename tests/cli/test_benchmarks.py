@@ -45,10 +45,10 @@ def test_a_measurement_and_its_peer_agree_on_the_losses(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_partitioners_are_compared(tmp_path: Path) -> None:
-    records = partitioning.compare("community:2000:10", ["random", "ldg"], 4, {"passes": 2}, tmp_path)
-    random, ldg = records
-    assert random["edges"] == ldg["edges"] == 20_000 and random["cut"] == pytest.approx(0.75, abs=0.02)
-    assert ldg["cut"] < 0.7 * random["cut"] and ldg["node_balance"] < 1.2
+    records = partitioning.compare("community:2000:10", ["random", "kaminpar"], 4, {"threads": 1}, tmp_path)
+    random, kaminpar = records
+    assert random["edges"] == kaminpar["edges"] == 20_000 and random["cut"] == pytest.approx(0.75, abs=0.02)
+    assert kaminpar["cut"] < 0.4 * random["cut"] and kaminpar["node_balance"] < 1.2
     assert partitioning.table(records).row_count == 2
 
 

@@ -12,8 +12,9 @@ from time import monotonic, sleep
 import pytest
 from cli_helpers import MODULE, epochs, launched, needs_mpirun, passed, records
 
-from shardpass.cli import doctor
+from shardpass.cli import doctor, launch
 from shardpass.cli.launch import launch_command, launcher_environment, typed_command
+from shardpass.errors import PeerFailure, StoreError
 
 COMMON = ("--model", "gat", "--hidden", 8, "--dtype", "float64", "--eval-every", 10)
 
@@ -58,14 +59,51 @@ def test_mpirun(store: Path, tmp_path: Path, curve: list[float]) -> None:
     assert_trained(launched("mpirun", 2, *words), tmp_path / "log", curve, "mpi")
 
 
-@pytest.mark.mpi
-@needs_mpirun
-def test_an_error_of_all_ranks_is_told_once_and_ends_all(tmp_path: Path) -> None:
-    run = launched("mpirun", 2, "train", tmp_path / "nothere", timeout=480)
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        pytest.param("mpirun", marks=[pytest.mark.mpi, needs_mpirun]),
+        pytest.param("torchrun", marks=[pytest.mark.processes, pytest.mark.long]),
+    ],
+)
+def test_an_error_of_all_ranks_is_told_once_and_ends_all(launcher: str, tmp_path: Path) -> None:
+    run = launched(launcher, 2, "train", tmp_path / "nothere", timeout=480)
     assert run.returncode != 0
     told = run.stderr.count("there is no directory")  # a rank that mpirun ends may say whose error it was
     assert told - run.stderr.count("rank 0 failed first: StoreError: there is no directory") <= 1 <= told <= 2
-    assert "Traceback" not in run.stderr
+    assert "Traceback" not in run.stderr or launcher == "torchrun"  # its own
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (StoreError("no store"), "Error: rank 1 failed first: StoreError: no store"),
+        (PeerFailure("rank 0 failed first: ValueError: boo"), ""),  # which rank 0 says
+        (PeerFailure("rank 0 died first: its process ended without a word"), "Error: rank 0 died first"),
+        (PeerFailure("rank 1 failed first: it was told to end (SIGTERM)"), "Error: rank 1 failed first"),
+    ],
+)
+def test_each_failure_is_told_by_some_rank(
+    error: Exception, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Comm:
+        rank, size = 1, 2
+
+        def abort(self, reason: str) -> None:
+            raise PeerFailure(f"rank 1 failed first: {reason}")
+
+        def close(self) -> None:
+            pass
+
+    def work(comm: Comm, config: None) -> None:
+        raise error
+
+    monkeypatch.setattr(launch, "connect", lambda *args, **options: Comm())
+    monkeypatch.setattr(launch, "_HEAD_START", 0.0)
+    with pytest.raises(SystemExit):
+        launch.run_ranks(work, None, "torch_distributed", 2)
+    said = capsys.readouterr().err
+    assert said.startswith(told) and bool(said) == bool(told)
 
 
 @pytest.mark.mpi
@@ -112,7 +150,7 @@ def test_the_doctor_knows_dgl_and_numba(monkeypatch: pytest.MonkeyPatch) -> None
 def test_doctor() -> None:
     run = launched("none", 1, "doctor")
     assert run.returncode == 0, run.stdout + run.stderr
-    for name in ("torch", "torch_geometric", "mpi4py", "pymetis", "threads", "processes (gloo)", "torchrun (gloo)"):
+    for name in ("torch", "torch_geometric", "mpi4py", "kaminpar", "threads", "processes (gloo)", "torchrun (gloo)"):
         assert name in run.stdout
     assert "dgl" in run.stdout and "numba" in run.stdout
     assert run.stdout.count("self-test passed") >= 3 and "healthy: all that is required works" in run.stdout

@@ -43,7 +43,7 @@ def test_assignment_and_overwrite(tmp_path: Path) -> None:
     assert "overwrite" in refused(*arguments)
     passed(*arguments, "--overwrite", "--drop", "val_mask")
     manifest = open_store(tmp_path / "out").manifest
-    assert manifest.method == "metis" and manifest.source == "demo:powerlaw:200"
+    assert manifest.method == "kaminpar" and manifest.source == "demo:powerlaw:200"
     assert "val_mask" not in manifest.node_fields["node"] and "test_mask" in manifest.node_fields["node"]
 
 

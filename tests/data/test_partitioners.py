@@ -25,8 +25,8 @@ def grid(side: int):
 @pytest.mark.parametrize("parts", [1, 2, 3, 8, 40])
 @pytest.mark.parametrize("make", [awkward, bipartite])
 def test_every_node_has_a_part(make, parts, method):
-    if method == "metis":
-        pytest.importorskip("pymetis")
+    if method in ("kaminpar", "metis"):
+        pytest.importorskip({"metis": "pymetis"}.get(method, method))
     graph = make().validate()
     assigned = assign(graph, parts, method)
     for kind, count in graph.num_nodes.items():
@@ -49,11 +49,12 @@ def test_balanced_sizes(parts, method):
     assert (assign(awkward(), parts, "range")[NODE].diff() >= 0).all()
 
 
+@pytest.mark.parametrize("method", ["kaminpar", "metis"])
 @pytest.mark.parametrize("parts", [2, 4, 12])
-def test_metis_cuts_little_and_balances(parts):
-    pytest.importorskip("pymetis")
+def test_cuts_little_and_balances(parts, method):
+    pytest.importorskip({"metis": "pymetis"}.get(method, method))
     graph = grid(24)
-    part_of = assign(graph, parts, "metis")[NODE]
+    part_of = assign(graph, parts, method)[NODE]
     src, dst = graph.edges[EDGE].src, graph.edges[EDGE].dst
     cut = int((part_of[src] != part_of[dst]).sum())
     assert cut < 0.35 * len(src)
@@ -61,11 +62,12 @@ def test_metis_cuts_little_and_balances(parts):
         assert float(sizes.max() / sizes.float().mean()) < 1.15
 
 
-def test_metis_without_edges_and_with_isolated_nodes():
-    pytest.importorskip("pymetis")
+@pytest.mark.parametrize("method", ["kaminpar", "metis"])
+def test_without_edges_and_with_isolated_nodes(method):
+    pytest.importorskip({"metis": "pymetis"}.get(method, method))
     for graph in (homogeneous(9, [], []), homogeneous(9, [0, 0, 1], [0, 1, 0]), homogeneous(1, [0], [0])):
         for parts in (1, 2, 4):
-            assert assign(graph.validate(), parts, "metis")[NODE].numel() == graph.num_nodes[NODE]
+            assert assign(graph.validate(), parts, method)[NODE].numel() == graph.num_nodes[NODE]
 
 
 @pytest.mark.parametrize(
@@ -95,18 +97,36 @@ def test_wrong_assignments(values, error, message):
         assign(awkward(), 2, assignment=values)
 
 
+def test_the_manifest_is_printed_as_a_summary(tmp_path):
+    manifest = partition(bipartite(), tmp_path / "store", 2, "range")
+    first, second = str(manifest).splitlines()
+    nodes, edges = sum(manifest.num_nodes.values()), sum(manifest.num_edges.values())
+    cut = sum(manifest.cut_edges.values()) / edges
+    assert first == f"{nodes} nodes and {edges} edges in 2 parts, {cut:.1%} of the edges cut (range)"
+    own = [sum(offsets[part + 1] - offsets[part] for offsets in manifest.offsets.values()) for part in range(2)]
+    into = [sum(counts[part] for counts in manifest.part_edges.values()) for part in range(2)]
+    assert second == f"nodes of a part: {min(own)} to {max(own)}; its edges: {min(into)} to {max(into)}"
+
+
 def test_wrong_arguments(tmp_path):
-    with pytest.raises(ValueError, match="unknown partition method 'metiss'; the methods are fennel, ldg, metis, "):
+    with pytest.raises(ValueError, match="unknown partition method 'metiss'; the methods are kaminpar, metis, "):
         assign(awkward(), 2, "metiss")
     with pytest.raises(ValueError, match="0 parts; expected at least 1"):
         partition(awkward(), tmp_path / "store", 0)
     with pytest.raises(TypeError):
         partition(awkward(), tmp_path / "store", 2.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="0 threads; expected at least 1"):
+        partition(awkward(), tmp_path / "store", 2, threads=0)
     with pytest.raises(ValueError, match="one assignment for 2 node types; expected a dict with an array for each"):
         assign(bipartite(), 2, assignment=[0] * 8)
 
 
-def test_missing_pymetis(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "pymetis", None)
-    with pytest.raises(ImportError, match=r"needs the package 'pymetis', .* pip install pymetis .*method='fennel'"):
-        assign(awkward(), 2, "metis")
+@pytest.mark.parametrize(
+    ("method", "package", "other"), [("kaminpar", "kaminpar", "metis"), ("metis", "pymetis", "kaminpar")]
+)
+def test_missing_package(method, package, other, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, package, None)
+    with pytest.raises(
+        ImportError, match=rf"needs the package '{package}', .* pip install {package} .*method='{other}'"
+    ):
+        assign(awkward(), 2, method)

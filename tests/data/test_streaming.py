@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from store_helpers import assert_sorted, awkward, bipartite
+from store_helpers import assert_sorted, bipartite
 
 import shardpass as sp
 from shardpass.data import (
@@ -31,10 +31,9 @@ from shardpass.data import (
 )
 from shardpass.data.file_rows import RowWriter
 from shardpass.data.partitioners import assign
-from shardpass.data.streaming import STREAMING, Budget
+from shardpass.data.streaming import Budget
 from shardpass.data.streaming.adjacency import Adjacency
 from shardpass.data.streaming.buckets import key_ranges
-from shardpass.data.streaming.partitioners import SLACK, compiled, place_nodes
 
 TINY = 20_000
 """Bytes: dozens of buckets even for small graphs."""
@@ -66,11 +65,11 @@ def random_edges(num_nodes: int, num_edges: int, kind: Any = np.int64) -> np.nda
     return edges.astype(kind)
 
 
-@pytest.mark.parametrize("method", ["ldg", "fennel", "metis", "random", "range"])
+@pytest.mark.parametrize("method", ["kaminpar", "metis", "random", "range"])
 @pytest.mark.parametrize(("num_nodes", "num_edges", "parts"), [(300, 4000, 5), (7, 9, 12), (40, 0, 3), (1, 3, 2)])
 def test_store_of_files_is_that_of_memory(tmp_path, method, num_nodes, num_edges, parts):
-    if method == "metis":
-        pytest.importorskip("pymetis")
+    if method in ("kaminpar", "metis"):
+        pytest.importorskip({"metis": "pymetis"}.get(method, method))
     paths = files(tmp_path, num_nodes, random_edges(num_nodes, num_edges, np.int32), by_column=num_edges == 9)
     expected = partition(read_edge_list(**paths), tmp_path / "memory", parts, method)
     found = partition(stream_edge_list(**paths), tmp_path / "files", parts, method, memory_bytes=TINY)
@@ -82,7 +81,7 @@ def test_store_of_files_is_that_of_memory(tmp_path, method, num_nodes, num_edges
 def test_store_of_files_trains(tmp_path):
     GraphSAGE = pytest.importorskip("torch_geometric.nn").GraphSAGE
     paths = files(tmp_path, 200, random_edges(200, 2000))
-    partition(stream_edge_list(**paths), tmp_path / "store", 4, "fennel", memory_bytes=TINY)
+    partition(stream_edge_list(**paths), tmp_path / "store", 4, memory_bytes=TINY)
 
     def losses(comm: sp.Communicator) -> list[float]:
         graph = sp.load(tmp_path / "store", comm)
@@ -122,58 +121,29 @@ def cut_and_balance(graph: RawGraph, part_of: torch.Tensor, parts: int) -> tuple
     return float((part_of[src] != part_of[dst]).float().mean()), float(loads.max() / loads.mean())
 
 
-@pytest.fixture(params=["compiled", "plain"])
-def loops(request, monkeypatch):
-    """With and without numba."""
-    if request.param == "compiled":
-        pytest.importorskip("numba")
-    else:
-        monkeypatch.setitem(__import__("sys").modules, "numba", None)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_communities_are_found_and_parts_balanced(threads):
+    pytest.importorskip("kaminpar")
+    cut, balance = cut_and_balance(community_graph(), assign(community_graph(), 4, threads=threads)[NODE], 4)
+    assert cut < 0.16 and balance <= 1.05  # random: 0.75
 
 
-@pytest.mark.parametrize("method", STREAMING)
-def test_communities_are_found_and_parts_balanced(loops, method):
-    graph, cuts = community_graph(), []
-    for passes in (1, 10):
-        part_of = assign(graph, 4, method, passes=passes)[NODE]
-        cut, balance = cut_and_balance(graph, part_of, 4)
-        assert balance <= SLACK
-        cuts.append(cut)
-    assert cuts[1] < 0.7 * cuts[0] and cuts[1] < 0.25, cuts  # random: 0.75
-
-
-@pytest.mark.parametrize("method", STREAMING)
-@pytest.mark.parametrize("make", [awkward, bipartite])
-@pytest.mark.parametrize("parts", [1, 2, 3, 8, 40])
-def test_every_node_has_a_part(loops, method, make, parts):
-    graph = make().validate()
-    assigned = assign(graph, parts, method)
-    for kind, count in graph.num_nodes.items():
-        assert assigned[kind].shape == (count,) and assigned[kind].dtype == torch.int32
-        assert count == 0 or (int(assigned[kind].min()) >= 0 and int(assigned[kind].max()) < parts)
-
-
-@pytest.mark.parametrize("fennel", [True, False])
-def test_the_compiled_loop_is_the_plain_one(fennel):
-    pytest.importorskip("numba")
-    run = next(Adjacency(community_graph(500, 10, 6), Budget()).runs())
-    weights = np.random.default_rng(0).integers(1, 30, 500)
-    capacity = SLACK * weights.sum() / 7
-    parts = [np.full(500, -1, np.int32) for _ in range(2)]
-    for _ in range(3):
-        loads = [np.zeros(7, np.int64) for _ in range(2)]
-        for place, part_of, load in zip((compiled(), place_nodes), parts, loads):
-            place(*run, weights, part_of, load, capacity, fennel, 0.05 / capacity**0.5)
-        assert np.array_equal(*parts) and np.array_equal(*loads)
-        assert loads[0].sum() == weights.sum() and loads[0].max() <= capacity
-
-
-def test_a_node_heavier_than_a_part_is_alone(loops):
+def test_a_node_heavier_than_a_part_leaves_room_for_others():
+    pytest.importorskip("kaminpar")
     star = RawGraph({NODE: 49}, {EDGE: EdgeArrays(torch.arange(49), torch.zeros(49, dtype=torch.long))}).validate()
-    for method in STREAMING:
-        part_of = assign(star, 5, method)[NODE]
-        sizes = sorted(torch.bincount(part_of, minlength=5).tolist())
-        assert sizes == [1, 12, 12, 12, 12] and (part_of == part_of[0]).sum() == 1
+    sizes = torch.bincount(assign(star, 5)[NODE], minlength=5)
+    assert int(sizes.min()) > 0 and int(sizes.max()) <= 15
+
+
+def test_parallel_edges_weigh_more(tmp_path):
+    """A ring of pairs that many edges join: no pair is cut."""
+    pytest.importorskip("kaminpar")
+    ends = np.arange(40)
+    pairs = np.stack([ends[::2], ends[1::2]]).repeat(9, axis=1)
+    edges = np.concatenate([pairs, np.stack([ends, np.roll(ends, -1)])], axis=1)
+    np.save(tmp_path / "edges.npy", edges)
+    store = partition(stream_edge_list(tmp_path / "edges.npy", num_nodes=40), tmp_path / "store", 4, memory_bytes=TINY)
+    assert store.cut_edges[EDGE] == 4
 
 
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -207,15 +177,13 @@ def test_one_run_or_many(tmp_path):
     assert found["memory"] == found["files"] and len(found["files"]) == 90
 
 
-def test_wrong_passes_and_progress(tmp_path):
+def test_wrong_memory_and_progress(tmp_path):
     graph = files(tmp_path, 50, random_edges(50, 300))
-    with pytest.raises(ValueError, match="0 passes; expected at least 1"):
-        partition(stream_edge_list(**graph), tmp_path / "store", 2, "ldg", passes=0)
     with pytest.raises(ValueError, match="memory_bytes: expected a number of bytes such as '6GiB'"):
-        partition(stream_edge_list(**graph), tmp_path / "store", 2, "ldg", memory_bytes=0)
+        partition(stream_edge_list(**graph), tmp_path / "store", 2, memory_bytes=0)
     seen: dict[str, list[tuple[int, int]]] = {}
     partition(
-        stream_edge_list(**graph), tmp_path / "store", 2, "ldg", memory_bytes=TINY,
+        stream_edge_list(**graph), tmp_path / "store", 2, memory_bytes=TINY,
         progress=lambda stage, done, total: seen.setdefault(stage, []).append((done, total)),
     )  # fmt: skip
     assert list(seen) == ["read", "count", "bucket", "assign", "sort", "write"]
@@ -233,7 +201,7 @@ def test_interruptions_leave_nothing(tmp_path, stage):
 
     before = sorted(tmp_path.iterdir())
     with pytest.raises(KeyboardInterrupt):
-        partition(stream_edge_list(**paths), tmp_path / "store", 2, "ldg", memory_bytes=TINY, progress=interrupt)
+        partition(stream_edge_list(**paths), tmp_path / "store", 2, memory_bytes=TINY, progress=interrupt)
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -247,11 +215,11 @@ def status(name):
 
 def run(name):
     files = stream_edge_list(f"{folder}/{name}_edges.npy", features=f"{folder}/{name}_x.npy")
-    partition(files, f"{folder}/{name}", 4, "fennel", passes=2, memory_bytes=16 << 20)
+    partition(files, f"{folder}/{name}", 4, "random", memory_bytes=16 << 20)
 
 torch.set_num_threads(1)
 folder, extra = sys.argv[1], int(sys.argv[2])
-run("small")  # all modules are imported, all loops compiled
+run("small")  # all modules are imported
 resource.setrlimit(resource.RLIMIT_DATA, (status("VmData") + extra,) * 2)
 open("/proc/self/clear_refs", "w").write("5")  # VmHWM starts anew
 before = status("VmRSS")
@@ -267,7 +235,10 @@ except MemoryError:
 @pytest.mark.processes
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit and the figures are Linux's")
 def test_memory_is_bounded(tmp_path):
-    """64 MB of edges and 51 MB of features: under a limit of 48 MiB on data, and with as little resident."""
+    """64 MB of edges and 51 MB of features: under a limit of 48 MiB on data, and with as little resident.
+
+    At random, since KaMinPar reserves far more memory than it uses; `benchmarks.partitioning` measures it.
+    """
     for name, num_nodes, num_edges in [("small", 100, 500), ("large", 200_000, 4_000_000)]:
         np.save(tmp_path / f"{name}_edges.npy", random_edges(num_nodes, num_edges))
         np.save(tmp_path / f"{name}_x.npy", np.zeros((num_nodes, 64), np.float32))
@@ -296,9 +267,9 @@ class Typed(GraphFiles):
         return replace(self.graph, edges=edges)
 
 
-@pytest.mark.parametrize("method", ["ldg", "fennel", "metis", "random"])
+@pytest.mark.parametrize("method", ["kaminpar", "metis", "random"])
 def test_graphs_of_several_types(tmp_path, method):
-    if method == "metis":
-        pytest.importorskip("pymetis")
+    if method in ("kaminpar", "metis"):
+        pytest.importorskip({"metis": "pymetis"}.get(method, method))
     expected = partition(bipartite(), tmp_path / "memory", 3, method)
     assert partition(Typed(bipartite()), tmp_path / "files", 3, method, memory_bytes=500) == expected

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.processes
 LONG = [
     ("fork", "save", "kill"), ("fork", "forward", "stop"), ("torchrun", "gradient sum", "exit"),
     ("torchrun", "backward", "kill"), ("mpirun", "infer", "raise"), ("mpirun", "loaders", "kill"),
-    ("namespaces", "backward", "link"),
+    ("namespaces", "backward", "link"), ("namespaces", "infer", "exit"), ("torchrun", "save", "launcher"),
 ]  # fmt: skip
 
 

@@ -11,8 +11,10 @@ from typing import Any
 import dgl
 import pytest
 import torch
-from backends.launchers import free_port, mpirun
+from backends.launchers import free_port
 from torch import Tensor
+
+from benchmarks.jobs import mpirun_command
 
 TESTS = Path(__file__).parent.parent
 
@@ -88,8 +90,7 @@ def start(
         launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
         commands = [[*launcher, "--master-port", str(free_port()), *program, "?", *arguments]]
     else:
-        launcher = [str(mpirun()), "--oversubscribe", "--allow-run-as-root", "-n", str(ranks)]
-        commands = [[*launcher, sys.executable, *program, "?", *arguments]]
+        commands = [[*mpirun_command(ranks), sys.executable, *program, "?", *arguments]]
     children = [
         subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         for command in commands

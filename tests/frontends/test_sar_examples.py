@@ -17,8 +17,9 @@ from torch import nn
 
 dgl = pytest.importorskip("dgl")
 
-from backends.launchers import mpirun, why_no_mpi  # noqa: E402
+from backends.launchers import why_no_mpi  # noqa: E402
 
+from benchmarks.jobs import mpirun_command  # noqa: E402
 from frontends.sar_cases import LAUNCHER_VARIABLES, TESTS, free_port, read_results  # noqa: E402
 from frontends.sar_examples import advanced, data, models, sign  # noqa: E402
 from frontends.sar_examples.start import EXAMPLES  # noqa: E402
@@ -76,8 +77,7 @@ def started(launcher: str, ranks: int, arguments: list[str]) -> str:
     elif launcher == "fork":
         command = [*program, "--fork", *arguments]
     else:
-        quiet = ["--oversubscribe", "--allow-run-as-root", "--mca", "osc", "^ucx"]
-        command = [str(mpirun()), *quiet, "-n", str(ranks), *program, *arguments]
+        command = [*mpirun_command(ranks), *program, *arguments]
     environ = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
     environ |= {"PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}", "OMP_NUM_THREADS": "1", "SAR_SOCKET_NAME": "lo"}
     ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)

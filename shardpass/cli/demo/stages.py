@@ -91,7 +91,12 @@ class Stage:
 
 def run_demo(folder: Path, ranks: int, num_nodes: int) -> None:
     """Run both stages, print what they show, write ``demo.json`` and ``memory.png`` into `folder`."""
-    for module, extra in (("torch_geometric", "pyg"), ("sklearn", "all"), ("matplotlib", "all"), ("pymetis", "metis")):
+    for module, extra in (
+        ("torch_geometric", "pyg"),
+        ("sklearn", "all"),
+        ("matplotlib", "all"),
+        ("kaminpar", "kaminpar"),
+    ):
         require(module, extra, "shardpass demo")
     console, start = output(), perf_counter()
     folder.mkdir(parents=True, exist_ok=True)
@@ -132,8 +137,8 @@ def choose_launcher(console: Console) -> str:
 def _run_stage(setup: Setup, graph: Arrays, folder: Path, ranks: int, launcher: str, console: Console) -> Stage:
     file, store = folder / f"{setup.name}.npz", folder / f"{setup.name}-parts"
     np.savez(file, **graph)
-    with console.status("  partitioning with METIS"):
-        partition(graph, store, ranks, "metis", overwrite=store.exists())
+    with console.status("  partitioning with KaMinPar"):
+        partition(graph, store, ranks, overwrite=store.exists())
     words = [str(word) for word in (setup.hidden, setup.heads, setup.epochs, setup.lr)]
     env = {**os.environ, **exact_allocator(), "OMP_NUM_THREADS": str(min(4, os.cpu_count() or 1))}
     title, script = "plain PyG, one process", Path(__file__).with_name("plain_pyg.py")

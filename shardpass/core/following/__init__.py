@@ -8,7 +8,7 @@ from shardpass.core.following.follow import FollowRows, unfollowed_anywhere
 from shardpass.core.following.functions import FollowFunctions
 from shardpass.core.following.known import known_modules
 from shardpass.core.following.refusals import whole_graph
-from shardpass.core.following.row_count import OwnCount, RowCount
+from shardpass.core.following.row_count import OwnCount, OwnShape, RowCount
 from shardpass.core.following.user_line import is_called_by, user_line
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "FollowRows",
     "ForwardDraws",
     "OwnCount",
+    "OwnShape",
     "RowCount",
     "is_called_by",
     "known_modules",

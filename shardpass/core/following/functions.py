@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from shardpass.core.following.follow import FollowRows
-from shardpass.core.following.row_count import OwnCount, RowCount
+from shardpass.core.following.row_count import OwnCount, OwnShape, RowCount, leaves_of, plain_sizes
 from shardpass.core.following.rows import Rows
 from shardpass.core.following.user_line import user_line
 from shardpass.core.ranks import RowSet
@@ -23,12 +22,15 @@ _IN_PLACE_TOO = (
     "clamp_max masked_fill"
 ).split()
 _TAKES_NUMBERS = frozenset(
-    "rsub float_power gt ge lt le eq ne tensor as_tensor full_like scalar_tensor hypot lerp where".split()
+    "rsub float_power gt ge lt le eq ne tensor as_tensor full_like scalar_tensor hypot lerp where linspace logspace "
+    "__setitem__".split()
     + [name + ending for name in _IN_PLACE_TOO for ending in ("", "_")]
 )
 """Functions with numbers among their arguments that are no sizes."""
-_FILLS = {"full": 1, "new_full": 2}
-"""Functions that take sizes and then a number, and its place among the arguments."""
+_FILLS = {"full": 1, "new_full": 2, "__setitem__": 2}
+"""Functions that take sizes or places and then a number, and its place among the arguments."""
+_MAKES_ROWS = frozenset(["zeros", "ones", "full", "empty", "rand", "randn"])
+"""Functions that make a tensor, of which each row has the same values or random ones."""
 
 
 class FollowFunctions(TorchFunctionMode):
@@ -41,36 +43,41 @@ class FollowFunctions(TorchFunctionMode):
     def __init__(self, follower: FollowRows) -> None:
         super().__init__()
         self.follower = follower
-        self._lengths: set[int] = set()
-        self._roots = {
-            value: of.name
-            for of in follower.marks.known
-            if of.count > 2
-            for value in (math.sqrt(of.count), math.log(of.count), of.count**-0.5)
-            if math.isqrt(of.count) ** 2 != of.count  # or else it may be any number
-        }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if self.follower.is_paused:
-            return func(*args, **kwargs)
+            return func(*plain_sizes(args), **{key: plain_sizes(value) for key, value in kwargs.items()})
         first = args[0] if args and isinstance(args[0], Tensor) else None
         if name == "register_hook" and first is not None and (rows := self._rows_of(first)) is not None:
             return func(first, self._followed_hook(args[1], rows))
         if first is not None and name in _LEAVES_TORCH:
             self._check_leaving(name, first)
         self._check_numbers(name, args, kwargs)
+        sizes = args[0] if args and isinstance(args[0], (tuple, list)) else args
+        args, kwargs = plain_sizes(args), {key: plain_sizes(value) for key, value in kwargs.items()}
         try:
             out = func(*args, **kwargs) if name != "one_hot" else self._one_hot(func, args, kwargs)
         except IndexError as error:  # indices are checked before an operation runs
             raise self.follower.explained(name, error, [first]) from error
         if first is not None and name == "numel":
             rows = self._rows_of(first)
-            return out if rows is None else RowCount.make(out, rows.of)
+            return out if rows is None else self._count(out, rows.of)
         if first is not None and (name == "size" or (name == "__get__" and isinstance(out, torch.Size))):
             return self._counted(first, (*args[1:], *kwargs.values()), out)
+        if name in _MAKES_ROWS and isinstance(out, Tensor):
+            self._mark_made(out, sizes)
         return out
+
+    def _mark_made(self, out: Tensor, sizes: Any) -> None:
+        """Mark the rows of a tensor that was made with a size which is the number of rows of a set."""
+        counts = [(dim, size) for dim, size in enumerate(sizes) if isinstance(size, RowCount)]
+        if len(counts) == 1 and int(counts[0][1]) == counts[0][1].of.count:
+            self.follower.mark(out, counts[0][1].of, counts[0][0])
+
+    def _count(self, count: int, of: RowSet) -> RowCount:
+        return RowCount(count, self._known(of))
 
     def _followed_hook(self, hook: Callable[[Tensor], Any], rows: Rows) -> Callable[[Tensor], Any]:
         """A hook of the user's that backward calls with the gradient of a tensor with rows."""
@@ -85,15 +92,15 @@ class FollowFunctions(TorchFunctionMode):
         return followed
 
     def _check_number(self, number: Any) -> None:
-        """Refuse a plain number that was made of how many rows this rank has, which ``len`` and ``math`` give away."""
-        if not isinstance(number, (int, float)) or isinstance(number, (bool, OwnCount)):
-            return
-        shares = {1 / n for n in self._lengths if n and round(1 / n, 6) != 1 / n}  # others may be any number, as 0.1
-        if number in self._roots or number in self._lengths - {0, 1} or number in shares:
+        """Refuse a plain number that was made of how many rows this rank has, which ``len`` gives away."""
+        if (
+            isinstance(number, (int, float))
+            and not isinstance(number, bool)
+            and number in self.follower.marks.made_of_counts
+        ):
             raise RefusedError(
-                f"{user_line()}: computes with {number}, which is made of how many {self._roots.get(number, 'rows')} "
-                f"this rank holds, and differs on the whole graph. Use the numbers of the whole graph "
-                f"(graph.total_nodes, graph.total_edges)"
+                f"{user_line()}: computes with {number}, which is made of how many rows this rank holds, and differs "
+                f"on the whole graph. Use the numbers of the whole graph (graph.total_nodes, graph.total_edges)"
             )
 
     def _rows_of(self, tensor: Tensor) -> Rows | None:
@@ -118,15 +125,20 @@ class FollowFunctions(TorchFunctionMode):
                 f"them. This rank holds a part of them, and the result may differ from that of the whole graph"
             )
         if self._known(rows.of).total != rows.size:
-            self._lengths.add(rows.size)
+            self.follower.marks.note_count(rows.size)
 
     def _check_numbers(self, name: str, args: Any, kwargs: Any) -> None:
         """Refuse numbers of this rank's rows where they are no sizes."""
-        filled = (*args[_FILLS[name] :][:1], kwargs.get("fill_value")) if name in _FILLS else ()
-        for number in (*args, *kwargs.values()) if name in _TAKES_NUMBERS else filled:
+        given = (*args, *kwargs.values())
+        if name in _FILLS:
+            given = (*args[_FILLS[name] :][:1], kwargs.get("fill_value"))
+        for number in leaves_of(given) if name in _TAKES_NUMBERS or name in _FILLS else ():
             if isinstance(number, OwnCount):
                 number.refuse()
             self._check_number(number)
+        for number in (*args, *kwargs.values()):
+            if isinstance(number, float):
+                self._check_number(number)
 
     def _one_hot(self, func: Any, args: Any, kwargs: Any) -> Any:
         """With a number of classes, it looks at all rows only to check them."""
@@ -148,7 +160,7 @@ class FollowFunctions(TorchFunctionMode):
         rows = self._rows_of(tensor)
         if rows is None or rows.size != rows.of.count:
             return out
-        count = RowCount.make(rows.size, self._known(rows.of))
+        count = self._count(rows.size, rows.of)
         if isinstance(out, torch.Size):
-            return torch.Size(count if dim == rows.dim else size for dim, size in enumerate(out))
+            return OwnShape(count if dim == rows.dim else size for dim, size in enumerate(out))
         return count if dims and dims[0] % tensor.dim() == rows.dim else out

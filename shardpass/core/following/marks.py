@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,6 +60,7 @@ class Marks:
         mixtures: what they are made of that were made of several rows.
         known: the sets of rows that tensors from outside are recognised by, by their number of rows.
         verdicts: what was found out of operations, by operation and shapes.
+        made_of_counts: numbers that are made of how many rows this rank has, which ``len`` and ``max`` gave away.
     """
 
     rows: MutableMapping[Tensor, Rows] = field(default_factory=torch_private.WeakTensorKeyDictionary)
@@ -66,7 +68,16 @@ class Marks:
     mixtures: Mixtures = field(default_factory=Mixtures)
     known: list[RowSet] = field(default_factory=list)
     verdicts: dict[Any, Any] = field(default_factory=dict)
+    made_of_counts: set[float] = field(default_factory=set)
     _selections: list[tuple[Tensor, int, RowSet]] = field(default_factory=list)
+
+    def note_count(self, count: int) -> None:
+        """Note that the model was told the number of own rows as a plain `int`."""
+        near = [n for n in (count - 1, count, count + 1) if n > 0]
+        made = {number for n in near for number in (math.sqrt(n), math.log(n), math.log2(n), 1 / n, n**-0.5)}
+        self.made_of_counts |= {number for number in made if round(number, 6) != number}  # not 0.1, which may be any
+        if count > 1:
+            self.made_of_counts.add(count)
 
     def note_state(self, model: nn.Module) -> None:
         """Note that parameters and buffers of a model are no rows."""
@@ -94,6 +105,7 @@ class Marks:
     def end_forward(self) -> None:
         """Hold no longer what only a forward that has ended needs: its masks, and tensors that are gone."""
         self._selections.clear()
+        self.made_of_counts.clear()
         self.mixtures.prune()
 
     def adopt(self, value: Any) -> None:
@@ -110,7 +122,7 @@ class Marks:
         for dim in (0,) if leaf.dim() < 3 else (0, -2, 1):  # [N, F], [B, N, F] and [B, N, T, F]
             fits = [known for known in self.known if leaf.dim() and known.count == leaf.size(dim)]
             if fits:
-                of = fits[0] if len(fits) == 1 else RowSet("nodes or edges", fits[0].count, None)
+                of = fits[0] if len(fits) == 1 else RowSet.one_of(fits)
                 self.rows[leaf] = Rows(dim % leaf.dim(), of)
                 return
         self.origins[leaf] = Origin.CONSTANT

@@ -42,7 +42,7 @@ _KEEP_VALUES = frozenset(
 )
 """Operations whose results are numbers of rows if their operands are."""
 
-_SOFTMAX = "torch_geometric.utils._softmax"
+SOFTMAX = "torch_geometric.utils._softmax"
 """It counts destinations up to the last with an edge, and returns a row per edge, which does not depend on that."""
 
 
@@ -134,7 +134,7 @@ class Operation(Joins):
         targets = {rows.points_to for rows in self.rows.values()}
         compares = self.packet in (ATEN.eq, ATEN.ne) and len(targets) == 1
         if targets != {None} and not compares and self.packet not in _KEEP_VALUES:
-            if self.packet is ATEN.max and is_called_by(_SOFTMAX):
+            if self.packet is ATEN.max and is_called_by(SOFTMAX):
                 return self._note_plain()
             self._refuse("computes with the numbers of rows, which are other numbers on every rank")
         found = self._verdict()
@@ -280,7 +280,7 @@ class Operation(Joins):
         target = pointer.points_to
         if self.in_pieces:
             self._refuse("scatters by destination in a way that the engine does not see", target)
-        if base.size(dim) < target.count and is_called_by(_SOFTMAX):
+        if base.size(dim) < target.count and is_called_by(SOFTMAX):
             target = RowSet(f"{target.name} up to the last with an edge", base.size(dim), ("reached", target.root))
         if base.size(dim) != target.count or (rows is not None and not (rows.dim == dim and rows.of.goes_with(target))):
             self._refuse(f"scatters by the numbers of rows onto a tensor of shape {[*base.shape]}", target, NUMBERS)

@@ -2,33 +2,46 @@
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
+
+import numpy as np
+import torch
 
 from shardpass.core.following.user_line import user_line
 from shardpass.core.ranks import RowSet
 from shardpass.errors import RefusedError
 
+_Number: Any = np.int64  # whose methods are typed too narrowly for ours
 
-class OwnCount(int):
-    """A number that a rank has a part of. It may be a size; sums, differences and multiples are such numbers again."""
+
+class OwnCount(_Number):
+    """A number that a rank has a part of. It may be a size; sums, differences and multiples are such numbers again.
+
+    It is no `int`, since ``1.0 / n`` and ``math.log(n)`` do not ask a subclass of `int` what it makes of that. torch
+    takes NumPy's numbers wherever it takes an `int`.
+    """
+
+    def __new__(cls, count: int, *_: Any) -> Any:
+        return super().__new__(cls, count)
 
     def refuse(self) -> NoReturn:
         """Raise: something else is computed from this rank's number."""
         raise NotImplementedError
 
-    def computed(self, operation: Callable[..., int], *others: int) -> Any:
+    def computed(self, operation: Callable[..., int], *others: Any) -> Any:
         """What `operation` makes of this number and others, plain or of this rank."""
         raise NotImplementedError
 
-    def _refused(self, *_: Any) -> NoReturn:
+    def _refused(self, *_: Any, **__: Any) -> NoReturn:
         self.refuse()
 
     def _combined(self, operation: Callable[..., int], other: Any) -> Any:
         if isinstance(other, float):
             self.refuse()
-        return self.computed(operation, other) if isinstance(other, int) else NotImplemented
+        return self.computed(operation, other) if isinstance(other, (int, OwnCount)) else NotImplemented
 
     def __add__(self, other: Any) -> Any:
         return self._combined(operator.add, other)
@@ -45,10 +58,33 @@ class OwnCount(int):
     def __neg__(self) -> Any:
         return self.computed(operator.neg)
 
+    def __abs__(self) -> Any:
+        return self.computed(abs)
+
     __radd__, __rmul__ = __add__, __mul__
 
     __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = _refused
-    __float__ = __divmod__ = __rdivmod__ = bit_length = _refused
+    __divmod__ = __rdivmod__ = __float__ = __complex__ = __array__ = __array_ufunc__ = _refused
+
+    def __bool__(self) -> bool:
+        return self > 0
+
+    def __eq__(self, other: object) -> Any:
+        return int(self) == (int(other) if isinstance(other, OwnCount) else other)
+
+    def __ne__(self, other: object) -> Any:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(int(self))
+
+    def __repr__(self) -> str:
+        return str(int(self))
+
+    __str__ = __repr__
+
+    def __format__(self, how: str) -> str:
+        return format(int(self), how)
 
 
 class RowCount(OwnCount):
@@ -56,16 +92,14 @@ class RowCount(OwnCount):
 
     Models use it as a size, and compare it with other sizes. A branch on it, or a quotient, would differ from that on
     the whole graph.
+
+    Args:
+        count: the number.
+        of: the set.
     """
 
-    of: RowSet
-
-    @classmethod
-    def make(cls, count: int, of: RowSet) -> RowCount:
-        """`count`, the number of rows of a set that this rank has."""
-        made = cls(count)
-        made.of = of
-        return made
+    def __init__(self, count: int, of: RowSet) -> None:
+        self.of = of
 
     def refuse(self) -> NoReturn:
         """Raise: something is computed from this rank's number of rows."""
@@ -75,32 +109,77 @@ class RowCount(OwnCount):
             f"graph.total_edges), or int(...) where you do mean the rows of this rank"
         )
 
-    def computed(self, operation: Callable[..., int], *others: int) -> Any:
-        return RowCount.make(operation(int(self), *map(int, others)), self.of)
+    def computed(self, operation: Callable[..., int], *others: Any) -> Any:
+        return RowCount(operation(int(self), *map(int, others)), self.of)
 
-    def _compared(self, other: Any) -> int:
-        if isinstance(other, int) and not isinstance(other, RowCount) and other == 0 and self.of.total is not None:
-            return self.of.total  # a rank without rows takes the branch that the others take
-        return int(self) if isinstance(other, RowCount) or other == 0 else self.refuse()
+    def _compared(self, operation: Callable[[int, int], bool], other: Any) -> bool:
+        if isinstance(other, OwnCount):
+            return operation(int(self), int(other))
+        if isinstance(other, int) and other in (0, 1) and self.of.total is not None:
+            return operation(self.of.total, other)  # a rank without rows takes the branch that the others take
+        if other in (0, int(self)):  # the number of own rows may have come by another way, as ``edge_index.max() + 1``
+            return operation(int(self), other)
+        self.refuse()
 
-    def __eq__(self, other: object) -> bool:
-        if type(other) is int and other == self.of.total != self.of.count:
+    def __eq__(self, other: object) -> Any:
+        if isinstance(other, int) and other == self.of.total != self.of.count:
             self.refuse()  # on the whole graph it is
-        return int(self) == other
+        return super().__eq__(other)
 
-    def __ne__(self, other: object) -> bool:
-        return not self == other
+    __hash__ = OwnCount.__hash__
 
     def __lt__(self, other: Any) -> bool:
-        return self._compared(other) < other
+        return self._compared(operator.lt, other)
 
     def __le__(self, other: Any) -> bool:
-        return self._compared(other) <= other
+        return self._compared(operator.le, other)
 
     def __gt__(self, other: Any) -> bool:
-        return self._compared(other) > other
+        return self._compared(operator.gt, other)
 
     def __ge__(self, other: Any) -> bool:
-        return self._compared(other) >= other
+        return self._compared(operator.ge, other)
 
-    __hash__ = int.__hash__
+
+class OwnShape(tuple):  # type: ignore[type-arg]
+    """The shape of a tensor with rows: a tuple, since `torch.Size` makes each of its numbers an `int`."""
+
+    @staticmethod
+    def of(sizes: Iterable[Any]) -> Any:
+        """The shape of these sizes: a `torch.Size` if none of them is an own count."""
+        sizes = tuple(sizes)
+        return OwnShape(sizes) if any(isinstance(size, OwnCount) for size in sizes) else torch.Size(sizes)
+
+    def numel(self) -> Any:
+        """The product of the sizes."""
+        return math.prod(self)
+
+    def __getitem__(self, place: Any) -> Any:
+        found = super().__getitem__(place)
+        return OwnShape.of(found) if isinstance(place, slice) else found
+
+    def __add__(self, other: Any) -> Any:
+        return OwnShape.of((*self, *other))
+
+    def __radd__(self, other: Any) -> Any:
+        return OwnShape.of((*other, *self))
+
+
+def plain_sizes(value: Any) -> Any:
+    """`value` with an `int` in place of each own count in it, in tuples, lists and slices too."""
+    if isinstance(value, OwnCount):
+        return int(value)
+    if type(value) in (tuple, list, OwnShape) and any(isinstance(v, (OwnCount, tuple, list, slice)) for v in value):
+        return type(value)(map(plain_sizes, value)) if type(value) is not OwnShape else tuple(map(plain_sizes, value))
+    if isinstance(value, slice):
+        return slice(*map(plain_sizes, (value.start, value.stop, value.step)))
+    return value
+
+
+def leaves_of(value: Any) -> Iterator[Any]:
+    """What `value` holds that is no tuple and no list."""
+    if isinstance(value, (tuple, list)):
+        for one in value:
+            yield from leaves_of(one)
+    else:
+        yield value

@@ -45,6 +45,11 @@ class Rows:
         apart = tensor.unflatten(self.dim, (self.outer, -1, self.inner))
         return apart.index_select(self.dim + 1, numbers).flatten(self.dim, self.dim + 2)
 
+    def put(self, tensor: Tensor, numbers: Tensor, values: Tensor) -> None:
+        """Write `values`, which `picked` returned, where it found them."""
+        apart = tensor.unflatten(self.dim, (self.outer, -1, self.inner))
+        apart.index_copy_(self.dim + 1, numbers, values.unflatten(self.dim, (self.outer, -1, self.inner)))
+
 
 def reshaped(rows: Rows, old: Sequence[int], new: Sequence[int]) -> Rows | None:
     """Where the rows stand after a reshape from the shape `old` to `new`; `None` if no dimension holds them any more.

@@ -12,8 +12,15 @@ from shardpass.core.following.draws import draws
 from shardpass.core.following.rows import Rows
 from shardpass.core.ranks import get_random_state, set_random_state, torch_private
 
+ATEN = torch.ops.aten
 _SIZES = (7, 11, 13, 17, 19, 23, 29, 31)
 """Numbers of rows to try; one that no operand has as a size, so that nothing fits by chance."""
+
+_ATTEMPTS = 4  # ranks that are threads share a generator, and another may draw from it in between
+_DRAWN_BY_VALUE = frozenset(
+    [ATEN.poisson, ATEN._standard_gamma, ATEN._sample_dirichlet, ATEN.rrelu_with_noise, ATEN.rrelu_with_noise_]
+)
+"""Operations that treat rows one by one, though how many random numbers a row takes depends on its values."""
 
 
 class Found(NamedTuple):
@@ -32,6 +39,8 @@ def try_rows(
     A text says why it could not run.
 
     `function` runs twice on made-up rows, all and some of them, whatever the values and the number of the real ones.
+    If it draws random numbers, some rows on their own would get others. So it runs a third time, on as many rows of
+    which some are as before, which must give these rows the same results.
 
     Args:
         function: a primitive operation.
@@ -75,14 +84,34 @@ def _tried(
         elif isinstance(leaf, Tensor):
             same = leaf.to(dtype) if dtype is not None and leaf.is_floating_point() else leaf
             whole[i], part[i] = same.clone(), same.clone()  # it may be written into
-    is_random = draws(function)
-    state = get_random_state() if is_random else {}
-    try:
+    if not draws(function):
         all_rows, some_rows = (_called(function, given, structure) for given in (whole, part))
-    finally:
-        if is_random:
+        return [_found(a, b, a, b, count, pick, rows) for a, b in zip(all_rows, some_rows)]
+    others = [*whole]
+    for i, where in rows.items() if function.overloadpacket not in _DRAWN_BY_VALUE else ():
+        others[i] = _made_up(leaves[i], where, count, dtype, slack, generator)
+        where.put(others[i], pick, part[i])
+    found: list[Found | None] = []
+    for _ in range(_ATTEMPTS):
+        copies = [
+            [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in given] for given in (whole, part, others)
+        ]
+        found = [_found(a, b, a, c, count, pick, rows) for a, b, c in zip(*_drawn_alike(function, copies, structure))]
+        if all(found):
+            break
+    return found
+
+
+def _drawn_alike(function: Any, given: list[list[Any]], structure: Any) -> list[list[Tensor]]:
+    """What the function returns for each of `given`, where it draws the same random numbers every time."""
+    state, results = get_random_state(), []
+    try:
+        for leaves in given:
             set_random_state(state)
-    return [_found(a, b, count, pick, rows, is_random) for a, b in zip(all_rows, some_rows)]
+            results.append(_called(function, leaves, structure))
+    finally:
+        set_random_state(state)
+    return results
 
 
 def _called(function: Any, leaves: list[Any], structure: Any) -> list[Tensor]:
@@ -108,8 +137,12 @@ def _made_up(
 
 
 def _found(
-    whole: Tensor, part: Tensor, count: int, pick: Tensor, rows: Mapping[int, Rows], draws: bool
+    whole: Tensor, part: Tensor, mine: Tensor, same: Tensor, count: int, pick: Tensor, rows: Mapping[int, Rows]
 ) -> Found | None:
+    """Where a result holds rows, by the shapes of `whole` and `part`, if `mine` and `same` agree in the rows `pick`.
+
+    `mine` has all rows, `same` has all or only these.
+    """
     dims = [dim for dim in range(whole.dim()) if whole.size(dim) != part.size(dim)] if whole.dim() == part.dim() else []
     if len(dims) != 1 or whole.size(dims[0]) % count:
         return None
@@ -117,8 +150,10 @@ def _found(
     ways = {(r.outer, r.inner) for r in rows.values()} | {(times, 1), (1, times)}
     for outer, inner in sorted(way for way in ways if way[0] * way[1] == times):
         where = Rows(dims[0], next(iter(rows.values())).of, outer, inner)
-        mine = where.picked(whole, pick.to(whole.device))
-        if mine.shape == part.shape and (draws or _alike(mine, part)):
+        numbers = pick.to(whole.device)
+        if where.picked(whole, numbers).shape != part.shape:
+            continue
+        if _alike(where.picked(mine, numbers), same if same.shape == part.shape else where.picked(same, numbers)):
             return Found(dims[0], outer, inner)
     return None
 

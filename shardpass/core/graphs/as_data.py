@@ -36,14 +36,14 @@ class GraphArgument(ShardedEdgeIndex):
         return out
 
     @property
-    def num_nodes(self) -> int:
+    def num_nodes(self) -> Any:
         """Own nodes, which may be a size. Anything else that is computed from their number is refused."""
-        return RowCount.make(self.graph.num_own_nodes, node_set(NODE, self.graph.num_own_nodes))
+        return RowCount(self.graph.num_own_nodes, node_set(NODE, self.graph.num_own_nodes))
 
     @property
-    def num_edges(self) -> int:
+    def num_edges(self) -> Any:
         """Own edges, likewise."""
-        return RowCount.make(self.graph.num_own_edges, self.plan.edge_set(self.graph.num_own_edges))
+        return RowCount(self.graph.num_own_edges, self.plan.edge_set(self.graph.num_own_edges))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "graph":

@@ -112,6 +112,8 @@ class ShardedEdgeIndex(StandIn):
             for index in (leaf for arg in args[1:] for leaf in (arg if isinstance(arg, tuple) else (arg,))):
                 if isinstance(index, Tensor) and not isinstance(index, StandIn):
                     mine._check_picks(index)
+        if name == "max":  # which is asked for the number of nodes
+            mine.plan.comm.note_count(mine.plan.num_own_src)
         with mine.plan.comm.unfollowed():
             out = cls._answer(mine, func, name, args, kwargs)
         if not describes(func):

@@ -7,7 +7,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from shardpass.core.following import RowCount
+from shardpass.core.following import OwnShape, RowCount
 from shardpass.core.ranks import RowSet
 
 S = TypeVar("S", bound="StandIn")
@@ -70,7 +70,7 @@ def describes(func: Any) -> bool:
 
 def counted_last(out: Any, name: str, args: tuple[Any, ...], of: RowSet) -> Any:
     """`out`, which describes a tensor whose last dimension is `of`: their number may be a size, but no operand."""
-    count = RowCount.make(of.count, of)
+    count = RowCount(of.count, of)
     if isinstance(out, torch.Size):
-        return torch.Size([*out[:-1], count])
+        return OwnShape([*out[:-1], count])
     return count if name == "size" and args[1:] in ((1,), (-1,)) else out

@@ -125,6 +125,11 @@ class Ranks(DelegatingCommunicator):
         """Whether what runs now is followed, and not a part of the engine or a known module."""
         return self.forward is not None and self.forward.rows is not None and not self.forward.rows.is_paused
 
+    def note_count(self, count: int) -> None:
+        """See `RowWatch.note_count`; nothing if what runs now is not followed."""
+        if self.runs_user_code and self.forward is not None and self.forward.rows is not None:
+            self.forward.rows.note_count(count)
+
     @property
     def has_mixtures(self) -> bool:
         """See `RowWatch.has_mixtures`."""

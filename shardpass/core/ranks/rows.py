@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -35,6 +35,12 @@ class RowSet:
     def fetched(cls, count: int) -> RowSet:
         """Rows of any nodes, fetched by ids that this rank was given. They go with what it was given beside them."""
         return cls("fetched rows", count, None)
+
+    @classmethod
+    def one_of(cls, sets: Sequence[RowSet]) -> RowSet:
+        """Rows of one of several sets with the same number of rows. The total is the least, to tell whether any are."""
+        totals = [known.total for known in sets if known.total is not None]
+        return cls("nodes or edges", sets[0].count, None, total=min(totals, default=None))
 
     @property
     def judges(self) -> bool:
@@ -79,6 +85,10 @@ class RowWatch(Protocol):
 
     def set_of_ids(self, ids: Tensor) -> RowSet:
         """What the rows are that are fetched by node ids of the whole graph. Refuse numbers of own rows."""
+        ...
+
+    def note_count(self, count: int) -> None:
+        """Note that the model was told the number of own rows as a plain `int`."""
         ...
 
     def mark_plain(self, tensor: Tensor) -> None:

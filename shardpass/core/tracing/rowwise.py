@@ -94,7 +94,8 @@ def check_row_wise(program: Program, structure: Structure, num_dst: int) -> None
     index = (torch.arange(_NUM_EDGES) % _NUM_NODES).to(device)
     follower.mark(index, _edges(), points_to=_nodes())
     made = Sides.of((key, _made_up(t, program, follower, key.side == "edge")) for key, t in program.inputs.items())
-    inputs = Inputs(made.src, made.dst, made.edge, index, RowCount.make(_NUM_NODES, _nodes()))
+    num_nodes: Any = RowCount(_NUM_NODES, _nodes())
+    inputs = Inputs(made.src, made.dst, made.edge, index, num_nodes)
     try:
         trace = _FollowedTrace(program, index, _FollowedReductions(follower, num_dst))
         counts = nullcontext() if beside is not None and beside.in_known else FollowFunctions(follower)

@@ -3,9 +3,8 @@
 This room knows graphs in memory and in files, and layouts. It knows neither file formats nor stores.
 """
 
-from shardpass.data.streaming.adjacency import all_edges
+from shardpass.data.streaming.adjacency import INT32_LIMIT, Adjacency, merged
 from shardpass.data.streaming.budget import MEMORY_BYTES, Budget
 from shardpass.data.streaming.edges import EdgesByPart
-from shardpass.data.streaming.partitioners import PASSES, STREAMING, streamed_parts
 
-__all__ = ["MEMORY_BYTES", "PASSES", "STREAMING", "Budget", "EdgesByPart", "all_edges", "streamed_parts"]
+__all__ = ["INT32_LIMIT", "MEMORY_BYTES", "Adjacency", "Budget", "EdgesByPart", "merged"]

@@ -54,7 +54,8 @@ class Adjacency:
         if any(isinstance(arrays.src, FileRows) for arrays in graph.edges.values()):
             self._buckets = self._spill(key_ranges(degrees, budget.bucket_records))
         else:
-            src, dst = all_edges(graph)
+            ends = [(src, dst) for _, src, dst in joined_edges(graph, max(1, self.total))]
+            src, dst = (torch.cat(parts) for parts in zip(*ends)) if ends else torch.empty(2, 0, dtype=torch.long)
             self._all = to_run(0, self.num_nodes, torch.cat([src, dst]).numpy(), torch.cat([dst, src]).numpy())
 
     def runs(self) -> Iterator[Run]:
@@ -66,6 +67,15 @@ class Adjacency:
             first, last = (int(node) for node in self._buckets.starts[bucket : bucket + 2])
             records = self._buckets.read(bucket)
             yield to_run(first, last - first, records["node"], records["neighbour"])
+
+    def weights(self, parts: int) -> Tensor:
+        """What each node weighs, int64 [num_nodes]: its in-degree plus the mean, so that edges and nodes are balanced.
+
+        No node weighs more than half a part: what is larger than a part cannot be balanced, and partitioners that try
+        leave other parts empty.
+        """
+        weights = self.in_degrees + max(1, self.total // max(1, self.num_nodes))
+        return weights.clamp(max=max(1, int(weights.sum()) // (2 * parts)))
 
     def close(self) -> None:
         """Delete the temporary files."""
@@ -100,16 +110,19 @@ def joined_edges(graph: RawGraph, count: int) -> Iterator[tuple[int, Tensor, Ten
             done += len(src)
 
 
-def all_edges(graph: RawGraph) -> tuple[Tensor, Tensor]:
-    """The sources and the destinations of all edges, with the ids of `joined_edges`, in memory."""
-    ends = [(src, dst) for _, src, dst in joined_edges(graph, max(1, sum(graph.num_edges.values())))]
-    src, dst = (torch.cat(parts) for parts in zip(*ends)) if ends else torch.empty(2, 0, dtype=torch.long)
-    return src, dst
-
-
 def to_run(first: int, count: int, nodes: Array, neighbours: Array) -> Run:
     """The run of `count` nodes from pairs (node, neighbour) in any order."""
     keep = nodes != neighbours
     rows, order = torch.sort(torch.from_numpy(nodes[keep] - first).int())
     starts = torch.searchsorted(rows, torch.arange(count + 1, dtype=torch.int32))
     return Run(first, starts.numpy(), neighbours[keep][order.numpy()])
+
+
+def merged(run: Run) -> tuple[Run, Array]:
+    """A run without parallel edges, its neighbours in ascending order, and how many edges each stands for, int64."""
+    count = len(run.starts) - 1
+    stride = int(run.neighbours.max(initial=0)) + 1
+    rows = np.repeat(np.arange(count), np.diff(run.starts))
+    keys, multiplicity = np.unique(rows * stride + run.neighbours, return_counts=True)
+    starts = np.searchsorted(keys, np.arange(count + 1) * stride)
+    return Run(run.first, starts, keys % stride), multiplicity

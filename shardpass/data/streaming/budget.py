@@ -24,7 +24,7 @@ class Budget:
     scratch: a folder for temporary files. memory_bytes: for edges. report: told of the progress.
     """
 
-    scratch: Path = Path()
+    scratch: Path = Path(tempfile.gettempdir())
     memory_bytes: int = MEMORY_BYTES
     report: Report = lambda stage, done, total: None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -20,29 +21,28 @@ class NodeCount(OwnCount):
     takes. ``==`` compares this rank's number, since that is how code checks shapes.
     """
 
-    total: int
+    def __init__(self, own: int, total: int) -> None:
+        self.total = total
 
     @classmethod
     def of(cls, own: int, total: int) -> Any:
         """`own` on this rank, `total` on all ranks."""
-        count = cls(own)
-        count.total = total
-        return count
+        return cls(own, total)
 
-    def _against(self, other: Any) -> int:
-        return int(self) if isinstance(other, OwnCount) else self.total
+    def _compared(self, operation: Callable[[Any, Any], bool], other: Any) -> bool:
+        return operation(int(self), int(other)) if isinstance(other, OwnCount) else operation(self.total, other)
 
     def __gt__(self, other: Any) -> bool:
-        return self._against(other) > other
+        return self._compared(operator.gt, other)
 
     def __ge__(self, other: Any) -> bool:
-        return self._against(other) >= other
+        return self._compared(operator.ge, other)
 
     def __lt__(self, other: Any) -> bool:
-        return self._against(other) < other
+        return self._compared(operator.lt, other)
 
     def __le__(self, other: Any) -> bool:
-        return self._against(other) <= other
+        return self._compared(operator.le, other)
 
     def __bool__(self) -> bool:
         return self.total != 0
@@ -69,7 +69,7 @@ class EdgeCount(NodeCount):
     """How many edges this rank has. ``== 0`` asks for all ranks too, since loops skip empty edge types by it."""
 
     def __eq__(self, other: object) -> bool:
-        return (self.total if isinstance(other, int) and other == 0 else int(self)) == other
+        return self.total == 0 if isinstance(other, int) and other == 0 else super().__eq__(other)
 
     def __ne__(self, other: object) -> bool:
         return not self == other

@@ -1,0 +1,106 @@
+"""KaMinPar partitions: few cut edges, balanced work, for graphs that may be larger than memory.
+
+[Note: the file] KaMinPar (Gottesbüren et al. 2021) compresses a graph while it reads it from a file in the binary
+format of ParHIP. So the neighbours are written to that file, one run of nodes after the other: 24 bytes that say what
+follows (what is left out, number of nodes, number of neighbours), where in the file the neighbours of each node begin
+and where the last ones end, the neighbours, the weights of nodes, and the weights of edges.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardpass.data.raw import RawGraph
+from shardpass.data.streaming import INT32_LIMIT, Adjacency, Budget, merged
+from shardpass.errors import require
+
+_NO_EDGE_WEIGHTS, _SMALL_NODE_IDS, _SMALL_EDGE_WEIGHTS = 1, 8, 32
+_HEADER_BYTES = 24
+_IMBALANCE = 0.03
+_RUN = """
+import sys
+import kaminpar, numpy
+path, result, (parts, imbalance, seed, threads) = *sys.argv[1:3], map(float, sys.argv[3:])
+graph = kaminpar.load_graph(path, kaminpar.GraphFileFormat.PARHIP, compress=True)
+kaminpar.reseed(int(seed))
+partitioner = kaminpar.KaMinPar(num_threads=int(threads), ctx=kaminpar.terapart_context())
+numpy.asarray(partitioner.compute_partition(graph, int(parts), imbalance), numpy.int32).tofile(result)
+"""
+"""It runs in a process of its own: what it finds depends on what KaMinPar did before in the same process."""
+
+
+def kaminpar_parts(graph: RawGraph, parts: int, budget: Budget, seed: int, threads: int = 1) -> Tensor:
+    """The part of each node, int32 [num_nodes]; the nodes of all types, one type after the other.
+
+    KaMinPar sees one graph without directions and self-loops, in which parallel edges weigh as many.
+
+    Args:
+        budget: memory for edges, and where the temporary files go. KaMinPar itself takes 2 to 6 bytes per undirected
+            edge and about 100 per node on top.
+        threads: with more than one, the same seed does not give the same parts.
+
+    Raises:
+        MissingDependencyError: when kaminpar is not installed.
+        ValueError: when there is no room for the temporary files.
+        RuntimeError: when KaMinPar fails.
+    """
+    instead = "use method='metis', which needs pymetis, or method='random'"
+    require("kaminpar", "kaminpar", "partitioning with method 'kaminpar', the default,", instead)
+    path, result = _write(Adjacency(graph, budget), parts, budget), budget.file()
+    try:
+        budget.report("assign", 0, 1)
+        numbers = map(str, (parts, _IMBALANCE, seed, threads))
+        command = [sys.executable, "-c", _RUN, str(path), str(result), *numbers]
+        ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+        if ended.returncode:
+            raise RuntimeError(_failure(ended.returncode, ended.stderr))
+        return torch.from_numpy(np.fromfile(result, np.int32))
+    finally:
+        path.unlink()
+        result.unlink()
+
+
+def _failure(code: int, text: str) -> str:
+    how = f"was ended by signal {-code}" if code < 0 else f"failed with exit code {code}"
+    why = text.strip().splitlines()[-1:] or ["it printed nothing; signal 9 often means that memory ran out"]
+    return f"KaMinPar {how} ({why[0]}): give it more memory, or use method='random' or an assignment of your own"
+
+
+def _write(adjacency: Adjacency, parts: int, budget: Budget) -> Path:
+    """The file that holds the graph; see the note."""
+    num_nodes = adjacency.num_nodes
+    node_type = np.dtype(np.uint32 if num_nodes <= INT32_LIMIT else np.uint64)
+    path, weights_path = budget.file(), budget.file()
+    budget.require_disk(2 * adjacency.total * (node_type.itemsize + 4) + 16 * num_nodes, "the graph for KaMinPar")
+    first = _HEADER_BYTES + 8 * (num_nodes + 1)  # byte at which the neighbours begin
+    at, multiplicities = first, set[int]()
+    with open(path, "r+b") as file, open(weights_path, "r+b") as weights:
+        for run in adjacency.runs():
+            (_, starts, neighbours), multiplicity = merged(run)
+            file.seek(_HEADER_BYTES + 8 * run.first)
+            (at + starts * node_type.itemsize).astype(np.uint64).tofile(file)
+            file.seek(at)
+            neighbours.astype(node_type).tofile(file)
+            multiplicity.astype(np.int32).tofile(weights)
+            multiplicities.update(np.unique(multiplicity).tolist())
+            at += len(neighbours) * node_type.itemsize
+        adjacency.close()
+        file.seek(at)
+        adjacency.weights(parts).numpy().tofile(file)
+        left_out = _SMALL_EDGE_WEIGHTS | (_SMALL_NODE_IDS if node_type.itemsize == 4 else 0)
+        if len(multiplicities) > 1:
+            weights.seek(0)
+            shutil.copyfileobj(weights, file, 1 << 24)
+        else:
+            left_out |= _NO_EDGE_WEIGHTS  # all alike, as in a graph that has each edge in both directions
+        file.seek(0)
+        np.array([left_out, num_nodes, (at - first) // node_type.itemsize], np.uint64).tofile(file)
+    weights_path.unlink()
+    return path
