@@ -70,6 +70,14 @@ ROWS = _lines(
     "for step in range(2):\n            h = h + step * h.tanh()",
     "if self.training and h.size(1) > 4:\n            h = 2 * h",
     "h = (h, h.relu())[1]",
+    "h = h + torch.fft.rfft(h, dim=1).abs().sum(1, keepdim=True)",
+    "h = h - h.quantile(0.3, dim=1, keepdim=True)",
+    ("h = self.mix#(h.t()[None]).squeeze(0).t()", "self.mix# = nn.Conv1d(8, 8, 1)"),
+    ("a, b = self.lin#(torch.cat([h, h.tanh()])).chunk(2)\n        h = a * b", "self.lin# = nn.Linear(8, 8)"),
+    ("a = self.lin#(torch.cat([h, -h]))\n        h = a[:h.size(0)] - a[h.size(0):]", "self.lin# = nn.Linear(8, 8)"),
+    "at = m.nonzero().view(-1)\n        h = h.index_copy(0, at, h[at].tanh())",
+    "h = h.masked_scatter(h > 0, h[h > 0] / 2)",
+    "top = torch.zeros_like(h)\n        top[torch.arange(len(h))[:, None], h.topk(3, 1)[1]] = 1\n        h = h * top",
 )
 
 MIXED_ROWS = _lines(
@@ -87,6 +95,7 @@ MIXED_ROWS = _lines(
     "h = h.cumsum(0)",
     "h = h[torch.argsort(h[:, 0])]",
     "h = h.flip(0)",
+    "h = torch.cat([h, -h])[3 : 3 + h.size(0)]",
     "h = torch.roll(h, 1, 0)",
     "h = h @ (h.T @ h).softmax(-1)",
     "h = h / h.norm()",
@@ -134,6 +143,7 @@ PYG_LAYERS = _lines(
 )
 
 PYG_LINES = _lines(
+    ("h = self.conv#(h, ei)", "self.conv# = gnn.SAGEConv(8, 8, aggr=Weighted())"),
     ("h = self.gn#(h, batch)", "self.gn# = gnn.GraphNorm(8)"),
     ("h = self.pn#(h)", "self.pn# = gnn.PairNorm()"),
     "deg = degree(ei[1], h.size(0), dtype=h.dtype)\n        h = h / deg.clamp(min=1).unsqueeze(-1)",
@@ -142,6 +152,14 @@ PYG_LINES = _lines(
     "h = h + torch.zeros_like(h).index_add_(0, ei[1], h[ei[0]] * ea[:, :1])",
     "alpha = softmax((h[ei[0]] * h[ei[1]]).sum(-1), ei[1], num_nodes=h.size(0))\n"
     "        h = scatter(alpha.unsqueeze(-1) * h[ei[0]], ei[1], 0, h.size(0))",
+    "ends = h[ei]\n        h = h + scatter(ends[0] * ends[1], ei[1], 0, h.size(0))",
+    "alpha = softmax(h[ei[0], 0] * h.t()[1, ei[1]], ei[1])\n"
+    "        h = scatter(alpha[:, None] * F.embedding(ei[0], h), ei[1], 0, h.size(0))",
+    "h = h + scatter(torch.stack([h, h.tanh(), -h], 1)[ei[0], kind], ei[1], 0, h.size(0))",
+    "h = h + scatter(torch.gather(h, 0, ei[0][:, None].expand(-1, 8)), ei[1], 0, h.size(0))",
+    "h = h + scatter(h.t()[:, ei[0]], ei[1], 1, h.size(0)).t()",
+    "h = h / torch.bincount(ei[1], minlength=h.size(0)).clamp(min=1)[:, None]",
+    "h = h + torch.bincount(ei[1], w.detach(), h.size(0))[:, None]",
     "h = h + global_mean_pool(h, batch)",
     "h = h * (1 + global_max_pool(h, batch).tanh())",
 )
@@ -169,6 +187,17 @@ PYG_MIXING = _lines(
         "self.conv#, self.each# = gnn.GCNConv(8, 8), nn.Parameter(torch.rand(EDGES))",
     ),
     "h = h + h[degree(ei[1], h.size(0)) > 6].sum(0)",
+    "h = h + scatter(h.softmax(0)[ei[0]], ei[1], 0, h.size(0))",
+    "h = h + scatter(h[ei].softmax(1)[0], ei[1], 0, h.size(0))",
+    "h = h + scatter(h[ei[0], torch.arange(ei.size(1)) % 8], ei[1], 0, h.size(0))[:, None]",
+    "h = h + h[torch.arange(len(h)), torch.arange(len(h)) % 8][:, None]",
+    "h = h + scatter(w.softmax(0), ei[0], 0, h.size(0))[:, None]",
+    "h = h + scatter(torch.arange(ei.size(1)).to(h), ei[0], 0, h.size(0))[:, None]",
+    "some = ei[:, torch.arange(ei.size(1)) % 2 == 0]\n        h = h + scatter(h[some[0]], some[1], 0, h.size(0))",
+    "some = ei[:, w.cumsum(0) > 2]\n        h = h + scatter(h[some[0]], some[1], 0, h.size(0))",
+    "some = ei[:, torch.arange(3)]\n        h = h + scatter(h[some[0]], some[1], 0, h.size(0))",
+    "h = h + degree(ei[1]).sum()",
+    "h = h + torch.bincount(ei[1]).sum()",
     "w = w / w.sum()\n        h = h + scatter(h[ei[0]] * w.unsqueeze(1), ei[1], 0, h.size(0))",
     "h = h + scatter(h[ei[0]] * (ea / ea.norm(dim=0))[:, :1], ei[1], 0, h.size(0))",
     ("h = self.conv#(h, ei)", "self.conv# = Own(lambda a, b, e: torch.cat([a, b / b.norm(dim=0).clamp(min=2)], -1))"),

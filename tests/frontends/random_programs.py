@@ -103,6 +103,16 @@ class Hooked(gnn.GCNConv):
         self.register_forward_hook(lambda module, given, h: h - h.mean(0))
 
 
+class Weighted(gnn.aggr.Aggregation):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(8, 1)
+
+    def forward(self, x, index=None, ptr=None, dim_size=None, dim=-2):
+        alpha = softmax(self.gate(x), index, ptr, dim_size, dim)
+        return self.reduce(alpha * x, index, ptr, dim_size, dim)
+
+
 class Own(gnn.MessagePassing):
     def __init__(self, of):
         super().__init__(aggr="mean")
@@ -178,9 +188,13 @@ def draw(seed: int, whole: WholeGraph, library: Library) -> RandomProgram:
     mixing = rng.choice(library.mixing) if rng.random() < 0.5 else None
     if mixing is not None:
         chosen.insert(rng.randrange(len(chosen) + 1), mixing)
+    return compose(chosen, mixing, rng.randrange(len(chosen) + 1), whole, library)
+
+
+def compose(chosen: list[Line], mixing: Line | None, at: int, whole: WholeGraph, library: Library) -> RandomProgram:
+    """The program of the lines `chosen`, of which `mixing` mixes rows, and those before `at` stand in ``encode``."""
     made = ["        " + (line.made or "pass").replace("#", str(number)) for number, line in enumerate(chosen)]
     body = ["        " + line.code.replace("#", str(number)) for number, line in enumerate(chosen)]
-    at = rng.randrange(len(body) + 1)
     source = HEAD.format(
         imports=library.imports,
         classes=library.classes,

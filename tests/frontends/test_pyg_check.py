@@ -12,7 +12,7 @@ pytest.importorskip("torch_geometric")
 
 import torch_geometric.nn as gnn
 from torch import nn
-from torch_geometric.utils import add_self_loops, degree, scatter, softmax
+from torch_geometric.utils import add_self_loops, degree, scatter, softmax, to_dense_batch
 
 import shardpass as sp
 from shardpass.errors import RefusedError
@@ -179,8 +179,35 @@ class InTraining(Net):
         return h - h.mean(0) if self.training else h  # here
 
 
+class Aggregated(Net):
+    """An aggregation of the user's that PyG calls, and looks into where it fails."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = gnn.SAGEConv(5, 6, aggr=OffCentre())
+
+
+class OffCentre(gnn.aggr.Aggregation):
+    def forward(self, x, index=None, ptr=None, dim_size=None, dim=-2):
+        return self.reduce(x - x.mean(0), index, ptr, dim_size, dim)  # here
+
+
+class Branching(gnn.MessagePassing):
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=x)
+
+    def message(self, x_j):
+        return x_j * 2 if (x_j > 1).any() else x_j  # here
+
+
+class Dense(Net):
+    def between(self, h, x, edge_index):
+        rows, mask = to_dense_batch(h, edge_index.batch)  # here
+        return rows[mask]
+
+
 OFFENDERS = [Centred, Hubs, Branch, ByCount, Quotient, Ids, EdgeIds, TopRows, OtherMask, Straight, Attention]
-OFFENDERS += [EdgeMean, Pooled, Clamped, ScaledByAll, Later, Kept, InTraining]
+OFFENDERS += [EdgeMean, Pooled, Clamped, ScaledByAll, Later, Kept, InTraining, Aggregated, Branching, Dense]
 
 
 def _with_weights(model, fields, graph):

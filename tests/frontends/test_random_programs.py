@@ -15,7 +15,8 @@ from shardpass.testing.exact import assert_same
 from shardpass.testing.graphs import assignments
 from shardpass.testing.parity import evaluate_sharded
 
-from .random_programs import DGL, PYG, draw, graph
+from .program_lines import PYG_LINES, PYG_MIXING
+from .random_programs import DGL, PYG, compose, draw, graph
 
 GRAPH = graph()
 
@@ -48,10 +49,10 @@ def library(request):
     torch.set_default_dtype(before)
 
 
-def check(seed, library, folder):
+def check(seed, library, folder, program=None):
     """What became of the program of a seed: exact or refused; anything else raises, with its source."""
     parts, call, frontend = LIBRARIES[library]
-    program, rng = draw(seed, GRAPH, parts), random.Random(seed)
+    program, rng = program or draw(seed, GRAPH, parts), random.Random(seed)
     ranks, mode = rng.randint(1, 4), rng.choice(["sar", "keep", "halo"])
     name = f"program_{seed}"
     torch.manual_seed(seed)
@@ -77,6 +78,14 @@ def check(seed, library, folder):
 def test_some_programs(library, tmp_path):
     found = [check(seed, library, tmp_path) for seed in range(20)]
     assert min(found.count("exact"), found.count("refused")) >= 5, "the programs are of both kinds"
+
+
+@pytest.mark.parametrize("seed", range(len(PYG_LINES + PYG_MIXING)))
+def test_each_line_around_edges_of_pyg(seed, tmp_path):
+    pytest.importorskip("torch_geometric")
+    line, mixes = (PYG_LINES + PYG_MIXING)[seed], seed >= len(PYG_LINES)
+    program = compose([PYG.layers[0], line], line if mixes else None, 1, GRAPH, PYG)
+    assert check(3 * seed, "torch_geometric", tmp_path, program) == ("refused" if mixes else "exact")
 
 
 @pytest.mark.long

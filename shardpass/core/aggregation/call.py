@@ -221,7 +221,7 @@ class Call:
     @contextmanager
     def scope(self, position: int, first_edge: int) -> Iterator[None]:
         """The conditions under which the message function runs, the same in every pass: random numbers, autocast."""
-        with ExitStack() as stack:
+        with self.plan.comm.in_message(), ExitStack() as stack:
             enabled, dtype = self.autocast
             device = self.plan.comm.device
             if enabled or torch.is_autocast_enabled(device.type):

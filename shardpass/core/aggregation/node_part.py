@@ -29,7 +29,8 @@ def run_node_part(program: Program, call: Call, outputs: list[Tensor], only_scal
         inputs.num_dst = call.edges.num_dst
     phase = _NodePhase(outputs, call.edges.num_dst)
     sums = [k for k, reduction in enumerate(call.structure.reductions) if only_scales and reduction.form != "ones"]
-    with EdgeTrace(program, inputs.index, phase, returned=frozenset(sums)) as trace:
+    trace = EdgeTrace(program, inputs.index, phase, returned=frozenset(sums))
+    with call.plan.comm.in_message(), trace:
         trace.count = call.structure.num_message
         message = torch_private.tree_map_only(Tensor, lambda rows: rows[:num_edges], call.structure.message)
         return program.aggregate(message, inputs)

@@ -70,7 +70,7 @@ class _Block:
             with self.follower.paused():
                 self.follower.marks.check_arguments((args, kwargs))
         self._is_given_nothing = not args and not kwargs
-        block = self.follower.module(self.is_known)
+        block = self.follower.module(self.is_known or self.follower.is_left_to_another)
         block.__enter__()
         self._running.append((self, block))
         if not self.is_known:

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice, pairwise, product
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardpass.core.following.marks import Marks
+from shardpass.core.following.joins import ATEN, Joins
 from shardpass.core.following.origin import Origin
-from shardpass.core.following.refusals import NUMBERS, Mixture, check_plain, refusal
+from shardpass.core.following.refusals import ALL_ROWS, NUMBERS
 from shardpass.core.following.rows import Rows, reshaped, viewed
 from shardpass.core.following.trial import try_rows
-from shardpass.core.following.user_line import user_line
+from shardpass.core.following.user_line import is_called_by
 from shardpass.core.ranks import RowSet, is_out_of_memory, torch_private
 from shardpass.errors import RefusedError
 
-ATEN = torch.ops.aten
 _PICKS = frozenset([ATEN.index, ATEN.nonzero, ATEN.masked_select])
 _REAL_OR_COMPLEX = frozenset([ATEN.view_as_real, ATEN.view_as_complex])  # the last dimension comes or goes
 _RESHAPES = frozenset([ATEN.view, ATEN._unsafe_view, ATEN._reshape_alias])
@@ -28,12 +27,23 @@ _SCATTERS = frozenset(
     [
         ATEN.scatter_add, ATEN.scatter_add_, ATEN.index_add, ATEN.index_add_, ATEN.scatter_reduce, ATEN.scatter_reduce_,
         ATEN.scatter, ATEN.scatter_, ATEN.index_reduce, ATEN.index_reduce_,
+        ATEN.index_copy, ATEN.index_copy_,
     ]
 )  # fmt: skip
+_GATHERS: dict[Any, Callable[..., tuple[int, Tensor]]] = {
+    ATEN.index_select: lambda table, dim, index: (dim, index),
+    ATEN.gather: lambda table, dim, index, *_: (dim, index),
+    ATEN.embedding: lambda table, index, *_: (0, index),
+}
+"""What takes rows, and where its dimension and its index stand."""
+_MASKED = frozenset([ATEN.masked_scatter, ATEN.masked_scatter_])
 _KEEP_VALUES = frozenset(
     [ATEN.clone, ATEN._to_copy, ATEN.cat, ATEN.stack, ATEN.copy_, ATEN.repeat, ATEN.masked_select, ATEN.view]
 )
 """Operations whose results are numbers of rows if their operands are."""
+
+SOFTMAX = "torch_geometric.utils._softmax"
+"""It counts destinations up to the last with an edge, and returns a row per edge, which does not depend on that."""
 
 
 def needs_values(func: Any) -> bool:
@@ -49,29 +59,8 @@ def _is_every_row(index: Tensor, count: int) -> bool:
     return index.numel() == count and bool((index.flatten() == torch.arange(count, device=index.device)).all())
 
 
-class Operation:
-    """One primitive operation that has rows among its operands, after it ran.
-
-    Args:
-        marks: what is known of tensors, and is told of the results.
-        func: the operation.
-        leaves, structure: its arguments, as `tree_flatten` gives them for ``(args, kwargs)``.
-        rows: where the leaves hold rows, by position.
-        outs: the tensors that it returned.
-        before: copies of operands without rows, from before it wrote into them, by id.
-        in_pieces: only some in-edges of a node are here.
-    """
-
-    def __init__(
-        self, marks: Marks, func: Any, leaves: list[Any], structure: Any, rows: dict[int, Rows], outs: list[Tensor],
-        before: dict[int, Tensor], in_pieces: bool,
-    ) -> None:  # fmt: skip
-        self.marks, self.func, self.leaves, self.structure = marks, func, leaves, structure
-        self.rows, self.outs, self.before, self.in_pieces = rows, outs, before, in_pieces
-        self.packet = func.overloadpacket
-        self.name = self.packet.__name__.strip("_")
-        self.args: tuple[Any, ...] = torch_private.tree_unflatten(leaves, structure)[0]
-        self.first = next(iter(rows.values()))
+class Operation(Joins):
+    """One primitive operation that has rows among its operands, after it ran. See `Primitive` for its arguments."""
 
     def follow(self) -> None:
         """Note where the results hold rows.
@@ -86,16 +75,13 @@ class Operation:
                 raise
             self._note_plain()
 
-    @property
-    def shows_little(self) -> bool:
-        """Whether this rank has no rows or one, which are not told from dimensions of that size: others will judge."""
-        return not any(rows.of.judges for rows in self.rows.values())
-
     def _follow(self) -> None:
         packet = self.packet
+        if packet is ATEN.bincount and self._count():
+            return None
         if needs_values(self.func):
             self._refuse("needs the values of rows, as a branch on a tensor does")
-        if packet in (ATEN.view_as_real, ATEN.view_as_complex):
+        if packet in _REAL_OR_COMPLEX:
             return self._mark([self.first])
         if packet in _FACTORIES:
             return self._note_plain()
@@ -107,54 +93,24 @@ class Operation:
             return None
         if packet in (ATEN.nonzero, ATEN.masked_select):
             return self._select()
-        if packet in (ATEN.index_select, ATEN.gather) and self._gather(self.args[1], self.args[2]):
+        if packet in _GATHERS and self._gather(*_GATHERS[packet](*self.args)):
             return None
         if packet in _SCATTERS and self._scatter(*self.args[:4]):
             return None
         if packet is ATEN.cat and self._join():
             return None
+        if packet in _MASKED and self._put_masked():
+            return None
         self._check_sets()
         if packet in _RESHAPES and isinstance(self.args[1], (list, tuple)):
             return self._mark([reshaped(self.first, self.leaves[0].shape, self.outs[0].shape)])
-        if packet in _REAL_OR_COMPLEX:
-            return self._mark([self.first])
         if torch_private.is_view(self.func):
             return self._view()
         return self._try()
 
-    def _of(self, value: Any) -> Rows | None:
-        """Where an operand holds rows."""
-        return next((self.rows[i] for i, leaf in enumerate(self.leaves) if leaf is value and i in self.rows), None)
-
-    def _note_plain(self) -> None:
-        for out in self.outs:
-            self.marks.origins[out] = Origin.CONSTANT
-
-    def _mark(self, found: list[Rows | None]) -> None:
-        for out, rows in zip(self.outs, found):
-            if rows is None or not rows.fit(out):
-                self.marks.forget(out)
-                if self.shows_little:
-                    self.marks.origins[out] = Origin.CONSTANT
-                    continue
-                self.marks.mixtures.add(out, Mixture(self.name, user_line(), self.first.of))
-                continue
-            self.marks.mark(out, rows)
-            base = torch_private.base_of(out)
-            if base is not out and base not in self.marks.rows:  # made without rows, and a view was written into
-                alike = [d for d in range(base.dim()) if base.stride(d) == out.stride(rows.dim)]
-                if alike and base.size(alike[0]) == rows.size:
-                    self.marks.mark(base, replace(rows, dim=alike[0]))
-
-    def _check_sets(self) -> None:
-        sets = [rows.of for rows in self.rows.values()]
-        known = next((one for one in sets if one.root is not None), sets[0])
-        for one in sets:
-            if not one.goes_with(known):
-                self._refuse(f"puts rows of {known.name} beside rows of {one.name}")
-        self.first = replace(self.first, of=known)
-
     def _view(self) -> None:
+        if self._part():
+            return
         position = next(iter(self.rows))
 
         def view(numbers: Tensor) -> Any:
@@ -172,7 +128,7 @@ class Operation:
         if all(found):
             self._mark(found)
         elif self.first.of.judges:
-            self._refuse("takes some rows by their position")
+            self._refuse("takes some rows by their position", remedy=ALL_ROWS)
         else:
             self._note_plain()
 
@@ -180,6 +136,8 @@ class Operation:
         targets = {rows.points_to for rows in self.rows.values()}
         compares = self.packet in (ATEN.eq, ATEN.ne) and len(targets) == 1
         if targets != {None} and not compares and self.packet not in _KEEP_VALUES:
+            if self.packet is ATEN.max and is_called_by(SOFTMAX):
+                return self._note_plain()
             self._refuse("computes with the numbers of rows, which are other numbers on every rank")
         found = self._verdict()
         if isinstance(found, str):
@@ -220,9 +178,6 @@ class Operation:
         for dims in islice(product(*plain.values()), 16 if plain else 0):
             yield {i: replace(self.first, dim=dim, points_to=None) for i, dim in zip(plain, dims)}
 
-    def _check_plain(self, tensor: Tensor, dim: int, of: RowSet) -> None:
-        check_plain(self.marks.origins.get(tensor), self.before.get(id(tensor), tensor), dim, of)
-
     def _index(self) -> bool:
         """``table[index]`` along rows: by a mask, or by numbers that point to rows. Whether it was that."""
         table, indices = self.args
@@ -246,6 +201,7 @@ class Operation:
         for dim, index in given:
             if rows is not None and rows.dim == dim:
                 pointer = self._pointer(index, rows)
+                self._check_beside(pointer, index.dim(), [other for _, other in given if other is not index])
                 out = start + width - index.dim() + pointer.dim
                 self._mark([Rows(out, pointer.of, points_to=rows.points_to)])
                 return True
@@ -254,8 +210,29 @@ class Operation:
                 return True
         return False
 
+    def _check_beside(self, pointer: Rows, dims: int, others: list[Tensor]) -> None:
+        """Refuse other indices beside one that points to rows, if they depend on where rows are."""
+        for other in others:
+            beside, dim = self._of(other), pointer.dim - dims + other.dim()
+            if beside is not None and beside.points_to is not None:
+                self._refuse("takes entries of a row by the numbers of rows", beside.points_to, NUMBERS)
+            if beside is not None and not beside.of.goes_with(pointer.of):
+                self._refuse(f"puts rows of {pointer.of.name} beside rows of {beside.of.name}")
+            if beside is None and -1 < dim < other.dim() and other.size(dim) > 1:
+                self._check_plain(other, dim, pointer.of)
+
+    def _count(self) -> bool:
+        """``torch.bincount`` of what points to rows, with an entry for each of them. Whether it was that."""
+        index, weights, fewest = (*self.args, None, 0)[:3]
+        found = self._of(index)
+        if found is None or found.points_to is None:
+            return False
+        if fewest != found.points_to.count:
+            self._refuse("without minlength=num_nodes has an entry up to the last row that is counted")
+        return self._scatter(self.outs[0].new_zeros(fewest), 0, index, weights)
+
     def _gather(self, dim: int, index: Tensor) -> bool:
-        """``index_select`` or ``gather`` along rows. Whether it was that."""
+        """``index_select``, ``gather`` or ``embedding`` along rows. Whether it was that."""
         table = self.args[0]
         dim, rows = dim % max(1, table.dim()), self._of(table)
         if rows is None or rows.dim != dim:
@@ -266,15 +243,17 @@ class Operation:
             return False
         pointer = self._pointer(index, rows)
         out = dim if self.packet is ATEN.index_select else pointer.dim
-        if out != dim:
+        if out != dim and self.packet is not ATEN.embedding:
             self._refuse("takes rows by numbers that differ from row to row")
-        self._mark([Rows(dim, pointer.of, points_to=rows.points_to)])
+        self._mark([Rows(out, pointer.of, points_to=rows.points_to)])
         return True
 
     def _pointer(self, index: Tensor, table: Rows) -> Rows:
         """Where the rows stand in an index, whose values are numbers of rows of a table."""
         found = self._of(index)
-        if found is not None and found.points_to is not None and found.points_to.goes_with(table.of):
+        target = None if found is None else found.points_to
+        if target is not None and (target.goes_with(table.of) or table.of.root == ("reached", target.root)):
+            assert found is not None
             return found
         if found is None and self.marks.origins.get(index) == Origin.NUMBERS and _is_every_row(index, table.of.count):
             return Rows([*index.shape].index(table.of.count), table.of)
@@ -294,12 +273,6 @@ class Operation:
         self._check_plain(table, dim, found.points_to)
         return True
 
-    def rows_of(self, operand: Tensor) -> Rows:
-        """Where an operand holds rows, which is known."""
-        found = self._of(operand)
-        assert found is not None
-        return found
-
     def _scatter(self, base: Tensor, dim: int, index: Tensor, source: Any) -> bool:
         """A scatter onto rows, by numbers that point to them. Whether it was that."""
         pointer, rows = self._of(index), self._of(base)
@@ -309,6 +282,8 @@ class Operation:
         target = pointer.points_to
         if self.in_pieces:
             self._refuse("scatters by destination in a way that the engine does not see", target)
+        if base.size(dim) < target.count and is_called_by(SOFTMAX):
+            target = RowSet(f"{target.name} up to the last with an edge", base.size(dim), ("reached", target.root))
         if base.size(dim) != target.count or (rows is not None and not (rows.dim == dim and rows.of.goes_with(target))):
             self._refuse(f"scatters by the numbers of rows onto a tensor of shape {[*base.shape]}", target, NUMBERS)
         if rows is None:
@@ -326,6 +301,8 @@ class Operation:
         base, indices, values = self.args[:3]
         given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
         (dim, index), rows, where = given[0], self._of(base), self._of(given[0][1])
+        if len(given) > 1 and self._put_in_each(given, values):
+            return True
         if len(given) > 1 or where is None:
             if rows is not None and rows.dim == dim and index.dtype == torch.int64:
                 self._refuse("writes rows by numbers that do not come from the graph", rows.of, NUMBERS)
@@ -342,9 +319,33 @@ class Operation:
         self._mark([rows])
         return True
 
-    def _plain(self, tensor: Tensor, rows: Rows) -> Rows:
-        self._check_plain(tensor, rows.dim, rows.of)
-        return replace(rows, points_to=None)
+    def _put_in_each(self, given: list[tuple[int, Tensor]], values: Tensor) -> bool:
+        """``base[torch.arange(n)[:, None], columns] = values``, in each row at its own columns. Whether it was that."""
+        base, put = self.args[0], self._of(values)
+        for dim, index in given:
+            others = [other for _, other in given if other is not index]
+            of = next((self.rows_of(one).of for one in (base, *others) if self._of(one) is not None), self.first.of)
+            rows = self._of(base) or Rows(dim, of)
+            if rows.dim == dim and rows.fit(base) and index.numel() == of.count and index.dtype == torch.int64:
+                pointer = self._pointer(index, rows)
+                self._check_beside(pointer, index.dim(), others)
+                if values.numel() > 1 and (put is None or not put.of.goes_with(pointer.of)):
+                    self._refuse(f"puts values of shape {[*values.shape]} that are no rows")
+                self._mark([self._plain(base, rows) if self._of(base) is None else rows])
+                return True
+        return False
+
+    def _put_masked(self) -> bool:
+        """``base.masked_scatter(mask, values)`` with the entries that the same mask picks. Whether it was that."""
+        base, mask, values = self.args
+        rows, where, put = self._of(base), self._of(mask), self._of(values)
+        if rows is None or where is None or put is None or put.of.picked_from is None:
+            return False
+        mask = mask.flatten() if mask.numel() == where.of.count else mask
+        if not rows.of.goes_with(where.of) or put.of != self.marks.selection(mask, where.of, put.of.count):
+            self._refuse(f"puts rows of {put.of.name} where another mask picks rows")
+        self._mark([rows])
+        return True
 
     def _select(self) -> None:
         """The places or values that a mask picks."""
@@ -356,25 +357,3 @@ class Operation:
         picked = self.marks.selection(mask, rows.of, self.outs[0].size(0))
         is_pointer = self.packet is ATEN.nonzero and mask.dim() == 1
         self._mark([Rows(0, picked, points_to=rows.of if is_pointer else None)])
-
-    def _join(self) -> bool:
-        """``torch.cat`` along rows of different sets, as of edges and the self-loops of nodes. Whether it was that."""
-        pieces, dim = self.args[0], (self.args[1] if len(self.args) > 1 else 0)
-        found = [(self._of(piece), piece) for piece in pieces]
-        found = [(rows, piece) for rows, piece in found if rows is not None or piece.numel() or piece.dim() > 1]
-        along = [rows for rows, piece in found if rows is not None and rows.dim == dim % piece.dim()]
-        if not along or (len({rows.of for rows in along}) == 1 and len(along) == len(found) and len(found) > 1):
-            return False
-        roots = tuple(rows.of.root if rows is not None else piece.size(dim) for rows, piece in found)
-        edges = next((rows.of for rows in along if rows.of.is_of_edges), None)
-        count = self.outs[0].size(dim)
-        joined = along[0].of if len(found) == 1 else RowSet("joined rows", count, ("joined", roots))
-        if edges is not None:
-            joined = RowSet(edges.name, count, edges.root)
-        targets = {rows.points_to for rows in along}
-        points_to = targets.pop() if len(targets) == 1 else None
-        self._mark([Rows(dim % self.outs[0].dim(), joined, points_to=points_to)])
-        return True
-
-    def _refuse(self, what: str, of: RowSet | None = None, remedy: str = "") -> NoReturn:
-        raise refusal(f"`{self.name}` {what}, over the {(of or self.first.of).name}", remedy)

@@ -20,6 +20,11 @@ STATE = (
     "equal by chance, change the width"
 )
 FIELD = "Store what differs from row to row as a node or edge field of the graph"
+ALL_ROWS = (
+    "Every rank has other rows there. Where it is to save memory, compute all rows at once (torch.utils.checkpoint "
+    "keeps less of them); rows that were joined can be parted where they were joined. Or else compute it before you "
+    "partition and store it as a field"
+)
 NUMBERS = (
     "Rows are numbered anew on every rank: use a mask, compute it before you partition and store it as a field, or let "
     "shardpass.node_ids(graph, ids) index rows by ids of the whole graph"

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardpass.core.following import user_line
+from shardpass.core.following import is_called_by, user_line
 from shardpass.core.graphs.edge_index import SourceRows
 from shardpass.core.graphs.readout import Groups, Reduction, reduce_rows
 from shardpass.core.graphs.stand_in import PRINTS, StandIn, describes
@@ -176,9 +176,11 @@ def _look_up(name: str, input: Any, *rest: Any, dim: int = 0, index: Any = None)
         and input.size(dim) == index.num_graphs
     ):
         return input.index_select(dim, index.plain.view(-1)) if index.dim() == 1 else input[index.plain]
+    if is_called_by("torch_geometric.utils._to_dense_batch"):
+        raise _refused("to_dense_batch")
     found = f"a tensor of shape {list(input.shape)}" if isinstance(input, Tensor) else type(input).__name__
     raise RefusedError(
-        f"{found} is indexed by the batch of a sharded graph: expected a row for each graph. "
+        f"{user_line()}: {found} is indexed by the batch of a sharded graph: expected a row for each graph. "
         f"Several indices at once are not supported"
     )
 
@@ -186,6 +188,6 @@ def _look_up(name: str, input: Any, *rest: Any, dim: int = 0, index: Any = None)
 def _refused(name: str) -> RefusedError:
     return RefusedError(
         f"{user_line()}: `{name}` on the batch of a sharded graph needs all nodes in one place, but they are on "
-        f"several ranks. Sums, means, maxima, minima, products and softmax over `batch` work; for anything else, "
-        f"collect the rows of all ranks with shardpass.gather"
+        f"several ranks. Sums, means, maxima, minima, products and softmax over `batch` work, and graph.num_graphs is "
+        f"the number of graphs; for anything else, collect the rows of all ranks with shardpass.gather"
     )

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardpass.core.exchange import HaloPlan, extremum_at_owners, halo_fetch, scatter_to_owners
+from shardpass.core.exchange import HaloPlan
 from shardpass.core.following import user_line
+from shardpass.core.graphs.by_source import TAKING, extremum_at_source, refused, scatter_to_source, take_by_source
 from shardpass.core.graphs.layer_flow import LayerFlow
 from shardpass.core.graphs.stand_in import PRINTS, StandIn, counted_last, describes
 from shardpass.core.ranks import torch_private
@@ -42,6 +43,7 @@ class ShardedEdgeIndex(StandIn):
     is_reversed: bool
     derivation: Derivation | None  # how the numbers are made, where they are not stored
     flow: LayerFlow | None  # which nodes are computed; `None`: all of them
+    counts_last = True
 
     @staticmethod
     def wrap(
@@ -79,6 +81,11 @@ class ShardedEdgeIndex(StandIn):
         """The numbers as they look from outside, as an ordinary tensor."""
         return self.sources_first.flip(0) if self.is_reversed else self.sources_first
 
+    @property
+    def has_one_type(self) -> bool:
+        """Whether sources and destinations are the same nodes, so that both are numbered own-first."""
+        return self.plan.num_own_src == self.plan.num_dst and self.plan.source_set == self.plan.dst_set
+
     def flipped(self) -> ShardedEdgeIndex:
         """The same edges with the rows exchanged; nothing is copied."""
         out = ShardedEdgeIndex.wrap(self.as_subclass(Tensor), self.plan, self.shards, not self.is_reversed, self.flow)
@@ -99,6 +106,12 @@ class ShardedEdgeIndex(StandIn):
     @classmethod
     def answer(cls, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         mine = next(t for t in _flat(args, kwargs) if isinstance(t, ShardedEdgeIndex))
+        if name in TAKING and args and args[0] is not mine and mine.has_one_type:
+            return take_by_source(mine.plan, mine.flow, name, args, kwargs)
+        if mine.plan.comm.runs_user_code:
+            for index in (leaf for arg in args[1:] for leaf in (arg if isinstance(arg, tuple) else (arg,))):
+                if isinstance(index, Tensor) and not isinstance(index, StandIn):
+                    mine._check_picks(index)
         if name == "max":  # which is asked for the number of nodes
             mine.plan.comm.note_count(mine.plan.num_own_src)
         with mine.plan.comm.unfollowed():
@@ -109,6 +122,15 @@ class ShardedEdgeIndex(StandIn):
             return out
         with mine.plan.comm.unfollowed():
             return counted_last(out, name, args, mine.plan.edge_set(mine.size(-1)))
+
+    def _check_picks(self, index: Tensor) -> None:
+        """Refuse what picks edges by what was made of several, or by their position."""
+        with self.plan.comm.unfollowed():
+            count = self.size(-1)
+            edges = index.new_zeros(count)
+        self.plan.comm.mark_rows(edges, self.plan.edge_set(count))
+        if index.dim() == 1:
+            edges[index]  # which is followed
 
     @staticmethod
     def _answer(mine: ShardedEdgeIndex, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -149,10 +171,20 @@ class SourceRows(StandIn):
         out.plan, out.flow = plan, flow
         return out
 
+    @property
+    def plain(self) -> Tensor:
+        """The numbers as an ordinary tensor."""
+        return self.as_subclass(Tensor)
+
     @classmethod
     def answer(cls, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         mine = next(t for t in _flat(args, kwargs) if isinstance(t, SourceRows))
+        if name in TAKING and not (name != "embedding" and args and isinstance(args[0], StandIn)):
+            return take_by_source(mine.plan, mine.flow, name, args, kwargs)
         with mine.plan.comm.unfollowed():
+            for given in (*args, *kwargs.values()):
+                if isinstance(given, Tensor) and not isinstance(given, StandIn):
+                    mine.plan.comm.require_rows(given, mine.plan.edge_set(mine.numel()))
             out = cls._answer(mine, func, name, args, kwargs)
         if name.startswith("scatter"):
             dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
@@ -164,15 +196,10 @@ class SourceRows(StandIn):
     @staticmethod
     def _answer(mine: SourceRows, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         first = args[0] if args else None
-        table = first if args else kwargs.get("input")
-        if name in ("__getitem__", "index_select") and not isinstance(table, (SourceRows, ShardedEdgeIndex)):
-            if mine.flow is not None and isinstance(table, Tensor):
-                mine.flow.note_indexing(mine.plan.comm, table)
-            return _gather_by_source(mine.plan, name, args, kwargs)
         if name in ("scatter_add_", "scatter_add"):
-            return _scatter_to_source(mine.plan, name, args, kwargs)
+            return scatter_to_source(mine.plan, name, args, kwargs)
         if name in ("scatter_reduce_", "scatter_reduce"):
-            return _extremum_at_source(mine.plan, name, *args, **kwargs)
+            return extremum_at_source(mine.plan, name, *args, **kwargs)
         with torch_private.DisableTorchFunctionSubclass():
             if name == "__setitem__" and first is not mine and _only_own_rows(first, args[1]):
                 return func(*_plain(args), **kwargs)
@@ -183,7 +210,7 @@ class SourceRows(StandIn):
             if name == "__getitem__" and isinstance(first, SourceRows):
                 return SourceRows.wrap(func(*_plain(args), **kwargs), mine.plan, mine.flow)
             if name in _COMPARES and all(isinstance(a, Tensor) and a.shape == mine.shape for a in args[:2]):
-                return func(*_plain(args), **kwargs).as_subclass(EdgeMask)
+                return EdgeMask.wrap(func(*_plain(args), **kwargs), mine.plan)
             if name == "max" and len(args) == 1 and not kwargs:
                 return torch.tensor(mine.plan.num_own_src - 1)
             if name == "stack" and len(first or ()) == 2 and (*args[1:], *kwargs.values()) in ((), (0,)):
@@ -194,6 +221,16 @@ class SourceRows(StandIn):
 class EdgeMask(Tensor):
     """Which own edges are self-loops, or are not. It selects edges; whether there are any, no rank knows alone."""
 
+    plan: HaloPlan
+
+    @staticmethod
+    def wrap(data: Tensor, plan: HaloPlan) -> EdgeMask:
+        """`data`, with the rows that it is known to hold."""
+        out = data.as_subclass(EdgeMask)
+        out.plan = plan
+        plan.comm.mark_rows_alike(out, data)
+        return out
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -201,13 +238,14 @@ class EdgeMask(Tensor):
         name = getattr(func, "__name__", "")
         if name in _COUNTS and args and isinstance(args[0], EdgeMask):
             raise RefusedError(
-                f"`{name}` of a mask over this rank's edges (self-loops): other ranks have other edges and would get "
-                f"another answer. Compute it before partitioning, or count over all ranks with shardpass.total"
+                f"{user_line()}: `{name}` of a mask over this rank's edges (self-loops): other ranks have other edges "
+                f"and would get another answer. Compute it before partitioning, or count over all ranks with "
+                f"shardpass.total"
             )
         with torch_private.DisableTorchFunctionSubclass():
             out = func(*args, **(kwargs or {}))
         if isinstance(out, Tensor) and out.dtype == torch.bool and type(out) is Tensor and name != "__get__":
-            return out.as_subclass(EdgeMask)
+            return EdgeMask.wrap(out, next(a.plan for a in args if isinstance(a, EdgeMask)))
         return out
 
 
@@ -234,10 +272,7 @@ def _refused(name: str, what: str) -> RefusedError:
             f"changing an attribute of {what} of a sharded graph is refused. If this came from "
             f"torch.utils.checkpoint, reentrant checkpointing is not supported: pass use_reentrant=False"
         )
-    return RefusedError(
-        f"{user_line()}: `{name}` on {what} of a sharded graph: ids are numbered per rank, so the result would "
-        f"differ from that of the whole graph. Compute it before partitioning and store it as a node or edge field"
-    )
+    return refused(name, what)
 
 
 def _copied(mine: ShardedEdgeIndex, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -279,7 +314,16 @@ def _item(mine: ShardedEdgeIndex, key: Any) -> Tensor:
         if isinstance(edges, Tensor) and edges.dtype == torch.bool:
             some = _plain_one(row)[edges]
             return SourceRows.wrap(some, mine.plan, mine.flow) if isinstance(row, SourceRows) else some
-    raise _refused(f"__getitem__[{key!r}]", "the edge_index")
+    raise _refused(f"edge_index[{_short(key)}]", "the edge_index")
+
+
+def _short(key: Any) -> str:
+    """What an index looks like, without the numbers of tensors."""
+    if isinstance(key, tuple):
+        return ", ".join(map(_short, key))
+    if isinstance(key, slice):
+        return ":".join("" if at is None else str(at) for at in (key.start, key.stop))
+    return f"a {type(key).__name__} of shape {[*key.shape]}" if isinstance(key, Tensor) else repr(key)
 
 
 def _flips_rows(*dims: Any) -> bool:
@@ -322,77 +366,13 @@ def _only_own_rows(table: Any, key: Any) -> bool:
     return key.numel() == 0 or int(key.as_subclass(Tensor).max()) < key.plan.num_own_src
 
 
-def _gather_by_source(plan: HaloPlan, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    given = (args[0], 0, args[1]) if name == "__getitem__" else args
-    bound = {**dict(zip(("input", "dim", "index"), given)), **kwargs}
-    table, dim, index = bound["input"], bound["dim"], bound["index"]
-    if not isinstance(index, SourceRows):  # a tuple or list of indices
-        raise _refused("__getitem__ with several indices", "source node ids")
-    dim = dim % table.dim()
-    if table.size(dim) != plan.num_own_src:
-        raise RefusedError(
-            f"a tensor with {table.size(dim)} rows is indexed by source node; expected {plan.num_own_src} rows "
-            f"(the own nodes of rank {plan.comm.rank})"
-        )
-    table = halo_fetch(table.movedim(dim, 0), plan, "halo fetch").movedim(0, dim)
-    numbers = _plain_one(index).to(table.device)  # edges that are streamed are in CPU memory
-    return table.index_select(dim, numbers) if index.dim() == 1 else table[numbers]
-
-
-def _scatter_to_source(plan: HaloPlan, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    bound = {**dict(zip(("input", "dim", "index", "src"), args)), **kwargs}
-    base, source, index = bound["input"], bound["src"], _plain_one(bound["index"])
-    index = index.to(source.device) if isinstance(source, Tensor) else index
-    if any(isinstance(t, (SourceRows, ShardedEdgeIndex)) for t in (base, source)) or not isinstance(source, Tensor):
-        raise _refused(name, "source node ids")
-    dim = bound["dim"] % source.dim()
-    if base.size(dim) != plan.num_own_src:
-        raise RefusedError(
-            f"scattering onto {base.size(dim)} source nodes; expected the {plan.num_own_src} own nodes of rank "
-            f"{plan.comm.rank}"
-        )
-    shape = [*source.shape]
-    shape[dim] = plan.num_src
-    partial = source.new_zeros(shape).scatter_add(dim, index, source)
-    total = base + scatter_to_owners(partial.movedim(dim, 0), plan, "scatter to owners").movedim(0, dim)
-    return base.copy_(total) if name.endswith("_") else total
-
-
-def _extremum_at_source(
-    plan: HaloPlan, name: str, base: Tensor, dim: int, index: Any, src: Any, reduce: str = "", *,
-    include_self: bool = True,
-) -> Tensor:  # fmt: skip
-    """The largest or smallest of `src` for each own source node, as a softmax over sources takes it. No gradient."""
-    numbers, shape = _plain_one(index), [*src.shape]
-    if reduce not in ("amax", "amin") or include_self or not src.is_floating_point() or type(base) is not Tensor:
-        raise _refused(f"{name}(reduce={reduce!r}, include_self={include_self})", "source node ids")
-    if torch.is_grad_enabled() and src.requires_grad:
-        raise RefusedError(
-            f"`{name}` with a gradient onto source nodes of a sharded graph: only their sums are differentiable. "
-            f"Detach the values (a softmax does), or take the {reduce} of in-edges, on reversed edges"
-        )
-    dim = dim % src.dim()
-    shape[dim] = plan.num_src
-    worst = float("-inf" if reduce == "amax" else "inf")
-    found = src.new_full(shape, worst).scatter_reduce(dim, numbers, src, reduce)
-    seen = src.new_zeros(shape).scatter(dim, numbers, 1.0)
-    out, has = (
-        extremum_at_owners(rows.movedim(dim, 0), plan, op, "extremum at owners").movedim(0, dim)
-        for rows, op in ((found, reduce), (seen, "amax"))
-    )
-    total = torch.where(has > 0, out, base)
-    return base.copy_(total) if name.endswith("_") else total
-
-
 def _flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     given = (*args, *kwargs.values())
     return [leaf for arg in given for leaf in (arg if isinstance(arg, (list, tuple)) else [arg])]
 
 
 def _plain_one(value: Any) -> Any:
-    if isinstance(value, ShardedEdgeIndex):
-        return value.plain
-    return value.as_subclass(Tensor) if isinstance(value, SourceRows) else value
+    return value.plain if isinstance(value, (ShardedEdgeIndex, SourceRows)) else value
 
 
 def _plain(args: tuple[Any, ...]) -> tuple[Any, ...]:

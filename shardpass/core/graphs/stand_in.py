@@ -25,7 +25,18 @@ PRINTS = frozenset(["__repr__", "__str__", "__format__"])
 
 
 class StandIn(Tensor):
-    """A tensor of a sharded graph whose numbers mean something else on every rank. It carries out few operations."""
+    """A tensor of a sharded graph whose numbers mean something else on every rank. It carries out few operations.
+
+    Attributes:
+        counts_last: its last dimension counts edges.
+    """
+
+    counts_last = False
+
+    @property
+    def plain(self) -> Tensor:
+        """The numbers as they look from outside, as an ordinary tensor."""
+        raise NotImplementedError
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(f"a {type(self).__name__} belongs to its process; save the store's path instead")

@@ -149,6 +149,13 @@ class Ranks(DelegatingCommunicator):
         with nullcontext() if rows is None else rows.paused(False):
             yield
 
+    @contextmanager
+    def in_message(self) -> Iterator[None]:
+        """A block that runs a message function, which another one follows; so are modules of the user's within it."""
+        rows = None if self.forward is None else self.forward.rows
+        with nullcontext() if rows is None else rows.left_to_another():
+            yield
+
     def mark_rows(self, tensor: Tensor, of: RowSet, dim: int = 0, points_to: RowSet | None = None) -> None:
         """Say what the rows of a tensor are that the engine gives to a model."""
         if self.forward is not None and self.forward.rows is not None:

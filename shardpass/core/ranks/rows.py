@@ -71,6 +71,10 @@ class RowWatch(Protocol):
         """A block whose operations are not the model's own; with ``False``, a block within it whose operations are."""
         ...
 
+    def left_to_another(self) -> AbstractContextManager[None]:
+        """A block that runs a message function, which another one follows."""
+        ...
+
     def forget(self, tensor: Tensor) -> None:
         """Know nothing of a tensor any more, because the engine has written into it."""
         ...

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from shardpass.core.following import user_line
 from shardpass.core.ranks import torch_private
 from shardpass.core.tracing.program import NeedsMessagesError, Program
 from shardpass.core.tracing.reducers import Base
@@ -163,8 +164,8 @@ class EdgeTrace(TorchFunctionMode):
         if name in HARMLESS_OPS:
             return func(*args, **kwargs)
         raise NeedsHaloError(
-            f"{self.name}: `{name}` on the destination index needs all in-edges of a node at once, so it cannot be "
-            f"computed one shard at a time. Use Options(mode='halo') for this model"
+            f"{self.name}: {user_line()}: `{name}` on the destination index needs all in-edges of a node at once, so "
+            f"it cannot be computed one shard at a time. Use Options(mode='halo') for this model"
         )
 
     def reduce(self, op: str, messages: Tensor, base: Base) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from shardpass.core.following import user_line
 from shardpass.core.ranks import is_differentiable, torch_private
 from shardpass.core.tracing.edge_trace import SHAPE_OPS, EdgeTrace, sequence_number
 from shardpass.core.tracing.expression import BINARY, KEEPS_VALUES, Expr, apply, opaque, plain
@@ -135,8 +136,9 @@ class ProbeTrace(EdgeTrace):
         depends: set[Origin] = set().union(*origins)
         if name in LEAVES_TORCH and depends:
             raise RefusedError(
-                f"{self.name}: `{name}` inside a message takes values of a few edges or nodes out of torch, where they "
-                f"cannot be followed; a Python branch on them would differ from piece to piece. Use torch.where"
+                f"{self.name}: {user_line()}: `{name}` inside a message takes values of a few edges or nodes out of "
+                f"torch, where they cannot be followed; a Python branch on them would differ from piece to piece. "
+                f"Use torch.where"
             )
         before, versions = self.count, [_version(operand) for operand in operands]
         out = self._carried_out(func, name, args, kwargs, operands)

@@ -9,6 +9,7 @@ of this rank (on a made-up edge if it has none), under a `ProbeTrace` and with e
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -84,7 +85,7 @@ class _Traced(NamedTuple):
 def _traced(program: Program, edges: EdgeShards, num_own_src: int, grads: bool) -> _Traced:
     inputs = sample_inputs(program, edges, num_own_src, grads)
     trace = ProbeTrace(program, inputs, edges.num_dst)
-    with trace:
+    with nullcontext() if program.ranks is None else program.ranks.in_message(), trace:
         message = program.message(inputs)
         num_message = trace.count
         if program.aggregate is not None:

@@ -108,6 +108,8 @@ def check_row_wise(program: Program, structure: Structure, num_dst: int) -> None
     except NeedsMessagesError:
         raise
     except RefusedError as refusal:
+        while isinstance(refusal.__context__, RefusedError):  # the library looked into the first
+            refusal = refusal.__context__
         raise type(refusal)(
             f"{program.name}: messages are computed in pieces, each from its edge alone. {refusal}. What takes all "
             f"edges is computed outside message() and passed to propagate()"

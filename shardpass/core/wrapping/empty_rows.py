@@ -6,20 +6,23 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shardpass.core.following import user_line
+from shardpass.core.ranks import torch_private
 from shardpass.errors import RefusedError
 
 _RESHAPES = (Tensor.view, Tensor.reshape, torch.reshape)
 
 
 class EmptyRows(TorchFunctionMode):
-    """A context in which ``h.view(len(h), -1, 4)`` of no rows has the shape that it has of one row.
+    """A context in which functions of no rows give no rows, where torch alone cannot tell or refuses to.
 
-    Torch alone cannot tell what the -1 stands for. `pdist`, which puts rows together, is refused here too: while other
-    ranks refuse it, backward through no rows would kill this process.
+    ``h.view(len(h), -1, 4)`` of no rows has the shape that it has of one row; a convolution, a Fourier transform or a
+    quantile within each row gives the rows that it has for one, without that one. `pdist`,
+    which puts rows together, is refused here too: while other ranks refuse it, backward through no rows would kill this
+    process.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -30,7 +33,47 @@ class EmptyRows(TorchFunctionMode):
                 f"{user_line()}: `pdist` puts rows together, and this rank has none of them. Compute distances before "
                 f"you partition, or between the ends of edges"
             )
-        return func(*args, **(kwargs or {}))
+        try:
+            return func(*args, **(kwargs or {}))
+        except (RuntimeError, IndexError) as error:
+            is_of_torch = type(error.__cause__ or error) in (RuntimeError, IndexError)  # and not of another rank
+            without = _of_made_up_rows(func, args, kwargs or {}) if is_of_torch else None
+            if without is None:
+                raise
+            return without
+
+
+def _of_made_up_rows(func: Any, args: Any, kwargs: Any) -> Any:
+    """What `func` gives for a made-up row where a tensor has none, without that row; `None` if that cannot be told."""
+    leaves, structure = torch_private.tree_flatten((args, kwargs))
+    is_plain = all(type(leaf) in (Tensor, nn.Parameter) for leaf in leaves if isinstance(leaf, Tensor))
+    in_place = getattr(func, "__name__", "_").endswith("_")
+    if in_place or not is_plain or not any(_is_empty(leaf) for leaf in leaves):
+        return None
+    results = []
+    for count in (1, 2):  # the dimension that grows holds rows
+        made = [_with_rows(leaf, count) if _is_empty(leaf) else leaf for leaf in leaves]
+        given, named = torch_private.tree_unflatten(made, structure)
+        try:
+            results.append(func(*given, **named))
+        except (RuntimeError, IndexError):
+            return None
+    one, two = results
+    if not isinstance(one, Tensor) or not isinstance(two, Tensor) or one.dim() != two.dim():
+        return None
+    dims = [dim for dim in range(one.dim()) if one.size(dim) != two.size(dim)]
+    return one.narrow(dims[0], 0, 0) if len(dims) == 1 else None
+
+
+def _is_empty(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.numel() == 0
+
+
+def _with_rows(empty: Tensor, count: int) -> Tensor:
+    """`count` rows of zeros for none, connected to it."""
+    shape = [count if size == 0 else int(size) for size in empty.shape]
+    rows = empty.new_zeros(shape)
+    return rows + empty.sum() if empty.is_floating_point() else rows
 
 
 def _with_sizes(tensor: Tensor, sizes: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -156,6 +156,20 @@ F.group_norm(h, 2)
 h.var(1)
 p.bil(h, h)
 torch.cat([ea, torch.zeros(N, 4)]).relu()
+h + torch.cat([h, x]).relu().chunk(2)[1]
+h + p.lin(torch.cat([h, x, -h]))[h.size(0) : 2 * h.size(0)]
+h + p.lin(torch.cat([h[m], h])).split([h[m].size(0), N])[1]
+torch.cat([h[m], h]).tanh()[: h[m].size(0)] + h[m]
+h.index_copy(0, m.nonzero().view(-1), p.lin(h[m]))
+h.masked_scatter(h > 0, h[h > 0] * 2)
+h.masked_scatter(m[:, None], p.lin(h[m]))
+h * torch.zeros(N, 8).index_put((torch.arange(N)[:, None], h.topk(2, 1)[1]), torch.tensor(1.0))
+h.index_put((torch.arange(N), y), x[:, 0])
+h / torch.bincount(col, minlength=N)[:, None]
+h * torch.bincount(col, ea[:, 0], N)[:, None]
+F.embedding(col, h) * 2
+h[col, 0]
+h.view(N, 2, 4)[col, ea.argmax(1) % 2]
 """.strip().splitlines()
 
 MIXING = """
@@ -225,6 +239,18 @@ h / (1 - h.size(0))
 h * -h.size(0)
 h * (h.size(0) * 0.5)
 h / h.numel()
+torch.cat([h, x])[3 : 3 + h.size(0)]
+torch.cat([h, x]).split(16)[0] + h[:16]
+torch.cat([p.lin(part) for part in h.split(8)])
+torch.cat([h[m], h])[h[m].size(0) :] + h[m].sum(0)
+h.masked_scatter(h > 0, h[h.abs() < 9])
+h.index_copy(0, m.nonzero().view(-1), h[torch.roll(m, 1)])
+h.index_put((torch.arange(N).flip(0), y), x[:, 0])
+h.index_put((torch.arange(N), y), torch.arange(N) + 0.0)
+h[torch.arange(N), torch.arange(N) % 3]
+h[col, torch.arange(E) % 3]
+h + torch.bincount(col).sum()
+h + torch.bincount(y, minlength=N)[:, None]
 """.strip().splitlines()
 
 
