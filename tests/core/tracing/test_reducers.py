@@ -99,6 +99,43 @@ def test_ties_share_evenly_and_the_base_is_one_more(name):
     assert found.view(-1).tolist() == [6.0, 6.0, 3.0, 3.0, 3.0]  # three messages and the base, all zero
 
 
+@pytest.mark.parametrize("op", ["max", "min"])
+@settings(max_examples=30, deadline=None)
+@given(drawn=messages(), cut=st.integers(0, 14))
+def test_the_whole_gradient_goes_to_the_first_of_tied_messages(op, drawn, cut):
+    values, index, groups = drawn
+    places = torch.arange(len(index), dtype=torch.float64).view(-1, 1).expand_as(values)
+    pairs = torch.stack([values, places], dim=-1)
+    expected = torch.tensor([3.0, math.inf], dtype=torch.float64).expand(NUM_DST, 2, 2).clone()  # the base, no place
+    grad = torch.randn(NUM_DST, 2, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    gradients = torch.zeros_like(pairs)
+    for node in range(NUM_DST):
+        for channel in range(2):
+            edges = (index == node).nonzero().view(-1)
+            if len(edges):
+                own = values[edges, channel]
+                best = own.max() if op == "max" else own.min()
+                first = edges[own == best].min()
+                expected[node, channel] = pairs[first, channel]
+                gradients[first, channel, 0] = grad[node, channel, 0]
+    reducer, state = REDUCERS[f"first_{op}"], state_of(f"first_{op}", pairs, index, groups)
+    value = reducer.value(state, Base(3.0))
+    assert torch.equal(value, expected)
+    parts = (slice(0, cut), slice(cut, None))
+    found = [reducer.vjp(pairs[part], index[part], state, value, grad, Base(3.0)) for part in parts]
+    assert torch.equal(torch.cat(found), gradients)
+
+
+@pytest.mark.parametrize("op", ["max", "min"])
+@pytest.mark.parametrize("first", [True, False])
+def test_nan_among_messages_of_which_the_first_wins(op, first):
+    pairs = torch.tensor([[[math.nan, 0.0]], [[1.0, 1.0]], [[2.0, 2.0]]], dtype=torch.float64)
+    groups = [torch.tensor([0]), torch.tensor([1, 2])]
+    state = state_of(f"first_{op}", pairs, torch.tensor([0, 0, 1]), groups if first else groups[::-1])
+    value = REDUCERS[f"first_{op}"].value(state, Base(3.0))[:, 0, 0]
+    assert value[0].isnan() and value[1:].tolist() == [2.0, 3.0, 3.0]
+
+
 @pytest.mark.parametrize("zeros", [0, 1, 2])
 def test_zeros_in_a_product(zeros):
     values = torch.tensor([2.0, 3.0, -4.0], dtype=torch.float64)
