@@ -71,7 +71,7 @@ def judge(name: str, file: str, tests: list[str], again: bool) -> None:
         "only_mutate": [file],
         "pytest_add_cli_args": PYTEST,
         "pytest_add_cli_args_test_selection": tests,
-        "process_isolation": "forkserver",
+        "process_isolation": "fork",
         "do_not_mutate_patterns": [ONLY_WORDS],
         "timeout_multiplier": 5.0,
         "timeout_constant": 6.0,

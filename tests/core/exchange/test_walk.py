@@ -299,6 +299,7 @@ def test_packing_keeps_every_tensor_aligned():
 def test_tags_differ():
     tags = {WalkId(c, w, "").tag(r) for c in (0, 1, 4095) for w in (0, 1, 31) for r in (0, 1, (1 << 14) - 1)}
     assert len(tags) == 27 and max(tags) < 2**31 and min(tags) >= 0
+    assert WalkId(4096 + 7, 32 + 3, "").tag(5) == WalkId(7, 3, "").tag(5), "numbers begin anew, and fit"
     with pytest.raises(InternalError, match="round 16384 does not fit a message tag; use larger blocks"):
         WalkId(1, 1, "").tag(1 << 14)
 

@@ -66,6 +66,7 @@ def walks(comm, plan, calls, slow=None):
                     buffer += again * (comm.rank + 1)
                 back.send(position)
         back.finish()
+        back.finish()  # nothing is left
         found += [*into, *(part for rows in fetched for part in rows)]
     return found
 
@@ -102,8 +103,38 @@ def test_tokens_instead_of_rows():
         peers = sum(len(rows) > 0 for rows in plan.send_rows)
         owners = sum(block.num_rows > 0 for block in plan.blocks[1:])
         assert len(sent) == peers + owners, "one for each pair and direction"
+        assert [m.label for m in comm.inner.messages if m.kind == "share"] == ["test"]
+        assert sum(m.label == f"test, rank {comm.rank} has read" for m in sent) == owners, "what an error would say"
 
     run(work, 4)
+
+
+@pytest.mark.parametrize("hosts", [*HOSTS.values(), (0, 1, 2, 3)], ids=[*HOSTS, "four hosts"])
+@pytest.mark.parametrize("block_rows", [None, 2])
+def test_which_rows_are_shared(hosts, block_rows):
+    """Those that ranks of the same host need, and no others."""
+
+    def work(inner):
+        comm = Ranks(RecordingCommunicator(sharing(inner, hosts)))
+        plan = plan_of(comm, block_rows=block_rows)
+        labels = ["halo plan: needed rows", "halo plan", "halo plan: shared rows", "halo plan: sizes of shared memory"]
+        assert [m.label for m in comm.inner.messages] == labels
+        return plan
+
+    plans = run(work, 4)
+    if len(set(hosts)) == 4:
+        assert all(plan.shared is None for plan in plans)
+        return
+    for p, plan in enumerate(plans):
+        here = [q for q in range(4) if q != p and hosts[q] == hosts[p]]
+        wanted = {row for q in here for row in plan.send_rows[q].tolist()}
+        assert plan.shared.rows.tolist() == sorted(wanted)
+        assert plan.shared.published == tuple(len(other.shared.rows) for other in plans)
+        for q in range(4):
+            found = plans[q].shared.rows[plan.shared.places[q].long()]
+            assert torch.equal(found, plans[q].send_rows[p] if q in here else found[:0])
+        blocks = [block.num_rows for block in plan.blocks[1:] if block.owner in here]
+        assert plan.shared.returned[p] == max(blocks, default=0)
 
 
 @pytest.mark.parametrize("back", [False, True], ids=["rows", "gradients"])
