@@ -9,7 +9,7 @@ import torch
 
 from shardpass.backends.recording import RecordingCommunicator
 from shardpass.core.exchange.halo import build_halo_plan
-from shardpass.core.exchange.packing import Packing
+from shardpass.core.exchange.packing import Packing, message_buffer
 from shardpass.core.exchange.tokens import WalkId
 from shardpass.core.exchange.walk import GradientReturn, fetch_blocks
 from shardpass.core.ranks import Ranks
@@ -294,6 +294,30 @@ def test_packing_keeps_every_tensor_aligned():
         filled = [b for b in ends if b[0] < b[1]]
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(filled)), "one after the other, never overlapping"
     assert Packing([]).num_bytes(4) == 0
+
+
+def test_packing_converts_float32_rows_alone():
+    tensors = [
+        torch.arange(6.0).view(3, 2) / 3,
+        torch.arange(3.0, dtype=torch.float64),
+        torch.tensor([True, False, True]),
+    ]
+    packing, plain = Packing(tensors, torch.bfloat16), Packing(tensors)
+    assert packing.converts and not plain.converts and packing.layout != plain.layout
+    assert packing.dtypes == [torch.bfloat16, torch.float64, torch.bool]
+    assert (packing.num_bytes(2), plain.num_bytes(2)) == (8 + 16 + 2, 16 + 16 + 2)
+    for rows in (None, torch.tensor([2, 0])):
+        wanted = tensors if rows is None else [tensor[rows] for tensor in tensors]
+        buffer = message_buffer(packing.num_bytes(len(wanted[0])), torch.device("cpu"))
+        packing.write(tensors, buffer, rows)
+        found = packing.read(buffer, len(wanted[0]))
+        assert [rows.dtype for rows in found] == [rows.dtype for rows in tensors]
+        assert torch.equal(found[0], wanted[0].bfloat16().float())
+        assert torch.equal(found[1], wanted[1]) and torch.equal(found[2], wanted[2])
+
+
+def test_messages_are_on_the_device_of_the_ranks():
+    assert message_buffer(8, torch.device("meta")).device.type == "meta"
 
 
 def test_tags_differ():
