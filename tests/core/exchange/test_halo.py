@@ -9,11 +9,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from shardpass.backends.recording import RecordingCommunicator
 from shardpass.core.exchange.halo import build_halo_plan, node_set
 from shardpass.core.exchange.transfer import halo_fetch
+from shardpass.core.ranks import Ranks
 from shardpass.core.ranks.options import Options
 from shardpass.core.sharding import NODE
 from shardpass.core.sharding.ownership import Ownership
+from shardpass.errors import InternalError
 from shardpass.testing.graphs import assignments, awkward_graph, shard_in_memory
 from shardpass.testing.run import run
 
@@ -97,6 +100,18 @@ def test_what_a_model_is_told_of_the_rows():
         assert not edges.goes_with(plan.edge_set(8)) and not edges.goes_with(typed.edge_set(7)), "of another graph"
 
     run(work, 2)
+
+
+def test_counts_that_do_not_agree_are_our_defect():
+    class Lying(RecordingCommunicator):
+        def all_gather(self, tensor, label=""):
+            return [counts + 1 for counts in super().all_gather(tensor, label)]
+
+    def work(comm):
+        build_halo_plan(Ranks(Lying(comm)), Ownership((0, 2, 4)), torch.tensor([0]), 2, Options())
+
+    with pytest.raises(InternalError, match=r"rank (0|1) got \d rows to send to rank 0, which needs \d"):
+        run(work, 2)
 
 
 def test_source_ids_outside_are_named():
