@@ -33,6 +33,7 @@ CONFIGURATION, EXPLAINED = ROOT / "benchmarks" / "mutants.toml", ROOT / "benchma
 KILLED = ("killed", "timeout", "segfault")
 BAR = 90
 PYTEST = ["-m", "not long", "-p", "no:cacheprovider", "--hypothesis-seed=0", "--timeout=30"]
+PYTEST += ["--hypothesis-profile=no shrinking"]  # which takes long, and tells nothing here
 ONLY_WORDS = r'^\s*f?"[^"]*"$'
 
 Mutant = dict[str, str]

@@ -7,6 +7,7 @@ finished value, so that backward needs no other edge's message.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -33,7 +34,7 @@ def expand_index(index: Tensor, values: Tensor) -> Tensor:
     return index.view(-1, *[1] * (values.dim() - 1)).expand_as(values)
 
 
-class Reducer:
+class Reducer(ABC):
     """Base class of reducers of one message tensor ``[E, ...]`` to one value ``[num_dst, ...]``.
 
     The value has the trailing shape of the messages, and each tensor of the state has a row per destination. A global
@@ -43,9 +44,9 @@ class Reducer:
     name: str
     is_global = False  # one result for all edges of all ranks, instead of one per destination
 
+    @abstractmethod
     def init(self, num_dst: int, tail: Sequence[int], like: Tensor) -> State:
         """The state of `num_dst` destinations that have seen no message."""
-        raise NotImplementedError
 
     def accumulate(self, state: State, values: Tensor, index: Tensor) -> None:
         """Take `values` ``[E, ...]`` for destination rows `index` ``[E]`` into the state, in place."""
@@ -53,21 +54,21 @@ class Reducer:
         self.fill(part, values, index)
         self.merge(state, part)
 
+    @abstractmethod
     def fill(self, state: State, values: Tensor, index: Tensor) -> None:
         """Like `accumulate`, into a state fresh from `init`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def merge(self, state: State, other: State) -> None:
         """Join `other` into `state`, in place."""
-        raise NotImplementedError
 
+    @abstractmethod
     def value(self, state: State, base: Base) -> Tensor:
         """The reduction, ``[num_dst, ...]``. Destinations without a message hold ``base.value``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def vjp(self, values: Tensor, index: Tensor, state: State, value: Tensor, grad: Tensor, base: Base) -> Tensor:
         """The gradient of `values` ``[E, ...]``, given that of the reduction (rows of `index` in all arguments)."""
-        raise NotImplementedError
 
 
 class Sum(Reducer):

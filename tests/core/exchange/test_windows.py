@@ -14,6 +14,7 @@ from shardpass.core.exchange.walk import GradientReturn, fetch_blocks
 from shardpass.core.exchange.windows import WindowPool, take_window
 from shardpass.core.ranks import Ranks
 from shardpass.core.ranks.options import Options
+from shardpass.core.sharding import PlacedRows
 from shardpass.core.sharding.ownership import Ownership
 from shardpass.errors import CommunicationError, DivergenceError
 from shardpass.testing.run import run
@@ -83,6 +84,34 @@ def test_the_numbers_of_messages_to_the_bit(options, hosts):
         assert all(torch.equal(a, b) for a, b in zip(by_message, shared, strict=True))
 
     run(work, 4)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS)
+def test_rows_may_be_used_where_they_lie(hosts, options):
+    """With `placed`, rows of the same host are a table and places in it, but where they are kept or converted."""
+
+    def work(comm):
+        plan = plan_of(sharing(comm, hosts), **options)
+        seen = 0
+        for call in (1, 2, 3):
+            own = [tensor.contiguous() for tensor in rows_of(comm, call)]
+            every = [rows for _, _, rows in fetch_blocks(plan, own, WalkId(call, 1, "kept"), keep=True)]
+            for position, block, rows in fetch_blocks(plan, own, WalkId(call, 2, "placed"), placed=True):
+                comm.barrier()  # every owner would have written again if it could
+                for kept, found in zip(every[position], rows, strict=True):
+                    if isinstance(found, PlacedRows):
+                        seen += 1
+                        assert hosts[block.owner] == hosts[comm.rank]
+                        found = found.table[found.places.long()]
+                    assert torch.equal(kept, found)
+        return seen
+
+    seen = run(work, 4)
+    if options.get("mode") in ("halo", "keep"):  # whole, or as bfloat16
+        assert sum(seen) == 0
+    elif hosts == HOSTS["one host"]:
+        assert seen[0] and seen[1] and seen[3]
 
 
 def payload(comm, plan):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 
 from shardpass.core.inference.journal import Journal
+from shardpass.errors import RefusedError
 from shardpass.testing import run
 
 
@@ -59,6 +62,39 @@ def test_a_damaged_result_is_computed_again_and_this_is_said(how, tmp_path):
     with pytest.warns(UserWarning, match="rank 1: .*call-0001.safetensors.* computed again"):
         assert run(lambda comm: forward(comm, tmp_path, "a"), 2) == [[1, 2]] * 2
     assert run(lambda comm: forward(comm, tmp_path, "a"), 2) == [[], []]
+
+
+@pytest.mark.parametrize("other", [{"number": 0}, {"fingerprint": "b"}], ids=["call", "inference"])
+def test_a_whole_result_in_the_place_of_another_is_computed_again(other, tmp_path):
+    run(lambda comm: forward(comm, tmp_path / "a", "a"), 2)
+    run(lambda comm: forward(comm, tmp_path / "b", other.get("fingerprint", "a")), 2)
+    entry = "rank-0/call-{:04}.safetensors"
+    shutil.copy(tmp_path / "b" / entry.format(other.get("number", 1)), tmp_path / "a" / entry.format(1))
+    with pytest.warns(
+        UserWarning, match=r"rank 0: .*call-0001.safetensors' is of another call. What it held is comput"
+    ):
+        assert run(lambda comm: forward(comm, tmp_path / "a", "a"), 2) == [[1, 2]] * 2
+
+
+def test_calls_with_several_results_and_calls_that_are_refused_at_first(tmp_path):
+    """A caller that is refused may know another way, which is the same call."""
+
+    def refused():
+        raise RefusedError("not so")
+
+    def work(comm):
+        journal, computed = Journal(tmp_path, comm, "a"), []
+        for call in range(3):
+            if call == 1 and journal.num_known < 3:
+                with pytest.raises(RefusedError, match="not so"):
+                    journal.result("another way", refused)
+            several = tuple(rows(comm.rank, 10 * call + k) for k in range(12))  # in order, not by their names
+            found = journal.result("call", lambda several=several: computed.append(1) or several)
+            assert type(found) is tuple and all(map(torch.equal, found, several)) and len(found) == 12
+        return len(computed)
+
+    assert run(work, 2) == [3, 3]
+    assert run(work, 2) == [0, 0]
 
 
 def test_strangers_in_the_folder_are_left_alone(tmp_path):

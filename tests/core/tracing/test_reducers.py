@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardpass.core.tracing.reducers import REDUCERS, Base, accumulator_dtype, expand_index
+from shardpass.core.tracing.reducers import REDUCERS, Base, accumulator_dtype, expand_index, rescale
 
 NUM_DST = 4
 SCATTER = {"sum": "sum", "max": "amax", "min": "amin", "prod": "prod"}
@@ -188,6 +188,11 @@ def test_half_precision_accumulates_in_float32(name, dtype):
     assert value.dtype == torch.float32
     right = reference(name, values.double(), index)[0]
     torch.testing.assert_close(value[0].double(), right, rtol=1e-5, atol=1e-5)
+
+
+def test_rescaling_to_another_peak():
+    old, new = torch.tensor([-math.inf, -math.inf, 0.0, math.inf]), torch.tensor([-math.inf, 1.0, 1.0, math.inf])
+    torch.testing.assert_close(rescale(old, new), torch.tensor([1.0, 0.0, math.exp(-1), 1.0]))
 
 
 def test_large_offsets_do_not_cancel_in_the_variance():
