@@ -32,7 +32,7 @@ PLACE = ROOT / "build" / "mutants"
 CONFIGURATION, EXPLAINED = ROOT / "benchmarks" / "mutants.toml", ROOT / "benchmarks" / "mutants_explained.toml"
 KILLED = ("killed", "timeout", "segfault")
 BAR = 90
-PYTEST = ["-m", "not long", "-p", "no:cacheprovider", "--hypothesis-seed=0", "--timeout=30"]
+PYTEST = ["-m", "not long", "-p", "no:cacheprovider", "-p", "no:xdist", "--hypothesis-seed=0", "--timeout=30"]
 PYTEST += ["--hypothesis-profile=no shrinking"]  # which takes long, and tells nothing here
 ONLY_WORDS = r'^\s*f?"[^"]*"$'
 
