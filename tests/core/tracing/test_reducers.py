@@ -136,6 +136,13 @@ def test_nan_among_messages_of_which_the_first_wins(op, first):
     assert value[0].isnan() and value[1:].tolist() == [2.0, 3.0, 3.0]
 
 
+def test_one_pair_for_each_message():
+    pairs = torch.tensor([[1.0, 0.0], [2.0, 1.0], [2.0, 2.0]], dtype=torch.float64)
+    state = state_of("first_max", pairs, torch.tensor([0, 0, 0]), [torch.tensor([2]), torch.tensor([0, 1])])
+    value = REDUCERS["first_max"].value(state, Base())
+    assert value.tolist() == [[2.0, 1.0], *[[0.0, math.inf]] * (NUM_DST - 1)]
+
+
 @pytest.mark.parametrize("zeros", [0, 1, 2])
 def test_zeros_in_a_product(zeros):
     values = torch.tensor([2.0, 3.0, -4.0], dtype=torch.float64)
@@ -144,6 +151,7 @@ def test_zeros_in_a_product(zeros):
     leaf.prod().backward()
     index = torch.zeros(3, dtype=torch.int64)
     state = state_of("prod", values.view(-1, 1), index, [torch.tensor([k]) for k in range(3)])
+    assert state[1].dtype == state[2].dtype == torch.int32, "counts are exact"
     value = REDUCERS["prod"].value(state, Base())
     grad = torch.ones(NUM_DST, 1, dtype=torch.float64)
     found = REDUCERS["prod"].vjp(values.view(-1, 1), index, state, value, grad, Base())

@@ -10,6 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from shardpass.core.training.verified_file import digest, read_verified, write_verified
+from shardpass.testing.live_bytes import LiveBytes
 
 TEXT = '{"epoch": 3, "name": "Grüße"}'
 
@@ -42,6 +43,13 @@ def test_what_is_written_comes_back(tmp_path):
     assert os.listdir(tmp_path / "new" / "folder") == ["a"]
     write_verified(tmp_path / "new" / "folder" / "a", {"other": torch.ones(1)})
     assert read_verified(tmp_path / "new" / "folder" / "a") == ("", {"other": torch.ones(1)})
+
+
+def test_a_tensor_is_not_copied_to_be_written(tmp_path):
+    rows = torch.ones(1000)
+    with LiveBytes() as live:
+        write_verified(tmp_path / "a", {"rows": rows, "part": rows[500:]})
+    assert live.peak == 1.5 * rows.nbytes, "only what shares memory is"
 
 
 def test_the_file_is_that_of_earlier_releases(tmp_path):
