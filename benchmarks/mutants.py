@@ -125,7 +125,7 @@ def coverage() -> dict[str, dict[str, Any]]:
     """What the tests of all modules reach: by file, as coverage.py says it."""
     PLACE.mkdir(parents=True, exist_ok=True)
     files = [each["file"] for each in modules().values()]
-    tests = sorted({test for each in modules().values() for test in each["tests"]})
+    tests = sorted({test for each in modules().values() for test in each["tests"] if not test.startswith("-")})
     environment = {**os.environ, "COVERAGE_FILE": str(PLACE / "coverage"), "OMP_NUM_THREADS": "1"}
     tool = [sys.executable, "-m", "coverage"]
     include = "--include=" + ",".join(files)
