@@ -2,7 +2,7 @@
 
     python -m benchmarks.mutants                      # every module of mutants.toml: about two hours on two cores
     python -m benchmarks.mutants journal windows      # these alone
-    python -m benchmarks.mutants --again journal      # only the mutants that were not killed the last time
+    python -m benchmarks.mutants --again journal      # only what was not killed, and changed functions
     python -m benchmarks.mutants --coverage           # only which lines and branches the same tests reach
     python -m benchmarks.mutants --report             # writes benchmarks/reports/ from what was found so far
 
@@ -81,10 +81,21 @@ def judge(name: str, file: str, tests: list[str], again: bool) -> None:
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     (place / "pyproject.toml").write_text(project + "\n[tool.mutmut]\n" + "".join(lines), encoding="utf-8")
     (place / "mutants" / "mutmut-stats.json").unlink(missing_ok=True)  # tests may have changed
-    names = [key for key, status in statuses(name, file).items() if status not in KILLED] if again else []
+    if again:
+        _forget(place / "mutants" / f"{file}.meta", {key for key, how in statuses(name, file).items() if how in KILLED})
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
     mutmut = Path(sys.executable).with_name("mutmut")
-    subprocess.run([mutmut, "run", "--max-children", "1", *names], cwd=place, env=environment, check=True)
+    subprocess.run([mutmut, "run", "--max-children", "1"], cwd=place, env=environment, check=True)
+
+
+def _forget(meta: Path, killed: set[str]) -> None:
+    """Have mutmut judge again what was not killed; by itself it does so with functions that have changed."""
+    if meta.exists():
+        known = json.loads(meta.read_text())
+        known["exit_code_by_key"] = {
+            key: code if key in killed else None for key, code in known["exit_code_by_key"].items()
+        }
+        meta.write_text(json.dumps(known))
 
 
 def statuses(name: str, file: str) -> dict[str, str]:
@@ -170,7 +181,7 @@ def report(results: dict[str, Found], reached: dict[str, dict[str, Any]]) -> str
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="MODULE", help="of mutants.toml; all by default")
-    parser.add_argument("--again", action="store_true", help="only the mutants that were not killed the last time")
+    parser.add_argument("--again", action="store_true", help="only what was not killed the last time")
     parser.add_argument("--coverage", action="store_true", help="only which lines and branches the tests reach")
     parser.add_argument("--report", action="store_true", help="judge nothing, and write what was found so far")
     arguments = parser.parse_args()
