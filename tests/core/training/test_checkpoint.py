@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from shardpass.backends.recording import RecordingCommunicator
+from shardpass.core.ranks import Ranks
 from shardpass.core.training.checkpoint import load_checkpoint, save_checkpoint
 from shardpass.core.training.gradients import note_forward, sync_gradients, sync_parameters
 from shardpass.core.training.verified_file import read_verified, write_verified
@@ -132,6 +135,63 @@ def test_on_another_number_of_ranks_the_random_state_is_derived_reproducibly(tmp
     assert first == second
 
 
+def test_derived_random_numbers_differ_by_rank_and_number_of_ranks(tmp_path, monkeypatch):
+    """Ranks that are threads draw from one generator: what each seeds it with is noted."""
+
+    def seeds(path, ranks):
+        noted = {}
+        with monkeypatch.context() as patch:
+
+            def load(comm):
+                patch.setattr(torch, "manual_seed", lambda seed: noted.__setitem__(threading.get_ident(), seed))
+                load_checkpoint(path, comm, Net())
+                return noted[threading.get_ident()]
+
+            return run(load, ranks)
+
+    for number in (1, 2):
+        torch.manual_seed(number)
+        run(lambda comm: save_checkpoint(tmp_path / str(number), comm, Net()), 2)  # noqa: B023
+    text, tensors = read_verified(tmp_path / "1")
+    tensors["random/cpu@1"] = tensors["random/cpu@1"].flip(0)
+    write_verified(tmp_path / "other rank", tensors, text)
+    three = seeds(tmp_path / "1", 3)
+    assert len({*three}) == 3 and seeds(tmp_path / "1", 3) == three == seeds(tmp_path / "other rank", 3)
+    assert len({*three, *seeds(tmp_path / "2", 3), *seeds(tmp_path / "1", 1), *seeds(tmp_path / "1", 4)}) == 11
+
+
+def test_a_random_state_that_torch_refuses_is_told(tmp_path):
+    run(lambda comm: save_checkpoint(tmp_path / "a", comm, Net()), 2)
+    text, tensors = read_verified(tmp_path / "a")
+    tensors |= {f"random/cpu@{rank}": torch.zeros(3, dtype=torch.uint8) for rank in range(2)}
+    write_verified(tmp_path / "a", tensors, text)
+
+    def body(comm):
+        with pytest.raises(CheckpointError, match=r"the random state could not be restored: .*\(found on rank 0\)"):
+            load_checkpoint(tmp_path / "a", comm, Net())
+
+    run(body, 2)
+
+
+def test_what_ranks_exchange_says_so(tmp_path):
+    """The words by which an error names the collective that a rank is missing from."""
+
+    def body(inner):
+        comm = Ranks(RecordingCommunicator(inner))
+        model, optimizer = table_step(comm, 1)
+        del comm.inner.messages[:]
+        save_checkpoint(tmp_path / "a", comm, model, optimizer, graph=PARTITION)
+        saving = {message.label for message in comm.inner.messages}
+        del comm.inner.messages[:]
+        load_checkpoint(tmp_path / "a", comm, model, optimizer, graph=PARTITION)
+        return saving, {message.label for message in comm.inner.messages}
+
+    state = {f"checkpoint optimizer/state/0/{name}" for name in ("exp_avg", "exp_avg_sq")}
+    saving = {"checkpoint verdict", "checkpoint parameters", "checkpoint random states", "checkpoint random/cpu"}
+    loading = {"checkpoint verdict", "checkpoint manifest", "checkpoint rows", "load_checkpoint"}
+    assert run(body, 2) == [({*saving, *state, "checkpoint model/table"}, loading)] * 2
+
+
 class Partition:
     fingerprint, partition_fingerprint = "of a graph", "of a partition"
 
@@ -165,6 +225,9 @@ def test_rows_owned_by_ranks_are_kept_per_rank(tmp_path):
             load_checkpoint(tmp_path / "a", comm, other, other_optimizer)
         load_checkpoint(tmp_path / "a", comm, other, other_optimizer, graph=PARTITION)
         assert torch.equal(other.table, model.table)
+        alone = Table(comm.rank + 1, 9)
+        assert load_checkpoint(tmp_path / "a", comm, alone, graph=PARTITION)["random"] == "restored"
+        assert torch.equal(alone.table, model.table)
         left, right = optimizer.state[model.table], other_optimizer.state[other.table]
         return all(torch.equal(left[key], right[key]) for key in ("step", "exp_avg", "exp_avg_sq"))
 
