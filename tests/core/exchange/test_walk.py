@@ -198,6 +198,7 @@ def test_bytes_on_the_wire(options):
         received_from = {m.peer for m in comm.inner.messages if m.kind == "recv"}
         assert received_from == {b.owner for b in plan.blocks[1:] if b.num_rows}
         assert all(m.num_bytes for m in comm.inner.messages)
+        assert {m.label for m in comm.inner.messages} <= {f"test, round {k}" for k in range(len(plan.schedule.rounds))}
 
         for wire, width in ((None, 12), (torch.bfloat16, 6)):
             plan = plan_of(comm, **options, wire_dtype=wire)
@@ -208,6 +209,8 @@ def test_bytes_on_the_wire(options):
                 back.buffers(position)[0].fill_(1 / 3)
                 back.send(position)
             back.finish()
+            rounds = {f"back, round {k}" for k in range(len(plan.schedule.rounds))}
+            assert {m.label for m in comm.inner.messages} <= rounds
             sizes = {kind: sum(m.num_bytes for m in comm.inner.messages if m.kind == kind) for kind in ("send", "recv")}
             assert sizes["send"] == width * plan.num_halo
             assert sizes["recv"] == width * sum(map(len, plan.send_rows))

@@ -133,6 +133,15 @@ def test_tokens_instead_of_rows():
         owners = sum(block.num_rows > 0 for block in plan.blocks[1:])
         assert len(sent) == peers + owners, "one for each pair and direction"
         assert [m.label for m in comm.inner.messages if m.kind == "share"] == ["test"]
+        del comm.inner.messages[:]
+        back = GradientReturn(plan, [torch.zeros(SOURCES.num_own(comm.rank), 100)], WalkId(2, 0, "back"))
+        for position in range(1, len(plan.blocks)):
+            back.buffers(position)
+            back.send(position)
+        back.finish()
+        returned = [m.label for m in comm.inner.messages if m.kind == "send"]
+        assert len(returned) == peers + owners, "none where nothing returns"
+        assert sum(label == f"back, rank {comm.rank} has read" for label in returned) == peers
         assert sum(m.label == f"test, rank {comm.rank} has read" for m in sent) == owners, "what an error would say"
 
     run(work, 4)
@@ -183,7 +192,7 @@ def test_rows_of_other_widths_are_told(back):
         if back:
             returned.finish()
 
-    with pytest.raises(DivergenceError, match=r"rank \d reads rows of other widths"):
+    with pytest.raises(DivergenceError, match=r"rank \d reads rows of other widths or dtypes than rank \d has written"):
         run(work, 4)
 
 
