@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shardpass.backends.recording import RecordingCommunicator
 from shardpass.core.exchange.halo import build_halo_plan, node_set
 from shardpass.core.exchange.transfer import halo_fetch
-from shardpass.core.ranks import Ranks
+from shardpass.core.ranks import Ranks, RowSet
 from shardpass.core.ranks.options import Options
 from shardpass.core.sharding import NODE
 from shardpass.core.sharding.ownership import Ownership
@@ -91,6 +91,7 @@ def test_what_a_model_is_told_of_the_rows():
             node_set(NODE, count),
             node_set(NODE, 4),
         )
+        assert plan.source_set == RowSet("nodes", count, ("nodes", NODE))
         assert (typed.source_set, typed.dst_set) == (node_set("paper", count), node_set("author", 4))
         named = (plan.source_set, plan.dst_set, typed.source_set, typed.dst_set, plan.edge_set(7))
         assert [rows.name for rows in named] == ["nodes", "nodes", "'paper' nodes", "'author' nodes", "edges"]

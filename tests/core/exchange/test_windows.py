@@ -91,9 +91,10 @@ def test_the_numbers_of_messages_to_the_bit(options, hosts):
 def test_rows_may_be_used_where_they_lie(hosts, options):
     """With `placed`, rows of the same host are a table and places in it, but where they are kept or converted."""
 
-    def work(comm):
-        plan = plan_of(sharing(comm, hosts), **options)
-        seen = 0
+    def work(inner):
+        comm = Ranks(RecordingCommunicator(sharing(inner, hosts)))
+        plan, seen = plan_of(comm, **options), 0
+        owners = {b.owner for b in plan.blocks[1:] if b.num_rows and hosts[b.owner] == hosts[comm.rank]}
         for call in (1, 2, 3):
             own = [tensor.contiguous() for tensor in rows_of(comm, call)]
             every = [rows for _, _, rows in fetch_blocks(plan, own, WalkId(call, 1, "kept"), keep=True)]
@@ -105,6 +106,8 @@ def test_rows_may_be_used_where_they_lie(hosts, options):
                         assert hosts[block.owner] == hosts[comm.rank]
                         found = found.table[found.places.long()]
                     assert torch.equal(kept, found)
+        told = [m.peer for m in comm.inner.messages if m.kind == "send" and m.label.endswith("has read")]
+        assert sorted(told) == sorted([*owners] * 6), "one for each walk and owner, when all is read"
         return seen
 
     seen = run(work, 4)

@@ -271,6 +271,51 @@ def test_a_rank_without_the_table_is_told_on_all(tmp_path):
     run(body, 2)
 
 
+def test_a_table_of_the_model_is_none_of_the_checkpoint(tmp_path):
+    """It was an ordinary parameter with as many rows as the ranks have together."""
+
+    def body(comm):
+        model = Table(3, 0)
+        model.table.shardpass_local = False
+        save_checkpoint(tmp_path / "a", comm, model, graph=PARTITION)
+        words = r"'table' is float32 \[3, 2\] in the checkpoint, float32 \[1, 2\] in the model \(found on rank 0\)"
+        with pytest.raises(CheckpointError, match=words):
+            load_checkpoint(tmp_path / "a", comm, Table(comm.rank + 1, 0), graph=PARTITION)
+
+    run(body, 2)
+
+
+class Extra(nn.Linear):
+    """A module whose state is more than tensors."""
+
+    def __init__(self, value):
+        super().__init__(1, 1)
+        nn.init.ones_(self.weight), nn.init.ones_(self.bias)
+        self.value = value
+
+    def get_extra_state(self):
+        return self.value
+
+    def set_extra_state(self, state):
+        self.value = state
+
+
+def test_state_that_is_no_tensor(tmp_path):
+    def body(comm):
+        save_checkpoint(tmp_path / "a", comm, Extra({"seen": 3}))
+        save_checkpoint(tmp_path / "b", comm, Extra(torch.ones(2)))
+        model = Extra({"seen": 0})
+        load_checkpoint(tmp_path / "a", comm, model)
+        assert model.value == {"seen": 3}
+        words = r"'_extra_state' is {} in the checkpoint, {} in the model"
+        with pytest.raises(CheckpointError, match=words.format("no tensor", r"float32 \[2\]")):
+            load_checkpoint(tmp_path / "a", comm, Extra(torch.ones(2)))
+        with pytest.raises(CheckpointError, match=words.format(r"float32 \[2\]", "no tensor")):
+            load_checkpoint(tmp_path / "b", comm, model)
+
+    run(body, 2)
+
+
 def test_modules_are_told_the_version_of_what_they_load(tmp_path):
     class Versioned(Net):
         _version = 7
