@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
+from threading import get_ident
 
 import pytest
 import torch
 
 from shardpass.backends.recording import RecordingCommunicator
+from shardpass.core.exchange import walk
 from shardpass.core.exchange.halo import build_halo_plan
 from shardpass.core.exchange.packing import Packing, message_buffer
 from shardpass.core.exchange.tokens import WalkId
@@ -219,6 +222,28 @@ def test_bytes_on_the_wire(options):
             torch.testing.assert_close(into, (counts * third).view(-1, 1).expand_as(into), rtol=1e-6, atol=0)
 
     run(work, 4)
+
+
+def test_a_profile_names_the_rounds(monkeypatch):
+    names = [[] for _ in range(4)]
+    monkeypatch.setattr(walk, "record_function", lambda name: names[ranks[get_ident()]].append(name) or nullcontext())
+    ranks = {}
+
+    def work(comm):
+        ranks[get_ident()] = comm.rank
+        plan = plan_of(comm)
+        list(fetch_blocks(plan, own(comm, tables()), WalkId(1, 0, "there")))
+        back = GradientReturn(plan, [torch.zeros(SOURCES.num_own(comm.rank), 3)], WalkId(1, 1, "back"))
+        for position in range(1, len(plan.blocks)):
+            back.buffers(position)
+            back.send(position)
+        back.finish()
+
+    run(work, 4)
+    blocks = [f"{what} block {k} (there)" for k in (1, 2, 3) for what in ("wait for", "compute")]
+    sends = [f"send in round {k} (there)" for k in range(3)]
+    backs = [f"wait for gradients of round {k} (back)" for k in range(3)]
+    assert all(sorted(found) == sorted([*sends, "compute own block (there)", *blocks, *backs]) for found in names)
 
 
 def test_no_tensors_no_messages():

@@ -173,6 +173,17 @@ def test_a_random_state_that_torch_refuses_is_told(tmp_path):
     run(body, 2)
 
 
+def test_only_the_first_rank_reaches_the_file(tmp_path):
+    (tmp_path / "a file").touch()
+
+    def body(comm):
+        path = tmp_path / "a file" / "a" if comm.rank else tmp_path / "a"
+        save_checkpoint(path, comm, Net(), epoch=4)
+        return load_checkpoint(path, comm, Net())["epoch"]
+
+    assert run(body, 3) == [4, 4, 4]
+
+
 def test_what_ranks_exchange_says_so(tmp_path):
     """The words by which an error names the collective that a rank is missing from."""
 
@@ -452,11 +463,11 @@ def test_another_file_of_shardpass_is_no_checkpoint(tmp_path):
         ),
         (lambda: nn.Linear(1, 1), None, r"'weight' is missing in the checkpoint, float32 \[1, 1\] in the model"),
         (nn.Identity, None, r"'tied' is float64 \[4, 4\] in the checkpoint, missing in the model"),
-        (Net, OPTIMIZERS["sgd"], "holds the state of AdamW, not of SGD"),
+        (Net, OPTIMIZERS["sgd"], r"^the checkpoint '.*a' holds the state of AdamW, not of SGD"),
         (
             Net,
             lambda p: OPTIMIZERS["adam"](list(p)[:2]),
-            "does not fit the optimizer: its parameter groups were .* they are",
+            r"^the checkpoint '.*a' does not fit the optimizer: its parameter groups were .* they are",
         ),
         (Net, lambda p: OPTIMIZERS["adam"](list(p)[::-1]), "build it over the same parameters in the same order"),
         (
@@ -473,7 +484,12 @@ def test_what_does_not_fit_is_refused(tmp_path, make, optimizer, text):
 
 def test_a_checkpoint_without_optimizer_state_says_so(tmp_path):
     run(lambda comm: save_checkpoint(tmp_path / "a", comm, Net()), 2)
-    refused(tmp_path / "a", "holds no optimizer state: load it without an optimizer", Net, OPTIMIZERS["adam"])
+    refused(
+        tmp_path / "a",
+        r"^the checkpoint '.*a' holds no optimizer state: load it without an optimizer",
+        Net,
+        OPTIMIZERS["adam"],
+    )
 
 
 def test_only_the_same_graph_and_partition_fit(tmp_path):
@@ -482,7 +498,11 @@ def test_only_the_same_graph_and_partition_fit(tmp_path):
     assert run(lambda comm: load_checkpoint(tmp_path / "a", comm, Net(), graph=graph)["epoch"], 3) == [0, 0, 0]
     assert run(lambda comm: load_checkpoint(tmp_path / "a", comm, Net())["epoch"], 1) == [0]
     other = SimpleNamespace(fingerprint="g2", partition_fingerprint="p1")
-    refused(tmp_path / "a", "was written for another graph: g1, this is g2", graph=other)
+    refused(
+        tmp_path / "a",
+        r"^the checkpoint '.*a' was written for another graph: g1, this is g2. Load it with the store",
+        graph=other,
+    )
     other = SimpleNamespace(fingerprint="g1", partition_fingerprint="p2")
     refused(tmp_path / "a", "was written for another partition: p1, this is p2", graph=other)
 
