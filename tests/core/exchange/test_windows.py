@@ -136,12 +136,16 @@ def test_tokens_instead_of_rows():
         owners = sum(block.num_rows > 0 for block in plan.blocks[1:])
         assert len(sent) == peers + owners, "one for each pair and direction"
         assert [m.label for m in comm.inner.messages if m.kind == "share"] == ["test"]
+        awaited = [m.peer for m in comm.inner.messages if m.kind == "recv" and m.label.endswith("has read")]
+        assert sorted(awaited) == [q for q in range(4) if len(plan.send_rows[q])], "nothing is written while they read"
         del comm.inner.messages[:]
         back = GradientReturn(plan, [torch.zeros(SOURCES.num_own(comm.rank), 100)], WalkId(2, 0, "back"))
         for position in range(1, len(plan.blocks)):
             back.buffers(position)
             back.send(position)
         back.finish()
+        awaited = [m.peer for m in comm.inner.messages if m.kind == "recv" and m.label.endswith("has read")]
+        assert sorted(awaited) == sorted(block.owner for block in plan.blocks[1:] if block.num_rows)
         returned = [m.label for m in comm.inner.messages if m.kind == "send"]
         assert len(returned) == peers + owners, "none where nothing returns"
         assert sum(label == f"back, rank {comm.rank} has read" for label in returned) == peers

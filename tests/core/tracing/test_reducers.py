@@ -9,7 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardpass.core.tracing.reducers import REDUCERS, Base, accumulator_dtype, expand_index, rescale
+from shardpass.core.tracing.reducers import (
+    REDUCERS,
+    Base,
+    Extremum,
+    FirstExtremum,
+    accumulator_dtype,
+    expand_index,
+    rescale,
+)
 
 NUM_DST = 4
 SCATTER = {"sum": "sum", "max": "amax", "min": "amin", "prod": "prod"}
@@ -141,6 +149,18 @@ def test_one_pair_for_each_message():
     state = state_of("first_max", pairs, torch.tensor([0, 0, 0]), [torch.tensor([2]), torch.tensor([0, 1])])
     value = REDUCERS["first_max"].value(state, Base())
     assert value.tolist() == [[2.0, 1.0], *[[0.0, math.inf]] * (NUM_DST - 1)]
+
+
+@pytest.mark.parametrize("reducer", [Extremum("max"), Extremum("min"), FirstExtremum("max"), FirstExtremum("min")])
+def test_extrema_by_name(reducer):
+    known = REDUCERS[reducer.name]
+    pairs = torch.tensor([[3.0, 0.0], [5.0, 1.0], [5.0, 2.0]])
+    values, index = pairs if reducer.name.startswith("first") else pairs[:, :1], torch.tensor([0, 0, 1])
+    states = [one.init(2, values.shape[1:], values) for one in (reducer, known, Extremum(known.name[-3:]))]
+    reducer.fill(states[0], values, index)
+    known.fill(states[1], values, index)
+    assert type(known) is type(reducer) and all(map(torch.equal, states[0], states[1]))
+    assert states[2][1].dtype == torch.int32, "counts of ties are exact"
 
 
 @pytest.mark.parametrize("zeros", [0, 1, 2])

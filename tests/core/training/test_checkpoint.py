@@ -271,6 +271,43 @@ def test_rows_owned_by_ranks_load_on_any_number_of_ranks(tmp_path, ranks):
     run(of_another_length, ranks)
 
 
+class Alike(Table):
+    """A table under two names, and ordinary parameters that look like it."""
+
+    def __init__(self, num_rows, value):
+        super().__init__(num_rows, value)
+        self.tied = self.table
+        self.shared, self.table2 = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.full((2, 2), 3.0))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_looks_like_a_table_is_none(ranks, tmp_path):
+    def save(comm):
+        model = Alike(2, comm.rank)
+        optimizer = torch.optim.Adam(model.parameters())
+        (model.table.sum() * (comm.rank + 1) + model.shared.sum() + model.table2.sum()).backward()
+        sync_gradients(model, comm)
+        optimizer.step()
+        save_checkpoint(tmp_path / "a", comm, model, optimizer, graph=PARTITION)
+        save_checkpoint(tmp_path / "b", comm, model, graph=PARTITION)
+        return [*model.state_dict().values()], [optimizer.state[p]["exp_avg"] for p in model.parameters()]
+
+    def load(comm):
+        model = Alike(4 // comm.size, 9)
+        optimizer = torch.optim.Adam(model.parameters())
+        alone = Alike(4 // comm.size, 9)
+        load_checkpoint(tmp_path / "a", comm, model, optimizer, graph=PARTITION)
+        load_checkpoint(tmp_path / "b", comm, alone, graph=PARTITION)
+        assert all(map(torch.equal, model.state_dict().values(), alone.state_dict().values()))
+        return [*model.state_dict().values()], [optimizer.state[p]["exp_avg"] for p in model.parameters()]
+
+    names = [[*Alike(2, 0).state_dict()], [name for name, _ in Alike(2, 0).named_parameters()]]
+    for kind, saved, found in zip(names, zip(*run(save, 2)), zip(*run(load, ranks))):
+        for name, *tensors in zip(kind, zip(*saved), zip(*found)):
+            before, after = (torch.cat(parts) if name in ("table", "tied") else parts[-1] for parts in tensors)
+            assert torch.equal(before, after), name
+
+
 def test_a_rank_without_the_table_is_told_on_all(tmp_path):
     run(lambda comm: save_checkpoint(tmp_path / "a", comm, table_step(comm, 1)[0], graph=PARTITION), 2)
 
