@@ -1,6 +1,6 @@
 """Every option and optimisation, on and off: the numbers of the whole graph, and the same bits in two runs.
 
-A row says how everything is switched. The rows of the default tests hold every pair of settings at least once.
+A row says how everything is switched. The rows hold every pair of settings at least once. A third of them runs by default.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OPTIONS = {
     "backward": ("auto", "push", "pull"),
     "prefetch": (1, 0, 3),
     "block_rows": (None, 3),
-    "chunk_bytes": (1 << 20, 700),
+    "chunk_bytes": (1 << 20, 2000),
     "wire_dtype": (None, torch.bfloat16),  # of float32 rows: float64 stays as it is
     "cache_constant_inputs": (True, False),
     "fuse_attention": (True, False),
@@ -121,6 +121,11 @@ ROWS = covering_pairs(SWITCHES)
 FIRST = {name: settings[0] for name, settings in SWITCHES.items()}
 
 
+def one_in(count):
+    """All rows, of which one in `count` runs by default."""
+    return [pytest.param(row, marks=pytest.mark.long if i % count else []) for i, row in enumerate(ROWS)]
+
+
 def named(row):
     """What differs from the defaults."""
     return f"{row['model']}: " + " ".join(
@@ -176,7 +181,7 @@ def evaluated(monkeypatch, tmp_path):
     return of
 
 
-@pytest.mark.parametrize("row", ROWS, ids=named)
+@pytest.mark.parametrize("row", one_in(3), ids=named)
 def test_every_pair_of_settings_gives_the_numbers_of_the_whole_graph(row, evaluated):
     assert_same(*evaluated(row), named(row))
 
@@ -249,11 +254,7 @@ def test_batches_do_not_depend_on_how_they_are_made(name, ranks, monkeypatch):
                 assert torch.equal(value, theirs[key]) if isinstance(value, Tensor) else value == theirs[key], key
 
 
-@pytest.mark.parametrize(
-    "row",
-    [row if i % 8 == 0 else pytest.param(row, marks=pytest.mark.long) for i, row in enumerate(ROWS)],
-    ids=lambda row: named(row),
-)
+@pytest.mark.parametrize("row", one_in(8), ids=named)
 def test_an_inference_is_the_whole_graph_in_every_row(row, tmp_path):
     torch.manual_seed(0)
     model = MODELS[row["model"]]().double().eval()
@@ -308,17 +309,15 @@ def same_bits(first, second):
     )
 
 
+BY_DEFAULT = {("attention", 1, "threads"), ("sums", 3, "threads")}
+RUNS = [
+    pytest.param(*each, marks=[] if each in BY_DEFAULT else [pytest.mark.long, pytest.mark.processes])
+    for each in itertools.product(MODELS, (1, 3), ("threads", "processes"))
+]
+
+
 @pytest.mark.parametrize("threads", [2, pytest.param(1, marks=pytest.mark.long)])
-@pytest.mark.parametrize(
-    ("ranks", "backend"),
-    [
-        (1, "threads"),
-        (3, "threads"),
-        pytest.param(1, "processes", marks=[pytest.mark.long, pytest.mark.processes]),
-        pytest.param(3, "processes", marks=[pytest.mark.long, pytest.mark.processes]),
-    ],
-)
-@pytest.mark.parametrize("model", ["sums", "attention", pytest.param("user's", marks=pytest.mark.long)])
+@pytest.mark.parametrize(("model", "ranks", "backend"), RUNS)
 def test_two_runs_of_one_command_have_the_same_bits(model, ranks, backend, threads):
     first, second = (run(trained, ranks, backend, args=(model, threads)) for _ in range(2))
     assert same_bits(first, second)
