@@ -1,6 +1,6 @@
 """Every option and optimisation, on and off: the numbers of the whole graph, and the same bits in two runs.
 
-A row says how everything is switched. The rows hold every pair of settings at least once. A third of them runs by default.
+A row says how everything is switched. The rows hold every pair of settings; a third runs by default.
 """
 
 from __future__ import annotations
