@@ -143,7 +143,7 @@ def coverage() -> dict[str, dict[str, Any]]:
     run = [*tool, "run", "--branch", include, "-m", "pytest", "-q", *PYTEST, *tests]
     subprocess.run(run, cwd=ROOT, env=environment, check=True)
     subprocess.run([*tool, "report", "--show-missing"], cwd=ROOT, env=environment, check=True)
-    written = PLACE / "coverage.json"
+    written = PLACE / "covered.json"
     subprocess.run([*tool, "json", "-q", "-o", written], cwd=ROOT, env=environment, check=True)
     return {file: each["summary"] for file, each in json.loads(written.read_text())["files"].items()}
 
