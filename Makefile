@@ -1,4 +1,5 @@
-# make demo | test | test-long | bench | faults | docs | clean. The first call sets up .venv; later ones are quick.
+# make demo | test | test-long | bench | faults | mutants | coverage | docs | clean. The first call sets up .venv; later
+# ones are quick.
 # Another interpreter: make PYTHON=python3.12 ...
 
 # Each candidate is run, not only looked up: a version manager's shim may stand for a Python that is not there.
@@ -8,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help setup demo test lint docs test-long bench faults clean
+.PHONY: help setup demo test lint docs test-long bench faults mutants coverage clean
 .DEFAULT_GOAL := help
 
 help:
@@ -17,6 +18,8 @@ help:
 	@echo "make test-long  the tests that take minutes each"
 	@echo "make bench      memory benchmark; writes benchmarks/reports/"
 	@echo "make faults     faults injected into running jobs, 200 on Linux; writes benchmarks/reports/"
+	@echo "make mutants    small defects put into the code, about 2,600: do the tests notice? About two hours; a report"
+	@echo "make coverage   which lines and branches of the same modules the same tests reach"
 	@echo "make clean      remove .venv and everything made"
 
 setup: $(VENV)/.installed
@@ -64,6 +67,18 @@ bench: setup
 
 faults: setup
 	$(BIN)/python -m benchmarks.faults
+
+# mutmut and coverage are installed for these two alone. `make mutants MODULES="journal halo"` judges some modules.
+$(VENV)/.mutants: $(VENV)/.installed
+	@echo "installing mutmut and coverage"
+	@$(PIP) --editable '.[mutants]'
+	@touch $@
+
+mutants: $(VENV)/.mutants
+	$(BIN)/python -m benchmarks.mutants $(MODULES)
+
+coverage: $(VENV)/.mutants
+	$(BIN)/python -m benchmarks.mutants --coverage
 
 clean:
 	rm -rf $(VENV) build dist site out demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

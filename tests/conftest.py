@@ -5,11 +5,15 @@ import threading
 
 import pytest
 import torch
+from hypothesis import Phase, settings
 
 from shardpass.core.kernels import gpu
 
 if not torch.cuda.is_available():  # read when triton is imported, which nothing before has done
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+settings.register_profile("no shrinking", phases=[Phase.explicit, Phase.reuse, Phase.generate])  # for `make mutants`
 
 
 @pytest.fixture(autouse=True, scope="session")

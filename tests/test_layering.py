@@ -47,7 +47,7 @@ ROOMS: dict[str, str] = {
     "exchange": "ranks sharding",
     "tracing": "ranks following sharding",
     "kernels": "ranks sharding tracing",
-    "memory": "ranks tracing",
+    "memory": "ranks following tracing",
     "graphs": "ranks following sharding exchange",
     "aggregation": "ranks sharding training exchange tracing kernels",
     "sampling": "ranks sharding exchange kernels graphs",

@@ -68,3 +68,21 @@ def test_edge_weights_of_layers_that_are_done_are_not_in_memory(tmp_path):
 def _vectors():
     found = [t for t in gc.get_objects() if type(t) is torch.Tensor]
     return [t for t in found if t.dim() == 1 and t.is_floating_point()]
+
+
+def test_what_is_written_is_not_taken_for_rows(tmp_path):
+    """A weight for each edge is saved as bytes, while the check follows the rows of the model."""
+    whole = awkward_graph()
+    owners = assignments(whole.num_nodes, 2, whole.edge_index)["random"]
+
+    def work(comm):
+        graph = shard_in_memory(whole, owners, comm)
+        model = sp.pyg.wrap(models.GCN(graph.x.size(1), 8, 2, 3).double(), comm)
+        weight = graph.edge_weight.clone().requires_grad_()
+        scale = (graph.x.sum(1) * 2).requires_grad_()
+        with sp.offload(tmp_path, min_bytes=1):
+            out = model(graph.x * scale.tanh().view(-1, 1), graph, weight.exp())
+        out.sum().backward()
+        return weight.grad
+
+    assert all(grad.abs().sum() > 0 for grad in run(work, 2))

@@ -121,16 +121,16 @@ def build_halo_plan(
     needed = torch.unique(src_ids[remote])
     src_rows = torch.where(remote, own + torch.searchsorted(needed, src_ids), src_ids - sources.offsets[rank])
 
-    bounds = torch.tensor(sources.offsets, dtype=needed.dtype, device=needed.device)
-    cuts = torch.searchsorted(needed, bounds).tolist()
+    cuts = torch.searchsorted(needed, needed.new_tensor(sources.offsets)).tolist()
     wanted = [(needed[cuts[q] : cuts[q + 1]] - sources.offsets[q]).to(comm.device) for q in range(size)]
     send_rows = tuple(comm.all_to_all(wanted, label="halo plan: needed rows"))
     counts = [
         row.tolist() for row in comm.all_gather(wanted[0].new_tensor([w.numel() for w in wanted]), label="halo plan")
     ]
     for peer in range(size):
-        if send_rows[peer].numel() != counts[peer][rank]:
-            raise InternalError(f"rank {rank} got {send_rows[peer].numel()} rows to send to {peer}, not {counts[peer]}")
+        found, expected = send_rows[peer].numel(), counts[peer][rank]
+        if found != expected:
+            raise InternalError(f"rank {rank} got {found} rows to send to rank {peer}, which needs {expected}")
 
     schedule = Schedule.ring(counts, options.block_rows)
     return HaloPlan.over(comm, options, schedule, own, num_dst, send_rows), src_rows

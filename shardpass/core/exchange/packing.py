@@ -66,10 +66,10 @@ class Packing:
         """Write rows of `tensors` into `buffer` as they travel: those at `rows`, or all of them.
 
         Args:
-            tensors: ``[num_rows, ...]`` each, in the dtypes in which they are computed.
+            tensors: at least one, ``[num_rows, ...]`` each, in the dtypes in which they are computed.
             rows: ``[count]``, int64.
         """
-        num_rows = rows.numel() if rows is not None else tensors[0].size(0) if tensors else 0
+        num_rows = tensors[0].size(0) if rows is None else rows.numel()
         for tensor, view in zip(tensors, self.views(buffer, num_rows)):
             if rows is None:
                 view.copy_(tensor)

@@ -79,8 +79,7 @@ class Tokens:
 
     def _done(self, owner: int, reader: int) -> None:
         plan, walk, tells = self._plan, self._walk, reader == self._plan.comm.rank
-        # one at a time between a pair, and numbers beyond those of the rounds: the same two ranks may swap roles
-        tag = walk.tag(self._last + (reader - owner) % plan.comm.size)
+        tag = walk.tag(self._last)  # a number beyond those of the rounds: one at a time goes from a reader to an owner
         label = f"{walk.label}, rank {reader} has read"
         handle = plan.comm.exchange(
             self.token() if tells else None, owner, None if tells else self.empty(), reader, tag, label

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardpass.core.following import unfollowed_anywhere
 from shardpass.core.memory.kept import Kept
 from shardpass.core.memory.scratch_file import Range, ScratchFile
 from shardpass.core.ranks import torch_private
@@ -116,7 +117,8 @@ class _SavedTensors:
         stored = None if known is None or storage is None or storage.expired() else known()
         if stored is None:
             file = None if self._gpu_to_memory and _is_on_gpu(tensor) else self._file
-            stored = _Stored(file, tensor, place=len(self._order))
+            with unfollowed_anywhere():  # bytes are no rows
+                stored = _Stored(file, tensor, place=len(self._order))
             self._order.append(weakref.ref(stored))
             self._known[key] = (torch_private.StorageWeakRef(tensor.untyped_storage()), weakref.ref(stored))
         return stored

@@ -7,7 +7,9 @@ finished value, so that backward needs no other edge's message.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from math import inf
 from typing import NamedTuple
 
 import torch
@@ -33,7 +35,7 @@ def expand_index(index: Tensor, values: Tensor) -> Tensor:
     return index.view(-1, *[1] * (values.dim() - 1)).expand_as(values)
 
 
-class Reducer:
+class Reducer(ABC):
     """Base class of reducers of one message tensor ``[E, ...]`` to one value ``[num_dst, ...]``.
 
     The value has the trailing shape of the messages, and each tensor of the state has a row per destination. A global
@@ -43,9 +45,9 @@ class Reducer:
     name: str
     is_global = False  # one result for all edges of all ranks, instead of one per destination
 
+    @abstractmethod
     def init(self, num_dst: int, tail: Sequence[int], like: Tensor) -> State:
         """The state of `num_dst` destinations that have seen no message."""
-        raise NotImplementedError
 
     def accumulate(self, state: State, values: Tensor, index: Tensor) -> None:
         """Take `values` ``[E, ...]`` for destination rows `index` ``[E]`` into the state, in place."""
@@ -53,21 +55,21 @@ class Reducer:
         self.fill(part, values, index)
         self.merge(state, part)
 
+    @abstractmethod
     def fill(self, state: State, values: Tensor, index: Tensor) -> None:
         """Like `accumulate`, into a state fresh from `init`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def merge(self, state: State, other: State) -> None:
         """Join `other` into `state`, in place."""
-        raise NotImplementedError
 
+    @abstractmethod
     def value(self, state: State, base: Base) -> Tensor:
         """The reduction, ``[num_dst, ...]``. Destinations without a message hold ``base.value``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def vjp(self, values: Tensor, index: Tensor, state: State, value: Tensor, grad: Tensor, base: Base) -> Tensor:
         """The gradient of `values` ``[E, ...]``, given that of the reduction (rows of `index` in all arguments)."""
-        raise NotImplementedError
 
 
 class Sum(Reducer):
@@ -102,7 +104,7 @@ class Extremum(Reducer):
 
     def _worst(self, dtype: torch.dtype) -> float | int:
         if dtype.is_floating_point:
-            return float("-inf") if self.name == "max" else float("inf")
+            return -inf if self.name == "max" else inf
         info = torch.iinfo(dtype)
         return info.min if self.name == "max" else info.max
 
@@ -112,7 +114,7 @@ class Extremum(Reducer):
 
     def fill(self, state: State, values: Tensor, index: Tensor) -> None:
         best, ties = state
-        best.scatter_reduce_(0, expand_index(index, values), values, "a" + self.name, include_self=True)
+        best.scatter_reduce_(0, expand_index(index, values), values, "a" + self.name)
         ties.index_add_(0, index, (values == best.index_select(0, index)).to(ties.dtype))
 
     def merge(self, state: State, other: State) -> None:
@@ -149,19 +151,19 @@ class FirstExtremum(Reducer):
 
     def init(self, num_dst: int, tail: Sequence[int], like: Tensor) -> State:
         best = self._extremum.init(num_dst, tail[:-1], like)[0]
-        return [best, torch.full_like(best, float("inf"))]
+        return [best, torch.full_like(best, inf)]
 
     def fill(self, state: State, values: Tensor, index: Tensor) -> None:
         best, first = state
         values, places = values.unbind(-1)
-        best.scatter_reduce_(0, expand_index(index, values), values, "a" + self._extremum.name, include_self=True)
-        places = places.masked_fill(values != best.index_select(0, index), float("inf"))
-        first.scatter_reduce_(0, expand_index(index, places), places, "amin", include_self=True)
+        best.scatter_reduce_(0, expand_index(index, values), values, "a" + self._extremum.name)
+        places = places.masked_fill(values != best.index_select(0, index), inf)
+        first.scatter_reduce_(0, expand_index(index, places), places, "amin")
 
     def merge(self, state: State, other: State) -> None:
         best, first = state
         new = torch.maximum(best, other[0]) if self._extremum.name == "max" else torch.minimum(best, other[0])
-        lost = float("inf")
+        lost = inf
         mine, theirs = first.masked_fill(best != new, lost), other[1].masked_fill(other[0] != new, lost)
         first.copy_(torch.minimum(mine, theirs))
         best.copy_(new)
@@ -193,7 +195,7 @@ class Prod(Reducer):
         product, zeros, count = state
         is_zero = values == 0
         factors = values.to(product.dtype).masked_fill(is_zero, 1)
-        product.scatter_reduce_(0, expand_index(index, values), factors, "prod", include_self=True)
+        product.scatter_reduce_(0, expand_index(index, values), factors, "prod")
         zeros.index_add_(0, index, is_zero.to(zeros.dtype))
         count.view(-1).index_add_(0, index, count.new_ones(index.numel()))
 

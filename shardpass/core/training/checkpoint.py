@@ -167,7 +167,9 @@ def _passed_on(
         tensor = read[name] if comm.rank == 0 else torch.empty(shape, dtype=getattr(torch, dtype))
         broadcast_tensors([tensor], comm, "load_checkpoint")
         if name in manifest["local"] and not name.startswith("random/"):
-            span = _of_name(name, spans) or Span(0, 0, 0)
+            span = _of_name(name, spans)
+            if span is None:
+                continue  # of an optimizer that is not loaded
             tensor = tensor[span.start : span.stop].clone()
         tensors[name] = tensor
     return tensors

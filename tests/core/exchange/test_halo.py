@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardpass.core.exchange.halo import build_halo_plan
+from shardpass.backends.recording import RecordingCommunicator
+from shardpass.core.exchange.halo import build_halo_plan, node_set
 from shardpass.core.exchange.transfer import halo_fetch
+from shardpass.core.ranks import Ranks, RowSet
 from shardpass.core.ranks.options import Options
+from shardpass.core.sharding import NODE
 from shardpass.core.sharding.ownership import Ownership
+from shardpass.errors import InternalError
 from shardpass.testing.graphs import assignments, awkward_graph, shard_in_memory
 from shardpass.testing.run import run
 
@@ -75,6 +81,38 @@ def test_ranks_without_nodes_or_edges_still_send(kind, ranks):
     assert results[-1][1] == 0 and (results[-1][0] == 0) == (kind == "empty part")
     for _, _, rows, edge_ids in results:
         assert torch.equal(rows, graph.node["x"][graph.edge_index[0, edge_ids]])
+
+
+def test_what_a_model_is_told_of_the_rows():
+    def work(comm):
+        plan, _ = build_halo_plan(comm, Ownership((0, 3, 5)), torch.tensor([0, 4]), 4, Options())
+        typed, count = replace(plan, ends=("paper", "author")), plan.num_own_src
+        assert count == (3, 2)[comm.rank] and (plan.source_set, plan.dst_set) == (
+            node_set(NODE, count),
+            node_set(NODE, 4),
+        )
+        assert plan.source_set == RowSet("nodes", count, ("nodes", NODE))
+        assert (typed.source_set, typed.dst_set) == (node_set("paper", count), node_set("author", 4))
+        named = (plan.source_set, plan.dst_set, typed.source_set, typed.dst_set, plan.edge_set(7))
+        assert [rows.name for rows in named] == ["nodes", "nodes", "'paper' nodes", "'author' nodes", "edges"]
+        assert not node_set("paper", 4).goes_with(node_set("author", 4)) and not node_set(NODE, 4).is_of_edges
+        edges = plan.edge_set(7)
+        assert edges.is_of_edges and edges == plan.edge_set(7) and edges.goes_with(plan.edge_set(7))
+        assert not edges.goes_with(plan.edge_set(8)) and not edges.goes_with(typed.edge_set(7)), "of another graph"
+
+    run(work, 2)
+
+
+def test_counts_that_do_not_agree_are_our_defect():
+    class Lying(RecordingCommunicator):
+        def all_gather(self, tensor, label=""):
+            return [counts + 1 for counts in super().all_gather(tensor, label)]
+
+    def work(comm):
+        build_halo_plan(Ranks(Lying(comm)), Ownership((0, 2, 4)), torch.tensor([0]), 2, Options())
+
+    with pytest.raises(InternalError, match=r"rank (0|1) got \d rows to send to rank 0, which needs \d"):
+        run(work, 2)
 
 
 def test_source_ids_outside_are_named():

@@ -59,6 +59,7 @@ def test_ring(size, block_rows, kind):
         schedule = Schedule.ring(counts, block_rows)
         sent, received = Counter(), Counter()
         for rank in range(size):
+            assert [move.round for move in schedule.transfers(rank)] == list(range(len(schedule.rounds)))
             for move in schedule.transfers(rank):
                 assert move.source != rank and move.to != rank
                 received.update((move.source, rank, row, move.round) for row in range(move.recv_start, move.recv_stop))

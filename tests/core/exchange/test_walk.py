@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
+from threading import get_ident
 
 import pytest
 import torch
 
 from shardpass.backends.recording import RecordingCommunicator
+from shardpass.core.exchange import walk
 from shardpass.core.exchange.halo import build_halo_plan
-from shardpass.core.exchange.packing import Packing
+from shardpass.core.exchange.packing import Packing, message_buffer
 from shardpass.core.exchange.tokens import WalkId
 from shardpass.core.exchange.walk import GradientReturn, fetch_blocks
 from shardpass.core.ranks import Ranks
@@ -198,18 +201,49 @@ def test_bytes_on_the_wire(options):
         received_from = {m.peer for m in comm.inner.messages if m.kind == "recv"}
         assert received_from == {b.owner for b in plan.blocks[1:] if b.num_rows}
         assert all(m.num_bytes for m in comm.inner.messages)
+        assert {m.label for m in comm.inner.messages} <= {f"test, round {k}" for k in range(len(plan.schedule.rounds))}
 
-        del comm.inner.messages[:]
+        for wire, width in ((None, 12), (torch.bfloat16, 6)):
+            plan = plan_of(comm, **options, wire_dtype=wire)
+            del comm.inner.messages[:]
+            into = torch.zeros(SOURCES.num_own(comm.rank), 3)
+            back = GradientReturn(plan, [into], WalkId(1, 1, "back"))
+            for position in range(1, len(plan.blocks)):
+                back.buffers(position)[0].fill_(1 / 3)
+                back.send(position)
+            back.finish()
+            rounds = {f"back, round {k}" for k in range(len(plan.schedule.rounds))}
+            assert {m.label for m in comm.inner.messages} <= rounds
+            sizes = {kind: sum(m.num_bytes for m in comm.inner.messages if m.kind == kind) for kind in ("send", "recv")}
+            assert sizes["send"] == width * plan.num_halo
+            assert sizes["recv"] == width * sum(map(len, plan.send_rows))
+            third = torch.tensor(1 / 3, dtype=wire or torch.float32).float()
+            counts = torch.zeros(len(into)).index_add_(0, torch.cat(plan.send_rows), torch.ones(sizes["recv"] // width))
+            torch.testing.assert_close(into, (counts * third).view(-1, 1).expand_as(into), rtol=1e-6, atol=0)
+
+    run(work, 4)
+
+
+def test_a_profile_names_the_rounds(monkeypatch):
+    names = [[] for _ in range(4)]
+    monkeypatch.setattr(walk, "record_function", lambda name: names[ranks[get_ident()]].append(name) or nullcontext())
+    ranks = {}
+
+    def work(comm):
+        ranks[get_ident()] = comm.rank
+        plan = plan_of(comm)
+        list(fetch_blocks(plan, own(comm, tables()), WalkId(1, 0, "there")))
         back = GradientReturn(plan, [torch.zeros(SOURCES.num_own(comm.rank), 3)], WalkId(1, 1, "back"))
         for position in range(1, len(plan.blocks)):
             back.buffers(position)
             back.send(position)
         back.finish()
-        sizes = {kind: sum(m.num_bytes for m in comm.inner.messages if m.kind == kind) for kind in ("send", "recv")}
-        assert sizes["send"] == 12 * plan.num_halo
-        assert sizes["recv"] == 12 * sum(map(len, plan.send_rows))
 
     run(work, 4)
+    blocks = [f"{what} block {k} (there)" for k in (1, 2, 3) for what in ("wait for", "compute")]
+    sends = [f"send in round {k} (there)" for k in range(3)]
+    backs = [f"wait for gradients of round {k} (back)" for k in range(3)]
+    assert all(sorted(found) == sorted([*sends, "compute own block (there)", *blocks, *backs]) for found in names)
 
 
 def test_no_tensors_no_messages():
@@ -296,9 +330,34 @@ def test_packing_keeps_every_tensor_aligned():
     assert Packing([]).num_bytes(4) == 0
 
 
+def test_packing_converts_float32_rows_alone():
+    tensors = [
+        torch.arange(6.0).view(3, 2) / 3,
+        torch.arange(3.0, dtype=torch.float64),
+        torch.tensor([True, False, True]),
+    ]
+    packing, plain = Packing(tensors, torch.bfloat16), Packing(tensors)
+    assert packing.converts and not plain.converts and packing.layout != plain.layout
+    assert packing.dtypes == [torch.bfloat16, torch.float64, torch.bool]
+    assert (packing.num_bytes(2), plain.num_bytes(2)) == (8 + 16 + 2, 16 + 16 + 2)
+    for rows in (None, torch.tensor([2, 0])):
+        wanted = tensors if rows is None else [tensor[rows] for tensor in tensors]
+        buffer = message_buffer(packing.num_bytes(len(wanted[0])), torch.device("cpu"))
+        packing.write(tensors, buffer, rows)
+        found = packing.read(buffer, len(wanted[0]))
+        assert [rows.dtype for rows in found] == [rows.dtype for rows in tensors]
+        assert torch.equal(found[0], wanted[0].bfloat16().float())
+        assert torch.equal(found[1], wanted[1]) and torch.equal(found[2], wanted[2])
+
+
+def test_messages_are_on_the_device_of_the_ranks():
+    assert message_buffer(8, torch.device("meta")).device.type == "meta"
+
+
 def test_tags_differ():
     tags = {WalkId(c, w, "").tag(r) for c in (0, 1, 4095) for w in (0, 1, 31) for r in (0, 1, (1 << 14) - 1)}
     assert len(tags) == 27 and max(tags) < 2**31 and min(tags) >= 0
+    assert WalkId(4096 + 6, 32 + 3, "").tag(5) == WalkId(6, 3, "").tag(5), "numbers begin anew, and fit"
     with pytest.raises(InternalError, match="round 16384 does not fit a message tag; use larger blocks"):
         WalkId(1, 1, "").tag(1 << 14)
 

@@ -14,6 +14,7 @@ from shardpass.core.exchange.walk import GradientReturn, fetch_blocks
 from shardpass.core.exchange.windows import WindowPool, take_window
 from shardpass.core.ranks import Ranks
 from shardpass.core.ranks.options import Options
+from shardpass.core.sharding import PlacedRows
 from shardpass.core.sharding.ownership import Ownership
 from shardpass.errors import CommunicationError, DivergenceError
 from shardpass.testing.run import run
@@ -66,6 +67,7 @@ def walks(comm, plan, calls, slow=None):
                     buffer += again * (comm.rank + 1)
                 back.send(position)
         back.finish()
+        back.finish()  # nothing is left
         found += [*into, *(part for rows in fetched for part in rows)]
     return found
 
@@ -82,6 +84,37 @@ def test_the_numbers_of_messages_to_the_bit(options, hosts):
         assert all(torch.equal(a, b) for a, b in zip(by_message, shared, strict=True))
 
     run(work, 4)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS)
+def test_rows_may_be_used_where_they_lie(hosts, options):
+    """With `placed`, rows of the same host are a table and places in it, but where they are kept or converted."""
+
+    def work(inner):
+        comm = Ranks(RecordingCommunicator(sharing(inner, hosts)))
+        plan, seen = plan_of(comm, **options), 0
+        owners = {b.owner for b in plan.blocks[1:] if b.num_rows and hosts[b.owner] == hosts[comm.rank]}
+        for call in (1, 2, 3):
+            own = [tensor.contiguous() for tensor in rows_of(comm, call)]
+            every = [rows for _, _, rows in fetch_blocks(plan, own, WalkId(call, 1, "kept"), keep=True)]
+            for position, block, rows in fetch_blocks(plan, own, WalkId(call, 2, "placed"), placed=True):
+                comm.barrier()  # every owner would have written again if it could
+                for kept, found in zip(every[position], rows, strict=True):
+                    if isinstance(found, PlacedRows):
+                        seen += 1
+                        assert hosts[block.owner] == hosts[comm.rank]
+                        found = found.table[found.places.long()]
+                    assert torch.equal(kept, found)
+        told = [m.peer for m in comm.inner.messages if m.kind == "send" and m.label.endswith("has read")]
+        assert sorted(told) == sorted([*owners] * 6), "one for each walk and owner, when all is read"
+        return seen
+
+    seen = run(work, 4)
+    if options.get("mode") in ("halo", "keep"):  # whole, or as bfloat16
+        assert sum(seen) == 0
+    elif hosts == HOSTS["one host"]:
+        assert seen[0] and seen[1] and seen[3]
 
 
 def payload(comm, plan):
@@ -102,8 +135,51 @@ def test_tokens_instead_of_rows():
         peers = sum(len(rows) > 0 for rows in plan.send_rows)
         owners = sum(block.num_rows > 0 for block in plan.blocks[1:])
         assert len(sent) == peers + owners, "one for each pair and direction"
+        assert [m.label for m in comm.inner.messages if m.kind == "share"] == ["test"]
+        awaited = [m.peer for m in comm.inner.messages if m.kind == "recv" and m.label.endswith("has read")]
+        assert sorted(awaited) == [q for q in range(4) if len(plan.send_rows[q])], "nothing is written while they read"
+        del comm.inner.messages[:]
+        back = GradientReturn(plan, [torch.zeros(SOURCES.num_own(comm.rank), 100)], WalkId(2, 0, "back"))
+        for position in range(1, len(plan.blocks)):
+            back.buffers(position)
+            back.send(position)
+        back.finish()
+        awaited = [m.peer for m in comm.inner.messages if m.kind == "recv" and m.label.endswith("has read")]
+        assert sorted(awaited) == sorted(block.owner for block in plan.blocks[1:] if block.num_rows)
+        returned = [m.label for m in comm.inner.messages if m.kind == "send"]
+        assert len(returned) == peers + owners, "none where nothing returns"
+        assert sum(label == f"back, rank {comm.rank} has read" for label in returned) == peers
+        assert sum(m.label == f"test, rank {comm.rank} has read" for m in sent) == owners, "what an error would say"
 
     run(work, 4)
+
+
+@pytest.mark.parametrize("hosts", [*HOSTS.values(), (0, 1, 2, 3)], ids=[*HOSTS, "four hosts"])
+@pytest.mark.parametrize("block_rows", [None, 2])
+def test_which_rows_are_shared(hosts, block_rows):
+    """Those that ranks of the same host need, and no others."""
+
+    def work(inner):
+        comm = Ranks(RecordingCommunicator(sharing(inner, hosts)))
+        plan = plan_of(comm, block_rows=block_rows)
+        labels = ["halo plan: needed rows", "halo plan", "halo plan: shared rows", "halo plan: sizes of shared memory"]
+        assert [m.label for m in comm.inner.messages] == labels
+        return plan
+
+    plans = run(work, 4)
+    if len(set(hosts)) == 4:
+        assert all(plan.shared is None for plan in plans)
+        return
+    for p, plan in enumerate(plans):
+        here = [q for q in range(4) if q != p and hosts[q] == hosts[p]]
+        wanted = {row for q in here for row in plan.send_rows[q].tolist()}
+        assert plan.shared.rows.tolist() == sorted(wanted)
+        assert plan.shared.published == tuple(len(other.shared.rows) for other in plans)
+        for q in range(4):
+            found = plans[q].shared.rows[plan.shared.places[q].long()]
+            assert torch.equal(found, plans[q].send_rows[p] if q in here else found[:0])
+        blocks = [block.num_rows for block in plan.blocks[1:] if block.owner in here]
+        assert plan.shared.returned[p] == max(blocks, default=0)
 
 
 @pytest.mark.parametrize("back", [False, True], ids=["rows", "gradients"])
@@ -123,7 +199,7 @@ def test_rows_of_other_widths_are_told(back):
         if back:
             returned.finish()
 
-    with pytest.raises(DivergenceError, match=r"rank \d reads rows of other widths"):
+    with pytest.raises(DivergenceError, match=r"rank \d reads rows of other widths or dtypes than rank \d has written"):
         run(work, 4)
 
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import pytest
 import torch
 
+from shardpass.backends.recording import RecordingCommunicator
 from shardpass.core.inference.journal import Journal
+from shardpass.core.ranks import Ranks
+from shardpass.errors import RefusedError
 from shardpass.testing import run
 
 
@@ -39,6 +45,8 @@ def test_another_fingerprint_or_number_of_ranks_begins_anew(tmp_path):
     run(lambda comm: forward(comm, tmp_path, "a"), 3)
     assert run(lambda comm: forward(comm, tmp_path, "a"), 2) == [[0, 1, 2]] * 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0", "rank-1"]
+    assert run(lambda comm: forward(comm, tmp_path, "a"), 1) == [[0, 1, 2]]
+    assert [path.name for path in tmp_path.iterdir()] == ["rank-0"]
     assert run(lambda comm: forward(comm, tmp_path, "b"), 2) == [[0, 1, 2]] * 2
     assert run(lambda comm: forward(comm, tmp_path, "b"), 2) == [[], []]
 
@@ -61,11 +69,58 @@ def test_a_damaged_result_is_computed_again_and_this_is_said(how, tmp_path):
     assert run(lambda comm: forward(comm, tmp_path, "a"), 2) == [[], []]
 
 
+@pytest.mark.parametrize("other", [{"number": 0}, {"fingerprint": "b"}], ids=["call", "inference"])
+def test_a_whole_result_in_the_place_of_another_is_computed_again(other, tmp_path):
+    run(lambda comm: forward(comm, tmp_path / "a", "a"), 2)
+    run(lambda comm: forward(comm, tmp_path / "b", other.get("fingerprint", "a")), 2)
+    entry = "rank-0/call-{:04}.safetensors"
+    shutil.copy(tmp_path / "b" / entry.format(other.get("number", 1)), tmp_path / "a" / entry.format(1))
+    with pytest.warns(
+        UserWarning, match=r"rank 0: .*call-0001.safetensors' is of another call. What it held is comput"
+    ):
+        assert run(lambda comm: forward(comm, tmp_path / "a", "a"), 2) == [[1, 2]] * 2
+
+
+def test_what_lies_on_the_disk_and_what_ranks_agree_on(tmp_path):
+    """A journal that another release has begun goes on."""
+
+    def work(inner):
+        comm = Ranks(RecordingCommunicator(inner))
+        Journal(tmp_path, comm, "a").result("call", lambda: rows(comm.rank, 1))
+        return [message.label for message in comm.inner.messages]
+
+    assert run(work, 2) == [["journal: results kept", "journal: calls kept"]] * 2
+    assert sorted(path.name for path in (tmp_path / "rank-1").iterdir()) == ["call-0000.safetensors", "journal.json"]
+    assert json.loads((tmp_path / "rank-1" / "journal.json").read_text()) == {"fingerprint": "a", "ranks": 2}
+
+
+def test_calls_with_several_results_and_calls_that_are_refused_at_first(tmp_path):
+    """A caller that is refused may know another way, which is the same call."""
+
+    def refused():
+        raise RefusedError("not so")
+
+    def work(comm):
+        journal, computed = Journal(tmp_path, comm, "a"), []
+        for call in range(3):
+            if call and journal.num_known < 3:
+                with pytest.raises(RefusedError, match="not so"):
+                    journal.result("another way", refused)
+            several = tuple(rows(comm.rank, 10 * call + k) for k in range(12))  # in order, not by their names
+            found = journal.result("call", lambda several=several: computed.append(1) or several)
+            assert type(found) is tuple and all(map(torch.equal, found, several)) and len(found) == 12
+        return len(computed)
+
+    assert run(work, 2) == [3, 3]
+    assert run(work, 2) == [0, 0]
+
+
 def test_strangers_in_the_folder_are_left_alone(tmp_path):
     for name in ("rank-x", "rank-", "other"):
         (tmp_path / name).mkdir()
+    (tmp_path / "rank-7").write_text("a file")
     run(lambda comm: forward(comm, tmp_path, "a"), 2)
-    assert {path.name for path in tmp_path.iterdir()} == {"rank-x", "rank-", "other", "rank-0", "rank-1"}
+    assert {path.name for path in tmp_path.iterdir()} == {"rank-x", "rank-", "rank-7", "other", "rank-0", "rank-1"}
 
 
 def test_a_folder_that_cannot_be_used_is_said_on_every_rank(tmp_path):
@@ -83,6 +138,7 @@ def test_each_call_is_told_and_a_removed_journal_leaves_nothing(tmp_path):
             journal.result(name, lambda: rows(comm.rank, 1))
         comm.barrier()
         journal.remove()
+        journal.remove()  # nothing is left
 
     run(work, 2)
     assert told == ["first", "second"] and not folder.exists()

@@ -9,7 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardpass.core.tracing.reducers import REDUCERS, Base, accumulator_dtype, expand_index
+from shardpass.core.tracing.reducers import (
+    REDUCERS,
+    Base,
+    Extremum,
+    FirstExtremum,
+    accumulator_dtype,
+    expand_index,
+    rescale,
+)
 
 NUM_DST = 4
 SCATTER = {"sum": "sum", "max": "amax", "min": "amin", "prod": "prod"}
@@ -99,6 +107,64 @@ def test_ties_share_evenly_and_the_base_is_one_more(name):
     assert found.view(-1).tolist() == [6.0, 6.0, 3.0, 3.0, 3.0]  # three messages and the base, all zero
 
 
+@pytest.mark.parametrize("op", ["max", "min"])
+@settings(max_examples=30, deadline=None)
+@given(drawn=messages(), cut=st.integers(0, 14))
+def test_the_whole_gradient_goes_to_the_first_of_tied_messages(op, drawn, cut):
+    values, index, groups = drawn
+    places = torch.arange(len(index), dtype=torch.float64).view(-1, 1).expand_as(values)
+    pairs = torch.stack([values, places], dim=-1)
+    expected = torch.tensor([3.0, math.inf], dtype=torch.float64).expand(NUM_DST, 2, 2).clone()  # the base, no place
+    grad = torch.randn(NUM_DST, 2, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    gradients = torch.zeros_like(pairs)
+    for node in range(NUM_DST):
+        for channel in range(2):
+            edges = (index == node).nonzero().view(-1)
+            if len(edges):
+                own = values[edges, channel]
+                best = own.max() if op == "max" else own.min()
+                first = edges[own == best].min()
+                expected[node, channel] = pairs[first, channel]
+                gradients[first, channel, 0] = grad[node, channel, 0]
+    reducer, state = REDUCERS[f"first_{op}"], state_of(f"first_{op}", pairs, index, groups)
+    value = reducer.value(state, Base(3.0))
+    assert torch.equal(value, expected)
+    parts = (slice(0, cut), slice(cut, None))
+    found = [reducer.vjp(pairs[part], index[part], state, value, grad, Base(3.0)) for part in parts]
+    assert torch.equal(torch.cat(found), gradients)
+
+
+@pytest.mark.parametrize("op", ["max", "min"])
+@pytest.mark.parametrize("first", [True, False])
+def test_nan_among_messages_of_which_the_first_wins(op, first):
+    pairs = torch.tensor([[[math.nan, 0.0]], [[1.0, 1.0]], [[2.0, 2.0]]], dtype=torch.float64)
+    groups = [torch.tensor([0]), torch.tensor([1, 2])]
+    state = state_of(f"first_{op}", pairs, torch.tensor([0, 0, 1]), groups if first else groups[::-1])
+    value = REDUCERS[f"first_{op}"].value(state, Base(3.0))[:, 0, 0]
+    assert value[0].isnan() and value[1:].tolist() == [2.0, 3.0, 3.0]
+
+
+def test_one_pair_for_each_message():
+    pairs = torch.tensor([[1.0, 0.0], [2.0, 1.0], [2.0, 2.0]], dtype=torch.float64)
+    state = state_of("first_max", pairs, torch.tensor([0, 0, 0]), [torch.tensor([2]), torch.tensor([0, 1])])
+    value = REDUCERS["first_max"].value(state, Base())
+    assert value.tolist() == [[2.0, 1.0], *[[0.0, math.inf]] * (NUM_DST - 1)]
+
+
+@pytest.mark.parametrize("kind", [Extremum, FirstExtremum])
+@pytest.mark.parametrize("op", ["max", "min"])
+def test_extrema_by_name(kind, op):
+    reducer = kind(op)
+    known = REDUCERS[reducer.name]
+    pairs = torch.tensor([[3.0, 0.0], [5.0, 1.0], [5.0, 2.0]])
+    values, index = pairs if reducer.name.startswith("first") else pairs[:, :1], torch.tensor([0, 0, 1])
+    states = [one.init(2, values.shape[1:], values) for one in (reducer, known, Extremum(known.name[-3:]))]
+    reducer.fill(states[0], values, index)
+    known.fill(states[1], values, index)
+    assert type(known) is type(reducer) and all(map(torch.equal, states[0], states[1]))
+    assert states[2][1].dtype == torch.int32, "counts of ties are exact"
+
+
 @pytest.mark.parametrize("zeros", [0, 1, 2])
 def test_zeros_in_a_product(zeros):
     values = torch.tensor([2.0, 3.0, -4.0], dtype=torch.float64)
@@ -107,6 +173,7 @@ def test_zeros_in_a_product(zeros):
     leaf.prod().backward()
     index = torch.zeros(3, dtype=torch.int64)
     state = state_of("prod", values.view(-1, 1), index, [torch.tensor([k]) for k in range(3)])
+    assert state[1].dtype == state[2].dtype == torch.int32, "counts are exact"
     value = REDUCERS["prod"].value(state, Base())
     grad = torch.ones(NUM_DST, 1, dtype=torch.float64)
     found = REDUCERS["prod"].vjp(values.view(-1, 1), index, state, value, grad, Base())
@@ -151,6 +218,11 @@ def test_half_precision_accumulates_in_float32(name, dtype):
     assert value.dtype == torch.float32
     right = reference(name, values.double(), index)[0]
     torch.testing.assert_close(value[0].double(), right, rtol=1e-5, atol=1e-5)
+
+
+def test_rescaling_to_another_peak():
+    old, new = torch.tensor([-math.inf, -math.inf, 0.0, math.inf]), torch.tensor([-math.inf, 1.0, 1.0, math.inf])
+    torch.testing.assert_close(rescale(old, new), torch.tensor([1.0, 0.0, math.exp(-1), 1.0]))
 
 
 def test_large_offsets_do_not_cancel_in_the_variance():

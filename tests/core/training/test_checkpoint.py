@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from shardpass.backends.recording import RecordingCommunicator
+from shardpass.core.ranks import Ranks
 from shardpass.core.training.checkpoint import load_checkpoint, save_checkpoint
 from shardpass.core.training.gradients import note_forward, sync_gradients, sync_parameters
 from shardpass.core.training.verified_file import read_verified, write_verified
@@ -90,6 +93,7 @@ def test_extra_comes_back_with_its_types(tmp_path):
     extra = {
         "best": 0.5, "nan": float("inf"), "text": "ä", 3: (1, [True, None, (2.5,)]), "t": torch.arange(3)[::2],
         "half": torch.ones(2, 2).bfloat16().T, "empty": torch.zeros(0, 3), "z": torch.tensor(1), "nested": {"a": {}},
+        "a": {"b": torch.tensor([1.0]), "b+": torch.tensor([2.0])}, "a/b": torch.tensor([3.0]),
     }  # fmt: skip
 
     def body(comm):
@@ -98,11 +102,12 @@ def test_extra_comes_back_with_its_types(tmp_path):
         return load_checkpoint(tmp_path / "a", comm, model)["extra"]
 
     for found in run(body, 2):
-        assert found.keys() == extra.keys() and found[3] == extra[3] and type(found[3]) is tuple
+        assert found.keys() == extra.keys() and {key: float(t) for key, t in found["a"].items()} == {"b": 1, "b+": 2}
+        assert found[3] == extra[3] and type(found[3]) is tuple
         for key, value in extra.items():
             if isinstance(value, torch.Tensor):
                 assert torch.equal(found[key], value) and found[key].dtype == value.dtype
-            else:
+            elif key != "a":
                 assert found[key] == value
 
 
@@ -128,6 +133,74 @@ def test_on_another_number_of_ranks_the_random_state_is_derived_reproducibly(tmp
 
     ((first, second),) = run(body, 1)
     assert first == second
+
+
+def test_derived_random_numbers_differ_by_rank_and_number_of_ranks(tmp_path, monkeypatch):
+    """Ranks that are threads draw from one generator: what each seeds it with is noted."""
+
+    def seeds(path, ranks):
+        noted = {}
+        with monkeypatch.context() as patch:
+
+            def load(comm):
+                patch.setattr(torch, "manual_seed", lambda seed: noted.__setitem__(threading.get_ident(), seed))
+                load_checkpoint(path, comm, Net())
+                return noted[threading.get_ident()]
+
+            return run(load, ranks)
+
+    for number in (1, 2):
+        torch.manual_seed(number)
+        run(lambda comm: save_checkpoint(tmp_path / str(number), comm, Net()), 2)  # noqa: B023
+    text, tensors = read_verified(tmp_path / "1")
+    tensors["random/cpu@1"] = tensors["random/cpu@1"].flip(0)
+    write_verified(tmp_path / "other rank", tensors, text)
+    three = seeds(tmp_path / "1", 3)
+    assert len({*three}) == 3 and seeds(tmp_path / "1", 3) == three == seeds(tmp_path / "other rank", 3)
+    assert len({*three, *seeds(tmp_path / "2", 3), *seeds(tmp_path / "1", 1), *seeds(tmp_path / "1", 4)}) == 11
+
+
+def test_a_random_state_that_torch_refuses_is_told(tmp_path):
+    run(lambda comm: save_checkpoint(tmp_path / "a", comm, Net()), 2)
+    text, tensors = read_verified(tmp_path / "a")
+    tensors |= {f"random/cpu@{rank}": torch.zeros(3, dtype=torch.uint8) for rank in range(2)}
+    write_verified(tmp_path / "a", tensors, text)
+
+    def body(comm):
+        with pytest.raises(CheckpointError, match=r"the random state could not be restored: .*\(found on rank 0\)"):
+            load_checkpoint(tmp_path / "a", comm, Net())
+
+    run(body, 2)
+
+
+def test_only_the_first_rank_reaches_the_file(tmp_path):
+    (tmp_path / "a file").touch()
+
+    def body(comm):
+        path = tmp_path / "a file" / "a" if comm.rank else tmp_path / "a"
+        save_checkpoint(path, comm, Net(), epoch=4)
+        return load_checkpoint(path, comm, Net())["epoch"]
+
+    assert run(body, 3) == [4, 4, 4]
+
+
+def test_what_ranks_exchange_says_so(tmp_path):
+    """The words by which an error names the collective that a rank is missing from."""
+
+    def body(inner):
+        comm = Ranks(RecordingCommunicator(inner))
+        model, optimizer = table_step(comm, 1)
+        del comm.inner.messages[:]
+        save_checkpoint(tmp_path / "a", comm, model, optimizer, graph=PARTITION)
+        saving = {message.label for message in comm.inner.messages}
+        del comm.inner.messages[:]
+        load_checkpoint(tmp_path / "a", comm, model, optimizer, graph=PARTITION)
+        return saving, {message.label for message in comm.inner.messages}
+
+    state = {f"checkpoint optimizer/state/0/{name}" for name in ("exp_avg", "exp_avg_sq")}
+    saving = {"checkpoint verdict", "checkpoint parameters", "checkpoint random states", "checkpoint random/cpu"}
+    loading = {"checkpoint verdict", "checkpoint manifest", "checkpoint rows", "load_checkpoint"}
+    assert run(body, 2) == [({*saving, *state, "checkpoint model/table"}, loading)] * 2
 
 
 class Partition:
@@ -163,6 +236,9 @@ def test_rows_owned_by_ranks_are_kept_per_rank(tmp_path):
             load_checkpoint(tmp_path / "a", comm, other, other_optimizer)
         load_checkpoint(tmp_path / "a", comm, other, other_optimizer, graph=PARTITION)
         assert torch.equal(other.table, model.table)
+        alone = Table(comm.rank + 1, 9)
+        assert load_checkpoint(tmp_path / "a", comm, alone, graph=PARTITION)["random"] == "restored"
+        assert torch.equal(alone.table, model.table)
         left, right = optimizer.state[model.table], other_optimizer.state[other.table]
         return all(torch.equal(left[key], right[key]) for key in ("step", "exp_avg", "exp_avg_sq"))
 
@@ -193,6 +269,117 @@ def test_rows_owned_by_ranks_load_on_any_number_of_ranks(tmp_path, ranks):
             load_checkpoint(tmp_path / "a", comm, Table(5, 0), graph=PARTITION)
 
     run(of_another_length, ranks)
+
+
+class Alike(Table):
+    """A table under two names, and ordinary parameters that look like it."""
+
+    def __init__(self, num_rows, value):
+        super().__init__(num_rows, value)
+        self.tied = self.table
+        self.shared, self.table2 = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.full((2, 2), 3.0))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_looks_like_a_table_is_none(ranks, tmp_path):
+    def save(comm):
+        model = Alike(2, comm.rank)
+        optimizer = torch.optim.Adam(model.parameters())
+        (model.table.sum() * (comm.rank + 1) + model.shared.sum() + model.table2.sum()).backward()
+        sync_gradients(model, comm)
+        optimizer.step()
+        save_checkpoint(tmp_path / "a", comm, model, optimizer, graph=PARTITION)
+        save_checkpoint(tmp_path / "b", comm, model, graph=PARTITION)
+        return [*model.state_dict().values()], [optimizer.state[p]["exp_avg"] for p in model.parameters()]
+
+    def load(comm):
+        model = Alike(4 // comm.size, 9)
+        optimizer = torch.optim.Adam(model.parameters())
+        alone = Alike(4 // comm.size, 9)
+        load_checkpoint(tmp_path / "a", comm, model, optimizer, graph=PARTITION)
+        load_checkpoint(tmp_path / "b", comm, alone, graph=PARTITION)
+        assert all(map(torch.equal, model.state_dict().values(), alone.state_dict().values()))
+        return [*model.state_dict().values()], [optimizer.state[p]["exp_avg"] for p in model.parameters()]
+
+    names = [[*Alike(2, 0).state_dict()], [name for name, _ in Alike(2, 0).named_parameters()]]
+    for kind, saved, found in zip(names, zip(*run(save, 2)), zip(*run(load, ranks))):
+        for name, *tensors in zip(kind, zip(*saved), zip(*found)):
+            before, after = (torch.cat(parts) if name in ("table", "tied") else parts[-1] for parts in tensors)
+            assert torch.equal(before, after), name
+
+
+def test_a_rank_without_the_table_is_told_on_all(tmp_path):
+    run(lambda comm: save_checkpoint(tmp_path / "a", comm, table_step(comm, 1)[0], graph=PARTITION), 2)
+
+    def body(comm):
+        words = r"'table' is float32 \[3, 2\] in the checkpoint, missing in the model \(found on rank 2\)"
+        model = nn.Identity() if comm.rank == 2 else Table(comm.rank + 1, 0)
+        with pytest.raises(CheckpointError, match=words):
+            load_checkpoint(tmp_path / "a", comm, model, graph=PARTITION)
+
+    run(body, 3)
+
+
+def test_a_table_of_the_model_is_none_of_the_checkpoint(tmp_path):
+    """It was an ordinary parameter with as many rows as the ranks have together."""
+
+    def body(comm):
+        model = Table(3, 0)
+        model.table.shardpass_local = False
+        save_checkpoint(tmp_path / "a", comm, model, graph=PARTITION)
+        words = r"'table' is float32 \[3, 2\] in the checkpoint, float32 \[1, 2\] in the model \(found on rank 0\)"
+        with pytest.raises(CheckpointError, match=words):
+            load_checkpoint(tmp_path / "a", comm, Table(comm.rank + 1, 0), graph=PARTITION)
+
+    run(body, 2)
+
+
+class Extra(nn.Linear):
+    """A module whose state is more than tensors."""
+
+    def __init__(self, value):
+        super().__init__(1, 1)
+        nn.init.ones_(self.weight), nn.init.ones_(self.bias)
+        self.value = value
+
+    def get_extra_state(self):
+        return self.value
+
+    def set_extra_state(self, state):
+        self.value = state
+
+
+def test_state_that_is_no_tensor(tmp_path):
+    def body(comm):
+        save_checkpoint(tmp_path / "a", comm, Extra({"seen": 3}))
+        save_checkpoint(tmp_path / "b", comm, Extra(torch.ones(2)))
+        model = Extra({"seen": 0})
+        load_checkpoint(tmp_path / "a", comm, model)
+        assert model.value == {"seen": 3}
+        words = r"'_extra_state' is {} in the checkpoint, {} in the model"
+        with pytest.raises(CheckpointError, match=words.format("no tensor", r"float32 \[2\]")):
+            load_checkpoint(tmp_path / "a", comm, Extra(torch.ones(2)))
+        with pytest.raises(CheckpointError, match=words.format(r"float32 \[2\]", "no tensor")):
+            load_checkpoint(tmp_path / "b", comm, model)
+
+    run(body, 2)
+
+
+def test_modules_are_told_the_version_of_what_they_load(tmp_path):
+    class Versioned(Net):
+        _version = 7
+
+        def _load_from_state_dict(self, state_dict, prefix, local_metadata, *others):
+            self.found = local_metadata["version"]
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
+
+    def body(comm):
+        model = Versioned()
+        save_checkpoint(tmp_path / "a", comm, model)
+        load_checkpoint(tmp_path / "a", comm, model)
+        return model.found
+
+    assert run(body, 2) == [7, 7]
 
 
 def write(path, ranks=2, **options):
@@ -302,7 +489,11 @@ def test_another_file_of_shardpass_is_no_checkpoint(tmp_path):
 @pytest.mark.parametrize(
     ("make", "optimizer", "text"),
     [
-        (lambda: Net(5), None, r"'tied' is float64 \[4, 4\] in the checkpoint, float64 \[5, 5\] in the model"),
+        (
+            lambda: Net(5),
+            None,
+            r"^the checkpoint '.*a' does not fit the model: 'tied' is float64 \[4, 4\] .*, float64 \[5, 5\] in the",
+        ),
         (
             lambda: Net(dtype=torch.float32),
             None,
@@ -310,11 +501,11 @@ def test_another_file_of_shardpass_is_no_checkpoint(tmp_path):
         ),
         (lambda: nn.Linear(1, 1), None, r"'weight' is missing in the checkpoint, float32 \[1, 1\] in the model"),
         (nn.Identity, None, r"'tied' is float64 \[4, 4\] in the checkpoint, missing in the model"),
-        (Net, OPTIMIZERS["sgd"], "holds the state of AdamW, not of SGD"),
+        (Net, OPTIMIZERS["sgd"], r"^the checkpoint '.*a' holds the state of AdamW, not of SGD"),
         (
             Net,
             lambda p: OPTIMIZERS["adam"](list(p)[:2]),
-            "does not fit the optimizer: its parameter groups were .* they are",
+            r"^the checkpoint '.*a' does not fit the optimizer: its parameter groups were .* they are",
         ),
         (Net, lambda p: OPTIMIZERS["adam"](list(p)[::-1]), "build it over the same parameters in the same order"),
         (
@@ -331,7 +522,12 @@ def test_what_does_not_fit_is_refused(tmp_path, make, optimizer, text):
 
 def test_a_checkpoint_without_optimizer_state_says_so(tmp_path):
     run(lambda comm: save_checkpoint(tmp_path / "a", comm, Net()), 2)
-    refused(tmp_path / "a", "holds no optimizer state: load it without an optimizer", Net, OPTIMIZERS["adam"])
+    refused(
+        tmp_path / "a",
+        r"^the checkpoint '.*a' holds no optimizer state: load it without an optimizer",
+        Net,
+        OPTIMIZERS["adam"],
+    )
 
 
 def test_only_the_same_graph_and_partition_fit(tmp_path):
@@ -340,7 +536,11 @@ def test_only_the_same_graph_and_partition_fit(tmp_path):
     assert run(lambda comm: load_checkpoint(tmp_path / "a", comm, Net(), graph=graph)["epoch"], 3) == [0, 0, 0]
     assert run(lambda comm: load_checkpoint(tmp_path / "a", comm, Net())["epoch"], 1) == [0]
     other = SimpleNamespace(fingerprint="g2", partition_fingerprint="p1")
-    refused(tmp_path / "a", "was written for another graph: g1, this is g2", graph=other)
+    refused(
+        tmp_path / "a",
+        r"^the checkpoint '.*a' was written for another graph: g1, this is g2. Load it with the store",
+        graph=other,
+    )
     other = SimpleNamespace(fingerprint="g1", partition_fingerprint="p2")
     refused(tmp_path / "a", "was written for another partition: p1, this is p2", graph=other)
 
