@@ -51,6 +51,8 @@ def assign(
         raise ValueError(f"unknown partition method {method!r}; the methods are {', '.join(METHODS)}")
     if threads < 1:
         raise ValueError(f"{threads} threads; expected at least 1")
+    if assignment is not None or method in ("random", "range"):  # the others report other stages before
+        budget.report("assign", 0, 1)
     if assignment is not None:
         found = _given_parts(graph, parts, assignment)
     elif method == "random":

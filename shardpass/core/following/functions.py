@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shardpass.core.following.follow import FollowRows
@@ -54,7 +54,8 @@ class FollowFunctions(TorchFunctionMode):
             return func(first, self._followed_hook(args[1], rows))
         if first is not None and name in _LEAVES_TORCH:
             self._check_leaving(name, first)
-        self._check_numbers(name, args, kwargs)
+        if first is None or type(first) in (Tensor, nn.Parameter):  # others tell themselves what they are asked
+            self._check_numbers(name, args, kwargs)
         sizes = args[0] if args and isinstance(args[0], (tuple, list)) else args
         args, kwargs = plain_sizes(args), {key: plain_sizes(value) for key, value in kwargs.items()}
         try:

@@ -83,6 +83,15 @@ class OwnCount(_Number):
 
     __str__ = __repr__
 
+    def __reduce__(self) -> Any:
+        return int, (int(self),)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self
+
+    def __copy__(self) -> Any:
+        return self
+
     def __format__(self, how: str) -> str:
         return format(int(self), how)
 

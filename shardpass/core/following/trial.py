@@ -50,8 +50,9 @@ def try_rows(
     error = ""
     sizes = {where.size for where in rows.values()}
     is_size = [type(leaf) is int and leaf in sizes for leaf in leaves]
+    slacks = (1, 0) if getattr(function, "namespace", "") == "aten" else (0,)  # others may not check their indices
     for number_as_size in (False, True) if any(is_size) else (False,):
-        for dtype, slack in ((torch.float64, 1), (torch.float64, 0), (None, 0)):  # not every operation takes float64
+        for dtype, slack in (*((torch.float64, slack) for slack in slacks), (None, 0)):  # not all take float64
             try:
                 return _tried(function, leaves, structure, rows, dtype, slack, number_as_size)
             except Exception as caught:  # whatever the operation raises for shapes that do not fit

@@ -111,6 +111,7 @@ def replicated(term: Tensor, comm: Ranks) -> Tensor:
     return _Share.apply(term, term, comm.size, comm)
 
 
+@unfollowed(1)
 def total(count: int | float, comm: Ranks) -> int | float:
     """The sum of `count` over ranks, an int if `count` is an int, else a float. Collective (once)."""
     dtype = torch.int64 if isinstance(count, Integral) else torch.float64

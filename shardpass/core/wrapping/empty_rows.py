@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import prod
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -79,7 +80,7 @@ def _with_rows(empty: Tensor, count: int) -> Tensor:
 def _with_sizes(tensor: Tensor, sizes: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments of a reshape of `tensor`, with a -1 beside a 0 replaced by its value for a tensor of one row."""
     given = list(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else list(sizes)
-    shape = [int(size) for size in given if isinstance(size, int)]  # plain numbers, also where rows are followed
+    shape = [int(size) for size in given if isinstance(size, Integral)]  # plain numbers, also where rows are followed
     if len(shape) < len(given) or shape.count(-1) != 1 or 0 not in shape:
         return (tensor, *sizes)
     one_row = prod(max(1, int(size)) for size in tensor.shape)

@@ -5,22 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from shardpass.frontends.dgl.counts import EdgeCount, NodeCount
 
 
 class _Computes:
     """A number that is this rank's own in arithmetic."""
 
-    __truediv__: Any = int.__truediv__
-    __rtruediv__: Any = int.__rtruediv__
-    __floordiv__: Any = int.__floordiv__
-    __rfloordiv__: Any = int.__rfloordiv__
-    __mod__: Any = int.__mod__
-    __rmod__: Any = int.__rmod__
-    __pow__: Any = int.__pow__
-    __rpow__: Any = int.__rpow__
-    __mul__: Any = int.__mul__
-    __float__: Any = int.__float__
+    __truediv__: Any = np.int64.__truediv__
+    __rtruediv__: Any = np.int64.__rtruediv__
+    __floordiv__: Any = np.int64.__floordiv__
+    __rfloordiv__: Any = np.int64.__rfloordiv__
+    __mod__: Any = np.int64.__mod__
+    __rmod__: Any = np.int64.__rmod__
+    __pow__: Any = np.int64.__pow__
+    __rpow__: Any = np.int64.__rpow__
+    __mul__: Any = np.int64.__mul__
+    __rmul__: Any = np.int64.__rmul__
+    __float__: Any = np.int64.__float__
+    __array__: Any = np.int64.__array__
+    __array_ufunc__: Any = None
 
 
 class PlainNodeCount(_Computes, NodeCount):
