@@ -61,6 +61,7 @@ def test_a_rank_that_leaves_early(launcher):
     assert "is done" not in ended.text
 
 
+@pytest.mark.long
 def test_an_exception_while_the_others_compute():
     ended = launch("bare", 2, "raise while others compute")
     assert ended.seconds_after_fault() < LIMIT, ended.text

@@ -48,6 +48,7 @@ def test_contract(ranks):
     assert ranks == 1 or [total for _, total in results] == [2.0, 1.0, 2.0]
 
 
+@pytest.mark.long
 def test_contract_under_torchrun():
     ended = launch("torchrun", 3, "contract")
     assert ended.code == 0, ended.text

@@ -142,6 +142,7 @@ def test_an_address_nobody_listens_at(store):
     assert "Check the address (MASTER_ADDR, MASTER_PORT)" in text
 
 
+@pytest.mark.long  # it waits for a time-out, as the next one does
 def test_a_rank_that_was_never_started(store):
     port = free_port()
     children = [alone(rank, 3, port, store, 8) for rank in (0, 1)]

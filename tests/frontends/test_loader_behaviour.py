@@ -179,6 +179,7 @@ print("left")
 """
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_a_program_that_ends_half_way_ends_well():
     """A thread that is inside a kernel when the interpreter goes would abort the process: most times, so two tries."""
