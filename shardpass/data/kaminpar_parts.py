@@ -28,9 +28,9 @@ _RUN = """
 import sys
 import kaminpar, numpy
 path, result, (parts, imbalance, seed, threads) = *sys.argv[1:3], map(float, sys.argv[3:])
+partitioner = kaminpar.KaMinPar(num_threads=int(threads), ctx=kaminpar.terapart_context())  # limits reading too
 graph = kaminpar.load_graph(path, kaminpar.GraphFileFormat.PARHIP, compress=True)
 kaminpar.reseed(int(seed))
-partitioner = kaminpar.KaMinPar(num_threads=int(threads), ctx=kaminpar.terapart_context())
 numpy.asarray(partitioner.compute_partition(graph, int(parts), imbalance), numpy.int32).tofile(result)
 """
 """It runs in a process of its own: what it finds depends on what KaMinPar did before in the same process."""
