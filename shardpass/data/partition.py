@@ -44,7 +44,7 @@ def partition(
 ) -> Manifest:
     """The manifest of the store that was written to `path`: the graph, cut into parts. Run it in one process.
 
-    The store appears at `path` when it is complete. The edges are sorted through temporary files beside `path`.
+    The store appears at `path` when it is complete. Temporary files are beside `path`.
 
     Args:
         data: anything that `shardpass.data.read` takes, or files that are read piece by piece, as

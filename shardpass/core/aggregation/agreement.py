@@ -89,17 +89,15 @@ def settle(
     """
     needed = {key: torch.is_grad_enabled() and tensor.requires_grad for key, tensor in program.inputs.items()}
     keys, flags = list(needed), list(needed.values())
-    edge_names = sorted(program.edge)
-    per_edge = [t.dim() > 0 and t.size(0) == edges.num_edges for t in (program.edge[n] for n in edge_names)]
+    per_edge = [t.dim() > 0 and t.size(0) == edges.num_edges for _, t in sorted(program.edge.items())]
     refusal: Exception | None = None
     for _ in range(_ATTEMPTS):
         candidate = _without(program, per_edge)
         needs_grad = {key for key, flag in zip(keys, flags) if flag}
         with comm.random_lock():  # the probe looks at the state of a generator that threads share
             structure, refusal = _probe(candidate, edges, num_own_src, needs_grad)
-        text = f"inputs {[tuple(key) for key in keys]}, grad {torch.is_grad_enabled()}: " + (
-            structure.describe() if structure else "refused"
-        )
+        shape = structure.describe() if structure else "refused"
+        text = f"inputs {[tuple(key) for key in keys]}, grad {torch.is_grad_enabled()}: {shape}"
         kind = next((i for i, known in enumerate(_REFUSALS, 1) if isinstance(refusal, known)), 0)
         values = [digest(text), kind, *map(int, flags), *map(int, per_edge)]
         mine = Offer() if structure is None else make_offer(candidate, structure, bool(needs_grad))
@@ -113,14 +111,18 @@ def settle(
         if any(answer[0] != len(values) for answer in described):
             break
         rest = [answer[3 : 1 + len(values)] for answer in described]
-        joined = [any(column) for column in zip(*(r[: len(flags)] for r in rest))] if flags else []
-        common = [all(column) for column in zip(*(r[len(flags) :] for r in rest))] if per_edge else []
-        if joined == flags and common == per_edge and all(r == rest[0] for r in rest):
+        before, (flags, per_edge) = (flags, per_edge), _in_common(rest, len(flags))
+        if (flags, per_edge) == before and all(r == rest[0] for r in rest):
             break
-        flags, per_edge = joined, common
     if refusal is not None:
         raise refusal
     raise diverged(comm, label, f"{_in_words(program)} (computed as {text})")
+
+
+def _in_common(answers: list[list[int]], num_inputs: int) -> tuple[list[bool], list[bool]]:
+    """Which inputs need gradients on any rank, and which tensors are edge tensors on every rank."""
+    columns = list(zip(*answers))
+    return [any(column) for column in columns[:num_inputs]], [all(column) for column in columns[num_inputs:]]
 
 
 def _probe(
