@@ -44,7 +44,7 @@ def kaminpar_parts(graph: RawGraph, parts: int, budget: Budget, seed: int, threa
     Args:
         budget: memory for edges, and where the temporary files go. KaMinPar itself takes 2 to 6 bytes per undirected
             edge and about 100 per node on top.
-        threads: with more than one, the same seed does not give the same parts.
+        threads: with one, the same seed mostly gives the same parts; KaMinPar does not promise it.
 
     Raises:
         MissingDependencyError: when kaminpar is not installed.
@@ -53,7 +53,7 @@ def kaminpar_parts(graph: RawGraph, parts: int, budget: Budget, seed: int, threa
     """
     instead = "use method='metis', which needs pymetis, or method='random'"
     require("kaminpar", "kaminpar", "partitioning with method 'kaminpar', the default,", instead)
-    path, result = _write(Adjacency(graph, budget), parts, budget), budget.file()
+    path, result = write_parhip(Adjacency(graph, budget), parts, budget), budget.file()
     try:
         budget.report("assign", 0, 1)
         numbers = map(str, (parts, _IMBALANCE, seed, threads))
@@ -73,7 +73,7 @@ def _failure(code: int, text: str) -> str:
     return f"KaMinPar {how} ({why[0]}): give it more memory, or use method='random' or an assignment of your own"
 
 
-def _write(adjacency: Adjacency, parts: int, budget: Budget) -> Path:
+def write_parhip(adjacency: Adjacency, parts: int, budget: Budget) -> Path:
     """The file that holds the graph; see the note."""
     num_nodes = adjacency.num_nodes
     node_type = np.dtype(np.uint32 if num_nodes <= INT32_LIMIT else np.uint64)

@@ -55,11 +55,11 @@ def partition(
         method: "kaminpar"; "metis", which needs all edges in memory; "random"; or "range" (contiguous original ids).
         assignment: the part of each node, in place of a method: integers in `[0, parts)`, or a dict with an array for
             each node type.
-        seed: of "kaminpar", "metis" and "random"; the same seed gives the same partition.
+        seed: of the method. "metis" and "random" give the same partition for the same seed; "kaminpar" mostly does.
         overwrite: replace a store that is already at `path`.
         progress: called as `progress(stage, done, total)`. The stages are "read", "count", "bucket", "assign", "sort"
             and "write"; not every source and method has all of them.
-        threads: of "kaminpar". With more than one, the same seed does not give the same partition.
+        threads: of "kaminpar". With more than one, every run gives another partition.
         memory_bytes: memory for edges, as a number or as ``"4GiB"``. The edges into one node are never divided.
 
     Raises:

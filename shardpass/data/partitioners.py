@@ -35,8 +35,8 @@ def assign(
         parts: the number of parts. It may be larger than the number of nodes.
         method: one of `METHODS`; not used if there is an `assignment`.
         assignment: parts in `[0, parts)`, an integer for each node: an array, or a dict with one for each node type.
-        seed: of random choices. The same seed gives the same parts.
-        threads: of "kaminpar". With more than one, the same seed does not give the same parts.
+        seed: of random choices. The same seed gives the same parts, by "kaminpar" only mostly.
+        threads: of "kaminpar". With more than one, the same seed gives other parts every time.
         budget: memory for the edges of a graph in files, and who is told of the progress.
 
     Raises:

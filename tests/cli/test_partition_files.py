@@ -21,7 +21,7 @@ def files(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("method", ["kaminpar", "random"])
+@pytest.mark.parametrize("method", ["metis", "random"])
 def test_options_are_those_of_python(files: Path, method: str) -> None:
     text = passed(
         "partition", files / "edges.npy", files / "out", "--parts", 3, "--method", method, "--seed", 2,

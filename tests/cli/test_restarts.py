@@ -64,7 +64,7 @@ def kill_some(words: list[str], log: Path, kills: int, between: int) -> str:
 @pytest.mark.parametrize(
     ("kills", "last", "ranks", "dropout", "backend"),
     [
-        (1, 40, 2, 0.0, "threads"),  # which draw from one generator, and are there without starting processes
+        pytest.param(1, 40, 2, 0.0, "threads", marks=pytest.mark.long),  # which draw from one generator
         pytest.param(20, 160, 3, 0.3, "processes", marks=pytest.mark.long),
     ],
 )

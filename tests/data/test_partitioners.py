@@ -32,8 +32,9 @@ def test_every_node_has_a_part(make, parts, method):
     for kind, count in graph.num_nodes.items():
         assert assigned[kind].shape == (count,) and assigned[kind].dtype == torch.int32
         assert count == 0 or (int(assigned[kind].min()) >= 0 and int(assigned[kind].max()) < parts)
-    again = assign(graph, parts, method)
-    assert all(torch.equal(assigned[kind], again[kind]) for kind in assigned)
+    if method != "kaminpar":  # which does not promise it
+        again = assign(graph, parts, method)
+        assert all(torch.equal(assigned[kind], again[kind]) for kind in assigned)
 
 
 @pytest.mark.parametrize("parts", [1, 3, 7])
