@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from store_helpers import awkward, bipartite, homogeneous
 
 from shardpass.data import EDGE, NODE, partition
 from shardpass.data.partitioners import METHODS, assign
+from shardpass.errors import ShardpassError
 
 
 def grid(side: int):
@@ -96,6 +99,14 @@ def test_given(values):
 def test_wrong_assignments(values, error, message):
     with pytest.raises(error, match=message):
         assign(awkward(), 2, assignment=values)
+
+
+def test_a_failure_of_kaminpar_is_one_sentence_and_leaves_nothing(tmp_path, monkeypatch):
+    pytest.importorskip("kaminpar")
+    monkeypatch.setattr("sys.executable", shutil.which("false"))  # as a process that is killed says nothing
+    with pytest.raises(ShardpassError, match=r"KaMinPar failed with exit code 1 \(it printed nothing; .* use method="):
+        partition(grid(4), tmp_path / "store", 2)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_manifest_is_printed_as_a_summary(tmp_path):

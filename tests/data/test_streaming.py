@@ -252,7 +252,7 @@ except MemoryError:
 def test_memory_is_bounded(tmp_path):
     """64 MB of edges and 51 MB of features: under a limit of 48 MiB on data, and with as little resident.
 
-    At random, since KaMinPar reserves far more memory than it uses; `benchmarks.partitioning` measures it.
+    At random, since KaMinPar reserves far more memory than it uses, in a process of its own.
     """
     for name, num_nodes, num_edges in [("small", 100, 500), ("large", 200_000, 4_000_000)]:
         np.save(tmp_path / f"{name}_edges.npy", random_edges(num_nodes, num_edges))

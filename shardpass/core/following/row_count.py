@@ -126,7 +126,7 @@ class RowCount(OwnCount):
             return operation(int(self), int(other))
         if isinstance(other, int) and other in (0, 1) and self.of.total is not None:
             return operation(self.of.total, other)  # a rank without rows takes the branch that the others take
-        if other in (0, int(self)):  # the number of own rows may have come by another way, as ``edge_index.max() + 1``
+        if other in (0, int(self)):  # such as ``edge_index.max() + 1``, which is the number of own rows too
             return operation(int(self), other)
         self.refuse()
 
@@ -179,7 +179,7 @@ def plain_sizes(value: Any) -> Any:
     if isinstance(value, OwnCount):
         return int(value)
     if type(value) in (tuple, list, OwnShape) and any(isinstance(v, (OwnCount, tuple, list, slice)) for v in value):
-        return type(value)(map(plain_sizes, value)) if type(value) is not OwnShape else tuple(map(plain_sizes, value))
+        return list(map(plain_sizes, value)) if isinstance(value, list) else tuple(map(plain_sizes, value))
     if isinstance(value, slice):
         return slice(*map(plain_sizes, (value.start, value.stop, value.step)))
     return value
