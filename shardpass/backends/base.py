@@ -246,10 +246,14 @@ class BaseCommunicator(RawCommunicator):
         call = self.calls.begin(self.path, "", header, -1, self._sequence, 0 if tensor is None else tensor.nbytes)
         call.wait()
         with self.waiting(Position(header.describe(), COLLECTIVE, self._sequence)):
-            headers = [Header.unpack(raw) for raw in self._raw_gather(header.pack(), self.timeout)]
-            problem = divergence(headers, free_rows)
-            if problem is not None:
-                raise DivergenceError(problem)
+            mine = header.pack()
+            gathered = self._raw_gather(mine, self.timeout)
+            headers = [header] * self.size
+            if any(raw != mine for raw in gathered):
+                headers = [Header.unpack(raw) for raw in gathered]
+                problem = divergence(headers, free_rows)
+                if problem is not None:
+                    raise DivergenceError(problem)
             yield headers
             call.end()
 

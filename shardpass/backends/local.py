@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
 from shardpass.backends.base import BaseCommunicator
 from shardpass.backends.failure import Failure
+from shardpass.backends.identity import Header, header_of
 
 
 class LocalCommunicator(BaseCommunicator):
@@ -20,6 +24,14 @@ class LocalCommunicator(BaseCommunicator):
 
     def __init__(self, device: torch.device | str = "cpu", path: str = "world") -> None:
         super().__init__(0, 1, torch.device(device), Failure(), path)
+
+    @contextmanager
+    def _agreed(
+        self, kind: str, tensor: Tensor | None, op: str = "", root: int = 0, label: str = "", free_rows: bool = False
+    ) -> Iterator[list[Header]]:
+        self._check_open()
+        self._sequence += 1  # nobody else could be in another call, or be waited for
+        yield [header_of(kind, self._sequence, tensor, op, root, label)]
 
     def _raw_gather(self, block: bytes, timeout: float) -> list[bytes]:
         return [block]

@@ -10,7 +10,7 @@ import torch
 
 from shardpass.core.ranks import Ranks, agree, digest, diverged, memory_error
 from shardpass.core.sharding import EdgeShards
-from shardpass.core.tracing import Key, NeedsMessagesError, Program, Structure, check_row_wise, probe
+from shardpass.core.tracing import Key, NeedsMessagesError, Program, Structure, check_row_wise, structure_of
 from shardpass.errors import NeedsHaloError, RefusedError
 
 _ATTEMPTS = 4
@@ -92,21 +92,17 @@ def settle(
     per_edge = [t.dim() > 0 and t.size(0) == edges.num_edges for _, t in sorted(program.edge.items())]
     refusal: Exception | None = None
     for _ in range(_ATTEMPTS):
-        candidate = _without(program, per_edge)
-        needs_grad = {key for key, flag in zip(keys, flags) if flag}
-        with comm.random_lock():  # the probe looks at the state of a generator that threads share
-            structure, refusal = _probe(candidate, edges, num_own_src, needs_grad)
-        shape = structure.describe() if structure else "refused"
+        candidate = program if all(per_edge) else _without(program, per_edge)
+        needs_grad = frozenset(key for key, flag in zip(keys, flags) if flag)
+        structure, shape, refusal = _probe(comm, candidate, edges, num_own_src, needs_grad)
         text = f"inputs {[tuple(key) for key in keys]}, grad {torch.is_grad_enabled()}: {shape}"
         kind = next((i for i, known in enumerate(_REFUSALS, 1) if isinstance(refusal, known)), 0)
-        values = [digest(text), kind, *map(int, flags), *map(int, per_edge)]
         mine = Offer() if structure is None else make_offer(candidate, structure, bool(needs_grad))
-        padding = [0] * (_WORDS - len(values))
-        answers = agree(comm, f"{label}: agreement", [len(values), *values, *padding, *mine])
-        offers = [Offer(*answer[1 + _WORDS :]) for answer in answers]
-        described = [answer[: 1 + _WORDS] for answer in answers]
-        if all(answer == described[0] for answer in described) and structure is not None:
-            return Agreed(candidate, structure, frozenset(needs_grad), offers)
+        answers = agree(comm, f"{label}: agreement", [digest(f"{flags} {per_edge} {kind} {text}"), *mine])
+        if structure is not None and all(answer[0] == answers[0][0] for answer in answers):
+            return Agreed(candidate, structure, needs_grad, [Offer(*answer[1:]) for answer in answers])
+        values = [digest(text), kind, *map(int, flags), *map(int, per_edge)]
+        described = agree(comm, f"{label}: differences", [len(values), *values, *[0] * (_WORDS - len(values))])
         _raise_refusal(comm, label, refusal, [answer[2] for answer in described])
         if any(answer[0] != len(values) for answer in described):
             break
@@ -126,20 +122,22 @@ def _in_common(answers: list[list[int]], num_inputs: int) -> tuple[list[bool], l
 
 
 def _probe(
-    program: Program, edges: EdgeShards, num_own_src: int, needs_grad: set[Key]
-) -> tuple[Structure | None, Exception | None]:
+    comm: Ranks, program: Program, edges: EdgeShards, num_own_src: int, needs_grad: frozenset[Key]
+) -> tuple[Structure | None, str, Exception | None]:
+    """The structure of `program`, its description, and the refusal in the place of both."""
+    passed = program.findings.passed
     try:
-        structure = probe(program, edges, num_own_src, needs_grad)
-        signature = structure.describe()
-        if signature not in program.checked or (program.ranks is not None and program.ranks.has_mixtures):
-            check_row_wise(program, structure, edges.num_dst)
-            program.checked.add(signature)
-        return structure, None
+        with comm.random_lock():  # the probe looks at the state of a generator that threads share
+            structure, described = structure_of(program, edges, num_own_src, needs_grad)
+            if described not in passed or comm.has_mixtures:
+                check_row_wise(program, structure, edges.num_dst)
+                passed.add(described)
+        return structure, described, None
     except Exception as error:  # a refusal; or a table is taken for an edge tensor, which other ranks know better
         lack = memory_error(error)  # nothing is known of the message function then
         if lack is not None:
             raise lack from None
-        return None, error
+        return None, "refused", error
 
 
 def _raise_refusal(comm: Ranks, label: str, mine: Exception | None, kinds: list[int]) -> None:

@@ -17,8 +17,8 @@ from shardpass.core.aggregation.call import Call, Operands
 from shardpass.core.aggregation.forward import ForwardResult, counts
 from shardpass.core.aggregation.gradients import Gradients, Returned
 from shardpass.core.aggregation.scores import Piece, scores_of
-from shardpass.core.kernels import Outer, RowRun, SoftmaxState
-from shardpass.core.ranks import dropout_factors, piece_seed
+from shardpass.core.kernels import Outer, RowRun, SoftmaxState, dropout_factors
+from shardpass.core.ranks import piece_seed
 from shardpass.core.sharding import EdgeShards, Shard, Transposes, cut
 from shardpass.core.tracing import Attention
 from shardpass.errors import InternalError
@@ -96,8 +96,8 @@ def dropout_of_edges(edges: EdgeShards, seed: int, like: Tensor, p: float) -> Te
     """
     found = torch.ones_like(like, requires_grad=False)
     for position, shard in enumerate(edges.shards):
-        rows = torch.arange(shard.num_edges, device=like.device)
-        factors = dropout_factors(piece_seed(seed, position), rows, _numel(like), p, like.dtype)
+        rows = slice(0, shard.num_edges)
+        factors = dropout_factors(piece_seed(seed, position), rows, _numel(like), p, found)
         shard.put(found, factors.view(-1, *like.shape[1:]))
     return found
 
@@ -145,8 +145,4 @@ def _by_source(shard: Shard, transposes: Transposes, most: int, one_by_one: bool
 def _kept(call: Call, attention: Attention, position: int, run: RowRun, like: Tensor) -> Tensor | None:
     if not attention.dropout:
         return None
-    edges = run.known_positions()
-    if isinstance(edges, slice):
-        edges = torch.arange(edges.start, edges.stop, device=like.device)
-    seed = call.seed_of(position)
-    return dropout_factors(seed, edges, attention.heads, attention.dropout, like.dtype)
+    return dropout_factors(call.seed_of(position), run.known_positions(), attention.heads, attention.dropout, like)

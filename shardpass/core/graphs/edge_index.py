@@ -18,7 +18,7 @@ from shardpass.core.exchange import HaloPlan
 from shardpass.core.following import user_line
 from shardpass.core.graphs.by_source import TAKING, extremum_at_source, refused, scatter_to_source, take_by_source
 from shardpass.core.graphs.layer_flow import LayerFlow
-from shardpass.core.graphs.stand_in import PRINTS, StandIn, counted_last, describes
+from shardpass.core.graphs.stand_in import PRINTS, StandIn, as_tensor, counted_last, describes
 from shardpass.core.ranks import torch_private
 from shardpass.core.sharding import Derivation, EdgeShards
 from shardpass.errors import RefusedError
@@ -108,6 +108,8 @@ class ShardedEdgeIndex(StandIn):
         mine = next(t for t in _flat(args, kwargs) if isinstance(t, ShardedEdgeIndex))
         if name in TAKING and args and args[0] is not mine and mine.has_one_type:
             return take_by_source(mine.plan, mine.flow, name, args, kwargs)
+        if describes(func) and not mine.plan.comm.runs_user_code:
+            return as_tensor(func, args, kwargs)
         if mine.plan.comm.runs_user_code:
             for index in (leaf for arg in args[1:] for leaf in (arg if isinstance(arg, tuple) else (arg,))):
                 if isinstance(index, Tensor) and not isinstance(index, StandIn):
@@ -118,8 +120,6 @@ class ShardedEdgeIndex(StandIn):
             out = cls._answer(mine, func, name, args, kwargs)
         if not describes(func):
             return _marked(mine, out)
-        if not mine.plan.comm.runs_user_code:
-            return out
         with mine.plan.comm.unfollowed():
             return counted_last(out, name, args, mine.plan.edge_set(mine.size(-1)))
 
@@ -181,6 +181,8 @@ class SourceRows(StandIn):
         mine = next(t for t in _flat(args, kwargs) if isinstance(t, SourceRows))
         if name in TAKING and not (name != "embedding" and args and isinstance(args[0], StandIn)):
             return take_by_source(mine.plan, mine.flow, name, args, kwargs)
+        if describes(func) and not mine.plan.comm.is_followed:
+            return as_tensor(func, args, kwargs)
         with mine.plan.comm.unfollowed():
             for given in (*args, *kwargs.values()):
                 if isinstance(given, Tensor) and not isinstance(given, StandIn):

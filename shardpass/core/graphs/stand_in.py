@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardpass.core.following import OwnShape, RowCount
-from shardpass.core.ranks import RowSet
+from shardpass.core.ranks import RowSet, torch_private
 
 S = TypeVar("S", bound="StandIn")
 
@@ -69,6 +69,12 @@ def describes(func: Any) -> bool:
     return name in _DESCRIBES or (
         name == "__get__" and getattr(getattr(func, "__self__", None), "__name__", "") in _PROPERTIES
     )
+
+
+def as_tensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What `func`, which only describes a tensor, says of a stand-in among its arguments."""
+    with torch_private.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
 
 
 def counted_last(out: Any, name: str, args: tuple[Any, ...], of: RowSet) -> Any:

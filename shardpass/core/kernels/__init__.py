@@ -9,6 +9,7 @@ from shardpass.core.kernels import fused
 from shardpass.core.kernels.attention import accumulate, adjoint
 from shardpass.core.kernels.cpu_loops import COMPILED_LOOPS
 from shardpass.core.kernels.dispatch import edge_dot, gather_sum, gather_sum_transposed
+from shardpass.core.kernels.dropout import dropout_factors
 from shardpass.core.kernels.extremum import gather_extremum, gather_extremum_transposed
 from shardpass.core.kernels.runs import ClosedScores, EdgeRun, Outer, RowRun, ScoreGradients, SoftmaxState
 
@@ -22,6 +23,7 @@ __all__ = [
     "SoftmaxState",
     "accumulate",
     "adjoint",
+    "dropout_factors",
     "edge_dot",
     "fused",
     "gather_extremum",

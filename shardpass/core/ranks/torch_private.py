@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
 from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import (
     tree_flatten,
@@ -42,14 +43,18 @@ __all__ = [
     "call_uncompiled",
     "children_of",
     "dispatch_modes",
+    "function_modes",
     "grad_hooks",
+    "has_any_forward_hook",
     "has_forward_hook",
+    "has_hook",
     "is_inside_ddp",
     "is_mutable",
     "is_view",
     "next_node_number",
     "node_number",
     "on_deepcopy",
+    "parameters_of",
     "saved_tensor_hooks",
     "state_versions",
     "storage_number",
@@ -130,9 +135,25 @@ def has_forward_hook(module: nn.Module, hook: Callable[..., Any] | None = None) 
     return bool(module._forward_pre_hooks or module._forward_hooks)
 
 
+def has_hook(module: nn.Module) -> bool:
+    """Whether `module` has any hook that is called when it runs forward or backward."""
+    return has_forward_hook(module) or bool(module._backward_pre_hooks or module._backward_hooks)
+
+
+def has_any_forward_hook() -> bool:
+    """Whether there is a forward hook or pre-hook of all modules."""
+    hooks = torch.nn.modules.module
+    return bool(hooks._global_forward_pre_hooks or hooks._global_forward_hooks)
+
+
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     """The buffers of `module` itself by name; changing the dict changes the module."""
     return module._buffers
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The parameters of `module` itself by name; changing the dict changes the module."""
+    return module._parameters
 
 
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
@@ -143,6 +164,11 @@ def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
 def dispatch_modes() -> list[Any]:
     """The dispatch modes that are on in this thread, the innermost last."""
     return list(_get_current_dispatch_mode_stack())
+
+
+def function_modes() -> list[Any]:
+    """The function modes that are on in this thread, the innermost last."""
+    return list(_get_current_function_mode_stack())
 
 
 def is_mutable(operator: Any) -> bool:

@@ -13,26 +13,22 @@ from shardpass.core.tracing.edge_trace import (
     StopPass,
     tensors_in,
 )
-from shardpass.core.tracing.probing import probe, sample_inputs
-from shardpass.core.tracing.program import (
+from shardpass.core.tracing.findings import Dependence, Findings
+from shardpass.core.tracing.probing import probe, sample_inputs, structure_of
+from shardpass.core.tracing.program import Inputs, Key, NeedsMessagesError, Program, Side, Sides
+from shardpass.core.tracing.reducers import REDUCERS, Base, Extremum, State, accumulator_dtype, rescale
+from shardpass.core.tracing.rowwise import check_row_wise
+from shardpass.core.tracing.structure import (
     KERNEL_FORMS,
     AdditiveScore,
     Attention,
     DotScore,
-    Inputs,
-    Key,
     Messages,
     MixedScore,
-    NeedsMessagesError,
-    Program,
     Reduction,
     Score,
-    Side,
-    Sides,
     Structure,
 )
-from shardpass.core.tracing.reducers import REDUCERS, Base, Extremum, State, accumulator_dtype, rescale
-from shardpass.core.tracing.rowwise import check_row_wise
 
 __all__ = [
     "HARMLESS_OPS",
@@ -44,9 +40,11 @@ __all__ = [
     "AdditiveScore",
     "Attention",
     "Base",
+    "Dependence",
     "DotScore",
     "EdgeTrace",
     "Extremum",
+    "Findings",
     "Inputs",
     "Key",
     "Messages",
@@ -66,5 +64,6 @@ __all__ = [
     "probe",
     "rescale",
     "sample_inputs",
+    "structure_of",
     "tensors_in",
 ]

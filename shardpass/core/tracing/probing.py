@@ -8,11 +8,11 @@ of this rank (on a made-up edge if it has none), under a `ProbeTrace` and with e
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +20,9 @@ from torch import Tensor
 from shardpass.core.ranks import get_random_state, has_drawn, is_differentiable, torch_private
 from shardpass.core.sharding import EdgeShards, to_device
 from shardpass.core.tracing.probe_trace import EVERYTHING, Origin, ProbeTrace, Seen
-from shardpass.core.tracing.program import Attention, Inputs, Key, Messages, MixedScore, Program, Reduction, Structure
+from shardpass.core.tracing.program import Inputs, Key, Program
 from shardpass.core.tracing.recognise import GENERAL, Tails, attention_of, extremum_form, leading_maximum, simple_form
+from shardpass.core.tracing.structure import Attention, Messages, MixedScore, Reduction, Structure
 from shardpass.errors import RefusedError
 
 SAMPLE_EDGES = 16
@@ -55,6 +56,41 @@ def sample_inputs(
     )
 
 
+def structure_of(
+    program: Program, edges: EdgeShards, num_own_src: int, needs_grad: Collection[Key]
+) -> tuple[Structure, str]:
+    """The structure of `program` on this rank, and its description. Not collective.
+
+    It is that of an earlier call where nothing differs on which it depends; see `Program.depends_on`.
+
+    Args and errors: as in `probe`.
+    """
+    key = _conditions(program, edges, num_own_src, needs_grad)
+    known = None if program.depends_on is None or key is None else program.findings.find(key, program.depends_on)
+    if known is not None:
+        return known
+    structure = probe(program, edges, num_own_src, needs_grad)
+    described = structure.describe()
+    if program.depends_on is not None and key is not None:
+        program.findings.keep(key, program.depends_on, structure, described)
+    return structure, described
+
+
+def _conditions(program: Program, edges: EdgeShards, num_own_src: int, needs_grad: Collection[Key]) -> Hashable | None:
+    """What a probe depends on besides `Program.depends_on`; None where a mode of the user's may change anything."""
+    modes = [type(mode) for mode in torch_private.function_modes()]
+    if any(not mode.__module__.startswith("shardpass.") for mode in modes):
+        return None
+    inputs = ((key, t.shape[1:], t.dtype, t.device, t.is_inference()) for key, t in program.inputs.items())
+    casts = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+    return (
+        *(frozenset(needs_grad), torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()),
+        *(*casts, *modes, *inputs),
+        *(min(edges.num_edges, SAMPLE_EDGES), edges.num_dst, num_own_src),
+        *(program.aggregate is None, program.node_dim, program.streamed_to),
+    )
+
+
 def probe(program: Program, edges: EdgeShards, num_own_src: int, needs_grad: Collection[Key]) -> Structure:
     """The structure of `program` on this rank. Not collective.
 
@@ -75,11 +111,12 @@ def probe(program: Program, edges: EdgeShards, num_own_src: int, needs_grad: Col
 
 
 class _Traced(NamedTuple):
-    """One run on a few edges: its trace, the message, and how many reductions the message function made."""
+    """One run on a few edges: its trace, the message, how many reductions the message function made, the result."""
 
     trace: ProbeTrace
     message: Messages
     num_message: int
+    result: Any
 
 
 def _traced(program: Program, edges: EdgeShards, num_own_src: int, grads: bool) -> _Traced:
@@ -88,9 +125,8 @@ def _traced(program: Program, edges: EdgeShards, num_own_src: int, grads: bool) 
     with nullcontext() if program.ranks is None else program.ranks.in_message(), trace:
         message = program.message(inputs)
         num_message = trace.count
-        if program.aggregate is not None:
-            program.aggregate(message, inputs)
-    return _Traced(trace, message, num_message)
+        result = None if program.aggregate is None else program.aggregate(message, inputs)
+    return _Traced(trace, message, num_message, result)
 
 
 class _Place(NamedTuple):
@@ -145,7 +181,18 @@ def _structure(program: Program, traced: _Traced, needs_grad: Collection[Key], r
         message=torch_private.tree_map_only(Tensor, Tensor.detach, message),
         attention=attention,
         mix=captures[score.mix].detach() if isinstance(score, MixedScore) else None,
+        returned=_returned(program, traced, reductions),
     )
+
+
+def _returned(program: Program, traced: _Traced, reductions: Sequence[Reduction]) -> int | None:
+    """The reduction that the node function returns as it is, where calling it has no other effect."""
+    result = traced.result
+    if program.depends_on is None or not isinstance(result, Tensor) or program.node_dim % max(1, result.dim()):
+        return None
+    k = traced.trace.reduction_of(result)
+    is_same = k is not None and (result.shape[1:], result.dtype) == (reductions[k].tail, reductions[k].dtype)
+    return k if is_same else None
 
 
 def _attention(

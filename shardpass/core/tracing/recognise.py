@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from shardpass.core.tracing.expression import DESTINATION, EDGE, SOURCE, Expr, plain
-from shardpass.core.tracing.program import AdditiveScore, Attention, DotScore, Form, MixedScore, Reduction, Score
+from shardpass.core.tracing.structure import AdditiveScore, Attention, DotScore, Form, MixedScore, Reduction, Score
 
 GENERAL: tuple[Form, str, str] = ("general", "", "")
 Tails = dict[str, tuple[int, ...]]

@@ -16,8 +16,9 @@ from shardpass.core.following import FollowFunctions, FollowRows, RowCount
 from shardpass.core.ranks import RowSet, get_random_state, set_random_state
 from shardpass.core.sharding import to_device
 from shardpass.core.tracing.edge_trace import EdgeTrace, tensors_in
-from shardpass.core.tracing.program import Inputs, NeedsMessagesError, Program, Sides, Structure
+from shardpass.core.tracing.program import Inputs, NeedsMessagesError, Program, Sides
 from shardpass.core.tracing.reducers import REDUCERS, Base
+from shardpass.core.tracing.structure import Structure
 from shardpass.errors import RefusedError
 
 _NUM_EDGES, _NUM_NODES = 211, 53

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from shardpass.core.aggregation import aggregate, dropout_of_edges
 from shardpass.core.ranks import draw_seed, torch_private
-from shardpass.core.tracing import Inputs, Program, Structure
+from shardpass.core.tracing import Findings, Inputs, Program, Structure
 from shardpass.frontends.dgl.frames import Frame
 from shardpass.frontends.dgl.functions import message_of, operands
 from shardpass.frontends.dgl.graph import ShardedDGLGraph
@@ -207,7 +207,8 @@ def _weighted_sum(passing: MessagePassing, message: Any, value: str, weights: We
         f"attention by {message.name}{passing.where}", {**read.src, _VALUE: passing.src[value]}, read.dst, read.edge,
         weighted, summed, watch=watch, seed=weights.seed,
     )  # fmt: skip
-    program.checked = passing.checked.setdefault((program.name, scores.message.name, len(steps)), set())
+    name = program.name, scores.message.name, len(steps)
+    program.findings = passing.findings.setdefault(name, Findings())
     try:
         return aggregate(program, edges.plan, edges.shards)
     except _NotAttentionError:

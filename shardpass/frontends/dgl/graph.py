@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shardpass.core.graphs import ShardedGraph
 from shardpass.core.ranks import Ranks, unfollowed
+from shardpass.core.tracing import Findings
 from shardpass.frontends.dgl.blocks import parts_of_blocks
 from shardpass.frontends.dgl.closed import refused
 from shardpass.frontends.dgl.frames import Frame, Frames, FramesByType, LazyFields
@@ -66,7 +67,7 @@ class ShardedDGLGraph(TypedGraph):
         if is_block or sources is not destinations:
             self._dst_frames = {kind: _frame(nodes, dgl.NID) for kind, nodes in destinations.items()}
         self._edge_frames = {kind: _frame(edge, dgl.EID) for kind, edge in edges.items()}
-        self._checked: dict[Any, set[str]] = {}
+        self._findings: dict[Any, Findings] = {}
         self._warned: set[str] = set()
 
     def __repr__(self) -> str:
@@ -218,7 +219,7 @@ class ShardedDGLGraph(TypedGraph):
 
     def _passing(self, kind: CanonicalType) -> MessagePassing:
         frames = self._src_frames[kind[0]], self._dst_frames[kind[2]], self._edge_frames[kind]
-        return MessagePassing(self._edges[kind], *frames, self._checked)
+        return MessagePassing(self._edges[kind], *frames, self._findings)
 
     def _received(
         self, kind: CanonicalType, message: Any, reducer: Any, apply_node_func: Any = None

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardpass.core.aggregation import aggregate
 from shardpass.core.sharding import EdgeShards
-from shardpass.core.tracing import Inputs, Key, Program, Sides
+from shardpass.core.tracing import Findings, Inputs, Key, Program, Sides
 from shardpass.errors import InternalError, RefusedError
 from shardpass.frontends.dgl.functions import is_builtin, message_of, operands, reducer_of
 from shardpass.frontends.dgl.structure import Edges
@@ -28,11 +28,11 @@ class MessagePassing:
     Args:
         edges: the structure.
         src, dst, edata: the data of their sources, destinations and themselves.
-        checked: by message function, the signatures with which it passed the row-wise check.
+        findings: by message function, what earlier calls found out about it.
     """
 
-    def __init__(self, edges: Edges, src: Fields, dst: Fields, edata: Fields, checked: dict[Any, set[str]]) -> None:
-        self.edges, self.src, self.dst, self.edata, self.checked = edges, src, dst, edata, checked
+    def __init__(self, edges: Edges, src: Fields, dst: Fields, edata: Fields, findings: dict[Any, Findings]) -> None:
+        self.edges, self.src, self.dst, self.edata, self.findings = edges, src, dst, edata, findings
 
     def reduced(self, message: Any, reducer: Any) -> dict[str, Tensor]:
         """What a built-in `reducer` makes of the messages: ``{field: [num_dst, ...]}``. Collective.
@@ -103,7 +103,7 @@ class MessagePassing:
     def only_read_by(self, message: Any) -> MessagePassing:
         """The same with no other data than a built-in `message` reads, as they are now."""
         read = self._read_by(message)
-        return MessagePassing(self.edges, read.src, read.dst, read.edge, self.checked)
+        return MessagePassing(self.edges, read.src, read.dst, read.edge, self.findings)
 
     def _read_by(self, message: Any) -> Sides:
         """The tensors that a built-in `message` reads."""
@@ -121,7 +121,7 @@ class MessagePassing:
             computed = message_of(message)
             read = self._read_by(message)
             program = Program(f"{what}{message.name}{where}", read.src, read.dst, read.edge, computed, None)
-            program.checked = self.checked.setdefault(message.name, set())
+            program.findings = self.findings.setdefault(message.name, Findings())
             return program, lambda inputs: {message.out_field: computed(inputs)}
         reads: set[Key] = set()
         function = EdgeFunction(message, canonical, reads)

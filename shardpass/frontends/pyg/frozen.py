@@ -13,6 +13,8 @@ from shardpass.core.ranks import torch_private
 from shardpass.core.training import SteadyNorms
 from shardpass.frontends.pyg.poison import Poison
 
+_NOT_ITS_OWN = frozenset([*vars(nn.Module()), "propagate", "edge_updater"])
+
 
 class Frozen:
     """The training flags and attributes that a layer has now.
@@ -22,7 +24,6 @@ class Frozen:
 
     def __init__(self, conv: MessagePassing) -> None:
         self._conv = conv
-        self._not_its_own = frozenset([*vars(nn.Module()), "propagate", "edge_updater"])
         self._flags = [(module, module.training) for module in conv.modules()]
         self._attributes, self._buffers = self._found(), dict(torch_private.buffers_of(conv))
         self._left: dict[str, Tensor] = {}
@@ -69,7 +70,7 @@ class Frozen:
             setattr(self._conv, key, Poison.make(reason + remedy))
 
     def _found(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self._conv).items() if name not in self._not_its_own}
+        return {name: value for name, value in vars(self._conv).items() if name not in _NOT_ITS_OWN}
 
     def _restore(self, attributes: dict[str, Any], buffers: dict[str, Any]) -> None:
         for name in self._found().keys() - attributes.keys():

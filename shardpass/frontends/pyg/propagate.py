@@ -14,9 +14,10 @@ from shardpass.core.aggregation import aggregate
 from shardpass.core.exchange import HaloPlan
 from shardpass.core.graphs import ShardedEdgeIndex, ShardedGraph
 from shardpass.core.ranks import torch_private
-from shardpass.core.tracing import Inputs, NeedsMessagesError, Program, Structure
+from shardpass.core.tracing import Findings, Inputs, NeedsMessagesError, Program, Structure
 from shardpass.errors import RefusedError
 from shardpass.frontends.pyg.arguments import Arguments, moved
+from shardpass.frontends.pyg.dependence import dependence_of
 from shardpass.frontends.pyg.direction import Direction
 from shardpass.frontends.pyg.frozen import Frozen
 from shardpass.frontends.pyg.lazy import LazyEdges, LazySums
@@ -43,12 +44,13 @@ class ShardedMessagePassing:
 
     def __init__(self, conv: MessagePassing, name: str) -> None:
         self.conv, self.name = conv, name
-        self._checked: dict[bool, set[str]] = {}
+        self._findings: dict[bool, Findings] = {}
         self._hooks: list[int] = []
+        self._stores = False  # a message function has stored a tensor on the layer
         self._keeps_messages = "edge_index" in conv.inspector.get_param_dict("aggregate")
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(ShardedMessagePassing(self.conv, self.name))  # a copy has checked nothing
+        return vars(ShardedMessagePassing(self.conv, self.name))  # a copy has found out nothing
 
     def propagate(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Tensor:
         """`MessagePassing.propagate` on a sharded graph. Collective."""
@@ -76,8 +78,10 @@ class ShardedMessagePassing:
             )
 
         def compute() -> Tensor:
-            name, checked = f"{self.name} edge update", self._passed()
-            program = Program(name, arguments.src, arguments.dst, arguments.edge, message, None, checked=checked)
+            program = Program(
+                f"{self.name} edge update", arguments.src, arguments.dst, arguments.edge, message, None,
+                findings=self._present_findings(),
+            )  # fmt: skip
             return direction.from_edges(aggregate(program, direction.plan, direction.shards))
 
         return LazyEdges.make(self.name, arguments, message, compute, direction.shards)  # type: ignore[no-any-return]
@@ -91,7 +95,8 @@ class ShardedMessagePassing:
         function = MessageFunction(conv, arguments, lazy, held, frozen)
         program = Program(
             self.name, arguments.src, arguments.dst, arguments.edge, function.message, function.reduce, conv.node_dim,
-            checked=self._passed(), watch=partial(_note_fused, list(lazy.values())),
+            findings=self._present_findings(), watch=partial(_note_fused, list(lazy.values())),
+            depends_on=None if self._stores or held else dependence_of(conv, arguments, lazy),
         )  # fmt: skip
         if edge_index.flow is not None:
             edge_index.flow.note(self.name, plan.comm, arguments.src)
@@ -102,9 +107,14 @@ class ShardedMessagePassing:
             out = None if self._keeps_messages else self._aggregated(program, direction, weight)
             if self._keeps_messages:
                 out = self._aggregated_at_once(
-                    replace(program, message=function.side_by_side), function, direction, edge_index, whole
+                    replace(program, message=function.side_by_side, depends_on=None),
+                    function,
+                    direction,
+                    edge_index,
+                    whole,
                 )
             function.release()
+            self._stores |= bool(frozen.stored())
             frozen.poison(self.name)
             return conv.update(out, **conv.inspector.collect_param_data("update", whole))
 
@@ -186,13 +196,13 @@ class ShardedMessagePassing:
         dim = arguments.dims[name[:-2]] = node_dim % value.dim()
         (arguments.src if is_source else arguments.dst)[name[:-2]] = moved(value, dim, 0)
 
-    def _passed(self) -> set[str]:
-        """The signatures that passed the row-wise check with the present hooks, in this training mode."""
+    def _present_findings(self) -> Findings:
+        """What is known of the message function with the present hooks, in this training mode."""
         conv = self.conv
         hooks = [*conv._message_forward_pre_hooks, *conv._message_forward_hooks, *conv._aggregate_forward_pre_hooks]
         if hooks != self._hooks:
-            self._checked, self._hooks = {}, hooks
-        return self._checked.setdefault(conv.training, set())
+            self._findings, self._hooks = {}, hooks
+        return self._findings.setdefault(conv.training, Findings())
 
     def _is_mapped_next(self) -> bool:
         """Whether the layer applies a linear map to its sums or means, and nothing before that."""

@@ -66,12 +66,15 @@ def refuse_ordinary(name: str, edge_index: Any) -> None:
 
 def check_arguments_of(layer: nn.Module, name: str) -> None:
     """Let `layer` look at the arguments of each call before its own code indexes nodes by them."""
-    if "edge_index" in signature(type(layer).forward).parameters:
-        layer.register_forward_pre_hook(partial(_check_arguments, name), with_kwargs=True)
+    _, *names = signature(type(layer).forward).parameters
+    if "edge_index" in names:
+        layer.register_forward_pre_hook(partial(_check_arguments, name, names), with_kwargs=True)
 
 
-def _check_arguments(name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    given = signature(type(layer).forward).bind(layer, *args, **kwargs).arguments
+def _check_arguments(
+    name: str, names: list[str], layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    given = {**dict(zip(names, args)), **kwargs}
     edge_index, x = given.get("edge_index"), given.get("x")
     if isinstance(edge_index, Tensor):
         refuse_ordinary(name, edge_index)

@@ -157,6 +157,7 @@ class _Method(OutermostCall):
     ) -> None:
         super().__init__(model, comm, followed, checkpoint, method)
         self._looked_for_tables = False
+        self._signed: tuple[Any, list[str]] = (None, [])  # the method of the class, and the names of its arguments
         self.is_own = method in methods_written(model)
         self.adapted = vars(model).get(method)  # by `adapt_hetero` or `adapt_methods`
 
@@ -190,7 +191,10 @@ class _Method(OutermostCall):
 
     def _given(self, args: Any, kwargs: Any) -> Any:
         """The arguments with ``edge_index`` for graphs. A graph of several types stays itself where it is ``data``."""
-        names = [*signature(getattr(type(self.model), self.method)).parameters][1:] if args else []
+        written = getattr(type(self.model), self.method)
+        if self._signed[0] is not written:
+            self._signed = written, [*signature(written).parameters][1:]
+        names = self._signed[1]
         converted = tuple(
             _given_as(value, place == 0, name)
             for place, (name, value) in enumerate(zip_longest(names[: len(args)], args))

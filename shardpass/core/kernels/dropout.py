@@ -1,0 +1,29 @@
+"""Dropout of attention weights: which edges keep theirs."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardpass.core import ranks
+from shardpass.core.kernels.cpu_loops import numba_loops_for
+
+
+def dropout_factors(seed: int, edges: slice | Tensor, heads: int, p: float, like: Tensor) -> Tensor:
+    """What `shardpass.core.ranks.dropout_factors` returns for these edges, faster where numba is installed.
+
+    Args:
+        edges: their positions in the shard, ``[count]``, or a slice with a start and a stop.
+        like: gives dtype and device.
+    """
+    if isinstance(edges, slice):
+        edges = torch.arange(edges.start, edges.stop, device=like.device)
+    if numba_loops_for(like) is None:
+        return ranks.dropout_factors(seed, edges, heads, p, like.dtype)
+    from shardpass.core.kernels import numba_dropout
+
+    out = like.new_empty((edges.numel(), heads))
+    factor = torch.ones((), dtype=like.dtype).div_(1 - p).numpy()[()]
+    numba_dropout.fill(out.numpy(), edges.numpy(), np.uint64(seed), np.uint64(int(p * (1 << 53))), factor)
+    return out
