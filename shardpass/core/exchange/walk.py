@@ -58,6 +58,10 @@ def fetch_blocks(
         position: of the block in ``plan.blocks``.
         rows: the block's rows of each tensor, ``[block.num_rows, ...]``; with `placed`, some are `PlacedRows`.
     """
+    if not plan.schedule.rounds:
+        with record_function(f"compute own block ({walk.label})"):
+            yield 0, plan.blocks[0], list(tensors)
+        return
     ahead = len(plan.schedule.rounds) if plan.options.mode == "halo" else plan.options.prefetch
     under_way = max(1, ahead)
     waiting: deque[Handle] = deque()
@@ -188,12 +192,14 @@ class GradientReturn:
     def __init__(self, plan: HaloPlan, into: Sequence[Tensor], walk: WalkId) -> None:
         """`into`: the gradients of the own rows, ``[num_own_src, ...]`` each, to which is added in place."""
         self._plan, self._into, self._walk = plan, list(into), walk
+        self._pending: tuple[Transfer, Tensor, Handle] | None = None
+        if not plan.schedule.rounds:
+            return
         self._packing, self._filled = Packing(into, plan.options.wire_dtype), Packing(into)
         self._outgoing, self._incoming = _Slots(2, plan.comm.device), _Slots(1, plan.comm.device)
         self._filling = _Slots(1, plan.comm.device)
         counts = plan.shared.returned if plan.shared is not None else ()
         self._tokens = Tokens(plan, walk, self._packing, counts)
-        self._pending: tuple[Transfer, Tensor, Handle] | None = None
 
     def buffers(self, position: int, zeroed: bool = True) -> list[Tensor]:
         """Gradients ``[block.num_rows, ...]`` to fill for the block at `position`; `send` takes them away."""
@@ -273,5 +279,6 @@ class GradientReturn:
 
     def finish(self) -> None:
         """Wait for the last return and add what came."""
-        self._complete()
-        self._tokens.finish()
+        if self._plan.schedule.rounds:
+            self._complete()
+            self._tokens.finish()

@@ -1,8 +1,8 @@
 """CPU kernels made of torch's own fused operators.
 
 ``embedding_bag`` is a fused gather and segment sum with a weight per edge. It is 20 to 40 times faster than gathering
-and ``index_add_``, and makes no tensor with a row per edge. It runs over about a thousand destinations at a time, so
-that its result is still in cache when it is added to the accumulator.
+and ``index_add_``, and makes no tensor with a row per edge. It runs over some destinations at a time, so that its
+result is still in cache when it is added to the accumulator.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardpass.core.sharding import Shard, Transposes
 
-CHUNK_ROWS = 1024
+CHUNK_BYTES = 1 << 20
 
 
 def handles(rows: Tensor) -> bool:
@@ -24,8 +24,9 @@ def handles(rows: Tensor) -> bool:
 def _accumulate(out: Tensor, indptr: Tensor, columns: Tensor, rows: Tensor, weight: Tensor | None, fresh: bool) -> None:
     table, target = rows.flatten(1).contiguous(), out.view(out.size(0), -1)
     weight = None if weight is None else weight.to(table.dtype)
-    for first in range(0, target.size(0), CHUNK_ROWS):
-        last = min(first + CHUNK_ROWS, target.size(0))
+    most = max(1, CHUNK_BYTES // max(1, target.size(1) * table.itemsize))
+    for first in range(0, target.size(0), most):
+        last = min(first + most, target.size(0))
         start, stop = int(indptr[first]), int(indptr[last])
         if start == stop:
             if fresh:

@@ -17,6 +17,8 @@ def sums_over_ranks(name: str, values: list[float], problem: str | None, comm: R
 
     `identity` says what must agree between ranks (dtype and trailing shape). It travels as a checksum.
     """
+    if comm.size == 1 and problem is None:
+        return values
     state = [float(problem is not None), float(zlib.crc32(identity.encode()))]
     row = torch.tensor([[*state, *values]], dtype=torch.float64, device=comm.device)
     rows = torch.cat(comm.all_gather(row, name)).cpu()
