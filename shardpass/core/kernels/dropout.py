@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardpass.core import ranks
 from shardpass.core.kernels.cpu_loops import numba_loops_for
+from shardpass.core.ranks import dropout_factors as factors_in_torch
 
 
 def dropout_factors(seed: int, edges: slice | Tensor, heads: int, p: float, like: Tensor) -> Tensor:
@@ -20,10 +20,10 @@ def dropout_factors(seed: int, edges: slice | Tensor, heads: int, p: float, like
     if isinstance(edges, slice):
         edges = torch.arange(edges.start, edges.stop, device=like.device)
     if numba_loops_for(like) is None:
-        return ranks.dropout_factors(seed, edges, heads, p, like.dtype)
+        return factors_in_torch(seed, edges, heads, p, like.dtype)
     from shardpass.core.kernels import numba_dropout
 
     out = like.new_empty((edges.numel(), heads))
-    factor = torch.ones((), dtype=like.dtype).div_(1 - p).numpy()[()]
+    factor = out.numpy().dtype.type(1) / out.numpy().dtype.type(1 - p)
     numba_dropout.fill(out.numpy(), edges.numpy(), np.uint64(seed), np.uint64(int(p * (1 << 53))), factor)
     return out

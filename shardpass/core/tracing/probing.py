@@ -12,7 +12,7 @@ from collections.abc import Collection, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,14 +78,13 @@ def structure_of(
 
 def _conditions(program: Program, edges: EdgeShards, num_own_src: int, needs_grad: Collection[Key]) -> Hashable | None:
     """What a probe depends on besides `Program.depends_on`; None where a mode of the user's may change anything."""
-    modes = [type(mode) for mode in torch_private.function_modes()]
-    if any(not mode.__module__.startswith("shardpass.") for mode in modes):
+    if any(not type(mode).__module__.startswith("shardpass.") for mode in torch_private.function_modes()):
         return None
     inputs = ((key, t.shape[1:], t.dtype, t.device, t.is_inference()) for key, t in program.inputs.items())
     casts = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
     return (
         *(frozenset(needs_grad), torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()),
-        *(*casts, *modes, *inputs),
+        *(*casts, *inputs),
         *(min(edges.num_edges, SAMPLE_EDGES), edges.num_dst, num_own_src),
         *(program.aggregate is None, program.node_dim, program.streamed_to),
     )
@@ -111,12 +110,12 @@ def probe(program: Program, edges: EdgeShards, num_own_src: int, needs_grad: Col
 
 
 class _Traced(NamedTuple):
-    """One run on a few edges: its trace, the message, how many reductions the message function made, the result."""
+    """One run on a few edges: its trace, the message, its number of reductions, the result of the node function."""
 
     trace: ProbeTrace
     message: Messages
     num_message: int
-    result: Any
+    result: Tensor | None
 
 
 def _traced(program: Program, edges: EdgeShards, num_own_src: int, grads: bool) -> _Traced:
@@ -126,7 +125,7 @@ def _traced(program: Program, edges: EdgeShards, num_own_src: int, grads: bool) 
         message = program.message(inputs)
         num_message = trace.count
         result = None if program.aggregate is None else program.aggregate(message, inputs)
-    return _Traced(trace, message, num_message, result)
+    return _Traced(trace, message, num_message, result if isinstance(result, Tensor) else None)
 
 
 class _Place(NamedTuple):
@@ -188,7 +187,7 @@ def _structure(program: Program, traced: _Traced, needs_grad: Collection[Key], r
 def _returned(program: Program, traced: _Traced, reductions: Sequence[Reduction]) -> int | None:
     """The reduction that the node function returns as it is, where calling it has no other effect."""
     result = traced.result
-    if program.depends_on is None or not isinstance(result, Tensor) or program.node_dim % max(1, result.dim()):
+    if program.depends_on is None or result is None or program.node_dim % max(1, result.dim()):
         return None
     k = traced.trace.reduction_of(result)
     is_same = k is not None and (result.shape[1:], result.dtype) == (reductions[k].tail, reductions[k].dtype)

@@ -8,7 +8,7 @@ finds of them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType, FunctionType, NoneType
 from typing import Any
 
 import torch
@@ -20,11 +20,9 @@ from shardpass.core.tracing import Dependence
 from shardpass.frontends.pyg.arguments import Arguments
 from shardpass.frontends.pyg.lazy import LazyEdges
 
-_PLAIN = frozenset([bool, int, float, str, type(None), torch.Size, torch.dtype, torch.device])
+_PLAIN = frozenset([bool, int, float, str, NoneType, torch.Size, torch.dtype, torch.device])
 _LIBRARIES = frozenset(["torch", "torch_geometric", "shardpass"])
-_OF_MODULES = frozenset(vars(nn.Module()))
-_OF_WRAP = frozenset(["propagate", "edge_updater", "comm"])
-_NOT_READ = frozenset(["inspector"]).union(_OF_MODULES, _OF_WRAP)
+_NOT_READ = ("inspector", "comm", "forward", "__prepare_scriptable__")
 _METHODS = ("message", "edge_update", "aggregate")
 
 
@@ -32,15 +30,18 @@ class _UnknownError(Exception):
     """A layer holds something of which nobody knows what it does."""
 
 
-def dependence_of(conv: MessagePassing, arguments: Arguments, lazy: Mapping[str, LazyEdges]) -> Dependence | None:
+def dependence_of(
+    conv: MessagePassing, arguments: Arguments, lazy: Mapping[str, LazyEdges], others: frozenset[str]
+) -> Dependence | None:
     """What `message` and `aggregate` of `conv` depend on, besides the tensors with rows in `arguments`.
 
     `None` if that is not known, as for methods of a user's class, or if there are hooks, which may do anything.
 
     Args:
         lazy: the edge updates that `message` computes, by name.
+        others: names of attributes that are those of any module, or that `wrap` has set.
     """
-    state = _State()
+    state = _State(others)
     try:
         if torch_private.has_any_forward_hook():
             raise _UnknownError
@@ -60,7 +61,8 @@ def dependence_of(conv: MessagePassing, arguments: Arguments, lazy: Mapping[str,
 class _State:
     """What modules hold, as values and as tensors."""
 
-    def __init__(self) -> None:
+    def __init__(self, others: frozenset[str]) -> None:
+        self._others = others.union(_NOT_READ)
         self.values: list[Any] = []
         self.tensors: list[Tensor] = []
 
@@ -76,7 +78,7 @@ class _State:
         self.values += [kind, self.of(kind.forward), module.training]
         for tensors in (torch_private.parameters_of(module), torch_private.buffers_of(module)):
             self.values += [(name, self.of(tensor)) for name, tensor in tensors.items()]
-        self.values += [(name, self.of(value)) for name, value in vars(module).items() if name not in _NOT_READ]
+        self.values += [(name, self.of(value)) for name, value in vars(module).items() if name not in self._others]
 
     def of(self, value: Any) -> Any:
         """What stands for `value` among the values."""

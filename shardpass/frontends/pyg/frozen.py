@@ -13,17 +13,19 @@ from shardpass.core.ranks import torch_private
 from shardpass.core.training import SteadyNorms
 from shardpass.frontends.pyg.poison import Poison
 
-_NOT_ITS_OWN = frozenset([*vars(nn.Module()), "propagate", "edge_updater"])
-
 
 class Frozen:
     """The training flags and attributes that a layer has now.
 
     Backward runs message functions again. By then the layer may have been called with something else, or changed.
+
+    Args:
+        conv: the layer.
+        others: names of attributes that are those of any module, or that `wrap` has set.
     """
 
-    def __init__(self, conv: MessagePassing) -> None:
-        self._conv = conv
+    def __init__(self, conv: MessagePassing, others: frozenset[str]) -> None:
+        self._conv, self._others = conv, others
         self._flags = [(module, module.training) for module in conv.modules()]
         self._attributes, self._buffers = self._found(), dict(torch_private.buffers_of(conv))
         self._left: dict[str, Tensor] = {}
@@ -70,7 +72,7 @@ class Frozen:
             setattr(self._conv, key, Poison.make(reason + remedy))
 
     def _found(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self._conv).items() if name not in _NOT_ITS_OWN}
+        return {name: value for name, value in vars(self._conv).items() if name not in self._others}
 
     def _restore(self, attributes: dict[str, Any], buffers: dict[str, Any]) -> None:
         for name in self._found().keys() - attributes.keys():

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch_geometric.nn.aggr import MeanAggregation, SumAggregation
 from torch_geometric.nn.conv import GraphConv, MessagePassing, SAGEConv
 
@@ -46,6 +46,7 @@ class ShardedMessagePassing:
         self.conv, self.name = conv, name
         self._findings: dict[bool, Findings] = {}
         self._hooks: list[int] = []
+        self._others = frozenset([*vars(nn.Module()), "propagate", "edge_updater"])
         self._stores = False  # a message function has stored a tensor on the layer
         self._keeps_messages = "edge_index" in conv.inspector.get_param_dict("aggregate")
 
@@ -64,7 +65,7 @@ class ShardedMessagePassing:
         self._refuse(edge_index)
         conv, direction = self.conv, Direction.of(self.conv, self.name, edge_index)
         arguments = self._sorted(conv._edge_user_args, direction, kwargs)
-        frozen = Frozen(conv)
+        frozen = Frozen(conv, self._others)
 
         def message(inputs: Inputs, prefix: str = "") -> Tensor:
             given = arguments.collected(inputs, prefix)
@@ -91,12 +92,12 @@ class ShardedMessagePassing:
         conv, direction = self.conv, Direction.of(self.conv, self.name, edge_index)
         plan = direction.plan
         arguments, lazy, held = self._arguments(direction, kwargs)
-        frozen = Frozen(conv)
+        frozen = Frozen(conv, self._others)
         function = MessageFunction(conv, arguments, lazy, held, frozen)
         program = Program(
             self.name, arguments.src, arguments.dst, arguments.edge, function.message, function.reduce, conv.node_dim,
             findings=self._present_findings(), watch=partial(_note_fused, list(lazy.values())),
-            depends_on=None if self._stores or held else dependence_of(conv, arguments, lazy),
+            depends_on=None if self._stores or held else dependence_of(conv, arguments, lazy, self._others),
         )  # fmt: skip
         if edge_index.flow is not None:
             edge_index.flow.note(self.name, plan.comm, arguments.src)

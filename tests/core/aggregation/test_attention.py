@@ -15,7 +15,7 @@ from shardpass.core.kernels.runs import ClosedScores, EdgeRun, Outer, ScoreGradi
 from shardpass.core.ranks.random import dropout_factors
 from shardpass.core.sharding.shard import Block, build_shards, cut
 from shardpass.core.sharding.transposes import Transposes
-from shardpass.core.tracing.program import AdditiveScore, DotScore, MixedScore, Program
+from shardpass.core.tracing import AdditiveScore, DotScore, MixedScore, Program
 from shardpass.testing.graphs import assignments, awkward_graph, shard_in_memory
 
 NUM_DST, BLOCK_ROWS, HEADS, WIDTH = 50, 23, 3, 5

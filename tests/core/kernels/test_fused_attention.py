@@ -15,7 +15,7 @@ from shardpass.core.kernels.runs import ClosedScores, Outer, RowRun, ScoreGradie
 from shardpass.core.ranks.random import dropout_factors
 from shardpass.core.sharding.shard import Block, build_shards, cut
 from shardpass.core.sharding.transposes import Transposes
-from shardpass.core.tracing.program import AdditiveScore, DotScore, MixedScore
+from shardpass.core.tracing import AdditiveScore, DotScore, MixedScore
 
 
 @pytest.fixture(autouse=True)
