@@ -1,4 +1,4 @@
-"""What a probe found is kept for a layer's next calls, and never used when something has changed on which it depends."""
+"""What a probe found is kept for the next calls of a layer, unless something has changed on which it depends."""
 
 from __future__ import annotations
 
