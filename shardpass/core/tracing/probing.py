@@ -102,7 +102,9 @@ def probe(program: Program, edges: EdgeShards, num_own_src: int, needs_grad: Col
     state = get_random_state()
     keep_captures = torch.is_grad_enabled()
     grads = not torch.is_inference_mode_enabled()
-    with torch.set_grad_enabled(grads):
+    # torch.utils.checkpoint counts saved tensors, and a call that it makes again may find what this one found
+    unseen = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    with torch.set_grad_enabled(grads), unseen:
         look = partial(_traced, program, edges, num_own_src, grads)
         traced = look()
         structure = _structure(program, traced, needs_grad, random=has_drawn(state, look))
