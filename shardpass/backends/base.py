@@ -21,13 +21,14 @@ import torch
 from torch import Tensor
 
 from shardpass.backends.communicator import Handle, ReduceOp
-from shardpass.backends.deadlock import COLLECTIVE, Position, message_name
+from shardpass.backends.deadlock import COLLECTIVE, Position, Words, message_name
 from shardpass.backends.handle import ExchangeHandle, Step
 from shardpass.backends.identity import (
     COLLECTIVE_LANE,
     DTYPES,
     HEADER_BYTES,
     HEADER_LANE,
+    INLINE_BYTES,
     OPS,
     PAYLOAD_LANE,
     Header,
@@ -95,22 +96,24 @@ class BaseCommunicator(RawCommunicator):
         return ExchangeHandle(self)
 
     def _start_receive(self, recv: Tensor, source: int, header: Header) -> Step:
-        raw = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
-        landing = self._staged(recv)
+        raw = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+        landing, is_inline = self._staged(recv), recv.nbytes <= INLINE_BYTES
         count = self._tally.add("recv", source, header.number)
         awaits = message_name("send", self.rank, header.number)
-        position = Position(f"{header.describe()} from rank {source}", awaits, count, source)
+        position = Position(Words(header, f" from rank {source}"), awaits, count, source)
         call = self.calls.begin(self.path, "recv", header, source, count, recv.nbytes)
         with self.waiting(position):
             arriving = self._raw_receive(raw, source, MessageKey(HEADER_LANE, header.number, HEADER_BYTES))
-            pieces = self._receive_pieces(landing, source, header, PAYLOAD_LANE)
+            pieces = [] if is_inline else self._receive_pieces(landing, source, header, PAYLOAD_LANE)
 
         def complete(seconds: float) -> None:
             call.wait()
             arriving.wait(seconds)
-            problem = mismatch(header, Header.unpack(raw.numpy().tobytes()), self.rank, source)
+            problem = mismatch(header, raw.numpy().tobytes(), self.rank, source)
             if problem is not None:
                 self.diverge(problem)
+            if is_inline:
+                landing.view(-1).view(torch.uint8).copy_(raw[-INLINE_BYTES:][: recv.nbytes])
             for piece in pieces:
                 piece.wait(seconds)
             _copy_into(recv, landing)
@@ -119,14 +122,16 @@ class BaseCommunicator(RawCommunicator):
         return position, complete
 
     def _start_send(self, send: Tensor, to: int, header: Header) -> Step:
-        raw = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)
+        is_inline = send.nbytes <= INLINE_BYTES
+        payload = self._staged(send).view(-1).view(torch.uint8).numpy().tobytes() if is_inline else b""
+        raw = torch.frombuffer(bytearray(header.pack(payload)), dtype=torch.uint8)
         count = self._tally.add("send", to, header.number)
         awaits = message_name("recv", self.rank, header.number)
-        position = Position(f"{header.describe()} to rank {to}", awaits, count, to)
+        position = Position(Words(header, f" to rank {to}"), awaits, count, to)
         call = self.calls.begin(self.path, "send", header, to, count, send.nbytes)
         with self.waiting(position):
             pieces = [self._raw_send(raw, to, MessageKey(HEADER_LANE, header.number, HEADER_BYTES))]
-            pieces += self._send_pieces(self._staged(send), to, header, PAYLOAD_LANE)
+            pieces += [] if is_inline else self._send_pieces(self._staged(send), to, header, PAYLOAD_LANE)
         self.bytes_sent += send.nbytes
 
         def complete(seconds: float) -> None:
@@ -150,6 +155,8 @@ class BaseCommunicator(RawCommunicator):
     def _pieces(self, tensor: Tensor, header: Header, lane: int) -> list[tuple[Tensor, MessageKey]]:
         flat = tensor.reshape(-1).view(torch.uint8)
         key = MessageKey(lane, header.number, flat.numel(), DTYPES.index(header.dtype))
+        if flat.numel() <= self.max_message_bytes:
+            return [(flat, key)]
         return [(piece, key._replace(piece=i)) for i, piece in enumerate(flat.split(self.max_message_bytes))]
 
     # ---- collectives ----------------------------------------------------------------------------------------------
@@ -245,7 +252,7 @@ class BaseCommunicator(RawCommunicator):
         self._sequence += 1
         call = self.calls.begin(self.path, "", header, -1, self._sequence, 0 if tensor is None else tensor.nbytes)
         call.wait()
-        with self.waiting(Position(header.describe(), COLLECTIVE, self._sequence)):
+        with self.waiting(Position(Words(header), COLLECTIVE, self._sequence)):
             mine = header.pack()
             gathered = self._raw_gather(mine, self.timeout)
             headers = [header] * self.size

@@ -12,12 +12,22 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
-from shardpass.backends.identity import SAME_CALLS
+from shardpass.backends.identity import SAME_CALLS, Header
 
 COLLECTIVE = "collective"
 _KEPT_TAGS = 64  # per peer and direction; a pair of ranks never has more messages under way at once
+
+
+class Words:
+    """The words for a call, put together only if somebody reads them."""
+
+    def __init__(self, header: Header, where: str = "") -> None:
+        self._header, self._where = header, where
+
+    def __str__(self) -> str:
+        return self._header.describe() + self._where
 
 
 @dataclass(frozen=True)
@@ -33,7 +43,7 @@ class Position:
         posted: how often the rank itself has posted each thing.
     """
 
-    text: str
+    text: str | Words
     awaits: str
     count: int
     peer: int = -1
@@ -42,7 +52,7 @@ class Position:
 
     def to_json(self) -> str:
         """The position as text."""
-        return json.dumps(asdict(self))
+        return json.dumps({**asdict(replace(self, text="")), "text": str(self.text)})
 
     @staticmethod
     def from_json(text: str) -> Position:

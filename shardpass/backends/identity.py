@@ -13,7 +13,7 @@ import torch
 
 from shardpass.errors import DivergenceError, InternalError
 
-_FORMAT = struct.Struct("<4sQBBBBi8qB111s")
+_FORMAT = struct.Struct("<4sQBBBBi8qB111s8s")
 _MAGIC = b"SPH1"
 _MAX_LABEL = 111
 MAX_DIMS = 8
@@ -22,6 +22,8 @@ SAME_CALLS = (
     "depends on the rank or on its own data"
 )
 HEADER_BYTES = _FORMAT.size
+INLINE_BYTES = 8
+"""A payload of at most so many bytes is the end of its header."""
 
 KINDS = (
     "exchange", "all_reduce", "all_gather", "broadcast", "all_to_all", "all_gather_object", "barrier", "duplicate",
@@ -111,17 +113,17 @@ class Header:
     root: int = 0
     label: str = ""
 
-    def pack(self) -> bytes:
-        """The header as `HEADER_BYTES` bytes."""
+    def pack(self, payload: bytes = b"") -> bytes:
+        """The header as `HEADER_BYTES` bytes, and the whole of a payload that fits."""
         label = self.label.encode()
         sizes = self.shape + (0,) * (MAX_DIMS - len(self.shape))
         codes = (KINDS.index(self.kind), OPS.index(self.op), DTYPES.index(self.dtype), len(self.shape))
-        return _FORMAT.pack(_MAGIC, self.number, *codes, self.root, *sizes, len(label), label)
+        return _FORMAT.pack(_MAGIC, self.number, *codes, self.root, *sizes, len(label), label, payload)
 
     @staticmethod
     def unpack(raw: bytes) -> Header:
         """The header in ``raw``."""
-        magic, number, kind, op, dtype, num_dims, root, *sizes, num_label, label = _FORMAT.unpack(raw)
+        magic, number, kind, op, dtype, num_dims, root, *sizes, num_label, label, _ = _FORMAT.unpack(raw)
         if magic != _MAGIC:
             raise DivergenceError(
                 f"expected a message header, but {raw[:8]!r}... arrived: the ranks run different versions of "
@@ -162,8 +164,15 @@ def header_of(
     return Header(kind, number, op, tensor.dtype, tuple(tensor.shape), root, label)
 
 
-def mismatch(expected: Header, found: Header, rank: int, source: int) -> str | None:
-    """Words for a message to ``rank`` that is not the ``expected`` one, or `None` if it is. Its shape may differ."""
+def mismatch(expected: Header, raw: bytes, rank: int, source: int) -> str | None:
+    """Words for a message to ``rank`` that is not the ``expected`` one, or `None` if it is. Its shape may differ.
+
+    Args:
+        raw: the header that has arrived.
+    """
+    if raw[:-INLINE_BYTES] == expected.pack()[:-INLINE_BYTES]:
+        return None
+    found = Header.unpack(raw)
     if found == replace(expected, shape=found.shape) and prod(found.shape) == prod(expected.shape):
         return None
     return f"rank {rank} expects {expected.describe()} from rank {source}, but rank {source} sends {found.describe()}"

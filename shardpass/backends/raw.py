@@ -156,7 +156,7 @@ class RawCommunicator(Communicator):
         self._epoch += 1
         self._stuck = []
         self._next_look = self.clock.monotonic() + _FIRST_LOOK_SECONDS
-        self._where = replace(position, epoch=self._epoch)
+        self._where = position
         try:
             yield seconds
         except TransportTimeoutError:
@@ -194,11 +194,12 @@ class RawCommunicator(Communicator):
         once the rank has been blocked for a second. The same ranks must be stuck twice, since what other ranks have
         published may just be going out of date.
         """
+        epoch = self._epoch  # read first: with the position of a later wait it says less, and never too much
         position, now = self._where, self.clock.monotonic()
         if position is None or now < self._next_look or self.failure.happened:
             return
         self._next_look = now + _LOOK_SECONDS
-        position = replace(position, posted={**self._tally.posted(), COLLECTIVE: self._sequence})
+        position = replace(position, epoch=epoch, posted={**self._tally.posted(), COLLECTIVE: self._sequence})
         self._show(position)
         texts = {rank: text for rank, text in self._published().items() if text and rank != self.rank}
         positions = {self.rank: position, **{rank: Position.from_json(text) for rank, text in texts.items()}}

@@ -164,8 +164,7 @@ def has_drawn(state: dict[str, Tensor], again: Callable[[], Any]) -> bool:
     """
     if all(torch.equal(before, now) for before, now in zip(state.values(), get_random_state().values())):
         return False
-    # torch.utils.checkpoint counts saved tensors, and another thread's moving the generators must not change the count
-    with Draws() as draws, torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+    with Draws() as draws:
         again()
     if draws.any:
         set_random_state(state)
