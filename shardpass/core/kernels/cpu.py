@@ -3,6 +3,9 @@
 ``embedding_bag`` is a fused gather and segment sum with a weight per edge. It is 20 to 40 times faster than gathering
 and ``index_add_``, and makes no tensor with a row per edge. It runs over some destinations at a time, so that its
 result is still in cache when it is added to the accumulator.
+
+Where wide rows have few edges each, as in the blocks of many ranks, most of that time goes into calls and into adding.
+A loop of numba's then adds straight to the accumulator.
 """
 
 from __future__ import annotations
@@ -10,9 +13,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardpass.core.sharding import Shard, Transposes
+from shardpass.core.kernels.cpu_loops import by_rows, numba_loops_for
+from shardpass.core.kernels.runs import RowRun
+from shardpass.core.sharding import Chunk, Shard, Transposes
 
 CHUNK_BYTES = 1 << 20
+_WIDE_BYTES, _FEW_EDGES, _MANY = 512, 8, 1 << 12
+"""For the loop: bytes of a row at least, edges per row at most, edges in all at least."""
 
 
 def handles(rows: Tensor) -> bool:
@@ -21,8 +28,22 @@ def handles(rows: Tensor) -> bool:
     return rows.device.type == "cpu" and kind and rows.dim() >= 2 and rows[0:1].numel() > 0 and rows.size(0) > 0
 
 
+def _add_straight(out: Tensor, indptr: Tensor, columns: Tensor, rows: Tensor, fresh: bool) -> bool:
+    """Add by a loop of numba's, if there is one and it is faster. Returns whether it did."""
+    wide, few = rows.size(1) * rows.itemsize >= _WIDE_BYTES, columns.numel() <= _FEW_EDGES * out.size(0)
+    loops = numba_loops_for(rows) if wide and few and columns.numel() >= _MANY and out.dtype == rows.dtype else None
+    if loops is None:
+        return False
+    loop, into, given = loops.add_copied, out.numpy(), [t.numpy() for t in (indptr, columns, rows)]
+    run = RowRun(indptr, Chunk(0, columns.numel(), 0, out.size(0)), columns, None)
+    by_rows(run, lambda low, high: loop(*given, fresh, low, high, into))
+    return True
+
+
 def _accumulate(out: Tensor, indptr: Tensor, columns: Tensor, rows: Tensor, weight: Tensor | None, fresh: bool) -> None:
     table, target = rows.flatten(1).contiguous(), out.view(out.size(0), -1)
+    if weight is None and _add_straight(target, indptr, columns, table, fresh):
+        return
     weight = None if weight is None else weight.to(table.dtype)
     most = max(1, CHUNK_BYTES // max(1, target.size(1) * table.itemsize))
     for first in range(0, target.size(0), most):

@@ -90,6 +90,30 @@ def add_rows_and_dots(
 
 
 @njit(nogil=True, cache=True, error_model="numpy", fastmath=SUMS)
+def add_copied(indptr: Array, columns: Array, rows: Array, fresh: bool, low: int, high: int, out: Array) -> None:
+    """``out[i] += rows[columns[e]]`` over all edges of rows ``[low, high)``, or ``=`` where `fresh`."""
+    width, zero = out.shape[1], out.dtype.type(0)
+    for i in range(low, high):
+        e, stop = indptr[i], indptr[i + 1]
+        if fresh:
+            for x in range(width):
+                out[i, x] = zero
+        while e + 4 <= stop:
+            prefetch_four(columns, e + AHEAD, rows)
+            a, b, c, d = columns[e], columns[e + 1], columns[e + 2], columns[e + 3]
+            for x in range(width):
+                out[i, x] += (rows[a, x] + rows[b, x]) + (rows[c, x] + rows[d, x])
+            e += 4
+        while e < stop:
+            if e + AHEAD < columns.size:
+                prefetch(rows, columns[e + AHEAD])
+            a = columns[e]
+            for x in range(width):
+                out[i, x] += rows[a, x]
+            e += 1
+
+
+@njit(nogil=True, cache=True, error_model="numpy", fastmath=SUMS)
 def add_scaled(indptr: Array, columns: Array, rows: Array, weights: Array, low: int, high: int, out: Array) -> None:
     """``out[i, h] += weights[e, h] * rows[columns[e], h]`` over all edges of rows ``[low, high)``."""
     by_head, width = weights.T, out.shape[2]

@@ -60,6 +60,25 @@ def test_gather_sum(dtype, tail, weighted):
             torch.testing.assert_close(out.double(), right, rtol=bound(dtype), atol=bound(dtype))
 
 
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_wide_rows_with_few_edges_are_added_straight(dtype, fresh, monkeypatch):
+    """The loop for the blocks of many ranks, in one thread and in two."""
+    shard, rows = random_shard(40_000, 5000)[1], numbers((BLOCK_ROWS, 130), dtype)
+    start, threads = numbers((5000, 130), dtype, 3), torch.get_num_threads()
+    right = start.clone()
+    reference.gather_sum(right, shard, rows, None, fresh)
+    monkeypatch.setattr(torch.nn.functional, "embedding_bag", None)
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        out = start.clone()
+        try:
+            kernels.gather_sum(out, shard, rows, None, fresh)
+        finally:
+            torch.set_num_threads(threads)
+        torch.testing.assert_close(out, right)
+
+
 @pytest.mark.parametrize("module", [kernels, cpu, reference], ids=lambda m: m.__name__.rpartition(".")[2])
 @pytest.mark.parametrize("layout", ["transposed", "strided", "slice"])
 def test_rows_need_not_be_contiguous(module, layout):
