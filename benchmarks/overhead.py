@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch_geometric.nn import GATConv, GCNConv
 
 import shardpass as sp
+from benchmarks.run import huge_pages
 from shardpass.data import read
 from shardpass.testing import WholeGraph, shard_in_memory
 
@@ -150,7 +151,7 @@ def later_epochs(kind: str, data: Data) -> dict[str, float]:
 
 def in_fresh_process(*task: str) -> Any:
     """What this script prints when it is called with a task."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **huge_pages(True), "OMP_NUM_THREADS": "1"}  # else epochs differ by their page faults
     command = [sys.executable, "-m", "benchmarks.overhead", "--task", *task]
     return json.loads(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
 

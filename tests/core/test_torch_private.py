@@ -127,9 +127,34 @@ def test_blocks_of_the_profiler():
             seen.append((func, args[0]))
             return func(*args, **(kwargs or {}))
 
-    with Mode(), torch.profiler.record_function("a name"):
+    with Mode(), torch_private.span("a name"):
         pass
     assert seen[0] == (torch_private.RECORD_ENTER, "a name") and seen[-1][0] is torch_private.RECORD_EXIT
+    with torch.profiler.profile() as profile, torch_private.span("another"):
+        pass
+    assert "another" in {event.key for event in profile.key_averages()}
+
+
+def test_what_a_module_holds_and_calls():
+    layer = nn.Linear(2, 2)
+    assert list(torch_private.parameters_of(layer)) == ["weight", "bias"]
+    assert not torch_private.has_hook(layer) and not torch_private.has_any_forward_hook()
+    for register in (layer.register_forward_pre_hook, layer.register_forward_hook, layer.register_full_backward_hook):
+        hook = register(lambda *_: None)
+        assert torch_private.has_hook(layer)
+        hook.remove()
+    hook = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert torch_private.has_any_forward_hook()
+    hook.remove()
+
+
+def test_function_modes():
+    class Mode(torch.overrides.TorchFunctionMode):
+        pass
+
+    with Mode() as outer, Mode() as inner:
+        assert torch_private.function_modes() == [outer, inner]
+    assert not torch_private.function_modes()
 
 
 def test_trees():

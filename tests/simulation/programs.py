@@ -15,7 +15,7 @@ from torch_geometric.nn import GATConv, GCNConv, MessagePassing, SAGEConv
 import shardpass as sp
 from shardpass.core.aggregation import aggregate
 from shardpass.core.ranks import Options, Ranks
-from shardpass.core.tracing import Inputs
+from shardpass.core.tracing import Findings, Inputs
 from shardpass.core.tracing import Program as Messages
 from shardpass.frontends.pyg import NeighborLoader, wrap
 from shardpass.testing.graphs import WholeGraph, shard_in_memory
@@ -184,7 +184,9 @@ class Anything(set[str]):
 
 def one_call(kind: str, graph: Any, x: Tensor, work: Work) -> Tensor:
     """The rows of in-neighbours put together in one way."""
-    checked = set() if work.program.checks else Anything()
+    findings = Findings()
+    if not work.program.checks:
+        findings.passed = Anything()
 
     def message(inputs: Inputs) -> Tensor:
         work.touch()
@@ -199,7 +201,7 @@ def one_call(kind: str, graph: Any, x: Tensor, work: Work) -> Tensor:
 
     if work.strays("width"):
         x = x[:, :2]
-    program = Messages(f"a {kind}", {"x": x}, {"x": x}, {}, message, reduce, checked=checked)
+    program = Messages(f"a {kind}", {"x": x}, {"x": x}, {}, message, reduce, findings=findings)
     found: Tensor = aggregate(program, graph.relation.plan, graph.relation.shards)
     return found
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
+
+from shardpass.core.ranks import torch_private
 
 MESSAGE_BUFFER = "message buffer"
 """The name under which a profiler, or the dry run of the planner, sees that memory for messages is made."""
@@ -15,7 +16,7 @@ MESSAGE_BUFFER = "message buffer"
 
 def message_buffer(num_bytes: int, device: torch.device) -> Tensor:
     """New memory for the rows of a message, uint8 ``[num_bytes]``, not initialised."""
-    with record_function(MESSAGE_BUFFER):
+    with torch_private.span(MESSAGE_BUFFER):
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from shardpass.backends.communicator import Handle
 from shardpass.core.exchange.halo import HaloPlan
 from shardpass.core.exchange.packing import Packing, message_buffer
 from shardpass.core.exchange.schedule import Transfer
 from shardpass.core.exchange.tokens import Tokens, WalkId
+from shardpass.core.ranks import torch_private
 from shardpass.core.sharding import Block, PlacedRows
 
 
@@ -59,7 +59,7 @@ def fetch_blocks(
         rows: the block's rows of each tensor, ``[block.num_rows, ...]``; with `placed`, some are `PlacedRows`.
     """
     if not plan.schedule.rounds:
-        with record_function(f"compute own block ({walk.label})"):
+        with torch_private.span(f"compute own block ({walk.label})"):
             yield 0, plan.blocks[0], list(tensors)
         return
     ahead = len(plan.schedule.rounds) if plan.options.mode == "halo" else plan.options.prefetch
@@ -70,21 +70,21 @@ def fetch_blocks(
 
     def post(first: int, stop: int) -> None:
         for move in moves[first + len(waiting) : stop]:
-            with record_function(f"send in round {move.round} ({walk.label})"):
+            with torch_private.span(f"send in round {move.round} ({walk.label})"):
                 waiting.append(fetch.start(move))
 
     post(0, under_way)  # the first transfers hide behind the own block
-    with record_function(f"compute own block ({walk.label})"):
+    with torch_private.span(f"compute own block ({walk.label})"):
         yield 0, plan.blocks[0], list(tensors)
     for index in range(len(plan.schedule.rounds)):
         rows: list[Any] = []
         if moves:
             post(index, index + 1)
-            with record_function(f"wait for block {index + 1} ({walk.label})"):
+            with torch_private.span(f"wait for block {index + 1} ({walk.label})"):
                 waiting.popleft().wait()  # its message has gone too, so the next may use its buffer
             rows = fetch.rows(moves[index])
             post(index + 1, index + 1 + ahead)
-        with record_function(f"compute block {index + 1} ({walk.label})"):
+        with torch_private.span(f"compute block {index + 1} ({walk.label})"):
             yield index + 1, plan.blocks[index + 1], rows
     fetch.finish()
 
@@ -261,7 +261,7 @@ class GradientReturn:
             return
         move, buffer, handle = self._pending
         self._pending = None
-        with record_function(f"wait for gradients of round {move.round} ({self._walk.label})"):
+        with torch_private.span(f"wait for gradients of round {move.round} ({self._walk.label})"):
             handle.wait()
         count = move.send_stop - move.send_start
         if not count:

@@ -14,12 +14,11 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from shardpass.backends.communicator import Handle
 from shardpass.core.exchange.packing import MESSAGE_BUFFER
 from shardpass.core.exchange.schedule import Schedule
-from shardpass.core.ranks import Ranks
+from shardpass.core.ranks import Ranks, torch_private
 
 
 @dataclass(frozen=True)
@@ -134,7 +133,7 @@ def take_window(comm: Ranks, sizes: Sequence[int], call: int, label: str) -> Win
 
 
 def _make_window(comm: Ranks, pool: WindowPool, sizes: tuple[int, ...], label: str) -> Window | None:
-    with record_function(MESSAGE_BUFFER):
+    with torch_private.span(MESSAGE_BUFFER):
         memory = comm.share(sizes[comm.rank], label)
     if memory is None:
         pool.windows, pool.refused = [], True

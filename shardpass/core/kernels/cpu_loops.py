@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from shardpass.core.kernels.runs import EdgeRun, RowRun
+from shardpass.core.ranks import torch_private
 
 COMPILED_LOOPS = "compiled loops"
 """The name under which a profiler, or the planner's dry run, sees loops that numba has compiled."""
@@ -59,7 +59,7 @@ def by_rows(run: EdgeRun | RowRun, work: Callable[[int, int], None]) -> None:
 def in_threads(work: Callable[..., None], arguments: Sequence[tuple[Any, ...]]) -> None:
     """Call `work` once for each tuple of arguments, each call in a thread of its own, and wait for all of them."""
     others = [threading.Thread(target=work, args=given) for given in arguments[1:]]
-    with record_function(COMPILED_LOOPS):
+    with torch_private.span(COMPILED_LOOPS):
         for thread in others:
             thread.start()
         work(*arguments[0])
