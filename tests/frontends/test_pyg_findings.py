@@ -38,6 +38,35 @@ class Written(gnn.GCNConv):
         return x_j * FACTOR[0]
 
 
+def as_of_pyg(kind):
+    """A class as if it were PyG's own."""
+    kind.__module__ = kind.forward.__module__ = kind.message.__module__ = "torch_geometric.nn.conv.gcn_conv"
+    return kind
+
+
+@as_of_pyg
+class Repeats(gnn.MessagePassing):
+    """The message is a number of the layer, which is 1 at first: then a sum of messages counts edges."""
+
+    def __init__(self):
+        super().__init__("sum")
+        self.register_buffer("number", torch.ones(1))
+
+    def forward(self, x, edge_index):
+        return x + self.propagate(edge_index, x=x)
+
+    def message(self, x_j):
+        return self.number.expand(x_j.shape)
+
+
+@as_of_pyg
+class Branches(Repeats):
+    """What the message is depends on a number that Python reads."""
+
+    def message(self, x_j):
+        return x_j * 2 if self.number.item() == 1 else x_j * x_j
+
+
 def gat(**options):
     return gnn.GATConv(5, 3, heads=2, **options)
 
@@ -91,6 +120,8 @@ CHANGES = {
     ),
     "argument": (lambda: gnn.GraphConv(5, 3), lambda model: setattr(model, "given", (1,))),
     "class": (lambda: gnn.GCNConv(5, 3), lambda model: patched(model.layer)),
+    "constant messages": (Repeats, lambda model: model.layer.number.fill_(2)),
+    "a number read by Python": (Branches, lambda model: model.layer.number.fill_(2)),
     "value that a user's class reads": (lambda: Written(5, 3), lambda model: FACTOR.__setitem__(0, 2.0)),
 }
 

@@ -64,7 +64,8 @@ def _in_words(program: Program) -> str:
 
 
 def _without(program: Program, keep: list[bool]) -> Program:
-    return replace(program, edge={name: program.edge[name] for name, k in zip(sorted(program.edge), keep) if k})
+    kept = {name: program.edge[name] for name, k in zip(sorted(program.edge), keep) if k}
+    return replace(program, edge=kept, depends_on=None)  # the message function uses the others whole
 
 
 def settle(

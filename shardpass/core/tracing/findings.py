@@ -51,9 +51,9 @@ class Findings:
         return kept.structure, kept.described
 
     def keep(self, key: Hashable, depends_on: Dependence, structure: Structure, described: str) -> None:
-        """Keep a structure. One that captures other tensors than those of `depends_on` is left out."""
+        """Keep a structure, unless it captures other tensors than those of `depends_on`, or hangs on their numbers."""
         lasting = {id(tensor) for tensor in depends_on.tensors}
-        if not {id(tensor) for tensor in structure.captures} <= lasting:
+        if structure.reads_values or not {id(tensor) for tensor in structure.captures} <= lasting:
             return
         tensors = [weakref.ref(tensor) for tensor in depends_on.tensors]
         self._kept[key, depends_on.values] = _Kept(tensors, structure, described)

@@ -22,9 +22,9 @@ from shardpass.core.tracing.program import Inputs, Key, Program
 from shardpass.core.tracing.reducers import REDUCERS, Base
 from shardpass.errors import RefusedError
 
-EVERYTHING = "*"
+EVERYTHING, OUTSIDE = "*", "outside"
 Origin = Key | int | str
-"""What a tensor depends on: an input, the reduction of this number, or `EVERYTHING`."""
+"""What a tensor depends on: an input, the reduction of this number, a tensor made `OUTSIDE`, or `EVERYTHING`."""
 SHAPE_ONLY = frozenset("new_ones new_zeros new_full ones_like zeros_like full_like new_empty".split())
 TAMPERS = frozenset("register_hook retain_grad register_post_accumulate_grad_hook set_ requires_grad_ __set__".split())
 HARMLESS_USES = frozenset(
@@ -81,6 +81,7 @@ class ProbeTrace(EdgeTrace):
         self.captures: dict[int, Tensor] = {}
         self.leaves: dict[int, Origin] = {}  # inputs and results of reductions, by id
         self.used_otherwise: set[int] = set()  # reductions whose result is more than gathered back to edges
+        self.reads_values = False  # Python has read numbers of tensors made outside
         self.is_tampered = False  # hooks on tensors, or data exchanged: expressions do not say what is computed
         self.first_node = sequence_number()
         self._depends: dict[int, set[Origin]] = {}
@@ -91,6 +92,10 @@ class ProbeTrace(EdgeTrace):
             self._adopt(tensor, {key}, key)
             self._enter(tensor, Expr(key.side, (key.name,), tuple(tensor.shape[1:])))
         self._adopt(inputs.index, set())
+
+    def _base_value(self, base: Tensor, name: str) -> float:
+        self.reads_values |= OUTSIDE in self.origin(base)
+        return super()._base_value(base, name)
 
     def _adopt(self, tensor: Tensor, depends: set[Origin], leaf: Origin | None = None) -> None:
         """Enter a tensor made by the probe; `leaf` is what it is if autograd starts there."""
@@ -121,11 +126,11 @@ class ProbeTrace(EdgeTrace):
             return self._depends[key]
         self._held.append(tensor)
         if not tensor.requires_grad:
-            return set()
+            return {OUTSIDE}
         if node is not None and torch_private.node_number(node) >= self.first_node:
             return self._depends.setdefault(key, {EVERYTHING})
         self.captures[id(tensor)] = tensor
-        return set()
+        return {OUTSIDE}
 
     def run(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Tensor]) -> Any:
         origins = [self.origin(operand) for operand in operands]
@@ -134,7 +139,9 @@ class ProbeTrace(EdgeTrace):
         elif name in SHAPE_OPS:  # expand_as(other) and the like: a view of the first
             origins = origins[:1]
         depends: set[Origin] = set().union(*origins)
-        if name in LEAVES_TORCH and depends:
+        if name in LEAVES_TORCH and depends <= {OUTSIDE}:
+            self.reads_values |= bool(depends)
+        elif name in LEAVES_TORCH:
             raise RefusedError(
                 f"{self.name}: {user_line()}: `{name}` inside a message takes values of a few edges or nodes out of "
                 f"torch, where they cannot be followed; a Python branch on them would differ from piece to piece. "

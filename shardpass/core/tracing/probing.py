@@ -182,6 +182,7 @@ def _structure(program: Program, traced: _Traced, needs_grad: Collection[Key], r
         message=torch_private.tree_map_only(Tensor, Tensor.detach, message),
         attention=attention,
         mix=captures[score.mix].detach() if isinstance(score, MixedScore) else None,
+        reads_values=trace.reads_values,
         returned=_returned(program, traced, reductions),
     )
 

@@ -127,6 +127,7 @@ class Structure:
         message: what the message function returned for the few edges, detached.
         attention: the attention that the whole program is, if it is one.
         mix: the tensor of its `MixedScore`, detached. `captures` is empty where gradients are off.
+        reads_values: Python has read numbers of a tensor made outside, such as a parameter, which may change.
         returned: the reduction that the node function returns as it is, or None if it computes something of its own.
     """
 
@@ -145,6 +146,7 @@ class Structure:
     message: Messages
     attention: Attention | None
     mix: Tensor | None
+    reads_values: bool = False
     returned: int | None = None
 
     @property
