@@ -64,7 +64,7 @@ class Branches(Repeats):
     """What the message is depends on a number that Python reads."""
 
     def message(self, x_j):
-        return x_j * 2 if self.number.item() == 1 else x_j * x_j
+        return x_j if self.number.item() == 1 else x_j * x_j
 
 
 def gat(**options):
