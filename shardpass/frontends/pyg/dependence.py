@@ -84,10 +84,10 @@ class _State:
         """What stands for `value` among the values."""
         kind = type(value)
         if kind in _PLAIN:
-            return value
+            return kind, value
         if isinstance(value, Tensor):
             self.tensors.append(value)
-            is_plain = kind in (Tensor, nn.Parameter)
+            is_plain = kind in (Tensor, nn.Parameter) and value.layout == torch.strided
             return (value.requires_grad, value.dtype, value.shape, value.data_ptr()) if is_plain else kind
         if kind in (tuple, list):
             return (kind, *map(self.of, value))
