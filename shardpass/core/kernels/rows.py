@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from shardpass.core.kernels.cpu_loops import COMPILED_LOOPS, numba_loops_for
+from shardpass.core.ranks import torch_private
 
 _FEW_THREADS = 2  # with more of them, torch's own parallel gather is faster than one thread that prefetches
 
@@ -21,7 +22,7 @@ def gather_rows(rows: Tensor, index: Tensor) -> Tensor:
     if loops is None or torch.get_num_threads() > _FEW_THREADS or not _is_loop_sized(rows, index):
         return rows.index_select(0, index)
     out = rows.new_empty((index.numel(), *rows.shape[1:]))
-    with torch.profiler.record_function(COMPILED_LOOPS):
+    with torch_private.span(COMPILED_LOOPS):
         loops.gather_rows(_flat(rows), index.contiguous().numpy(), _flat(out))
     return out
 
@@ -38,7 +39,7 @@ def scatter_rows(out: Tensor, index: Tensor, rows: Tensor) -> None:
     if loops is None or rows.dtype != out.dtype or not out.is_contiguous() or not _is_loop_sized(rows, index):
         out.index_add_(0, index.long(), rows)  # torch takes four times as long with an int32 index
         return
-    with torch.profiler.record_function(COMPILED_LOOPS):
+    with torch_private.span(COMPILED_LOOPS):
         loops.scatter_rows(_flat(out), index.contiguous().numpy(), _flat(rows))
 
 
