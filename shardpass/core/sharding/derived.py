@@ -8,7 +8,7 @@ made by dropping and adding edges is kept as these edits; its numbers are made o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import torch
@@ -26,23 +26,31 @@ class Derivation:
     """An edge list as what was done to another one.
 
     Args:
-        base: the other one, ``[2, E]``. It is never written to.
+        base: the other one: its shards, or its numbers ``[2, E]``, which are never written to.
         kept: the edges that stayed, ``[E]`` bool. None means all.
         added: edges appended in order, ``[2, k]`` each.
         num_edges: of the result.
-        shards: of the base, if they are known.
     """
 
-    base: Tensor
+    base: Tensor | EdgeShards
     kept: Tensor | None
     added: tuple[Tensor, ...]
     num_edges: int
-    shards: EdgeShards | None = field(default=None, compare=False, repr=False)
 
     @staticmethod
-    def of(base: Tensor, shards: EdgeShards | None = None) -> Derivation:
+    def of(base: Tensor | EdgeShards) -> Derivation:
         """`base` itself."""
-        return Derivation(base, None, (), base.size(1), shards)
+        return Derivation(base, None, (), base.num_edges if isinstance(base, EdgeShards) else base.size(1))
+
+    @property
+    def is_edited(self) -> bool:
+        """Whether it may be another list than the base."""
+        return self.kept is not None or bool(self.added)
+
+    @property
+    def device(self) -> torch.device:
+        """Where its numbers are made."""
+        return self.base.shards[0].indptr.device if isinstance(self.base, EdgeShards) else self.base.device
 
     def masked(self, kept: Tensor) -> Derivation:
         """This list with only the edges of the base for which `kept` is true."""
@@ -57,8 +65,9 @@ class Derivation:
 
     def row(self, index: int) -> Tensor:
         """Row 0 or 1 of the list, ``[num_edges]``."""
-        first = self.base[index] if self.kept is None else self.base[index][self.kept]
-        return torch.cat([first, *(edges[index] for edges in self.added)])
+        first = self.base.row(index) if isinstance(self.base, EdgeShards) else self.base[index]
+        first = first if self.kept is None else first[self.kept]
+        return torch.cat([first, *(edges[index] for edges in self.added)]) if self.added else first
 
     def whole(self) -> Tensor:
         """The list, ``[2, num_edges]``."""
@@ -68,9 +77,7 @@ class Derivation:
         """Whether `other` is known to be the same list: the same base (not an equal one), the same edits."""
         return (
             self.num_edges == other.num_edges
-            and self.base.data_ptr() == other.base.data_ptr()
-            and self.base.shape == other.base.shape
-            and self.base.stride() == other.base.stride()
+            and _same_numbers(self.base, other.base)
             and (self.kept is None) == (other.kept is None)
             and (self.kept is None or other.kept is None or torch.equal(self.kept, other.kept))
             and len(self.added) == len(other.added)
@@ -122,11 +129,18 @@ class DerivedShards:
             return known
         if isinstance(edges, Tensor):
             shards = build_shards(edges[0], edges[1], blocks, num_dst)
-        elif edges.shards is None:
+        elif isinstance(edges.base, Tensor):
             shards = build_shards(edges.row(0), edges.row(1), blocks, num_dst)
         else:
-            shards = edit_shards(edges.shards, edges.kept, torch.cat(edges.added, 1) if edges.added else None)
+            shards = edit_shards(edges.base, edges.kept, torch.cat(edges.added, 1) if edges.added else None)
         return self._known.keep(edges, shards)
+
+
+def _same_numbers(base: Tensor | EdgeShards, other: Tensor | EdgeShards) -> bool:
+    """Whether two bases are one, and not only equal."""
+    if isinstance(base, EdgeShards) or isinstance(other, EdgeShards):
+        return base is other
+    return base.data_ptr() == other.data_ptr() and base.shape == other.shape and base.stride() == other.stride()
 
 
 def _num_edges(edges: Tensor | Derivation) -> int:

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from shardpass.core.sharding.shard import EdgeShards, LazyRows, Shard, build_shards, smallest_index_dtype
+from shardpass.core.sharding.shard import EdgeShards, LazyTensor, Shard, build_shards, running, smallest_index_dtype
 
 
 def edit_shards(base: EdgeShards, kept: Tensor | None, added: Tensor | None) -> EdgeShards:
@@ -37,9 +37,9 @@ def _edited(mine: Shard, extra: Shard, kept: Tensor | None, num_kept: int) -> Sh
     if chosen is None or bool(chosen.all()):
         left, src_rows = mine.indptr, mine.src_rows
     else:
-        left, src_rows = _running(chosen)[mine.indptr], mine.src_rows[chosen]
+        left, src_rows = running(chosen)[mine.indptr], mine.src_rows[chosen]
     if extra.num_edges == 0:
-        rows = mine.rows if kept is None else LazyRows(partial(_places_left, mine, kept))
+        rows = mine.rows if kept is None else LazyTensor(partial(_places_left, mine, kept))
         return Shard(mine.block, left, src_rows, rows)
     small = smallest_index_dtype(src_rows.numel() + extra.num_edges)
     left, after = left.to(small), extra.indptr.to(small)
@@ -49,21 +49,14 @@ def _edited(mine: Shard, extra: Shard, kept: Tensor | None, num_kept: int) -> Sh
         assert isinstance(theirs, Tensor)
         return _merged(_places_left(mine, kept), left, theirs + num_kept, after)
 
-    return Shard(mine.block, left + after, _merged(src_rows, left, extra.src_rows, after), LazyRows(places))
+    return Shard(mine.block, left + after, _merged(src_rows, left, extra.src_rows, after), LazyTensor(places))
 
 
 def _places_left(mine: Shard, kept: Tensor | None) -> Tensor:
     """The places that the kept edges of `mine` have among all kept edges."""
     places = mine.places(torch.arange(mine.num_edges, device=mine.indptr.device))
     assert isinstance(places, Tensor)
-    return places if kept is None else _running(kept)[places[kept[places]]].long()
-
-
-def _running(chosen: Tensor) -> Tensor:
-    """How many are true before each position, ``[n + 1]``."""
-    counts = torch.zeros(chosen.numel() + 1, dtype=smallest_index_dtype(chosen.numel()), device=chosen.device)
-    torch.cumsum(chosen, 0, dtype=counts.dtype, out=counts[1:])
-    return counts
+    return places if kept is None else running(kept)[places[kept[places]]].long()
 
 
 def _merged(mine: Tensor, left: Tensor, extra: Tensor, after: Tensor) -> Tensor:
