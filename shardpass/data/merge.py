@@ -90,9 +90,9 @@ def _merged_edges(
     store: Store, edge_type: EdgeType, groups: list[range], rank: int
 ) -> tuple[RankEdges, Callable[[Sequence[Tensor]], Tensor]]:
     """The edges, and what puts tensors of the parts into their order."""
-    parts = [store.part_edges(edge_type, part) for part in groups[rank]]
-    merged = MergedEdges(parts, groups, rank, store.manifest.offsets[edge_type[0]])
     is_stored = len(groups) == store.num_parts
+    parts = [store.part_edges(edge_type, part, mapped=is_stored) for part in groups[rank]]
+    merged = MergedEdges(parts, groups, rank, store.manifest.offsets[edge_type[0]])
     join = joined if is_stored else merged.joined
     owners = [parts[0].from_part(part) for part in range(len(groups))] if is_stored else merged.owners()
     return RankEdges(parts, owners, lambda: join([store.edge_ids(edge_type, part) for part in groups[rank]])), join

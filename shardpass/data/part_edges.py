@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 
 from torch import Tensor
@@ -68,8 +69,11 @@ class PartEdges:
         )
 
 
-def checked_edges(manifest: Manifest, edge_type: EdgeType, part: int, file: TensorFile) -> PartEdges:
+def checked_edges(manifest: Manifest, edge_type: EdgeType, part: int, file: TensorFile, mapped: bool) -> PartEdges:
     """The edges of a part, after every number has been found to be where it must be. Edge ids are not looked at.
+
+    Args:
+        mapped: look at them in the mapped file, since they will be used there.
 
     Raises:
         StoreError: when the file is altered, or the numbers are not edges of such a part.
@@ -90,7 +94,8 @@ def checked_edges(manifest: Manifest, edge_type: EdgeType, part: int, file: Tens
         low = -1 if before is None else before
         return int(rows[0]) <= low or bool((rows[1:] <= rows[:-1]).any()) or int(rows[-1]) >= nodes[source]
 
-    _check(file, key("halo_rows"), halo_starts, wrong_halo, "are not ascending rows of their parts")
+    check = partial(_check, file, mapped)
+    check(key("halo_rows"), halo_starts, wrong_halo, "are not ascending rows of their parts")
     counts = [0] * manifest.num_parts
 
     def wrong_starts(source: int, starts: Tensor, before: int | None) -> bool:
@@ -99,7 +104,7 @@ def checked_edges(manifest: Manifest, edge_type: EdgeType, part: int, file: Tens
         return bool((starts[1:] < starts[:-1]).any()) or (first != 0 if before is None else first < before)
 
     ends = range(0, manifest.num_parts * (num_dst + 1) + 1, num_dst + 1)
-    _check(file, key("row_starts"), ends, wrong_starts, "are not row pointers, which ascend from 0")
+    check(key("row_starts"), ends, wrong_starts, "are not row pointers, which ascend from 0")
     if sum(counts) != num_edges:
         raise StoreError(f"{file.path}: {key('row_starts')} are pointers to {sum(counts)} edges, there are {num_edges}")
     limits = [nodes[part] if source == part else size for source, size in enumerate(sizes)]
@@ -108,12 +113,13 @@ def checked_edges(manifest: Manifest, edge_type: EdgeType, part: int, file: Tens
         return not 0 <= int(rows.amin()) <= int(rows.amax()) < limits[source]
 
     edges = PartEdges(file, edge_type, num_dst, counts, halo_starts)
-    _check(file, key("src_rows"), edges.edge_starts, wrong_rows, "are not among the rows that the part needs")
+    check(key("src_rows"), edges.edge_starts, wrong_rows, "are not among the rows that the part needs")
     return edges
 
 
 def _check(
     file: TensorFile,
+    mapped: bool,
     key: str,
     starts: Sequence[int],
     wrong: Callable[[int, Tensor, int | None], bool],
@@ -121,7 +127,7 @@ def _check(
 ) -> None:
     """Raise if the numbers of some segment of a tensor are `wrong`; an altered tensor is told as such first."""
     found = False
-    for segment, numbers, before in _pieces(file.blocks(key), starts):
+    for segment, numbers, before in _pieces(file.blocks(key, mapped), starts):
         found = found or wrong(segment, numbers, before)
     if found:
         raise StoreError(f"{file.path}: {key} {words}; the store is not as partition writes it")

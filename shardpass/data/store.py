@@ -32,13 +32,16 @@ class Store:
         nodes, edges = (sum(counts.values()) for counts in (self.manifest.num_nodes, self.manifest.num_edges))
         return f"Store({str(self.path)!r}, {self.num_parts} parts, {nodes} nodes, {edges} edges)"
 
-    def part_edges(self, edge_type: EdgeType, part: int) -> PartEdges:
+    def part_edges(self, edge_type: EdgeType, part: int, mapped: bool = False) -> PartEdges:
         """A part's edges of one type, verified.
+
+        Args:
+            mapped: read them into memory where the file is mapped, for `PartEdges.from_part`.
 
         Raises:
             StoreError: when they are altered, or are not what the manifest says of them.
         """
-        return checked_edges(self.manifest, edge_type, part, self.files[part])
+        return checked_edges(self.manifest, edge_type, part, self.files[part], mapped)
 
     def edge_id_blocks(self, edge_type: EdgeType, part: int) -> Iterator[Tensor]:
         """The original positions of a part's edges, block by block, int32 or int64. Refused as `part_edges`."""

@@ -161,16 +161,21 @@ class TensorFile:
                 raise StoreError(f"{self.path} has become shorter since it was opened; write the store again")
         return torch.frombuffer(raw, dtype=info.dtype) if raw else torch.empty(0, dtype=info.dtype)
 
-    def blocks(self, key: str) -> Iterator[Tensor]:
-        """The numbers of a tensor in consecutive blocks, each [n] and a copy, so that few are in memory at once.
+    def blocks(self, key: str, mapped: bool = False) -> Iterator[Tensor]:
+        """The numbers of a tensor in consecutive blocks, [n] each.
+
+        Args:
+            mapped: give views of the mapped file, whose pages are in memory from then on, in place of copies.
 
         Raises:
             StoreError: after the last block, when the bytes differ from the record. The error names the file.
         """
         digest, info = hashlib.sha256(), self._infos[key]
         count, step = math.prod(info.shape), _BLOCK_BYTES // info.dtype.itemsize
+        whole = self.tensor(key).view(-1) if mapped else None
         for start in range(0, count, step):
-            block = self.read(key, start, min(start + step, count))
+            stop = min(start + step, count)
+            block = self.read(key, start, stop) if whole is None else whole[start:stop]
             digest.update(_bytes_of(block))
             yield block
         self._compare(digest.hexdigest(), self.record.tensors[key], f"the tensor {key!r}")
@@ -181,8 +186,8 @@ class TensorFile:
         Raises:
             StoreError: when they differ. The error names the file.
         """
-        for _ in self.blocks(key):
-            pass  # read, and not by the mapping: its pages would count as memory of this process
+        for _ in self.blocks(key, mapped=True):
+            pass
         return self.tensor(key)
 
     def _check(self, content: bytes, sha256: str, what: str) -> None:
