@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from shardpass.core.sharding.edit_shards import edit_shards
+from shardpass.core.sharding.edit_shards import edit_shards, without
 from shardpass.core.sharding.shard import Block, EdgeShards, build_shards, smallest_index_dtype
 
 _MOST_LISTS, _MOST_EDGES = 32, 4  # lists; and edges together, as a multiple of those of the longest list
@@ -27,13 +27,13 @@ class Derivation:
 
     Args:
         base: the other one: its shards, or its numbers ``[2, E]``, which are never written to.
-        kept: the edges that stayed, ``[E]`` bool. None means all.
+        dropped: places in the base of the edges that did not stay, ascending. None means that all stayed.
         added: edges appended in order, ``[2, k]`` each.
         num_edges: of the result.
     """
 
     base: Tensor | EdgeShards
-    kept: Tensor | None
+    dropped: Tensor | None
     added: tuple[Tensor, ...]
     num_edges: int
 
@@ -45,7 +45,7 @@ class Derivation:
     @property
     def is_edited(self) -> bool:
         """Whether it may be another list than the base."""
-        return self.kept is not None or bool(self.added)
+        return self.dropped is not None or bool(self.added)
 
     @property
     def device(self) -> torch.device:
@@ -54,19 +54,21 @@ class Derivation:
 
     def masked(self, kept: Tensor) -> Derivation:
         """This list with only the edges of the base for which `kept` is true."""
-        num_edges = int(kept.sum())
-        kept = kept.as_subclass(Tensor)  # a plain mask from here on
-        return replace(self, kept=kept.clone() if num_edges < kept.numel() else None, num_edges=num_edges)
+        dropped = (~kept.as_subclass(Tensor)).nonzero().view(-1)  # self-loops are few, and a mask has a byte per edge
+        num_edges = kept.numel() - dropped.numel()
+        dropped = dropped.to(smallest_index_dtype(kept.numel()))
+        return replace(self, dropped=dropped if dropped.numel() else None, num_edges=num_edges)
 
     def extended(self, edges: Sequence[Tensor]) -> Derivation:
         """This list with `edges` appended."""
-        added = (*self.added, *(e.clone() for e in edges))
+        largest = max((int(e.max()) for e in edges if e.numel()), default=0)
+        added = (*self.added, *(e.to(smallest_index_dtype(largest), copy=True) for e in edges))
         return replace(self, added=added, num_edges=self.num_edges + sum(e.size(1) for e in edges))
 
     def row(self, index: int) -> Tensor:
         """Row 0 or 1 of the list, ``[num_edges]``."""
         first = self.base.row(index) if isinstance(self.base, EdgeShards) else self.base[index]
-        first = first if self.kept is None else first[self.kept]
+        first = first if self.dropped is None else first[without(self.dropped, first.numel())]
         return torch.cat([first, *(edges[index] for edges in self.added)]) if self.added else first
 
     def whole(self) -> Tensor:
@@ -78,10 +80,10 @@ class Derivation:
         return (
             self.num_edges == other.num_edges
             and _same_numbers(self.base, other.base)
-            and (self.kept is None) == (other.kept is None)
-            and (self.kept is None or other.kept is None or torch.equal(self.kept, other.kept))
+            and (self.dropped is None) == (other.dropped is None)
+            and (self.dropped is None or other.dropped is None or torch.equal(self.dropped, other.dropped))
             and len(self.added) == len(other.added)
-            and all(torch.equal(a, b) for a, b in zip(self.added, other.added))
+            and all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(self.added, other.added))
         )
 
 
@@ -132,7 +134,7 @@ class DerivedShards:
         elif isinstance(edges.base, Tensor):
             shards = build_shards(edges.row(0), edges.row(1), blocks, num_dst)
         else:
-            shards = edit_shards(edges.base, edges.kept, torch.cat(edges.added, 1) if edges.added else None)
+            shards = edit_shards(edges.base, edges.dropped, torch.cat(edges.added, 1) if edges.added else None)
         return self._known.keep(edges, shards)
 
 

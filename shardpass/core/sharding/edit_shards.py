@@ -6,6 +6,7 @@ list, so it is made when it is first read.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -14,24 +15,38 @@ from torch import Tensor
 from shardpass.core.sharding.shard import EdgeShards, LazyTensor, Shard, build_shards, running, smallest_index_dtype
 
 
-def edit_shards(base: EdgeShards, kept: Tensor | None, added: Tensor | None) -> EdgeShards:
-    """What `build_shards` would make of the edges of `base` that are `kept`, followed by those `added`.
+def edit_shards(base: EdgeShards, dropped: Tensor | None, added: Tensor | None) -> EdgeShards:
+    """What `build_shards` would make of the edges of `base` without those `dropped`, followed by those `added`.
 
     Args:
         base: its shards are in the order of the rounds.
-        kept: ``[base.num_edges]`` bool. None keeps all.
+        dropped: places in the edge list of `base`, ascending. None drops none.
         added: ``[2, k]`` in own-first source rows and own destination rows, or None.
     """
-    num_kept = base.num_edges if kept is None else int(kept.sum())
+    kept = None if dropped is None else without(dropped, base.num_edges)
+    num_kept = base.num_edges - (0 if dropped is None else dropped.numel())
     blocks = [shard.block for shard in base.shards]
     if added is None:
-        added = base.shards[0].indptr.new_empty((2, 0), dtype=torch.int64)
-    extra = build_shards(added[0], added[1], blocks, base.num_dst)
-    shards = tuple(_edited(mine, theirs, kept, num_kept) for mine, theirs in zip(base.shards, extra.shards))
-    return EdgeShards(shards, base.num_dst, num_kept + extra.num_edges)
+        added = base.shards[0].indptr.new_empty((2, 0))
+    extra = build_shards(*added.long(), blocks, base.num_dst)
+    num_edges = num_kept + extra.num_edges
+    shards = []
+    for mine, theirs in zip(base.shards, extra.shards):
+        places_left = partial(_places_left, mine, dropped, base.num_edges, smallest_index_dtype(num_edges))
+        shards.append(_edited(mine, theirs, kept, num_kept, places_left))
+    return EdgeShards(tuple(shards), base.num_dst, num_edges)
 
 
-def _edited(mine: Shard, extra: Shard, kept: Tensor | None, num_kept: int) -> Shard:
+def without(dropped: Tensor, count: int) -> Tensor:
+    """A mask of `count` places that is false at those in `dropped`."""
+    mask = torch.ones(count, dtype=torch.bool, device=dropped.device)
+    mask[dropped.long()] = False
+    return mask
+
+
+def _edited(
+    mine: Shard, extra: Shard, kept: Tensor | None, num_kept: int, places_left: Callable[[], Tensor]
+) -> Shard:
     """The shard of the kept edges of `mine` and all of `extra`, which come last in each destination row."""
     chosen = None if kept is None else mine.select(kept)
     if chosen is None or bool(chosen.all()):
@@ -39,24 +54,26 @@ def _edited(mine: Shard, extra: Shard, kept: Tensor | None, num_kept: int) -> Sh
     else:
         left, src_rows = running(chosen)[mine.indptr], mine.src_rows[chosen]
     if extra.num_edges == 0:
-        rows = mine.rows if kept is None else LazyTensor(partial(_places_left, mine, kept))
-        return Shard(mine.block, left, src_rows, rows)
+        return Shard(mine.block, left, src_rows, mine.rows if kept is None else LazyTensor(places_left))
     small = smallest_index_dtype(src_rows.numel() + extra.num_edges)
     left, after = left.to(small), extra.indptr.to(small)
 
     def places() -> Tensor:
         theirs = extra.places(torch.arange(extra.num_edges, device=after.device))
         assert isinstance(theirs, Tensor)
-        return _merged(_places_left(mine, kept), left, theirs + num_kept, after)
+        return _merged(places_left(), left, theirs + num_kept, after)
 
     return Shard(mine.block, left + after, _merged(src_rows, left, extra.src_rows, after), LazyTensor(places))
 
 
-def _places_left(mine: Shard, kept: Tensor | None) -> Tensor:
-    """The places that the kept edges of `mine` have among all kept edges."""
+def _places_left(mine: Shard, dropped: Tensor | None, count: int, dtype: torch.dtype) -> Tensor:
+    """The places that the edges of `mine` that are not dropped have among all `count` edges that are not."""
     places = mine.places(torch.arange(mine.num_edges, device=mine.indptr.device))
     assert isinstance(places, Tensor)
-    return places if kept is None else running(kept)[places[kept[places]]].long()
+    if dropped is not None:
+        kept = without(dropped, count)
+        places = running(kept)[places[kept[places]]]
+    return places.to(dtype)
 
 
 def _merged(mine: Tensor, left: Tensor, extra: Tensor, after: Tensor) -> Tensor:

@@ -231,7 +231,7 @@ def build_shards(src_rows: Tensor, dst_rows: Tensor, blocks: Sequence[Block], nu
                 block=block,
                 indptr=indptr.to(smallest_index_dtype(count)),
                 src_rows=(rows - block.start).to(smallest_index_dtype(block.num_rows)),
-                rows=span if in_order else order[span],
+                rows=span if in_order else order[span].to(smallest_index_dtype(order.numel())),
             )
         )
         first += count
