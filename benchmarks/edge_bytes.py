@@ -48,7 +48,9 @@ def make_store(path: Path, num_edges: int, degree: int, parts: int) -> None:
     far = torch.randint(0, num_nodes, (num_edges,), generator=generator)
     src = torch.where(torch.rand(num_edges, generator=generator) < 0.85, near, far)
     x = torch.rand(num_nodes, NUM_FEATURES, generator=generator)
-    sp.partition({"edge_index": torch.stack([src, dst]), "x": x, "y": torch.arange(num_nodes) % 4}, path, parts, "range")
+    sp.partition(
+        {"edge_index": torch.stack([src, dst]), "x": x, "y": torch.arange(num_nodes) % 4}, path, parts, "range"
+    )
 
 
 def structure_bytes(others: Iterable[Tensor]) -> int:

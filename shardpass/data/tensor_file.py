@@ -142,7 +142,9 @@ class TensorFile:
             )
         self._check(header, record.header_sha256, "the header")
         entries = json.loads(header[8:])
-        self._infos = {key: TensorInfo(_DTYPES[entry["dtype"]], tuple(entry["shape"])) for key, entry in entries.items()}
+        self._infos = {
+            key: TensorInfo(_DTYPES[entry["dtype"]], tuple(entry["shape"])) for key, entry in entries.items()
+        }
         self._starts = {key: len(header) + entry["data_offsets"][0] for key, entry in entries.items()}
         self._file: Any = safe_open(path, framework="pt")
 

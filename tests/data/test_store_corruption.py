@@ -103,7 +103,10 @@ def test_edited_manifest(store):
     ("document", "message"),
     [
         ({"format": "shardpass store", "version": 3}, "has format version 3, this shardpass reads up to 2; upgrade"),
-        ({"format": "shardpass store", "version": 1}, "version 1, which an older shardpass wrote.* write the store again"),
+        (
+            {"format": "shardpass store", "version": 1},
+            "1, which an older shardpass wrote.* write the store again",
+        ),
         ({"format": "shardpass store", "version": 0}, "its format version is 0"),
         ({"format": "shardpass store", "version": 2}, "its checksum differs"),
         ({"part_method": "metis"}, "is not the manifest of a shardpass store: it lacks format"),

@@ -126,9 +126,7 @@ def build_halo_plan(
     return halo_plan_of(comm, own, wanted, num_dst, options), src_rows
 
 
-def halo_plan_of(
-    comm: Ranks, num_own_src: int, needed: Sequence[Tensor], num_dst: int, options: Options
-) -> HaloPlan:
+def halo_plan_of(comm: Ranks, num_own_src: int, needed: Sequence[Tensor], num_dst: int, options: Options) -> HaloPlan:
     """The plan by which a rank receives the rows `needed`. Collective. Every rank must pass the same `options`.
 
     Args:

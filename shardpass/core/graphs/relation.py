@@ -130,8 +130,8 @@ def relation_of(
     shards = shards_of_owners(owners, plan.blocks, num_dst)
     order = None if order is None else order.to(device, smallest_index_dtype(order.numel()))
     if options.mode == "halo":  # layers that see whole neighbourhoods break ties by the order of edges
-        ids = edge_ids().to(device)
-        by_id = torch.argsort(ids if order is None else ids.index_select(0, order))
+        given = edge_ids().to(device)
+        by_id = torch.argsort(given if order is None else given.index_select(0, order))
         shards = _in_order(shards, by_id)
         order = by_id if order is None else order[by_id]
 

@@ -28,7 +28,8 @@ def edit_shards(base: EdgeShards, dropped: Tensor | None, added: Tensor | None) 
     blocks = [shard.block for shard in base.shards]
     if added is None:
         added = base.shards[0].indptr.new_empty((2, 0))
-    extra = build_shards(*added.long(), blocks, base.num_dst)
+    src_rows, dst_rows = added.long()
+    extra = build_shards(src_rows, dst_rows, blocks, base.num_dst)
     num_edges = num_kept + extra.num_edges
     shards = []
     for mine, theirs in zip(base.shards, extra.shards):
@@ -44,9 +45,7 @@ def without(dropped: Tensor, count: int) -> Tensor:
     return mask
 
 
-def _edited(
-    mine: Shard, extra: Shard, kept: Tensor | None, num_kept: int, places_left: Callable[[], Tensor]
-) -> Shard:
+def _edited(mine: Shard, extra: Shard, kept: Tensor | None, num_kept: int, places_left: Callable[[], Tensor]) -> Shard:
     """The shard of the kept edges of `mine` and all of `extra`, which come last in each destination row."""
     chosen = None if kept is None else mine.select(kept)
     if chosen is None or bool(chosen.all()):

@@ -21,7 +21,7 @@ from shardpass.data.streaming.budget import Budget
 class SortedEdges(NamedTuple):
     """The edges of one type into the nodes of a part, by (source part, destination, original id), as a store has them.
 
-    src_rows: the source of each edge, int32 [num_edges]: a row of this part, or a place among the halo rows of its part.
+    src_rows: the source of each edge, int32 [num_edges]: a row of this part, or a place among its part's halo rows.
     row_starts: for each source part where the edges of each destination begin, [num_parts * (num_dst + 1)].
     halo_rows: the distinct sources in other parts, as rows of these parts, ascending in each, int32.
     halo_starts: int64 [num_parts + 1]; the halo rows of source part q are `[halo_starts[q], halo_starts[q + 1])`.
@@ -70,9 +70,9 @@ class EdgesByPart:
         columns = _Columns(self._buckets.folder, kinds, sources.sizes, last - first)
         for bucket in buckets:
             records, sizes = self._sorted(bucket, first, last)
-            src_rows = sources.row_of[torch.from_numpy(records["src"].astype(np.int64))].numpy()
+            rows = sources.row_of[torch.from_numpy(records["src"].astype(np.int64))].numpy()
             low, high = self._buckets.starts[bucket : bucket + 2] - first
-            columns.add(src_rows, records["edge"], records["dst"], sizes, range(low, high))
+            columns.add(rows, records["edge"], records["dst"], sizes, range(low, high))
         self.halo_rows.append(len(sources.halo_rows))
         self.inner.append(int(sources.sizes[part]))
         src_rows, edge_ids, row_starts = columns.finished()
@@ -182,7 +182,9 @@ class _Columns:
         none, num_parts = np.empty(0, np.int32), len(self._first)
         self.add(none, none, none, np.zeros_like(self._first), range(self._num_dst, self._num_dst + 1))
         counts = self._total, self._total, num_parts * (self._num_dst + 1)
-        return (FileRows.of_numbers(*column) for column in zip(self._paths, self._kinds, ((count,) for count in counts)))
+        return (
+            FileRows.of_numbers(*column) for column in zip(self._paths, self._kinds, ((count,) for count in counts))
+        )
 
 
 def _put(file: BinaryIO, values: Array, kind: np.dtype[Any], place: int) -> None:
