@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from shardpass.core.sharding.edit_shards import edit_shards, without
+from shardpass.core.sharding.edit_shards import edit_shards, rows_left
 from shardpass.core.sharding.shard import Block, EdgeShards, build_shards, smallest_index_dtype
 
 _MOST_LISTS, _MOST_EDGES = 32, 4  # lists; and edges together, as a multiple of those of the longest list
@@ -68,7 +68,7 @@ class Derivation:
     def row(self, index: int) -> Tensor:
         """Row 0 or 1 of the list, ``[num_edges]``."""
         first = self.base.row(index) if isinstance(self.base, EdgeShards) else self.base[index]
-        first = first if self.dropped is None else first[without(self.dropped, first.numel())]
+        first = first if self.dropped is None else rows_left(first, self.dropped)
         return torch.cat([first, *(edges[index] for edges in self.added)]) if self.added else first
 
     def whole(self) -> Tensor:

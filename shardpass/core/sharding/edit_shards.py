@@ -14,6 +14,8 @@ from torch import Tensor
 
 from shardpass.core.sharding.shard import EdgeShards, LazyTensor, Shard, build_shards, running, smallest_index_dtype
 
+_FEW = 256
+
 
 def edit_shards(base: EdgeShards, dropped: Tensor | None, added: Tensor | None) -> EdgeShards:
     """What `build_shards` would make of the edges of `base` without those `dropped`, followed by those `added`.
@@ -43,6 +45,14 @@ def without(dropped: Tensor, count: int) -> Tensor:
     mask = torch.ones(count, dtype=torch.bool, device=dropped.device)
     mask[dropped.long()] = False
     return mask
+
+
+def rows_left(rows: Tensor, dropped: Tensor) -> Tensor:
+    """`rows` without those at the places `dropped`."""
+    if dropped.numel() > _FEW:
+        return rows[without(dropped, rows.numel())]
+    first, *others = rows.tensor_split(dropped.cpu().long())  # a mask takes four times as long
+    return torch.cat([first, *(piece[1:] for piece in others)])
 
 
 def _edited(mine: Shard, extra: Shard, kept: Tensor | None, num_kept: int, places_left: Callable[[], Tensor]) -> Shard:

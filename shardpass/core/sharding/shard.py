@@ -191,7 +191,8 @@ class EdgeShards:
             for chunk in shard.chunks(_EDGES_AT_ONCE):
                 numbers = shard.src_rows[chunk.start : chunk.stop] if end == 0 else shard.dst_rows(chunk)
                 first = shard.block.start if end == 0 else chunk.low
-                rows[shard.places(slice(chunk.start, chunk.stop))] = numbers.to(torch.int64) + first
+                numbers = numbers.to(rows.dtype)
+                rows[shard.places(slice(chunk.start, chunk.stop))] = numbers + first if first else numbers
         return rows
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardpass.core.sharding.edit_shards import edit_shards
+from shardpass.core.sharding.edit_shards import edit_shards, rows_left, without
 from shardpass.core.sharding.shard import Block, build_shards
 
 BLOCKS = [Block(1, 0, 7), Block(0, 7, 9), Block(2, 9, 9), Block(3, 9, 15)]
@@ -55,3 +55,11 @@ def test_untouched_shards_are_not_copied() -> None:
     base = build_shards(*edge_list(60, 3, True), BLOCKS, NUM_DST)
     found = edit_shards(base, None, torch.arange(NUM_DST).expand(2, -1))
     assert [a.src_rows is b.src_rows for a, b in zip(found.shards, base.shards)] == [False, True, True, True]
+
+
+@pytest.mark.parametrize("count", [1, 7, 300])
+def test_rows_left(count: int) -> None:
+    rows = torch.arange(1000) * 3
+    dropped = torch.randperm(1000, generator=torch.Generator().manual_seed(count))[:count].sort().values.int()
+    dropped[-1] = 999  # at the end, too
+    assert torch.equal(rows_left(rows, dropped), rows[without(dropped, 1000)])
