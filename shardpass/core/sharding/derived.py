@@ -134,7 +134,7 @@ class DerivedShards:
         elif isinstance(edges.base, Tensor):
             shards = build_shards(edges.row(0), edges.row(1), blocks, num_dst)
         else:
-            shards = edit_shards(edges.base, edges.dropped, torch.cat(edges.added, 1) if edges.added else None)
+            shards = edit_shards(edges.base, edges.dropped, edges.added)
         return self._known.keep(edges, shards)
 
 

@@ -38,7 +38,7 @@ def test_same_as_sorting_anew(in_order: bool, drop: str, add: str) -> None:
         kept[:] = False
     added = {"loops": torch.arange(NUM_DST).expand(2, -1), "edges": edge_list(11, 2, False)}.get(add)
 
-    found = edit_shards(base, None if drop == "none given" else (~kept).nonzero().view(-1), added)
+    found = edit_shards(base, None if drop == "none given" else (~kept).nonzero().view(-1), [] if added is None else [added])
     whole = edges[:, kept] if added is None else torch.cat([edges[:, kept], added], 1)
     expected = build_shards(*whole, BLOCKS, NUM_DST)
 
@@ -53,7 +53,7 @@ def test_same_as_sorting_anew(in_order: bool, drop: str, add: str) -> None:
 
 def test_untouched_shards_are_not_copied() -> None:
     base = build_shards(*edge_list(60, 3, True), BLOCKS, NUM_DST)
-    found = edit_shards(base, None, torch.arange(NUM_DST).expand(2, -1))
+    found = edit_shards(base, None, [torch.arange(NUM_DST).expand(2, -1)])
     assert [a.src_rows is b.src_rows for a, b in zip(found.shards, base.shards)] == [False, True, True, True]
 
 
