@@ -13,7 +13,7 @@ from shardpass.core.sharding import OwnerEdges, smallest_index_dtype
 from shardpass.data.part_edges import PartEdges
 from shardpass.data.rows import SIGNED_TWIN
 
-_EDGES_AT_ONCE = 1 << 19
+_EDGES_AT_ONCE = 1 << 16
 
 
 class Piece(NamedTuple):

@@ -12,7 +12,7 @@ from shardpass.data.merge import RankData
 from shardpass.data.store import Store
 from shardpass.errors import StoreError
 
-_BLOCK = 1 << 20
+_BLOCK = 1 << 16
 _MODULUS = 2**64
 
 Tally = dict[str, int]

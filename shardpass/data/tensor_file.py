@@ -32,7 +32,7 @@ _DTYPE_NAMES = {
     torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64",
 }  # fmt: skip
 _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
-_BLOCK_BYTES = 4 << 20
+_BLOCK_BYTES = 1 << 18
 
 
 @dataclass(frozen=True)
