@@ -38,7 +38,9 @@ def test_same_as_sorting_anew(in_order: bool, drop: str, add: str) -> None:
         kept[:] = False
     added = {"loops": torch.arange(NUM_DST).expand(2, -1), "edges": edge_list(11, 2, False)}.get(add)
 
-    found = edit_shards(base, None if drop == "none given" else (~kept).nonzero().view(-1), [] if added is None else [added])
+    found = edit_shards(
+        base, None if drop == "none given" else (~kept).nonzero().view(-1), [] if added is None else [added]
+    )
     whole = edges[:, kept] if added is None else torch.cat([edges[:, kept], added], 1)
     expected = build_shards(*whole, BLOCKS, NUM_DST)
 
