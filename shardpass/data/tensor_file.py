@@ -141,12 +141,14 @@ class TensorFile:
                 "store; write the store again with shardpass.partition"
             )
         self._check(header, record.header_sha256, "the header")
+        self._file: Any = safe_open(path, framework="pt")  # which refuses a header that is none
         entries = json.loads(header[8:])
-        self._infos = {
-            key: TensorInfo(_DTYPES[entry["dtype"]], tuple(entry["shape"])) for key, entry in entries.items()
-        }
-        self._starts = {key: len(header) + entry["data_offsets"][0] for key, entry in entries.items()}
-        self._file: Any = safe_open(path, framework="pt")
+        held = {key: entry for key, entry in entries.items() if key != "__metadata__"}
+        unknown = sorted({entry["dtype"] for entry in held.values()} - _DTYPES.keys())
+        if unknown:
+            raise StoreError(f"{path} holds tensors of the types {unknown}; expected some of {sorted(_DTYPES)}")
+        self._infos = {key: TensorInfo(_DTYPES[entry["dtype"]], tuple(entry["shape"])) for key, entry in held.items()}
+        self._starts = {key: len(header) + entry["data_offsets"][0] for key, entry in held.items()}
 
     def tensor(self, key: str) -> Tensor:
         """A tensor whose memory is the file's, not verified yet. Writing to the tensor never reaches the file."""
