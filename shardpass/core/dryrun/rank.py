@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from shardpass.core.graphs import OwnFields, ShardedGraph, build_relation
+from shardpass.core.graphs import OwnFields, ShardedGraph, relation_of
 from shardpass.core.ranks import Options, Ranks
-from shardpass.core.sharding import EDGE, NODE, Ownership
+from shardpass.core.sharding import EDGE, NODE, OwnerEdges, Ownership
 
 
 @dataclass(frozen=True)
@@ -60,25 +61,39 @@ class RankSizes:
         )
 
 
-def made_up_rank(sizes: RankSizes, comm: Ranks, options: Options) -> ShardedGraph:
-    """A rank's share of a random graph with these sizes, every peer sending it exactly as many rows as any other."""
+def made_up_edges(sizes: RankSizes) -> list[OwnerEdges]:
+    """Random edges of a rank with these sizes, every peer sending it exactly as many rows as any other."""
     generator = torch.Generator().manual_seed(0)
     others = sizes.ranks - 1
     cut = min(sizes.cut_edges, sizes.edges)
     per_peer = min(sizes.nodes, round(sizes.halo_rows / others), cut // others) if others else 0
     cut = cut if per_peer else 0
-    sources = torch.empty(sizes.edges, dtype=torch.int64)
-    sources[cut:] = torch.randint(0, sizes.nodes, (sizes.edges - cut,), generator=generator)
-    if cut:
-        rows = per_peer * others
-        halo = torch.randint(0, rows, (cut,), generator=generator)
-        halo[:rows] = torch.arange(rows)  # so that each row is needed
-        sources[:cut] = (halo // per_peer + 1) * sizes.nodes + halo % per_peer
-    dst = torch.randint(0, sizes.nodes, (sizes.edges,), generator=generator)
-    edge_ids = torch.randperm(sizes.edges, generator=generator)
+    owners = []
+    for rank in range(sizes.ranks):
+        count = (cut * rank // others - cut * (rank - 1) // others) if rank else sizes.edges - cut
+        num_rows = per_peer if rank else sizes.nodes
+        dst = torch.randint(0, sizes.nodes, (count,), generator=generator)
+        indptr = torch.zeros(sizes.nodes + 1, dtype=torch.int32)
+        indptr[1:] = torch.bincount(dst, minlength=sizes.nodes).cumsum(0)
+        src_rows = torch.randint(0, max(1, num_rows), (count,), generator=generator, dtype=torch.int32)
+        owners.append(OwnerEdges(torch.arange(per_peer if rank else 0, dtype=torch.int32), indptr, src_rows))
+    return owners
+
+
+def made_up_rank(sizes: RankSizes, comm: Ranks, options: Options, edges: Sequence[OwnerEdges]) -> ShardedGraph:
+    """A rank's share of a random graph with these sizes, as it is loaded from a store; `edges` are copied."""
     ownership = Ownership.from_counts([sizes.nodes] * sizes.ranks)
     fields = {name: made_up_rows(kind, sizes.edges, sizes.num_classes) for name, kind in sizes.edge_fields.items()}
-    relation = build_relation(comm, ownership, sources, dst, sizes.nodes, edge_ids, fields, options, (NODE, NODE))
+    relation = relation_of(
+        comm,
+        [OwnerEdges(*(tensor.clone() for tensor in owner)) for owner in edges],
+        sizes.nodes,
+        sizes.nodes,
+        lambda: torch.randperm(sizes.edges),
+        fields,
+        options,
+        (NODE, NODE),
+    )
     nodes = {name: made_up_rows(kind, sizes.nodes, sizes.num_classes) for name, kind in sizes.node_fields.items()}
     return ShardedGraph(
         comm,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardpass.core.dryrun.communicator import DryCommunicator
-from shardpass.core.dryrun.rank import Field, RankSizes, made_up_rank
+from shardpass.core.dryrun.rank import Field, RankSizes, made_up_edges, made_up_rank
 from shardpass.core.dryrun.tracker import MemoryTracker
 from shardpass.core.ranks import Options, Ranks
 
@@ -14,7 +14,7 @@ SIZES = RankSizes(ranks=4, nodes=500, edges=4000, cut_edges=1500, halo_rows=300,
 
 
 def test_the_rank_has_the_sizes_it_was_told():
-    graph = made_up_rank(SIZES, Ranks(DryCommunicator(4)), Options())
+    graph = made_up_rank(SIZES, Ranks(DryCommunicator(4)), Options(), made_up_edges(SIZES))
     assert (graph.num_own_nodes, graph.num_own_edges, graph.x.shape) == (500, 4000, (500, 8))
     assert graph.num_halo == pytest.approx(300, abs=2)
     assert sum(shard.num_edges for shard in graph.relation.shards.shards[1:]) == 1500
