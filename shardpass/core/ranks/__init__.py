@@ -39,6 +39,7 @@ from shardpass.core.ranks.ranks import Ranks, unfollowed
 from shardpass.core.ranks.rows import RowSet, RowWatch
 from shardpass.core.ranks.schema import COUNT, mismatch
 from shardpass.core.ranks.units import (
+    SAFETENSORS_NAMES,
     bytes_text,
     describe,
     dtype_name,
@@ -49,6 +50,7 @@ from shardpass.core.ranks.units import (
 )
 
 __all__ = [
+    "SAFETENSORS_NAMES",
     "COUNT",
     "MODES",
     "Mode",

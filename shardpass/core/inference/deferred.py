@@ -1,0 +1,378 @@
+"""Tensors of rows that are computed block by block, when they are needed: what a model computes between its calls.
+
+[Note: what is deferred]
+Between two sharded calls a model computes row by row. A `DeferredRows` has the shape and dtype of a tensor but no
+memory; it knows the operation that makes it and what that takes. An operation on it is deferred too if `try_rows` finds
+that it treats rows one by one. Any other operation is given the rows themselves, all of them, and runs as it would
+have. So nothing is refused here and no result changes; what differs is how many tensors of full height there are.
+
+Rows are made a block at a time, through all deferred operations at once: into the tensor that a sharded call reads, or
+into a file. Results of calls are in files (`StoredRows`). So a rank holds the rows that a call reads, those it makes,
+and a block.
+
+A tensor that is changed in place becomes what the change makes of it. Its views follow, since a view is kept as a
+function of the tensor that it is a view of. What was computed from the tensor before keeps what it took.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardpass.core.following import Rows, draws, try_rows
+from shardpass.core.ranks import RowSet, torch_private
+from shardpass.core.training import tensor_places
+
+ATEN = torch.ops.aten
+_SIZED = frozenset([ATEN.view, ATEN._unsafe_view, ATEN.reshape, ATEN.expand, ATEN._reshape_alias])
+"""Operations among whose arguments the number of rows is a size. In others it is a number like any other."""
+_BLOCK_BYTES = 1 << 20
+
+
+class ChangedRowsError(Exception):
+    """A tensor was written into in a way that deferred rows cannot follow. The model has to run without them."""
+
+
+class HeldRows:
+    """Rows of a tensor in memory, along dimension `dim`."""
+
+    def __init__(self, tensor: Tensor, dim: int = 0) -> None:
+        self.tensor, self.dim, self.count = tensor, dim, tensor.size(dim)
+        self._version = torch_private.version_of(tensor)
+
+    def block(self, start: int, stop: int, made: dict[Any, Tensor]) -> Tensor:
+        """The rows from `start` to `stop`."""
+        return self.whole().narrow(self.dim, start, stop - start)
+
+    def whole(self) -> Tensor:
+        """All rows."""
+        if torch_private.version_of(self.tensor) != self._version:
+            raise ChangedRowsError("rows in memory were written into after others were made of them")
+        return self.tensor
+
+
+class StoredRows:
+    """Rows of a tensor in a file, along its first dimension. They are read, not mapped, and nothing keeps them.
+
+    Args:
+        path: the file.
+        start: where the tensor begins, in bytes.
+        like: its shape and dtype, without memory.
+        device: where the rows are wanted.
+    """
+
+    dim = 0
+
+    def __init__(self, path: Path, start: int, like: Tensor, device: torch.device) -> None:
+        self.path, self.start, self.like, self.count, self._device = path, start, like, like.size(0), device
+        self._file = open(path, "rb", buffering=0)  # noqa: SIM115: it may be removed before whoever kept the rows is gone
+
+    def block(self, start: int, stop: int, made: dict[Any, Tensor]) -> Tensor:
+        """The rows from `start` to `stop`."""
+        found = torch.empty((stop - start, *self.like.shape[1:]), dtype=self.like.dtype)
+        raw = memoryview(found.view(-1).view(torch.uint8).numpy())
+        self._file.seek(self.start + start * (found.nbytes // max(1, stop - start)))
+        while len(raw):
+            count = self._file.readinto(raw)
+            if not count:
+                raise OSError(f"{self.path} ends before its rows do: something has cut it while it was in use")
+            raw = raw[count:]
+        return found.to(self._device)
+
+    def whole(self) -> Tensor:
+        """All rows."""
+        return self.block(0, self.count, {})
+
+
+class MadeRows:
+    """Rows that an operation makes of others.
+
+    Args:
+        func: the operation.
+        leaves, structure: its arguments, as `tree_flatten` gives them, with rows in the place of tensors of rows.
+        number: which of the tensors that it returns.
+        like: that tensor, without memory.
+        dim: where it has its rows.
+        count: how many.
+    """
+
+    def __init__(
+        self, func: Any, leaves: Sequence[Any], structure: Any, number: int, like: Tensor, dim: int, count: int
+    ) -> None:
+        self.func, self.leaves, self.structure, self.number = func, leaves, structure, number
+        self.like, self.dim, self.count = like, dim, count
+        self._held: HeldRows | None = None
+
+    def block(self, start: int, stop: int, made: dict[Any, Tensor]) -> Tensor:
+        """The rows from `start` to `stop`. `made` has those that were made for this block already."""
+        if self._held is not None:
+            return self._held.block(start, stop, made)
+        if self not in made:
+            made[self] = self._made(start, stop, made)
+        return made[self]
+
+    def _made(self, start: int, stop: int, made: dict[Any, Tensor]) -> Tensor:
+        leaves = [leaf.block(start, stop, made) if isinstance(leaf, _ROWS) else leaf for leaf in self.leaves]
+        if self.func.overloadpacket in _SIZED:
+            leaves = [stop - start if type(leaf) is int and leaf == self.count else leaf for leaf in leaves]
+        if torch_private.is_mutable(self.func):
+            leaves[0] = leaves[0].clone()
+        args, kwargs = torch_private.tree_unflatten(leaves, self.structure)
+        out: Tensor = _tensors(self.func(*args, **kwargs))[self.number]
+        return out
+
+    def whole(self) -> Tensor:
+        """All rows, which are held from now on."""
+        hold([self])
+        assert self._held is not None
+        return self._held.whole()
+
+    def seen_in(self, memory: Tensor) -> Tensor:
+        """What the operation, a view, makes of `memory`."""
+        leaves = [memory if isinstance(leaf, _ROWS) else leaf for leaf in self.leaves]
+        args, kwargs = torch_private.tree_unflatten(leaves, self.structure)
+        out: Tensor = _tensors(self.func(*args, **kwargs))[self.number]
+        return out
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the rows are in memory."""
+        return self._held is not None
+
+    def keep(self, tensor: Tensor) -> None:
+        """Hold `tensor`, which has all rows, and let go what they are made of."""
+        self._held, self.leaves = HeldRows(tensor, self.dim), []
+
+
+AnyRows = HeldRows | StoredRows | MadeRows
+_ROWS = (HeldRows, StoredRows, MadeRows)
+
+
+def hold(rows: Iterable[AnyRows]) -> None:
+    """Put rows that have to be made into memory, those of one number of rows block by block together."""
+    wanted = list(dict.fromkeys(one for one in rows if isinstance(one, MadeRows) and not one.is_held))
+    for count in {one.count for one in wanted}:
+        alike = [one for one in wanted if one.count == count]
+        found: dict[MadeRows, Tensor] = {}
+        for start, stop in spans(count, [one.like for one in alike]):
+            made: dict[Any, Tensor] = {}
+            for one in alike:
+                rows = one.block(start, stop, made)
+                if one not in found:
+                    shape, strides = one.like.shape, one.like.stride()
+                    found[one] = torch.empty_strided(shape, strides, dtype=rows.dtype, device=rows.device)
+                found[one].narrow(one.dim, start, stop - start).copy_(rows)
+        for one in alike:
+            one.keep(found[one])
+
+
+def spans(count: int, like: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
+    """The blocks of `count` rows of tensors like these, of about a megabyte of the widest."""
+    width = max((one.numel() * one.itemsize for one in like), default=0) / max(1, count)
+    step = max(1, int(_BLOCK_BYTES / max(1.0, width)))
+    for start in range(0, count, step):
+        yield start, min(count, start + step)
+
+
+class Deferral:
+    """Defers what one run of a model computes of rows. It remembers which operations treat rows one by one."""
+
+    def __init__(self) -> None:
+        self._verdicts: dict[Any, tuple[list[int], dict[int, int]] | None] = {}
+
+    def of(self, rows: AnyRows, like: Tensor, device: torch.device) -> DeferredRows:
+        """The stand-in for `rows`, which make a tensor like `like`."""
+        out: DeferredRows = torch_private.without_memory(DeferredRows, like, device)
+        out.deferral, out.seen_from, out._own, out._under = self, None, rows, None
+        return out
+
+    def held(self, tensor: Tensor) -> Tensor:
+        """The stand-in for a tensor in memory; the tensor itself if it has fewer than two rows."""
+        if tensor.dim() == 0 or tensor.size(0) < 2:
+            return tensor
+        return self.of(HeldRows(tensor), _without_memory(tensor), tensor.device)
+
+    def stored(self, path: Path, device: torch.device) -> dict[str, Tensor]:
+        """The stand-ins for the tensors of a file that `write_verified` wrote, or the tensors if they have few rows."""
+        found: dict[str, Tensor] = {}
+        for name, (like, start) in tensor_places(path).items():
+            rows = StoredRows(path, start, like.view(-1) if like.dim() == 0 else like, device)
+            few = like.dim() == 0 or like.size(0) < 2
+            found[name] = rows.whole().view(like.shape) if few else self.of(rows, like, device)
+        return found
+
+    def results(self, func: Any, leaves: list[Any], structure: Any) -> Any:
+        """What the operation returns, as stand-ins; `None` if it must be given the rows themselves."""
+        given = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, DeferredRows)}
+        counts, devices = {leaf.rows.count for leaf in given.values()}, {leaf.device for leaf in given.values()}
+        devices |= {leaf for leaf in leaves if isinstance(leaf, torch.device)}
+        count = min(counts)
+        as_number = any(type(leaf) is int and leaf == count for leaf in leaves) and func.overloadpacket not in _SIZED
+        if len(counts) > 1 or len(devices) > 1 or count < 2 or as_number or draws(func):
+            return None
+        verdict = self._verdict(func, leaves, structure, {i: leaf.rows.dim for i, leaf in given.items()}, count)
+        if verdict is None:
+            return None
+        dims, plain = verdict
+        args, kwargs = torch_private.tree_unflatten([_without_memory(leaf) for leaf in leaves], structure)
+        like, whole_structure = torch_private.tree_flatten(func(*args, **kwargs))
+        if len(like) != len(dims) or any(one.size(dim) != count for one, dim in zip(like, dims)):
+            return None
+        held = [HeldRows(leaf, plain[i]) if i in plain else leaf for i, leaf in enumerate(leaves)]
+        first = next(iter(given.values()))
+        outs = []
+        for number, (one, dim) in enumerate(zip(like, dims)):
+            make = partial(_made, func, held, structure, number, one, dim, count)
+            out = self.of(make(), one, devices.copy().pop())
+            if torch_private.is_view(func):
+                out.seen_from, out.view_of, out._under = first, make, first.rows
+            outs.append(out)
+        return torch_private.tree_unflatten(outs, whole_structure)
+
+    def _verdict(
+        self, func: Any, leaves: list[Any], structure: Any, dims: dict[int, int], count: int
+    ) -> tuple[list[int], dict[int, int]] | None:
+        """Where the results have their rows, and operands in memory theirs; `None` if rows are not treated one by one.
+
+        An operand in memory with as many rows counts as one with rows if the operation takes no other.
+        """
+        key = (func, str(structure), *(_described(leaf, dims.get(i)) for i, leaf in enumerate(leaves)))
+        if key not in self._verdicts:
+            of = RowSet("rows", count, None)
+            memory = {
+                i: list(leaf.shape).index(count)
+                for i, leaf in enumerate(leaves)
+                if i not in dims and isinstance(leaf, Tensor) and count in leaf.shape
+            }
+            self._verdicts[key] = None
+            for plain in ({}, memory) if memory else ({},):
+                found = try_rows(func, leaves, structure, {i: Rows(dim, of) for i, dim in (dims | plain).items()})
+                if found and not isinstance(found, str) and all(one and one.outer == one.inner == 1 for one in found):
+                    self._verdicts[key] = [one.dim for one in found if one], plain
+                    break
+        return self._verdicts[key]
+
+
+class DeferredRows(Tensor):
+    """A stand-in for a tensor of rows that are not in memory. See the note above.
+
+    Attributes:
+        seen_from: the tensor of which this is a view, or `None`.
+        view_of: what makes the rows of the view, of those of that tensor.
+    """
+
+    deferral: Deferral
+    seen_from: DeferredRows | None
+    view_of: Callable[[AnyRows], MadeRows]
+    _own: AnyRows
+    _under: AnyRows | None
+
+    __torch_function__ = torch_private.NO_TORCH_FUNCTION
+
+    @property
+    def rows(self) -> AnyRows:
+        """What makes the rows now."""
+        if self.seen_from is not None and self._under is not (under := self.seen_from.rows):
+            self._under, self._own = under, self.view_of(under)
+        return self._own
+
+    def write(self, func: Any, leaves: list[Any], structure: Any) -> None:
+        """Carry out an operation that writes into this tensor, its first argument."""
+        found = None if self.seen_from is not None else self.deferral.results(func, leaves, structure)
+        if found is not None:
+            self._own = found.rows
+            return
+        first = self
+        while first.seen_from is not None:
+            first = first.seen_from
+        memory, others = first.rows.whole().clone(), [whole(leaf) for leaf in leaves[1:]]
+        args, kwargs = torch_private.tree_unflatten([self._in(memory), *others], structure)
+        func(*args, **kwargs)
+        first._own = HeldRows(memory, first.rows.dim)
+
+    def _in(self, memory: Tensor) -> Tensor:
+        """This tensor, where `memory` takes the place of the one that it is a view of."""
+        if self.seen_from is None:
+            return memory
+        return self.view_of(self.seen_from.rows).seen_in(self.seen_from._in(memory))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaves, structure = torch_private.tree_flatten((args, kwargs or {}))
+        written = torch_private.written_arguments(func, args, kwargs or {})
+        if written and isinstance(leaves[0], DeferredRows) and len(written) == 1 and written[0] is leaves[0]:
+            leaves[0].write(func, leaves, structure)
+            return leaves[0]
+        if any(isinstance(one, DeferredRows) for one in written):
+            raise ChangedRowsError(f"{func} writes into several tensors, or into an `out`")
+        some = next(leaf for leaf in leaves if isinstance(leaf, DeferredRows))
+        found = None if written else some.deferral.results(func, leaves, structure)
+        if found is not None:
+            return found
+        args, kwargs = torch_private.tree_unflatten([whole(leaf) for leaf in leaves], structure)
+        return func(*args, **kwargs)
+
+    def numpy(self, **options: Any) -> Any:
+        """The rows themselves, as numpy has them."""
+        return whole(self).numpy(**options)
+
+    def tolist(self) -> Any:
+        """The rows themselves, as a list."""
+        return whole(self).tolist()
+
+    def __array__(self, *args: Any) -> Any:
+        return whole(self).__array__(*args)
+
+    def data_ptr(self) -> int:
+        """Where the rows themselves are."""
+        return whole(self).data_ptr()
+
+
+def whole(value: Any) -> Any:
+    """`value`, or the rows themselves if it is a stand-in for some."""
+    return value.rows.whole() if isinstance(value, DeferredRows) else value
+
+
+def in_memory(*sides: dict[str, Tensor]) -> tuple[dict[str, Tensor], ...]:
+    """The tensors in `sides` with the rows themselves, those that have to be made block by block together."""
+    hold(leaf.rows for side in sides for leaf in side.values() if isinstance(leaf, DeferredRows))
+    read: dict[int, Tensor] = {}  # a tensor that is there under two names is one tensor
+    return tuple({name: read.setdefault(id(leaf), whole(leaf)) for name, leaf in side.items()} for side in sides)
+
+
+def block_of(tensor: Tensor, start: int, stop: int) -> Tensor:
+    """The rows from `start` to `stop` of a tensor, along its first dimension."""
+    if isinstance(tensor, DeferredRows) and tensor.rows.dim == 0:
+        return tensor.rows.block(start, stop, {})
+    found: Tensor = whole(tensor)[start:stop]
+    return found
+
+
+def _made(
+    func: Any, leaves: list[Any], structure: Any, number: int, like: Tensor, dim: int, count: int,
+    under: AnyRows | None = None,
+) -> MadeRows:  # fmt: skip
+    """The rows that an operation makes; `under` takes the place of those of the tensor that it is a view of."""
+    rows = [(under or leaf.rows) if isinstance(leaf, DeferredRows) else leaf for leaf in leaves]
+    return MadeRows(func, rows, structure, number, like, dim, count)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in torch_private.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _without_memory(leaf: Any) -> Any:
+    if isinstance(leaf, torch.device):
+        return torch.device("meta")
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+
+
+def _described(leaf: Any, dim: int | None) -> Any:
+    return (tuple(leaf.shape), leaf.dtype, dim) if isinstance(leaf, Tensor) else repr(leaf)
