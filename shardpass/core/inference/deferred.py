@@ -43,7 +43,7 @@ class HeldRows:
 
     def __init__(self, tensor: Tensor, dim: int = 0) -> None:
         self.tensor, self.dim, self.count = tensor, dim, tensor.size(dim)
-        self._version = torch_private.version_of(tensor)
+        self._seen = [(tensor, torch_private.version_of(tensor))]
 
     def block(self, start: int, stop: int, made: dict[Any, Tensor]) -> Tensor:
         """The rows from `start` to `stop`."""
@@ -51,9 +51,18 @@ class HeldRows:
 
     def whole(self) -> Tensor:
         """All rows."""
-        if torch_private.version_of(self.tensor) != self._version:
+        if any(torch_private.version_of(tensor) != version for tensor, version in self._seen):
             raise ChangedRowsError("rows in memory were written into after others were made of them")
         return self.tensor
+
+    def show(self, view: Tensor) -> None:
+        """Note that a view of the tensor was given away, by which it may be written into."""
+        self._seen.append((view, torch_private.version_of(view)))
+
+    def refuse_views(self) -> None:
+        """Raise if views were given away: they would not see what is written into the rows."""
+        if len(self._seen) > 1:
+            raise ChangedRowsError("rows were written into after a view of some of them was made")
 
 
 class StoredRows:
@@ -140,9 +149,9 @@ class MadeRows:
         return out
 
     @property
-    def is_held(self) -> bool:
-        """Whether the rows are in memory."""
-        return self._held is not None
+    def held(self) -> HeldRows | None:
+        """The rows in memory, if they are."""
+        return self._held
 
     def keep(self, tensor: Tensor) -> None:
         """Hold `tensor`, which has all rows, and let go what they are made of."""
@@ -155,7 +164,7 @@ _ROWS = (HeldRows, StoredRows, MadeRows)
 
 def hold(rows: Iterable[AnyRows]) -> None:
     """Put rows that have to be made into memory, those of one number of rows block by block together."""
-    wanted = list(dict.fromkeys(one for one in rows if isinstance(one, MadeRows) and not one.is_held))
+    wanted = list(dict.fromkeys(one for one in rows if isinstance(one, MadeRows) and one.held is None))
     for count in {one.count for one in wanted}:
         alike = [one for one in wanted if one.count == count]
         found: dict[MadeRows, Tensor] = {}
@@ -183,7 +192,7 @@ class Deferral:
     """Defers what one run of a model computes of rows. It remembers which operations treat rows one by one."""
 
     def __init__(self) -> None:
-        self._verdicts: dict[Any, tuple[list[int], dict[int, int]] | None] = {}
+        self._verdicts: dict[Any, tuple[list[int | None], dict[int, int]] | None] = {}
 
     def of(self, rows: AnyRows, like: Tensor, device: torch.device) -> DeferredRows:
         """The stand-in for `rows`, which make a tensor like `like`."""
@@ -221,12 +230,18 @@ class Deferral:
         dims, plain = verdict
         args, kwargs = torch_private.tree_unflatten([_without_memory(leaf) for leaf in leaves], structure)
         like, whole_structure = torch_private.tree_flatten(func(*args, **kwargs))
-        if len(like) != len(dims) or any(one.size(dim) != count for one, dim in zip(like, dims)):
+        if len(like) != len(dims) or any(dim is not None and one.size(dim) != count for one, dim in zip(like, dims)):
             return None
         held = [HeldRows(leaf, plain[i]) if i in plain else leaf for i, leaf in enumerate(leaves)]
         first = next(iter(given.values()))
-        outs = []
+        outs: list[Tensor] = []
         for number, (one, dim) in enumerate(zip(like, dims)):
+            if dim is None:
+                beside = _made(func, held, structure, number, one, 0, count).block(0, 1, {})
+                if beside.numel():
+                    return None
+                outs.append(beside)  # nothing, as a batch norm in evaluation mode returns beside its rows
+                continue
             make = partial(_made, func, held, structure, number, one, dim, count)
             out = self.of(make(), one, devices.copy().pop())
             if torch_private.is_view(func):
@@ -236,7 +251,7 @@ class Deferral:
 
     def _verdict(
         self, func: Any, leaves: list[Any], structure: Any, dims: dict[int, int], count: int
-    ) -> tuple[list[int], dict[int, int]] | None:
+    ) -> tuple[list[int | None], dict[int, int]] | None:
         """Where the results have their rows, and operands in memory theirs; `None` if rows are not treated one by one.
 
         An operand in memory with as many rows counts as one with rows if the operation takes no other.
@@ -252,8 +267,10 @@ class Deferral:
             self._verdicts[key] = None
             for plain in ({}, memory) if memory else ({},):
                 found = try_rows(func, leaves, structure, {i: Rows(dim, of) for i, dim in (dims | plain).items()})
-                if found and not isinstance(found, str) and all(one and one.outer == one.inner == 1 for one in found):
-                    self._verdicts[key] = [one.dim for one in found if one], plain
+                if isinstance(found, str) or not any(found):
+                    continue
+                if all(one is None or one.outer == one.inner == 1 for one in found):
+                    self._verdicts[key] = [None if one is None else one.dim for one in found], plain
                     break
         return self._verdicts[key]
 
@@ -283,6 +300,8 @@ class DeferredRows(Tensor):
 
     def write(self, func: Any, leaves: list[Any], structure: Any) -> None:
         """Carry out an operation that writes into this tensor, its first argument."""
+        if (held := _held(self.rows)) is not None:
+            held.refuse_views()
         found = None if self.seen_from is not None else self.deferral.results(func, leaves, structure)
         if found is not None:
             self._own = found.rows
@@ -290,6 +309,8 @@ class DeferredRows(Tensor):
         first = self
         while first.seen_from is not None:
             first = first.seen_from
+        if (held := _held(first.rows)) is not None:
+            held.refuse_views()
         memory, others = first.rows.whole().clone(), [whole(leaf) for leaf in leaves[1:]]
         args, kwargs = torch_private.tree_unflatten([self._in(memory), *others], structure)
         func(*args, **kwargs)
@@ -305,17 +326,21 @@ class DeferredRows(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         leaves, structure = torch_private.tree_flatten((args, kwargs or {}))
         written = torch_private.written_arguments(func, args, kwargs or {})
-        if written and isinstance(leaves[0], DeferredRows) and len(written) == 1 and written[0] is leaves[0]:
-            leaves[0].write(func, leaves, structure)
-            return leaves[0]
-        if any(isinstance(one, DeferredRows) for one in written):
+        if list(written) == [0] and isinstance(args[0], DeferredRows):
+            args[0].write(func, leaves, structure)
+            return args[0]
+        if any(isinstance(leaf, DeferredRows) for leaf in torch_private.tree_leaves(written)):
             raise ChangedRowsError(f"{func} writes into several tensors, or into an `out`")
         some = next(leaf for leaf in leaves if isinstance(leaf, DeferredRows))
         found = None if written else some.deferral.results(func, leaves, structure)
         if found is not None:
             return found
         args, kwargs = torch_private.tree_unflatten([whole(leaf) for leaf in leaves], structure)
-        return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        if torch_private.is_view(func) and (held := _held(some.rows)) is not None:
+            for view in _tensors(out):
+                held.show(view)
+        return out
 
     def numpy(self, **options: Any) -> Any:
         """The rows themselves, as numpy has them."""
@@ -360,6 +385,10 @@ def _made(
     """The rows that an operation makes; `under` takes the place of those of the tensor that it is a view of."""
     rows = [(under or leaf.rows) if isinstance(leaf, DeferredRows) else leaf for leaf in leaves]
     return MadeRows(func, rows, structure, number, like, dim, count)
+
+
+def _held(rows: AnyRows) -> HeldRows | None:
+    return rows.held if isinstance(rows, MadeRows) else rows if isinstance(rows, HeldRows) else None
 
 
 def _tensors(value: Any) -> list[Tensor]:

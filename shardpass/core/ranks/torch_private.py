@@ -166,13 +166,13 @@ def argument_names(operator: Any) -> set[str]:
     return {argument.name for argument in operator._schema.arguments}
 
 
-def written_arguments(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """What an operator, as a dispatch mode is given it, writes into when it is called with these arguments."""
-    found = []
+def written_arguments(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, Any]:
+    """What an operator, as a dispatch mode is given it, writes into when it is called with these; by position."""
+    found = {}
     for position, argument in enumerate(operator._schema.arguments if is_mutable(operator) else ()):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            found.append(args[position] if position < len(args) else kwargs.get(argument.name))
-    return [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
+            found[position] = args[position] if position < len(args) else kwargs.get(argument.name)
+    return found
 
 
 def without_memory(kind: type[Tensor], like: Tensor, device: torch.device) -> Any:
