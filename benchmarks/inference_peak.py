@@ -109,7 +109,7 @@ def pyg(folder: Path) -> dict[str, Any]:
         for nodes, edges, seeds in batches(indptr, sources, num_nodes):
             x = conv(x_all[nodes], edges)
             x = x.relu_() if layer < LAYERS - 1 else x
-            rows.append(x[:seeds].cpu())
+            rows.append(x[:seeds].clone())  # the example's .cpu(), which copies from a GPU
         x_all = torch.cat(rows, dim=0)
     seconds = time.process_time() - began
     np.save(folder / "pyg.npy", x_all.numpy())

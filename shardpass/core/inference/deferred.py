@@ -32,6 +32,7 @@ ATEN = torch.ops.aten
 _SIZED = frozenset([ATEN.view, ATEN._unsafe_view, ATEN.reshape, ATEN.expand, ATEN._reshape_alias])
 """Operations among whose arguments the number of rows is a size. In others it is a number like any other."""
 _BLOCK_BYTES = 1 << 20
+_LARGEST_TRIED = 1 << 21  # numbers of an operand without rows, which `try_rows` copies
 
 
 class ChangedRowsError(Exception):
@@ -98,6 +99,24 @@ class StoredRows:
         return self.block(0, self.count, {})
 
 
+class FilledRows:
+    """Rows of one number."""
+
+    dim = 0
+
+    def __init__(self, like: Tensor, value: Any, device: torch.device) -> None:
+        self.like, self.count, self._value, self._device = like, like.size(0), value, device
+
+    def block(self, start: int, stop: int, made: dict[Any, Tensor]) -> Tensor:
+        """The rows from `start` to `stop`."""
+        shape = (stop - start, *self.like.shape[1:])
+        return torch.full(shape, self._value, dtype=self.like.dtype, device=self._device)
+
+    def whole(self) -> Tensor:
+        """All rows."""
+        return self.block(0, self.count, {})
+
+
 class MadeRows:
     """Rows that an operation makes of others.
 
@@ -158,8 +177,8 @@ class MadeRows:
         self._held, self.leaves = HeldRows(tensor, self.dim), []
 
 
-AnyRows = HeldRows | StoredRows | MadeRows
-_ROWS = (HeldRows, StoredRows, MadeRows)
+AnyRows = HeldRows | StoredRows | FilledRows | MadeRows
+_ROWS = (HeldRows, StoredRows, FilledRows, MadeRows)
 
 
 def hold(rows: Iterable[AnyRows]) -> None:
@@ -205,6 +224,18 @@ class Deferral:
         if tensor.dim() == 0 or tensor.size(0) < 2:
             return tensor
         return self.of(HeldRows(tensor), _without_memory(tensor), tensor.device)
+
+    def filled(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """What ``func(*args, **kwargs)`` returns: a new tensor of zeros, ones or a number, as of `Tensor.new_full`."""
+        value = {"new_zeros": 0, "new_ones": 1}.get(func.__name__)
+        if value is None:
+            value = kwargs["fill_value"] if "fill_value" in kwargs else args[2]
+        rest = {name: one for name, one in kwargs.items() if name != "device"}
+        like = func(_without_memory(args[0]), *args[1:], **rest)
+        if like.dim() == 0 or like.size(0) < 2 or kwargs.get("device") is not None:
+            out: Tensor = func(*args, **kwargs)
+            return out
+        return self.of(FilledRows(like, value, args[0].device), like, args[0].device)
 
     def stored(self, path: Path, device: torch.device) -> dict[str, Tensor]:
         """The stand-ins for the tensors of a file that `write_verified` wrote, or the tensors if they have few rows."""
@@ -254,7 +285,7 @@ class Deferral:
     ) -> tuple[list[int | None], dict[int, int]] | None:
         """Where the results have their rows, and operands in memory theirs; `None` if rows are not treated one by one.
 
-        An operand in memory with as many rows counts as one with rows if the operation takes no other.
+        An operand in memory with as many rows counts as one with rows, unless the operation takes no such.
         """
         key = (func, str(structure), *(_described(leaf, dims.get(i)) for i, leaf in enumerate(leaves)))
         if key not in self._verdicts:
@@ -265,7 +296,10 @@ class Deferral:
                 if i not in dims and isinstance(leaf, Tensor) and count in leaf.shape
             }
             self._verdicts[key] = None
-            for plain in ({}, memory) if memory else ({},):
+            others = [leaf for i, leaf in enumerate(leaves) if i not in dims | memory and isinstance(leaf, Tensor)]
+            if any(leaf.numel() > _LARGEST_TRIED for leaf in others):
+                return None
+            for plain in (memory, {}) if memory else ({},):
                 found = try_rows(func, leaves, structure, {i: Rows(dim, of) for i, dim in (dims | plain).items()})
                 if isinstance(found, str) or not any(found):
                     continue

@@ -132,6 +132,13 @@ class Journal:
         """What a call has reduced, of which its node function is about to make the result."""
         return rows if self.deferral is None else [self.deferral.held(tensor) for tensor in rows]
 
+    def filled(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """What ``func(*args, **kwargs)`` returns, where `func` is `Tensor.new_zeros` or alike in a node function."""
+        if self.deferral is None:
+            out: Tensor = func(*args, **kwargs)
+            return out
+        return self.deferral.filled(func, args, kwargs)
+
     def remove(self) -> None:
         """Remove all results. The last rank removes the folder of the run."""
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -143,4 +150,4 @@ def _in_blocks(tensor: Tensor) -> Tensor | RowBlocks:
     if not isinstance(tensor, DeferredRows):
         return tensor
     blocks = (block_of(tensor, *span) for span in spans(tensor.size(0), [tensor]))
-    return RowBlocks(torch.empty_like(tensor, device="meta"), blocks)
+    return RowBlocks(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), blocks)

@@ -35,7 +35,7 @@ from shardpass.core.ranks.random import (
     seed,
     set_random_state,
 )
-from shardpass.core.ranks.ranks import Ranks, unfollowed
+from shardpass.core.ranks.ranks import KeptCalls, Ranks, unfollowed
 from shardpass.core.ranks.rows import RowSet, RowWatch
 from shardpass.core.ranks.schema import COUNT, mismatch
 from shardpass.core.ranks.units import (
@@ -52,6 +52,7 @@ from shardpass.core.ranks.units import (
 __all__ = [
     "SAFETENSORS_NAMES",
     "COUNT",
+    "KeptCalls",
     "MODES",
     "Mode",
     "OnRanks",

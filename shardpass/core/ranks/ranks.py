@@ -56,6 +56,10 @@ class KeptCalls(Protocol):
         """What a call has reduced, as its node function is to be given it."""
         ...
 
+    def filled(self, func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """What ``func(*args, **kwargs)`` returns, where `func` is `Tensor.new_zeros` or alike in a node function."""
+        ...
+
 
 @dataclass
 class ForwardPass:
