@@ -166,7 +166,9 @@ def run(num_nodes: int, degree: int, folder: Path) -> bool:
     """Measure all systems, compare what they wrote; whether the bars are kept."""
     if not (folder / "store-2").exists():
         make(folder, num_nodes, degree)
-    kept = all([report(system, measure(folder, system)) for system in ("pyg", "ours-1", "ours-2")])
+    kept = True
+    for system in ("pyg", "ours-1", "ours-2"):
+        kept &= report(system, measure(folder, system))
     theirs = np.load(folder / "pyg.npy", mmap_mode="r")
     for ranks in (1, 2):
         path = folder / f"ours-{ranks}.npy"

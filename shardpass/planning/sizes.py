@@ -11,7 +11,7 @@ import torch
 
 from shardpass.core.dryrun import EdgeSizes, Field, NodeSizes, RankSizes
 from shardpass.core.sharding import EDGE, NODE, EdgeType, NodeType
-from shardpass.data import Manifest, inspect, open_store
+from shardpass.data import FieldInfo, Manifest, inspect, open_store
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch_geometric.nn as gnn
 from torch_geometric.nn import models
 
 import shardpass as sp
-from shardpass.core.inference import deferred, journal
+from shardpass.core.inference import journal, row_sources
 from shardpass.testing.graphs import assignments, awkward_graph, shard_in_memory
 from shardpass.testing.hetero import awkward_hetero_graph, hetero_assignments, shard_hetero_in_memory
 
@@ -25,7 +25,7 @@ GRAPH = awkward_graph(channels=5)
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch):
-    monkeypatch.setattr(deferred, "_BLOCK_BYTES", 100)
+    monkeypatch.setattr(row_sources, "_BLOCK_BYTES", 100)
 
 
 class Between(nn.Module):
@@ -82,7 +82,9 @@ MODELS = {
     "pna": lambda: models.PNA(5, 6, 2, 4, aggregators=["mean", "max", "std"], scalers=["identity"], deg=torch.ones(9)),
     "appnp": lambda: gnn.APPNP(3, 0.1),
     "sg": lambda: gnn.SGConv(5, 4, 2, cached=True),
-    "gcn2": lambda: gnn.Sequential("x, e", [(gnn.GCN2Conv(5, 0.1), "x, x, e -> h"), (gnn.GCN2Conv(5, 0.1), "h, x, e -> h")]),
+    "gcn2": lambda: gnn.Sequential(
+        "x, e", [(gnn.GCN2Conv(5, 0.1), "x, x, e -> h"), (gnn.GCN2Conv(5, 0.1), "h, x, e -> h")]
+    ),
     "max": lambda: models.GraphSAGE(5, 6, 3, 4, aggr="max", jk="lstm"),
     "between": Between,
     "writes": Writes,
@@ -95,8 +97,10 @@ def built(name: str) -> nn.Module:
     return MODELS[name]().double().eval()
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("ranks", "mode"), [(1, "sar"), (3, "keep")])
+@pytest.mark.parametrize(
+    ("name", "ranks", "mode"),
+    [*((name, 3, "sar") for name in MODELS), ("gat", 1, "sar"), ("between", 1, "keep"), ("writes", 1, "halo")],
+)
 def test_the_outputs_are_those_of_one_process(name, ranks, mode, tmp_path):
     path, plain = tmp_path / "rows.npy", built(name)
 
@@ -153,6 +157,7 @@ def test_two_layers_are_in_memory_at_most(kind, tmp_path, monkeypatch):
     edges = torch.randint(0, nodes, (2, 3000), generator=generator)
     x = torch.randn(nodes, channels, generator=generator)
     sp.partition({"edge_index": edges, "x": x}, tmp_path / "store", parts=1, method="random")
+    del x
     found = []
 
     def count(*_):

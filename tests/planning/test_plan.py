@@ -210,7 +210,7 @@ def test_a_plan_without_one_type_of_labels_asks_for_a_loss(tmp_path):
         data, model = typed_store(tmp_path / str(number), labels=labels), Typed()
         with torch.no_grad():
             model(data.x_dict, data.edge_index_dict)
-        with pytest.raises(ValueError, match="one node type that has labels .* pass loss="):
+        with pytest.raises(ValueError, match=r"one node type that has labels .* pass loss="):
             sp.plan(model, tmp_path / str(number), ranks=[1], modes=["sar"])
         loss = lambda out, graph: out.square().sum()  # noqa: E731
         assert sp.plan(model, tmp_path / str(number), ranks=[1], modes=["sar"], loss=loss).rows

@@ -96,9 +96,7 @@ def made_up_rank(sizes: RankSizes, comm: Ranks, options: Options) -> ShardedGrap
     """A rank's share of a random graph with these sizes, every peer sending it exactly as many rows as any other."""
     generator = torch.Generator().manual_seed(0)
     ownership = {kind: Ownership.from_counts([own.count] * sizes.ranks) for kind, own in sizes.nodes.items()}
-    relations = {
-        kind: _relation(sizes, kind, ownership[kind[0]], comm, options, generator) for kind in sizes.edges
-    }
+    relations = {kind: _relation(sizes, kind, ownership[kind[0]], comm, options, generator) for kind in sizes.edges}
     fields = {
         kind: OwnFields(
             {name: made_up_rows(one, own.count, own.num_classes) for name, one in own.fields.items()}, lambda t: t

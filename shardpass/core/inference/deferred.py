@@ -16,7 +16,7 @@ function of the tensor that it is a view of. What was computed from the tensor b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,186 +25,22 @@ import torch
 from torch import Tensor
 
 from shardpass.core.following import Rows, draws, try_rows
+from shardpass.core.inference.row_sources import (
+    SIZED,
+    AnyRows,
+    ChangedRowsError,
+    FilledRows,
+    HeldRows,
+    MadeRows,
+    StoredRows,
+    held_rows,
+    hold,
+    tensors_of,
+)
 from shardpass.core.ranks import RowSet, torch_private
 from shardpass.core.training import tensor_places
 
-ATEN = torch.ops.aten
-_SIZED = frozenset([ATEN.view, ATEN._unsafe_view, ATEN.reshape, ATEN.expand, ATEN._reshape_alias])
-"""Operations among whose arguments the number of rows is a size. In others it is a number like any other."""
-_BLOCK_BYTES = 1 << 20
 _LARGEST_TRIED = 1 << 21  # numbers of an operand without rows, which `try_rows` copies
-
-
-class ChangedRowsError(Exception):
-    """A tensor was written into in a way that deferred rows cannot follow. The model has to run without them."""
-
-
-class HeldRows:
-    """Rows of a tensor in memory, along dimension `dim`."""
-
-    def __init__(self, tensor: Tensor, dim: int = 0) -> None:
-        self.tensor, self.dim, self.count = tensor, dim, tensor.size(dim)
-        self._seen = [(tensor, torch_private.version_of(tensor))]
-
-    def block(self, start: int, stop: int, made: dict[Any, Tensor]) -> Tensor:
-        """The rows from `start` to `stop`."""
-        return self.whole().narrow(self.dim, start, stop - start)
-
-    def whole(self) -> Tensor:
-        """All rows."""
-        if any(torch_private.version_of(tensor) != version for tensor, version in self._seen):
-            raise ChangedRowsError("rows in memory were written into after others were made of them")
-        return self.tensor
-
-    def show(self, view: Tensor) -> None:
-        """Note that a view of the tensor was given away, by which it may be written into."""
-        self._seen.append((view, torch_private.version_of(view)))
-
-    def refuse_views(self) -> None:
-        """Raise if views were given away: they would not see what is written into the rows."""
-        if len(self._seen) > 1:
-            raise ChangedRowsError("rows were written into after a view of some of them was made")
-
-
-class StoredRows:
-    """Rows of a tensor in a file, along its first dimension. They are read, not mapped, and nothing keeps them.
-
-    Args:
-        path: the file.
-        start: where the tensor begins, in bytes.
-        like: its shape and dtype, without memory.
-        device: where the rows are wanted.
-    """
-
-    dim = 0
-
-    def __init__(self, path: Path, start: int, like: Tensor, device: torch.device) -> None:
-        self.path, self.start, self.like, self.count, self._device = path, start, like, like.size(0), device
-        self._file = open(path, "rb", buffering=0)  # noqa: SIM115: it may be removed before whoever kept the rows is gone
-
-    def block(self, start: int, stop: int, made: dict[Any, Tensor]) -> Tensor:
-        """The rows from `start` to `stop`."""
-        found = torch.empty((stop - start, *self.like.shape[1:]), dtype=self.like.dtype)
-        raw = memoryview(found.view(-1).view(torch.uint8).numpy())
-        self._file.seek(self.start + start * (found.nbytes // max(1, stop - start)))
-        while len(raw):
-            count = self._file.readinto(raw)
-            if not count:
-                raise OSError(f"{self.path} ends before its rows do: something has cut it while it was in use")
-            raw = raw[count:]
-        return found.to(self._device)
-
-    def whole(self) -> Tensor:
-        """All rows."""
-        return self.block(0, self.count, {})
-
-
-class FilledRows:
-    """Rows of one number."""
-
-    dim = 0
-
-    def __init__(self, like: Tensor, value: Any, device: torch.device) -> None:
-        self.like, self.count, self._value, self._device = like, like.size(0), value, device
-
-    def block(self, start: int, stop: int, made: dict[Any, Tensor]) -> Tensor:
-        """The rows from `start` to `stop`."""
-        shape = (stop - start, *self.like.shape[1:])
-        return torch.full(shape, self._value, dtype=self.like.dtype, device=self._device)
-
-    def whole(self) -> Tensor:
-        """All rows."""
-        return self.block(0, self.count, {})
-
-
-class MadeRows:
-    """Rows that an operation makes of others.
-
-    Args:
-        func: the operation.
-        leaves, structure: its arguments, as `tree_flatten` gives them, with rows in the place of tensors of rows.
-        number: which of the tensors that it returns.
-        like: that tensor, without memory.
-        dim: where it has its rows.
-        count: how many.
-    """
-
-    def __init__(
-        self, func: Any, leaves: Sequence[Any], structure: Any, number: int, like: Tensor, dim: int, count: int
-    ) -> None:
-        self.func, self.leaves, self.structure, self.number = func, leaves, structure, number
-        self.like, self.dim, self.count = like, dim, count
-        self._held: HeldRows | None = None
-
-    def block(self, start: int, stop: int, made: dict[Any, Tensor]) -> Tensor:
-        """The rows from `start` to `stop`. `made` has those that were made for this block already."""
-        if self._held is not None:
-            return self._held.block(start, stop, made)
-        if self not in made:
-            made[self] = self._made(start, stop, made)
-        return made[self]
-
-    def _made(self, start: int, stop: int, made: dict[Any, Tensor]) -> Tensor:
-        leaves = [leaf.block(start, stop, made) if isinstance(leaf, _ROWS) else leaf for leaf in self.leaves]
-        if self.func.overloadpacket in _SIZED:
-            leaves = [stop - start if type(leaf) is int and leaf == self.count else leaf for leaf in leaves]
-        if torch_private.is_mutable(self.func):
-            leaves[0] = leaves[0].clone()
-        args, kwargs = torch_private.tree_unflatten(leaves, self.structure)
-        out: Tensor = _tensors(self.func(*args, **kwargs))[self.number]
-        return out
-
-    def whole(self) -> Tensor:
-        """All rows, which are held from now on."""
-        hold([self])
-        assert self._held is not None
-        return self._held.whole()
-
-    def seen_in(self, memory: Tensor) -> Tensor:
-        """What the operation, a view, makes of `memory`."""
-        leaves = [memory if isinstance(leaf, _ROWS) else leaf for leaf in self.leaves]
-        args, kwargs = torch_private.tree_unflatten(leaves, self.structure)
-        out: Tensor = _tensors(self.func(*args, **kwargs))[self.number]
-        return out
-
-    @property
-    def held(self) -> HeldRows | None:
-        """The rows in memory, if they are."""
-        return self._held
-
-    def keep(self, tensor: Tensor) -> None:
-        """Hold `tensor`, which has all rows, and let go what they are made of."""
-        self._held, self.leaves = HeldRows(tensor, self.dim), []
-
-
-AnyRows = HeldRows | StoredRows | FilledRows | MadeRows
-_ROWS = (HeldRows, StoredRows, FilledRows, MadeRows)
-
-
-def hold(rows: Iterable[AnyRows]) -> None:
-    """Put rows that have to be made into memory, those of one number of rows block by block together."""
-    wanted = list(dict.fromkeys(one for one in rows if isinstance(one, MadeRows) and one.held is None))
-    for count in {one.count for one in wanted}:
-        alike = [one for one in wanted if one.count == count]
-        found: dict[MadeRows, Tensor] = {}
-        for start, stop in spans(count, [one.like for one in alike]):
-            made: dict[Any, Tensor] = {}
-            for one in alike:
-                rows = one.block(start, stop, made)
-                if one not in found:
-                    shape, strides = one.like.shape, one.like.stride()
-                    found[one] = torch.empty_strided(shape, strides, dtype=rows.dtype, device=rows.device)
-                found[one].narrow(one.dim, start, stop - start).copy_(rows)
-        for one in alike:
-            one.keep(found[one])
-
-
-def spans(count: int, like: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
-    """The blocks of `count` rows of tensors like these, of about a megabyte of the widest."""
-    width = max((one.numel() * one.itemsize for one in like), default=0) / max(1, count)
-    step = max(1, int(_BLOCK_BYTES / max(1.0, width)))
-    for start in range(0, count, step):
-        yield start, min(count, start + step)
 
 
 class Deferral:
@@ -252,7 +88,7 @@ class Deferral:
         counts, devices = {leaf.rows.count for leaf in given.values()}, {leaf.device for leaf in given.values()}
         devices |= {leaf for leaf in leaves if isinstance(leaf, torch.device)}
         count = min(counts)
-        as_number = any(type(leaf) is int and leaf == count for leaf in leaves) and func.overloadpacket not in _SIZED
+        as_number = any(type(leaf) is int and leaf == count for leaf in leaves) and func.overloadpacket not in SIZED
         if len(counts) > 1 or len(devices) > 1 or count < 2 or as_number or draws(func):
             return None
         verdict = self._verdict(func, leaves, structure, {i: leaf.rows.dim for i, leaf in given.items()}, count)
@@ -323,7 +159,7 @@ class DeferredRows(Tensor):
     _own: AnyRows
     _under: AnyRows | None
 
-    __torch_function__ = torch_private.NO_TORCH_FUNCTION
+    __torch_function__ = torch_private.NO_TORCH_FUNCTION  # type: ignore[assignment]
 
     @property
     def rows(self) -> AnyRows:
@@ -334,7 +170,7 @@ class DeferredRows(Tensor):
 
     def write(self, func: Any, leaves: list[Any], structure: Any) -> None:
         """Carry out an operation that writes into this tensor, its first argument."""
-        if (held := _held(self.rows)) is not None:
+        if (held := held_rows(self.rows)) is not None:
             held.refuse_views()
         found = None if self.seen_from is not None else self.deferral.results(func, leaves, structure)
         if found is not None:
@@ -343,7 +179,7 @@ class DeferredRows(Tensor):
         first = self
         while first.seen_from is not None:
             first = first.seen_from
-        if (held := _held(first.rows)) is not None:
+        if (held := held_rows(first.rows)) is not None:
             held.refuse_views()
         memory, others = first.rows.whole().clone(), [whole(leaf) for leaf in leaves[1:]]
         args, kwargs = torch_private.tree_unflatten([self._in(memory), *others], structure)
@@ -357,7 +193,7 @@ class DeferredRows(Tensor):
         return self.view_of(self.seen_from.rows).seen_in(self.seen_from._in(memory))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         leaves, structure = torch_private.tree_flatten((args, kwargs or {}))
         written = torch_private.written_arguments(func, args, kwargs or {})
         if list(written) == [0] and isinstance(args[0], DeferredRows):
@@ -371,8 +207,8 @@ class DeferredRows(Tensor):
             return found
         args, kwargs = torch_private.tree_unflatten([whole(leaf) for leaf in leaves], structure)
         out = func(*args, **kwargs)
-        if torch_private.is_view(func) and (held := _held(some.rows)) is not None:
-            for view in _tensors(out):
+        if torch_private.is_view(func) and (held := held_rows(some.rows)) is not None:
+            for view in tensors_of(out):
                 held.show(view)
         return out
 
@@ -419,14 +255,6 @@ def _made(
     """The rows that an operation makes; `under` takes the place of those of the tensor that it is a view of."""
     rows = [(under or leaf.rows) if isinstance(leaf, DeferredRows) else leaf for leaf in leaves]
     return MadeRows(func, rows, structure, number, like, dim, count)
-
-
-def _held(rows: AnyRows) -> HeldRows | None:
-    return rows.held if isinstance(rows, MadeRows) else rows if isinstance(rows, HeldRows) else None
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in torch_private.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _without_memory(leaf: Any) -> Any:

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardpass.core.inference.deferred import Deferral, DeferredRows, block_of, in_memory, spans
+from shardpass.core.inference.deferred import Deferral, DeferredRows, block_of, in_memory
+from shardpass.core.inference.row_sources import spans
 from shardpass.core.ranks import Ranks, agree, fail_together
 from shardpass.core.training import RowBlocks, read_verified, write_verified
 from shardpass.errors import RefusedError

@@ -15,16 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from shardpass.core.graphs import ShardedGraph
-from shardpass.core.inference.deferred import (
-    ChangedRowsError,
-    Deferral,
-    DeferredRows,
-    block_of,
-    spans,
-    whole,
-)
+from shardpass.core.inference.deferred import Deferral, DeferredRows, block_of, whole
 from shardpass.core.inference.fingerprint import argument_lines, model_lines, tensor_line
 from shardpass.core.inference.journal import Journal
+from shardpass.core.inference.row_sources import ChangedRowsError, spans
 from shardpass.core.ranks import Ranks, fail_together, refuse_irregular, torch_private
 from shardpass.core.sharding import NodeType
 from shardpass.core.training import alike

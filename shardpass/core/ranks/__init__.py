@@ -50,10 +50,10 @@ from shardpass.core.ranks.units import (
 )
 
 __all__ = [
-    "SAFETENSORS_NAMES",
     "COUNT",
-    "KeptCalls",
     "MODES",
+    "SAFETENSORS_NAMES",
+    "KeptCalls",
     "Mode",
     "OnRanks",
     "Options",

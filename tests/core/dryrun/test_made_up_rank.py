@@ -16,7 +16,10 @@ WRITES = ("author", "writes", "paper")
 TYPES = RankSizes(
     2,
     {"author": NodeSizes(30), "paper": NodeSizes(50, {"x": Field((8,))}, 5)},
-    {WRITES: EdgeSizes(400, 150, 20, {"year": Field((), torch.int64)}), ("paper", "cites", "paper"): EdgeSizes(9, 0, 0)},
+    {
+        WRITES: EdgeSizes(400, 150, 20, {"year": Field((), torch.int64)}),
+        ("paper", "cites", "paper"): EdgeSizes(9, 0, 0),
+    },
 )
 
 
