@@ -9,10 +9,11 @@ from shardpass.data.layer_report import LayerReport, inspect_layers
 from shardpass.data.load import load
 from shardpass.data.manifest import FieldInfo, Manifest
 from shardpass.data.merge import RankData, RankEdges, merge_parts, parts_of_rank
+from shardpass.data.part_edges import PartEdges
 from shardpass.data.partition import partition
 from shardpass.data.raw import EDGE, NODE, EdgeArrays, EdgeType, NodeType, RawGraph
 from shardpass.data.readers import GraphFiles, read, read_edge_list, stream_edge_list, stream_files, stream_ogb
-from shardpass.data.store import PartEdges, Store, open_store
+from shardpass.data.store import Store, open_store
 
 __all__ = [
     "EDGE",

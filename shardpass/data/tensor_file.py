@@ -14,7 +14,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,9 @@ from torch import Tensor
 
 from shardpass.core.ranks import SAFETENSORS_NAMES, refuse_irregular
 from shardpass.errors import InternalError, StoreError
+
+_DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
+_BLOCK_BYTES = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,11 @@ class TensorFile:
                 "store; write the store again with shardpass.partition"
             )
         self._check(header, record.header_sha256, "the header")
+        entries = json.loads(header[8:])
+        self._infos = {
+            key: TensorInfo(_DTYPES[entry["dtype"]], tuple(entry["shape"])) for key, entry in entries.items()
+        }
+        self._starts = {key: len(header) + entry["data_offsets"][0] for key, entry in entries.items()}
         self._file: Any = safe_open(path, framework="pt")
 
     def tensor(self, key: str) -> Tensor:
@@ -140,18 +148,50 @@ class TensorFile:
         found: Tensor = self._file.get_tensor(key)
         return found
 
+    def read(self, key: str, start: int, stop: int) -> Tensor:
+        """A copy of the numbers ``[start, stop)`` of a tensor, [stop - start], not verified. The file is not mapped."""
+        info = self._infos[key]
+        raw = bytearray((stop - start) * info.dtype.itemsize)
+        with open(self.path, "rb") as file:
+            file.seek(self._starts[key] + start * info.dtype.itemsize)
+            if file.readinto(raw) != len(raw):
+                raise StoreError(f"{self.path} has become shorter since it was opened; write the store again")
+        return torch.frombuffer(raw, dtype=info.dtype) if raw else torch.empty(0, dtype=info.dtype)
+
+    def blocks(self, key: str, mapped: bool = False) -> Iterator[Tensor]:
+        """The numbers of a tensor in consecutive blocks, [n] each.
+
+        Args:
+            mapped: give views of the mapped file, whose pages are in memory from then on, in place of copies.
+
+        Raises:
+            StoreError: after the last block, when the bytes differ from the record. The error names the file.
+        """
+        digest, info = hashlib.sha256(), self._infos[key]
+        count, step = math.prod(info.shape), _BLOCK_BYTES // info.dtype.itemsize
+        whole = self.tensor(key).view(-1) if mapped else None
+        for start in range(0, count, step):
+            stop = min(start + step, count)
+            block = self.read(key, start, stop) if whole is None else whole[start:stop]
+            digest.update(_bytes_of(block))
+            yield block
+        self._compare(digest.hexdigest(), self.record.tensors[key], f"the tensor {key!r}")
+
     def verified(self, key: str) -> Tensor:
         """A tensor whose memory is the file's, after its bytes have been checked against the record.
 
         Raises:
             StoreError: when they differ. The error names the file.
         """
-        tensor = self.tensor(key)
-        self._check(_bytes_of(tensor), self.record.tensors[key], f"the tensor {key!r}")
-        return tensor
+        for _ in self.blocks(key, mapped=True):
+            pass
+        return self.tensor(key)
 
-    def _check(self, content: bytes | memoryview, sha256: str, what: str) -> None:
-        if hashlib.sha256(content).hexdigest() != sha256:
+    def _check(self, content: bytes, sha256: str, what: str) -> None:
+        self._compare(hashlib.sha256(content).hexdigest(), sha256, what)
+
+    def _compare(self, found: str, sha256: str, what: str) -> None:
+        if found != sha256:
             raise StoreError(
                 f"{self.path} is altered: the checksum of {what} differs from the manifest's; copy the file again from "
                 "where it was written, or write the store again with shardpass.partition"

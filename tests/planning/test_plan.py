@@ -14,7 +14,7 @@ from torch_geometric.nn.aggr import MedianAggregation
 import shardpass as sp
 from shardpass.core.dryrun.communicator import DryCommunicator
 from shardpass.core.dryrun.estimate import Estimate
-from shardpass.core.dryrun.rank import made_up_rank
+from shardpass.core.dryrun.rank import made_up_edges, made_up_rank
 from shardpass.core.dryrun.trial import dry_run, extrapolate
 from shardpass.core.ranks import Ranks
 from shardpass.core.sharding import EDGE, NODE
@@ -148,7 +148,8 @@ def test_ranks_of_one_host_share_memory():
     """Rows that lie in windows do not travel; of four ranks, two on this host, half of the peers still send."""
     sizes, options = sizes_of(COUNTS, 4), sp.Options(mode="sar")
     for per_host, peers in ((2, 1), (4, 3)):
-        plan = made_up_rank(sizes, Ranks(DryCommunicator(4, per_host=per_host)), options).relation.plan
+        comm = Ranks(DryCommunicator(4, per_host=per_host))
+        plan = made_up_rank(sizes, comm, options, made_up_edges(sizes)).relation.plan
         assert [places.numel() for places in plan.shared.places[1:]] == [
             count if rank < per_host else 0 for rank, count in enumerate(plan.schedule.counts[0][1:], 1)
         ]

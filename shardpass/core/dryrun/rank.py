@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from shardpass.core.graphs import OwnFields, Relation, ShardedGraph, ShardedHeteroGraph, build_relation
+from shardpass.core.graphs import OwnFields, Relation, ShardedGraph, ShardedHeteroGraph, relation_of
 from shardpass.core.ranks import Options, Ranks
-from shardpass.core.sharding import EDGE, NODE, EdgeType, NodeType, Ownership
+from shardpass.core.sharding import EDGE, NODE, EdgeType, NodeType, OwnerEdges, Ownership
 
 
 @dataclass(frozen=True)
@@ -92,11 +92,37 @@ class RankSizes:
         return replace(self, nodes=nodes, edges=edges)
 
 
-def made_up_rank(sizes: RankSizes, comm: Ranks, options: Options) -> ShardedGraph:
-    """A rank's share of a random graph with these sizes, every peer sending it exactly as many rows as any other."""
+Edges = dict[EdgeType, list[OwnerEdges]]
+"""The edges of each type, by the rank that owns their sources."""
+
+
+def made_up_edges(sizes: RankSizes) -> Edges:
+    """Random edges of a rank with these sizes, every peer sending it exactly as many rows as any other."""
     generator = torch.Generator().manual_seed(0)
+    return {kind: _of_one_type(sizes, kind, generator) for kind in sizes.edges}
+
+
+def _of_one_type(sizes: RankSizes, kind: EdgeType, generator: torch.Generator) -> list[OwnerEdges]:
+    edges, begin, end = sizes.edges[kind], sizes.nodes[kind[0]].count, sizes.nodes[kind[2]].count
+    others, cut = sizes.ranks - 1, min(edges.cut, edges.count)
+    per_peer = min(begin, round(edges.halo_rows / others), cut // others) if others else 0
+    cut = cut if per_peer else 0
+    owners = []
+    for rank in range(sizes.ranks):
+        count = (cut * rank // others - cut * (rank - 1) // others) if rank else edges.count - cut
+        num_rows = per_peer if rank else begin
+        dst = torch.randint(0, end, (count,), generator=generator)
+        indptr = torch.zeros(end + 1, dtype=torch.int32)
+        indptr[1:] = torch.bincount(dst, minlength=end).cumsum(0)
+        src_rows = torch.randint(0, max(1, num_rows), (count,), generator=generator, dtype=torch.int32)
+        owners.append(OwnerEdges(torch.arange(per_peer if rank else 0, dtype=torch.int32), indptr, src_rows))
+    return owners
+
+
+def made_up_rank(sizes: RankSizes, comm: Ranks, options: Options, edges: Edges) -> ShardedGraph:
+    """A rank's share of a random graph with these sizes, as it is loaded from a store; `edges` are copied."""
     ownership = {kind: Ownership.from_counts([own.count] * sizes.ranks) for kind, own in sizes.nodes.items()}
-    relations = {kind: _relation(sizes, kind, ownership[kind[0]], comm, options, generator) for kind in sizes.edges}
+    relations = {kind: _relation(sizes, kind, comm, options, edges[kind]) for kind in sizes.edges}
     fields = {
         kind: OwnFields(
             {name: made_up_rows(one, own.count, own.num_classes) for name, one in own.fields.items()}, lambda t: t
@@ -116,31 +142,20 @@ def made_up_rank(sizes: RankSizes, comm: Ranks, options: Options) -> ShardedGrap
     )
 
 
-def _relation(
-    sizes: RankSizes,
-    kind: EdgeType,
-    ownership: Ownership,
-    comm: Ranks,
-    options: Options,
-    generator: torch.Generator,
-) -> Relation:
+def _relation(sizes: RankSizes, kind: EdgeType, comm: Ranks, options: Options, owners: list[OwnerEdges]) -> Relation:
     """The made-up edges of one type."""
-    edges, begin, end = sizes.edges[kind], sizes.nodes[kind[0]].count, sizes.nodes[kind[2]].count
-    count = edges.count if begin and end else 0
-    others, cut = sizes.ranks - 1, min(edges.cut, count)
-    per_peer = min(begin, round(edges.halo_rows / others), cut // others) if others else 0
-    cut = cut if per_peer else 0
-    sources = torch.empty(count, dtype=torch.int64)
-    sources[cut:] = torch.randint(0, max(1, begin), (count - cut,), generator=generator)
-    if cut:
-        rows = per_peer * others
-        halo = torch.randint(0, rows, (cut,), generator=generator)
-        halo[:rows] = torch.arange(rows)  # so that each row is needed
-        sources[:cut] = (halo // per_peer + 1) * begin + halo % per_peer
-    dst = torch.randint(0, max(1, end), (count,), generator=generator)
-    edge_ids = torch.randperm(count, generator=generator)
-    fields = {name: made_up_rows(one, count, sizes.nodes[kind[2]].num_classes) for name, one in edges.fields.items()}
-    return build_relation(comm, ownership, sources, dst, end, edge_ids, fields, options, (kind[0], kind[2]))
+    edges, source, target = sizes.edges[kind], sizes.nodes[kind[0]], sizes.nodes[kind[2]]
+    fields = {name: made_up_rows(one, edges.count, target.num_classes) for name, one in edges.fields.items()}
+    return relation_of(
+        comm,
+        [OwnerEdges(*(tensor.clone() for tensor in owner)) for owner in owners],
+        source.count,
+        target.count,
+        lambda: torch.randperm(edges.count),
+        fields,
+        options,
+        (kind[0], kind[2]),
+    )
 
 
 def made_up_rows(kind: Field, count: int, num_classes: int) -> Tensor:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardpass.core.dryrun.communicator import DryCommunicator
-from shardpass.core.dryrun.rank import EdgeSizes, Field, NodeSizes, RankSizes, made_up_rank
+from shardpass.core.dryrun.rank import EdgeSizes, Field, NodeSizes, RankSizes, made_up_edges, made_up_rank
 from shardpass.core.dryrun.tracker import MemoryTracker
 from shardpass.core.ranks import Options, Ranks
 from shardpass.core.sharding import EDGE, NODE
@@ -24,7 +24,7 @@ TYPES = RankSizes(
 
 
 def test_the_rank_has_the_sizes_it_was_told():
-    graph = made_up_rank(SIZES, Ranks(DryCommunicator(4)), Options())
+    graph = made_up_rank(SIZES, Ranks(DryCommunicator(4)), Options(), made_up_edges(SIZES))
     assert (graph.num_own_nodes, graph.num_own_edges, graph.x.shape) == (500, 4000, (500, 8))
     assert graph.num_halo == pytest.approx(300, abs=2)
     assert sum(shard.num_edges for shard in graph.relation.shards.shards[1:]) == 1500
@@ -37,7 +37,7 @@ def test_a_smaller_rank_is_smaller_in_proportion():
 
 
 def test_a_rank_of_several_types_has_the_sizes_it_was_told():
-    graph = made_up_rank(TYPES, Ranks(DryCommunicator(2)), Options())
+    graph = made_up_rank(TYPES, Ranks(DryCommunicator(2)), Options(), made_up_edges(TYPES))
     assert graph.node_types == ["author", "paper"] and graph["paper"].x.shape == (50, 8)
     relation = graph.relations[WRITES]
     assert (relation.plan.num_own_src, relation.plan.num_dst, relation.plan.num_halo) == (30, 50, 20)
