@@ -146,17 +146,17 @@ def markdown(found: Record) -> str:
     lines = [
         f"# Planner against measurement, {found['date']}",
         "",
-        f"{within} of {len(errors)} estimates of the total are within {BOUND:.0%} of the measured one; the largest error is "
-        f"{max(errors):.1%}. Above the loaded graph, {above} of {len(errors)} are. Every combination that was tried is in "
-        f"the table.",
+        f"{within} of {len(errors)} estimates of the total are within {BOUND:.0%} of the measured one; the largest error "
+        f"is {max(errors):.1%}. Above the loaded graph, {above} of {len(errors)} are. Every combination that was tried is "
+        f"in the table.",
         "",
         "| " + " | ".join(head) + " |",
         "|" + "---|" * len(head),
         *("| " + " | ".join(row(record)) + " |" for record in records),
         "",
         "All figures are of the largest rank: above the loaded baseline (graph, features, labels and model in",
-        f"memory, compiled loops not yet) over {EPOCHS} epochs, and in all, with those. The estimate is that of `shardpass.plan` from the",
-        "store on disk, by dry runs on a made-up rank; it includes a constant for what a process needs outside torch's",
+        f"memory, compiled loops not yet) over {EPOCHS} epochs, and in all. The estimate is that of `shardpass.plan` from",
+        "the store on disk, by dry runs on a made-up rank; it includes a constant for what a process needs outside torch's",
         "tensors. Measured: peak resident set, as `benchmarks/meter.py` says, one process per rank (gloo), one",
         "computing thread each. A window of shared memory counts once, at its owner, in both. Graphs have 128 features",
         "and 32 classes and are randomly partitioned into 8 parts. Models: three layers with BatchNorm and Adam, as",
