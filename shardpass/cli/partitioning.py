@@ -80,6 +80,6 @@ def run_partition(
             None if path is None else np.load(path, mmap_mode="r", allow_pickle=False)
             for path in (assignment, node_weights)
         )
-        given = {"assignment": part_of, "node_weights": weights}
+        given: dict[str, Any] = {"assignment": part_of, "node_weights": weights}
         manifest = partition(graph, target, parts, progress=progress, **given, **options)
     console.print(f"wrote {target}, {bytes_text(sum(file.bytes for file in manifest.files))}: {manifest}", markup=False)
