@@ -83,7 +83,7 @@ def _prepare(comm: sp.Communicator, config: Config, check: bool = True) -> tuple
     names = ("mode", "backward", "share_memory")
     options = sp.Options(**{name: config[name] for name in names if name in config})
     graph = sp.load(config["store"], comm, options)
-    x, y, mask = graph.x.clone(), graph.y.long().clone(), graph.train_mask.clone()
+    x, y, mask = graph.x, graph.y.long(), graph.train_mask
     is_dgl = config.get("frontend") == "dgl"
     with sp.seed(0, comm):
         build = DGLModel if is_dgl else build_model
