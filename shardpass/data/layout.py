@@ -45,11 +45,19 @@ class Layout:
 
 
 def lay_out(part_of: dict[NodeType, Tensor], num_parts: int) -> Layout:
-    """The layout of an assignment of nodes to parts."""
+    """The layout of an assignment of nodes to parts.
+
+    Raises:
+        ValueError: when a part has more nodes than int32 can number.
+    """
     offsets, node_ids, new_ids = {}, {}, {}
     for node_type, parts in part_of.items():
-        order = torch.sort(parts, stable=True).indices
         sizes = torch.bincount(parts, minlength=num_parts)
+        if num_parts and int(sizes.max()) >= 2**31:
+            raise ValueError(
+                f"a part would have {int(sizes.max())} nodes {node_type!r}; at most {2**31 - 1}: make more parts"
+            )
+        order = torch.sort(parts, stable=True).indices
         offsets[node_type] = torch.cat([torch.zeros(1, dtype=torch.long), sizes.cumsum(0)])
         node_ids[node_type] = order
         new_ids[node_type] = torch.empty_like(order)

@@ -28,10 +28,12 @@ from shardpass.data import (
     EdgeArrays,
     RawGraph,
     merge_parts,
+    merged_edges,
     open_store,
     partition,
     parts_of_rank,
     rows,
+    tensor_file,
     verify,
 )
 from shardpass.errors import StoreError
@@ -151,6 +153,26 @@ def test_single_part_is_mapped_and_private(tmp_path):
     assert x.data_ptr() == address
     x += 1
     verify(tmp_path / "store")
+
+
+def test_edges_of_as_many_ranks_as_parts_are_mapped(tmp_path):
+    partition(awkward(), tmp_path / "store", 2, method="range")
+    store = open_store(tmp_path / "store")
+    for rank, file in enumerate(store.files):
+        stored = file.tensor("edge/node,to,node/src_rows")
+        owners = merge_parts(store, 2, rank).edges[EDGE].owners
+        assert all(
+            edges.src_rows.untyped_storage().data_ptr() == stored.untyped_storage().data_ptr() for edges in owners
+        )
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_parts_are_merged_some_destinations_at_a_time(tmp_path, monkeypatch, ranks):
+    monkeypatch.setattr(merged_edges, "_EDGES_AT_ONCE", 3)
+    monkeypatch.setattr(tensor_file, "_BLOCK_BYTES", 8)
+    for number, graph in enumerate((awkward(), bipartite())):
+        partition(graph, tmp_path / str(number), 5, method="random", seed=1)
+        assert_same(rebuilt(open_store(tmp_path / str(number)), ranks), graph)
 
 
 def test_features_are_copied_in_blocks(tmp_path, monkeypatch):

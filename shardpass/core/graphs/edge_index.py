@@ -78,8 +78,11 @@ class ShardedEdgeIndex(StandIn):
 
     @property
     def sources_first(self) -> Tensor:
-        """The numbers, whatever the direction: sources in row 0, destinations in row 1."""
-        return self.as_subclass(Tensor) if self.derivation is None else self.derivation.whole()
+        """The numbers, whatever the direction: sources in row 0, destinations in row 1. Made anew if not stored."""
+        if self.derivation is None:
+            return self.as_subclass(Tensor)
+        with self.plan.comm.unfollowed():
+            return self.derivation.whole()
 
     @property
     def plain(self) -> Tensor:

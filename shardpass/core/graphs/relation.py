@@ -144,9 +144,12 @@ def relation_of(
         comm.mark_rows(rows, plan.edge_set(shards.num_edges))
         return rows
 
+    def ids() -> Tensor:
+        with comm.unfollowed():
+            return ordered(edge_ids()).to(torch.int64)
+
     index = ShardedEdgeIndex.of_shards(shards, plan)
-    ids = LazyTensor(lambda: ordered(edge_ids()).to(torch.int64))
-    return Relation(plan, shards, index, OwnFields(fields, placed), ids)
+    return Relation(plan, shards, index, OwnFields(fields, placed), LazyTensor(ids))
 
 
 def _in_order(shards: EdgeShards, order: Tensor) -> EdgeShards:

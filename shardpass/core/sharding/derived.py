@@ -8,17 +8,18 @@ made by dropping and adding edges is kept as these edits; its numbers are made o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from shardpass.core.sharding.edit_shards import edit_shards, rows_left
-from shardpass.core.sharding.shard import Block, EdgeShards, build_shards, smallest_index_dtype
+from shardpass.core.sharding.shard import Block, EdgeShards, LazyTensor, build_shards, smallest_index_dtype
 
 _MOST_LISTS, _MOST_EDGES = 32, 4  # lists; and edges together, as a multiple of those of the longest list
 _COMPARED_EDGES = 1 << 16
+_SHORT = 1 << 18  # edges
 
 
 @dataclass(frozen=True)
@@ -30,17 +31,22 @@ class Derivation:
         dropped: places in the base of the edges that did not stay, ascending. None means that all stayed.
         added: edges appended in order, ``[2, k]`` each.
         num_edges: of the result.
+        short: the owner of the numbers of shards with few edges, which are kept once they are made.
     """
 
     base: Tensor | EdgeShards
     dropped: Tensor | None
     added: tuple[Tensor, ...]
     num_edges: int
+    short: LazyTensor | None = field(default=None, compare=False, repr=False)
 
     @staticmethod
     def of(base: Tensor | EdgeShards) -> Derivation:
         """`base` itself."""
-        return Derivation(base, None, (), base.num_edges if isinstance(base, EdgeShards) else base.size(1))
+        if isinstance(base, Tensor):
+            return Derivation(base, None, (), base.size(1))
+        short = LazyTensor(lambda: torch.stack([base.row(0), base.row(1)])) if base.num_edges <= _SHORT else None
+        return Derivation(base, None, (), base.num_edges, short)
 
     @property
     def is_edited(self) -> bool:
@@ -67,7 +73,8 @@ class Derivation:
 
     def row(self, index: int) -> Tensor:
         """Row 0 or 1 of the list, ``[num_edges]``."""
-        first = self.base.row(index) if isinstance(self.base, EdgeShards) else self.base[index]
+        base = self.base if self.short is None else self.short.read()
+        first = base[index] if isinstance(base, Tensor) else base.row(index)
         first = first if self.dropped is None else rows_left(first, self.dropped)
         return torch.cat([first, *(edges[index] for edges in self.added)]) if self.added else first
 

@@ -188,7 +188,9 @@ class EdgeShards:
         """Row 0 (sources, own-first) or row 1 (destinations) of the edge list, ``[num_edges]`` int64, made anew."""
         rows = torch.empty(self.num_edges, dtype=torch.int64, device=self.shards[0].indptr.device)
         for shard in self.shards:
-            for chunk in shard.chunks(_EDGES_AT_ONCE):
+            is_cut = shard.num_edges > _EDGES_AT_ONCE and not rows.is_cuda
+            whole = Chunk(0, shard.num_edges, 0, shard.num_dst)
+            for chunk in shard.chunks(_EDGES_AT_ONCE) if is_cut else [whole]:
                 numbers = shard.src_rows[chunk.start : chunk.stop] if end == 0 else shard.dst_rows(chunk)
                 first = shard.block.start if end == 0 else chunk.low
                 numbers = numbers.to(rows.dtype)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shardpass.core.exchange import HaloPlan, scatter_to_owners
 from shardpass.core.graphs import Relation
+from shardpass.core.ranks import Ranks
 from shardpass.core.sharding import EdgeShards, LazyTensor, build_shards
 from shardpass.frontends.dgl.index import LocalIndex
 
@@ -41,6 +42,7 @@ class Edges:
 
     Args:
         canonical: (source type, edge type, destination type).
+        comm: the ranks.
         plan: the halo of their sources.
         shards: the edges by source block.
         original: the owner of `ids`.
@@ -51,6 +53,7 @@ class Edges:
     """
 
     canonical: CanonicalType
+    comm: Ranks
     plan: HaloPlan
     shards: EdgeShards
     original: LazyTensor
@@ -69,7 +72,7 @@ class Edges:
             degrees = scatter_to_owners(counts, plan, f"out-degrees of {canonical}").to(torch.int64)
         lonely = plan.comm.all_gather_object(bool((relation.shards.degrees() == 0).any()), f"in-degrees of {canonical}")
         return Edges(
-            canonical, plan, relation.shards, relation.ids, total, relation.fields, degrees, any(lonely),
+            canonical, plan.comm, plan, relation.shards, relation.ids, total, relation.fields, degrees, any(lonely),
         )  # fmt: skip
 
     @property
@@ -80,12 +83,16 @@ class Edges:
     @property
     def src_rows(self) -> Tensor:
         """The source row of each edge in own-first numbering, ``[num]`` int64; made anew."""
-        return self.shards.row(0)
+        return self._row(0)
 
     @property
     def dst_rows(self) -> Tensor:
         """The own row of the destination of each edge, ``[num]`` int64; made anew."""
-        return self.shards.row(1)
+        return self._row(1)
+
+    def _row(self, end: int) -> Tensor:
+        with self.comm.unfollowed():  # a model may ask for it
+            return self.shards.row(end)
 
     @property
     def ids(self) -> Tensor:
