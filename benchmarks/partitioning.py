@@ -4,9 +4,9 @@
 
 Each method partitions the same edge list, an .npy file, in a process of its own with one computing thread. "cut": edges
 whose ends are in different parts. "halo": rows that all parts together fetch in one layer, per node. "balance": the
-heaviest part over the mean, of nodes and of edges. CPU seconds are those of the whole `partition`, the store included.
-Peak memory is above what the imported libraries need, and without KaMinPar's own process. ``--json FILE``
-appends one JSON line per row.
+heaviest part over the mean, of nodes, of edges, and of the bytes of a store, which has no features here. CPU seconds
+are those of the whole `partition`, the store included. Peak memory is above what the imported libraries need, and
+without KaMinPar's own process. ``--json FILE`` appends one JSON line per row.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def measure(edges: Path, num_nodes: int, store: Path, method: str, parts: int, o
     return {
         "nodes": report.manifest.num_nodes[NODE], "edges": total, "cut": report.num_cut_edges / max(1, total),
         "halo": report.num_halo_rows / num_nodes, "node_balance": report.balance("num_nodes"),
-        "edge_balance": report.balance("num_edges"), "cpu_seconds": seconds, "peak_bytes": peak,
+        "edge_balance": report.balance("num_edges"), "byte_balance": report.balance("num_bytes"),
+        "cpu_seconds": seconds, "peak_bytes": peak,
     }  # fmt: skip
 
 
@@ -87,10 +88,10 @@ def table(records: list[Record]) -> Table:
     out = Table()
     for title in ("graph", "method"):
         out.add_column(title)
-    for title in ("cut", "halo rows/node", "balance nodes", "balance edges", "CPU s", "peak MiB"):
+    for title in ("cut", "halo rows/node", "balance nodes", "balance edges", "balance bytes", "CPU s", "peak MiB"):
         out.add_column(title, justify="right")
     for r in records:
-        figures = (r["halo"], r["node_balance"], r["edge_balance"])
+        figures = (r["halo"], r["node_balance"], r["edge_balance"], r["byte_balance"])
         out.add_row(
             f"{r['graph']} ({r['edges'] / 1e6:.2f} M edges)", r["method"], f"{r['cut']:.1%}",
             *(f"{figure:.2f}" for figure in figures), f"{r['cpu_seconds']:.1f}", f"{r['peak_bytes'] / 2**20:.0f}",

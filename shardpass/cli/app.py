@@ -66,6 +66,10 @@ def partition(
     ] = "kaminpar",
     seed: Annotated[int, typer.Option(help="Of the partitioner.")] = 0,
     assignment: Annotated[Path | None, typer.Option(help="An .npy with the part of each node, instead.")] = None,
+    node_weights: Annotated[
+        Path | None,
+        typer.Option(help="An .npy with what parts balance [default: bytes of each node and its in-edges]."),
+    ] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace a store that is there already.")] = False,
     features: Annotated[
         Path | None, typer.Option(help="Edge lists: .npy, .parquet or .csv of features, [num_nodes, channels].")
@@ -86,7 +90,7 @@ def partition(
     options = {"method": method, "seed": seed, "overwrite": overwrite, "threads": threads}
     with told_in_words():
         read = partial(read_source, input, drop or (), masks, **beside)
-        run_partition(read, output, parts, assignment, {**options, "memory_bytes": int(memory * 2**30)})
+        run_partition(read, output, parts, assignment, node_weights, {**options, "memory_bytes": int(memory * 2**30)})
 
 
 @app.command()

@@ -58,6 +58,7 @@ def run_partition(
     target: Path,
     parts: int | None,
     assignment: Path | None,
+    node_weights: Path | None,
     options: Mapping[str, Any],
 ) -> None:
     """Partition with progress shown, then say what was written. `options` are those of `shardpass.partition`."""
@@ -75,6 +76,10 @@ def run_partition(
         graph = read_graph()
         if parts is None and (isinstance(graph, GraphFiles) or graph.division is None):
             parts = _PARTS
-        part_of = None if assignment is None else np.load(assignment, mmap_mode="r", allow_pickle=False)
-        manifest = partition(graph, target, parts, assignment=part_of, progress=progress, **options)
+        part_of, weights = (
+            None if path is None else np.load(path, mmap_mode="r", allow_pickle=False)
+            for path in (assignment, node_weights)
+        )
+        given: dict[str, Any] = {"assignment": part_of, "node_weights": weights}
+        manifest = partition(graph, target, parts, progress=progress, **given, **options)
     console.print(f"wrote {target}, {bytes_text(sum(file.bytes for file in manifest.files))}: {manifest}", markup=False)

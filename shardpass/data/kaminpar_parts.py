@@ -36,7 +36,9 @@ numpy.asarray(partitioner.compute_partition(graph, int(parts), imbalance), numpy
 """It runs in a process of its own, since what KaMinPar finds depends on what it did before in the same process."""
 
 
-def kaminpar_parts(graph: RawGraph, parts: int, budget: Budget, seed: int, threads: int = 1) -> Tensor:
+def kaminpar_parts(
+    graph: RawGraph, parts: int, budget: Budget, seed: int, threads: int = 1, node_weights: Tensor | None = None
+) -> Tensor:
     """The part of each node, int32 [num_nodes]; the nodes of all types, one type after the other.
 
     KaMinPar sees one graph without directions and self-loops, in which parallel edges weigh as many.
@@ -44,6 +46,7 @@ def kaminpar_parts(graph: RawGraph, parts: int, budget: Budget, seed: int, threa
     Args:
         budget: memory for edges while the file is written, and where temporary files go. KaMinPar's own memory comes on
             top: 0.65 GB for 19.5 million undirected edges between a million nodes, without the pages of its file.
+        node_weights: what each node weighs, [num_nodes]; by default the bytes of `Adjacency.weights`.
         threads: with one, the same seed mostly gives the same parts; KaMinPar does not promise it.
 
     Raises:
@@ -53,7 +56,7 @@ def kaminpar_parts(graph: RawGraph, parts: int, budget: Budget, seed: int, threa
     """
     instead = "use method='metis', which needs pymetis, or method='random'"
     require("kaminpar", "kaminpar", "partitioning with method 'kaminpar', the default,", instead)
-    path, result = write_parhip(Adjacency(graph, budget), parts, budget), budget.file()
+    path, result = write_parhip(Adjacency(graph, budget), parts, budget, node_weights), budget.file()
     try:
         budget.report("assign", 0, 1)
         numbers = map(str, (parts, _IMBALANCE, seed, threads))
@@ -73,7 +76,7 @@ def _failure(code: int, text: str) -> str:
     return f"KaMinPar {how} ({why[0]}): give it more memory, or use method='random' or an assignment of your own"
 
 
-def write_parhip(adjacency: Adjacency, parts: int, budget: Budget) -> Path:
+def write_parhip(adjacency: Adjacency, parts: int, budget: Budget, node_weights: Tensor | None = None) -> Path:
     """The file that KaMinPar reads, in the format of the note, which the caller deletes. It closes `adjacency`."""
     num_nodes = adjacency.num_nodes
     node_type = np.dtype(np.uint32 if num_nodes <= INT32_LIMIT else np.uint64)
@@ -93,7 +96,7 @@ def write_parhip(adjacency: Adjacency, parts: int, budget: Budget) -> Path:
             at += len(neighbours) * node_type.itemsize
         adjacency.close()
         file.seek(at)
-        adjacency.weights(parts).numpy().tofile(file)
+        adjacency.weights(parts, node_weights).numpy().tofile(file)
         left_out = _SMALL_EDGE_WEIGHTS | (_SMALL_NODE_IDS if node_type.itemsize == 4 else 0)
         if len(multiplicities) > 1:
             weights.seek(0)

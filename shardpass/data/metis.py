@@ -11,7 +11,7 @@ from shardpass.data.streaming import Adjacency, Budget, merged
 from shardpass.errors import require
 
 
-def metis_parts(graph: RawGraph, parts: int, budget: Budget, seed: int) -> Tensor:
+def metis_parts(graph: RawGraph, parts: int, budget: Budget, seed: int, node_weights: Tensor | None = None) -> Tensor:
     """The part of each node, [num_nodes]; the nodes of all types, one type after the other.
 
     METIS sees one graph without directions and self-loops, in which parallel edges weigh as many. All edges are in
@@ -37,9 +37,7 @@ def metis_parts(graph: RawGraph, parts: int, budget: Budget, seed: int) -> Tenso
         )
     degrees = np.concatenate([np.diff(run.starts) for run, _ in runs])
     neighbours = np.concatenate([run.neighbours for run, _ in runs])
-    weights = adjacency.weights(parts)
-    scale = int(weights.sum()) // (limit // 2) + 1  # METIS adds the weights up
-    weights = torch.div(weights + scale - 1, scale, rounding_mode="floor")
+    weights = adjacency.weights(parts, node_weights)
     lists = np.cumsum([0, *degrees]), neighbours, weights.numpy(), multiplicity
     xadj, adjncy, vweights, eweights = (numbers.astype(dtype) for numbers in lists)
     if hasattr(pymetis, "CSRAdjacency"):

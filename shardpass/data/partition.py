@@ -36,6 +36,7 @@ def partition(
     method: str = "kaminpar",
     *,
     assignment: Any = None,
+    node_weights: Any = None,
     seed: int = 0,
     overwrite: bool = False,
     progress: Callable[[str, int, int], None] | None = None,
@@ -55,6 +56,9 @@ def partition(
         method: "kaminpar"; "metis", which needs all edges in memory; "random"; or "range" (contiguous original ids).
         assignment: the part of each node, in place of a method: integers in `[0, parts)`, or a dict with an array for
             each node type.
+        node_weights: what "kaminpar" and "metis" balance: a number above 0 for each node, or a dict with an array for
+            each node type. By default a node weighs the bytes of its fields, and of its in-edges with theirs, as a rank
+            holds them.
         seed: of the method. "metis" and "random" give the same partition for the same seed; "kaminpar" mostly does.
         overwrite: replace a store that is already at `path`.
         progress: called as `progress(stage, done, total)`. The stages are "read", "count", "bucket", "assign", "sort"
@@ -72,7 +76,7 @@ def partition(
         budget = _budget(Path(scratch), memory_bytes, progress)
         graph = _opened(data, budget)
         parts, assignment = _division(graph, parts, assignment)
-        layout = lay_out(assign(graph, parts, method, assignment, seed, threads, budget), parts)
+        layout = lay_out(assign(graph, parts, method, assignment, seed, threads, budget, node_weights), parts)
         complete = Path(scratch, "store")
         doubts = Doubts()
         manifest = _write(graph, layout, complete, GIVEN if assignment is not None else method, seed, budget, doubts)

@@ -27,6 +27,7 @@ def assign(
     seed: int = 0,
     threads: int = 1,
     budget: Budget | None = None,
+    node_weights: Any = None,
 ) -> dict[NodeType, Tensor]:
     """The part of each node by original id, int32 [num_nodes], for each node type. Parts may be empty.
 
@@ -38,9 +39,12 @@ def assign(
         seed: of random choices. The same seed gives the same parts, by "kaminpar" only mostly.
         threads: of "kaminpar". With more than one, the same seed gives other parts every time.
         budget: memory for the edges of a graph in files, and who is told of the progress.
+        node_weights: of "kaminpar" and "metis", which balance the sums of the parts: numbers above 0 for each node, an
+            array or a dict with one for each node type. By default they are the bytes that a rank holds for a node.
 
     Raises:
-        ValueError: when the method is unknown, parts or threads are fewer than 1, or the assignment does not fit.
+        ValueError: when the method is unknown, parts or threads are fewer than 1, or the assignment or the weights do
+            not fit.
         TypeError: when the assignment is not made of integers.
         MissingDependencyError: when the package of the method is not installed.
     """
@@ -51,6 +55,12 @@ def assign(
         raise ValueError(f"unknown partition method {method!r}; the methods are {', '.join(METHODS)}")
     if threads < 1:
         raise ValueError(f"{threads} threads; expected at least 1")
+    weights = None if node_weights is None else _given_weights(graph, node_weights)
+    if weights is not None and (assignment is not None or method in ("random", "range")):
+        given = "an assignment" if assignment is not None else repr(method)
+        raise ValueError(
+            f"node_weights are for the methods 'kaminpar' and 'metis', which balance them, not for {given}"
+        )
     if assignment is not None or method in ("random", "range"):  # the others report other stages before
         budget.report("assign", 0, 1)
     if assignment is not None:
@@ -60,9 +70,9 @@ def assign(
     elif method == "range":
         found = _range_parts(graph, parts)
     elif method == "metis":
-        found = _over_all_types(graph, parts, lambda: metis_parts(graph, parts, budget, seed))
+        found = _over_all_types(graph, parts, lambda: metis_parts(graph, parts, budget, seed, weights))
     else:
-        found = _over_all_types(graph, parts, lambda: kaminpar_parts(graph, parts, budget, seed, threads))
+        found = _over_all_types(graph, parts, lambda: kaminpar_parts(graph, parts, budget, seed, threads, weights))
     budget.report("assign", 1, 1)
     return found
 
@@ -100,18 +110,40 @@ def _range_parts(graph: RawGraph, parts: int) -> dict[NodeType, Tensor]:
     }
 
 
-def _given_parts(graph: RawGraph, parts: int, assignment: Any) -> dict[NodeType, Tensor]:
-    if not isinstance(assignment, Mapping):
+def _by_type(graph: RawGraph, given: Any, what: str) -> Mapping[NodeType, Any]:
+    """What was given for the nodes of each type, by type."""
+    if not isinstance(given, Mapping):
         if len(graph.num_nodes) != 1:
             raise ValueError(
-                f"one assignment for {len(graph.num_nodes)} node types; "
+                f"one {what} for {len(graph.num_nodes)} node types; "
                 f"expected a dict with an array for each of {list(graph.num_nodes)}"
             )
-        assignment = {next(iter(graph.num_nodes), NODE): assignment}
-    if set(assignment) != set(graph.num_nodes):
-        raise ValueError(
-            f"the assignment has the node types {sorted(assignment)}; the graph has {sorted(graph.num_nodes)}"
-        )
+        given = {next(iter(graph.num_nodes), NODE): given}
+    if set(given) != set(graph.num_nodes):
+        raise ValueError(f"the {what} has the node types {sorted(given)}; the graph has {sorted(graph.num_nodes)}")
+    return given
+
+
+def _given_weights(graph: RawGraph, node_weights: Any) -> Tensor:
+    """Weights of the nodes of all types, one type after the other, float64 [num_nodes]."""
+    given, found = _by_type(graph, node_weights, "array of node weights"), []
+    for kind, count in graph.num_nodes.items():
+        weights = torch.as_tensor(given[kind]).double()
+        if weights.shape != (count,):
+            raise ValueError(
+                f"the weights of nodes of type {kind!r} have the shape {list(weights.shape)}; expected [{count}], one "
+                f"number per node"
+            )
+        wrong = (~(weights.isfinite() & (weights > 0))).nonzero().flatten()
+        if len(wrong):
+            node = int(wrong[0])
+            raise ValueError(f"node {node} of type {kind!r} weighs {float(weights[node])}; expected a number above 0")
+        found.append(weights)
+    return torch.cat(found)
+
+
+def _given_parts(graph: RawGraph, parts: int, assignment: Any) -> dict[NodeType, Tensor]:
+    assignment = _by_type(graph, assignment, "assignment")
     given = {}
     for kind, count in graph.num_nodes.items():
         what = f"the parts assigned to nodes of type {kind!r}"

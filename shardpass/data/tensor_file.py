@@ -23,15 +23,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from shardpass.core.ranks import refuse_irregular
+from shardpass.core.ranks import SAFETENSORS_NAMES, refuse_irregular
 from shardpass.errors import InternalError, StoreError
 
-_DTYPE_NAMES = {
-    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.uint16: "U16",
-    torch.int32: "I32", torch.uint32: "U32", torch.int64: "I64", torch.uint64: "U64",
-    torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64",
-}  # fmt: skip
-_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+_DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
 _BLOCK_BYTES = 1 << 18
 
 
@@ -98,7 +93,7 @@ def header_of(tensors: Mapping[str, TensorInfo]) -> tuple[bytes, int]:
     start = 0
     for key in _in_order(tensors):
         end = start + tensors[key].num_bytes
-        dtype, shape = _DTYPE_NAMES[tensors[key].dtype], list(tensors[key].shape)
+        dtype, shape = SAFETENSORS_NAMES[tensors[key].dtype], list(tensors[key].shape)
         entries[key] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
         start = end
     text = json.dumps(entries, separators=(",", ":")).encode()

@@ -47,7 +47,7 @@ def homogeneous(num_nodes: int, src: list[int], dst: list[int], **edge_fields: t
         "y": values(num_nodes, torch.int64, seed=1),
         "train_mask": values(num_nodes, torch.bool, seed=2),
     }
-    ends = EdgeArrays(torch.tensor(src, dtype=torch.int64), torch.tensor(dst, dtype=torch.int64))
+    ends = EdgeArrays(torch.as_tensor(src, dtype=torch.int64), torch.as_tensor(dst, dtype=torch.int64))
     return RawGraph({NODE: num_nodes}, {EDGE: ends}, {NODE: node_fields}, {EDGE: edge_fields})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from store_helpers import awkward, bipartite, homogeneous
 
 from shardpass.data import EDGE, NODE, partition
 from shardpass.data.partitioners import METHODS, assign
+from shardpass.data.streaming.adjacency import EDGE_BYTES, NODE_BYTES
 from shardpass.errors import ShardpassError
 
 
@@ -64,6 +66,50 @@ def test_cuts_little_and_balances(parts, method):
     assert cut < 0.35 * len(src)
     for sizes in (torch.bincount(part_of, minlength=parts), torch.bincount(part_of[dst], minlength=parts)):
         assert float(sizes.max() / sizes.float().mean()) < 1.15
+
+
+def power_law(features):
+    """Some nodes have many in-edges; the features have so many columns."""
+    generator = torch.Generator().manual_seed(0)
+    src, dst = (torch.rand(2, 12_000, generator=generator) ** torch.tensor([[1.0], [3.0]]) * 1500).long()
+    graph = homogeneous(1500, src, dst)
+    return replace(graph, node_fields={NODE: {"x": torch.zeros(1500, features)}}).validate()
+
+
+def heaviest(weights, part_of, parts):
+    """The heaviest part over the mean."""
+    sums = torch.zeros(parts, dtype=torch.float64).index_add_(0, part_of.long(), weights.double())
+    return float(sums.max() / sums.mean())
+
+
+@pytest.mark.parametrize("method", ["kaminpar", "metis"])
+@pytest.mark.parametrize("features", [2, 64])
+def test_the_bytes_of_ranks_are_balanced(method, features):
+    pytest.importorskip({"metis": "pymetis"}.get(method, method))
+    graph = power_law(features)
+    in_degrees = torch.bincount(graph.edges[EDGE].dst, minlength=1500)
+    num_bytes = in_degrees * EDGE_BYTES + NODE_BYTES + features * 4
+    assert heaviest(num_bytes, assign(graph, 4, method)[NODE], 4) <= 1.05
+    weights = torch.rand(1500, generator=torch.Generator().manual_seed(1)) ** 4 * 1e9 + 1
+    assert heaviest(weights, assign(graph, 4, method, node_weights=weights)[NODE], 4) <= 1.05
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"node_weights": torch.ones(3)}, r"have the shape \[3\]; expected \[1500\], one number per node"),
+        ({"node_weights": torch.arange(1500)}, "node 0 of type 'node' weighs 0.0; expected a number above 0"),
+        ({"node_weights": torch.full((1500,), torch.nan)}, "weighs nan; expected a number above 0"),
+        ({"node_weights": {"paper": [1]}}, r"the array of node weights has the node types \['paper'\]"),
+        (
+            {"node_weights": torch.ones(1500), "method": "range"},
+            "for the methods 'kaminpar' and 'metis'.* not for 'range'",
+        ),
+    ],
+)
+def test_weights_that_make_no_sense_are_refused(options, problem):
+    with pytest.raises(ValueError, match=problem):
+        assign(power_law(2), 4, **options)
 
 
 @pytest.mark.parametrize("method", ["kaminpar", "metis"])

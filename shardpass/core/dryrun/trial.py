@@ -77,7 +77,8 @@ def dry_run(training: Training, sizes: RankSizes, options: Options) -> Measured:
     gc.collect()
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), tracker:
         graph = made_up_rank(sizes, comm, options, edges)
-        features = tracker.numbers([*graph.node.values(), *graph.edge.values()])
+        fields = [graph.fields_of(kind) for kind in graph.node_types] + [one.fields for one in graph.relations.values()]
+        features = tracker.numbers(tensor for one in fields for tensor in one.values())
         model = training.build(comm)
         parameters = tracker.numbers([*model.parameters(), *model.buffers()])
         loaded, first = tracker.live_bytes, len(tracker.events)

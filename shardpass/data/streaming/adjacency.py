@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -11,11 +12,16 @@ import torch
 from torch import Tensor
 
 from shardpass.data.file_rows import FileRows, blocks
-from shardpass.data.raw import RawGraph
+from shardpass.data.raw import EdgeType, RawGraph
+from shardpass.data.rows import Field
 from shardpass.data.streaming.buckets import Array, Buckets, key_ranges
 from shardpass.data.streaming.budget import Budget
 
 INT32_LIMIT = 2**31 - 1
+_MOST_WEIGHT = 2**30
+EDGE_BYTES, NODE_BYTES = 12, 16
+"""What a rank keeps of the structure for training: for each in-edge the source in forward, and the destination and the
+place in backward; for each node where its edges begin, in both orders, and its original id."""
 
 
 class Run(NamedTuple):
@@ -35,19 +41,24 @@ class Adjacency:
     A graph in memory is a single run. The edges of a graph in files are sorted through further files.
 
     in_degrees: the number of edges into each node, self-loops included, int64 [num_nodes].
+    in_bytes: what a rank keeps of these edges, fields included, int64 [num_nodes].
     """
 
     def __init__(self, graph: RawGraph, budget: Budget) -> None:
         self.graph, self.budget = graph, budget
         self.num_nodes = sum(graph.num_nodes.values())
         self.total = sum(graph.num_edges.values())
-        self.in_degrees = torch.zeros(self.num_nodes, dtype=torch.long)
-        degrees = torch.zeros(self.num_nodes, dtype=torch.long)
-        for done, src, dst in joined_edges(graph, budget.block_edges):
-            budget.report("count", done, self.total)
-            ones = torch.ones(len(src), dtype=torch.long)
-            self.in_degrees.index_add_(0, dst, ones)
-            degrees.index_add_(0, src, ones)
+        self.in_degrees, self.in_bytes, degrees = (torch.zeros(self.num_nodes, dtype=torch.long) for _ in range(3))
+        done = 0
+        for kind in graph.edges:
+            num_bytes = torch.tensor(EDGE_BYTES + _row_bytes(graph.edge_fields[kind]))
+            for src, dst in _edges_of(graph, kind, budget.block_edges):
+                budget.report("count", done, self.total)
+                ones = torch.ones(len(src), dtype=torch.long)
+                self.in_degrees.index_add_(0, dst, ones)
+                self.in_bytes.index_add_(0, dst, num_bytes.expand(len(dst)))
+                degrees.index_add_(0, src, ones)
+                done += len(src)
         budget.report("count", self.total, self.total)
         degrees += self.in_degrees
         self._buckets: Buckets | None = None
@@ -68,14 +79,20 @@ class Adjacency:
             records = self._buckets.read(bucket)
             yield to_run(first, last - first, records["node"], records["neighbour"])
 
-    def weights(self, parts: int) -> Tensor:
-        """What each node weighs, int64 [num_nodes]: its in-degree plus the mean, so that edges and nodes are balanced.
+    def weights(self, parts: int, given: Tensor | None = None) -> Tensor:
+        """What each node weighs, int64 [num_nodes], so that what ranks hold is balanced: `given`, or bytes.
 
-        No node weighs more than half a part: what is larger than a part cannot be balanced, and partitioners that try
-        leave other parts empty.
+        The bytes are those of the node's fields and in-edges, and of the structure that a rank keeps for them. All
+        weights together are about 2**30 at most, since partitioners add them up in 32 bits. No node weighs more than
+        half a part: what is larger than a part cannot be balanced, and partitioners that try leave other parts empty.
         """
-        weights = self.in_degrees + max(1, self.total // max(1, self.num_nodes))
-        return weights.clamp(max=max(1, int(weights.sum()) // (2 * parts)))
+        if given is None:
+            fields = self.graph.node_fields
+            counts = [(NODE_BYTES + _row_bytes(fields[kind]), count) for kind, count in self.graph.num_nodes.items()]
+            of_nodes = [torch.full((count,), num_bytes, dtype=torch.float64) for num_bytes, count in counts]
+            given = self.in_bytes + torch.cat(of_nodes)
+        weights = given.double() * min(1.0, _MOST_WEIGHT / max(1.0, float(given.sum())))
+        return weights.clamp(max=max(1.0, float(weights.sum()) / (2 * parts))).ceil().clamp(min=1).long()
 
     def close(self) -> None:
         """Delete the temporary files."""
@@ -102,12 +119,24 @@ def joined_edges(graph: RawGraph, count: int) -> Iterator[tuple[int, Tensor, Ten
 
     The ids run on over the node types, in the order of `graph.num_nodes`.
     """
-    firsts = dict(zip(graph.num_nodes, np.cumsum([0, *graph.num_nodes.values()]).tolist()))
     done = 0
-    for (src_type, _, dst_type), arrays in graph.edges.items():
-        for (_, src), (_, dst) in zip(blocks(arrays.src, count), blocks(arrays.dst, count)):
-            yield done, src.long() + firsts[src_type], dst.long() + firsts[dst_type]
+    for kind in graph.edges:
+        for src, dst in _edges_of(graph, kind, count):
+            yield done, src, dst
             done += len(src)
+
+
+def _edges_of(graph: RawGraph, kind: EdgeType, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """The sources and destinations of the edges of one type, as in `joined_edges`."""
+    firsts = dict(zip(graph.num_nodes, np.cumsum([0, *graph.num_nodes.values()]).tolist()))
+    arrays = graph.edges[kind]
+    for (_, src), (_, dst) in zip(blocks(arrays.src, count), blocks(arrays.dst, count)):
+        yield src.long() + firsts[kind[0]], dst.long() + firsts[kind[2]]
+
+
+def _row_bytes(fields: Mapping[str, Field]) -> int:
+    """The bytes of one row of all fields."""
+    return sum(math.prod(field.shape[1:]) * field.dtype.itemsize for field in fields.values())
 
 
 def to_run(first: int, count: int, nodes: Array, neighbours: Array) -> Run:
