@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -54,6 +57,9 @@ class LoadedGraphs:
         self.graphs: WeakSet[ShardedGraph] = WeakSet()
 
 
+WriteTable = Callable[[Path, np.ndarray, NodeType | None], None]
+"""Writes a Parquet file of a row for each node of a type, in the original order, with the user's own ids."""
+
 _NOT_WRAPPED = (
     "a ShardedGraph is given to code that expects edge_index. The model takes it once it is wrapped: "
     "model = shardpass.pyg.wrap(model, comm); other functions take graph.edge_index"
@@ -83,10 +89,11 @@ class ShardedGraph:
         fingerprint: str = "",
         partition_fingerprint: str = "",
         contents: str = "",
+        write_table: WriteTable | None = None,
     ) -> None:
         self.comm, self.options, self.ownership = comm, options, ownership
         self.fingerprint, self.partition_fingerprint, self.contents = fingerprint, partition_fingerprint, contents
-        self.relations = relations
+        self.relations, self._write_table = relations, write_table
         self._node_ids, self._node_fields = node_ids, node_fields
         self._batch: BatchIndex | None = None
         self._total_edges, self._num_classes = total_edges, dict(num_classes or {})
@@ -320,13 +327,35 @@ class ShardedGraph:
             raise ValueError(f"node_type={node_type!r}; expected one of the types of this graph: {self.node_types}")
         return self._node_ids[node_type], self.ownership[node_type].num_total
 
+    def write_table(self, path: Path, rows: np.ndarray, node_type: NodeType | None = None) -> None:
+        """Write all rows of a type, in the original order, to a Parquet file with your own ids. One rank does it.
 
-def gather(graph: ShardedGraph, rows: Tensor, node_type: NodeType | None = None) -> Tensor | None:
+        Args:
+            path: the file, which is replaced.
+            rows: ``[total_nodes, ...]``, which become the column `output`.
+            node_type: of the nodes; needed where the graph has several.
+
+        Raises:
+            ValueError: the graph was not loaded from a store, which has the ids.
+        """
+        if self._write_table is None:
+            raise ValueError("a graph that shardpass.load did not make has no ids of yours: write an .npy file")
+        self._write_table(path, rows, node_type)
+
+
+def gather(
+    graph: ShardedGraph,
+    rows: Tensor,
+    node_type: NodeType | None = None,
+    path: str | os.PathLike[str] | None = None,
+) -> Tensor | None:
     """Own rows of every rank in the original node order, on rank 0; None on the others. Collective.
 
     Args:
         rows: ``[num_nodes, ...]``, one row per own node; the same dtype and trailing shape on every rank.
         node_type: of the nodes; needed where the graph has several.
+        path: a Parquet file that rank 0 writes as well, or replaces: the columns `id`, your own id of each node, and
+            `output`, its row.
 
     Returns:
         ``[total_nodes, ...]`` on rank 0.
@@ -352,4 +381,6 @@ def gather(graph: ShardedGraph, rows: Tensor, node_type: NodeType | None = None)
     out = rows.new_empty((total, *rows.shape[1:]))
     for part, part_ids in zip(parts, id_parts):
         out[part_ids] = part
+    if path is not None:
+        graph.write_table(Path(path), out.cpu().numpy(), node_type)
     return out
