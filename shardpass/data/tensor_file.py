@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from shardpass.core.ranks import refuse_irregular
@@ -139,7 +139,10 @@ class TensorFile:
                 "store; write the store again with shardpass.partition"
             )
         self._check(header, record.header_sha256, "the header")
-        self._file: Any = safe_open(path, framework="pt")
+        try:
+            self._file: Any = safe_open(path, framework="pt")
+        except SafetensorError as error:
+            raise StoreError(f"{path} is not as shardpass.partition writes it: {error}") from error
 
     def tensor(self, key: str) -> Tensor:
         """A tensor whose memory is the file's, not verified yet. Writing to the tensor never reaches the file."""

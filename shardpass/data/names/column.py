@@ -15,8 +15,8 @@ from shardpass.data.names.names import Examples, Names
 from shardpass.data.streaming import Budget
 from shardpass.errors import require
 
-_INTEGER = r"^(0|-?[1-9][0-9]{0,17})$"
-"""An integer as everybody writes it, so that nothing is lost when it is kept as int64."""
+_INTEGER = r"^(0|-?[1-9][0-9]{0,18})$"
+"""An integer as everybody writes it, so that nothing is lost when it is kept as one."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def column_of(values: Any, what: str) -> IdColumn:
     arrow = require("pyarrow", "names", "names of nodes")
     try:
         array = arrow.array(values.cpu().numpy() if isinstance(values, Tensor) else values)
-    except (arrow.ArrowInvalid, arrow.ArrowTypeError, arrow.ArrowNotImplementedError) as error:
+    except (arrow.ArrowException, UnicodeEncodeError) as error:
         raise TypeError(f"{what}: {_mixed(values) or error}; expected all strings, or all integers") from None
     return IdColumn(what, len(array), name_type(array.type, what), False, lambda: [array])
 
@@ -106,7 +106,7 @@ def _mixed(values: Any) -> str:
 
 
 def write_names(column: IdColumn, budget: Budget) -> Names:
-    """The names of a column, copied to temporary files. Text that is integers throughout is kept as integers."""
+    """The names of a column, copied to temporary files. Text that is integers throughout becomes int64."""
     compute = require("pyarrow.compute", "names", "names of nodes")
     if column.kind == "integers":
         integers = RowWriter(budget.file(), column.type.to_pandas_dtype())
@@ -123,11 +123,16 @@ def write_names(column: IdColumn, budget: Budget) -> Names:
             text.append(np.frombuffer(content, np.uint8)[places[0] : places[-1]])
         whole = whole and compute.all(compute.match_substring_regex(block, _INTEGER), min_count=0).as_py()
     names = Names(text.rows(), ends.rows())
-    return _integers(names, budget) if whole and len(names) else names
+    return (_integers(names, budget) if whole and len(names) else None) or names
 
 
-def _integers(names: Names, budget: Budget) -> Names:
+def _integers(names: Names, budget: Budget) -> Names | None:
+    """The same names as int64, or `None` if one is too large for that."""
+    arrow = require("pyarrow", "names", "names of nodes")
     integers = RowWriter(budget.file(), np.int64)
     for block in names.blocks():
-        integers.append(block.cast("int64").to_numpy(zero_copy_only=False))
+        try:
+            integers.append(block.cast("int64").to_numpy(zero_copy_only=False))
+        except arrow.ArrowInvalid:
+            return None
     return Names(integers.rows())

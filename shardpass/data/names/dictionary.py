@@ -101,7 +101,7 @@ def dictionary(names: Names, what: str, as_text: bool, budget: Budget) -> Iterat
 
 
 def distinct_names(columns: list[IdColumn], budget: Budget) -> Names:
-    """The names that occur in some columns, each once, in ascending order (strings by their bytes).
+    """The names that occur in some columns, each once, in ascending order: strings by their bytes, integers by value.
 
     Raises:
         TypeError: when the columns have different types.
@@ -115,7 +115,8 @@ def distinct_names(columns: list[IdColumn], budget: Budget) -> Names:
             )
     every = replace(first, blocks=lambda: (block for column in columns for _, block in column))
     with _database(budget) as base, _stream(base, every):
-        query = base.sql("SELECT DISTINCT id FROM stream ORDER BY id")
+        order = "TRY_CAST(id AS BIGINT), id" if first.is_text else "id"
+        query = base.sql(f"SELECT DISTINCT id FROM stream ORDER BY {order}")
 
         def ordered() -> Iterator[Any]:
             with query.to_arrow_reader(_ROWS) as batches:

@@ -147,9 +147,8 @@ def _node_columns(table: Table, node_id: str | None, label: str | None, drop: tu
     labels = [_known(table, label)] if label is not None else [name for name in names if name in _LABELS]
     masks, split = [n for n in names if n in _MASKS], [n for n in names if n == "split"]
     if len(labels) > 1 or (masks and split):
-        raise ValueError(
-            f"{table.path} has both of the columns {labels if len(labels) > 1 else masks + split}: drop one"
-        )
+        both = labels if len(labels) > 1 else [*masks, *split]
+        raise ValueError(f"{table.path} has the columns {both}, of which one is enough: leave one out with drop=")
     features = [name for name in names if name not in (*labels, *masks, *split)]
     found = _NodeColumns(ids[0], labels, masks, split, features)
     _check_types(table, found)
@@ -213,7 +212,8 @@ def _fields(table: Table, columns: _NodeColumns, budget: Budget) -> dict[str, Fi
                 writers[name] = RowWriter(budget.file(), rows.dtype, rows.shape[1:], table.path)
             if rows.shape[1:] != writers[name].row_shape:
                 raise ValueError(
-                    f"{table.path}, row {first}: {name} of {rows.shape[1]} numbers; expected {writers[name].row_shape[0]}"
+                    f"{table.path}, rows from {first} on: {name} of the shape {rows.shape[1:]}; expected "
+                    f"{writers[name].row_shape} as before"
                 )
             writers[name].append(rows)
     return {name: writer.rows() for name, writer in writers.items()}
