@@ -17,6 +17,7 @@ from shardpass.data.streaming import Budget
 from shardpass.errors import require
 
 _ROWS = 1 << 17
+_THREADS = 4  # each of which wants memory of its own, and one thread reads the stream
 _LEAST_MIB = 256  # DuckDB needs some blocks of memory, however little there is to do
 _FIND = """
     SELECT stream.row, names.row AS number, CASE WHEN names.row IS NULL THEN stream.id END AS unknown
@@ -130,16 +131,24 @@ def _database(budget: Budget) -> Iterator[Any]:
     """A connection to a new database in temporary files. Nothing is loaded from elsewhere."""
     duckdb = require("duckdb", "names", "looking up ids of your own")
     with tempfile.TemporaryDirectory(dir=budget.scratch) as folder:
+        limit = f"{max(_LEAST_MIB, budget.memory_bytes >> 20)}MiB"
         config = {
-            "memory_limit": f"{max(_LEAST_MIB, budget.memory_bytes >> 20)}MiB",
+            "memory_limit": limit,
+            "threads": _THREADS,
             "temp_directory": folder,
             "preserve_insertion_order": False,
             "disabled_optimizers": "join_order,build_side_probe_side",  # it would take a stream for a small table
             "autoinstall_known_extensions": False,
             "autoload_known_extensions": False,
         }
-        with duckdb.connect(f"{folder}/names.duckdb", config=config) as base:
-            yield base
+        try:
+            with duckdb.connect(f"{folder}/names.duckdb", config=config) as base:
+                yield base
+        except duckdb.Error as error:
+            raise ValueError(
+                f"DuckDB could not look up ids in {limit} of memory (memory_bytes=, --memory) and temporary files "
+                f"beside the store: {error}"
+            ) from error
 
 
 @contextmanager
