@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardpass.data.names import column_of, dictionary
+from shardpass.data.names import column_of, open_dictionary
 from shardpass.data.raw import NodeType
 from shardpass.data.store import Store, open_store
 from shardpass.data.streaming import Budget
@@ -71,7 +71,7 @@ def find_nodes(path: str | os.PathLike[str], names: Any, node_type: NodeType | N
         raise ValueError(f"the nodes of {store.path} have no names; their original ids are 0, 1, 2, ...")
     with tempfile.TemporaryDirectory() as scratch:
         budget = Budget(Path(scratch))
-        with dictionary(known, str(store.path), False, budget) as found:
+        with open_dictionary(known, str(store.path), False, budget) as found:
             return found.numbers(column_of(names, "find_nodes: names")).load()
 
 

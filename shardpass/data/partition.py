@@ -20,7 +20,7 @@ from shardpass.data.doubts import Doubts
 from shardpass.data.file_rows import FileRows, blocks
 from shardpass.data.layout import Layout, graph_fingerprint, lay_out, partition_fingerprint
 from shardpass.data.manifest import MANIFEST_NAME, FieldInfo, Manifest, write_manifest
-from shardpass.data.names import Names, column_of, dictionary, write_names
+from shardpass.data.names import Names, column_of, open_dictionary, write_names
 from shardpass.data.partitioners import GIVEN, assign
 from shardpass.data.raw import RawGraph
 from shardpass.data.readers import read, stream_files
@@ -114,7 +114,7 @@ def _names(kind: str, names: Any, budget: Budget) -> Names:
         return names
     what = f"the names of nodes of type {kind!r}"
     found = write_names(column_of(names, what), budget)
-    with dictionary(found, what, False, budget):
+    with open_dictionary(found, what, False, budget):
         return found
 
 

@@ -241,6 +241,15 @@ def test_pyg_names(tmp_path: Path) -> None:
         partition({"edge_index": data.edge_index, "x": data.x, "name": data.name}, tmp_path / "o", 2, node_id="nothing")
 
 
+def test_names_in_an_npz(tmp_path: Path) -> None:
+    ends = np.array([[0, 1], [1, 2]])
+    np.savez(tmp_path / "g.npz", edge_index=ends, x=X[:3], key=np.array(["a", "bü", ""]), year=np.array([3, -1, 2]))
+    for node_id, expected, dropped in [("key", ["a", "bü", ""], "year"), ("year", [3, -1, 2], "key")]:
+        graph = sp.data.read(tmp_path / "g.npz", node_id=node_id, drop=[dropped])
+        partition(graph, tmp_path / node_id, 2, "random")
+        assert sp.node_names(tmp_path / node_id).tolist() == expected
+
+
 def test_several_types(tmp_path: Path) -> None:
     data_module = pytest.importorskip("torch_geometric.data")
     data = data_module.HeteroData()
@@ -251,6 +260,15 @@ def test_several_types(tmp_path: Path) -> None:
     assert sp.node_names(tmp_path / "store", node_type="user").tolist() == [70, -3]
     assert sp.node_names(tmp_path / "store", node_type="item").tolist() == [0, 1, 2]  # has none
     assert sp.find_nodes(tmp_path / "store", np.array([-3, -3, 70]), "user").tolist() == [1, 1, 0]
+
+    def work(comm: Any) -> None:
+        graph = sp.load(tmp_path / "store", comm)
+        for kind, ids in graph.node_ids_dict.items():
+            sp.gather(graph, ids.float().view(-1, 1, 1), kind, tmp_path / f"{kind}.parquet")
+
+    run(work, 2)
+    user, item = (parquet.read_table(tmp_path / f"{kind}.parquet").to_pydict() for kind in ("user", "item"))
+    assert user == {"id": [70, -3], "output": [[[0.0]], [[1.0]]]} and item["id"] == [0, 1, 2]
     for call, message in [
         (lambda: sp.node_names(tmp_path / "store"), "node_type=None; expected one of"),
         (lambda: sp.node_names(tmp_path / "store", torch.tensor([2]), "user"), r"ids from 2 to 2; expected \[0, 2\)"),
@@ -304,6 +322,13 @@ def test_damaged_names(tmp_path: Path) -> None:
     seal(store, document)
     with pytest.raises(StoreError, match=r"names are in '\.\./elsewhere'; expected 'names\.safetensors'"):
         open_store(store)
+
+
+def test_too_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardpass.data.names.dictionary._LEAST_MIB", 1)
+    path = write(tmp_path / "e.parquet", {"src": range(300000), "dst": range(300000)})
+    with pytest.raises(ValueError, match=r"DuckDB could not look up ids in 1MiB of memory \(memory_bytes=, --memory\)"):
+        partition(stream_tables(path), tmp_path / "store", 2, "random", memory_bytes=1 << 20)
 
 
 def test_stores_without_names(tmp_path: Path) -> None:

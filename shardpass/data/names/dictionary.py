@@ -31,7 +31,7 @@ _TWICE = """
 
 @dataclass(frozen=True)
 class Dictionary:
-    """The names of all nodes, in a table of DuckDB. Made by `dictionary`.
+    """The names of all nodes, in a table of DuckDB. Made by `open_dictionary`.
 
     what: where the names are from, for error messages. kind: "strings" or "integers".
     """
@@ -73,7 +73,7 @@ class Dictionary:
 
 
 @contextmanager
-def dictionary(names: Names, what: str, as_text: bool, budget: Budget) -> Iterator[Dictionary]:
+def open_dictionary(names: Names, what: str, as_text: bool, budget: Budget) -> Iterator[Dictionary]:
     """A dictionary of these names, which is deleted at the end of the block.
 
     Args:

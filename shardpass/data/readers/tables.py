@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardpass.data.file_rows import FileRows, RowWriter
-from shardpass.data.names import Examples, IdColumn, Names, dictionary, distinct_names, write_names
+from shardpass.data.names import Examples, IdColumn, Names, distinct_names, open_dictionary, write_names
 from shardpass.data.raw import EDGE, NODE, EdgeArrays, RawGraph
 from shardpass.data.readers.column_names import place_of
 from shardpass.data.readers.graph_files import GraphFiles, PathLike
@@ -42,7 +42,7 @@ class TableFiles(GraphFiles):
         src, dst, weight = _edge_columns(edges, self.src, self.dst, self.drop)
         ends = [edges.ids(name, budget) for name in (src, dst)]
         names, fields, what = self._nodes(ends, budget)
-        with dictionary(names, what, edges.is_text, budget) as found:
+        with open_dictionary(names, what, edges.is_text, budget) as found:
             arrays = EdgeArrays(*(found.numbers(column) for column in ends))
         weights = {} if weight is None else {"edge_weight": _weights(edges, weight, budget)}
         source = " and ".join(path.name for path in (self.edges, self.nodes) if path is not None)
