@@ -3,9 +3,9 @@
     python -m benchmarks.names --nodes 10_000_000
 
 Tables of nodes and of edges (two per node) with strings of 24 characters as ids are made first. Then a process of its
-own partitions them, loads the store on one rank, gathers a number for each node into a table, and compares the ids in
-it with those of the table of nodes. "peak" is the largest resident set of that process (VmHWM), with Python, torch and
-pyarrow, of which "imports" tells how much was there before.
+own partitions them, writes a table with a number for each node from the store, as `infer` and `gather` do, and compares
+the ids in it with those of the table of nodes. "peak" is the largest resident set of that process (VmHWM), with Python,
+torch and pyarrow, of which "imports" tells how much was there before.
 """
 
 from __future__ import annotations
@@ -54,14 +54,17 @@ def round_trip(folder: Path) -> dict[str, Any]:
     import torch
 
     import shardpass as sp
+    from shardpass.data.lookup import write_table
 
     torch.set_num_threads(1)
     imports, started = resident("VmHWM"), time.perf_counter()
     tables = sp.data.stream_tables(folder / "edges.parquet", folder / "nodes.parquet")
     sp.partition(tables, folder / "store", 2, "random")
     partitioned, peak_partitioned = time.perf_counter() - started, resident("VmHWM")
-    graph = sp.load(folder / "store", sp.connect("local"))
-    sp.gather(graph, graph.node_ids, path=folder / "out.parquet")
+    np.save(folder / "rows.npy", np.arange(pq.ParquetFile(folder / "nodes.parquet").metadata.num_rows))
+    write_table(
+        sp.data.open_store(folder / "store"), folder / "out.parquet", np.load(folder / "rows.npy", mmap_mode="r")
+    )
     seconds, peak = time.perf_counter() - started, resident("VmHWM")
     found, nodes = pq.read_table(folder / "out.parquet"), pq.read_table(folder / "nodes.parquet", columns=["id"])
     assert found["id"].equals(nodes["id"]) and np.array_equal(found["output"], np.arange(len(found)))

@@ -131,7 +131,7 @@ def _database(budget: Budget) -> Iterator[Any]:
     """A connection to a new database in temporary files. Nothing is loaded from elsewhere."""
     duckdb = require("duckdb", "names", "looking up ids of your own")
     with tempfile.TemporaryDirectory(dir=budget.scratch) as folder:
-        limit = f"{max(_LEAST_MIB, budget.memory_bytes >> 20)}MiB"
+        limit = f"{max(_LEAST_MIB, budget.memory_bytes >> 21)}MiB"  # as much again is around it
         config = {
             "memory_limit": limit,
             "threads": _THREADS,
@@ -146,7 +146,7 @@ def _database(budget: Budget) -> Iterator[Any]:
                 yield base
         except duckdb.Error as error:
             raise ValueError(
-                f"DuckDB could not look up ids in {limit} of memory (memory_bytes=, --memory) and temporary files "
+                f"DuckDB could not look up ids in {limit}, half of memory_bytes= (--memory), and temporary files "
                 f"beside the store: {error}"
             ) from error
 

@@ -95,15 +95,15 @@ def stream_tables(
     Raises:
         ValueError: when a file does not exist or is of another kind.
     """
-    files = [Path(edges), *([Path(nodes)] if nodes is not None else [])]
-    for file in files:
+    of_edges, of_nodes = Path(edges), None if nodes is None else Path(nodes)
+    for file in (of_edges, *([of_nodes] if of_nodes else [])):
         if not file.exists():
             raise ValueError(f"there is no file {file}")
         if not file.name.endswith(TABLE_FILES) and not file.is_dir():
             raise ValueError(f"{file}: expected a table, one of {', '.join(TABLE_FILES)}, or a folder of .parquet")
     if nodes is None and (node_id or label):
         raise ValueError("node_id= and label= name columns of a table of nodes: pass nodes= (--nodes) as well")
-    return TableFiles(files[0], *files[1:], node_id=node_id, src=src, dst=dst, label=label, drop=tuple(drop))
+    return TableFiles(of_edges, of_nodes, node_id, src, dst, label, tuple(drop))
 
 
 def _edge_columns(table: Table, src: str | None, dst: str | None, drop: tuple[str, ...]) -> tuple[str, str, str | None]:
