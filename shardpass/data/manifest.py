@@ -126,7 +126,7 @@ def read_manifest(directory: Path) -> Manifest:
     except (ValueError, RecursionError) as error:
         raise StoreError(f"{path} is altered or torn: it is not JSON ({error})") from error
     _check_head(document, text, path)
-    document.setdefault("names", None)  # earlier stores have none
+    document.setdefault("names", None)
     problem = mismatch(document, _SCHEMA)
     if problem:
         raise StoreError(f"{path} is not as format version {VERSION} requires: {problem}")
@@ -209,7 +209,7 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
             for kind, fields in manifest.edge_fields.items()
         ],
         "files": [vars(record) for record in manifest.files],
-        "names": None if manifest.names is None else vars(manifest.names),
+        **({} if manifest.names is None else {"names": vars(manifest.names)}),
     }
 
 
