@@ -146,7 +146,10 @@ class TensorFile:
 
     def tensor(self, key: str) -> Tensor:
         """A tensor whose memory is the file's, not verified yet. Writing to the tensor never reaches the file."""
-        found: Tensor = self._file.get_tensor(key)
+        try:
+            found: Tensor = self._file.get_tensor(key)
+        except SafetensorError as error:
+            raise StoreError(f"{self.path} is not as its manifest says: {error}") from error
         return found
 
     def verified(self, key: str) -> Tensor:
