@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from shardpass.core.graphs import OwnFields, Relation, ShardedGraph, ShardedHeteroGraph, build_relation
 from shardpass.core.ranks import Options, Ranks
 from shardpass.core.sharding import EDGE, NODE, NodeType, Ownership
-from shardpass.data.lookup import write_table
+from shardpass.data.lookup import StoreTables
 from shardpass.data.merge import RankData, merge_parts, parts_of_rank
 from shardpass.data.store import Store, open_store
 from shardpass.data.tally import Tally, check_tallies, tally
@@ -52,7 +51,7 @@ def load(path: str | Path, comm: Ranks, options: Options | None = None) -> Shard
         "fingerprint": store.manifest.graph_fingerprint,
         "partition_fingerprint": store.manifest.partition_fingerprint,
         "contents": _contents(store),
-        "write_table": partial(write_table, store),
+        "tables": StoreTables(store),
     }
     share = (comm, options, ownership, data.node_ids, fields, relations)
     is_homogeneous = list(ownership) == [NODE] and list(relations) == [EDGE]

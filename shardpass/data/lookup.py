@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -75,33 +76,50 @@ def find_nodes(path: str | os.PathLike[str], names: Any, node_type: NodeType | N
             return found.numbers(column_of(names, "find_nodes: names")).load()
 
 
-def write_table(store: Store, path: Path, rows: np.ndarray, node_type: NodeType | None = None) -> None:
-    """Write a Parquet file of a row for each node, by original id: the columns `id`, its name, and `output`.
+@dataclass(frozen=True)
+class StoreTables:
+    """Writes tables of results with the names of the nodes of a store: the `TableWriter` of its graph."""
 
-    Args:
-        store: the store of the graph. If its nodes have no names, the ids are 0, 1, 2, ...
-        path: the file, which is replaced.
-        rows: `[num_nodes, ...]`. The rows of more than one dimension become lists.
-        node_type: of the nodes, in a graph of several types.
-    """
-    arrow = require("pyarrow", "names", "writing tables of results")
-    parquet = require("pyarrow.parquet", "names", "writing tables of results")
-    names = store.names(_type_of(store, node_type))
-    step = max(1, _BLOCK_BYTES // max(8, rows[:1].nbytes))
-    kind = arrow.int64() if names is None else names.block(0, 0).type
-    kind = arrow.string() if kind == arrow.large_string() else kind
-    schema = arrow.schema([("id", kind), ("output", _lists(rows[:0]).type)])
-    with parquet.ParquetWriter(path, schema) as writer:
-        for start in range(0, len(rows), step):
-            block = rows[start : start + step]
-            stop = start + len(block)
-            column = arrow.array(np.arange(start, stop)) if names is None else names.block(start, stop).cast(kind)
-            writer.write_table(arrow.table([column, _lists(block)], schema=schema))
+    store: Store
+
+    def check(self) -> None:
+        """Return when tables can be written: pyarrow is there, and the names are as they were written."""
+        _arrow()
+        for kind in self.store.manifest.node_types:
+            self.store.names(kind)
+
+    def write(self, path: Path, rows: np.ndarray, node_type: NodeType | None = None) -> None:
+        """Write a Parquet file of a row for each node, by original id: the columns `id`, its name, and `output`.
+
+        Args:
+            path: the file, which is replaced.
+            rows: `[num_nodes, ...]`. Rows of more than one dimension become lists. If the nodes have no names, the
+                ids are 0, 1, 2, ...
+            node_type: of the nodes, in a graph of several types.
+        """
+        arrow, parquet = _arrow()
+        names = self.store.names(_type_of(self.store, node_type))
+        step = max(1, _BLOCK_BYTES // max(8, rows[:1].nbytes))
+        kind = arrow.int64() if names is None else names.block(0, 0).type
+        kind = arrow.string() if kind == arrow.large_string() else kind
+        schema = arrow.schema([("id", kind), ("output", _lists(rows[:0]).type)])
+        with parquet.ParquetWriter(path, schema) as writer:
+            for start in range(0, len(rows), step):
+                block = rows[start : start + step]
+                stop = start + len(block)
+                ids = arrow.array(np.arange(start, stop)) if names is None else names.block(start, stop).cast(kind)
+                writer.write_table(arrow.table([ids, _lists(block)], schema=schema))
+
+
+def _arrow() -> tuple[Any, Any]:
+    """pyarrow, and what of it writes Parquet."""
+    purpose, otherwise = "writing a table of results", "give the name of an .npy file"
+    return require("pyarrow", "names", purpose, otherwise), require("pyarrow.parquet", "names", purpose, otherwise)
 
 
 def _lists(rows: np.ndarray) -> Any:
     """Rows as an array of pyarrow: numbers, or lists of one length."""
-    arrow = require("pyarrow", "names", "writing tables of results")
+    arrow, _ = _arrow()
     found = arrow.array(rows.reshape(-1))
     for width in reversed(rows.shape[1:]):
         found = arrow.FixedSizeListArray.from_arrays(found, width)

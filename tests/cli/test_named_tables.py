@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +32,7 @@ def tables(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_from_tables_to_a_table(tables: Path) -> None:
+def test_from_tables_to_a_table(tables: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, weights, out = tables / "store", tables / "model.pt", tables / "logits.parquet"
     options = ("--nodes", tables / "nodes.parquet", "--node-id", "name", "--label", "kind", "--method", "random")
     assert "60 nodes and 400 edges" in passed("partition", tables / "edges.parquet", store, *options, "--parts", 3)
@@ -50,6 +51,9 @@ def test_from_tables_to_a_table(tables: Path) -> None:
     assert "exists" in refused("infer", store, out, *options)
     passed("infer", store, tables / "numbers.npy", *options)
     np.testing.assert_array_equal(np.load(tables / "numbers.npy"), np.array(found["output"].to_pylist()))
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    words = refused("infer", store, tables / "again.parquet", *options)
+    assert "writing a table needs the package 'pyarrow'" in words and "or give the name of an .npy file" in words
 
 
 def test_names_alone_and_refusals(tables: Path) -> None:

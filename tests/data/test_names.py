@@ -118,19 +118,21 @@ KINDS = {
     "int64": (INTEGERS, np.int64),
     "uint64": ([2**64 - 1 - i for i in range(6)], np.uint64),
     "int32": ([3, 1, 2, -4, 9, 8], np.int32),
+    "strings": (["5", "-1", "0", "77", "8", "9"], object),
+    "huge": (["1", "-2", "123456789012345678901", "4", "5", "6"], object),
     "07": (["07", "7", "-0", "+1", "1e3", "1.0"], object),
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("suffixes", [(".parquet", ".parquet"), (".csv", ".csv"), (".parquet", ".csv")])
+@pytest.mark.parametrize("suffixes", [(a, b) for a in (".parquet", ".csv") for b in (".parquet", ".csv")])
 def test_integers_and_what_looks_alike(tmp_path: Path, kind: str, suffixes: tuple[str, str]) -> None:
     names, dtype = KINDS[kind]
     nodes = write(tmp_path / f"n{suffixes[0]}", {"id": np.array(names, dtype)})
     ends = write(tmp_path / f"e{suffixes[1]}", {name: np.array(c, dtype) for name, c in edges(names).items()})
     partition(stream_tables(ends, nodes), tmp_path / "store", 2, "random")
-    if kind == "uint64" and suffixes[0] == ".csv":
-        names = [str(name) for name in names]  # those of a CSV file that int64 does not hold stay as they are
+    if kind == "strings" and suffixes == (".csv", ".csv"):
+        names = [int(name) for name in names]  # nothing says that they are strings
     found = sp.node_names(tmp_path / "store")
     assert found.tolist() == names and found.dtype in (dtype, np.int64, object)
     assert_edges(tmp_path / "store", edges(names)["src"], edges(names)["dst"])
@@ -190,6 +192,7 @@ WRONG_EDGES = {
     "mixed": ({"src": ["a"], "dst": [1]}, r"column 'src' holds .*string, .*column 'dst' int64; expected ids of one"),
     "null": ({"src": ["a", None], "dst": ["a", "b"]}, r"column 'src': 1 of 2 rows have no id \(row 1\)"),
     "more": ({"src": ["a"], "dst": ["b"], "since": [1]}, r"'since' \(int64\) cannot be kept, since of edges only"),
+    "one": ({"src": ["a"], "to_whom": ["b"]}, r"columns \['src', 'to_whom'\]; expected src, dst"),
     "none": ({"a": ["a"], "b": ["b"], "c": ["b"]}, r"columns \['a', 'b', 'c'\]; expected src, dst and perhaps weight"),
 }
 

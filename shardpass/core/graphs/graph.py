@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +17,7 @@ from shardpass.core.graphs.batch_index import BatchIndex
 from shardpass.core.graphs.edge_index import ShardedEdgeIndex
 from shardpass.core.graphs.flow import message_flow
 from shardpass.core.graphs.relation import OwnFields, Relation
+from shardpass.core.graphs.tables import TableWriter
 from shardpass.core.ranks import Options, Ranks, RowSet
 from shardpass.core.sharding import (
     EDGE,
@@ -57,9 +57,6 @@ class LoadedGraphs:
         self.graphs: WeakSet[ShardedGraph] = WeakSet()
 
 
-WriteTable = Callable[[Path, np.ndarray, NodeType | None], None]
-"""Writes a Parquet file of a row for each node of a type, in the original order, with the user's own ids."""
-
 _NOT_WRAPPED = (
     "a ShardedGraph is given to code that expects edge_index. The model takes it once it is wrapped: "
     "model = shardpass.pyg.wrap(model, comm); other functions take graph.edge_index"
@@ -89,11 +86,11 @@ class ShardedGraph:
         fingerprint: str = "",
         partition_fingerprint: str = "",
         contents: str = "",
-        write_table: WriteTable | None = None,
+        tables: TableWriter | None = None,
     ) -> None:
         self.comm, self.options, self.ownership = comm, options, ownership
         self.fingerprint, self.partition_fingerprint, self.contents = fingerprint, partition_fingerprint, contents
-        self.relations, self._write_table = relations, write_table
+        self.relations, self._tables = relations, tables
         self._node_ids, self._node_fields = node_ids, node_fields
         self._batch: BatchIndex | None = None
         self._total_edges, self._num_classes = total_edges, dict(num_classes or {})
@@ -327,20 +324,12 @@ class ShardedGraph:
             raise ValueError(f"node_type={node_type!r}; expected one of the types of this graph: {self.node_types}")
         return self._node_ids[node_type], self.ownership[node_type].num_total
 
-    def write_table(self, path: Path, rows: np.ndarray, node_type: NodeType | None = None) -> None:
-        """Write all rows of a type, in the original order, to a Parquet file with your own ids. One rank does it.
-
-        Args:
-            path: the file, which is replaced.
-            rows: ``[total_nodes, ...]``, which become the column `output`.
-            node_type: of the nodes; needed where the graph has several.
-
-        Raises:
-            ValueError: the graph was not loaded from a store, which has the ids.
-        """
-        if self._write_table is None:
+    @property
+    def tables(self) -> TableWriter:
+        """What writes tables with your own node ids."""
+        if self._tables is None:
             raise ValueError("a graph that shardpass.load did not make has no ids of yours: write an .npy file")
-        self._write_table(path, rows, node_type)
+        return self._tables
 
 
 def gather(
@@ -382,5 +371,5 @@ def gather(
     for part, part_ids in zip(parts, id_parts):
         out[part_ids] = part
     if path is not None:
-        graph.write_table(Path(path), out.cpu().numpy(), node_type)
+        graph.tables.write(Path(path), out.cpu().numpy(), node_type)
     return out

@@ -20,6 +20,7 @@ from shardpass.core.inference.journal import Journal
 from shardpass.core.ranks import Ranks, fail_together, refuse_irregular
 from shardpass.core.sharding import NodeType
 from shardpass.core.training import alike
+from shardpass.errors import MissingDependencyError
 
 _T = TypeVar("_T")
 _CHUNK_BYTES = 1 << 24
@@ -63,12 +64,15 @@ def infer(
         FileExistsError: the file exists. (All errors here are raised on every rank.)
         ValueError: the model is not wrapped, has other parameters on some rank, or does not return rows of own nodes.
         OSError: a rank cannot write.
+        MissingDependencyError: pyarrow, which writes tables, is not installed.
     """
     comm, path = graph.comm, Path(path)
     if not getattr(model, "_shardpass_wrapped", False):
         raise ValueError("infer takes a wrapped model: call shardpass.pyg.wrap(model, comm), or dgl.wrap, first")
     _on_all(comm, lambda: _refuse_existing(path, overwrite))
     _on_all(comm, lambda: node_type is None or graph.ids_of(node_type))
+    if path.suffix == _TABLE:
+        _on_all(comm, lambda: graph.tables.check() if comm.rank == 0 else None)
     args = args or (graph.x if graph.is_homogeneous else graph.x_dict, graph)
     _same_parameters(model, comm)
     fingerprint = _fingerprint(model, graph, args, tag)
@@ -184,7 +188,7 @@ def _write(graph: ShardedGraph, path: Path, rows: Tensor, ids: Tensor, total: in
     def finish() -> None:
         if comm.rank == 0 and path.suffix == _TABLE:
             table.unlink(missing_ok=True)
-            graph.write_table(table, np.load(partial, mmap_mode="r"), node_type)
+            graph.tables.write(table, np.load(partial, mmap_mode="r"), node_type)
             os.replace(table, path)
         elif comm.rank == 0:
             os.replace(partial, path)
@@ -211,4 +215,4 @@ def _allocate(file: IO[bytes], num_bytes: int, path: Path) -> None:
 
 
 def _on_all(comm: Ranks, work: Callable[[], _T]) -> _T:
-    return fail_together(comm, "infer: verdict", work, FileExistsError, OSError, ValueError)
+    return fail_together(comm, "infer: verdict", work, FileExistsError, OSError, ValueError, MissingDependencyError)

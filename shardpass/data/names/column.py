@@ -15,7 +15,7 @@ from shardpass.data.names.names import Examples, Names
 from shardpass.data.streaming import Budget
 from shardpass.errors import require
 
-_INTEGER = r"^(0|-?[1-9][0-9]{0,18})$"
+_INTEGER = r"^(0|-?[1-9][0-9]{0,19})$"
 """An integer as everybody writes it, so that nothing is lost when it is kept as one."""
 
 
@@ -106,7 +106,7 @@ def _mixed(values: Any) -> str:
 
 
 def write_names(column: IdColumn, budget: Budget) -> Names:
-    """The names of a column, copied to temporary files. Text that is integers throughout becomes int64."""
+    """The names of a column, copied to temporary files. Text becomes integers if all of it is."""
     compute = require("pyarrow.compute", "names", "names of nodes")
     if column.kind == "integers":
         integers = RowWriter(budget.file(), column.type.to_pandas_dtype())
@@ -127,12 +127,14 @@ def write_names(column: IdColumn, budget: Budget) -> Names:
 
 
 def _integers(names: Names, budget: Budget) -> Names | None:
-    """The same names as int64, or `None` if one is too large for that."""
+    """The same names as int64, or else as uint64, or `None` if neither holds them."""
     arrow = require("pyarrow", "names", "names of nodes")
-    integers = RowWriter(budget.file(), np.int64)
-    for block in names.blocks():
+    for kind in (np.dtype(np.int64), np.dtype(np.uint64)):
+        integers = RowWriter(budget.file(), kind)
         try:
-            integers.append(block.cast("int64").to_numpy(zero_copy_only=False))
+            for block in names.blocks():
+                integers.append(block.cast(kind.name).to_numpy(zero_copy_only=False))
+            return Names(integers.rows())
         except arrow.ArrowInvalid:
-            return None
-    return Names(integers.rows())
+            continue
+    return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,6 +57,8 @@ class TableFiles(GraphFiles):
         table = open_table(self.nodes)
         columns = _node_columns(table, self.node_id, self.label, self.drop)
         ids = table.ids(columns.id, budget)
+        if table.is_text and not ends[0].is_text and ends[0].kind == "strings":  # then nothing here is an integer
+            ids = replace(ids, is_text=False)
         return write_names(ids, budget), _fields(table, columns, budget), ids.what
 
 
@@ -109,13 +111,12 @@ def stream_tables(
 def _edge_columns(table: Table, src: str | None, dst: str | None, drop: tuple[str, ...]) -> tuple[str, str, str | None]:
     """The columns of sources, of destinations, and of weights, if there is one."""
     names = [name for name in table.types if name not in drop]
-    if src is not None and dst is not None:
-        ends = [_known(table, src), _known(table, dst)]
-    else:
-        ends = [name for place in (0, 1) for name in names if place_of(name) == place]
-        two = [name for name in names if place_of(name) != 2]
-        if not ends and not table.is_text and len(two) == 2:  # in a CSV file the first line may be an edge
-            ends = two
+    ends = []
+    for place, given in enumerate((src, dst)):
+        ends += [name for name in names if place_of(name) == place] if given is None else [_known(table, given)]
+    two = [name for name in names if place_of(name) != 2]
+    if not ends and not table.is_text and len(two) == 2:  # in a CSV file the first line may be an edge
+        ends = two
     weights = [name for name in names if place_of(name) == 2 and name not in ends]
     if len(ends) != 2 or len(weights) > 1:
         raise ValueError(
