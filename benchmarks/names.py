@@ -54,7 +54,7 @@ def round_trip(folder: Path) -> dict[str, Any]:
     import torch
 
     import shardpass as sp
-    from shardpass.data.lookup import write_table
+    from shardpass.data.lookup import StoreTables
 
     torch.set_num_threads(1)
     imports, started = resident("VmHWM"), time.perf_counter()
@@ -62,9 +62,8 @@ def round_trip(folder: Path) -> dict[str, Any]:
     sp.partition(tables, folder / "store", 2, "random")
     partitioned, peak_partitioned = time.perf_counter() - started, resident("VmHWM")
     np.save(folder / "rows.npy", np.arange(pq.ParquetFile(folder / "nodes.parquet").metadata.num_rows))
-    write_table(
-        sp.data.open_store(folder / "store"), folder / "out.parquet", np.load(folder / "rows.npy", mmap_mode="r")
-    )
+    writer = StoreTables(sp.data.open_store(folder / "store"))
+    writer.write(folder / "out.parquet", np.load(folder / "rows.npy", mmap_mode="r"))
     seconds, peak = time.perf_counter() - started, resident("VmHWM")
     found, nodes = pq.read_table(folder / "out.parquet"), pq.read_table(folder / "nodes.parquet", columns=["id"])
     assert found["id"].equals(nodes["id"]) and np.array_equal(found["output"], np.arange(len(found)))

@@ -53,7 +53,10 @@ def test_from_tables_to_a_table(tables: Path, monkeypatch: pytest.MonkeyPatch) -
     np.testing.assert_array_equal(np.load(tables / "numbers.npy"), np.array(found["output"].to_pylist()))
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     words = refused("infer", store, tables / "again.parquet", *options)
-    assert "writing a table needs the package 'pyarrow'" in words and "or give the name of an .npy file" in words
+    assert (
+        "writing a table of results needs the package 'pyarrow'" in words
+        and "or give the name of an .npy file" in words
+    )
 
 
 def test_names_alone_and_refusals(tables: Path) -> None:
