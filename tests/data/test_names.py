@@ -138,6 +138,16 @@ def test_integers_and_what_looks_alike(tmp_path: Path, kind: str, suffixes: tupl
     assert_edges(tmp_path / "store", edges(names)["src"], edges(names)["dst"])
 
 
+def test_integers_of_two_types(tmp_path: Path) -> None:
+    nodes = write(tmp_path / "n.parquet", {"id": np.array([1, 2, 2**64 - 1], np.uint64)})
+    ends = write(tmp_path / "e.parquet", {"src": np.array([2, 1], np.int8), "dst": np.array([1, 2], np.int64)})
+    partition(stream_tables(ends, nodes), tmp_path / "store", 2, "random")
+    assert_edges(tmp_path / "store", [2, 1], [1, 2])
+    with pytest.raises(ValueError, match=r"column 'src': 1 of 1 rows name a node .*\(-1 in row 0\)"):
+        ends = write(tmp_path / "e.parquet", {"src": [-1], "dst": [1]})
+        partition(stream_tables(ends, nodes), tmp_path / "other", 2, "random")
+
+
 ANY_IDS = st.one_of(
     st.lists(st.text(max_size=12), min_size=1, max_size=30, unique=True),
     st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=30, unique=True),

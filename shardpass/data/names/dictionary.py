@@ -52,7 +52,7 @@ class Dictionary:
             raise TypeError(
                 f"{column.what} holds {column.kind}, {self.what} {self.kind}; expected ids of one type: convert one"
             )
-        path, unknown = self.budget.file(), Examples()
+        path, unknown, done = self.budget.file(), Examples(), 0
         if column.count:
             found = np.memmap(path, np.int64, "w+", shape=(column.count,))
             with _stream(self.base, column), self.base.sql(_FIND).to_arrow_reader(_ROWS) as batches:
@@ -63,7 +63,10 @@ class Dictionary:
                         missing = np.flatnonzero(numbers.is_null().to_numpy(zero_copy_only=False))
                         unknown.add(rows[missing], names.take(missing))
                     found[rows] = numbers.fill_null(-1).to_numpy()
+                    done += len(rows)
             found.flush()
+        if done != column.count:
+            raise ValueError(f"{column.what}: {done} rows were read; expected {column.count}: was the file changed?")
         if unknown.count:
             raise ValueError(
                 f"{column.what}: {unknown.count} of {column.count} rows name a node that {self.what} has no row for "
