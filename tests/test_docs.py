@@ -93,6 +93,28 @@ def test_runnable_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.Mon
         torch.set_num_threads(threads)
 
 
+def test_a_script_changes_in_six_lines_and_then_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The diff of README: the script before and the script after have the same losses."""
+    pytest.importorskip("torch_geometric")
+    monkeypatch.chdir(tmp_path)
+    page = ROOT / "README.md"
+    (diff,) = re.findall(r"^```diff\n(.*?)^```", page.read_text(encoding="utf-8"), re.S | re.M)
+    lines = diff.splitlines()
+    assert sum(line.startswith("+") for line in lines) == 6
+    new = "\n".join(line[1:] for line in lines if not line.startswith("-"))
+    old = "\n".join(line[1:] for line in lines if not line.startswith("+"))
+    data, losses = small_data(), dict[str, float]()
+    torch.save(data, "graph.pt")
+    for _, partition in blocks(page):
+        exec(partition, {"data": data})
+    for name, script in {"old": "import torch.nn.functional as F\n" + old, "new": new}.items():
+        torch.manual_seed(0)
+        names: dict[str, Any] = {}
+        exec(compile(script.replace("range(100)", "range(5)"), f"README, {name}", "exec"), names)
+        losses[name] = names["loss"].item()
+    assert losses["new"] == pytest.approx(losses["old"], rel=1e-4)
+
+
 def test_the_pages_that_promise_to_run_do_hold_blocks() -> None:
     names = {page.name for page in runnable_pages()}
     assert {"README.md", "quickstart.md", "concepts.md", "layers.md", "dgl.md", "writing-a-backend.md"} <= names
