@@ -50,7 +50,7 @@ def live_heap() -> int:
 
 
 def resident(field: str) -> int:
-    """Bytes: VmRSS or VmHWM of this process."""
+    """Bytes: VmRSS, VmHWM or RssAnon of this process."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
 

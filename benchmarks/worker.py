@@ -22,7 +22,7 @@ from torch_geometric.nn import TransformerConv, models
 from torch_geometric.nn.models.basic_gnn import BasicGNN
 
 import shardpass as sp
-from benchmarks.meter import Meter
+from benchmarks.meter import Meter, resident
 from shardpass.data import partition
 
 Config = dict[str, Any]
@@ -59,7 +59,9 @@ def build_model(name: str, num_features: int, num_classes: int, hidden: int | No
 def run_sharded(comm: sp.Communicator, config: Config) -> Config:
     """One rank of a shardpass run; figures of all ranks."""
     torch.set_num_threads(1)
+    before = resident("RssAnon")
     graph, epoch = _prepare(comm, config)
+    loaded = resident("RssAnon") - before
     if config.get("load_code", True):
         load_code(config)
     meter, losses, sent = Meter(comm), [], []
@@ -70,7 +72,7 @@ def run_sharded(comm: sp.Communicator, config: Config) -> Config:
         losses.append(epoch())
         sent.append(comm.bytes_sent - before)
         meter.epoch()
-    ranks = comm.all_gather_object({**meter.result(), "bytes_sent": sent[-1]}, "figures")
+    ranks = comm.all_gather_object({**meter.result(), "loaded_bytes": loaded, "bytes_sent": sent[-1]}, "figures")
     halo_rows = sum(map(sum, graph.edge_index.plan.schedule.counts))
     counts = {"num_edges": graph.total_edges, "num_nodes": graph.total_nodes, "halo_rows": halo_rows}
     return {"losses": losses, "ranks": ranks, **counts}

@@ -51,7 +51,7 @@ ROOMS: dict[str, str] = {
     "graphs": "ranks following sharding exchange",
     "aggregation": "ranks sharding training exchange tracing kernels",
     "sampling": "ranks sharding exchange kernels graphs",
-    "inference": "ranks sharding training graphs",
+    "inference": "ranks following sharding training graphs",
     "wrapping": "ranks following training exchange memory graphs",
     "dryrun": "ranks sharding training exchange kernels graphs",
 }

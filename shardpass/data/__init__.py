@@ -10,6 +10,7 @@ from shardpass.data.load import load
 from shardpass.data.lookup import find_nodes, node_names
 from shardpass.data.manifest import FieldInfo, Manifest
 from shardpass.data.merge import RankData, RankEdges, merge_parts, parts_of_rank
+from shardpass.data.part_edges import PartEdges
 from shardpass.data.partition import partition
 from shardpass.data.raw import EDGE, NODE, EdgeArrays, EdgeType, NodeType, RawGraph
 from shardpass.data.readers import (
@@ -21,7 +22,7 @@ from shardpass.data.readers import (
     stream_ogb,
     stream_tables,
 )
-from shardpass.data.store import PartEdges, Store, open_store
+from shardpass.data.store import Store, open_store
 
 __all__ = [
     "EDGE",

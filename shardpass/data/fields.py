@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,23 +18,30 @@ class Fields(Mapping[str, Tensor]):
     of a single part is a view of the memory-mapped file; writing to it does not change the file. A field of several
     parts is copied into one tensor.
 
-    `info` has the dtype and row shape of every field, and reading it reads no field.
+    `info` has the dtype and row shape of every field, and reading it reads no field. `join` makes one tensor of those
+    of all files; by default the rows of one follow those of another.
 
     Raises:
         StoreError: on `fields[name]`, when its bytes are altered. The error names the file.
         KeyError: on `fields[name]`, when there is no such field. The error lists those that there are.
     """
 
-    def __init__(self, info: Mapping[str, FieldInfo], keys: Mapping[str, str], files: Sequence[TensorFile]) -> None:
+    def __init__(
+        self,
+        info: Mapping[str, FieldInfo],
+        keys: Mapping[str, str],
+        files: Sequence[TensorFile],
+        join: Callable[[Sequence[Tensor]], Tensor] | None = None,
+    ) -> None:
         self.info = dict(info)
-        self._keys, self._files = dict(keys), list(files)
+        self._keys, self._files, self._join = dict(keys), list(files), join or joined
         self._tensors: dict[str, Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.info:
             raise KeyError(f"there is no field {name!r}; the store holds {sorted(self.info) or 'none here'}")
         if name not in self._tensors:
-            self._tensors[name] = joined([file.verified(self._keys[name]) for file in self._files])
+            self._tensors[name] = self._join([file.verified(self._keys[name]) for file in self._files])
         return self._tensors[name]
 
     def __contains__(self, name: object) -> bool:

@@ -90,7 +90,7 @@ class Report:
 def inspect(path: str | os.PathLike[str], ranks: int | None = None) -> Report:
     """Sizes, halo rows, cut edges and bytes of a store.
 
-    All source ids are read and verified, but no features.
+    All edges are read and verified, but no features.
 
     Args:
         path: a store.
@@ -124,7 +124,7 @@ def verify(path: str | os.PathLike[str], progress: Callable[[str, int, int], Non
         report("verify", part, len(store.files))
         for key in file.record.tensors:
             file.verified(key)
-        data = merge_parts(store, range(part, part + 1))
+        data = merge_parts(store, store.num_parts, part)
         tallies.append(tally(store, data))
         for kind, ids in data.node_ids.items():
             part_of[kind][ids] = part
@@ -139,17 +139,16 @@ def verify(path: str | os.PathLike[str], progress: Callable[[str, int, int], Non
 
 def _group(store: Store, parts: range) -> GroupReport:
     manifest = store.manifest
-    spans = {kind: (offsets[parts.start], offsets[parts.stop]) for kind, offsets in manifest.offsets.items()}
     halo_rows, cut_edges = {}, {}
     for kind in manifest.edge_types:
-        halo_rows[kind], cut_edges[kind] = _remote(store, kind, parts, *spans[kind[0]])
+        halo_rows[kind], cut_edges[kind] = _remote(store, kind, parts)
     num_bytes = {False: 0, True: 0}
     for file in store.files_of(parts):
         for key in file.record.tensors:
             num_bytes[keys.is_field(key)] += file.tensor(key).nbytes
     return GroupReport(
         parts=parts,
-        nodes={kind: stop - start for kind, (start, stop) in spans.items()},
+        nodes={kind: offsets[parts.stop] - offsets[parts.start] for kind, offsets in manifest.offsets.items()},
         edges={kind: sum(counts[part] for part in parts) for kind, counts in manifest.part_edges.items()},
         halo_rows=halo_rows,
         cut_edges=cut_edges,
@@ -158,12 +157,9 @@ def _group(store: Store, parts: range) -> GroupReport:
     )
 
 
-def _remote(store: Store, edge_type: EdgeType, parts: range, first: int, stop: int) -> tuple[int, int]:
-    """How many distinct sources outside `[first, stop)` the parts have, and how many edges from them."""
-    distinct, edges = [torch.empty(0, dtype=torch.int64)], 0
-    for part in parts:
-        src = store.part_edges(edge_type, part).src
-        remote = src[(src < first) | (src >= stop)]
-        edges += remote.numel()
-        distinct.append(remote.unique().long())
-    return torch.cat(distinct).unique().numel(), edges
+def _remote(store: Store, edge_type: EdgeType, parts: range) -> tuple[int, int]:
+    """How many distinct sources in other parts these parts have, and how many edges from them."""
+    edges = [store.part_edges(edge_type, part) for part in parts]
+    others = [source for source in range(store.num_parts) if source not in parts]
+    rows = (torch.cat([part.halo_rows(source) for part in edges]).unique().numel() for source in others)
+    return sum(rows), sum(part.counts[source] for part in edges for source in others)

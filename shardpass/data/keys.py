@@ -7,7 +7,7 @@ from urllib.parse import quote
 from shardpass.data.raw import EdgeType, NodeType
 
 NAMES_FILE = "names.safetensors"
-EDGE_ARRAYS = ("src", "dst", "edge_ids", "shard_offsets")
+EDGE_ARRAYS = ("src_rows", "row_starts", "halo_rows", "halo_starts", "edge_ids")
 
 
 def part_file_name(part: int) -> str:

@@ -62,10 +62,12 @@ def _layer(store: Store, groups: list[range], wanted: Tensor) -> tuple[LayerRepo
     for parts in groups:
         remote = torch.zeros(wanted.numel(), dtype=torch.bool)
         for part in parts:
-            edges = store.part_edges(EDGE, part)
-            src = edges.src[wanted[edges.dst.long() + offsets[part]]].long()
-            num_edges += src.numel()
-            remote[src] = True
+            needed, edges = wanted[offsets[part] : offsets[part + 1]], store.part_edges(EDGE, part)
+            for source, first in enumerate(offsets[:-1]):
+                halo, starts, src_rows = edges.from_part(source)
+                rows = src_rows[torch.repeat_interleave(needed, starts.diff())]
+                num_edges += rows.numel()
+                remote[(rows if source == part else halo[rows]) + first] = True
         read |= remote
         remote[offsets[parts.start] : offsets[parts.stop]] = False
         num_halo += int(remote.sum())

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardpass.core.graphs import OwnFields, Relation, ShardedGraph, ShardedHeteroGraph, build_relation
+from shardpass.core.graphs import OwnFields, Relation, ShardedGraph, ShardedHeteroGraph, relation_of
 from shardpass.core.ranks import Options, Ranks
 from shardpass.core.sharding import EDGE, NODE, NodeType, Ownership
 from shardpass.data.lookup import StoreTables
@@ -36,14 +36,14 @@ def load(path: str | Path, comm: Ranks, options: Options | None = None) -> Shard
     try:
         _refuse_undecided(options)
         store = open_store(path)
-        data = merge_parts(store, parts_of_rank(store.num_parts, comm.size, comm.rank))
+        data = merge_parts(store, comm.size, comm.rank)
         counted = tally(store, data)
     except (OSError, ValueError) as error:
         problem = error
     _agree_on_store(comm, store, options, problem, counted)
     assert store is not None and data is not None
     ownership = {kind: _ownership(store, kind, comm.size) for kind in store.manifest.node_types}
-    relations = {kind: _relation(comm, store, data, kind, ownership, options) for kind in store.manifest.edge_types}
+    relations = {kind: _relation(comm, data, kind, ownership, options) for kind in store.manifest.edge_types}
     fields = {kind: OwnFields(data.node_fields[kind], lambda t: t.to(comm.device)) for kind in data.node_fields}
     classes = {kind: _num_classes(comm, kind, fields[kind]) for kind in ownership if "y" in fields[kind]}
     shared: dict[str, Any] = {
@@ -105,23 +105,21 @@ def _ownership(store: Store, node_type: NodeType, ranks: int) -> Ownership:
 
 def _relation(
     comm: Ranks,
-    store: Store,
     data: RankData,
     edge_type: tuple[str, str, str],
     ownership: dict[NodeType, Ownership],
     options: Options,
 ) -> Relation:
-    edges = data.edges[edge_type]
-    return build_relation(
+    edges, (source, _, target) = data.edges[edge_type], edge_type
+    return relation_of(
         comm,
-        ownership[edge_type[0]],
-        edges.src,
-        edges.dst,
-        ownership[edge_type[2]].num_own(comm.rank),
+        edges.owners,
+        ownership[source].num_own(comm.rank),
+        ownership[target].num_own(comm.rank),
         edges.edge_ids,
         data.edge_fields[edge_type],
         options,
-        (edge_type[0], edge_type[2]),
+        (source, target),
     )
 
 

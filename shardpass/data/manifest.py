@@ -17,7 +17,7 @@ from shardpass.data.tensor_file import FileRecord
 from shardpass.errors import StoreError
 
 FORMAT = "shardpass store"
-VERSION = 1
+VERSION = 2
 MANIFEST_NAME = "manifest.json"
 
 _BLANK = "0" * 64
@@ -41,6 +41,7 @@ class Manifest:
     num_nodes: the number of nodes of each node type. num_edges: the number of edges of each edge type.
     offsets: for each node type, P + 1 numbers: the new ids of part p are `[offsets[p], offsets[p + 1])`.
     part_edges: for each edge type, the number of edges of each part, which are those into its nodes.
+    halo_rows: for each edge type and part, the number of distinct sources of its edges that are in other parts.
     cut_edges: for each edge type, the number of edges whose ends are in different parts.
     node_fields, edge_fields: for each type, the dtype and row shape of every field. graph_fields: numbers and strings.
     files: the size and the checksums of each part's file. names: those of the file with the names of the nodes, if
@@ -55,6 +56,7 @@ class Manifest:
     num_edges: dict[EdgeType, int]
     offsets: dict[NodeType, list[int]]
     part_edges: dict[EdgeType, list[int]]
+    halo_rows: dict[EdgeType, list[int]]
     cut_edges: dict[EdgeType, int]
     node_fields: dict[NodeType, dict[str, FieldInfo]]
     edge_fields: dict[EdgeType, dict[str, FieldInfo]]
@@ -161,6 +163,11 @@ def _check_head(document: Any, text: bytes, path: Path) -> None:
             f"{path} has format version {version}, this shardpass reads up to {VERSION}; upgrade shardpass, "
             "or write the store again with this version"
         )
+    if version < VERSION:
+        raise StoreError(
+            f"{path} has format version {version}, which an older shardpass wrote; this one reads version {VERSION}: "
+            "write the store again with shardpass.partition"
+        )
     checksum = str(document["sha256"]) if mismatch(document, {"sha256": str}) is None else ""
     blanked = text.replace(checksum.encode(), _BLANK.encode(), 1)
     if hashlib.sha256(blanked).hexdigest() != checksum:
@@ -172,7 +179,7 @@ _PLAIN = (
     "graph_fields",
 )  # fmt: skip
 """The attributes that a document holds as they are."""
-_PER_NODE_TYPE, _PER_EDGE_TYPE = ("num_nodes", "offsets"), ("num_edges", "part_edges", "cut_edges")
+_PER_NODE_TYPE, _PER_EDGE_TYPE = ("num_nodes", "offsets"), ("num_edges", "part_edges", "halo_rows", "cut_edges")
 """Those that it holds in an entry for each type."""
 _RECORD = ("name", "bytes", "header_sha256", "tensors")
 _FIELDS = [{"name": str, "dtype": frozenset(_DTYPES), "row_shape": [COUNT]}]
@@ -182,7 +189,10 @@ _SCHEMA = {
     "seed": int, "num_parts": COUNT, "graph_fields": {str: (bool, int, float, str)},
     "node_types": [{"type": str, "num_nodes": COUNT, "offsets": [COUNT], "fields": _FIELDS}],
     "edge_types": [
-        {"type": [str], "num_edges": COUNT, "part_edges": [COUNT], "cut_edges": COUNT, "fields": _FIELDS}
+        {
+            "type": [str], "num_edges": COUNT, "part_edges": [COUNT], "halo_rows": [COUNT], "cut_edges": COUNT,
+            "fields": _FIELDS,
+        }
     ],
     "files": [_FILE],
     "names": (None, _FILE),

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
+from shardpass.core.sharding import OwnerEdges
 from shardpass.data.fields import Fields, joined
+from shardpass.data.merged_edges import MergedEdges
+from shardpass.data.part_edges import PartEdges
 from shardpass.data.raw import EdgeType, NodeType
 from shardpass.data.store import Store
 
 
 @dataclass(frozen=True)
 class RankEdges:
-    """The edges of one type into a rank's own nodes, part by part, in the order that they have in each part.
+    """The edges of one type into a rank's own nodes, by the owner of their sources, then by destination.
 
-    src: new global ids. dst: rows of the rank, in `[0, num_own)` of the destination type. edge_ids: original positions.
-    All are int64 [num_edges]. The edge fields have the same order.
+    parts: the edges of each of the rank's parts. owners: those from the nodes of each rank; as long as every rank has a
+    single part, these are views of the mapped file. edge_ids: reads the original positions, int32 or int64 [num_edges].
+    The edge fields have the same order.
     """
 
-    src: Tensor
-    dst: Tensor
-    edge_ids: Tensor
+    parts: list[PartEdges]
+    owners: list[OwnerEdges]
+    edge_ids: Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
@@ -60,35 +64,35 @@ def parts_of_rank(num_parts: int, ranks: int, rank: int) -> range:
     return range(first, first + size + (rank < larger))
 
 
-def merge_parts(store: Store, parts: range) -> RankData:
-    """The contents of a run of parts, merged into one range of nodes.
+def merge_parts(store: Store, ranks: int, rank: int) -> RankData:
+    """What a rank of `ranks` needs, with its parts merged into one range of nodes.
 
     Raises:
-        StoreError: when their structure is altered, or is not what the manifest says of it.
-        ValueError: when `parts` is empty or not a run of parts of the store.
+        StoreError: when the structure of a part is altered, or is not what the manifest says of it.
+        ValueError: when there are more ranks than parts, or the rank is out of range.
     """
-    if not len(parts) or parts.step != 1 or parts[0] < 0 or parts[-1] >= store.num_parts:
-        raise ValueError(f"{parts} is not a run of parts in [0, {store.num_parts}) of {store.path}")
-    manifest = store.manifest
+    groups = [parts_of_rank(store.num_parts, ranks, one) for one in range(ranks)]
+    parts, manifest = parts_of_rank(store.num_parts, ranks, rank), store.manifest
+    edges, edge_fields = {}, {}
+    for kind in manifest.edge_types:
+        edges[kind], join = _merged_edges(store, kind, groups, rank)
+        edge_fields[kind] = store.edge_fields(kind, parts, join)
     return RankData(
         parts=parts,
         node_ids={kind: joined([store.node_ids(kind, part) for part in parts]) for kind in manifest.node_types},
         node_fields={kind: store.node_fields(kind, parts) for kind in manifest.node_types},
-        edges={kind: _merged_edges(store, kind, parts) for kind in manifest.edge_types},
-        edge_fields={kind: store.edge_fields(kind, parts) for kind in manifest.edge_types},
+        edges=edges,
+        edge_fields=edge_fields,
     )
 
 
-def _merged_edges(store: Store, edge_type: EdgeType, parts: range) -> RankEdges:
-    offsets = store.manifest.offsets[edge_type[2]]
-    # filled part by part, so that there is never more than one 64-bit copy
-    num_edges = sum(store.manifest.part_edges[edge_type][part] for part in parts)
-    src, dst, edge_ids = (torch.empty(num_edges, dtype=torch.int64) for _ in range(3))
-    start = 0
-    for part in parts:
-        edges = store.part_edges(edge_type, part)
-        rows = slice(start, start + edges.src.numel())
-        src[rows], dst[rows], edge_ids[rows] = edges.src, edges.dst, edges.edge_ids
-        dst[rows] += offsets[part] - offsets[parts[0]]
-        start = rows.stop
-    return RankEdges(src, dst, edge_ids)
+def _merged_edges(
+    store: Store, edge_type: EdgeType, groups: list[range], rank: int
+) -> tuple[RankEdges, Callable[[Sequence[Tensor]], Tensor]]:
+    """The edges, and what puts tensors of the parts into their order."""
+    is_stored = len(groups) == store.num_parts
+    parts = [store.part_edges(edge_type, part, mapped=is_stored) for part in groups[rank]]
+    merged = MergedEdges(parts, groups, rank, store.manifest.offsets[edge_type[0]])
+    join = joined if is_stored else merged.joined
+    owners = [parts[0].from_part(part) for part in range(len(groups))] if is_stored else merged.owners()
+    return RankEdges(parts, owners, lambda: join([store.edge_ids(edge_type, part) for part in groups[rank]])), join

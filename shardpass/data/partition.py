@@ -137,7 +137,7 @@ def _write(
     """The manifest of the complete store that was written to a new directory."""
     directory.mkdir()
     edges = {kind: EdgesByPart(graph, layout, kind, budget) for kind in graph.edges}
-    files, cut = _write_parts(graph, layout, edges.values(), directory, budget, doubts)
+    files = _write_parts(graph, layout, edges.values(), directory, budget, doubts)
     tensors = {key: rows for kind, names in graph.names.items() for key, rows in _name_tensors(kind, names).items()}
     names = write_tensors(directory / keys.NAMES_FILE, tensors) if tensors else None
     fingerprint = graph_fingerprint(graph)
@@ -147,7 +147,8 @@ def _write(
         num_edges=graph.num_edges,
         offsets={kind: offsets.tolist() for kind, offsets in layout.offsets.items()},
         part_edges={kind: by_part.counts for kind, by_part in edges.items()},
-        cut_edges=dict(zip(edges, cut)),
+        halo_rows={kind: by_part.halo_rows for kind, by_part in edges.items()},
+        cut_edges={kind: sum(by_part.counts) - sum(by_part.inner) for kind, by_part in edges.items()},
         node_fields={kind: _info(fields) for kind, fields in graph.node_fields.items()},
         edge_fields={kind: _info(fields) for kind, fields in graph.edge_fields.items()},
         graph_fields=dict(graph.graph_fields),
@@ -166,21 +167,19 @@ def _write(
 
 def _write_parts(
     graph: RawGraph, layout: Layout, edges: Collection[EdgesByPart], directory: Path, budget: Budget, doubts: Doubts
-) -> tuple[list[FileRecord], list[int]]:
-    """The records of the part files, and the number of cut edges of each edge type."""
-    files, cut = [], [0] * len(edges)
+) -> list[FileRecord]:
+    """The records of the part files."""
+    files = []
     offsets = torch.stack([torch.as_tensor(offsets) for offsets in layout.offsets.values()]).sum(0)
     doubts.note_empty_parts(offsets.diff().tolist())
     for part in range(layout.num_parts):
         budget.report("write", part, layout.num_parts)
         tensors = _node_tensors(graph, layout, part, doubts)
-        for number, by_part in enumerate(edges):
-            arrays, own = _edge_tensors(graph, by_part, part, doubts)
-            tensors |= arrays
-            cut[number] += by_part.counts[part] - own
+        for by_part in edges:
+            tensors |= _edge_tensors(graph, by_part, part, doubts)
         files.append(write_tensors(directory / keys.part_file_name(part), tensors))
     budget.report("write", layout.num_parts, layout.num_parts)
-    return files, cut
+    return files
 
 
 def _node_tensors(graph: RawGraph, layout: Layout, part: int, doubts: Doubts) -> dict[str, Blocks]:
@@ -193,14 +192,14 @@ def _node_tensors(graph: RawGraph, layout: Layout, part: int, doubts: Doubts) ->
     return tensors
 
 
-def _edge_tensors(graph: RawGraph, by_part: EdgesByPart, part: int, doubts: Doubts) -> tuple[dict[str, Blocks], int]:
-    """The tensors of a part's edges of one type, and how many of these edges come from the part itself."""
+def _edge_tensors(graph: RawGraph, by_part: EdgesByPart, part: int, doubts: Doubts) -> dict[str, Blocks]:
+    """The tensors of a part's edges of one type."""
     kind, edges = by_part.edge_type, by_part.of_part(part)
     arrays: tuple[torch.Tensor | FileRows, ...] = edges
     tensors = {keys.edge_array_key(kind, name): _blocks(array) for name, array in zip(keys.EDGE_ARRAYS, arrays)}
     for name, field in graph.edge_fields[kind].items():
         tensors[keys.edge_field_key(kind, name)] = _rows(field, edges.edge_ids, doubts, name, f"edges of type {kind}")
-    return tensors, int(edges.shard_offsets[part + 1] - edges.shard_offsets[part])
+    return tensors
 
 
 def _name_tensors(kind: str, names: Names) -> dict[str, Blocks]:

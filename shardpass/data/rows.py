@@ -19,7 +19,7 @@ Field = Tensor | FileRows
 """A node or edge field, with one row per node or edge. A tensor is dense, or sparse in torch's CSR layout."""
 
 # index_select lacks the wide unsigned types on the CPU; the bits of the signed type of that width are the same.
-_SIGNED_TWIN = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+SIGNED_TWIN = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
 def take_rows(field: Field, ids: Tensor) -> Tensor:
@@ -28,7 +28,7 @@ def take_rows(field: Field, ids: Tensor) -> Tensor:
         return field.take(ids)
     if field.layout is torch.sparse_csr:
         return _dense_rows(field, ids)
-    twin = _SIGNED_TWIN.get(field.dtype)
+    twin = SIGNED_TWIN.get(field.dtype)
     rows = (field if twin is None else field.view(twin))[ids.to(field.device)].cpu().contiguous()
     return rows if twin is None else rows.view(field.dtype)
 
@@ -47,7 +47,7 @@ def row_blocks(field: Field, ids: Tensor | FileRows, block_bytes: int = BLOCK_BY
     """The rows `ids` of a field in consecutive blocks of about `block_bytes` bytes."""
     row_bytes = math.prod(field.shape[1:]) * field.dtype.itemsize
     for _, wanted in blocks(ids, max(1, block_bytes // max(8, row_bytes))):
-        yield take_rows(field, wanted)
+        yield take_rows(field, wanted.long())
 
 
 def as_field(values: Any, what: str) -> Field:

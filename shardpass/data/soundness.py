@@ -4,34 +4,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from shardpass.core.sharding import smallest_index_dtype
 from shardpass.data import keys
 from shardpass.data.manifest import Manifest
-from shardpass.data.raw import EdgeType
 from shardpass.data.tensor_file import TensorInfo, header_of
 from shardpass.errors import StoreError
 
-_INT32_NODES = 2**31 - 1
-_BLOCK = 1 << 20
-
-
-@dataclass(frozen=True)
-class PartEdges:
-    """A part's edges of one type, sorted by (source part, destination, original id). Views of the mapped file.
-
-    src: new global ids, int32 or int64. dst: rows of the part, int32. edge_ids: original positions, int64.
-    shard_offsets: int64 [num_parts + 1]; the edges from part q are `[shard_offsets[q], shard_offsets[q + 1])`.
-    """
-
-    src: Tensor
-    dst: Tensor
-    edge_ids: Tensor
-    shard_offsets: Tensor
+_MOST_NODES = 2**31  # of a part, since rows are int32
 
 
 def contradictions(manifest: Manifest) -> Iterator[str]:
@@ -48,12 +32,19 @@ def contradictions(manifest: Manifest) -> Iterator[str]:
         if len(offsets) != parts + 1 or [offsets[0], offsets[-1]] != ends or sorted(offsets) != offsets:
             yield f"offsets of nodes {node_type!r} are not {parts + 1} ascending numbers from 0 to {ends[1]}"
             return
+        if max(after - before for before, after in pairwise(offsets)) >= _MOST_NODES:
+            yield f"a part has more nodes {node_type!r} than int32 can number"
+            return
     for kind, counts in manifest.part_edges.items():
         if len(kind) != 3 or not {kind[0], kind[2]} <= manifest.num_nodes.keys():
             yield f"the ends of edges {kind} are not of its types {manifest.node_types}"
             return
         if len(counts) != parts or sum(counts) != manifest.num_edges[kind]:
             yield f"the parts' edges {kind} are not {manifest.num_edges[kind]} in {parts} parts"
+            return
+        if len(manifest.halo_rows[kind]) != parts:
+            yield f"the halo rows of edges {kind} are not those of {parts} parts"
+            return
     for part, record in enumerate(manifest.files):
         if record.name != keys.part_file_name(part):
             yield f"part {part} is in {record.name!r}; expected {keys.part_file_name(part)!r}"
@@ -73,10 +64,16 @@ def part_tensors(manifest: Manifest, part: int) -> dict[str, TensorInfo]:
         for name, info in manifest.node_fields[node_type].items():
             found[keys.node_field_key(node_type, name)] = TensorInfo(info.dtype, (count, *info.shape))
     for kind, counts in manifest.part_edges.items():
-        source = torch.int32 if manifest.num_nodes[kind[0]] <= _INT32_NODES else torch.int64
-        shapes = (counts[part],), (counts[part],), (counts[part],), (manifest.num_parts + 1,)
-        for name, dtype, shape in zip(keys.EDGE_ARRAYS, (source, torch.int32, torch.int64, torch.int64), shapes):
-            found[keys.edge_array_key(kind, name)] = TensorInfo(dtype, shape)
+        targets, num_parts = manifest.offsets[kind[2]], manifest.num_parts
+        num_starts = num_parts * (targets[part + 1] - targets[part] + 1)
+        arrays = (
+            TensorInfo(torch.int32, (counts[part],)),
+            TensorInfo(smallest_index_dtype(counts[part]), (num_starts,)),
+            TensorInfo(torch.int32, (manifest.halo_rows[kind][part],)),
+            TensorInfo(torch.int64, (num_parts + 1,)),
+            TensorInfo(smallest_index_dtype(manifest.num_edges[kind]), (counts[part],)),
+        )
+        found |= {keys.edge_array_key(kind, name): array for name, array in zip(keys.EDGE_ARRAYS, arrays)}
         for name, info in manifest.edge_fields[kind].items():
             found[keys.edge_field_key(kind, name)] = TensorInfo(info.dtype, (counts[part], *info.shape))
     return found
@@ -86,18 +83,3 @@ def check_nodes(ids: Tensor, count: int, what: str) -> None:
     """Return when the ids are ascending numbers in `[0, count)`; else raise a StoreError about `what`."""
     if ids.numel() and (int(ids[0]) < 0 or int(ids[-1]) >= count or bool((ids[1:] <= ids[:-1]).any())):
         raise StoreError(f"{what} are not ascending numbers in [0, {count}); the store is not as partition writes it")
-
-
-def check_edges(manifest: Manifest, kind: EdgeType, part: int, edges: PartEdges, path: Path) -> None:
-    """Return when the edges of a part have both ends, and shards that fit; else raise a StoreError."""
-    sources, targets = manifest.offsets[kind[0]], manifest.offsets[kind[2]]
-    limits = sources[-1], targets[part + 1] - targets[part], manifest.num_edges[kind]
-    for name, values, limit in zip(keys.EDGE_ARRAYS, (edges.src, edges.dst, edges.edge_ids), limits):
-        if values.numel() and not 0 <= int(values.amin()) <= int(values.amax()) < limit:
-            raise StoreError(f"{path}: {keys.edge_array_key(kind, name)} is not in [0, {limit})")
-    starts = torch.tensor(sources[1:-1], dtype=edges.src.dtype)  # of the shards but the first
-    counts = torch.zeros(manifest.num_parts, dtype=torch.int64)
-    for block in edges.src.split(_BLOCK):
-        counts += torch.bincount(torch.bucketize(block, starts, right=True), minlength=manifest.num_parts)
-    if edges.shard_offsets[0] != 0 or not torch.equal(edges.shard_offsets.diff(), counts):
-        raise StoreError(f"{path}: {keys.edge_array_key(kind, 'shard_offsets')} does not fit the sources of the edges")

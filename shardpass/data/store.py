@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -11,8 +12,9 @@ from shardpass.data import keys
 from shardpass.data.fields import Fields
 from shardpass.data.manifest import MANIFEST_NAME, Manifest, read_manifest
 from shardpass.data.names import Names
+from shardpass.data.part_edges import PartEdges, checked_edges
 from shardpass.data.raw import EdgeType, NodeType
-from shardpass.data.soundness import PartEdges, check_edges, check_nodes, contradictions
+from shardpass.data.soundness import check_nodes, contradictions
 from shardpass.data.tensor_file import TensorFile
 from shardpass.errors import StoreError
 
@@ -31,16 +33,32 @@ class Store:
         nodes, edges = (sum(counts.values()) for counts in (self.manifest.num_nodes, self.manifest.num_edges))
         return f"Store({str(self.path)!r}, {self.num_parts} parts, {nodes} nodes, {edges} edges)"
 
-    def part_edges(self, edge_type: EdgeType, part: int) -> PartEdges:
+    def part_edges(self, edge_type: EdgeType, part: int, mapped: bool = False) -> PartEdges:
         """A part's edges of one type, verified.
+
+        Args:
+            mapped: read them into memory where the file is mapped, for `PartEdges.from_part`.
 
         Raises:
             StoreError: when they are altered, or are not what the manifest says of them.
         """
-        file = self.files[part]
-        edges = PartEdges(*(file.verified(keys.edge_array_key(edge_type, name)) for name in keys.EDGE_ARRAYS))
-        check_edges(self.manifest, edge_type, part, edges, file.path)
-        return edges
+        return checked_edges(self.manifest, edge_type, part, self.files[part], mapped)
+
+    def edge_id_blocks(self, edge_type: EdgeType, part: int) -> Iterator[Tensor]:
+        """The original positions of a part's edges, block by block, int32 or int64. Refused as `part_edges`."""
+        file, key = self.files[part], keys.edge_array_key(edge_type, "edge_ids")
+        limit, outside = self.manifest.num_edges[edge_type], False
+        for block in file.blocks(key):
+            outside = outside or not 0 <= int(block.amin()) <= int(block.amax()) < limit
+            yield block
+        if outside:
+            raise StoreError(f"{file.path}: {key} are not in [0, {limit}); the store is not as partition writes it")
+
+    def edge_ids(self, edge_type: EdgeType, part: int) -> Tensor:
+        """Original positions of a part's edges, int32 or int64 [num_edges]. Refused as `part_edges`."""
+        for _ in self.edge_id_blocks(edge_type, part):
+            pass
+        return self.files[part].tensor(keys.edge_array_key(edge_type, "edge_ids"))
 
     def node_ids(self, node_type: NodeType, part: int) -> Tensor:
         """Original ids of a part's nodes, ascending, int64 [num_own]. Verified, and refused as `part_edges`."""
@@ -70,10 +88,12 @@ class Store:
         info = self.manifest.node_fields[node_type]
         return Fields(info, {name: keys.node_field_key(node_type, name) for name in info}, self.files_of(parts))
 
-    def edge_fields(self, edge_type: EdgeType, parts: range) -> Fields:
-        """The edge fields of a run of parts, one part after the other."""
+    def edge_fields(
+        self, edge_type: EdgeType, parts: range, join: Callable[[Sequence[Tensor]], Tensor] | None = None
+    ) -> Fields:
+        """The edge fields of a run of parts, put together by `join`, or else one part after the other."""
         info = self.manifest.edge_fields[edge_type]
-        return Fields(info, {name: keys.edge_field_key(edge_type, name) for name in info}, self.files_of(parts))
+        return Fields(info, {name: keys.edge_field_key(edge_type, name) for name in info}, self.files_of(parts), join)
 
     def files_of(self, parts: range) -> list[TensorFile]:
         """The files of a run of parts."""

@@ -14,7 +14,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from shardpass.core.ranks import refuse_irregular
+from shardpass.core.ranks import SAFETENSORS_NAMES, refuse_irregular
 from shardpass.errors import InternalError, StoreError
 
-_DTYPE_NAMES = {
-    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.uint16: "U16",
-    torch.int32: "I32", torch.uint32: "U32", torch.int64: "I64", torch.uint64: "U64",
-    torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64",
-}  # fmt: skip
+_DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
+_BLOCK_BYTES = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -96,7 +93,7 @@ def header_of(tensors: Mapping[str, TensorInfo]) -> tuple[bytes, int]:
     start = 0
     for key in _in_order(tensors):
         end = start + tensors[key].num_bytes
-        dtype, shape = _DTYPE_NAMES[tensors[key].dtype], list(tensors[key].shape)
+        dtype, shape = SAFETENSORS_NAMES[tensors[key].dtype], list(tensors[key].shape)
         entries[key] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
         start = end
     text = json.dumps(entries, separators=(",", ":")).encode()
@@ -141,7 +138,12 @@ class TensorFile:
         self._check(header, record.header_sha256, "the header")
         try:
             self._file: Any = safe_open(path, framework="pt")
-        except SafetensorError as error:
+            entries = json.loads(header[8:])
+            self._infos = {
+                key: TensorInfo(_DTYPES[entry["dtype"]], tuple(entry["shape"])) for key, entry in entries.items()
+            }
+            self._starts = {key: len(header) + entry["data_offsets"][0] for key, entry in entries.items()}
+        except (SafetensorError, ValueError, LookupError) as error:
             raise StoreError(f"{path} is not as shardpass.partition writes it: {error}") from error
 
     def tensor(self, key: str) -> Tensor:
@@ -152,18 +154,50 @@ class TensorFile:
             raise StoreError(f"{self.path} is not as its manifest says: {error}") from error
         return found
 
+    def read(self, key: str, start: int, stop: int) -> Tensor:
+        """A copy of the numbers ``[start, stop)`` of a tensor, [stop - start], not verified. The file is not mapped."""
+        info = self._infos[key]
+        raw = bytearray((stop - start) * info.dtype.itemsize)
+        with open(self.path, "rb") as file:
+            file.seek(self._starts[key] + start * info.dtype.itemsize)
+            if file.readinto(raw) != len(raw):
+                raise StoreError(f"{self.path} has become shorter since it was opened; write the store again")
+        return torch.frombuffer(raw, dtype=info.dtype) if raw else torch.empty(0, dtype=info.dtype)
+
+    def blocks(self, key: str, mapped: bool = False) -> Iterator[Tensor]:
+        """The numbers of a tensor in consecutive blocks, [n] each.
+
+        Args:
+            mapped: give views of the mapped file, whose pages are in memory from then on, in place of copies.
+
+        Raises:
+            StoreError: after the last block, when the bytes differ from the record. The error names the file.
+        """
+        digest, info = hashlib.sha256(), self._infos[key]
+        count, step = math.prod(info.shape), _BLOCK_BYTES // info.dtype.itemsize
+        whole = self.tensor(key).view(-1) if mapped else None
+        for start in range(0, count, step):
+            stop = min(start + step, count)
+            block = self.read(key, start, stop) if whole is None else whole[start:stop]
+            digest.update(_bytes_of(block))
+            yield block
+        self._compare(digest.hexdigest(), self.record.tensors[key], f"the tensor {key!r}")
+
     def verified(self, key: str) -> Tensor:
         """A tensor whose memory is the file's, after its bytes have been checked against the record.
 
         Raises:
             StoreError: when they differ. The error names the file.
         """
-        tensor = self.tensor(key)
-        self._check(_bytes_of(tensor), self.record.tensors[key], f"the tensor {key!r}")
-        return tensor
+        for _ in self.blocks(key, mapped=True):
+            pass
+        return self.tensor(key)
 
-    def _check(self, content: bytes | memoryview, sha256: str, what: str) -> None:
-        if hashlib.sha256(content).hexdigest() != sha256:
+    def _check(self, content: bytes, sha256: str, what: str) -> None:
+        self._compare(hashlib.sha256(content).hexdigest(), sha256, what)
+
+    def _compare(self, found: str, sha256: str, what: str) -> None:
+        if found != sha256:
             raise StoreError(
                 f"{self.path} is altered: the checksum of {what} differs from the manifest's; copy the file again from "
                 "where it was written, or write the store again with shardpass.partition"

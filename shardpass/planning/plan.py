@@ -136,8 +136,10 @@ def plan(
         budget: bytes per rank, as a number or as ``"6GiB"``; by default the `memory_budget` of `options`.
         options: of the run. The mode is not read.
         optimizer: makes the optimizer of parameters.
-        call: calls the model on a graph, by default ``model(graph.x, graph)``, for DGL ``model(graph, graph.x)``.
-        loss: of the output, 0-dim; by default cross entropy with ``graph.y`` over ``graph.train_mask``.
+        call: calls the model on a graph, by default ``model(graph.x, graph)``, for DGL ``model(graph, graph.x)``; with
+            ``graph.x_dict`` for a graph of several types.
+        loss: of the output, 0-dim; by default cross entropy with ``graph.y`` over ``graph.train_mask``, of the one node
+            type that has labels.
         frontend: whose layers the model is made of.
         checkpoint: as in ``wrap``.
         ranks_per_host: processes of one host. They share memory unless ``options.share_memory`` is False, and shared
@@ -146,7 +148,8 @@ def plan(
             0 makes the plan, and every rank returns it.
 
     Raises:
-        ValueError: a store of several types or without features, an unknown mode, or a budget that is no size.
+        ValueError: a store without features, or with several types of which not exactly one has labels (pass `loss`);
+            an unknown mode, or a budget that is no size.
         RefusedError: the model cannot be run on a sharded graph.
     """
     options = options or Options()
@@ -196,7 +199,7 @@ class _Planner:
             found = estimate(self.training, sizes, _LEAST, self.options)
             if found.peak <= budget:
                 return found
-            if sizes.nodes <= 1:
+            if sizes.num_nodes <= len(sizes.nodes):
                 break
         return None
 
@@ -250,11 +253,23 @@ def _training(
     return Training(build, optimizer, run)
 
 
+def _features(graph: ShardedGraph) -> Any:
+    return graph.x if graph.is_homogeneous else graph.x_dict
+
+
 _CALLS: dict[str, Call] = {
-    "pyg": lambda model, graph: model(graph.x, graph),
-    "dgl": lambda model, graph: model(graph, graph.x),
+    "pyg": lambda model, graph: model(_features(graph), graph),
+    "dgl": lambda model, graph: model(graph, _features(graph)),
 }
 
 
-def _cross_entropy(out: Tensor, graph: ShardedGraph) -> Tensor:
-    return cross_entropy(out, graph.y.long(), graph.train_mask, graph.comm)
+def _cross_entropy(out: Any, graph: ShardedGraph) -> Tensor:
+    labelled = [kind for kind in graph.node_types if "y" in graph.fields_of(kind)]
+    if len(labelled) != 1:
+        raise ValueError(
+            f"plan trains with cross entropy on the one node type that has labels 'y', and this graph has "
+            f"{', '.join(map(repr, labelled)) or 'none'}: pass loss=..., a function of the model's output and the graph"
+        )
+    fields = graph.fields_of(labelled[0])
+    rows = out[labelled[0]] if isinstance(out, dict) else out
+    return cross_entropy(rows, fields["y"].long(), fields["train_mask"], graph.comm)

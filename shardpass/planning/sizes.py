@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
-from shardpass.core.dryrun import Field, RankSizes
-from shardpass.core.sharding import EDGE, NODE
-from shardpass.data import Manifest, inspect, open_store
+from shardpass.core.dryrun import EdgeSizes, Field, NodeSizes, RankSizes
+from shardpass.core.sharding import EDGE, NODE, EdgeType, NodeType
+from shardpass.data import FieldInfo, Manifest, inspect, open_store
 
 
 @dataclass(frozen=True)
@@ -62,71 +63,89 @@ def sizes_of(graph: str | os.PathLike[str] | GraphCounts, ranks: int, beyond_par
         beyond_parts: assume a random partition for more ranks than a store has parts.
 
     Raises:
-        ValueError: more ranks than parts, several types, no features, or fewer than one rank.
+        ValueError: more ranks than parts, no features, or fewer than one rank.
     """
     if ranks < 1:
         raise ValueError(f"the number of ranks is at least 1, got {ranks}")
     if isinstance(graph, GraphCounts):
         fields = {"x": Field((graph.num_features,)), **_labels()}
-        return _expected(graph, ranks, fields, {})
+        nodes = {NODE: NodeSizes(graph.nodes, fields, graph.num_classes)}
+        return _expected(ranks, nodes, {EDGE: EdgeSizes(graph.edges, 0, 0)}, graph.cut_fraction, graph.halo_fraction)
     manifest = open_store(graph).manifest
-    fields, edge_fields = _fields(manifest, graph)
-    classes = _num_classes(graph, manifest)
+    nodes = {kind: _node_sizes(graph, manifest, kind) for kind in manifest.node_types}
+    edges = {
+        kind: EdgeSizes(manifest.num_edges[kind], 0, 0, _stored(manifest.edge_fields[kind]))
+        for kind in manifest.edge_types
+    }
     if beyond_parts and ranks > manifest.num_parts:
-        counts = GraphCounts(manifest.num_nodes[NODE], max(1, manifest.num_edges[EDGE]), 1, classes)
-        return _expected(counts, ranks, fields, edge_fields)
+        return _expected(ranks, nodes, edges)
     groups = inspect(graph, ranks).groups
     return RankSizes(
         ranks,
-        max(group.num_nodes for group in groups),
-        max(group.num_edges for group in groups),
-        max(group.num_cut_edges for group in groups),
-        max(group.num_halo_rows for group in groups),
-        fields,
-        edge_fields,
-        classes,
+        {kind: replace(own, count=max(group.nodes[kind] for group in groups)) for kind, own in nodes.items()},
+        {
+            kind: EdgeSizes(
+                max(group.edges[kind] for group in groups),
+                max(group.cut_edges[kind] for group in groups),
+                max(group.halo_rows[kind] for group in groups),
+                own.fields,
+            )
+            for kind, own in edges.items()
+        },
     )
 
 
-def _expected(counts: GraphCounts, ranks: int, fields: dict[str, Field], edge_fields: dict[str, Field]) -> RankSizes:
-    nodes, edges = -(-counts.nodes // ranks), -(-counts.edges // ranks)
-    fraction = 1 - 1 / ranks if counts.cut_fraction is None else counts.cut_fraction
-    cut = round(edges * fraction) if ranks > 1 else 0
-    remote = counts.nodes - nodes
-    halo = expected_halo(remote, cut)
-    if counts.halo_fraction is not None:
-        halo = min(remote, cut, round(nodes * counts.halo_fraction))
-    return RankSizes(ranks, nodes, edges, cut, halo, fields, edge_fields, counts.num_classes)
+def _expected(
+    ranks: int,
+    nodes: dict[NodeType, NodeSizes],
+    edges: dict[EdgeType, EdgeSizes],
+    cut_fraction: float | None = None,
+    halo_fraction: float | None = None,
+) -> RankSizes:
+    """What a rank has of a whole graph of these sizes, partitioned at random unless the fractions say otherwise."""
+    own = {kind: replace(sizes, count=-(-sizes.count // ranks)) for kind, sizes in nodes.items()}
+    fraction = 1 - 1 / ranks if cut_fraction is None else cut_fraction
+    shares = {}
+    for kind, sizes in edges.items():
+        count = -(-sizes.count // ranks)
+        cut = round(count * fraction) if ranks > 1 else 0
+        remote = nodes[kind[0]].count - own[kind[0]].count
+        halo = expected_halo(remote, cut)
+        if halo_fraction is not None:
+            halo = min(remote, cut, round(own[kind[0]].count * halo_fraction))
+        shares[kind] = EdgeSizes(count, cut, halo, sizes.fields)
+    return RankSizes(ranks, own, shares)
 
 
-def _fields(manifest: Manifest, where: object) -> tuple[dict[str, Field], dict[str, Field]]:
-    if manifest.node_types != [NODE] or manifest.edge_types != [EDGE]:
-        raise ValueError(
-            f"{where} holds a graph of several types ({manifest.node_types}); a plan is made of graphs with one node "
-            f"type and one edge type"
-        )
-    node, edge = (
-        {name: Field(info.shape, info.dtype) for name, info in fields.items()}
-        for fields in (manifest.node_fields[NODE], manifest.edge_fields[EDGE])
-    )
-    if "x" not in node:
-        raise ValueError(f"{where} has no node features 'x'; there are: {', '.join(sorted(node)) or 'none'}")
-    return {**_labels(), **node}, edge
+def _node_sizes(where: object, manifest: Manifest, kind: NodeType) -> NodeSizes:
+    """What a store has of one node type. Labels are made up where a loss needs some that are not stored."""
+    fields = _stored(manifest.node_fields[kind])
+    if len(manifest.node_types) == 1:
+        if "x" not in fields:
+            raise ValueError(f"{where} has no node features 'x'; there are: {', '.join(sorted(fields)) or 'none'}")
+        fields = {**_labels(), **fields}
+    elif "y" in fields:
+        fields = {**_labels(), **fields}
+    return NodeSizes(manifest.num_nodes[kind], fields, _num_classes(where, manifest, kind))
+
+
+def _stored(fields: Mapping[str, FieldInfo]) -> dict[str, Field]:
+    return {name: Field(info.shape, info.dtype) for name, info in fields.items()}
 
 
 def _labels() -> dict[str, Field]:
     return {"y": Field((), torch.int64), "train_mask": Field((), torch.bool)}
 
 
-def _num_classes(where: object, manifest: Manifest) -> int:
-    if "y" not in manifest.node_fields[NODE]:
+def _num_classes(where: object, manifest: Manifest, kind: NodeType) -> int:
+    if "y" not in manifest.node_fields[kind]:
         return 2
-    info = manifest.node_fields[NODE]["y"]
+    info = manifest.node_fields[kind]["y"]
     if info.dtype.is_floating_point:
         return info.shape[-1] if info.shape else 1
     store = open_store(where)  # type: ignore[arg-type]
-    parts = (store.node_fields(NODE, range(part, part + 1))["y"] for part in range(manifest.num_parts))
-    return max(int(labels.max()) for labels in parts if labels.numel()) + 1  # one part in memory at a time
+    parts = (store.node_fields(kind, range(part, part + 1))["y"] for part in range(manifest.num_parts))
+    return max((int(labels.max()) for labels in parts if labels.numel()), default=0) + 1  # one part in memory at a time
 
 
 def known_sizes(graph: str | os.PathLike[str] | GraphCounts) -> tuple[int, int]:
@@ -138,6 +157,11 @@ def known_sizes(graph: str | os.PathLike[str] | GraphCounts) -> tuple[int, int]:
     if isinstance(graph, GraphCounts):
         return graph.num_features, graph.num_classes
     manifest = open_store(graph).manifest
-    node, _ = _fields(manifest, graph)
-    shape = node["x"].shape
-    return (shape[-1] if shape else 1), _num_classes(graph, manifest)
+    if manifest.node_types != [NODE] or manifest.edge_types != [EDGE]:
+        raise ValueError(
+            f"{graph} holds a graph of several types ({manifest.node_types}), which the models of the command line do "
+            f"not take: call shardpass.plan or train your model in a script"
+        )
+    sizes = _node_sizes(graph, manifest, NODE)
+    shape = sizes.fields["x"].shape
+    return (shape[-1] if shape else 1), sizes.num_classes

@@ -57,9 +57,10 @@ class Format(NamedTuple):
 def _read_store(folder: Path) -> str:
     manifest = verify(folder)
     names = [node_names(folder, node_type=kind).tolist() for kind in manifest.node_types]
-    data = merge_parts(open_store(folder), range(manifest.num_parts))
+    data = merge_parts(open_store(folder), 1, 0)
     fields = [{name: f[name] for name in f} for of in (data.node_fields, data.edge_fields) for f in of.values()]
-    return repr((manifest, data.node_ids, data.edges, fields, names))
+    edges = {kind: (edges.owners, edges.edge_ids()) for kind, edges in data.edges.items()}
+    return repr((manifest, data.node_ids, edges, fields, names))
 
 
 def _write_named(folder: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from shardpass.core.sharding import OwnerEdges
 from shardpass.data import (
     EDGE,
     NODE,
@@ -15,7 +16,6 @@ from shardpass.data import (
     RawGraph,
     Store,
     merge_parts,
-    parts_of_rank,
 )
 
 ALL_DTYPES = [
@@ -84,7 +84,7 @@ def bipartite() -> RawGraph:
 def rebuilt(store: Store, ranks: int) -> RawGraph:
     """The original graph, put together from what each of `ranks` ranks reads."""
     manifest = store.manifest
-    groups = [merge_parts(store, parts_of_rank(store.num_parts, ranks, rank)) for rank in range(ranks)]
+    groups = [merge_parts(store, ranks, rank) for rank in range(ranks)]
     return _rebuilt(store, groups, manifest.num_nodes, manifest.num_edges)
 
 
@@ -99,9 +99,11 @@ def _rebuilt(store: Store, groups: list[RankData], num_nodes: dict, num_edges: d
     }
     edges, edge_fields = {}, {}
     for kind in num_edges:
-        edge_ids = torch.cat([group.edges[kind].edge_ids for group in groups])
-        src = [node_ids[kind[0]][group.edges[kind].src] for group in groups]
-        dst = [group.node_ids[kind[2]][group.edges[kind].dst] for group in groups]
+        edge_ids = torch.cat([group.edges[kind].edge_ids().long() for group in groups])
+        starts = [store.manifest.offsets[kind[0]][group.parts.start] for group in groups]
+        ends = [ends_of(group.edges[kind].owners, rank, starts) for rank, group in enumerate(groups)]
+        src = [node_ids[kind[0]][src] for src, _ in ends]
+        dst = [group.node_ids[kind[2]][dst] for group, (_, dst) in zip(groups, ends)]
         edges[kind] = EdgeArrays(_scattered(edge_ids, src), _scattered(edge_ids, dst))
         edge_fields[kind] = {
             name: _scattered(edge_ids, [group.edge_fields[kind][name] for group in groups])
@@ -109,6 +111,17 @@ def _rebuilt(store: Store, groups: list[RankData], num_nodes: dict, num_edges: d
         }
     manifest = store.manifest
     return RawGraph(num_nodes, edges, node_fields, edge_fields, manifest.graph_fields, manifest.source)
+
+
+def ends_of(owners: list[OwnerEdges], rank: int, starts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The new id of the source of each edge of a rank, and the row of its destination."""
+    src, dst = [], []
+    for owner, (edges, first) in enumerate(zip(owners, starts)):
+        assert edges.src_rows.dtype == torch.int32
+        rows = edges.src_rows if owner == rank else edges.needed[edges.src_rows.long()]
+        src.append(rows.long() + first)
+        dst.append(torch.arange(edges.indptr.numel() - 1).repeat_interleave(edges.indptr.diff().long()))
+    return torch.cat(src), torch.cat(dst)
 
 
 def _scattered(ids: torch.Tensor, pieces: list[torch.Tensor]) -> torch.Tensor:
@@ -151,15 +164,17 @@ def position_of(path: Path, key: str) -> int:
 def assert_sorted(store: Store) -> None:
     """Each part keeps its promises: ascending original ids, edges by (source part, destination, original id)."""
     for part in range(store.num_parts):
-        for ids in merge_parts(store, range(part, part + 1)).node_ids.values():
+        for ids in merge_parts(store, store.num_parts, part).node_ids.values():
             assert (ids.diff() > 0).all()
         for kind in store.manifest.edge_types:
             edges = store.part_edges(kind, part)
-            offsets = torch.tensor(store.manifest.offsets[kind[0]])
-            src_parts = torch.searchsorted(offsets, edges.src.long(), right=True) - 1
-            order = list(zip(src_parts.tolist(), edges.dst.tolist(), edges.edge_ids.tolist()))
+            owners = [edges.from_part(source) for source in range(store.num_parts)]
+            assert [owner.src_rows.numel() for owner in owners] == list(edges.counts)
+            src_parts = torch.arange(store.num_parts).repeat_interleave(torch.tensor(edges.counts))
+            _, dst = ends_of(owners, part, store.manifest.offsets[kind[0]][:-1])
+            order = list(zip(src_parts.tolist(), dst.tolist(), store.edge_ids(kind, part).tolist()))
             assert order == sorted(order)
-            sizes = torch.bincount(src_parts, minlength=store.num_parts)
-            assert torch.equal(edges.shard_offsets.diff(), sizes)
-            assert edges.shard_offsets[0] == 0
-            assert edges.dst.dtype == torch.int32
+            for source, owner in enumerate(owners):
+                assert (owner.needed.diff() > 0).all()
+                if source != part:  # each halo row is some edge's source
+                    assert torch.equal(owner.src_rows.unique(), torch.arange(owner.needed.numel()).int())

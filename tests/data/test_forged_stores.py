@@ -93,14 +93,23 @@ PARTS = {
     "a negative node": (numbers("node_ids/node", 0, -1), "node_ids/node.* ascending"),
     "a node too many": (numbers("node_ids/node", -1, 8), "node_ids/node.* ascending"),
     "a node of another part": (numbers("node_ids/node", -1, 4), "nodes of type 'node' are not each in one part"),
-    "a destination outside the part": (numbers(EDGE_KEY + "dst", 0, 4), r"edge/node,to,node/dst.* \[0, 4\)"),
-    "a negative destination": (numbers(EDGE_KEY + "dst", 0, -1), r"edge/node,to,node/dst.* \[0, 4\)"),
-    "a source too many": (numbers(EDGE_KEY + "src", -1, 8), r"edge/node,to,node/src.* \[0, 8\)"),
-    "a negative source": (numbers(EDGE_KEY + "src", 0, -1), r"edge/node,to,node/src.* \[0, 8\)"),
+    "a source too many": (numbers(EDGE_KEY + "src_rows", -1, 4), "src_rows are not among the rows"),
+    "a negative source": (numbers(EDGE_KEY + "src_rows", 0, -1), "src_rows are not among the rows"),
+    "a source that is no halo row": (numbers(EDGE_KEY + "src_rows", 0, 1, 1), "src_rows are not among the rows"),
+    "a halo row too many": (numbers(EDGE_KEY + "halo_rows", 0, 4, 1), "halo_rows are not ascending rows"),
+    "a negative halo row": (numbers(EDGE_KEY + "halo_rows", 0, -1, 1), "halo_rows are not ascending rows"),
+    "a halo of the part itself": (numbers(EDGE_KEY + "halo_starts", 1, 0, 1), "halo_starts does not fit the 1"),
+    "halos that are none": (numbers(EDGE_KEY + "halo_starts", 1, 2**40, 1), "halo_starts does not fit the 1"),
+    "a halo that begins late": (numbers(EDGE_KEY + "halo_starts", 0, 1, 1), "halo_starts does not fit the 1"),
+    "row pointers that descend": (numbers(EDGE_KEY + "row_starts", 1, 6), "row_starts are not row pointers"),
+    "row pointers from 1": (numbers(EDGE_KEY + "row_starts", 0, 1), "row_starts are not row pointers"),
+    "negative row pointers": (numbers(EDGE_KEY + "row_starts", 5, -1), "row_starts are not row pointers"),
+    "pointers to more edges": (
+        numbers(EDGE_KEY + "row_starts", -1, 2**31 - 1),
+        "row_starts are pointers to 21474",
+    ),
     "an edge too many": (numbers(EDGE_KEY + "edge_ids", 0, 12), r"edge/node,to,node/edge_ids.* \[0, 12\)"),
     "an edge twice": (numbers(EDGE_KEY + "edge_ids", 0, 4), "edges .* are not each in one part"),
-    "shards that are none": (numbers(EDGE_KEY + "shard_offsets", 1, 2**40), "shard_offsets"),
-    "a shard too long": (numbers(EDGE_KEY + "shard_offsets", 1, 1), "shard_offsets"),
     "other numbers": (entry("node_ids/node", "dtype", "U64"), "part-00000.safetensors"),
     "integers for features": (entry("node/node/x", "dtype", "I32"), "part-00000.safetensors"),
     "another shape": (entry("node/node/x", "shape", [3, 4]), "part-00000.safetensors"),
@@ -121,7 +130,7 @@ def test_parts_in_each_others_place_are_noticed_where_they_are_of_one_size(tmp_p
     graph = sp.data.read({"edge_index": ends, "num_nodes": 4})
     partition(graph, tmp_path / "store", 2, method="range")
     swap_parts(tmp_path / "store")
-    all_refuse(tmp_path / "store", "contradicts itself")
+    all_refuse(tmp_path / "store", "src_rows are not among the rows that the part needs")
 
 
 SPECIAL = {
@@ -147,7 +156,7 @@ TEXTS = {
         for depth in range(900, 1000, 10)
     },
     "not unicode": b'{"format": "shardpass store\xff"}',
-    "a checksum that is no text": b'{"format": "shardpass store", "version": 1, "sha256": "\\ud800"}',
+    "a checksum that is no text": b'{"format": "shardpass store", "version": 2, "sha256": "\\ud800"}',
     "a long number": b'{"version": ' + b"9" * 10**5 + b"}",
 }
 

@@ -19,7 +19,7 @@ def test_counts(tmp_path, make, ranks):
     assert len(report.groups) == (ranks or 4)
     for rank, group in enumerate(report.groups):
         parts = parts_of_rank(4, ranks or 4, rank)
-        data = merge_parts(store, parts)
+        data = merge_parts(store, ranks or 4, rank)
         own = {kind: set(ids.tolist()) for kind, ids in data.node_ids.items()}
         assert group.parts == parts
         assert group.nodes == {kind: len(ids) for kind, ids in own.items()}

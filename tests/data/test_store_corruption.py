@@ -11,6 +11,7 @@ from store_helpers import awkward, position_of
 
 from shardpass.data import EDGE, NODE, inspect, merge_parts, open_store, partition, verify
 from shardpass.data.manifest import read_manifest, write_manifest
+from shardpass.data.tally import tally
 from shardpass.errors import StoreError
 
 
@@ -40,23 +41,23 @@ def test_every_flipped_byte_is_refused(store, name):
 
 
 def test_structure_is_refused_on_load_and_fields_on_first_use(store):
-    file = open_store(store).files[0]
+    file = open_store(store).files[1]
     for key in file.record.tensors:
         start = position_of(file.path, key)
         flip(file.path, start)
         reopened = open_store(store)  # the header and the size are right
         if key.startswith(("node/", "edgefield/")):
-            data = merge_parts(reopened, range(2))
+            data = merge_parts(reopened, 1, 0)
             fields = data.node_fields[NODE] if key.startswith("node/") else data.edge_fields[EDGE]
             with pytest.raises(
-                StoreError, match=f"part-00000.safetensors is altered: the checksum of the tensor '{key}'"
+                StoreError, match=f"part-00001.safetensors is altered: the checksum of the tensor '{key}'"
             ):
                 fields[key.rpartition("/")[2]]
         else:
             with pytest.raises(
-                StoreError, match=f"part-00000.safetensors is altered: the checksum of the tensor '{key}'"
+                StoreError, match=f"part-00001.safetensors is altered: the checksum of the tensor '{key}'"
             ):
-                merge_parts(reopened, range(1))
+                tally(reopened, merge_parts(reopened, 2, 1))
         flip(file.path, start)
     with pytest.raises(StoreError, match="the header"):
         flip(file.path, 20)
@@ -101,9 +102,13 @@ def test_edited_manifest(store):
 @pytest.mark.parametrize(
     ("document", "message"),
     [
-        ({"format": "shardpass store", "version": 2}, "has format version 2, this shardpass reads up to 1; upgrade"),
+        ({"format": "shardpass store", "version": 3}, "has format version 3, this shardpass reads up to 2; upgrade"),
+        (
+            {"format": "shardpass store", "version": 1},
+            "1, which an older shardpass wrote.* write the store again",
+        ),
         ({"format": "shardpass store", "version": 0}, "its format version is 0"),
-        ({"format": "shardpass store", "version": 1}, "its checksum differs"),
+        ({"format": "shardpass store", "version": 2}, "its checksum differs"),
         ({"part_method": "metis"}, "is not the manifest of a shardpass store: it lacks format"),
         ([], "is not the manifest of a shardpass store"),
     ],
@@ -118,7 +123,7 @@ def test_files_of_another_partition_are_refused(store, tmp_path):
     partition(awkward(), tmp_path / "other", 2, method="random", seed=3)
     shutil.copy(tmp_path / "other" / "part-00001.safetensors", store)
     with pytest.raises(StoreError, match=r"part-00001.safetensors"):
-        merge_parts(open_store(store), range(2))
+        merge_parts(open_store(store), 1, 0)
 
 
 def test_manifest_with_another_number_of_parts(store):

@@ -8,15 +8,16 @@ import pytest
 import torch
 from torch import nn
 from torch_geometric.data import HeteroData
-from torch_geometric.nn import GAT, GraphSAGE, SAGEConv
+from torch_geometric.nn import GAT, GraphSAGE, HeteroConv, SAGEConv
 from torch_geometric.nn.aggr import MedianAggregation
 
 import shardpass as sp
 from shardpass.core.dryrun.communicator import DryCommunicator
 from shardpass.core.dryrun.estimate import Estimate
-from shardpass.core.dryrun.rank import made_up_rank
+from shardpass.core.dryrun.rank import made_up_edges, made_up_rank
 from shardpass.core.dryrun.trial import dry_run, extrapolate
 from shardpass.core.ranks import Ranks
+from shardpass.core.sharding import EDGE, NODE
 from shardpass.planning.plan import _training
 from shardpass.planning.sizes import expected_halo, sizes_of
 
@@ -84,7 +85,8 @@ def test_two_small_ranks_tell_of_a_large_one():
 
 def test_a_rank_has_its_share_of_the_counts():
     sizes = sizes_of(COUNTS, 4)
-    assert (sizes.nodes, sizes.edges) == (5_000, 50_000) and sizes.halo_rows <= sizes.cut_edges
+    edges = sizes.edges[EDGE]
+    assert (sizes.num_nodes, edges.count) == (5_000, 50_000) and edges.halo_rows <= edges.cut
 
 
 def test_the_model_and_the_random_state_stay():
@@ -116,7 +118,8 @@ def test_a_store_is_planned_from_what_it_holds(tmp_path):
     sp.partition({"edge_index": edges, "x": x, "y": y, "train_mask": y > 0}, tmp_path / "store", 4, "random")
     groups = sp.inspect(tmp_path / "store", 2).groups
     sizes = sizes_of(tmp_path / "store", 2)
-    assert sizes.halo_rows == max(group.num_halo_rows for group in groups) and sizes.num_classes == 3
+    assert sizes.edges[EDGE].halo_rows == max(group.num_halo_rows for group in groups)
+    assert sizes.nodes[NODE].num_classes == 3
     assert sp.plan(gat(), tmp_path / "store", ranks=[2], modes=["sar"]).rows[0].terms["features"] > 0
     with pytest.raises(ValueError, match="8 ranks, but the store has 4 parts"):
         sp.plan(gat(), tmp_path / "store", ranks=[8])
@@ -145,7 +148,8 @@ def test_ranks_of_one_host_share_memory():
     """Rows that lie in windows do not travel; of four ranks, two on this host, half of the peers still send."""
     sizes, options = sizes_of(COUNTS, 4), sp.Options(mode="sar")
     for per_host, peers in ((2, 1), (4, 3)):
-        plan = made_up_rank(sizes, Ranks(DryCommunicator(4, per_host=per_host)), options).relation.plan
+        comm = Ranks(DryCommunicator(4, per_host=per_host))
+        plan = made_up_rank(sizes, comm, options, made_up_edges(sizes)).relation.plan
         assert [places.numel() for places in plan.shared.places[1:]] == [
             count if rank < per_host else 0 for rank, count in enumerate(plan.schedule.counts[0][1:], 1)
         ]
@@ -165,9 +169,49 @@ def test_a_window_is_counted_once_and_not_if_rows_travel_as_messages():
         sp.plan(gat(), COUNTS, ranks=[4], ranks_per_host=0)
 
 
-def test_graphs_of_several_types_are_refused_by_name(tmp_path):
-    x, edges = torch.rand(6, 4), torch.tensor([[0, 1], [1, 2]])
-    data = HeteroData({"a": {"x": x}, "b": {"x": x}, ("a", "to", "b"): {"edge_index": edges}})
-    sp.partition(data, tmp_path / "store", 2, "random")
-    with pytest.raises(ValueError, match=r"graph of several types .*one node type"):
-        sp.plan(gat(), tmp_path / "store", ranks=[2])
+class Typed(nn.Module):
+    """Authors to papers and back, with classes of papers."""
+
+    def __init__(self):
+        super().__init__()
+        kinds = ("author", "writes", "paper"), ("paper", "written_by", "author")
+        self.first = HeteroConv({kind: SAGEConv((-1, -1), 16) for kind in kinds})
+        self.last = HeteroConv({kinds[0]: SAGEConv((16, 16), 3)})
+
+    def forward(self, x_dict, edge_index_dict):
+        x_dict = {kind: x.relu() for kind, x in self.first(x_dict, edge_index_dict).items()}
+        return self.last(x_dict, edge_index_dict)["paper"]
+
+
+def typed_store(path, num_authors=400, num_papers=1000, num_edges=8000, labels=("paper",)):
+    generator = torch.Generator().manual_seed(0)
+    ends = [torch.randint(0, count, (num_edges,), generator=generator) for count in (num_authors, num_papers)]
+    data = HeteroData({"author": {"x": torch.rand(num_authors, 8)}, "paper": {"x": torch.rand(num_papers, 24)}})
+    data["author", "writes", "paper"].edge_index = torch.stack(ends)
+    data["paper", "written_by", "author"].edge_index = torch.stack(ends[::-1])
+    for kind in labels:
+        data[kind].y = torch.arange(data[kind].num_nodes) % 3
+    sp.partition(data, path, 2, "random")
+    return data
+
+
+def test_graphs_of_several_types_are_planned(tmp_path):
+    data, model = typed_store(tmp_path / "store"), Typed()
+    with torch.no_grad():
+        model(data.x_dict, data.edge_index_dict)  # which gives lazy parameters their shapes
+    one, two = sp.plan(model, tmp_path / "store", ranks=[1, 2], modes=["sar"]).rows
+    assert one.terms["features"] == 400 * 8 * 4 + 1000 * (24 * 4 + 8 + 1)
+    assert two.fetched > 0 and two.training < one.training
+    beyond = sizes_of(tmp_path / "store", 8, beyond_parts=True)
+    assert beyond.num_edges == 2 * 1000 and [own.count for own in beyond.nodes.values()] == [50, 125]
+
+
+def test_a_plan_without_one_type_of_labels_asks_for_a_loss(tmp_path):
+    for number, labels in enumerate([(), ("author", "paper")]):
+        data, model = typed_store(tmp_path / str(number), labels=labels), Typed()
+        with torch.no_grad():
+            model(data.x_dict, data.edge_index_dict)
+        with pytest.raises(ValueError, match=r"one node type that has labels .* pass loss="):
+            sp.plan(model, tmp_path / str(number), ranks=[1], modes=["sar"])
+        loss = lambda out, graph: out.square().sum()  # noqa: E731
+        assert sp.plan(model, tmp_path / str(number), ranks=[1], modes=["sar"], loss=loss).rows

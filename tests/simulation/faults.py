@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import safetensors.torch
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardpass.core.training import verified_file
 
 from .programs import UserError
 from .world import Process, World
@@ -192,11 +193,11 @@ def disk(world: World) -> Iterator[None]:
 
         return call
 
-    save = safetensors.torch.save_file
+    fill = verified_file._fill
 
-    def save_partly(tensors: Any, path: Any, **kwargs: Any) -> None:
+    def fill_partly(path: Any, *args: Any) -> None:
         point()
-        save(tensors, path, **kwargs)
+        fill(path, *args)
         content = Path(path).read_bytes()
         try:
             point()  # in the middle of writing
@@ -210,5 +211,5 @@ def disk(world: World) -> Iterator[None]:
             (Path, "mkdir"), (Path, "write_text"), (shutil, "rmtree"),
         ):  # fmt: skip
             stack.enter_context(mock.patch.object(owner, name, before(name, getattr(owner, name))))
-        stack.enter_context(mock.patch.object(safetensors.torch, "save_file", save_partly))
+        stack.enter_context(mock.patch.object(verified_file, "_fill", fill_partly))
         yield

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardpass.core.aggregation.call import Call
-from shardpass.core.ranks import torch_private
+from shardpass.core.ranks import KeptCalls, torch_private
 from shardpass.core.tracing import Base, EdgeTrace, Program, sample_inputs
 
 
@@ -29,11 +29,24 @@ def run_node_part(program: Program, call: Call, outputs: list[Tensor], only_scal
         inputs.num_dst = call.edges.num_dst
     phase = _NodePhase(outputs, call.edges.num_dst)
     sums = [k for k, reduction in enumerate(call.structure.reductions) if only_scales and reduction.form != "ones"]
-    trace = EdgeTrace(program, inputs.index, phase, returned=frozenset(sums))
+    trace = _NodeTrace(program, inputs.index, phase, returned=frozenset(sums))
+    trace.kept = call.plan.comm.kept_calls
     with call.plan.comm.in_message(), trace:
         trace.count = call.structure.num_message
         message = torch_private.tree_map_only(Tensor, lambda rows: rows[:num_edges], call.structure.message)
         return program.aggregate(message, inputs)
+
+
+class _NodeTrace(EdgeTrace):
+    """Runs a node function. During an inference, what it fills for all nodes needs no memory."""
+
+    kept: KeptCalls | None = None
+
+    def run(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Tensor]) -> Any:
+        """Carry out one intercepted call."""
+        if self.kept is not None and name in ("new_zeros", "new_ones", "new_full"):
+            return self.kept.filled(func, args, kwargs)
+        return super().run(func, name, args, kwargs, operands)
 
 
 class _NodePhase:

@@ -70,6 +70,10 @@ def _require_rows(program: Program, plan: HaloPlan, edges: EdgeShards) -> None:
 
 
 def _aggregate(program: Program, plan: HaloPlan, edges: EdgeShards, weight: Tensor | None) -> Any:
+    kept = plan.comm.kept_calls
+    if kept is not None:
+        src, dst, edge = kept.operands(program.src, program.dst, program.edge)
+        program = replace(program, src=src, dst=dst, edge=edge)
     number, token = begin_call(plan.comm, program.name)
     label = f"call {number} {program.name}"
     streamed_to = plan.comm.device if plan.options.stream_structure else None
@@ -86,12 +90,12 @@ def _aggregate(program: Program, plan: HaloPlan, edges: EdgeShards, weight: Tens
         return _finish(way, [way.sums[k] for k in range(len(way.sums))])
     outputs = run_call(way.call, way.program, token)
     _note_results(way.call, way.program, outputs)
-    return _finish(way, outputs)
+    return _finish(way, outputs if kept is None else kept.deferred(outputs))
 
 
 def _note_results(call: Call, program: Program, outputs: list[Tensor]) -> None:
     """Keep sums of inputs that do not change, and update the running statistics of batch norms."""
-    if call.plan.options.cache_constant_inputs and not call.gradients:
+    if call.plan.options.cache_constant_inputs and not call.gradients and call.plan.comm.kept_calls is None:
         found = {k: output.detach() for k, output in enumerate(outputs)}
         constant_sums(call.plan).keep(program, call.structure, call.edges, found)
     for k, (count, mean, variance) in call.norm_moments.items():

@@ -82,7 +82,7 @@ def estimate(training: Training, sizes: RankSizes, mode: Mode, options: Options)
     """
     options = replace(options, mode=mode, memory_budget=None)
     edges = max(_EDGES, _EDGES_PER_BLOCK * sizes.ranks)
-    largest = max(sizes.edges / edges, sizes.nodes / edges)
+    largest = max(sizes.num_edges / edges, sizes.num_nodes / edges)
     if largest <= 1:
         return Estimate.of(dry_run(training, sizes, options), sizes.ranks, mode)
     scales = (0.5 / largest, 1 / largest)

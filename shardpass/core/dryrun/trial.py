@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from shardpass.core.dryrun.communicator import DryCommunicator
-from shardpass.core.dryrun.rank import RankSizes, made_up_rank
+from shardpass.core.dryrun.rank import RankSizes, made_up_edges, made_up_rank
 from shardpass.core.dryrun.tracker import MemoryTracker
 from shardpass.core.graphs import ShardedGraph
 from shardpass.core.ranks import Options, Ranks
@@ -73,10 +73,12 @@ def dry_run(training: Training, sizes: RankSizes, options: Options) -> Measured:
     """What training on a made-up rank of these sizes needs. Leaves torch's random state as it was."""
     tracker = MemoryTracker()
     comm = Ranks(DryCommunicator(sizes.ranks, notify=tracker.phase, per_host=sizes.per_host))
+    edges = made_up_edges(sizes)  # before the tracker is on, since loading a store does not make them
     gc.collect()
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), tracker:
-        graph = made_up_rank(sizes, comm, options)
-        features = tracker.numbers([*graph.node.values(), *graph.edge.values()])
+        graph = made_up_rank(sizes, comm, options, edges)
+        fields = [graph.fields_of(kind) for kind in graph.node_types] + [one.fields for one in graph.relations.values()]
+        features = tracker.numbers(tensor for one in fields for tensor in one.values())
         model = training.build(comm)
         parameters = tracker.numbers([*model.parameters(), *model.buffers()])
         loaded, first = tracker.live_bytes, len(tracker.events)

@@ -3,7 +3,7 @@
 This room moves rows and gradients of rows between ranks. It does no mathematics on edges.
 """
 
-from shardpass.core.exchange.halo import HaloPlan, build_halo_plan, node_set
+from shardpass.core.exchange.halo import HaloPlan, build_halo_plan, halo_plan_of, node_set
 from shardpass.core.exchange.packing import MESSAGE_BUFFER, Packing
 from shardpass.core.exchange.schedule import Schedule, Transfer
 from shardpass.core.exchange.tokens import WalkId
@@ -30,6 +30,7 @@ __all__ = [
     "extremum_at_owners",
     "fetch_blocks",
     "halo_fetch",
+    "halo_plan_of",
     "node_set",
     "scatter_to_owners",
     "shares_rows",

@@ -122,7 +122,20 @@ def build_halo_plan(
     src_rows = torch.where(remote, own + torch.searchsorted(needed, src_ids), src_ids - sources.offsets[rank])
 
     cuts = torch.searchsorted(needed, needed.new_tensor(sources.offsets)).tolist()
-    wanted = [(needed[cuts[q] : cuts[q + 1]] - sources.offsets[q]).to(comm.device) for q in range(size)]
+    wanted = [needed[cuts[q] : cuts[q + 1]] - sources.offsets[q] for q in range(size)]
+    return halo_plan_of(comm, own, wanted, num_dst, options), src_rows
+
+
+def halo_plan_of(comm: Ranks, num_own_src: int, needed: Sequence[Tensor], num_dst: int, options: Options) -> HaloPlan:
+    """The plan by which a rank receives the rows `needed`. Collective. Every rank must pass the same `options`.
+
+    Args:
+        num_own_src: source rows this rank owns.
+        needed: for each rank the rows of its own that this rank needs, ascending; none of this rank itself.
+        num_dst: destination rows of this rank.
+    """
+    rank, size = comm.rank, comm.size
+    wanted = [rows.to(comm.device, torch.int64) for rows in needed]
     send_rows = tuple(comm.all_to_all(wanted, label="halo plan: needed rows"))
     counts = [
         row.tolist() for row in comm.all_gather(wanted[0].new_tensor([w.numel() for w in wanted]), label="halo plan")
@@ -133,4 +146,4 @@ def build_halo_plan(
             raise InternalError(f"rank {rank} got {found} rows to send to rank {peer}, which needs {expected}")
 
     schedule = Schedule.ring(counts, options.block_rows)
-    return HaloPlan.over(comm, options, schedule, own, num_dst, send_rows), src_rows
+    return HaloPlan.over(comm, options, schedule, num_own_src, num_dst, send_rows)

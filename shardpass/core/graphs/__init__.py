@@ -13,7 +13,7 @@ from shardpass.core.graphs.graph import LoadedGraphs, ShardedGraph, gather
 from shardpass.core.graphs.hetero_graph import ShardedHeteroGraph
 from shardpass.core.graphs.node_ids import NodeIds, node_ids
 from shardpass.core.graphs.readout import all_rows, reduce_rows
-from shardpass.core.graphs.relation import OwnFields, Relation, build_relation
+from shardpass.core.graphs.relation import OwnFields, Relation, build_relation, relation_of
 from shardpass.core.graphs.reverse import ReversedEdges, reversed_edges
 from shardpass.core.graphs.union import Piece, union
 
@@ -40,6 +40,7 @@ __all__ = [
     "node_embeddings",
     "node_ids",
     "reduce_rows",
+    "relation_of",
     "reversed_edges",
     "rows",
     "union",

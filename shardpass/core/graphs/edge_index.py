@@ -39,32 +39,37 @@ class ShardedEdgeIndex(StandIn):
     """
 
     plan: HaloPlan
-    shards: EdgeShards | None  # of exactly this edge list, where known
     is_reversed: bool
     derivation: Derivation | None  # how the numbers are made, where they are not stored
     flow: LayerFlow | None  # which nodes are computed; `None`: all of them
     counts_last = True
 
     @staticmethod
-    def wrap(
-        data: Tensor,
-        plan: HaloPlan,
-        shards: EdgeShards | None = None,
-        is_reversed: bool = False,
-        flow: LayerFlow | None = None,
-    ) -> Any:
+    def wrap(data: Tensor, plan: HaloPlan, is_reversed: bool = False, flow: LayerFlow | None = None) -> Any:
         """`data` ``[2, num_edges]`` int64, sources first, as the stand-in of the graph behind `plan`."""
         out = data.as_subclass(ShardedEdgeIndex)
-        out.plan, out.shards, out.is_reversed, out.derivation, out.flow = plan, shards, is_reversed, None, flow
+        out.plan, out.is_reversed, out.derivation, out.flow = plan, is_reversed, None, flow
         return out
 
     @staticmethod
-    def derived(derivation: Derivation, mine: ShardedEdgeIndex) -> Any:
-        """The stand-in for a list derived from `mine`; it has the shape but no numbers until something reads them."""
-        shape = derivation.base.new_zeros((2, 1)).expand(2, derivation.num_edges)
-        out = ShardedEdgeIndex.wrap(shape, mine.plan, None, mine.is_reversed, mine.flow)
+    def of_shards(shards: EdgeShards, plan: HaloPlan, flow: LayerFlow | None = None) -> Any:
+        """The stand-in for the edges of `shards`, without numbers until something reads them."""
+        return ShardedEdgeIndex.derived(Derivation.of(shards), plan, False, flow)
+
+    @staticmethod
+    def derived(derivation: Derivation, plan: HaloPlan, is_reversed: bool, flow: LayerFlow | None) -> Any:
+        """The stand-in for a derived list; it has the shape but no numbers until something reads them."""
+        shape = torch.zeros((2, 1), dtype=torch.int64, device=derivation.device).expand(2, derivation.num_edges)
+        out = ShardedEdgeIndex.wrap(shape, plan, is_reversed, flow)
         out.derivation = derivation
         return out
+
+    @property
+    def shards(self) -> EdgeShards | None:
+        """The shards of exactly this edge list, where they are known."""
+        if self.derivation is None or self.derivation.is_edited or isinstance(self.derivation.base, Tensor):
+            return None
+        return self.derivation.base
 
     @property
     def edges(self) -> Tensor | Derivation:
@@ -88,7 +93,7 @@ class ShardedEdgeIndex(StandIn):
 
     def flipped(self) -> ShardedEdgeIndex:
         """The same edges with the rows exchanged; nothing is copied."""
-        out = ShardedEdgeIndex.wrap(self.as_subclass(Tensor), self.plan, self.shards, not self.is_reversed, self.flow)
+        out = ShardedEdgeIndex.wrap(self.as_subclass(Tensor), self.plan, not self.is_reversed, self.flow)
         out.derivation = self.derivation
         return out
 
@@ -101,7 +106,7 @@ class ShardedEdgeIndex(StandIn):
 
     def _of(self, data: Tensor) -> ShardedEdgeIndex:
         """Other numbers, sources first, in the same direction."""
-        return ShardedEdgeIndex.wrap(data, self.plan, None, self.is_reversed, self.flow)
+        return ShardedEdgeIndex.wrap(data, self.plan, self.is_reversed, self.flow)
 
     @classmethod
     def answer(cls, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -276,11 +281,12 @@ def _refused(name: str, what: str) -> RefusedError:
 
 
 def _copied(mine: ShardedEdgeIndex, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if mine.derivation is not None and name in ("clone", "contiguous", "detach", "long", "alias"):
-        return mine  # nothing can be written into it
+    if mine.derivation is not None:
+        some = func(mine.as_subclass(Tensor)[:, :0], *args[1:], **kwargs)
+        if (some.device, some.dtype) == (mine.device, mine.dtype):
+            return mine  # nothing can be written into it
     out = func(mine.sources_first, *args[1:], **kwargs)
-    shards = mine.shards if out.device == mine.device else None
-    return ShardedEdgeIndex.wrap(out, mine.plan, shards, mine.is_reversed, mine.flow)
+    return ShardedEdgeIndex.wrap(out, mine.plan, mine.is_reversed, mine.flow)
 
 
 def _joined(mine: ShardedEdgeIndex, pieces: Sequence[Tensor]) -> ShardedEdgeIndex:
@@ -290,8 +296,8 @@ def _joined(mine: ShardedEdgeIndex, pieces: Sequence[Tensor]) -> ShardedEdgeInde
     others = pieces[1:] if extends else pieces
     data = [piece.sources_first if isinstance(piece, ShardedEdgeIndex) else _plain_one(piece) for piece in others]
     if extends:
-        start = mine.derivation or Derivation.of(mine.sources_first, mine.shards)
-        return ShardedEdgeIndex.derived(start.extended(data), mine)
+        start = mine.derivation or Derivation.of(mine.sources_first)
+        return ShardedEdgeIndex.derived(start.extended(data), mine.plan, mine.is_reversed, mine.flow)
     return mine._of(torch.cat(data, dim=1))
 
 
@@ -304,8 +310,9 @@ def _item(mine: ShardedEdgeIndex, key: Any) -> Tensor:
         edges = _plain_one(key[1])
         if isinstance(edges, slice) and edges != slice(None):
             raise _refused("a slice [:, a:b]", "the edge_index")
-        if mine.derivation is None and isinstance(edges, Tensor) and edges.dtype == torch.bool:
-            return ShardedEdgeIndex.derived(Derivation.of(mine.sources_first, mine.shards).masked(edges), mine)
+        start = mine.derivation or Derivation.of(mine.sources_first)
+        if not start.is_edited and isinstance(edges, Tensor) and edges.dtype == torch.bool:
+            return ShardedEdgeIndex.derived(start.masked(edges), mine.plan, mine.is_reversed, mine.flow)
         return mine._of(mine.sources_first[:, edges])
     if isinstance(key, tuple) and len(key) == 2 and isinstance(key[0], int):
         row, edges = _item(mine, key[0]), _plain_one(key[1])
@@ -356,7 +363,7 @@ def _stacked(plan: HaloPlan, first: Tensor, second: Tensor) -> ShardedEdgeIndex:
     loops = torch.equal(data[0], data[1]) and (data.numel() == 0 or int(data.max()) < plan.num_own_src)
     if first.dim() != 1 or (all(sources) and not loops):
         raise _refused("stack", "source node ids")
-    return ShardedEdgeIndex.wrap(data if sources[0] else data.flip(0), plan, None, is_reversed=not sources[0])
+    return ShardedEdgeIndex.wrap(data if sources[0] else data.flip(0), plan, is_reversed=not sources[0])
 
 
 def _only_own_rows(table: Any, key: Any) -> bool:

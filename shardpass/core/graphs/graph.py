@@ -200,8 +200,7 @@ class ShardedGraph:
         if self.options.stream_structure:
             raise ValueError("graph.layers with Options(stream_structure=True) is not supported: load without it")
         flows = message_flow(self.edge_index, self.ownership[NODE], nodes.to(self.comm.device), num_layers)
-        numbers = relation.edge_index.sources_first
-        return [ShardedEdgeIndex.wrap(numbers, relation.plan, relation.shards, flow=flow) for flow in flows]
+        return [ShardedEdgeIndex.of_shards(relation.shards, relation.plan, flow) for flow in flows]
 
     @property
     def batch(self) -> BatchIndex:

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from shardpass.core.exchange import HaloPlan, build_halo_plan
+from shardpass.core.exchange import HaloPlan, halo_plan_of
 from shardpass.core.graphs.edge_index import ShardedEdgeIndex
 from shardpass.core.ranks import Options, Ranks
 from shardpass.core.sharding import (
     HOST,
     EdgeShards,
+    LazyTensor,
     NodeType,
+    OwnerEdges,
     Ownership,
-    build_shards,
-    shard_order,
+    edges_by_owner,
+    shards_of_owners,
     smallest_index_dtype,
 )
 
@@ -59,15 +61,20 @@ class Relation:
         plan: the halo of their sources.
         shards: the edges by source block, in the rank's edge order.
         edge_index: the stand-in for ``edge_index``.
-        edge_ids: original position of each edge, ``[num_edges]`` int64.
         fields: edge tensors in the rank's edge order.
+        ids: the owner of `edge_ids`.
     """
 
     plan: HaloPlan
     shards: EdgeShards
     edge_index: ShardedEdgeIndex
-    edge_ids: Tensor
     fields: OwnFields
+    ids: LazyTensor
+
+    @property
+    def edge_ids(self) -> Tensor:
+        """Original position of each edge, ``[num_edges]`` int64; made when it is first read."""
+        return self.ids.read()
 
 
 def build_relation(
@@ -90,22 +97,60 @@ def build_relation(
         ends: the types of sources and destinations, by which edges of another type are recognised.
     """
     device = HOST if options.stream_structure else comm.device
-    src_ids, dst_rows, edge_ids = src_ids.to(device), dst_rows.to(device), edge_ids.to(device)
-    plan, src_rows = build_halo_plan(comm, sources, src_ids, num_dst, options)
+    owners, order = edges_by_owner(sources, comm.rank, src_ids.to(device), dst_rows.to(device), num_dst)
+    num_own = sources.num_own(comm.rank)
+    return relation_of(comm, owners, num_own, num_dst, lambda: edge_ids, fields, options, ends, order)
+
+
+def relation_of(
+    comm: Ranks,
+    owners: Sequence[OwnerEdges],
+    num_own_src: int,
+    num_dst: int,
+    edge_ids: Callable[[], Tensor],
+    fields: Mapping[str, Tensor],
+    options: Options,
+    ends: tuple[NodeType, NodeType] | None = None,
+    order: Tensor | None = None,
+) -> Relation:
+    """The edges of one type, of which each rank has those by owner. Collective. Their tensors are taken as they are.
+
+    Args:
+        owners: the edges from each rank's nodes, in the order of the ranks.
+        num_own_src: source rows that this rank owns. num_dst: destination rows.
+        edge_ids: gives the original position of each edge, called when they are first needed.
+        fields: per edge, in the same order as `edge_ids`.
+        options, ends: as of `build_relation`.
+        order: where each of the edges of `owners` stands in `edge_ids` and `fields`. `None`: they have the same order.
+    """
+    device = HOST if options.stream_structure else comm.device
+    owners = [edges.to(device) for edges in owners]
+    plan = halo_plan_of(comm, num_own_src, [edges.needed for edges in owners], num_dst, options)
     plan = replace(plan, ends=ends)
-    if options.mode == "halo":
-        order = torch.argsort(edge_ids)  # layers that see whole neighbourhoods break ties by the order of edges
-    else:
-        order, _ = shard_order(src_rows, dst_rows, plan.blocks)  # shards are slices of edge tensors
-    src_rows, dst_rows = src_rows[order], dst_rows[order]
-    shards = build_shards(src_rows, dst_rows, plan.blocks, num_dst)
-    edge_index = ShardedEdgeIndex.wrap(torch.stack([src_rows, dst_rows]), plan, shards)
-    where = order.to(smallest_index_dtype(order.numel())) if fields else order[:0]  # is kept
+    shards = shards_of_owners(owners, plan.blocks, num_dst)
+    order = None if order is None else order.to(device, smallest_index_dtype(order.numel()))
+    if options.mode == "halo":  # layers that see whole neighbourhoods break ties by the order of edges
+        given = edge_ids().to(device)
+        by_id = torch.argsort(given if order is None else given.index_select(0, order))
+        shards = _in_order(shards, by_id)
+        order = by_id if order is None else order[by_id]
+
+    def ordered(stored: Tensor) -> Tensor:
+        return stored.to(device) if order is None else stored.to(device).index_select(0, order)
 
     def placed(stored: Tensor) -> Tensor:
         with comm.unfollowed():  # a model may be the first to read a field
-            rows = stored.to(device).index_select(0, where)
+            rows = ordered(stored)
         comm.mark_rows(rows, plan.edge_set(shards.num_edges))
         return rows
 
-    return Relation(plan, shards, edge_index, edge_ids[order], OwnFields(fields, placed))
+    index = ShardedEdgeIndex.of_shards(shards, plan)
+    ids = LazyTensor(lambda: ordered(edge_ids()).to(torch.int64))
+    return Relation(plan, shards, index, OwnFields(fields, placed), ids)
+
+
+def _in_order(shards: EdgeShards, order: Tensor) -> EdgeShards:
+    """The same edges in a list whose i-th edge is the one that stood at ``order[i]``."""
+    places = torch.empty_like(order)
+    places[order] = torch.arange(order.numel(), device=order.device)
+    return replace(shards, shards=tuple(replace(shard, rows=places[shard.edge_rows]) for shard in shards.shards))

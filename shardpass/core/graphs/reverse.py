@@ -16,7 +16,7 @@ from shardpass.core.exchange import HaloPlan, WalkId, carry, halo_fetch
 from shardpass.core.graphs.edge_index import ShardedEdgeIndex
 from shardpass.core.graphs.relation import build_relation
 from shardpass.core.ranks import agree
-from shardpass.core.sharding import Derivation, KnownLists, Ownership
+from shardpass.core.sharding import KnownLists, Ownership
 from shardpass.errors import RefusedError
 
 
@@ -83,7 +83,7 @@ def reversed_edges(edge_index: ShardedEdgeIndex, label: str) -> ReversedEdges:
             f"{label}: messages against the direction of the edges do not work with Options(stream_structure=True). "
             f"Store the graph with its edges the other way round, or load it without that option"
         )
-    edges = Derivation.of(edge_index.sources_first) if edge_index.shards is not None else edge_index.edges
+    edges = edge_index.edges
     lists = plan.comm.caches.of(_ReversedLists, plan).lists
     known = lists.find(edges)
     serial = -1 if known is None else known.serial

@@ -123,4 +123,4 @@ def _build(pieces: Sequence[Piece], num_src: int, num_dst: int, label: str) -> S
         dst_rows.append(edges[1] + piece.dst_start)
     plan, src = build_halo_plan(comm, sources, torch.cat(src_ids), num_dst, first.options)
     dst = torch.cat(dst_rows)
-    return ShardedEdgeIndex.wrap(torch.stack([src, dst]), plan, build_shards(src, dst, plan.blocks, num_dst))
+    return ShardedEdgeIndex.of_shards(build_shards(src, dst, plan.blocks, num_dst), plan)  # type: ignore[no-any-return]

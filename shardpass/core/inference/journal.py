@@ -15,10 +15,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from shardpass.core.inference.deferred import Deferral, DeferredRows, block_of, in_memory
+from shardpass.core.inference.row_sources import spans
 from shardpass.core.ranks import Ranks, agree, fail_together
-from shardpass.core.training import read_verified, write_verified
+from shardpass.core.training import RowBlocks, read_verified, write_verified
 from shardpass.errors import RefusedError
 
 
@@ -30,17 +33,23 @@ class Journal:
         comm: the ranks.
         fingerprint: a hash of everything that results depend on. A folder with another fingerprint is begun anew.
         progress: called with the name of each call as it begins.
+        deferral: makes the stand-ins for results, which stay in their files; `None` if results are to be in memory.
     """
 
     def __init__(
-        self, folder: Path, comm: Ranks, fingerprint: str, progress: Callable[[str], None] | None = None
+        self,
+        folder: Path,
+        comm: Ranks,
+        fingerprint: str,
+        progress: Callable[[str], None] | None = None,
+        deferral: Deferral | None = None,
     ) -> None:
         """Collective: ranks agree on how many results all of them have.
 
         Raises:
             OSError: a rank cannot use its folder (on every rank).
         """
-        self._progress, self._device = progress, comm.device
+        self._progress, self._device, self.deferral = progress, comm.device, deferral
         self.folder, self._fingerprint = folder / f"rank-{comm.rank}", fingerprint
         head = json.dumps({"fingerprint": fingerprint, "ranks": comm.size})
         kept = fail_together(comm, "journal: results kept", lambda: self._open(head, comm), OSError)
@@ -90,19 +99,56 @@ class Journal:
         number = self._next
         self._next += 1
         if number < self.num_known:
-            found = {name: tensor.to(self._device) for name, tensor in self._read(number).items()}
-            return found["rows"] if "rows" in found else tuple(found[str(i)] for i in range(len(found)))
+            return self._found(number)
         try:
             rows = compute()
         except RefusedError:  # the caller may know another way
             self._next -= 1
             raise
         tensors = {"rows": rows} if isinstance(rows, Tensor) else {str(i): r for i, r in enumerate(rows)}
-        write_verified(self._entry(number), tensors, self._title(number))
-        return rows
+        stored = {name: _in_blocks(tensor) for name, tensor in tensors.items()}
+        write_verified(self._entry(number), stored, self._title(number))
+        if self.deferral is None:
+            return rows
+        del rows, tensors, stored  # they are in the file now
+        return self._found(number)
+
+    def _found(self, number: int) -> Any:
+        """The result in an entry: rows that stay there, or are read."""
+        if self.deferral is None:
+            found = {name: tensor.to(self._device) for name, tensor in self._read(number).items()}
+        else:
+            found = self.deferral.stored(self._entry(number), self._device)
+        return found["rows"] if "rows" in found else tuple(found[str(i)] for i in range(len(found)))
+
+    def begin_again(self) -> None:
+        """The forward runs once more from its first call, with results in memory."""
+        self._next, self.deferral = 0, None
+
+    def operands(self, *sides: dict[str, Tensor]) -> tuple[dict[str, Tensor], ...]:
+        """The tensors that a call reads, with the rows themselves."""
+        return in_memory(*sides)
+
+    def deferred(self, rows: list[Tensor]) -> list[Tensor]:
+        """What a call has reduced, of which its node function is about to make the result."""
+        return rows if self.deferral is None else [self.deferral.held(tensor) for tensor in rows]
+
+    def filled(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """What ``func(*args, **kwargs)`` returns, where `func` is `Tensor.new_zeros` or alike in a node function."""
+        if self.deferral is None:
+            out: Tensor = func(*args, **kwargs)
+            return out
+        return self.deferral.filled(func, args, kwargs)
 
     def remove(self) -> None:
         """Remove all results. The last rank removes the folder of the run."""
         shutil.rmtree(self.folder, ignore_errors=True)
         with suppress(OSError):  # it holds folders of other ranks, or another rank has removed it
             self.folder.parent.rmdir()
+
+
+def _in_blocks(tensor: Tensor) -> Tensor | RowBlocks:
+    if not isinstance(tensor, DeferredRows):
+        return tensor
+    blocks = (block_of(tensor, *span) for span in spans(tensor.size(0), [tensor]))
+    return RowBlocks(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), blocks)

@@ -15,15 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from shardpass.core.graphs import ShardedGraph
+from shardpass.core.inference.deferred import Deferral, DeferredRows, block_of, whole
 from shardpass.core.inference.fingerprint import argument_lines, model_lines, tensor_line
 from shardpass.core.inference.journal import Journal
-from shardpass.core.ranks import Ranks, fail_together, refuse_irregular
+from shardpass.core.inference.row_sources import ChangedRowsError, spans
+from shardpass.core.ranks import Ranks, fail_together, refuse_irregular, torch_private
 from shardpass.core.sharding import NodeType
 from shardpass.core.training import alike
 from shardpass.errors import MissingDependencyError
 
 _T = TypeVar("_T")
-_CHUNK_BYTES = 1 << 24
 _TABLE = ".parquet"
 
 
@@ -76,9 +77,9 @@ def infer(
     args = args or (graph.x if graph.is_homogeneous else graph.x_dict, graph)
     _same_parameters(model, comm)
     fingerprint = _fingerprint(model, graph, args, tag)
-    journal = Journal(path.with_name(f".{path.name}.partial"), comm, fingerprint, progress)
+    journal = Journal(path.with_name(f".{path.name}.partial"), comm, fingerprint, progress, Deferral())
     with _evaluating(model, comm, journal):
-        found = model(*args)
+        found = _outputs(model, graph, args, journal)
     rows = _on_all(comm, lambda: _rows_by_type(graph, found, path, overwrite, node_type))
     for target, of_type in rows.items():
         _write(graph, target, *of_type)
@@ -128,6 +129,30 @@ def _evaluating(model: nn.Module, comm: Ranks, journal: Journal) -> Iterator[Non
             module.training = training
 
 
+def _outputs(model: nn.Module, graph: ShardedGraph, args: tuple[Any, ...], journal: Journal) -> Any:
+    """What the model returns. Its rows are deferred, unless it writes into tensors in a way that forbids it."""
+    deferral = journal.deferral
+    assert deferral is not None
+    counts = {rows.count for rows in graph.row_sets() if not rows.is_of_edges}
+
+    def given(leaf: Any) -> Any:
+        is_rows = type(leaf) is Tensor and leaf.layout == torch.strided and leaf.dim() > 0 and leaf.size(0) in counts
+        return deferral.held(leaf) if is_rows else leaf
+
+    try:
+        found, problem = model(*torch_private.tree_map(given, args)), ""
+        for module in model.modules():  # what a layer caches is used after the files are gone
+            for name, value in vars(module).items():
+                if any(isinstance(leaf, DeferredRows) for leaf in torch_private.tree_leaves(value)):
+                    vars(module)[name] = torch_private.tree_map(whole, value)
+    except ChangedRowsError as error:
+        found, problem = None, str(error)
+    if not any(graph.comm.all_gather_object(problem, "infer: deferred rows")):
+        return found
+    journal.begin_again()
+    return model(*args)
+
+
 _Rows = dict[Path, tuple[Tensor, Tensor, int, NodeType | None]]
 
 
@@ -160,7 +185,7 @@ def _rows_by_type(graph: ShardedGraph, found: Any, path: Path, overwrite: bool, 
             shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(f"infer: the model returned {shape}; expected {ids.numel()} rows, one per own node")
         value = value.float() if value.dtype == torch.bfloat16 else value  # which numpy does not know
-        rows[target] = (value.detach().cpu().contiguous(), ids.cpu(), total, node_type)
+        rows[target] = (value.detach(), ids.cpu(), total, node_type)
     return rows
 
 
@@ -168,21 +193,20 @@ def _write(graph: ShardedGraph, path: Path, rows: Tensor, ids: Tensor, total: in
     """Write the rows of all ranks into one file, which gets its name when it is complete. Collective."""
     comm, partial = graph.comm, path.with_name(f".{path.name}.writing")
     table = path.with_name(f".{path.name}.table")
-    shape = (total, *rows.shape[1:])
+    shape, dtype = (total, *rows.shape[1:]), torch.empty(0, dtype=rows.dtype).numpy().dtype
 
     def create() -> None:
         if comm.rank == 0:
             partial.unlink(missing_ok=True)  # and nothing that it may point to is written
             with open(partial, "xb") as file:
-                header = {"descr": rows.numpy().dtype.str, "fortran_order": False, "shape": shape}
+                header = {"descr": dtype.str, "fortran_order": False, "shape": shape}
                 np.lib.format.write_array_header_1_0(file, header)
                 _allocate(file, file.tell() + math.prod(shape) * rows.itemsize, path)
 
     def fill() -> None:
         out = np.load(partial, mmap_mode="r+")
-        step = max(1, _CHUNK_BYTES // max(1, rows[:1].numel() * rows.itemsize))
-        for start in range(0, ids.numel(), step):
-            out[ids[start : start + step].numpy()] = rows[start : start + step].numpy()
+        for start, stop in spans(ids.numel(), [rows]):
+            out[ids[start:stop].numpy()] = block_of(rows, start, stop).cpu().numpy()
         out.flush()
 
     def finish() -> None:

@@ -35,10 +35,11 @@ from shardpass.core.ranks.random import (
     seed,
     set_random_state,
 )
-from shardpass.core.ranks.ranks import Ranks, unfollowed
+from shardpass.core.ranks.ranks import KeptCalls, Ranks, unfollowed
 from shardpass.core.ranks.rows import RowSet, RowWatch
 from shardpass.core.ranks.schema import COUNT, mismatch
 from shardpass.core.ranks.units import (
+    SAFETENSORS_NAMES,
     bytes_text,
     describe,
     dtype_name,
@@ -51,6 +52,8 @@ from shardpass.core.ranks.units import (
 __all__ = [
     "COUNT",
     "MODES",
+    "SAFETENSORS_NAMES",
+    "KeptCalls",
     "Mode",
     "OnRanks",
     "Options",

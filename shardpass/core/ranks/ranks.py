@@ -48,6 +48,18 @@ class KeptCalls(Protocol):
         """What the next call returns: the result that is kept, or else what `compute` returns."""
         ...
 
+    def operands(self, *sides: dict[str, Tensor]) -> tuple[dict[str, Tensor], ...]:
+        """The tensors that a call reads, by name, in memory."""
+        ...
+
+    def deferred(self, rows: list[Tensor]) -> list[Tensor]:
+        """What a call has reduced, as its node function is to be given it."""
+        ...
+
+    def filled(self, func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """What ``func(*args, **kwargs)`` returns, where `func` is `Tensor.new_zeros` or alike in a node function."""
+        ...
+
 
 @dataclass
 class ForwardPass:

@@ -28,6 +28,7 @@ from torch.utils._pytree import (
 from torch.utils.weak import WeakTensorKeyDictionary
 
 __all__ = [
+    "NO_TORCH_FUNCTION",
     "RECORD_ENTER",
     "RECORD_EXIT",
     "AnyBatchNorm",
@@ -62,12 +63,16 @@ __all__ = [
     "uncompiled",
     "version_of",
     "with_versions",
+    "without_memory",
+    "written_arguments",
 ]
 
 DisableTorchFunction = torch._C.DisableTorchFunction
 """A block in which neither subclasses nor function modes see what torch functions are called."""
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 """A block in which subclasses do not see what torch functions are called; function modes do."""
+NO_TORCH_FUNCTION = torch._C._disabled_torch_function_impl
+"""The `__torch_function__` of a subclass that only wants to see primitive operations."""
 RECORD_ENTER = torch.ops.profiler._record_function_enter_new.default
 """The operator with which a `torch.profiler.record_function` block begins, as a dispatch mode is given it."""
 RECORD_EXIT = torch.ops.profiler._record_function_exit._RecordFunction
@@ -159,6 +164,21 @@ def is_view(operator: Any) -> bool:
 def argument_names(operator: Any) -> set[str]:
     """The names of the arguments of an operator, as a dispatch mode is given it."""
     return {argument.name for argument in operator._schema.arguments}
+
+
+def written_arguments(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, Any]:
+    """What an operator, as a dispatch mode is given it, writes into when it is called with these; by position."""
+    found = {}
+    for position, argument in enumerate(operator._schema.arguments if is_mutable(operator) else ()):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found[position] = args[position] if position < len(args) else kwargs.get(argument.name)
+    return found
+
+
+def without_memory(kind: type[Tensor], like: Tensor, device: torch.device) -> Any:
+    """A tensor of the subclass `kind` on `device` with the shape, strides and dtype of `like`, but no memory."""
+    shape, strides = like.shape, like.stride()
+    return Tensor._make_wrapper_subclass(kind, shape, strides=strides, dtype=like.dtype, device=device)  # type: ignore[attr-defined]
 
 
 def state_versions(state: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 This room knows ids, rows and edges. It does not communicate.
 """
 
+from shardpass.core.sharding.by_owner import OwnerEdges, edges_by_owner, shards_of_owners
 from shardpass.core.sharding.derived import Derivation, DerivedShards, KnownLists
 from shardpass.core.sharding.host_copies import HOST, to_device, to_host
 from shardpass.core.sharding.ownership import EDGE, NODE, EdgeType, NodeType, Ownership
@@ -10,11 +11,11 @@ from shardpass.core.sharding.shard import (
     Block,
     Chunk,
     EdgeShards,
+    LazyTensor,
     PlacedRows,
     Shard,
     build_shards,
     cut,
-    shard_order,
     smallest_index_dtype,
 )
 from shardpass.core.sharding.streamed_shards import CopyStreams, StreamedShards
@@ -32,7 +33,9 @@ __all__ = [
     "EdgeShards",
     "EdgeType",
     "KnownLists",
+    "LazyTensor",
     "NodeType",
+    "OwnerEdges",
     "Ownership",
     "PlacedRows",
     "Shard",
@@ -40,7 +43,8 @@ __all__ = [
     "Transposes",
     "build_shards",
     "cut",
-    "shard_order",
+    "edges_by_owner",
+    "shards_of_owners",
     "smallest_index_dtype",
     "to_device",
     "to_host",

@@ -8,13 +8,13 @@ made by dropping and adding edges is kept as these edits; its numbers are made o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from shardpass.core.sharding.edit_shards import edit_shards
+from shardpass.core.sharding.edit_shards import edit_shards, rows_left
 from shardpass.core.sharding.shard import Block, EdgeShards, build_shards, smallest_index_dtype
 
 _MOST_LISTS, _MOST_EDGES = 32, 4  # lists; and edges together, as a multiple of those of the longest list
@@ -26,39 +26,50 @@ class Derivation:
     """An edge list as what was done to another one.
 
     Args:
-        base: the other one, ``[2, E]``. It is never written to.
-        kept: the edges that stayed, ``[E]`` bool. None means all.
+        base: the other one: its shards, or its numbers ``[2, E]``, which are never written to.
+        dropped: places in the base of the edges that did not stay, ascending. None means that all stayed.
         added: edges appended in order, ``[2, k]`` each.
         num_edges: of the result.
-        shards: of the base, if they are known.
     """
 
-    base: Tensor
-    kept: Tensor | None
+    base: Tensor | EdgeShards
+    dropped: Tensor | None
     added: tuple[Tensor, ...]
     num_edges: int
-    shards: EdgeShards | None = field(default=None, compare=False, repr=False)
 
     @staticmethod
-    def of(base: Tensor, shards: EdgeShards | None = None) -> Derivation:
+    def of(base: Tensor | EdgeShards) -> Derivation:
         """`base` itself."""
-        return Derivation(base, None, (), base.size(1), shards)
+        return Derivation(base, None, (), base.num_edges if isinstance(base, EdgeShards) else base.size(1))
+
+    @property
+    def is_edited(self) -> bool:
+        """Whether it may be another list than the base."""
+        return self.dropped is not None or bool(self.added)
+
+    @property
+    def device(self) -> torch.device:
+        """Where its numbers are made."""
+        return self.base.shards[0].indptr.device if isinstance(self.base, EdgeShards) else self.base.device
 
     def masked(self, kept: Tensor) -> Derivation:
         """This list with only the edges of the base for which `kept` is true."""
-        num_edges = int(kept.sum())
-        kept = kept.as_subclass(Tensor)  # a plain mask from here on
-        return replace(self, kept=kept.clone() if num_edges < kept.numel() else None, num_edges=num_edges)
+        dropped = (~kept.as_subclass(Tensor)).nonzero().view(-1)  # self-loops are few, and a mask has a byte per edge
+        num_edges = kept.numel() - dropped.numel()
+        dropped = dropped.to(smallest_index_dtype(kept.numel()))
+        return replace(self, dropped=dropped if dropped.numel() else None, num_edges=num_edges)
 
     def extended(self, edges: Sequence[Tensor]) -> Derivation:
         """This list with `edges` appended."""
-        added = (*self.added, *(e.clone() for e in edges))
+        largest = max((int(e.max()) for e in edges if e.numel()), default=0)
+        added = (*self.added, *(e.to(smallest_index_dtype(largest), copy=True) for e in edges))
         return replace(self, added=added, num_edges=self.num_edges + sum(e.size(1) for e in edges))
 
     def row(self, index: int) -> Tensor:
         """Row 0 or 1 of the list, ``[num_edges]``."""
-        first = self.base[index] if self.kept is None else self.base[index][self.kept]
-        return torch.cat([first, *(edges[index] for edges in self.added)])
+        first = self.base.row(index) if isinstance(self.base, EdgeShards) else self.base[index]
+        first = first if self.dropped is None else rows_left(first, self.dropped)
+        return torch.cat([first, *(edges[index] for edges in self.added)]) if self.added else first
 
     def whole(self) -> Tensor:
         """The list, ``[2, num_edges]``."""
@@ -68,13 +79,11 @@ class Derivation:
         """Whether `other` is known to be the same list: the same base (not an equal one), the same edits."""
         return (
             self.num_edges == other.num_edges
-            and self.base.data_ptr() == other.base.data_ptr()
-            and self.base.shape == other.base.shape
-            and self.base.stride() == other.base.stride()
-            and (self.kept is None) == (other.kept is None)
-            and (self.kept is None or other.kept is None or torch.equal(self.kept, other.kept))
+            and _same_numbers(self.base, other.base)
+            and (self.dropped is None) == (other.dropped is None)
+            and (self.dropped is None or other.dropped is None or torch.equal(self.dropped, other.dropped))
             and len(self.added) == len(other.added)
-            and all(torch.equal(a, b) for a, b in zip(self.added, other.added))
+            and all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(self.added, other.added))
         )
 
 
@@ -122,11 +131,18 @@ class DerivedShards:
             return known
         if isinstance(edges, Tensor):
             shards = build_shards(edges[0], edges[1], blocks, num_dst)
-        elif edges.shards is None:
+        elif isinstance(edges.base, Tensor):
             shards = build_shards(edges.row(0), edges.row(1), blocks, num_dst)
         else:
-            shards = edit_shards(edges.shards, edges.kept, torch.cat(edges.added, 1) if edges.added else None)
+            shards = edit_shards(edges.base, edges.dropped, edges.added)
         return self._known.keep(edges, shards)
+
+
+def _same_numbers(base: Tensor | EdgeShards, other: Tensor | EdgeShards) -> bool:
+    """Whether two bases are one, and not only equal."""
+    if isinstance(base, EdgeShards) or isinstance(other, EdgeShards):
+        return base is other
+    return base.data_ptr() == other.data_ptr() and base.shape == other.shape and base.stride() == other.stride()
 
 
 def _num_edges(edges: Tensor | Derivation) -> int:

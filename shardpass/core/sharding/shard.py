@@ -11,6 +11,8 @@ from torch import Tensor
 
 from shardpass.core.sharding.host_copies import to_device, to_host
 
+_EDGES_AT_ONCE = 1 << 20
+
 
 class Block(NamedTuple):
     """Source rows ``[start, stop)`` of one owner, in own-first numbering: the own ones, or those of one round."""
@@ -51,6 +53,13 @@ def smallest_index_dtype(largest: int) -> torch.dtype:
     return torch.int32 if largest < 2**31 else torch.int64
 
 
+def running(chosen: Tensor) -> Tensor:
+    """How many are true before each position, ``[n + 1]``."""
+    counts = torch.zeros(chosen.numel() + 1, dtype=smallest_index_dtype(chosen.numel()), device=chosen.device)
+    torch.cumsum(chosen, 0, dtype=counts.dtype, out=counts[1:])
+    return counts
+
+
 class PlacedRows(NamedTuple):
     """Rows of a block where they lie in a larger table, such as another rank's memory: ``table[places]``.
 
@@ -63,17 +72,17 @@ class PlacedRows(NamedTuple):
     places: Tensor
 
 
-class LazyRows:
-    """The owner of a shard's `edge_rows` that are made when somebody first reads them: few calls have edge tensors."""
+class LazyTensor:
+    """The owner of a tensor that is made when somebody first reads it, such as numbers with one per edge."""
 
     def __init__(self, make: Callable[[], Tensor]) -> None:
-        self._rows: Tensor | Callable[[], Tensor] = make
+        self._made: Tensor | Callable[[], Tensor] = make
 
     def read(self) -> Tensor:
-        """The rows."""
-        if not isinstance(self._rows, Tensor):
-            self._rows = self._rows()
-        return self._rows
+        """The tensor."""
+        if not isinstance(self._made, Tensor):
+            self._made = self._made()
+        return self._made
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,13 +100,13 @@ class Shard:
     block: Block
     indptr: Tensor
     src_rows: Tensor
-    rows: slice | Tensor | LazyRows
+    rows: slice | Tensor | LazyTensor
     home: Shard | None = field(default=None, repr=False)
 
     @property
     def edge_rows(self) -> slice | Tensor:
         """Where the shard's edges stand in the edge list that edge tensors follow: a slice, or ``[num_edges]``."""
-        return self.rows.read() if isinstance(self.rows, LazyRows) else self.rows
+        return self.rows.read() if isinstance(self.rows, LazyTensor) else self.rows
 
     @property
     def num_edges(self) -> int:
@@ -175,6 +184,17 @@ class EdgeShards:
             total += shard.degrees()
         return total
 
+    def row(self, end: int) -> Tensor:
+        """Row 0 (sources, own-first) or row 1 (destinations) of the edge list, ``[num_edges]`` int64, made anew."""
+        rows = torch.empty(self.num_edges, dtype=torch.int64, device=self.shards[0].indptr.device)
+        for shard in self.shards:
+            for chunk in shard.chunks(_EDGES_AT_ONCE):
+                numbers = shard.src_rows[chunk.start : chunk.stop] if end == 0 else shard.dst_rows(chunk)
+                first = shard.block.start if end == 0 else chunk.low
+                numbers = numbers.to(rows.dtype)
+                rows[shard.places(slice(chunk.start, chunk.stop))] = numbers + first if first else numbers
+        return rows
+
 
 def shard_order(src_rows: Tensor, dst_rows: Tensor, blocks: Sequence[Block]) -> tuple[Tensor, Tensor]:
     """``(order, block_of_edge)``: `order` sorts edges by (block in round order, destination), and is stable."""
@@ -212,7 +232,7 @@ def build_shards(src_rows: Tensor, dst_rows: Tensor, blocks: Sequence[Block], nu
                 block=block,
                 indptr=indptr.to(smallest_index_dtype(count)),
                 src_rows=(rows - block.start).to(smallest_index_dtype(block.num_rows)),
-                rows=span if in_order else order[span],
+                rows=span if in_order else order[span].to(smallest_index_dtype(order.numel())),
             )
         )
         first += count

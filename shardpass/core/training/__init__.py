@@ -25,12 +25,13 @@ from shardpass.core.training.norm import (
 from shardpass.core.training.objective import cross_entropy, mean, note_objective, replicated, sum, total
 from shardpass.core.training.shared_copy import follow, shared_copy
 from shardpass.core.training.statistics import row_moments, shifted, total_rows
-from shardpass.core.training.verified_file import digest, read_verified, write_verified
+from shardpass.core.training.verified_file import RowBlocks, digest, read_verified, tensor_places, write_verified
 
 __all__ = [
     "BATCH_NORMS",
     "DistributedBatchNorm",
     "Moments",
+    "RowBlocks",
     "SteadyNorms",
     "accuracy",
     "alike",
@@ -58,6 +59,7 @@ __all__ = [
     "sum",
     "sync_gradients",
     "sync_parameters",
+    "tensor_places",
     "total",
     "total_rows",
     "write_verified",

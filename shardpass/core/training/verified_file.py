@@ -3,34 +3,43 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
-from shardpass.core.ranks import describe, refuse_irregular
+from shardpass.core.ranks import SAFETENSORS_NAMES, describe, refuse_irregular
 
 
-def write_verified(path: Path, tensors: dict[str, Tensor], text: str = "") -> None:
+@dataclass(frozen=True)
+class RowBlocks:
+    """A tensor to be written: its shape and dtype, and its rows in blocks, which need not be in memory together."""
+
+    like: Tensor
+    blocks: Iterable[Tensor]
+
+
+def write_verified(path: Path, tensors: Mapping[str, Tensor | RowBlocks], text: str = "") -> None:
     """Write `text` and `tensors` under another name, flush them to the disk, and give the file its name.
+
+    The format is safetensors, which the package of that name would write too; but it wants a copy of all tensors.
 
     Missing folders are made. If anything is raised, nothing is left behind, and an older file stays as it was.
 
     Raises:
         OSError: at `path` is something else than a regular file, or it cannot be written.
     """
-    from safetensors.torch import save_file
-
     refuse_irregular(path, "replaced")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.unlink(missing_ok=True)  # and nothing that it may point to is written
     try:
-        stored = dict(_storable(tensors))
-        save_file(stored, temporary, metadata={"shardpass": text, "checksum": _checksum(text, stored)})
+        _fill(temporary, tensors, text)
         with open(temporary, "rb+") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -44,15 +53,45 @@ def write_verified(path: Path, tensors: dict[str, Tensor], text: str = "") -> No
         raise
 
 
-def _storable(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors on the CPU, each with memory of its own, as safetensors wants them."""
-    seen: set[int] = set()
-    for name, tensor in tensors.items():
-        tensor = tensor.detach().cpu().contiguous()
-        if tensor.untyped_storage().data_ptr() in seen:
-            tensor = tensor.clone()
-        seen.add(tensor.untyped_storage().data_ptr())
-        yield name, tensor
+def _fill(path: Path, tensors: Mapping[str, Tensor | RowBlocks], text: str) -> None:
+    """Write everything; the checksum, which stands first, at last."""
+    with open(path, "xb") as file:
+        file.write(_header(text, "0" * 64, tensors))
+        digests = {name: _write(file, tensors[name]) for name in _in_order(tensors)}
+        file.seek(0)
+        file.write(_header(text, _checksum(text, tensors, digests), tensors))
+
+
+def _like(value: Tensor | RowBlocks) -> Tensor:
+    return value.like if isinstance(value, RowBlocks) else value
+
+
+def _in_order(tensors: Mapping[str, Tensor | RowBlocks]) -> list[str]:
+    """The names, the widest type first, so that every tensor begins at a multiple of its item size."""
+    return sorted(tensors, key=lambda name: (-_like(tensors[name]).itemsize, name))
+
+
+def _header(text: str, checksum: str, tensors: Mapping[str, Tensor | RowBlocks]) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": {"shardpass": text, "checksum": checksum}}
+    start = 0
+    for name in _in_order(tensors):
+        like = _like(tensors[name])
+        stop = start + like.numel() * like.itemsize
+        entries[name] = {"dtype": SAFETENSORS_NAMES[like.dtype], "shape": [*like.shape], "data_offsets": [start, stop]}
+        start = stop
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    return len(header).to_bytes(8, "little") + header
+
+
+def _write(file: BinaryIO, value: Tensor | RowBlocks) -> str:
+    """Write a tensor; the SHA-256 of its bytes."""
+    total = hashlib.sha256()
+    for block in value.blocks if isinstance(value, RowBlocks) else [value]:
+        content: Any = block.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        total.update(content)
+        file.write(content)
+    return total.hexdigest()
 
 
 def read_verified(path: Path) -> tuple[str, dict[str, Tensor]]:
@@ -72,16 +111,36 @@ def read_verified(path: Path) -> tuple[str, dict[str, Tensor]]:
         raise ValueError(f"{str(path)!r} is torn, or something else: {error}") from error
     if "shardpass" not in header or "checksum" not in header:
         raise ValueError(f"{str(path)!r} is no file of shardpass: its header has no checksum")
-    if _checksum(header["shardpass"], tensors) != header["checksum"]:
+    digests = {name: digest(tensor) for name, tensor in tensors.items()}
+    if _checksum(header["shardpass"], tensors, digests) != header["checksum"]:
         raise ValueError(f"{str(path)!r} was altered or damaged: its checksum does not fit")
     return header["shardpass"], tensors
 
 
-def _checksum(text: str, tensors: dict[str, Tensor]) -> str:
+def tensor_places(path: Path) -> dict[str, tuple[Tensor, int]]:
+    """For each tensor of a file that `write_verified` wrote: one like it without memory, and the byte where it begins.
+
+    Nothing is verified.
+    """
+    dtypes = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        entries = json.loads(file.read(length))
+    return {
+        name: (
+            torch.empty(entry["shape"], dtype=dtypes[entry["dtype"]], device="meta"),
+            8 + length + entry["data_offsets"][0],
+        )
+        for name, entry in entries.items()
+        if name != "__metadata__"
+    }
+
+
+def _checksum(text: str, tensors: Mapping[str, Tensor | RowBlocks], digests: dict[str, str]) -> str:
     total = hashlib.sha256(text.encode())
     for name, tensor in sorted(tensors.items()):
-        total.update(f"\0{name} {describe(tensor)}\0".encode())
-        total.update(bytes.fromhex(digest(tensor)))
+        total.update(f"\0{name} {describe(_like(tensor))}\0".encode())
+        total.update(bytes.fromhex(digests[name]))
     return total.hexdigest()
 
 

@@ -80,8 +80,9 @@ def _kept(edges: Edges, wanted: Tensor) -> tuple[Tensor, Tensor]:
     """``(positions, places)``: of the edges that end in `wanted`, and of the node in `wanted` where each ends."""
     places = torch.full((edges.plan.num_dst,), -1, device=wanted.device)
     places[wanted] = torch.arange(wanted.numel(), device=wanted.device)
-    kept = (places[edges.dst_rows] >= 0).nonzero().view(-1)
-    return kept, places[edges.dst_rows[kept]]
+    places = places[edges.dst_rows]
+    kept = (places >= 0).nonzero().view(-1)
+    return kept, places[kept]
 
 
 def _sources(graph: TypedGraph, wanted: Rows, keep_seeds: bool) -> Rows:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -354,9 +355,9 @@ class ShardedDGLGraph(TypedGraph):
 
 
 def _frame(part: Nodes | Edges, id_field: str) -> Frame:
-    frame = Frame(part.num, part.total, "nodes" if isinstance(part, Nodes) else "edges", part.fields)
-    frame[id_field] = part.ids
-    return frame
+    ids = LazyFields({id_field: torch.empty(0)}, lambda _: part.ids)  # of edges, they are made when they are read
+    stored = ChainMap(ids, LazyFields(part.fields, lambda rows: rows))
+    return Frame(part.num, part.total, "nodes" if isinstance(part, Nodes) else "edges", stored)
 
 
 def _view(frames: dict[Any, Frame]) -> Any:

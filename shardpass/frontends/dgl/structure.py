@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardpass.core.exchange import HaloPlan, scatter_to_owners
 from shardpass.core.graphs import Relation
-from shardpass.core.sharding import EdgeShards, build_shards
+from shardpass.core.sharding import EdgeShards, LazyTensor, build_shards
 from shardpass.frontends.dgl.index import LocalIndex
 
 NodeType = str
@@ -43,9 +43,7 @@ class Edges:
         canonical: (source type, edge type, destination type).
         plan: the halo of their sources.
         shards: the edges by source block.
-        src_rows: the source row of each edge in own-first numbering, ``[num]`` int64.
-        dst_rows: the own row of the destination of each edge.
-        ids: the original id of each edge, ``[num]`` int64.
+        original: the owner of `ids`.
         total: how many edges of this type all ranks have.
         fields: stored tensors with a row for each edge.
         out_degrees: of the own source nodes in the whole graph, ``[num_own_src]`` int64.
@@ -55,9 +53,7 @@ class Edges:
     canonical: CanonicalType
     plan: HaloPlan
     shards: EdgeShards
-    src_rows: Tensor
-    dst_rows: Tensor
-    ids: Tensor
+    original: LazyTensor
     total: int
     fields: Mapping[str, Tensor]
     out_degrees: Tensor
@@ -67,21 +63,34 @@ class Edges:
     @staticmethod
     def of(canonical: CanonicalType, relation: Relation, total: int) -> Edges:
         """The edges of a relation of the engine. Collective: degrees are counted now, not when asked for."""
-        src_rows, dst_rows = relation.edge_index.sources_first
         plan = relation.plan
-        counts = torch.bincount(src_rows, minlength=plan.num_src).to(torch.float64)
+        counts = torch.bincount(relation.shards.row(0), minlength=plan.num_src).to(torch.float64)
         with torch.no_grad():
             degrees = scatter_to_owners(counts, plan, f"out-degrees of {canonical}").to(torch.int64)
         lonely = plan.comm.all_gather_object(bool((relation.shards.degrees() == 0).any()), f"in-degrees of {canonical}")
         return Edges(
-            canonical, plan, relation.shards, src_rows, dst_rows, relation.edge_ids, total, relation.fields, degrees,
-            any(lonely),
+            canonical, plan, relation.shards, relation.ids, total, relation.fields, degrees, any(lonely),
         )  # fmt: skip
 
     @property
     def num(self) -> int:
         """How many edges this rank has."""
-        return self.ids.numel()
+        return self.shards.num_edges
+
+    @property
+    def src_rows(self) -> Tensor:
+        """The source row of each edge in own-first numbering, ``[num]`` int64; made anew."""
+        return self.shards.row(0)
+
+    @property
+    def dst_rows(self) -> Tensor:
+        """The own row of the destination of each edge, ``[num]`` int64; made anew."""
+        return self.shards.row(1)
+
+    @property
+    def ids(self) -> Tensor:
+        """The original id of each edge, ``[num]`` int64; made when it is first read."""
+        return self.original.read()
 
     @cached_property
     def in_degrees(self) -> Tensor:
@@ -91,11 +100,11 @@ class Edges:
     @cached_property
     def places(self) -> Tensor:
         """The place of each edge among the edges into its destination, by original id, ``[num]`` int64."""
-        order = torch.argsort(self.ids)
-        order = order[torch.argsort(self.dst_rows[order], stable=True)]
+        order, dst_rows = torch.argsort(self.ids), self.dst_rows
+        order = order[torch.argsort(dst_rows[order], stable=True)]
         starts = torch.cumsum(self.in_degrees, 0) - self.in_degrees
         places = torch.empty_like(order)
-        places[order] = torch.arange(order.numel(), device=order.device) - starts[self.dst_rows[order]]
+        places[order] = torch.arange(order.numel(), device=order.device) - starts[dst_rows[order]]
         return places
 
     @cached_property

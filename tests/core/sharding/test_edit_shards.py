@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardpass.core.sharding.edit_shards import edit_shards
+from shardpass.core.sharding.edit_shards import edit_shards, rows_left, without
 from shardpass.core.sharding.shard import Block, build_shards
 
 BLOCKS = [Block(1, 0, 7), Block(0, 7, 9), Block(2, 9, 9), Block(3, 9, 15)]
@@ -38,7 +38,9 @@ def test_same_as_sorting_anew(in_order: bool, drop: str, add: str) -> None:
         kept[:] = False
     added = {"loops": torch.arange(NUM_DST).expand(2, -1), "edges": edge_list(11, 2, False)}.get(add)
 
-    found = edit_shards(base, None if drop == "none given" else kept, added)
+    found = edit_shards(
+        base, None if drop == "none given" else (~kept).nonzero().view(-1), [] if added is None else [added]
+    )
     whole = edges[:, kept] if added is None else torch.cat([edges[:, kept], added], 1)
     expected = build_shards(*whole, BLOCKS, NUM_DST)
 
@@ -53,5 +55,13 @@ def test_same_as_sorting_anew(in_order: bool, drop: str, add: str) -> None:
 
 def test_untouched_shards_are_not_copied() -> None:
     base = build_shards(*edge_list(60, 3, True), BLOCKS, NUM_DST)
-    found = edit_shards(base, None, torch.arange(NUM_DST).expand(2, -1))
+    found = edit_shards(base, None, [torch.arange(NUM_DST).expand(2, -1)])
     assert [a.src_rows is b.src_rows for a, b in zip(found.shards, base.shards)] == [False, True, True, True]
+
+
+@pytest.mark.parametrize("count", [1, 7, 300])
+def test_rows_left(count: int) -> None:
+    rows = torch.arange(1000) * 3
+    dropped = torch.randperm(1000, generator=torch.Generator().manual_seed(count))[:count].sort().values.int()
+    dropped[-1] = 999  # at the end, too
+    assert torch.equal(rows_left(rows, dropped), rows[without(dropped, 1000)])
