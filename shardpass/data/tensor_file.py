@@ -145,13 +145,12 @@ class TensorFile:
             self._starts = {key: len(header) + entry["data_offsets"][0] for key, entry in entries.items()}
         except (SafetensorError, ValueError, LookupError) as error:
             raise StoreError(f"{path} is not as shardpass.partition writes it: {error}") from error
+        if self._infos.keys() != record.tensors.keys():
+            raise StoreError(f"{path} does not hold the tensors that its manifest lists: write the store again")
 
     def tensor(self, key: str) -> Tensor:
         """A tensor whose memory is the file's, not verified yet. Writing to the tensor never reaches the file."""
-        try:
-            found: Tensor = self._file.get_tensor(key)
-        except SafetensorError as error:
-            raise StoreError(f"{self.path} is not as its manifest says: {error}") from error
+        found: Tensor = self._file.get_tensor(key)
         return found
 
     def read(self, key: str, start: int, stop: int) -> Tensor:
