@@ -26,7 +26,7 @@ from shardpass.core.training import (
     sync_parameters,
     total,
 )
-from shardpass.data import inspect, load, partition
+from shardpass.data import find_nodes, inspect, load, node_names, partition
 from shardpass.planning.plan import Plan, plan
 from shardpass.planning.sizes import GraphCounts
 
@@ -51,6 +51,7 @@ __all__ = [
     "connect",
     "cross_entropy",
     "f1",
+    "find_nodes",
     "gather",
     "infer",
     "inspect",
@@ -60,6 +61,7 @@ __all__ = [
     "mean",
     "negative_sampling",
     "node_ids",
+    "node_names",
     "offload",
     "partition",
     "permuted_ids",

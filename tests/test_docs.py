@@ -74,6 +74,8 @@ def runnable_pages() -> list[Path]:
 def test_runnable_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if "torch_geometric" in page.read_text(encoding="utf-8") or ".pyg." in page.read_text(encoding="utf-8"):
         pytest.importorskip("torch_geometric")
+    if "stream_tables" in page.read_text(encoding="utf-8"):
+        pytest.importorskip("duckdb")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(
         assert_exact.__kwdefaults__, "ranks", (3,)

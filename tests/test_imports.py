@@ -49,7 +49,7 @@ sys.meta_path.insert(0, Block())
 
 OPTIONAL = (
     "torch_geometric", "dgl", "mpi4py", "numba", "kaminpar", "pymetis", "typer", "rich", "click", "matplotlib",
-    "sklearn", "scipy", "pandas", "pyarrow",
+    "sklearn", "scipy", "pandas", "pyarrow", "duckdb",
 )  # fmt: skip
 
 

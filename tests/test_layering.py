@@ -12,8 +12,8 @@ from tests.source import PACKAGE, ROOT, dotted, imports, is_type_checking, modul
 
 REQUIRED = words("torch numpy safetensors")
 OPTIONAL = words(
-    "torch_geometric dgl mpi4py numba kaminpar pymetis typer rich click matplotlib sklearn scipy pandas pyarrow ogb "
-    "tqdm networkx triton"
+    "torch_geometric dgl mpi4py numba kaminpar pymetis typer rich click matplotlib sklearn scipy pandas pyarrow "
+    "duckdb ogb tqdm networkx triton"
 )
 """Packages that may be absent. Imported at module level only where `Layer.third_party` says so."""
 
@@ -74,7 +74,7 @@ LAYERS: dict[str, Layer] = {
     "backends": Layer(("shardpass.errors", "shardpass.backends"), lazy=words("mpi4py")),
     "data": Layer(
         (*CORE, "shardpass.data"),
-        lazy=words("kaminpar pymetis torch_geometric pyarrow pandas ogb"),
+        lazy=words("kaminpar pymetis torch_geometric pyarrow duckdb pandas ogb"),
     ),
     "data/streaming": Layer((*CORE, "shardpass.data"), third_party=words("numba")),
     "frontends/pyg": Layer(

@@ -80,6 +80,16 @@ def partition(
     test_mask: Mask = None,
     weights: Annotated[Path | None, typer.Option(help="Edge lists: .npy of edge weights.")] = None,
     num_nodes: Annotated[int | None, typer.Option(help="Edge lists without features, labels and masks.")] = None,
+    names: Annotated[
+        bool, typer.Option("--names", help="Edge lists: ids are names, strings or any integers. --nodes implies it.")
+    ] = False,
+    nodes: Annotated[
+        Path | None, typer.Option(help="Edge lists: .parquet or .csv with ids, features, label, split of each node.")
+    ] = None,
+    node_id: Annotated[str | None, typer.Option(help="The column of ids in --nodes, or a field of names.")] = None,
+    label: Annotated[str | None, typer.Option(help="The column of labels in --nodes [default: y or label].")] = None,
+    src: Annotated[str | None, typer.Option(help="With names: the column of sources [default: src].")] = None,
+    dst: Annotated[str | None, typer.Option(help="With names: the column of destinations [default: dst].")] = None,
     drop: Annotated[list[str] | None, typer.Option(help="Leave out this field (may be repeated).")] = None,
     threads: Annotated[int, typer.Option(help="kaminpar: with more than 1, the parts differ from run to run.")] = 1,
     memory: Annotated[float, typer.Option(help="Edge lists, OGB: GiB for edges; the rest goes through files.")] = 1.0,
@@ -87,9 +97,10 @@ def partition(
     """Cut a graph into parts and write them to a directory."""
     masks = {"train_mask": train_mask, "val_mask": val_mask, "test_mask": test_mask}
     beside = {"features": features, "labels": labels, "weights": weights, "num_nodes": num_nodes}
+    tables = {"nodes": nodes, "node_id": node_id, "label": label, "src": src, "dst": dst}
     options = {"method": method, "seed": seed, "overwrite": overwrite, "threads": threads}
     with told_in_words():
-        read = partial(read_source, input, drop or (), masks, **beside)
+        read = partial(read_source, input, drop or (), masks, names, tables, **beside)
         run_partition(read, output, parts, assignment, node_weights, {**options, "memory_bytes": int(memory * 2**30)})
 
 
@@ -197,7 +208,9 @@ def plan(
 @app.command()
 def infer(
     store: StoreFolder,
-    output: Annotated[Path, typer.Argument(help="The .npy to write: a row per node, in the original order.")],
+    output: Annotated[
+        Path, typer.Argument(help="A row per node, in the original order: .npy, or .parquet with your own ids.")
+    ],
     weights: Annotated[
         Path, typer.Option(exists=True, help="A checkpoint of `train`, or a state_dict: .pt, .safetensors.")
     ],

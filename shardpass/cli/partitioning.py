@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from shardpass.cli.console import output
 from shardpass.cli.graphs import demo_graph
 from shardpass.core.ranks import bytes_text
-from shardpass.data import GraphFiles, RawGraph, partition, read, stream_edge_list, stream_files
+from shardpass.data import GraphFiles, RawGraph, partition, read, stream_edge_list, stream_files, stream_tables
 
 _EDGE_LISTS = (".npy", ".csv", ".csv.gz", ".txt", ".txt.gz", ".parquet")
 _PARTS = 4
@@ -28,7 +28,12 @@ _STAGES = {
 
 
 def read_source(
-    name: str, drop: Sequence[str], masks: Mapping[str, Path | None], **beside: Any
+    name: str,
+    drop: Sequence[str],
+    masks: Mapping[str, Path | None],
+    names: bool,
+    tables: Mapping[str, Any],
+    **beside: Any,
 ) -> GraphFiles | RawGraph:
     """The graph, as `shardpass.partition` takes it.
 
@@ -36,12 +41,22 @@ def read_source(
         name: as on the command line.
         drop: fields to leave out.
         masks, beside: what an edge list does not hold itself; `None` if it is not given.
+        names: whether the ids of an edge list are names. A table of nodes implies it.
+        tables: what `shardpass.data.stream_tables` takes beside the edges; `None` if it is not given.
 
     Raises:
         ValueError: another kind of input came with options of edge lists, or a reader found something wrong.
     """
     given = {mask: path for mask, path in masks.items() if path is not None}
-    if not name.startswith("demo:") and name.endswith(_EDGE_LISTS):
+    if names or tables["nodes"] is not None:
+        others = [option for option, value in {**given, **beside}.items() if value is not None]
+        if others:
+            raise ValueError(f"--{others[0].replace('_', '-')} is by number, and these nodes have names: use --nodes")
+        return stream_tables(name, drop=tuple(drop), **tables)
+    node_id, is_edge_list = tables["node_id"], not name.startswith("demo:") and name.endswith(_EDGE_LISTS)
+    if any(tables[option] for option in ("label", "src", "dst")) or (node_id is not None and is_edge_list):
+        raise ValueError("--node-id, --label, --src and --dst name columns of tables: pass --nodes, or --names as well")
+    if is_edge_list:
         return replace(stream_edge_list(name, masks=given, **beside), drop=tuple(drop))
     if given or any(value is not None for value in beside.values()):
         raise ValueError(
@@ -49,8 +64,9 @@ def read_source(
             f"{name} holds its own"
         )
     if name.startswith("demo:"):
-        return replace(read(demo_graph(name), drop=tuple(drop)), source=name)
-    return stream_files(name, drop=tuple(drop)) or read(name, drop=tuple(drop))
+        return replace(read(demo_graph(name), drop=tuple(drop), node_id=node_id), source=name)
+    files = stream_files(name, drop=tuple(drop)) if node_id is None else None
+    return files or read(name, drop=tuple(drop), node_id=node_id)
 
 
 def run_partition(

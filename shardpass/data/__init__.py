@@ -7,12 +7,21 @@ A reader returns a `RawGraph`, a partitioner gives each of its nodes a part, `pa
 from shardpass.data.inspect import GroupReport, Report, inspect, verify
 from shardpass.data.layer_report import LayerReport, inspect_layers
 from shardpass.data.load import load
+from shardpass.data.lookup import find_nodes, node_names
 from shardpass.data.manifest import FieldInfo, Manifest
 from shardpass.data.merge import RankData, RankEdges, merge_parts, parts_of_rank
 from shardpass.data.part_edges import PartEdges
 from shardpass.data.partition import partition
 from shardpass.data.raw import EDGE, NODE, EdgeArrays, EdgeType, NodeType, RawGraph
-from shardpass.data.readers import GraphFiles, read, read_edge_list, stream_edge_list, stream_files, stream_ogb
+from shardpass.data.readers import (
+    GraphFiles,
+    read,
+    read_edge_list,
+    stream_edge_list,
+    stream_files,
+    stream_ogb,
+    stream_tables,
+)
 from shardpass.data.store import Store, open_store
 
 __all__ = [
@@ -32,10 +41,12 @@ __all__ = [
     "RawGraph",
     "Report",
     "Store",
+    "find_nodes",
     "inspect",
     "inspect_layers",
     "load",
     "merge_parts",
+    "node_names",
     "open_store",
     "partition",
     "parts_of_rank",
@@ -44,5 +55,6 @@ __all__ = [
     "stream_edge_list",
     "stream_files",
     "stream_ogb",
+    "stream_tables",
     "verify",
 ]

@@ -129,6 +129,8 @@ def verify(path: str | os.PathLike[str], progress: Callable[[str, int, int], Non
         for kind, ids in data.node_ids.items():
             part_of[kind][ids] = part
     report("verify", len(store.files), len(store.files))
+    for kind in manifest.node_types:
+        store.names(kind)
     check_tallies(store.path, tallies)
     if partition_fingerprint(manifest.graph_fingerprint, store.num_parts, part_of) != manifest.partition_fingerprint:
         raise StoreError(f"{store.path} contradicts itself: its fingerprint is not that of the parts of its nodes")

@@ -6,6 +6,7 @@ from urllib.parse import quote
 
 from shardpass.data.raw import EdgeType, NodeType
 
+NAMES_FILE = "names.safetensors"
 EDGE_ARRAYS = ("src_rows", "row_starts", "halo_rows", "halo_starts", "edge_ids")
 
 
@@ -15,6 +16,11 @@ def part_file_name(part: int) -> str:
 
 def node_ids_key(node_type: NodeType) -> str:
     return f"node_ids/{_quoted(node_type)}"
+
+
+def names_key(node_type: NodeType) -> str:
+    """Names that are integers. Those that are strings have `/text` and `/ends` behind it."""
+    return f"names/{_quoted(node_type)}"
 
 
 def node_field_key(node_type: NodeType, name: str) -> str:

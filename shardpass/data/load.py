@@ -11,6 +11,7 @@ import torch
 from shardpass.core.graphs import OwnFields, Relation, ShardedGraph, ShardedHeteroGraph, relation_of
 from shardpass.core.ranks import Options, Ranks
 from shardpass.core.sharding import EDGE, NODE, NodeType, Ownership
+from shardpass.data.lookup import StoreTables
 from shardpass.data.merge import RankData, merge_parts, parts_of_rank
 from shardpass.data.store import Store, open_store
 from shardpass.data.tally import Tally, check_tallies, tally
@@ -50,6 +51,7 @@ def load(path: str | Path, comm: Ranks, options: Options | None = None) -> Shard
         "fingerprint": store.manifest.graph_fingerprint,
         "partition_fingerprint": store.manifest.partition_fingerprint,
         "contents": _contents(store),
+        "tables": StoreTables(store),
     }
     share = (comm, options, ownership, data.node_ids, fields, relations)
     is_homogeneous = list(ownership) == [NODE] and list(relations) == [EDGE]

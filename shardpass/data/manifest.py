@@ -44,7 +44,8 @@ class Manifest:
     halo_rows: for each edge type and part, the number of distinct sources of its edges that are in other parts.
     cut_edges: for each edge type, the number of edges whose ends are in different parts.
     node_fields, edge_fields: for each type, the dtype and row shape of every field. graph_fields: numbers and strings.
-    files: the size and the checksums of each part's file.
+    files: the size and the checksums of each part's file. names: those of the file with the names of the nodes, if
+        they have any.
     source, method, seed: where the graph came from and how it was partitioned.
     graph_fingerprint: a hash of the structure, the same for every partition of a graph.
     partition_fingerprint: a hash of the structure and the partition.
@@ -67,6 +68,7 @@ class Manifest:
     shardpass_version: str
     graph_fingerprint: str
     partition_fingerprint: str
+    names: FileRecord | None = None
     format_version: int = field(default=VERSION)
 
     def __str__(self) -> str:
@@ -126,6 +128,7 @@ def read_manifest(directory: Path) -> Manifest:
     except (ValueError, RecursionError) as error:
         raise StoreError(f"{path} is altered or torn: it is not JSON ({error})") from error
     _check_head(document, text, path)
+    document.setdefault("names", None)
     problem = mismatch(document, _SCHEMA)
     if problem:
         raise StoreError(f"{path} is not as format version {VERSION} requires: {problem}")
@@ -180,6 +183,7 @@ _PER_NODE_TYPE, _PER_EDGE_TYPE = ("num_nodes", "offsets"), ("num_edges", "part_e
 """Those that it holds in an entry for each type."""
 _RECORD = ("name", "bytes", "header_sha256", "tensors")
 _FIELDS = [{"name": str, "dtype": frozenset(_DTYPES), "row_shape": [COUNT]}]
+_FILE = {"name": str, "bytes": COUNT, "header_sha256": str, "tensors": {str: str}}
 _SCHEMA = {
     "shardpass_version": str, "source": str, "method": str, "graph_fingerprint": str, "partition_fingerprint": str,
     "seed": int, "num_parts": COUNT, "graph_fields": {str: (bool, int, float, str)},
@@ -190,7 +194,8 @@ _SCHEMA = {
             "fields": _FIELDS,
         }
     ],
-    "files": [{"name": str, "bytes": COUNT, "header_sha256": str, "tensors": {str: str}}],
+    "files": [_FILE],
+    "names": (None, _FILE),
 }  # fmt: skip
 
 
@@ -214,6 +219,7 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
             for kind, fields in manifest.edge_fields.items()
         ],
         "files": [vars(record) for record in manifest.files],
+        **({} if manifest.names is None else {"names": vars(manifest.names)}),
     }
 
 
@@ -229,9 +235,14 @@ def _from_json(document: dict[str, Any]) -> Manifest:
         **values,
         node_fields={kind: _fields_from_json(entry["fields"]) for kind, entry in nodes.items()},
         edge_fields={kind: _fields_from_json(entry["fields"]) for kind, entry in edges.items()},
-        files=[FileRecord(*(record[name] for name in _RECORD)) for record in document["files"]],
+        files=[_record(found) for found in document["files"]],
+        names=None if document["names"] is None else _record(document["names"]),
         format_version=document["version"],
     )
+
+
+def _record(found: dict[str, Any]) -> FileRecord:
+    return FileRecord(*(found[name] for name in _RECORD))
 
 
 def _fields_to_json(fields: dict[str, FieldInfo]) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ import operator
 import os
 import tempfile
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from shardpass.data.doubts import Doubts
 from shardpass.data.file_rows import FileRows, blocks
 from shardpass.data.layout import Layout, graph_fingerprint, lay_out, partition_fingerprint
 from shardpass.data.manifest import MANIFEST_NAME, FieldInfo, Manifest, write_manifest
+from shardpass.data.names import Names, column_of, open_dictionary, write_names
 from shardpass.data.partitioners import GIVEN, assign
 from shardpass.data.raw import RawGraph
 from shardpass.data.readers import read, stream_files
@@ -42,6 +44,7 @@ def partition(
     progress: Callable[[str, int, int], None] | None = None,
     threads: int = 1,
     memory_bytes: str | float = MEMORY_BYTES,
+    node_id: str | None = None,
 ) -> Manifest:
     """The manifest of the store that was written to `path`: the graph, cut into parts. Run it in one process.
 
@@ -65,6 +68,8 @@ def partition(
             and "write"; not every source and method has all of them.
         threads: of "kaminpar". With more than one, every run gives another partition.
         memory_bytes: memory for edges, as a number or as ``"4GiB"``. The edges into one node are never divided.
+        node_id: the node field that holds your own ids, as in `shardpass.data.read`. The store keeps them, and
+            `shardpass.node_names` returns them.
 
     Raises:
         StoreError: when something is at `path` already.
@@ -74,7 +79,7 @@ def partition(
     check_target(target, overwrite)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.partial-", dir=target.parent) as scratch:
         budget = _budget(Path(scratch), memory_bytes, progress)
-        graph = _opened(data, budget)
+        graph = _opened(data, budget, node_id)
         parts, assignment = _division(graph, parts, assignment)
         layout = lay_out(assign(graph, parts, method, assignment, seed, threads, budget, node_weights), parts)
         complete = Path(scratch, "store")
@@ -93,12 +98,28 @@ def _budget(scratch: Path, memory_bytes: str | float, progress: Callable[[str, i
     return Budget(scratch, num_bytes, progress or (lambda stage, done, total: None))
 
 
-def _opened(data: Any, budget: Budget) -> RawGraph:
+def _opened(data: Any, budget: Budget, node_id: str | None) -> RawGraph:
     budget.report("read", 0, 1)
     files = stream_files(data)
-    graph = read(data if files is None else files.open(budget))
+    if files is not None and node_id is not None:
+        raise ValueError(
+            f"node_id={node_id!r} is a field of a graph in memory: of tables in files, pass it to "
+            "shardpass.data.stream_tables"
+        )
+    graph = read(data if files is None else files.open(budget), node_id=node_id)
+    graph = replace(graph, names={kind: _names(kind, names, budget) for kind, names in graph.names.items()})
     budget.report("read", 1, 1)
     return graph
+
+
+def _names(kind: str, names: Any, budget: Budget) -> Names:
+    """The names of the nodes of a type in temporary files, each of them once."""
+    if isinstance(names, Names):
+        return names
+    what = f"the names of nodes of type {kind!r}"
+    found = write_names(column_of(names, what), budget)
+    with open_dictionary(found, what, False, budget):
+        return found
 
 
 def _division(graph: RawGraph, parts: int | None, assignment: Any) -> tuple[int, Any]:
@@ -121,6 +142,8 @@ def _write(
     directory.mkdir()
     edges = {kind: EdgesByPart(graph, layout, kind, budget) for kind in graph.edges}
     files = _write_parts(graph, layout, edges.values(), directory, budget, doubts)
+    tensors = {key: rows for kind, names in graph.names.items() for key, rows in _name_tensors(kind, names).items()}
+    names = write_tensors(directory / keys.NAMES_FILE, tensors) if tensors else None
     fingerprint = graph_fingerprint(graph)
     manifest = Manifest(
         num_parts=layout.num_parts,
@@ -140,6 +163,7 @@ def _write(
         shardpass_version=_version(),
         graph_fingerprint=fingerprint,
         partition_fingerprint=partition_fingerprint(fingerprint, layout.num_parts, layout.part_of),
+        names=names,
     )
     write_manifest(manifest, directory / MANIFEST_NAME)
     return manifest
@@ -180,6 +204,13 @@ def _edge_tensors(graph: RawGraph, by_part: EdgesByPart, part: int, doubts: Doub
     for name, field in graph.edge_fields[kind].items():
         tensors[keys.edge_field_key(kind, name)] = _rows(field, edges.edge_ids, doubts, name, f"edges of type {kind}")
     return tensors
+
+
+def _name_tensors(kind: str, names: Names) -> dict[str, Blocks]:
+    key = keys.names_key(kind)
+    if names.ends is None:
+        return {key: _blocks(names.values)}
+    return {f"{key}/text": _blocks(names.values), f"{key}/ends": _blocks(names.ends)}
 
 
 def _blocks(array: torch.Tensor | FileRows) -> Blocks:

@@ -59,6 +59,8 @@ class RawGraph:
         graph_fields: numbers and strings that belong to the graph as a whole.
         source: where the graph came from, in words. A store keeps this text in its manifest.
         division: the partition that came with the graph, if there is one.
+        names: for some node types, the ids that the nodes have in your own data: all strings or all integers. A list
+            or an array with an entry for each node.
     """
 
     num_nodes: Mapping[NodeType, int]
@@ -68,6 +70,7 @@ class RawGraph:
     graph_fields: Mapping[str, Scalar] = field(default_factory=dict)
     source: str = ""
     division: Division | None = None
+    names: Mapping[NodeType, Any] = field(default_factory=dict)
 
     @property
     def num_edges(self) -> dict[EdgeType, int]:
@@ -88,12 +91,18 @@ class RawGraph:
             _check_name(node_type)
             if not isinstance(count, int) or isinstance(count, bool) or count < 0:
                 raise ValueError(f"number of nodes of type {node_type!r} is {count!r}; expected an integer >= 0")
-        for name, known in (("node_fields", self.num_nodes), ("edge_fields", self.edges)):
+        named = ("node_fields", self.num_nodes), ("edge_fields", self.edges), ("names", self.num_nodes)
+        for name, known in named:
             for owner in getattr(self, name):
                 if owner not in known:
                     raise ValueError(
                         f"{name} has fields of {owner!r}, which is not a type of this graph: {list(known)}"
                     )
+        for kind, names in self.names.items():
+            if len(names) != self.num_nodes[kind]:
+                raise ValueError(
+                    f"nodes of type {kind!r} have {len(names)} names; expected {self.num_nodes[kind]}, one for each"
+                )
         for name, value in self.graph_fields.items():
             if not isinstance(value, bool | int | float | str):
                 raise TypeError(f"graph field {name!r} is a {type(value).__name__}; expected a number or a string")

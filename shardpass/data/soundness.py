@@ -24,6 +24,9 @@ def contradictions(manifest: Manifest) -> Iterator[str]:
     if not 1 <= parts == len(manifest.files):
         yield f"it lists {len(manifest.files)} files for {parts} parts"
         return
+    if manifest.names is not None and manifest.names.name != keys.NAMES_FILE:
+        yield f"names are in {manifest.names.name!r}; expected {keys.NAMES_FILE!r}"
+        return
     for node_type, offsets in manifest.offsets.items():
         ends = [0, manifest.num_nodes[node_type]]
         if len(offsets) != parts + 1 or [offsets[0], offsets[-1]] != ends or sorted(offsets) != offsets:

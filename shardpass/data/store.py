@@ -11,6 +11,7 @@ from torch import Tensor
 from shardpass.data import keys
 from shardpass.data.fields import Fields
 from shardpass.data.manifest import MANIFEST_NAME, Manifest, read_manifest
+from shardpass.data.names import Names
 from shardpass.data.part_edges import PartEdges, checked_edges
 from shardpass.data.raw import EdgeType, NodeType
 from shardpass.data.soundness import check_nodes, contradictions
@@ -21,8 +22,8 @@ from shardpass.errors import StoreError
 class Store:
     """An open store. Made by `open_store`; `manifest` says what it holds, `files` are its parts."""
 
-    def __init__(self, path: Path, manifest: Manifest, files: list[TensorFile]) -> None:
-        self.path, self.manifest, self.files = path, manifest, files
+    def __init__(self, path: Path, manifest: Manifest, files: list[TensorFile], names: TensorFile | None) -> None:
+        self.path, self.manifest, self.files, self._names = path, manifest, files, names
 
     @property
     def num_parts(self) -> int:
@@ -66,6 +67,23 @@ class Store:
         check_nodes(ids, self.manifest.num_nodes[node_type], f"{file.path}: {key}")
         return ids
 
+    def names(self, node_type: NodeType) -> Names | None:
+        """The names of all nodes of a type, by original id, verified. `None` if they have none.
+
+        Raises:
+            StoreError: when they are altered, or cannot be the names of these nodes.
+        """
+        file, key = self._names, keys.names_key(node_type)
+        integers, strings = [key], [f"{key}/text", f"{key}/ends"]
+        held = [] if file is None else [name for name in integers + strings if name in file.record.tensors]
+        if file is None or not held:
+            return None
+        if held not in (integers, strings):
+            raise StoreError(f"{file.path} holds {', '.join(held)}; expected {key}, or {' and '.join(strings)}")
+        names = Names(*map(file.verified, held))
+        names.check(self.manifest.num_nodes[node_type], f"{file.path}: {key}")
+        return names
+
     def node_fields(self, node_type: NodeType, parts: range) -> Fields:
         """The node fields of a run of parts, one part after the other."""
         info = self.manifest.node_fields[node_type]
@@ -95,4 +113,6 @@ def open_store(path: str | os.PathLike[str]) -> Store:
     problem = next(contradictions(manifest), None)
     if problem:
         raise StoreError(f"{directory / MANIFEST_NAME} contradicts itself: {problem}")
-    return Store(directory, manifest, [TensorFile(directory / record.name, record) for record in manifest.files])
+    files = [TensorFile(directory / record.name, record) for record in manifest.files]
+    names = None if manifest.names is None else TensorFile(directory / manifest.names.name, manifest.names)
+    return Store(directory, manifest, files, names)

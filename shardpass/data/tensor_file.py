@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from shardpass.core.ranks import SAFETENSORS_NAMES, refuse_irregular
@@ -136,14 +136,21 @@ class TensorFile:
                 "store; write the store again with shardpass.partition"
             )
         self._check(header, record.header_sha256, "the header")
-        self._file: Any = safe_open(path, framework="pt")  # which refuses a header that is none
-        entries = json.loads(header[8:])
-        held = {key: entry for key, entry in entries.items() if key != "__metadata__"}
-        unknown = sorted({entry["dtype"] for entry in held.values()} - _DTYPES.keys())
+        try:
+            self._file: Any = safe_open(path, framework="pt")
+            entries = {key: entry for key, entry in json.loads(header[8:]).items() if key != "__metadata__"}
+            unknown = sorted({entry["dtype"] for entry in entries.values()} - _DTYPES.keys())
+            known = {key: entry for key, entry in entries.items() if entry["dtype"] not in unknown}
+            self._infos = {
+                key: TensorInfo(_DTYPES[entry["dtype"]], tuple(entry["shape"])) for key, entry in known.items()
+            }
+            self._starts = {key: len(header) + entry["data_offsets"][0] for key, entry in known.items()}
+        except (SafetensorError, ValueError, LookupError) as error:
+            raise StoreError(f"{path} is not as shardpass.partition writes it: {error}") from error
         if unknown:
             raise StoreError(f"{path} holds tensors of the types {unknown}; expected some of {sorted(_DTYPES)}")
-        self._infos = {key: TensorInfo(_DTYPES[entry["dtype"]], tuple(entry["shape"])) for key, entry in held.items()}
-        self._starts = {key: len(header) + entry["data_offsets"][0] for key, entry in held.items()}
+        if self._infos.keys() != record.tensors.keys():
+            raise StoreError(f"{path} does not hold the tensors that its manifest lists: write the store again")
 
     def tensor(self, key: str) -> Tensor:
         """A tensor whose memory is the file's, not verified yet. Writing to the tensor never reaches the file."""

@@ -20,6 +20,7 @@ import pytest
 from shardpass.data import partition
 
 NEEDS = {"parquet": "pyarrow", "dgl": "dgl"}
+NEEDS |= dict.fromkeys(["named store", "forged named store", "tables, parquet", "tables, csv"], "duckdb")
 
 
 def skip_without(name: str) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
@@ -15,6 +17,7 @@ from shardpass.core.graphs.batch_index import BatchIndex
 from shardpass.core.graphs.edge_index import ShardedEdgeIndex
 from shardpass.core.graphs.flow import message_flow
 from shardpass.core.graphs.relation import OwnFields, Relation
+from shardpass.core.graphs.tables import TableWriter
 from shardpass.core.ranks import Options, Ranks, RowSet
 from shardpass.core.sharding import (
     EDGE,
@@ -83,10 +86,11 @@ class ShardedGraph:
         fingerprint: str = "",
         partition_fingerprint: str = "",
         contents: str = "",
+        tables: TableWriter | None = None,
     ) -> None:
         self.comm, self.options, self.ownership = comm, options, ownership
         self.fingerprint, self.partition_fingerprint, self.contents = fingerprint, partition_fingerprint, contents
-        self.relations = relations
+        self.relations, self._tables = relations, tables
         self._node_ids, self._node_fields = node_ids, node_fields
         self._batch: BatchIndex | None = None
         self._total_edges, self._num_classes = total_edges, dict(num_classes or {})
@@ -319,13 +323,27 @@ class ShardedGraph:
             raise ValueError(f"node_type={node_type!r}; expected one of the types of this graph: {self.node_types}")
         return self._node_ids[node_type], self.ownership[node_type].num_total
 
+    @property
+    def tables(self) -> TableWriter:
+        """What writes tables with your own node ids."""
+        if self._tables is None:
+            raise ValueError("a graph that shardpass.load did not make has no ids of yours: write an .npy file")
+        return self._tables
 
-def gather(graph: ShardedGraph, rows: Tensor, node_type: NodeType | None = None) -> Tensor | None:
+
+def gather(
+    graph: ShardedGraph,
+    rows: Tensor,
+    node_type: NodeType | None = None,
+    path: str | os.PathLike[str] | None = None,
+) -> Tensor | None:
     """Own rows of every rank in the original node order, on rank 0; None on the others. Collective.
 
     Args:
         rows: ``[num_nodes, ...]``, one row per own node; the same dtype and trailing shape on every rank.
         node_type: of the nodes; needed where the graph has several.
+        path: a Parquet file that rank 0 writes as well, or replaces: the columns `id`, your own id of each node, and
+            `output`, its row.
 
     Returns:
         ``[total_nodes, ...]`` on rank 0.
@@ -351,4 +369,6 @@ def gather(graph: ShardedGraph, rows: Tensor, node_type: NodeType | None = None)
     out = rows.new_empty((total, *rows.shape[1:]))
     for part, part_ids in zip(parts, id_parts):
         out[part_ids] = part
+    if path is not None:
+        graph.tables.write(Path(path), out.cpu().numpy(), node_type)
     return out

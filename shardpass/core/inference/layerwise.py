@@ -22,8 +22,10 @@ from shardpass.core.inference.row_sources import ChangedRowsError, spans
 from shardpass.core.ranks import Ranks, fail_together, refuse_irregular, torch_private
 from shardpass.core.sharding import NodeType
 from shardpass.core.training import alike
+from shardpass.errors import MissingDependencyError
 
 _T = TypeVar("_T")
+_TABLE = ".parquet"
 
 
 def infer(
@@ -36,7 +38,7 @@ def infer(
     node_type: NodeType | None = None,
     tag: str = "",
 ) -> list[Path]:
-    """The files to which the output of `model` for every node was written, as ``.npy`` in original order. Collective.
+    """The files to which the output of `model` for every node was written, in original order. Collective.
 
     The model runs in evaluation mode without gradients, so a rank holds its own rows of the layers at hand and a block
     of fetched rows. The result of every sharded call is kept beside the output until the output is complete. If a run
@@ -46,8 +48,9 @@ def infer(
     Args:
         model: wrapped by `pyg.wrap` or `dgl.wrap`, with its parameters loaded. It may have been trained elsewhere.
         graph: the nodes and edges.
-        path: the file to write, which every rank must reach. If the model returns a dict by node type, there is one
-            file per type: ``logits.npy`` becomes ``logits.paper.npy``.
+        path: the file to write, which every rank must reach. A name that ends with ``.parquet`` gives a table with
+            the columns `id`, your own id of each node, and `output`; any other an ``.npy`` file. If the model returns
+            a dict by node type, there is one file per type: ``logits.npy`` becomes ``logits.paper.npy``.
         args: what the model is called with. The default is ``(graph.x, graph)``, or ``(graph.x_dict, graph)`` for a
             graph of several types.
         overwrite: whether to replace a file that exists.
@@ -56,18 +59,21 @@ def infer(
         tag: any text. A run does not continue one that had another tag.
 
     Returns:
-        The files, ``[total_nodes, ...]`` each. `numpy.load` with ``mmap_mode="r"`` opens them without reading.
+        The files, ``[total_nodes, ...]`` each. `numpy.load` with ``mmap_mode="r"`` opens ``.npy`` without reading.
 
     Raises:
         FileExistsError: the file exists. (All errors here are raised on every rank.)
         ValueError: the model is not wrapped, has other parameters on some rank, or does not return rows of own nodes.
         OSError: a rank cannot write.
+        MissingDependencyError: pyarrow, which writes tables, is not installed.
     """
     comm, path = graph.comm, Path(path)
     if not getattr(model, "_shardpass_wrapped", False):
         raise ValueError("infer takes a wrapped model: call shardpass.pyg.wrap(model, comm), or dgl.wrap, first")
     _on_all(comm, lambda: _refuse_existing(path, overwrite))
     _on_all(comm, lambda: node_type is None or graph.ids_of(node_type))
+    if path.suffix == _TABLE:
+        _on_all(comm, lambda: graph.tables.check() if comm.rank == 0 else None)
     args = args or (graph.x if graph.is_homogeneous else graph.x_dict, graph)
     _same_parameters(model, comm)
     fingerprint = _fingerprint(model, graph, args, tag)
@@ -75,8 +81,8 @@ def infer(
     with _evaluating(model, comm, journal):
         found = _outputs(model, graph, args, journal)
     rows = _on_all(comm, lambda: _rows_by_type(graph, found, path, overwrite, node_type))
-    for target, (values, ids, total) in rows.items():
-        _write(comm, target, values, ids, total)
+    for target, of_type in rows.items():
+        _write(graph, target, *of_type)
     journal.remove()
     return list(rows)
 
@@ -147,11 +153,11 @@ def _outputs(model: nn.Module, graph: ShardedGraph, args: tuple[Any, ...], journ
     return model(*args)
 
 
-_Rows = dict[Path, tuple[Tensor, Tensor, int]]
+_Rows = dict[Path, tuple[Tensor, Tensor, int, NodeType | None]]
 
 
 def _rows_by_type(graph: ShardedGraph, found: Any, path: Path, overwrite: bool, node_type: NodeType | None) -> _Rows:
-    """For each file to write: own rows, their original ids, and how many rows all ranks have."""
+    """For each file to write: own rows, their original ids, how many rows all ranks have, and the node type."""
     if isinstance(found, Tensor):
         if node_type is None and len(graph.node_types) > 1:
             raise ValueError(
@@ -166,7 +172,8 @@ def _rows_by_type(graph: ShardedGraph, found: Any, path: Path, overwrite: bool, 
                 f"infer: the model returned a dict with the key {unknown[0]!r}; expected node types of the graph: "
                 f"{graph.node_types}"
             )
-        by_type = {path.with_suffix(f".{name}.npy"): (name, value) for name, value in found.items()}
+        suffix = _TABLE if path.suffix == _TABLE else ".npy"
+        by_type = {path.with_suffix(f".{name}{suffix}"): (name, value) for name, value in found.items()}
     else:
         kind = type(found).__name__
         raise ValueError(f"infer: the model returned a {kind}; expected a tensor, or a dict of tensors by node type")
@@ -178,13 +185,14 @@ def _rows_by_type(graph: ShardedGraph, found: Any, path: Path, overwrite: bool, 
             shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(f"infer: the model returned {shape}; expected {ids.numel()} rows, one per own node")
         value = value.float() if value.dtype == torch.bfloat16 else value  # which numpy does not know
-        rows[target] = (value.detach(), ids.cpu(), total)
+        rows[target] = (value.detach(), ids.cpu(), total, node_type)
     return rows
 
 
-def _write(comm: Ranks, path: Path, rows: Tensor, ids: Tensor, total: int) -> None:
+def _write(graph: ShardedGraph, path: Path, rows: Tensor, ids: Tensor, total: int, node_type: NodeType | None) -> None:
     """Write the rows of all ranks into one file, which gets its name when it is complete. Collective."""
-    partial = path.with_name(f".{path.name}.writing")
+    comm, partial = graph.comm, path.with_name(f".{path.name}.writing")
+    table = path.with_name(f".{path.name}.table")
     shape, dtype = (total, *rows.shape[1:]), torch.empty(0, dtype=rows.dtype).numpy().dtype
 
     def create() -> None:
@@ -201,14 +209,21 @@ def _write(comm: Ranks, path: Path, rows: Tensor, ids: Tensor, total: int) -> No
             out[ids[start:stop].numpy()] = block_of(rows, start, stop).cpu().numpy()
         out.flush()
 
+    def finish() -> None:
+        if comm.rank == 0 and path.suffix == _TABLE:
+            table.unlink(missing_ok=True)
+            graph.tables.write(table, np.load(partial, mmap_mode="r"), node_type)
+            os.replace(table, path)
+        elif comm.rank == 0:
+            os.replace(partial, path)
+
     try:
-        _on_all(comm, create)
-        _on_all(comm, fill)
-        _on_all(comm, lambda: os.replace(partial, path) if comm.rank == 0 else None)
-    except Exception:
+        for step in (create, fill, finish):
+            _on_all(comm, step)
+    finally:
         if comm.rank == 0:
             partial.unlink(missing_ok=True)
-        raise
+            table.unlink(missing_ok=True)
 
 
 def _allocate(file: IO[bytes], num_bytes: int, path: Path) -> None:
@@ -224,4 +239,4 @@ def _allocate(file: IO[bytes], num_bytes: int, path: Path) -> None:
 
 
 def _on_all(comm: Ranks, work: Callable[[], _T]) -> _T:
-    return fail_together(comm, "infer: verdict", work, FileExistsError, OSError, ValueError)
+    return fail_together(comm, "infer: verdict", work, FileExistsError, OSError, ValueError, MissingDependencyError)

@@ -7,6 +7,7 @@ from shardpass.data.readers.dispatch import read, stream_files
 from shardpass.data.readers.edge_list import read_edge_list
 from shardpass.data.readers.graph_files import GraphFiles, stream_edge_list
 from shardpass.data.readers.ogb import stream_ogb
+from shardpass.data.readers.tables import stream_tables
 
 __all__ = [
     "GraphFiles",
@@ -15,4 +16,5 @@ __all__ = [
     "stream_edge_list",
     "stream_files",
     "stream_ogb",
+    "stream_tables",
 ]

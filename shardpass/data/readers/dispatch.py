@@ -23,7 +23,7 @@ _KNOWN = (
 )
 
 
-def read(data: Any, *, drop: Sequence[str] = ()) -> RawGraph:
+def read(data: Any, *, drop: Sequence[str] = (), node_id: str | None = None) -> RawGraph:
     """The graph in `data`, checked, with its original node ids and edge order.
 
     Args:
@@ -31,11 +31,15 @@ def read(data: Any, *, drop: Sequence[str] = ()) -> RawGraph:
             DGL partition (see `read_dgl_partition`), a dict of arrays (see `read_mapping`) or a `RawGraph`. All fields
             are kept; one that can be placed nowhere is an error.
         drop: names of fields to leave out.
+        node_id: the node field that holds your own ids, such as the list `name` of a `Data`: strings or any integers.
+            They become the `names` of the graph.
 
     Raises:
         ValueError, TypeError: what is wrong with the data: what was found, what is expected, what to do.
     """
-    graph = _read(data, drop)
+    graph = _read(data, drop, node_id)
+    if node_id is not None:
+        graph = _named(graph, node_id)
     if drop:
         graph = replace(
             graph,
@@ -62,15 +66,25 @@ def stream_files(data: Any, drop: Sequence[str] = ()) -> GraphFiles | None:
     return replace(stream_edge_list(path), drop=tuple(drop)) if path.is_dir() else None
 
 
-def _read(data: Any, drop: Sequence[str]) -> RawGraph:
+def _named(graph: RawGraph, node_id: str) -> RawGraph:
+    """The graph with a node field as the names of its nodes."""
+    names = {kind: fields[node_id] for kind, fields in graph.node_fields.items() if node_id in fields}
+    if not names:
+        found = sorted({name for fields in graph.node_fields.values() for name in fields})
+        raise ValueError(f"node_id={node_id!r}: there is no such node field; there are {', '.join(found) or 'none'}")
+    fields = {kind: _without(fields, (node_id,)) for kind, fields in graph.node_fields.items()}
+    return replace(graph, node_fields=fields, names={**graph.names, **names})
+
+
+def _read(data: Any, drop: Sequence[str], node_id: str | None) -> RawGraph:
     if isinstance(data, RawGraph):
         return data
     if isinstance(data, str | os.PathLike):
         return _read_path(Path(data))
     if is_pyg(data, "HeteroData"):
-        return read_hetero(data, drop)
+        return read_hetero(data, drop, node_id)
     if is_pyg(data, "Data"):
-        return read_data(data, drop)
+        return read_data(data, drop, node_id)
     if is_dgl(data):
         return read_dgl(data)
     if isinstance(data, Mapping):

@@ -17,7 +17,8 @@ from shardpass.data.streaming import Budget
 from shardpass.errors import require
 
 _BATCH_ROWS = 1 << 16
-_IDS = ("id", "node_id", "nid")
+ID_NAMES = ("id", "node_id", "nid")
+"""The names by which a column of ids is known."""
 
 
 def parquet_edges(path: Path, budget: Budget) -> tuple[EdgeArrays, FileRows | None]:
@@ -27,7 +28,7 @@ def parquet_edges(path: Path, budget: Budget) -> tuple[EdgeArrays, FileRows | No
         ValueError: when the columns cannot be told apart, or a value is missing.
         TypeError: when ids are not integers.
     """
-    table = _opened(path)
+    table = opened(path)
     names = table.schema.names
     weights = [name for name in names if place_of(name) == 2]
     ends = [name for name in names if name not in weights]
@@ -57,8 +58,8 @@ def parquet_rows(path: Path, budget: Budget) -> FileRows:
     Raises:
         ValueError: when a value is missing, lists have several lengths, or the ids are not 0, 1, 2, ...
     """
-    table = _opened(path)
-    ids = [name for name in table.schema.names if name in _IDS]
+    table = opened(path)
+    ids = [name for name in table.schema.names if name in ID_NAMES]
     kept = [name for name in table.schema.names if name not in ids]
     if not kept or len(ids) > 1:
         raise ValueError(
@@ -76,7 +77,7 @@ def parquet_rows(path: Path, budget: Budget) -> FileRows:
     return (writer or RowWriter(budget.file(), np.float32, name=path)).rows()
 
 
-def _opened(path: Path) -> Any:
+def opened(path: Path) -> Any:
     """The file, or the files of a folder in the order of their names, as one `pyarrow.dataset.Dataset`."""
     dataset = require("pyarrow.dataset", "parquet", "reading Parquet files")
     files = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
@@ -88,25 +89,35 @@ def _opened(path: Path) -> Any:
         return dataset.dataset([str(file) for file in files], format="parquet")
 
 
-def _blocks(table: Any, path: Path, names: list[str], budget: Budget) -> Iterator[tuple[int, list[np.ndarray]]]:
-    """Some columns of a dataset, block by block: the number of the first row, and an array for each column."""
-    done = 0
+def record_batches(
+    table: Any, num_rows: int, path: Path, kind: str, names: list[str], budget: Budget
+) -> Iterator[tuple[int, Any]]:
+    """Some columns of a dataset, which is `kind`, in blocks of rows, each with the number of its first row."""
+    done, total = 0, max(1, num_rows)
     # by default pyarrow reads far ahead, with many threads
     ahead: dict[str, Any] = {"use_threads": False, "batch_readahead": 1, "fragment_readahead": 1}
-    with reading(path, "a Parquet file"):
-        total = max(1, table.count_rows())
+    with reading(path, kind):
         batches = table.to_batches(columns=names, batch_size=_BATCH_ROWS, **ahead)
     while True:
-        with reading(path, "a Parquet file"):
+        with reading(path, kind):
             batch = next(batches, None)
-            if batch is None:
-                break
-            columns = zip(batch.schema.names, batch.columns)
-            arrays = [_numbers(column, f"{path}, column {name!r}", done) for name, column in columns]
+        if batch is None:
+            break
         budget.report("read", done, total)
-        yield done, arrays
+        yield done, batch
         done += batch.num_rows
     budget.report("read", total, total)
+
+
+def _blocks(table: Any, path: Path, names: list[str], budget: Budget) -> Iterator[tuple[int, list[np.ndarray]]]:
+    """Some columns of a dataset, block by block: the number of the first row, and an array for each column."""
+    with reading(path, "a Parquet file"):
+        num_rows = table.count_rows()
+    for done, batch in record_batches(table, num_rows, path, "a Parquet file", names, budget):
+        columns = zip(batch.schema.names, batch.columns)
+        with reading(path, "a Parquet file"):
+            arrays = [numbers_of(column, f"{path}, column {name!r}", done) for name, column in columns]
+        yield done, arrays
 
 
 def _check_ids(ids: np.ndarray, first: int, what: str) -> None:
@@ -116,7 +127,7 @@ def _check_ids(ids: np.ndarray, first: int, what: str) -> None:
         raise ValueError(f"{what}, row {row}: found {ids[wrong[0]]}; expected {row}: sort the rows by id")
 
 
-def _numbers(column: Any, what: str, first: int) -> np.ndarray:
+def numbers_of(column: Any, what: str, first: int) -> np.ndarray:
     """The values of a column: [n], or [n, length] of lists."""
     if column.null_count:
         row = first + int(np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))[0])
@@ -129,8 +140,10 @@ def _numbers(column: Any, what: str, first: int) -> np.ndarray:
             raise ValueError(f"{what}, rows from {first} on: lists of {lengths.tolist()} numbers; expected one length")
         if values.null_count:
             raise ValueError(f"{what}, rows from {first} on: a list without one of its values; expected numbers")
-        return _numbers(values, what, first).reshape(len(column), -1)
+        return numbers_of(values, what, first).reshape(len(column), -1)
     found: np.ndarray = column.to_numpy(zero_copy_only=False)
     if found.dtype.kind not in "biuf":
-        raise ValueError(f"{what}: {column.type}; expected numbers")
+        raise ValueError(
+            f"{what}: {column.type}; expected numbers (shardpass.data.stream_tables, or --names, takes ids of any kind)"
+        )
     return found

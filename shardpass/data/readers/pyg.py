@@ -17,25 +17,25 @@ def is_pyg(data: Any, name: str) -> bool:
     return kind is not None and isinstance(data, kind)
 
 
-def read_data(data: Any, drop: Collection[str] = ()) -> RawGraph:
-    """The graph of a `Data`: every field, by PyG's own rule of what is per node and per edge."""
+def read_data(data: Any, drop: Collection[str] = (), node_id: str | None = None) -> RawGraph:
+    """The graph of a `Data`: every field, by PyG's own rule of what is per node and per edge. `node_id` is per node."""
     what = "the Data object"
     num_nodes, ends = _num_nodes(data, what), edge_ends(_edge_index(data, what), "edge_index")
-    node_fields, edge_fields, others = _sorted_fields(data, drop)
+    node_fields, edge_fields, others = _sorted_fields(data, drop, node_id)
     scalars = {name: _graph_field(name, value) for name, value in others.items()}
     source = "torch_geometric Data"
     return RawGraph({NODE: num_nodes}, {EDGE: ends}, {NODE: node_fields}, {EDGE: edge_fields}, scalars, source)
 
 
-def read_hetero(data: Any, drop: Collection[str] = ()) -> RawGraph:
-    """The graph of a `HeteroData`, every field included."""
+def read_hetero(data: Any, drop: Collection[str] = (), node_id: str | None = None) -> RawGraph:
+    """The graph of a `HeteroData`, every field included. `node_id` is per node, where a type has it."""
     num_nodes, edges, fields = {}, {}, {}
     for kind in data.node_types:
         num_nodes[kind] = _num_nodes(data[kind], f"node type {kind!r}")
     for kind in data.edge_types:
         edges[kind] = edge_ends(_edge_index(data[kind], f"edge type {kind}"), f"edge_index of {kind}")
     for kind in (*num_nodes, *edges):
-        of_nodes, of_edges, others = _sorted_fields(data[kind], drop)
+        of_nodes, of_edges, others = _sorted_fields(data[kind], drop, node_id)
         if others:  # one type has no place for numbers and strings of its own
             name, value = next(iter(others.items()))
             raise ValueError(_unplaced(name, value, f" of {kind!r}"))
@@ -45,14 +45,16 @@ def read_hetero(data: Any, drop: Collection[str] = ()) -> RawGraph:
     return RawGraph(num_nodes, edges, node_fields, edge_fields, scalars, "torch_geometric HeteroData")
 
 
-def _sorted_fields(store: Any, drop: Collection[str]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+def _sorted_fields(
+    store: Any, drop: Collection[str], node_id: str | None
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """The fields of a PyG storage that are per node, those that are per edge, and all others."""
     of_nodes, of_edges, others = {}, {}, {}
     for name, value in store.items():
         if name in ("edge_index", "num_nodes", *drop) or value is None:
             continue
         has_rows = len(getattr(value, "shape", ())) > 0
-        if has_rows and store.is_node_attr(name):
+        if name == node_id or (has_rows and store.is_node_attr(name)):
             of_nodes[name] = value
         elif has_rows and store.is_edge_attr(name):
             of_edges[name] = value
@@ -73,6 +75,11 @@ def _unplaced(name: str, value: Any, where: str) -> str:
         f"field {name!r}{where} {shape} is neither per node, nor per edge, nor one number or string of the graph, "
         f"so it cannot be kept: delete it from the object, or leave it out with "
         f"shardpass.data.read(data, drop=[{name!r}])"
+        + (
+            f"; if it holds the ids of the nodes, pass node_id={name!r} to shardpass.partition"
+            if isinstance(value, list | tuple)
+            else ""
+        )
     )
 
 

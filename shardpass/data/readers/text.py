@@ -98,7 +98,10 @@ def _tables(path: Path, kind: Any, has_header: bool, budget: Budget) -> Iterator
                     warnings.filterwarnings("error", category=DeprecationWarning)  # NumPy 1 warns and reads 2.5 as 2
                     table = np.loadtxt(file, kind, delimiter=_delimiter(path), max_rows=_BLOCK_ROWS, ndmin=ndmin)
             except ValueError as error:
-                raise ValueError(f"{path} cannot be read as numbers, in the rows from {done} on: {error}") from error
+                hint = "; for ids of any kind see shardpass.data.stream_tables (--names)" if ndmin == 1 else ""
+                raise ValueError(
+                    f"{path} cannot be read as numbers, in the rows from {done} on: {error}{hint}"
+                ) from error
             budget.report("read", min(raw.tell(), size), size)
             count = len(table)
             done += count

@@ -1,0 +1,74 @@
+"""Tables with ids of the user's own through the command line: partition, train, infer, and back to these ids."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from cli_helpers import passed, refused
+from torch_geometric.nn import GraphSAGE
+
+parquet = pytest.importorskip("pyarrow.parquet")
+pyarrow = pytest.importorskip("pyarrow")
+pytest.importorskip("duckdb")
+
+NAMES = [f"née-{i * 7919 % 1000}" for i in range(60)]
+
+
+@pytest.fixture
+def tables(tmp_path: Path) -> Path:
+    rng = np.random.default_rng(0)
+    ends = rng.integers(0, 60, (2, 400))
+    x, y = rng.standard_normal((60, 4), dtype=np.float32), rng.integers(0, 3, 60)
+    split = rng.choice(["train", "val", "test"], 60)
+    src, dst = (pyarrow.array([NAMES[i] for i in row]).dictionary_encode() for row in ends)
+    parquet.write_table(pyarrow.table({"src": src, "dst": dst}), tmp_path / "edges.parquet")
+    columns = {"name": NAMES, "x": x.tolist(), "kind": y, "split": split}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "nodes.parquet")
+    np.savez(tmp_path / "whole.npz", ends=ends, x=x)
+    return tmp_path
+
+
+def test_from_tables_to_a_table(tables: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, weights, out = tables / "store", tables / "model.pt", tables / "logits.parquet"
+    options = ("--nodes", tables / "nodes.parquet", "--node-id", "name", "--label", "kind", "--method", "random")
+    assert "60 nodes and 400 edges" in passed("partition", tables / "edges.parquet", store, *options, "--parts", 3)
+    passed("train", store, "--epochs", 2, "--hidden", 8, "--ranks", 2, "--checkpoint", tables / "run.ckpt")
+    torch.manual_seed(0)
+    model = GraphSAGE(4, 8, num_layers=2, out_channels=3).double()
+    torch.save(model.state_dict(), weights)
+    options = ("--weights", weights, "--hidden", 8, "--ranks", 3, "--dtype", "float64")
+    assert "logits.parquet" in passed("infer", store, out, *options)
+    found = parquet.read_table(out)
+    assert found.column_names == ["id", "output"] and found["id"].to_pylist() == NAMES
+    whole = np.load(tables / "whole.npz")
+    expected = model.eval()(torch.from_numpy(whole["x"]).double(), torch.from_numpy(whole["ends"]))
+    np.testing.assert_allclose(np.array(found["output"].to_pylist()), expected.detach(), atol=1e-9)
+    assert not [path.name for path in tables.iterdir() if path.name.startswith(".")]
+    assert "exists" in refused("infer", store, out, *options)
+    passed("infer", store, tables / "numbers.npy", *options)
+    np.testing.assert_array_equal(np.load(tables / "numbers.npy"), np.array(found["output"].to_pylist()))
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    words = refused("infer", store, tables / "again.parquet", *options)
+    assert (
+        "writing a table of results needs the package 'pyarrow'" in words
+        and "or give the name of an .npy file" in words
+    )
+
+
+def test_names_alone_and_refusals(tables: Path) -> None:
+    edges, out = tables / "edges.parquet", tables / "out"
+    named = passed("partition", edges, out, "--names", "--method", "random", "--src", "dst", "--dst", "src")
+    assert "60 nodes and 400 edges" in named
+    for options, words in {
+        (): "expected numbers (shardpass.data.stream_tables, or --names",
+        ("--num-nodes", 60, "--names"): "--num-nodes is by number, and these nodes have names: use --nodes",
+        ("--label", "kind"): "name columns of tables: pass --nodes, or --names as well",
+        ("--node-id", "name"): "name columns of tables: pass --nodes, or --names as well",
+        ("--nodes", tables / "nodes.parquet"): "which one holds the ids? Pass node_id= (--node-id)",
+        ("--names", "--label", "kind"): "name columns of a table of nodes: pass nodes= (--nodes) as well",
+    }.items():
+        assert words in refused("partition", edges, tables / "other", *options)
