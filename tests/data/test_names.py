@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_helpers import bipartite
+from store_helpers import bipartite, rebuilt
 
 import shardpass as sp
 from shardpass.data import EDGE, NODE, EdgeArrays, RawGraph, open_store, partition, stream_tables, verify
@@ -53,16 +53,8 @@ def edges(names: list[Any] = NAMES, **more: Any) -> dict[str, Any]:
 
 def assert_edges(path: Path, src: list[Any], dst: list[Any]) -> None:
     """The edges of a store by name are these, in this order."""
-    store, names = open_store(path), sp.node_names(path)
-    data = [sp.data.merge_parts(store, range(part, part + 1)) for part in range(store.num_parts)]
-    ids = torch.cat([part.node_ids[NODE] for part in data])
-    found: dict[int, tuple[Any, Any]] = {}
-    for part in data:
-        ends = part.edges[EDGE]
-        own = part.node_ids[NODE][ends.dst.long()]
-        for edge, a, b in zip(ends.edge_ids.tolist(), ids[ends.src.long()].tolist(), own.tolist()):
-            found[edge] = names[a], names[b]
-    assert [found[edge] for edge in range(len(src))] == list(zip(src, dst))
+    ends, names = rebuilt(open_store(path), 1).edges[EDGE], sp.node_names(path)
+    assert names[ends.src].tolist() == src and names[ends.dst].tolist() == dst
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".csv", ".csv.gz"])
