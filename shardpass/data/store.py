@@ -56,12 +56,13 @@ class Store:
             StoreError: when they are altered, or cannot be the names of these nodes.
         """
         file, key = self._names, keys.names_key(node_type)
-        if file is None or not {key, f"{key}/ends"} & file.record.tensors.keys():
+        integers, strings = [key], [f"{key}/text", f"{key}/ends"]
+        held = [] if file is None else [name for name in integers + strings if name in file.record.tensors]
+        if file is None or not held:
             return None
-        if key in file.record.tensors:
-            names = Names(file.verified(key))
-        else:
-            names = Names(file.verified(f"{key}/text"), file.verified(f"{key}/ends"))
+        if held not in (integers, strings):
+            raise StoreError(f"{file.path} holds {', '.join(held)}; expected {key}, or {' and '.join(strings)}")
+        names = Names(*map(file.verified, held))
         names.check(self.manifest.num_nodes[node_type], f"{file.path}: {key}")
         return names
 
