@@ -25,6 +25,9 @@ PAGES = [
     ROOT / "SECURITY.md",
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
+READABLE = ["docs/sharp-edges.md", "docs/recipes.md"]
+"""Pages of under 1,000 words, without a sentence of more than 30."""
+
 BLOCK = re.compile(r"<!-- runnable(?P<given>[^>]*?)-->\s*```python\n(?P<code>.*?)^```", re.S | re.M)
 LINK = re.compile(r"!?\[[^\]]*\]\((?P<target>[^)\s]+)\)")
 FENCED = re.compile(r"^```.*?^```", re.S | re.M)
@@ -44,7 +47,7 @@ def small_data() -> Any:
     mask = torch.arange(120) % 2 == 0
     x = torch.nn.functional.one_hot(y, 8).float() + torch.randn(120, 8, generator=generator)
     edge_index = torch.randint(120, (2, 900), generator=generator)
-    return data_module.Data(x=x, y=y, edge_index=edge_index, train_mask=mask, test_mask=~mask)
+    return data_module.Data(x=x, y=y, edge_index=edge_index, train_mask=mask, val_mask=~mask, test_mask=~mask)
 
 
 def small_dgl_graph() -> Any:
@@ -111,6 +114,32 @@ def test_a_script_changes_in_six_lines_and_then_runs(tmp_path: Path, monkeypatch
         exec(compile(script.replace("range(100)", "range(5)"), f"README, {name}", "exec"), names)
         losses[name] = names["loss"].item()
     assert losses["new"] == pytest.approx(losses["old"], rel=1e-4)
+
+
+def sentences(page: Path) -> list[str]:
+    """The sentences of a page without its code, tables and headings."""
+    text = re.sub(r"<!--.*?-->", "", FENCED.sub("", page.read_text(encoding="utf-8")), flags=re.S)
+    text = re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`]*`", "code", text))
+    prose = [line for line in text.splitlines() if not re.match(r"\s*(\||#|!\[)", line)]
+    paragraphs = re.split(r"\n\s*\n|\n\s*[*-] |\n\d\. ", "\n".join(prose))
+    return [found for paragraph in paragraphs for found in re.split(r"(?<=[.:;?!])\s+", " ".join(paragraph.split()))]
+
+
+@pytest.mark.parametrize("name", READABLE)
+def test_the_guides_are_short_and_their_sentences_too(name: str) -> None:
+    page = ROOT / name
+    assert len(page.read_text(encoding="utf-8").split()) < 1000
+    assert not [found for found in sentences(page) if len(found.split()) > 30]
+
+
+def test_every_line_of_a_recipe_is_run() -> None:
+    """The lines that a recipe adds stand in the script at the end of the page, but for packages that are not here."""
+    page = ROOT / "docs" / "recipes.md"
+    run = {line.strip() for _, code in blocks(page) for line in code.splitlines()}
+    diffs = re.findall(r"^```diff\n(.*?)^```", page.read_text(encoding="utf-8"), re.S | re.M)
+    added = [line[1:].strip() for diff in diffs for line in diff.splitlines() if line.startswith("+")]
+    assert len(added) > 20
+    assert not [line for line in added if line not in run and not re.search(r"writer\b(?!\()|study\.ask", line)]
 
 
 def test_the_pages_that_promise_to_run_do_hold_blocks() -> None:
