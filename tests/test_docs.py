@@ -29,7 +29,7 @@ PAGES = [
     ROOT / "SECURITY.md",
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-READABLE = ["docs/clusters.md", "docs/glossary.md", "docs/sharp-edges.md", "docs/recipes.md"]
+READABLE = ["docs/support.md", "docs/clusters.md", "docs/glossary.md", "docs/sharp-edges.md", "docs/recipes.md"]
 """Pages of under 1,000 words, without a sentence of more than 30."""
 
 BLOCK = re.compile(r"<!-- runnable(?P<given>[^>]*?)-->\s*```python\n(?P<code>.*?)^```", re.S | re.M)
