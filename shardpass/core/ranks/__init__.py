@@ -22,7 +22,7 @@ from shardpass.core.ranks.autograd_order import (
 from shardpass.core.ranks.files import prepare_target, refuse_irregular
 from shardpass.core.ranks.on_ranks import OnRanks
 from shardpass.core.ranks.options import MODES, Mode, Options
-from shardpass.core.ranks.own_model import is_wrapped, refuse_shared_model
+from shardpass.core.ranks.own_model import FetchedUnwrapped, is_wrapped, refuse_shared_model, warn_of_unwrapped
 from shardpass.core.ranks.random import (
     decorrelate,
     derive_seed,
@@ -51,6 +51,7 @@ from shardpass.core.ranks.units import (
 __all__ = [
     "COUNT",
     "MODES",
+    "FetchedUnwrapped",
     "Mode",
     "OnRanks",
     "Options",
@@ -96,4 +97,5 @@ __all__ = [
     "start_chain",
     "torch_private",
     "unfollowed",
+    "warn_of_unwrapped",
 ]
