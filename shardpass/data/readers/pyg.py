@@ -74,11 +74,11 @@ def _unplaced(name: str, value: Any, where: str, counts: tuple[int, int, list[st
     nodes = edges = mend = ""
     if counts is not None:
         nodes = f" ({counts[0]}{', the rows of ' if counts[2] else ''}{', '.join(counts[2])})"
-        edges, mend = f" ({counts[1]})", "correct whichever field has too few or too many rows, "
+        edges, mend = f" ({counts[1]})", ", or correct whichever field lacks rows"
     return (
         f"field {name!r}{where} {shape} is neither per node{nodes}, nor per edge{edges}, nor one number or string of "
-        f"the graph, so it cannot be kept: {mend}delete it from the object, or leave it out with "
-        f"shardpass.data.read(data, drop=[{name!r}])"
+        f"the graph, so it cannot be kept: delete it from the object, or leave it out with "
+        f"shardpass.data.read(data, drop=[{name!r}]){mend}"
     )
 
 
