@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import threading
+import traceback
 from multiprocessing.util import Finalize
 from types import FrameType, TracebackType
 
@@ -43,7 +44,11 @@ def end_all_on_exception(comm: RawCommunicator) -> None:
         comm.announce(reason)
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        previous(kind, error, trace)
+        if isinstance(error, PeerFailure) and previous is sys.__excepthook__ and not os.environ.get("SHARDPASS_DEBUG"):
+            lines = traceback.format_exception_only(kind, error)  # where this rank waited would hide what has failed
+            print("".join(lines), end="", file=sys.stderr, flush=True)
+        else:
+            previous(kind, error, trace)
         tell(error)
 
     def end_child() -> None:

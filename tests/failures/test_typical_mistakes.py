@@ -91,7 +91,10 @@ def test_a_field_that_lacks_a_row_of_arrays(short: str, words: str, tmp_path: Pa
 @pytest.mark.parametrize(
     ("short", "words"),
     [
-        ("x", r"'y' of the shape \[20\] is neither per node \(19, the rows of x\), nor per edge \(40\).*or correct which"),
+        (
+            "x",
+            r"'y' of the shape \[20\] is neither per node \(19, the rows of x\), nor per edge \(40\).*or correct which",
+        ),
         ("y", r"'y' of the shape \[19\] is neither per node \(20, the rows of x, train_mask\)"),
     ],
 )
