@@ -9,7 +9,6 @@ import signal
 import socket
 import sys
 import threading
-import traceback
 from multiprocessing.util import Finalize
 from types import FrameType, TracebackType
 
@@ -44,11 +43,10 @@ def end_all_on_exception(comm: RawCommunicator) -> None:
         comm.announce(reason)
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if isinstance(error, PeerFailure) and previous is sys.__excepthook__ and not os.environ.get("SHARDPASS_DEBUG"):
-            lines = traceback.format_exception_only(kind, error)  # where this rank waited would hide what has failed
-            print("".join(lines), end="", file=sys.stderr, flush=True)
-        else:
-            previous(kind, error, trace)
+        if isinstance(error, PeerFailure) and os.environ.get("SHARDPASS_DEBUG", "0") in ("", "0"):
+            error, trace = error.with_traceback(None), None  # where this rank waited would hide what has failed
+            error.__cause__, error.__suppress_context__ = None, True
+        previous(kind, error, trace)
         tell(error)
 
     def end_child() -> None:
