@@ -88,6 +88,57 @@ MISTAKES = {
 }
 
 
+def without_mean(h):
+    """Mixes all rows."""
+    return h - h.mean(0)
+
+
+def catching(error):
+    """Goes on without the mean if it is refused."""
+
+    def between(m, h, e):
+        try:
+            return without_mean(h)
+        except error:
+            return h
+
+    return between
+
+
+def left_by_return(m, h, e):
+    try:
+        return without_mean(h)
+    finally:
+        return h  # noqa: B012, SIM107
+
+
+class Catches(gnn.MessagePassing):
+    """Mixes all edges, and goes on without if that is refused."""
+
+    def forward(self, h, edge_index):
+        return self.propagate(edge_index, h=h)
+
+    def message(self, h_j):
+        try:
+            return without_mean(h_j)
+        except RuntimeError:
+            return h_j
+
+
+@pytest.mark.parametrize(
+    "between", [catching(RuntimeError), catching(Exception), left_by_return, lambda m, h, e: m.catches(h, e)]
+)
+def test_a_refusal_that_the_model_catches_is_raised(between):
+    def work(comm):
+        graph = shard_in_memory(GRAPH, OWNERS, comm)
+        net = Net(between)
+        net.catches = Catches()
+        sp.pyg.wrap(net.double(), comm)(graph.x, graph)
+
+    line = inspect.getsourcelines(without_mean)[1] + 2
+    assert f"test_pyg_reasons.py:{line}: return h - h.mean(0): `mean` puts rows together" in refused(work)
+
+
 def refused(work):
     """The words with which `work` is refused on three ranks."""
     with pytest.raises(RefusedError) as caught:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardpass.core.aggregation.out_edges import OutEdges
 from shardpass.core.exchange import HaloPlan, WalkId, fetch_blocks
-from shardpass.core.kernels import EdgeRun
+from shardpass.core.kernels import EdgeRun, gather_rows
 from shardpass.core.ranks import is_differentiable, piece_seed, replayed
 from shardpass.core.sharding import Chunk, CopyStreams, EdgeShards, Shard, StreamedShards, to_device
 from shardpass.core.tracing import Inputs, Key, Program, Sides, Structure
@@ -184,12 +184,12 @@ class Call:
         src = {}
         for name, tensor in operands.src.items():
             if name in rows:
-                src[name] = given(Key("src", name), rows[name].index_select(0, piece.src_rows))
+                src[name] = given(Key("src", name), gather_rows(rows[name], piece.src_rows))
             else:
                 filler = float("nan") if is_differentiable(tensor) else 0
                 src[name] = tensor.new_full((piece.src_rows.numel(), *tensor.shape[1:]), filler)  # may be viewed
         dst = {
-            name: given(Key("dst", name), tensor[piece.window].index_select(0, piece.dst_rows))
+            name: given(Key("dst", name), gather_rows(tensor[piece.window], piece.dst_rows))
             for name, tensor in operands.dst.items()
         }
         edge = {

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shardpass.core.aggregation.call import Call, EdgePiece, Operands
 from shardpass.core.aggregation.gradients import Gradients
+from shardpass.core.kernels import scatter_rows
 from shardpass.core.sharding import to_host
 from shardpass.core.tracing import EdgeTrace, Inputs, Key, Phase, StopPass
 
@@ -119,9 +120,9 @@ class GradientRun:
 
     def _add(self, key: Key, part: Tensor, into: dict[str, Tensor], gradients: Gradients) -> None:
         if key.side == "src":
-            into[key.name].index_add_(0, self.piece.src_rows, part)
+            scatter_rows(into[key.name], self.piece.src_rows, part)
         elif key.side == "dst":
-            gradients.touch(key)[self.piece.window].index_add_(0, self.piece.dst_rows, part)
+            scatter_rows(gradients.touch(key)[self.piece.window], self.piece.dst_rows, part)
         else:
             part = part if self.call.streamed_to is None else to_host(part)
             gradients.touch(key)[self.piece.places] += part  # each edge stands there once

@@ -81,7 +81,7 @@ class FollowRows(torch_private.TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.in_pieces = in_pieces
-        self.marks: Marks = Marks() if beside is None else replace(beside.marks, known=[])
+        self.marks: Marks = Marks() if beside is None else replace(beside.marks, known=[], refusals=[])
         self.draws: ForwardDraws | None = None
         self.is_paused = False
         self.in_known = False
@@ -182,6 +182,10 @@ class FollowRows(torch_private.TorchDispatchMode):
         kwargs = kwargs or {}
         if self.is_paused or self.is_left_to_another:
             return func(*args, **kwargs)
+        with self.marks.remembered():
+            return self._operation(func, args, kwargs)
+
+    def _operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         leaves, structure = torch_private.tree_flatten((args, kwargs))
         rows = self._operands(leaves)
         mixtures = self.marks.mixtures

@@ -49,6 +49,10 @@ class FollowFunctions(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if self.follower.is_paused:
             return func(*plain_sizes(args), **{key: plain_sizes(value) for key, value in kwargs.items()})
+        with self.follower.marks.remembered():
+            return self._function(func, name, args, kwargs)
+
+    def _function(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         first = args[0] if args and isinstance(args[0], Tensor) else None
         if name == "register_hook" and first is not None and (rows := self._rows_of(first)) is not None:
             return func(first, self._followed_hook(args[1], rows))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,7 @@ from shardpass.core.following.origin import Origin
 from shardpass.core.following.refusals import Mixture, check_plain
 from shardpass.core.following.rows import Rows
 from shardpass.core.ranks import RowSet, torch_private
+from shardpass.errors import RefusedError
 
 
 class Mixtures:
@@ -60,6 +62,7 @@ class Marks:
         mixtures: what they are made of that were made of several rows.
         known: the sets of rows that tensors from outside are recognised by, by their number of rows.
         verdicts: what was found out of operations, by operation and shapes.
+        refusals: what the model was refused in this forward. It may have caught the error and gone on.
         made_of_counts: numbers that are made of how many rows this rank has, which ``len`` and ``max`` gave away.
     """
 
@@ -69,6 +72,7 @@ class Marks:
     known: list[RowSet] = field(default_factory=list)
     verdicts: dict[Any, Any] = field(default_factory=dict)
     made_of_counts: set[float] = field(default_factory=set)
+    refusals: list[RefusedError] = field(default_factory=list)
     _selections: list[tuple[Tensor, int, RowSet]] = field(default_factory=list)
 
     def note_count(self, count: int) -> None:
@@ -102,9 +106,24 @@ class Marks:
             kept.pop(tensor, None)
         self.mixtures.pop(tensor)
 
+    @contextmanager
+    def remembered(self) -> Iterator[None]:
+        """A block whose refusal is remembered: a model that catches it would go on with something else."""
+        try:
+            yield
+        except RefusedError as error:
+            self.refusals.append(error)
+            raise
+
+    def check_refusals(self) -> None:
+        """Raise the first refusal of this forward, which the model has caught."""
+        if self.refusals:
+            raise self.refusals[0]
+
     def end_forward(self) -> None:
         """Hold no longer what only a forward that has ended needs: its masks, and tensors that are gone."""
         self._selections.clear()
+        self.refusals.clear()
         self.made_of_counts.clear()
         self.mixtures.prune()
 

@@ -21,8 +21,11 @@ class OwnCount(_Number):
     """A number that a rank has a part of. It may be a size; sums, differences and multiples are such numbers again.
 
     It is no `int`, since ``1.0 / n`` and ``math.log(n)`` do not ask a subclass of `int` what it makes of that. torch
-    takes NumPy's numbers wherever it takes an `int`.
+    takes NumPy's numbers wherever it takes an `int`. `isinstance` calls it one, as it does the plain number that a call
+    which nobody follows gets.
     """
+
+    __class__ = property(lambda self: int)  # type: ignore[assignment]
 
     def __new__(cls, count: int, *_: Any) -> Any:
         return super().__new__(cls, count)
@@ -131,7 +134,7 @@ class RowCount(OwnCount):
         self.refuse()
 
     def __eq__(self, other: object) -> Any:
-        if isinstance(other, int) and other == self.of.total != self.of.count:
+        if not isinstance(other, OwnCount) and isinstance(other, int) and other == self.of.total != self.of.count:
             self.refuse()  # on the whole graph it is
         return super().__eq__(other)
 
@@ -152,6 +155,8 @@ class RowCount(OwnCount):
 
 class OwnShape(tuple):  # type: ignore[type-arg]
     """The shape of a tensor with rows: a tuple, since `torch.Size` makes each of its numbers an `int`."""
+
+    __class__ = property(lambda self: torch.Size)  # type: ignore[assignment]
 
     @staticmethod
     def of(sizes: Iterable[Any]) -> Any:

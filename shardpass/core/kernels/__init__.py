@@ -10,6 +10,7 @@ from shardpass.core.kernels.attention import accumulate, adjoint
 from shardpass.core.kernels.cpu_loops import COMPILED_LOOPS
 from shardpass.core.kernels.dispatch import edge_dot, gather_sum, gather_sum_transposed
 from shardpass.core.kernels.extremum import gather_extremum, gather_extremum_transposed
+from shardpass.core.kernels.rows import gather_rows, scatter_rows
 from shardpass.core.kernels.runs import ClosedScores, EdgeRun, Outer, RowRun, ScoreGradients, SoftmaxState
 
 __all__ = [
@@ -26,6 +27,8 @@ __all__ = [
     "fused",
     "gather_extremum",
     "gather_extremum_transposed",
+    "gather_rows",
     "gather_sum",
     "gather_sum_transposed",
+    "scatter_rows",
 ]

@@ -175,3 +175,25 @@ def extremum_adjoint(
                 prefetch(share, columns[e + AHEAD])
             for x in range(rows.shape[1]):
                 out[j, x] += (one if rows[j, x] == value[i, x] else zero) * share[i, x]
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def gather_rows(rows: Array, index: Array, out: Array) -> None:
+    """``out[e] = rows[index[e]]``."""
+    for e in range(index.size):
+        if e + AHEAD < index.size:
+            prefetch(rows, index[e + AHEAD])
+        j = index[e]
+        for x in range(rows.shape[1]):
+            out[e, x] = rows[j, x]
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def scatter_rows(out: Array, index: Array, rows: Array) -> None:
+    """``out[index[e]] += rows[e]``, edge by edge."""
+    for e in range(index.size):
+        if e + AHEAD < index.size:
+            prefetch(out, index[e + AHEAD])
+        i = index[e]
+        for x in range(rows.shape[1]):
+            out[i, x] += rows[e, x]

@@ -31,10 +31,13 @@ SHAPE_OPS = frozenset(
     "view expand expand_as unsqueeze squeeze reshape contiguous clone to long detach flatten view_as alias".split()
 )
 INDEX_OPS = frozenset("index_select gather __getitem__ take_along_dim".split())
-HARMLESS_OPS = frozenset(
-    "size dim numel __get__ ones_like new_ones new_zeros new_full new_empty zeros_like empty_like full_like __len__ "
-    "is_floating_point is_complex ndimension stride element_size data_ptr is_contiguous nelement __repr__".split()
+METADATA_OPS = frozenset(
+    "size dim numel __len__ is_floating_point is_complex ndimension stride element_size is_contiguous nelement".split()
 )
+HARMLESS_OPS = METADATA_OPS.union(
+    "__get__ ones_like new_ones new_zeros new_full new_empty zeros_like empty_like full_like data_ptr __repr__".split()
+)
+_CONTENTS = (Tensor, list, tuple, dict)
 
 
 class StopPass(BaseException):
@@ -132,8 +135,11 @@ class EdgeTrace(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        if name in METADATA_OPS:  # most of the calls that layers of PyG make
+            return func(*args, **kwargs)
         if self.substitutes:
-            args, kwargs = torch_private.tree_map_only(Tensor, lambda t: self.substitutes.get(id(t), t), (args, kwargs))
+            args = tuple([self._substituted(arg) for arg in args])
+            kwargs = {key: self._substituted(arg) for key, arg in kwargs.items()}
         operands = tensors_in((*args, *kwargs.values()))
         if self._expected is not None:
             self._check_expected(operands)
@@ -142,6 +148,15 @@ class EdgeTrace(TorchFunctionMode):
             if scatter.get("reduce") == "mean" and self.is_index(scatter.get("index")):
                 return self._mean(name, **scatter)
         return self.run(func, name, args, kwargs, operands)
+
+    def _substituted(self, arg: Any) -> Any:
+        """`arg` with the substitutes of the tensors in it."""
+        if isinstance(arg, Tensor):
+            return self.substitutes.get(id(arg), arg)
+        is_flat = isinstance(arg, (list, tuple)) and not any(isinstance(item, _CONTENTS) for item in arg)
+        if isinstance(arg, _CONTENTS) and not is_flat:  # the search costs more than most operations
+            return torch_private.tree_map_only(Tensor, lambda t: self.substitutes.get(id(t), t), arg)
+        return arg
 
     def run(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Tensor]) -> Any:
         """Carry out one intercepted call."""

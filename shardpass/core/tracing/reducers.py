@@ -115,7 +115,10 @@ class Extremum(Reducer):
     def fill(self, state: State, values: Tensor, index: Tensor) -> None:
         best, ties = state
         best.scatter_reduce_(0, expand_index(index, values), values, "a" + self.name)
-        ties.index_add_(0, index, (values == best.index_select(0, index)).to(ties.dtype))
+        tied = values == best.index_select(0, index)
+        # torch adds rows of floats many times faster than rows of integers, and float32 counts up to 2**24 exactly
+        counts = torch.zeros_like(best, dtype=torch.float32 if index.numel() < 2**24 else torch.float64)
+        ties += counts.index_add_(0, index, tied.to(counts.dtype)).to(ties.dtype)
 
     def merge(self, state: State, other: State) -> None:
         best, ties = state
@@ -132,7 +135,7 @@ class Extremum(Reducer):
 
     def vjp(self, values: Tensor, index: Tensor, state: State, value: Tensor, grad: Tensor, base: Base) -> Tensor:
         share = self.share(state, value, grad, base)
-        return (values == value.index_select(0, index)) * share.index_select(0, index)
+        return share.index_select(0, index).masked_fill_(values != value.index_select(0, index), 0)
 
     def share(self, state: State, value: Tensor, grad: Tensor, base: Base) -> Tensor:
         """The part of the gradient that each of the tied messages gets, ``[num_dst, ...]``."""

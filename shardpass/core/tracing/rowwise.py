@@ -105,6 +105,7 @@ def check_row_wise(program: Program, structure: Structure, num_dst: int) -> None
                 follower.require(rows, _edges())
             if program.aggregate is not None:
                 _check_result(program, follower, program.aggregate(message, inputs))
+        follower.marks.check_refusals()
     except NeedsMessagesError:
         raise
     except RefusedError as refusal:

@@ -131,6 +131,7 @@ class OutermostCall:
                 with follower.paused():
                     follower.marks.check_arguments((args, kwargs))
                 out = function(*args, **kwargs)
+            follower.marks.check_refusals()
         except RefusedError as error:  # a library may read numbers of rows to explain why memory ran out
             lack = memory_error(error)
             if lack is None:

@@ -40,7 +40,7 @@ class Frozen:
         self._norms.check(type(self._conv).__name__)
         changed = [(module, module.training) for module, flag in self._flags if module.training != flag]
         before, buffers = self._found(), dict(torch_private.buffers_of(self._conv))
-        _set_training(self._flags)
+        _set_training([(module, not flag) for module, flag in changed])
         self._restore(self._attributes, self._buffers)
         try:
             yield
