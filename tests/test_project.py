@@ -59,9 +59,8 @@ def support_page() -> str:
         [
             "# Supported versions",
             "",
-            f"shardpass {sp.__version__} is tested on Linux with Python {', '.join(versions)}. "
-            "A job of the tests runs the",
-            "oldest versions in this table, one the pinned ones, and one whatever is newest on the registry.",
+            f"The workflow `test` runs shardpass {sp.__version__} on Linux with Python {', '.join(versions)} and the",
+            "pinned versions below. One more job takes the oldest versions, and one whatever is newest on the registry.",
             "",
             "| package | oldest | pinned | needed for |",
             "|---|---|---|---|",
