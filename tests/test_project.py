@@ -60,7 +60,7 @@ def support_page() -> str:
             "# Supported versions",
             "",
             f"The workflow `test` runs shardpass {sp.__version__} on Linux with Python {', '.join(versions)} and the",
-            "pinned versions below. One more job takes the oldest versions, and one whatever is newest on the registry.",
+            "pinned versions below. One more job takes the oldest ones, and one whatever is newest on the registry.",
             "",
             "| package | oldest | pinned | needed for |",
             "|---|---|---|---|",
