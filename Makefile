@@ -1,15 +1,16 @@
-# make demo | test | test-long | bench | faults | mutants | coverage | docs | clean. The first call sets up .venv; later
-# ones are quick.
-# Another interpreter: make PYTHON=python3.12 ...
+# make demo | test | test-long | bench | faults | mutants | coverage | docs | wheel | clean. The first call sets up .venv;
+# later ones are quick.
+# Another interpreter: make PYTHON=python3.12 ...; other versions of packages: make CONSTRAINTS=constraints-oldest.txt ...
 
 # Each candidate is run, not only looked up: a version manager's shim may stand for a Python that is not there.
 PYTHON ?= $(shell for p in python3.11 python3.10 python3.12 python3.13 python3; do \
 	$$p -c pass >/dev/null 2>&1 && command -v $$p && break; done)
+CONSTRAINTS ?= constraints.txt
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS)
 
-.PHONY: help setup demo test lint docs test-long bench faults mutants coverage clean
+.PHONY: help setup demo test lint docs test-long bench faults mutants coverage wheel clean
 .DEFAULT_GOAL := help
 
 help:
@@ -20,12 +21,15 @@ help:
 	@echo "make faults     faults injected into running jobs, 200 on Linux; writes benchmarks/reports/"
 	@echo "make mutants    small defects put into the code, about 2,600: do the tests notice? About two hours; a report"
 	@echo "make coverage   which lines and branches of the same modules the same tests reach"
+	@echo "make wheel      build the wheel and the source archive, and try each in an empty environment"
 	@echo "make clean      remove .venv and everything made"
 
 setup: $(VENV)/.installed
 
 $(VENV)/.created:
 	@test -n "$(PYTHON)" || { echo "no Python found: install Python 3.10 or newer, or call make PYTHON=/path/to/python"; exit 1; }
+	@$(PYTHON) -c pass >/dev/null 2>&1 \
+		|| { echo "$(PYTHON) cannot be run: call make PYTHON=/path/to/a/python of version 3.10 or newer"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 		|| { echo "$(PYTHON) is older than Python 3.10: call make PYTHON=/path/to/a/newer/python"; exit 1; }
 	@echo "creating $(VENV) with $(PYTHON)"
@@ -33,12 +37,12 @@ $(VENV)/.created:
 	@touch $@
 
 # torch first and alone: what the later resolver finds installed, it keeps.
-$(VENV)/.torch: $(VENV)/.created constraints.txt
+$(VENV)/.torch: $(VENV)/.created $(CONSTRAINTS)
 	@echo "installing torch"
-	@$(PIP) torch==2.13.0
+	@$(PIP) torch
 	@touch $@
 
-$(VENV)/.installed: $(VENV)/.torch pyproject.toml constraints.txt
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml $(CONSTRAINTS)
 	@echo "installing shardpass and the tools to develop it"
 	@$(PIP) --editable '.[dev]'
 	@touch $@
@@ -79,6 +83,21 @@ mutants: $(VENV)/.mutants
 
 coverage: $(VENV)/.mutants
 	$(BIN)/python -m benchmarks.mutants --coverage
+
+# Without --editable and outside the checkout: what is tried is what was built.
+wheel: setup
+	@$(PIP) build twine
+	rm -rf dist build
+	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
+	set -e; for file in $(CURDIR)/dist/*; do \
+		empty=$$(mktemp -d); $(BIN)/python -m venv $$empty/venv; \
+		PIP_CONSTRAINT=$(abspath $(CONSTRAINTS)) $$empty/venv/bin/python -m pip install --quiet "$$file[pyg]"; \
+		cd $$empty; venv/bin/shardpass --version; \
+		venv/bin/shardpass partition demo:powerlaw:2000 parts --parts 2 --method random; \
+		venv/bin/shardpass train parts --ranks 2 --epochs 2; \
+		cd $(CURDIR); rm -rf $$empty; \
+	done
 
 clean:
 	rm -rf $(VENV) build dist site out demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
+import inspect
 import os
 import re
 import subprocess
 import sys
 import types
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import shardpass as sp
 from shardpass.testing import assert_exact
 
 ROOT = Path(__file__).parent.parent
@@ -25,6 +29,9 @@ PAGES = [
     ROOT / "SECURITY.md",
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
+READABLE = ["docs/support.md", "docs/clusters.md", "docs/glossary.md", "docs/sharp-edges.md", "docs/recipes.md"]
+"""Pages of under 1,000 words, without a sentence of more than 30."""
+
 BLOCK = re.compile(r"<!-- runnable(?P<given>[^>]*?)-->\s*```python\n(?P<code>.*?)^```", re.S | re.M)
 LINK = re.compile(r"!?\[[^\]]*\]\((?P<target>[^)\s]+)\)")
 FENCED = re.compile(r"^```.*?^```", re.S | re.M)
@@ -44,7 +51,7 @@ def small_data() -> Any:
     mask = torch.arange(120) % 2 == 0
     x = torch.nn.functional.one_hot(y, 8).float() + torch.randn(120, 8, generator=generator)
     edge_index = torch.randint(120, (2, 900), generator=generator)
-    return data_module.Data(x=x, y=y, edge_index=edge_index, train_mask=mask, test_mask=~mask)
+    return data_module.Data(x=x, y=y, edge_index=edge_index, train_mask=mask, val_mask=~mask, test_mask=~mask)
 
 
 def small_dgl_graph() -> Any:
@@ -93,31 +100,92 @@ def test_runnable_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.Mon
         torch.set_num_threads(threads)
 
 
-def test_a_script_changes_in_six_lines_and_then_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The diff of README: the script before and the script after have the same losses."""
-    pytest.importorskip("torch_geometric")
+@pytest.mark.parametrize(
+    ("page", "library"),
+    [("README.md", "torch_geometric"), ("docs/llms.txt", "torch_geometric"), ("docs/llms.txt", "dgl")],
+)
+def test_a_script_changes_in_six_lines_and_then_runs(
+    page: str, library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The diffs of scripts: the script before and the script after have the same losses."""
+    pytest.importorskip(library)
     monkeypatch.chdir(tmp_path)
-    page = ROOT / "README.md"
-    (diff,) = re.findall(r"^```diff\n(.*?)^```", page.read_text(encoding="utf-8"), re.S | re.M)
+    diffs = re.findall(r"^```diff\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.S | re.M)
+    (diff,) = [found for found in diffs if library in found]
     lines = diff.splitlines()
     assert sum(line.startswith("+") for line in lines) == 6
     new = "\n".join(line[1:] for line in lines if not line.startswith("-"))
     old = "\n".join(line[1:] for line in lines if not line.startswith("+"))
-    data, losses = small_data(), dict[str, float]()
-    torch.save(data, "graph.pt")
-    for _, partition in blocks(page):
-        exec(partition, {"data": data})
-    for name, script in {"old": "import torch.nn.functional as F\n" + old, "new": new}.items():
+    losses = dict[str, float]()
+    if library == "dgl":
+        data = small_dgl_graph()
+        importlib.import_module("dgl").save_graphs("graph.bin", [data])
+    else:
+        data = small_data()
+        torch.save(data, "graph.pt")
+    sp.partition(data, "parts", parts=8, method="random")
+    for name, script in {"old": f"import {library}\nimport torch.nn.functional as F\n{old}", "new": new}.items():
         torch.manual_seed(0)
         names: dict[str, Any] = {}
-        exec(compile(script.replace("range(100)", "range(5)"), f"README, {name}", "exec"), names)
+        exec(compile(script.replace("range(100)", "range(5)"), f"{page}, {name}", "exec"), names)
         losses[name] = names["loss"].item()
     assert losses["new"] == pytest.approx(losses["old"], rel=1e-4)
+
+
+def sentences(page: Path) -> list[str]:
+    """The sentences of a page without its code, tables and headings."""
+    text = re.sub(r"<!--.*?-->", "", FENCED.sub("", page.read_text(encoding="utf-8")), flags=re.S)
+    text = re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`]*`", "code", text))
+    prose = [line for line in text.splitlines() if not re.match(r"\s*(\||#|!\[)", line)]
+    paragraphs = re.split(r"\n\s*\n|\n\s*[*-] |\n\d\. ", "\n".join(prose))
+    return [found for paragraph in paragraphs for found in re.split(r"(?<=[.:;?!])\s+", " ".join(paragraph.split()))]
+
+
+@pytest.mark.parametrize("name", READABLE)
+def test_the_guides_are_short_and_their_sentences_too(name: str) -> None:
+    page = ROOT / name
+    assert len(page.read_text(encoding="utf-8").split()) < 1000
+    assert not [found for found in sentences(page) if len(found.split()) > 30]
+
+
+def test_every_line_of_a_recipe_is_run() -> None:
+    """The lines that a recipe adds stand in the script at the end of the page, but for packages that are not here."""
+    page = ROOT / "docs" / "recipes.md"
+    run = {line.strip() for _, code in blocks(page) for line in code.splitlines()}
+    diffs = re.findall(r"^```diff\n(.*?)^```", page.read_text(encoding="utf-8"), re.S | re.M)
+    added = [line[1:].strip() for diff in diffs for line in diff.splitlines() if line.startswith("+")]
+    assert len(added) > 20
+    assert not [line for line in added if line not in run and not re.search(r"writer\b(?!\()|study\.ask", line)]
 
 
 def test_the_pages_that_promise_to_run_do_hold_blocks() -> None:
     names = {page.name for page in runnable_pages()}
     assert {"README.md", "quickstart.md", "concepts.md", "layers.md", "dgl.md", "writing-a-backend.md"} <= names
+
+
+def test_the_page_for_assistants_is_true() -> None:
+    """Each name of ``docs/llms.txt`` exists, its parameters and defaults are those of the code, and none is missing."""
+    text = (ROOT / "docs" / "llms.txt").read_text(encoding="utf-8")
+    named = set(re.findall(r"\bsp\.((?:pyg\.|dgl\.)?\w+)", text))
+    found = {name: attrgetter(name)(sp) for name in named - {"pyg", "dgl"}}
+    assert not [name for name in sp.__all__ if name not in named | {"Communicator", "GraphCounts", "Plan"}]
+    for call in re.findall(r"`sp\.([\w.]+)\(([^`]*)\)`", text[text.index("## Starting") :]):
+        given = ast.parse(f"def f({call[1]}): pass").body[0]
+        assert isinstance(given, ast.FunctionDef)
+        parameters = inspect.signature(found[call[0]]).parameters
+        arguments = [argument.arg for argument in (*given.args.args, *given.args.kwonlyargs)]
+        order = [name for name in parameters if name in arguments]
+        assert order == arguments, f"sp.{call[0]}{inspect.signature(found[call[0]])}"
+        after = arguments[len(given.args.args) - len(given.args.defaults) :]
+        for name, default in zip(after, [*given.args.defaults, *given.args.kw_defaults]):
+            assert default is not None and ast.literal_eval(default) == parameters[name].default, f"{call[0]}: {name}"
+    listed = re.search(r"Not collective: (.*?), and reading", text, re.S)
+    assert listed is not None
+    calm = set(re.findall(r"sp\.(\w+)", listed[1]))
+    for name, value in found.items():
+        if inspect.isfunction(value):
+            is_collective = re.search(r"(?<!ot c)(?<!is c)ollective", inspect.getdoc(value) or "", re.I) is not None
+            assert is_collective != (name in calm), name
 
 
 def anchors(page: Path) -> set[str]:
@@ -167,10 +235,8 @@ def test_every_room_has_a_page() -> None:
 
 
 def test_every_public_name_is_documented() -> None:
-    import shardpass
-
     text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
-    missing = [name for name in shardpass.__all__ if f"shardpass.{name}" not in text]
+    missing = [name for name in sp.__all__ if f"shardpass.{name}" not in text]
     assert not missing, f"docs/api.md lacks {missing}"
 
 

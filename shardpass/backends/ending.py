@@ -43,6 +43,9 @@ def end_all_on_exception(comm: RawCommunicator) -> None:
         comm.announce(reason)
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, PeerFailure) and os.environ.get("SHARDPASS_DEBUG", "0") in ("", "0"):
+            error, trace = error.with_traceback(None), None  # where this rank waited would hide what has failed
+            error.__cause__, error.__suppress_context__ = None, True
         previous(kind, error, trace)
         tell(error)
 

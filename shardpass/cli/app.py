@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
@@ -28,9 +29,7 @@ from shardpass.core.ranks import Mode
 from shardpass.planning.sizes import known_sizes
 
 app = typer.Typer(
-    help="Train unmodified PyG models on whole graphs too large for one memory.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -48,6 +47,23 @@ Threads = Annotated[int, typer.Option(min=1, help="Computing threads per rank.")
 Mask = Annotated[Path | None, typer.Option(help="Edge lists: .npy of booleans.")]
 
 
+def show_version(is_asked: bool) -> None:
+    """Print the versions that a report of a bug needs, and end."""
+    if is_asked:
+        python = ".".join(map(str, sys.version_info[:3]))
+        print(f"shardpass {sp.__version__} (Python {python}, torch {torch.__version__})")
+        raise typer.Exit
+
+
+@app.callback()
+def command(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version, and exit.")
+    ] = False,
+) -> None:
+    """Train unmodified PyG models on whole graphs too large for one memory."""
+
+
 @app.command()
 def partition(
     input: Annotated[
@@ -59,7 +75,7 @@ def partition(
     ],
     output: Annotated[Path, typer.Argument(help="The directory to write.")],
     parts: Annotated[
-        int | None, typer.Option(help="The most ranks that can use the store [default: 4; of a .json its own].")
+        int | None, typer.Option(help="The most ranks that can use the store (default: 4; of a .json its own).")
     ] = None,
     method: Annotated[
         str, typer.Option(help="kaminpar (the graph may be larger than memory), metis, random or range.")
@@ -72,7 +88,7 @@ def partition(
     ] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace a store that is there already.")] = False,
     features: Annotated[
-        Path | None, typer.Option(help="Edge lists: .npy, .parquet or .csv of features, [num_nodes, channels].")
+        Path | None, typer.Option(help="Edge lists: .npy, .parquet or .csv of features, a row per node.")
     ] = None,
     labels: Annotated[Path | None, typer.Option(help="Edge lists: .npy of class ids, -1 for unlabelled.")] = None,
     train_mask: Mask = None,
@@ -177,10 +193,10 @@ def plan(
     features: Annotated[int, typer.Option(help="Its feature channels.")] = 128,
     classes: Annotated[int, typer.Option(help="Its classes.")] = 2,
     cut: Annotated[
-        float | None, typer.Option(help="Its fraction of cut edges [default: that of a random partition].")
+        float | None, typer.Option(help="Its fraction of cut edges (default: that of a random partition).")
     ] = None,
     halo: Annotated[
-        float | None, typer.Option(help="Its halo rows per own node [default: those of random edges].")
+        float | None, typer.Option(help="Its halo rows per own node (default: those of random edges).")
     ] = None,
     model: Annotated[ModelName, typer.Option(help="As in `train`.")] = "sage",
     layers: Layers = 2,

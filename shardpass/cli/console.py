@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
@@ -15,7 +16,7 @@ from rich.console import Console
 from shardpass.errors import CommunicationError, InternalError, MissingDependencyError, ShardpassError
 
 EXPECTED = (ShardpassError, MissingDependencyError, ValueError, TypeError, NotImplementedError, OSError)
-"""What the library raises for something that the user can mend. Anything else is a defect and keeps its traceback."""
+"""What the library raises for something that the user can mend. Of anything else the sentence tells the place."""
 
 _ARGUMENT = re.compile(r"\b(overwrite|method|mode|parts)=(?:True|\.\.\.|'(\w+)')")
 
@@ -43,24 +44,35 @@ def fail(message: str) -> NoReturn:
     raise SystemExit(1)
 
 
+def shows_tracebacks() -> bool:
+    """Whether the environment variable ``SHARDPASS_DEBUG`` asks for tracebacks."""
+    return os.environ.get("SHARDPASS_DEBUG", "") not in ("", "0")
+
+
 def sentence(error: BaseException) -> str:
     """The text of an error, with the options of the command line in place of the arguments of the library.
 
-    The kind of the error comes first where the text does not tell it.
+    The kind of the error comes first where the text does not tell it. If nobody has foreseen the error, the place where
+    it was raised comes last.
     """
     text = _ARGUMENT.sub(lambda found: f"--{found[1]} {found[2] or ''}".rstrip(), str(error).strip())
     text = text or type(error).__name__
     notes = getattr(error, "__notes__", ()) if isinstance(error, CommunicationError) else ()
     text = ". ".join([text, *notes])
-    return text if isinstance(error, ShardpassError | ValueError) else f"{type(error).__name__}: {text}"
+    text = text if isinstance(error, ShardpassError | ValueError) else f"{type(error).__name__}: {text}"
+    if isinstance(error, EXPECTED) and not isinstance(error, InternalError):
+        return text
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f"at {frames[-1].filename}:{frames[-1].lineno}; " if frames else ""
+    return f"{text} ({where}SHARDPASS_DEBUG=1 shows the traceback)"
 
 
 @contextmanager
 def told_in_words() -> Iterator[None]:
-    """A block whose expected errors end the command with one sentence instead of a traceback."""
+    """A block whose errors end the command with one sentence. With ``SHARDPASS_DEBUG=1`` they keep their tracebacks."""
     try:
         yield
-    except InternalError:
-        raise
-    except EXPECTED as error:
+    except Exception as error:
+        if shows_tracebacks():
+            raise
         fail(sentence(error))

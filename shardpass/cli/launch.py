@@ -15,10 +15,10 @@ from typing import Literal, NoReturn, TypeVar
 
 from shardpass.backends.failure import reason_of
 from shardpass.backends.launch import detect
-from shardpass.cli.console import EXPECTED, fail, sentence
+from shardpass.cli.console import fail, sentence, shows_tracebacks
 from shardpass.connection import connect, spawn
 from shardpass.core.ranks import Ranks
-from shardpass.errors import InternalError, PeerFailure
+from shardpass.errors import PeerFailure
 
 C = TypeVar("C")
 T = TypeVar("T")
@@ -60,9 +60,9 @@ def run_ranks(work: Callable[[Ranks, C], T], config: C, backend: Backend, ranks:
     comm = connect(backend, ranks=ranks)
     try:
         return work(comm, config)
-    except InternalError:
-        raise
-    except EXPECTED as error:
+    except Exception as error:
+        if shows_tracebacks():
+            raise
         _end_in_words(comm, error)
     finally:
         comm.close()

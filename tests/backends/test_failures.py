@@ -40,6 +40,7 @@ def test_an_exception_on_one_rank(launcher):
     assert "is done" not in ended.text
     if launcher == "bare":
         assert ended.text.count("PeerFailure: rank 2 failed first: ValueError: boo") == 2, ended.text
+        assert ended.text.count("Traceback (most recent call last)") == 1, "that of the rank that failed"
 
 
 @pytest.mark.parametrize("launcher", on("mpirun", later=["bare", "torchrun"]))

@@ -12,7 +12,7 @@ from shardpass.core.exchange import HaloPlan, extremum_at_owners, halo_fetch, sc
 from shardpass.core.following import user_line
 from shardpass.core.graphs.layer_flow import LayerFlow
 from shardpass.core.graphs.stand_in import StandIn
-from shardpass.core.ranks import RowSet
+from shardpass.core.ranks import FetchedUnwrapped, RowSet
 from shardpass.errors import RefusedError
 
 TAKING = frozenset(["__getitem__", "index_select", "gather", "embedding"])
@@ -53,6 +53,8 @@ def take_by_source(
         )
     if flow is not None:
         flow.note_indexing(plan.comm, table)
+    if plan.comm.forward is None:
+        plan.comm.caches.of(FetchedUnwrapped).has_happened = True
     sources, edges = RowSet("source nodes", plan.num_src, ("sources", ref(plan))), plan.edge_set(numbers.size(at))
     own = table.movedim(dim, 0)
     plan.comm.require_rows(own, plan.source_set)

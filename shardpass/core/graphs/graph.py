@@ -159,8 +159,14 @@ class ShardedGraph:
             raise AttributeError(_NOT_WRAPPED)
         raise AttributeError(
             f"this graph has no field {name!r}; there are the node fields {self.node.listed()} and the edge fields "
-            f"{self.edge.listed()}"
+            f"{self.edge.listed()}{self._without_features() if name == 'x' else ''}"
         )
+
+    def _without_features(self) -> str:
+        """What to do where no ``x`` is stored, the end of an error sentence."""
+        if "feat" in self.node:
+            return ". Features are stored as 'feat': use graph.node['feat']"
+        return ". If the nodes have no features, shardpass.NodeEmbedding(graph, 64) learns a row for each"
 
     def __getitem__(self, name: Any) -> Any:
         """A stored field by name."""
@@ -254,8 +260,8 @@ class ShardedGraph:
     @property
     def num_features(self) -> int:
         """Channels of ``x``."""
-        if "x" not in self.node and "feat" in self.node:
-            raise KeyError("features are stored as 'feat', not 'x': use graph.node['feat'].size(1)")
+        if "x" not in self.node:
+            raise KeyError(f"this graph has no field 'x'{self._without_features()}")
         x = self.node["x"]
         return 1 if x.dim() == 1 else x.size(-1)
 

@@ -22,7 +22,7 @@ from shardpass.core.ranks.autograd_order import (
 from shardpass.core.ranks.files import prepare_target, refuse_irregular
 from shardpass.core.ranks.on_ranks import OnRanks
 from shardpass.core.ranks.options import MODES, Mode, Options
-from shardpass.core.ranks.own_model import is_wrapped, refuse_shared_model
+from shardpass.core.ranks.own_model import FetchedUnwrapped, is_wrapped, refuse_shared_model, warn_of_unwrapped
 from shardpass.core.ranks.random import (
     decorrelate,
     derive_seed,
@@ -53,6 +53,7 @@ __all__ = [
     "COUNT",
     "MODES",
     "SAFETENSORS_NAMES",
+    "FetchedUnwrapped",
     "KeptCalls",
     "Mode",
     "OnRanks",
@@ -99,4 +100,5 @@ __all__ = [
     "start_chain",
     "torch_private",
     "unfollowed",
+    "warn_of_unwrapped",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 from torch import nn
 
 from shardpass.core.ranks.random import are_threads
@@ -24,6 +26,35 @@ def is_wrapped(model: nn.Module, comm: Ranks) -> bool:
             f"is not wrapped"
         )
     return True
+
+
+class FetchedUnwrapped:
+    """Whether rows of sources were read while no wrapped model ran."""
+
+    has_happened = False
+    has_warned = False
+
+
+def warn_of_unwrapped(model: nn.Module, comm: Ranks, stacklevel: int) -> None:
+    """Warn once if `model` is not wrapped and rows were fetched outside of wrapped models. Not collective.
+
+    Args:
+        model: whose gradients are summed.
+        comm: the ranks.
+        stacklevel: of the line to name, as `warnings.warn` counts.
+    """
+    fetched = comm.caches.of(FetchedUnwrapped)
+    if not fetched.has_happened or fetched.has_warned or comm.rank > 0:
+        return
+    if not any(getattr(module, "_shardpass_wrapped", False) for module in model.modules()):
+        fetched.has_warned = True
+        warnings.warn(
+            f"{type(model).__name__} is not wrapped, and has probably run on the graph so: its parameters may differ "
+            f"between ranks, its norms see the nodes of one rank, and nothing checks it. Call model = "
+            f"shardpass.pyg.wrap(model, comm) before the first forward. If you read rows by edge_index yourself, "
+            f"outside of the model, you can ignore this",
+            stacklevel=stacklevel + 1,
+        )
 
 
 def refuse_shared_model(model: nn.Module, comm: Ranks, caller: str = "wrap") -> None:

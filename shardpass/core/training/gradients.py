@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shardpass.core.ranks import Ranks, describe, refuse_shared_model, torch_private
+from shardpass.core.ranks import Ranks, describe, refuse_shared_model, torch_private, warn_of_unwrapped
 from shardpass.core.training.buckets import BUCKET_BYTES, broadcast_tensors, sum_tensors
 from shardpass.core.training.objective import warn_of_own_loss
 from shardpass.errors import RefusedError, ShardpassError
@@ -77,7 +77,7 @@ def sync_gradients(model: nn.Module, comm: Ranks, bucket_bytes: int = BUCKET_BYT
 
     If backward came through none of the losses of this package on more than one rank, a warning says so once: the mean
     of a rank's own rows is not the objective of the whole graph. Another one is for hooks of parameters, which see
-    gradients before they are summed.
+    gradients before they are summed, and a third for a model that ran without being wrapped.
 
     Args:
         model: the same architecture on every rank.
@@ -94,6 +94,7 @@ def sync_gradients(model: nn.Module, comm: Ranks, bucket_bytes: int = BUCKET_BYT
     refuse_shared_model(model, comm, "sync_gradients")
     named = list(alike(model))
     found = _with_gradients(named, comm)
+    warn_of_unwrapped(model, comm, stacklevel=2)
     if found:
         warn_of_own_loss(comm, stacklevel=2)
     _warn_of_hooks(named, comm, stacklevel=2)

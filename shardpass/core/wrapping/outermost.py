@@ -19,6 +19,7 @@ from shardpass.core.memory import Checkpoint, recomputed_activations
 from shardpass.core.ranks import OnRanks, Ranks, chained, memory_error, torch_private
 from shardpass.core.training import note_forward
 from shardpass.core.wrapping.empty_rows import EmptyRows
+from shardpass.core.wrapping.explain import explained
 from shardpass.errors import RefusedError
 
 
@@ -89,6 +90,7 @@ class OutermostCall:
 
         Raises:
             RefusedError: the model puts rows of nodes or edges together outside of message passing.
+            RuntimeError, IndexError: torch's own, and where an argument explains it, its name.
         """
         if self.before is not None and self.comm.forward is None:
             self.before()
@@ -97,11 +99,19 @@ class OutermostCall:
         recomputes = self.checkpoint is not None and self.model.training
         graphs = self.comm.caches.of(LoadedGraphs).graphs
         lacks_rows = any(rows.count == 0 for graph in graphs for rows in graph.row_sets())
-        with (
-            recomputed_activations(self.comm, (args, kwargs), recomputes),
-            EmptyRows() if lacks_rows else nullcontext(),
-        ):
-            return chained(self.comm, self._followed, function, args, kwargs)
+        try:
+            with (
+                recomputed_activations(self.comm, (args, kwargs), recomputes),
+                EmptyRows() if lacks_rows else nullcontext(),
+            ):
+                return chained(self.comm, self._followed, function, args, kwargs)
+        except (RuntimeError, IndexError) as error:
+            why = None
+            if type(error) in (RuntimeError, IndexError) and self.comm.forward is None:  # of torch, not of ours
+                why = explained(error, self.model, self.plain, args, kwargs)
+            if why is None:
+                raise
+            raise type(error)(why) from error
 
     def _followed(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         forward = self.comm.forward

@@ -72,8 +72,15 @@ def count_nodes(given: Any, fields: Mapping[str, Any], node_type: str) -> int:
     """The number of nodes: as given, else the rows of a node field. It is never guessed from the largest id."""
     if given is not None:
         return int(given)
-    for values in fields.values():
-        return len(values)
+    counts = {name: len(values) for name, values in fields.items() if hasattr(values, "__len__")}
+    if len(set(counts.values())) > 1:
+        listed = ", ".join(f"{name} has {count}" for name, count in counts.items())
+        raise ValueError(
+            f"the fields of the nodes of type {node_type!r} have different numbers of rows: {listed}. Give each one "
+            f"row per node"
+        )
+    if counts:
+        return next(iter(counts.values()))
     raise ValueError(
         f"the number of nodes of type {node_type!r} is unknown: there is no node field to count; pass num_nodes"
     )

@@ -22,7 +22,8 @@ def read_data(data: Any, drop: Collection[str] = (), node_id: str | None = None)
     what = "the Data object"
     num_nodes, ends = _num_nodes(data, what), edge_ends(_edge_index(data, what), "edge_index")
     node_fields, edge_fields, others = _sorted_fields(data, drop, node_id)
-    scalars = {name: _graph_field(name, value) for name, value in others.items()}
+    counts = num_nodes, ends.src.shape[0], list(node_fields)
+    scalars = {name: _graph_field(name, value, counts) for name, value in others.items()}
     source = "torch_geometric Data"
     return RawGraph({NODE: num_nodes}, {EDGE: ends}, {NODE: node_fields}, {EDGE: edge_fields}, scalars, source)
 
@@ -63,23 +64,25 @@ def _sorted_fields(
     return of_nodes, of_edges, others
 
 
-def _graph_field(name: str, value: Any) -> Scalar:
+def _graph_field(name: str, value: Any, counts: tuple[int, int, list[str]] | None = None) -> Scalar:
     if not is_scalar(value):
-        raise ValueError(_unplaced(name, value, ""))
+        raise ValueError(_unplaced(name, value, "", counts))
     return as_scalar(value)
 
 
-def _unplaced(name: str, value: Any, where: str) -> str:
+def _unplaced(name: str, value: Any, where: str, counts: tuple[int, int, list[str]] | None = None) -> str:
+    """Why the field cannot be kept. `counts` are nodes, edges, and the names of the fields that are per node."""
     shape = f"of the shape {list(value.shape)}" if hasattr(value, "shape") else f"({type(value).__name__})"
+    nodes = edges = mend = ids = ""
+    if counts is not None:
+        nodes = f" ({counts[0]}{', the rows of ' if counts[2] else ''}{', '.join(counts[2])})"
+        edges, mend = f" ({counts[1]})", ", or correct whichever field lacks rows"
+    if isinstance(value, list | tuple):
+        ids = f"; if it holds the ids of the nodes, pass node_id={name!r} to shardpass.partition"
     return (
-        f"field {name!r}{where} {shape} is neither per node, nor per edge, nor one number or string of the graph, "
-        f"so it cannot be kept: delete it from the object, or leave it out with "
-        f"shardpass.data.read(data, drop=[{name!r}])"
-        + (
-            f"; if it holds the ids of the nodes, pass node_id={name!r} to shardpass.partition"
-            if isinstance(value, list | tuple)
-            else ""
-        )
+        f"field {name!r}{where} {shape} is neither per node{nodes}, nor per edge{edges}, nor one number or string of "
+        f"the graph, so it cannot be kept: delete it from the object, or leave it out with "
+        f"shardpass.data.read(data, drop=[{name!r}]){mend}{ids}"
     )
 
 

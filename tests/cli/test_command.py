@@ -1,0 +1,69 @@
+"""The command as a whole: its version, its help, and how it tells what nobody has foreseen."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from cli_helpers import MODULE, cli, passed, refused
+
+import shardpass as sp
+from shardpass.cli import app as app_module
+from shardpass.errors import InternalError
+
+COMMANDS = sorted(typer.main.get_command(app_module.app).commands)  # type: ignore[attr-defined]
+
+
+def test_version() -> None:
+    told = passed("--version").strip()
+    assert told.startswith(f"shardpass {sp.__version__} (Python 3.") and torch.__version__ in told
+
+
+@pytest.mark.parametrize("command", [None, *COMMANDS])
+def test_help_has_whole_sentences(command: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Square brackets are markup, which swallows the words in them."""
+    monkeypatch.setenv("COLUMNS", "200")
+    text = passed(*([] if command is None else [command]), "--help")
+    assert not re.search(r"\w[ ,]+\.(\s|$)", text), text
+    if command is None:
+        assert "--install-completion" in text and "--version" in text
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, InternalError, KeyError])
+def test_what_nobody_has_foreseen_is_one_sentence_too(
+    kind: type[Exception], store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise kind("the engine has a hole")
+
+    monkeypatch.delenv("SHARDPASS_DEBUG", raising=False)
+    monkeypatch.setattr(app_module, "run_inspect", fail)
+    told = refused("inspect", store)
+    assert "the engine has a hole" in told and "test_command.py:" in told
+    assert told.endswith("SHARDPASS_DEBUG=1 shows the traceback)")
+    monkeypatch.setenv("SHARDPASS_DEBUG", "1")
+    assert isinstance(cli("inspect", store).exception, kind)
+
+
+def test_a_failing_rank_of_the_command_is_one_sentence(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: object) -> float:
+        raise RuntimeError("expected m1 and m2 to have the same dtype")
+
+    monkeypatch.delenv("SHARDPASS_DEBUG", raising=False)
+    monkeypatch.setattr("shardpass.cli.training.Run.step", fail)
+    assert "RuntimeError: expected m1" in refused("train", store, "--ranks", 2, "--epochs", 1)
+
+
+@pytest.mark.processes
+def test_errors_have_no_traceback_unless_one_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for value, has_traceback in {"": False, "1": True}.items():
+        monkeypatch.setenv("SHARDPASS_DEBUG", value)
+        words = [sys.executable, "-m", MODULE, "inspect", str(tmp_path / "nothere")]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        assert done.returncode == 1 and ("Traceback" in done.stderr) == has_traceback
+        assert "there is no directory" in done.stderr.splitlines()[-1]
