@@ -23,6 +23,7 @@ from shardpass.core.training.norm import (
     replace_batch_norms,
 )
 from shardpass.core.training.objective import cross_entropy, mean, note_objective, replicated, sum, total
+from shardpass.core.training.row_norm import RowNorm
 from shardpass.core.training.shared_copy import follow, shared_copy
 from shardpass.core.training.statistics import row_moments, shifted, total_rows
 from shardpass.core.training.verified_file import digest, read_verified, write_verified
@@ -31,6 +32,7 @@ __all__ = [
     "BATCH_NORMS",
     "DistributedBatchNorm",
     "Moments",
+    "RowNorm",
     "SteadyNorms",
     "accuracy",
     "alike",
