@@ -274,8 +274,9 @@ class FollowRows(torch_private.TorchDispatchMode):
             raise refusal(f"`{mixture.name}` makes no sum of the {mixture.of.name}", SUMS, mixture.line)
         if rows is not None and rows.of.judges:
             raise refusal(f"this tensor of shape {[*tensor.shape]} has a row for each of the {rows.of.name}", SUMS)
-        is_count = tensor.numel() == 1 and any(bool(tensor == known.count) for known in self.marks.known)
-        return mixture is not None or is_count
+        if mixture is not None or tensor.numel() != 1:
+            return mixture is not None
+        return any(bool(tensor == known.count) for known in self.marks.known)
 
     def refuse_alike(self, tensor: Tensor) -> NoReturn:
         """Refuse to add up what all ranks have alike."""

@@ -60,7 +60,8 @@ class Primitive:
                 if self.shows_little:
                     self.marks.origins[out] = Origin.CONSTANT
                     continue
-                is_sum = adds_up(self.func, self.leaves, self.structure, self.rows, ())
+                leaves = [self.before.get(id(leaf), leaf) for leaf in self.leaves]
+                is_sum = adds_up(self.func, leaves, self.structure, self.rows, ())
                 self.marks.mixtures.add(out, Mixture(self.name, user_line(), self.first.of, is_sum))
                 continue
             self.marks.mark(out, rows)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardpass.core.following.draws import draws
 from shardpass.core.following.rows import Rows
-from shardpass.core.following.trial import called, made_up
+from shardpass.core.following.trial import alike, called, made_up
 from shardpass.core.ranks import is_out_of_memory
 
 _COUNT, _FIRST = 12, 5
@@ -34,9 +34,9 @@ def adds_up(
         return False
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randperm(_COUNT, generator=generator)
-    whole, one, other = ([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves] for _ in range(3))
+    whole, one, other = ([_wide(leaf) for leaf in leaves] for _ in range(3))
     for i, where in rows.items():
-        whole[i] = made_up(leaves[i], where, _COUNT, leaves[i].dtype, 0, generator)
+        whole[i] = made_up(leaves[i], where, _COUNT, torch.float64, 0, generator)
         picks = numbers.to(leaves[i].device)
         one[i], other[i] = (where.picked(whole[i], pick) for pick in (picks[:_FIRST], picks[_FIRST:]))
     for i in sums:
@@ -44,13 +44,22 @@ def adds_up(
         whole[i] = one[i] + other[i]
     try:
         found = [called(function, given, structure) for given in (whole, one, other)]
-        return bool(found[0]) and all(torch.allclose(a, b + c, rtol=1e-3, atol=1e-3) for a, b, c in zip(*found))
+        return bool(found[0]) and all(a.shape == b.shape == c.shape and alike(a, b + c) for a, b, c in zip(*found))
     except Exception as error:  # whatever the operation raises for shapes or dtypes that do not fit
         if is_out_of_memory(error):
             raise
         return False
 
 
+def _wide(leaf: Any) -> Any:
+    """A copy of a tensor, in float64 if it is floating point: small numbers tell too."""
+    return (
+        leaf.to(leaf.dtype if not leaf.is_floating_point() else torch.float64, copy=True)
+        if isinstance(leaf, Tensor)
+        else leaf
+    )
+
+
 def _numbers_like(tensor: Tensor, generator: torch.Generator) -> Tensor:
     values = 4 * torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
-    return values.to(tensor.device, tensor.dtype)
+    return _wide(values.to(tensor.device, tensor.dtype))

@@ -126,7 +126,7 @@ def called(function: Any, leaves: list[Any], structure: Any) -> list[Tensor]:
 def made_up(
     leaf: Tensor, rows: Rows, count: int, dtype: torch.dtype | None, slack: int, generator: torch.Generator
 ) -> Tensor:
-    """A tensor like `leaf` with `count` rows, of other values: floating point ones in `dtype`, integers as far apart."""
+    """A tensor like `leaf` with `count` rows of other values: floating point in `dtype`, integers in its range."""
     shape = [*leaf.shape]
     shape[rows.dim] = rows.outer * count * rows.inner
     if leaf.is_floating_point() and dtype is None:  # probabilities, which some operations insist on
@@ -158,12 +158,13 @@ def _found(
         numbers = pick.to(whole.device)
         if where.picked(whole, numbers).shape != part.shape:
             continue
-        if _alike(where.picked(mine, numbers), same if same.shape == part.shape else where.picked(same, numbers)):
+        if alike(where.picked(mine, numbers), same if same.shape == part.shape else where.picked(same, numbers)):
             return Found(dims[0], outer, inner)
     return None
 
 
-def _alike(mine: Tensor, part: Tensor) -> bool:
+def alike(mine: Tensor, part: Tensor) -> bool:
+    """Whether two tensors of one shape are equal as far as their dtype tells."""
     if not (mine.is_floating_point() or mine.is_complex()):
         return torch.equal(mine, part)
     close = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4}.get(

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from shardpass.core.ranks import torch_private
 from shardpass.core.ranks.random import refuse_checkpointed_draws
-from shardpass.core.ranks.ranks import ForwardPass, Ranks, unfollowed
+from shardpass.core.ranks.ranks import ForwardPass, Ranks
 from shardpass.errors import NeedsHaloError, RefusedError
 
 Linear = Callable[[Tensor], Tensor]

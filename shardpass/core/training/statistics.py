@@ -17,8 +17,8 @@ def row_moments(rows: Tensor, comm: Ranks) -> tuple[Moments, Tensor, Tensor]:
     """The moments of the rows of all ranks; and mean and biased variance per channel, float64 ``[channels]`` each.
 
     Collective, in backward too; the same bits on every rank. It is differentiable: the gradients of mean and variance
-    are summed over ranks, and each rank gets those of its rows. Those of the moments are lost. A rank without rows takes
-    part. The moments of pieces are merged, not computed from sums of squares; see `global_moments`.
+    are summed over ranks, and each rank gets those of its rows. A rank without rows takes part. The moments of pieces
+    are merged, not computed from sums of squares; see `global_moments`.
 
     Args:
         rows: ``[num_own, channels]``, floating point; channels and dtype the same on every rank.
