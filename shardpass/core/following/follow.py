@@ -113,6 +113,8 @@ class FollowRows(torch_private.TorchDispatchMode):
 
     def row_dim(self, tensor: Tensor) -> int | None:
         """The dimension of `tensor` that holds rows; `None` if none does, or if nobody knows."""
+        with self.paused():
+            self.marks.adopt([tensor])
         rows = self.marks.rows.get(tensor)
         return None if rows is None or not rows.of.judges else rows.dim
 
@@ -268,7 +270,8 @@ class FollowRows(torch_private.TorchDispatchMode):
 
     def is_sum(self, tensor: Tensor) -> bool:
         """Whether `tensor` was summed over own rows; if not, it may be alike on all ranks. Refuse anything else."""
-        self.marks.adopt([tensor])
+        with self.paused():
+            self.marks.adopt([tensor])
         mixture, rows = self.marks.mixtures.get(tensor), self.marks.rows.get(tensor)
         if mixture is not None and not mixture.is_sum:
             raise refusal(f"`{mixture.name}` makes no sum of the {mixture.of.name}", SUMS, mixture.line)

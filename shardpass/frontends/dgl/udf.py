@@ -57,8 +57,6 @@ class ShardedNodeBatch(NodeBatch):
         return RowCount(count, self.alike) if followed and self.alike is not None else count
 
     def __len__(self) -> int:
-        if self.alike is not None and self.comm is not None:
-            self.comm.note_count(super().batch_size())
         return int(super().batch_size())
 
     def nodes(self) -> NoReturn:

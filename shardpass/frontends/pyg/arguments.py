@@ -15,7 +15,7 @@ _NO_IDS = (
     "it as an argument ending in _j or _i"
 )
 _NO_SIZE = (
-    "size_j and size[0] inside message() are the number of source nodes, and a message function sees some of them only. "
+    "size_j and size[0] inside message() are the number of source nodes, and a message function sees some of them. "
     "Pass the number of the whole graph (graph.total_nodes) to propagate() as an argument"
 )
 
