@@ -205,7 +205,9 @@ def test_what_treats_rows_one_by_one_is_exact(kind):
 
 
 @pytest.mark.filterwarnings("ignore:a user-defined reduce function")
-@pytest.mark.parametrize("kind", [Mean, EdgeMean, MessageMean, MailboxMean, MailboxSize, MailboxBranch, Quotient, Degree, Share])
+@pytest.mark.parametrize(
+    "kind", [Mean, EdgeMean, MessageMean, MailboxMean, MailboxSize, MailboxBranch, Quotient, Degree, Share]
+)
 def test_what_mixes_rows_is_refused(kind):
     with pytest.raises(RefusedError, match=kind.words):
         results(kind)

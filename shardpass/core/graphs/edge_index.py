@@ -118,10 +118,10 @@ class ShardedEdgeIndex(StandIn):
             out = cls._answer(mine, func, name, args, kwargs)
         if not describes(func):
             return _marked(mine, out)
-        if not mine.plan.comm.runs_user_code:
-            return out
-        with mine.plan.comm.unfollowed():
-            return counted_last(out, name, args, mine.plan.edge_set(mine.size(-1)))
+        comm = mine.plan.comm
+        with comm.unfollowed(), torch_private.DisableTorchFunctionSubclass():
+            of = mine.plan.edge_set(mine.size(-1))
+        return counted_last(out, name, args, of, is_operand=not comm.runs_user_code)
 
     def _check_picks(self, index: Tensor) -> None:
         """Refuse what picks edges by what was made of several, or by their position."""

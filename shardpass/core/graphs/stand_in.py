@@ -71,9 +71,39 @@ def describes(func: Any) -> bool:
     )
 
 
-def counted_last(out: Any, name: str, args: tuple[Any, ...], of: RowSet) -> Any:
-    """`out`, which describes a tensor whose last dimension is `of`: their number may be a size, but no operand."""
-    count = RowCount(of.count, of)
+class NoneHere(int):
+    """The number 0 of a rank without edges, where other ranks have some: it is 0 as a size, but no branch takes it so.
+
+    What is equal to 0 is left, since sizes are compared so too.
+    """
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __gt__(self, other: int) -> bool:
+        return 1 > other
+
+    def __ge__(self, other: int) -> bool:
+        return 1 >= other
+
+    def __lt__(self, other: int) -> bool:
+        return 1 < other
+
+    def __le__(self, other: int) -> bool:
+        return 1 <= other
+
+
+def counted_last(out: Any, name: str, args: tuple[Any, ...], of: RowSet, is_operand: bool = False) -> Any:
+    """`out`, which describes a tensor whose last dimension is `of`: their number may be a size, but no operand.
+
+    Args:
+        is_operand: nobody follows it, so it may be one; but whether there are any is answered for all ranks.
+    """
+    if is_operand and (of.count or not of.total):
+        return out
+    count = NoneHere() if is_operand else RowCount(of.count, of)
     if isinstance(out, torch.Size):
         return OwnShape([*out[:-1], count])
+    if name in ("numel", "nelement"):
+        return count if is_operand else count * (out // max(1, of.count))
     return count if name == "size" and args[1:] in ((1,), (-1,)) else out
