@@ -131,12 +131,6 @@ class RowCount(OwnCount):
         self.refuse()
 
     def __eq__(self, other: object) -> Any:
-        is_of_edges = self.of.is_of_edges and self.of.picked_from is None
-        if type(other) is int and other == 0 and is_of_edges and self.of.total is not None:
-            raise RefusedError(
-                f"{user_line()}: whether there are {int(self)} {self.of.name} is asked of this rank, which has a part "
-                f"of them. Ask `> 0`, which is answered for all ranks, or leave it out: layers take lists without edges"
-            )
         if isinstance(other, int) and other == self.of.total != self.of.count:
             self.refuse()  # on the whole graph it is
         return super().__eq__(other)
