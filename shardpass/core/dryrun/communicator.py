@@ -68,7 +68,7 @@ class DryCommunicator:
         return tensor * self.size if op == "sum" else tensor**self.size
 
     def all_gather(self, tensor: Tensor, label: str = "") -> list[Tensor]:
-        """`size` copies of `tensor`; in a halo plan, where it begins with one number per rank, these rotated as ranks."""
+        """`size` copies of `tensor`; in a halo plan, the numbers per rank rotated as the ranks are."""
         self._notify(label)
         if label == "halo plan":
             per_rank, rest = tensor[: self.size], tensor[self.size :]
