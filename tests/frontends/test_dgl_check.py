@@ -142,6 +142,22 @@ class MailboxMean(Net):
         return g.ndata["o"]
 
 
+class MailboxSize(Net):
+    words = "the number of nodes of one in-degree that this rank holds"
+
+    def between(self, g, h):
+        g.ndata["h"] = h
+        g.update_all(fn.copy_u("h", "m"), lambda n: {"o": n.mailbox["m"].sum(1) / n.batch_size()})
+        return g.ndata["o"]
+
+
+class MailboxBranch(MailboxSize):
+    def between(self, g, h):
+        g.ndata["h"] = h
+        g.update_all(fn.copy_u("h", "m"), lambda n: {"o": n.mailbox["m"].sum(1) * (2 if n.batch_size() > 2 else 1)})
+        return g.ndata["o"]
+
+
 class Quotient(Net):
     words = "a number computed from this rank's number of nodes"
 
@@ -189,7 +205,9 @@ def test_what_treats_rows_one_by_one_is_exact(kind):
 
 
 @pytest.mark.filterwarnings("ignore:a user-defined reduce function")
-@pytest.mark.parametrize("kind", [Mean, EdgeMean, MessageMean, MailboxMean, Quotient, Degree, Share])
+@pytest.mark.parametrize(
+    "kind", [Mean, EdgeMean, MessageMean, MailboxMean, MailboxSize, MailboxBranch, Quotient, Degree, Share]
+)
 def test_what_mixes_rows_is_refused(kind):
     with pytest.raises(RefusedError, match=kind.words):
         results(kind)

@@ -15,7 +15,7 @@ import torch_geometric.nn as gnn
 import shardpass as sp
 from shardpass.core.graphs.union import Unions
 from shardpass.errors import DivergenceError, RefusedError
-from shardpass.testing import cotangent, hetero_assignments, run, shard_hetero_in_memory
+from shardpass.testing import assert_exact, cotangent, hetero_assignments, run, shard_hetero_in_memory
 
 from .hetero_cases import GRAPH, LAYERS, METADATA, MODELS, TwoLayers, by_type
 from .how_much import SOME_OR_ALL, assert_case_exact, some_by_default
@@ -308,3 +308,46 @@ def test_rgcn_that_would_number_the_nodes_itself_is_refused():
     expected = plain(None, GRAPH.edges[CITES], torch.arange(60) % 2)
     for out, ids, _ in results:
         torch.testing.assert_close(out, expected[ids], rtol=0, atol=BOUND)
+
+
+GUARDS = {
+    "size": lambda e: e.size(1) > 0,
+    "numel": lambda e: e.numel(),
+    "shape": lambda e: e.shape[1] >= 1,
+    "none": lambda e: not e.size(1) < 1,
+}
+
+
+class Guarded(torch.nn.Module):
+    """It leaves out edge types without edges."""
+
+    def __init__(self, guard):
+        super().__init__()
+        self.conv, self.guard = LAYERS["HeteroConv SAGE"][0](), guard
+
+    def forward(self, x_dict, edge_index_dict):
+        return self.conv(x_dict, {kind: edges for kind, edges in edge_index_dict.items() if self.guard(edges)})
+
+
+def three_calls(m, fields, graph):
+    edges = graph if isinstance(graph, dict) else graph.edge_index_dict
+    found = [m(by_type(fields, "x"), edges) for _ in range(3)]  # the third is not followed
+    return {kind: sum(out[kind] for out in found) for kind in found[0]}
+
+
+@pytest.mark.parametrize("name", GUARDS)
+def test_types_that_only_this_rank_lacks_are_not_left_out(name):
+    torch.manual_seed(0)
+    owners = {"empty part": hetero_assignments(GRAPH, 3)["empty part"]}
+    assert_exact(
+        Guarded(GUARDS[name]).double(), GRAPH, three_calls, sp.pyg.wrap, ranks=3, modes=("sar",), owners=owners
+    )
+
+
+def test_whether_this_rank_has_no_edges_is_refused():
+    def work(comm, graph):
+        model = sp.pyg.wrap(Guarded(lambda e: not e.size(1) == 0).double(), comm)  # noqa: SIM201
+        model(graph.x_dict, graph.edge_index_dict)
+
+    with pytest.raises(RefusedError, match=r"hetero\.py:\d+: .*== 0.*whether there are \d+ edges.*Ask `> 0`"):
+        on_two_ranks(work)

@@ -68,10 +68,11 @@ class DryCommunicator:
         return tensor * self.size if op == "sum" else tensor**self.size
 
     def all_gather(self, tensor: Tensor, label: str = "") -> list[Tensor]:
-        """`size` copies of `tensor`; in a halo plan, where it has one number per rank, rotated as the ranks are."""
+        """`size` copies of `tensor`; in a halo plan, the numbers per rank rotated as the ranks are."""
         self._notify(label)
         if label == "halo plan":
-            return [tensor.roll(rank) for rank in range(self.size)]
+            per_rank, rest = tensor[: self.size], tensor[self.size :]
+            return [torch.cat([per_rank.roll(rank), rest]) for rank in range(self.size)]
         return [tensor.detach().clone() for _ in range(self.size)]
 
     def broadcast(self, tensor: Tensor, root: int = 0, label: str = "") -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from weakref import ref
 
@@ -40,6 +40,7 @@ class HaloPlan:
         blocks: the source rows of the own block and then of each round, in the order of the rounds.
         ends: the types of sources and destinations, where they are known.
         shared: the rows that go through shared memory, or `None` where all go as messages.
+        edges: how many edges this rank has, and how many all ranks have; `None` where that does not matter.
     """
 
     comm: Ranks
@@ -52,6 +53,7 @@ class HaloPlan:
     blocks: tuple[Block, ...]
     ends: tuple[NodeType, NodeType] | None = None
     shared: SharedRows | None = None
+    edges: tuple[int, int] | None = None
 
     @classmethod
     def over(
@@ -87,7 +89,8 @@ class HaloPlan:
 
     def edge_set(self, count: int) -> RowSet:
         """The `count` edges of a list over this plan: those of the graph, or others that a layer made of them."""
-        return RowSet("edges", count, ("edges", ref(self)))
+        own, total = self.edges or (None, None)
+        return RowSet("edges", count, ("edges", ref(self)), total=total if count == own else None)
 
     @property
     def num_halo(self) -> int:
@@ -123,27 +126,31 @@ def build_halo_plan(
 
     cuts = torch.searchsorted(needed, needed.new_tensor(sources.offsets)).tolist()
     wanted = [needed[cuts[q] : cuts[q + 1]] - sources.offsets[q] for q in range(size)]
-    return halo_plan_of(comm, own, wanted, num_dst, options), src_rows
+    return halo_plan_of(comm, own, wanted, num_dst, src_ids.numel(), options), src_rows
 
 
-def halo_plan_of(comm: Ranks, num_own_src: int, needed: Sequence[Tensor], num_dst: int, options: Options) -> HaloPlan:
+def halo_plan_of(
+    comm: Ranks, num_own_src: int, needed: Sequence[Tensor], num_dst: int, num_edges: int, options: Options
+) -> HaloPlan:
     """The plan by which a rank receives the rows `needed`. Collective. Every rank must pass the same `options`.
 
     Args:
         num_own_src: source rows this rank owns.
         needed: for each rank the rows of its own that this rank needs, ascending; none of this rank itself.
         num_dst: destination rows of this rank.
+        num_edges: of this rank.
     """
     rank, size = comm.rank, comm.size
     wanted = [rows.to(comm.device, torch.int64) for rows in needed]
     send_rows = tuple(comm.all_to_all(wanted, label="halo plan: needed rows"))
-    counts = [
-        row.tolist() for row in comm.all_gather(wanted[0].new_tensor([w.numel() for w in wanted]), label="halo plan")
-    ]
+    mine = wanted[0].new_tensor([*(w.numel() for w in wanted), num_edges])
+    told = [row.tolist() for row in comm.all_gather(mine, label="halo plan")]
+    counts = [row[:size] for row in told]
     for peer in range(size):
         found, expected = send_rows[peer].numel(), counts[peer][rank]
         if found != expected:
             raise InternalError(f"rank {rank} got {found} rows to send to rank {peer}, which needs {expected}")
 
     schedule = Schedule.ring(counts, options.block_rows)
-    return HaloPlan.over(comm, options, schedule, num_own_src, num_dst, send_rows)
+    plan = HaloPlan.over(comm, options, schedule, num_own_src, num_dst, send_rows)
+    return replace(plan, edges=(num_edges, sum(row[size] for row in told)))

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,9 @@ from shardpass.core.following.draws import ForwardDraws, draws
 from shardpass.core.following.marks import Marks
 from shardpass.core.following.operation import SOFTMAX, Operation, needs_values
 from shardpass.core.following.origin import Origin
-from shardpass.core.following.refusals import NUMBERS, check_plain, failure, refusal
+from shardpass.core.following.refusals import NUMBERS, SUMS, Mixture, check_plain, failure, refusal
 from shardpass.core.following.rows import Rows
+from shardpass.core.following.sums import adds_up
 from shardpass.core.following.user_line import is_called_by, user_line
 from shardpass.core.ranks import RowSet, torch_private
 from shardpass.errors import RefusedError
@@ -107,11 +108,20 @@ class FollowRows(torch_private.TorchDispatchMode):
         rows = self.marks.rows.get(like)
         if rows is not None and rows.fit(tensor):
             self.marks.mark(tensor, rows)
+        elif like in self.marks.origins:
+            self.mark_plain(tensor)
 
     def row_dim(self, tensor: Tensor) -> int | None:
         """The dimension of `tensor` that holds rows; `None` if none does, or if nobody knows."""
+        with self.paused():
+            self.marks.adopt([tensor])
         rows = self.marks.rows.get(tensor)
         return None if rows is None or not rows.of.judges else rows.dim
+
+    def copies_in(self, tensor: Tensor) -> int:
+        """How many of the rows of `tensor` every rank has, beside rows of its own."""
+        rows = self.marks.rows.get(tensor)
+        return 0 if rows is None else rows.of.copies
 
     @property
     def has_mixtures(self) -> bool:
@@ -189,8 +199,7 @@ class FollowRows(torch_private.TorchDispatchMode):
         leaves, structure = torch_private.tree_flatten((args, kwargs))
         rows = self._operands(leaves)
         mixtures = self.marks.mixtures
-        found = (mixtures.get(leaf) for leaf in leaves if isinstance(leaf, Tensor))
-        mixture = next((one for one in found if one is not None), None) if mixtures else None
+        mixture = self._mixture(func, leaves, structure) if mixtures else None
         if mixture is not None and (rows or needs_values(func)):
             raise mixture.refusal()
         if self.draws is not None and not rows and needs_values(func) and self._are_drawn(leaves):
@@ -251,6 +260,37 @@ class FollowRows(torch_private.TorchDispatchMode):
             what = f"`{name}` takes rows by numbers that do not come from the graph ({error})"
             return refusal(f"{what}, over the {rows[0].of.name}", NUMBERS)
         return failure(name, error, [found.of for found in rows.values()], plain, self.marks.known)
+
+    def _mixture(self, func: Any, leaves: list[Any], structure: Any) -> Mixture | None:
+        """What the results of an operation are made of several rows by, if its operands are."""
+        found = {i: self.marks.mixtures.get(leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+        mixed = {i: mixture for i, mixture in found.items() if mixture is not None}
+        if not mixed:
+            return None
+        first = next((mixture for mixture in mixed.values() if not mixture.is_sum), next(iter(mixed.values())))
+        if not first.is_sum or adds_up(func, leaves, structure, {}, [*mixed]):
+            return first
+        return replace(first, name=func.overloadpacket.__name__.strip("_"), line=user_line(), is_sum=False)
+
+    def is_sum(self, tensor: Tensor) -> bool:
+        """Whether `tensor` was summed over own rows; if not, it may be alike on all ranks. Refuse anything else."""
+        with self.paused():
+            self.marks.adopt([tensor])
+        mixture, rows = self.marks.mixtures.get(tensor), self.marks.rows.get(tensor)
+        if mixture is not None and not mixture.is_sum:
+            raise refusal(f"`{mixture.name}` makes no sum of the {mixture.of.name}", SUMS, mixture.line)
+        if rows is not None and rows.of.judges:
+            raise refusal(f"this tensor of shape {[*tensor.shape]} has a row for each of the {rows.of.name}", SUMS)
+        if mixture is not None or tensor.numel() != 1:
+            return mixture is not None
+        return any(bool(tensor == known.count) for known in self.marks.known)
+
+    def refuse_alike(self, tensor: Tensor) -> NoReturn:
+        """Refuse to add up what all ranks have alike."""
+        raise RefusedError(
+            f"{user_line()}: every rank has this tensor of shape {[*tensor.shape]} alike, so its sum over ranks is as "
+            f"many times as large. {SUMS}"
+        )
 
     def _operands(self, leaves: list[Any]) -> dict[int, Rows]:
         self.marks.adopt(leaves)

@@ -32,9 +32,12 @@ class Joins(Primitive):
         )
         edges = next((rows.of for rows in along if rows.of.is_of_edges), None)
         count = self.outs[0].size(dim)
-        joined = along[0].of if len(found) == 1 else RowSet("joined rows", count, ("joined", roots))
+        counts = {known.count for known in self.marks.known}  # of rows without a mark, such as zeros for self-loops
+        copies = sum(piece for piece in roots if isinstance(piece, int) and piece not in counts)
+        copies += sum(rows.of.copies for rows in along)
+        joined = along[0].of if len(found) == 1 else RowSet("joined rows", count, ("joined", roots), copies=copies)
         if edges is not None:
-            joined = RowSet(edges.name, count, edges.root)
+            joined = RowSet(edges.name, count, edges.root, copies=copies)
         targets = {rows.points_to for rows in along}
         points_to = targets.pop() if len(targets) == 1 else None
         self._mark([Rows(dim % self.outs[0].dim(), joined, points_to=points_to)])

@@ -11,6 +11,7 @@ from shardpass.core.following.marks import Marks
 from shardpass.core.following.origin import Origin
 from shardpass.core.following.refusals import Mixture, check_plain, refusal
 from shardpass.core.following.rows import Rows
+from shardpass.core.following.sums import adds_up
 from shardpass.core.following.user_line import user_line
 from shardpass.core.ranks import RowSet, torch_private
 
@@ -59,7 +60,9 @@ class Primitive:
                 if self.shows_little:
                     self.marks.origins[out] = Origin.CONSTANT
                     continue
-                self.marks.mixtures.add(out, Mixture(self.name, user_line(), self.first.of))
+                leaves = [self.before.get(id(leaf), leaf) for leaf in self.leaves]
+                is_sum = adds_up(self.func, leaves, self.structure, self.rows, ())
+                self.marks.mixtures.add(out, Mixture(self.name, user_line(), self.first.of, is_sum))
                 continue
             self.marks.mark(out, rows)
             base = torch_private.base_of(out)

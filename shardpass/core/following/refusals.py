@@ -12,8 +12,13 @@ from shardpass.core.ranks import RowSet
 from shardpass.errors import RefusedError
 
 REMEDY = (
-    "Use a readout over graph.batch, a norm or shardpass.all_reduce_sum, which take in the rows of all ranks, or "
-    "compute it before you partition and store it as a field"
+    "Use a readout over graph.batch, a norm, or shardpass.all_reduce_sum of a sum over own rows, which take in the "
+    "rows of all ranks, or compute it before you partition and store it as a field"
+)
+SUMS = (
+    "shardpass.all_reduce_sum adds up what all ranks have, so it takes a sum over own rows, as h.sum(0). For a mean "
+    "use a readout over graph.batch, or divide the sum over all ranks by graph.total_nodes; in a loss use "
+    "shardpass.mean"
 )
 STATE = (
     "Use shardpass.NodeEmbedding for parameters of nodes, and a field of the graph for values. If the numbers are "
@@ -86,11 +91,13 @@ class Mixture:
         name: the operation.
         line: of the user's code.
         of: the rows.
+        is_sum: it is a sum over own rows, so that the sum over ranks is that of the whole graph.
     """
 
     name: str
     line: str
     of: RowSet
+    is_sum: bool = False
 
     def refusal(self) -> RefusedError:
         """Why it cannot be used here."""

@@ -78,7 +78,7 @@ def _tried(
     whole, part = [*leaves], [*leaves]
     for i, leaf in enumerate(leaves):
         if i in rows:
-            whole[i] = _made_up(leaf, rows[i], count, dtype, slack, generator)
+            whole[i] = made_up(leaf, rows[i], count, dtype, slack, generator)
             part[i] = rows[i].picked(whole[i], pick.to(leaf.device))
         elif number_as_size and type(leaf) is int:
             alike = next((where for where in rows.values() if where.size == leaf), None)
@@ -88,11 +88,11 @@ def _tried(
             same = leaf.to(dtype) if dtype is not None and leaf.is_floating_point() else leaf
             whole[i], part[i] = same.clone(), same.clone()  # it may be written into
     if not draws(function):
-        all_rows, some_rows = (_called(function, given, structure) for given in (whole, part))
+        all_rows, some_rows = (called(function, given, structure) for given in (whole, part))
         return [_found(a, b, a, b, count, pick, rows) for a, b in zip(all_rows, some_rows)]
     others = [*whole]
     for i, where in rows.items() if function.overloadpacket not in _DRAWN_BY_VALUE else ():
-        others[i] = _made_up(leaves[i], where, count, dtype, slack, generator)
+        others[i] = made_up(leaves[i], where, count, dtype, slack, generator)
         where.put(others[i], pick, part[i])
     found: list[Found | None] = []
     for _ in range(_ATTEMPTS):
@@ -111,20 +111,22 @@ def _drawn_alike(function: Any, given: list[list[Any]], structure: Any) -> list[
     try:
         for leaves in given:
             set_random_state(state)
-            results.append(_called(function, leaves, structure))
+            results.append(called(function, leaves, structure))
     finally:
         set_random_state(state)
     return results
 
 
-def _called(function: Any, leaves: list[Any], structure: Any) -> list[Tensor]:
+def called(function: Any, leaves: list[Any], structure: Any) -> list[Tensor]:
+    """The tensors that a function returns for these arguments."""
     args, kwargs = torch_private.tree_unflatten(leaves, structure)
     return [out for out in torch_private.tree_leaves(function(*args, **kwargs)) if isinstance(out, Tensor)]
 
 
-def _made_up(
+def made_up(
     leaf: Tensor, rows: Rows, count: int, dtype: torch.dtype | None, slack: int, generator: torch.Generator
 ) -> Tensor:
+    """A tensor like `leaf` with `count` rows of other values: floating point in `dtype`, integers in its range."""
     shape = [*leaf.shape]
     shape[rows.dim] = rows.outer * count * rows.inner
     if leaf.is_floating_point() and dtype is None:  # probabilities, which some operations insist on
@@ -156,12 +158,13 @@ def _found(
         numbers = pick.to(whole.device)
         if where.picked(whole, numbers).shape != part.shape:
             continue
-        if _alike(where.picked(mine, numbers), same if same.shape == part.shape else where.picked(same, numbers)):
+        if alike(where.picked(mine, numbers), same if same.shape == part.shape else where.picked(same, numbers)):
             return Found(dims[0], outer, inner)
     return None
 
 
-def _alike(mine: Tensor, part: Tensor) -> bool:
+def alike(mine: Tensor, part: Tensor) -> bool:
+    """Whether two tensors of one shape are equal as far as their dtype tells."""
     if not (mine.is_floating_point() or mine.is_complex()):
         return torch.equal(mine, part)
     close = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4}.get(

@@ -71,7 +71,7 @@ class BatchIndex(StandIn):
     def answer(cls, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         mine: Any = next((t for t in (*args, *kwargs.values()) if isinstance(t, BatchIndex)), None)
         if not isinstance(mine, BatchIndex):  # it is in a list of tensors, as for cat
-            raise _refused(name)
+            return _joined(name, *args, **kwargs)
         first: Any = args[0] if args else kwargs.get("input")
         with mine.comm.unfollowed():
             out = cls._answer(mine, name, first, func, args, kwargs)
@@ -90,8 +90,10 @@ class BatchIndex(StandIn):
         if name == "bincount" and first is mine:
             return _bincount(mine, *args[1:], **kwargs)
         with torch_private.DisableTorchFunctionSubclass():
-            if name in ("__getitem__", "index_select") and first is not mine:
+            if name in ("__getitem__", "index_select", "gather") and first is not mine:
                 return _look_up(name, *args, **kwargs)
+            if name == "embedding" and first is mine:
+                return _look_up("__getitem__", args[1], mine)
             if name in PRINTS:
                 return func(mine.plain, *args[1:], **kwargs)
             if name in ("numel", "nelement"):  # this is how PyG asks whether there is any node: some rank has one
@@ -116,6 +118,10 @@ def _asked(mine: BatchIndex, name: str, func: Any, args: tuple[Any, ...], kwargs
     if name in ("eq", "ne", "__eq__", "__ne__") and isinstance(args[1], int):
         return func(*plain)
     key = args[-1]
+    if name == "__getitem__" and all(
+        k is None or k in (slice(None), ...) for k in (key if type(key) is tuple else [key])
+    ):
+        return BatchIndex.wrap(func(*plain), mine.num_nodes, mine.comm, mine.num_graphs)  # ``batch[:, None]``
     by_rows = name in ("__getitem__", "index_select") and isinstance(key, Tensor) and not isinstance(key, BatchIndex)
     if by_rows and mine.dim() == 1:  # some of the own nodes, or sources of edges, on any rank: all of one graph
         if isinstance(key, SourceRows):
@@ -166,15 +172,12 @@ def _bincount(mine: BatchIndex, weights: Tensor | None = None, minlength: int = 
 
 
 def _look_up(name: str, input: Any, *rest: Any, dim: int = 0, index: Any = None) -> Tensor:
-    """Rows of a table with one row per graph, one for each own node."""
-    dim = rest[0] if name == "index_select" and rest else dim
+    """Rows of a table with one row per graph, one for each own node; or entries of them."""
+    dim = rest[0] if name != "__getitem__" and rest else dim
     index = rest[-1] if rest else index
-    if (
-        isinstance(input, Tensor)
-        and isinstance(index, BatchIndex)
-        and input.dim()
-        and input.size(dim) == index.num_graphs
-    ):
+    if isinstance(input, Tensor) and isinstance(index, BatchIndex) and _has_graphs(input, dim, index):
+        if name == "gather":
+            return input.gather(dim, index.plain)
         return input.index_select(dim, index.plain.view(-1)) if index.dim() == 1 else input[index.plain]
     if is_called_by("torch_geometric.utils._to_dense_batch"):
         raise _refused("to_dense_batch")
@@ -183,6 +186,23 @@ def _look_up(name: str, input: Any, *rest: Any, dim: int = 0, index: Any = None)
         f"{user_line()}: {found} is indexed by the batch of a sharded graph: expected a row for each graph. "
         f"Several indices at once are not supported"
     )
+
+
+def _has_graphs(table: Tensor, dim: int, index: BatchIndex) -> bool:
+    """Whether a table has a row for each graph, as a readout has, and perhaps some more, as an embedding may have."""
+    size = table.size(dim) if table.dim() else 0
+    holds_nodes = index.comm.row_dim(table) == dim if index.comm.is_followed else size == index.num_nodes
+    return size == index.num_graphs or (size > index.num_graphs and not holds_nodes)
+
+
+def _joined(name: str, tensors: Any = (), dim: int = 0, **_: Any) -> Any:
+    """The graph of each own node several times over, as for several views of the nodes."""
+    vectors = all(isinstance(one, BatchIndex) and one.dim() == 1 for one in tensors)
+    if name not in ("cat", "concat") or dim not in (0, -1) or not vectors:
+        raise _refused(name)
+    first: Any = tensors[0]
+    ids = torch.cat([one.plain for one in tensors])
+    return BatchIndex.wrap(ids, ids.numel(), first.comm, first.num_graphs)
 
 
 def _refused(name: str) -> RefusedError:

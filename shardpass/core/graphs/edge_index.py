@@ -117,7 +117,7 @@ class ShardedEdgeIndex(StandIn):
         if name in TAKING and args and args[0] is not mine and mine.has_one_type:
             return take_by_source(mine.plan, mine.flow, name, args, kwargs)
         if describes(func) and not mine.plan.comm.runs_user_code:
-            return as_tensor(func, args, kwargs)
+            return mine._counted(as_tensor(func, args, kwargs), name, args)
         if mine.plan.comm.runs_user_code:
             for index in (leaf for arg in args[1:] for leaf in (arg if isinstance(arg, tuple) else (arg,))):
                 if isinstance(index, Tensor) and not isinstance(index, StandIn):
@@ -128,8 +128,13 @@ class ShardedEdgeIndex(StandIn):
             out = cls._answer(mine, func, name, args, kwargs)
         if not describes(func):
             return _marked(mine, out)
-        with mine.plan.comm.unfollowed():
-            return counted_last(out, name, args, mine.plan.edge_set(mine.size(-1)))
+        return mine._counted(out, name, args)
+
+    def _counted(self, out: Any, name: str, args: tuple[Any, ...]) -> Any:
+        comm = self.plan.comm
+        with comm.unfollowed(), torch_private.DisableTorchFunctionSubclass():
+            of = self.plan.edge_set(self.size(-1))
+        return counted_last(out, name, args, of, is_operand=not comm.runs_user_code)
 
     def _check_picks(self, index: Tensor) -> None:
         """Refuse what picks edges by what was made of several, or by their position."""

@@ -125,7 +125,8 @@ def relation_of(
     """
     device = HOST if options.stream_structure else comm.device
     owners = [edges.to(device) for edges in owners]
-    plan = halo_plan_of(comm, num_own_src, [edges.needed for edges in owners], num_dst, options)
+    num_edges = sum(edges.src_rows.numel() for edges in owners)
+    plan = halo_plan_of(comm, num_own_src, [edges.needed for edges in owners], num_dst, num_edges, options)
     plan = replace(plan, ends=ends)
     shards = shards_of_owners(owners, plan.blocks, num_dst)
     order = None if order is None else order.to(device, smallest_index_dtype(order.numel()))

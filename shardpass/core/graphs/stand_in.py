@@ -7,8 +7,9 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from shardpass.core.following import OwnShape, RowCount
+from shardpass.core.following import OwnShape, RowCount, user_line
 from shardpass.core.ranks import RowSet, torch_private
+from shardpass.errors import RefusedError
 
 S = TypeVar("S", bound="StandIn")
 
@@ -77,9 +78,53 @@ def as_tensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
 
 
-def counted_last(out: Any, name: str, args: tuple[Any, ...], of: RowSet) -> Any:
-    """`out`, which describes a tensor whose last dimension is `of`: their number may be a size, but no operand."""
-    count = RowCount(of.count, of)
+class EdgeListCount(RowCount):
+    """The size of what stands for ``edge_index``. Whether it is 0 is refused where `NoneHere` could not answer."""
+
+    def __eq__(self, other: object) -> Any:
+        if type(other) is int and other == 0 and self.of.total is not None:
+            raise RefusedError(
+                f"{user_line()}: whether there are {int(self)} {self.of.name} is asked of this rank, which has a part "
+                f"of them. Ask `> 0`, which is answered for all ranks, or leave it out: layers take lists without edges"
+            )
+        return super().__eq__(other)
+
+    __hash__ = RowCount.__hash__
+
+
+class NoneHere(int):
+    """The number 0 of a rank without edges, where other ranks have some: it is 0 as a size, but no branch takes it so.
+
+    What is equal to 0 is left, since sizes are compared so too.
+    """
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __gt__(self, other: int) -> bool:
+        return other < 1
+
+    def __ge__(self, other: int) -> bool:
+        return other <= 1
+
+    def __lt__(self, other: int) -> bool:
+        return other > 1
+
+    def __le__(self, other: int) -> bool:
+        return other >= 1
+
+
+def counted_last(out: Any, name: str, args: tuple[Any, ...], of: RowSet, is_operand: bool = False) -> Any:
+    """`out`, which describes a tensor whose last dimension is `of`: their number may be a size, but no operand.
+
+    Args:
+        is_operand: nobody follows it, so it may be one; but whether there are any is answered for all ranks.
+    """
+    if is_operand and (of.count or not of.total):
+        return out
+    count: Any = NoneHere() if is_operand else EdgeListCount(of.count, of)
     if isinstance(out, torch.Size):
         return OwnShape([*out[:-1], count])
+    if name in ("numel", "nelement"):
+        return count if is_operand else EdgeListCount(out, of)
     return count if name == "size" and args[1:] in ((1,), (-1,)) else out

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from shardpass.core.ranks import torch_private
 from shardpass.core.ranks.random import refuse_checkpointed_draws
-from shardpass.core.ranks.ranks import ForwardPass, Ranks, unfollowed
+from shardpass.core.ranks.ranks import ForwardPass, Ranks
 from shardpass.errors import NeedsHaloError, RefusedError
 
 Linear = Callable[[Tensor], Tensor]
@@ -138,7 +138,6 @@ def refuse_double_backward(name: str) -> None:
         )
 
 
-@unfollowed(1)
 def all_reduce_sum(tensor: Tensor, comm: Ranks, label: str = "all_reduce_sum") -> Tensor:
     """The sum of `tensor` over ranks, differentiable; the same bits on every rank.
 
@@ -149,7 +148,34 @@ def all_reduce_sum(tensor: Tensor, comm: Ranks, label: str = "all_reduce_sum") -
         tensor: floating point, with the same shape and dtype on every rank.
         comm: the ranks.
         label: what is summed, the same on every rank; it appears in error messages.
+
+    Raises:
+        RefusedError: a wrapped model is running, and `tensor` is no sum over own rows: a mean or a maximum of them,
+            the rows themselves, or what every rank has alike.
     """
+    if comm.runs_user_code:
+        _check_sum(tensor, comm, label)
+    with comm.unfollowed():
+        out = _summed(tensor, comm, label)
+    comm.mark_plain(out)
+    return out
+
+
+def _check_sum(tensor: Tensor, comm: Ranks, label: str) -> None:
+    """Refuse what is no sum over own rows, where rows are followed. Collective."""
+    assert comm.forward is not None and comm.forward.rows is not None
+    is_sum = comm.forward.rows.is_sum(tensor)
+    number, _ = begin_call(comm, f"check of {label}")
+    with comm.unfollowed():
+        values = tensor.detach().double()
+        own = torch.stack([values.new_tensor(float(is_sum)), values.sum(), values.square().sum()])
+        every = torch.stack(comm.all_gather(own[None], f"check of {label} #{number}")).squeeze(1)
+        alike = torch.allclose(every, every[:1].expand_as(every), rtol=1e-9, atol=0, equal_nan=True)
+        if comm.size > 1 and alike and not every[:, 0].any():
+            comm.forward.rows.refuse_alike(tensor)
+
+
+def _summed(tensor: Tensor, comm: Ranks, label: str) -> Tensor:
     number, token = begin_call(comm, label)
     label = f"{label} #{number}"
 

@@ -187,6 +187,10 @@ class Ranks(DelegatingCommunicator):
         """See `RowWatch.row_dim`."""
         return None if self.forward is None or self.forward.rows is None else self.forward.rows.row_dim(tensor)
 
+    def copies_in(self, tensor: Tensor) -> int:
+        """See `RowWatch.copies_in`."""
+        return 0 if self.forward is None or self.forward.rows is None else self.forward.rows.copies_in(tensor)
+
     def forget_rows(self, tensor: Tensor) -> None:
         """Say that the engine has written into a tensor of a model."""
         if self.forward is not None and self.forward.rows is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from torch import Tensor
 
@@ -23,6 +23,7 @@ class RowSet:
             only: they go with every set of that many rows.
         picked_from: how many rows the set has from which these were picked, or `None`.
         total: how many rows all ranks have, or `None` if that does not matter.
+        copies: how many of them every rank has, as a parameter that was joined to rows of nodes.
     """
 
     name: str = field(compare=False)
@@ -30,6 +31,7 @@ class RowSet:
     root: Hashable
     picked_from: int | None = field(default=None, compare=False)
     total: int | None = field(default=None, compare=False)
+    copies: int = field(default=0, compare=False)
 
     @classmethod
     def fetched(cls, count: int) -> RowSet:
@@ -101,6 +103,18 @@ class RowWatch(Protocol):
 
     def row_dim(self, tensor: Tensor) -> int | None:
         """The dimension of `tensor` that holds rows; `None` if none does, or if nobody knows."""
+        ...
+
+    def copies_in(self, tensor: Tensor) -> int:
+        """How many of the rows of `tensor` every rank has, beside rows of its own."""
+        ...
+
+    def is_sum(self, tensor: Tensor) -> bool:
+        """Whether `tensor` was summed over own rows; if not, it may be alike on all ranks. Refuse anything else."""
+        ...
+
+    def refuse_alike(self, tensor: Tensor) -> NoReturn:
+        """Refuse to add up what all ranks have alike."""
         ...
 
     def mark(self, tensor: Tensor, of: RowSet, dim: int = 0, points_to: RowSet | None = None) -> None:

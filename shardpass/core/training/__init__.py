@@ -23,6 +23,7 @@ from shardpass.core.training.norm import (
     replace_batch_norms,
 )
 from shardpass.core.training.objective import cross_entropy, mean, note_objective, replicated, sum, total
+from shardpass.core.training.row_norm import RowNorm
 from shardpass.core.training.shared_copy import follow, shared_copy
 from shardpass.core.training.statistics import row_moments, shifted, total_rows
 from shardpass.core.training.verified_file import RowBlocks, digest, read_verified, tensor_places, write_verified
@@ -32,6 +33,7 @@ __all__ = [
     "DistributedBatchNorm",
     "Moments",
     "RowBlocks",
+    "RowNorm",
     "SteadyNorms",
     "accuracy",
     "alike",

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from shardpass.core.following import user_line
-from shardpass.core.ranks import OnRanks, Ranks, begin_call, dtype_name, end_call, refuse_double_backward, torch_private
+from shardpass.core.ranks import Ranks, begin_call, dtype_name, end_call, refuse_double_backward, torch_private
 from shardpass.core.training.moments import Moments, accumulator_of, global_moments, row_chunks
+from shardpass.core.training.row_norm import RowNorm
 from shardpass.errors import RefusedError
 
 
-class DistributedBatchNorm(OnRanks, nn.BatchNorm1d):
+class DistributedBatchNorm(RowNorm, nn.BatchNorm1d):
     """`torch.nn.BatchNorm1d` whose training statistics are those of the rows of all ranks together.
 
     Parameters, buffers and ``state_dict`` keys are BatchNorm1d's. With batch statistics, forward and backward are
@@ -22,6 +23,7 @@ class DistributedBatchNorm(OnRanks, nn.BatchNorm1d):
     may differ and may be 0. Running statistics are the same bits on every rank. With running statistics (evaluation)
     nothing is communicated. The gradients of weight and bias are this rank's part, and `sync_gradients` sums them. The
     input is ``[rows, channels]``, or ``[batch, channels, ...]`` with the nodes in any dimension but that of channels.
+    Rows that are the same on every rank, such as those of a readout, are counted once.
     """
 
     dims: tuple[int, ...] = (2, 3)  # how many the input may have; those of the class that this one replaces
@@ -41,6 +43,8 @@ class DistributedBatchNorm(OnRanks, nn.BatchNorm1d):
             input = input.view_as(input)  # an autograd Function sees no further than what stands for a tensor
         if input.dim() not in self.dims:
             raise ValueError(f"expected {' or '.join(f'{n}D' for n in self.dims)} input (got {input.dim()}D input)")
+        if self.training or self.running_mean is None:
+            self.look_at(input)
         if input.dim() == 2:
             output = self._of_rows(input)
         else:
@@ -130,13 +134,14 @@ class DistributedBatchNorm(OnRanks, nn.BatchNorm1d):
             self.num_batches_tracked.add_(1)
             if self.momentum is None:
                 share = 1.0 / float(self.num_batches_tracked)
-        if moments.count == 1:
+        count = self.count(moments)
+        if count == 1:
             raise ValueError(
                 f"Expected more than 1 value per channel when training, got input size {list(shape)} "
                 f"(1 row on all ranks together)"
             )
-        if track and moments.count and self.running_mean is not None and self.running_var is not None:
-            unbiased = moments.variance * (moments.count / (moments.count - 1))
+        if track and count and self.running_mean is not None and self.running_var is not None:
+            unbiased = moments.variance * (count / (count - 1))
             for running, found in ((self.running_mean, moments.mean), (self.running_var, unbiased)):
                 # `data` as torch's kernels, which autograd does not see: the graph of an evaluation holds these buffers
                 running.data.mul_(1 - share).add_((share * found).to(running.dtype))

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from shardpass.core.ranks import Ranks, begin_call, dtype_name, end_call, refuse_double_backward, unfollowed
-from shardpass.core.training.moments import global_moments
+from shardpass.core.training.moments import Moments, global_moments
 from shardpass.errors import RefusedError
 
 
 @unfollowed(1)
-def row_moments(rows: Tensor, comm: Ranks) -> tuple[int, Tensor, Tensor]:
-    """The number of rows of all ranks, and their mean and biased variance per channel, float64 ``[channels]`` each.
+def row_moments(rows: Tensor, comm: Ranks) -> tuple[Moments, Tensor, Tensor]:
+    """The moments of the rows of all ranks; and mean and biased variance per channel, float64 ``[channels]`` each.
 
     Collective, in backward too; the same bits on every rank. It is differentiable: the gradients of mean and variance
     are summed over ranks, and each rank gets those of its rows. A rank without rows takes part. The moments of pieces
@@ -36,7 +36,7 @@ def row_moments(rows: Tensor, comm: Ranks) -> tuple[int, Tensor, Tensor]:
         found = global_moments(rows.detach(), comm, label)
     mean, variance, token = _Moments.apply(token, rows, found.mean, found.variance, found.count, comm, label)
     end_call(comm, token)
-    return found.count, mean, variance
+    return found, mean, variance
 
 
 class _Moments(torch.autograd.Function):

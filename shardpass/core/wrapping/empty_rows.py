@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from math import prod
 from numbers import Integral
 from typing import Any
@@ -15,6 +16,7 @@ from shardpass.core.ranks import torch_private
 from shardpass.errors import RefusedError
 
 _RESHAPES = (Tensor.view, Tensor.reshape, torch.reshape)
+_FLATTENS = (*_RESHAPES, Tensor.flatten, torch.flatten, Tensor.ravel, torch.ravel)
 
 
 class EmptyRows(TorchFunctionMode):
@@ -26,22 +28,40 @@ class EmptyRows(TorchFunctionMode):
     process.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._widths: MutableMapping[Tensor, int] = torch_private.WeakTensorKeyDictionary()
+        """How many entries of a vector without entries would be those of one row, as ``h.view(-1)`` has them."""
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _RESHAPES and args and isinstance(args[0], Tensor) and args[0].numel() == 0:
-            args = _with_sizes(args[0], args[1:])
+            args = _with_sizes(args[0], args[1:], self._width(args[0]))
         if func is torch.pdist and len((*args, *(kwargs or {}).values())[0]) == 0:
             raise RefusedError(
                 f"{user_line()}: `pdist` puts rows together, and this rank has none of them. Compute distances before "
                 f"you partition, or between the ends of edges"
             )
         try:
-            return func(*args, **(kwargs or {}))
+            return self._noted(func, args, func(*args, **(kwargs or {})))
         except (RuntimeError, IndexError) as error:
             is_of_torch = type(error.__cause__ or error) in (RuntimeError, IndexError)  # and not of another rank
             without = _of_made_up_rows(func, args, kwargs or {}) if is_of_torch else None
             if without is None:
                 raise
             return without
+
+    def _noted(self, func: Any, args: Any, out: Any) -> Any:
+        """`out`, with a note of its width if it is a vector without entries that was made of rows."""
+        if isinstance(out, Tensor) and type(args) is tuple and out.dim() == 1 and out.numel() == 0:
+            given = [arg for arg in args if isinstance(arg, Tensor)]
+            found = [self._width(one) for one in given if one.dim() == 1 or func in _FLATTENS]
+            if max(found, default=1) > 1:
+                self._widths[out] = max(found)
+        return out
+
+    def _width(self, tensor: Tensor) -> int:
+        """How many entries `tensor` has for a row, if it has none now."""
+        return self._widths.get(tensor, prod(max(1, int(size)) for size in tensor.shape))
 
 
 def _of_made_up_rows(func: Any, args: Any, kwargs: Any) -> Any:
@@ -77,13 +97,12 @@ def _with_rows(empty: Tensor, count: int) -> Tensor:
     return rows + empty.sum() if empty.is_floating_point() else rows
 
 
-def _with_sizes(tensor: Tensor, sizes: tuple[Any, ...]) -> tuple[Any, ...]:
+def _with_sizes(tensor: Tensor, sizes: tuple[Any, ...], one_row: int) -> tuple[Any, ...]:
     """The arguments of a reshape of `tensor`, with a -1 beside a 0 replaced by its value for a tensor of one row."""
     given = list(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else list(sizes)
     shape = [int(size) for size in given if isinstance(size, Integral)]  # plain numbers, also where rows are followed
     if len(shape) < len(given) or shape.count(-1) != 1 or 0 not in shape:
         return (tensor, *sizes)
-    one_row = prod(max(1, int(size)) for size in tensor.shape)
     known = prod(max(1, size) for size in shape if size != -1)
     if one_row % known:
         return (tensor, *sizes)

@@ -42,6 +42,7 @@ def reduced_by_user(
         alike = RowSet("nodes of one in-degree", len(chosen), ("in-degree", degree))
         data = _rows_of(passing.dst, everything, chosen, plan.comm, alike)
         batch = ShardedNodeBatch(None, chosen, canonical[2], data, msgs=mail)
+        batch.alike, batch.comm = alike, plan.comm
         for value in mail.values():
             plan.comm.mark_rows(value, alike)
         with plan.comm.made_up_edge(everything.made_up), plan.comm.followed():

@@ -10,7 +10,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from shardpass.core.ranks import torch_private
+from shardpass.core.following import RowCount
+from shardpass.core.ranks import Ranks, RowSet, torch_private
 from shardpass.core.tracing import Inputs, Key, Side
 from shardpass.core.training import SteadyNorms
 from shardpass.core.wrapping import OutermostCall
@@ -40,7 +41,23 @@ class ShardedEdgeBatch(EdgeBatch):
 
 
 class ShardedNodeBatch(NodeBatch):
-    """What a user's reduce or apply function sees of some nodes."""
+    """What a user's reduce or apply function sees of some nodes.
+
+    Attributes:
+        alike: what a reduce function sees: those of one in-degree that this rank has.
+    """
+
+    alike: RowSet | None = None
+    comm: Ranks | None = None
+
+    def batch_size(self) -> Any:
+        """The number of these nodes; a reduce function may not compute with it."""
+        count = super().batch_size()
+        followed = self.alike is not None and self.comm is not None and self.comm.runs_user_code
+        return RowCount(count, self.alike) if followed and self.alike is not None else count
+
+    def __len__(self) -> int:
+        return int(super().batch_size())
 
     def nodes(self) -> NoReturn:
         """Refused, since each rank numbers its nodes by itself."""

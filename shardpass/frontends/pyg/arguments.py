@@ -14,6 +14,10 @@ _NO_IDS = (
     "node ids inside message() are numbered per rank. Pass the node tensor you want to index to propagate() and take "
     "it as an argument ending in _j or _i"
 )
+_NO_SIZE = (
+    "size_j and size[0] inside message() are the number of source nodes, and a message function sees some of them. "
+    "Pass the number of the whole graph (graph.total_nodes) to propagate() as an argument"
+)
 
 
 class Arguments:
@@ -50,7 +54,8 @@ class Arguments:
         given |= self.edge | edge
         given.update(index=inputs.index, edge_index_i=inputs.index, ptr=None, dim_size=inputs.num_dst)
         given.update(size_i=inputs.num_dst, edge_index=Poison.make(_NO_IDS), edge_index_j=Poison.make(_NO_IDS))
-        given.update(adj_t=None, size_j=None, size=[None, inputs.num_dst])
+        size_j = Poison.make(_NO_SIZE)
+        given.update(adj_t=None, size_j=size_j, size=[size_j, inputs.num_dst])
         return given
 
     def release(self) -> None:

@@ -16,12 +16,12 @@ import torch_geometric.nn as gnn
 from torch import Tensor, nn
 
 from shardpass.core.graphs import BatchIndex
-from shardpass.core.ranks import OnRanks, Ranks, refuse_inside_message
-from shardpass.core.training import global_moments, row_moments, shifted, total_rows
+from shardpass.core.ranks import Ranks, refuse_inside_message
+from shardpass.core.training import RowNorm, global_moments, row_moments, shifted, total_rows
 from shardpass.errors import RefusedError
 
 
-class DistributedNorm(OnRanks):
+class DistributedNorm(RowNorm):
     """What all of these norms share: the meaning of ``batch``, and which rows count."""
 
     def forward(
@@ -41,6 +41,7 @@ class DistributedNorm(OnRanks):
         refuse_inside_message(comm, name)
         if not self._takes_statistics():
             return super().forward(x)  # type: ignore[misc, no-any-return]
+        self.look_at(x)
         if comm.size == 1:
             plain = batch.plain if isinstance(batch, BatchIndex) else batch
             return super().forward(x, plain, dim_size or batch_size)  # type: ignore[misc, no-any-return]
@@ -96,7 +97,8 @@ class DistributedInstanceNorm(DistributedNorm, gnn.InstanceNorm):
         return self.training or not self.track_running_stats
 
     def _normalised(self, x: Tensor, batch_given: bool, comm: Ranks) -> Tensor:
-        count, mean, variance = row_moments(x, comm)
+        moments, mean, variance = row_moments(x, comm)
+        count = self.count(moments)
         if count == 1 and not batch_given:
             raise ValueError(
                 f"Expected more than 1 spatial element when training, got input size {[1, *x.shape[::-1]]}"
@@ -149,10 +151,11 @@ class DistributedGraphSizeNorm(DistributedNorm, gnn.GraphSizeNorm):
     """`torch_geometric.nn.GraphSizeNorm` with the number of nodes of all ranks (Dwivedi et al., arXiv 2003.00982)."""
 
     def _normalised(self, x: Tensor, batch_given: bool, comm: Ranks) -> Tensor:
-        return x * max(1, sum(total_rows(x, comm))) ** -0.5
+        moments, _, _ = row_moments(x.detach().flatten(1), comm)
+        return x * max(1, self.count(moments)) ** -0.5
 
 
-class DistributedSingleBatchNorm(OnRanks, gnn.BatchNorm):
+class DistributedSingleBatchNorm(RowNorm, gnn.BatchNorm):
     """`torch_geometric.nn.BatchNorm` with ``allow_single_element``: a graph of one node uses running statistics."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -175,7 +178,7 @@ class DistributedSingleBatchNorm(OnRanks, gnn.BatchNorm):
         return gnn.BatchNorm.forward(self, x) if sum(counts) <= 1 else self.module(x)  # type: ignore[no-any-return]
 
 
-class DistributedHeteroBatchNorm(OnRanks, gnn.HeteroBatchNorm):
+class DistributedHeteroBatchNorm(RowNorm, gnn.HeteroBatchNorm):
     """`torch_geometric.nn.HeteroBatchNorm` over the rows of each type on all ranks.
 
     As in PyG, no gradient passes through its statistics, and the running variance is the biased one.
@@ -190,6 +193,7 @@ class DistributedHeteroBatchNorm(OnRanks, gnn.HeteroBatchNorm):
         """
         comm = self.ranks()
         refuse_inside_message(comm, "HeteroBatchNorm")
+        self.look_at(x)
         if comm.size == 1 or (not self.training and self.track_running_stats):
             return super().forward(x, type_vec)  # type: ignore[no-any-return]
         mean, variance = self._moments(x, type_vec, comm)
