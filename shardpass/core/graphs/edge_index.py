@@ -18,7 +18,7 @@ from shardpass.core.exchange import HaloPlan
 from shardpass.core.following import user_line
 from shardpass.core.graphs.by_source import TAKING, extremum_at_source, refused, scatter_to_source, take_by_source
 from shardpass.core.graphs.layer_flow import LayerFlow
-from shardpass.core.graphs.stand_in import PRINTS, StandIn, counted_last, describes
+from shardpass.core.graphs.stand_in import PRINTS, StandIn, counted_last, describes, largest
 from shardpass.core.ranks import torch_private
 from shardpass.core.sharding import Derivation, EdgeShards
 from shardpass.errors import RefusedError
@@ -117,7 +117,7 @@ class ShardedEdgeIndex(StandIn):
         with mine.plan.comm.unfollowed():
             out = cls._answer(mine, func, name, args, kwargs)
         if not describes(func):
-            return _marked(mine, out)
+            return _marked(mine, out) if name != "max" else largest(out, mine.plan.comm.runs_user_code)
         if not mine.plan.comm.runs_user_code:
             return out
         with mine.plan.comm.unfollowed():
@@ -191,7 +191,7 @@ class SourceRows(StandIn):
             mine.plan.comm.forget_rows(out)
             mine.plan.comm.mark_rows(out, mine.plan.source_set, dim)
             return out
-        return _marked(mine, out)
+        return _marked(mine, out) if name != "max" else largest(out, mine.plan.comm.runs_user_code)
 
     @staticmethod
     def _answer(mine: SourceRows, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
