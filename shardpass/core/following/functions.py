@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from shardpass.core.following.failing import explained_failure
 from shardpass.core.following.follow import FollowRows
 from shardpass.core.following.made_rows import MadeRows
 from shardpass.core.following.row_count import OwnCount, OwnShape, RowCount, leaves_of, plain_sizes
@@ -56,12 +57,15 @@ class FollowFunctions(TorchFunctionMode):
             self._check_leaving(name, first)
         if first is None or type(first) in (Tensor, nn.Parameter):  # others tell themselves what they are asked
             self._check_numbers(name, args, kwargs)
-        sizes = self.made.sizes(name, args, kwargs)
+        sizes, given = self.made.sizes(name, args, kwargs), (args, kwargs)
         args, kwargs = plain_sizes(args), {key: plain_sizes(value) for key, value in kwargs.items()}
         try:
             out = func(*args, **kwargs) if name != "one_hot" else self._one_hot(func, args, kwargs)
-        except IndexError as error:  # indices are checked before an operation runs
-            raise self.follower.explained(name, error, [first]) from error
+        except Exception as error:  # of any class: functions written in Python check what they are given
+            told = explained_failure(self.follower, name, func, *given, error)
+            if told is error:
+                raise
+            raise told from error
         if first is not None and name == "numel":
             rows = self._rows_of(first)
             return out if rows is None else self._count(out, rows.of)

@@ -13,13 +13,16 @@ import torch
 from torch import nn
 
 from shardpass.core.exchange import node_set
-from shardpass.core.following import FollowFunctions, FollowRows, ForwardDraws, known_modules
+from shardpass.core.following import FollowFunctions, FollowRows, ForwardDraws, known_modules, user_line
 from shardpass.core.graphs import LoadedGraphs, NodeIds, node_embeddings
 from shardpass.core.memory import Checkpoint, recomputed_activations
-from shardpass.core.ranks import OnRanks, Ranks, chained, memory_error, torch_private
+from shardpass.core.ranks import OnRanks, Ranks, chained, is_out_of_memory, memory_error, torch_private
 from shardpass.core.training import note_forward
 from shardpass.core.wrapping.empty_rows import EmptyRows
-from shardpass.errors import RefusedError
+from shardpass.errors import RefusedError, ShardpassError
+
+_MISTAKES = (TypeError, AttributeError, NameError, KeyError, ImportError)
+"""Errors that no number of rows mends."""
 
 
 class FollowedCalls:
@@ -126,6 +129,14 @@ class OutermostCall:
             if lack is None:
                 raise
             raise lack from None
+        except Exception as error:
+            lacking = next((rows for rows in follower.marks.known if rows.count == 0), None)
+            if lacking is None or isinstance(error, (ShardpassError, *_MISTAKES)) or is_out_of_memory(error):
+                raise
+            raise RefusedError(
+                f"{user_line(error)}: {type(error).__name__}: {error}. This rank has no {lacking.name}, and code that "
+                f"runs on rows may fail without any. If the other ranks do not fail there, partition into fewer parts"
+            ) from error
         finally:
             forward.rows = None
             follower.marks.end_forward()
