@@ -75,7 +75,7 @@ class MadeRows:
             dim = kwargs.get("dim", args[2] if len(args) > 2 else 0) or 0
         elif repeats:
             dim += out.dim() - len(sizes)
-        elif table is not None and -1 < (before := dim - out.dim() + table.dim()) and table.size(before) != 1:
+        elif table is not None and (before := dim - out.dim() + table.dim()) > -1 and table.size(before) != 1:
             return None  # it had as many entries before
         each = out.size(dim) // max(1, of.count)
         outer, inner = (each, 1) if name == "repeat_interleave" else (1, each)

@@ -81,10 +81,7 @@ class Operation(Joins):
         packet = self.packet
         if packet is ATEN.bincount and self._count():
             return None
-        if packet is ATEN.isin and self._of(self.args[1]) is not None:
-            self._refuse("looks for values among all rows", self.rows_of(self.args[1]).of)
-        if needs_values(self.func):
-            self._refuse("needs the values of rows, as a branch on a tensor does")
+        self._check_values()
         if packet in _REAL_OR_COMPLEX:
             return self._mark([self.first])
         if packet in _FACTORIES:
@@ -111,6 +108,13 @@ class Operation(Joins):
         if torch_private.is_view(self.func) or packet in VIEWS_IN_PLACE:
             return self._view()
         return self._try()
+
+    def _check_values(self) -> None:
+        """Refuse what depends on the values of all rows."""
+        if self.packet is ATEN.isin and self._of(self.args[1]) is not None:
+            self._refuse("looks for values among all rows", self.rows_of(self.args[1]).of)
+        if needs_values(self.func):
+            self._refuse("needs the values of rows, as a branch on a tensor does")
 
     def _view(self) -> None:
         if self._part():
@@ -346,7 +350,7 @@ class Operation(Joins):
         return False
 
     def _put_masked(self) -> bool:
-        """``base.masked_scatter(mask, values)`` with the rows or entries that the same mask picks. Whether it was that."""
+        """``base.masked_scatter(mask, values)`` with what the same mask picks. Whether it was that."""
         base, mask, values = self.args
         where, put = self._of(mask), self._of(values)
         if where is None or put is None or put.of.picked_from is None or base.shape != self.outs[0].shape:

@@ -125,6 +125,8 @@ class ShardedEdgeIndex(StandIn):
 
     def _check_picks(self, index: Tensor) -> None:
         """Refuse what picks edges by what was made of several, or by their position."""
+        if index.dtype not in (torch.bool, torch.uint8, torch.int64, torch.int32):
+            return
         with self.plan.comm.unfollowed():
             count = self.size(-1)
             edges = index.new_zeros(count)
@@ -336,15 +338,15 @@ def _check_piece(mine: ShardedEdgeIndex, piece: Tensor) -> None:
         if piece.plan is mine.plan and piece.is_reversed == mine.is_reversed:
             return
         raise RefusedError(
-            "`cat` of the edge_index of a sharded graph with its reverse, or with that of another graph: reversed "
-            "edges belong to other ranks. Add them before partitioning (PyG: to_undirected)"
+            f"{user_line()}: `cat` of the edge_index of a sharded graph with its reverse, or with that of another "
+            f"graph: reversed edges belong to other ranks. Add them before partitioning (PyG: to_undirected)"
         )
     plan, data = mine.plan, _plain_one(piece)
     loops = data.dim() == 2 and data.size(0) == 2 and torch.equal(data[0], data[1])
     if not loops or plan.num_own_src != plan.num_dst or (data.numel() and int(data.max()) >= plan.num_dst):
         raise RefusedError(
-            f"`cat` of the edge_index of a sharded graph with other ids: only self-loops of own nodes can be added in "
-            f"forward, since ids are numbered per rank. Add other edges before partitioning. If a layer adds the "
+            f"{user_line()}: `cat` of the edge_index of a sharded graph with other ids: only self-loops of own "
+            f"nodes can be added in forward, since ids are numbered per rank. Add other edges before partitioning. If a layer adds the "
             f"self-loops: rank {plan.comm.rank} owns {plan.num_dst} nodes, has x as many rows (graph.x)?"
         )
 

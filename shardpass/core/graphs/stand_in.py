@@ -101,8 +101,8 @@ class LargestId(Tensor):
                 if name in _COMPARES and abs(int(args[0]) - args[1]) < 2:  # with the number of own nodes
                     return func(*args)
         raise RefusedError(
-            f"{user_line()}: `{name}` computes with the largest id, but ids are numbered per rank. It may only become a "
-            f"size, as in int(edge_index.max()) + 1. For the number of nodes of the whole graph use graph.total_nodes"
+            f"{user_line()}: `{name}` computes with the largest id, but ids are numbered per rank. It may only become "
+            f"a size, as in int(edge_index.max()) + 1. For the number of nodes of the whole graph use graph.total_nodes"
         )
 
 

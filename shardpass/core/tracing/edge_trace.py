@@ -132,6 +132,11 @@ class EdgeTrace(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        if (transform := torch_private.running_transform()) is not None:
+            raise RefusedError(
+                f"{self.name}: {user_line()}: a functional transform ({transform}) inside a message hides from shardpass "
+                f"what the message is made of. Write the function for all edges at once, and its gradient as a formula"
+            )
         if self.substitutes:
             args, kwargs = torch_private.tree_map_only(Tensor, lambda t: self.substitutes.get(id(t), t), (args, kwargs))
         operands = tensors_in((*args, *kwargs.values()))

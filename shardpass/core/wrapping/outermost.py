@@ -91,8 +91,10 @@ class OutermostCall:
         """What ``function(*args, **kwargs)`` returns, run as one forward pass. Collective.
 
         Raises:
-            RefusedError: the model puts rows of nodes or edges together outside of message passing.
+            RefusedError: the model puts rows of nodes or edges together outside of message passing; or it is called
+                within a transform of ``torch.func``.
         """
+        self.refuse_transforms()
         if self.before is not None and self.comm.forward is None:
             self.before()
         if torch.is_grad_enabled() and self.comm.forward is None:
@@ -105,6 +107,16 @@ class OutermostCall:
             EmptyRows() if lacks_rows else nullcontext(),
         ):
             return chained(self.comm, self._followed, function, args, kwargs)
+
+    @staticmethod
+    def refuse_transforms() -> None:
+        """Refuse to be called within a transform of ``torch.func``, before anything is sent."""
+        if (transform := torch_private.running_transform()) is not None:
+            raise RefusedError(
+                f"{user_line()}: a wrapped model is called within a functional transform ({transform}), but rows that "
+                f"travel between ranks go through first-order reverse-mode autograd only. Use loss.backward() or "
+                f"torch.autograd.grad, and call one model after the other in place of vmap"
+            )
 
     def _followed(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         forward = self.comm.forward
