@@ -84,7 +84,7 @@ MISTAKES = {
     "is_undirected": (lambda m, h, e: h if is_undirected(e) else -h, f"on source node ids {IDS}"),
     "isolated nodes": (lambda m, h, e: h if contains_isolated_nodes(e, len(h)) else -h, f"on the edge_index {IDS}"),
     "negative_sampling": (lambda m, h, e: h + negative_sampling(e, len(h)).sum(), f"on source node ids {IDS}"),
-    "subgraph": (lambda m, h, e: m.last(h, subgraph(torch.arange(10), e)[0]), MADE_OF_NUMBERS),
+    "subgraph": (lambda m, h, e: m.last(h, subgraph(torch.arange(10), e)[0]), f"writes {NUMBERS}"),
     "a slice of edges": (lambda m, h, e: m.last(h, e[:, :10]), rf"`a slice \[:, a:b\]` on the edge_index {IDS}"),
     "a row by its number": (lambda m, h, e: h + h[30], r"`__getitem__` fails on the \d+ nodes of this rank"),
     "the largest twenty": (lambda m, h, e: h + h[:, 0].topk(20)[0].sum(), r"`topk` fails on the \d+ nodes"),
@@ -260,8 +260,9 @@ def test_code_that_fails_on_a_rank_without_rows_is_told_why():
 
     def work(comm):
         graph = shard_in_memory(GRAPH, owners, comm)
-        between = (lambda m, h, e: torch.stack([torch.ones(6) for _ in range(len(h))]) * h)  # fmt: skip
-        sp.pyg.wrap(Net(between).double(), comm)(graph.x, graph)
+        sp.pyg.wrap(Net(lambda m, h, e: h * torch.stack([torch.ones(6) for _ in range(len(h))])).double(), comm)(
+            graph.x, graph
+        )
 
     with pytest.raises(RefusedError, match=LINE + r".*stack expects a non-empty TensorList.*This rank has no nodes"):
         run(work, 3)

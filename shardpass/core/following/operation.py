@@ -38,7 +38,6 @@ _GATHERS: dict[Any, Callable[..., tuple[int, Tensor]]] = {
 }
 """What takes rows, and where its dimension and its index stand."""
 _MASKED = frozenset([ATEN.masked_scatter, ATEN.masked_scatter_])
-_VMAP = "torch._functorch.vmap"
 _KEEP_VALUES = frozenset(
     [ATEN.clone, ATEN._to_copy, ATEN.cat, ATEN.stack, ATEN.copy_, ATEN.repeat, ATEN.masked_select, ATEN.view]
 )
@@ -135,7 +134,7 @@ class Operation(Joins):
             found = [None for _ in self.outs]
         if all(found):
             self._mark(found)
-        elif self.first.of.judges and self.outs[0].dim() == 0 and is_called_by(_VMAP):
+        elif self.first.of.judges and self.outs[0].dim() == 0 and is_called_by(torch_private.VMAP):
             self._refuse("is how vmap finds out the dtype of a row", remedy=NO_VMAP)
         elif self.first.of.judges:
             self._refuse("takes some rows by their position", remedy=ALL_ROWS)

@@ -161,6 +161,10 @@ def argument_names(operator: Any) -> set[str]:
     return {argument.name for argument in operator._schema.arguments}
 
 
+VMAP = "torch._functorch.vmap"
+"""The module of which vmap runs."""
+
+
 def running_transform() -> str | None:
     """The transform of ``torch.func`` or of forward-mode AD that what runs now is within; `None` if it is in none."""
     interpreter = torch._C._functorch.peek_interpreter_stack()

@@ -134,8 +134,8 @@ class EdgeTrace(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if (transform := torch_private.running_transform()) is not None:
             raise RefusedError(
-                f"{self.name}: {user_line()}: a functional transform ({transform}) inside a message hides from shardpass "
-                f"what the message is made of. Write the function for all edges at once, and its gradient as a formula"
+                f"{self.name}: {user_line()}: a functional transform ({transform}) inside a message hides from "
+                f"shardpass what the message is made of. Write it for all edges at once, and gradients as formulas"
             )
         if self.substitutes:
             args, kwargs = torch_private.tree_map_only(Tensor, lambda t: self.substitutes.get(id(t), t), (args, kwargs))

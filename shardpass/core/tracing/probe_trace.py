@@ -176,8 +176,8 @@ class ProbeTrace(EdgeTrace):
         storage = _storage(target)
         if storage not in self._depends:
             raise RefusedError(
-                f"{self.name}: {user_line()}: `{name}` inside a message changes a tensor made outside it. Messages are computed "
-                f"several times and in pieces; change it in forward() instead"
+                f"{self.name}: {user_line()}: `{name}` inside a message changes a tensor made outside it. Messages "
+                f"are computed several times and in pieces; change it in forward() instead"
             )
         self._adopt(target, depends)
         self._writes[storage] = self._writes.get(storage, 0) + 1
