@@ -139,7 +139,14 @@ class Operation(Joins):
         elif self.first.of.judges:
             self._refuse("takes some rows by their position", remedy=ALL_ROWS)
         else:
-            self._note_plain()
+            self._mark([self._kept_by_few(out) for out in self.outs])
+
+    def _kept_by_few(self, out: Tensor) -> Rows | None:
+        """Where a view of one row or none holds it, as an expansion does, which made-up rows do not fit."""
+        rows, shape = self.first, self.leaves[next(iter(self.rows))].shape
+        if out.dim() == len(shape) and rows.fit(out):
+            return rows
+        return reshaped(rows, shape, out.shape) if rows.of.count == 0 else None
 
     def _try(self) -> None:
         targets = {rows.points_to for rows in self.rows.values()}
