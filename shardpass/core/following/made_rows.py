@@ -59,7 +59,7 @@ class MadeRows:
         if name in _PAIRS:
             return self._note_pairs(name, [one for one in (*args, *kwargs.values()) for one in _flat(one)], out)
         counts = [(dim, size) for dim, size in enumerate(sizes) if isinstance(size, RowCount)]
-        if not counts or not isinstance(out, Tensor):
+        if not counts or type(out) is not Tensor:  # stand-ins tell themselves
             return None
         table = args[0] if name in _SPREADS | {"expand_as"} else None
         found = self.follower.marks.rows_of(out)

@@ -347,7 +347,8 @@ def _check_piece(mine: ShardedEdgeIndex, piece: Tensor) -> None:
         raise RefusedError(
             f"{user_line()}: `cat` of the edge_index of a sharded graph with other ids: only self-loops of own "
             f"nodes can be added in forward, since ids are numbered per rank. Add other edges before "
-            f"partitioning. If a layer adds the self-loops: rank {plan.comm.rank} owns {plan.num_dst} nodes, has x as many rows (graph.x)?"
+            f"partitioning. If a layer adds the self-loops: rank {plan.comm.rank} owns {plan.num_dst} nodes, has x "
+            f"as many rows (graph.x)?"
         )
 
 

@@ -143,10 +143,12 @@ class OutermostCall:
             raise lack from None
         except Exception as error:
             lacking = next((rows for rows in follower.marks.known if rows.count == 0), None)
-            if lacking is None or isinstance(error, (ShardpassError, *_MISTAKES)) or is_out_of_memory(error):
+            is_mistake = isinstance(error, (ShardpassError, *_MISTAKES)) or is_out_of_memory(error)
+            line = user_line(error)
+            if lacking is None or is_mistake or line == "in a library":
                 raise
             raise RefusedError(
-                f"{user_line(error)}: {type(error).__name__}: {error}. This rank has no {lacking.name}, and code that "
+                f"{line}: {type(error).__name__}: {error}. This rank has no {lacking.name}, and code that "
                 f"runs on rows may fail without any. If the other ranks do not fail there, partition into fewer parts"
             ) from error
         finally:
