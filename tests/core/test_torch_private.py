@@ -205,6 +205,22 @@ PRIVATE = re.compile(
 )
 
 
+def test_functional_transforms():
+    seen = []
+
+    def note(x):
+        seen.append(torch_private.running_transform())
+        return x.sum()
+
+    note(torch.ones(2))
+    torch.vmap(note)(torch.ones(2, 2))
+    torch.func.grad(note)(torch.ones(2))
+    torch.func.jvp(note, (torch.ones(2),), (torch.ones(2),))
+    with torch.autograd.forward_ad.dual_level():
+        note(torch.ones(2))
+    assert seen == [None, "vmap", "grad, vjp or jacrev", "jvp or jacfwd", "forward-mode AD"]
+
+
 def test_no_other_file_uses_such_names():
     root = Path(shardpass.__file__).parent
     found = {

@@ -53,6 +53,8 @@ REFUSED = {
     "written": lambda s, h, x, ei: h.clone().index_fill_(1, torch.tensor([0]), 0.0) + torch.linspace(0, x.size(0), 6),
     "ones": lambda s, h, x, ei: h * torch.ones(x.size(0)).sum(),
     "edge_index.max()": lambda s, h, x, ei: h / (int(ei.max()) + 1),
+    "the largest id": lambda s, h, x, ei: h + ei.max(),
+    "the largest source": lambda s, h, x, ei: h * (ei[0].max() + 1),
     "1 / len": lambda s, h, x, ei: h * (1 / len(x)),
     "attention": lambda s, h, x, ei: F.scaled_dot_product_attention(*[heads(h, ei)] * 3).transpose(1, 2).reshape(-1, 6),
     "a transformer": lambda s, h, x, ei: s.attention(h),

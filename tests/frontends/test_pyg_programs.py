@@ -102,6 +102,22 @@ class Pooled(nn.Module):
         return h + self.lin(self.readout(h, batch))[batch] + x.new_zeros(x.size(0), 6)
 
 
+class Routed(gnn.MessagePassing):
+    """Some edges take another way, by their places."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin, self.other = nn.Linear(5, 6), nn.Linear(6, 6)
+
+    def forward(self, x, edge_index, edge_weight):
+        return self.propagate(edge_index, x=self.lin(x), w=edge_weight)
+
+    def message(self, x_j, w):
+        out, at = torch.zeros_like(x_j), (w > 0.5).nonzero().view(-1)
+        out[at] = self.other(x_j[at])
+        return out.index_add(0, at, x_j[at] * w[at, None])
+
+
 def coded(m, i, g):
     return m.scale(m.decode(edge_index=g, h=m.encode(i["x"], edge_index=g)))
 
@@ -130,6 +146,7 @@ PROGRAMS = {
     "batches, flattened": (lambda: Flat(GCN(5, 6), GCN(6, 4), nn.BatchNorm1d(6)), over_batches),
     "times": (lambda: Batched(gnn.ChebConv(5, 6, 2), SAGE(6, 4)), over_times),
     "times, BatchNorm2d": (lambda: Batched(GCN(5, 6), GCN(6, 4), nn.BatchNorm2d(6), (0, 3, 2, 1)), over_times),
+    "places of edges": (Routed, weighted),
     "softmax over sources": (lambda: OverSources(1), weighted),
     "softmax over sources, heads": (lambda: OverSources(3), weighted),
     "own methods": (Coder, coded),

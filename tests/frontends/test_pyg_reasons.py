@@ -13,11 +13,13 @@ pytest.importorskip("torch_geometric")
 import torch_geometric.nn as gnn
 from torch import nn
 from torch_geometric.data import Data
+from torch_geometric.transforms import AddSelfLoops
 from torch_geometric.utils import (
     coalesce,
     contains_isolated_nodes,
     is_undirected,
     negative_sampling,
+    scatter,
     subgraph,
     to_dense_adj,
     to_undirected,
@@ -82,8 +84,25 @@ MISTAKES = {
     "is_undirected": (lambda m, h, e: h if is_undirected(e) else -h, f"on source node ids {IDS}"),
     "isolated nodes": (lambda m, h, e: h if contains_isolated_nodes(e, len(h)) else -h, f"on the edge_index {IDS}"),
     "negative_sampling": (lambda m, h, e: h + negative_sampling(e, len(h)).sum(), f"on source node ids {IDS}"),
-    "subgraph": (lambda m, h, e: m.last(h, subgraph(torch.arange(10), e)[0]), MADE_OF_NUMBERS),
+    "subgraph": (lambda m, h, e: m.last(h, subgraph(torch.arange(10), e)[0]), f"writes {NUMBERS}"),
     "a slice of edges": (lambda m, h, e: m.last(h, e[:, :10]), rf"`a slice \[:, a:b\]` on the edge_index {IDS}"),
+    "a row by its number": (lambda m, h, e: h + h[30], r"`__getitem__` fails on the \d+ nodes of this rank"),
+    "the largest twenty": (lambda m, h, e: h + h[:, 0].topk(20)[0].sum(), r"`topk` fails on the \d+ nodes"),
+    "the shape of the whole graph": (lambda m, h, e: h.view(41, 6), r"`view` fails on the \d+ nodes"),
+    "random rows": (lambda m, h, e: h + h[torch.randint(len(h), (len(h),))], f"takes {NUMBERS}"),
+    "a sparse matrix": (
+        lambda m, h, e: torch.sparse_coo_tensor(e.flip(0), torch.ones(e.size(1)), (len(h), len(h))) @ h,
+        f"on the edge_index {IDS}",
+    ),
+    "edges both ways": (
+        lambda m, h, e: m.last(h, torch.cat([e, e.flip(0)], 1)),
+        "reversed edges belong to other ranks",
+    ),
+    "the largest by source": (
+        lambda m, h, e: scatter(h[e[1]], e[0], 0, len(h), "max"),
+        "only their sums are differentiable",
+    ),
+    "vmap with a sum": (lambda m, h, e: torch.vmap(lambda row: row * row.sum())(h), "is how vmap finds out the dtype"),
     "ids as numbers": (lambda m, h, e: h + e[0].float().mean(), f"`float` on source node ids {IDS}"),
 }
 
@@ -218,3 +237,94 @@ class Complex(nn.Module):
 def test_complex_numbers_are_exact():
     owners = {"random": OWNERS}  # torch has no Fourier transform of no rows
     assert_exact(Complex().double(), GRAPH, lambda m, i, g: m(i["x"], g), sp.pyg.wrap, ranks=3, owners=owners)
+
+
+class Messages(gnn.MessagePassing):
+    """A layer whose message is `made` of the sources and of edge features."""
+
+    def __init__(self, made):
+        super().__init__()
+        self.made, self.lin = made, nn.Linear(5, 3)
+
+    def forward(self, x, edge_index, edge_attr):
+        return self.propagate(edge_index, x=self.lin(x), edge_attr=edge_attr)
+
+    def message(self, x_j, edge_attr):
+        return self.made(x_j, edge_attr)
+
+
+@torch.jit.script
+def scripted(rows: torch.Tensor) -> torch.Tensor:
+    return torch.relu(rows) * 2
+
+
+def _written(rows):
+    rows[rows < 0] = 0
+    return rows
+
+
+LINE = r"test_pyg_reasons\.py:\d+: "
+MESSAGES = {
+    "writes": (lambda x, e: x * e.mul_(2), LINE + r".*`mul_` changes an input of the message"),
+    "writes by a mask": (lambda x, e: x * _written(e), LINE + r".*`__setitem__` changes an input of the message"),
+    "a dict": (lambda x, e: {"m": x}, LINE + r".*message\(\) of Messages returns a dict"),
+    "vmap": (lambda x, e: torch.vmap(torch.tanh)(x), LINE + r".*functional transform \(vmap\) inside a message"),
+    "grad": (
+        lambda x, e: torch.func.vmap(torch.func.grad(lambda row: row.tanh().sum()))(x),
+        LINE + r".*functional transform \(grad, vjp or jacrev\) inside a message",
+    ),
+    "a script": (lambda x, e: scripted(x), LINE + r".*torch\.jit\.script"),
+}
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_mistakes_in_a_message_are_told_their_cause(name):
+    made, words = MESSAGES[name]
+
+    def work(comm):
+        graph = shard_in_memory(GRAPH, OWNERS, comm)
+        model = sp.pyg.wrap(Messages(made).double(), comm)
+        model(graph.x, graph, graph.edge_attr.clone().requires_grad_())
+
+    assert re.search(words, refused(work))
+
+
+TRANSFORMS = {
+    "grad": lambda call, x: torch.func.grad(lambda x: call(x).sum())(x),
+    "jvp": lambda call, x: torch.func.jvp(call, (x,), (x,)),
+    "jacrev": lambda call, x: torch.func.jacrev(call)(x),
+    "vmap": lambda call, x: torch.vmap(call)(x[None]),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_functional_transforms_of_a_model_are_refused(name):
+    comm = sp.connect("local")
+    graph = shard_in_memory(GRAPH, torch.zeros(41, dtype=torch.int64), comm)
+    model = sp.pyg.wrap(gnn.GCN(5, 8, 2, 3).double(), comm)
+    with pytest.raises(RefusedError, match=LINE + rf".*functional transform \([\w, ]*{name}"):
+        TRANSFORMS[name](lambda x: model(x, graph), graph.x)
+
+
+def test_code_that_fails_on_a_rank_without_rows_is_told_why():
+    owners = torch.where(torch.rand(41, generator=torch.Generator().manual_seed(0)) < 0.6, 0, 2)
+
+    def work(comm):
+        graph = shard_in_memory(GRAPH, owners, comm)
+        sp.pyg.wrap(Net(lambda m, h, e: h * torch.stack([torch.ones(6) for _ in range(len(h))])).double(), comm)(
+            graph.x, graph
+        )
+
+    with pytest.raises(RefusedError, match=LINE + r".*stack expects a non-empty TensorList.*This rank has no nodes"):
+        run(work, 3)
+
+
+def test_transforms_of_pyg_are_refused_in_a_model():
+    class Model(nn.Module):
+        def forward(self, data):
+            return AddSelfLoops()(data).x
+
+    comm = sp.connect("local")
+    graph = shard_in_memory(GRAPH, torch.zeros(41, dtype=torch.int64), comm)
+    with pytest.raises(RefusedError, match=LINE + r".*AddSelfLoops.*Apply the transform before you partition"):
+        sp.pyg.wrap(Model(), comm)(graph)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from shardpass.core.following.draws import ForwardDraws, draws
 from shardpass.core.following.marks import Marks
-from shardpass.core.following.operation import SOFTMAX, Operation, needs_values
+from shardpass.core.following.operation import SOFTMAX, VIEWS_IN_PLACE, Operation, needs_values
 from shardpass.core.following.origin import Origin
 from shardpass.core.following.refusals import NUMBERS, SUMS, Mixture, check_plain, failure, refusal
 from shardpass.core.following.rows import Rows
@@ -206,6 +206,8 @@ class FollowRows(torch_private.TorchDispatchMode):
             self.draws.check_branch()
         is_seeded = self.draws is not None and draws(func) and self.draws.are_seeded(leaves)
         before = self._copies(leaves, rows) if rows and torch_private.is_mutable(func) else {}
+        if rows and func.overloadpacket in VIEWS_IN_PLACE:
+            leaves[0] = leaves[0].view_as(leaves[0])  # as it was
         try:
             out = func(*args, **kwargs)
         except (RuntimeError, IndexError) as error:

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from shardpass.core.following.failing import explained_failure
 from shardpass.core.following.follow import FollowRows
+from shardpass.core.following.made_rows import MadeRows
 from shardpass.core.following.row_count import OwnCount, OwnShape, RowCount, leaves_of, plain_sizes
 from shardpass.core.following.rows import Rows
 from shardpass.core.following.user_line import user_line
@@ -29,8 +31,6 @@ _TAKES_NUMBERS = frozenset(
 """Functions with numbers among their arguments that are no sizes."""
 _FILLS = {"full": 1, "new_full": 2, "__setitem__": 2}
 """Functions that take sizes or places and then a number, and its place among the arguments."""
-_MAKES_ROWS = frozenset(["zeros", "ones", "full", "empty", "rand", "randn"])
-"""Functions that make a tensor, of which each row has the same values or random ones."""
 
 
 class FollowFunctions(TorchFunctionMode):
@@ -43,6 +43,7 @@ class FollowFunctions(TorchFunctionMode):
     def __init__(self, follower: FollowRows) -> None:
         super().__init__()
         self.follower = follower
+        self.made = MadeRows(follower)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -60,12 +61,15 @@ class FollowFunctions(TorchFunctionMode):
             self._check_leaving(name, first)
         if first is None or type(first) in (Tensor, nn.Parameter):  # others tell themselves what they are asked
             self._check_numbers(name, args, kwargs)
-        sizes = args[0] if args and isinstance(args[0], (tuple, list)) else args
+        sizes, given = self.made.sizes(name, args, kwargs), (args, kwargs)
         args, kwargs = plain_sizes(args), {key: plain_sizes(value) for key, value in kwargs.items()}
         try:
             out = func(*args, **kwargs) if name != "one_hot" else self._one_hot(func, args, kwargs)
-        except IndexError as error:  # indices are checked before an operation runs
-            raise self.follower.explained(name, error, [first]) from error
+        except Exception as error:  # of any class: functions written in Python check what they are given
+            told = explained_failure(self.follower, name, func, *given, error)
+            if told is error:
+                raise
+            raise told from error
         if isinstance(out, OwnCount):  # what stands for an edge_index has told it
             return out
         if first is not None and name == "numel":
@@ -73,15 +77,8 @@ class FollowFunctions(TorchFunctionMode):
             return out if rows is None else self._count(out, rows.of)
         if first is not None and (name == "size" or (name == "__get__" and isinstance(out, torch.Size))):
             return self._counted(first, (*args[1:], *kwargs.values()), out)
-        if name in _MAKES_ROWS and isinstance(out, Tensor):
-            self._mark_made(out, sizes)
+        self.made.note(name, args, kwargs, sizes, out)
         return out
-
-    def _mark_made(self, out: Tensor, sizes: Any) -> None:
-        """Mark the rows of a tensor that was made with a size which is the number of rows of a set."""
-        counts = [(dim, size) for dim, size in enumerate(sizes) if isinstance(size, RowCount)]
-        if len(counts) == 1 and int(counts[0][1]) == counts[0][1].of.count:
-            self.follower.mark(out, counts[0][1].of, counts[0][0])
 
     def _count(self, count: int, of: RowSet) -> RowCount:
         return RowCount(count, self._known(of))
@@ -113,8 +110,7 @@ class FollowFunctions(TorchFunctionMode):
     def _rows_of(self, tensor: Tensor) -> Rows | None:
         with self.follower.paused():
             self.follower.marks.adopt(tensor)
-        rows: Rows | None = self.follower.marks.rows.get(tensor)
-        return rows if rows is not None and rows.fit(tensor) else None
+        return self.follower.marks.rows_of(tensor)
 
     def _known(self, of: RowSet) -> RowSet:
         """The same set, with how many rows all ranks have if that is known."""

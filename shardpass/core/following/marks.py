@@ -100,6 +100,11 @@ class Marks:
         self.forget(tensor)
         self.rows[tensor] = rows
 
+    def rows_of(self, tensor: Tensor) -> Rows | None:
+        """Where a tensor holds rows, as far as that is known."""
+        rows: Rows | None = self.rows.get(tensor)
+        return rows if rows is not None and rows.fit(tensor) else None
+
     def forget(self, tensor: Tensor) -> None:
         """Know nothing of a tensor any more."""
         for kept in (self.rows, self.origins):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardpass.core.following.joins import ATEN, Joins
 from shardpass.core.following.origin import Origin
-from shardpass.core.following.refusals import ALL_ROWS, NUMBERS
+from shardpass.core.following.refusals import ALL_ROWS, NO_VMAP, NUMBERS
 from shardpass.core.following.rows import Rows, reshaped, viewed
 from shardpass.core.following.trial import try_rows
 from shardpass.core.following.user_line import is_called_by
@@ -22,6 +22,7 @@ from shardpass.errors import RefusedError
 _PICKS = frozenset([ATEN.index, ATEN.nonzero, ATEN.masked_select])
 _REAL_OR_COMPLEX = frozenset([ATEN.view_as_real, ATEN.view_as_complex])  # the last dimension comes or goes
 _RESHAPES = frozenset([ATEN.view, ATEN._unsafe_view, ATEN._reshape_alias])
+VIEWS_IN_PLACE = frozenset([ATEN.squeeze_, ATEN.unsqueeze_, ATEN.t_, ATEN.transpose_])
 _FACTORIES = frozenset([ATEN.new_zeros, ATEN.new_ones, ATEN.new_full, ATEN.new_empty, ATEN.new_empty_strided])
 _SCATTERS = frozenset(
     [
@@ -79,8 +80,7 @@ class Operation(Joins):
         packet = self.packet
         if packet is ATEN.bincount and self._count():
             return None
-        if needs_values(self.func):
-            self._refuse("needs the values of rows, as a branch on a tensor does")
+        self._check_values()
         if packet in _REAL_OR_COMPLEX:
             return self._mark([self.first])
         if packet in _FACTORIES:
@@ -104,9 +104,16 @@ class Operation(Joins):
         self._check_sets()
         if packet in _RESHAPES and isinstance(self.args[1], (list, tuple)):
             return self._mark([reshaped(self.first, self.leaves[0].shape, self.outs[0].shape)])
-        if torch_private.is_view(self.func):
+        if torch_private.is_view(self.func) or packet in VIEWS_IN_PLACE:
             return self._view()
         return self._try()
+
+    def _check_values(self) -> None:
+        """Refuse what depends on the values of all rows."""
+        if self.packet is ATEN.isin and self._of(self.args[1]) is not None:
+            self._refuse("looks for values among all rows", self.rows_of(self.args[1]).of)
+        if needs_values(self.func):
+            self._refuse("needs the values of rows, as a branch on a tensor does")
 
     def _view(self) -> None:
         if self._part():
@@ -127,10 +134,19 @@ class Operation(Joins):
             found = [None for _ in self.outs]
         if all(found):
             self._mark(found)
+        elif self.first.of.judges and self.outs[0].dim() == 0 and is_called_by(torch_private.VMAP):
+            self._refuse("is how vmap finds out the dtype of a row", remedy=NO_VMAP)
         elif self.first.of.judges:
             self._refuse("takes some rows by their position", remedy=ALL_ROWS)
         else:
-            self._note_plain()
+            self._mark([self._kept_by_few(out) for out in self.outs])
+
+    def _kept_by_few(self, out: Tensor) -> Rows | None:
+        """Where a view of one row or none holds it, as an expansion does, which made-up rows do not fit."""
+        rows, shape = self.first, self.leaves[next(iter(self.rows))].shape
+        if out.dim() == len(shape) and rows.fit(out):
+            return rows
+        return reshaped(rows, shape, out.shape) if rows.of.count == 0 else None
 
     def _try(self) -> None:
         targets = {rows.points_to for rows in self.rows.values()}
@@ -280,7 +296,7 @@ class Operation(Joins):
         if pointer is None or pointer.points_to is None:
             return False
         target = pointer.points_to
-        if self.in_pieces:
+        if self.in_pieces and pointer.of.picked_from != target.count:
             self._refuse("scatters by destination in a way that the engine does not see", target)
         if base.size(dim) < target.count and is_called_by(SOFTMAX):
             target = RowSet(f"{target.name} up to the last with an edge", base.size(dim), ("reached", target.root))
@@ -325,8 +341,12 @@ class Operation(Joins):
         for dim, index in given:
             others = [other for _, other in given if other is not index]
             of = next((self.rows_of(one).of for one in (base, *others) if self._of(one) is not None), self.first.of)
-            rows = self._of(base) or Rows(dim, of)
-            if rows.dim == dim and rows.fit(base) and index.numel() == of.count and index.dtype == torch.int64:
+            where = self._of(index)
+            target = None if where is None else where.points_to
+            picked = where is not None and target is not None and where.of.picked_from == target.count
+            rows = self._of(base) or Rows(dim, target if picked and target is not None else of)
+            fits = rows.dim == dim and rows.fit(base) and index.dtype == torch.int64
+            if fits and (picked or index.numel() == of.count):
                 pointer = self._pointer(index, rows)
                 self._check_beside(pointer, index.dim(), others)
                 if values.numel() > 1 and (put is None or not put.of.goes_with(pointer.of)):
@@ -336,13 +356,20 @@ class Operation(Joins):
         return False
 
     def _put_masked(self) -> bool:
-        """``base.masked_scatter(mask, values)`` with the entries that the same mask picks. Whether it was that."""
+        """``base.masked_scatter(mask, values)`` with what the same mask picks. Whether it was that."""
         base, mask, values = self.args
-        rows, where, put = self._of(base), self._of(mask), self._of(values)
-        if rows is None or where is None or put is None or put.of.picked_from is None:
+        where, put = self._of(mask), self._of(values)
+        if where is None or put is None or put.of.picked_from is None or base.shape != self.outs[0].shape:
             return False
-        mask = mask.flatten() if mask.numel() == where.of.count else mask
-        if not rows.of.goes_with(where.of) or put.of != self.marks.selection(mask, where.of, put.of.count):
+        rows = self._of(base) or self._plain(base, replace(where, dim=where.dim + base.dim() - mask.dim()))
+        mask = mask.expand(base.shape)
+        each = mask.movedim(rows.dim, 0).unsqueeze(-1).flatten(1)
+        masks = [mask] if values.dim() == 1 else []
+        in_order = rows.dim == put.dim == 0 and values.numel() == put.of.count * each.size(1)
+        if in_order and each.size(1) and bool((each == each[:, :1]).all()):
+            masks.append(each[:, 0])
+        same = any(put.of == self.marks.selection(one, where.of, put.of.count) for one in masks)
+        if not rows.of.goes_with(where.of) or not same:
             self._refuse(f"puts rows of {put.of.name} where another mask picks rows")
         self._mark([rows])
         return True

@@ -35,6 +35,11 @@ NUMBERS = (
     "shardpass.node_ids(graph, ids) index rows by ids of the whole graph"
 )
 
+NO_VMAP = (
+    "A rank may have no first row. Write the function for all rows at once: reduce over the other dimensions, as in "
+    "sum(1, keepdim=True)"
+)
+
 
 def check_plain(origin: Origin | None, tensor: Tensor, dim: int, of: RowSet) -> None:
     """Refuse a tensor without rows that has an entry for each of `of` nevertheless, unless all entries are the same."""

@@ -124,6 +124,13 @@ class RowCount(OwnCount):
     def computed(self, operation: Callable[..., int], *others: Any) -> Any:
         return RowCount(operation(int(self), *map(int, others)), self.of)
 
+    def __floordiv__(self, other: Any) -> Any:
+        """The number of rows times a divisor of what each has, as ``h.numel() // h.size(1)`` is."""
+        each, rest = divmod(int(self), max(1, self.of.count))
+        if type(other) is not int or other < 1 or rest or each % other:
+            self.refuse()
+        return self.computed(operator.floordiv, other)
+
     def _compared(self, operation: Callable[[int, int], bool], other: Any) -> bool:
         if isinstance(other, OwnCount):
             return operation(int(self), int(other))

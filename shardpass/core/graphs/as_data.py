@@ -13,13 +13,16 @@ from typing import Any
 from torch import Tensor
 
 from shardpass.core.exchange import node_set
-from shardpass.core.following import RowCount
+from shardpass.core.following import RowCount, user_line
 from shardpass.core.graphs.edge_index import ShardedEdgeIndex
 from shardpass.core.graphs.graph import ShardedGraph
 from shardpass.core.sharding import NODE
+from shardpass.errors import RefusedError
 
 _MAY_BE_ABSENT = frozenset("x y pos edge_attr edge_weight time face".split())
 """Attributes that PyG's ``Data`` has in any case: `None` where nothing is stored."""
+
+_STORES = frozenset("stores edge_stores node_stores".split())
 
 
 class GraphArgument(ShardedEdgeIndex):
@@ -71,6 +74,11 @@ class GraphArgument(ShardedEdgeIndex):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "graph":
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if name in _STORES:
+            raise RefusedError(
+                f"{user_line()}: `data.{name}` is read, as transforms of PyG do, which change a whole graph. This rank "
+                f"holds a part of it. Apply the transform before you partition"
+            )
         if name in _MAY_BE_ABSENT and name not in self:
             return None
         return getattr(self.graph, name)

@@ -130,8 +130,8 @@ def extremum_at_source(
         raise refused(f"{name}(reduce={reduce!r}, include_self={include_self})", "source node ids")
     if torch.is_grad_enabled() and src.requires_grad:
         raise RefusedError(
-            f"`{name}` with a gradient onto source nodes of a sharded graph: only their sums are differentiable. "
-            f"Detach the values (a softmax does), or take the {reduce} of in-edges, on reversed edges"
+            f"{user_line()}: `{name}` with a gradient onto source nodes of a sharded graph: only their sums are "
+            f"differentiable. Detach the values (a softmax does), or take the {reduce} of in-edges, on reversed edges"
         )
     dim, numbers, shape = dim % src.dim(), index.plain, [*src.shape]
     shape[dim] = plan.num_src

@@ -18,7 +18,7 @@ from shardpass.core.exchange import HaloPlan
 from shardpass.core.following import user_line
 from shardpass.core.graphs.by_source import TAKING, extremum_at_source, refused, scatter_to_source, take_by_source
 from shardpass.core.graphs.layer_flow import LayerFlow
-from shardpass.core.graphs.stand_in import PRINTS, StandIn, as_tensor, counted_last, describes
+from shardpass.core.graphs.stand_in import PRINTS, StandIn, as_tensor, counted_last, describes, largest
 from shardpass.core.ranks import torch_private
 from shardpass.core.sharding import Derivation, EdgeShards
 from shardpass.errors import RefusedError
@@ -127,7 +127,7 @@ class ShardedEdgeIndex(StandIn):
         with mine.plan.comm.unfollowed():
             out = cls._answer(mine, func, name, args, kwargs)
         if not describes(func):
-            return _marked(mine, out)
+            return _marked(mine, out) if name != "max" else largest(out, mine.plan.comm.runs_user_code)
         return mine._counted(out, name, args)
 
     def _counted(self, out: Any, name: str, args: tuple[Any, ...]) -> Any:
@@ -138,6 +138,8 @@ class ShardedEdgeIndex(StandIn):
 
     def _check_picks(self, index: Tensor) -> None:
         """Refuse what picks edges by what was made of several, or by their position."""
+        if index.dtype not in (torch.bool, torch.uint8, torch.int64, torch.int32):
+            return
         with self.plan.comm.unfollowed():
             count = self.size(-1)
             edges = index.new_zeros(count)
@@ -206,7 +208,7 @@ class SourceRows(StandIn):
             mine.plan.comm.forget_rows(out)
             mine.plan.comm.mark_rows(out, mine.plan.source_set, dim)
             return out
-        return _marked(mine, out)
+        return _marked(mine, out) if name != "max" else largest(out, mine.plan.comm.runs_user_code)
 
     @staticmethod
     def _answer(mine: SourceRows, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -353,16 +355,17 @@ def _check_piece(mine: ShardedEdgeIndex, piece: Tensor) -> None:
         if piece.plan is mine.plan and piece.is_reversed == mine.is_reversed:
             return
         raise RefusedError(
-            "`cat` of the edge_index of a sharded graph with its reverse, or with that of another graph: reversed "
-            "edges belong to other ranks. Add them before partitioning (PyG: to_undirected)"
+            f"{user_line()}: `cat` of the edge_index of a sharded graph with its reverse, or with that of another "
+            f"graph: reversed edges belong to other ranks. Add them before partitioning (PyG: to_undirected)"
         )
     plan, data = mine.plan, _plain_one(piece)
     loops = data.dim() == 2 and data.size(0) == 2 and torch.equal(data[0], data[1])
     if not loops or plan.num_own_src != plan.num_dst or (data.numel() and int(data.max()) >= plan.num_dst):
         raise RefusedError(
-            f"`cat` of the edge_index of a sharded graph with other ids: only self-loops of own nodes can be added in "
-            f"forward, since ids are numbered per rank. Add other edges before partitioning. If a layer adds the "
-            f"self-loops: rank {plan.comm.rank} owns {plan.num_dst} nodes, has x as many rows (graph.x)?"
+            f"{user_line()}: `cat` of the edge_index of a sharded graph with other ids: only self-loops of own "
+            f"nodes can be added in forward, since ids are numbered per rank. Add other edges before "
+            f"partitioning. If a layer adds the self-loops: rank {plan.comm.rank} owns {plan.num_dst} nodes, has x "
+            f"as many rows (graph.x)?"
         )
 
 

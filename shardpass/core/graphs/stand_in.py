@@ -25,6 +25,10 @@ _PROPERTIES = frozenset(
 PRINTS = frozenset(["__repr__", "__str__", "__format__"])
 
 
+_TO_A_SIZE = frozenset("item __int__ __index__ tolist to cpu long int detach".split())
+_COMPARES = frozenset("lt le gt ge eq ne __lt__ __le__ __gt__ __ge__ __eq__ __ne__".split())
+
+
 class StandIn(Tensor):
     """A tensor of a sharded graph whose numbers mean something else on every rank. It carries out few operations.
 
@@ -128,3 +132,30 @@ def counted_last(out: Any, name: str, args: tuple[Any, ...], of: RowSet, is_oper
     if name in ("numel", "nelement"):
         return count if is_operand else EdgeListCount(out, of)
     return count if name == "size" and args[1:] in ((1,), (-1,)) else out
+
+
+class LargestId(Tensor):
+    """What ``edge_index.max()`` gives: the number of own nodes less one, which may become a size, but no operand."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        with torch_private.DisableTorchFunctionSubclass():
+            if name in PRINTS or name in _TO_A_SIZE or describes(func):
+                return func(*args, **(kwargs or {}))
+            if len(args) == 2 and isinstance(args[0], LargestId) and type(args[1]) is int:
+                if name in ("add", "__add__", "__radd__") and args[1] == 1:
+                    return func(*args).as_subclass(LargestId)
+                if name in _COMPARES and abs(int(args[0]) - args[1]) < 2:  # with the number of own nodes
+                    return func(*args)
+        raise RefusedError(
+            f"{user_line()}: `{name}` computes with the largest id, but ids are numbered per rank. It may only become "
+            f"a size, as in int(edge_index.max()) + 1. For the number of nodes of the whole graph use graph.total_nodes"
+        )
+
+
+def largest(found: Any, is_asked_by_user: bool) -> Any:
+    """The largest id `found`, as code of the user's or of a library gets it."""
+    return found.as_subclass(LargestId) if is_asked_by_user and found.dim() == 0 else found

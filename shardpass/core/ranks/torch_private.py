@@ -215,6 +215,20 @@ def without_memory(kind: type[Tensor], like: Tensor, device: torch.device) -> An
     return Tensor._make_wrapper_subclass(kind, shape, strides=strides, dtype=like.dtype, device=device)  # type: ignore[attr-defined]
 
 
+VMAP = "torch._functorch.vmap"
+"""The module of which vmap runs."""
+
+
+def running_transform() -> str | None:
+    """The transform of ``torch.func`` or of forward-mode AD that what runs now is within; `None` if it is in none."""
+    interpreter = torch._C._functorch.peek_interpreter_stack()
+    if interpreter is not None:
+        return {"Vmap": "vmap", "Grad": "grad, vjp or jacrev", "Jvp": "jvp or jacfwd"}.get(
+            interpreter.key().name, "torch.func"
+        )
+    return "forward-mode AD" if torch.autograd.forward_ad._current_level >= 0 else None
+
+
 def state_versions(state: dict[str, Any]) -> dict[str, Any]:
     """The versions of the modules that torch keeps beside a ``state_dict``, by module."""
     return dict(getattr(state, "_metadata", {}))

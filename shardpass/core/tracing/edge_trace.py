@@ -137,6 +137,11 @@ class EdgeTrace(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in METADATA_OPS:  # most of the calls that layers of PyG make
             return func(*args, **kwargs)
+        if (transform := torch_private.running_transform()) is not None:
+            raise RefusedError(
+                f"{self.name}: {user_line()}: a functional transform ({transform}) inside a message hides from "
+                f"shardpass what the message is made of. Write it for all edges at once, and gradients as formulas"
+            )
         if self.substitutes:
             args = tuple([self._substituted(arg) for arg in args])
             kwargs = {key: self._substituted(arg) for key, arg in kwargs.items()}

@@ -175,16 +175,16 @@ class ProbeTrace(EdgeTrace):
             if "a leaf Variable that requires grad" not in str(error):
                 raise
             raise RefusedError(
-                f"{self.name}: `{name}` changes an input of the message (or a parameter) in place. Use the form that "
-                f"returns a new tensor"
+                f"{self.name}: {user_line()}: `{name}` changes an input of the message (or a parameter) in place. "
+                f"Use the form that returns a new tensor"
             ) from error
 
     def _written(self, name: str, target: Tensor, depends: set[Origin]) -> None:
         storage = _storage(target)
         if storage not in self._depends:
             raise RefusedError(
-                f"{self.name}: `{name}` inside a message changes a tensor made outside it. Messages are computed "
-                f"several times and in pieces; change it in forward() instead"
+                f"{self.name}: {user_line()}: `{name}` inside a message changes a tensor made outside it. Messages "
+                f"are computed several times and in pieces; change it in forward() instead"
             )
         self._adopt(target, depends)
         self._writes[storage] = self._writes.get(storage, 0) + 1

@@ -13,14 +13,17 @@ import torch
 from torch import nn
 
 from shardpass.core.exchange import node_set
-from shardpass.core.following import FollowFunctions, FollowRows, ForwardDraws, known_modules
+from shardpass.core.following import FollowFunctions, FollowRows, ForwardDraws, known_modules, user_line
 from shardpass.core.graphs import LoadedGraphs, NodeIds, node_embeddings
 from shardpass.core.memory import Checkpoint, recomputed_activations
-from shardpass.core.ranks import OnRanks, Ranks, chained, memory_error, torch_private
+from shardpass.core.ranks import OnRanks, Ranks, chained, is_out_of_memory, memory_error, torch_private
 from shardpass.core.training import note_forward
 from shardpass.core.wrapping.empty_rows import EmptyRows
 from shardpass.core.wrapping.explain import explained
-from shardpass.errors import RefusedError
+from shardpass.errors import RefusedError, ShardpassError
+
+_MISTAKES = (TypeError, AttributeError, NameError, KeyError, ImportError)
+"""Errors that no number of rows mends."""
 
 
 class FollowedCalls:
@@ -89,9 +92,11 @@ class OutermostCall:
         """What ``function(*args, **kwargs)`` returns, run as one forward pass. Collective.
 
         Raises:
-            RefusedError: the model puts rows of nodes or edges together outside of message passing.
+            RefusedError: the model puts rows of nodes or edges together outside of message passing; or it is called
+                within a transform of ``torch.func``.
             RuntimeError, IndexError: torch's own, and where an argument explains it, its name.
         """
+        self.refuse_transforms()
         if self.before is not None and self.comm.forward is None:
             self.before()
         if torch.is_grad_enabled() and self.comm.forward is None:
@@ -112,6 +117,16 @@ class OutermostCall:
             if why is None:
                 raise
             raise type(error)(why) from error
+
+    @staticmethod
+    def refuse_transforms() -> None:
+        """Refuse to be called within a transform of ``torch.func``, before anything is sent."""
+        if (transform := torch_private.running_transform()) is not None:
+            raise RefusedError(
+                f"{user_line()}: a wrapped model is called within a functional transform ({transform}), but rows that "
+                f"travel between ranks go through first-order reverse-mode autograd only. Use loss.backward() or "
+                f"torch.autograd.grad, and call one model after the other in place of vmap"
+            )
 
     def _followed(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         forward = self.comm.forward
@@ -137,6 +152,16 @@ class OutermostCall:
             if lack is None:
                 raise
             raise lack from None
+        except Exception as error:
+            lacking = next((rows for rows in follower.marks.known if rows.count == 0), None)
+            is_mistake = isinstance(error, (ShardpassError, *_MISTAKES)) or is_out_of_memory(error)
+            line = user_line(error)
+            if lacking is None or is_mistake or line == "in a library":
+                raise
+            raise RefusedError(
+                f"{line}: {type(error).__name__}: {error}. This rank has no {lacking.name}, and code that "
+                f"runs on rows may fail without any. If the other ranks do not fail there, partition into fewer parts"
+            ) from error
         finally:
             forward.rows = None
             follower.marks.end_forward()

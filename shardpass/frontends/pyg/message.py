@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch_geometric.nn.conv import MessagePassing
 
+from shardpass.core.following import user_line
 from shardpass.core.ranks import is_out_of_memory
 from shardpass.core.tracing import Inputs
 from shardpass.errors import RefusedError
@@ -55,11 +56,19 @@ class MessageFunction:
                         raise
                     raise self._explained(error, inputs) from error
         if not isinstance(messages, (Tensor, tuple, list)):
-            raise RefusedError(f"message() returns a {type(messages).__name__}: return a tensor, or a tuple of them")
+            raise RefusedError(
+                f"{user_line()}: message() of {type(conv).__name__} returns a {type(messages).__name__}: return a "
+                f"tensor, or a tuple of them"
+            )
         return rows_first(messages, conv.node_dim)
 
     def _explained(self, error: Exception, inputs: Inputs) -> Exception:
         """What to raise where `message` failed on some edges: it may read a tensor of all edges that `forward` kept."""
+        if "in the TorchScript interpreter" in str(error):
+            return RefusedError(
+                f"{user_line(error)}: message() of {type(self._conv).__name__} calls a function that torch.jit.script "
+                f"has compiled, in which shardpass cannot see what it does to edges. Call it uncompiled"
+            )
         for name, kept in vars(self._conv).items():
             if isinstance(kept, Tensor) and kept.dim() and kept.size(0) not in (1, inputs.index.numel()):
                 return RefusedError(

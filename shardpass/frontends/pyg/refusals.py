@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch_geometric.nn.conv import RGCNConv
 
-from shardpass.core.following import whole_graph
+from shardpass.core.following import user_line, whole_graph
 from shardpass.core.graphs import BatchIndex, GraphArgument, ShardedEdgeIndex, ShardedGraph
 from shardpass.core.ranks import OnRanks, Ranks, torch_private
 from shardpass.core.training import DistributedBatchNorm
@@ -58,9 +58,9 @@ def refuse_ordinary(name: str, edge_index: Any) -> None:
     """
     if not isinstance(edge_index, ShardedEdgeIndex):
         raise RefusedError(
-            f"{name}: edge_index is an ordinary {type(edge_index).__name__}, but nodes of a sharded graph are "
-            f"numbered anew on every rank. Pass the graph that shardpass.load returned where edge_index went. For "
-            f"an ordinary graph, load the state_dict into a model that is not wrapped"
+            f"{user_line()}: {name}: edge_index is an ordinary {type(edge_index).__name__}, but nodes of a sharded "
+            f"graph are numbered anew on every rank. Pass the graph that shardpass.load returned where edge_index "
+            f"went. For an ordinary graph, load the state_dict into a model that is not wrapped"
         )
 
 

@@ -176,6 +176,7 @@ class _Method(OutermostCall):
             if _has_graph((args, kwargs)):
                 args, kwargs = torch_private.tree_map(_edge_index_of, (args, kwargs))
             return getattr(type(self.model), self.method)(self.model, *args, **kwargs)
+        self.refuse_transforms()
         model = self.model
         _keep_attached(model)
         if is_called_by("torch_geometric.explain"):

@@ -74,6 +74,18 @@ def filled_in_parts(h):
     return out
 
 
+def labels_given(h, y, at):
+    labels = torch.zeros(h.shape[0], 5)
+    labels[at, y[at]] = 1
+    return torch.cat([h, labels], 1)
+
+
+def written(h, at, values):
+    out = torch.zeros_like(h)
+    out[at] = values * 2
+    return out
+
+
 ROW_WISE = """
 torch.where(h > 0, h, -h)
 h.softmax(1)
@@ -170,6 +182,24 @@ h * torch.bincount(col, ea[:, 0], N)[:, None]
 F.embedding(col, h) * 2
 h[col, 0]
 h.view(N, 2, 4)[col, ea.argmax(1) % 2]
+h * (p.lin.bias @ h.t())[:, None]
+h * torch.matmul(p.lin.bias, h.T)[:, None]
+(torch.ones(4) @ ea.mT).tanh()
+h.masked_scatter(m[:, None].expand_as(h), p.lin(h[m]))
+x[:, 0].new_zeros(x.size(0)).masked_scatter(m, h[m].sum(-1))
+labels_given(h, y, m.nonzero().squeeze(1))
+h.reshape(h.numel() // 8, 2, 4).sum(1)
+torch.func.vmap(lambda r: (r * p.lin.bias).sum())(h)
+h + p.lin.bias.expand(h.size(0), -1) * p.lin.bias[None].repeat(h.size(0), 1)
+h + p.lin.bias.expand_as(h) + h.new_zeros(h.size(0), 8)
+p.lin.bias.broadcast_to(h.shape).relu()
+torch.ones(len(h), 8).cumsum(1)
+torch.broadcast_tensors(p.lin.bias, h)[0].sum(1)
+torch.isin(y, torch.tensor([0, 3]))
+torch.zeros_like(h).index_add(0, m.nonzero().view(-1), p.lin(h[m]))
+torch.zeros_like(h).index_put((torch.where(m)[0],), p.lin(h[m]))
+written(h, m.nonzero().view(-1), p.lin(h[m]))
+torch.zeros_like(h).scatter(0, m.nonzero().expand(-1, 8), h[m])
 """.strip().splitlines()
 
 MIXING = """
@@ -251,6 +281,28 @@ h[torch.arange(N), torch.arange(N) % 3]
 h[col, torch.arange(E) % 3]
 h + torch.bincount(col).sum()
 h + torch.bincount(y, minlength=N)[:, None]
+h * x[:, :1].expand(x.size(0), x.size(0)).sum(1)[:, None]
+h * x[:, :1].repeat(1, x.size(0)).sum(1)[:, None]
+h * torch.ones(x.size(0), x.size(0)).sum(1)[:, None]
+h * p.lin.bias[:, None].expand(8, x.size(0)).sum(1)
+h * p.lin.bias.repeat(x.size(0)).view(-1, 8).sum(0)
+h * p.lin.bias.repeat_interleave(x.size(0)).view(8, -1).sum(1)
+h * p.lin.bias.expand_as(h).sum(0)
+h * p.lin.bias.broadcast_to(h.shape).sum(0)
+h * torch.broadcast_tensors(p.lin.bias, h)[0].sum(0)
+h * torch.meshgrid(x[:, 0], x[:, 1], indexing="ij")[0].sum(1)[:, None]
+h * torch.meshgrid(x[:, 0], x[:, 1], indexing="xy")[0].mean(1)[:, None]
+h * torch.eye(h.size(0)).sum()
+h * torch.randint(3, (h.size(0), h.size(0))).sum(1)[:, None]
+h * h.new_ones(h.size(0)).sum()
+h * torch.ones(len(h)).sum()
+h * torch.isin(y, y + 1)[:, None]
+h * torch.isin(torch.arange(8), y)
+h * torch.isin(y, y[m])[:, None]
+h.numel() // 8 + h
+h / (h.numel() // 4)
+torch.func.vmap(lambda r: (r * p.lin.bias).sum() * r)(h)
+torch.func.vmap(lambda c: c - c.mean(), in_dims=1, out_dims=1)(h)
 """.strip().splitlines()
 
 

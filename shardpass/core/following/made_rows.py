@@ -1,0 +1,113 @@
+"""Rows that a model makes with a size: a tensor, or a broadcast, with an entry for each of this rank's rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from shardpass.core.following.follow import FollowRows
+from shardpass.core.following.refusals import refusal
+from shardpass.core.following.row_count import RowCount
+from shardpass.core.following.rows import Rows
+from shardpass.core.ranks import RowSet
+
+_MAKES = frozenset("zeros ones full empty rand randn randint eye normal".split())
+_MAKES_LIKE = frozenset("new_zeros new_ones new_full new_empty".split())
+_SPREADS = frozenset("expand broadcast_to repeat tile repeat_interleave".split())
+"""Functions of a tensor and of sizes, or of how often it is repeated."""
+_PAIRS = frozenset(["meshgrid", "cartesian_prod", "broadcast_tensors"])
+"""Functions that put each entry of a tensor beside each of another."""
+
+
+class MadeRows:
+    """Marks what a model makes with the number of own rows as a size, in one dimension. In two it is refused.
+
+    Each of its rows has the same values, or random ones, so it goes with the rows. But the number of its entries is
+    another one on every rank, so a sum over them is one over rows.
+
+    Args:
+        follower: knows which tensors hold rows.
+    """
+
+    def __init__(self, follower: FollowRows) -> None:
+        self.follower = follower
+
+    def sizes(self, name: str, args: Any, kwargs: Any) -> list[Any]:
+        """The sizes among the arguments of a function; empty if it makes no rows."""
+        if name in ("expand_as", "view_as") and len(args) > 1 and isinstance(args[1], Tensor):
+            rows = self.follower.marks.rows_of(args[1]) if name == "expand_as" else None
+            return [] if rows is None else [self._count(size, dim, rows) for dim, size in enumerate(args[1].shape)]
+        if name not in _MAKES | _MAKES_LIKE | _SPREADS:
+            return []
+        given = [
+            *args[name not in _MAKES :],
+            *(kwargs[key] for key in ("size", "n", "repeats", "dims") if key in kwargs),
+        ]
+        sizes = next((one for one in given if isinstance(one, (tuple, list))), None)
+        if sizes is None:
+            sizes = given * 2 if name == "eye" else given
+        return [self._known(size) for size in sizes]
+
+    def note(self, name: str, args: Any, kwargs: Any, sizes: list[Any], out: Any) -> None:
+        """Mark what a function returned that was given these sizes.
+
+        Raises:
+            RefusedError: it has an entry for each pair of rows.
+        """
+        if name in _PAIRS:
+            return self._note_pairs(name, [one for one in (*args, *kwargs.values()) for one in _flat(one)], out)
+        counts = [(dim, size) for dim, size in enumerate(sizes) if isinstance(size, RowCount)]
+        if not counts or type(out) is not Tensor:  # stand-ins tell themselves
+            return None
+        table = args[0] if name in _SPREADS | {"expand_as"} else None
+        found = self.follower.marks.rows_of(out)
+        of, given = counts[0][1].of, None if table is None else self.follower.marks.rows_of(table)
+        repeats = name in ("repeat", "tile", "repeat_interleave")
+        dims = {dim for dim, _ in counts} | ({found.dim} if found is not None else set())
+        if len(dims) > 1 or (repeats and given is not None):
+            self._refuse(name, of)
+        dim, count = counts[0]
+        if found is not None or int(count) != of.count:
+            return None
+        if name == "repeat_interleave":
+            dim = kwargs.get("dim", args[2] if len(args) > 2 else 0) or 0
+        elif repeats:
+            dim += out.dim() - len(sizes)
+        elif table is not None and (before := dim - out.dim() + table.dim()) > -1 and table.size(before) != 1:
+            return None  # it had as many entries before
+        each = out.size(dim) // max(1, of.count)
+        outer, inner = (each, 1) if name == "repeat_interleave" else (1, each)
+        self.follower.mark(out, of, dim)
+        self.follower.marks.mark(out, Rows(dim % out.dim(), of, outer, inner))
+        return None
+
+    def _note_pairs(self, name: str, given: list[Any], out: Any) -> None:
+        tensors = [one for one in given if isinstance(one, Tensor)]
+        found = [(one, rows) for one in tensors if (rows := self.follower.marks.rows_of(one)) is not None]
+        dims = {rows.dim - one.dim() for one, rows in found}
+        if len(found) > 1 and (name != "broadcast_tensors" or len(dims) > 1):
+            self._refuse(name, found[0][1].of)
+        for one in out if name == "broadcast_tensors" and found else ():
+            if self.follower.marks.rows_of(one) is None:
+                self.follower.mark(one, found[0][1].of, min(dims))
+
+    def _known(self, size: Any) -> Any:
+        """A size, as the number of rows that it is where ``len`` gave it away."""
+        marks = self.follower.marks
+        if type(size) is not int or size < 2 or size not in marks.made_of_counts:
+            return size
+        return next((RowCount(size, known) for known in marks.known if known.count == size), size)
+
+    @staticmethod
+    def _count(size: int, dim: int, rows: Rows) -> Any:
+        return RowCount(size, rows.of) if dim == rows.dim and size == rows.of.count else size
+
+    def _refuse(self, name: str, of: RowSet) -> None:
+        if of.judges:
+            raise refusal(f"`{name}` makes an entry for each pair of the {of.name}")
+
+
+def _flat(value: Any) -> Iterable[Any]:
+    return value if isinstance(value, (tuple, list)) else (value,)
