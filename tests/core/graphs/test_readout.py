@@ -91,8 +91,8 @@ def test_moments_and_rows_are_differentiable(split):
 
     def work(comm):
         own = rows.split(split)[comm.rank].clone().requires_grad_()
-        count, mean, variance = row_moments(own, comm)
-        assert count == sum(total_rows(own, comm)) == 5
+        moments, mean, variance = row_moments(own, comm)
+        assert moments.count == sum(total_rows(own, comm)) == 5
         out = shifted(own, mean, variance.rsqrt()) + (own @ all_rows(own, comm).t()).sum(1, keepdim=True)
         (out * weights.split(split)[comm.rank]).sum().backward()
         return out.detach(), own.grad
