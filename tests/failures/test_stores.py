@@ -41,7 +41,7 @@ def flip(path, kind):
     """Change one byte of the part's structure or of its features; the name of the tensor."""
     number = int(path.stem.split("-")[1])
     file = open_store(path.parent).files[number]
-    key = next(k for k in file.record.tensors if (k.endswith("/x") if kind == "features" else k.endswith("src")))
+    key = next(k for k in file.record.tensors if (k.endswith("/x") if kind == "features" else k.endswith("src_rows")))
     with open(path, "r+b") as raw:
         length = 8 + int.from_bytes(raw.read(8), "little")
         raw.seek(8)
