@@ -1,0 +1,178 @@
+"""Big graphs on one machine: partition, load and train an epoch, with a bound on memory. A dated report.
+
+    python -m benchmarks.scale --edges 1_000_000_000 --nodes 60_000_000 --folder /data/scale
+
+A planted graph (most edges stay within a community) with 16 features is written to files. One process partitions it
+with `RLIMIT_DATA` set, which its child, KaMinPar, inherits; then fresh ranks load it and train one epoch of GraphSAGE.
+The peak of a process is its VmHWM, with libraries and with mapped pages, which the kernel may drop; anonymous memory
+(RssAnon, looked at every few milliseconds) cannot be dropped. The other bars of large and small graphs are
+measured by `edge_bytes`, `names`, `inference_peak`, `rank_balance`, `partitioning`, `overhead` and `messages`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch_geometric.nn.models import GraphSAGE
+
+import shardpass as sp
+from benchmarks.limited import status
+from benchmarks.report import REPORTS, machine
+from shardpass.data import stream_edge_list
+
+PARTS, FEATURES, CLASSES, BLOCK = 8, 16, 8, 4_000_000
+Record = dict[str, Any]
+
+
+def make_files(folder: Path, num_nodes: int, num_edges: int, inside: float = 0.85, communities: int = 64) -> None:
+    """Write ``edges.npy`` int32 [2, num_edges], ``x.npy`` float32 and ``y.npy``, block by block."""
+    rng = np.random.default_rng(0)
+    edges = np.lib.format.open_memmap(folder / "edges.npy", "w+", np.int32, (2, num_edges))
+    size = -(-num_nodes // communities)
+    for start in range(0, num_edges, BLOCK):
+        count = min(BLOCK, num_edges - start)
+        dst = rng.integers(0, num_nodes, count)
+        near = np.minimum(dst // size * size + rng.integers(0, size, count), num_nodes - 1)
+        src = np.where(rng.random(count) < inside, near, rng.integers(0, num_nodes, count))
+        edges[0, start : start + count], edges[1, start : start + count] = src, dst
+    features = np.lib.format.open_memmap(folder / "x.npy", "w+", np.float32, (num_nodes, FEATURES))
+    for start in range(0, num_nodes, BLOCK):
+        features[start : start + BLOCK] = rng.random((min(BLOCK, num_nodes - start), FEATURES), dtype=np.float32)
+    np.save(folder / "y.npy", rng.integers(0, CLASSES, num_nodes))
+
+
+class Peaks:
+    """The highest RssAnon of this process while it is looked at, and VmHWM, in bytes."""
+
+    def __init__(self) -> None:
+        self.anonymous, self._ends = 0, threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
+
+    def _look(self) -> None:
+        while not self._ends.wait(0.005):
+            self.anonymous = max(self.anonymous, status("RssAnon"))
+
+    def found(self) -> Record:
+        """Both peaks; nobody looks any longer."""
+        self._ends.set()
+        return {"anonymous_bytes": max(self.anonymous, status("RssAnon")), "resident_bytes": status("VmHWM")}
+
+
+def partition_files(folder: Path, num_nodes: int, limit: int) -> Record:
+    """Partition with at most `limit` bytes of data for this process and each of its children."""
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    peaks, start = Peaks(), time.monotonic()
+    graph = stream_edge_list(
+        folder / "edges.npy", features=folder / "x.npy", labels=folder / "y.npy", num_nodes=num_nodes
+    )
+    manifest = sp.partition(graph, folder / "store", PARTS, memory_bytes=limit // 4, overwrite=True)
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return {
+        "seconds": time.monotonic() - start, "cpu_seconds": sum(one.ru_utime + one.ru_stime for one in used),
+        **peaks.found(), "kaminpar_resident_bytes": used[1].ru_maxrss * 1024,
+        "store_bytes": sum(file.stat().st_size for file in (folder / "store").iterdir()),
+        "cut": sp.inspect(folder / "store").num_cut_edges / max(1, sum(manifest.num_edges.values())),
+    }  # fmt: skip
+
+
+def train(folder: Path) -> None:
+    """One rank: load, one epoch; rank 0 prints what all ranks found."""
+    comm, peaks, start = sp.connect(), Peaks(), time.monotonic()
+    graph = sp.load(folder / "store", comm)
+    loaded, cpu = time.monotonic() - start, time.process_time()
+    torch.manual_seed(0)
+    model = sp.pyg.wrap(GraphSAGE(FEATURES, 16, 2, CLASSES), comm, checkpoint="activations")
+    start = time.monotonic()
+    loss = sp.cross_entropy(model(graph.x, graph), graph.y, None, comm)
+    loss.backward()
+    sp.sync_gradients(model, comm)
+    mine = {
+        "nodes": graph.num_own_nodes, "load_seconds": loaded, "epoch_seconds": time.monotonic() - start,
+        "epoch_cpu_seconds": time.process_time() - cpu, **peaks.found(),
+    }  # fmt: skip
+    every = comm.all_gather_object(mine, "figures")
+    if comm.rank == 0:
+        print(json.dumps(every), flush=True)
+
+
+def child(*arguments: str, ranks: int = 1) -> Any:
+    """The JSON that this module prints in fresh processes."""
+    start = [sys.executable, "-m", "benchmarks.scale"]
+    if ranks > 1:
+        start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *start[1:]]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "THP_MEM_ALLOC_ENABLE": "1"}
+    done = subprocess.run([*start, *arguments], capture_output=True, text=True, env=environment, check=False)
+    if done.returncode:
+        sys.exit(done.stdout + done.stderr)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def gib(num_bytes: float) -> str:
+    """In words."""
+    return f"{num_bytes / 2**30:.2f} GiB"
+
+
+def report(num_nodes: int, num_edges: int, limit: int, cut: Record, ranks: list[Record]) -> str:
+    """The report in Markdown."""
+    anonymous, resident = (sum(rank[name] for rank in ranks) for name in ("anonymous_bytes", "resident_bytes"))
+    lines = [
+        f"# Scale, {datetime.date.today()}", "", f"`{' '.join(['python -m benchmarks.scale', *sys.argv[1:]])}`", "",
+        f"{num_nodes:,} nodes, {num_edges:,} directed edges, {FEATURES} features (float32), {PARTS} parts.", "",
+        f"- partitioned in {cut['seconds']:.0f} s ({cut['cpu_seconds']:.0f} CPU s) with RLIMIT_DATA {gib(limit)}: "
+        f"{gib(cut['anonymous_bytes'])} of anonymous memory, {gib(cut['resident_bytes'])} resident with mapped files; "
+        f"KaMinPar {gib(cut['kaminpar_resident_bytes'])} resident. {cut['cut']:.1%} of the edges are cut.",
+        f"- the store has {gib(cut['store_bytes'])}, {cut['store_bytes'] / num_edges:.1f} B per edge with features.",
+        f"- {len(ranks)} ranks load it in {max(rank['load_seconds'] for rank in ranks):.0f} s, and train an epoch of "
+        f"GraphSAGE in {max(rank['epoch_seconds'] for rank in ranks):.0f} s "
+        f"({sum(rank['epoch_cpu_seconds'] for rank in ranks):.0f} CPU s).",
+        f"- peaks of all ranks: {gib(anonymous)} of anonymous memory ({anonymous / num_edges:.1f} B per edge), "
+        f"{gib(resident)} resident with mapped files and libraries.",
+        "", *(f"- {name}: {value}" for name, value in machine().items()),
+    ]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Measure and write, or be a child."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--edges", type=int, default=100_000_000)
+    parser.add_argument("--nodes", type=int, default=6_000_000)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--gib", type=float, default=8.0, help="RLIMIT_DATA while partitioning")
+    parser.add_argument("--folder", type=Path, help="where the files are kept (default: a temporary one)")
+    parser.add_argument("--child", choices=["partition", "train"], help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    limit = int(args.gib * 2**30)
+    if args.child == "partition":
+        print(json.dumps(partition_files(args.folder, args.nodes, limit)), flush=True)
+    elif args.child == "train":
+        train(args.folder)
+    else:
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = args.folder or Path(temporary)
+            folder.mkdir(parents=True, exist_ok=True)
+            make_files(folder, args.nodes, args.edges)
+            here = ["--folder", str(folder), "--nodes", str(args.nodes), "--gib", str(args.gib)]
+            cut = child("--child", "partition", *here)
+            ranks = child("--child", "train", *here, ranks=args.ranks)
+        text = report(args.nodes, args.edges, limit, cut, ranks)
+        (REPORTS / f"scale-{datetime.date.today()}.md").write_text(text)
+        print(text)
+
+
+if __name__ == "__main__":
+    main()
