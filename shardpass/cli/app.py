@@ -84,7 +84,9 @@ def partition(
     assignment: Annotated[Path | None, typer.Option(help="An .npy with the part of each node, instead.")] = None,
     node_weights: Annotated[
         Path | None,
-        typer.Option(help="An .npy with what parts balance [default: bytes of each node and its in-edges]."),
+        typer.Option(
+            help="An .npy with what parts balance. By default that is the bytes of each node and its in-edges."
+        ),
     ] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace a store that is there already.")] = False,
     features: Annotated[
@@ -103,9 +105,9 @@ def partition(
         Path | None, typer.Option(help="Edge lists: .parquet or .csv with ids, features, label, split of each node.")
     ] = None,
     node_id: Annotated[str | None, typer.Option(help="The column of ids in --nodes, or a field of names.")] = None,
-    label: Annotated[str | None, typer.Option(help="The column of labels in --nodes [default: y or label].")] = None,
-    src: Annotated[str | None, typer.Option(help="With names: the column of sources [default: src].")] = None,
-    dst: Annotated[str | None, typer.Option(help="With names: the column of destinations [default: dst].")] = None,
+    label: Annotated[str | None, typer.Option(help="The column of labels in --nodes (default: y or label).")] = None,
+    src: Annotated[str | None, typer.Option(help="With names: the column of sources (default: src).")] = None,
+    dst: Annotated[str | None, typer.Option(help="With names: the column of destinations (default: dst).")] = None,
     drop: Annotated[list[str] | None, typer.Option(help="Leave out this field (may be repeated).")] = None,
     threads: Annotated[int, typer.Option(help="kaminpar: with more than 1, the parts differ from run to run.")] = 1,
     memory: Annotated[float, typer.Option(help="Edge lists, OGB: GiB for edges; the rest goes through files.")] = 1.0,

@@ -56,6 +56,10 @@ REFUSED = {
     "the largest id": lambda s, h, x, ei: h + ei.max(),
     "the largest source": lambda s, h, x, ei: h * (ei[0].max() + 1),
     "1 / len": lambda s, h, x, ei: h * (1 / len(x)),
+    "a spread mean": lambda s, h, x, ei: h - h.mean(0).expand(h.size(0), 6),
+    "a mean as rows": lambda s, h, x, ei: s.last(h.mean(0).expand_as(h), ei),
+    "a repeated mean": lambda s, h, x, ei: s.last(h.mean(0).repeat(x.size(0), 1), ei),
+    "a broadcast mean": lambda s, h, x, ei: s.last(torch.broadcast_tensors(h.mean(0), h)[0], ei),
     "attention": lambda s, h, x, ei: F.scaled_dot_product_attention(*[heads(h, ei)] * 3).transpose(1, 2).reshape(-1, 6),
     "a transformer": lambda s, h, x, ei: s.attention(h),
 }

@@ -270,7 +270,7 @@ class FollowRows(torch_private.TorchDispatchMode):
         if not mixed:
             return None
         first = next((mixture for mixture in mixed.values() if not mixture.is_sum), next(iter(mixed.values())))
-        if not first.is_sum or adds_up(func, leaves, structure, {}, [*mixed]):
+        if not first.is_sum or needs_values(func) or adds_up(func, leaves, structure, {}, [*mixed]):
             return first
         return replace(first, name=func.overloadpacket.__name__.strip("_"), line=user_line(), is_sum=False)
 

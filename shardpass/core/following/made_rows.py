@@ -54,7 +54,7 @@ class MadeRows:
         """Mark what a function returned that was given these sizes.
 
         Raises:
-            RefusedError: it has an entry for each pair of rows.
+            RefusedError: it has an entry for each pair of rows, or what was made of several rows for each row.
         """
         if name in _PAIRS:
             return self._note_pairs(name, [one for one in (*args, *kwargs.values()) for one in _flat(one)], out)
@@ -77,6 +77,7 @@ class MadeRows:
             dim += out.dim() - len(sizes)
         elif table is not None and (before := dim - out.dim() + table.dim()) > -1 and table.size(before) != 1:
             return None  # it had as many entries before
+        self.follower.marks.check_result(out)  # repeats what was made of several rows, which `mark` would forget
         each = out.size(dim) // max(1, of.count)
         outer, inner = (each, 1) if name == "repeat_interleave" else (1, each)
         self.follower.mark(out, of, dim)
@@ -91,6 +92,7 @@ class MadeRows:
             self._refuse(name, found[0][1].of)
         for one in out if name == "broadcast_tensors" and found else ():
             if self.follower.marks.rows_of(one) is None:
+                self.follower.marks.check_result(one)
                 self.follower.mark(one, found[0][1].of, min(dims))
 
     def _known(self, size: Any) -> Any:
