@@ -187,7 +187,7 @@ def test_wrong_arrays(tmp_path, npy):
         with pytest.raises((ValueError, TypeError), match=message):
             stored(streamed(npy, tmp_path / "e.npy"), tmp_path)
     np.save(tmp_path / "short.npy", Y[:3])
-    with pytest.raises(ValueError, match=r"short\.npy: field 'y' .* has the shape \[3\]; expected 5 rows"):
+    with pytest.raises(ValueError, match="different numbers of rows: x has 5, y has 3, train_mask has 5"):
         stored(streamed(npy, npy["edges"], labels=tmp_path / "short.npy"), tmp_path)
     with pytest.raises(ValueError, match="the number of nodes of type 'node' is unknown"):
         stored(stream_edge_list(npy["edges"]), tmp_path)
