@@ -323,9 +323,10 @@ class EdgeTrace(TorchFunctionMode):
         Both reductions have kernels, which no reduction of its own for the mean would have.
         """
         given, dim = self._of_piece(base, dim), dim % base.dim()
-        total = self._step(torch.scatter_add, torch.zeros_like(given), dim, index, source)
-        ones = source.new_ones(self._index.numel())
-        count = self._step(torch.scatter_add, given.new_zeros(given.size(dim)), 0, self._index, ones)
+        total = self._step(torch.scatter_add, self._step(torch.zeros_like, given), dim, index, source)
+        ones = self._step(Tensor.new_ones, source, self._index.numel())
+        zeros = self._step(Tensor.new_zeros, given, given.size(dim))
+        count = self._step(torch.scatter_add, zeros, 0, self._index, ones)
         count = count.view([-1 if d == dim else 1 for d in range(given.dim())])
         if include_self:
             total, count = self._step(torch.add, total, given), self._step(torch.add, count, 1)
