@@ -41,7 +41,7 @@ def test_from_tables_to_a_table(tables: Path, monkeypatch: pytest.MonkeyPatch) -
     model = GraphSAGE(4, 8, num_layers=2, out_channels=3).double()
     torch.save(model.state_dict(), weights)
     options = ("--weights", weights, "--hidden", 8, "--ranks", 3, "--dtype", "float64")
-    assert "logits.parquet" in passed("infer", store, out, *options)
+    assert "logits.parquet" in passed("infer", store, out, *options).replace("\n", "")
     found = parquet.read_table(out)
     assert found.column_names == ["id", "output"] and found["id"].to_pylist() == NAMES
     whole = np.load(tables / "whole.npz")

@@ -63,7 +63,7 @@ def failure(name: str, error: Exception, rows: list[RowSet], plain: list[Tensor]
     """
     for tensor in plain:
         for of in known:
-            if of.total != of.count and of.total in tensor.shape:
+            if of.total != of.count and of.total in [*map(int, tensor.shape)]:
                 return whole_graph(tensor, of)
     empty = next((of for of in rows if of.count == 0), None)
     if empty is None:

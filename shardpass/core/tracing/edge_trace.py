@@ -79,6 +79,14 @@ def tensors_in(args: Iterable[Any]) -> list[Tensor]:
     return found
 
 
+def transform_refusal(name: str, line: str, transform: str) -> RefusedError:
+    """Why a transform of ``torch.func`` cannot run inside a message of the program `name`."""
+    return RefusedError(
+        f"{name}: {line}: a functional transform ({transform}) inside a message hides from shardpass what the message "
+        f"is made of. Write it for all edges at once, and gradients as formulas"
+    )
+
+
 class EdgeTrace(TorchFunctionMode):
     """Runs a message function on a piece of the edges.
 
@@ -138,10 +146,7 @@ class EdgeTrace(TorchFunctionMode):
         if name in METADATA_OPS:  # most of the calls that layers of PyG make
             return func(*args, **kwargs)
         if (transform := torch_private.running_transform()) is not None:
-            raise RefusedError(
-                f"{self.name}: {user_line()}: a functional transform ({transform}) inside a message hides from "
-                f"shardpass what the message is made of. Write it for all edges at once, and gradients as formulas"
-            )
+            raise transform_refusal(self.name, user_line(), transform)
         if self.substitutes:
             args = tuple([self._substituted(arg) for arg in args])
             kwargs = {key: self._substituted(arg) for key, arg in kwargs.items()}

@@ -17,8 +17,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardpass.core.following import user_line
 from shardpass.core.ranks import get_random_state, has_drawn, is_differentiable, torch_private
 from shardpass.core.sharding import EdgeShards, to_device
+from shardpass.core.tracing.edge_trace import transform_refusal
 from shardpass.core.tracing.probe_trace import EVERYTHING, Origin, ProbeTrace, Seen
 from shardpass.core.tracing.program import Inputs, Key, Program
 from shardpass.core.tracing.recognise import GENERAL, Tails, attention_of, extremum_form, leading_maximum, simple_form
@@ -106,7 +108,12 @@ def probe(program: Program, edges: EdgeShards, num_own_src: int, needs_grad: Col
     unseen = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
     with torch.set_grad_enabled(grads), unseen:
         look = partial(_traced, program, edges, num_own_src, grads)
-        traced = look()
+        try:
+            traced = look()
+        except RuntimeError as error:
+            if not str(error).startswith("torch.func.{grad"):  # which refuses to run under the hooks
+                raise
+            raise transform_refusal(program.name, user_line(error), "grad, vjp or jacrev") from error
         structure = _structure(program, traced, needs_grad, random=has_drawn(state, look))
     return structure if keep_captures else replace(structure, captures=())
 
