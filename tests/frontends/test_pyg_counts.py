@@ -19,7 +19,7 @@ import torch_geometric.nn as gnn
 
 import shardpass as sp
 from shardpass.errors import RefusedError
-from shardpass.testing import assert_exact
+from shardpass.testing import assert_exact, assignments
 
 from .conv_cases import _plain
 from .pyg_cases import GRAPH
@@ -89,3 +89,17 @@ ALLOWED = {
 @pytest.mark.parametrize("name", ALLOWED)
 def test_sizes_work(name):
     assert_exact(Net(ALLOWED[name]).double(), GRAPH, _plain, sp.pyg.wrap, ranks=(1, 3), modes=("sar",))
+
+
+WITHOUT_ROWS = {
+    "Fourier transform": lambda s, h, x, ei: torch.fft.rfft(h, dim=1).abs(),
+    "convolution": lambda s, h, x, ei: F.conv1d(h.t().unsqueeze(0), torch.ones(6, 6, 1, dtype=h.dtype))[0].t(),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_ROWS)
+def test_what_torch_cannot_do_without_rows(name):
+    """torch raises on the rank without nodes; the engine mends that, and it is no refusal that the model caught."""
+    owners = {"empty part": assignments(41, 3, GRAPH.edge_index)["empty part"]}
+    model = Net(lambda s, h, x, ei: h + WITHOUT_ROWS[name](s, h, x, ei).sum(1, keepdim=True))
+    assert_exact(model.double(), GRAPH, _plain, sp.pyg.wrap, ranks=3, modes=("sar",), owners=owners)

@@ -113,11 +113,15 @@ class Marks:
 
     @contextmanager
     def remembered(self) -> Iterator[None]:
-        """A block whose refusal is remembered: a model that catches it would go on with something else."""
+        """A block whose refusal is remembered: a model that catches it would go on with something else.
+
+        A refusal that explains an error of torch is not: on a rank without rows the engine may mend that.
+        """
         try:
             yield
         except RefusedError as error:
-            self.refusals.append(error)
+            if error.__cause__ is None:
+                self.refusals.append(error)
             raise
 
     def check_refusals(self) -> None:
