@@ -123,6 +123,10 @@ REFUSED = {
     "a parameter": (lambda m, h, b: h * m.total(m.kinds[0]), ALIKE),
     "a sum twice": (lambda m, h, b: h * m.total(m.total(h.sum(0))), ALIKE),
     "nodes by batch": (lambda m, h, b: h + h[b], "expected a row for each graph"),
+    "written by batch": (
+        lambda m, h, b: h + h.new_zeros(3, 6).index_put_((b,), h, accumulate=True).sum(0),
+        "`index_put_` on the batch of a sharded graph needs all nodes",
+    ),
 }
 
 

@@ -71,6 +71,8 @@ class BatchIndex(StandIn):
     def answer(cls, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         mine: Any = next((t for t in (*args, *kwargs.values()) if isinstance(t, BatchIndex)), None)
         if not isinstance(mine, BatchIndex):  # it is in a list of tensors, as for cat
+            if name not in ("cat", "concat"):
+                raise _refused(name)
             return _joined(name, *args, **kwargs)
         first: Any = args[0] if args else kwargs.get("input")
         with mine.comm.unfollowed():
@@ -198,7 +200,7 @@ def _has_graphs(table: Tensor, dim: int, index: BatchIndex) -> bool:
 def _joined(name: str, tensors: Any = (), dim: int = 0, **_: Any) -> Any:
     """The graph of each own node several times over, as for several views of the nodes."""
     vectors = all(isinstance(one, BatchIndex) and one.dim() == 1 for one in tensors)
-    if name not in ("cat", "concat") or dim not in (0, -1) or not vectors:
+    if dim not in (0, -1) or not vectors:
         raise _refused(name)
     first: Any = tensors[0]
     ids = torch.cat([one.plain for one in tensors])
