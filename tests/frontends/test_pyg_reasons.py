@@ -328,3 +328,21 @@ def test_transforms_of_pyg_are_refused_in_a_model():
     graph = shard_in_memory(GRAPH, torch.zeros(41, dtype=torch.int64), comm)
     with pytest.raises(RefusedError, match=LINE + r".*AddSelfLoops.*Apply the transform before you partition"):
         sp.pyg.wrap(Model(), comm)(graph)
+
+
+class Own(gnn.aggr.Aggregation):
+    """A module of the user's within a message, which the engine stops once it has seen what it reduces."""
+
+    def forward(self, x, index=None, ptr=None, dim_size=None, dim=-2):
+        return self.reduce(x, index, ptr, dim_size, dim)
+
+
+@pytest.mark.parametrize("mode", ["sar", "halo"])
+def test_what_follows_a_module_within_a_message_is_followed(mode):
+    def work(comm):
+        graph = shard_in_memory(GRAPH, OWNERS, comm, sp.Options(mode=mode))
+        model = Net(lambda m, h, e: without_mean(m.own(h, e)))
+        model.own = gnn.SAGEConv(6, 6, aggr=Own())
+        sp.pyg.wrap(model.double(), comm)(graph.x, graph)
+
+    assert "`mean` puts rows together" in refused(work)

@@ -79,7 +79,13 @@ class _Block:
         return torch_private.tree_map(lambda value: follow(value) if _is_of_user(value) else value, (args, kwargs))
 
     def end(self, module: nn.Module, args: Any, out: Any) -> None:
-        if self._running and self._running[-1][0] is self:  # or else `begin` refused the arguments
-            self._running.pop()[1].__exit__(None, None, None)
+        if any(block is self for block, _ in self._running):  # or else `begin` refused the arguments
+            while self._end_latest() is not self:
+                pass  # a module within this one that the engine stopped, once a message had told all it has to
             if self.is_known and self._is_given_nothing:
                 self.follower.marks.note_made_of_state(out)
+
+    def _end_latest(self) -> _Block:
+        block, running = self._running.pop()
+        running.__exit__(None, None, None)
+        return block
