@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from pathlib import Path
@@ -60,6 +61,7 @@ REFUSED = {
     "a mean as rows": lambda s, h, x, ei: s.last(h.mean(0).expand_as(h), ei),
     "a repeated mean": lambda s, h, x, ei: s.last(h.mean(0).repeat(x.size(0), 1), ei),
     "a broadcast mean": lambda s, h, x, ei: s.last(torch.broadcast_tensors(h.mean(0), h)[0], ei),
+    "a deep copy": lambda s, h, x, ei: h - copy.deepcopy(h.detach()).mean(0),
     "attention": lambda s, h, x, ei: F.scaled_dot_product_attention(*[heads(h, ei)] * 3).transpose(1, 2).reshape(-1, 6),
     "a transformer": lambda s, h, x, ei: s.attention(h),
 }

@@ -72,6 +72,8 @@ class FollowFunctions(TorchFunctionMode):
             raise told from error
         if isinstance(out, OwnCount):  # what stands for an edge_index has told it
             return out
+        if name == "__deepcopy__" and first is not None and (rows := self._rows_of(first)) is not None:
+            self.follower.marks.mark(out, rows)  # torch copies the memory, and makes no operation of it
         if first is not None and name == "numel":
             rows = self._rows_of(first)
             return out if rows is None else self._count(out, rows.of)
