@@ -19,7 +19,6 @@ import resource
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ import torch
 from torch_geometric.nn.models import GraphSAGE
 
 import shardpass as sp
-from benchmarks.limited import status
+from benchmarks.limited import Peak, status
 from benchmarks.report import REPORTS, machine
 from shardpass.data import stream_edge_list
 
@@ -54,28 +53,15 @@ def make_files(folder: Path, num_nodes: int, num_edges: int, inside: float = 0.8
     np.save(folder / "y.npy", rng.integers(0, CLASSES, num_nodes))
 
 
-class Peaks:
-    """The highest RssAnon of this process while it is looked at, and VmHWM, in bytes."""
-
-    def __init__(self) -> None:
-        self.anonymous, self._ends = 0, threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
-        self._thread.start()
-
-    def _look(self) -> None:
-        while not self._ends.wait(0.005):
-            self.anonymous = max(self.anonymous, status("RssAnon"))
-
-    def found(self) -> Record:
-        """Both peaks; nobody looks any longer."""
-        self._ends.set()
-        return {"anonymous_bytes": max(self.anonymous, status("RssAnon")), "resident_bytes": status("VmHWM")}
+def peaks(anonymous: Peak) -> Record:
+    """The highest RssAnon of this process since `anonymous` began, and VmHWM, in bytes."""
+    return {"anonymous_bytes": anonymous.start + anonymous.bytes, "resident_bytes": status("VmHWM")}
 
 
 def partition_files(folder: Path, num_nodes: int, limit: int) -> Record:
     """Partition with at most `limit` bytes of data for this process and each of its children."""
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    peaks, start = Peaks(), time.monotonic()
+    peak, start = Peak(), time.monotonic()
     graph = stream_edge_list(
         folder / "edges.npy", features=folder / "x.npy", labels=folder / "y.npy", num_nodes=num_nodes
     )
@@ -83,7 +69,7 @@ def partition_files(folder: Path, num_nodes: int, limit: int) -> Record:
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return {
         "seconds": time.monotonic() - start, "cpu_seconds": sum(one.ru_utime + one.ru_stime for one in used),
-        **peaks.found(), "kaminpar_resident_bytes": used[1].ru_maxrss * 1024,
+        **peaks(peak), "kaminpar_resident_bytes": used[1].ru_maxrss * 1024,
         "store_bytes": sum(file.stat().st_size for file in (folder / "store").iterdir()),
         "cut": sp.inspect(folder / "store").num_cut_edges / max(1, sum(manifest.num_edges.values())),
     }  # fmt: skip
@@ -91,7 +77,7 @@ def partition_files(folder: Path, num_nodes: int, limit: int) -> Record:
 
 def train(folder: Path) -> None:
     """One rank: load, one epoch; rank 0 prints what all ranks found."""
-    comm, peaks, start = sp.connect(), Peaks(), time.monotonic()
+    comm, peak, start = sp.connect(), Peak(), time.monotonic()
     graph = sp.load(folder / "store", comm)
     loaded, cpu = time.monotonic() - start, time.process_time()
     torch.manual_seed(0)
@@ -102,7 +88,7 @@ def train(folder: Path) -> None:
     sp.sync_gradients(model, comm)
     mine = {
         "nodes": graph.num_own_nodes, "load_seconds": loaded, "epoch_seconds": time.monotonic() - start,
-        "epoch_cpu_seconds": time.process_time() - cpu, **peaks.found(),
+        "epoch_cpu_seconds": time.process_time() - cpu, **peaks(peak),
     }  # fmt: skip
     every = comm.all_gather_object(mine, "figures")
     if comm.rank == 0:
