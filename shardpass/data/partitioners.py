@@ -55,13 +55,14 @@ def assign(
         raise ValueError(f"unknown partition method {method!r}; the methods are {', '.join(METHODS)}")
     if threads < 1:
         raise ValueError(f"{threads} threads; expected at least 1")
-    weights = None if node_weights is None else _given_weights(graph, node_weights)
-    if weights is not None and (assignment is not None or method in ("random", "range")):
-        given = "an assignment" if assignment is not None else repr(method)
+    balances = assignment is None and method in ("kaminpar", "metis")
+    if node_weights is not None and not balances:
+        given = repr(method) if assignment is None else "an assignment"
         raise ValueError(
             f"node_weights are for the methods 'kaminpar' and 'metis', which balance them, not for {given}"
         )
-    if assignment is not None or method in ("random", "range"):  # the others report other stages before
+    weights = None if node_weights is None else _given_weights(graph, node_weights)
+    if not balances:  # these two report other stages before
         budget.report("assign", 0, 1)
     if assignment is not None:
         found = _given_parts(graph, parts, assignment)
