@@ -14,6 +14,7 @@ from time import sleep
 from typing import Literal, NoReturn, TypeVar
 
 from shardpass.backends.failure import reason_of
+from shardpass.backends.hosts import HUGE_PAGES
 from shardpass.backends.launch import detect
 from shardpass.cli.console import fail, sentence, shows_tracebacks
 from shardpass.connection import connect, spawn
@@ -112,7 +113,7 @@ def launcher_environment() -> dict[str, str]:
         "OMPI_MCA_rmaps_base_oversubscribe": "1",  # Open MPI 4
         "OMPI_MCA_hwloc_base_binding_policy": "none",
         "OMP_NUM_THREADS": "1",
-        "THP_MEM_ALLOC_ENABLE": os.environ.get("THP_MEM_ALLOC_ENABLE", "1"),
+        HUGE_PAGES: os.environ.get(HUGE_PAGES, "1"),
     }
     if hasattr(os, "geteuid") and os.geteuid() == 0:
         env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
