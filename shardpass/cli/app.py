@@ -23,6 +23,7 @@ from shardpass.cli.launch import Backend, run_ranks, starts_threads
 from shardpass.cli.models import Dtype, ModelConfig, ModelName
 from shardpass.cli.partitioning import read_source, run_partition
 from shardpass.cli.planning import as_json, graph_of
+from shardpass.cli.proof.prove import prove_rank
 from shardpass.cli.restarts import train_with_restarts
 from shardpass.cli.training import train_rank
 from shardpass.core.ranks import Mode
@@ -265,6 +266,23 @@ def doctor(
         raise SystemExit(run_doctor(timeout))
     with told_in_words():
         print(*diagnose(read_black_boxes(files)), sep="\n")
+
+
+@app.command()
+def test(
+    backend: BackendName = "auto",
+    ranks: Ranks = None,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait for another rank.")] = 120.0,
+) -> None:
+    """Prove a cluster in a minute: what each rank may use, what travels between ranks, and that a model is exact.
+
+    Started as a training run will be: `mpirun -n 8 shardpass test`, `srun -n 8 shardpass test`, or
+    `torchrun --nproc-per-node 8 --no-python shardpass test`. If something is wrong, one sentence says what, and the
+    exit code is 1.
+    """
+    with told_in_words():
+        verdict = run_ranks(prove_rank, None, backend, ranks, timeout)
+    verdict.end()
 
 
 @app.command()
