@@ -21,6 +21,7 @@ from shardpass.cli.inferring import InferConfig, infer_rank
 from shardpass.cli.inspecting import run_inspect, run_inspect_layers
 from shardpass.cli.launch import Backend, run_ranks, starts_threads
 from shardpass.cli.models import Dtype, ModelConfig, ModelName
+from shardpass.cli.new import write_script
 from shardpass.cli.partitioning import read_source, run_partition
 from shardpass.cli.planning import as_json, graph_of
 from shardpass.cli.proof.prove import prove_rank
@@ -136,6 +137,16 @@ def inspect(
         run_inspect(store, ranks, verify)
         if layers is not None:
             run_inspect_layers(store, ranks, mask, layers)
+
+
+@app.command()
+def new(
+    file: Annotated[Path, typer.Argument(help="The script to write, such as train.py.")],
+    dgl: Annotated[bool, typer.Option("--dgl", help="For DGL in place of PyG.")] = False,
+) -> None:
+    """Write a training script with comments, to start your own from."""
+    with told_in_words():
+        print(write_script(file, dgl))
 
 
 @app.command()
