@@ -171,8 +171,15 @@ def train(
     mask_prefix: Annotated[str, typer.Option(help="Before train_mask, val_mask and test_mask in field names.")] = "",
     split: Annotated[int, typer.Option(help="The column of masks that have one per split.")] = 0,
     eval_every: Annotated[int, typer.Option(min=1, help="Epochs between two evaluations.")] = 1,
+    patience: Annotated[
+        int, typer.Option(min=0, help="End after so many epochs without a better validation accuracy; 0: do not.")
+    ] = 0,
     # torchrun takes --log, even after the program's name, for an abbreviation of its own options
     log: Annotated[str, typer.Option("--log", "--log-file", help="JSON lines; - shows them and nothing else.")] = "",
+    log_csv: Annotated[str, typer.Option(help="A table with a row per epoch.")] = "",
+    tensorboard: Annotated[str, typer.Option(help="The folder for TensorBoard.")] = "",
+    plot: Annotated[str, typer.Option(help="Draw loss, accuracy and memory into this file at the end.")] = "",
+    best: Annotated[str, typer.Option(help="The file for the parameters of the best epoch so far.")] = "",
     checkpoint: Annotated[str, typer.Option(help="The file to write while training.")] = "",
     checkpoint_every: Annotated[int, typer.Option(min=1, help="Epochs between two checkpoints.")] = 1,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the checkpoint, on any ranks.")] = False,
@@ -187,7 +194,8 @@ def train(
         config = TrainConfig(
             model, layers, hidden, heads, dropout, batch_norm, dtype, store=str(store), epochs=epochs, lr=lr,
             weight_decay=weight_decay, mode=mode, memory_budget=memory_budget, seed=seed, mask_prefix=mask_prefix,
-            split=split, eval_every=eval_every, log=log, checkpoint=checkpoint, checkpoint_every=checkpoint_every,
+            split=split, eval_every=eval_every, patience=patience, log=log, log_csv=log_csv, tensorboard=tensorboard,
+            plot=plot, best=best, checkpoint=checkpoint, checkpoint_every=checkpoint_every,
             resume=resume, threads=threads, profile=profile,
             shared_process=not restarts and starts_threads(backend, ranks),
         )  # fmt: skip

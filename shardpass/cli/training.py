@@ -14,11 +14,13 @@ from torch import Tensor, nn
 
 import shardpass as sp
 from shardpass.cli.config import TrainConfig
+from shardpass.cli.logs import Record, require_for
 from shardpass.cli.memory import PeakMeter
 from shardpass.cli.models import in_degrees_for
-from shardpass.cli.reporter import Record, Reporter
+from shardpass.cli.reporter import Reporter
 from shardpass.cli.task import SPLITS
 from shardpass.core.ranks import Ranks, fail_together, prepare_target
+from shardpass.errors import MissingDependencyError
 from shardpass.planning.sizes import known_sizes
 
 
@@ -72,11 +74,19 @@ class Run:
         logits = self.model(self.task.x, self.graph)
         return {name: sp.accuracy(logits, self.task.y, mask, self.comm) for name, mask in self.task.masks.items()}
 
+    def has_waited_enough(self, epoch: int) -> bool:
+        """Whether training ends after `epoch`, since no better validation accuracy was found for long."""
+        config = self.config
+        is_evaluated = epoch % config.eval_every == 0
+        return bool(config.patience) and is_evaluated and epoch - int(self.best["epoch"]) >= config.patience
+
     def train(self, reporter: Reporter) -> Record:
         """Train to the last epoch and return its record. Collective."""
         config, last = self.config, self.config.epochs
         record: Record = {"epoch": self.first_epoch - 1}
         for epoch in range(self.first_epoch, last + 1):
+            if self.has_waited_enough(epoch - 1):
+                break
             start, sent = perf_counter(), self.comm.bytes_sent
             # not the first epochs: they build what is kept, and check the model
             with profiled(config, self.comm, epoch == min(self.first_epoch + 2, last)):
@@ -86,9 +96,12 @@ class Run:
                 record |= self.evaluate()
                 if record.get("val", -1.0) > self.best["val"]:
                     self.best = {"epoch": epoch, "val": record["val"], "test": record.get("test")}
+                    if config.best:
+                        sp.save_checkpoint(config.best, self.comm, self.model, epoch=epoch, graph=self.graph)
             reporter.epoch(record)
             # after the log line: a kill between the two repeats an epoch in the log instead of losing it
-            if config.checkpoint and (epoch % config.checkpoint_every == 0 or epoch == last):
+            is_last = epoch == last or self.has_waited_enough(epoch)
+            if config.checkpoint and (epoch % config.checkpoint_every == 0 or is_last):
                 self.save(epoch)
         return record if record["epoch"] >= self.first_epoch else record | self.evaluate()
 
@@ -111,7 +124,7 @@ def plan_of(comm: Ranks, config: TrainConfig) -> sp.Plan:
 def train_rank(comm: Ranks, config: TrainConfig) -> Record:
     """Train as one rank of `comm`; the summary, the same on every rank. Collective."""
     torch.set_num_threads(config.threads)
-    fail_together(comm, "train: files to write", lambda: prepare_files(comm, config), OSError)
+    fail_together(comm, "train: files to write", lambda: prepare_files(comm, config), OSError, MissingDependencyError)
     run = Run(comm, config)
     note = run.resume() if config.resume else ""
     meter, start = PeakMeter(), perf_counter()
@@ -123,8 +136,17 @@ def train_rank(comm: Ranks, config: TrainConfig) -> Record:
 
 
 def prepare_files(comm: Ranks, config: TrainConfig) -> None:
-    """Raise OSError if this rank could not write one of its files in the end. Missing folders are made."""
-    files = [Path(name) for name in (config.checkpoint, config.log) if name not in ("", "-") and comm.rank == 0]
+    """Raise an error if this rank could not write one of its files in the end. Missing folders are made.
+
+    Raises:
+        OSError: a file cannot be written.
+        MissingDependencyError: a package for a log is missing.
+    """
+    files = []
+    if comm.rank == 0:
+        require_for(config)
+        names = (config.checkpoint, config.best, config.log, config.log_csv, config.plot)
+        files = [Path(name) for name in names if name not in ("", "-")]
     if config.profile:
         files.append(profile_of(comm, config))
     for file in files:
@@ -149,6 +171,7 @@ def summarise(run: Run, last: Record, meter: PeakMeter, seconds: float) -> Recor
         "backend": type(comm.inner).__name__.removesuffix("Communicator").lower(),
         "epochs": last["epoch"],
         "first_epoch": run.first_epoch,
+        "ended_early": last["epoch"] < run.config.epochs,
         **{key: last[key] for key in ("loss", *SPLITS) if key in last},
         "best": run.best if run.best["epoch"] else None,
         "seconds": seconds,

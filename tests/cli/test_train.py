@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -95,7 +97,53 @@ def test_resume_refuses_what_does_not_fit(store: Path, tmp_path: Path) -> None:
     assert "give its name" in refused("train", store, "--resume")
 
 
-@pytest.mark.parametrize("option", ["--checkpoint", "--profile", "--log"])
+def test_early_stopping_keeps_the_best_and_goes_on_after_a_break(store: Path, tmp_path: Path) -> None:
+    stops = ("--patience", 4, "--eval-every", 2, "--epochs", 80)
+    files = ("--best", tmp_path / "best", "--plot", tmp_path / "p.png", "--log-csv", tmp_path / "table.csv")
+    text = run(store, tmp_path / "whole", *stops, *files, "--ranks", 2)
+    summary, table = records(tmp_path / "whole")[-1], (tmp_path / "table.csv").read_text().splitlines()
+    best = summary["best"]
+    assert summary["epochs"] == best["epoch"] + 4 < 80 and summary["ended_early"] and "ended early: no better" in text
+    assert table[0] == "epoch,loss,train,val,test,seconds,bytes_sent" and len(table) == 1 + summary["epochs"]
+    first, second = (dict(zip(table[0].split(","), row.split(","))) for row in table[1:3])
+    assert first["epoch"] == "1" and first["val"] == "" and float(second["val"]) > 0
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    passed("infer", store, tmp_path / "out.npy", "--weights", tmp_path / "best", "--hidden", 8, "--dtype", "float64")
+    arrays = powerlaw(600, 8, channels=12, classes=4)
+    right = np.load(tmp_path / "out.npy").argmax(1) == arrays["y"]
+    assert right[arrays["val_mask"]].mean() == pytest.approx(best["val"])
+    for last, ranks in ((best["epoch"] + 2, 3), (80, 2), (80, 1)):  # a break, the end, and after the end
+        resumed = ("--checkpoint", tmp_path / "c", "--resume", "--log-csv", tmp_path / "parts.csv")
+        run(store, tmp_path / "parts", *stops, *resumed, "--ranks", ranks, "--epochs", last)
+    assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-9)
+    assert len((tmp_path / "parts.csv").read_text().splitlines()) == len(table), "one header, and each epoch once"
+
+
+def test_tensorboard_or_a_sentence(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    told = refused("train", store, "--tensorboard", tmp_path / "runs", "--ranks", 2)
+    assert "--tensorboard needs the package 'tensorboard', which is not installed: pip install tensorboard, or" in told
+    points: list[tuple[str, float, int]] = []
+
+    class Writer:
+        def __init__(self, folder: str) -> None:
+            assert folder == str(tmp_path / "runs")
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            points.append((name, value, step))
+
+        def close(self) -> None:
+            points.append(("closed", 0, 0))
+
+    for name in ("tensorboard", "torch.utils.tensorboard"):
+        monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(SummaryWriter=Writer))
+    run(store, tmp_path / "log", "--tensorboard", tmp_path / "runs", "--epochs", 2, "--ranks", 2)
+    expected = [(key, line[key], line["epoch"]) for line in epochs(tmp_path / "log") for key in ("loss", "val")]
+    assert set(expected) < set(points) and points[-1][0] == "closed"
+    assert [name for name, *_ in points].count("peak_bytes_of_rank") == 2
+
+
+@pytest.mark.parametrize("option", ["--checkpoint", "--profile", "--log", "--best", "--log-csv", "--plot"])
 def test_files_that_cannot_be_written_are_told_before_training(option: str, store: Path, tmp_path: Path) -> None:
     (tmp_path / "a file").write_text("")
     (tmp_path / "zero").symlink_to("/dev/zero")
@@ -104,8 +152,9 @@ def test_files_that_cannot_be_written_are_told_before_training(option: str, stor
         if (option, name) == ("--log", "zero"):
             continue  # a log may go to a device
         assert words in refused("train", tmp_path / "no store yet", option, tmp_path / name)
-    passed("train", store, "--epochs", 1, option, tmp_path / "new" / "folder" / "c")
-    assert (tmp_path / "new" / "folder" / "c").is_file()
+    suffix = ".png" if option == "--plot" else ""
+    passed("train", store, "--epochs", 1, option, tmp_path / "new" / "folder" / f"c{suffix}")
+    assert (tmp_path / "new" / "folder" / f"c{suffix}").is_file()
 
 
 def test_missing_fields_are_named(tmp_path: Path) -> None:
@@ -120,6 +169,10 @@ def test_missing_fields_are_named(tmp_path: Path) -> None:
     }
     for name, (data, words) in cases.items():
         partition(data, tmp_path / name, 2, "random")
+        if name == "mask":
+            data = arrays | {"train_mask": masks["train_mask"]}
+            partition(data, tmp_path / "no val", 2, "random")
+            assert "no node field 'val_mask'" in refused("train", tmp_path / "no val", "--patience", 3)
         assert words in refused("train", tmp_path / name, "--ranks", 2)
     passed("train", tmp_path / "made", "--mask-prefix", "made_", "--epochs", 1)
 
