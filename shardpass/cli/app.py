@@ -184,13 +184,15 @@ def train(
     checkpoint_every: Annotated[int, typer.Option(min=1, help="Epochs between two checkpoints.")] = 1,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the checkpoint, on any ranks.")] = False,
     restarts: Annotated[int, typer.Option(min=0, help="Times to start failed ranks again, from the checkpoint.")] = 0,
-    profile: Annotated[str, typer.Option(help="Trace one epoch to this file, for Perfetto or chrome://tracing.")] = "",
+    profile: Annotated[str, typer.Option(help="Trace one epoch of each rank, for Perfetto or chrome://tracing.")] = "",
 ) -> None:
     """Train a PyG model on the whole graph, on any number of ranks up to the number of parts.
 
     Alone, with --ranks N, or under `mpirun -n N` or `torchrun --nproc-per-node N --no-python`.
     """
     with told_in_words():
+        if profile and backend == "auto" and starts_threads(backend, ranks):
+            backend = "processes"  # threads have one profiler, which traces one of them
         config = TrainConfig(
             model, layers, hidden, heads, dropout, batch_norm, dtype, store=str(store), epochs=epochs, lr=lr,
             weight_decay=weight_decay, mode=mode, memory_budget=memory_budget, seed=seed, mask_prefix=mask_prefix,

@@ -29,7 +29,7 @@ class TrainConfig(ModelConfig):
         best: the file for the parameters of the epoch that was best so far, by validation accuracy.
         shared_process: whether the ranks are threads of one process.
         threads: computing threads per rank.
-        profile: the file to write a trace of one epoch to.
+        profile: the file to write a trace of one epoch to; several ranks put their number before its suffix.
     """
 
     store: str
@@ -59,6 +59,11 @@ class TrainConfig(ModelConfig):
         super().__post_init__()
         if self.resume and not self.checkpoint:
             raise ValueError("--resume continues from the file of --checkpoint: give its name")
+        if self.profile and self.shared_process:
+            raise ValueError(
+                "--profile cannot trace ranks that are threads, since they share one profiler: leave --backend away, "
+                "and they are processes"
+            )
         if (self.mode == "auto") != (self.memory_budget is not None):
             raise ValueError("--mode auto and --memory-budget go together: give both or neither")
 

@@ -192,10 +192,9 @@ def summarise(run: Run, last: Record, meter: PeakMeter, seconds: float) -> Recor
 def profiled(config: TrainConfig, comm: Ranks, is_traced: bool) -> Iterator[None]:
     """Trace the block with torch's profiler into the file that `config` names, if it is the one to be traced.
 
-    The engine's rounds are in the trace as "send", "wait for" and "compute", with the call and the block. Several ranks
-    put their number before the suffix. Ranks that are threads share one profiler, so only rank 0 is traced there.
+    The engine's rounds are in the trace as "send", "wait for" and "compute", with the call and the block.
     """
-    if not (config.profile and is_traced) or (config.shared_process and comm.rank > 0):
+    if not (config.profile and is_traced):
         yield
         return
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as trace:

@@ -49,23 +49,26 @@ def test_log_and_output(store: Path, tmp_path: Path) -> None:
     assert "they share one process" in text
 
 
-def test_a_trace_of_one_epoch_shows_the_rounds(store: Path, tmp_path: Path) -> None:
-    plain, traced = tmp_path / "plain", tmp_path / "traced"
-    run(store, plain, "--epochs", 3, "--ranks", 3, "--eval-every", 3, "--model", "gat")
+@pytest.mark.processes
+def test_a_trace_of_one_epoch_of_each_rank_shows_the_rounds(store: Path, tmp_path: Path) -> None:
     trace = tmp_path / "folder" / "trace.json"
-    run(store, traced, "--epochs", 3, "--ranks", 3, "--eval-every", 3, "--model", "gat", "--profile", trace)
-    assert losses(traced) == losses(plain)
-    (written,) = trace.parent.iterdir()  # threads share one profiler
-    assert written.name == "trace.rank0.json"
-    names = {event.get("name", "") for event in json.loads(written.read_text())["traceEvents"]}
-    for words in (
+    common = ("--epochs", 3, "--eval-every", 3, "--model", "gat", "--profile", trace)
+    run(store, tmp_path / "log", *common, "--ranks", 2)
+    assert not records(tmp_path / "log")[-1]["peak_is_of_all_ranks"], "they are processes"
+    written = sorted(trace.parent.iterdir())
+    assert [file.name for file in written] == ["trace.rank0.json", "trace.rank1.json"]
+    rounds = (
         "send in round 0 (",
         "compute own block (",
-        "wait for block 2 (",
-        "compute block 2 (",
+        "wait for block 1 (",
+        "compute block 1 (",
         "wait for gradients",
-    ):
-        assert any(name.startswith(words) for name in names), words
+    )
+    for file in written:
+        names = {event.get("name", "") for event in json.loads(file.read_text())["traceEvents"]}
+        assert not [words for words in rounds if not any(name.startswith(words) for name in names)]
+    told = refused("train", store, *common, "--ranks", 2, "--backend", "threads")
+    assert "--profile cannot trace ranks that are threads" in told
 
 
 def test_modes_agree(store: Path, tmp_path: Path) -> None:
