@@ -312,6 +312,6 @@ def demo(
     ranks: Annotated[int, typer.Option(min=1, help="Ranks of the distributed runs.")] = 4,
     nodes: Annotated[int, typer.Option(help="Nodes of the power-law graph of the second stage.")] = 100_000,
 ) -> None:
-    """Train an unmodified GAT in one process and on several ranks; compare accuracy, loss and memory."""
+    """Train an unmodified GAT in one process and on several ranks; compare memory, loss, accuracy and time."""
     with told_in_words():
         run_demo(output, ranks, nodes)
