@@ -23,7 +23,9 @@ from shardpass.cli.launch import Backend, run_ranks, starts_threads
 from shardpass.cli.models import Dtype, ModelConfig, ModelName
 from shardpass.cli.new import write_script
 from shardpass.cli.partitioning import read_source, run_partition
-from shardpass.cli.planning import as_json, graph_of
+from shardpass.cli.plan_chart import draw_plan
+from shardpass.cli.plan_page import plan_page
+from shardpass.cli.planning import as_json, graph_of, prepare_files, title_of
 from shardpass.cli.proof.prove import prove_rank
 from shardpass.cli.restarts import train_with_restarts
 from shardpass.cli.training import train_rank
@@ -233,16 +235,24 @@ def plan(
     budget: Annotated[str | None, typer.Option(help="Bytes per rank, as in 6GiB.")] = None,
     ranks_per_host: Annotated[int, typer.Option(min=1, help="Processes of one host, which share memory.")] = 1,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw the table into this file, such as plan.png.")] = None,
+    page: Annotated[Path | None, typer.Option(help="Write an HTML page with sliders for ranks and budget.")] = None,
 ) -> None:
     """Estimate the peak memory per rank of each mode and number of ranks, before anything runs."""
     with told_in_words():
         graph = graph_of(store, nodes, edges, features, classes, cut, halo)
-        built = ModelConfig(model, layers, hidden, heads, dropout, batch_norm).build(*known_sizes(graph))
+        prepare_files(plot, page)
+        config = ModelConfig(model, layers, hidden, heads, dropout, batch_norm)
+        built = config.build(*known_sizes(graph))
         torch.set_num_threads(1)  # dry runs are small
         planned = sp.plan(
             built, graph, ranks, mode, budget=budget, ranks_per_host=ranks_per_host  # type: ignore[arg-type]
         )  # fmt: skip
         print(as_json(planned) if json else planned)
+        if plot is not None:
+            draw_plan(planned, title_of(config, graph), plot)
+        if page is not None:
+            page.write_text(plan_page(planned, title_of(config, graph)), encoding="utf-8")
 
 
 @app.command()

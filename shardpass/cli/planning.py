@@ -7,7 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 import shardpass as sp
-from shardpass.core.ranks import parse_count
+from shardpass.cli.models import ModelConfig
+from shardpass.core.dryrun import Estimate
+from shardpass.core.ranks import parse_count, prepare_target
+from shardpass.errors import require
 
 
 def graph_of(store: Path | None, nodes: str | None, edges: str | None, *counts: float | None) -> Path | sp.GraphCounts:
@@ -23,11 +26,49 @@ def graph_of(store: Path | None, nodes: str | None, edges: str | None, *counts: 
     return sp.GraphCounts(parse_count(nodes), parse_count(edges), *counts)  # type: ignore[arg-type]
 
 
+def prepare_files(plot: Path | None, page: Path | None) -> None:
+    """Raise an error if a picture or a page could not be written in the end, before a plan is made for it.
+
+    Raises:
+        OSError: a file cannot be written.
+        MissingDependencyError: matplotlib is not installed.
+    """
+    if plot is not None:
+        require("matplotlib", "all", "plan --plot", "write a page with --page")
+        prepare_target(plot)
+    if page is not None:
+        prepare_target(page)
+
+
+COLOURS = {
+    "store": "#4e79a7", "features": "#76b7b2", "parameters": "#af7aa1", "gradients": "#d37295", "optimizer": "#fabfd2",
+    "activations": "#f28e2b", "halo": "#59a14f", "temporaries": "#edc948", "process": "#bab0ac", "loading": "#9c755f",
+}  # fmt: skip
+"""Of the pieces of a bar, by term."""
+
+
+def segments(row: Estimate) -> dict[str, int]:
+    """The pieces of the peak of an estimate that are not empty, by term; what loading needs beyond training is one."""
+    pieces = {**row.terms, "loading": row.peak - row.training}
+    return {term: count for term, count in pieces.items() if count > 0}
+
+
+def row_of(row: Estimate) -> dict[str, object]:
+    """An estimate as plain data."""
+    return {**asdict(row), "peak": row.peak, "above_loaded": row.above_loaded, "seconds": row.seconds}
+
+
 def as_json(planned: sp.Plan) -> str:
     """A plan as JSON."""
-    rows = [
-        {**asdict(row), "peak": row.peak, "above_loaded": row.above_loaded, "best": row is planned.best}
-        for row in planned.rows
-    ]
+    rows = [{**row_of(row), "best": row is planned.best} for row in planned.rows]
     left_out, verdict = planned.left_out, planned.verdict
     return json.dumps({"budget": planned.budget, "rows": rows, "left_out": left_out, "verdict": verdict}, indent=1)
+
+
+def title_of(config: ModelConfig, graph: Path | sp.GraphCounts) -> str:
+    """What was planned, in words."""
+    if isinstance(graph, Path):
+        size = str(graph)
+    else:
+        size = f"{graph.nodes:,} nodes and {graph.edges:,} edges"
+    return f"{config.model}, {config.layers} layers, hidden {config.hidden}, on {size}"
