@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import csv
 import json
+from pathlib import Path
 from typing import Any, Protocol
 
 from shardpass.cli.config import TrainConfig
+from shardpass.cli.pictures import prepare_picture
 from shardpass.cli.task import SPLITS
+from shardpass.core.ranks import prepare_target
 from shardpass.errors import require
 
 Record = dict[str, Any]
@@ -142,12 +145,22 @@ class Plot:
         """Nothing is held."""
 
 
-def require_for(config: TrainConfig) -> None:
-    """Raise MissingDependencyError if a package is missing that the logs of `config` need."""
+def prepare_logs(config: TrainConfig) -> None:
+    """Make the folders of the logs of `config`, and raise an error if one of them could not be written.
+
+    Raises:
+        OSError: a file cannot be written.
+        ValueError: the picture has a name that matplotlib does not know.
+        MissingDependencyError: a package is missing.
+    """
     if config.tensorboard:
         require("tensorboard", "", "--tensorboard", "write --log-csv in its place")
     if config.plot:
-        require("matplotlib", "all", "--plot", "draw from --log-csv yourself")
+        prepare_picture(Path(config.plot), "--plot", "draw from --log-csv yourself")
+    for name in (config.log, config.log_csv):
+        file = Path(name)
+        if name not in ("", "-") and not (file.is_fifo() or file.is_char_device()):  # these are written to as they are
+            prepare_target(file)
 
 
 def logs_of(config: TrainConfig) -> list[Log]:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import shardpass as sp
 from shardpass.cli.models import ModelConfig
+from shardpass.cli.pictures import prepare_picture
 from shardpass.core.dryrun import Estimate
 from shardpass.core.ranks import parse_count, prepare_target
-from shardpass.errors import require
 
 
 def graph_of(store: Path | None, nodes: str | None, edges: str | None, *counts: float | None) -> Path | sp.GraphCounts:
@@ -27,15 +27,9 @@ def graph_of(store: Path | None, nodes: str | None, edges: str | None, *counts: 
 
 
 def prepare_files(plot: Path | None, page: Path | None) -> None:
-    """Raise an error if a picture or a page could not be written in the end, before a plan is made for it.
-
-    Raises:
-        OSError: a file cannot be written.
-        MissingDependencyError: matplotlib is not installed.
-    """
+    """Raise an error if a picture or a page could not be written in the end, before a plan is made for it."""
     if plot is not None:
-        require("matplotlib", "all", "plan --plot", "write a page with --page")
-        prepare_target(plot)
+        prepare_picture(plot, "plan --plot", "write a page with --page")
     if page is not None:
         prepare_target(page)
 

@@ -50,9 +50,9 @@ class Reporter:
     def finish(self, summary: Record) -> None:
         """Log the summary and show it as a table."""
         self.bar.stop()
+        self.console.print(summary_table(summary))
         for log in self.logs:
             log.finish(summary)
-        self.console.print(summary_table(summary))
 
     def close(self) -> None:
         """Give back the terminal and the logs."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import shardpass as sp
 from shardpass.cli.config import TrainConfig
-from shardpass.cli.logs import Record, require_for
+from shardpass.cli.logs import Record, prepare_logs
 from shardpass.cli.memory import PeakMeter
 from shardpass.cli.models import in_degrees_for
 from shardpass.cli.reporter import Reporter
@@ -124,7 +124,8 @@ def plan_of(comm: Ranks, config: TrainConfig) -> sp.Plan:
 def train_rank(comm: Ranks, config: TrainConfig) -> Record:
     """Train as one rank of `comm`; the summary, the same on every rank. Collective."""
     torch.set_num_threads(config.threads)
-    fail_together(comm, "train: files to write", lambda: prepare_files(comm, config), OSError, MissingDependencyError)
+    problems = (OSError, ValueError, MissingDependencyError)
+    fail_together(comm, "train: files to write", lambda: prepare_files(comm, config), *problems)
     run = Run(comm, config)
     note = run.resume() if config.resume else ""
     meter, start = PeakMeter(), perf_counter()
@@ -136,22 +137,13 @@ def train_rank(comm: Ranks, config: TrainConfig) -> Record:
 
 
 def prepare_files(comm: Ranks, config: TrainConfig) -> None:
-    """Raise an error if this rank could not write one of its files in the end. Missing folders are made.
-
-    Raises:
-        OSError: a file cannot be written.
-        MissingDependencyError: a package for a log is missing.
-    """
-    files = []
+    """Raise an error if this rank could not write one of its files in the end. Missing folders are made."""
     if comm.rank == 0:
-        require_for(config)
-        names = (config.checkpoint, config.best, config.log, config.log_csv, config.plot)
-        files = [Path(name) for name in names if name not in ("", "-")]
+        prepare_logs(config)
+        for name in filter(None, (config.checkpoint, config.best)):
+            prepare_target(Path(name))
     if config.profile:
-        files.append(profile_of(comm, config))
-    for file in files:
-        if file != Path(config.log) or not (file.is_fifo() or file.is_char_device()):  # a log may be one: it is opened
-            prepare_target(file)
+        prepare_target(profile_of(comm, config))
 
 
 def summarise(run: Run, last: Record, meter: PeakMeter, seconds: float) -> Record:

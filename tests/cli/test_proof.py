@@ -34,7 +34,7 @@ def test_alone_and_on_threads() -> None:
 @pytest.mark.parametrize(
     ("launcher", "backend"),
     [
-        pytest.param("mpirun", "Mpi", marks=[pytest.mark.mpi, needs_mpirun]),
+        pytest.param("mpirun", "Mpi", marks=[pytest.mark.mpi, pytest.mark.long, needs_mpirun]),
         pytest.param("torchrun", "Torch", marks=[pytest.mark.processes, pytest.mark.long]),
     ],
 )

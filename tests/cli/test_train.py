@@ -149,15 +149,20 @@ def test_tensorboard_or_a_sentence(store: Path, tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize("option", ["--checkpoint", "--profile", "--log", "--best", "--log-csv", "--plot"])
 def test_files_that_cannot_be_written_are_told_before_training(option: str, store: Path, tmp_path: Path) -> None:
     (tmp_path / "a file").write_text("")
-    (tmp_path / "zero").symlink_to("/dev/zero")
-    (tmp_path / "folder").mkdir()
-    for name, words in (("a file/c", "cannot be written"), ("folder", "is a folder"), ("zero", "no regular file")):
-        if (option, name) == ("--log", "zero"):
-            continue  # a log may go to a device
-        assert words in refused("train", tmp_path / "no store yet", option, tmp_path / name)
     suffix = ".png" if option == "--plot" else ""
+    (tmp_path / f"zero{suffix}").symlink_to("/dev/zero")
+    (tmp_path / f"folder{suffix}").mkdir()
+    for name, words in (("a file/c", "cannot be written"), ("folder", "is a folder"), ("zero", "no regular file")):
+        if option in ("--log", "--log-csv") and name == "zero":
+            continue  # a log may go to a device
+        assert words in refused("train", tmp_path / "no store yet", option, tmp_path / f"{name}{suffix}")
     passed("train", store, "--epochs", 1, option, tmp_path / "new" / "folder" / f"c{suffix}")
     assert (tmp_path / "new" / "folder" / f"c{suffix}").is_file()
+
+
+def test_a_picture_of_a_kind_that_nobody_draws(tmp_path: Path) -> None:
+    told = refused("train", tmp_path / "no store yet", "--plot", tmp_path / "run.doc", "--ranks", 2)
+    assert "--plot" in told and "a picture ends in ." in told and ".png" in told
 
 
 def test_missing_fields_are_named(tmp_path: Path) -> None:

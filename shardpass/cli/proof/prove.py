@@ -6,7 +6,7 @@ import socket
 from dataclasses import asdict, dataclass
 from functools import reduce
 from operator import or_
-from time import perf_counter
+from time import perf_counter, sleep
 
 import torch
 from rich.console import Console
@@ -80,6 +80,7 @@ class Verdict:
             first, *others = self.problems
             fail(first + (f" (and {_count(len(others), 'more problem')}: {'; '.join(others)})" if others else ""))
         if self.problems:
+            sleep(1.0)  # a launcher ends all ranks with the first one, and rank 0 has something to say
             raise SystemExit(1)
 
 
