@@ -18,17 +18,21 @@ _PAGE = Template("""\
 <title>$title: memory per rank</title>
 <style>
 :root { color-scheme: light dark; --ink: light-dark(#1c1c1c, #ececec); --faint: light-dark(#5a5a5a, #b0b0b0);
-  --paper: light-dark(#ffffff, #1b1d20); --line: light-dark(#d0d0d0, #4a4d52); --good: light-dark(#e4f2e4, #22402a); }
+  --paper: light-dark(#ffffff, #1b1d20); --line: light-dark(#d0d0d0, #4a4d52); --good: light-dark(#e4f2e4, #22402a);
+  --bad: light-dark(#f8e3e0, #54231f); }
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: var(--ink);
   background: var(--paper); }
 h1 { font-size: 1.5rem; margin: 0; }
 label { display: block; margin-top: 1rem; }
 input { width: 100%; }
 #verdict { font-size: 1.15rem; font-weight: 600; background: var(--good); padding: .6rem .8rem; border-radius: .4rem; }
+#verdict.none { background: var(--bad); }
 .bars { position: relative; margin: 1rem 0; }
 .bar { display: flex; align-items: center; margin: .35rem 0; }
 .bar > span { flex: 0 0 4rem; }
 .track { flex: 1; display: flex; height: 1.6rem; position: relative; }
+.track div { flex: none; }
+.track span { padding-left: .5rem; white-space: nowrap; font-size: .9rem; }
 .budget { position: absolute; top: -.2rem; bottom: -.2rem; border-left: 2px dashed var(--ink); }
 .legend span { display: inline-block; margin-right: 1rem; white-space: nowrap; }
 .legend i { display: inline-block; width: .9rem; height: .9rem; margin-right: .3rem; vertical-align: -.1rem; }
@@ -49,7 +53,7 @@ p.note { color: var(--faint); }
 <p id="verdict" role="status"></p>
 <div class="bars" id="bars"></div>
 <p class="legend" id="legend"></p>
-<div class="scroll">
+<div class="scroll" tabindex="0" role="region" aria-label="All estimates">
 <table id="table"><caption>Estimated memory per rank, of each number of ranks and mode</caption></table>
 </div>
 <p class="note">Estimates of shardpass plan. The mode to take is the one with the least work and traffic of those that
@@ -100,7 +104,8 @@ function add(parent, tag, text) {
   return node;
 }
 function showBars(ranks, budget) {
-  const box = document.getElementById("bars"), widest = Math.max(...PLAN.rows.map((row) => row.peak)) * 1.02;
+  const box = document.getElementById("bars");
+  const widest = Math.max(...PLAN.rows.map((row) => row.peak)) * 1.4;  // with room for a number
   box.replaceChildren();
   for (const row of PLAN.rows.filter((row) => row.ranks === ranks)) {
     const bar = add(box, "div");
@@ -115,6 +120,7 @@ function showBars(ranks, budget) {
       piece.style.cssText = "background:" + PLAN.colours[term] + ";width:" + 100 * count / widest + "%";
       piece.title = term + ": " + bytesText(count);
     }
+    add(track, "span", bytesText(row.peak));
     if (budget !== null && budget < widest) {
       const line = add(track, "div");
       line.className = "budget";
@@ -126,13 +132,14 @@ function showTable(budget) {
   const table = document.getElementById("table"), take = best(budget);
   table.querySelectorAll("thead, tbody").forEach((part) => part.remove());
   const terms = Object.keys(PLAN.rows[0].terms), head = add(add(table, "thead"), "tr"), body = add(table, "tbody");
-  for (const name of ["ranks", "mode", ...terms, "loading", "peak", "fetched/epoch", ""]) add(head, "th", name);
+  for (const name of ["ranks", "mode", "peak", "", ...terms, "loading", "fetched/epoch"]) add(head, "th", name);
   for (const row of PLAN.rows) {
     const line = add(body, "tr");
     line.className = row === take ? "best" : fits(row, budget) ? "" : "large";
-    const counts = [...terms.map((term) => row.terms[term]), row.loading, row.peak, row.fetched];
-    for (const cell of [row.ranks, row.mode, ...counts.map(bytesText)]) add(line, "td", cell);
-    add(line, "td", row === take ? "take" : fits(row, budget) ? "" : "too large");
+    const mark = row === take ? "take" : fits(row, budget) ? "" : "too large";
+    const counts = [...terms.map((term) => row.terms[term]), row.loading, row.fetched];
+    const cells = [row.ranks, row.mode, bytesText(row.peak), mark, ...counts.map(bytesText)];
+    for (const cell of cells) add(line, "td", cell);
   }
 }
 function start() {
@@ -144,6 +151,7 @@ function start() {
     document.getElementById("ranks-text").textContent = chosen;
     document.getElementById("budget-text").textContent = budget === null ? "no bound" : bytesText(budget);
     document.getElementById("verdict").textContent = verdict(budget);
+    document.getElementById("verdict").className = best(budget) === null ? "none" : "";
     showBars(chosen, budget);
     showTable(budget);
   };
