@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
@@ -25,7 +25,7 @@ from shardpass.cli.new import write_script
 from shardpass.cli.partitioning import read_source, run_partition
 from shardpass.cli.plan_chart import draw_plan
 from shardpass.cli.plan_page import plan_page
-from shardpass.cli.planning import as_json, graph_of, prepare_files, title_of
+from shardpass.cli.planning import as_json, estimates_told, graph_of, prepare_files, title_of
 from shardpass.cli.proof.prove import prove_rank
 from shardpass.cli.restarts import train_with_restarts
 from shardpass.cli.training import train_rank
@@ -245,9 +245,9 @@ def plan(
         config = ModelConfig(model, layers, hidden, heads, dropout, batch_norm)
         built = config.build(*known_sizes(graph))
         torch.set_num_threads(1)  # dry runs are small
-        planned = sp.plan(
-            built, graph, ranks, mode, budget=budget, ranks_per_host=ranks_per_host  # type: ignore[arg-type]
-        )  # fmt: skip
+        modes: list[Any] = mode  # which the planner checks
+        with estimates_told() as told:
+            planned = sp.plan(built, graph, ranks, modes, budget=budget, ranks_per_host=ranks_per_host, progress=told)
         print(as_json(planned) if json else planned)
         if plot is not None:
             draw_plan(planned, title_of(config, graph), plot)

@@ -42,7 +42,7 @@ def _launcher_has_terminal() -> bool:
 class Steps:
     """Tells in lines how far a long command is, where there is no terminal for a bar; on a terminal it says nothing.
 
-    Each step is told when it begins, then its progress every few seconds, with the time left.
+    A step is told when it begins (if nothing of it is done yet), then every few seconds, with the time left.
 
     Args:
         console: where to.
@@ -51,17 +51,18 @@ class Steps:
 
     def __init__(self, console: Console, every: float = 10.0) -> None:
         self.console, self.every = console, every
-        self.step, self.began, self.told = "", 0.0, 0.0
+        self.step, self.first, self.began, self.told = "", 0, 0.0, 0.0
 
     def tell(self, step: str, done: int = 0, total: int = 1, text: str = "") -> None:
         """`done` of `total` units of `step` are done; `text` is told with that."""
         now = monotonic()
         if step != self.step:
-            self.step, self.began, self.told = step, now, now
-            self._print(f"{step} ...")
-        elif 0 < done < total and now - self.told >= self.every:
+            self.step, self.first, self.began, self.told = step, done, now, now
+            if not done:
+                self._print(f"{step} ...")
+        elif self.first < done < total and now - self.told >= self.every:
             self.told = now
-            left = (now - self.began) / done * (total - done)
+            left = (now - self.began) / (done - self.first) * (total - done)
             self._print(f"{step}: {done} of {total}{text}, about {left:.0f} s left")
 
     def _print(self, line: str) -> None:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
+from rich.console import Console
+
 import shardpass as sp
+from shardpass.cli.console import Steps
 from shardpass.cli.models import ModelConfig
 from shardpass.cli.pictures import prepare_picture
 from shardpass.core.dryrun import Estimate
@@ -24,6 +29,20 @@ def graph_of(store: Path | None, nodes: str | None, edges: str | None, *counts: 
     if store is not None or nodes is None or edges is None:
         raise ValueError("plan takes a store, or --nodes and --edges of a graph known by its counts")
     return sp.GraphCounts(parse_count(nodes), parse_count(edges), *counts)  # type: ignore[arg-type]
+
+
+@contextmanager
+def estimates_told() -> Iterator[Callable[[int, int], None]]:
+    """A block in which a plan is made; what tells how many estimates are done, on the standard error."""
+    console = Console(stderr=True, highlight=False)
+    steps = Steps(console)
+    with console.status("estimating") as status:
+
+        def progress(done: int, total: int) -> None:
+            status.update(f"estimating: {done} of {total}")
+            steps.tell("estimates", done, total)
+
+        yield progress
 
 
 def prepare_files(plot: Path | None, page: Path | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
@@ -11,7 +12,7 @@ import sys
 
 import pytest
 import torch
-from cli_helpers import passed, refused
+from cli_helpers import cli, passed, refused
 
 import shardpass as sp
 from shardpass.cli.plan_page import plan_page
@@ -28,6 +29,12 @@ def test_a_table_and_the_same_as_json():
     found = json.loads(passed("plan", *COUNTS, "--mode", "sar", "--budget", "1GiB", "--json"))
     (row,) = found["rows"]
     assert row["best"] and sum(row["terms"].values()) <= row["peak"] < found["budget"] == 1 << 30
+
+
+def test_a_long_plan_speaks_where_there_is_no_terminal(monkeypatch):
+    monkeypatch.setattr("shardpass.cli.console.monotonic", itertools.count(0, 8).__next__)
+    result = cli("plan", *COUNTS, "--ranks", "2", "--mode", "sar", "--mode", "keep")
+    assert result.stderr == "estimates: 3 of 4, about 8 s left\n" and result.stdout.startswith("ranks")
 
 
 def test_what_plan_cannot_do_is_said():
