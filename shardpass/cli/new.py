@@ -31,7 +31,7 @@ _DGL = {
     "wrap": "sp.dgl.wrap",
     "call": "model(graph, graph.x)",
 }
-_SCRIPT = Template('''\
+_SCRIPT = '''\
 """Train a $library model on a whole graph, on one rank or on several.
 
     $command partition demo:powerlaw:5000 parts    # once; instead of demo:... give your own graph
@@ -126,7 +126,7 @@ if __name__ == "__main__":
     parser.add_argument("--lr", type=float, default=0.01)
     parser.add_argument("--seed", type=int, default=0)
     train(sp.connect(), parser.parse_args())
-''')
+'''
 
 
 def write_script(file: Path, uses_dgl: bool) -> str:
@@ -140,5 +140,6 @@ def write_script(file: Path, uses_dgl: bool) -> str:
         raise ValueError(f"{file} is there already, and new does not overwrite: give another name, or remove it")
     prepare_target(file)
     command, name = typed_command(), shlex.quote(str(file))
-    file.write_text(_SCRIPT.substitute(_DGL if uses_dgl else _PYG, command="shardpass", file=file.name), "utf-8")
+    text = Template(_SCRIPT).substitute(_DGL if uses_dgl else _PYG, command="shardpass", file=file.name)
+    file.write_text(text, encoding="utf-8")
     return f"wrote {file}. Next:\n  {command} partition demo:powerlaw:5000 parts\n  python {name} parts"

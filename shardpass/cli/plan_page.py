@@ -10,7 +10,7 @@ import shardpass as sp
 from shardpass.cli.planning import COLOURS, row_of, segments
 from shardpass.core.ranks import MODES
 
-_PAGE = Template("""\
+_PAGE = """\
 <!doctype html>
 <html lang="en">
 <meta charset="utf-8">
@@ -175,7 +175,7 @@ function start() {
 if (typeof document !== "undefined") start();
 </script>
 </html>
-""")
+"""
 
 
 def plan_page(planned: sp.Plan, title: str) -> str:
@@ -189,4 +189,4 @@ def plan_page(planned: sp.Plan, title: str) -> str:
     rows = [{**row_of(row), "segments": segments(row), "order": MODES.index(row.mode)} for row in planned.rows]
     data = json.dumps({"budget": planned.budget, "rows": rows, "colours": COLOURS}).replace("</", "<\\/")
     left_out = " ".join(f"{mode}: {reason}." for mode, reason in planned.left_out.items())
-    return _PAGE.substitute(title=html.escape(title), plan=data, left_out=html.escape(left_out))
+    return Template(_PAGE).substitute(title=html.escape(title), plan=data, left_out=html.escape(left_out))
