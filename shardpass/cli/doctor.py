@@ -30,7 +30,7 @@ _PACKAGES = (
     ("mpi4py", "ranks under mpirun"),
     ("kaminpar", "partitioning with KaMinPar, the default method"),
     ("scikit-learn", "the demo"),
-    ("matplotlib", "the demo's chart"),
+    ("matplotlib", "pictures of the demo, of train and of plan"),
 )
 _REQUIRED = ("torch", "numpy", "safetensors")
 _DGL = "import dgl; print(dgl.__version__)"

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from shardpass.cli.console import output
+from shardpass.cli.console import Steps, output
 from shardpass.cli.graphs import demo_graph
 from shardpass.core.ranks import bytes_text
 from shardpass.data import GraphFiles, RawGraph, partition, read, stream_edge_list, stream_files, stream_tables
@@ -82,11 +82,13 @@ def run_partition(
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
     with Progress(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal) as bar:
         tasks: dict[str, Any] = {}
+        steps = Steps(console)
 
         def progress(stage: str, done: int, total: int) -> None:
             if stage not in tasks:
                 tasks[stage] = bar.add_task(_STAGES.get(stage, stage), total=total)
             bar.update(tasks[stage], completed=done, total=total)
+            steps.tell(_STAGES.get(stage, stage), done, total)
 
         progress("read", 0, 1)
         graph = read_graph()
