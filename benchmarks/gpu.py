@@ -149,7 +149,9 @@ def child(arguments: list[str], limit: float) -> tuple[int, str]:
 
 def ratio(records: list[Record], graph: str, model: str, system: str, key: str) -> float | None:
     """A system's figure over that of shardpass, in float32."""
-    found = {r["system"]: r.get(key) for r in records if (r["graph"], r["model"], r["dtype"]) == (graph, model, "float32")}
+    found = {
+        r["system"]: r.get(key) for r in records if (r["graph"], r["model"], r["dtype"]) == (graph, model, "float32")
+    }
     mine, other = found.get("shardpass"), found.get(system)
     return other / mine if mine and other else None
 
@@ -177,7 +179,10 @@ def bars(records: list[Record], kernels: list[Record], tests: tuple[int, str]) -
 
 def table(records: list[Record], bandwidth: float) -> list[str]:
     """The steps in Markdown."""
-    rows = ["| graph | model | dtype | system | ms | over bound | peak MiB | loss |", "|---|---|---|---|---|---|---|---|"]
+    rows = [
+        "| graph | model | dtype | system | ms | over bound | peak MiB | loss |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     for r in records:
         what = f"| {r['graph']} | {r['model']} | {r['dtype']} | {r['system']} |"
         if "problem" in r:
@@ -233,7 +238,14 @@ def run(device: torch.device, minutes: float, small: bool, folder: Path) -> list
     stem = folder / f"gpu-{datetime.date.today()}"
     content = {"machine": where, "bandwidth": bandwidth, "bars": found, "kernels": kernels, "steps": records}
     stem.with_suffix(".json").write_text(json.dumps(content, indent=1))
-    text = [f"# GPU, {datetime.date.today()}", "", "`python3 -m benchmarks.gpu`", "", *(f"- {one}" for one in found), ""]
+    text = [
+        f"# GPU, {datetime.date.today()}",
+        "",
+        "`python3 -m benchmarks.gpu`",
+        "",
+        *(f"- {one}" for one in found),
+        "",
+    ]
     text += [f"- {name}: {value}" for name, value in where.items()] + [f"- copies: {bandwidth / 1e9:.0f} GB/s", ""]
     stem.with_suffix(".md").write_text("\n".join([*text, *table(records, bandwidth)]) + "\n")
     draw(records, stem.with_suffix(".png"))
