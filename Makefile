@@ -1,4 +1,4 @@
-# make demo | test | test-long | bench | faults | mutants | coverage | docs | wheel | clean. The first call sets up .venv;
+# make demo | test | test-long | bench | faults | mutants | coverage | docs | wheel | gpu | clean. The first call sets up .venv;
 # later ones are quick.
 # Another interpreter: make PYTHON=python3.12 ...; other versions of packages: make CONSTRAINTS=constraints-oldest.txt ...
 
@@ -10,7 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS)
 
-.PHONY: help setup demo test lint docs test-long bench faults mutants coverage wheel clean
+.PHONY: help setup demo test lint docs test-long bench faults mutants coverage wheel gpu clean
 .DEFAULT_GOAL := help
 
 help:
@@ -21,6 +21,7 @@ help:
 	@echo "make faults     faults injected into running jobs, 200 on Linux; writes benchmarks/reports/"
 	@echo "make mutants    small defects put into the code, about 2,600: do the tests notice? About two hours; a report"
 	@echo "make coverage   which lines and branches of the same modules the same tests reach"
+	@echo "make gpu        on a machine with a GPU, in nine minutes: its tests, and figures beside PyG; installs nothing"
 	@echo "make wheel      build the wheel and the source archive, and try each in an empty environment"
 	@echo "make clean      remove .venv and everything made"
 
@@ -98,6 +99,11 @@ wheel: setup
 		venv/bin/shardpass train parts --ranks 2 --epochs 2; \
 		cd $(CURDIR); rm -rf $$empty; \
 	done
+
+# With the Python of the machine, or GPU_PYTHON=...: whoever has a GPU has a torch that fits it.
+GPU_PYTHON ?= python3
+gpu:
+	$(GPU_PYTHON) -m benchmarks.gpu
 
 clean:
 	rm -rf $(VENV) build dist site out demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -2,10 +2,10 @@
 
     make gpu        # or: python3 -m benchmarks.gpu
 
-It takes whatever Python, torch, triton and PyG are there, and installs nothing. Every step is a process of its own with a
-limit of time, so that one that fails or hangs leaves the others their results. Four models make training steps (forward
-and backward, float32 and autocast to bfloat16) by shardpass, by PyG as it is and by PyG under `torch.compile`. The bound
-of a step is the time in which the card copies the bytes that the messages of its layers must move; see `kernels`.
+It takes whatever Python, torch, triton and PyG are there, and installs nothing. Every step is a process of its own with
+a limit of time, so that one that fails or hangs leaves the others their results. Four models make training steps
+(forward and backward, float32 and autocast to bfloat16) by shardpass, by PyG as it is and by PyG under `torch.compile`.
+The bound of a step is the time in which the card copies the bytes that its messages must move; see `kernels`.
 """
 
 from __future__ import annotations

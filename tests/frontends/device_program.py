@@ -1,4 +1,4 @@
-"""One rank's programs: models on the fake device against the whole graph on the CPU."""
+"""One rank's programs: models on a device, a GPU or the fake one, against the whole graph on the CPU."""
 
 from __future__ import annotations
 
@@ -29,16 +29,18 @@ def whole_graph() -> Data:
     return Data(edge_index=GRAPH.edge_index, num_nodes=GRAPH.num_nodes, **GRAPH.node, **GRAPH.edge)
 
 
-def on_the_device() -> Ranks:
-    """Ranks whose tensors are on the device, and travel between devices."""
-    device = torch.device(fake.NAME, 0)
-    return Ranks(TorchCommunicator.from_group(device=device, direct=f"cpu:gloo,{fake.NAME}:gloo"))
+def on_the_device(kind: str) -> Ranks:
+    """Ranks whose tensors are on the device. On the fake one, tensors travel between devices."""
+    if kind == fake.NAME:
+        fake.register()
+        device = torch.device(fake.NAME, 0)
+        return Ranks(TorchCommunicator.from_group(device=device, direct=f"cpu:gloo,{fake.NAME}:gloo"))
+    return Ranks(TorchCommunicator.from_group(device=torch.device(kind, 0)))
 
 
-def compare(comm: Any, store: str, mode: str) -> tuple[dict[str, float], list[str]]:
+def compare(comm: Any, kind: str, store: str, mode: str) -> tuple[dict[str, float], list[str]]:
     """The largest error of each case, and the copies with rows that a second step made over the host."""
-    keep = fake.register()
-    ranks = on_the_device()
+    ranks = on_the_device(kind)
     graph = sp.load(store, ranks, sp.Options(mode=mode))
     errors: dict[str, float] = {}
     copies: set[str] = set()
@@ -68,29 +70,28 @@ def compare(comm: Any, store: str, mode: str) -> tuple[dict[str, float], list[st
             grad = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
             pairs.append((ranks.all_reduce(grad, "sum", parameter), whole.parameters[parameter]))
         errors[name] = max(float((a.detach().cpu() - b).abs().max()) for a, b in pairs if b.numel())
-    del keep
     return errors, sorted(copies)
 
 
 class Model(nn.Module):
     """Norms, dropout, a readout and two kinds of layers."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float) -> None:
         super().__init__()
         self.first, self.second = SAGEConv(6, 8), GATConv(8, 3)
-        self.norm = nn.BatchNorm1d(8)
+        self.norm, self.dropout = nn.BatchNorm1d(8), dropout
 
     def forward(self, x: torch.Tensor, edges: Any) -> torch.Tensor:
         """Classes of nodes."""
         h = torch.relu(self.norm(self.first(x, edges)))
-        return self.second(nn.functional.dropout(h, 0.3, self.training), edges)
+        return self.second(nn.functional.dropout(h, self.dropout, self.training), edges)
 
 
-def train(ranks: Ranks, store: str, folder: str) -> dict[str, Any]:
+def train(ranks: Ranks, dropout: float, store: str, folder: str) -> dict[str, Any]:
     """What two epochs, a checkpoint, metrics, an inference and a loader give."""
     graph = sp.load(store, ranks)
     torch.manual_seed(1)
-    model = sp.pyg.wrap(Model().double().to(ranks.device), ranks)
+    model = sp.pyg.wrap(Model(dropout).double().to(ranks.device), ranks)
     sp.sync_parameters(model, ranks)
     optimizer = torch.optim.Adam(model.parameters())
     losses = []
@@ -127,10 +128,8 @@ def train(ranks: Ranks, store: str, folder: str) -> dict[str, Any]:
     }
 
 
-def train_on_both(comm: Any, store: str, folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def train_on_both(comm: Any, kind: str, store: str, folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """The same on the CPU and on the device."""
-    keep = fake.register()
-    on_cpu = train(comm, store, f"{folder}/cpu")
-    on_device = train(on_the_device(), store, f"{folder}/device")
-    del keep
-    return on_cpu, on_device
+    dropout = 0.3 if kind == fake.NAME else 0.0  # a GPU draws other numbers
+    ranks = on_the_device(kind)  # before the first backward, which starts a thread for each device
+    return train(comm, dropout, store, f"{folder}/cpu"), train(ranks, dropout, store, f"{folder}/device")

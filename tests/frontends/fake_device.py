@@ -140,8 +140,13 @@ class _Module:
         pass
 
 
-def register() -> list[torch.library.Library]:
-    """Make the device known to torch, for the rest of this process. Keep what is returned as long as it is used."""
+_LIBRARIES: list[torch.library.Library] = []
+
+
+def register() -> None:
+    """Make the device known to torch, for the rest of this process."""
+    if _LIBRARIES:
+        return
     backend_registration._setup_privateuseone_for_python_backend(NAME, _Module())
     library = torch.library.Library("aten", "IMPL")
     for name in torch._C._dispatch_get_all_op_names():
@@ -155,7 +160,7 @@ def register() -> list[torch.library.Library]:
         return target
 
     library.impl("_copy_from", copy_from, "PrivateUse1")
-    return [library]
+    _LIBRARIES.append(library)  # what is registered lasts as long as it
 
 
 def _factory(name: str) -> Any:
