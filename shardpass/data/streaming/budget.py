@@ -6,8 +6,10 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+from shardpass.data.team import Team
 
 Report = Callable[[str, int, int], None]
 """Called as `report(stage, done, total)`."""
@@ -21,12 +23,14 @@ _BYTES_PER_EDGE = 200  # of an edge while a block is dealt out to the buckets
 class Budget:
     """Memory for edges while a graph in files is partitioned; arrays with a number per node come on top.
 
-    scratch: a folder for temporary files. memory_bytes: for edges. report: told of the progress.
+    scratch: a folder for temporary files. memory_bytes: for edges, of each rank. report: told of the progress.
+    team: the ranks that do the work.
     """
 
     scratch: Path = Path(tempfile.gettempdir())
     memory_bytes: int = MEMORY_BYTES
     report: Report = lambda stage, done, total: None
+    team: Team = field(default_factory=Team)
 
     @property
     def bucket_records(self) -> int:
@@ -35,8 +39,13 @@ class Budget:
 
     @property
     def block_edges(self) -> int:
-        """Edges that are read at once."""
-        return max(1, self.memory_bytes // _BYTES_PER_EDGE)
+        """Edges that a rank reads at once, so few that one rank could get those of all."""
+        return max(1, self.memory_bytes // _BYTES_PER_EDGE // self.team.size)
+
+    @property
+    def alone(self) -> Budget:
+        """The same for this rank alone."""
+        return replace(self, team=Team())
 
     def file(self) -> Path:
         """A new temporary file."""
@@ -45,11 +54,14 @@ class Budget:
         return Path(name)
 
     def require_disk(self, num_bytes: int, what: str) -> None:
-        """Return when the disk has room for `num_bytes` of temporary files.
+        """Return when the disk has room for `num_bytes` of temporary files. Collective.
 
         Raises:
             ValueError: when it has not.
         """
+        self.team.together("room for temporary files", lambda: self._require_disk(num_bytes, what))
+
+    def _require_disk(self, num_bytes: int, what: str) -> None:
         free = shutil.disk_usage(self.scratch).free
         if num_bytes > free:
             raise ValueError(
