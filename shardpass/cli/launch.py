@@ -13,6 +13,7 @@ from pathlib import Path
 from time import sleep
 from typing import Literal, NoReturn, TypeVar
 
+from shardpass.backends import DEFAULT_TIMEOUT
 from shardpass.backends.failure import reason_of
 from shardpass.backends.launch import detect
 from shardpass.cli.console import fail, sentence, shows_tracebacks
@@ -36,13 +37,20 @@ def _is_launched() -> bool:
     return launch.kind != "none" and launch.size > 1
 
 
-def run_ranks(work: Callable[[Ranks, C], T], config: C, backend: Backend, ranks: int | None) -> T:
+def run_ranks(
+    work: Callable[[Ranks, C], T],
+    config: C,
+    backend: Backend,
+    ranks: int | None,
+    timeout: float = DEFAULT_TIMEOUT,
+) -> T:
     """What ``work(comm, config)`` returned on this rank, or on rank 0 if the ranks are started here.
 
     Args:
         work: a function at module level.
         backend: ``"auto"`` takes the ranks of the launcher if one started this process, else starts threads.
         ranks: number of ranks to start, or to expect from the launcher.
+        timeout: seconds that a wait for another rank may take.
 
     Raises:
         ValueError: the backend contradicts the launcher or the number of ranks.
@@ -56,8 +64,8 @@ def run_ranks(work: Callable[[Ranks, C], T], config: C, backend: Backend, ranks:
     if starts_threads(backend, ranks):
         backend = "threads"
     if backend == "threads" or backend == "processes":
-        return spawn(work, ranks or 1, backend, args=(config,))[0]
-    comm = connect(backend, ranks=ranks)
+        return spawn(work, ranks or 1, backend, args=(config,), timeout=timeout)[0]
+    comm = connect(backend, ranks=ranks, timeout=timeout)
     try:
         return work(comm, config)
     except Exception as error:

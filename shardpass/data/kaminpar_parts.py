@@ -8,6 +8,7 @@ and where the last ones end, the neighbours, the weights of nodes, and the weigh
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -34,6 +35,8 @@ kaminpar.reseed(int(seed))
 numpy.asarray(partitioner.compute_partition(graph, int(parts), imbalance), numpy.int32).tofile(result)
 """
 """It runs in a process of its own, since what KaMinPar finds depends on what it did before in the same process."""
+_ENVIRONMENT = ("HOME", "LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH")
+"""What it sees of the environment: the parts have changed with the number of variables, of which launchers set many."""
 
 
 def kaminpar_parts(
@@ -63,8 +66,11 @@ def kaminpar_parts(
     def cut() -> Tensor:
         budget.report("assign", 0, 1)
         numbers = map(str, (parts, _IMBALANCE, seed, threads))
-        command = [sys.executable, "-c", _RUN, str(path), str(result), *numbers]
-        ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+        command = [sys.executable, "-c", _RUN, path.name, result.name, *numbers]
+        env = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+        ended = subprocess.run(
+            command, cwd=path.parent, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+        )
         if ended.returncode:
             raise ShardpassError(_failure(ended.returncode, ended.stderr))
         return torch.from_numpy(np.fromfile(result, np.int32))
