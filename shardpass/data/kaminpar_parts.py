@@ -97,7 +97,7 @@ def write_parhip(adjacency: Adjacency, parts: int, budget: Budget, node_weights:
     num_nodes = adjacency.num_nodes
     node_type = np.dtype(np.uint32 if num_nodes <= INT32_LIMIT else np.uint64)
     budget.require_disk(2 * adjacency.total * (node_type.itemsize + 4) + 16 * num_nodes, "the graph for KaMinPar")
-    runs = adjacency.merged_runs()
+    runs = adjacency.runs()
     if budget.team.rank:
         list(runs)  # of which this rank merges some, for rank 0
         adjacency.close()
@@ -106,13 +106,14 @@ def write_parhip(adjacency: Adjacency, parts: int, budget: Budget, node_weights:
     first = _HEADER_BYTES + 8 * (num_nodes + 1)  # byte at which the neighbours begin
     at, multiplicities = first, set[int]()
     with open(path, "r+b") as file, open(weights_path, "r+b") as weights:
-        for (first_node, starts, neighbours), multiplicity in runs:
+        for first_node, starts, neighbours, multiplicity in runs:
             file.seek(_HEADER_BYTES + 8 * first_node)
             (at + starts * node_type.itemsize).astype(np.uint64).tofile(file)
             file.seek(at)
             neighbours.astype(node_type).tofile(file)
             multiplicity.astype(np.int32).tofile(weights)
-            multiplicities.update(np.unique(multiplicity).tolist())
+            if len(multiplicity):
+                multiplicities |= {int(multiplicity.min()), int(multiplicity.max())}
             at += len(neighbours) * node_type.itemsize
         adjacency.close()
         file.seek(at)

@@ -29,12 +29,15 @@ place in backward; for each node where its edges begin, in both orders, and its 
 class Run(NamedTuple):
     """The neighbours of the nodes first, first + 1, ...: those of the i-th are `neighbours[starts[i] : starts[i + 1]]`.
 
-    A node is a neighbour whatever the direction of the edge. Parallel edges count as many, self-loops not at all.
+    They ascend. A node is a neighbour whatever the direction of the edge. Self-loops do not count.
+
+    multiplicity: how many edges each neighbour stands for, int64.
     """
 
     first: int
     starts: Array
     neighbours: Array
+    multiplicity: Array
 
 
 class Adjacency:
@@ -76,32 +79,17 @@ class Adjacency:
             self._all = to_run(0, self.num_nodes, torch.cat([src, dst]).numpy(), torch.cat([dst, src]).numpy())
 
     def runs(self) -> Iterator[Run]:
-        """All nodes in ascending order."""
+        """All nodes in ascending order, on rank 0. The other ranks help and are given nothing. Collective."""
+        team = self.budget.team
         if self._buckets is None:
             yield self._all
             return
-        for bucket in range(len(self._buckets)):
-            yield _run_of(self._buckets, bucket)
-
-    def merged_runs(self) -> Iterator[tuple[Run, Array]]:
-        """All nodes in ascending order, as `merged`, on rank 0. The others help and are given nothing. Collective."""
-        team = self.budget.team
-        if self._buckets is None or team.size == 1:
-            yield from map(merged, self.runs())
-            return
         for first in range(0, len(self._buckets), team.size):
-            run, multiplicity = team.together("merging edges", partial(self._merged, first + team.rank))
-            columns = [team.to_first("merged edges", array) for array in (run.starts, run.neighbours, multiplicity)]
-            for bucket, (starts, neighbours, found) in enumerate(zip(*columns), first):
+            _, *own = team.together("merging edges", partial(_run_of, self._buckets, first + team.rank))
+            columns = [team.to_first("merged edges", array) for array in own]
+            for bucket, arrays in enumerate(zip(*columns), first):
                 if team.rank == 0 and bucket < len(self._buckets):
-                    yield Run(int(self._buckets.starts[bucket]), starts, neighbours), found
-
-    def _merged(self, bucket: int) -> tuple[Run, Array]:
-        """The nodes of a bucket, or none behind the last bucket."""
-        assert self._buckets is not None
-        if bucket >= len(self._buckets):
-            return Run(0, *np.empty((2, 0), np.int64)), np.empty(0, np.int64)
-        return merged(_run_of(self._buckets, bucket))
+                    yield Run(int(self._buckets.starts[bucket]), *arrays)
 
     def weights(self, parts: int, given: Tensor | None = None) -> Tensor:
         """What each node weighs, int64 [num_nodes], so that what ranks hold is balanced: `given`, or bytes.
@@ -142,6 +130,9 @@ class Adjacency:
 
 
 def _run_of(buckets: Buckets, bucket: int) -> Run:
+    """The nodes of a bucket, or none behind the last one."""
+    if bucket >= len(buckets):
+        return Run(0, *np.empty((3, 0), np.int64))
     first, last = (int(node) for node in buckets.starts[bucket : bucket + 2])
     records = buckets.read(bucket)
     return to_run(first, last - first, records["node"], records["neighbour"])
@@ -175,16 +166,8 @@ def _row_bytes(fields: Mapping[str, Field]) -> int:
 def to_run(first: int, count: int, nodes: Array, neighbours: Array) -> Run:
     """The run of `count` nodes from pairs (node, neighbour) in any order."""
     keep = nodes != neighbours
-    rows, order = torch.sort(torch.from_numpy(nodes[keep] - first).int())
-    starts = torch.searchsorted(rows, torch.arange(count + 1, dtype=torch.int32))
-    return Run(first, starts.numpy(), neighbours[keep][order.numpy()])
-
-
-def merged(run: Run) -> tuple[Run, Array]:
-    """A run without parallel edges, its neighbours in ascending order, and how many edges each stands for, int64."""
-    count = len(run.starts) - 1
-    stride = int(run.neighbours.max(initial=0)) + 1
-    rows = np.repeat(np.arange(count), np.diff(run.starts))
-    keys, multiplicity = np.unique(rows * stride + run.neighbours, return_counts=True)
-    starts = np.searchsorted(keys, np.arange(count + 1) * stride)
-    return Run(run.first, starts, keys % stride), multiplicity
+    rows, neighbours = nodes[keep].astype(np.int64) - first, neighbours[keep]
+    bits = int(neighbours.max(initial=0)).bit_length()
+    pairs, multiplicity = np.unique((rows << bits) | neighbours, return_counts=True)
+    starts = np.searchsorted(pairs, np.arange(count + 1) << bits)
+    return Run(first, starts, pairs & ((1 << bits) - 1), multiplicity)
