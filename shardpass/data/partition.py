@@ -8,7 +8,7 @@ import os
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,7 +86,9 @@ def partition(
     """
     target, team = Path(os.path.abspath(path)), Team(comm)
     num_bytes = _memory(memory_bytes)
-    facts = {"path": str(target), "parts": parts, "method": method, "seed": seed, "memory_bytes": num_bytes}
+    named = is_dataclass(data) if isinstance(data, GraphFiles) else isinstance(data, str | os.PathLike)
+    facts: dict[str, Any] = {"data": str(data) if named else type(data).__name__, "path": str(target), "parts": parts}
+    facts |= {"method": method, "seed": seed, "memory_bytes": num_bytes}
     team.agree("partition", facts)
     team.only_first("partition", lambda: check_target(target, overwrite), None)
     doubts = Doubts()
@@ -151,7 +153,7 @@ def _opened(data: Any, budget: Budget, node_id: str | None) -> RawGraph:
     if files is None:
         graph = read(data, node_id=node_id)
     else:
-        graph = budget.team.first("the graph", lambda: files.open(budget.alone))
+        graph = files.open_together(budget)
         graph = budget.team.together("the graph", lambda: graph.validate(budget.team.share))
     graph = replace(graph, names={kind: _names(kind, names, budget) for kind, names in graph.names.items()})
     budget.report("read", 1, 1)

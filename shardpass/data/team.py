@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardpass.core.ranks import Ranks, fail_together
-from shardpass.data.file_rows import FileRows, blocks
+from shardpass.data.file_rows import FileRows, RowWriter, blocks
 from shardpass.errors import DivergenceError, MissingDependencyError, ShardpassError, StoreError
 
 T = TypeVar("T")
@@ -51,6 +53,30 @@ class Team:
         found = self._comm.all_gather(torch.from_numpy(packed.copy()).to(self._comm.device), label)[0].cpu()
         unpacked: T = self.together(label, lambda: pickle.loads(found.numpy().data))
         return unpacked
+
+    def joined(self, writer: RowWriter) -> FileRows:
+        """The rows that all ranks have written, those of lower ranks first, in one file.
+
+        Raises:
+            ValueError: when they have several shapes or dtypes.
+        """
+        if self._comm is None:
+            return writer.rows()
+        pieces = self.gather("rows", [str(writer.path), writer.count, writer.dtype.str, writer.row_shape])
+        kinds = [kind for _, count, *kind in pieces if count] or [pieces[0][2:]]
+
+        def join() -> FileRows:
+            if any(kind != kinds[0] for kind in kinds):
+                raise ValueError(f"{writer.name}: rows of the kinds {kinds} (dtype, shape); expected one kind")
+            with open(writer.path, "ab") as whole:
+                for path, *_ in pieces[1:]:
+                    with open(path, "rb") as piece:
+                        shutil.copyfileobj(piece, whole, 1 << 24)
+                    os.unlink(path)
+            shape = sum(count for _, count, *_ in pieces), *kinds[0][1]
+            return FileRows.of_numbers(writer.path, np.dtype(kinds[0][0]), shape, writer.name)
+
+        return self.first("rows", join)
 
     def gather(self, label: str, value: Any) -> list[Any]:
         """The value of each rank, in rank order. It must be representable in JSON."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import importlib
 from pathlib import Path
@@ -42,14 +43,41 @@ def tables(folder: Path) -> GraphFiles:
     return stream_tables(folder / "edges.parquet", folder / "nodes.parquet")
 
 
-@pytest.mark.parametrize("kind", ["random", "metis", "kaminpar", "few", "typed", "named"])
+def parquet(folder: Path) -> GraphFiles:
+    """Edges in two files, features in lists, and row groups that ranks share."""
+    table = pytest.importorskip("pyarrow").table
+    write = __import__("pyarrow.parquet").parquet.write_table
+    edges, x = random_edges(300, 4000), np.random.default_rng(0).standard_normal((300, 3)).astype(np.float32)
+    (folder / "edges").mkdir()
+    for number, (start, stop) in enumerate([(0, 900), (900, 4000)]):
+        src, dst = edges[:, start:stop]
+        columns = {"src": src, "dst": dst, "weight": np.arange(start, stop) / 7}
+        write(table(columns), folder / "edges" / f"{number}.parquet", row_group_size=700)
+    write(table({"x": x.tolist(), "id": np.arange(300)}), folder / "x.parquet", row_group_size=40)
+    write(table({"y": np.arange(300)}), folder / "y.parquet")
+    return stream_edge_list(folder / "edges", features=folder / "x.parquet", labels=folder / "y.parquet")
+
+
+def text(folder: Path, suffix: str = "") -> GraphFiles:
+    """Lines of several lengths, a header, a comment and an empty line."""
+    src, dst = random_edges(300, 4000)
+    lines = [f"{a},{b},{i / 7:.{i % 5}f}" for i, (a, b) in enumerate(zip(src, dst))]
+    lines[3000:3000] = ["# a comment", ""]
+    words, path = "src,dst,weight\n" + "\n".join(lines), folder / f"edges.csv{suffix}"
+    path.write_bytes(gzip.compress(words.encode()) if suffix else words.encode())
+    return stream_edge_list(path, num_nodes=300)
+
+
+@pytest.mark.parametrize("kind", ["random", "metis", "kaminpar", "few", "typed", "named", "parquet", "text", "gz"])
 def test_one_process_or_many(tmp_path, kind):
     if kind in ("metis", "kaminpar"):
         pytest.importorskip({"metis": "pymetis"}.get(kind, kind))
     if kind == "typed":
         source = Typed(bipartite())
-    elif kind == "named":
-        source = tables(tmp_path)
+    elif kind in ("named", "parquet", "text"):
+        source = {"named": tables, "parquet": parquet, "text": text}[kind](tmp_path)
+    elif kind == "gz":
+        source = text(tmp_path, ".gz")
     else:
         num_nodes, num_edges = (7, 9) if kind == "few" else (300, 4000)
         source = stream_edge_list(**files(tmp_path, num_nodes, random_edges(num_nodes, num_edges)))
@@ -83,6 +111,10 @@ def test_a_wrong_id_is_told_with_its_place(tmp_path):
     with pytest.raises(ValueError, match=r"edges\.npy: source ids .* 300 at position 1999 .* \(found on rank 1\)"):
         on_ranks(4, source, tmp_path / "store", 5)
     assert left_behind(tmp_path) == []
+    words = (tmp_path / "edges.csv", "0,1\n" * 3000 + "0,x\n" + "1,0\n" * 1000)
+    words[0].write_text(words[1])
+    with pytest.raises(ValueError, match=r"edges\.csv .*, in the rows from 2001 on: .*'x' .* at row 999, column 2"):
+        on_ranks(2, stream_edge_list(words[0], num_nodes=2), tmp_path / "store", 2)
 
 
 def test_what_one_rank_cannot_write_ends_all(tmp_path, monkeypatch):

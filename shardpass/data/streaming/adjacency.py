@@ -79,7 +79,7 @@ class Adjacency:
             self._all = to_run(0, self.num_nodes, torch.cat([src, dst]).numpy(), torch.cat([dst, src]).numpy())
 
     def runs(self) -> Iterator[Run]:
-        """All nodes in ascending order, on rank 0. The other ranks help and are given nothing. Collective."""
+        """All nodes in ascending order, once, on rank 0. The other ranks help and are given nothing. Collective."""
         team = self.budget.team
         if self._buckets is None:
             yield self._all
@@ -134,7 +134,7 @@ def _run_of(buckets: Buckets, bucket: int) -> Run:
     if bucket >= len(buckets):
         return Run(0, *np.empty((3, 0), np.int64))
     first, last = (int(node) for node in buckets.starts[bucket : bucket + 2])
-    records = buckets.read(bucket)
+    records = buckets.read(bucket, remove=True)
     return to_run(first, last - first, records["node"], records["neighbour"])
 
 

@@ -50,7 +50,8 @@ class Buckets:
         self.folder = Path(tempfile.mkdtemp(dir=scratch))
         self._paths = [self.folder / f"bucket-{i:05d}" for i in range(len(self))]
         by_owner = np.argsort(owners, kind="stable")
-        self._place = np.argsort(by_owner)  # the files of a rank follow each other
+        # by the number of starts that a key has reached; the files of a rank follow each other
+        self._place = np.concatenate([[0], np.argsort(by_owner)]).astype(np.int32)
         self._first = np.searchsorted(owners[by_owner], np.arange(team.size + 1))
         self._own = by_owner[slice(*self._first[team.rank : team.rank + 2])]
 
@@ -79,8 +80,8 @@ class Buckets:
 
     def _dealt(self, keys: Array, records: Array) -> tuple[list[Array], list[Array]]:
         """For each rank the records of its files, one file after the other, and how many are of each file."""
-        places = torch.from_numpy(self._place[np.searchsorted(self.starts, keys, side="right") - 1])
-        order = torch.sort(places.int(), stable=True).indices.numpy()
+        places = torch.from_numpy(self._place[np.searchsorted(self.starts, keys, side="right")])
+        order = torch.sort(places, stable=True).indices.numpy()
         counts = torch.bincount(places, minlength=len(self)).numpy()
         ends = np.concatenate([np.zeros(1, np.int64), counts.cumsum()])[self._first]
         return np.split(records[order], ends[1:-1]), np.split(counts, self._first[1:-1])
@@ -96,16 +97,15 @@ class Buckets:
                     for piece in pieces:
                         file.write(piece.data)
 
-    def read(self, bucket: int) -> Array:
-        """The records of a file."""
+    def read(self, bucket: int, remove: bool = False) -> Array:
+        """The records of a file, which is deleted then if you say so."""
         path = self._paths[bucket]
-        return np.fromfile(path, self.record) if path.exists() else np.empty(0, self.record)
+        records = np.fromfile(path, self.record) if path.exists() else np.empty(0, self.record)
+        if remove:
+            path.unlink(missing_ok=True)
+        return records
 
     def of_range(self, start: int, stop: int) -> range:
         """The buckets whose keys are in `[start, stop)`; both must be starts of ranges."""
         first, last = np.searchsorted(self.starts, [start, stop])
         return range(int(first), int(last))
-
-    def remove(self, bucket: int) -> None:
-        """Delete a file."""
-        self._paths[bucket].unlink(missing_ok=True)

@@ -99,8 +99,7 @@ class EdgesByPart:
 
     def _sorted(self, bucket: int, first: int, last: int) -> tuple[Array, Array]:
         """The records of a bucket by (source part, row, edge id), and how many there are of each source part."""
-        records = self._buckets.read(bucket)
-        self._buckets.remove(bucket)
+        records = self._buckets.read(bucket, remove=True)
         records["dst"] -= first
         src_parts = self._src_parts(records)
         # the records come in the order of edge ids, and a stable sort keeps this order among equal keys
