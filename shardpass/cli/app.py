@@ -111,11 +111,17 @@ def partition(
     dst: Annotated[str | None, typer.Option(help="With names: the column of destinations (default: dst).")] = None,
     drop: Annotated[list[str] | None, typer.Option(help="Leave out this field (may be repeated).")] = None,
     threads: Annotated[int, typer.Option(help="kaminpar: with more than 1, the parts differ from run to run.")] = 1,
-    memory: Annotated[float, typer.Option(help="Edge lists, OGB: GiB for edges; the rest goes through files.")] = 1.0,
+    memory: Annotated[
+        float, typer.Option(help="Files: GiB for edges on each rank; the rest goes through temporary files.")
+    ] = 1.0,
+    ranks: Annotated[
+        int | None,
+        typer.Option(min=1, help="Files: threads to start here that share the work, or the launcher's ranks."),
+    ] = None,
 ) -> None:
     """Cut a graph into parts and write them to a directory.
 
-    Alone, or under `mpirun -n N` or `torchrun --nproc-per-node N --no-python` if the graph is in files.
+    A graph in files is shared out under `mpirun -n N` or `torchrun --nproc-per-node N --no-python`.
     """
     masks = {"train_mask": train_mask, "val_mask": val_mask, "test_mask": test_mask}
     beside = {"features": features, "labels": labels, "weights": weights, "num_nodes": num_nodes}
@@ -125,7 +131,7 @@ def partition(
         read = partial(read_source, input, drop or (), masks, names, tables, **beside)
         options["memory_bytes"] = int(memory * 2**30)
         config = PartitionConfig(read, output, parts, assignment, node_weights, options)
-        run_ranks(partition_rank, config, "auto", None, timeout=_LONGEST_WAIT)
+        run_ranks(partition_rank, config, "auto", ranks, timeout=_LONGEST_WAIT)
 
 
 @app.command()
