@@ -71,7 +71,7 @@ def partition_files(folder: Path, num_nodes: int, limit: int) -> Record:
         "seconds": time.monotonic() - start, "cpu_seconds": sum(one.ru_utime + one.ru_stime for one in used),
         **peaks(peak), "kaminpar_resident_bytes": used[1].ru_maxrss * 1024,
         "store_bytes": sum(file.stat().st_size for file in (folder / "store").iterdir()),
-        "cut": sp.inspect(folder / "store").num_cut_edges / max(1, sum(manifest.num_edges.values())),
+        "cut": sum(manifest.cut_edges.values()) / max(1, sum(manifest.num_edges.values())),
     }  # fmt: skip
 
 

@@ -29,6 +29,7 @@ from shardpass.backends.identity import (
     HEADER_BYTES,
     HEADER_LANE,
     INLINE_BYTES,
+    ON_DEVICE,
     OPS,
     PAYLOAD_LANE,
     Header,
@@ -60,10 +61,39 @@ class BaseCommunicator(RawCommunicator):
             return self._copy_to_self(send, to, recv, source, tag, label)
         steps = []
         if recv is not None:
-            steps.append(self._start_receive(recv, source, header_of("exchange", tag, recv, label=label)))
+            order = self._order("recv", source, recv)
+            steps.append(self._start_receive(recv, source, header_of("exchange", tag, recv, root=order, label=label)))
         if send is not None:
-            steps.append(self._start_send(send, to, header_of("exchange", tag, send, label=label)))
+            order = self._order("send", to, send)
+            steps.append(self._start_send(send, to, header_of("exchange", tag, send, root=order, label=label)))
+        if self.is_direct:
+            steps += self._start_moving(send, to, recv, source, steps)
         return ExchangeHandle(self, steps)
+
+    def _order(self, side: str, peer: int, tensor: Tensor) -> int:
+        """The place of a message among those that are matched by their order, from 1; 0 if it is not one of them."""
+        if not self.is_direct or tensor.nbytes <= INLINE_BYTES:
+            return 0
+        self._moved[side, peer] += 1
+        return self._moved[side, peer]
+
+    def _start_moving(
+        self, send: Tensor | None, to: int, recv: Tensor | None, source: int, steps: Sequence[Step]
+    ) -> list[Step]:
+        """Start the payloads between devices. Their headers come first in `steps`, and are waited for first."""
+        sends = [(_bytes(send), to)] if send is not None and send.nbytes > INLINE_BYTES else []
+        receives = [(_bytes(recv), source)] if recv is not None and recv.nbytes > INLINE_BYTES else []
+        if not sends and not receives:
+            return []
+        position, _ = steps[0]
+        with self.waiting(position):
+            moving = self._raw_move(sends, receives)
+
+        def complete(seconds: float) -> None:
+            for transfer in moving:
+                transfer.wait(seconds)
+
+        return [(position, complete)]
 
     def _checked(self, tensor: Tensor | None, peer: int, side: str, tag: int, label: str) -> Tensor | None:
         if tensor is None or tensor.numel() == 0:
@@ -98,13 +128,14 @@ class BaseCommunicator(RawCommunicator):
     def _start_receive(self, recv: Tensor, source: int, header: Header) -> Step:
         raw = torch.empty(HEADER_BYTES, dtype=torch.uint8)
         landing, is_inline = self._staged(recv), recv.nbytes <= INLINE_BYTES
+        is_apart = is_inline or self.is_direct
         count = self._tally.add("recv", source, header.number)
         awaits = message_name("send", self.rank, header.number)
         position = Position(Words(header, f" from rank {source}"), awaits, count, source)
         call = self.calls.begin(self.path, "recv", header, source, count, recv.nbytes)
         with self.waiting(position):
             arriving = self._raw_receive(raw, source, MessageKey(HEADER_LANE, header.number, HEADER_BYTES))
-            pieces = [] if is_inline else self._receive_pieces(landing, source, header, PAYLOAD_LANE)
+            pieces = [] if is_apart else self._receive_pieces(landing, source, header, PAYLOAD_LANE)
 
         def complete(seconds: float) -> None:
             call.wait()
@@ -113,7 +144,7 @@ class BaseCommunicator(RawCommunicator):
             if problem is not None:
                 self.diverge(problem)
             if is_inline:
-                landing.view(-1).view(torch.uint8).copy_(raw[-INLINE_BYTES:][: recv.nbytes])
+                _bytes(landing).copy_(raw[-INLINE_BYTES:][: recv.nbytes])
             for piece in pieces:
                 piece.wait(seconds)
             _copy_into(recv, landing)
@@ -123,7 +154,7 @@ class BaseCommunicator(RawCommunicator):
 
     def _start_send(self, send: Tensor, to: int, header: Header) -> Step:
         is_inline = send.nbytes <= INLINE_BYTES
-        payload = self._staged(send).view(-1).view(torch.uint8).numpy().tobytes() if is_inline else b""
+        payload = _bytes(send).cpu().numpy().tobytes() if is_inline else b""
         raw = torch.frombuffer(bytearray(header.pack(payload)), dtype=torch.uint8)
         count = self._tally.add("send", to, header.number)
         awaits = message_name("recv", self.rank, header.number)
@@ -131,7 +162,8 @@ class BaseCommunicator(RawCommunicator):
         call = self.calls.begin(self.path, "send", header, to, count, send.nbytes)
         with self.waiting(position):
             pieces = [self._raw_send(raw, to, MessageKey(HEADER_LANE, header.number, HEADER_BYTES))]
-            pieces += [] if is_inline else self._send_pieces(self._staged(send), to, header, PAYLOAD_LANE)
+            if not (is_inline or self.is_direct):
+                pieces += self._send_pieces(self._staged(send), to, header, PAYLOAD_LANE)
         self.bytes_sent += send.nbytes
 
         def complete(seconds: float) -> None:
@@ -144,7 +176,7 @@ class BaseCommunicator(RawCommunicator):
 
     def _staged(self, tensor: Tensor) -> Tensor:
         """The tensor itself, or a copy on the CPU if raw primitives cannot take it where it is."""
-        return tensor if self.moves_device_memory else tensor.cpu()
+        return tensor if self.moves_device_memory or self.is_direct else tensor.cpu()
 
     def _send_pieces(self, tensor: Tensor, to: int, header: Header, lane: int) -> list[Pending]:
         return [self._raw_send(flat, to, key) for flat, key in self._pieces(tensor, header, lane)]
@@ -153,7 +185,7 @@ class BaseCommunicator(RawCommunicator):
         return [self._raw_receive(flat, source, key) for flat, key in self._pieces(tensor, header, lane)]
 
     def _pieces(self, tensor: Tensor, header: Header, lane: int) -> list[tuple[Tensor, MessageKey]]:
-        flat = tensor.reshape(-1).view(torch.uint8)
+        flat = _bytes(tensor)
         key = MessageKey(lane, header.number, flat.numel(), DTYPES.index(header.dtype))
         if flat.numel() <= self.max_message_bytes:
             return [(flat, key)]
@@ -177,7 +209,7 @@ class BaseCommunicator(RawCommunicator):
             wire = wire.clone() if wire.data_ptr() == tensor.data_ptr() else wire
             for piece in wire.view(-1).split(max(1, self.max_message_bytes // wire.element_size())):
                 self._raw_reduce(piece, raw_op, self.timeout)
-            return wire.to(device=self.device, dtype=tensor.dtype)
+            return wire.to(device=tensor.device, dtype=tensor.dtype)
 
     def all_gather(self, tensor: Tensor, label: str = "") -> list[Tensor]:
         return self._all_gather("all_gather", tensor, label)
@@ -185,7 +217,7 @@ class BaseCommunicator(RawCommunicator):
     def _all_gather(self, kind: str, tensor: Tensor, label: str) -> list[Tensor]:
         tensor = self._collective_input(tensor, kind, label)
         with self._agreed(kind, tensor, label=label, free_rows=True) as headers:
-            results = [torch.empty(header.shape, dtype=tensor.dtype, device=self.device) for header in headers]
+            results = [torch.empty(header.shape, dtype=tensor.dtype, device=tensor.device) for header in headers]
             self._swap([tensor] * self.size, results, headers[self.rank])
         return results
 
@@ -198,7 +230,7 @@ class BaseCommunicator(RawCommunicator):
         with self._agreed("broadcast", inner, root=root, label=label):
             if inner.numel() > 0:
                 wire = self._staged(inner)
-                for piece in wire.view(-1).view(torch.uint8).split(self.max_message_bytes):
+                for piece in _bytes(wire).split(self.max_message_bytes):
                     self._raw_broadcast(piece, root, self.timeout)
                 _copy_into(inner, wire)
         return tensor
@@ -219,14 +251,14 @@ class BaseCommunicator(RawCommunicator):
             all_rows = [torch.empty_like(rows) for _ in range(self.size)]
             self._swap([rows] * self.size, all_rows, headers[self.rank])
             mine = [(int(theirs[self.rank]), *first.shape[1:]) for theirs in all_rows]
-            results = [torch.empty(shape, dtype=first.dtype, device=self.device) for shape in mine]
+            results = [torch.empty(shape, dtype=first.dtype, device=first.device) for shape in mine]
             self._swap(inner, results, headers[self.rank])
         return results
 
     def all_gather_object(self, obj: Any, label: str = "") -> list[Any]:
-        raw = torch.frombuffer(bytearray(json.dumps(obj).encode()), dtype=torch.uint8).to(self.device)
+        raw = torch.frombuffer(bytearray(json.dumps(obj).encode()), dtype=torch.uint8)
         gathered = self._all_gather("all_gather_object", raw, label)
-        return [json.loads(bytes(text.cpu().numpy().tobytes())) for text in gathered]
+        return [json.loads(bytes(text.numpy().tobytes())) for text in gathered]
 
     def share(self, num_bytes: int, label: str = "") -> dict[int, Tensor] | None:
         if num_bytes < 0:
@@ -238,8 +270,8 @@ class BaseCommunicator(RawCommunicator):
             pass
 
     def _collective_input(self, tensor: Tensor, kind: str, label: str) -> Tensor:
-        if tensor.device != self.device:
-            raise ValueError(f"{kind} {label!r}: the tensor is on {tensor.device}, not on {self.device}")
+        if tensor.device != self.device and tensor.device.type != "cpu":
+            raise ValueError(f"{kind} {label!r}: the tensor is on {tensor.device}, not on {self.device} or the CPU")
         return tensor.detach().contiguous()
 
     @contextmanager
@@ -248,6 +280,8 @@ class BaseCommunicator(RawCommunicator):
     ) -> Iterator[list[Header]]:
         """A block that runs only if all ranks are in this call. Yields the headers of all ranks."""
         self._check_open()
+        if root == 0 and self.is_direct and tensor is not None and tensor.device == self.device:
+            root = ON_DEVICE
         header = header_of(kind, self._sequence + 1, tensor, op, root, label)
         self._sequence += 1
         call = self.calls.begin(self.path, "", header, -1, self._sequence, 0 if tensor is None else tensor.nbytes)
@@ -270,13 +304,17 @@ class BaseCommunicator(RawCommunicator):
         header = replace(header, dtype=results[0].dtype)
         results[self.rank].copy_(sends[self.rank])
         landings = [self._staged(result) for result in results]
-        for step in range(1, self.size):
-            source = (self.rank - step) % self.size
-            if landings[source].numel():
+        sources = [(self.rank - step) % self.size for step in range(1, self.size)]
+        sources = [source for source in sources if landings[source].numel()]
+        to_ranks = [(self.rank + step) % self.size for step in range(1, self.size)]
+        to_ranks = [to for to in to_ranks if sends[to].numel()]
+        if self.is_direct and results[0].device == self.device and (sources or to_ranks):
+            moved = [(_bytes(sends[to]), to) for to in to_ranks]
+            pending += self._raw_move(moved, [(_bytes(landings[source]), source) for source in sources])
+        else:
+            for source in sources:
                 pending += self._receive_pieces(landings[source], source, header, COLLECTIVE_LANE)
-        for step in range(1, self.size):
-            to = (self.rank + step) % self.size
-            if sends[to].numel():
+            for to in to_ranks:
                 pending += self._send_pieces(self._staged(sends[to]), to, header, COLLECTIVE_LANE)
         for transfer in pending:
             transfer.wait(self.timeout)
@@ -295,6 +333,11 @@ class BaseCommunicator(RawCommunicator):
         twin.timeout = self.timeout
         twin.max_message_bytes = self.max_message_bytes
         return twin
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor, 1-D."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 def _copy_into(target: Tensor, value: Tensor) -> None:

@@ -33,7 +33,7 @@ class Communicator(Protocol):
     Every rank must call the methods marked *collective* in the same order with matching arguments. Every message and
     every collective carries an identity (sequence number, kind, dtype, size, label). A mismatch raises a
     `DivergenceError` in words on every rank involved. It never causes a hang or a wrong number. All tensors are
-    contiguous and on ``device``, and so are results.
+    contiguous. Those of exchanges are on ``device``. Those of collectives are there or on the CPU, and so are results.
     """
 
     rank: int
@@ -51,7 +51,8 @@ class Communicator(Protocol):
 
         `None` or an empty tensor means that nothing travels in that direction, and the peer must agree. ``tag`` is in
         ``[0, 2**31)`` and identifies call, direction and round: two messages between the same pair that are under way
-        at once have different tags. The adjoint of an exchange is the exchange with the peers swapped. If ``to`` and
+        at once have different tags. Both start the messages between them in the same order, since some transports
+        match by it. The adjoint of an exchange is the exchange with the peers swapped. If ``to`` and
         ``source`` are this rank, the tensor is copied.
         """
         ...

@@ -25,6 +25,9 @@ HEADER_BYTES = _FORMAT.size
 INLINE_BYTES = 8
 """A payload of at most so many bytes is the end of its header."""
 
+ON_DEVICE = -1
+"""In place of root 0: the tensor of a collective is on the device, and travels between devices."""
+
 KINDS = (
     "exchange", "all_reduce", "all_gather", "broadcast", "all_to_all", "all_gather_object", "barrier", "duplicate",
 )  # fmt: skip
@@ -101,7 +104,7 @@ class Header:
         op: one of `OPS`.
         dtype: `None` for calls without a tensor.
         shape: at most `MAX_DIMS` sizes.
-        root: of a broadcast.
+        root: of a broadcast; of an exchange, the place among the messages of its pair that are matched by their order.
         label: of the caller, at most 111 bytes.
     """
 
@@ -138,7 +141,11 @@ class Header:
         if self.dtype is not None:
             details.append(f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}")
         if self.kind == "broadcast":
-            details.append(f"root {self.root}")
+            details.append(f"root {max(self.root, 0)}")
+        if self.root == ON_DEVICE:
+            details.append("on the device")
+        if self.kind == "exchange" and self.root:
+            details.append(f"message {self.root} of this pair")
         details.append(f"tag {self.number}" if self.kind == "exchange" else f"collective {self.number}")
         label = f" {self.label!r}" if self.label else ""
         return f"{self.kind}{label} ({', '.join(details)})"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NoReturn, Protocol, TypeVar
@@ -72,6 +72,7 @@ class RawCommunicator(Communicator):
 
     serves_threads = True  # whether a duplicate may be used by another thread at the same time
     moves_device_memory = False  # whether raw primitives take tensors on `device`; otherwise they are staged on the CPU
+    is_direct = False  # whether tensors on `device` travel by `_raw_move`, and never over the host
     shares_memory = False  # whether the engine is to use `share` for rows between ranks of one host
     clock: Clock = time
 
@@ -90,6 +91,7 @@ class RawCommunicator(Communicator):
         self._sequence = 0
         self._epoch = 0
         self._tally = Tally()
+        self._moved: Counter[tuple[str, int]] = Counter()  # messages to and from each peer that `_raw_move` has started
         self._num_duplicates: Counter[str] = Counter()
         self._where: Position | None = None
         self._next_look = 0.0
@@ -106,6 +108,14 @@ class RawCommunicator(Communicator):
 
     def _raw_receive(self, flat: Tensor, source: int, key: MessageKey) -> Pending:
         """Start receiving into the bytes ``flat``."""
+        raise NotImplementedError
+
+    def _raw_move(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> list[Pending]:
+        """Start a group of messages between devices: bytes on `device`, each with its peer. Only if `is_direct`.
+
+        Two messages from one rank to another one are matched by their order alone, and a group may begin only when
+        the one before it has ended. What is pending may be waited for without an end of time.
+        """
         raise NotImplementedError
 
     def _raw_gather(self, block: bytes, timeout: float) -> list[bytes]:

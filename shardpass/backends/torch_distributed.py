@@ -1,8 +1,13 @@
-"""Ranks of a torch.distributed process group, over gloo connections of their own.
+"""Ranks of a torch.distributed process group, over connections of their own.
 
-Whatever backend the given group has, messages between ranks travel over a gloo group that is made here over the same
-ranks. Gloo makes progress by itself and keeps tags apart. Tensors on a GPU
-are staged over the CPU.
+Whatever backend the given group has, what ranks agree about, the headers of messages and tensors in CPU memory travel
+over a gloo group that is made here over the same ranks. Gloo makes progress by itself and keeps tags apart.
+
+[Note: between devices] If every rank has a GPU of its own, tensors on GPUs travel over a group of NCCL that is made
+here too, from device to device. NCCL knows no tags and works in the order of its calls, so each header says which
+message of its pair comes next. A rank waits for the header, while the GPU waits for the payload: `Work.wait` makes the
+current stream wait, not the host. A group may only be used by one thread, so a duplicate has none: its tensors are
+staged over the CPU, as are those of ranks that share a GPU.
 """
 
 from __future__ import annotations
@@ -10,7 +15,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -20,8 +25,9 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from shardpass.backends.failure import Failure, TransportLostError, TransportTimeoutError
+from shardpass.backends.hosts import machine
 from shardpass.backends.identity import MessageKey, Place, SlotTable
-from shardpass.backends.raw import DEFAULT_TIMEOUT
+from shardpass.backends.raw import DEFAULT_TIMEOUT, Pending
 from shardpass.backends.watch import DEFAULT_HOST_TIMEOUT, WatchedCommunicator
 from shardpass.errors import CommunicationError
 
@@ -42,6 +48,19 @@ class _Transfer:
         with _transport_errors():
             self._work.wait(timedelta(seconds=max(timeout, 0.001)))
         self._slots.release(self._place)
+
+
+class _Move:
+    """A transfer between devices."""
+
+    def __init__(self, work: Any, operations: list[dist.P2POp]) -> None:
+        self._work = work
+        self._operations = operations  # keeps their tensors alive until the transfer is done
+
+    def wait(self, timeout: float) -> None:
+        """See `Pending.wait`. The stream waits, and not the host."""
+        with _transport_errors():
+            self._work.wait()
 
 
 @contextlib.contextmanager
@@ -82,6 +101,11 @@ class _Job:
         limit = timedelta(seconds=self.connect_timeout)
         return dist.ProcessGroupGloo(store, self.rank, len(self.members), limit)  # type: ignore[attr-defined]
 
+    def new_direct_group(self, backend: str, timeout: float) -> Any:
+        """Collective: a group of torch's over the job's ranks."""
+        limit = timedelta(seconds=timeout)
+        return dist.new_group(self.members, limit, backend, use_local_synchronization=True)
+
 
 def _own_store() -> Any:
     """A connection of our own to the default group's store, since another thread may block in the group's."""
@@ -100,16 +124,19 @@ class TorchCommunicator(WatchedCommunicator):
         super().__init__(job.rank, len(job.members), device, Failure(), path)
         self._job = job
         self._group = job.new_group(path)
+        self._direct: Any = None
         self._slots = SlotTable()
 
-    @staticmethod
+    @classmethod
     def from_group(
+        cls,
         group: Any = None,
         device: torch.device | str = "cpu",
         timeout: float = DEFAULT_TIMEOUT,
         connect_timeout: float = 60.0,
         owns_default: bool = False,
         host_timeout: float = DEFAULT_HOST_TIMEOUT,
+        direct: str | None = None,
     ) -> TorchCommunicator:
         """Collective. The communicator over the ranks of ``group`` (default: all processes).
 
@@ -120,13 +147,15 @@ class TorchCommunicator(WatchedCommunicator):
             connect_timeout: seconds that the connections may take to come up.
             owns_default: whether to destroy the default group when the communicator is closed.
             host_timeout: seconds after which a host that does not answer is lost.
+            direct: the backend of torch.distributed over which tensors on `device` travel. By default NCCL if every
+                rank has a GPU of its own, else none: tensors are staged over the CPU.
         """
         given = group if group is not None else dist.group.WORLD
         members = dist.get_process_group_ranks(given)
         rank = members.index(dist.get_rank())
         try:
             job = _Job(members, rank, connect_timeout, owns_default)
-            comm = TorchCommunicator(job, torch.device(device), job.name)
+            comm = cls(job, torch.device(device), job.name)
         except RuntimeError as error:
             raise CommunicationError(
                 f"rank {rank} could not connect with the other {len(members) - 1} ranks of the group within "
@@ -136,7 +165,32 @@ class TorchCommunicator(WatchedCommunicator):
         comm.timeout = timeout
         atexit.register(comm.close)
         comm.watch_over(connect_timeout, host_timeout)
+        direct = direct or comm._direct_backend()
+        if direct is not None and comm.size > 1:
+            comm._connect_devices(direct)
         return comm
+
+    def _direct_backend(self) -> str | None:
+        """Collective: ``"nccl"`` if every rank has a GPU of its own, as NCCL demands."""
+        mine = None
+        if self.device.type == "cuda" and dist.is_nccl_available():
+            mine = [machine(), str(torch.cuda.get_device_properties(self.device).uuid)]
+        every = [tuple(gpu) if gpu else None for gpu in self.all_gather_object(mine, "GPUs")]
+        return "nccl" if None not in every and len(set(every)) == self.size else None
+
+    def _connect_devices(self, backend: str) -> None:
+        """Collective: from now on tensors on `device` travel over a group of this backend."""
+        try:
+            self._direct = self._job.new_direct_group(backend, self.timeout)
+            probe = torch.ones(1, device=self.device)
+            self._direct.allreduce([probe]).wait()  # NCCL connects here: later, not all ranks might take part
+            problem = None if probe.item() == self.size else f"the sum of {self.size} ones was {probe.item()}"
+        except RuntimeError as error:
+            problem = str(error).splitlines()[0]
+        for rank, found in enumerate(self.all_gather_object(problem, "connections between devices")):
+            if found is not None:
+                raise CommunicationError(f"rank {rank} could not connect its device by {backend}: {found}")
+        self.is_direct = True
 
     # ---- raw primitives
 
@@ -150,6 +204,12 @@ class TorchCommunicator(WatchedCommunicator):
         with _transport_errors():
             return _Transfer(self._group.recv([flat], source, place.slot), flat, self._slots, place)
 
+    def _raw_move(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> list[Pending]:
+        moves = [(dist.irecv, *receive) for receive in receives] + [(dist.isend, *send) for send in sends]
+        operations = [dist.P2POp(move, flat, group=self._direct, group_peer=peer) for move, flat, peer in moves]
+        with _transport_errors():
+            return [_Move(work, operations) for work in dist.batch_isend_irecv(operations)]
+
     def _raw_gather(self, block: bytes, timeout: float) -> list[bytes]:
         mine = torch.frombuffer(bytearray(block), dtype=torch.uint8)
         blocks = list(torch.zeros(self.size, len(block), dtype=torch.uint8).unbind())
@@ -160,12 +220,15 @@ class TorchCommunicator(WatchedCommunicator):
     def _raw_reduce(self, tensor: Tensor, op: str, timeout: float) -> None:
         options = dist.AllreduceOptions()
         options.reduceOp = getattr(dist.ReduceOp, {"prod": "PRODUCT"}.get(op, op.upper()))
-        self._run(options, timeout, lambda: self._group.allreduce([tensor], options))
+        self._run(options, timeout, lambda: self._group_of(tensor).allreduce([tensor], options))
 
     def _raw_broadcast(self, flat: Tensor, root: int, timeout: float) -> None:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
-        self._run(options, timeout, lambda: self._group.broadcast([flat], options))
+        self._run(options, timeout, lambda: self._group_of(flat).broadcast([flat], options))
+
+    def _group_of(self, tensor: Tensor) -> Any:
+        return self._direct if self.is_direct and tensor.device == self.device else self._group
 
     def _run(self, options: Any, timeout: float, start: Callable[[], Any]) -> None:
         options.timeout = timedelta(seconds=max(timeout, 0.001))
@@ -173,7 +236,7 @@ class TorchCommunicator(WatchedCommunicator):
             start().wait()
 
     def _raw_duplicate(self, path: str) -> TorchCommunicator:
-        twin = TorchCommunicator(self._job, self.device, path)
+        twin = type(self)(self._job, self.device, path)
         twin.attend(self.watch)
         return twin
 
@@ -188,6 +251,8 @@ class TorchCommunicator(WatchedCommunicator):
             with contextlib.suppress(RuntimeError):
                 buffer = torch.zeros(1, dtype=torch.uint8)
                 self._group.recv([buffer], (self.rank + 1) % self.size, tag).wait(timedelta(milliseconds=1))
+        if self._direct is not None and self.device.type == "cuda":
+            self._direct.abort()
 
     def close(self) -> None:
         """See `Communicator.close`. Closing the first communicator of a job ends its duplicates too."""

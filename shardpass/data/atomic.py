@@ -40,7 +40,8 @@ def publish(complete: Path, path: Path, overwrite: bool) -> None:
     """Give the directory `complete` the name `path`.
 
     A store that is there already is moved aside first, next to `complete`, where the caller deletes it. For an instant
-    there is no store at `path`, but never a mixture of both. Readers that have the old one open keep it.
+    there is no store at `path`, but never a mixture of both. Readers that have the old one open keep what they have
+    mapped. What they would read later is refused.
 
     Raises:
         StoreError: as `check_target`.

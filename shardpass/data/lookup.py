@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardpass.data.names import column_of, open_dictionary
+from shardpass.data.names import column_of, find_names
 from shardpass.data.raw import NodeType
 from shardpass.data.store import Store, open_store
 from shardpass.data.streaming import Budget
@@ -42,7 +42,10 @@ def node_names(
     store = open_store(path)
     kind = _type_of(store, node_type)
     count = store.manifest.num_nodes[kind]
-    wanted = torch.arange(count) if node_ids is None else torch.as_tensor(node_ids).detach().cpu().long().reshape(-1)
+    given = torch.arange(count) if node_ids is None else torch.as_tensor(node_ids).detach().cpu()
+    if given.numel() and (given.dtype is torch.bool or given.is_floating_point() or given.is_complex()):
+        raise ValueError(f"node_names: expected ids of nodes, integers, found {given.dtype}; of a mask pass ids[mask]")
+    wanted = given.long().reshape(-1)
     if wanted.numel() and not 0 <= int(wanted.min()) <= int(wanted.max()) < count:
         raise ValueError(f"node_names: ids from {int(wanted.min())} to {int(wanted.max())}; expected [0, {count})")
     names = store.names(kind)
@@ -70,10 +73,11 @@ def find_nodes(path: str | os.PathLike[str], names: Any, node_type: NodeType | N
     known = store.names(kind)
     if known is None:
         raise ValueError(f"the nodes of {store.path} have no names; their original ids are 0, 1, 2, ...")
+    if not len(names):
+        return torch.empty(0, dtype=torch.int64)
     with tempfile.TemporaryDirectory() as scratch:
-        budget = Budget(Path(scratch))
-        with open_dictionary(known, str(store.path), False, budget) as found:
-            return found.numbers(column_of(names, "find_nodes: names")).load()
+        column = column_of(names, "find_nodes: names")
+        return torch.from_numpy(find_names(known, column, str(store.path), Budget(Path(scratch))))
 
 
 @dataclass(frozen=True)

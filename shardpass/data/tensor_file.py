@@ -107,6 +107,12 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
+def _identity(file: Any) -> tuple[int, int]:
+    """What tells an open file from another one that takes its name later."""
+    found = os.fstat(file.fileno())
+    return found.st_dev, found.st_ino
+
+
 class TensorFile:
     """A written file, memory-mapped.
 
@@ -122,7 +128,7 @@ class TensorFile:
         try:
             refuse_irregular(path)
             with open(path, "rb") as file:
-                size = os.fstat(file.fileno()).st_size
+                size, self._identity = os.fstat(file.fileno()).st_size, _identity(file)
                 length = file.read(8)
                 # a wrong length must not become a huge read
                 header = length + file.read(min(int.from_bytes(length, "little"), size))
@@ -161,10 +167,15 @@ class TensorFile:
         """A copy of the numbers ``[start, stop)`` of a tensor, [stop - start], not verified. The file is not mapped."""
         info = self._infos[key]
         raw = bytearray((stop - start) * info.dtype.itemsize)
-        with open(self.path, "rb") as file:
-            file.seek(self._starts[key] + start * info.dtype.itemsize)
-            if file.readinto(raw) != len(raw):
-                raise StoreError(f"{self.path} has become shorter since it was opened; write the store again")
+        try:
+            with open(self.path, "rb") as file:
+                if _identity(file) != self._identity:
+                    raise StoreError(f"{self.path} was replaced after the store was opened: load the store again")
+                file.seek(self._starts[key] + start * info.dtype.itemsize)
+                if file.readinto(raw) != len(raw):
+                    raise StoreError(f"{self.path} has become shorter since it was opened; write the store again")
+        except OSError as error:
+            raise StoreError(f"{self.path} cannot be read any more: {error.strerror or error}") from error
         return torch.frombuffer(raw, dtype=info.dtype) if raw else torch.empty(0, dtype=info.dtype)
 
     def blocks(self, key: str, mapped: bool = False) -> Iterator[Tensor]:

@@ -145,7 +145,8 @@ def _num_classes(where: object, manifest: Manifest, kind: NodeType) -> int:
         return info.shape[-1] if info.shape else 1
     store = open_store(where)  # type: ignore[arg-type]
     parts = (store.node_fields(kind, range(part, part + 1))["y"] for part in range(manifest.num_parts))
-    return max((int(labels.max()) for labels in parts if labels.numel()), default=0) + 1  # one part in memory at a time
+    largest = max((int(labels.max()) for labels in parts if labels.numel()), default=0)  # one part in memory at a time
+    return max(1, largest + 1)
 
 
 def known_sizes(graph: str | os.PathLike[str] | GraphCounts) -> tuple[int, int]:

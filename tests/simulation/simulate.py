@@ -70,6 +70,7 @@ def policy_of(draw: random.Random) -> Policy:
         latency=draw.choice(((1e-5,), (1e-5, 1e-3, 0.1), (1e-3,), (0.01, 1.0))),
         polls=draw.random() < 0.3,
         shares_memory=draw.random() < 0.15,
+        is_direct=draw.random() < 0.5,
     )
 
 

@@ -43,10 +43,31 @@ class _Transfer:
         self._comm.slots.release(self._place)
 
 
+class _Group:
+    """Messages of a rank that begin when all groups of the rank before this one have ended."""
+
+    def __init__(self, comm: SimulatedCommunicator, sends: Any, receives: Any) -> None:
+        self._comm = comm
+        self.sends = {to: flat.numpy() for flat, to in sends}
+        self.receives = {source: flat.numpy() for flat, source in receives}
+        self.given = {to: content.copy() for to, content in self.sends.items()}
+        for content in self.receives.values():
+            content.fill(_PATTERN)
+
+    def wait(self, timeout: float) -> None:
+        """See `Pending.wait`."""
+        comm = self._comm
+        comm.block(lambda: not self._peers(), lambda: bool(comm.lost & self._peers()), timeout)
+
+    def _peers(self) -> set[int]:
+        return self.sends.keys() | self.receives.keys()
+
+
 class _Channel:
     """What is under way on one communicator of all ranks."""
 
     def __init__(self) -> None:
+        self.groups: dict[int, deque[_Group]] = {}
         self.arrived: dict[Any, deque[Any]] = {}
         self.expected: dict[Any, deque[_Transfer]] = {}
         self.meetings: dict[int, dict[int, Any]] = {}
@@ -67,7 +88,8 @@ class SimulatedCommunicator(InformedCommunicator):
         self.world, self.process = world, process
         self.clock = world
         self.timeout = world.timeout
-        self.shares_memory = world.policy.shares_memory
+        self.is_direct = world.policy.is_direct and path == "world" and world.size > 1
+        self.shares_memory = world.policy.shares_memory and not world.policy.is_direct
         if self.shares_memory:
             self.local_ranks = tuple(range(world.size))
         self.slots = SlotTable()
@@ -118,7 +140,7 @@ class SimulatedCommunicator(InformedCommunicator):
     def _place(self, source: int, to: int, key: MessageKey) -> Any:
         if self.world.policy.defect == "mixes up tags":
             key = key._replace(tag=0)
-        return (source, to) if self.world.policy.in_order else (source, to, key)
+        return source, to, key
 
     def _raw_send(self, flat: Tensor, to: int, key: MessageKey) -> _Transfer:
         world, place = self.world, self._place(self.rank, to, key)
@@ -188,6 +210,51 @@ class SimulatedCommunicator(InformedCommunicator):
             raise TransportLostError("Connection closed by peer")
         self._channel.expected.setdefault(place, deque()).append(arrival)
         return arrival
+
+    def _raw_move(self, sends: Any, receives: Any) -> list[_Group]:
+        self.world.point(self.process, "step")
+        for _, peer in (*sends, *receives):
+            self._check_connected(peer)
+        group = _Group(self, sends, receives)
+        self._channel.groups.setdefault(self.rank, deque()).append(group)
+        self._begin_moves(self.rank)
+        return [group]
+
+    def _begin_moves(self, rank: int) -> None:
+        """Let the messages begin whose both ends are in the first group of their rank, and one of them is `rank`."""
+        groups = self._channel.groups
+        while groups.get(rank) and not (groups[rank][0].sends or groups[rank][0].receives):
+            groups[rank].popleft()
+        if not groups.get(rank):
+            return
+        for other in range(self.size):
+            for source, to in ((rank, other), (other, rank)):
+                first, last = (groups[end][0] if groups.get(end) else None for end in (source, to))
+                if first is not None and last is not None and to in first.given and source in last.receives:
+                    given = first.given.pop(to)  # it begins once
+                    self.world.at(
+                        (self.path, "move", source, to),
+                        to,
+                        lambda source=source, to=to, given=given: self._move(source, to, given),
+                        f"gets rows from rank {source}",
+                    )
+
+    def _move(self, source: int, to: int, given: Any) -> None:
+        world, groups = self.world, self._channel.groups
+        if world.is_cut(source, to) or world.processes[source].state != "runs":
+            return
+        content, into = groups[source][0].sends.pop(to), groups[to][0].receives.pop(source)
+        if not np.array_equal(content, given):
+            world.problems.append(f"rank {source} writes into rows that are being sent")
+        if content.size != into.size:
+            world.problems.append(f"{content.size} bytes meet a buffer of {into.size}")
+            return
+        if not (into == _PATTERN).all():
+            world.problems.append(f"rank {to} writes into a buffer that is being received into")
+        into[:] = content
+        world.latest(("data", source, to), world.now)
+        self._begin_moves(source)
+        self._begin_moves(to)
 
     def _check_connected(self, peer: int) -> None:
         if peer in self.lost and not self.world.policy.polls:

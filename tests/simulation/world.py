@@ -50,8 +50,8 @@ class Policy:
         latency: seconds; delays are drawn up to one of these.
         polls: waits look for failures themselves, as over MPI. Otherwise they end when connections break, as over gloo.
         shares_memory: the ranks are on one host.
-        in_order: messages between two ranks are matched in the order in which they are posted, whatever their tags, as
-            NCCL does it.
+        is_direct: rows travel as they do by NCCL: without tags, in the order of the calls, each rank doing one at a
+            time.
         defect: what the transport does wrong on purpose, to see that it is found: one of `DEFECTS`.
     """
 
@@ -59,7 +59,7 @@ class Policy:
     latency: tuple[float, ...] = (1e-5, 1e-3, 0.1)
     polls: bool = False
     shares_memory: bool = False
-    in_order: bool = False
+    is_direct: bool = False
     defect: str = ""
 
 

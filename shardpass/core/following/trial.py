@@ -93,7 +93,7 @@ def _tried(
     others = [*whole]
     for i, where in rows.items() if function.overloadpacket not in _DRAWN_BY_VALUE else ():
         others[i] = made_up(leaves[i], where, count, dtype, slack, generator)
-        where.put(others[i], pick, part[i])
+        where.put(others[i], pick.to(leaves[i].device), part[i])
     found: list[Found | None] = []
     for _ in range(_ATTEMPTS):
         copies = [

@@ -163,7 +163,7 @@ class ShardedEdgeIndex(StandIn):
             if name == "view_as" and args[0] is mine is args[1]:  # so backward hooks of modules look at arguments
                 return mine.flipped().flipped()
             if name in _COPIES and mine is args[0]:
-                return _copied(mine, func, name, args, kwargs)
+                return _copied(mine, func, args, kwargs)
             if name == "flip" and _flips_rows(*args[1:], *kwargs.values()):
                 return mine.flipped()
             if name == "index_select" and mine is args[0] and kwargs.get("dim", args[1:2]) in (1, -1, (1,), (-1,)):
@@ -292,7 +292,7 @@ def _refused(name: str, what: str) -> RefusedError:
     return refused(name, what)
 
 
-def _copied(mine: ShardedEdgeIndex, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _copied(mine: ShardedEdgeIndex, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if mine.derivation is not None:
         some = func(mine.as_subclass(Tensor)[:, :0], *args[1:], **kwargs)
         if (some.device, some.dtype) == (mine.device, mine.dtype):

@@ -18,7 +18,7 @@ from shardpass.core.graphs.edge_index import ShardedEdgeIndex
 from shardpass.core.graphs.flow import message_flow
 from shardpass.core.graphs.relation import OwnFields, Relation
 from shardpass.core.graphs.tables import TableWriter
-from shardpass.core.ranks import Options, Ranks, RowSet
+from shardpass.core.ranks import Options, Ranks, RowSet, fail_together
 from shardpass.core.sharding import (
     EDGE,
     NODE,
@@ -26,7 +26,7 @@ from shardpass.core.sharding import (
     NodeType,
     Ownership,
 )
-from shardpass.errors import RefusedError
+from shardpass.errors import MissingDependencyError, RefusedError
 
 _AMBIGUOUS = {"num_nodes": "nodes", "num_edges": "edges", "num_nodes_dict": "nodes", "num_edges_dict": "edges"}
 
@@ -355,7 +355,8 @@ def gather(
         ``[total_nodes, ...]`` on rank 0.
 
     Raises:
-        ValueError: another number of rows, or a node type that is missing or unknown.
+        ValueError: another number of rows, a node type that is missing or unknown, or a path of another kind of file.
+        MissingDependencyError: pyarrow is needed to write a table.
     """
     ids, total = graph.ids_of(node_type)
     if rows.size(0) != ids.numel():
@@ -364,6 +365,10 @@ def gather(
             f"got {rows.size(0)}"
         )
     comm = graph.comm
+    if path is not None:
+        fail_together(
+            comm, "gather: table", lambda: _check_table(graph, Path(path)), ValueError, MissingDependencyError
+        )
 
     def at_root(own: Tensor, label: str) -> list[Tensor]:
         return comm.all_to_all([own] + [own[:0]] * (comm.size - 1), label=label)
@@ -376,5 +381,14 @@ def gather(
     for part, part_ids in zip(parts, id_parts):
         out[part_ids] = part
     if path is not None:
-        graph.tables.write(Path(path), out.cpu().numpy(), node_type)
+        numbers = out.float() if out.dtype == torch.bfloat16 else out  # NumPy has no bfloat16
+        graph.tables.write(Path(path), numbers.cpu().numpy(), node_type)
     return out
+
+
+def _check_table(graph: ShardedGraph, path: Path) -> None:
+    """Raise unless rank 0 can write the table."""
+    if path.suffix != ".parquet":
+        raise ValueError(f"gather writes a Parquet table: the name of {path} must end with .parquet")
+    if graph.comm.rank == 0:
+        graph.tables.check()

@@ -54,6 +54,12 @@ class Journal:
         head = json.dumps({"fingerprint": fingerprint, "ranks": comm.size})
         kept = fail_together(comm, "journal: results kept", lambda: self._open(head, comm), OSError)
         self.num_known = min(count for (count,) in agree(comm, "journal: calls kept", [kept]))
+        if self.num_known and comm.rank == 0:
+            warnings.warn(
+                f"{str(folder)!r}: an earlier run did not come to its end, and the results of its first "
+                f"{self.num_known} calls are used. If the code of the model has changed since, remove that folder",
+                stacklevel=2,
+            )
         self._next = 0
 
     def _open(self, head: str, comm: Ranks) -> int:

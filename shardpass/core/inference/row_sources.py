@@ -130,8 +130,8 @@ class MadeRows:
 
     def _made(self, start: int, stop: int, made: dict[Any, Tensor]) -> Tensor:
         leaves = [leaf.block(start, stop, made) if isinstance(leaf, _ROWS) else leaf for leaf in self.leaves]
-        if self.func.overloadpacket in SIZED:
-            leaves = [stop - start if type(leaf) is int and leaf == self.count else leaf for leaf in leaves]
+        if self.func.overloadpacket in SIZED and leaves[1 + self.dim] == self.count:
+            leaves[1 + self.dim] = stop - start  # the sizes follow the tensor; another may be as large by chance
         if torch_private.is_mutable(self.func):
             leaves[0] = leaves[0].clone()
         args, kwargs = torch_private.tree_unflatten(leaves, self.structure)

@@ -23,7 +23,7 @@ def agree(comm: Ranks, label: str, values: list[int]) -> list[list[int]]:
     """Every rank's `values`, in rank order. Collective; all ranks pass equally many."""
     if comm.size == 1:
         return [values]
-    gathered = comm.all_gather(torch.tensor(values, dtype=torch.int64, device=comm.device), label=label)
+    gathered = comm.all_gather(torch.tensor(values, dtype=torch.int64), label=label)
     return [row.tolist() for row in gathered]
 
 

@@ -40,11 +40,10 @@ def cut(indptr: Tensor, num_edges: int, max_edges: int) -> list[Chunk]:
 
     A row with more edges is cut as well, since every reduction merges across the cut.
     """
-    starts = torch.arange(0, num_edges, max_edges)
+    starts = torch.arange(0, num_edges, max_edges, dtype=indptr.dtype, device=indptr.device)
     stops = (starts + max_edges).clamp(max=num_edges)
-    pointers = indptr.to(device="cpu", dtype=torch.int64)
-    lows = torch.searchsorted(pointers, starts, right=True) - 1
-    highs = torch.searchsorted(pointers, stops - 1, right=True)
+    lows = torch.searchsorted(indptr, starts, right=True, out_int32=indptr.dtype == torch.int32) - 1
+    highs = torch.searchsorted(indptr, stops - 1, right=True, out_int32=indptr.dtype == torch.int32)
     return [Chunk(*bounds) for bounds in torch.stack([starts, stops, lows, highs], 1).tolist()]
 
 

@@ -5,7 +5,7 @@ room knows columns and files of rows. It knows neither graphs nor stores.
 """
 
 from shardpass.data.names.column import IdColumn, column_of, column_of_names, name_type, write_names
-from shardpass.data.names.dictionary import Dictionary, distinct_names, open_dictionary
+from shardpass.data.names.dictionary import Dictionary, distinct_names, find_names, open_dictionary
 from shardpass.data.names.names import Examples, Names
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "column_of",
     "column_of_names",
     "distinct_names",
+    "find_names",
     "name_type",
     "open_dictionary",
     "write_names",

@@ -90,9 +90,13 @@ def column_of(values: Any, what: str) -> IdColumn:
         TypeError: when they are of several types, or neither strings nor integers. The error calls them `what`.
     """
     arrow = require("pyarrow", "names", "names of nodes")
+    plain = values.cpu().numpy() if isinstance(values, Tensor) else values
     try:
-        array = arrow.array(values.cpu().numpy() if isinstance(values, Tensor) else values)
-    except (arrow.ArrowException, UnicodeEncodeError) as error:
+        try:
+            array = arrow.array(plain)
+        except OverflowError:  # integers above those of int64
+            array = arrow.array(plain, arrow.uint64())
+    except (arrow.ArrowException, OverflowError, UnicodeEncodeError) as error:
         raise TypeError(f"{what}: {_mixed(values) or error}; expected all strings, or all integers") from None
     return IdColumn(what, len(array), name_type(array.type, what), False, lambda: [array])
 

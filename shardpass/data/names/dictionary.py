@@ -48,10 +48,7 @@ class Dictionary:
             TypeError: when the column holds strings and the names are integers, or the other way round.
             ValueError: when a row has no name, or one that no node has.
         """
-        if not column.is_text and column.kind != self.kind:
-            raise TypeError(
-                f"{column.what} holds {column.kind}, {self.what} {self.kind}; expected ids of one type: convert one"
-            )
+        _check_kind(column, self.kind, self.what)
         path, unknown, done = self.budget.file(), Examples(), 0
         if column.count:
             found = np.memmap(path, np.int64, "w+", shape=(column.count,))
@@ -67,12 +64,43 @@ class Dictionary:
             found.flush()
         if done != column.count:
             raise ValueError(f"{column.what}: {done} rows were read; expected {column.count}: was the file changed?")
-        if unknown.count:
-            raise ValueError(
-                f"{column.what}: {unknown.count} of {column.count} rows name a node that {self.what} has no row for "
-                f"({unknown}); add these nodes, or leave the rows out"
-            )
+        _check_known(column, unknown, self.what)
         return FileRows.of_numbers(path, np.dtype(np.int64), (column.count,))
+
+
+def _check_kind(column: IdColumn, kind: str, what: str) -> None:
+    if not column.is_text and column.kind != kind:
+        raise TypeError(f"{column.what} holds {column.kind}, {what} {kind}; expected ids of one type: convert one")
+
+
+def _check_known(column: IdColumn, unknown: Examples, what: str) -> None:
+    if unknown.count:
+        raise ValueError(
+            f"{column.what}: {unknown.count} of {column.count} rows name a node that {what} has no row for "
+            f"({unknown}); add these nodes, or leave the rows out"
+        )
+
+
+def find_names(names: Names, column: IdColumn, what: str, budget: Budget) -> np.ndarray:
+    """The number of the node in each row of a short column, int64 [n]. All names are read, and none are kept.
+
+    Raises:
+        TypeError, ValueError: as `Dictionary.numbers`.
+    """
+    _check_kind(column, "integers" if names.ends is None else "strings", what)
+    with _database(budget) as base:
+        with _stream(base, column):
+            base.execute("CREATE TABLE names AS SELECT * FROM stream").fetchall()
+        found, query = np.full(column.count, -1), "SELECT names.row, stream.row FROM stream JOIN names USING (id)"
+        with _stream(base, column_of_names(names, what, False)), base.sql(query).to_arrow_reader(_ROWS) as batches:
+            for batch in batches:
+                found[batch.column(0).to_numpy()] = batch.column(1).to_numpy()
+    unknown, missing = Examples(), np.flatnonzero(found < 0)
+    for first, ids in column:
+        here = missing[(missing >= first) & (missing < first + len(ids))]
+        unknown.add(here, ids.take(here - first))
+    _check_known(column, unknown, what)
+    return found
 
 
 @contextmanager
@@ -105,7 +133,9 @@ def open_dictionary(names: Names, what: str, as_text: bool, budget: Budget) -> I
 
 
 def distinct_names(columns: list[IdColumn], budget: Budget) -> Names:
-    """The names that occur in some columns, each once, in ascending order: strings by their bytes, integers by value.
+    """The names that occur in some columns, each once, in ascending order: integers by value, strings by their bytes.
+
+    Of text, what looks like a number comes first, by value.
 
     Raises:
         TypeError: when the columns have different types.
@@ -119,7 +149,7 @@ def distinct_names(columns: list[IdColumn], budget: Budget) -> Names:
             )
     every = replace(first, blocks=lambda: (block for column in columns for _, block in column))
     with _database(budget) as base, _stream(base, every):
-        order = "TRY_CAST(id AS BIGINT), id" if first.is_text else "id"
+        order = "TRY_CAST(id AS HUGEINT), id" if first.is_text else "id"
         query = base.sql(f"SELECT DISTINCT id FROM stream ORDER BY {order}")
 
         def ordered() -> Iterator[Any]:

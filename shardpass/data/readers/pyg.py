@@ -36,7 +36,7 @@ def read_hetero(data: Any, drop: Collection[str] = (), node_id: str | None = Non
     for kind in data.edge_types:
         edges[kind] = edge_ends(_edge_index(data[kind], f"edge type {kind}"), f"edge_index of {kind}")
     for kind in (*num_nodes, *edges):
-        of_nodes, of_edges, others = _sorted_fields(data[kind], drop, node_id)
+        of_nodes, of_edges, others = _sorted_fields(data[kind], drop, node_id if kind in num_nodes else None)
         if others:  # one type has no place for numbers and strings of its own
             name, value = next(iter(others.items()))
             raise ValueError(_unplaced(name, value, f" of {kind!r}"))

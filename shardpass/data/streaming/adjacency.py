@@ -103,6 +103,8 @@ class Adjacency:
             counts = [(NODE_BYTES + _row_bytes(fields[kind]), count) for kind, count in self.graph.num_nodes.items()]
             of_nodes = [torch.full((count,), num_bytes, dtype=torch.float64) for num_bytes, count in counts]
             given = self.in_bytes + torch.cat(of_nodes)
+        else:  # in any unit: what is rounded up below must be little
+            given = given.double() * (_MOST_WEIGHT / float(given.sum()))
         weights = given.double() * min(1.0, _MOST_WEIGHT / max(1.0, float(given.sum())))
         return weights.clamp(max=max(1.0, float(weights.sum()) / (2 * parts))).ceil().clamp(min=1).long()
 
