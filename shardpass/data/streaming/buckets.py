@@ -84,7 +84,8 @@ class Buckets:
         order = torch.sort(places, stable=True).indices.numpy()
         counts = torch.bincount(places, minlength=len(self)).numpy()
         ends = np.concatenate([np.zeros(1, np.int64), counts.cumsum()])[self._first]
-        return np.split(records[order], ends[1:-1]), np.split(counts, self._first[1:-1])
+        # `take` copies records several times faster than indexing
+        return np.split(records.take(order), ends[1:-1]), np.split(counts, self._first[1:-1])
 
     def _append(self, received: list[tuple[Array, Array]]) -> None:
         ends = [counts.cumsum() for _, counts in received]

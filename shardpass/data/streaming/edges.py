@@ -103,8 +103,9 @@ class EdgesByPart:
         records["dst"] -= first
         src_parts = self._src_parts(records)
         # the records come in the order of edge ids, and a stable sort keeps this order among equal keys
-        keys = torch.from_numpy(src_parts * max(1, last - first) + records["dst"])
-        records = records[torch.sort(keys, stable=True).indices.numpy()]
+        keys = src_parts * max(1, last - first) + records["dst"]
+        narrow = torch.from_numpy(keys.astype(integers(keys.max(initial=0)), copy=False))  # int32 sorts twice as fast
+        records = records.take(torch.sort(narrow, stable=True).indices.numpy())
         return records, np.bincount(src_parts, minlength=self.layout.num_parts)
 
     def _src_parts(self, records: Array) -> Array:
