@@ -170,6 +170,7 @@ def to_run(first: int, count: int, nodes: Array, neighbours: Array) -> Run:
     keep = nodes != neighbours
     rows, neighbours = nodes[keep].astype(np.int64) - first, neighbours[keep]
     bits = int(neighbours.max(initial=0)).bit_length()
-    pairs, multiplicity = np.unique((rows << bits) | neighbours, return_counts=True)
-    starts = np.searchsorted(pairs, np.arange(count + 1) << bits)
-    return Run(first, starts, pairs & ((1 << bits) - 1), multiplicity)
+    ascending = torch.sort(torch.from_numpy((rows << bits) | neighbours)).values
+    pairs, multiplicity = torch.unique_consecutive(ascending, return_counts=True)
+    starts = torch.searchsorted(pairs, torch.arange(count + 1) << bits)
+    return Run(first, starts.numpy(), (pairs & ((1 << bits) - 1)).numpy(), multiplicity.numpy())
