@@ -114,9 +114,9 @@ def partition(
     memory: Annotated[
         float, typer.Option(help="Files: GiB for edges on each rank; the rest goes through temporary files.")
     ] = 1.0,
+    backend: BackendName = "auto",
     ranks: Annotated[
-        int | None,
-        typer.Option(min=1, help="Files: threads to start here that share the work, or the launcher's ranks."),
+        int | None, typer.Option(min=1, help="Files: ranks to start here that share the work, or of the launcher.")
     ] = None,
 ) -> None:
     """Cut a graph into parts and write them to a directory.
@@ -131,7 +131,7 @@ def partition(
         read = partial(read_source, input, drop or (), masks, names, tables, **beside)
         options["memory_bytes"] = int(memory * 2**30)
         config = PartitionConfig(read, output, parts, assignment, node_weights, options)
-        run_ranks(partition_rank, config, "auto", ranks, timeout=_LONGEST_WAIT)
+        run_ranks(partition_rank, config, backend, ranks, timeout=_LONGEST_WAIT)
 
 
 @app.command()

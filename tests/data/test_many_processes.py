@@ -80,7 +80,8 @@ def test_one_process_or_many(tmp_path, kind):
         source = text(tmp_path, ".gz")
     else:
         num_nodes, num_edges = (7, 9) if kind == "few" else (300, 4000)
-        source = stream_edge_list(**files(tmp_path, num_nodes, random_edges(num_nodes, num_edges)))
+        edges = random_edges(num_nodes, num_edges)
+        source = stream_edge_list(**files(tmp_path, num_nodes, edges, by_column=kind == "few"))
     method, memory = kind if kind in ("metis", "kaminpar") else "random", 500 if kind == "typed" else TINY
     expected = sp.partition(source, tmp_path / "1", 5, method, memory_bytes=memory)
     for ranks in (2, 4):
