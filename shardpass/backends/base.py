@@ -85,7 +85,7 @@ class BaseCommunicator(RawCommunicator):
         receives = [(_bytes(recv), source)] if recv is not None and recv.nbytes > INLINE_BYTES else []
         if not sends and not receives:
             return []
-        position, _ = steps[0]
+        position, _ = steps[-1]  # of what is sent: the header of what is received has come before it is waited for
         with self.waiting(position):
             moving = self._raw_move(sends, receives)
 

@@ -336,6 +336,17 @@ def test_too_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         partition(stream_tables(path), tmp_path / "store", 2, "random", memory_bytes=1 << 20)
 
 
+def test_ids_that_are_none(tmp_path: Path) -> None:
+    partition(named(["b", "a", "c"]), tmp_path / "store", 1)
+    for wrong in (torch.tensor([True, False, True]), torch.tensor([1.7])):
+        with pytest.raises(ValueError, match="expected ids of nodes, integers, found torch"):
+            sp.node_names(tmp_path / "store", wrong)
+    assert sp.find_nodes(tmp_path / "store", []).tolist() == []
+    assert sp.find_nodes(tmp_path / "store", ["c", "b", "c"]).tolist() == [2, 0, 2]
+    partition(named([2**63 + 5, 3, 2**64 - 1]), tmp_path / "large", 1)
+    assert sp.find_nodes(tmp_path / "large", [2**64 - 1, 3]).tolist() == [2, 1]
+
+
 def test_stores_without_names(tmp_path: Path) -> None:
     partition(bipartite(), tmp_path / "store", 2, "range")
     assert "names" not in document_of(tmp_path / "store")  # the same bytes as before there were names

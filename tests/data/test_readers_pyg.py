@@ -106,6 +106,13 @@ class TestPyG:
         partition(data, tmp_path / "store", 3, method="random")
         assert_same(rebuilt(open_store(tmp_path / "store"), 2), graph)
 
+    def test_an_edge_field_is_no_id_of_nodes(self):
+        data = self.hetero()
+        data["author", "writes", "paper"].edge_attr_id = data["author", "writes", "paper"].edge_attr
+        data["paper"].edge_attr_id = torch.arange(4)
+        graph = read(data, node_id="edge_attr_id")
+        assert "edge_attr_id" in graph.edge_fields["author", "writes", "paper"] and "paper" in graph.names
+
     def test_hetero_refusals(self):
         data = self.hetero()
         data["paper"].words = ["a"] * 2

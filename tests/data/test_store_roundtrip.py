@@ -22,6 +22,7 @@ from store_helpers import (
     values,
 )
 
+import shardpass as sp
 from shardpass.data import (
     EDGE,
     NODE,
@@ -212,6 +213,15 @@ def test_overwrite_replaces_only_stores(tmp_path):
     with pytest.raises(StoreError, match=r"holds other files \(notes.txt\) and will not be replaced"):
         partition(awkward(), path, 2, method="range", overwrite=True)
     assert os.listdir(tmp_path) == ["store"]
+
+
+def test_a_store_that_was_replaced_is_not_read(tmp_path):
+    graph = homogeneous(9, torch.arange(9), torch.arange(9).roll(4))
+    partition(graph, tmp_path / "store", 4, "random")
+    old = sp.load(tmp_path / "store", sp.connect("local"))
+    partition(graph, tmp_path / "store", 4, "random", seed=1, overwrite=True)
+    with pytest.raises(StoreError, match="was replaced after the store was opened: load the store again"):
+        _ = old.edge_ids
 
 
 def test_failure_leaves_nothing(tmp_path):

@@ -16,8 +16,8 @@ from shardpass.backends.torch_distributed import TorchCommunicator
 from shardpass.core.ranks import Ranks
 from shardpass.testing import cotangent, evaluate_whole
 
-from .pyg_cases import GRAPH, LAYERS, MODELS
 from . import fake_device as fake
+from .pyg_cases import GRAPH, LAYERS, MODELS
 
 FEW = 20
 """Numbers that a step may copy: samples of the check, bounds of chunks, moments of a norm. Rows have more."""

@@ -117,6 +117,12 @@ REFUSED = {
     "a maximum": (lambda m, h, b: h - m.total(h.amax(0)), NO_SUM.format("amax")),
     "a norm": (lambda m, h, b: h / m.total(h.norm()), NO_SUM.format("linalg_vector_norm")),
     "a root of a sum": (lambda m, h, b: h / m.total(h.square().sum(0).sqrt()), NO_SUM.format("sqrt")),
+    "a positive part of a sum": (lambda m, h, b: h / m.total(h.sum().relu()), NO_SUM.format("relu")),
+    "a size of a sum": (lambda m, h, b: h / m.total(h.sum().abs()), NO_SUM.format("abs")),
+    "a threshold out of reach": (
+        lambda m, h, b: h / m.total(F.hardtanh(h.sum(0), -50.0, 50.0)),
+        NO_SUM.format("hardtanh"),
+    ),
     "a constant added to a sum": (lambda m, h, b: h / m.total(h.sum(0) + 1e-6), NO_SUM.format("add")),
     "a sum of a softmax": (lambda m, h, b: h / m.total(h.softmax(0).sum(0)), NO_SUM.format("softmax")),
     "rows": (lambda m, h, b: h + m.total(h), "has a row for each of the nodes"),

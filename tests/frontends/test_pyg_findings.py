@@ -110,6 +110,7 @@ CHANGES = {
         lambda: gnn.EdgeConv(nn.Linear(10, 3)),
         lambda model: model.layer.nn.register_forward_hook(lambda module, given, out: out * 2),
     ),
+    "forward inside": (lambda: gnn.EdgeConv(nn.Linear(10, 3)), lambda model: adapted(model.layer)),
     "module inside": (
         lambda: gnn.EdgeConv(nn.Sequential(nn.Linear(10, 3))),
         lambda model: model.layer.nn.append(nn.ReLU()),
@@ -124,6 +125,12 @@ CHANGES = {
     "a number read by Python": (Branches, lambda model: model.layer.number.fill_(2)),
     "value that a user's class reads": (lambda: Written(5, 3), lambda model: FACTOR.__setitem__(0, 2.0)),
 }
+
+
+def adapted(layer):
+    """As adapters of low rank do it: another forward of a module, with a parameter of its own."""
+    inner, layer.adapter = layer.nn.forward, nn.Parameter(torch.linspace(0, 1, 30).double().view(3, 10))
+    layer.nn.forward = lambda h: inner(h) + h @ layer.adapter.t()
 
 
 def called(model, change, x, edges, weight, pick=lambda out: out):

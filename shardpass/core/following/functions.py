@@ -24,8 +24,9 @@ _IN_PLACE_TOO = (
     "clamp_max masked_fill"
 ).split()
 _TAKES_NUMBERS = frozenset(
-    "rsub float_power gt ge lt le eq ne tensor as_tensor full_like scalar_tensor hypot lerp where linspace logspace "
-    "__setitem__".split()
+    "rsub float_power gt ge lt le eq ne tensor as_tensor asarray new_tensor full_like scalar_tensor hypot lerp where "
+    "linspace logspace addcmul addcdiv addmm addmv addbmm baddbmm leaky_relu elu celu softplus nan_to_num index_fill "
+    "scatter threshold __setitem__".split()
     + [name + ending for name in _IN_PLACE_TOO for ending in ("", "_")]
 )
 """Functions with numbers among their arguments that are no sizes."""

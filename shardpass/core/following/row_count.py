@@ -68,6 +68,9 @@ class OwnCount(_Number):
 
     __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = _refused
     __divmod__ = __rdivmod__ = __float__ = __complex__ = __array__ = __array_ufunc__ = _refused
+    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __invert__ = _refused
+    __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = __round__ = _refused
+    item = tolist = clip = astype = _refused  # of NumPy's numbers
 
     def __bool__(self) -> bool:
         return self > 0

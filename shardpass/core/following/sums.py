@@ -32,6 +32,19 @@ def adds_up(
     """
     if draws(function):
         return False
+    spreads = (False, True) if sums else (False,)
+    return all(_adds_up(function, leaves, structure, rows, sums, far_apart) for far_apart in spreads)
+
+
+def _adds_up(
+    function: Callable[..., Any],
+    leaves: Sequence[Any],
+    structure: Any,
+    rows: Mapping[int, Rows],
+    sums: Sequence[int],
+    far_apart: bool,
+) -> bool:
+    """See `adds_up`. If `far_apart`, sums of ranks are large and of opposite signs, past zero and thresholds."""
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randperm(_COUNT, generator=generator)
     whole, one, other = ([_wide(leaf) for leaf in leaves] for _ in range(3))
@@ -41,6 +54,8 @@ def adds_up(
         one[i], other[i] = (where.picked(whole[i], pick) for pick in (picks[:_FIRST], picks[_FIRST:]))
     for i in sums:
         one[i], other[i] = (_numbers_like(leaves[i], generator) for _ in range(2))
+        if far_apart:
+            one[i], other[i] = one[i] * 10**5, one[i] * -(3 * 10**5)
         whole[i] = one[i] + other[i]
     try:
         found = [called(function, given, structure) for given in (whole, one, other)]

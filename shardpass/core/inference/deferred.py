@@ -29,9 +29,9 @@ from shardpass.core.inference.row_sources import (
     SIZED,
     AnyRows,
     ChangedRowsError,
+    ComputedRows,
     FilledRows,
     HeldRows,
-    MadeRows,
     StoredRows,
     held_rows,
     hold,
@@ -155,7 +155,7 @@ class DeferredRows(Tensor):
 
     deferral: Deferral
     seen_from: DeferredRows | None
-    view_of: Callable[[AnyRows], MadeRows]
+    view_of: Callable[[AnyRows], ComputedRows]
     _own: AnyRows
     _under: AnyRows | None
 
@@ -251,10 +251,10 @@ def block_of(tensor: Tensor, start: int, stop: int) -> Tensor:
 def _made(
     func: Any, leaves: list[Any], structure: Any, number: int, like: Tensor, dim: int, count: int,
     under: AnyRows | None = None,
-) -> MadeRows:  # fmt: skip
+) -> ComputedRows:  # fmt: skip
     """The rows that an operation makes; `under` takes the place of those of the tensor that it is a view of."""
     rows = [(under or leaf.rows) if isinstance(leaf, DeferredRows) else leaf for leaf in leaves]
-    return MadeRows(func, rows, structure, number, like, dim, count)
+    return ComputedRows(func, rows, structure, number, like, dim, count)
 
 
 def _without_memory(leaf: Any) -> Any:

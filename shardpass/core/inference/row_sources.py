@@ -101,7 +101,7 @@ class FilledRows:
         return self.block(0, self.count, {})
 
 
-class MadeRows:
+class ComputedRows:
     """Rows that an operation makes of others.
 
     Args:
@@ -161,16 +161,16 @@ class MadeRows:
         self._held, self.leaves = HeldRows(tensor, self.dim), []
 
 
-AnyRows = HeldRows | StoredRows | FilledRows | MadeRows
-_ROWS = (HeldRows, StoredRows, FilledRows, MadeRows)
+AnyRows = HeldRows | StoredRows | FilledRows | ComputedRows
+_ROWS = (HeldRows, StoredRows, FilledRows, ComputedRows)
 
 
 def hold(rows: Iterable[AnyRows]) -> None:
     """Put rows that have to be made into memory, those of one number of rows block by block together."""
-    wanted = list(dict.fromkeys(one for one in rows if isinstance(one, MadeRows) and one.held is None))
+    wanted = list(dict.fromkeys(one for one in rows if isinstance(one, ComputedRows) and one.held is None))
     for count in {one.count for one in wanted}:
         alike = [one for one in wanted if one.count == count]
-        found: dict[MadeRows, Tensor] = {}
+        found: dict[ComputedRows, Tensor] = {}
         for start, stop in spans(count, [one.like for one in alike]):
             made: dict[Any, Tensor] = {}
             for one in alike:
@@ -193,7 +193,7 @@ def spans(count: int, like: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
 
 def held_rows(rows: AnyRows) -> HeldRows | None:
     """The rows in memory, if they are."""
-    return rows.held if isinstance(rows, MadeRows) else rows if isinstance(rows, HeldRows) else None
+    return rows.held if isinstance(rows, ComputedRows) else rows if isinstance(rows, HeldRows) else None
 
 
 def tensors_of(value: Any) -> list[Tensor]:

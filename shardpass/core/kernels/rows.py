@@ -16,10 +16,10 @@ def gather_rows(rows: Tensor, index: Tensor) -> Tensor:
 
     Args:
         rows: ``[num_rows, ...]``.
-        index: int32 or int64.
+        index: int32 or int64, within range: the compiled loop does not look.
     """
-    loops = numba_loops_for(rows)
-    if loops is None or torch.get_num_threads() > _FEW_THREADS or not _is_loop_sized(rows, index):
+    loops = numba_loops_for(rows) if rows.is_contiguous() and torch.get_num_threads() <= _FEW_THREADS else None
+    if loops is None or not _is_loop_sized(rows, index):
         return rows.index_select(0, index)
     out = rows.new_empty((index.numel(), *rows.shape[1:]))
     with torch_private.span(COMPILED_LOOPS):
@@ -32,7 +32,7 @@ def scatter_rows(out: Tensor, index: Tensor, rows: Tensor) -> None:
 
     Args:
         out: ``[num_rows, ...]``.
-        index: int32 or int64.
+        index: int32 or int64, within range: the compiled loop does not look.
         rows: ``[len(index), ...]``.
     """
     loops = numba_loops_for(out)

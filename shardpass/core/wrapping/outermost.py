@@ -22,7 +22,7 @@ from shardpass.core.wrapping.empty_rows import EmptyRows
 from shardpass.core.wrapping.explain import explained
 from shardpass.errors import RefusedError, ShardpassError
 
-_MISTAKES = (TypeError, AttributeError, NameError, KeyError, ImportError)
+_MISTAKES = (TypeError, AttributeError, NameError, KeyError, ImportError, OSError)
 """Errors that no number of rows mends."""
 
 

@@ -22,7 +22,7 @@ from shardpass.frontends.pyg.lazy import LazyEdges
 
 _PLAIN = frozenset([bool, int, float, str, NoneType, torch.Size, torch.dtype, torch.device])
 _LIBRARIES = frozenset(["torch", "torch_geometric", "shardpass"])
-_NOT_READ = ("inspector", "comm", "forward", "__prepare_scriptable__")
+_NOT_READ = ("inspector", "comm", "__prepare_scriptable__")
 _METHODS = ("message", "edge_update", "aggregate")
 
 
@@ -46,7 +46,7 @@ def dependence_of(
         if torch_private.has_any_forward_hook():
             raise _UnknownError
         for module in conv.modules():
-            if module is not conv and torch_private.has_hook(module):
+            if module is not conv and (torch_private.has_hook(module) or "forward" in vars(module)):
                 raise _UnknownError
             state.add(module)
         state.values += [state.of(getattr(type(conv), name)) for name in _METHODS]
@@ -78,7 +78,9 @@ class _State:
         self.values += [kind, self.of(kind.forward), module.training]
         for tensors in (torch_private.parameters_of(module), torch_private.buffers_of(module)):
             self.values += [(name, self.of(tensor)) for name, tensor in tensors.items()]
-        self.values += [(name, self.of(value)) for name, value in vars(module).items() if name not in self._others]
+        own = {name: value for name, value in vars(module).items() if name not in self._others}
+        own.pop("forward", None)  # `wrap` sets that of a layer
+        self.values += [(name, self.of(value)) for name, value in own.items()]
 
     def of(self, value: Any) -> Any:
         """What stands for `value` among the values."""

@@ -152,7 +152,8 @@ class DistributedGraphSizeNorm(DistributedNorm, gnn.GraphSizeNorm):
 
     def _normalised(self, x: Tensor, batch_given: bool, comm: Ranks) -> Tensor:
         moments, _, _ = row_moments(x.detach().flatten(1), comm)
-        return x * max(1, self.count(moments)) ** -0.5
+        count = self.count(moments) if self._took else moments.count  # of nodes, where nobody followed
+        return x * max(1, count) ** -0.5
 
 
 class DistributedSingleBatchNorm(RowNorm, gnn.BatchNorm):

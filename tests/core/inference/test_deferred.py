@@ -34,6 +34,7 @@ ROW_WISE = {
     "joined columns": lambda x: torch.cat([x, OTHER, x.chunk(2, 1)[1]], dim=1),
     "a tensor in memory with as many rows": lambda x: torch.where(OTHER > 0, x, OTHER),
     "columns and scores": lambda x: (x[:, 2:] * x[:, :1]).softmax(1).amax(-1),
+    "a width of as many as rows": lambda x: x.mean(1, keepdim=True).expand(-1, N).sum(1),
     "another dtype": lambda x: x.float().double().abs().sqrt(),
     "changed in place": lambda x: F.relu(x * 2, inplace=True).add_(1).mul_(OTHER),
 }

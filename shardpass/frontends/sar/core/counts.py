@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import operator
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,20 +11,36 @@ import numpy as np
 from shardpass.frontends.dgl.counts import EdgeCount, NodeCount
 
 
-class _Computes:
-    """A number that is this rank's own in arithmetic."""
+def _plain(value: Any) -> Any:
+    return int(value) if isinstance(value, np.int64) else value
 
-    __truediv__: Any = np.int64.__truediv__
-    __rtruediv__: Any = np.int64.__rtruediv__
-    __floordiv__: Any = np.int64.__floordiv__
-    __rfloordiv__: Any = np.int64.__rfloordiv__
-    __mod__: Any = np.int64.__mod__
-    __rmod__: Any = np.int64.__rmod__
-    __pow__: Any = np.int64.__pow__
-    __rpow__: Any = np.int64.__rpow__
-    __mul__: Any = np.int64.__mul__
-    __rmul__: Any = np.int64.__rmul__
-    __float__: Any = np.int64.__float__
+
+def _plainly(operation: Callable[[Any, Any], Any]) -> Any:
+    return lambda mine, other: operation(_plain(mine), _plain(other))
+
+
+def _reflected(operation: Callable[[Any, Any], Any]) -> Any:
+    return lambda mine, other: operation(_plain(other), _plain(mine))
+
+
+def _alone(operation: Callable[..., Any]) -> Any:
+    return lambda mine, *others: operation(_plain(mine), *others)
+
+
+class _Computes:
+    """A number that is this rank's own in arithmetic, as an `int` is: NumPy divides by zero, and overflows."""
+
+    __truediv__, __rtruediv__ = _plainly(operator.truediv), _reflected(operator.truediv)
+    __floordiv__, __rfloordiv__ = _plainly(operator.floordiv), _reflected(operator.floordiv)
+    __mod__, __rmod__ = _plainly(operator.mod), _reflected(operator.mod)
+    __pow__, __rpow__ = _plainly(operator.pow), _reflected(operator.pow)
+    __mul__, __rmul__ = _plainly(operator.mul), _reflected(operator.mul)
+    __divmod__, __rdivmod__ = _plainly(divmod), _reflected(divmod)
+    __rshift__, __lshift__ = _plainly(operator.rshift), _plainly(operator.lshift)
+    __and__, __or__, __xor__ = _plainly(operator.and_), _plainly(operator.or_), _plainly(operator.xor)
+    __float__: Any = _alone(float)
+    __round__: Any = _alone(round)
+    item: Any = _alone(int)
     __array__: Any = np.int64.__array__
     __array_ufunc__: Any = None
 
