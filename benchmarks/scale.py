@@ -6,7 +6,8 @@ A planted graph (most edges stay within a community) with 16 features is written
 with `RLIMIT_DATA` set, which its child, KaMinPar, inherits; then fresh ranks load it and train one epoch of GraphSAGE.
 The peak of a process is its VmHWM, with libraries and with mapped pages, which the kernel may drop; anonymous memory
 (RssAnon, looked at every few milliseconds) cannot be dropped. The other bars of large and small graphs are
-measured by `edge_bytes`, `names`, `inference_peak`, `rank_balance`, `partitioning`, `overhead` and `messages`.
+measured by `edge_bytes`, `names`, `inference_peak`, `rank_balance`, `partitioning`, `many_processes`, `overhead` and
+`messages`.
 """
 
 from __future__ import annotations

@@ -17,6 +17,9 @@ Report = Callable[[str, int, int], None]
 MEMORY_BYTES = 1 << 30
 _BYTES_PER_RECORD = 80  # of an edge while a bucket is sorted: the record, its key, the order, the sorted columns
 _BYTES_PER_EDGE = 200  # of an edge while a block is dealt out to the buckets
+_MOST_AT_ONCE = 1 << 21
+"""Records or edges. More are slower: they leave the caches, and the C library returns arrays above 32 MB to the kernel
+each time, which has to clear the pages of the next one."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +38,12 @@ class Budget:
     @property
     def bucket_records(self) -> int:
         """Records of one file that is sorted in memory."""
-        return max(1, self.memory_bytes // _BYTES_PER_RECORD)
+        return max(1, min(self.memory_bytes // _BYTES_PER_RECORD, _MOST_AT_ONCE))
 
     @property
     def block_edges(self) -> int:
         """Edges that a rank reads at once, so few that one rank could get those of all."""
-        return max(1, self.memory_bytes // _BYTES_PER_EDGE // self.team.size)
+        return max(1, min(self.memory_bytes // _BYTES_PER_EDGE // self.team.size, _MOST_AT_ONCE))
 
     @property
     def alone(self) -> Budget:
