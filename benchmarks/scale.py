@@ -2,8 +2,10 @@
 
     python -m benchmarks.scale --edges 1_000_000_000 --nodes 60_000_000 --folder /data/scale
 
-A planted graph (most edges stay within a community) with 16 features is written to files. One process partitions it
-with `RLIMIT_DATA` set, which its child, KaMinPar, inherits; then fresh ranks load it and train one epoch of GraphSAGE.
+A planted graph (most edges stay within a community) with 16 features is written to files. One process partitions it in
+a control group of its own, whose resident memory the kernel bounds, its child KaMinPar and cached files included; that
+needs the right to make one (root, or a group that was delegated). Then fresh ranks load it and train one epoch of
+GraphSAGE.
 The peak of a process is its VmHWM, with libraries and with mapped pages, which the kernel may drop; anonymous memory
 (RssAnon, looked at every few milliseconds) cannot be dropped. The other bars of large and small graphs are
 measured by `edge_bytes`, `names`, `inference_peak`, `rank_balance`, `partitioning`, `many_processes`, `overhead` and
@@ -13,6 +15,7 @@ measured by `edge_bytes`, `names`, `inference_peak`, `rank_balance`, `partitioni
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
@@ -20,6 +23,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -59,10 +63,40 @@ def peaks(anonymous: Peak) -> Record:
     return {"anonymous_bytes": anonymous.start + anonymous.bytes, "resident_bytes": status("VmHWM")}
 
 
-def partition_files(folder: Path, num_nodes: int, limit: int) -> Record:
-    """Partition with at most `limit` bytes of data for this process and each of its children."""
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    peak, start = Peak(), time.monotonic()
+class Group:
+    """A control group for processes that together have at most `limit` bytes of resident memory, cached files included.
+
+    Attributes:
+        path: its folder, where a process writes its number to join.
+        peak: the most anonymous memory that was seen, in bytes.
+    """
+
+    def __init__(self, limit: int) -> None:
+        root, lines = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup").read_text().splitlines()
+        is_old = (root / "memory").is_dir()  # version 1
+        own = next(line.split(":", 2)[2] for line in lines if (":memory:" if is_old else "0::") in line)
+        self.path = root / ("memory" if is_old else "") / own.lstrip("/") / f"shardpass-scale-{os.getpid()}"
+        self._field, self.peak = "total_rss" if is_old else "anon", 0
+        self.path.mkdir()
+        (self.path / ("memory.limit_in_bytes" if is_old else "memory.max")).write_text(str(limit))
+        threading.Thread(target=self._look, daemon=True).start()
+
+    def _look(self) -> None:
+        while self.path.is_dir():
+            with contextlib.suppress(OSError):
+                lines = (self.path / "memory.stat").read_text().splitlines()
+                self.peak = max(self.peak, *(int(n) for name, n in map(str.split, lines) if name == self._field))
+            time.sleep(0.05)
+
+    def remove(self) -> None:
+        """Remove it, once its processes have ended."""
+        self.path.rmdir()
+
+
+def partition_files(folder: Path, num_nodes: int, limit: int, group: Path) -> Record:
+    """Partition as a member of `group`, which has at most `limit` bytes."""
+    (group / "cgroup.procs").write_text(str(os.getpid()))
+    start = time.monotonic()
     graph = stream_edge_list(
         folder / "edges.npy", features=folder / "x.npy", labels=folder / "y.npy", num_nodes=num_nodes
     )
@@ -70,7 +104,6 @@ def partition_files(folder: Path, num_nodes: int, limit: int) -> Record:
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return {
         "seconds": time.monotonic() - start, "cpu_seconds": sum(one.ru_utime + one.ru_stime for one in used),
-        **peaks(peak), "kaminpar_resident_bytes": used[1].ru_maxrss * 1024,
         "store_bytes": sum(file.stat().st_size for file in (folder / "store").iterdir()),
         "cut": sum(manifest.cut_edges.values()) / max(1, sum(manifest.num_edges.values())),
     }  # fmt: skip
@@ -119,9 +152,9 @@ def report(num_nodes: int, num_edges: int, limit: int, cut: Record, ranks: list[
     lines = [
         f"# Scale, {datetime.date.today()}", "", f"`{' '.join(['python -m benchmarks.scale', *sys.argv[1:]])}`", "",
         f"{num_nodes:,} nodes, {num_edges:,} directed edges, {FEATURES} features (float32), {PARTS} parts.", "",
-        f"- partitioned in {cut['seconds']:.0f} s ({cut['cpu_seconds']:.0f} CPU s) with RLIMIT_DATA {gib(limit)}: "
-        f"{gib(cut['anonymous_bytes'])} of anonymous memory, {gib(cut['resident_bytes'])} resident with mapped files; "
-        f"KaMinPar {gib(cut['kaminpar_resident_bytes'])} resident. {cut['cut']:.1%} of the edges are cut.",
+        f"- partitioned in {cut['seconds']:.0f} s ({cut['cpu_seconds']:.0f} CPU s) within {gib(limit)} of resident "
+        f"memory, which the kernel enforced: at most {gib(cut['anonymous_bytes'])} of it anonymous, KaMinPar included. "
+        f"{cut['cut']:.1%} of the edges are cut.",
         f"- the store has {gib(cut['store_bytes'])}, {cut['store_bytes'] / num_edges:.1f} B per edge with features.",
         f"- {len(ranks)} ranks load it in {max(rank['load_seconds'] for rank in ranks):.0f} s, and train an epoch of "
         f"GraphSAGE in {max(rank['epoch_seconds'] for rank in ranks):.0f} s "
@@ -139,13 +172,14 @@ def main() -> None:
     parser.add_argument("--edges", type=int, default=100_000_000)
     parser.add_argument("--nodes", type=int, default=6_000_000)
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--gib", type=float, default=8.0, help="RLIMIT_DATA while partitioning")
+    parser.add_argument("--gib", type=float, default=8.0, help="resident memory while partitioning")
     parser.add_argument("--folder", type=Path, help="where the files are kept (default: a temporary one)")
     parser.add_argument("--child", choices=["partition", "train"], help=argparse.SUPPRESS)
+    parser.add_argument("--group", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     limit = int(args.gib * 2**30)
     if args.child == "partition":
-        print(json.dumps(partition_files(args.folder, args.nodes, limit)), flush=True)
+        print(json.dumps(partition_files(args.folder, args.nodes, limit, args.group)), flush=True)
     elif args.child == "train":
         train(args.folder)
     else:
@@ -154,7 +188,14 @@ def main() -> None:
             folder.mkdir(parents=True, exist_ok=True)
             make_files(folder, args.nodes, args.edges)
             here = ["--folder", str(folder), "--nodes", str(args.nodes), "--gib", str(args.gib)]
-            cut = child("--child", "partition", *here)
+            group = Group(limit)
+            try:
+                cut = {
+                    **child("--child", "partition", "--group", str(group.path), *here),
+                    "anonymous_bytes": group.peak,
+                }
+            finally:
+                group.remove()
             ranks = child("--child", "train", *here, ranks=args.ranks)
         text = report(args.nodes, args.edges, limit, cut, ranks)
         (REPORTS / f"scale-{datetime.date.today()}.md").write_text(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from functools import partial
@@ -10,7 +11,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from shardpass import backends
-from shardpass.backends import Communicator
+from shardpass.backends import HUGE_PAGES, Communicator, huge_pages
 from shardpass.core.ranks import Ranks
 
 T = TypeVar("T")
@@ -58,18 +59,22 @@ def connect(
         CommunicationError: when the other ranks cannot be reached, or are more or fewer than the launcher started.
         ValueError: for an unknown backend, or when ``ranks`` differs from the number of ranks.
     """
-    return Ranks(
-        backends.connect(
-            backend,
-            ranks=ranks,
-            device=device,
-            group=group,
-            timeout=timeout,
-            connect_timeout=connect_timeout,
-            host_timeout=host_timeout,
-            black_box=black_box,
-        )
+    comm = backends.connect(
+        backend,
+        ranks=ranks,
+        device=device,
+        group=group,
+        timeout=timeout,
+        connect_timeout=connect_timeout,
+        host_timeout=host_timeout,
+        black_box=black_box,
     )
+    if comm.rank == 0 and huge_pages() == "madvise" and os.environ.get(HUGE_PAGES) != "1":
+        logging.getLogger("shardpass").info(
+            f"large tensors are in small pages, which costs up to a third of an epoch's CPU time: set {HUGE_PAGES}=1 "
+            f"in the environment before Python starts"
+        )
+    return Ranks(comm)
 
 
 def spawn(

@@ -53,7 +53,7 @@ def require(module: str, extra: str, purpose: str, otherwise: str = "") -> Modul
 
     Args:
         module: name of the module to import, e.g. ``"mpi4py.MPI"``.
-        extra: the extra of shardpass that installs it, e.g. ``"mpi"``.
+        extra: the extra of shardpass that installs it, e.g. ``"mpi"``; empty if none does.
         purpose: what needs it, as the subject of the error sentence, e.g. ``"the mpi backend"``.
         otherwise: what to do instead of installing it, the end of the error sentence.
 
@@ -68,7 +68,8 @@ def require(module: str, extra: str, purpose: str, otherwise: str = "") -> Modul
         if (error.name or "").split(".")[0] != module.split(".")[0]:
             raise
         package = module.split(".")[0]
+        of_extra = f" (shardpass's extra {extra!r})" if extra else ""
         raise MissingDependencyError(
             f"{purpose} needs the package {package!r}, which is not installed: pip install "
-            f"{_PIP_NAMES.get(package, package)} (shardpass's extra {extra!r}){otherwise and ', or ' + otherwise}"
+            f"{_PIP_NAMES.get(package, package)}{of_extra}{otherwise and ', or ' + otherwise}"
         ) from error

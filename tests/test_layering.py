@@ -13,7 +13,7 @@ from tests.source import PACKAGE, ROOT, dotted, imports, is_type_checking, modul
 REQUIRED = words("torch numpy safetensors")
 OPTIONAL = words(
     "torch_geometric dgl mpi4py numba kaminpar pymetis typer rich click matplotlib sklearn scipy pandas pyarrow "
-    "duckdb ogb tqdm networkx triton"
+    "duckdb ogb tqdm networkx triton tensorboard"
 )
 """Packages that may be absent. Imported at module level only where `Layer.third_party` says so."""
 

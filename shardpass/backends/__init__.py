@@ -10,6 +10,7 @@ from shardpass.backends.communicator import Communicator, Handle, ReduceOp
 from shardpass.backends.connect import TIMEOUT_VARIABLE, connect
 from shardpass.backends.delegating import DelegatingCommunicator
 from shardpass.backends.failure import Failure, TransportLostError, TransportTimeoutError, first_failure, reason_of
+from shardpass.backends.hosts import HUGE_PAGES, huge_pages
 from shardpass.backends.launch import Launch, detect
 from shardpass.backends.local import LocalCommunicator
 from shardpass.backends.raw import DEFAULT_TIMEOUT, Pending
@@ -18,6 +19,7 @@ from shardpass.backends.spawn import spawn
 
 __all__ = [
     "DEFAULT_TIMEOUT",
+    "HUGE_PAGES",
     "TIMEOUT_VARIABLE",
     "BaseCommunicator",
     "Communicator",
@@ -35,6 +37,7 @@ __all__ = [
     "connect",
     "detect",
     "first_failure",
+    "huge_pages",
     "reason_of",
     "spawn",
 ]

@@ -9,6 +9,8 @@ import sys
 import uuid
 from pathlib import Path
 
+HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
+"""With 1 in this variable of the environment, torch asks the kernel for huge pages."""
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
 
 
@@ -38,6 +40,14 @@ def _namespace(kind: str) -> str:
         return os.readlink(f"/proc/self/ns/{kind}")
     except OSError:
         return socket.gethostname()
+
+
+def huge_pages() -> str:
+    """To whom this kernel gives huge pages: ``"always"``, ``"madvise"`` (who asks) or ``"never"``; empty if unknown."""
+    try:
+        return Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text().partition("[")[2].partition("]")[0]
+    except OSError:
+        return ""
 
 
 def chosen_interface() -> str:

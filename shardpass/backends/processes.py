@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from shardpass.backends.base import BaseCommunicator
 from shardpass.backends.failure import add_note, first_failure, note_rank, reason_of
+from shardpass.backends.hosts import HUGE_PAGES
 from shardpass.errors import CommunicationError, PeerFailure
 
 _GRACE = 8.0  # seconds that the other ranks get to end by themselves after the first failure
@@ -99,14 +100,13 @@ def spawn_processes(
 @contextlib.contextmanager
 def _huge_pages() -> Iterator[None]:
     """Processes that are started here may use huge pages, which torch decides before their first tensor."""
-    name = "THP_MEM_ALLOC_ENABLE"
-    is_decided = name in os.environ
-    os.environ.setdefault(name, "1")
+    is_decided = HUGE_PAGES in os.environ
+    os.environ.setdefault(HUGE_PAGES, "1")
     try:
         yield
     finally:
         if not is_decided:
-            del os.environ[name]
+            del os.environ[HUGE_PAGES]
 
 
 def _answers(children: list[_Child]) -> list[_Answer]:

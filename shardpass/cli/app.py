@@ -21,8 +21,12 @@ from shardpass.cli.inferring import InferConfig, infer_rank
 from shardpass.cli.inspecting import run_inspect, run_inspect_layers
 from shardpass.cli.launch import Backend, run_ranks, starts_threads
 from shardpass.cli.models import Dtype, ModelConfig, ModelName
+from shardpass.cli.new import write_script
 from shardpass.cli.partitioning import PartitionConfig, partition_rank, read_source
-from shardpass.cli.planning import as_json, graph_of
+from shardpass.cli.plan_chart import draw_plan
+from shardpass.cli.plan_page import plan_page
+from shardpass.cli.planning import as_json, estimates_told, graph_of, prepare_files, title_of
+from shardpass.cli.proof.prove import prove_rank
 from shardpass.cli.restarts import train_with_restarts
 from shardpass.cli.training import train_rank
 from shardpass.core.ranks import Mode
@@ -150,6 +154,16 @@ def inspect(
 
 
 @app.command()
+def new(
+    file: Annotated[Path, typer.Argument(help="The script to write, such as train.py.")],
+    dgl: Annotated[bool, typer.Option("--dgl", help="For DGL in place of PyG.")] = False,
+) -> None:
+    """Write a training script with comments, to start your own from."""
+    with told_in_words():
+        print(write_script(file, dgl))
+
+
+@app.command()
 def train(
     store: StoreFolder,
     model: Annotated[ModelName, typer.Option(help="Of torch_geometric.nn.")] = "sage",
@@ -171,23 +185,33 @@ def train(
     mask_prefix: Annotated[str, typer.Option(help="Before train_mask, val_mask and test_mask in field names.")] = "",
     split: Annotated[int, typer.Option(help="The column of masks that have one per split.")] = 0,
     eval_every: Annotated[int, typer.Option(min=1, help="Epochs between two evaluations.")] = 1,
+    patience: Annotated[
+        int, typer.Option(min=0, help="End after so many epochs without a better validation accuracy; 0: do not.")
+    ] = 0,
     # torchrun takes --log, even after the program's name, for an abbreviation of its own options
     log: Annotated[str, typer.Option("--log", "--log-file", help="JSON lines; - shows them and nothing else.")] = "",
+    log_csv: Annotated[str, typer.Option(help="A table with a row per epoch.")] = "",
+    tensorboard: Annotated[str, typer.Option(help="The folder for TensorBoard.")] = "",
+    plot: Annotated[str, typer.Option(help="Draw loss, accuracy and memory into this file at the end.")] = "",
+    best: Annotated[str, typer.Option(help="The file for the parameters of the best epoch so far.")] = "",
     checkpoint: Annotated[str, typer.Option(help="The file to write while training.")] = "",
     checkpoint_every: Annotated[int, typer.Option(min=1, help="Epochs between two checkpoints.")] = 1,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the checkpoint, on any ranks.")] = False,
     restarts: Annotated[int, typer.Option(min=0, help="Times to start failed ranks again, from the checkpoint.")] = 0,
-    profile: Annotated[str, typer.Option(help="Trace one epoch to this file, for Perfetto or chrome://tracing.")] = "",
+    profile: Annotated[str, typer.Option(help="Trace one epoch of each rank, for Perfetto or chrome://tracing.")] = "",
 ) -> None:
     """Train a PyG model on the whole graph, on any number of ranks up to the number of parts.
 
     Alone, with --ranks N, or under `mpirun -n N` or `torchrun --nproc-per-node N --no-python`.
     """
     with told_in_words():
+        if profile and backend == "auto" and starts_threads(backend, ranks):
+            backend = "processes"  # threads have one profiler, which traces one of them
         config = TrainConfig(
             model, layers, hidden, heads, dropout, batch_norm, dtype, store=str(store), epochs=epochs, lr=lr,
             weight_decay=weight_decay, mode=mode, memory_budget=memory_budget, seed=seed, mask_prefix=mask_prefix,
-            split=split, eval_every=eval_every, log=log, checkpoint=checkpoint, checkpoint_every=checkpoint_every,
+            split=split, eval_every=eval_every, patience=patience, log=log, log_csv=log_csv, tensorboard=tensorboard,
+            plot=plot, best=best, checkpoint=checkpoint, checkpoint_every=checkpoint_every,
             resume=resume, threads=threads, profile=profile,
             shared_process=not restarts and starts_threads(backend, ranks),
         )  # fmt: skip
@@ -223,16 +247,24 @@ def plan(
     budget: Annotated[str | None, typer.Option(help="Bytes per rank, as in 6GiB.")] = None,
     ranks_per_host: Annotated[int, typer.Option(min=1, help="Processes of one host, which share memory.")] = 1,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw the table into this file, such as plan.png.")] = None,
+    page: Annotated[Path | None, typer.Option(help="Write an HTML page with sliders for ranks and budget.")] = None,
 ) -> None:
     """Estimate the peak memory per rank of each mode and number of ranks, before anything runs."""
     with told_in_words():
         graph = graph_of(store, nodes, edges, features, classes, cut, halo)
-        built = ModelConfig(model, layers, hidden, heads, dropout, batch_norm).build(*known_sizes(graph))
+        prepare_files(plot, page)
+        config = ModelConfig(model, layers, hidden, heads, dropout, batch_norm)
+        built = config.build(*known_sizes(graph))
         torch.set_num_threads(1)  # dry runs are small
-        planned = sp.plan(
-            built, graph, ranks, mode, budget=budget, ranks_per_host=ranks_per_host  # type: ignore[arg-type]
-        )  # fmt: skip
+        modes: list[Any] = mode  # which the planner checks
+        with estimates_told() as told:
+            planned = sp.plan(built, graph, ranks, modes, budget=budget, ranks_per_host=ranks_per_host, progress=told)
         print(as_json(planned) if json else planned)
+        if plot is not None:
+            draw_plan(planned, title_of(config, graph), plot)
+        if page is not None:
+            page.write_text(plan_page(planned, title_of(config, graph)), encoding="utf-8")
 
 
 @app.command()
@@ -280,11 +312,28 @@ def doctor(
 
 
 @app.command()
+def test(
+    backend: BackendName = "auto",
+    ranks: Ranks = None,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait for another rank.")] = 120.0,
+) -> None:
+    """Prove a cluster in a minute: what each rank may use, what travels between ranks, and that a model is exact.
+
+    Started as a training run will be: `mpirun -n 8 shardpass test`, `srun -n 8 shardpass test`, or
+    `torchrun --nproc-per-node 8 --no-python shardpass test`. If something is wrong, one sentence says what, and the
+    exit code is 1.
+    """
+    with told_in_words():
+        verdict = run_ranks(prove_rank, None, backend, ranks, timeout)
+    verdict.end()
+
+
+@app.command()
 def demo(
     output: Annotated[Path, typer.Option(help="The directory for the chart and the numbers.")] = Path("demo-out"),
     ranks: Annotated[int, typer.Option(min=1, help="Ranks of the distributed runs.")] = 4,
     nodes: Annotated[int, typer.Option(help="Nodes of the power-law graph of the second stage.")] = 100_000,
 ) -> None:
-    """Train an unmodified GAT in one process and on several ranks; compare accuracy, loss and memory."""
+    """Train an unmodified GAT in one process and on several ranks; compare memory, loss, accuracy and time."""
     with told_in_words():
         run_demo(output, ranks, nodes)

@@ -21,10 +21,15 @@ class TrainConfig(ModelConfig):
         memory_budget: bytes per rank, for the mode ``"auto"``.
         mask_prefix, split: see `read_task`.
         eval_every: epochs between two evaluations; the last epoch is always evaluated.
+        patience: epochs without a better validation accuracy after which training ends; 0 for no such end.
         log: the file for JSON lines; ``"-"`` prints them instead of the progress display, for programs.
+        log_csv: the file for a table with a row per epoch.
+        tensorboard: the folder for TensorBoard.
+        plot: the picture to draw at the end.
+        best: the file for the parameters of the epoch that was best so far, by validation accuracy.
         shared_process: whether the ranks are threads of one process.
         threads: computing threads per rank.
-        profile: the file to write a trace of one epoch to.
+        profile: the file to write a trace of one epoch to; several ranks put their number before its suffix.
     """
 
     store: str
@@ -37,7 +42,12 @@ class TrainConfig(ModelConfig):
     mask_prefix: str = ""
     split: int = 0
     eval_every: int = 1
+    patience: int = 0
     log: str = ""
+    log_csv: str = ""
+    tensorboard: str = ""
+    plot: str = ""
+    best: str = ""
     checkpoint: str = ""
     checkpoint_every: int = 1
     resume: bool = False
@@ -49,9 +59,24 @@ class TrainConfig(ModelConfig):
         super().__post_init__()
         if self.resume and not self.checkpoint:
             raise ValueError("--resume continues from the file of --checkpoint: give its name")
+        if self.profile and self.shared_process:
+            raise ValueError(
+                "--profile cannot trace ranks that are threads, since they share one profiler: leave --backend away, "
+                "and they are processes"
+            )
         if (self.mode == "auto") != (self.memory_budget is not None):
             raise ValueError("--mode auto and --memory-budget go together: give both or neither")
 
     def task(self, graph: ShardedGraph) -> Task:
-        """What the run trains on."""
-        return read_task(graph, self.torch_dtype, self.mask_prefix, self.split)
+        """What the run trains on.
+
+        Raises:
+            ValueError: something is missing that the options need.
+        """
+        task = read_task(graph, self.torch_dtype, self.mask_prefix, self.split)
+        if (self.patience or self.best) and "val" not in task.masks:
+            raise ValueError(
+                f"--patience and --best go by the validation accuracy, but the store has no node field "
+                f"'{self.mask_prefix}val_mask': partition with one, or leave them away"
+            )
+        return task

@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from time import monotonic
 from typing import NoReturn
 
 from rich.console import Console
@@ -36,6 +37,37 @@ def _launcher_has_terminal() -> bool:
     with contextlib.suppress(OSError):
         return os.readlink(f"/proc/{os.getppid()}/fd/1").startswith(("/dev/pts/", "/dev/tty"))
     return False
+
+
+class Steps:
+    """Tells in lines how far a long command is, where there is no terminal for a bar; on a terminal it says nothing.
+
+    A step is told when it begins (if nothing of it is done yet), then every few seconds, with the time left.
+
+    Args:
+        console: where to.
+        every: seconds between two lines of one step.
+    """
+
+    def __init__(self, console: Console, every: float = 10.0) -> None:
+        self.console, self.every = console, every
+        self.step, self.first, self.began, self.told = "", 0, 0.0, 0.0
+
+    def tell(self, step: str, done: int = 0, total: int = 1, text: str = "") -> None:
+        """`done` of `total` units of `step` are done; `text` is told with that."""
+        now = monotonic()
+        if step != self.step:
+            self.step, self.first, self.began, self.told = step, done, now, now
+            if not done:
+                self._print(f"{step} ...")
+        elif self.first < done < total and now - self.told >= self.every:
+            self.told = now
+            left = (now - self.began) / (done - self.first) * (total - done)
+            self._print(f"{step}: {done} of {total}{text}, about {left:.0f} s left")
+
+    def _print(self, line: str) -> None:
+        if not self.console.is_terminal:
+            self.console.print(line, markup=False)
 
 
 def fail(message: str) -> NoReturn:

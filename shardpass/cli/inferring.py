@@ -15,6 +15,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 import shardpass as sp
+from shardpass.cli.console import Steps
 from shardpass.cli.models import MODELS, ModelConfig, in_degrees_for
 from shardpass.cli.task import features_of
 from shardpass.core.ranks import Mode, Ranks, refuse_irregular
@@ -55,14 +56,15 @@ def infer_rank(comm: Ranks, config: InferConfig) -> list[str]:
     console = Console(stderr=True, quiet=comm.rank > 0)
     with console.status("inference") as status:
         args = (x, graph) if is_pyg else (graph, x)
-        told = partial(_show, status) if comm.rank == 0 else None
+        told = partial(_show, status, Steps(console)) if comm.rank == 0 else None
         files = sp.infer(model, graph, config.output, *args, overwrite=config.overwrite, tag=config.tag, progress=told)
     console.print("wrote", *map(str, files))
     return [str(file) for file in files]
 
 
-def _show(status: Status, layer: str) -> None:
+def _show(status: Status, steps: Steps, layer: str) -> None:
     status.update(f"inference: {layer}")
+    steps.tell(f"inference: {layer}")
 
 
 def _build(config: InferConfig, graph: sp.ShardedGraph) -> nn.Module:

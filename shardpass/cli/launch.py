@@ -15,6 +15,7 @@ from typing import Literal, NoReturn, TypeVar
 
 from shardpass.backends import DEFAULT_TIMEOUT
 from shardpass.backends.failure import reason_of
+from shardpass.backends.hosts import HUGE_PAGES
 from shardpass.backends.launch import detect
 from shardpass.cli.console import fail, sentence, shows_tracebacks
 from shardpass.connection import connect, spawn
@@ -38,11 +39,7 @@ def _is_launched() -> bool:
 
 
 def run_ranks(
-    work: Callable[[Ranks, C], T],
-    config: C,
-    backend: Backend,
-    ranks: int | None,
-    timeout: float = DEFAULT_TIMEOUT,
+    work: Callable[[Ranks, C], T], config: C, backend: Backend, ranks: int | None, timeout: float = DEFAULT_TIMEOUT
 ) -> T:
     """What ``work(comm, config)`` returned on this rank, or on rank 0 if the ranks are started here.
 
@@ -50,7 +47,7 @@ def run_ranks(
         work: a function at module level.
         backend: ``"auto"`` takes the ranks of the launcher if one started this process, else starts threads.
         ranks: number of ranks to start, or to expect from the launcher.
-        timeout: seconds that a wait for another rank may take.
+        timeout: seconds a wait for another rank may take.
 
     Raises:
         ValueError: the backend contradicts the launcher or the number of ranks.
@@ -120,7 +117,7 @@ def launcher_environment() -> dict[str, str]:
         "OMPI_MCA_rmaps_base_oversubscribe": "1",  # Open MPI 4
         "OMPI_MCA_hwloc_base_binding_policy": "none",
         "OMP_NUM_THREADS": "1",
-        "THP_MEM_ALLOC_ENABLE": os.environ.get("THP_MEM_ALLOC_ENABLE", "1"),
+        HUGE_PAGES: os.environ.get(HUGE_PAGES, "1"),
     }
     if hasattr(os, "geteuid") and os.geteuid() == 0:
         env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from shardpass.cli.console import output
+from shardpass.cli.console import Steps, output
 from shardpass.cli.graphs import demo_graph
 from shardpass.core.ranks import Ranks, bytes_text
 from shardpass.data import GraphFiles, RawGraph, partition, read, stream_edge_list, stream_files, stream_tables
@@ -88,11 +88,13 @@ def partition_rank(comm: Ranks, config: PartitionConfig) -> None:
     is_quiet = not console.is_terminal or comm.rank > 0
     with Progress(*columns, TimeElapsedColumn(), console=console, disable=is_quiet) as bar:
         tasks: dict[str, Any] = {}
+        steps = Steps(console)
 
         def progress(stage: str, done: int, total: int) -> None:
             if stage not in tasks:
                 tasks[stage] = bar.add_task(_STAGES.get(stage, stage), total=total)
             bar.update(tasks[stage], completed=done, total=total)
+            steps.tell(_STAGES.get(stage, stage), done, total)
 
         progress("read", 0, 1)
         graph = _read_in_turn(comm, config.read_graph)

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
+from rich.console import Console
+
 import shardpass as sp
-from shardpass.core.ranks import parse_count
+from shardpass.cli.console import Steps
+from shardpass.cli.models import ModelConfig
+from shardpass.cli.pictures import prepare_picture
+from shardpass.core.dryrun import Estimate
+from shardpass.core.ranks import parse_count, prepare_target
 
 
 def graph_of(store: Path | None, nodes: str | None, edges: str | None, *counts: float | None) -> Path | sp.GraphCounts:
@@ -23,11 +31,57 @@ def graph_of(store: Path | None, nodes: str | None, edges: str | None, *counts: 
     return sp.GraphCounts(parse_count(nodes), parse_count(edges), *counts)  # type: ignore[arg-type]
 
 
+@contextmanager
+def estimates_told() -> Iterator[Callable[[int, int], None]]:
+    """A block in which a plan is made; what tells how many estimates are done, on the standard error."""
+    console = Console(stderr=True, highlight=False)
+    steps = Steps(console)
+    with console.status("estimating") as status:
+
+        def progress(done: int, total: int) -> None:
+            status.update(f"estimating: {done} of {total}")
+            steps.tell("estimates", done, total)
+
+        yield progress
+
+
+def prepare_files(plot: Path | None, page: Path | None) -> None:
+    """Raise an error if a picture or a page could not be written in the end, before a plan is made for it."""
+    if plot is not None:
+        prepare_picture(plot, "plan --plot", "write a page with --page")
+    if page is not None:
+        prepare_target(page)
+
+
+COLOURS = {
+    "store": "#4e79a7", "features": "#76b7b2", "parameters": "#af7aa1", "gradients": "#d37295", "optimizer": "#fabfd2",
+    "activations": "#f28e2b", "halo": "#59a14f", "temporaries": "#edc948", "process": "#bab0ac", "loading": "#9c755f",
+}  # fmt: skip
+"""Of the pieces of a bar, by term."""
+
+
+def segments(row: Estimate) -> dict[str, int]:
+    """The pieces of the peak of an estimate that are not empty, by term; what loading needs beyond training is one."""
+    pieces = {**row.terms, "loading": row.peak - row.training}
+    return {term: count for term, count in pieces.items() if count > 0}
+
+
+def row_of(row: Estimate) -> dict[str, object]:
+    """An estimate as plain data."""
+    return {**asdict(row), "peak": row.peak, "above_loaded": row.above_loaded, "seconds": row.seconds}
+
+
 def as_json(planned: sp.Plan) -> str:
     """A plan as JSON."""
-    rows = [
-        {**asdict(row), "peak": row.peak, "above_loaded": row.above_loaded, "best": row is planned.best}
-        for row in planned.rows
-    ]
+    rows = [{**row_of(row), "best": row is planned.best} for row in planned.rows]
     left_out, verdict = planned.left_out, planned.verdict
     return json.dumps({"budget": planned.budget, "rows": rows, "left_out": left_out, "verdict": verdict}, indent=1)
+
+
+def title_of(config: ModelConfig, graph: Path | sp.GraphCounts) -> str:
+    """What was planned, in words."""
+    if isinstance(graph, Path):
+        size = str(graph)
+    else:
+        size = f"{graph.nodes:,} nodes and {graph.edges:,} edges"
+    return f"{config.model}, {config.layers} layers, hidden {config.hidden}, on {size}"

@@ -1,35 +1,28 @@
-"""`Reporter`: what rank 0 shows of a training run, and its log of JSON lines."""
+"""`Reporter`: what rank 0 shows of a training run, and passes on to its logs."""
 
 from __future__ import annotations
-
-import json
-import os
-from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from shardpass.cli.config import TrainConfig
 from shardpass.cli.console import output
+from shardpass.cli.logs import Record, logs_of
 from shardpass.cli.task import SPLITS
 from shardpass.core.graphs import ShardedGraph
 from shardpass.core.ranks import bytes_text
 
-Record = dict[str, Any]
-
 
 class Reporter:
-    """A progress bar on a terminal and about ten lines elsewhere; one log line per epoch and one at the end."""
+    """A progress bar on a terminal and about ten lines elsewhere; every epoch and the summary go to the logs."""
 
     def __init__(self, config: TrainConfig, graph: ShardedGraph, first_epoch: int, note: str) -> None:
         """Say what is about to run, and `note`. Other ranks than the first show and write nothing."""
         self.config, self.first_epoch = config, first_epoch
-        is_first, to_file = graph.comm.rank == 0, config.log not in ("", "-")
-        path = config.log if is_first and to_file else os.devnull
-        self.log = open(path, "a" if config.resume else "w", encoding="utf-8")  # noqa: SIM115
-        self.prints_lines = is_first and config.log == "-"
+        is_first = graph.comm.rank == 0
+        self.logs = logs_of(config) if is_first else []
         self.console = output()
-        self.console.quiet = not is_first or self.prints_lines
+        self.console.quiet = not is_first or config.log == "-"
         ranks = f"{graph.comm.size} rank{'s' if graph.comm.size > 1 else ''}"
         self.console.print(
             f"{config.model} ({config.layers} layers, hidden {config.hidden}) on {graph.total_nodes:,} nodes and "
@@ -45,7 +38,8 @@ class Reporter:
 
     def epoch(self, record: Record) -> None:
         """Show and log one epoch."""
-        self._write(record)
+        for log in self.logs:
+            log.epoch(record)
         epoch, last = record["epoch"], self.config.epochs
         text = f"loss {record['loss']:.4f}" + "".join(f"  {m} {record[m]:.4f}" for m in SPLITS if m in record)
         self.bar.update(self.bar.task_ids[0], completed=epoch, description=text)
@@ -55,26 +49,23 @@ class Reporter:
 
     def finish(self, summary: Record) -> None:
         """Log the summary and show it as a table."""
-        self._write(summary)
         self.bar.stop()
         self.console.print(summary_table(summary))
+        for log in self.logs:
+            log.finish(summary)
 
     def close(self) -> None:
-        """Give back the terminal and the log file."""
+        """Give back the terminal and the logs."""
         self.bar.stop()
-        self.log.close()
-
-    def _write(self, record: Record) -> None:
-        line = json.dumps(record)
-        print(line, file=self.log, flush=True)
-        if self.prints_lines:
-            print(line, flush=True)
+        for log in self.logs:
+            log.close()
 
 
 def summary_table(summary: Record) -> Table:
     """The summary of a run, for people."""
     table = Table(title="summary", show_header=False, title_justify="left")
-    table.add_row("epochs", f"{summary['epochs']} (from {summary['first_epoch']})")
+    end = ", ended early: no better validation accuracy" if summary["ended_early"] else ""
+    table.add_row("epochs", f"{summary['epochs']} (from {summary['first_epoch']}){end}")
     for key in ("loss", *SPLITS):
         if key in summary:
             table.add_row("loss" if key == "loss" else f"{key} accuracy", f"{summary[key]:.6g}")

@@ -10,7 +10,7 @@ from shardpass.backends.launch import detect
 from shardpass.cli.config import TrainConfig
 from shardpass.cli.console import sentence
 from shardpass.cli.launch import Backend
-from shardpass.cli.reporter import Record
+from shardpass.cli.logs import Record
 from shardpass.cli.training import train_rank
 from shardpass.connection import spawn
 from shardpass.errors import CommunicationError, DivergenceError

@@ -14,11 +14,13 @@ from torch import Tensor, nn
 
 import shardpass as sp
 from shardpass.cli.config import TrainConfig
+from shardpass.cli.logs import Record, prepare_logs
 from shardpass.cli.memory import PeakMeter
 from shardpass.cli.models import in_degrees_for
-from shardpass.cli.reporter import Record, Reporter
+from shardpass.cli.reporter import Reporter
 from shardpass.cli.task import SPLITS
 from shardpass.core.ranks import Ranks, fail_together, prepare_target
+from shardpass.errors import MissingDependencyError
 from shardpass.planning.sizes import known_sizes
 
 
@@ -72,11 +74,19 @@ class Run:
         logits = self.model(self.task.x, self.graph)
         return {name: sp.accuracy(logits, self.task.y, mask, self.comm) for name, mask in self.task.masks.items()}
 
+    def has_waited_enough(self, epoch: int) -> bool:
+        """Whether training ends after `epoch`, since no better validation accuracy was found for long."""
+        config = self.config
+        is_evaluated = epoch % config.eval_every == 0
+        return bool(config.patience) and is_evaluated and epoch - int(self.best["epoch"]) >= config.patience
+
     def train(self, reporter: Reporter) -> Record:
         """Train to the last epoch and return its record. Collective."""
         config, last = self.config, self.config.epochs
         record: Record = {"epoch": self.first_epoch - 1}
         for epoch in range(self.first_epoch, last + 1):
+            if self.has_waited_enough(epoch - 1):
+                break
             start, sent = perf_counter(), self.comm.bytes_sent
             # not the first epochs: they build what is kept, and check the model
             with profiled(config, self.comm, epoch == min(self.first_epoch + 2, last)):
@@ -86,9 +96,12 @@ class Run:
                 record |= self.evaluate()
                 if record.get("val", -1.0) > self.best["val"]:
                     self.best = {"epoch": epoch, "val": record["val"], "test": record.get("test")}
+                    if config.best:
+                        sp.save_checkpoint(config.best, self.comm, self.model, epoch=epoch, graph=self.graph)
             reporter.epoch(record)
             # after the log line: a kill between the two repeats an epoch in the log instead of losing it
-            if config.checkpoint and (epoch % config.checkpoint_every == 0 or epoch == last):
+            is_last = epoch == last or self.has_waited_enough(epoch)
+            if config.checkpoint and (epoch % config.checkpoint_every == 0 or is_last):
                 self.save(epoch)
         return record if record["epoch"] >= self.first_epoch else record | self.evaluate()
 
@@ -111,7 +124,8 @@ def plan_of(comm: Ranks, config: TrainConfig) -> sp.Plan:
 def train_rank(comm: Ranks, config: TrainConfig) -> Record:
     """Train as one rank of `comm`; the summary, the same on every rank. Collective."""
     torch.set_num_threads(config.threads)
-    fail_together(comm, "train: files to write", lambda: prepare_files(comm, config), OSError)
+    problems = (OSError, ValueError, MissingDependencyError)
+    fail_together(comm, "train: files to write", lambda: prepare_files(comm, config), *problems)
     run = Run(comm, config)
     note = run.resume() if config.resume else ""
     meter, start = PeakMeter(), perf_counter()
@@ -123,13 +137,13 @@ def train_rank(comm: Ranks, config: TrainConfig) -> Record:
 
 
 def prepare_files(comm: Ranks, config: TrainConfig) -> None:
-    """Raise OSError if this rank could not write one of its files in the end. Missing folders are made."""
-    files = [Path(name) for name in (config.checkpoint, config.log) if name not in ("", "-") and comm.rank == 0]
+    """Raise an error if this rank could not write one of its files in the end. Missing folders are made."""
+    if comm.rank == 0:
+        prepare_logs(config)
+        for name in filter(None, (config.checkpoint, config.best)):
+            prepare_target(Path(name))
     if config.profile:
-        files.append(profile_of(comm, config))
-    for file in files:
-        if file != Path(config.log) or not (file.is_fifo() or file.is_char_device()):  # a log may be one: it is opened
-            prepare_target(file)
+        prepare_target(profile_of(comm, config))
 
 
 def summarise(run: Run, last: Record, meter: PeakMeter, seconds: float) -> Record:
@@ -149,6 +163,7 @@ def summarise(run: Run, last: Record, meter: PeakMeter, seconds: float) -> Recor
         "backend": type(comm.inner).__name__.removesuffix("Communicator").lower(),
         "epochs": last["epoch"],
         "first_epoch": run.first_epoch,
+        "ended_early": last["epoch"] < run.config.epochs,
         **{key: last[key] for key in ("loss", *SPLITS) if key in last},
         "best": run.best if run.best["epoch"] else None,
         "seconds": seconds,
@@ -169,10 +184,9 @@ def summarise(run: Run, last: Record, meter: PeakMeter, seconds: float) -> Recor
 def profiled(config: TrainConfig, comm: Ranks, is_traced: bool) -> Iterator[None]:
     """Trace the block with torch's profiler into the file that `config` names, if it is the one to be traced.
 
-    The engine's rounds are in the trace as "send", "wait for" and "compute", with the call and the block. Several ranks
-    put their number before the suffix. Ranks that are threads share one profiler, so only rank 0 is traced there.
+    The engine's rounds are in the trace as "send", "wait for" and "compute", with the call and the block.
     """
-    if not (config.profile and is_traced) or (config.shared_process and comm.rank > 0):
+    if not (config.profile and is_traced):
         yield
         return
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as trace:

@@ -122,6 +122,7 @@ def plan(
     checkpoint: Checkpoint = None,
     ranks_per_host: int = 1,
     comm: Ranks | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Plan:
     """The estimated peak memory per rank of training `model`, by term, for every mode and number of ranks.
 
@@ -146,6 +147,7 @@ def plan(
             memory counts at the rank that owns it.
         comm: plan for its ranks and hosts, in place of `ranks` and `ranks_per_host`. Then the call is collective: rank
             0 makes the plan, and every rank returns it.
+        progress: called as ``progress(done, total)`` after each estimate.
 
     Raises:
         ValueError: a store without features, or with several types of which not exactly one has labels (pass `loss`);
@@ -157,8 +159,8 @@ def plan(
     budget = options.memory_budget if budget is None else budget
     limit = None if budget is None else parse_bytes(budget)
     if comm is None:
-        return _Planner(training, graph, options, ranks_per_host).plan(ranks, modes, limit)
-    return _plan_on_first_rank(comm, _Planner(training, graph, options, _ranks_per_host(comm)), modes, limit)
+        return _Planner(training, graph, options, ranks_per_host, progress).plan(ranks, modes, limit)
+    return _plan_on_first_rank(comm, _Planner(training, graph, options, _ranks_per_host(comm), progress), modes, limit)
 
 
 @dataclass(frozen=True)
@@ -169,6 +171,7 @@ class _Planner:
     graph: Graph
     options: Options
     per_host: int
+    progress: Callable[[int, int], None] | None = None
 
     def __post_init__(self) -> None:
         if self.per_host < 1:
@@ -179,13 +182,15 @@ class _Planner:
         rows: list[Estimate] = []
         left_out: dict[Mode, str] = {}
         modes = tuple(modes)
-        for count in ranks:
+        for index, count in enumerate(ranks):
             sizes = replace(sizes_of(self.graph, count), per_host=self.per_host)
-            for mode in modes:
+            for done, mode in enumerate(modes, index * len(modes) + 1):
                 try:
                     rows.append(estimate(self.training, sizes, mode, self.options))
                 except NeedsHaloError as reason:
                     left_out[mode] = str(reason)
+                if self.progress is not None:
+                    self.progress(done, len(ranks) * len(modes))
         planned = Plan(rows, budget, left_out, given=self.options)
         if budget is None or planned.best is not None or _LEAST in left_out or not rows:
             return planned

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from shardpass import connection
 from shardpass.backends import connect
 from shardpass.backends.launch import detect, first_host
 from shardpass.backends.local import LocalCommunicator
@@ -147,3 +148,14 @@ def test_a_single_process_keeps_its_threads(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: pytest.fail("changed"))
     connect().close()
+
+
+@pytest.mark.parametrize(
+    ("mode", "asks", "told"), [("madvise", "", True), ("madvise", "1", False), ("always", "", False)]
+)
+def test_a_run_without_huge_pages_is_logged(mode, asks, told, monkeypatch, caplog):
+    monkeypatch.setattr(connection, "huge_pages", lambda: mode)
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", asks)
+    caplog.set_level("INFO", "shardpass")
+    connection.connect("local")
+    assert ("set THP_MEM_ALLOC_ENABLE=1" in caplog.text) == told

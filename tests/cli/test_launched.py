@@ -196,3 +196,12 @@ def test_without_typer_one_sentence_with_the_pip_command(tmp_path: Path) -> None
         "Error: the shardpass command needs the package 'typer', which is not installed: pip install typer rich "
         "(shardpass's extra 'cli')"
     )
+
+
+@pytest.mark.parametrize(("mode", "good"), [("madvise", False), ("always", True), ("never", False), ("", False)])
+def test_the_doctor_tells_of_huge_pages(mode: str, good: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "huge_pages", lambda: mode)
+    monkeypatch.setattr(doctor.Path, "read_bytes", lambda path: b"PATH=/bin\0")
+    found = doctor._huge_pages()
+    assert found.good == good and not found.required
+    assert ("export THP_MEM_ALLOC_ENABLE=1" in found.advice) == (mode == "madvise")

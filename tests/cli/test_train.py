@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -47,23 +49,26 @@ def test_log_and_output(store: Path, tmp_path: Path) -> None:
     assert "they share one process" in text
 
 
-def test_a_trace_of_one_epoch_shows_the_rounds(store: Path, tmp_path: Path) -> None:
-    plain, traced = tmp_path / "plain", tmp_path / "traced"
-    run(store, plain, "--epochs", 3, "--ranks", 3, "--eval-every", 3, "--model", "gat")
+@pytest.mark.processes
+def test_a_trace_of_one_epoch_of_each_rank_shows_the_rounds(store: Path, tmp_path: Path) -> None:
     trace = tmp_path / "folder" / "trace.json"
-    run(store, traced, "--epochs", 3, "--ranks", 3, "--eval-every", 3, "--model", "gat", "--profile", trace)
-    assert losses(traced) == losses(plain)
-    (written,) = trace.parent.iterdir()  # threads share one profiler
-    assert written.name == "trace.rank0.json"
-    names = {event.get("name", "") for event in json.loads(written.read_text())["traceEvents"]}
-    for words in (
+    common = ("--epochs", 3, "--eval-every", 3, "--model", "gat", "--profile", trace)
+    run(store, tmp_path / "log", *common, "--ranks", 2)
+    assert not records(tmp_path / "log")[-1]["peak_is_of_all_ranks"], "they are processes"
+    written = sorted(trace.parent.iterdir())
+    assert [file.name for file in written] == ["trace.rank0.json", "trace.rank1.json"]
+    rounds = (
         "send in round 0 (",
         "compute own block (",
-        "wait for block 2 (",
-        "compute block 2 (",
+        "wait for block 1 (",
+        "compute block 1 (",
         "wait for gradients",
-    ):
-        assert any(name.startswith(words) for name in names), words
+    )
+    for file in written:
+        names = {event.get("name", "") for event in json.loads(file.read_text())["traceEvents"]}
+        assert not [words for words in rounds if not any(name.startswith(words) for name in names)]
+    told = refused("train", store, *common, "--ranks", 2, "--backend", "threads")
+    assert "--profile cannot trace ranks that are threads" in told
 
 
 def test_modes_agree(store: Path, tmp_path: Path) -> None:
@@ -95,17 +100,69 @@ def test_resume_refuses_what_does_not_fit(store: Path, tmp_path: Path) -> None:
     assert "give its name" in refused("train", store, "--resume")
 
 
-@pytest.mark.parametrize("option", ["--checkpoint", "--profile", "--log"])
+def test_early_stopping_keeps_the_best_and_goes_on_after_a_break(store: Path, tmp_path: Path) -> None:
+    stops = ("--patience", 4, "--eval-every", 2, "--epochs", 80)
+    files = ("--best", tmp_path / "best", "--plot", tmp_path / "p.png", "--log-csv", tmp_path / "table.csv")
+    text = run(store, tmp_path / "whole", *stops, *files, "--ranks", 2)
+    summary, table = records(tmp_path / "whole")[-1], (tmp_path / "table.csv").read_text().splitlines()
+    best = summary["best"]
+    assert summary["epochs"] == best["epoch"] + 4 < 80 and summary["ended_early"] and "ended early: no better" in text
+    assert table[0] == "epoch,loss,train,val,test,seconds,bytes_sent" and len(table) == 1 + summary["epochs"]
+    first, second = (dict(zip(table[0].split(","), row.split(","))) for row in table[1:3])
+    assert first["epoch"] == "1" and first["val"] == "" and float(second["val"]) > 0
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    passed("infer", store, tmp_path / "out.npy", "--weights", tmp_path / "best", "--hidden", 8, "--dtype", "float64")
+    arrays = powerlaw(600, 8, channels=12, classes=4)
+    right = np.load(tmp_path / "out.npy").argmax(1) == arrays["y"]
+    assert right[arrays["val_mask"]].mean() == pytest.approx(best["val"])
+    for last, ranks in ((best["epoch"] + 2, 3), (80, 2), (80, 1)):  # a break, the end, and after the end
+        resumed = ("--checkpoint", tmp_path / "c", "--resume", "--log-csv", tmp_path / "parts.csv")
+        run(store, tmp_path / "parts", *stops, *resumed, "--ranks", ranks, "--epochs", last)
+    assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-9)
+    assert len((tmp_path / "parts.csv").read_text().splitlines()) == len(table), "one header, and each epoch once"
+
+
+def test_tensorboard_or_a_sentence(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    told = refused("train", store, "--tensorboard", tmp_path / "runs", "--ranks", 2)
+    assert "--tensorboard needs the package 'tensorboard', which is not installed: pip install tensorboard, or" in told
+    points: list[tuple[str, float, int]] = []
+
+    class Writer:
+        def __init__(self, folder: str) -> None:
+            assert folder == str(tmp_path / "runs")
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            points.append((name, value, step))
+
+        def close(self) -> None:
+            points.append(("closed", 0, 0))
+
+    for name in ("tensorboard", "torch.utils.tensorboard"):
+        monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(SummaryWriter=Writer))
+    run(store, tmp_path / "log", "--tensorboard", tmp_path / "runs", "--epochs", 2, "--ranks", 2)
+    expected = [(key, line[key], line["epoch"]) for line in epochs(tmp_path / "log") for key in ("loss", "val")]
+    assert set(expected) < set(points) and points[-1][0] == "closed"
+    assert [name for name, *_ in points].count("peak_bytes_of_rank") == 2
+
+
+@pytest.mark.parametrize("option", ["--checkpoint", "--profile", "--log", "--best", "--log-csv", "--plot"])
 def test_files_that_cannot_be_written_are_told_before_training(option: str, store: Path, tmp_path: Path) -> None:
     (tmp_path / "a file").write_text("")
-    (tmp_path / "zero").symlink_to("/dev/zero")
-    (tmp_path / "folder").mkdir()
+    suffix = ".png" if option == "--plot" else ""
+    (tmp_path / f"zero{suffix}").symlink_to("/dev/zero")
+    (tmp_path / f"folder{suffix}").mkdir()
     for name, words in (("a file/c", "cannot be written"), ("folder", "is a folder"), ("zero", "no regular file")):
-        if (option, name) == ("--log", "zero"):
+        if option in ("--log", "--log-csv") and name == "zero":
             continue  # a log may go to a device
-        assert words in refused("train", tmp_path / "no store yet", option, tmp_path / name)
-    passed("train", store, "--epochs", 1, option, tmp_path / "new" / "folder" / "c")
-    assert (tmp_path / "new" / "folder" / "c").is_file()
+        assert words in refused("train", tmp_path / "no store yet", option, tmp_path / f"{name}{suffix}")
+    passed("train", store, "--epochs", 1, option, tmp_path / "new" / "folder" / f"c{suffix}")
+    assert (tmp_path / "new" / "folder" / f"c{suffix}").is_file()
+
+
+def test_a_picture_of_a_kind_that_nobody_draws(tmp_path: Path) -> None:
+    told = refused("train", tmp_path / "no store yet", "--plot", tmp_path / "run.doc", "--ranks", 2)
+    assert "--plot" in told and "a picture ends in ." in told and ".png" in told
 
 
 def test_missing_fields_are_named(tmp_path: Path) -> None:
@@ -120,6 +177,10 @@ def test_missing_fields_are_named(tmp_path: Path) -> None:
     }
     for name, (data, words) in cases.items():
         partition(data, tmp_path / name, 2, "random")
+        if name == "mask":
+            data = arrays | {"train_mask": masks["train_mask"]}
+            partition(data, tmp_path / "no val", 2, "random")
+            assert "no node field 'val_mask'" in refused("train", tmp_path / "no val", "--patience", 3)
         assert words in refused("train", tmp_path / name, "--ranks", 2)
     passed("train", tmp_path / "made", "--mask-prefix", "made_", "--epochs", 1)
 
