@@ -8,7 +8,8 @@ needs the right to make one (root, or a group that was delegated). Then fresh ra
 GraphSAGE.
 The peak of a process is its VmHWM, with libraries and with mapped pages, which the kernel may drop; anonymous memory
 (RssAnon, looked at every few milliseconds) cannot be dropped. The other bars of large and small graphs are
-measured by `edge_bytes`, `names`, `inference_peak`, `rank_balance`, `partitioning`, `overhead` and `messages`.
+measured by `edge_bytes`, `names`, `inference_peak`, `rank_balance`, `partitioning`, `many_processes`, `overhead` and
+`messages`.
 """
 
 from __future__ import annotations

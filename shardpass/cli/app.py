@@ -22,7 +22,7 @@ from shardpass.cli.inspecting import run_inspect, run_inspect_layers
 from shardpass.cli.launch import Backend, run_ranks, starts_threads
 from shardpass.cli.models import Dtype, ModelConfig, ModelName
 from shardpass.cli.new import write_script
-from shardpass.cli.partitioning import read_source, run_partition
+from shardpass.cli.partitioning import PartitionConfig, partition_rank, read_source
 from shardpass.cli.plan_chart import draw_plan
 from shardpass.cli.plan_page import plan_page
 from shardpass.cli.planning import as_json, estimates_told, graph_of, prepare_files, title_of
@@ -48,6 +48,7 @@ Type = Annotated[Dtype, typer.Option(help="Of features and parameters.")]
 BackendName = Annotated[Backend, typer.Option(help="auto: the launcher's if one started this process, else threads.")]
 Ranks = Annotated[int | None, typer.Option(min=1, help="Ranks to start here, or to expect from the launcher.")]
 Threads = Annotated[int, typer.Option(min=1, help="Computing threads per rank.")]
+_LONGEST_WAIT = 7 * 24 * 3600.0  # seconds, while rank 0 of `partition` does what the others cannot share
 Mask = Annotated[Path | None, typer.Option(help="Edge lists: .npy of booleans.")]
 
 
@@ -114,16 +115,27 @@ def partition(
     dst: Annotated[str | None, typer.Option(help="With names: the column of destinations (default: dst).")] = None,
     drop: Annotated[list[str] | None, typer.Option(help="Leave out this field (may be repeated).")] = None,
     threads: Annotated[int, typer.Option(help="kaminpar: with more than 1, the parts differ from run to run.")] = 1,
-    memory: Annotated[float, typer.Option(help="Edge lists, OGB: GiB for edges; the rest goes through files.")] = 1.0,
+    memory: Annotated[
+        float, typer.Option(help="Files: GiB for edges on each rank; the rest goes through temporary files.")
+    ] = 1.0,
+    backend: BackendName = "auto",
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Files: ranks to start here that share the work, or of the launcher.")
+    ] = None,
 ) -> None:
-    """Cut a graph into parts and write them to a directory."""
+    """Cut a graph into parts and write them to a directory.
+
+    A graph in files is shared out under `mpirun -n N` or `torchrun --nproc-per-node N --no-python`.
+    """
     masks = {"train_mask": train_mask, "val_mask": val_mask, "test_mask": test_mask}
     beside = {"features": features, "labels": labels, "weights": weights, "num_nodes": num_nodes}
     tables = {"nodes": nodes, "node_id": node_id, "label": label, "src": src, "dst": dst}
-    options = {"method": method, "seed": seed, "overwrite": overwrite, "threads": threads}
+    options: dict[str, Any] = {"method": method, "seed": seed, "overwrite": overwrite, "threads": threads}
     with told_in_words():
         read = partial(read_source, input, drop or (), masks, names, tables, **beside)
-        run_partition(read, output, parts, assignment, node_weights, {**options, "memory_bytes": int(memory * 2**30)})
+        options["memory_bytes"] = int(memory * 2**30)
+        config = PartitionConfig(read, output, parts, assignment, node_weights, options)
+        run_ranks(partition_rank, config, backend, ranks, timeout=_LONGEST_WAIT)
 
 
 @app.command()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from shardpass.cli.console import Steps, output
 from shardpass.cli.graphs import demo_graph
-from shardpass.core.ranks import bytes_text
+from shardpass.core.ranks import Ranks, bytes_text
 from shardpass.data import GraphFiles, RawGraph, partition, read, stream_edge_list, stream_files, stream_tables
 
 _EDGE_LISTS = (".npy", ".csv", ".csv.gz", ".txt", ".txt.gz", ".parquet")
@@ -69,18 +69,24 @@ def read_source(
     return files or read(name, drop=tuple(drop), node_id=node_id)
 
 
-def run_partition(
-    read_graph: Callable[[], GraphFiles | RawGraph],
-    target: Path,
-    parts: int | None,
-    assignment: Path | None,
-    node_weights: Path | None,
-    options: Mapping[str, Any],
-) -> None:
-    """Partition with progress shown, then say what was written. `options` are those of `shardpass.partition`."""
-    console = output()
+@dataclass(frozen=True)
+class PartitionConfig:
+    """What the command line says. `options` are those of `shardpass.partition`."""
+
+    read_graph: Callable[[], GraphFiles | RawGraph]
+    target: Path
+    parts: int | None
+    assignment: Path | None
+    node_weights: Path | None
+    options: Mapping[str, Any]
+
+
+def partition_rank(comm: Ranks, config: PartitionConfig) -> None:
+    """Partition on these ranks, with progress shown on the first, which then says what was written."""
+    console, parts = output(), config.parts
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
-    with Progress(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal) as bar:
+    is_quiet = not console.is_terminal or comm.rank > 0
+    with Progress(*columns, TimeElapsedColumn(), console=console, disable=is_quiet) as bar:
         tasks: dict[str, Any] = {}
         steps = Steps(console)
 
@@ -91,13 +97,25 @@ def run_partition(
             steps.tell(_STAGES.get(stage, stage), done, total)
 
         progress("read", 0, 1)
-        graph = read_graph()
+        graph = _read_in_turn(comm, config.read_graph)
         if parts is None and (isinstance(graph, GraphFiles) or graph.division is None):
             parts = _PARTS
         part_of, weights = (
             None if path is None else np.load(path, mmap_mode="r", allow_pickle=False)
-            for path in (assignment, node_weights)
+            for path in (config.assignment, config.node_weights)
         )
-        given: dict[str, Any] = {"assignment": part_of, "node_weights": weights}
-        manifest = partition(graph, target, parts, progress=progress, **given, **options)
-    console.print(f"wrote {target}, {bytes_text(sum(file.bytes for file in manifest.files))}: {manifest}", markup=False)
+        given: dict[str, Any] = {"assignment": part_of, "node_weights": weights, "comm": comm}
+        manifest = partition(graph, config.target, parts, progress=progress, **given, **config.options)
+    if comm.rank == 0:
+        size = bytes_text(sum(file.bytes for file in manifest.files))
+        console.print(f"wrote {config.target}, {size}: {manifest}", markup=False)
+
+
+def _read_in_turn(comm: Ranks, read_graph: Callable[[], GraphFiles | RawGraph]) -> GraphFiles | RawGraph:
+    """What `read_graph` returned on this rank. Rank 0 is the first, since it may have to download the files."""
+    if comm.rank > 0:
+        comm.barrier("rank 0 has found the graph")
+    graph = read_graph()
+    if comm.rank == 0:
+        comm.barrier("rank 0 has found the graph")
+    return graph

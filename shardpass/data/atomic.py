@@ -32,7 +32,7 @@ def check_target(path: Path, overwrite: bool) -> None:
     if entries and not overwrite:
         raise StoreError(
             f"{path} already holds a store; pass overwrite=True to replace it, or choose another path. "
-            f"Partition once, in one process, before training: not in a script that every rank runs"
+            f"Partition once, before training: not in the script that trains"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Iterator
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shardpass.data.file_rows import FileRows, loaded
+from shardpass.data.team import Team
 
 
 class Doubts:
@@ -46,6 +48,13 @@ class Doubts:
                 f"{empty} of {len(sizes)} parts have no node of {sum(sizes)}: a rank without nodes only waits for the "
                 f"others; use fewer parts"
             )
+
+    def gather(self, team: Team) -> None:
+        """Add what the other ranks have found. Collective."""
+        found, self._counts = team.gather("doubts", [[*key, *entry] for key, entry in self._counts.items()]), {}
+        for of, name, count, first in itertools.chain(*found):
+            before, earlier = self._counts.get((of, name), (0, first))
+            self._counts[of, name] = before + count, earlier
 
     def tell(self, stacklevel: int) -> None:
         """Warn of everything that was found, once. `stacklevel` is that of `warnings.warn`."""

@@ -74,6 +74,16 @@ class FileRows:
     def __len__(self) -> int:
         return len(self.array)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A pickle has the place of the array in its file, not the array."""
+        mapping: Any = getattr(self.array, "_mmap", None)
+        if mapping is None:
+            return FileRows, (self.array, self.name)
+        array: Any = self.array
+        start = array.offset - array.offset % mmap.ALLOCATIONGRANULARITY  # where in the file the mapping begins
+        start += array.ctypes.data - np.frombuffer(mapping, np.uint8).ctypes.data
+        return _mapped, (array.filename, start, array.dtype, array.shape, array.strides, self.name)
+
     def __getitem__(self, index: Any) -> FileRows:
         """A part of the array that stays in the file too: `rows[0]` or `rows[:, 1]`."""
         return FileRows(self.array[index], self.name)
@@ -102,9 +112,25 @@ class FileRows:
         return torch.from_numpy(values)
 
 
-def blocks(rows: Tensor | FileRows, count: int) -> Iterator[tuple[int, Tensor]]:
-    """The rows of an array, `count` at a time, each block with the number of its first row."""
-    for start in range(0, len(rows), count):
+def _mapped(
+    path: Path, start: int, dtype: np.dtype[Any], shape: tuple[int, ...], strides: tuple[int, ...], name: Path
+) -> FileRows:
+    """The array that is in a file from the byte `start` on."""
+    with reading(path, "the file that rank 0 reads"):
+        flat = np.memmap(path, np.uint8, "r")
+        stop = start + dtype.itemsize + sum((count - 1) * stride for count, stride in zip(shape, strides))
+        values = flat[start : start if 0 in shape else stop]
+        array = np.lib.stride_tricks.as_strided(values.view(dtype), shape, strides, subok=True, writeable=False)
+        return FileRows(array, name)
+
+
+def blocks(rows: Tensor | FileRows, count: int, rank: int = 0, size: int = 1) -> Iterator[tuple[int, Tensor]]:
+    """The rows of an array, `count` at a time, each block with the number of its first row.
+
+    With `size` ranks, those of one rank: in each round the blocks of all ranks follow each other, and in the last round
+    the blocks of some ranks may be short or empty.
+    """
+    for start in range(rank * count, -(-len(rows) // (count * size)) * count * size, count * size):
         yield start, (rows.block(start, start + count) if isinstance(rows, FileRows) else rows[start : start + count])
 
 

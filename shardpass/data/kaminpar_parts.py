@@ -8,6 +8,7 @@ and where the last ones end, the neighbours, the weights of nodes, and the weigh
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from shardpass.data.raw import RawGraph
-from shardpass.data.streaming import INT32_LIMIT, Adjacency, Budget, merged
+from shardpass.data.streaming import INT32_LIMIT, Adjacency, Budget
 from shardpass.errors import ShardpassError, require
 
 _NO_EDGE_WEIGHTS, _SMALL_NODE_IDS, _SMALL_EDGE_WEIGHTS = 1, 8, 32
@@ -34,12 +35,16 @@ kaminpar.reseed(int(seed))
 numpy.asarray(partitioner.compute_partition(graph, int(parts), imbalance), numpy.int32).tofile(result)
 """
 """It runs in a process of its own, since what KaMinPar finds depends on what it did before in the same process."""
+_ENVIRONMENT = ("HOME", "LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH")
+"""What it sees of the environment: the parts have changed with the number of variables, of which launchers set many."""
 
 
 def kaminpar_parts(
     graph: RawGraph, parts: int, budget: Budget, seed: int, threads: int = 1, node_weights: Tensor | None = None
 ) -> Tensor:
     """The part of each node, int32 [num_nodes]; the nodes of all types, one type after the other.
+
+    Collective. KaMinPar itself runs on rank 0. What the other ranks return holds no parts.
 
     KaMinPar sees one graph without directions and self-loops, in which parallel edges weigh as many.
 
@@ -57,14 +62,22 @@ def kaminpar_parts(
     instead = "use method='metis', which needs pymetis, or method='random'"
     require("kaminpar", "kaminpar", "partitioning with method 'kaminpar', the default,", instead)
     path, result = write_parhip(Adjacency(graph, budget), parts, budget, node_weights), budget.file()
-    try:
+
+    def cut() -> Tensor:
         budget.report("assign", 0, 1)
         numbers = map(str, (parts, _IMBALANCE, seed, threads))
-        command = [sys.executable, "-c", _RUN, str(path), str(result), *numbers]
-        ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+        command = [sys.executable, "-c", _RUN, path.name, result.name, *numbers]
+        env = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+        ended = subprocess.run(
+            command, cwd=path.parent, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+        )
         if ended.returncode:
             raise ShardpassError(_failure(ended.returncode, ended.stderr))
         return torch.from_numpy(np.fromfile(result, np.int32))
+
+    try:
+        unknown = torch.empty(sum(graph.num_nodes.values()), dtype=torch.int32)
+        return budget.team.only_first("KaMinPar", cut, unknown)
     finally:
         path.unlink()
         result.unlink()
@@ -77,22 +90,30 @@ def _failure(code: int, text: str) -> str:
 
 
 def write_parhip(adjacency: Adjacency, parts: int, budget: Budget, node_weights: Tensor | None = None) -> Path:
-    """The file that KaMinPar reads, in the format of the note, which the caller deletes. It closes `adjacency`."""
+    """The file that KaMinPar reads, in the format of the note, which the caller deletes. It closes `adjacency`.
+
+    Collective. Rank 0 writes it, and the other ranks return an empty file.
+    """
     num_nodes = adjacency.num_nodes
     node_type = np.dtype(np.uint32 if num_nodes <= INT32_LIMIT else np.uint64)
-    path, weights_path = budget.file(), budget.file()
     budget.require_disk(2 * adjacency.total * (node_type.itemsize + 4) + 16 * num_nodes, "the graph for KaMinPar")
+    runs = adjacency.runs()
+    if budget.team.rank:
+        list(runs)  # of which this rank merges some, for rank 0
+        adjacency.close()
+        return budget.file()
+    path, weights_path = budget.file(), budget.file()
     first = _HEADER_BYTES + 8 * (num_nodes + 1)  # byte at which the neighbours begin
     at, multiplicities = first, set[int]()
     with open(path, "r+b") as file, open(weights_path, "r+b") as weights:
-        for run in adjacency.runs():
-            (_, starts, neighbours), multiplicity = merged(run)
-            file.seek(_HEADER_BYTES + 8 * run.first)
+        for first_node, starts, neighbours, multiplicity in runs:
+            file.seek(_HEADER_BYTES + 8 * first_node)
             (at + starts * node_type.itemsize).astype(np.uint64).tofile(file)
             file.seek(at)
             neighbours.astype(node_type).tofile(file)
             multiplicity.astype(np.int32).tofile(weights)
-            multiplicities.update(np.unique(multiplicity).tolist())
+            if len(multiplicity):
+                multiplicities |= {int(multiplicity.min()), int(multiplicity.max())}
             at += len(neighbours) * node_type.itemsize
         adjacency.close()
         file.seek(at)

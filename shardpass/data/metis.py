@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from shardpass.data.raw import RawGraph
-from shardpass.data.streaming import Adjacency, Budget, merged
+from shardpass.data.streaming import Adjacency, Budget
 from shardpass.errors import require
 
 
@@ -24,9 +24,9 @@ def metis_parts(graph: RawGraph, parts: int, budget: Budget, seed: int, node_wei
     instead = "use method='kaminpar', which needs kaminpar"
     pymetis = require("pymetis", "metis", "partitioning with method 'metis'", instead)
     adjacency = Adjacency(graph, budget)
-    runs = [merged(run) for run in adjacency.runs()]
+    runs = list(adjacency.runs())
     adjacency.close()
-    multiplicity = np.concatenate([found for _, found in runs])
+    multiplicity = np.concatenate([run.multiplicity for run in runs])
     wide = hasattr(pymetis, "zero_copy_dtype") and pymetis.zero_copy_dtype().itemsize == 8
     dtype = np.int64 if wide else np.int32
     limit = np.iinfo(dtype).max
@@ -35,8 +35,8 @@ def metis_parts(graph: RawGraph, parts: int, budget: Budget, seed: int, node_wei
             f"this build of METIS counts in 32 bits and the graph has {len(multiplicity)} adjacencies; "
             "use method='kaminpar', or pass an assignment made with another tool"
         )
-    degrees = np.concatenate([np.diff(run.starts) for run, _ in runs])
-    neighbours = np.concatenate([run.neighbours for run, _ in runs])
+    degrees = np.concatenate([np.diff(run.starts) for run in runs])
+    neighbours = np.concatenate([run.neighbours for run in runs])
     weights = adjacency.weights(parts, node_weights)
     lists = np.cumsum([0, *degrees]), neighbours, weights.numpy(), multiplicity
     xadj, adjncy, vweights, eweights = (numbers.astype(dtype) for numbers in lists)

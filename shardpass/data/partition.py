@@ -6,14 +6,15 @@ import importlib.metadata
 import operator
 import os
 import tempfile
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from shardpass.core.ranks import parse_bytes
+from shardpass.core.ranks import Ranks, parse_bytes
 from shardpass.data import keys
 from shardpass.data.atomic import check_target, publish
 from shardpass.data.doubts import Doubts
@@ -22,10 +23,11 @@ from shardpass.data.layout import Layout, graph_fingerprint, lay_out, partition_
 from shardpass.data.manifest import MANIFEST_NAME, FieldInfo, Manifest, write_manifest
 from shardpass.data.names import Names, column_of, open_dictionary, write_names
 from shardpass.data.partitioners import GIVEN, assign
-from shardpass.data.raw import RawGraph
-from shardpass.data.readers import read, stream_files
+from shardpass.data.raw import EdgeType, RawGraph
+from shardpass.data.readers import GraphFiles, read, stream_files
 from shardpass.data.rows import Field, row_blocks
-from shardpass.data.streaming import MEMORY_BYTES, Budget, EdgesByPart
+from shardpass.data.streaming import MEMORY_BYTES, Budget, EdgesByPart, parts_of
+from shardpass.data.team import Team
 from shardpass.data.tensor_file import Blocks, FileRecord, write_tensors
 
 _BLOCK_ROWS = 1 << 20
@@ -45,10 +47,12 @@ def partition(
     threads: int = 1,
     memory_bytes: str | float = MEMORY_BYTES,
     node_id: str | None = None,
+    comm: Ranks | None = None,
 ) -> Manifest:
-    """The manifest of the store that was written to `path`: the graph, cut into parts. Run it in one process.
+    """The manifest of the store that was written to `path`: the graph, cut into parts.
 
-    The store appears at `path` when it is complete. Temporary files are beside `path`.
+    Run it in one process, or, for a graph in files, in several with `comm`. The store has the same bytes either way.
+    It appears at `path` when it is complete. Temporary files are beside `path`.
 
     Args:
         data: anything that `shardpass.data.read` takes, or files that are read piece by piece, as
@@ -67,46 +71,90 @@ def partition(
         progress: called as `progress(stage, done, total)`. The stages are "read", "count", "bucket", "assign", "sort"
             and "write"; not every source and method has all of them.
         threads: of "kaminpar". With more than one, every run gives another partition.
-        memory_bytes: memory for edges, as a number or as ``"4GiB"``. The edges into one node are never divided.
+        memory_bytes: memory for edges, of each process, as a number or as ``"4GiB"``. The edges into one node are never
+            divided.
         node_id: the node field that holds your own ids, as in `shardpass.data.read`. The store keeps them, and
             `shardpass.node_names` returns them.
+        comm: the ranks that share the work, as `shardpass.connect` returns them. The call is collective then: all ranks
+            pass the same arguments, and see the same files and the same folder of `path`. Rank 0 alone runs KaMinPar
+            or METIS and tells of the progress.
 
     Raises:
         StoreError: when something is at `path` already.
+        DivergenceError: when ranks passed different arguments.
         ValueError, TypeError: when the graph or an argument is wrong; the message says how.
     """
-    target = Path(os.path.abspath(path))
-    check_target(target, overwrite)
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}.partial-", dir=target.parent) as scratch:
-        budget = _budget(Path(scratch), memory_bytes, progress)
+    target, team = Path(os.path.abspath(path)), Team(comm)
+    num_bytes = _memory(memory_bytes)
+    named = is_dataclass(data) if isinstance(data, GraphFiles) else isinstance(data, str | os.PathLike)
+    facts: dict[str, Any] = {"data": str(data) if named else type(data).__name__, "path": str(target), "parts": parts}
+    facts |= {"method": method, "seed": seed, "memory_bytes": num_bytes}
+    team.agree("partition", facts)
+    team.only_first("partition", lambda: check_target(target, overwrite), None)
+    doubts = Doubts()
+    with _scratch(target, team) as scratch:
+        report = progress if progress is not None and team.rank == 0 else lambda stage, done, total: None
+        budget = Budget(scratch, num_bytes, report, team)
         graph = _opened(data, budget, node_id)
         parts, assignment = _division(graph, parts, assignment)
         layout = lay_out(assign(graph, parts, method, assignment, seed, threads, budget, node_weights), parts)
         complete = Path(scratch, "store")
-        doubts = Doubts()
         manifest = _write(graph, layout, complete, GIVEN if assignment is not None else method, seed, budget, doubts)
-        publish(complete, target, overwrite)
-    doubts.tell(stacklevel=2)
+        team.only_first("the store", lambda: publish(complete, target, overwrite), None)
+    if team.rank == 0:
+        doubts.tell(stacklevel=2)
     return manifest
 
 
-def _budget(scratch: Path, memory_bytes: str | float, progress: Callable[[str, int, int], None] | None) -> Budget:
+def _memory(memory_bytes: str | float) -> int:
     try:
-        num_bytes = parse_bytes(memory_bytes)
+        return parse_bytes(memory_bytes)
     except ValueError as error:
         raise ValueError(f"memory_bytes: {error}") from None
-    return Budget(scratch, num_bytes, progress or (lambda stage, done, total: None))
+
+
+@contextmanager
+def _scratch(target: Path, team: Team) -> Iterator[Path]:
+    """A folder of all ranks for temporary files, beside `target`, which rank 0 makes and deletes."""
+    with ExitStack() as stack:
+
+        def make() -> str:
+            folder = tempfile.TemporaryDirectory(
+                prefix=f".{target.name}.partial-", dir=target.parent, ignore_cleanup_errors=team.size > 1
+            )
+            return stack.enter_context(folder)
+
+        scratch = Path(team.first("the folder for temporary files", make))
+        team.together("the folder for temporary files", lambda: _require_shared(scratch))
+        yield scratch
+
+
+def _require_shared(scratch: Path) -> None:
+    if not scratch.is_dir():
+        raise ValueError(
+            f"{scratch}, which rank 0 has made, is not there: write the store to a file system that all hosts share, "
+            "or partition on one host"
+        )
 
 
 def _opened(data: Any, budget: Budget, node_id: str | None) -> RawGraph:
     budget.report("read", 0, 1)
-    files = stream_files(data)
+    files = data if isinstance(data, GraphFiles) else budget.team.first("the graph", lambda: stream_files(data))
     if files is not None and node_id is not None:
         raise ValueError(
             f"node_id={node_id!r} is a field of a graph in memory: of tables in files, pass it to "
             "shardpass.data.stream_tables"
         )
-    graph = read(data if files is None else files.open(budget), node_id=node_id)
+    if files is None and budget.team.size > 1:
+        raise ValueError(
+            f"a graph in memory is partitioned by one process, and here are {budget.team.size}, of which each would "
+            "have to hold it: start one process, or pass files (shardpass.data.stream_edge_list)"
+        )
+    if files is None:
+        graph = read(data, node_id=node_id)
+    else:
+        graph = files.open_together(budget)
+        graph = budget.team.together("the graph", lambda: graph.validate(budget.team.share))
     graph = replace(graph, names={kind: _names(kind, names, budget) for kind, names in graph.names.items()})
     budget.report("read", 1, 1)
     return graph
@@ -135,28 +183,55 @@ def _division(graph: RawGraph, parts: int | None, assignment: Any) -> tuple[int,
     return graph.division.parts, graph.division.part_of
 
 
+class _Written(NamedTuple):
+    """What a manifest says of a part: its file, and for each edge type its halo rows and the edges within it."""
+
+    part: int
+    file: dict[str, Any]
+    halo_rows: list[int]
+    inner: list[int]
+
+
 def _write(
     graph: RawGraph, layout: Layout, directory: Path, method: str, seed: int, budget: Budget, doubts: Doubts
 ) -> Manifest:
     """The manifest of the complete store that was written to a new directory."""
-    directory.mkdir()
-    edges = {kind: EdgesByPart(graph, layout, kind, budget) for kind in graph.edges}
-    files = _write_parts(graph, layout, edges.values(), directory, budget, doubts)
+    team = budget.team
+    team.only_first("the store", directory.mkdir, None)
+    edges = [EdgesByPart(graph, layout, kind, budget) for kind in graph.edges]
+    own = team.together("parts", lambda: _write_parts(graph, layout, edges, directory, budget, doubts))
+    parts = sorted(_Written(*written) for of_rank in team.gather("parts", own) for written in of_rank)
+    doubts.gather(team)
+    counts = {by_part.edge_type: by_part.counts for by_part in edges}
+    return team.first("the store", lambda: _write_rest(graph, layout, directory, method, seed, counts, parts))
+
+
+def _write_rest(
+    graph: RawGraph,
+    layout: Layout,
+    directory: Path,
+    method: str,
+    seed: int,
+    counts: Mapping[EdgeType, list[int]],
+    parts: list[_Written],
+) -> Manifest:
+    """The manifest of the store, whose part files are written already."""
     tensors = {key: rows for kind, names in graph.names.items() for key, rows in _name_tensors(kind, names).items()}
     names = write_tensors(directory / keys.NAMES_FILE, tensors) if tensors else None
     fingerprint = graph_fingerprint(graph)
+    inner = [sum(column) for column in zip(*(written.inner for written in parts))]
     manifest = Manifest(
         num_parts=layout.num_parts,
         num_nodes=dict(graph.num_nodes),
         num_edges=graph.num_edges,
         offsets={kind: offsets.tolist() for kind, offsets in layout.offsets.items()},
-        part_edges={kind: by_part.counts for kind, by_part in edges.items()},
-        halo_rows={kind: by_part.halo_rows for kind, by_part in edges.items()},
-        cut_edges={kind: sum(by_part.counts) - sum(by_part.inner) for kind, by_part in edges.items()},
+        part_edges=dict(counts),
+        halo_rows={kind: [written.halo_rows[i] for written in parts] for i, kind in enumerate(counts)},
+        cut_edges={kind: sum(of_parts) - within for (kind, of_parts), within in zip(counts.items(), inner)},
         node_fields={kind: _info(fields) for kind, fields in graph.node_fields.items()},
         edge_fields={kind: _info(fields) for kind, fields in graph.edge_fields.items()},
         graph_fields=dict(graph.graph_fields),
-        files=files,
+        files=[FileRecord(**written.file) for written in parts],
         source=graph.source,
         method=method,
         seed=seed,
@@ -171,19 +246,21 @@ def _write(
 
 def _write_parts(
     graph: RawGraph, layout: Layout, edges: Collection[EdgesByPart], directory: Path, budget: Budget, doubts: Doubts
-) -> list[FileRecord]:
-    """The records of the part files."""
-    files = []
+) -> list[_Written]:
+    """What was written of each part that this rank writes."""
+    written, team = [], budget.team
     offsets = torch.stack([torch.as_tensor(offsets) for offsets in layout.offsets.values()]).sum(0)
     doubts.note_empty_parts(offsets.diff().tolist())
-    for part in range(layout.num_parts):
+    for part in parts_of(layout.num_parts, team):
         budget.report("write", part, layout.num_parts)
         tensors = _node_tensors(graph, layout, part, doubts)
         for by_part in edges:
             tensors |= _edge_tensors(graph, by_part, part, doubts)
-        files.append(write_tensors(directory / keys.part_file_name(part), tensors))
+        file = write_tensors(directory / keys.part_file_name(part), tensors)
+        halo_rows, inner = [e.halo_rows[part] for e in edges], [e.inner[part] for e in edges]
+        written.append(_Written(part, vars(file), halo_rows, inner))
     budget.report("write", layout.num_parts, layout.num_parts)
-    return files
+    return written
 
 
 def _node_tensors(graph: RawGraph, layout: Layout, part: int, doubts: Doubts) -> dict[str, Blocks]:

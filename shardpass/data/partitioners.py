@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +39,8 @@ def assign(
         assignment: parts in `[0, parts)`, an integer for each node: an array, or a dict with one for each node type.
         seed: of random choices. The same seed gives the same parts, by "kaminpar" only mostly.
         threads: of "kaminpar". With more than one, the same seed gives other parts every time.
-        budget: memory for the edges of a graph in files, and who is told of the progress.
+        budget: memory for the edges of a graph in files, the ranks that do the work, and who is told of the progress.
+            All ranks are given the parts that rank 0 has found.
         node_weights: of "kaminpar" and "metis", which balance the sums of the parts: numbers above 0 for each node, an
             array or a dict with one for each node type. By default they are the bytes that a rank holds for a node.
 
@@ -71,11 +73,11 @@ def assign(
     elif method == "range":
         found = _range_parts(graph, parts)
     elif method == "metis":
-        found = _over_all_types(graph, parts, lambda: metis_parts(graph, parts, budget, seed, weights))
+        found = _over_all_types(graph, parts, lambda: _metis_on_first(graph, parts, budget, seed, weights))
     else:
         found = _over_all_types(graph, parts, lambda: kaminpar_parts(graph, parts, budget, seed, threads, weights))
     budget.report("assign", 1, 1)
-    return found
+    return {kind: budget.team.broadcast("the part of each node", part_of) for kind, part_of in found.items()}
 
 
 def _over_all_types(graph: RawGraph, parts: int, cut: Callable[[], Tensor]) -> dict[NodeType, Tensor]:
@@ -89,6 +91,13 @@ def _over_all_types(graph: RawGraph, parts: int, cut: Callable[[], Tensor]) -> d
     else:
         part_of = cut()
     return dict(zip(graph.num_nodes, part_of.int().split(sizes)))
+
+
+def _metis_on_first(graph: RawGraph, parts: int, budget: Budget, seed: int, node_weights: Tensor | None) -> Tensor:
+    """The parts that METIS finds on rank 0, which has all edges in memory. What the others return holds no parts."""
+    unknown = torch.empty(sum(graph.num_nodes.values()), dtype=torch.int32)
+    work = partial(metis_parts, graph, parts, budget.alone, seed, node_weights)
+    return budget.team.only_first("METIS", work, unknown)
 
 
 def _random_parts(graph: RawGraph, parts: int, seed: int) -> dict[NodeType, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -77,11 +77,14 @@ class RawGraph:
         """The number of edges of each edge type."""
         return {edge_type: len(arrays.src) for edge_type, arrays in self.edges.items()}
 
-    def validate(self) -> RawGraph:
+    def validate(self, share: Callable[[int], range] = range) -> RawGraph:
         """The same graph, checked, with torch tensors for all arrays. Memory is shared where that is possible.
 
         The ends of the edges become int32 or int64 tensors on the CPU, or stay in their files. Every node type has an
         entry in `node_fields`, and every edge type one in `edge_fields`.
+
+        Args:
+            share: says of which rows the ids are checked, if they are in files, given the number of rows.
 
         Raises:
             TypeError: when edge ends are not integers, or a tensor cannot hold a field.
@@ -106,7 +109,7 @@ class RawGraph:
         for name, value in self.graph_fields.items():
             if not isinstance(value, bool | int | float | str):
                 raise TypeError(f"graph field {name!r} is a {type(value).__name__}; expected a number or a string")
-        edges = {kind: self._checked_edges(kind, arrays) for kind, arrays in self.edges.items()}
+        edges = {kind: self._checked_edges(kind, arrays, share) for kind, arrays in self.edges.items()}
         node_fields = {
             kind: _checked_fields(self.node_fields.get(kind, {}), count, f"nodes of type {kind!r}")
             for kind, count in self.num_nodes.items()
@@ -117,7 +120,7 @@ class RawGraph:
         }
         return replace(self, edges=edges, node_fields=node_fields, edge_fields=edge_fields)
 
-    def _checked_edges(self, kind: EdgeType, arrays: EdgeArrays) -> EdgeArrays:
+    def _checked_edges(self, kind: EdgeType, arrays: EdgeArrays, share: Callable[[int], range]) -> EdgeArrays:
         if not (isinstance(kind, tuple) and len(kind) == 3):
             raise ValueError(f"edge type {kind!r}: expected (source type, relation, destination type)")
         for name in kind:
@@ -125,8 +128,8 @@ class RawGraph:
         for end in (kind[0], kind[2]):
             if end not in self.num_nodes:
                 raise ValueError(f"edge type {kind}: {end!r} is not a node type of this graph: {list(self.num_nodes)}")
-        src = checked_ids(arrays.src, self.num_nodes[kind[0]], f"source ids of edges {kind}")
-        dst = checked_ids(arrays.dst, self.num_nodes[kind[2]], f"destination ids of edges {kind}")
+        src = checked_ids(arrays.src, self.num_nodes[kind[0]], f"source ids of edges {kind}", share=share)
+        dst = checked_ids(arrays.dst, self.num_nodes[kind[2]], f"destination ids of edges {kind}", share=share)
         if len(src) != len(dst):
             raise ValueError(f"edges {kind}: {len(src)} sources and {len(dst)} destinations; expected as many of both")
         return EdgeArrays(src, dst)
@@ -141,7 +144,9 @@ def _check_name(name: Any) -> None:
         raise ValueError(f"name {name!r} is not valid Unicode") from None
 
 
-def checked_ids(values: Any, count: int, what: str, counted: str = "nodes") -> Tensor | FileRows:
+def checked_ids(
+    values: Any, count: int, what: str, counted: str = "nodes", share: Callable[[int], range] = range
+) -> Tensor | FileRows:
     """The values as int32 or int64, [n], or in their file, after each has been found to be in `[0, count)`.
 
     Raises:
@@ -156,7 +161,9 @@ def checked_ids(values: Any, count: int, what: str, counted: str = "nodes") -> T
             return ends.reshape(-1).long()  # an empty list has no integer type of its own
     if len(ends.shape) != 1:
         raise ValueError(f"{what} have the shape {list(ends.shape)}; expected a list of integers")
-    for start, block in blocks(ends, _BLOCK_ROWS):
+    checked = share(len(ends)) if isinstance(ends, FileRows) else range(len(ends))
+    for start, block in blocks(ends[checked.start : checked.stop], _BLOCK_ROWS):
+        start += checked.start
         if block.dtype is torch.bool or block.is_floating_point() or block.is_complex():
             found = _first_fraction(block, start)
             raise TypeError(f"{what} are {block.dtype}{found}; expected integers: convert them to int64")

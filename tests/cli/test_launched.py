@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from time import monotonic, sleep
 
+import numpy as np
 import pytest
 from cli_helpers import MODULE, epochs, launched, needs_mpirun, passed, records
 
@@ -72,6 +73,26 @@ def test_an_error_of_all_ranks_is_told_once_and_ends_all(launcher: str, tmp_path
     told = run.stderr.count("there is no directory")  # a rank that mpirun ends may say whose error it was
     assert told - run.stderr.count("rank 0 failed first: StoreError: there is no directory") <= 1 <= told <= 2
     assert "Traceback" not in run.stderr or launcher == "torchrun"  # its own
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        pytest.param("mpirun", marks=[pytest.mark.mpi, needs_mpirun]),
+        pytest.param("torchrun", marks=[pytest.mark.processes, pytest.mark.long]),
+    ],
+)
+def test_partitioning_under_a_launcher(launcher: str, tmp_path: Path) -> None:
+    edges = np.random.default_rng(0).integers(0, 500, (2, 6000))
+    np.save(tmp_path / "edges.npy", edges)
+    words = ("partition", tmp_path / "edges.npy", "--num-nodes", 500, "--memory", 0.0001, "--method", "random")
+    passed(*words, tmp_path / "one")
+    run = launched(launcher, 2, *words, tmp_path / "two")
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.count("500 nodes and 6,000 edges in 4 parts") == 1
+    stores = [{file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in ("one", "two")]
+    assert stores[0] == stores[1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["edges.npy", "one", "two"]
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,16 @@ def test_options_are_those_of_python(files: Path, method: str) -> None:
     assert f"300 nodes and {edges:,} edges in 3 parts, {cut / edges:.1%} of the edges cut" in text
 
 
+def test_ranks_write_the_same_bytes(files: Path) -> None:
+    words = ("partition", files / "edges.npy", "--features", files / "x.npy", "--method", "random")
+    passed(*words, files / "one")
+    assert "300 nodes" in passed(*words, files / "two", "--ranks", 2)
+    stores = [{file.name: file.read_bytes() for file in (files / name).iterdir()} for name in ("one", "two")]
+    assert stores[0] == stores[1]
+    words = ("partition", "demo:digits", files / "three", "--ranks", 2)
+    assert "a graph in memory is partitioned by one process, and here are 2" in refused(*words)
+
+
 def test_folders(files: Path) -> None:
     text = passed("partition", files, files.parent / "folder-out", "--parts", 2)
     assert "300 nodes" in text

@@ -204,7 +204,7 @@ def test_fields_are_verified_on_first_use_and_kept(tmp_path):
 def test_overwrite_replaces_only_stores(tmp_path):
     path = tmp_path / "store"
     partition(awkward(), path, 3, method="range")
-    with pytest.raises(StoreError, match=r"already holds a store; pass overwrite=True.*once, in one process"):
+    with pytest.raises(StoreError, match=r"already holds a store; pass overwrite=True.*once, before training"):
         partition(awkward(), path, 2, method="range")
     assert partition(awkward(), path, 2, method="range", overwrite=True).num_parts == 2
     assert open_store(path).num_parts == 2

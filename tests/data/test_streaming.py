@@ -171,7 +171,7 @@ def test_one_run_or_many(tmp_path):
         for name, graph in {"memory": read_edge_list(**paths), "files": stream_edge_list(**paths).open(budget)}.items()
     }
     found = {
-        name: [sorted(run.neighbours[a:b]) for run in runs[name] for a, b in itertools.pairwise(run.starts)]
+        name: [run.neighbours[a:b].tolist() for run in runs[name] for a, b in itertools.pairwise(run.starts)]
         for name in runs
     }
     assert len(runs["memory"]) == 1 < len(runs["files"])

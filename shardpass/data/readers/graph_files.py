@@ -45,6 +45,10 @@ class GraphFiles(ABC):
         Where the given files cannot be read row by row, the arrays are in temporary files in `budget.scratch`.
         """
 
+    def open_together(self, budget: Budget) -> RawGraph:
+        """The same graph on each of the ranks `budget.team`. Collective. By default, rank 0 opens it."""
+        return budget.team.first("the graph", lambda: self.open(budget.alone))
+
 
 @dataclass(frozen=True)
 class EdgeListFiles(GraphFiles):
@@ -70,6 +74,8 @@ class EdgeListFiles(GraphFiles):
         count = count_nodes(self.num_nodes, node_fields, NODE)
         source = f"{self.edges.name} (edge list)"
         return RawGraph({NODE: count}, {EDGE: ends}, {NODE: node_fields}, {EDGE: edge_fields}, {}, source)
+
+    open_together = open
 
 
 def stream_edge_list(
@@ -118,7 +124,7 @@ def stream_edge_list(
 
 
 def open_edges(path: Path, budget: Budget) -> tuple[EdgeArrays, FileRows | None]:
-    """Both ends of the edges in a file, and their weights if they are in it too.
+    """Both ends of the edges in a file, and their weights if they are in it too. Collective.
 
     Raises:
         ValueError, TypeError: when the file does not hold edges. The error names the file and the place.
@@ -131,15 +137,19 @@ def open_edges(path: Path, budget: Budget) -> tuple[EdgeArrays, FileRows | None]
 
 
 def open_rows(path: Path, budget: Budget) -> FileRows:
-    """The array in a file or in an `.npz` archive (``graph.npz/x.npy``), one row per node or edge.
+    """The array in a file or in an `.npz` archive (``graph.npz/x.npy``), one row per node or edge. Collective.
 
     Raises:
         ValueError, TypeError: when the file does not hold numbers. The error names the file and the place.
     """
-    if is_text(path):
-        return text_rows(path, budget)
     if path.suffix == ".parquet" or path.is_dir():
         return parquet_rows(path, budget)
+    return budget.team.first(str(path), lambda: _open_rows(path, budget.alone))
+
+
+def _open_rows(path: Path, budget: Budget) -> FileRows:
+    if is_text(path):
+        return text_rows(path, budget)
     return _unpacked(path, budget) if path.parent.suffix == ".npz" else FileRows.of_npy(path)
 
 

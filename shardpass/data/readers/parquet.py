@@ -24,6 +24,8 @@ ID_NAMES = ("id", "node_id", "nid")
 def parquet_edges(path: Path, budget: Budget) -> tuple[EdgeArrays, FileRows | None]:
     """Both ends of the edges in a file or a folder of files, and their weights if there is a column of them.
 
+    Collective. Each rank copies its share of the rows.
+
     Raises:
         ValueError: when the columns cannot be told apart, or a value is missing.
         TypeError: when ids are not integers.
@@ -39,21 +41,25 @@ def parquet_edges(path: Path, budget: Budget) -> tuple[EdgeArrays, FileRows | No
             f"{path} has the columns {names}; expected two of node ids (src and dst) and perhaps one named weight"
         )
     writers = [RowWriter(budget.file(), kind, name=path) for kind in (np.int64, np.int64, np.float32)]
-    for first, arrays in _blocks(table, path, ends + weights, budget):
-        for name, values in zip(ends, arrays):
-            if values.dtype.kind not in "iu":
-                raise TypeError(f"{path}, column {name!r}, row {first}: {values.dtype}; expected integers")
-        for writer, values in zip(writers, arrays):
-            writer.append(values)
-    src, dst, weight = (writer.rows() for writer in writers)
+
+    def copy() -> None:
+        for first, arrays in _blocks(table, path, ends + weights, budget):
+            for name, values in zip(ends, arrays):
+                if values.dtype.kind not in "iu":
+                    raise TypeError(f"{path}, column {name!r}, row {first}: {values.dtype}; expected integers")
+            for writer, values in zip(writers, arrays):
+                writer.append(values)
+
+    budget.team.together(str(path), copy)
+    src, dst, weight = (budget.team.joined(writer) for writer in writers)
     return EdgeArrays(src, dst), weight if weights else None
 
 
 def parquet_rows(path: Path, budget: Budget) -> FileRows:
-    """The rows of a file or a folder of files, in their order.
+    """The rows of a file or a folder of files, in their order. Collective.
 
-    One column gives [num_rows], or [num_rows, length] if it holds lists. Several columns give [num_rows, columns] in
-    their common type. A column of ids must count from 0, and is left out.
+    Each rank copies its share. One column gives [num_rows], or [num_rows, length] if it holds lists. Several columns
+    give [num_rows, columns] in their common type. A column of ids must count from 0, and is left out.
 
     Raises:
         ValueError: when a value is missing, lists have several lengths, or the ids are not 0, 1, 2, ...
@@ -65,16 +71,22 @@ def parquet_rows(path: Path, budget: Budget) -> FileRows:
         raise ValueError(
             f"{path} has the columns {table.schema.names}; expected one or more of values and at most one of ids"
         )
-    writer: RowWriter | None = None
-    for first, arrays in _blocks(table, path, kept + ids, budget):
-        if ids:
-            _check_ids(arrays.pop(), first, f"{path}, column {ids[0]!r}")
-        rows = arrays[0] if len(arrays) == 1 else np.stack(arrays, axis=1)
-        writer = writer or RowWriter(budget.file(), rows.dtype, rows.shape[1:], path)
-        if rows.shape[1:] != writer.row_shape:
-            raise ValueError(f"{path}, row {first}: lists of {rows.shape[1:]}; expected {writer.row_shape} as before")
-        writer.append(rows)
-    return (writer or RowWriter(budget.file(), np.float32, name=path)).rows()
+
+    def copied() -> RowWriter:
+        writer: RowWriter | None = None
+        for first, arrays in _blocks(table, path, kept + ids, budget):
+            if ids:
+                _check_ids(arrays.pop(), first, f"{path}, column {ids[0]!r}")
+            rows = arrays[0] if len(arrays) == 1 else np.stack(arrays, axis=1)
+            writer = writer or RowWriter(budget.file(), rows.dtype, rows.shape[1:], path)
+            if rows.shape[1:] != writer.row_shape:
+                raise ValueError(
+                    f"{path}, row {first}: lists of {rows.shape[1:]}; expected {writer.row_shape} as before"
+                )
+            writer.append(rows)
+        return writer or RowWriter(budget.file(), np.float32, name=path)
+
+    return budget.team.joined(budget.team.together(str(path), copied))
 
 
 def opened(path: Path) -> Any:
@@ -110,14 +122,35 @@ def record_batches(
 
 
 def _blocks(table: Any, path: Path, names: list[str], budget: Budget) -> Iterator[tuple[int, list[np.ndarray]]]:
-    """Some columns of a dataset, block by block: the number of the first row, and an array for each column."""
+    """Some columns of this rank's rows, block by block: the number of the first row, and an array for each column."""
     with reading(path, "a Parquet file"):
-        num_rows = table.count_rows()
+        num_rows, first = table.count_rows(), 0
+        wanted = budget.team.share(num_rows)
+        if budget.team.size > 1:
+            table, first, num_rows = _row_groups(table, wanted)
     for done, batch in record_batches(table, num_rows, path, "a Parquet file", names, budget):
-        columns = zip(batch.schema.names, batch.columns)
-        with reading(path, "a Parquet file"):
-            arrays = [numbers_of(column, f"{path}, column {name!r}", done) for name, column in columns]
-        yield done, arrays
+        start = max(wanted.start - first - done, 0)
+        rows, at = batch.slice(start, max(0, wanted.stop - first - done - start)), first + done + start
+        if rows.num_rows or not batch.num_rows:
+            columns = zip(rows.schema.names, rows.columns)
+            with reading(path, "a Parquet file"):
+                arrays = [numbers_of(column, f"{path}, column {name!r}", at) for name, column in columns]
+            yield at, arrays
+
+
+def _row_groups(table: Any, wanted: range) -> tuple[Any, int, int]:
+    """A dataset of the row groups that hold some of the wanted rows, the number of its first row, and of its rows."""
+    groups, starts, start = [], [], 0
+    for fragment in table.get_fragments():
+        for group in fragment.split_by_row_group():
+            count = sum(found.num_rows for found in group.row_groups)  # `group.count_rows()` is of the whole file
+            if start < wanted.stop and start + count > wanted.start:
+                groups.append(group)
+                starts += [start, start + count]
+            start += count
+    dataset = require("pyarrow.dataset", "parquet", "reading Parquet files")
+    first, stop = (starts[0], starts[-1]) if starts else (0, 0)
+    return dataset.FileSystemDataset(groups, table.schema, table.format, table.filesystem), first, stop - first
 
 
 def _check_ids(ids: np.ndarray, first: int, what: str) -> None:

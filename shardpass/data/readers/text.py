@@ -18,6 +18,7 @@ from shardpass.data.raw import EdgeArrays
 from shardpass.data.readers.column_names import in_order
 from shardpass.data.reading import reading
 from shardpass.data.streaming import Budget
+from shardpass.data.team import Team
 
 _BLOCK_ROWS = 1 << 18
 
@@ -29,6 +30,8 @@ def is_text(path: Path) -> bool:
 
 def text_edges(path: Path, budget: Budget) -> tuple[EdgeArrays, FileRows | None]:
     """Both ends of the edges in a text file, and their weights if there is a third column.
+
+    Collective. Each rank reads its share of the lines; a compressed file is read by rank 0.
 
     Raises:
         ValueError: when the columns are not source, destination and perhaps a weight, or hold no such numbers.
@@ -43,10 +46,14 @@ def text_edges(path: Path, budget: Budget) -> tuple[EdgeArrays, FileRows | None]
         )
     kind = np.dtype([("src", np.int64), ("dst", np.int64), ("weight", np.float32)][: columns or 2])
     writers = {name: RowWriter(budget.file(), kind[name], name=path) for name in kind.names or ()}
-    for table in _tables(path, kind, len(names) > 0, budget):
-        for name, writer in writers.items():
-            writer.append(table[name])
-    rows = {name: writer.rows() for name, writer in writers.items()}
+
+    def copy() -> None:
+        for table in _tables(path, kind, len(names) > 0, budget, _own_bytes(path, budget.team)):
+            for name, writer in writers.items():
+                writer.append(table[name])
+
+    budget.team.together(str(path), copy)
+    rows = {name: budget.team.joined(writer) for name, writer in writers.items()}
     return EdgeArrays(rows["src"], rows["dst"]), rows.get("weight")
 
 
@@ -83,12 +90,34 @@ def _header(path: Path) -> tuple[list[str], int]:
     return names, 0
 
 
-def _tables(path: Path, kind: Any, has_header: bool, budget: Budget) -> Iterator[np.ndarray]:
+def _own_bytes(path: Path, team: Team) -> range | None:
+    """The bytes of this rank's share of the lines; `None` for all."""
+    if team.size == 1:
+        return None
+    if path.suffix == ".gz":  # which must be read from its beginning
+        return range(0) if team.rank else None
+    share = team.share(path.stat().st_size)
+    with open(path, "rb") as raw:
+        return range(_next_line(raw, share.start), _next_line(raw, share.stop))
+
+
+def _next_line(raw: IO[bytes], place: int) -> int:
+    """The place of the first line that begins at a place in a file or after it."""
+    if place:
+        raw.seek(place - 1)
+        raw.readline()
+        return raw.tell()
+    return 0
+
+
+def _tables(
+    path: Path, kind: Any, has_header: bool, budget: Budget, within: range | None = None
+) -> Iterator[np.ndarray]:
     """The rows of a text file in blocks: [n, columns], or [n] of a dtype with a name for each column."""
     ndmin: Any = 1 if np.dtype(kind).names else 2
     done, size = 0, path.stat().st_size
-    with _opened(path) as (raw, file):
-        for _ in range(has_header):
+    with _opened(path, within) as (raw, file):
+        if has_header and not (within and within.start):
             file.readline()
         count = _BLOCK_ROWS
         while count == _BLOCK_ROWS:
@@ -98,6 +127,7 @@ def _tables(path: Path, kind: Any, has_header: bool, budget: Budget) -> Iterator
                     warnings.filterwarnings("error", category=DeprecationWarning)  # NumPy 1 warns and reads 2.5 as 2
                     table = np.loadtxt(file, kind, delimiter=_delimiter(path), max_rows=_BLOCK_ROWS, ndmin=ndmin)
             except ValueError as error:
+                done += 0 if within is None else _count_rows(path, has_header, range(within.start))
                 hint = "; for ids of any kind see shardpass.data.stream_tables (--names)" if ndmin == 1 else ""
                 raise ValueError(
                     f"{path} cannot be read as numbers, in the rows from {done} on: {error}{hint}"
@@ -114,13 +144,38 @@ def _delimiter(path: Path) -> str | None:
     return "," if path.name.removesuffix(".gz").endswith(".csv") else None
 
 
+def _count_rows(path: Path, has_header: bool, within: range) -> int:
+    """The rows in the first bytes of a file."""
+    with _opened(path, within) as (_, file):
+        return max(0, sum(bool(line.partition("#")[0].strip()) for line in file) - has_header)
+
+
+class _Bytes(io.RawIOBase):
+    """Some bytes of a file."""
+
+    def __init__(self, file: IO[bytes], within: range) -> None:
+        file.seek(within.start)
+        self._file: Any = file
+        self._left = len(within)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count: int = self._file.readinto(memoryview(buffer)[: self._left])
+        self._left -= count
+        return count
+
+
 @contextmanager
-def _opened(path: Path) -> Iterator[tuple[IO[bytes], IO[str]]]:
-    """The file as it is, which tells how much has been read, and its text."""
+def _opened(path: Path, within: range | None = None) -> Iterator[tuple[IO[bytes], IO[str]]]:
+    """The file as it is, which tells how much has been read, and its text, or the text `within` some bytes of it."""
     with reading(path, "text"):
         refuse_irregular(path)
         with open(path, "rb") as raw:
             content: Any = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
+            if within is not None:
+                content = io.BufferedReader(_Bytes(content, within))
             yield raw, io.TextIOWrapper(content, encoding="utf-8")
 
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from shardpass.data.file_rows import FileRows, blocks
+from shardpass.data.file_rows import FileRows
 from shardpass.data.raw import EdgeType, RawGraph
 from shardpass.data.rows import Field
 from shardpass.data.streaming.buckets import Array, Buckets, key_ranges
 from shardpass.data.streaming.budget import Budget
+from shardpass.data.team import Team
 
 INT32_LIMIT = 2**31 - 1
 _MOST_WEIGHT = 2**30
@@ -27,12 +29,15 @@ place in backward; for each node where its edges begin, in both orders, and its 
 class Run(NamedTuple):
     """The neighbours of the nodes first, first + 1, ...: those of the i-th are `neighbours[starts[i] : starts[i + 1]]`.
 
-    A node is a neighbour whatever the direction of the edge. Parallel edges count as many, self-loops not at all.
+    They ascend. A node is a neighbour whatever the direction of the edge. Self-loops do not count.
+
+    multiplicity: how many edges each neighbour stands for, int64.
     """
 
     first: int
     starts: Array
     neighbours: Array
+    multiplicity: Array
 
 
 class Adjacency:
@@ -52,32 +57,39 @@ class Adjacency:
         done = 0
         for kind in graph.edges:
             num_bytes = torch.tensor(EDGE_BYTES + _row_bytes(graph.edge_fields[kind]))
-            for src, dst in _edges_of(graph, kind, budget.block_edges):
-                budget.report("count", done, self.total)
+            for start, src, dst in _edges_of(graph, kind, budget.block_edges, budget.team):
+                budget.report("count", done + start, self.total)
                 ones = torch.ones(len(src), dtype=torch.long)
                 self.in_degrees.index_add_(0, dst, ones)
                 self.in_bytes.index_add_(0, dst, num_bytes.expand(len(dst)))
                 degrees.index_add_(0, src, ones)
-                done += len(src)
+            done += graph.num_edges[kind]
+        self.in_degrees, self.in_bytes, degrees = (
+            budget.team.sum("degrees", counts) for counts in (self.in_degrees, self.in_bytes, degrees)
+        )
         budget.report("count", self.total, self.total)
         degrees += self.in_degrees
         self._buckets: Buckets | None = None
-        if any(isinstance(arrays.src, FileRows) for arrays in graph.edges.values()):
-            self._buckets = self._spill(key_ranges(degrees, budget.bucket_records))
+        if budget.team.size > 1 or any(isinstance(arrays.src, FileRows) for arrays in graph.edges.values()):
+            # the first rank gets a bucket of each rank at the same time
+            self._buckets = self._spill(key_ranges(degrees, max(1, budget.bucket_records // budget.team.size)))
         else:
-            ends = [(src, dst) for _, src, dst in joined_edges(graph, max(1, self.total))]
+            ends = [(src, dst) for _, src, dst in joined_edges(graph, max(1, self.total), budget.team)]
             src, dst = (torch.cat(parts) for parts in zip(*ends)) if ends else torch.empty(2, 0, dtype=torch.long)
             self._all = to_run(0, self.num_nodes, torch.cat([src, dst]).numpy(), torch.cat([dst, src]).numpy())
 
     def runs(self) -> Iterator[Run]:
-        """All nodes in ascending order."""
+        """All nodes in ascending order, once, on rank 0. The other ranks help and are given nothing. Collective."""
+        team = self.budget.team
         if self._buckets is None:
             yield self._all
             return
-        for bucket in range(len(self._buckets)):
-            first, last = (int(node) for node in self._buckets.starts[bucket : bucket + 2])
-            records = self._buckets.read(bucket)
-            yield to_run(first, last - first, records["node"], records["neighbour"])
+        for first in range(0, len(self._buckets), team.size):
+            _, *own = team.together("merging edges", partial(_run_of, self._buckets, first + team.rank))
+            columns = [team.to_first("merged edges", array) for array in own]
+            for bucket, arrays in enumerate(zip(*columns), first):
+                if team.rank == 0 and bucket < len(self._buckets):
+                    yield Run(int(self._buckets.starts[bucket]), *arrays)
 
     def weights(self, parts: int, given: Tensor | None = None) -> Tensor:
         """What each node weighs, int64 [num_nodes], so that what ranks hold is balanced: `given`, or bytes.
@@ -102,38 +114,50 @@ class Adjacency:
             shutil.rmtree(self._buckets.folder)
 
     def _spill(self, starts: Array) -> Buckets:
-        number = np.dtype(np.int32 if self.num_nodes <= INT32_LIMIT else np.int64)
+        team, number = self.budget.team, np.dtype(np.int32 if self.num_nodes <= INT32_LIMIT else np.int64)
         record = np.dtype([("node", number), ("neighbour", number)])
         self.budget.require_disk(2 * self.total * record.itemsize, "sorting the edges by node")
-        buckets = Buckets(self.budget.scratch, starts, record)
-        for done, src, dst in joined_edges(self.graph, self.budget.block_edges):
+        buckets = Buckets(self.budget.scratch, team, starts, np.arange(len(starts) - 1) % team.size, record)
+        buckets.fill(self._records(record))
+        self.budget.report("bucket", self.total, self.total)
+        return buckets
+
+    def _records(self, record: np.dtype[Any]) -> Iterator[tuple[Array, Array]]:
+        for done, src, dst in joined_edges(self.graph, self.budget.block_edges, self.budget.team):
             self.budget.report("bucket", done, self.total)
             for nodes, neighbours in ((src, dst), (dst, src)):
                 records = np.empty(len(nodes), record)
                 records["node"], records["neighbour"] = nodes.numpy(), neighbours.numpy()
-                buckets.add(nodes.numpy(), records)
-        self.budget.report("bucket", self.total, self.total)
-        return buckets
+                yield nodes.numpy(), records
 
 
-def joined_edges(graph: RawGraph, count: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """The edges of all types, at most `count` at a time: the number of edges before them, sources, and destinations.
+def _run_of(buckets: Buckets, bucket: int) -> Run:
+    """The nodes of a bucket, or none behind the last one."""
+    if bucket >= len(buckets):
+        return Run(0, *np.empty((3, 0), np.int64))
+    first, last = (int(node) for node in buckets.starts[bucket : bucket + 2])
+    records = buckets.read(bucket, remove=True)
+    return to_run(first, last - first, records["node"], records["neighbour"])
 
-    The ids run on over the node types, in the order of `graph.num_nodes`.
+
+def joined_edges(graph: RawGraph, count: int, team: Team) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """This rank's edges of all types, at most `count` at a time: the number of edges before them, and both ends.
+
+    The ids run on over the node types, in the order of `graph.num_nodes`. Every rank has as many blocks.
     """
     done = 0
     for kind in graph.edges:
-        for src, dst in _edges_of(graph, kind, count):
-            yield done, src, dst
-            done += len(src)
+        for start, src, dst in _edges_of(graph, kind, count, team):
+            yield done + start, src, dst
+        done += graph.num_edges[kind]
 
 
-def _edges_of(graph: RawGraph, kind: EdgeType, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """The sources and destinations of the edges of one type, as in `joined_edges`."""
+def _edges_of(graph: RawGraph, kind: EdgeType, count: int, team: Team) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """The edges of one type, as in `joined_edges`."""
     firsts = dict(zip(graph.num_nodes, np.cumsum([0, *graph.num_nodes.values()]).tolist()))
     arrays = graph.edges[kind]
-    for (_, src), (_, dst) in zip(blocks(arrays.src, count), blocks(arrays.dst, count)):
-        yield src.long() + firsts[kind[0]], dst.long() + firsts[kind[2]]
+    for (start, src), (_, dst) in zip(team.blocks(arrays.src, count), team.blocks(arrays.dst, count)):
+        yield start, src.long() + firsts[kind[0]], dst.long() + firsts[kind[2]]
 
 
 def _row_bytes(fields: Mapping[str, Field]) -> int:
@@ -144,16 +168,9 @@ def _row_bytes(fields: Mapping[str, Field]) -> int:
 def to_run(first: int, count: int, nodes: Array, neighbours: Array) -> Run:
     """The run of `count` nodes from pairs (node, neighbour) in any order."""
     keep = nodes != neighbours
-    rows, order = torch.sort(torch.from_numpy(nodes[keep] - first).int())
-    starts = torch.searchsorted(rows, torch.arange(count + 1, dtype=torch.int32))
-    return Run(first, starts.numpy(), neighbours[keep][order.numpy()])
-
-
-def merged(run: Run) -> tuple[Run, Array]:
-    """A run without parallel edges, its neighbours in ascending order, and how many edges each stands for, int64."""
-    count = len(run.starts) - 1
-    stride = int(run.neighbours.max(initial=0)) + 1
-    rows = np.repeat(np.arange(count), np.diff(run.starts))
-    keys, multiplicity = np.unique(rows * stride + run.neighbours, return_counts=True)
-    starts = np.searchsorted(keys, np.arange(count + 1) * stride)
-    return Run(run.first, starts, keys % stride), multiplicity
+    rows, neighbours = nodes[keep].astype(np.int64) - first, neighbours[keep]
+    bits = int(neighbours.max(initial=0)).bit_length()
+    ascending = torch.sort(torch.from_numpy((rows << bits) | neighbours)).values
+    pairs, multiplicity = torch.unique_consecutive(ascending, return_counts=True)
+    starts = torch.searchsorted(pairs, torch.arange(count + 1) << bits)
+    return Run(first, starts.numpy(), (pairs & ((1 << bits) - 1)).numpy(), multiplicity.numpy())

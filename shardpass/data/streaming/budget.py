@@ -6,8 +6,10 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+from shardpass.data.team import Team
 
 Report = Callable[[str, int, int], None]
 """Called as `report(stage, done, total)`."""
@@ -15,28 +17,38 @@ Report = Callable[[str, int, int], None]
 MEMORY_BYTES = 1 << 30
 _BYTES_PER_RECORD = 80  # of an edge while a bucket is sorted: the record, its key, the order, the sorted columns
 _BYTES_PER_EDGE = 200  # of an edge while a block is dealt out to the buckets
+_MOST_AT_ONCE = 1 << 21
+"""Records or edges. More are slower: they leave the caches, and the C library returns arrays above 32 MB to the kernel
+each time, which has to clear the pages of the next one."""
 
 
 @dataclass(frozen=True)
 class Budget:
     """Memory for edges while a graph in files is partitioned; arrays with a number per node come on top.
 
-    scratch: a folder for temporary files. memory_bytes: for edges. report: told of the progress.
+    scratch: a folder for temporary files. memory_bytes: for edges, of each rank. report: told of the progress.
+    team: the ranks that do the work.
     """
 
     scratch: Path = Path(tempfile.gettempdir())
     memory_bytes: int = MEMORY_BYTES
     report: Report = lambda stage, done, total: None
+    team: Team = field(default_factory=Team)
 
     @property
     def bucket_records(self) -> int:
         """Records of one file that is sorted in memory."""
-        return max(1, self.memory_bytes // _BYTES_PER_RECORD)
+        return max(1, min(self.memory_bytes // _BYTES_PER_RECORD, _MOST_AT_ONCE))
 
     @property
     def block_edges(self) -> int:
-        """Edges that are read at once."""
-        return max(1, self.memory_bytes // _BYTES_PER_EDGE)
+        """Edges that a rank reads at once, so few that one rank could get those of all."""
+        return max(1, min(self.memory_bytes // _BYTES_PER_EDGE // self.team.size, _MOST_AT_ONCE))
+
+    @property
+    def alone(self) -> Budget:
+        """The same for this rank alone."""
+        return replace(self, team=Team())
 
     def file(self) -> Path:
         """A new temporary file."""
@@ -45,11 +57,14 @@ class Budget:
         return Path(name)
 
     def require_disk(self, num_bytes: int, what: str) -> None:
-        """Return when the disk has room for `num_bytes` of temporary files.
+        """Return when the disk has room for `num_bytes` of temporary files. Collective.
 
         Raises:
             ValueError: when it has not.
         """
+        self.team.together("room for temporary files", lambda: self._require_disk(num_bytes, what))
+
+    def _require_disk(self, num_bytes: int, what: str) -> None:
         free = shutil.disk_usage(self.scratch).free
         if num_bytes > free:
             raise ValueError(
