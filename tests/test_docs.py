@@ -29,9 +29,10 @@ PAGES = [
     ROOT / "SECURITY.md",
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-REFERENCE = ["api.md", "pyg-layers.md", "dgl-layers.md", "design.md"]
-"""Pages to look things up in, and the tour of the code. Every other page is under 1,000 words, its sentences up to 30."""
-READABLE = [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.name not in REFERENCE)]
+READABLE = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+"""Pages without a sentence of more than 30 words."""
+LONG = ["pyg-layers.md", "dgl-layers.md", "design.md"]
+"""Tables of layers, and the tour of the code: the only ones of them that may have 1,000 words or more."""
 
 BLOCK = re.compile(r"<!-- runnable(?P<given>[^>]*?)-->\s*```python\n(?P<code>.*?)^```", re.S | re.M)
 LINK = re.compile(r"!?\[[^\]]*\]\((?P<target>[^)\s]+)\)")
@@ -139,12 +140,12 @@ def sentences(page: Path) -> list[str]:
     text = re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`]*`", "code", text))
     prose = [line for line in text.splitlines() if not re.match(r"\s*(\||#|!\[)", line)]
     paragraphs = re.split(r"\n\s*\n|\n\s*[*-] |\n\d\. ", "\n".join(prose))
-    return [found for paragraph in paragraphs for found in re.split(r"(?<=[.:;?!])\s+", " ".join(paragraph.split()))]
+    return [found for paragraph in paragraphs for found in re.split(r"(?<=[.?!])[*)]*\s+", " ".join(paragraph.split()))]
 
 
 @pytest.mark.parametrize("page", READABLE, ids=lambda page: page.name)
 def test_the_guides_are_short_and_their_sentences_too(page: Path) -> None:
-    assert len(page.read_text(encoding="utf-8").split()) < 1000
+    assert page.name in LONG or len(page.read_text(encoding="utf-8").split()) < 1000
     assert not [found for found in sentences(page) if len(found.split()) > 30]
 
 

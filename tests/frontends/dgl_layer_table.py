@@ -39,11 +39,11 @@ CHANGED = {
 }
 HEAD = """# Layers of DGL, one by one
 
-Every module class of `dgl.nn`: exact in the modes shown, or refused by name. Made by
-`python -m tests.frontends.dgl_layer_table`, which runs each layer on a small awkward graph (self-loops, duplicate
-edges, isolated nodes, ties; an empty part, a rank without edges) in one process and on {ranks} ranks, in float64, and
-compares outputs and the gradients of inputs, edge tensors and parameters, and buffers, with those of DGL on the whole
-graph.
+Every module class of `dgl.nn`: exact in the modes shown, or refused by name. The program
+`python -m tests.frontends.dgl_layer_table` makes this page. It runs each layer in one process and on {ranks} ranks, in
+float64. It compares outputs, buffers, and the gradients of inputs, edge tensors and parameters with those of DGL on the
+whole graph. The graph is small and awkward: self-loops, duplicate edges, isolated nodes, ties; an empty part, a rank
+without edges.
 
 {versions}.
 Largest error of all in float64: {largest:.0e}, relative to the largest entry where that is above 1; the bound is 1e-10.

@@ -30,17 +30,17 @@ BOUND = 1e-10
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "pyg-layers.md"
 HEAD = """# Layers of PyG, one by one
 
-Every class of `torch_geometric.nn.conv`: exact in the modes shown, or refused by name. Made by
-`python -m tests.frontends.layer_table`, which runs each layer on a small awkward graph (self-loops, duplicate edges,
-isolated nodes, ties; an empty part, a rank without edges) in one process and on {ranks} ranks, in float64, and compares
-outputs and the gradients of inputs, edge tensors and parameters.
+Every class of `torch_geometric.nn.conv`: exact in the modes shown, or refused by name. The program
+`python -m tests.frontends.layer_table` makes this page. It runs each layer in one process and on {ranks} ranks, in
+float64. It compares outputs and the gradients of inputs, edge tensors and parameters. The graph is small and awkward:
+self-loops, duplicate edges, isolated nodes, ties; an empty part, a rank without edges.
 
 {versions}. Largest error of all: {largest:.0e}; the bound is 1e-10.
 
 *kernel*: messages are source rows, or those times an edge scalar, whatever the code looks like; fused kernels compute
 them. *softmax*: edge softmax in one pass over the source blocks. *traced*: the layer's own message function, run on a
-chunk of edges at a time. *at once*: needs whole neighbourhoods, so the message function runs once on all edges of a
-rank, with all halo rows there: `halo` mode only; `sar` and `keep` refuse it by name.
+chunk of edges at a time. *at once*: the layer needs whole neighbourhoods, so the message function runs once on all edges
+of a rank, with all halo rows there. This is `halo` mode only; `sar` and `keep` refuse it by name.
 
 | layer | modes | computed as | largest error |
 |---|---|---|---|
