@@ -39,8 +39,8 @@ self-loops, duplicate edges, isolated nodes, ties; an empty part, a rank without
 
 *kernel*: messages are source rows, or those times an edge scalar, whatever the code looks like; fused kernels compute
 them. *softmax*: edge softmax in one pass over the source blocks. *traced*: the layer's own message function, run on a
-chunk of edges at a time. *at once*: the layer needs whole neighbourhoods, so the message function runs once on all edges
-of a rank, with all halo rows there. This is `halo` mode only; `sar` and `keep` refuse it by name.
+chunk of edges at a time. *at once*: the layer needs whole neighbourhoods, so the message function runs once on all
+edges of a rank, with all halo rows there. This is `halo` mode only; `sar` and `keep` refuse it by name.
 
 | layer | modes | computed as | largest error |
 |---|---|---|---|
