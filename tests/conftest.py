@@ -47,9 +47,9 @@ def triton_device(triton_dispatch, monkeypatch):
         return
     from triton.runtime.interpreter import GridExecutor, InterpretedFunction
 
-    from shardpass.core.kernels import triton_attention, triton_extremum, triton_sums
+    from shardpass.core.kernels import triton_attention, triton_extremum, triton_scores, triton_sums
 
-    for module in (triton_attention, triton_extremum, triton_sums):
+    for module in (triton_attention, triton_extremum, triton_scores, triton_sums):
         for function in list(vars(module).values()):
             if isinstance(function, InterpretedFunction):
                 function.rewrite()  # once, here: Python 3.11 cannot parse in two threads at once
