@@ -132,7 +132,8 @@ class Case:
         into = ScoreGradients(*(None if t is None else torch.zeros_like(t) for t in (source, of_dst, of.mix)))
 
         def backward() -> None:
-            fused.adjoint(by_source, of, values, outer, grad_values, into)
+            if fused.adjoint(by_source, of, values, outer, grad_values, into):
+                fused.adjoint_of_dst(by_destination, of, values, outer, into.of_dst)
 
         return lambda: fused.accumulate(state, by_destination, of, values), backward
 

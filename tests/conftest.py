@@ -2,6 +2,8 @@
 
 import os
 import threading
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -45,9 +47,9 @@ def triton_device(triton_dispatch, monkeypatch):
         return
     from triton.runtime.interpreter import GridExecutor, InterpretedFunction
 
-    from shardpass.core.kernels import triton_attention, triton_extremum, triton_sums
+    from shardpass.core.kernels import triton_attention, triton_extremum, triton_scores, triton_sums
 
-    for module in (triton_attention, triton_extremum, triton_sums):
+    for module in (triton_attention, triton_extremum, triton_scores, triton_sums):
         for function in list(vars(module).values()):
             if isinstance(function, InterpretedFunction):
                 function.rewrite()  # once, here: Python 3.11 cannot parse in two threads at once
@@ -62,3 +64,28 @@ def triton_device(triton_dispatch, monkeypatch):
     monkeypatch.setattr(GridExecutor, "__call__", one_at_a_time)
     yield triton_dispatch
     assert launched, "no kernel of Triton ran"
+
+
+@pytest.fixture
+def any_order(triton_device):
+    """Has `device`, and ``turned(True)``, within which the programs of a kernel run in the opposite order.
+
+    On a GPU they run in an order of its own anyway.
+    """
+
+    @contextmanager
+    def turned(backwards):
+        if not backwards or triton_device.type == "cuda":
+            yield
+            return
+        from triton.runtime.interpreter import interpreter_builder
+
+        def last_first(*program):
+            place(*(n - 1 - k for n, k in zip(interpreter_builder.grid_dim, program)))
+
+        place = interpreter_builder.set_grid_idx
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(interpreter_builder, "set_grid_idx", last_first)
+            yield
+
+    return SimpleNamespace(device=triton_device, turned=turned)

@@ -7,6 +7,7 @@ it is blocked. A rank that computes for an hour is alive.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 import weakref
@@ -119,9 +120,14 @@ class News:
             peer.send(record)
 
     def say(self, text: str) -> None:
-        """Print a sentence for the user."""
-        with suppress(OSError, ValueError):  # nobody reads it any more
-            print(f"shardpass: {text}", file=sys.stderr, flush=True)
+        """Print a sentence for the user, also while Python ends and `sys.stderr` is closed already."""
+        line = f"shardpass: {text}\n"
+        try:
+            sys.stderr.write(line)
+            sys.stderr.flush()
+        except (AttributeError, OSError, ValueError):
+            with suppress(OSError):  # nobody reads it any more
+                os.write(2, line.encode())
 
     # ---- being told
 

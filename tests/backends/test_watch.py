@@ -1,8 +1,10 @@
 """What ranks tell each other beside their calls: over connections of their own, and whatever else connects."""
 
 import importlib
+import io
 import os
 import socket
+import sys
 import threading
 import time
 from contextlib import closing, contextmanager
@@ -11,6 +13,7 @@ import pytest
 
 from shardpass.backends import failure, mesh, spawn, watch
 from shardpass.backends.mesh import connect_mesh
+from shardpass.backends.news import News
 from shardpass.backends.torch_distributed import TorchCommunicator
 from shardpass.backends.watch import Watch
 from shardpass.errors import CommunicationError
@@ -187,3 +190,13 @@ def test_spawned_processes_listen_on_the_loopback_interface_only():
         assert addresses and set(addresses) == {"0100007F"}
         assert local == ((0, 2), (1,), (0, 2))[rank], "ranks on hosts of their own"
         assert "shardpass watch" in threads and "shardpass door" not in threads
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_last_sentence_is_printed_after_the_stream_is_closed(is_there, monkeypatch, capfd):
+    stream = io.StringIO()
+    stream.close()
+    monkeypatch.setattr(sys, "stderr", stream if is_there else None)
+    News({}, 0, 30.0).say("rank 1 ends: rank 0 failed first")
+    monkeypatch.undo()
+    assert capfd.readouterr().err == "shardpass: rank 1 ends: rank 0 failed first\n"

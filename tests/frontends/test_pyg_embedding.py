@@ -171,3 +171,47 @@ def test_other_tables_by_node_are_refused(make, check):
             model(graph.x.float(), graph)
 
     run(work, 2)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_all_ranks_skip_a_step_whose_gradient_is_infinite_on_one(shared):
+    """As torch's scaler does it in one process, where the gradient of a row, or of a weight, overflows."""
+
+    def epochs(model, edges, types, sync, rows, first):
+        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.05), torch.amp.GradScaler("cpu", 1024.0)
+        scales = []
+        for epoch in range(4):
+            optimizer.zero_grad()
+            scaler.scale((model(edges, types)[:, 0] * rows).sum() / 41).backward()
+            spoilt = model.convs[0].weight if shared else model.table.weight
+            if epoch == 1 and first:
+                spoilt.grad.view(-1)[0] = float("inf")
+            sync(model, scaler)
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+        return scales, [p.detach().clone() for p in model.parameters()]
+
+    torch.manual_seed(0)
+    plain = Featureless(nn.Embedding(41, 6)).double()
+    owners, types = torch.arange(41) % 3 // 2, torch.arange(220) % 2  # two ranks; node 0 is the first row of rank 0
+    rows = torch.linspace(0, 1, 41).double()
+    expected = epochs(copy.deepcopy(plain), GRAPH.edge_index, types, lambda model, scaler: None, rows, True)
+
+    def rank(comm):
+        graph = shard_in_memory(GRAPH, owners, comm)
+        model = Featureless(sp.NodeEmbedding(graph, 6)).double()
+        state = plain.state_dict() | {"table.weight": plain.table.weight.detach()[graph.node_ids]}
+        model.load_state_dict(state)
+        sp.pyg.wrap(model, comm)
+        found = epochs(
+            model, graph, types[graph.edge_ids], lambda m, scaler: sp.sync_gradients(m, comm, scaler=scaler),
+            rows[graph.node_ids], comm.rank == 0,
+        )  # fmt: skip
+        return graph.node_ids, found
+
+    for ids, (scales, parameters) in run(rank, 2):
+        assert scales == expected[0] == [1024.0, 512.0, 512.0, 512.0]
+        torch.testing.assert_close(parameters[0], expected[1][0][ids])
+        for mine, other in zip(parameters[1:], expected[1][1:]):
+            torch.testing.assert_close(mine, other)

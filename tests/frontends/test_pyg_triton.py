@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ import torch_geometric.nn as gnn
 from torch import nn
 
 import shardpass as sp
-from shardpass.testing import WholeGraph, assert_exact, assignments
+from shardpass.testing import WholeGraph, assert_exact, assignments, shard_in_memory
 
 from .how_much import one_each
 
@@ -29,14 +31,15 @@ def small_graph():
 
 
 class GAT(nn.Module):
-    """Two layers of attention in closed form."""
+    """Three layers of attention in closed form."""
 
-    def __init__(self):
+    def __init__(self, dropout=0.0):
         super().__init__()
-        self.first, self.second = gnn.GATConv(4, 3, heads=2), gnn.GATv2Conv(6, 5)
+        self.first, self.second = gnn.GATConv(4, 3, heads=2, dropout=dropout), gnn.GATv2Conv(6, 5)
+        self.third = gnn.TransformerConv(5, 2, heads=2)
 
     def forward(self, x, edge_index, edge_weight):
-        return self.second(self.first(x, edge_index).relu(), edge_index)
+        return self.third(self.second(self.first(x, edge_index).relu(), edge_index), edge_index)
 
 
 class Others(nn.Module):
@@ -73,3 +76,33 @@ def test_models_equal_the_whole_graph(triton_device, made, options):
     owners = {"random": assignments(NUM_NODES, 2, graph.edge_index)["random"]}
     chosen = OPTIONS[options]
     assert_exact(model, graph, call, sp.pyg.wrap, ranks=2, modes=(chosen.mode,), owners=owners, options=chosen)
+
+
+@pytest.mark.parametrize(("ranks", "options", "dropout"), [(1, "push", 0.5), (2, "push", 0.0), (2, "pull", 0.0)])
+def test_the_order_of_programs_changes_no_bit(any_order, ranks, options, dropout, monkeypatch):
+    """Nor is anything lost: the kernels of the CPU, whose factors of dropout are the same, find the same gradients."""
+    if any_order.device.type == "cuda":
+        pytest.skip("ranks that are threads have tensors on the CPU")
+    torch.manual_seed(0)
+    whole, owners, alone = small_graph(), torch.arange(NUM_NODES) % ranks, GAT(dropout).double()
+
+    def work(comm):
+        model = sp.pyg.wrap(copy.deepcopy(alone), comm)
+        graph = shard_in_memory(whole, owners, comm, OPTIONS[options])
+        x = graph.x.clone().requires_grad_()
+        out = model(x, graph.edge_index, None)
+        out.square().sum().backward()
+        return out.detach(), x.grad, *(parameter.grad for parameter in model.parameters())
+
+    def run():
+        torch.manual_seed(1)
+        return sp.spawn(work, ranks)
+
+    found = []
+    for turn in range(2):
+        with any_order.turned(turn):
+            found.append(run())
+    monkeypatch.setenv("SHARDPASS_TRITON", "0")
+    for mine, turned, other in zip(*found, run()):
+        assert all(map(torch.equal, mine, turned))
+        torch.testing.assert_close(mine, other, rtol=1e-11, atol=1e-11)

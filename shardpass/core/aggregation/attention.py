@@ -33,7 +33,7 @@ def run_attention(call: Call, operands: Operands, attention: Attention) -> Forwa
     most = chunk_edges(call, attention, operands, scores.in_one_loop)
     for position, shard, rows in call.walk(operands, _fetched(call, attention)):
         table = rows[attention.value].reshape(-1, attention.heads, width) if rows else values
-        for run in _by_destination(shard, most):
+        for run in by_destination(shard, most):
             kept = _kept(call, attention, position, run, values)
             scores.accumulate(state, Piece(shard, run, rows, table, kept))
     total = state.total.add_(attention.eps)
@@ -70,10 +70,14 @@ def attention_gradients(
             table = rows[attention.value].reshape(-1, heads, width) if rows else grad[:0]
             is_wanted = attention.value in into
             target = into[attention.value].view_as(table) if is_wanted else torch.zeros_like(table)
-            for run in _by_source(shard, transposes, most, one_by_one) if reached else ():
+            lacks_dst = False
+            for run in by_source(shard, transposes, most, one_by_one) if reached else ():
                 kept = _kept(call, attention, position, run, grad)
                 gradients.ran = True
-                scores.adjoint(Piece(shard, run, rows, table, kept), outer, target, into, gradients)
+                lacks_dst |= scores.adjoint(Piece(shard, run, rows, table, kept), outer, target, into, gradients)
+        for run in by_destination(shard, most) if lacks_dst else ():  # while the gradients of sources travel
+            kept = _kept(call, attention, position, run, grad)
+            scores.adjoint_of_dst(Piece(shard, run, rows, table, kept), outer, gradients)
     returned.finish()
 
 
@@ -126,13 +130,15 @@ def chunk_edges(call: Call, attention: Attention, operands: Operands, in_one_loo
     return max(1, call.plan.options.chunk_bytes // (max(widths) * operands.src[attention.value].itemsize))
 
 
-def _by_destination(shard: Shard, most: int) -> Iterator[RowRun]:
+def by_destination(shard: Shard, most: int) -> Iterator[RowRun]:
+    """The edges of a shard in its own order, `most` at a time."""
     for chunk in shard.chunks(most):
         span = slice(chunk.start, chunk.stop)
         yield RowRun(shard.indptr, chunk, shard.src_rows[span], span)
 
 
-def _by_source(shard: Shard, transposes: Transposes, most: int, one_by_one: bool) -> Iterator[RowRun]:
+def by_source(shard: Shard, transposes: Transposes, most: int, one_by_one: bool) -> Iterator[RowRun]:
+    """The edges of a shard in the other order, `most` at a time; with their positions if they are taken one by one."""
     if shard.num_edges == 0:
         return
     indptr, dst_rows, order = transposes.of(shard, with_order=one_by_one)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardpass.core.aggregation.agreement import Offer
-from shardpass.core.aggregation.attention import chunk_edges, gradient_and_delta
+from shardpass.core.aggregation.attention import by_destination, by_source, chunk_edges, gradient_and_delta
 from shardpass.core.aggregation.call import Call, Operands
 from shardpass.core.aggregation.gradients import Gradients, is_linear
 from shardpass.core.aggregation.out_edges import OutEdges, count_out_edges
@@ -25,13 +25,12 @@ from shardpass.core.exchange import GradientReturn, HaloPlan, Packing, fetch_blo
 from shardpass.core.kernels import (
     ClosedScores,
     Outer,
-    RowRun,
     ScoreGradients,
     fused,
     gather_sum,
 )
 from shardpass.core.ranks import digest
-from shardpass.core.sharding import EdgeShards, Shard
+from shardpass.core.sharding import EdgeShards, Shard, Transposes
 from shardpass.core.tracing import Attention, Key, MixedScore, Program, Structure
 
 
@@ -170,7 +169,7 @@ def pull_attention(
     for position, _, rows in fetch_blocks(reverse, published, call.next_walk()):
         into = [to_dst] if position == 0 else returned.buffers(position)
         if edges.shards[position].num_edges and not bool((rows[2] == float("inf")).all()):
-            side.add(edges.shards[position], rows, into[0] if into else torch.zeros_like(rows[-1]))
+            side.add(edges.shards[position], rows, into[0] if into else None)
         if position > 0:
             returned.send(position)
     returned.finish()
@@ -197,6 +196,7 @@ class _SourceSide:
         self.mix = None if mix is None else mix.reshape(self.tail).contiguous()
         self.mix_shape = None if mix is None else mix.shape
         self.chunk_edges = chunk_edges(call, attention, operands, in_one_loop=False)
+        self.transposes = call.plan.comm.caches.of(Transposes)
         self._grad_source = self._target(call.canonical[score.source], self.of_source)
         self._grad_values = self._target(call.canonical[attention.value], self.values)
         self._grad_mix: Tensor | None = None
@@ -205,23 +205,28 @@ class _SourceSide:
         found = self.gradients.src.get(name)
         return torch.zeros_like(like) if found is None else found.view_as(like)
 
-    def add(self, shard: Shard, rows: list[Tensor], to_dst: Tensor) -> None:
+    def add(self, shard: Shard, rows: list[Tensor], to_dst: Tensor | None) -> None:
         """Add the gradients of the out-edges into one block of destinations.
 
         Args:
+            shard: whose order is that of the own sources, as if they were destinations.
             rows: what the destinations publish: gradient, delta, log-sum-exp, and what their scores are made of.
-            to_dst: where the gradient of the last of these is added.
+            to_dst: where the gradient of the last of these is added; `None` if nobody wants it.
         """
         *known, of_dst = rows
         outer = Outer(*known)
         if self.mix is not None and self._grad_mix is None:
             self._grad_mix = torch.zeros_like(self.mix)
-        for chunk in shard.chunks(max(1, shard.num_edges) if self.in_one_loop else self.chunk_edges):
-            span = slice(chunk.start, chunk.stop)
-            run = RowRun(shard.indptr, chunk, shard.src_rows[span], span)
-            of = ClosedScores(self.score, self.of_source, of_dst.contiguous(), self.mix, None)
-            into = ScoreGradients(self._grad_source, to_dst, self._grad_mix)
-            fused.adjoint(run, of, self.values, outer, self._grad_values, into)
+        of = ClosedScores(self.score, self.of_source, of_dst.contiguous(), self.mix, None)
+        target = torch.zeros_like(of_dst) if to_dst is None else to_dst
+        into = ScoreGradients(self._grad_source, target, self._grad_mix)
+        most = max(1, shard.num_edges) if self.in_one_loop else self.chunk_edges
+        lacks_dst = False
+        for run in by_destination(shard, most):
+            lacks_dst |= fused.adjoint(run, of, self.values, outer, self._grad_values, into)
+        if lacks_dst and to_dst is not None:
+            for run in by_source(shard, self.transposes, most, one_by_one=False):
+                fused.adjoint_of_dst(run, of, self.values, outer, to_dst)
 
     def finish(self) -> None:
         """Add the gradient of what mixes scores, as far as it comes from this rank's out-edges."""

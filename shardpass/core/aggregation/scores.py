@@ -52,8 +52,16 @@ class Scores(Protocol):
         """Take a chunk of edges, in order of their destination, into `state`; see `kernels.accumulate`."""
         ...
 
-    def adjoint(self, piece: Piece, outer: Outer, grad_values: Tensor, into: Rows, gradients: Gradients) -> None:
-        """Add the gradients of a chunk of edges, by source, to those of values and of the scores' inputs."""
+    def adjoint(self, piece: Piece, outer: Outer, grad_values: Tensor, into: Rows, gradients: Gradients) -> bool:
+        """Add the gradients of a chunk of edges, by source, to those of values and of the scores' inputs.
+
+        Returns:
+            whether `adjoint_of_dst` has to go over the same edges, by destination.
+        """
+        ...
+
+    def adjoint_of_dst(self, piece: Piece, outer: Outer, gradients: Gradients) -> None:
+        """Add what `adjoint` left out of a chunk of edges, by destination."""
         ...
 
 
@@ -72,7 +80,7 @@ class _ClosedForm:
         of_dst = operands.dst[score.destination]
         width = of_dst.shape[1:].numel() // attention.heads
         self.in_one_loop = fused.handles(operands.src[attention.value], operands.src[score.source], of_dst, mix)
-        self.score, self.tail = score, (attention.heads, width)
+        self.score, self.tail, self.key = score, (attention.heads, width), Key("dst", score.destination)
         self.of_dst = of_dst.reshape(-1, *self.tail).contiguous()
         self.mix_shape = torch.Size() if mix is None else mix.shape
         self.mix = None if mix is None else mix.reshape(self.tail).contiguous()
@@ -80,12 +88,17 @@ class _ClosedForm:
     def accumulate(self, state: SoftmaxState, piece: Piece) -> None:
         fused.accumulate(state, piece.run, self._of(piece), piece.values)
 
-    def adjoint(self, piece: Piece, outer: Outer, grad_values: Tensor, into: Rows, gradients: Gradients) -> None:
+    def adjoint(self, piece: Piece, outer: Outer, grad_values: Tensor, into: Rows, gradients: Gradients) -> bool:
         of = self._of(piece)
         targets = self._targets(of, into, gradients)
-        fused.adjoint(piece.run, of, piece.values, outer, grad_values, targets)
+        lacks_dst = fused.adjoint(piece.run, of, piece.values, outer, grad_values, targets)
         if targets.mix is not None and isinstance(self.score, MixedScore):
             gradients.add_capture(self.score.mix, targets.mix.view(self.mix_shape))
+        return lacks_dst and self.key in gradients
+
+    def adjoint_of_dst(self, piece: Piece, outer: Outer, gradients: Gradients) -> None:
+        to_dst = gradients.touch(self.key).view_as(self.of_dst)
+        fused.adjoint_of_dst(piece.run, self._of(piece), piece.values, outer, to_dst)
 
     def _of(self, piece: Piece) -> ClosedScores:
         of_source = piece.rows[self.score.source].reshape(-1, *self.tail).contiguous()
@@ -94,8 +107,7 @@ class _ClosedForm:
     def _targets(self, of: ClosedScores, into: Rows, gradients: Gradients) -> ScoreGradients:
         score = self.score
         source = into[score.source] if score.source in into else torch.zeros_like(of.of_source)
-        of_dst = Key("dst", score.destination)
-        target = gradients.touch(of_dst) if of_dst in gradients else torch.zeros_like(self.of_dst)
+        target = gradients.touch(self.key) if self.key in gradients else torch.zeros_like(self.of_dst)
         grad_mix = None if self.mix is None else torch.zeros_like(self.mix)
         return ScoreGradients(source.view_as(of.of_source), target.view_as(self.of_dst), grad_mix)
 
@@ -116,7 +128,7 @@ class _FromMessages:
         run_again(self.call, inputs, phase)
         accumulate(state, edges, self._in_heads(phase.scores), piece.values, piece.kept)
 
-    def adjoint(self, piece: Piece, outer: Outer, grad_values: Tensor, into: Rows, gradients: Gradients) -> None:
+    def adjoint(self, piece: Piece, outer: Outer, grad_values: Tensor, into: Rows, gradients: Gradients) -> bool:
         edges = piece.run.by_source()
         again = GradientRun(self.call, self.operands, EdgePiece.of_run(piece.shard, edges), self._seen(piece.rows))
         # Measured from the logarithm of the sum instead of from the maximum, exp(score) is the weight itself.
@@ -126,6 +138,10 @@ class _FromMessages:
         relative = adjoint(edges, self._in_heads(weights.detach()), piece.values, piece.kept, outer, grad_values)
         if weights.requires_grad:
             again.add_gradients([weights], [relative.view_as(weights)], into, gradients)
+        return False
+
+    def adjoint_of_dst(self, piece: Piece, outer: Outer, gradients: Gradients) -> None:
+        raise InternalError("adjoint leaves nothing out")
 
     def _seen(self, rows: Rows) -> Rows:
         return {name: rows[name] for name in self.names}

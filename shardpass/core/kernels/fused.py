@@ -15,13 +15,14 @@ from shardpass.core.kernels.cpu_loops import attention_loops, cut_rows, in_threa
 from shardpass.core.kernels.gpu import triton_for
 from shardpass.core.kernels.runs import ClosedScores, EdgeRun, Outer, RowRun, ScoreGradients, SoftmaxState
 from shardpass.core.kernels.scores import edge_scores, edge_scores_adjoint
+from shardpass.errors import InternalError
 
 
 def handles(*tensors: Tensor | None) -> bool:
     """Whether there is a loop for tensors of these dtypes and devices."""
     given = [tensor for tensor in tensors if tensor is not None]
-    if triton_for("attention", *given) is not None:  # its atomic additions happen in any order
-        return not torch.are_deterministic_algorithms_enabled()
+    if triton_for("attention", *given) is not None:
+        return True
     return numba_loops_for(given[0]) is not None and len({(t.dtype, t.device) for t in given}) == 1
 
 
@@ -45,18 +46,24 @@ def accumulate(state: SoftmaxState, run: RowRun, of: ClosedScores, values: Tenso
 
 def adjoint(
     run: RowRun, of: ClosedScores, values: Tensor, outer: Outer, grad_values: Tensor, into: ScoreGradients
-) -> None:
+) -> bool:
     """Add the adjoint of attention over a chunk of edges, ordered by source, to `grad_values` and to `into`.
 
     Args:
         values: the rows that are summed, ``[block rows, heads, width]``.
         grad_values: in the shape of `values`.
+
+    Returns:
+        whether nothing was added to ``into.of_dst``, so that `adjoint_of_dst` has to go over the same edges. This is so
+        where the programs of a GPU would have to add to the same rows, in any order.
     """
     if not handles(values, of.of_source, of.of_dst, of.mix):
-        return _adjoint_in_steps(run.by_source(), of, values, outer, grad_values, into)
+        _adjoint_in_steps(run.by_source(), of, values, outer, grad_values, into)
+        return False
     values, triton = values.contiguous(), triton_for("attention", values)
     if triton is not None:
-        return triton.adjoint_closed(run, of, values, outer, grad_values, into)
+        triton.adjoint_closed(run, of, values, outer, grad_values, into)
+        return True
     loops, (edges, kept, nothing) = attention_loops(), _arrays_of(run, of)
     scored = _scored(of, of.of_dst, of.of_source, nothing)
     rows, known = values.numpy(), tuple(part.numpy() for part in outer)
@@ -75,6 +82,20 @@ def adjoint(
         into.of_dst.add_(own.of_dst)
         if into.mix is not None and own.mix is not None:
             into.mix.add_(own.mix)
+    return False
+
+
+def adjoint_of_dst(run: RowRun, of: ClosedScores, values: Tensor, outer: Outer, to_dst: Tensor) -> None:
+    """Add what `adjoint` left out, over a chunk of edges ordered by destination, to the gradients of ``of.of_dst``.
+
+    Args:
+        values: as in `adjoint`.
+        to_dst: in the shape of ``of.of_dst``.
+    """
+    triton = triton_for("attention", values, of.of_source, of.of_dst, of.mix)
+    if triton is None:
+        raise InternalError("adjoint has added the gradients of destinations already")
+    triton.adjoint_of_dst(run, of, values, outer, to_dst)
 
 
 def _adjoint_in_steps(

@@ -1,24 +1,26 @@
 """Attention over one order of a shard's edges for GPUs, forward and backward: kernels that Triton compiles.
 
 A program has one row of `indptr` and one head, and takes the row's edges `BLOCK_E` at a time. Forward it has a
-destination and computes an online softmax. Backward it has a source and computes every weight again from the
-log-sum-exp. Nothing has a row per edge. As in `numba_attention`, `own` is of the rows of the loop and `other` of those
-gathered, since the formulas of scores are symmetric in both. `_attend_rows` and `_attend_adjoint` are longer than 50
-lines because a tile must stay in registers from its first load to its last store.
+destination and computes an online softmax. Backward goes over the edges twice and computes every weight again from the
+log-sum-exp: a program of the first pass has a source, a program of the second pass has a destination. Nothing has a row
+per edge. As in `numba_attention`, `own` is of the rows of the loop and `other` of those gathered, since the formulas of
+scores are symmetric in both. `_attend_rows`, `_source_adjoint` and `_destination_adjoint` are longer than 50 lines
+because a tile must stay in registers from its first load to its last store.
 
-[Note: gradients of destinations]
-Backward loops over sources, so many programs add to the same destination. They do it by atomic additions, as torch's
-`index_add_` does on GPUs. A second loop by destination would need none, but it would gather everything twice and would
-need the edges in both orders, which out-edges do not have. The gradient of what scores are mixed with is one row for
-all edges, so each program takes several sources and writes a partial sum of its own.
+[Note: two passes]
+In a pass over sources alone many programs would add to one destination, in whatever order they come. With two passes
+one program writes each row, so every run gives the same bits, for the price of gathering values once more. The gradient
+of what mixes scores is one row for all edges, so each program of the first pass sums over several sources by itself.
 
 [Note: dtypes]
-Half precision is computed in float32 and added to destinations in float32.
+Half precision is computed and summed in float32, and rounded when a row is written.
 
 Source: as in `attention`.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -26,11 +28,11 @@ import triton.language as tl
 from torch import Tensor
 
 from shardpass.core.kernels.runs import ClosedScores, EdgeRun, Outer, RowRun, ScoreGradients, SoftmaxState
+from shardpass.core.kernels.triton_scores import GIVEN, kind_of, scores_adjoint, scores_of_tile
 from shardpass.core.kernels.triton_sums import block_of, launch, tile_of
-from shardpass.core.tracing import DotScore, accumulator_dtype
+from shardpass.core.tracing import accumulator_dtype
 
 MOST_SUMS = 4096  # programs per head, each of which has a partial sum
-GIVEN, DOT, SLANTED, MIXED = "given", "dot", "slanted", "mixed"  # where scores come from
 
 
 def accumulate(state: SoftmaxState, run: EdgeRun, scores: Tensor, values: Tensor, kept: Tensor | None) -> None:
@@ -41,7 +43,7 @@ def accumulate(state: SoftmaxState, run: EdgeRun, scores: Tensor, values: Tensor
 def accumulate_closed(state: SoftmaxState, run: RowRun, of: ClosedScores, values: Tensor) -> None:
     """See `fused.accumulate`."""
     mix, channels = of.of_dst if of.mix is None else of.mix, of.of_dst.size(2)
-    _attend(state, run, run.columns, (of.of_source, of.of_dst, mix, channels, of.number, _kind(of)), values, of.kept)
+    _attend(state, run, run.columns, (of.of_source, of.of_dst, mix, channels, of.number, kind_of(of)), values, of.kept)
 
 
 def adjoint(
@@ -62,44 +64,66 @@ def adjoint(
 def adjoint_closed(
     run: RowRun, of: ClosedScores, values: Tensor, outer: Outer, grad_values: Tensor, into: ScoreGradients
 ) -> None:
-    """See `fused.adjoint`."""
-    (start, stop, low, high), (_, heads, width) = run.bounds, values.shape
-    channels = of.of_source.size(2)
+    """See `fused.adjoint`; adds nothing to ``into.of_dst``."""
+    (start, stop, low, high), heads = run.bounds, values.size(1)
     if stop == start or heads == 0:
         return
-    mix, kept = (of.of_source if t is None else t for t in (of.mix, of.kept))
-    given = _packed(run.indptr, run.columns, of.of_dst, of.of_source, mix, values, kept)
     count = high - low if into.mix is None else min(high - low, MOST_SUMS)
-    wide = accumulator_dtype(values.dtype)
-    sums = None if into.mix is None else into.mix.new_empty((count, *into.mix.shape), dtype=wide)
-    to_dst = into.of_dst if wide == values.dtype else torch.zeros_like(into.of_dst, dtype=wide)
+    num_sums, wide = 0 if into.mix is None else count, accumulator_dtype(values.dtype)
+    sums = values.new_empty((num_sums, heads, of.of_source.size(2)), dtype=wide)
+    more = high, grad_values.view(-1), into.of_source.view(-1), sums
+    same = into.of_source.data_ptr() == grad_values.data_ptr()
+    _launch_adjoint(_source_adjoint, count, run, of, (of.of_dst, of.of_source), values, outer, more, SAME=same)
+    if into.mix is not None:
+        into.mix.add_(sums.sum(0))
+
+
+def adjoint_of_dst(run: RowRun, of: ClosedScores, values: Tensor, outer: Outer, to_dst: Tensor) -> None:
+    """See `fused.adjoint_of_dst`."""
+    (start, stop, low, high), heads = run.bounds, values.size(1)
+    if stop > start and heads:
+        rows = of.of_source, of.of_dst
+        _launch_adjoint(_destination_adjoint, high - low, run, of, rows, values, outer, (to_dst.view(-1),))
+
+
+def _launch_adjoint(
+    kernel: Any,
+    count: int,
+    run: RowRun,
+    of: ClosedScores,
+    rows: tuple[Tensor, Tensor],
+    values: Tensor,
+    outer: Outer,
+    more: tuple[Any, ...],
+    **constants: Any,
+) -> None:
+    """Run `count` programs per head of a kernel of backward.
+
+    Args:
+        rows: those that are gathered, and those of the loop.
+        more: the arguments of this kernel alone.
+    """
+    (_, heads, width), channels = values.shape, of.of_source.size(2)
+    mix, kept = (of.of_source if t is None else t for t in (of.mix, of.kept))
+    given = *_packed(run.indptr, run.columns, *rows, mix, values, kept), *run.bounds[:3]
     known = _packed(outer.log_sum, outer.grad, outer.delta)
-    targets = grad_values.view(-1), into.of_source.view(-1), to_dst.view(-1), to_dst if sums is None else sums
     launch(
-        _attend_adjoint,
+        kernel,
         (count, heads),
         _tile(width, channels),
-        (*given, start, stop, low, high, *known, *targets, heads, channels, width),
+        (*given, *known, heads, channels, width, *more),
         values,
         NUMBER=of.number,
-        KIND=_kind(of),
+        KIND=kind_of(of),
         DROPS=of.kept is not None,
-        SAME=into.of_source.data_ptr() == grad_values.data_ptr(),
         BLOCK_S=block_of(channels),
+        **constants,
     )
-    if to_dst is not into.of_dst:
-        into.of_dst.add_(to_dst)
-    if into.mix is not None and sums is not None:
-        into.mix.add_(sums.sum(0))
 
 
 def _packed(*tensors: Tensor) -> list[Tensor]:
     """What kernels read, without gaps. What they write must be a view, since writes to a copy would be lost."""
     return [tensor.contiguous() for tensor in tensors]
-
-
-def _kind(of: ClosedScores) -> str:
-    return DOT if isinstance(of.form, DotScore) else SLANTED if of.mix is None else MIXED
 
 
 def _tile(width: int, channels: int) -> tuple[int, int, int]:
@@ -132,45 +156,6 @@ def _attend(
         DROPS=kept is not None,
         BLOCK_S=block_of(channels),
     )
-
-
-@triton.jit
-def _terms(other: tl.tensor, own: tl.tensor, NUMBER: tl.constexpr, KIND: tl.constexpr) -> tl.tensor:
-    """The terms that a score sums over its channels, before they are mixed; 0 where both rows are 0."""
-    if KIND == "dot":
-        terms = other * own
-    else:
-        terms = tl.where(other + own >= 0, other + own, (other + own) * NUMBER)
-    return terms
-
-
-@triton.jit
-def _scores(other: tl.tensor, own: tl.tensor, mix: tl.tensor, NUMBER: tl.constexpr, KIND: tl.constexpr) -> tl.tensor:
-    """The scores of a tile of edges, ``[BLOCK_E]``, of rows ``[BLOCK_E, BLOCK_S]`` and one row ``[BLOCK_S]``."""
-    terms = _terms(other, own[None, :], NUMBER, KIND)
-    if KIND == "mixed":
-        terms *= mix[None, :]
-    score = tl.sum(terms, 1)
-    if KIND == "dot":
-        score *= NUMBER
-    return score
-
-
-@triton.jit
-def _scores_adjoint(
-    change: tl.tensor, other: tl.tensor, own: tl.tensor, mix: tl.tensor, NUMBER: tl.constexpr, KIND: tl.constexpr
-) -> tl.tensor:
-    """The gradients of `own`, `other` and `mix` for the gradients `change` of the scores, ``[BLOCK_E]``."""
-    if KIND == "dot":
-        change *= NUMBER
-        to_own, to_other = tl.sum(change[:, None] * other, 0), change[:, None] * own[None, :]
-        to_mix = tl.zeros_like(to_own)
-    else:
-        to_mix = tl.sum(change[:, None] * _terms(other, own[None, :], NUMBER, KIND), 0)
-        to_other = change[:, None] * mix[None, :]
-        to_other = tl.where(other + own[None, :] > 0, to_other, to_other * NUMBER)  # at 0 the slope, as torch has it
-        to_own = tl.sum(to_other, 0)
-    return to_own, to_other, to_mix
 
 
 @triton.jit(do_not_specialize=["start", "stop", "low"])
@@ -221,7 +206,7 @@ def _attend_rows(
             else:
                 mask = there[:, None] & of_scores[None, :]
                 theirs = tl.load(other + j[:, None] * channels + s[None, :], mask=mask, other=0).to(ACC)
-                score = _scores(theirs, mine, mixed, NUMBER, KIND)
+                score = scores_of_tile(theirs, mine, mixed, NUMBER, KIND)
             score = tl.where(there, score, float("-inf"))
             # Rounded as it will be stored: weights measured from it must fit those of the chunks that read it later.
             new = tl.maximum(best, tl.max(score, 0)).to(top.dtype.element_ty).to(ACC)
@@ -284,7 +269,7 @@ def _given_adjoint(
 
 
 @triton.jit(do_not_specialize=["start", "stop", "low", "high"])
-def _attend_adjoint(
+def _source_adjoint(
     indptr: tl.tensor,
     columns: tl.tensor,
     other: tl.tensor,
@@ -295,17 +280,16 @@ def _attend_adjoint(
     start: tl.tensor,
     stop: tl.tensor,
     low: tl.tensor,
-    high: tl.tensor,
     log_sum: tl.tensor,
     grad: tl.tensor,
     delta: tl.tensor,
-    grad_values: tl.tensor,
-    grad_own: tl.tensor,
-    grad_other: tl.tensor,
-    mix_sums: tl.tensor,
     heads: tl.tensor,
     channels: tl.tensor,
     width: tl.tensor,
+    high: tl.tensor,
+    grad_values: tl.tensor,
+    grad_own: tl.tensor,
+    mix_sums: tl.tensor,
     NUMBER: tl.constexpr,
     KIND: tl.constexpr,
     DROPS: tl.constexpr,
@@ -335,9 +319,8 @@ def _attend_adjoint(
                 there = e < last
                 i = tl.load(columns + e, mask=there, other=0).to(tl.int64) * heads + h
                 mask = there[:, None] & of_scores[None, :]
-                to_other = i[:, None] * channels + s[None, :]
-                theirs = tl.load(other + to_other, mask=mask, other=0).to(ACC)
-                score = _scores(theirs, mine, mixed, NUMBER, KIND)
+                theirs = tl.load(other + i[:, None] * channels + s[None, :], mask=mask, other=0).to(ACC)
+                score = scores_of_tile(theirs, mine, mixed, NUMBER, KIND)
                 change = tl.exp(score - tl.load(log_sum + i, mask=there, other=0).to(ACC))
                 change = tl.where(there, change, 0.0)
                 used = change
@@ -349,9 +332,8 @@ def _attend_adjoint(
                     used, dots = used * factor, dots * factor
                 values_sum += tl.sum(used[:, None] * outer, 0)
                 change *= dots - tl.load(delta + i, mask=there, other=0).to(ACC)
-                to_own_row, to_other_rows, to_mix = _scores_adjoint(change, theirs, mine, mixed, NUMBER, KIND)
+                to_own_row, to_mix = scores_adjoint(change, theirs, mine, mixed, NUMBER, KIND)
                 own_sum, mix_sum = own_sum + to_own_row, mix_sum + to_mix
-                tl.atomic_add(grad_other + to_other, to_other_rows, mask=mask, sem="relaxed")
             if SAME:  # one tensor is scored and summed: its gradients meet in one
                 values_sum += own_sum
             else:
@@ -360,3 +342,59 @@ def _attend_adjoint(
             tl.store(to_values, values_sum, mask=of_values)
     if KIND == "mixed":
         tl.store(mix_sums + (tl.program_id(0).to(tl.int64) * heads + h) * channels + s, mix_sum, mask=of_scores)
+
+
+@triton.jit(do_not_specialize=["start", "stop", "low"])
+def _destination_adjoint(
+    indptr: tl.tensor,
+    columns: tl.tensor,
+    other: tl.tensor,
+    own: tl.tensor,
+    mix: tl.tensor,
+    values: tl.tensor,
+    kept: tl.tensor,
+    start: tl.tensor,
+    stop: tl.tensor,
+    low: tl.tensor,
+    log_sum: tl.tensor,
+    grad: tl.tensor,
+    delta: tl.tensor,
+    heads: tl.tensor,
+    channels: tl.tensor,
+    width: tl.tensor,
+    grad_own: tl.tensor,
+    NUMBER: tl.constexpr,
+    KIND: tl.constexpr,
+    DROPS: tl.constexpr,
+    ACC: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+) -> None:
+    i, h = low + tl.program_id(0).to(tl.int64), tl.program_id(1)
+    first = tl.maximum(tl.load(indptr + i).to(tl.int64), start) - start
+    last = tl.minimum(tl.load(indptr + i + 1).to(tl.int64), stop) - start
+    if first < last:
+        s, c, at = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_C), i * heads + h
+        of_scores, of_values, to_own = s < channels, c < width, grad_own + at * channels + s
+        mine = tl.load(own + at * channels + s, mask=of_scores, other=0).to(ACC)
+        outer = tl.load(grad + at * width + c, mask=of_values, other=0).to(ACC)
+        base, mean = tl.load(log_sum + at).to(ACC), tl.load(delta + at).to(ACC)
+        own_sum, mixed = tl.load(to_own, mask=of_scores, other=0).to(ACC), tl.full([BLOCK_S], 1, ACC)
+        if KIND == "mixed":
+            mixed = tl.load(mix + h * channels + s, mask=of_scores, other=0).to(ACC)
+        for begin in range(first, last, BLOCK_E):
+            e = tl.arange(0, BLOCK_E).to(tl.int64) + begin
+            there = e < last
+            j = tl.load(columns + e, mask=there, other=0).to(tl.int64) * heads + h
+            mask = there[:, None] & of_scores[None, :]
+            theirs = tl.load(other + j[:, None] * channels + s[None, :], mask=mask, other=0).to(ACC)
+            mask = there[:, None] & of_values[None, :]
+            value = tl.load(values + j[:, None] * width + c[None, :], mask=mask, other=0).to(ACC)
+            dots = tl.sum(value * outer[None, :], 1)
+            if DROPS:
+                dots *= tl.load(kept + e * heads + h, mask=there, other=0).to(ACC)
+            change = tl.exp(scores_of_tile(theirs, mine, mixed, NUMBER, KIND) - base) * (dots - mean)
+            to_own_row, _ = scores_adjoint(tl.where(there, change, 0.0), theirs, mine, mixed, NUMBER, KIND)
+            own_sum += to_own_row
+        tl.store(to_own, own_sum, mask=of_scores)

@@ -68,7 +68,9 @@ def sync_parameters(model: nn.Module, comm: Ranks, bucket_bytes: int = BUCKET_BY
     forget_gradients(model)
 
 
-def sync_gradients(model: nn.Module, comm: Ranks, bucket_bytes: int = BUCKET_BYTES) -> None:
+def sync_gradients(
+    model: nn.Module, comm: Ranks, bucket_bytes: int = BUCKET_BYTES, scaler: torch.amp.GradScaler | None = None
+) -> None:
     """Sum the gradients of the parameters over ranks, in place. Collective; once per step, after the last backward.
 
     A parameter that has a gradient on some rank gets one on every rank. One that has none anywhere keeps `None`.
@@ -83,6 +85,8 @@ def sync_gradients(model: nn.Module, comm: Ranks, bucket_bytes: int = BUCKET_BYT
         model: the same architecture on every rank.
         comm: the ranks.
         bucket_bytes: gradients travel concatenated, per dtype, in buckets of about this size.
+        scaler: what has scaled the loss, if it was scaled. It skips a step if a gradient is not finite. If that is one
+            of rows owned by a rank, every rank skips it.
 
     Raises:
         ShardpassError: on every rank, if a gradient was summed before, a parameter has changed since backward, or a
@@ -101,8 +105,20 @@ def sync_gradients(model: nn.Module, comm: Ranks, bucket_bytes: int = BUCKET_BYT
     if comm.size > 1:
         gradients = [_gradient_or_zeros(parameter) for parameter in reversed(found)]  # as backward meets them
         sum_tensors(gradients, comm, "sync_gradients", bucket_bytes)
+        if scaler is not None and scaler.is_enabled():
+            _skip_together(model, comm)
     for _, parameter in named:
         _mark_summed(parameter)
+
+
+def _skip_together(model: nn.Module, comm: Ranks) -> None:
+    """Make a gradient infinite on every rank if one of rows owned by a rank is not finite there. Collective."""
+    shared = [p.grad for p in model.parameters() if p.grad is not None and not getattr(p, "shardpass_local", False)]
+    local = [p.grad for p in model.parameters() if p.grad is not None and getattr(p, "shardpass_local", False)]
+    lost = torch.tensor([not all(bool(grad.isfinite().all()) for grad in local)])
+    if comm.all_reduce(lost, "max", "sync_gradients: finite").item():
+        for grad in [grad for grad in (*shared, *local) if grad.numel()][:1]:
+            grad.detach().view(-1)[0] = float("inf")
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float, comm: Ranks) -> Tensor:
