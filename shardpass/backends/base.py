@@ -75,7 +75,7 @@ class BaseCommunicator(RawCommunicator):
         if not self.is_direct or tensor.nbytes <= INLINE_BYTES:
             return 0
         self._moved[side, peer] += 1
-        return self._moved[side, peer]
+        return self._moved[side, peer] + self._moved["collective", self.rank]
 
     def _start_moving(
         self, send: Tensor | None, to: int, recv: Tensor | None, source: int, steps: Sequence[Step]
@@ -280,8 +280,9 @@ class BaseCommunicator(RawCommunicator):
     ) -> Iterator[list[Header]]:
         """A block that runs only if all ranks are in this call. Yields the headers of all ranks."""
         self._check_open()
-        if root == 0 and self.is_direct and tensor is not None and tensor.device == self.device:
-            root = ON_DEVICE
+        if self.is_direct and tensor is not None and tensor.device == self.device:
+            self._moved["collective", self.rank] += 1  # which messages between devices must not pass
+            root = ON_DEVICE - root
         header = header_of(kind, self._sequence + 1, tensor, op, root, label)
         self._sequence += 1
         call = self.calls.begin(self.path, "", header, -1, self._sequence, 0 if tensor is None else tensor.nbytes)

@@ -26,7 +26,7 @@ INLINE_BYTES = 8
 """A payload of at most so many bytes is the end of its header."""
 
 ON_DEVICE = -1
-"""In place of root 0: the tensor of a collective is on the device, and travels between devices."""
+"""Less the root, in its place: the tensor of a collective is on the device, and travels between devices."""
 
 KINDS = (
     "exchange", "all_reduce", "all_gather", "broadcast", "all_to_all", "all_gather_object", "barrier", "duplicate",
@@ -141,8 +141,8 @@ class Header:
         if self.dtype is not None:
             details.append(f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}")
         if self.kind == "broadcast":
-            details.append(f"root {max(self.root, 0)}")
-        if self.root == ON_DEVICE:
+            details.append(f"root {max(self.root, ON_DEVICE - self.root)}")
+        if self.root < 0:
             details.append("on the device")
         if self.kind == "exchange" and self.root:
             details.append(f"message {self.root} of this pair")

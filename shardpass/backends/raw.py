@@ -91,7 +91,7 @@ class RawCommunicator(Communicator):
         self._sequence = 0
         self._epoch = 0
         self._tally = Tally()
-        self._moved: Counter[tuple[str, int]] = Counter()  # messages to and from each peer that `_raw_move` has started
+        self._moved: Counter[tuple[str, int]] = Counter()  # messages and collectives between devices, by their ends
         self._num_duplicates: Counter[str] = Counter()
         self._where: Position | None = None
         self._next_look = 0.0

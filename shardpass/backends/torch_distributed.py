@@ -264,5 +264,8 @@ class TorchCommunicator(WatchedCommunicator):
         atexit.unregister(self.close)
         if self.watch is not None:
             self.watch.close()
+        if self._direct is not None and not self._job.owns_default and dist.is_initialized():
+            with contextlib.suppress(RuntimeError):  # after a failure
+                dist.destroy_process_group(self._direct)
         if self._job.owns_default and dist.is_initialized():
             dist.destroy_process_group()

@@ -192,7 +192,7 @@ def train(
     log: Annotated[str, typer.Option("--log", "--log-file", help="JSON lines; - shows them and nothing else.")] = "",
     log_csv: Annotated[str, typer.Option(help="A table with a row per epoch.")] = "",
     tensorboard: Annotated[str, typer.Option(help="The folder for TensorBoard.")] = "",
-    plot: Annotated[str, typer.Option(help="Draw loss, accuracy and memory into this file at the end.")] = "",
+    plot: Annotated[str, typer.Option(help="Draw loss, accuracy and memory since the start into this file.")] = "",
     best: Annotated[str, typer.Option(help="The file for the parameters of the best epoch so far.")] = "",
     checkpoint: Annotated[str, typer.Option(help="The file to write while training.")] = "",
     checkpoint_every: Annotated[int, typer.Option(min=1, help="Epochs between two checkpoints.")] = 1,

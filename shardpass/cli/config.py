@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Literal
 
@@ -63,6 +64,12 @@ class TrainConfig(ModelConfig):
             raise ValueError(
                 "--profile cannot trace ranks that are threads, since they share one profiler: leave --backend away, "
                 "and they are processes"
+            )
+        named = [self.log, self.log_csv, self.plot, self.best, self.checkpoint]
+        files = [os.path.realpath(name) for name in named if name not in ("", "-") and not name.startswith("/dev/")]
+        if len(set(files)) < len(files):
+            raise ValueError(
+                "--log, --log-csv, --plot, --best and --checkpoint are files of their own: give them different names"
             )
         if (self.mode == "auto") != (self.memory_budget is not None):
             raise ValueError("--mode auto and --memory-budget go together: give both or neither")

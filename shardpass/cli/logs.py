@@ -109,7 +109,9 @@ class Plot:
         self.epochs.append(record)
 
     def finish(self, summary: Record) -> None:
-        """Draw."""
+        """Draw, if there is something new."""
+        if not self.epochs:
+            return
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(10, 3.4), layout="constrained")

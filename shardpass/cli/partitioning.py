@@ -113,9 +113,11 @@ def partition_rank(comm: Ranks, config: PartitionConfig) -> None:
 
 def _read_in_turn(comm: Ranks, read_graph: Callable[[], GraphFiles | RawGraph]) -> GraphFiles | RawGraph:
     """What `read_graph` returned on this rank. Rank 0 is the first, since it may have to download the files."""
-    if comm.rank > 0:
-        comm.barrier("rank 0 has found the graph")
-    graph = read_graph()
-    if comm.rank == 0:
-        comm.barrier("rank 0 has found the graph")
-    return graph
+    graph = read_graph() if comm.rank == 0 else None
+    is_in_files = comm.all_gather_object(isinstance(graph, GraphFiles), "rank 0 has found the graph")[0]
+    if comm.size > 1 and not is_in_files:
+        raise ValueError(
+            f"a graph in memory is partitioned by one process, and here are {comm.size}, of which each would have to "
+            "hold it: start one process, or pass files (an edge list, a folder)"
+        )
+    return read_graph() if graph is None else graph

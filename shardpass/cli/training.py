@@ -49,6 +49,12 @@ class Run:
             return f"no checkpoint at {path} yet: starting at epoch 1"
         found = sp.load_checkpoint(path, self.comm, self.model, self.optimizer, graph=self.graph)
         self.first_epoch, self.best = found["epoch"] + 1, found["extra"]["best"]
+        best = self.config.best
+        if best and self.best["epoch"] and not self.comm.all_gather_object(os.path.exists(best), "best exists")[0]:
+            raise ValueError(
+                f"--best {best}: there is no such file, and the best epoch so far, {self.best['epoch']}, was before "
+                f"{path}: give the --best of that run, or leave it away"
+            )
         return f"continuing from {path} at epoch {self.first_epoch}"
 
     def save(self, epoch: int) -> None:

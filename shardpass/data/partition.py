@@ -77,7 +77,7 @@ def partition(
             `shardpass.node_names` returns them.
         comm: the ranks that share the work, as `shardpass.connect` returns them. The call is collective then: all ranks
             pass the same arguments, and see the same files and the same folder of `path`. Rank 0 alone runs KaMinPar
-            or METIS and tells of the progress.
+            or METIS and tells of the progress. The others wait for it: pass `connect` a `timeout` longer than that.
 
     Raises:
         StoreError: when something is at `path` already.
@@ -117,6 +117,7 @@ def _memory(memory_bytes: str | float) -> int:
 def _scratch(target: Path, team: Team) -> Iterator[Path]:
     """A folder of all ranks for temporary files, beside `target`, which rank 0 makes and deletes."""
     with ExitStack() as stack:
+        stack.callback(team.after_failure)  # when the folder is gone
 
         def make() -> str:
             folder = tempfile.TemporaryDirectory(

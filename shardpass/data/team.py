@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardpass.core.ranks import Ranks, fail_together
 from shardpass.data.file_rows import FileRows, RowWriter, blocks
-from shardpass.errors import DivergenceError, MissingDependencyError, ShardpassError, StoreError
+from shardpass.errors import CommunicationError, DivergenceError, MissingDependencyError, ShardpassError, StoreError
 
 T = TypeVar("T")
 Array = np.ndarray[Any, Any]
@@ -34,6 +34,7 @@ class Team:
     def __init__(self, comm: Ranks | None = None) -> None:
         self._comm = comm if comm is not None and comm.size > 1 else None
         self.rank, self.size = (0, 1) if self._comm is None else (self._comm.rank, self._comm.size)
+        self._have_all_failed = False
 
     def share(self, count: int) -> range:
         """This rank's share of `count` rows. The shares of all ranks follow each other in rank order."""
@@ -41,7 +42,18 @@ class Team:
 
     def together(self, label: str, work: Callable[[], T]) -> T:
         """What `work` returned on this rank. An error on one rank is raised on all, so that none waits for it."""
-        return work() if self._comm is None else fail_together(self._comm, label, work, *_ERRORS)
+        if self._comm is None:
+            return work()
+        try:
+            return fail_together(self._comm, label, work, *_ERRORS)
+        except _ERRORS as error:
+            self._have_all_failed = not isinstance(error, CommunicationError)
+            raise
+
+    def after_failure(self) -> None:
+        """Wait for the other ranks if all of them raise one error: who ends first may end the others."""
+        if self._comm is not None and self._have_all_failed:
+            self._comm.barrier("after an error")
 
     def only_first(self, label: str, work: Callable[[], T], otherwise: T) -> T:
         """What `work` returned on rank 0, which alone does it, and `otherwise` on the other ranks."""

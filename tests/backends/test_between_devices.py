@@ -51,5 +51,36 @@ def test_contract():
         assert count > 12 and sizes <= {HEADER_BYTES}
 
 
+def around_a_collective(comm):
+    """A message before a collective on one rank and behind it on the other, which the collective's rows would meet."""
+    device = TorchCommunicator.from_group(direct="gloo")
+    x, y = torch.full((50,), 7.0), torch.zeros(50)
+    with pytest.raises(DivergenceError, match=r"message [12] of this pair"):
+        if comm.rank == 0:
+            handle = device.exchange(x, 1, None, 1, 3)
+            device.all_gather(y)
+        else:
+            device.all_gather(y)
+            handle = device.exchange(None, 0, y, 0, 3)
+        handle.wait()
+        device.barrier()
+
+
+def on_two_places(comm):
+    """One rank broadcasts a tensor on the CPU, and the other one on the device: only headers can tell."""
+    device = TorchCommunicator.from_group(direct="gloo")
+    device.device = torch.device("meta" if comm.rank else "cpu")  # so that the tensor is not on this rank's device
+    with pytest.raises(DivergenceError, match="root 1, on the device"):
+        device.broadcast(torch.ones(3), 1)
+
+
 def test_an_order_that_differs_is_told():
     run(in_another_order, 2, "processes")
+
+
+def test_collectives_have_a_place_in_the_order():
+    run(around_a_collective, 2, "processes")
+
+
+def test_a_place_that_differs_is_told():
+    run(on_two_places, 2, "processes")

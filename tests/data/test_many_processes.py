@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import importlib
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -141,3 +142,32 @@ def test_ranks_must_agree(tmp_path):
     with pytest.raises(ValueError, match="a graph in memory is partitioned by one process, and here are 2"):
         on_ranks(2, read_edge_list(**paths), tmp_path / "store", 2)
     on_ranks(1, read_edge_list(**paths), tmp_path / "store", 2)
+
+
+def test_doubts_of_all_ranks_are_told(tmp_path):
+    paths = files(tmp_path, 300, random_edges(300, 4000))
+    x = np.load(paths["features"])
+    x[::7] = np.nan
+    np.save(paths["features"], x)
+    with pytest.warns(UserWarning, match=rf"{np.isnan(x).sum()} values of field 'x'"):
+        on_ranks(3, stream_edge_list(**paths), tmp_path / "store", 5)
+
+
+def test_all_ranks_together_read_what_fits_into_the_memory_of_one():
+    def most(comm: Any) -> int:
+        return Budget(memory_bytes=1 << 20, team=Team(comm)).block_edges
+
+    assert 4 * sp.spawn(most, 4)[0] <= most(None)
+
+
+def test_ranks_with_other_files(tmp_path):
+    (tmp_path / "b").mkdir()
+    sources = [stream_edge_list(**files(f, 300, random_edges(300, 4000))) for f in (tmp_path, tmp_path / "b")]
+    with pytest.raises(DivergenceError, match="disagree about data"):
+        sp.spawn(lambda comm: sp.partition(sources[comm.rank], tmp_path / "store", 2, "random", comm=comm), 2)
+
+
+def test_filters_of_warnings_stay_as_they_are(tmp_path):
+    before = [*warnings.filters]
+    on_ranks(4, text(tmp_path), tmp_path / "store", 3)
+    assert [*warnings.filters] == before

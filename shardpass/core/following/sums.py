@@ -59,11 +59,19 @@ def _adds_up(
         whole[i] = one[i] + other[i]
     try:
         found = [called(function, given, structure) for given in (whole, one, other)]
-        return bool(found[0]) and all(a.shape == b.shape == c.shape and alike(a, b + c) for a, b, c in zip(*found))
+        return bool(found[0]) and all(_is_sum_of(*three) for three in zip(*found))
     except Exception as error:  # whatever the operation raises for shapes or dtypes that do not fit
         if is_out_of_memory(error):
             raise
         return False
+
+
+def _is_sum_of(whole: Tensor, one: Tensor, other: Tensor) -> bool:
+    """Whether `whole` is the sum of the two, where they are finite: what is divided by zero tells nothing."""
+    if not whole.shape == one.shape == other.shape:
+        return False
+    known = whole.isfinite() | (one.isfinite() & other.isfinite())
+    return alike(whole[known], (one + other)[known])
 
 
 def _wide(leaf: Any) -> Any:

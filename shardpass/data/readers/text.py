@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import itertools
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -119,13 +120,16 @@ def _tables(
     with _opened(path, within) as (raw, file):
         if has_header and not (within and within.start):
             file.readline()
+        lines = (line for line in file if line.partition("#")[0].strip())  # NumPy would warn of others
         count = _BLOCK_ROWS
         while count == _BLOCK_ROWS:
+            first = [*itertools.islice(lines, 1)]
+            if not first:
+                break
             try:
-                with warnings.catch_warnings():
-                    warnings.filterwarnings("ignore", message=".*contained no data.*")
-                    warnings.filterwarnings("error", category=DeprecationWarning)  # NumPy 1 warns and reads 2.5 as 2
-                    table = np.loadtxt(file, kind, delimiter=_delimiter(path), max_rows=_BLOCK_ROWS, ndmin=ndmin)
+                with _errors_of_numpy_1():
+                    block = itertools.chain(first, lines)
+                    table = np.loadtxt(block, kind, delimiter=_delimiter(path), max_rows=_BLOCK_ROWS, ndmin=ndmin)
             except ValueError as error:
                 done += 0 if within is None else _count_rows(path, has_header, range(within.start))
                 hint = "; for ids of any kind see shardpass.data.stream_tables (--names)" if ndmin == 1 else ""
@@ -137,6 +141,17 @@ def _tables(
             done += count
             if count:
                 yield table
+
+
+@contextmanager
+def _errors_of_numpy_1() -> Iterator[None]:
+    """A block in which NumPy 1 raises an error where it would warn and read 2.5 as 2. It is not for several threads."""
+    if not np.__version__.startswith("1."):
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", category=DeprecationWarning)
+        yield
 
 
 def _delimiter(path: Path) -> str | None:
