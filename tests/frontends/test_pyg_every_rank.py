@@ -117,6 +117,10 @@ REFUSED = {
     "a maximum": (lambda m, h, b: h - m.total(h.amax(0)), NO_SUM.format("amax")),
     "a norm": (lambda m, h, b: h / m.total(h.norm()), NO_SUM.format("linalg_vector_norm")),
     "a root of a sum": (lambda m, h, b: h / m.total(h.square().sum(0).sqrt()), NO_SUM.format("sqrt")),
+    "a root of one sum": (lambda m, h, b: h / m.total(h.square().sum().sqrt()), NO_SUM.format("sqrt")),
+    "a logarithm of one sum": (lambda m, h, b: h / m.total(h.exp().sum().log()), NO_SUM.format("log")),
+    "a reciprocal of one sum": (lambda m, h, b: h / m.total(1 / h.exp().sum()), NO_SUM.format("reciprocal")),
+    "an exponential of one sum": (lambda m, h, b: h / m.total((h.sum() / 41).exp()), NO_SUM.format("exp")),
     "a positive part of a sum": (lambda m, h, b: h / m.total(h.sum().relu()), NO_SUM.format("relu")),
     "a size of a sum": (lambda m, h, b: h / m.total(h.sum().abs()), NO_SUM.format("abs")),
     "a threshold out of reach": (

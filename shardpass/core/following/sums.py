@@ -67,11 +67,11 @@ def _adds_up(
 
 
 def _is_sum_of(whole: Tensor, one: Tensor, other: Tensor) -> bool:
-    """Whether `whole` is the sum of the two, where they are finite: what is divided by zero tells nothing."""
+    """Whether `whole` is the sum of the two. Where all three are infinite, as divided by zero, nothing is told."""
     if not whole.shape == one.shape == other.shape:
         return False
-    known = whole.isfinite() | (one.isfinite() & other.isfinite())
-    return alike(whole[known], (one + other)[known])
+    told = ~(whole.isinf() & one.isinf() & other.isinf())
+    return bool(told.any() or not told.numel()) and alike(whole[told], (one + other)[told])
 
 
 def _wide(leaf: Any) -> Any:
