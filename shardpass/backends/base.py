@@ -86,6 +86,8 @@ class BaseCommunicator(RawCommunicator):
         if not sends and not receives:
             return []
         position, _ = steps[-1]  # of what is sent: the header of what is received has come before it is waited for
+        if len(steps) > 1 and to != source:
+            position = replace(position, beside=steps[0][0])
         with self.waiting(position):
             moving = self._raw_move(sends, receives)
 

@@ -230,8 +230,7 @@ class InformedCommunicator(BaseCommunicator):
         ends, now = {} if self.watch is None else self.watch.ended, self.clock.monotonic()
         return [rank for rank in ranks if rank in ends and now - ends[rank] >= seconds]
 
-    def _explain_lost(self, peer: int) -> CommunicationError | None:
-        peers = range(self.size) if peer < 0 else [peer]
+    def _explain_lost(self, peers: Sequence[int]) -> CommunicationError | None:
         deadline, ended = self.clock.monotonic() + _EXPLAIN_SECONDS, list[int]()
         while self.clock.monotonic() < deadline and not self.failure.happened:
             self.clock.sleep(0.05)

@@ -153,8 +153,8 @@ class RawCommunicator(Communicator):
         """The ranks that are there, and have not been heard of for a while."""
         return []
 
-    def _explain_lost(self, peer: int) -> CommunicationError | None:
-        """The failure behind a closed connection, if it becomes known shortly."""
+    def _explain_lost(self, peers: Sequence[int]) -> CommunicationError | None:
+        """The failure behind a closed connection with one of ``peers``, if it becomes known shortly."""
         return self.failure.error()
 
     # ---- waiting --------------------------------------------------------------------------------------------------
@@ -181,10 +181,11 @@ class RawCommunicator(Communicator):
             text = f"rank {self.rank} has waited {seconds:.0f} s in {position.text}, and nothing came. {why}"
             raise self.noted(CommunicationError(text)) from None
         except TransportLostError as error:
-            known = self._explain_lost(position.peer)
+            peers = [one.peer for one in position.each()]
+            known = self._explain_lost(range(self.size) if -1 in peers else peers)
             if known is not None:
                 raise self.noted(known) from None
-            peer = f"rank {position.peer}" if position.peer >= 0 else "another rank"
+            peer = " or ".join(f"rank {peer}" if peer >= 0 else "another rank" for peer in peers)
             text = (
                 f"rank {self.rank} lost its connection with {peer} in {position.text}; that rank died, or ended before "
                 f"the others ({error})"
@@ -233,9 +234,9 @@ class RawCommunicator(Communicator):
     def _is_to_blame(self, ended: int) -> bool:
         """Whether this rank waits for a rank that has ended, and not only for what that rank has sent before."""
         position, text = self._where, self._published().get(ended)
-        if position is None or position.peer not in (-1, ended):
-            return False
-        return not text or Position.from_json(text).posted.get(position.awaits, 0) < position.count
+        posted = Position.from_json(text).posted if text else {}
+        waits = [] if position is None else [one for one in position.each() if one.peer in (-1, ended)]
+        return any(posted.get(one.awaits, 0) < one.count for one in waits)
 
     def blame_ended(self, ended: Iterable[int]) -> None:
         """Make it the first failure if this rank waits for one of the ranks that have ``ended``."""

@@ -60,6 +60,11 @@ def test_many_seeds(shard):
     assert problems_of(range(first, first + LONG_SEEDS // SHARDS)) == []
 
 
+@pytest.mark.parametrize("seed", [11105])  # who was lost, of the two peers of an exchange between devices?
+def test_a_seed_that_has_failed(seed):
+    assert problems_of([seed]) == []
+
+
 @pytest.mark.parametrize("what", REGRESSIONS)
 def test_what_has_failed(what):
     number, fault, policy = REGRESSIONS[what]
