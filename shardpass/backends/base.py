@@ -43,6 +43,7 @@ from shardpass.backends.shared_memory import share
 from shardpass.errors import DivergenceError
 
 _HALF = (torch.float16, torch.bfloat16)
+_OTHER = {"send": "recv", "recv": "send"}
 B = TypeVar("B", bound="BaseCommunicator")
 
 
@@ -86,16 +87,22 @@ class BaseCommunicator(RawCommunicator):
         if not sends and not receives:
             return []
         position, _ = steps[-1]  # of what is sent: the header of what is received has come before it is waited for
-        if len(steps) > 1 and to != source:
-            position = replace(position, beside=steps[0][0])
+        ends = [("send", to)] * len(sends) + [("recv", source)] * len(receives)
+        group = [
+            replace(position, peer=peer, awaits=f"moved {_OTHER[side]} {self.rank}", count=self._moved[side, peer])
+            for side, peer in ends
+        ]
         with self.waiting(position):
             moving = self._raw_move(sends, receives)
+        self._moving.append(group)
 
         def complete(seconds: float) -> None:
             for transfer in moving:
                 transfer.wait(seconds)
+            self._moving.remove(group)
+            self._have_moved.update(f"moved {side} {peer}" for side, peer in ends)
 
-        return [(position, complete)]
+        return [(replace(position, is_queued=True), complete)]
 
     def _checked(self, tensor: Tensor | None, peer: int, side: str, tag: int, label: str) -> Tensor | None:
         if tensor is None or tensor.numel() == 0:

@@ -41,7 +41,7 @@ class Position:
         peer: the other rank of the message; -1 for a collective.
         epoch: the number of this wait on its rank.
         posted: how often the rank itself has posted each thing.
-        beside: the message of the other direction, if both are moved as one and only their loss together is noticed.
+        is_queued: whether it also waits for every message between devices that this rank has started before.
     """
 
     text: str | Words
@@ -50,15 +50,11 @@ class Position:
     peer: int = -1
     epoch: int = 0
     posted: dict[str, int] = field(default_factory=dict)
-    beside: Position | None = None
-
-    def each(self) -> list[Position]:
-        """This one, and what is beside it."""
-        return [self] if self.beside is None else [self, self.beside]
+    is_queued: bool = False
 
     def to_json(self) -> str:
         """The position as text."""
-        return json.dumps({**asdict(replace(self, text="", beside=None)), "text": str(self.text)})
+        return json.dumps({**asdict(replace(self, text="")), "text": str(self.text)})
 
     @staticmethod
     def from_json(text: str) -> Position:

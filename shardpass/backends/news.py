@@ -230,6 +230,12 @@ class InformedCommunicator(BaseCommunicator):
         ends, now = {} if self.watch is None else self.watch.ended, self.clock.monotonic()
         return [rank for rank in ranks if rank in ends and now - ends[rank] >= seconds]
 
+    def look_for_circle(self) -> None:
+        """See `RawCommunicator`. Between devices no connection tells that a peer has ended, so it is looked for."""
+        if self.is_direct:
+            self.blame_ended(self._ended(_ENDED_SECONDS, range(self.size)))
+        super().look_for_circle()
+
     def _explain_lost(self, peers: Sequence[int]) -> CommunicationError | None:
         deadline, ended = self.clock.monotonic() + _EXPLAIN_SECONDS, list[int]()
         while self.clock.monotonic() < deadline and not self.failure.happened:

@@ -92,6 +92,8 @@ class RawCommunicator(Communicator):
         self._epoch = 0
         self._tally = Tally()
         self._moved: Counter[tuple[str, int]] = Counter()  # messages and collectives between devices, by their ends
+        self._moving: list[list[Position]] = []  # groups of messages between devices that have not ended, as awaited
+        self._have_moved: Counter[str] = Counter()  # messages between devices that have ended, as the peer awaits them
         self._num_duplicates: Counter[str] = Counter()
         self._where: Position | None = None
         self._next_look = 0.0
@@ -181,7 +183,7 @@ class RawCommunicator(Communicator):
             text = f"rank {self.rank} has waited {seconds:.0f} s in {position.text}, and nothing came. {why}"
             raise self.noted(CommunicationError(text)) from None
         except TransportLostError as error:
-            peers = [one.peer for one in position.each()]
+            peers = sorted({one.peer for one in self._waits()})
             known = self._explain_lost(range(self.size) if -1 in peers else peers)
             if known is not None:
                 raise self.noted(known) from None
@@ -228,15 +230,25 @@ class RawCommunicator(Communicator):
                 self._publish(position.to_json() if position is not None and is_blocked else "")
 
     def publish_end(self) -> None:
-        """Let the other ranks know which collectives this rank has been through before it ended in peace."""
-        self._publish(Position("its end", "", 0, self.rank, posted={COLLECTIVE: self._sequence}).to_json())
+        """Let the other ranks know what this rank has been through before it ended in peace.
+
+        These are its collectives, and its messages between devices.
+        """
+        posted = {COLLECTIVE: self._sequence, **self._have_moved}
+        self._publish(Position("its end", "", 0, self.rank, posted=posted).to_json())
 
     def _is_to_blame(self, ended: int) -> bool:
         """Whether this rank waits for a rank that has ended, and not only for what that rank has sent before."""
-        position, text = self._where, self._published().get(ended)
+        text = self._published().get(ended)
         posted = Position.from_json(text).posted if text else {}
-        waits = [] if position is None else [one for one in position.each() if one.peer in (-1, ended)]
-        return any(posted.get(one.awaits, 0) < one.count for one in waits)
+        return any(posted.get(one.awaits, 0) < one.count for one in self._waits() if one.peer in (-1, ended))
+
+    def _waits(self) -> list[Position]:
+        """What this rank waits for."""
+        position = self._where
+        if position is None or not position.is_queued:
+            return [] if position is None else [position]
+        return [message for group in list(self._moving) for message in group]
 
     def blame_ended(self, ended: Iterable[int]) -> None:
         """Make it the first failure if this rank waits for one of the ranks that have ``ended``."""

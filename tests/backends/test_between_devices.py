@@ -46,6 +46,7 @@ def in_another_order(comm):
         device.barrier()
 
 
+@pytest.mark.long
 def test_contract():
     for count, sizes in run(the_contract, 3, "processes"):
         assert count > 12 and sizes <= {HEADER_BYTES}

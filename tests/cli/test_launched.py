@@ -127,6 +127,7 @@ def test_each_failure_is_told_by_some_rank(
     assert said.startswith(told) and bool(said) == bool(told)
 
 
+@pytest.mark.long
 @pytest.mark.mpi
 @needs_mpirun
 def test_kill_and_resume_on_another_number_of_ranks(store: Path, tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ pytestmark = pytest.mark.processes
 PROGRAM = Path(__file__).with_name("program.py")
 RANKS = 3
 ALL = ["bare", "torchrun", pytest.param("mpirun", marks=[needs_mpi, pytest.mark.mpi])]
-ONE = [*(pytest.param(launcher, marks=pytest.mark.long) for launcher in ALL[:2]), ALL[2]]
 START = 480.0  # seconds that launchers and imports may take before the fault, on a busy machine
 
 
@@ -76,7 +75,8 @@ def test_other_features_on_a_rank(monkeypatch, store, launcher):
     )
 
 
-@pytest.mark.parametrize("launcher", ONE)
+@pytest.mark.long  # by default in tests/backends, on threads
+@pytest.mark.parametrize("launcher", ALL)
 def test_ranks_that_take_different_paths(monkeypatch, store, launcher):
     ended = run(monkeypatch, store, launcher, "divergences")
     assert ended.code == 0 and ended.text.count("is done") == RANKS, ended.text

@@ -88,7 +88,7 @@ def onto_nodes(rows: Tensor, g: Any) -> Tensor:
 
 
 EVERY_MODE = (MODES,) * 3
-MODE_EACH = tuple((mode,) for mode in MODES)
+MODE_EACH = (("sar",), ("halo",))
 
 
 def assert_dgl_exact(

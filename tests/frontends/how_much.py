@@ -1,4 +1,4 @@
-"""How much the parity tests run: three ranks and a mode per assignment by default, everything with the long tests."""
+"""How much the parity tests run: by default three ranks, two modes and an assignment for each; the rest when long."""
 
 from __future__ import annotations
 
@@ -83,10 +83,11 @@ def assert_case_exact(
     """A case, which says how to make and how to call a model, is exact.
 
     Args:
-        every_mode: every one of `modes` on every assignment; or the first mode on the first one, and so on.
+        every_mode: every one of `modes` on every assignment; or the first mode on the first one, and the last mode on
+            the second one.
         options: all but the mode.
     """
     make, call = case
     torch.manual_seed(0)
-    chosen = tuple(modes if every_mode else (modes[i % len(modes)],) for i in range(3))
+    chosen = (modes,) * 3 if every_mode else ((modes[0],), (modes[-1],))
     assert_exact_in(chosen, make().double(), graph, call, wrap, ranks, sp.Options(**options))

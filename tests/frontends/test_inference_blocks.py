@@ -149,7 +149,9 @@ def test_types_of_nodes_have_blocks_of_their_own(tmp_path):
         assert np.abs(np.load(tmp_path / f"rows.{kind}.npy") - rows.numpy()).max() < 1e-10
 
 
-@pytest.mark.parametrize("kind", [models.GraphSAGE, models.GIN, models.GCN])
+@pytest.mark.parametrize(
+    "kind", [models.GraphSAGE, *(pytest.param(kind, marks=pytest.mark.long) for kind in (models.GIN, models.GCN))]
+)
 def test_two_layers_are_in_memory_at_most(kind, tmp_path, monkeypatch):
     """When a call has reduced, what it read and what it made are there; before and after it less."""
     nodes, channels = 500, 8

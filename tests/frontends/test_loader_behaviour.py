@@ -274,6 +274,7 @@ def on_processes(comm):
     return half_way(comm), not has_dgl or batches_with_and_without_shared_memory(comm)
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_dropped_half_way_and_shared_memory_on_processes():
     """One start of the processes for both: each imports torch, PyG and DGL."""

@@ -78,7 +78,9 @@ def test_models_equal_the_whole_graph(triton_device, made, options):
     assert_exact(model, graph, call, sp.pyg.wrap, ranks=2, modes=(chosen.mode,), owners=owners, options=chosen)
 
 
-@pytest.mark.parametrize(("ranks", "options", "dropout"), [(1, "push", 0.5), (2, "push", 0.0), (2, "pull", 0.0)])
+@pytest.mark.parametrize(("ranks", "options", "dropout"), [
+    (1, "push", 0.5), (2, "pull", 0.0), pytest.param(2, "push", 0.0, marks=pytest.mark.long),
+])  # fmt: skip
 def test_the_order_of_programs_changes_no_bit(any_order, ranks, options, dropout, monkeypatch):
     """Nor is anything lost: the kernels of the CPU, whose factors of dropout are the same, find the same gradients."""
     if any_order.device.type == "cuda":

@@ -27,7 +27,7 @@ from frontends.sar_examples.start import EXAMPLES  # noqa: E402
 pytestmark = pytest.mark.processes
 
 LAUNCHERS = ("torchrun", "fork", "mpirun", "mpirun with gloo")
-QUICK = {("basic", "fork", 2), ("basic", "mpirun", 2)}
+QUICK = {("basic", "mpirun", 2)}
 CASES = [
     pytest.param(example, launcher, ranks, marks=() if (example, launcher, ranks) in QUICK else pytest.mark.long)
     for launcher in LAUNCHERS
