@@ -103,7 +103,7 @@ def _is_true(fault: Any, rank: int, error: BaseException, run: Any) -> bool:
         return (
             isinstance(error, CommunicationError)
             and fault.seconds > run.world.timeout / 2
-            and f"rank {fault.rank}" in text
+            and (f"rank {fault.rank}" in text or "one of them is slower than that" in text)  # once it goes on
         )
     if fault.kind in ("cut", "unplug"):
         return isinstance(error, CommunicationError) and all(f"rank {other}" in text for other in about)
