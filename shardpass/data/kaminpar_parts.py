@@ -24,6 +24,8 @@ from shardpass.errors import ShardpassError, require
 
 _NO_EDGE_WEIGHTS, _SMALL_NODE_IDS, _SMALL_EDGE_WEIGHTS = 1, 8, 32
 _HEADER_BYTES = 24
+_SHARE, _NEIGHBOUR_BYTES = 3, 28
+"""KaMinPar's own memory: how often `Budget.memory_bytes`, and what it was measured to need for each neighbour."""
 _IMBALANCE = 0.03
 _RUN = """
 import sys
@@ -50,7 +52,8 @@ def kaminpar_parts(
 
     Args:
         budget: memory for edges while the file is written, and where temporary files go. KaMinPar's own memory comes on
-            top: 0.65 GB for 19.5 million undirected edges between a million nodes, without the pages of its file.
+            top, without the pages of its file: at most about three times as much. If all edges would need more, it is
+            given a sample of them (see `Adjacency`).
         node_weights: what each node weighs, [num_nodes]; by default the bytes of `Adjacency.weights`.
         threads: with one, the same seed mostly gives the same parts; KaMinPar does not promise it.
 
@@ -61,7 +64,8 @@ def kaminpar_parts(
     """
     instead = "use method='metis', which needs pymetis, or method='random'"
     require("kaminpar", "kaminpar", "partitioning with method 'kaminpar', the default,", instead)
-    path, result = write_parhip(Adjacency(graph, budget), parts, budget, node_weights), budget.file()
+    adjacency = Adjacency(graph, budget, _SHARE * budget.memory_bytes // _NEIGHBOUR_BYTES)
+    path, result = write_parhip(adjacency, parts, budget, node_weights), budget.file()
 
     def cut() -> Tensor:
         budget.report("assign", 0, 1)

@@ -192,6 +192,22 @@ def test_kaminpar_reads_the_same_file(tmp_path, num_nodes, num_edges):
     assert bool(left_out & 1) == (num_edges == 0), "parallel edges weigh more"
 
 
+def test_a_sample_of_the_edges(tmp_path):
+    """About as many as asked for, in both directions, and all of nodes with few; in memory as in files."""
+    hub, ring = np.zeros(3000, np.int64), np.arange(1, 3001)  # the nodes of the ring have three edges each
+    edges = np.concatenate([[hub, ring], [ring, np.roll(ring, 1)], 3001 + random_edges(400, 20_000)], axis=1)
+    np.save(tmp_path / "edges.npy", edges)
+    streamed, budget = stream_edge_list(tmp_path / "edges.npy", num_nodes=3401), Budget(tmp_path, 40_000)
+    alike = [RawGraph({NODE: 3401}, {EDGE: EdgeArrays(*torch.from_numpy(edges))}).validate(), streamed.open(budget)]
+    for most in (14_000, 30_000):
+        (memory,), files = (list(Adjacency(graph, budget, most).runs()) for graph in alike)
+        assert sum(len(run.neighbours) for run in files) == len(memory.neighbours) and len(files) > 1
+        assert 0.85 * most < len(memory.neighbours) <= 1.05 * most
+        starts, rows = memory.starts, np.repeat(np.arange(3401), np.diff(memory.starts))
+        assert set(zip(rows, memory.neighbours)) == set(zip(memory.neighbours, rows))
+        assert (np.diff(starts)[1:3001] == 3).all() and starts[1] == 3000
+
+
 def test_wrong_memory_and_progress(tmp_path):
     graph = files(tmp_path, 50, random_edges(50, 300))
     with pytest.raises(ValueError, match="memory_bytes: expected a number of bytes such as '6GiB'"):

@@ -45,11 +45,17 @@ class Adjacency:
 
     A graph in memory is a single run. The edges of a graph in files are sorted through further files.
 
+    [Note: a sample of the edges] A partitioner's memory grows with the edges, so it may be given some of them only. An
+    edge is kept with probability ``min(1, t / d)``, where d is the smaller of the degrees of its ends: a node with at
+    most t edges keeps all of them. What is kept depends on the ids of its ends alone, so that parallel edges and both
+    directions stay together.
+
+    most: neighbours that are kept, all nodes together, about; by default all.
     in_degrees: the number of edges into each node, self-loops included, int64 [num_nodes].
     in_bytes: what a rank keeps of these edges, fields included, int64 [num_nodes].
     """
 
-    def __init__(self, graph: RawGraph, budget: Budget) -> None:
+    def __init__(self, graph: RawGraph, budget: Budget, most: int | None = None) -> None:
         self.graph, self.budget = graph, budget
         self.num_nodes = sum(graph.num_nodes.values())
         self.total = sum(graph.num_edges.values())
@@ -69,12 +75,15 @@ class Adjacency:
         )
         budget.report("count", self.total, self.total)
         degrees += self.in_degrees
+        self._sampled: Tensor | None = None
+        if most is not None and int(degrees.sum()) > most:
+            self._sampled = self._odds(degrees, most)
         self._buckets: Buckets | None = None
         if budget.team.size > 1 or any(isinstance(arrays.src, FileRows) for arrays in graph.edges.values()):
             # the first rank gets a bucket of each rank at the same time
             self._buckets = self._spill(key_ranges(degrees, max(1, budget.bucket_records // budget.team.size)))
         else:
-            ends = [(src, dst) for _, src, dst in joined_edges(graph, max(1, self.total), budget.team)]
+            ends = [(src, dst) for _, src, dst in self._edges(max(1, self.total))]
             src, dst = (torch.cat(parts) for parts in zip(*ends)) if ends else torch.empty(2, 0, dtype=torch.long)
             self._all = to_run(0, self.num_nodes, torch.cat([src, dst]).numpy(), torch.cat([dst, src]).numpy())
 
@@ -122,8 +131,27 @@ class Adjacency:
         self.budget.report("bucket", self.total, self.total)
         return buckets
 
+    def _odds(self, degrees: Tensor, most: int) -> Tensor:
+        """The ``t / d`` of each node, float32 [num_nodes], with the t for which `most` neighbours are kept, about."""
+        smaller = torch.zeros(int(degrees.max()) + 1, dtype=torch.long)
+        for _, src, dst in joined_edges(self.graph, self.budget.block_edges, self.budget.team):
+            smaller += torch.bincount(torch.minimum(degrees[src], degrees[dst]), minlength=len(smaller))
+        smaller = self.budget.team.sum("smaller degrees", smaller)
+        below, edges = torch.arange(1, len(smaller)), smaller[1:].double()
+        kept = 2 * (edges.cumsum(0) + below * (edges / below).flip(0).cumsum(0).flip(0) - edges)  # for each t
+        return float(below[: max(1, int((kept <= most).sum()))][-1]) / degrees.clamp(min=1).float()
+
+    def _edges(self, count: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """As `joined_edges`, without those that are left out."""
+        for done, src, dst in joined_edges(self.graph, count, self.budget.team):
+            if self._sampled is None:
+                yield done, src, dst
+            else:
+                keep = _uniform(src, dst) < torch.maximum(self._sampled[src], self._sampled[dst])
+                yield done, src[keep], dst[keep]
+
     def _records(self, record: np.dtype[Any]) -> Iterator[tuple[Array, Array]]:
-        for done, src, dst in joined_edges(self.graph, self.budget.block_edges, self.budget.team):
+        for done, src, dst in self._edges(self.budget.block_edges):
             self.budget.report("bucket", done, self.total)
             for nodes, neighbours in ((src, dst), (dst, src)):
                 records = np.empty(len(nodes), record)
@@ -138,6 +166,14 @@ def _run_of(buckets: Buckets, bucket: int) -> Run:
     first, last = (int(node) for node in buckets.starts[bucket : bucket + 2])
     records = buckets.read(bucket, remove=True)
     return to_run(first, last - first, records["node"], records["neighbour"])
+
+
+def _uniform(src: Tensor, dst: Tensor) -> Tensor:
+    """A number in [0, 1) for each pair of nodes, the same in both directions: the mixer of SplitMix64."""
+    mixed = torch.minimum(src, dst) * -0x61C8864680B583EB + torch.maximum(src, dst)
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+        mixed = (mixed ^ ((mixed >> shift) & ((1 << (64 - shift)) - 1))) * factor
+    return ((mixed ^ (mixed >> 31)) & ((1 << 24) - 1)).float() / (1 << 24)
 
 
 def joined_edges(graph: RawGraph, count: int, team: Team) -> Iterator[tuple[int, Tensor, Tensor]]:
