@@ -41,7 +41,7 @@ PARTS, FEATURES, CLASSES, BLOCK = 8, 16, 8, 4_000_000
 Record = dict[str, Any]
 
 
-def make_files(folder: Path, num_nodes: int, num_edges: int, inside: float = 0.85, communities: int = 64) -> None:
+def make_files(folder: Path, num_nodes: int, num_edges: int, inside: float = 0.85, communities: int = 1000) -> None:
     """Write ``edges.npy`` int32 [2, num_edges], ``x.npy`` float32 and ``y.npy``, block by block."""
     rng = np.random.default_rng(0)
     edges = np.lib.format.open_memmap(folder / "edges.npy", "w+", np.int32, (2, num_edges))
