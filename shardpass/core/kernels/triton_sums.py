@@ -5,7 +5,8 @@ row's edges `BLOCK_E` at a time, so that many gathers are under way at once. No 
 there are no atomic additions and every run gives the same bits. Half precision is summed in float32.
 
 [Note: 64-bit offsets]
-Rows and edges become int64 before they are multiplied with a width: a table may hold more than 2**31 numbers.
+Rows and edges become int64 before they are multiplied with a width: a table may hold more than 2**31 numbers. What
+CUDA or Triton cannot launch or hold at once is refused by `launch`.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from shardpass.core.kernels.gpu import SWITCH
 from shardpass.core.sharding import Shard, Transposes
+from shardpass.errors import RefusedError
 
 TILE = 1024  # numbers that a program of one warp gathers at a time
 MOST_EDGES, MOST_CHANNELS = 32, 128
+MOST_ROWS, MOST_COLUMNS, MOST_NUMBERS = 2**31 - 1, 2**16 - 1, 2**20  # the grid of CUDA, and a tile of Triton
 
 
 def gather_sum(out: Tensor, shard: Shard, rows: Tensor, weight: Tensor | None, fresh: bool = False) -> None:
@@ -72,7 +76,17 @@ def launch(
         tile: as `tile_of` gives it.
         summed: the tensors whose dtypes decide in which type sums are made: float64 if any is, else float32.
         constants: what the kernel is compiled for.
+
+    Raises:
+        RefusedError: there are more rows, heads or channels than a launch takes.
     """
+    held = tile[0] * max(tile[1], constants.get("BLOCK_S", 1))
+    if grid[0] > MOST_ROWS or grid[1] > MOST_COLUMNS or held > MOST_NUMBERS:
+        raise RefusedError(
+            f"{grid[0]} rows of {grid[1]} heads or blocks of channels, in tiles of {held} numbers: a kernel for GPUs "
+            f"takes at most {MOST_ROWS} rows, {MOST_COLUMNS} heads or blocks and {MOST_NUMBERS} numbers. Use more "
+            f"ranks or narrower rows, or set {SWITCH}=0 in the environment for torch's own operators"
+        )
     wide = tl.float64 if any(tensor.dtype == torch.float64 for tensor in summed) else tl.float32
     block_e, block_c, num_warps = tile
     with torch.cuda.device_of(summed[0]):
