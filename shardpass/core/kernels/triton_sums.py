@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from shardpass.core.kernels.gpu import SWITCH
+from shardpass.core.ranks import torch_private
 from shardpass.core.sharding import Shard, Transposes
 from shardpass.errors import RefusedError
 
@@ -70,7 +71,7 @@ def launch(
     *summed: Tensor,
     **constants: Any,
 ) -> None:
-    """Run a kernel of Triton on the device of its tensors.
+    """Run a kernel of Triton on the device of its tensors, under its name for a profiler.
 
     Args:
         tile: as `tile_of` gives it.
@@ -89,7 +90,7 @@ def launch(
         )
     wide = tl.float64 if any(tensor.dtype == torch.float64 for tensor in summed) else tl.float32
     block_e, block_c, num_warps = tile
-    with torch.cuda.device_of(summed[0]):
+    with torch_private.span(f"shardpass::{kernel.__name__.lstrip('_')}"), torch.cuda.device_of(summed[0]):
         kernel[grid](*arguments, ACC=wide, BLOCK_E=block_e, BLOCK_C=block_c, num_warps=num_warps, **constants)
 
 
