@@ -66,7 +66,8 @@ class Case:
 
     def numbers(self, *shape: int, gaps: bool = False) -> torch.Tensor:
         """Random numbers of the dtype, with `gaps` between them in memory or without."""
-        found = torch.randn(shape, generator=self.generator).to(self.device, self.dtype)
+        scale = 0.1 if self.size == HUB else 1.0  # the sums of a hub stay finite in float16
+        found = (scale * torch.randn(shape, generator=self.generator)).to(self.device, self.dtype)
         return torch.stack([found, found], -1)[..., 0] if gaps else found
 
     def row_tensor(self, num_rows: int, channels: int | None = None, gaps: bool = False) -> torch.Tensor:
@@ -245,6 +246,7 @@ def check(name: str, size: Size, dtype: torch.dtype, device: torch.device, gaps:
     work(Case(size, dtype, device), kind, gaps)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("number", range(len(PAIRS)), ids=lambda n: "-".join(map(str, PAIRS[n])))
 def test_in_turn(triton_device, number):
     name, dtype = PAIRS[number]
@@ -261,8 +263,9 @@ def test_all(triton_device, name, dtype, gaps):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name, dtype", PAIRS, ids=str)
+@pytest.mark.parametrize("name, dtype", zip(KERNELS, DTYPES * len(KERNELS)), ids=str)
 def test_a_hub(triton_device, name, dtype):
+    """Each kernel in one of the dtypes: the interpreter takes a minute."""
     check(name, HUB, dtype, triton_device)
 
 
