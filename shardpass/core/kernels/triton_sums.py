@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardpass.core.kernels.gpu import SWITCH
+from shardpass.core.kernels.gpu import DTYPES, SWITCH
 from shardpass.core.ranks import torch_private
 from shardpass.core.sharding import Shard, Transposes
 from shardpass.errors import RefusedError
@@ -109,7 +109,7 @@ def _accumulate(
     if target.numel() == 0:
         return
     heads = 1 if weight is None or weight.dim() == 1 else weight.size(1)
-    scales = rows if weight is None else weight.to(rows.dtype)
+    scales = rows if weight is None else weight if weight.dtype in DTYPES else weight.to(rows.dtype)
     given = (t.contiguous() for t in (indptr, columns, columns if order is None else order, rows, scales))
     arguments = target, *given, num_channels, heads, num_channels // heads
     constants = {"FRESH": fresh, "WEIGHTED": weight is not None, "ORDERED": order is not None}

@@ -176,6 +176,13 @@ def test_other_dtypes_go_in_steps():
     assert not fused.handles(torch.ones(2, 2, device="meta"))
 
 
+def test_half_precision_is_summed_in_single_precision():
+    case = Case(FORMS["mixed"], 2, 4, torch.bfloat16, True, Size(200, 5, 9))
+    for mine, right in zip(case.forward(True, 50), case.double().forward(False, 1000)):
+        assert mine.dtype == torch.float32
+        torch.testing.assert_close(mine.double(), right, rtol=0.03, atol=0.03)  # scores are rounded
+
+
 def test_exponential_of_the_loops():
     from shardpass.core.kernels.numba_exp import exp32
 

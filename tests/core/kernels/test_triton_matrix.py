@@ -263,10 +263,19 @@ def test_all(triton_device, name, dtype, gaps):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name, dtype", zip(KERNELS, DTYPES * len(KERNELS)), ids=str)
+@pytest.mark.parametrize("name, dtype", list(zip(KERNELS, DTYPES * len(KERNELS))), ids=str)
 def test_a_hub(triton_device, name, dtype):
     """Each kernel in one of the dtypes: the interpreter takes a minute."""
     check(name, HUB, dtype, triton_device)
+
+
+def test_wide_weights_of_narrow_rows_are_not_rounded(triton_device):
+    """As under autocast: rows in bfloat16, weights in float32."""
+    case = Case(Size(40, 3, 4, 2, 5), torch.bfloat16, triton_device)
+    rows, weight = case.row_tensor(4), torch.rand(40, 2, generator=case.generator).to(triton_device)
+    out = torch.empty(3, 2, 5, device=triton_device)
+    kernels.gather_sum(out, case.shard, rows, weight, fresh=True)
+    close(out, added(out, case.dst, rows.double()[case.src] * weight.double().unsqueeze(-1)), 40)
 
 
 def test_offsets_beyond_32_bits(triton_device):
