@@ -263,6 +263,7 @@ def test_all(triton_device, name, dtype, gaps):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name, dtype", list(zip(KERNELS, DTYPES * len(KERNELS))), ids=str)
 def test_a_hub(triton_device, name, dtype):
     """Each kernel in one of the dtypes: the interpreter takes a minute."""
