@@ -30,7 +30,7 @@ from torch import Tensor, nn
 import shardpass as sp
 from benchmarks.accuracy import MASKS
 from benchmarks.accuracy_dgl import as_dgl
-from benchmarks.report import revision
+from benchmarks.machine import revision
 
 FANOUTS, EVERY = [5, 5], 5
 

@@ -19,7 +19,7 @@ import torch_geometric.nn as gnn
 
 import shardpass as sp
 from benchmarks.graphs import make_graph
-from benchmarks.report import REPORTS, machine
+from benchmarks.machine import REPORTS, machine
 from shardpass.testing import WholeGraph, shard_in_memory
 
 GRAPHS = {"Cora's size": "powerlaw:2700:4", "30,000 nodes, 1.5 M edges": "dense:30000:50"}

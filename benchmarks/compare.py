@@ -21,7 +21,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.compare_report import chart, markdown
-from benchmarks.report import REPORTS, machine
+from benchmarks.machine import REPORTS, machine
 from benchmarks.run import Bench, Record, huge_pages, row
 from shardpass.core.ranks import MODES
 

@@ -1,11 +1,13 @@
-"""A verdict on one GPU in about nine minutes: the tests that need one, then figures beside PyG. A dated report.
+"""A verdict on one GPU in about nine minutes: figures beside PyG, and the tests that need one. A dated report.
 
-    make gpu        # or: python3 -m benchmarks.gpu
+    make gpu                                 # or: python3 -m benchmarks.gpu
+    python3 -m benchmarks.gpu --tiles        # instead, some minutes: other tiles of each kernel, to set `tile_of` from
 
 It takes whatever Python, torch, triton and PyG are there, and installs nothing. Every step is a process of its own with
-a limit of time, so that one that fails or hangs leaves the others their results. Four models make training steps
-(forward and backward, float32 and autocast to bfloat16) by shardpass, by PyG as it is and by PyG under `torch.compile`.
-The bound of a step is the time in which the card copies the bytes that its messages must move; see `kernels`.
+a limit of time, and is begun again after a case that ended it, so that whatever fails or hangs leaves the others their
+results; the report is written anew after each. Four models make training steps (forward and backward, float32 and
+autocast to bfloat16) by shardpass, by PyG as it is and by PyG under `torch.compile`. The bound of a step is the time in
+which the card copies the bytes that its messages must move; see `kernels`.
 """
 
 from __future__ import annotations
@@ -19,8 +21,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -29,16 +33,17 @@ from torch_geometric.data import Data
 from torch_geometric.nn import GATConv, GATv2Conv, SAGEConv, TransformerConv
 
 import shardpass as sp
+from benchmarks import kernels as single
+from benchmarks.gpu_report import DTYPES, GRAPHS, MODELS, RUNS, SHORTAGE, SYSTEMS, Record, draw, save
 from benchmarks.graphs import make_graph
-from benchmarks.kernels import copy_bandwidth
-from benchmarks.report import REPORTS, machine
+from benchmarks.machine import REPORTS
 
-Record = dict[str, Any]
-SYSTEMS = ("shardpass", "eager", "compiled")
-GRAPHS, MODELS, DTYPES = ("20k150", "50k30", "mesh"), ("sage", "gat", "gatv2", "transformer"), ("float32", "bfloat16")
+CASES = tuple(product(GRAPHS, DTYPES, MODELS))  # the bars first
 HIDDEN, HEADS, STEPS = 128, 4, 5
-SHARE = {"tests": 0.4, "kernels": 0.1, "shardpass": 0.15, "eager": 0.15, "compiled": 0.2}
-"""Of the time, for each step."""
+SHARE = {"kernels": 0.15, "shardpass": 0.2, "eager": 0.2, "bits": 0.1, "cap": 0.15, "tests": 0.5, "compiled": 0.95}
+"""Of the time that is left, for each step in turn."""
+TESTS = ("tests/frontends/test_device.py", "tests/core/kernels/test_triton_matrix.py")
+TILES = ((8, 1), (16, 1), (16, 2), (32, 1), (32, 2), (32, 4), (64, 4))  # edges and warps
 
 
 class Two(nn.Module):
@@ -81,31 +86,112 @@ def bytes_moved(kind: str, num_edges: int, itemsize: int) -> int:
     return 2 * (rows * row + numbers * heads)
 
 
-def measure(system: str, device: torch.device, small: bool) -> Iterator[Record]:
-    """The steps of one system: milliseconds, and the peak of memory beyond the graph and the model."""
+def on_one_rank(data: Data, device: torch.device) -> tuple[Any, Any]:
+    """The graph as one rank of shardpass, and its communicator."""
     comm = sp.connect("local", device=device)
-    for name in GRAPHS:
-        data = graph_data(name, small)
-        with tempfile.TemporaryDirectory() as folder:
-            sp.partition(data, f"{folder}/store", 1, "range")
-            graph: Any = sp.load(f"{folder}/store", comm)
-            x = graph.x
-        edges = graph if system == "shardpass" else data.edge_index.to(device)
-        for kind in MODELS:
-            for dtype in DTYPES:
-                torch.manual_seed(0)
-                model: Any = Two(kind, data.num_features).to(device)
-                if system == "shardpass":
-                    model = sp.pyg.wrap(model, comm)
-                elif system == "compiled":
-                    model = torch.compile(model)
-                record = {"system": system, "graph": name, "model": kind, "dtype": dtype}
-                try:
-                    record |= steps(model, x, edges, dtype, device)
-                except (RuntimeError, torch.OutOfMemoryError) as error:  # whatever torch or a compiler raises
-                    record["problem"] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
-                moved = bytes_moved(kind, data.num_edges, 4 if dtype == "float32" else 2)
-                yield {**record, "bytes_moved": moved}
+    with tempfile.TemporaryDirectory() as folder:
+        sp.partition(data, f"{folder}/store", 1, "range")
+        return sp.load(f"{folder}/store", comm), comm
+
+
+def measure(system: str, device: torch.device, small: bool, first: int) -> Iterator[Record]:
+    """The steps of one system from a case on: milliseconds, and the peak of memory beyond the graph and the model."""
+    loaded = ""
+    for name, dtype, kind in CASES[first:]:
+        record: Record = {"system": system, "graph": name, "model": kind, "dtype": dtype}
+        try:
+            if loaded != name:
+                data, loaded = graph_data(name, small), name
+                graph, comm = on_one_rank(data, device)
+                edges = graph if system == "shardpass" else data.edge_index.to(device)
+            record["bytes_moved"] = bytes_moved(kind, data.num_edges, 4 if dtype == "float32" else 2)
+            torch.manual_seed(0)
+            model: Any = Two(kind, data.num_features).to(device)
+            if system == "shardpass":
+                model = sp.pyg.wrap(model, comm)
+            elif system == "compiled":
+                torch.compiler.reset()  # else too many models of one class are not compiled any more
+                model = torch.compile(model)
+            record |= steps(model, graph.x if system == "shardpass" else data.x.to(device), edges, dtype, device)
+        except Exception as error:  # whatever torch or a compiler raises
+            record["problem"] = single.what_failed(error)
+        yield record
+
+
+def same_bits(device: torch.device, small: bool) -> Iterator[Record]:
+    """How many of many steps of GAT give other bits than the first, in outputs or gradients."""
+    data = graph_data("20k150", small)
+    graph, comm = on_one_rank(data, device)
+    model: Any = sp.pyg.wrap(Two("gat", data.num_features).to(device), comm)
+    first: list[Tensor] = []
+    for run in range(1 + (3 if small else RUNS)):
+        model.zero_grad()
+        out = model(graph.x, graph)
+        out.square().mean().backward()
+        found = [out.detach(), *(parameter.grad for parameter in model.parameters())]
+        first = first or found
+        if not all(map(torch.equal, first, found)):
+            yield {"system": "bits", "differs": run}
+    yield {"system": "bits", "runs": run}
+
+
+def within_a_cap(device: torch.device, small: bool) -> Iterator[Record]:
+    """Whether a step fits into a third of the memory that PyG needs for it, where PyG's own does not."""
+    if device.type != "cuda":
+        raise RuntimeError("a cap of memory needs a GPU")
+    data = graph_data("20k150", small)
+    graph, comm = on_one_rank(data, device)
+    plain, x, edges = Two("gat", data.num_features).to(device), data.x.to(device), data.edge_index.to(device)
+    torch.cuda.reset_peak_memory_stats()
+    plain(x, edges).square().mean().backward()
+    needed = torch.cuda.max_memory_allocated()
+    plain.zero_grad()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(needed / SHORTAGE / total)
+    record: Record = {"system": "cap", "needed": needed, "pyg_fits": True, "fits": False}
+    try:
+        plain(x, edges).square().mean().backward()
+    except torch.OutOfMemoryError:
+        record["pyg_fits"] = False
+    plain.zero_grad()
+    torch.cuda.empty_cache()
+    del x, edges
+    model: Any = sp.pyg.wrap(plain, comm)
+    try:
+        model(graph.x, graph).square().mean().backward()
+        record["fits"] = True
+    except torch.OutOfMemoryError:
+        pass
+    yield record
+
+
+def tiles(device: torch.device, small: bool) -> Iterator[str]:
+    """Milliseconds of each kernel with the tile that `tile_of` chooses, and with others: a table in Markdown."""
+    from shardpass.core.kernels import triton_attention, triton_sums
+
+    chosen = triton_sums.tile_of
+    others = [f"{edges} edges, {warps} warps" for edges, warps in TILES]
+    for heads, width in ((4, 32), (1, 128)):
+        case = single.Case(*((6, 20) if small else (50_000, 1_500_000)), heads, width, torch.float32, device)
+        yield "".join(f"| {cell} " for cell in (f"{heads} heads of {width}", f"chosen: {chosen(width)}", *others)) + "|"
+        yield "|---" * (2 + len(TILES)) + "|"
+        for name, (work, _) in case.kernels().items():
+            cells = [name]
+            for tile in (None, *TILES):
+
+                def tile_of(width: int, tile: Any = tile) -> tuple[int, int, int]:
+                    return chosen(width) if tile is None else (tile[0], chosen(width)[1], tile[1])
+
+                with (
+                    mock.patch.object(triton_sums, "tile_of", tile_of),
+                    mock.patch.object(triton_attention, "tile_of", tile_of),
+                ):
+                    try:
+                        cells.append(f"{1e3 * single.seconds(work, 1 if small else 5, device):.3f}")
+                    except Exception as error:  # a tile that the card cannot hold, say
+                        cells.append(single.what_failed(error))
+            yield "".join(f"| {cell} " for cell in cells) + "|"
 
 
 def steps(model: Any, x: Tensor, edges: Any, dtype: str, device: torch.device) -> Record:
@@ -147,127 +233,76 @@ def child(arguments: list[str], limit: float) -> tuple[int, str]:
         return code, said.read()
 
 
-def ratio(records: list[Record], graph: str, model: str, system: str, key: str) -> float | None:
-    """A system's figure over that of shardpass, in float32."""
-    found = {
-        r["system"]: r.get(key) for r in records if (r["graph"], r["model"], r["dtype"]) == (graph, model, "float32")
-    }
-    mine, other = found.get("shardpass"), found.get(system)
-    return other / mine if mine and other else None
-
-
-def bars(records: list[Record], kernels: list[Record], tests: tuple[int, str]) -> list[str]:
-    """One line for each bar."""
-
-    def line(what: str, value: float | None, met: bool) -> str:
-        if value is None:
-            return f"not measured: {what}"
-        return f"{'met' if met else 'MISSED'}: {what}: {value:.2f}"
-
-    attention = [r["ratio"] for r in kernels if r["name"].startswith("attention")]
-    worst = max(attention, default=None)
-    found = [line("attention over its bound, at most 3", worst, (worst or 9) <= 3)]
-    for system, least in (("eager", 5.0), ("compiled", 1.5)):
-        value = ratio(records, "20k150", "gat", system, "ms")
-        found.append(line(f"GAT on 20k150, {system} over shardpass, at least {least:g}", value, (value or 0) >= least))
-    value = ratio(records, "20k150", "gat", "eager", "peak_bytes")
-    found.append(line("peak of GAT on 20k150, eager over shardpass, at least 20", value, (value or 0) >= 20))
-    code, text = tests
-    last = next((one for one in reversed(text.splitlines()) if " passed" in one or " failed" in one), "no result")
-    return [*found, f"{'met' if code == 0 and ' passed' in last else 'MISSED'}: tests on the GPU: {last.strip('= ')}"]
-
-
-def table(records: list[Record], bandwidth: float) -> list[str]:
-    """The steps in Markdown."""
-    rows = [
-        "| graph | model | dtype | system | ms | over bound | peak MiB | loss |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for r in records:
-        what = f"| {r['graph']} | {r['model']} | {r['dtype']} | {r['system']} |"
-        if "problem" in r:
-            rows.append(f"{what} {r['problem']} | | | |")
-            continue
-        bound = 1e3 * r["bytes_moved"] / bandwidth
-        rows.append(f"{what} {r['ms']:.2f} | {r['ms'] / bound:.1f} | {r['peak_bytes'] / 2**20:.0f} | {r['loss']:.5f} |")
-    return rows
-
-
-def draw(records: list[Record], path: Path) -> None:
-    """Milliseconds of steps in float32, by graph, model and system; nothing without matplotlib."""
-    try:
-        from matplotlib import pyplot
-    except ImportError:
-        return
-    figure, axes = pyplot.subplots(1, len(GRAPHS), figsize=(12, 4), sharey=True, squeeze=False)
-    for axis, graph in zip(axes[0], GRAPHS):
-        for number, system in enumerate(SYSTEMS):
-            found = {r["model"]: r.get("ms", 0) for r in records if (r["graph"], r["system"]) == (graph, system)
-                     and r["dtype"] == "float32"}  # fmt: skip
-            places = np.arange(len(MODELS)) + 0.27 * (number - 1)
-            axis.bar(places, [found.get(model, 0) for model in MODELS], 0.25, label=system)
-        axis.set(title=graph, yscale="log", xticks=range(len(MODELS)), xticklabels=MODELS)
-    axes[0, 0].set_ylabel("milliseconds of a step")
-    axes[0, -1].legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-
-
-def run(device: torch.device, minutes: float, small: bool, folder: Path) -> list[str]:
-    """Run all steps, write the report and return a line for each bar."""
-    seconds = {name: 60 * minutes * share for name, share in SHARE.items()}
-    tests = child(["-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests"], seconds["tests"])
-    print(tests[1][-3000:], flush=True)
-    with tempfile.TemporaryDirectory() as scratch:
-        size = ["--nodes", "2000", "--edges", "20000"] if small else []
-        name = f"{scratch}/kernels.json"
-        said = child(["-m", "benchmarks.kernels", "--device", str(device), "--json", name, *size], seconds["kernels"])
-        print(said[1][-5000:], flush=True)
-        kernels = json.loads(Path(name).read_text())["kernels"] if Path(name).exists() else []
-    records: list[Record] = []
-    for system in SYSTEMS:
-        options = ["--child", system, "--device", str(device), *(["--small"] if small else [])]
-        code, text = child(["-m", "benchmarks.gpu", *options], seconds[system])
-        records += [json.loads(one) for one in text.splitlines() if one.startswith('{"system"')]
-        print(f"{system}: {sum(r['system'] == system for r in records)} of {len(GRAPHS) * len(MODELS) * len(DTYPES)} "
-              f"cases, exit code {code}" + f"\n{text[-2000:]}" * bool(code), flush=True)  # fmt: skip
-    large = torch.ones(1 << (20 if small else 28), device=device)
-    bandwidth = copy_bandwidth(large, torch.empty_like(large), 5)
-    found = bars(records, kernels, tests)
-    where = {**machine(), "gpu": torch.cuda.get_device_name() if device.type == "cuda" else "none"}
-    stem = folder / f"gpu-{datetime.date.today()}"
-    content = {"machine": where, "bandwidth": bandwidth, "bars": found, "kernels": kernels, "steps": records}
-    stem.with_suffix(".json").write_text(json.dumps(content, indent=1))
-    text = [
-        f"# GPU, {datetime.date.today()}",
-        "",
-        "`python3 -m benchmarks.gpu`",
-        "",
-        *(f"- {one}" for one in found),
-        "",
-    ]
-    text += [f"- {name}: {value}" for name, value in where.items()] + [f"- copies: {bandwidth / 1e9:.0f} GB/s", ""]
-    stem.with_suffix(".md").write_text("\n".join([*text, *table(records, bandwidth)]) + "\n")
-    draw(records, stem.with_suffix(".png"))
+def collected(step: str, count: int, options: list[str], until: float) -> list[Record]:
+    """The records of a step, as many as `count`, begun again after a case that ends the process."""
+    found: list[Record] = []
+    while len(found) < count and until - time.monotonic() > 5:
+        given = ["-m", "benchmarks.gpu", "--child", step, "--first", str(len(found)), *options]
+        code, text = child(given, until - time.monotonic())
+        found += [json.loads(one) for one in text.splitlines() if one.startswith('{"system"')]
+        if code == 124:
+            break
+        if code and len(found) < count:
+            last = next((one for one in reversed(text.splitlines()) if one.strip()), "")
+            graph, dtype, model = CASES[len(found)]
+            why = f"the process ended with {code}: {last[:200]}"
+            found.append({"system": step, "graph": graph, "model": model, "dtype": dtype, "problem": why})
+    failed = sum("problem" in one for one in found)
+    print(f"{step}: {len(found)} of {count} records, {failed} with a problem", flush=True)
     return found
+
+
+def run(device: torch.device, minutes: float, small: bool, folder: Path) -> None:
+    """Run all steps, write the report after each and print a line for each bar."""
+    end = time.monotonic() + 60 * minutes
+    options = ["--device", str(device), *(["--small"] if small else [])]
+    kernels: list[Record] = []
+    records: list[Record] = []
+    tests, found = (1, "not run"), [""]
+    for step, share in SHARE.items():
+        limit = share * (end - time.monotonic())
+        if step == "kernels":
+            with tempfile.TemporaryDirectory() as scratch:
+                size = ["--nodes", "2000", "--edges", "20000"] if small else []
+                name = Path(scratch) / "kernels.json"
+                said = child(["-m", "benchmarks.kernels", *options[:2], "--json", str(name), *size], limit)
+                print(said[1][-5000:], flush=True)
+                kernels = json.loads(name.read_text())["kernels"] if name.exists() else []
+        elif step == "tests":
+            given = ["-v", "--tb=short", "-m", "gpu", "-p", "no:cacheprovider", "-o", "addopts=", *TESTS]
+            tests = child(["-m", "pytest", *given], limit)
+            print(tests[1][-3000:], flush=True)
+        else:
+            records += collected(step, len(CASES) if step in SYSTEMS else 1, options, time.monotonic() + limit)
+        found = save(folder, device, kernels, records, tests)
+    print("\n".join(found), flush=True)
+    draw([r for r in records if "graph" in r], folder / f"gpu-{datetime.date.today()}.png")
 
 
 def main() -> None:
     """Run all, or be one step."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
-    parser.add_argument("--minutes", type=float, default=9.0)
+    parser.add_argument("--minutes", type=float, default=8.5)
     parser.add_argument("--small", action="store_true", help="tiny graphs, to try this program out; also on a CPU")
     parser.add_argument("--folder", type=Path, default=REPORTS, help="where the report is written")
-    parser.add_argument("--child", choices=SYSTEMS, help=argparse.SUPPRESS)
+    parser.add_argument("--tiles", action="store_true", help="print the milliseconds of each kernel with other tiles")
+    parser.add_argument("--child", choices=(*SYSTEMS, "bits", "cap"), help=argparse.SUPPRESS)
+    parser.add_argument("--first", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.device.type == "cuda" and not torch.cuda.is_available():
         sys.exit("no GPU of CUDA is here (torch.cuda.is_available() is false): nothing was measured")
+    if args.tiles:
+        for row in tiles(args.device, args.small):
+            print(row, flush=True)
+        return
     if args.child:
-        for record in measure(args.child, args.device, args.small):
+        other = {"bits": same_bits, "cap": within_a_cap}.get(args.child)
+        found = other(args.device, args.small) if other else measure(args.child, args.device, args.small, args.first)
+        for record in found:
             print(json.dumps(record), flush=True)
         return
-    print("\n".join(run(args.device, args.minutes, args.small, args.folder)))
+    run(args.device, args.minutes, args.small, args.folder)
 
 
 if __name__ == "__main__":

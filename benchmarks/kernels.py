@@ -24,15 +24,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from shardpass.core import kernels
@@ -42,12 +40,17 @@ from shardpass.core.tracing import REDUCERS, AdditiveScore, Base, DotScore, Mixe
 
 
 class Measured(NamedTuple):
-    """One kernel: seconds, the bytes it must move, copy bandwidth in bytes/s, and seconds over those of a copy."""
+    """One kernel: seconds, the bytes it must move, copy bandwidth in bytes/s, and seconds over those of a copy.
+
+    Attributes:
+        problem: why there are no seconds.
+    """
 
     name: str
     seconds: float
     bytes: int
     bandwidth: float
+    problem: str = ""
 
     @property
     def ratio(self) -> float:
@@ -83,8 +86,12 @@ class Case:
         shard, x, grad, out, other = self.shard, self.x, self.grad, self.out, self.other
         number, row = self.num_edges * x.itemsize, self.num_edges * x.itemsize * self.heads * self.width
         best = REDUCERS["max"].init(self.num_nodes, x.shape[1:], x)
-        kernels.gather_extremum("max", best, shard, x)
-        value = REDUCERS["max"].value(best, Base())
+
+        @cache  # made by the first call, which is not timed, so that one kernel that fails leaves the others
+        def value() -> Tensor:
+            kernels.gather_extremum("max", best, shard, x)
+            return REDUCERS["max"].value(best, Base())
+
         found: dict[str, tuple[Callable[[], object], int]] = {}
         for label, weight, more in (
             ("sum", None, 0),
@@ -96,7 +103,7 @@ class Case:
             found[f"{label}, transposed"] = back, row + more
         found["max"] = lambda: kernels.gather_extremum("max", best, shard, x), row
         found["max, backward"] = (
-            lambda: kernels.gather_extremum_transposed(other, shard, self.transposes, x, value, grad),
+            lambda: kernels.gather_extremum_transposed(other, shard, self.transposes, x, value(), grad),
             2 * row,
         )
         dots = row + number * self.heads
@@ -126,14 +133,18 @@ class Case:
         by_destination = RowRun(shard.indptr, whole, shard.src_rows, slice(0, self.num_edges))
         by_source = RowRun(indptr, whole, columns, positions)
         state = SoftmaxState.fresh(self.num_nodes, self.heads, self.width, values)
-        fused.accumulate(state, by_destination, of, values)
-        outer = Outer(self.grad, torch.randn_like(state.total), state.top + state.total.log())
         grad_values = torch.zeros_like(values)
+
+        @cache
+        def outer() -> Outer:
+            fused.accumulate(state, by_destination, of, values)
+            return Outer(self.grad, torch.randn_like(state.total), state.top + state.total.log())
+
         into = ScoreGradients(*(None if t is None else torch.zeros_like(t) for t in (source, of_dst, of.mix)))
 
         def backward() -> None:
-            if fused.adjoint(by_source, of, values, outer, grad_values, into):
-                fused.adjoint_of_dst(by_destination, of, values, outer, into.of_dst)
+            if fused.adjoint(by_source, of, values, outer(), grad_values, into):
+                fused.adjoint_of_dst(by_destination, of, values, outer(), into.of_dst)
 
         return lambda: fused.accumulate(state, by_destination, of, values), backward
 
@@ -158,29 +169,30 @@ def copy_bandwidth(source: Tensor, target: Tensor, runs: int) -> float:
     return 2 * source.numel() * source.itemsize / seconds(lambda: target.copy_(source), runs, source.device)
 
 
-def measure(case: Case, runs: int) -> list[Measured]:
-    """Every kernel; the copy is measured again before each, and its best is everyone's."""
+def measure(case: Case, runs: int) -> Iterator[Measured]:
+    """Every kernel; the copy is measured again before each, and counts at its best so far."""
     device = case.x.device
     source = torch.ones(1 << 26, device=device)
-    target, found, bandwidth = torch.zeros_like(source), [], 0.0
+    target, bandwidth = torch.zeros_like(source), 0.0
     for name, (work, num_bytes) in case.kernels().items():
-        bandwidth = max(bandwidth, copy_bandwidth(source, target, 3))
-        found.append((name, seconds(work, runs, device), num_bytes))
-    return [Measured(*one, bandwidth) for one in found]
+        try:
+            bandwidth = max(bandwidth, copy_bandwidth(source, target, 3))
+            yield Measured(name, seconds(work, runs, device), num_bytes, bandwidth)
+        except Exception as error:  # whatever torch or a compiler raises
+            yield Measured(name, 0.0, num_bytes, bandwidth, what_failed(error))
 
 
-def table(records: list[Measured]) -> Table:
-    """The records, one row each."""
-    out = Table(title=f"copy bandwidth {records[0].bandwidth / 1e9:.1f} GB/s")
-    out.add_column("kernel")
-    for title in ("ms", "bytes moved, MB", "bound, ms", "ratio"):
-        out.add_column(title, justify="right")
-    for one in records:
-        bound = one.bytes / one.bandwidth
-        out.add_row(
-            one.name, f"{one.seconds * 1e3:.1f}", f"{one.bytes / 1e6:.0f}", f"{bound * 1e3:.1f}", f"{one.ratio:.2f}"
-        )
-    return out
+def what_failed(error: Exception) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:200]}"
+
+
+def line(one: Measured) -> str:
+    """The record in a line, or what went wrong."""
+    if one.problem:
+        return f"{one.name:32} {one.problem}"
+    bound = one.bytes / one.bandwidth
+    return f"{one.name:32} {one.seconds * 1e3:10.3f} {one.bytes / 1e6:12.0f} {bound * 1e3:10.3f} {one.ratio:8.2f}"
 
 
 def main() -> None:
@@ -197,12 +209,14 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     case = Case(args.nodes, args.edges, args.heads, args.width, getattr(torch, args.dtype), args.device)
-    records = measure(case, args.runs)
-    if args.json:
-        rows: list[dict[str, Any]] = [{**one._asdict(), "ratio": one.ratio} for one in records]
-        config = {**vars(args), "json": None, "device": str(args.device)}
-        args.json.write_text(json.dumps({"config": config, "kernels": rows}, indent=1))
-    Console(width=None if sys.stdout.isatty() else 120).print(table(records))
+    config, rows = {**vars(args), "json": None, "device": str(args.device)}, []
+    print(f"{'kernel':32} {'ms':>10} {'MB moved':>12} {'bound, ms':>10} {'ratio':>8}")
+    for one in measure(case, args.runs):
+        print(line(one), flush=True)
+        rows.append({**one._asdict(), "ratio": None if one.problem else one.ratio})
+        if args.json:  # after each, since the next may end the process
+            args.json.write_text(json.dumps({"config": config, "kernels": rows}, indent=1))
+    print(f"copies: {max((row['bandwidth'] for row in rows), default=0) / 1e9:.1f} GB/s")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import numpy as np
 
 import shardpass as sp
 from benchmarks.limited import ENVIRONMENT, SYSTEMS
-from benchmarks.report import REPORTS, machine
+from benchmarks.machine import REPORTS, machine
 from shardpass.cli.graphs import powerlaw
 
 MIB = 2**20

@@ -24,7 +24,7 @@ import torch
 
 import shardpass as sp
 from benchmarks.graphs import NUM_CLASSES, NUM_FEATURES
-from benchmarks.report import REPORTS, machine
+from benchmarks.machine import REPORTS, machine
 from benchmarks.run import MIB, Bench, Record
 from benchmarks.worker import HIDDEN, DGLModel, build_model
 from shardpass.core.dryrun import COMPILED_BYTES, PROCESS_BYTES

@@ -12,25 +12,18 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import os
-import platform
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch_geometric
-
-import shardpass as sp
+from benchmarks.machine import REPORTS, machine
 from benchmarks.run import MIB, Bench, Record, row
 
 MODELS = ("sage", "gat")
 NODES, DEGREES, RANKS = 20_000, (25, 50, 100, 200), (1, 2, 4)
 EPOCHS = 3
 DENSE = f"dense:{NODES}:150"
-REPORTS = Path(__file__).resolve().parent / "reports"
 _HEADER = ("graph", "model", "system", "W", "peak MiB/rank", "kept MiB", "transient MiB", "MB sent/epoch", "last loss")
 
 
@@ -93,32 +86,6 @@ def findings(records: list[Record]) -> list[str]:
                 f"{times:.1f} times the peak of a rank at W = 4."
             )
     return out
-
-
-def machine() -> dict[str, Any]:
-    """Where the figures come from."""
-    cpu = next((line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "?")
-    memory = next((int(line.split()[1]) for line in _lines("/proc/meminfo") if line.startswith("MemTotal")), 0)
-    system = " ".join((platform.system(), *platform.libc_ver()))
-    return {
-        "cpu": cpu, "cores": os.cpu_count(), "memory_gib": round(memory / 2**20, 1), "system": system,
-        "python": platform.python_version(), "torch": torch.__version__, "torch_geometric": torch_geometric.__version__,
-        "shardpass": f"{sp.__version__} ({revision()})",
-    }  # fmt: skip
-
-
-def revision() -> str:
-    """The commit that was measured, marked where files differ from it."""
-    git = ["git", "-C", str(REPORTS.parent), "describe", "--always", "--dirty", "--exclude=*"]
-    found = subprocess.run(git, capture_output=True, text=True, check=False)
-    return f"commit {found.stdout.strip()}" if found.returncode == 0 else "no git checkout"
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text().splitlines()
-    except OSError:
-        return []
 
 
 def markdown(records: list[Record], date: str, where: dict[str, Any]) -> str:

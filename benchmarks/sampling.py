@@ -34,7 +34,7 @@ import numpy as np
 import torch
 
 from benchmarks.accuracy_sampling import compared
-from benchmarks.report import machine
+from benchmarks.machine import machine
 from shardpass.backends.communicator import Communicator
 from shardpass.backends.spawn import spawn
 from shardpass.core.graphs import ShardedGraph

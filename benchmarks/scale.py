@@ -34,7 +34,7 @@ from torch_geometric.nn.models import GraphSAGE
 
 import shardpass as sp
 from benchmarks.limited import Peak, status
-from benchmarks.report import REPORTS, machine
+from benchmarks.machine import REPORTS, machine
 from shardpass.data import stream_edge_list
 
 PARTS, FEATURES, CLASSES, BLOCK = 8, 16, 8, 4_000_000

@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # benchmarks/ is not installed
 
-from benchmarks import partitioning, report
+from benchmarks import gpu, gpu_report, partitioning, report
+from benchmarks import kernels as single
 from benchmarks.graphs import make_graph, rmat_edges
 from benchmarks.run import Bench, row
 
@@ -85,3 +87,39 @@ def test_the_report_of_sampling_compares_with_dgl() -> None:
     assert "| blocks | 2 | 2.0 | 1.6 |" in text
     assert "| DGL, one process | 85.00 | 7.07 |  |  |" in text
     assert "| 2 rank(s) | 75.00 | 7.07 | -10.00 ± 7.07 | -1.4 |" in text
+
+
+class OneFails:
+    """Kernels of which the first raises."""
+
+    x = torch.ones(1)
+
+    def kernels(self) -> dict[str, Any]:
+        return {"attention forward, GAT": (lambda: 1 // 0, 8), "attention backward, GAT": (lambda: None, 8)}
+
+
+def test_a_kernel_that_fails_is_a_line_of_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(single, "copy_bandwidth", lambda *_: 1e9)
+    measured = list(single.measure(OneFails(), 1))  # type: ignore[arg-type]
+    assert measured[0].problem.startswith("ZeroDivisionError") and measured[1].problem == ""
+    rows = [{**one._asdict(), "ratio": None if one.problem else 2.0} for one in measured]
+    case = {"graph": "20k150", "model": "gat", "dtype": "float32", "bytes_moved": 8, "peak_bytes": 40, "loss": 1.0}
+    records = [{**case, "system": "shardpass", "ms": 1.0}, {**case, "system": "eager", "ms": 4.0, "loss": 1.1}]
+    records += [{"system": "compiled", "graph": "mesh", "model": "gat", "dtype": "float32", "problem": "no compiler"}]
+    records += [{"system": "bits", "runs": 100}, {"system": "cap", "needed": 2**30, "pyg_fits": False, "fits": True}]
+    tests = 0, "a.py::one PASSED\na.py::two SKIPPED"
+    lines = gpu_report.save(tmp_path, torch.device("cpu"), rows, records, tests)
+    assert [line.split(":")[0] for line in lines] == [
+        "not measured", "met", "MISSED", "not measured", "MISSED", "MISSED", "met", "met", "met"
+    ]  # fmt: skip
+    (text,) = (path.read_text() for path in tmp_path.glob("*.md"))
+    assert "ZeroDivisionError" in text and "no compiler" in text
+    assert gpu_report.bars([], [], (1, ""))[0].startswith("not measured")
+
+
+@pytest.mark.long
+def test_other_tiles_of_every_kernel(triton_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "TILES", ((8, 2),))
+    rows = list(gpu.tiles(triton_device, small=True))
+    assert "8 edges, 2 warps" in rows[0] and len(rows) == 2 * (2 + 16)
+    assert all(float(cell) > 0 for row in rows[2:18] for cell in row.split("|")[2:4])

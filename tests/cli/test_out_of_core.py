@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # benchmarks/ is n
 pytest.importorskip("torch_geometric")
 
 from benchmarks import out_of_core
-from benchmarks.report import machine
+from benchmarks.machine import machine
 
 
 @pytest.mark.long

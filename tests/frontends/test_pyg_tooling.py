@@ -260,6 +260,12 @@ def test_compiled_dense_parts_before_and_after_wrap():
         assert all(p.grad is not None for p in model.parameters())
 
 
+def test_edges_given_to_a_compiled_model_are_refused_in_words():
+    graph = shard_in_memory(GRAPH, torch.zeros(GRAPH.num_nodes, dtype=torch.int64), sp.connect("local"), OPTIONS)
+    with pytest.raises(Exception, match=r"torch\.compile cannot read .* the graph that shardpass\.load returned"):
+        compiled(sp.pyg.wrap(made(), graph.comm))(graph.x, graph.edge_index)
+
+
 def test_a_model_that_was_compiled_is_refused_in_words():
     with pytest.raises(RefusedError, match="wrap the model first, then compile it"):
         sp.pyg.wrap(compiled(made()), sp.connect("local"))

@@ -108,3 +108,22 @@ def test_the_order_of_programs_changes_no_bit(any_order, ranks, options, dropout
     for mine, turned, other in zip(*found, run()):
         assert all(map(torch.equal, mine, turned))
         torch.testing.assert_close(mine, other, rtol=1e-11, atol=1e-11)
+
+
+def test_a_profiler_compile_and_gradcheck_see_the_kernels(triton_device):
+    """Kernels are no operators of torch: only functions of autograd call them, which `torch.compile` leaves alone."""
+    if triton_device.type == "cuda":
+        pytest.skip("the graph is on the CPU")
+    torch.manual_seed(0)
+    comm, plain = sp.connect("local"), gnn.GATv2Conv(4, 2, heads=2).double()
+    graph = shard_in_memory(small_graph(), torch.zeros(NUM_NODES, dtype=torch.int64), comm)
+    model = sp.pyg.wrap(copy.deepcopy(plain), comm)
+    x = graph.x.clone().requires_grad_()
+    whole = plain(small_graph().node["x"], small_graph().edge_index)[graph.node_ids]
+    with torch.profiler.profile() as profiler:
+        found = torch.compile(model, backend="aot_eager")(x, graph)
+        found.sum().backward()
+    torch.testing.assert_close(found, whole)
+    names = {event.key for event in profiler.key_averages()}
+    assert {f"shardpass::{name}" for name in ("attend_rows", "source_adjoint", "destination_adjoint")} <= names
+    torch.autograd.gradcheck(lambda x: model(x, graph.edge_index), (x,), fast_mode=True)

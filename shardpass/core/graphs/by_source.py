@@ -21,6 +21,11 @@ TAKING = frozenset(["__getitem__", "index_select", "gather", "embedding"])
 
 def refused(name: str, what: str) -> RefusedError:
     """An error for a function that would depend on how a rank numbers its rows."""
+    if name == "_is_view":  # the first thing that the tracer of torch.compile asks
+        return RefusedError(
+            f"{user_line()}: torch.compile cannot read a call that is given {what} of a sharded graph. Give the "
+            f"compiled model the graph that shardpass.load returned in its place, or compile the dense parts alone"
+        )
     return RefusedError(
         f"{user_line()}: `{name}` on {what} of a sharded graph: ids are numbered per rank, so the result would "
         f"differ from that of the whole graph. Compute it before partitioning and store it as a node or edge field"

@@ -84,6 +84,7 @@ def _accumulate(state: SoftmaxState, run: EdgeRun, scores: Tensor, values: Tenso
     low, high = run.bounds.low, run.bounds.high
     rows = run.dst_rows.long() - low
     top, total, out = state.top[low:high], state.total[low:high], state.out[low:high]
+    scores = scores.to(top.dtype)
     new = top.scatter_reduce(0, rows.view(-1, 1).expand_as(scores), scores, "amax")
     weights = (scores - new.index_select(0, rows)).exp_()
     weights = weights.masked_fill_(scores == float("-inf"), 0)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardpass.core.sharding import Chunk
-from shardpass.core.tracing import AdditiveScore, DotScore, Score
+from shardpass.core.tracing import AdditiveScore, DotScore, Score, accumulator_dtype
 from shardpass.errors import InternalError
 
 GIVEN, ADDITIVE, DOT, MIXED = 0, 1, 2, 3  # where numba's loops take scores from
@@ -68,7 +68,7 @@ class RowRun(NamedTuple):
 
 
 class SoftmaxState(NamedTuple):
-    """What online softmax keeps of each destination.
+    """What online softmax keeps of each destination, in the dtype that `accumulator_dtype` gives.
 
     Args:
         top: the largest score so far, ``[num_dst, heads]``.
@@ -83,8 +83,9 @@ class SoftmaxState(NamedTuple):
     @classmethod
     def fresh(cls, num_dst: int, heads: int, width: int, like: Tensor) -> SoftmaxState:
         """The state of destinations that have not seen an edge yet."""
-        top = like.new_full((num_dst, heads), float("-inf"))
-        return cls(top, torch.zeros_like(top), like.new_zeros((num_dst, heads, width)))
+        wide = accumulator_dtype(like.dtype)
+        top = like.new_full((num_dst, heads), float("-inf"), dtype=wide)
+        return cls(top, torch.zeros_like(top), like.new_zeros((num_dst, heads, width), dtype=wide))
 
 
 class Outer(NamedTuple):

@@ -55,9 +55,8 @@ def adjoint(
     given = _packed(run.indptr, run.dst_rows, weights, values, weights if kept is None else kept)
     rows = *_packed(outer.grad, outer.delta), grad_values.view(-1), relative
     if stop > start and heads:
-        grid, tile = (high - low, heads), tile_of(width)
         arguments = *given, start, stop, low, *rows, heads, width
-        launch(_given_adjoint, grid, tile, arguments, values, DROPS=kept is not None)
+        launch(_given_adjoint, (high - low, heads), tile_of(width), arguments, values, DROPS=kept is not None)
     return relative
 
 
@@ -304,7 +303,9 @@ def _source_adjoint(
     mixed, mix_sum = tl.full([BLOCK_S], 1, ACC), tl.zeros([BLOCK_S], ACC)
     if KIND == "mixed":
         mixed = tl.load(mix + h * channels + s, mask=of_scores, other=0).to(ACC)
-    for j in range(low + tl.program_id(0).to(tl.int64), high, tl.num_programs(0)):
+    lowest = low + tl.program_id(0).to(tl.int64)
+    for more in range(0, high - lowest, tl.num_programs(0)):
+        j = lowest + more  # int64, where the counter of a loop may be less
         first = tl.maximum(tl.load(indptr + j).to(tl.int64), start) - start
         last = tl.minimum(tl.load(indptr + j + 1).to(tl.int64), stop) - start
         if first < last:
@@ -321,8 +322,7 @@ def _source_adjoint(
                 mask = there[:, None] & of_scores[None, :]
                 theirs = tl.load(other + i[:, None] * channels + s[None, :], mask=mask, other=0).to(ACC)
                 score = scores_of_tile(theirs, mine, mixed, NUMBER, KIND)
-                change = tl.exp(score - tl.load(log_sum + i, mask=there, other=0).to(ACC))
-                change = tl.where(there, change, 0.0)
+                change = tl.where(there, tl.exp(score - tl.load(log_sum + i, mask=there, other=0).to(ACC)), 0.0)
                 used = change
                 inner = there[:, None] & of_values[None, :]
                 outer = tl.load(grad + i[:, None] * width + c[None, :], mask=inner, other=0).to(ACC)

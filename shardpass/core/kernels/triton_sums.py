@@ -5,7 +5,8 @@ row's edges `BLOCK_E` at a time, so that many gathers are under way at once. No 
 there are no atomic additions and every run gives the same bits. Half precision is summed in float32.
 
 [Note: 64-bit offsets]
-Rows and edges become int64 before they are multiplied with a width: a table may hold more than 2**31 numbers.
+Rows and edges become int64 before they are multiplied with a width: a table may hold more than 2**31 numbers. What
+CUDA or Triton cannot launch or hold at once is refused by `launch`.
 """
 
 from __future__ import annotations
@@ -17,10 +18,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from shardpass.core.kernels.gpu import DTYPES, SWITCH
+from shardpass.core.ranks import torch_private
 from shardpass.core.sharding import Shard, Transposes
+from shardpass.errors import RefusedError
 
 TILE = 1024  # numbers that a program of one warp gathers at a time
 MOST_EDGES, MOST_CHANNELS = 32, 128
+MOST_ROWS, MOST_COLUMNS, MOST_NUMBERS = 2**31 - 1, 2**16 - 1, 2**20  # the grid of CUDA, and a tile of Triton
 
 
 def gather_sum(out: Tensor, shard: Shard, rows: Tensor, weight: Tensor | None, fresh: bool = False) -> None:
@@ -66,16 +71,26 @@ def launch(
     *summed: Tensor,
     **constants: Any,
 ) -> None:
-    """Run a kernel of Triton on the device of its tensors.
+    """Run a kernel of Triton on the device of its tensors, under its name for a profiler.
 
     Args:
         tile: as `tile_of` gives it.
         summed: the tensors whose dtypes decide in which type sums are made: float64 if any is, else float32.
         constants: what the kernel is compiled for.
+
+    Raises:
+        RefusedError: there are more rows, heads or channels than a launch takes.
     """
+    held = tile[0] * max(tile[1], constants.get("BLOCK_S", 1))
+    if grid[0] > MOST_ROWS or grid[1] > MOST_COLUMNS or held > MOST_NUMBERS:
+        raise RefusedError(
+            f"{grid[0]} rows of {grid[1]} heads or blocks of channels, in tiles of {held} numbers: a kernel for GPUs "
+            f"takes at most {MOST_ROWS} rows, {MOST_COLUMNS} heads or blocks and {MOST_NUMBERS} numbers. Use more "
+            f"ranks or narrower rows, or set {SWITCH}=0 in the environment for torch's own operators"
+        )
     wide = tl.float64 if any(tensor.dtype == torch.float64 for tensor in summed) else tl.float32
     block_e, block_c, num_warps = tile
-    with torch.cuda.device_of(summed[0]):
+    with torch_private.span(f"shardpass::{kernel.__name__.lstrip('_')}"), torch.cuda.device_of(summed[0]):
         kernel[grid](*arguments, ACC=wide, BLOCK_E=block_e, BLOCK_C=block_c, num_warps=num_warps, **constants)
 
 
@@ -94,7 +109,7 @@ def _accumulate(
     if target.numel() == 0:
         return
     heads = 1 if weight is None or weight.dim() == 1 else weight.size(1)
-    scales = rows if weight is None else weight.to(rows.dtype)
+    scales = rows if weight is None else weight if weight.dtype in DTYPES else weight.to(rows.dtype)
     given = (t.contiguous() for t in (indptr, columns, columns if order is None else order, rows, scales))
     arguments = target, *given, num_channels, heads, num_channels // heads
     constants = {"FRESH": fresh, "WEIGHTED": weight is not None, "ORDERED": order is not None}

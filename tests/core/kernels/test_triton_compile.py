@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -26,58 +27,67 @@ from shardpass.core.kernels import triton_extremum
 from shardpass.core.kernels import triton_sums
 
 INDICES, BOUNDS = ("indptr", "columns", "order"), ("start", "stop", "low", "high")
-COUNTS, WIDE = ("heads", "width", "channels", "num_channels"), ("mix_sums",)
+COUNTS, WIDE = ("heads", "width", "channels", "num_channels"), ("mix_sums", "top", "total", "log_sum", "delta")
+seen = set()
 
 
-def compiled(kernel, dtype, index, **constants):
+def compiled(kernel, **constants):
     wide = "fp64" if dtype == "fp64" else "fp32"
-    constants |= {"ACC": tl.float64 if wide == "fp64" else tl.float32, "BLOCK_E": 16, "BLOCK_C": 64}
-    types, values = {}, {}
+    constants |= {"ACC": tl.float64 if wide == "fp64" else tl.float32, "BLOCK_E": edges, "BLOCK_C": channels}
+    seen.add(kernel.__name__)
+    types, values, hints = {}, {}, {}
     for k, parameter in enumerate(kernel.params):
         name = parameter.name
         if parameter.is_constexpr:
             types[name], values[k,] = "constexpr", constants.pop(name)
+        elif name in COUNTS and channels == 1:  # as Triton takes a 1
+            types[name], values[k,] = "constexpr", 1
         elif name in BOUNDS or name in COUNTS:
-            types[name] = "i64" if name in BOUNDS else "i32"
-        elif name == "ties":
-            types[name] = "*i32"
+            types[name] = index if name in BOUNDS else "i32"
         else:
-            types[name] = "*" + (index if name in INDICES else wide if name in WIDE else dtype)
-    source = ASTSource(kernel, types, values)
-    made = triton.compile(source, target=GPUTarget("cuda", int(capability), 32), options={"num_warps": 2}).asm
+            kind = "i32" if name == "ties" else index if name in INDICES else wide if name in WIDE else dtype
+            kind = wide if name == "out" and kernel.__name__ in ("_sum_rows", "_attend_rows") else kind
+            types[name], hints[k,] = "*" + kind, [["tt.divisibility", 16]]
+    source = ASTSource(kernel, types, values, hints)
+    made = triton.compile(source, target=GPUTarget("cuda", int(capability), 32), options={"num_warps": warps}).asm
     assert "cubin" in made and not re.search(r"\b(atom|red)\.", made["ptx"]), "adds in any order"
 
 
-dtype, index, capability = sys.argv[1:]
-compiled(triton_sums._sum_rows, dtype, index, FRESH=False, WEIGHTED=True, ORDERED=True)
-compiled(triton_sums._edge_dots, dtype, index)
-compiled(triton_extremum._extremum, dtype, index, SIGN=-1)
-compiled(triton_extremum._extremum_adjoint, dtype, index)
-compiled(triton_attention._given_adjoint, dtype, index, DROPS=True)
-for kind, channels in (("given", 1), ("slanted", 1), ("dot", 64), ("mixed", 64)):
-    given = {"NUMBER": 0.2, "KIND": kind, "DROPS": kind != "dot", "BLOCK_S": channels}
-    compiled(triton_attention._attend_rows, dtype, index, **given)
+dtype, index, capability, width = sys.argv[1:]
+edges, channels, warps = triton_sums.tile_of(int(width))
+for weighted, ordered in ((False, False), (True, False), (True, True)):
+    compiled(triton_sums._sum_rows, FRESH=not weighted, WEIGHTED=weighted, ORDERED=ordered)
+compiled(triton_sums._edge_dots)
+for sign in (1, -1):
+    compiled(triton_extremum._extremum, SIGN=sign)
+compiled(triton_extremum._extremum_adjoint)
+compiled(triton_attention._given_adjoint, DROPS=True)
+for kind, scores in (("given", 1), ("slanted", 1), ("dot", channels), ("mixed", channels)):
+    given = {"NUMBER": 0.2, "KIND": kind, "DROPS": kind != "dot", "BLOCK_S": scores}
+    compiled(triton_attention._attend_rows, **given)
     if kind != "given":
-        compiled(triton_attention._source_adjoint, dtype, index, **given, SAME=kind == "mixed")
-        compiled(triton_attention._destination_adjoint, dtype, index, **given)
+        for same in {False, kind == "mixed"}:
+            compiled(triton_attention._source_adjoint, **given, SAME=same)
+        compiled(triton_attention._destination_adjoint, **given)
+modules = triton_sums, triton_extremum, triton_attention
+known = {name for module in modules for name, one in vars(module).items() if isinstance(one, triton.JITFunction)}
+assert known - seen == {"scores_of_tile", "scores_adjoint"}, "a kernel is not compiled here"
 """
+
+EVERY = [(dtype, index, capability, width)
+         for number, (dtype, capability) in enumerate(product(("fp32", "bf16", "fp16", "fp64"), ("80", "90")))
+         for width, index in (("1", "i32"), (("64", "257")[number % 2], "i64"))]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "dtype, index, capability",
-    [
-        ("fp32", "i32", "80"),
-        pytest.param("fp32", "i64", "90", marks=pytest.mark.long),
-        pytest.param("fp64", "i64", "80", marks=pytest.mark.long),
-        pytest.param("bf16", "i32", "90", marks=pytest.mark.long),
-        pytest.param("fp16", "i64", "80", marks=pytest.mark.long),
-    ],
+    "dtype, index, capability, width",
+    [("fp32", "i32", "80", "32"), *(pytest.param(*one, marks=pytest.mark.long) for one in EVERY)],
 )
-def test_kernels_compile_for_a_gpu(dtype, index, capability, tmp_path: Path) -> None:
+def test_kernels_compile_for_a_gpu(dtype, index, capability, width, tmp_path: Path) -> None:
     pytest.importorskip("triton.backends.nvidia")
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-c", COMPILE, dtype, index, capability],
+        [sys.executable, "-c", COMPILE, dtype, index, capability, width],
         env=environment,
         capture_output=True,
         text=True,
