@@ -103,7 +103,12 @@ def test_runnable_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(
     ("page", "library"),
-    [("README.md", "torch_geometric"), ("docs/llms.txt", "torch_geometric"), ("docs/llms.txt", "dgl")],
+    [
+        ("README.md", "torch_geometric"),
+        ("docs/index.md", "torch_geometric"),
+        ("docs/llms.txt", "torch_geometric"),
+        ("docs/llms.txt", "dgl"),
+    ],
 )
 def test_a_script_changes_in_six_lines_and_then_runs(
     page: str, library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -256,6 +261,13 @@ def test_the_navigation_has_every_page_once() -> None:
     listed = re.findall(r"[\w/.-]+\.md", str(yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]))
     pages = (ROOT / "docs").rglob("*.md")
     assert sorted(listed) == sorted(page.relative_to(ROOT / "docs").as_posix() for page in pages)
+
+
+@pytest.mark.parametrize("name", ["README.md", "CITATION.cff", "docs/llms.txt", ".github/ISSUE_TEMPLATE/config.yml"])
+def test_addresses_of_the_site_are_those_of_pages(name: str) -> None:
+    """What points to the site from outside; a page that moves needs a new address there."""
+    found = re.findall(r"https://shardpass\.readthedocs\.io/([\w/-]*)", (ROOT / name).read_text(encoding="utf-8"))
+    assert not [path for path in found if path and not (ROOT / "docs" / f"{path.strip('/')}.md").exists()]
 
 
 def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
