@@ -79,7 +79,7 @@ def environment(folder: Path) -> dict[str, str]:
 def commands(code: str) -> str:
     """What is run of a block. Where commands begin with ``$``, other lines are output.
 
-    ``make`` and ``pip install`` are left out: they would change this environment. ``make wheel`` installs in an empty one.
+    ``make`` and ``pip install`` are left out: they would change this environment; `make wheel` has an empty one.
     """
     typed = "\n".join(re.findall(r"^\$ (.*)$", code, re.M)) or code
     return "set -eux -o pipefail\n" + re.sub(r"^(make|pip install) .*$", "", typed, flags=re.M)

@@ -26,8 +26,8 @@ class Site(ThreadingHTTPServer):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(("127.0.0.1", 0), partial(Handler, directory=str(folder)))
-        pages = (path.relative_to(folder).as_posix() for kind in ("html", "svg") for path in folder.rglob(f"*.{kind}"))
-        self.pages = [f"/{page}" for page in sorted(pages)]
+        pages = sorted([*folder.rglob("*.html"), *folder.glob("figures/*.svg")])
+        self.pages = [f"/{page.relative_to(folder).as_posix()}" for page in pages]
         self.reported = threading.Event()
         self.report: dict[str, Any] = {}
 
