@@ -101,7 +101,7 @@ def test_commands_run_as_printed(page: Path, tmp_path: Path, monkeypatch: pytest
             assert block["why"], "say why it is not run"
         elif block["kind"] != "python":
             words = ["bash", "-c", commands(block["code"])]
-            done = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=800, check=False)
+            done = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=1700, check=False)
             assert done.returncode == 0, f"{page.name}\n{block['code']}\n{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
             run += 1
         elif block["comment"] == "runnable":
