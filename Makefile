@@ -62,7 +62,9 @@ lint: setup
 	$(BIN)/mypy
 
 docs: setup
-	@if [ -f mkdocs.yml ]; then echo "$(BIN)/mkdocs build --strict" && $(BIN)/mkdocs build --strict --quiet; fi
+	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "the site needs Python 3.11: call make docs PYTHON=python3.11, after make clean"; exit 1; }
+	$(BIN)/python -m zensical build --clean --strict
 
 test-long: setup
 	$(BIN)/python -m pytest -m long --timeout=1800
@@ -106,5 +108,5 @@ gpu:
 	$(GPU_PYTHON) -m benchmarks.gpu
 
 clean:
-	rm -rf $(VENV) build dist site out demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) build dist site .cache out demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,6 +1,7 @@
-"""mkdocs hook: a line ``::: shardpass.load`` becomes the signature and docstring of that name.
+"""A Markdown extension: a line ``::: shardpass.load`` becomes the signature and docstring of that name.
 
-Docstrings are read when the site is built, so pages cannot fall behind the code, and nothing beyond mkdocs is needed.
+Docstrings are read when the site is built, so pages cannot fall behind the code. `mkdocs.yml` lists it as
+``docs.docstrings``, which ``python -m zensical build`` imports from the root of the checkout.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ import inspect
 import re
 from typing import Any
 
+from markdown import Extension, Markdown
+from markdown.preprocessors import Preprocessor
+
 DIRECTIVE = re.compile(r"^::: +(?P<name>[\w.]+)(?: +members=(?P<members>[\w,]+))?$", re.M)
-OUTSIDE = re.compile(r"\[(?P<text>[^\]]*)\]\((?:\.\./)+CONTRIBUTING\.md[^)]*\)")  # not a page of the site
 SECTION = re.compile(r"^(Args|Returns|Raises|Yields|Attributes):(.*)$")
 SHORT = (
     ("torch.", ""),
@@ -21,9 +24,19 @@ SHORT = (
 )
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    markdown = OUTSIDE.sub(lambda match: match["text"], markdown)
-    return DIRECTIVE.sub(lambda match: document(match["name"], match["members"]), markdown)
+class Docstrings(Extension):
+    def extendMarkdown(self, md: Markdown) -> None:
+        md.preprocessors.register(Documented(md), "docstrings", 26)  # before fences are read, whose priority is 25
+
+
+class Documented(Preprocessor):
+    def run(self, lines: list[str]) -> list[str]:
+        text = "\n".join(lines)
+        return DIRECTIVE.sub(lambda match: document(match["name"], match["members"]), text).split("\n")
+
+
+def makeExtension(**options: Any) -> Docstrings:
+    return Docstrings(**options)
 
 
 def document(path: str, members: str | None = None) -> str:
