@@ -63,7 +63,7 @@ def run(script: Path) -> None:
 
     matplotlib.use("Agg")
     matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "gallery", "font.family": "sans-serif"}
-    sys.path.insert(0, str(SCRIPTS))
+    sys.argv, sys.path[0] = [str(script)], str(SCRIPTS)
     names, outputs, drawn = {"__name__": "__main__", "__file__": str(script)}, list[str](), set[Path]()
     source = script.read_text(encoding="utf-8").splitlines()
     for is_prose, text in cells(script):
@@ -108,7 +108,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             env = {**os.environ, "OMP_NUM_THREADS": "1"}
             subprocess.run([sys.executable, __file__, "--here", name], cwd=folder, env=env, check=True)
-    (PAGES / "index.md").write_text(index(), encoding="utf-8")
+    if not sys.argv[1:]:
+        (PAGES / "index.md").write_text(index(), encoding="utf-8")
 
 
 if __name__ == "__main__":
