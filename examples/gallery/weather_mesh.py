@@ -61,7 +61,7 @@ def states(steps=8):
     return np.stack(smoke, 1).astype(np.float32)
 
 
-train, test = np.stack([states() for _ in range(6)], 1), states()
+train, test = np.stack([states() for _ in range(4)], 1), states()
 
 # %% [markdown]
 # ## The model
@@ -93,7 +93,7 @@ class Layer(MessagePassing):
 
 
 class MeshGraphNet(torch.nn.Module):
-    def __init__(self, node_channels, edge_channels, width=32, layers=4):
+    def __init__(self, node_channels, edge_channels, width=32, layers=3):
         super().__init__()
         self.encode_nodes, self.encode_edges = mlp(node_channels, width), mlp(edge_channels, width)
         self.layers = torch.nn.ModuleList(Layer(width) for _ in range(layers))
@@ -128,7 +128,7 @@ data.num_nodes = len(points)
 sp.partition(data, "mesh-parts", parts=2, overwrite=True)
 mean, spread = float(train.mean()), float(train.std())
 change = float(np.diff(train).std())  # what the model predicts has variance 1
-samples = [(run, t) for run in range(6) for t in range(8)]
+samples = [(run, t) for run in range(4) for t in range(8)]
 
 
 def inputs(smoke, wind):
@@ -166,7 +166,7 @@ def fit(comm):
 
 (losses, rolled, own_edges), _ = sp.spawn(fit, 2)
 print(f"rank 0 has {own_edges:,} of {len(src):,} edges")
-print(f"error of one step: {losses[0]:.2f} at first, {np.mean(losses[-48:]):.2f} in the last epoch; 1 is to predict no change")
+print(f"error of one step: {losses[0]:.2f} at first, {np.mean(losses[-len(samples) :]):.2f} in the last epoch; 1 is to predict no change")
 
 # %% [markdown]
 # ## Is it the same model?
