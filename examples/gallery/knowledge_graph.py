@@ -23,7 +23,7 @@ from torch_geometric.nn import RGCNConv
 
 import shardpass as sp
 
-size = int(sys.argv[1]) if len(sys.argv) > 1 else 1
+size, epochs = map(int, sys.argv[1:]) if len(sys.argv) > 1 else (1, 40)
 torch.manual_seed(0)
 PEOPLE, COMPANIES, CITIES, COUNTRIES = 2000 * size, 200 * size, 100 * size, 20
 first = torch.tensor([0, PEOPLE, COMPANIES, CITIES]).cumsum(0)  # the first id of each kind
@@ -83,12 +83,17 @@ class Completion(torch.nn.Module):
 # %% [markdown]
 # ## Train
 #
-# Messages go both ways, so each relation gets an inverse. The ranks share the facts: each scores its own part of them, with as
-# many wrong ones beside them. A wrong fact has another object, drawn from all entities.
+# Messages go both ways, so each relation gets an inverse. Citizenships send no messages: a model that reads the answer would
+# learn to copy it. The ranks share the facts. Each scores its own part, with as many wrong ones beside them, whose object is
+# another of the same kind.
 
 # %%
-src, dst = torch.cat([train[[0, 2]], train[[2, 0]]], dim=1)
-edge_type = torch.cat([train[1], train[1] + RELATIONS])
+known = train[:, train[1] != CITIZEN]
+src, dst = torch.cat([known[[0, 2]], known[[2, 0]]], dim=1)
+edge_type = torch.cat([known[1], known[1] + RELATIONS])
+low = torch.tensor([int(o.min()) for _, o in facts.values()])  # the objects of a relation are of one kind
+high = torch.tensor([int(o.max()) + 1 for _, o in facts.values()])[train[1]]
+low = low[train[1]]
 data = Data(edge_index=torch.stack([src, dst]), edge_type=edge_type, num_nodes=entities)
 sp.partition(data, "knowledge-parts", parts=2, overwrite=True)
 
@@ -102,7 +107,8 @@ def fit(comm, epochs):
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     generator, losses = torch.Generator().manual_seed(0), []
     for _ in range(epochs):
-        wrong = torch.stack([train[0], train[1], torch.randint(entities, train[2].shape, generator=generator)])
+        drawn = low + (torch.rand(low.shape, generator=generator) * (high - low)).long()
+        wrong = torch.stack([train[0], train[1], drawn])
         s, r, o = torch.cat([train, wrong], dim=1)[:, comm.rank :: comm.size]
         truth = torch.cat([torch.ones(train.size(1)), torch.zeros(train.size(1))])[comm.rank :: comm.size]
         scores = model(graph.edge_index, graph.edge_type, sp.node_ids(graph, s), r, sp.node_ids(graph, o))
@@ -117,12 +123,35 @@ def fit(comm, epochs):
     return losses, z, model.relations.detach()
 
 
-import time; t=time.time(); t0=time.process_time()
-(losses, z, relations), _ = sp.spawn(fit, 2, args=(int(sys.argv[2]),))
-print(losses[::10], time.process_time()-t0, time.time()-t)
-scores = (z[test[0]] * relations[CITIZEN]) @ z.T
-true = scores.gather(1, test[2][:, None])
-rank = 1 + (scores > true).sum(dim=1)
-print(f"mean reciprocal rank {(1 / rank).mean():.3f}, hits at 1: {(rank == 1).float().mean():.1%}")
-scores = (z[test[0]] * relations[CITIZEN]) @ z[int(first[3]):].T
-print((scores.argmax(1)==test[2]-int(first[3])).float().mean())
+(losses, z, relations), _ = sp.spawn(fit, 2, args=(epochs,))
+(alone, _, _), *_ = sp.spawn(fit, 1, args=(5,))
+gap = max(abs(a - b) for a, b in zip(alone, losses))
+print(f"loss {losses[0]:.3f} at first, {losses[-1]:.3f} after {epochs} epochs")
+print(f"largest difference of the losses of 5 epochs on one rank and on two: {gap:.1e}")
+assert gap < 1e-4
+
+# %% [markdown]
+# ## Ask it
+#
+# `fit` gathered the entities' vectors on rank 0, in the order of their ids. For each held-out citizenship, all countries are
+# scored. By chance the true one would come first once in 20 times. Since one citizenship in ten follows no rule, about nine in
+# ten is the best that anybody can do.
+
+# %%
+scores = (z[test[0]] * relations[CITIZEN]) @ z[first[3] :].T
+rank = 1 + (scores > scores.gather(1, test[2][:, None] - first[3])).sum(dim=1)
+hits = [float((rank <= k).float().mean()) for k in range(1, 11)]
+print(f"hits at 1: {hits[0]:.0%}, hits at 3: {hits[2]:.0%}, mean reciprocal rank {(1 / rank).mean():.2f}")
+assert hits[0] > 0.5
+
+fig, axes = plt.subplots(1, 2, figsize=(9, 3), layout="constrained")
+axes[0].plot(losses, label="two ranks")
+axes[0].plot(alone, "o", label="one rank")
+axes[0].set(xlabel="epoch", ylabel="loss", ylim=0)
+axes[0].legend()
+axes[1].plot(range(1, 11), hits, "o-", label="R-GCN")
+axes[1].plot(range(1, 11), [k / COUNTRIES for k in range(1, 11)], "--", label="chance")
+axes[1].set(xlabel="k", ylabel="true country among the first k", ylim=(0, 1))
+axes[1].legend()
+title = "The loss on one rank and on two, and how often the true country is among the first k"
+fig.savefig("knowledge_graph.svg", metadata={"Title": title, "Date": None})
