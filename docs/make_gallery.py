@@ -2,6 +2,7 @@
 
     python docs/make_gallery.py              # all of them
     python docs/make_gallery.py weather_mesh
+    python docs/make_gallery.py --prose      # runs nothing: where prose has changed, and code has not
 
 A script is in the percent format, which jupytext and editors know: `# %%` begins a cell of code, `# %% [markdown]` a cell of
 prose. The pages are committed, so the site builds without running anything; tests/test_gallery.py compares them.
@@ -57,6 +58,22 @@ def without_outputs(page: str) -> str:
     return OUTPUT.sub("", page)
 
 
+def outputs_of(script: Path) -> list[str]:
+    """What the page of a script shows below each of its cells.
+
+    Raises:
+        ValueError: the page has other code.
+    """
+    page, outputs = (PAGES / f"{script.stem}.md").read_text(encoding="utf-8"), list[str]()
+    for is_prose, text in cells(script):
+        _, block, rest = page.partition(f"```python\n{text.strip()}\n```\n")
+        if not is_prose and not block:
+            raise ValueError(f"the page of {script.name} has other code: run python docs/make_gallery.py {script.stem}")
+        found = re.match(f"(?:{OUTPUT.pattern})+", rest, re.S) if block else None
+        outputs.append("" if is_prose or not found else found[0][1:])
+    return outputs
+
+
 def run(script: Path) -> None:
     """Run a script cell by cell in this process and this folder; write its page and its plots."""
     import matplotlib
@@ -103,13 +120,16 @@ def main() -> None:
     if sys.argv[1:2] == ["--here"]:
         run(SCRIPTS / f"{sys.argv[2]}.py")
         return
-    PAGES.mkdir(exist_ok=True)
-    for name in sys.argv[1:] or ORDER:
+    names = [name for name in sys.argv[1:] if name != "--prose"] or ORDER
+    for name in names:
+        script = SCRIPTS / f"{name}.py"
+        if "--prose" in sys.argv:
+            (PAGES / f"{name}.md").write_text(page_of(script, outputs_of(script)), encoding="utf-8")
+            continue
         with tempfile.TemporaryDirectory() as folder:
             env = {**os.environ, "OMP_NUM_THREADS": "1"}
             subprocess.run([sys.executable, __file__, "--here", name], cwd=folder, env=env, check=True)
-    if not sys.argv[1:]:
-        (PAGES / "index.md").write_text(index(), encoding="utf-8")
+    (PAGES / "index.md").write_text(index(), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -131,3 +131,13 @@ ax.set(xlabel="score", ylabel="share of accounts", yticks=[])
 ax.legend()
 title = "Scores of accounts without a label: mules have higher ones than ordinary accounts"
 fig.savefig("inference_own_ids.svg", metadata={"Title": title, "Date": None})
+
+# %% [markdown]
+# [Inference](../inference.md) and [Your own node ids](../names.md) tell the rest: what counts as a change when a run goes on, several
+# types, and the same from the command line.
+#
+# ## Largest size tested
+#
+# * Tables with 10 million strings as ids and 20 million edges were partitioned within 1.4 GiB (`python -m benchmarks.names`).
+# * A GraphSAGE of three layers of 128 was run over 300,000 nodes and 3 million edges. Two ranks peaked at 151 MiB each, and PyG's own
+#   layer-wise inference at 446 MiB (`python -m benchmarks.inference_peak`).

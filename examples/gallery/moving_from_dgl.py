@@ -10,6 +10,7 @@
 
 # %%
 import inspect
+import sys
 from difflib import unified_diff
 
 import dgl
@@ -19,9 +20,11 @@ import torch.nn.functional as F
 from dgl.nn import GATConv
 
 import shardpass as sp
-from shardpass.cli.graphs import digits
+from shardpass.cli.graphs import digits, powerlaw
 
-arrays = {name: torch.as_tensor(array) for name, array in digits().items()}
+torch.set_num_threads(1)  # ranks are threads here
+arrays = powerlaw(int(sys.argv[1])) if len(sys.argv) > 1 else digits()
+arrays = {name: torch.as_tensor(array) for name, array in arrays.items()}
 g = dgl.graph(tuple(arrays.pop("edge_index").long()), num_nodes=len(arrays["x"]))
 g.ndata.update(feat=arrays["x"], label=arrays["y"], train_mask=arrays["train_mask"], test_mask=arrays["test_mask"])
 
@@ -83,7 +86,6 @@ def after(comm):
     return losses, sp.accuracy(logits, g.ndata["label"], g.ndata["test_mask"], comm)
 
 
-torch.set_num_threads(1)  # ranks are threads here
 sharded_losses, sharded_accuracy = sp.spawn(after, 3)[0]
 print(f"three ranks: loss {sharded_losses[-1]:.4f}, test accuracy {sharded_accuracy:.4f}")
 

@@ -101,3 +101,11 @@ ax.set(xlabel="steps", ylabel="test accuracy")
 ax.legend(loc="lower right")
 title = "Test accuracy by step: samples alone level off, steps on the whole graph go on rising"
 fig.savefig("sampled_training.svg", metadata={"Title": title, "Date": None})
+
+# %% [markdown]
+# [Sampling](../sampling.md) has the loaders of PyG and DGL, links, several types, and sampling by weight.
+#
+# ## Largest size tested
+#
+# A graph of 100,000 nodes and 3 million edges, with 15, 10 and 5 neighbours and 1,024 seeds a step on each of 4 ranks
+# (`benchmarks/reports/sampling-2026-11-21.md` in the repository). There one rank drew 31 million edges a second, and DGL's sampler 22.
