@@ -4,8 +4,9 @@
     python docs/make_gallery.py weather_mesh
     python docs/make_gallery.py --prose      # runs nothing: where prose has changed, and code has not
 
-A script is in the percent format, which jupytext and editors know: `# %%` begins a cell of code, `# %% [markdown]` a cell of
-prose. The pages are committed, so the site builds without running anything; tests/test_gallery.py compares them.
+A script is in the percent format, which jupytext and editors know: `# %%` begins a cell of code, `# %% [markdown]` a
+cell of prose. The pages are committed, so the site builds without running anything; tests/test_gallery.py compares
+them.
 """
 
 from __future__ import annotations
@@ -104,14 +105,14 @@ def run(script: Path) -> None:
 def index() -> str:
     """The first page of the gallery: title, first sentences and plot of each."""
     parts = [
-        "# Gallery\n\nEight jobs from beginning to end. Each page is a script that runs within a minute on two cores, with "
-        "what it printed and drew. Each names the largest size that was tested.\n"
+        "# Gallery\n\nEight jobs from beginning to end. Each page is a script that runs within a minute on two quiet "
+        "cores, with what it printed and drew. Each names the largest size that was tested.\n"
     ]
     for name in ORDER:
         page = (PAGES / f"{name}.md").read_text(encoding="utf-8")
         title, first = page.split("\n\n")[:2]
         plot = re.findall(r"!\[([^\]]*)\]\(([^)]*)\)", page)[-1]
-        parts.append(f"#{title.replace('# ', f'# [')}]({name}.md)\n\n{first.strip()}\n\n![{plot[0]}]({plot[1]})\n")
+        parts.append(f"#{title.replace('# ', '# [')}]({name}.md)\n\n{first.strip()}\n\n![{plot[0]}]({plot[1]})\n")
     return "\n".join(parts)
 
 

@@ -29,7 +29,11 @@ PAGES = [
     ROOT / "SECURITY.md",
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-READABLE = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "gallery").glob("*.md"))]
+READABLE = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs" / "gallery").glob("*.md")),
+]
 """Pages without a sentence of more than 30 words."""
 LONG = ["pyg-layers.md", "dgl-layers.md", "design.md"]
 """Tables of layers, and the tour of the code: the only ones of them that may have 1,000 words or more."""

@@ -34,14 +34,18 @@ GALLERY = make_gallery()
 def test_a_page_has_the_prose_and_code_of_its_script(name: str) -> None:
     page = (GALLERY.PAGES / f"{name}.md").read_text(encoding="utf-8")
     script = GALLERY.SCRIPTS / f"{name}.py"
-    assert GALLERY.without_outputs(page) == GALLERY.page_of(script), f"run python docs/make_gallery.py {name}; with --prose, if its code is as it was"
+    assert GALLERY.without_outputs(page) == GALLERY.page_of(script), (
+        f"run python docs/make_gallery.py {name}; with --prose, if its code is as it was"
+    )
     (plot,) = re.findall(r"!\[.{30,}\]\((.*)\)", page)
     assert (GALLERY.PAGES / plot).exists()
     assert "## Largest size tested" in page
 
 
 def test_the_index_and_the_site_have_every_page() -> None:
-    assert (GALLERY.PAGES / "index.md").read_text(encoding="utf-8") == GALLERY.index(), "python docs/make_gallery.py --prose"
+    assert (GALLERY.PAGES / "index.md").read_text(encoding="utf-8") == GALLERY.index(), (
+        "python docs/make_gallery.py --prose"
+    )
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     assert not [name for name in (*GALLERY.ORDER, "index") if f"gallery/{name}.md" not in navigation]
 

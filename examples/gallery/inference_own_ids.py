@@ -1,8 +1,9 @@
 # %% [markdown]
 # # Inference for all nodes, with your own ids
 #
-# Every night, all accounts of a bank are scored: which of them move money for fraudsters? Transfers and accounts come as Parquet
-# tables, ids are strings, and the scores must leave the same way. Between the tables, the graph is sharded.
+# Every night, all accounts of a bank are scored: which of them move money for fraudsters? Transfers and accounts come
+# as Parquet tables, ids are strings, and the scores must leave the same way. Between the tables, the graph is
+# sharded.
 #
 # ## The tables
 #
@@ -41,8 +42,9 @@ print(num, "accounts, such as", accounts.slice(5, 1).to_pylist()[0])
 # %% [markdown]
 # ## From tables to parts
 #
-# `stream_tables` joins the tables in bounded memory, on disk where that is needed. It numbers the accounts as the rows of their
-# table, and keeps the ids in the store. The columns that are left over are features. Do this once for each new graph.
+# `stream_tables` joins the tables in bounded memory, on disk where that is needed. It numbers the accounts as the
+# rows of their table, and keeps the ids in the store. The columns that are left over are features. Do this once for
+# each new graph.
 
 # %%
 tables = sp.data.stream_tables("transfers.parquet", "accounts.parquet", node_id="account", label="fraud")
@@ -51,8 +53,9 @@ print(sp.partition(tables, "bank-parts", parts=2, overwrite=True))
 # %% [markdown]
 # ## The model
 #
-# You may train it here or elsewhere. Only a `state_dict` counts. We train it on two ranks, on the accounts with a label: an
-# unknown label is -1.
+# You may train it here or elsewhere. Only a `state_dict` counts. We train it on two ranks, on the accounts with a
+# label: an unknown label is -1.
+
 
 # %%
 def make():
@@ -82,8 +85,9 @@ print(f"loss {loss:.3f}")
 # %% [markdown]
 # ## Score every account
 #
-# `sp.infer` runs the model layer by layer, over all neighbours. It writes a table with your ids, since the name ends with
-# `.parquet`. If the job is ended at night, the next one goes on after the last layer that was finished.
+# `sp.infer` runs the model layer by layer, over all neighbours. It writes a table with your ids, since the name ends
+# with `.parquet`. If the job is ended at night, the next one goes on after the last layer that was finished.
+
 
 # %%
 def score(comm):
@@ -102,8 +106,8 @@ print(scores.num_rows, "rows:", scores.slice(0, 2).to_pylist())
 # %% [markdown]
 # ## Is it right?
 #
-# The ids are those of the accounts, in the same order. The numbers are those of plain PyG, for which you would have to number
-# the accounts yourself.
+# The ids are those of the accounts, in the same order. The numbers are those of plain PyG, for which you would have
+# to number the accounts yourself.
 
 # %%
 assert scores["id"].to_pylist() == accounts["account"].to_pylist()
@@ -133,11 +137,12 @@ title = "Scores of accounts without a label: mules have higher ones than ordinar
 fig.savefig("inference_own_ids.svg", metadata={"Title": title, "Date": None})
 
 # %% [markdown]
-# [Inference](../inference.md) and [Your own node ids](../names.md) tell the rest: what counts as a change when a run goes on, several
-# types, and the same from the command line.
+# [Inference](../inference.md) and [Your own node ids](../names.md) tell the rest: what counts as a change when a run
+# goes on, several types, and the same from the command line.
 #
 # ## Largest size tested
 #
-# * Tables with 10 million strings as ids and 20 million edges were partitioned within 1.4 GiB (`python -m benchmarks.names`).
-# * A GraphSAGE of three layers of 128 was run over 300,000 nodes and 3 million edges. Two ranks peaked at 151 MiB each, and PyG's own
-#   layer-wise inference at 446 MiB (`python -m benchmarks.inference_peak`).
+# * Tables with 10 million strings as ids and 20 million edges were partitioned within 1.4 GiB (`python -m
+#   benchmarks.names`).
+# * A GraphSAGE of three layers of 128 was run over 300,000 nodes and 3 million edges. Two ranks peaked at 151 MiB
+#   each, and PyG's own layer-wise inference at 446 MiB (`python -m benchmarks.inference_peak`).

@@ -1,16 +1,16 @@
 # %% [markdown]
 # # A knowledge graph: R-GCN
 #
-# An R-GCN learns a vector for each entity of a knowledge graph, and a DistMult decoder scores facts that are not in it. This
-# page completes a graph of people, companies and places: of which country is somebody a citizen?
+# An R-GCN learns a vector for each entity of a knowledge graph, and a DistMult decoder scores facts that are not in
+# it. This page completes a graph of people, companies and places: of which country is somebody a citizen?
 #
-# In such graphs the entities outgrow a memory first: each has a learned row, its gradient, and two rows of Adam's state. A
-# table of all entities is therefore spread over the ranks.
+# In such graphs the entities outgrow a memory first: each has a learned row, its gradient, and two rows of Adam's
+# state. A table of all entities is therefore spread over the ranks.
 #
 # ## The facts
 #
-# The graph is made up, with rules behind it. Who was born in a city is a citizen of its country, nine times in ten. Companies
-# are in cities, and most people work near where they live. Citizenships of every fifth person are held out.
+# The graph is made up, with rules behind it. Who was born in a city is a citizen of its country, nine times in ten.
+# Companies are in cities, and most people work near where they live. Citizenships of every fifth person are held out.
 
 # %%
 import sys
@@ -54,8 +54,8 @@ print(f"{entities:,} entities, {train.size(1):,} facts to learn from, {test.size
 # %% [markdown]
 # ## The model
 #
-# `RGCNConv` and `DistMult` are those of PyG. The one change is the table: `sp.NodeEmbedding`, where one process has an
-# `nn.Embedding`. Each rank has the rows of its own entities, and the same initial values on any number of ranks.
+# `RGCNConv` and `DistMult` are those of PyG. The one change is the table: `sp.NodeEmbedding`, where one process has
+# an `nn.Embedding`. Each rank has the rows of its own entities, and the same initial values on any number of ranks.
 #
 # `pairs` are entities by their ids in the whole graph, so `z[pairs]` is a row of any rank. That line stays as it was.
 
@@ -83,9 +83,9 @@ class Completion(torch.nn.Module):
 # %% [markdown]
 # ## Train
 #
-# Messages go both ways, so each relation gets an inverse. Citizenships send no messages: a model that reads the answer would
-# learn to copy it. The ranks share the facts. Each scores its own part, with as many wrong ones beside them, whose object is
-# another of the same kind.
+# Messages go both ways, so each relation gets an inverse. Citizenships send no messages: a model that reads the
+# answer would learn to copy it. The ranks share the facts. Each scores its own part, with as many wrong ones beside
+# them, whose object is another of the same kind.
 
 # %%
 known = train[:, train[1] != CITIZEN]
@@ -133,9 +133,9 @@ assert gap < 1e-4
 # %% [markdown]
 # ## Ask it
 #
-# `fit` gathered the entities' vectors on rank 0, in the order of their ids. For each held-out citizenship, all countries are
-# scored. By chance the true one would come first once in 20 times. Since one citizenship in ten follows no rule, about nine in
-# ten is the best that anybody can do.
+# `fit` gathered the entities' vectors on rank 0, in the order of their ids. For each held-out citizenship, all
+# countries are scored. By chance the true one would come first once in 20 times. Since one citizenship in ten follows
+# no rule, about nine in ten is the best that anybody can do.
 
 # %%
 scores = (z[test[0]] * relations[CITIZEN]) @ z[first[3] :].T
@@ -155,3 +155,11 @@ axes[1].set(xlabel="k", ylabel="true country among the first k", ylim=(0, 1))
 axes[1].legend()
 title = "The loss on one rank and on two, and how often the true country is among the first k"
 fig.savefig("knowledge_graph.svg", metadata={"Title": title, "Date": None})
+
+# %% [markdown]
+# `RGCNConv` takes its edges by their types: `graph.edge_type` stands in the order of `graph.edge_index`. On a graph
+# with several node types, `HeteroConv` and `to_hetero` do the same job: see [Several types](../hetero.md).
+#
+# ## Largest size tested
+#
+# KGSIZE

@@ -1,13 +1,13 @@
 # %% [markdown]
 # # Larger than memory, on a laptop
 #
-# You have one machine, and neither the features nor what autograd keeps fit its memory. Then both can stay on the disk. Here a
-# process may take 36 MiB for a graph with 39 MiB of features, and a GCN of six layers trains in it.
+# You have one machine, and neither the features nor what autograd keeps fit its memory. Then both can stay on the
+# disk. Here a process may take 36 MiB for a graph with 39 MiB of features, and a GCN of six layers trains in it.
 #
 # ## The graph
 #
-# Each node has 1,024 numbers, as an embedding of a text has. A graph for one rank is stored as one part: its features are then
-# mapped from the file, and nothing is copied.
+# Each node has 1,024 numbers, as an embedding of a text has. A graph for one rank is stored as one part: its features
+# are then mapped from the file, and nothing is copied.
 
 # %%
 import sys
@@ -33,9 +33,10 @@ for name in ("x", "y", "train_mask", "edge_index"):
 # %% [markdown]
 # ## Train
 #
-# The one new line is `with sp.offload(...)` around the forward pass. What autograd saves for backward goes to a file in that
-# folder, and is read when backward comes to it. `GCNConv` takes its linear map before it sums, so only rows as wide as a layer
-# are in memory.
+# The one new line is `with sp.offload(...)` around the forward pass. What autograd saves for backward goes to a file
+# in that folder, and is read when backward comes to it. `GCNConv` takes its linear map before it sums, so only rows
+# as wide as a layer are in memory.
+
 
 # %%
 def make(channels, classes):
@@ -80,8 +81,8 @@ def plain(epochs=4):
 # %% [markdown]
 # ## With and without a limit
 #
-# Each way to train runs twice, in a process of its own: without a limit, and within it. The kernel enforces the limit. It counts
-# what the process may write to, so the mapped file is added to it.
+# Each way to train runs twice, in a process of its own: without a limit, and within it. The kernel enforces the
+# limit. It counts what the process may write to, so the mapped file is added to it.
 
 # %%
 ways = {
@@ -113,13 +114,13 @@ title = "Peak memory of four ways to train; only features mapped and tensors off
 fig.savefig("larger_than_memory.svg", metadata={"Title": title, "Date": None})
 
 # %% [markdown]
-# The time is what you would expect: what is offloaded must be written and read again. A report measures it beside the peaks
-# (`benchmarks/reports/out-of-core-2026-11-22.md` in the repository): 0.70 CPU seconds an epoch with offloading, and 0.55 with all
-# in memory.
+# The time is what you would expect: what is offloaded must be written and read again. A report measures it beside the
+# peaks (`benchmarks/reports/out-of-core-2026-11-22.md` in the repository): 0.70 CPU seconds an epoch with offloading,
+# and 0.55 with all in memory.
 #
 # [Larger than memory](../larger-than-memory.md) says what stays in memory all the same, and what to watch.
 #
 # ## Largest size tested
 #
-# 16,000 nodes with 1,024 features in float64 (125 MiB), 161,268 edges, six layers of 32, within 72 MiB: the same report. `sp.offload`
-# has been tried neither on graphs of millions of nodes nor on a GPU.
+# 16,000 nodes with 1,024 features in float64 (125 MiB), 161,268 edges, six layers of 32, within 72 MiB: the same
+# report. `sp.offload` has been tried neither on graphs of millions of nodes nor on a GPU.

@@ -14,6 +14,7 @@ from pathlib import Path
 
 _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of glibc
 
+
 def status(field):
     """Bytes that a line of /proc/self/status tells."""
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -27,7 +28,12 @@ def held():
 
 def _child(pipe, fn, rank, ranks, port, megabytes, mapped):
     if ranks > 1:  # the variables of torchrun, which sp.connect() reads
-        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.environ |= {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
     threading.stack_size(1 << 20)
     ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 16)  # so that freed tensors leave the process at once
     start, began, memory = held(), time.perf_counter(), []
@@ -53,8 +59,8 @@ def _child(pipe, fn, rank, ranks, port, megabytes, mapped):
 def spawn_limited(fn, ranks=1, megabytes=None, mapped=0):
     """What ``fn()`` returned on each rank, or a `MemoryError`, and the memory it held: ``[(seconds, MiB), ...]``.
 
-    The kernel enforces the limit (RLIMIT_DATA), on top of what the libraries hold. It counts a file that is mapped as if it were
-    in memory, so `mapped` bytes are added. The memory is that above the libraries.
+    The kernel enforces the limit (RLIMIT_DATA), on top of what the libraries hold. It counts a file that is mapped as
+    if it were in memory, so `mapped` bytes are added. The memory is that above the libraries.
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

@@ -1,13 +1,15 @@
 # %% [markdown]
 # # Link prediction
 #
-# A model that predicts links scores pairs of nodes: who will follow whom, what will be bought together. Some pairs have ends
-# on two ranks. This page trains PyG's usual encoder and decoder on the whole graph, with all of its links in every step.
+# A model that predicts links scores pairs of nodes: who will follow whom, what will be bought together. Some pairs
+# have ends on two ranks. This page trains PyG's usual encoder and decoder on the whole graph, with all of its links
+# in every step.
 #
 # ## Links, and links held out
 #
-# A product graph is made up: products have one of 40 topics and noisy features, and most links are within a topic. PyG's
-# `RandomLinkSplit` holds a tenth of the links out. It knows nothing of ranks, since it runs before the graph is cut.
+# A product graph is made up: products have one of 40 topics and noisy features, and most links are within a topic.
+# PyG's `RandomLinkSplit` holds a tenth of the links out. It knows nothing of ranks, since it runs before the graph is
+# cut.
 
 # %%
 import sys
@@ -15,6 +17,7 @@ import sys
 import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
+from torch_geometric import seed_everything
 from torch_geometric.data import Data
 from torch_geometric.nn import GCNConv
 from torch_geometric.transforms import RandomLinkSplit
@@ -23,10 +26,11 @@ from torch_geometric.utils import coalesce, remove_self_loops, to_undirected
 import shardpass as sp
 
 nodes = int(sys.argv[1]) if len(sys.argv) > 1 else 3000
-torch.manual_seed(0)
+seed_everything(0)
 topic = torch.arange(nodes) * 40 // nodes
-near = (torch.arange(nodes).repeat(6) + (torch.randn(6 * nodes) * nodes / 160).long()).clamp(0, nodes - 1)
-src, dst = torch.arange(nodes).repeat(6), torch.where(torch.rand(6 * nodes) < 0.85, near, torch.randint(nodes, near.shape))
+src = torch.arange(nodes).repeat(6)
+near = (src + (torch.randn(6 * nodes) * nodes / 160).long()).clamp(0, nodes - 1)
+dst = torch.where(torch.rand(6 * nodes) < 0.85, near, torch.randint(nodes, near.shape))
 order = torch.randperm(nodes)  # so that ids tell nothing
 edge_index = to_undirected(remove_self_loops(coalesce(order[torch.stack([src, dst])]))[0])
 x = torch.empty(nodes, 64)
@@ -42,6 +46,7 @@ print(f"{nodes:,} products, {positives.size(1):,} links to learn from, {test.edg
 #
 # This is the model of PyG's own example. `z[edge_label_index[0]]` reads rows of any node, and stays as it is.
 
+
 # %%
 class Net(torch.nn.Module):
     def __init__(self, channels):
@@ -56,8 +61,9 @@ class Net(torch.nn.Module):
 # %% [markdown]
 # ## Train on three ranks
 #
-# Each rank scores its own share of the pairs, whoever owns their ends. `sp.node_ids` says that these numbers are nodes of the
-# whole graph. `sp.negative_sampling` draws pairs that are no links. The same seed draws the same pairs on any number of ranks.
+# Each rank scores its own share of the pairs, whoever owns their ends. `sp.node_ids` says that these numbers are
+# nodes of the whole graph. `sp.negative_sampling` draws pairs that are no links. The same seed draws the same pairs
+# on any number of ranks.
 #
 # A metric is one number for all ranks: `sp.roc_auc` and `sp.average_precision` take the pairs of all of them.
 
@@ -93,7 +99,7 @@ def fit(comm, epochs=40):
 
 (history, weights), *_ = sp.spawn(fit, 3)
 loss, area, precision = history[-1]
-print(f"after {len(history)} epochs: loss {loss:.3f}, area under the ROC curve {area:.3f}, average precision {precision:.3f}")
+print(f"after {len(history)} epochs: loss {loss:.3f}, area {area:.3f}, average precision {precision:.3f}")
 
 # %% [markdown]
 # ## Take it away
@@ -123,3 +129,11 @@ axes[1].set(xlabel="non-links taken for links", ylabel="links found", aspect="eq
 axes[1].legend()
 title = "Area under the ROC curve and average precision by epoch, and the ROC curve at the end"
 fig.savefig("link_prediction.svg", metadata={"Title": title, "Date": None})
+
+# %% [markdown]
+# [Link prediction](../link-prediction.md) has more: rows of any nodes, autoencoders, several types. For mini-batches
+# of links, see [Sampling](../sampling.md#links).
+#
+# ## Largest size tested
+#
+# LPSIZE

@@ -1,12 +1,13 @@
 # %% [markdown]
 # # Moving from DGL or SAR
 #
-# DGL is no longer developed, and its models are still in use. This page takes a script of plain DGL, and runs it sharded. The model
-# stays a DGL model, of DGL's own layers. It needs DGL 1.1.3 and Python below 3.12.
+# DGL is no longer developed, and its models are still in use. This page takes a script of plain DGL, and runs it
+# sharded. The model stays a DGL model, of DGL's own layers. It needs DGL 1.1.3 and Python below 3.12.
 #
 # ## Before
 #
-# A GAT on the handwritten digits of scikit-learn: 1,797 images, each linked to the ten that are nearest to it.
+# A GAT on the handwritten digits of scikit-learn: 1,797 images, each linked to the ten that are nearest to it, and to
+# itself.
 
 # %%
 import inspect
@@ -25,7 +26,7 @@ from shardpass.cli.graphs import digits, powerlaw
 torch.set_num_threads(1)  # ranks are threads here
 arrays = powerlaw(int(sys.argv[1])) if len(sys.argv) > 1 else digits()
 arrays = {name: torch.as_tensor(array) for name, array in arrays.items()}
-g = dgl.graph(tuple(arrays.pop("edge_index").long()), num_nodes=len(arrays["x"]))
+g = dgl.add_self_loop(dgl.graph(tuple(arrays.pop("edge_index").long()), num_nodes=len(arrays["x"])))
 g.ndata.update(feat=arrays["x"], label=arrays["y"], train_mask=arrays["train_mask"], test_mask=arrays["test_mask"])
 
 
@@ -43,7 +44,7 @@ def before(g):
     model = GAT(64, 10)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     losses = []
-    for epoch in range(40):
+    for _ in range(40):
         logits = model(g, g.ndata["feat"])
         loss = F.cross_entropy(logits[g.ndata["train_mask"]], g.ndata["label"][g.ndata["train_mask"]])
         optimizer.zero_grad()
@@ -60,8 +61,8 @@ print(f"plain DGL: loss {losses[-1]:.4f}, test accuracy {accuracy:.4f}")
 # %% [markdown]
 # ## After
 #
-# `sp.partition` takes the `DGLGraph`, or the `.json` that `dgl.distributed.partition_graph` wrote. `sp.dgl.graph` gives each rank a
-# graph with DGL's names, so the code around the model hardly changes.
+# `sp.partition` takes the `DGLGraph`, or the `.json` that `dgl.distributed.partition_graph` wrote. `sp.dgl.graph`
+# gives each rank a graph with DGL's names, so the code around the model hardly changes.
 
 # %%
 sp.partition(g, "dgl-parts", parts=3, overwrite=True)
@@ -75,7 +76,7 @@ def after(comm):
     sp.dgl.wrap(model, comm)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     losses = []
-    for epoch in range(40):
+    for _ in range(40):
         logits = model(g, g.ndata["feat"])
         loss = sp.cross_entropy(logits, g.ndata["label"], g.ndata["train_mask"], comm)
         optimizer.zero_grad()
@@ -127,14 +128,14 @@ fig.savefig("moving_from_dgl.svg", metadata={"Title": title, "Date": None})
 # %% [markdown]
 # ## From SAR
 #
-# A script that was written for SAR runs after one change: `from shardpass.frontends import sar` in the place of `import sar`.
-# Partitions, command lines and launchers stay as they are. [Migrating from SAR](../migrating-from-sar.md) has a whole script, and
-# the names without SAR.
+# A script that was written for SAR runs after one change: `from shardpass.frontends import sar` in the place of
+# `import sar`. Partitions, command lines and launchers stay as they are. [Migrating from
+# SAR](../migrating-from-sar.md) has a whole script, and the names without SAR.
 #
 # ## Largest size tested
 #
-# A GAT of DGL's layers: NODES.
+# NODES
 #
 # The kernels are those of PyG's `GATConv`, which trained on 3 million edges at 55 MiB a rank
-# (`benchmarks/reports/memory-2026-11-22.md` in the repository). [DGL](../dgl.md) has more: sampled blocks, several types, readouts,
-# and what is refused.
+# (`benchmarks/reports/memory-2026-11-22.md` in the repository). [DGL](../dgl.md) has more: sampled blocks, several
+# types, readouts, and what is refused.

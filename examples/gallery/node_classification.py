@@ -1,12 +1,14 @@
 # %% [markdown]
 # # Node classification on a graph that does not fit
 #
-# A GAT keeps several numbers per edge and head until backward is done. On a graph with many edges, that is what fills the memory,
-# and not the graph. Here a process may take 300 MiB. Plain PyG fails within it, and two ranks train the same model within it.
+# A GAT keeps several numbers per edge and head until backward is done. On a graph with many edges, that is what fills
+# the memory, and not the graph. Here a process may take 300 MiB. Plain PyG fails within it, and two ranks train the
+# same model within it.
 #
 # ## The graph
 #
-# Its degrees follow a power law, and communities share a class most of the time. It is partitioned once, before training.
+# Its degrees follow a power law, and communities share a class most of the time. It is partitioned once, before
+# training.
 
 # %%
 import sys
@@ -40,6 +42,7 @@ def make(channels, classes):
 #
 # This is the loop that you know.
 
+
 # %%
 def plain(epochs=10):
     names = ("x", "y", "edge_index", "train_mask", "test_mask")
@@ -61,9 +64,10 @@ def plain(epochs=10):
 # %% [markdown]
 # ## shardpass
 #
-# The model is the same. What is new: `connect`, `load`, `wrap`, the graph in the place of `edge_index`, losses and metrics over
-# all ranks, and `sync_gradients`. A rank computes the messages of a few edges at a time, drops them, and computes them again in
-# backward.
+# The model is the same. What is new: `connect`, `load`, `wrap`, the graph in the place of `edge_index`, losses and
+# metrics over all ranks, and `sync_gradients`. A rank computes the messages of a few edges at a time, drops them, and
+# computes them again in backward.
+
 
 # %%
 def sharded(epochs=10):
@@ -86,8 +90,8 @@ def sharded(epochs=10):
 # %% [markdown]
 # ## Within the limit
 #
-# `spawn_limited` runs each rank in a process of its own, as torchrun would. The kernel refuses what goes beyond the limit. Beside
-# the two runs stands a third, plain PyG without a limit.
+# `spawn_limited` runs each rank in a process of its own, as torchrun would. The kernel refuses what goes beyond the
+# limit. Beside the two runs stands a third, plain PyG without a limit.
 
 # %%
 ((failed, failed_memory),) = spawn_limited(plain, 1, limit)
@@ -106,8 +110,8 @@ assert isinstance(failed, MemoryError) and max(peaks) < limit and gap < 1e-4 and
 # %% [markdown]
 # ## The picture
 #
-# Plain PyG without a limit climbs with each layer and falls in backward. The ranks stay low, since a
-# rank holds few messages at once.
+# Plain PyG without a limit climbs with each layer and falls in backward. The ranks stay low, since a rank holds few
+# messages at once.
 
 # %%
 fig, ax = plt.subplots(figsize=(8, 3.4), layout="constrained")
@@ -124,7 +128,7 @@ for memory, label, style in (
 ax.axhline(limit, color="black", linewidth=0.8, linestyle=":")
 ax.text(0, limit, "limit", va="bottom")
 ax.set(xlabel="seconds", ylabel="memory of the process, MiB", ylim=0)
-ax.legend()
+fig.legend(loc="outside upper center", ncols=4)
 title = "Memory over time: plain PyG passes the limit or fails at it, two ranks of shardpass stay below"
 fig.savefig("node_classification.svg", metadata={"Title": title, "Date": None})
 

@@ -1,13 +1,14 @@
 # %% [markdown]
 # # Sampled training with an exact finish
 #
-# Mini-batches of sampled neighbours learn quickly: many small steps, each on a few nodes. Yet what they optimise is an
-# estimate, and so is what they predict. This page trains on samples first, and then takes some steps on the whole graph.
-# Both train the same parameters.
+# Mini-batches of sampled neighbours learn quickly: many small steps, each on a few nodes. Yet what they optimise is
+# an estimate, and so is what they predict. This page trains on samples first, and then takes some steps on the whole
+# graph. Both train the same parameters.
 #
 # ## The graph
 #
-# Its degrees follow a power law, and communities share a class most of the time. One node in ten has a label to learn from.
+# Its degrees follow a power law, and communities share a class most of the time. One node in ten has a label to learn
+# from.
 
 # %%
 import sys
@@ -25,11 +26,13 @@ print(sp.partition(powerlaw(nodes, channels=16), "sampled-parts", parts=2, overw
 # %% [markdown]
 # ## Two models, one set of parameters
 #
-# `sp.pyg.exact` makes a copy of the model that runs on the whole graph and shares the parameters. The model itself stays an
-# ordinary one, for batches.
+# `sp.pyg.exact` makes a copy of the model that runs on the whole graph and shares the parameters. The model itself
+# stays an ordinary one, for batches.
 #
-# The loader is called as PyG's. All ranks draw its batches together, since a neighbour may be on any of them. Every rank takes
-# the same number of batches. A last loader predicts from samples, as is often done, to see what that costs.
+# The loader is called as PyG's. All ranks draw its batches together, since a neighbour may be on any of them. Every
+# rank takes the same number of batches. A last loader predicts from samples, as is often done, to see what that
+# costs.
+
 
 # %%
 def fit(comm, sampled=6, whole=30):
@@ -76,17 +79,19 @@ def fit(comm, sampled=6, whole=30):
 
 (history, estimate), _ = sp.spawn(fit, 2)
 (alone, _), _ = sp.spawn(fit, 2, args=(12, 0))
-print(f"after 6 epochs on samples: {estimate:.3f} predicted from samples, {history[5]:.3f} predicted from all neighbours")
+print(
+    f"after 6 epochs on samples: {estimate:.3f} predicted from samples, {history[5]:.3f} predicted from all neighbours"
+)
 print(f"then 30 steps on the whole graph: {history[-1]:.3f}; then 6 more epochs on samples instead: {alone[-1]:.3f}")
 
 # %% [markdown]
 # ## What it brings
 #
-# Look at the first line. The same parameters predict far better from all neighbours than from three of each node. So infer
-# exactly, however you trained.
+# Look at the first line. The same parameters predict far better from all neighbours than from three of each node. So
+# infer exactly, however you trained.
 #
-# The second line is the finish. Epochs on samples level off, since each step sees a few neighbours. Steps on the whole graph go
-# on from there.
+# The second line is the finish. Epochs on samples level off, since each step sees a few neighbours. Steps on the
+# whole graph go on from there.
 
 # %%
 assert history[5] > estimate + 0.05 and history[-1] > alone[-1] + 0.02
@@ -108,4 +113,5 @@ fig.savefig("sampled_training.svg", metadata={"Title": title, "Date": None})
 # ## Largest size tested
 #
 # A graph of 100,000 nodes and 3 million edges, with 15, 10 and 5 neighbours and 1,024 seeds a step on each of 4 ranks
-# (`benchmarks/reports/sampling-2026-11-21.md` in the repository). There one rank drew 31 million edges a second, and DGL's sampler 22.
+# (`benchmarks/reports/sampling-2026-11-21.md` in the repository). There one rank drew 31 million edges a second, and
+# DGL's sampler 22.

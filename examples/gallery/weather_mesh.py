@@ -1,16 +1,17 @@
 # %% [markdown]
 # # A mesh: weather and flow
 #
-# An encoder, processor and decoder on a mesh learn to step a field forward in time. This is the shape of MeshGraphNet and
-# of the graph models that forecast weather. Here smoke drifts past a cylinder, and the model learns one time step.
+# An encoder, processor and decoder on a mesh learn to step a field forward in time. This is the shape of MeshGraphNet
+# and of the graph models that forecast weather. Here smoke drifts past a cylinder, and the model learns one time
+# step.
 #
-# A fine mesh is what makes such models large: each layer keeps a row per edge. Sharded, a rank keeps the rows of its own
-# edges alone, and the model's class stays as it is.
+# A fine mesh is what makes such models large: each layer keeps a row per edge. Sharded, a rank keeps the rows of its
+# own edges alone, and the model's class stays as it is.
 #
 # ## The mesh and the truth
 #
-# The mesh is a Delaunay triangulation that is finer near the cylinder. The wind is the known flow around it. A finite volume
-# scheme moves and spreads the smoke, and its states are the data.
+# The mesh is a Delaunay triangulation that is finer near the cylinder. The wind is the known flow around it. A finite
+# volume scheme moves and spreads the smoke, and its states are the data.
 
 # %%
 import sys
@@ -66,8 +67,9 @@ train, test = np.stack([states() for _ in range(4)], 1), states()
 # %% [markdown]
 # ## The model
 #
-# This is plain PyG. Each layer first updates the edges. A message is then the difference of its ends, weighted by the edge,
-# as in a finite difference. Edges carry their direction, their length and the wind along them.
+# This is plain PyG. Each layer first updates the edges. A message is then the difference of its ends, weighted by the
+# edge, as in a finite difference. Edges carry their direction, their length and the wind along them.
+
 
 # %%
 def mlp(channels, width, out=None):
@@ -109,11 +111,11 @@ class MeshGraphNet(torch.nn.Module):
 # %% [markdown]
 # ## Train on two ranks
 #
-# The states are node fields, so they are cut with the mesh. `sp.partition` writes the parts once. Each rank then loads its own
-# nodes, and the edges that end in them.
+# The states are node fields, so they are cut with the mesh. `sp.partition` writes the parts once. Each rank then
+# loads its own nodes, and the edges that end in them.
 #
-# The graph goes where `edge_index` went. `sp.mean` is the mean error over the nodes of all ranks, and `sp.sync_gradients` sums
-# the gradients. All else is the loop that you know.
+# The graph goes where `edge_index` went. `sp.mean` is the mean error over the nodes of all ranks, and
+# `sp.sync_gradients` sums the gradients. All else is the loop that you know.
 
 # %%
 against = ((wind[src] + wind[dst]) / 2 * way).sum(1, keepdims=True)
@@ -166,7 +168,8 @@ def fit(comm):
 
 (losses, rolled, own_edges), _ = sp.spawn(fit, 2)
 print(f"rank 0 has {own_edges:,} of {len(src):,} edges")
-print(f"error of one step: {losses[0]:.2f} at first, {np.mean(losses[-len(samples) :]):.2f} in the last epoch; 1 is to predict no change")
+last = np.mean(losses[-len(samples) :])
+print(f"error of one step: {losses[0]:.2f} at first, {last:.2f} in the last epoch; 1 is to predict no change")
 
 # %% [markdown]
 # ## Is it the same model?
@@ -194,7 +197,8 @@ assert gap < 1e-4
 # %% [markdown]
 # ## Look at the forecast
 #
-# The model saw neither these puffs nor a forecast of its own. It starts from the first state alone and goes eight steps.
+# The model saw neither these puffs nor a forecast of its own. It starts from the first state alone and goes eight
+# steps.
 
 # %%
 errors = np.sqrt(((rolled.numpy() - test) ** 2).mean(0))
@@ -213,3 +217,8 @@ axes[2].set(xlabel="step", ylabel="root mean square error", ylim=0)
 axes[2].legend()
 title = "Smoke behind a cylinder after eight steps, true and forecast, and the error of the forecast by step"
 fig.savefig("weather_mesh.svg", metadata={"Title": title, "Date": None}, dpi=90)
+
+# %% [markdown]
+# ## Largest size tested
+#
+# WMSIZE
