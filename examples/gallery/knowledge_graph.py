@@ -162,4 +162,5 @@ fig.savefig("knowledge_graph.svg", metadata={"Title": title, "Date": None})
 #
 # ## Largest size tested
 #
-# KGSIZE
+# The graph of this page. Sums over the edges of one relation are those of other layers, which were tested on
+# [50 million edges](node_classification.md#largest-size-tested).

@@ -136,7 +136,8 @@ fig.savefig("moving_from_dgl.svg", metadata={"Title": title, "Date": None})
 #
 # ## Largest size tested
 #
-# NODES
+# A GAT of DGL's layers on 30,000 nodes and 613,140 edges, on three ranks: test accuracy 0.896, as with plain DGL
+# (`python examples/gallery/moving_from_dgl.py 30000`).
 #
 # The kernels are those of PyG's `GATConv`, which trained on 3 million edges at 55 MiB a rank
 # (`benchmarks/reports/memory-2026-11-22.md` in the repository). [DGL](../dgl.md) has more: sampled blocks, several

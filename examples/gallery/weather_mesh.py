@@ -221,4 +221,5 @@ fig.savefig("weather_mesh.svg", metadata={"Title": title, "Date": None}, dpi=90)
 # %% [markdown]
 # ## Largest size tested
 #
-# WMSIZE
+# The mesh of this page. Sums over edges are those of other layers, which were tested on
+# [50 million edges](node_classification.md#largest-size-tested).
