@@ -49,6 +49,7 @@ r2 = x**2 + y**2
 wind = np.stack([1 - 0.25 * (x**2 - y**2) / r2**2, -0.5 * x * y / r2**2], 1)
 upwind = np.maximum(0, ((wind[src] + wind[dst]) / 2 * way).sum(1)) / length**2  # what the wind carries from src to dst
 rate = 0.01 * (upwind + 0.01 / length**2)
+rate /= max(1, 2 * np.bincount(dst, rate).max())  # so that a finer mesh is stable too
 
 
 def states(steps=8):
