@@ -162,5 +162,5 @@ fig.savefig("knowledge_graph.svg", metadata={"Title": title, "Date": None})
 #
 # ## Largest size tested
 #
-# The graph of this page. Sums over the edges of one relation are those of other layers, which were tested on
-# [50 million edges](node_classification.md#largest-size-tested).
+# 23,020 entities and 79,000 facts, on two ranks: `python examples/gallery/knowledge_graph.py 10 40`. The true country
+# came first for 78% of the citizenships held out.
