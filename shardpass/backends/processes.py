@@ -168,7 +168,7 @@ def _main(pipe: Connection, rank: int, ranks: int, port: int, work: bytes) -> No
     torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
     comm: BaseCommunicator | None = None
     try:
-        fn, args, device, timeout = pickle.loads(work)
+        fn, args, device, timeout = _unpacked(work)
         comm = _connect(rank, ranks, port, device, timeout)
         packed = pickle.dumps(_Answer(fn(comm, *args)))
     except BaseException as error:
@@ -180,6 +180,22 @@ def _main(pipe: Connection, rank: int, ranks: int, port: int, work: bytes) -> No
         pipe.send_bytes(packed)
     if comm is not None:
         comm.close()
+
+
+def _unpacked(work: bytes) -> Any:
+    """The function and what it is given, in the process of a rank.
+
+    Raises:
+        ValueError: this process cannot import the function.
+    """
+    try:
+        return pickle.loads(work)
+    except (AttributeError, ImportError) as error:
+        raise ValueError(
+            f"spawn(backend='processes') has every process import the function, and it is not there ({error}). If you "
+            f"defined it in a notebook or an interactive session, write it to a file and import it from there, or use "
+            f"backend='threads'"
+        ) from None
 
 
 def _connect(rank: int, ranks: int, port: int, device: str, timeout: float | None) -> BaseCommunicator:

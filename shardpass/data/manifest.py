@@ -77,11 +77,13 @@ class Manifest:
         part_nodes = [sum(ends) - sum(starts) for starts, ends in pairwise(zip(*self.offsets.values()))] or [0]
         part_edges = [sum(counts) for counts in zip(*self.part_edges.values())] or [0]
         return (
-            f"{nodes:,} nodes and {edges:,} edges in {self.num_parts} parts, "
+            f"{nodes:,} nodes and {edges:,} edges in {self.num_parts} part{'s'[: self.num_parts != 1]}, "
             f"{sum(self.cut_edges.values()) / max(1, edges):.1%} of the edges cut ({self.method})\n"
             f"nodes of a part: {min(part_nodes):,} to {max(part_nodes):,}; its edges: {min(part_edges):,} to "
             f"{max(part_edges):,}"
         )
+
+    __repr__ = __str__  # what an interpreter and a notebook show, instead of every number
 
     @property
     def contents_fingerprint(self) -> str:

@@ -106,6 +106,8 @@ class Plan:
         table = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths)).rstrip() for line in lines]
         return "\n".join([*table, self.verdict, *(f"{mode}: {reason}" for mode, reason in self.left_out.items())])
 
+    __repr__ = __str__  # what an interpreter and a notebook show
+
 
 def plan(
     model: nn.Module,

@@ -111,6 +111,14 @@ def test_functions_that_cannot_be_sent():
         spawn(lambda comm: 1, 2, "processes")
 
 
+def test_functions_that_other_processes_cannot_import():
+    """As in a notebook, the main program is no file."""
+    program = "import shardpass as sp\ndef train(comm): return 1\nsp.spawn(train, 2, 'processes')"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert "ValueError: spawn(backend='processes') has every process import the function, and" in ended.stderr
+    assert "'train'" in ended.stderr and "write it to a file" in ended.stderr
+
+
 PARENT = """
 import os, signal, sys, time
 from shardpass.backends.spawn import spawn

@@ -165,6 +165,8 @@ def test_the_manifest_is_printed_as_a_summary(tmp_path):
     own = [sum(offsets[part + 1] - offsets[part] for offsets in manifest.offsets.values()) for part in range(2)]
     into = [sum(counts[part] for counts in manifest.part_edges.values()) for part in range(2)]
     assert second == f"nodes of a part: {min(own)} to {max(own)}; its edges: {min(into)} to {max(into)}"
+    assert repr(manifest) == str(manifest), "a notebook shows the representation"
+    assert "edges in 1 part, 0.0%" in str(partition(bipartite(), tmp_path / "one", 1, "range"))
 
 
 def test_wrong_arguments(tmp_path):

@@ -15,7 +15,7 @@ import torch_geometric.nn as gnn
 
 import shardpass as sp
 from shardpass.core.graphs.batch_index import BatchIndex
-from shardpass.errors import RefusedError, ShardpassError
+from shardpass.errors import NeedsHaloError, RefusedError, ShardpassError
 from shardpass.frontends.pyg.norms import DISTRIBUTED
 from shardpass.testing import assert_exact, assignments, run, shard_in_memory
 
@@ -257,6 +257,28 @@ def test_several_graphs_are_refused(arguments, words):
     def work(comm):
         with pytest.raises(RefusedError, match=f"^GraphNorm: .*{words}"):
             sp.pyg.wrap(gnn.GraphNorm(5), comm)(torch.randn(4, 5), *arguments)
+
+    run(work, 2)
+
+
+def test_the_layer_norm_of_pyg_inside_a_message_is_told_what_it_does_by_default():
+    """``MLP(norm="layer_norm")`` in a mesh model: PyG's default takes the whole graph, which hardly anybody means."""
+
+    class Layer(gnn.MessagePassing):
+        def __init__(self):
+            super().__init__()
+            self.mlp = gnn.MLP([10, 5, 5], norm="layer_norm")
+
+        def forward(self, x, edge_index):
+            return self.propagate(edge_index, x=x)
+
+        def message(self, x_i, x_j):
+            return self.mlp(torch.cat([x_i, x_j], dim=1))
+
+    def work(comm):
+        graph = shard_in_memory(GRAPH, torch.arange(GRAPH.num_nodes) % 2, comm)
+        with pytest.raises(NeedsHaloError, match=r"LayerNorm over the graph \(PyG's default; mode='node' takes .*halo"):
+            sp.pyg.wrap(Layer().double(), comm)(graph.x, graph)
 
     run(work, 2)
 

@@ -24,6 +24,8 @@ from shardpass.errors import RefusedError
 class DistributedNorm(RowNorm):
     """What all of these norms share: the meaning of ``batch``, and which rows count."""
 
+    hint = ""  # after the name of the norm, where it is refused inside a message
+
     def forward(
         self, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None, dim_size: int | None = None
     ) -> Tensor:
@@ -38,7 +40,7 @@ class DistributedNorm(RowNorm):
             RefusedError: `batch` or `batch_size` mean several graphs; the norm is inside a message that runs in pieces.
         """
         comm, name = self.ranks(), type(self).__bases__[-1].__name__
-        refuse_inside_message(comm, name)
+        refuse_inside_message(comm, name + self.hint)
         if not self._takes_statistics():
             return super().forward(x)  # type: ignore[misc, no-any-return]
         self.look_at(x)
@@ -113,6 +115,8 @@ class DistributedInstanceNorm(DistributedNorm, gnn.InstanceNorm):
 
 class DistributedLayerNorm(DistributedNorm, gnn.LayerNorm):
     """`torch_geometric.nn.LayerNorm` with ``mode="graph"``: over all channels of all nodes of all ranks."""
+
+    hint = " over the graph (PyG's default; mode='node' takes each row by itself)"
 
     def _normalised(self, x: Tensor, batch_given: bool, comm: Ranks) -> Tensor:
         # as in PyG, eps is added to the deviation without `batch`, and to the variance with it
