@@ -92,9 +92,10 @@ class BaseCommunicator(RawCommunicator):
             replace(position, peer=peer, awaits=f"moved {_OTHER[side]} {self.rank}", count=self._moved[side, peer])
             for side, peer in ends
         ]
+        self._moving.append(group)
+        position = replace(position, is_queued=True)
         with self.waiting(position):
             moving = self._raw_move(sends, receives)
-        self._moving.append(group)
 
         def complete(seconds: float) -> None:
             for transfer in moving:
@@ -102,7 +103,7 @@ class BaseCommunicator(RawCommunicator):
             self._moving.remove(group)
             self._have_moved.update(f"moved {side} {peer}" for side, peer in ends)
 
-        return [(replace(position, is_queued=True), complete)]
+        return [(position, complete)]
 
     def _checked(self, tensor: Tensor | None, peer: int, side: str, tag: int, label: str) -> Tensor | None:
         if tensor is None or tensor.numel() == 0:
