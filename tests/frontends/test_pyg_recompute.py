@@ -136,6 +136,23 @@ def test_following_rows_takes_part(training: bool) -> None:
     run(work, 2)
 
 
+def test_dropout_is_followed_and_draws_the_same() -> None:
+    def work(comm: sp.Communicator) -> list[Tensor]:
+        graph = shard_in_memory(GRAPH, MIX % comm.size, comm, sp.Options())
+        found = []
+        for checkpoint in (None, "activations"):
+            torch.manual_seed(0)  # ranks that are threads share the generator
+            model = sp.pyg.wrap(GraphSAGE(6, 8, 2, 4, dropout=0.5), comm, checkpoint=checkpoint)
+            out = model(graph.x.float(), graph)
+            out.sum().backward()
+            found.append(out.detach())
+        return found
+
+    for out, again in run(work, 1):
+        assert torch.equal(out, again)
+    run(work, 2)
+
+
 def test_another_choice_is_refused() -> None:
     with pytest.raises(ValueError, match="checkpoint must be None or 'activations', found 'all'"):
         run(lambda comm: sp.pyg.wrap(GCN(6, 8, 2), comm, checkpoint="all"), 1)  # type: ignore[arg-type]

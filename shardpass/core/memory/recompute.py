@@ -166,12 +166,11 @@ class Activations(TorchFunctionMode):
         """Dropout as torch computes it on the CPU, with factors that backward can draw again."""
         if not training or inplace or input.device.type != "cpu" or not input.numel() or not 0 < p < 1:
             return F.dropout(input, p, training, inplace)
-        layout = input.size(), torch.empty_like(input).stride(), input.dtype
         with self._comm.random_lock():
             state = torch.get_rng_state()
-            factors = _factors(state, *layout, p, advance=True)
+            factors = torch.empty_like(input).bernoulli_(1 - p).div_(1 - p)  # from torch's generator, as is followed
         self.pack(state)  # the recipe starts from it
-        self.note(factors, _factors, state, *layout, p)
+        self.note(factors, _factors, state, input.size(), factors.stride(), input.dtype, p)
         out = input * factors
         self.note(out, torch.mul, input, factors)
         return out
@@ -227,17 +226,11 @@ def _is_plain(value: Any) -> bool:
     return type(value) in (Tensor, nn.Parameter) and not value.is_inference()
 
 
-def _factors(
-    state: Tensor, size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, p: float, advance: bool = False
-) -> Tensor:
+def _factors(state: Tensor, size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, p: float) -> Tensor:
     """What dropout multiplies with: 0 with probability `p`, else ``1 / (1 - p)``, as torch draws it on the CPU.
 
     Args:
         state: of the random generator before it draws.
-        advance: set torch's own generator to the state after that.
     """
     generator = torch.Generator().set_state(state)
-    factors = torch.empty_strided(size, stride, dtype=dtype).bernoulli_(1 - p, generator=generator).div_(1 - p)
-    if advance:
-        torch.set_rng_state(generator.get_state())
-    return factors
+    return torch.empty_strided(size, stride, dtype=dtype).bernoulli_(1 - p, generator=generator).div_(1 - p)

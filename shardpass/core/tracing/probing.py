@@ -104,8 +104,15 @@ def probe(program: Program, edges: EdgeShards, num_own_src: int, needs_grad: Col
     state = get_random_state()
     keep_captures = torch.is_grad_enabled()
     grads = not torch.is_inference_mode_enabled()
-    # torch.utils.checkpoint counts saved tensors, and a call that it makes again may find what this one found
-    unseen = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    # torch.utils.checkpoint counts saved tensors, and a call that it makes again may find what this one found. They are
+    # kept here for a while: an operation that saves its own result as it is would hold itself for ever
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> int:
+        saved.append(tensor)
+        return len(saved) - 1
+
+    unseen = torch.autograd.graph.saved_tensors_hooks(pack, saved.__getitem__)
     with torch.set_grad_enabled(grads), unseen:
         look = partial(_traced, program, edges, num_own_src, grads)
         try:
@@ -115,6 +122,7 @@ def probe(program: Program, edges: EdgeShards, num_own_src: int, needs_grad: Col
                 raise
             raise transform_refusal(program.name, user_line(error), "grad, vjp or jacrev") from error
         structure = _structure(program, traced, needs_grad, random=has_drawn(state, look))
+    saved.clear()
     return structure if keep_captures else replace(structure, captures=())
 
 

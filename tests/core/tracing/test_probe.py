@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 
 import pytest
@@ -43,6 +44,20 @@ def test_forms(graph, what):
     (reduction,) = look(graph, message).reductions
     assert (reduction.op, reduction.form, reduction.source, reduction.weight) == ("sum", form, source, weight)
     assert (reduction.stage, reduction.depth, reduction.parents, reduction.leader) == (0, 0, frozenset(), None)
+
+
+def test_nothing_is_left_of_a_probe(graph):
+    def tensors():
+        gc.collect()
+        return sum(isinstance(found, torch.Tensor) for found in gc.get_objects())
+
+    def message(i):
+        return torch.sigmoid(torch.tanh(i.src["x"]).exp())  # each keeps its own result for backward
+
+    look(graph, message)
+    before = tensors()
+    look(graph, message)
+    assert tensors() == before
 
 
 def changed(change):
