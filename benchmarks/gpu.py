@@ -255,6 +255,7 @@ def collected(step: str, count: int, options: list[str], until: float) -> list[R
 def run(device: torch.device, minutes: float, small: bool, folder: Path) -> None:
     """Run all steps, write the report after each and print a line for each bar."""
     end = time.monotonic() + 60 * minutes
+    folder.mkdir(parents=True, exist_ok=True)
     options = ["--device", str(device), *(["--small"] if small else [])]
     kernels: list[Record] = []
     records: list[Record] = []
