@@ -55,7 +55,7 @@ demo: setup
 test: setup lint
 	@$(BIN)/python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("dgl") is None)' \
 		|| echo "no dgl for $$($(BIN)/python --version): its tests are skipped; make PYTHON=python3.11 runs them"
-	$(BIN)/python -m pytest -m "not long" -n 2 --dist worksteal
+	$(BIN)/python -m pytest -m "not long" -n 3 --dist worksteal
 
 lint: setup
 	$(BIN)/ruff check .
