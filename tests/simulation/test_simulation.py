@@ -60,9 +60,7 @@ def test_many_seeds(shard):
     assert problems_of(range(first, first + LONG_SEEDS // SHARDS)) == []
 
 
-@pytest.mark.parametrize(
-    "seed", [11105, 15832, 68854]
-)  # who ended, behind messages between devices?
+@pytest.mark.parametrize("seed", [11105, 15832, 68854])  # who ended, behind messages between devices?
 def test_a_seed_that_has_failed(seed):
     assert problems_of([seed]) == []
 
