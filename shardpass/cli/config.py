@@ -82,8 +82,14 @@ class TrainConfig(ModelConfig):
         """
         task = read_task(graph, self.torch_dtype, self.mask_prefix, self.split)
         if (self.patience or self.best) and "val" not in task.masks:
+            field = f"{self.mask_prefix}val_mask"
+            lack = (
+                f"{field} selects no node with a label"
+                if field in graph.node
+                else f"the store has no node field {field!r}"
+            )
             raise ValueError(
-                f"--patience and --best go by the validation accuracy, but the store has no node field "
-                f"'{self.mask_prefix}val_mask': partition with one, or leave them away"
+                f"--patience and --best go by the validation accuracy, but {lack}: partition with one, or leave them "
+                f"away"
             )
         return task

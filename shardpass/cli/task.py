@@ -14,7 +14,7 @@ SPLITS = ("train", "val", "test")
 
 @dataclass(frozen=True)
 class Task:
-    """Own rows of features, labels and masks. Masks leave unlabelled nodes (-1) out; a split without one is absent."""
+    """Own rows of features, labels and masks. Masks leave unlabelled nodes (-1) out; empty splits are absent."""
 
     x: Tensor
     y: Tensor
@@ -38,7 +38,7 @@ def features_of(graph: ShardedGraph, dtype: torch.dtype) -> Tensor:
 
 
 def read_task(graph: ShardedGraph, dtype: torch.dtype, mask_prefix: str, split: int) -> Task:
-    """What a run trains on. Not collective: every rank finds the same fields, so all raise or none does.
+    """What a run trains on. Collective.
 
     Args:
         dtype: of the features.
@@ -46,7 +46,7 @@ def read_task(graph: ShardedGraph, dtype: torch.dtype, mask_prefix: str, split: 
         split: the column of masks that have one per split.
 
     Raises:
-        ValueError: features, labels or the training mask are missing or of the wrong kind.
+        ValueError: features, labels or the training mask are missing or of the wrong kind, or nothing is to be trained.
     """
     x = features_of(graph, dtype)
     if "y" not in graph.node:
@@ -64,7 +64,12 @@ def read_task(graph: ShardedGraph, dtype: torch.dtype, mask_prefix: str, split: 
         hint = f"use --mask-prefix {others[0] or repr('')}" if others else "partition with masks"
         raise ValueError(f"the store has no node field {fields['train']!r} ({_known(graph)}): {hint}")
     masks = {name: _column(graph.node[field], field, split) for name, field in fields.items() if field in graph.node}
-    return Task(x, y.long(), {name: mask & (y >= 0) for name, mask in masks.items()})
+    masks = {name: mask & (y >= 0) for name, mask in masks.items()}
+    counts = graph.comm.all_reduce(torch.stack([mask.sum() for mask in masks.values()]), "sum", "sizes of splits")
+    sizes = dict(zip(masks, counts.tolist()))
+    if not sizes["train"]:
+        raise ValueError(f"{fields['train']} selects no node with a label, so there is nothing to train on")
+    return Task(x, y.long(), {name: mask for name, mask in masks.items() if sizes[name]})
 
 
 def _column(mask: Tensor, name: str, split: int) -> Tensor:

@@ -12,12 +12,14 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from shardpass.core.ranks import bytes_text
 from shardpass.data.raw import RawGraph
 from shardpass.data.streaming import INT32_LIMIT, Adjacency, Budget
 from shardpass.errors import ShardpassError, require
@@ -65,6 +67,8 @@ def kaminpar_parts(
     instead = "use method='metis', which needs pymetis, or method='random'"
     require("kaminpar", "kaminpar", "partitioning with method 'kaminpar', the default,", instead)
     adjacency = Adjacency(graph, budget, _SHARE * budget.memory_bytes // _NEIGHBOUR_BYTES)
+    if adjacency.kept < adjacency.neighbours and budget.team.rank == 0:
+        warnings.warn(_few_edges(adjacency), stacklevel=6)  # which calls `partition`
     path, result = write_parhip(adjacency, parts, budget, node_weights), budget.file()
 
     def cut() -> Tensor:
@@ -85,6 +89,16 @@ def kaminpar_parts(
     finally:
         path.unlink()
         result.unlink()
+
+
+def _few_edges(adjacency: Adjacency) -> str:
+    share = adjacency.kept / adjacency.neighbours
+    enough = bytes_text(adjacency.neighbours * _NEIGHBOUR_BYTES / _SHARE)
+    return (
+        f"KaMinPar sees {share:.0%} of the edges, since all of them would need more than {_SHARE} times memory_bytes "
+        f"(--memory): it may cut more edges than it has to. It sees all of them with about {enough}, and takes up to "
+        f"{_SHARE} times as much memory then"
+    )
 
 
 def _failure(code: int, text: str) -> str:

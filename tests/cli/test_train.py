@@ -192,7 +192,15 @@ def test_splits_and_unlabelled_nodes(tmp_path: Path) -> None:
     partition(arrays, tmp_path / "s", 2, "random")
     passed("train", tmp_path / "s", "--split", 1, "--epochs", 1, "--ranks", 2)
     assert "--split is in [0, 2), got 5" in refused("train", tmp_path / "s", "--split", 5)
-    assert "cross_entropy" in refused("train", tmp_path / "s", "--split", 0)
+    assert "train_mask selects no node with a label" in refused("train", tmp_path / "s", "--split", 0)
+
+    arrays["y"][arrays["test_mask"]] = -1  # labels that are kept secret
+    arrays["val_mask"][:] = False
+    partition(arrays, tmp_path / "secret", 2, "random")
+    told = passed("train", tmp_path / "secret", "--split", 1, "--epochs", 1, "--ranks", 2)
+    assert "loss" in told and "test" not in told
+    refusal = refused("train", tmp_path / "secret", "--split", 1, "--patience", 3)
+    assert "val_mask selects no node with a label" in refusal
 
 
 @pytest.mark.parametrize(

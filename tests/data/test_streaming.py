@@ -6,6 +6,7 @@ import itertools
 import os
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from shardpass.data import (
 from shardpass.data.file_rows import RowWriter
 from shardpass.data.kaminpar_parts import write_parhip
 from shardpass.data.partitioners import assign
-from shardpass.data.streaming import Budget
+from shardpass.data.streaming import Budget, adjacency
 from shardpass.data.streaming.adjacency import Adjacency
 from shardpass.data.streaming.buckets import key_ranges
 
@@ -206,6 +207,23 @@ def test_a_sample_of_the_edges(tmp_path):
         starts, rows = memory.starts, np.repeat(np.arange(3401), np.diff(memory.starts))
         assert set(zip(rows, memory.neighbours)) == set(zip(memory.neighbours, rows))
         assert (np.diff(starts)[1:3001] == 3).all() and starts[1] == 3000
+
+
+def test_a_sample_is_told_and_a_hub_costs_no_memory(tmp_path, monkeypatch):
+    pytest.importorskip("kaminpar")
+    edges = random_edges(300, 4000)
+    np.save(tmp_path / "edges.npy", edges)
+    files = stream_edge_list(tmp_path / "edges.npy", num_nodes=300)
+    with pytest.warns(UserWarning, match="sees 2[0-9]% of the edges, .* with about 72.9 KiB") as told:
+        partition(files, tmp_path / "store", 2, memory_bytes=20_000)
+    assert told[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        partition(files, tmp_path / "all", 2, memory_bytes="73.5KiB")
+    monkeypatch.setattr(adjacency, "_LARGEST_DEGREE", 40)  # below most degrees
+    whole = RawGraph({NODE: 300}, {EDGE: EdgeArrays(*torch.from_numpy(edges))}).validate()
+    (run,) = Adjacency(whole, Budget(tmp_path, 40_000), 3000).runs()
+    assert 2000 < len(run.neighbours) <= 3150
 
 
 def test_wrong_memory_and_progress(tmp_path):

@@ -86,7 +86,7 @@ def gradient_and_delta(call: Call, attention: Attention, out: Tensor, gradients:
     if (gradients.reached - {attention.output}) & {*attention.members}:
         raise InternalError(f"{call.label}: the softmax inside is used outside it. Use Options(fuse_attention=False)")
     width = _numel(out) // attention.heads
-    grad = gradients.reductions[attention.output].reshape(-1, attention.heads, width).contiguous()
+    grad = gradients.reductions[attention.output].to(out.dtype).reshape(-1, attention.heads, width).contiguous()
     return grad, (grad * out.view_as(grad)).sum(-1)
 
 

@@ -14,17 +14,16 @@ from shardpass.core.aggregation.forward import ForwardResult, run_forward
 from shardpass.core.aggregation.gradients import Gradients, needed_values, zero_gradients
 from shardpass.core.aggregation.pull import pull_attention, pull_copies
 from shardpass.core.ranks import end_call, refuse_double_backward, torch_private
-from shardpass.core.tracing import Program
+from shardpass.core.tracing import Sides
 
 
-def run_call(call: Call, program: Program, token: Tensor) -> list[Tensor]:
+def run_call(call: Call, inputs: Sides, token: Tensor) -> list[Tensor]:
     """The reductions of a call, ``[num_dst, ...]`` each, or its edge result alone. Collective. Ends the call.
 
     Args:
-        program: with its tensors.
+        inputs: its tensors.
         token: that `begin_call` gave.
     """
-    inputs = program.inputs
     *outputs, last = _ShardedCall.apply(
         call,
         token,
@@ -32,7 +31,9 @@ def run_call(call: Call, program: Program, token: Tensor) -> list[Tensor]:
         *call.captured,
     )
     end_call(call.plan.comm, last)
-    return outputs
+    if call.structure.attention is None:
+        return outputs
+    return [out.to(reduction.dtype) for out, reduction in zip(outputs, call.structure.reductions)]
 
 
 class _ShardedCall(torch.autograd.Function):

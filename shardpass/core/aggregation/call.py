@@ -74,6 +74,7 @@ class Call:
         pull: the out-edges over which backward pulls, or `None` where it pushes.
 
     Attributes:
+        given: dtype in which the message function is given each source; see `widened`.
         walks: how many walks over the rounds have been made.
         norm_moments: edges, mean and variance that forward found for batch norms inside the message function.
         autocast: whether autocast was enabled in forward, and its dtype.
@@ -90,6 +91,7 @@ class Call:
     captured: list[Tensor]
     seed: int
     pull: OutEdges | None = None
+    given: dict[str, torch.dtype] = field(default_factory=dict)
     walks: int = 0
     norm_moments: dict[int, tuple[int, Tensor, Tensor]] = field(default_factory=dict)
     autocast: tuple[bool, torch.dtype] = field(default_factory=lambda: _autocast_state())
@@ -186,8 +188,9 @@ class Call:
             if name in rows:
                 src[name] = given(Key("src", name), gather_rows(rows[name], piece.src_rows))
             else:
-                filler = float("nan") if is_differentiable(tensor) else 0
-                src[name] = tensor.new_full((piece.src_rows.numel(), *tensor.shape[1:]), filler)  # may be viewed
+                filler, dtype = float("nan") if is_differentiable(tensor) else 0, self.given.get(name, tensor.dtype)
+                shape = (piece.src_rows.numel(), *tensor.shape[1:])
+                src[name] = tensor.new_full(shape, filler, dtype=dtype)  # may be viewed
         dst = {
             name: given(Key("dst", name), gather_rows(tensor[piece.window], piece.dst_rows))
             for name, tensor in operands.dst.items()

@@ -11,10 +11,11 @@ from shardpass.core.aggregation.call import Call
 from shardpass.core.aggregation.constants import ConstantSums
 from shardpass.core.aggregation.linear_first import describe_map, transformed_first
 from shardpass.core.aggregation.pull import choose_pull, known_out_edges, mix_of
+from shardpass.core.aggregation.widening import widened
 from shardpass.core.exchange import HaloPlan
 from shardpass.core.ranks import digest, draw_seed
 from shardpass.core.sharding import EdgeShards
-from shardpass.core.tracing import Key, Program, Structure
+from shardpass.core.tracing import Key, Program, Sides, Structure
 
 
 class OwnOffer:
@@ -44,6 +45,7 @@ class Way:
 
     Args:
         program: with the tensors that it reads.
+        inputs: those tensors, as wide as the call computes.
         call: what is to be computed.
         weight: the linear map that is still to be applied to the result, or `None`.
         only_scales: the node function does no more than scale the sum; a linear map was given.
@@ -51,6 +53,7 @@ class Way:
     """
 
     program: Program
+    inputs: Sides
     call: Call
     weight: Tensor | None
     only_scales: bool
@@ -85,11 +88,14 @@ def choose_way(
         first = transformed_first(program, structure, gradients, weight, keeps_sums)
         if first is not None:
             (program, structure, gradients), weight = first, None
-    call = _call_of(program, plan, edges, structure, number, gradients)
+    inputs, structure = widened(program, structure)
+    wide = replace(program, src=inputs.src, dst=inputs.dst, edge=inputs.edge)
+    call = _call_of(wide, plan, edges, structure, number, gradients)
+    call.given = {name: rows.dtype for name, rows in program.src.items()}
     if all(offer.has_sums for offer in offers):
-        return Way(program, call, weight, only_scales, sums)
-    call.pull = choose_pull(call, program, offers)
-    return Way(program, call, weight, only_scales, None)
+        return Way(program, inputs, call, weight, only_scales, sums)
+    call.pull = choose_pull(call, wide, offers)
+    return Way(program, inputs, call, weight, only_scales, None)
 
 
 def constant_sums(plan: HaloPlan) -> ConstantSums:

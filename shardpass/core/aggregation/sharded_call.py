@@ -88,7 +88,7 @@ def _aggregate(program: Program, plan: HaloPlan, edges: EdgeShards, weight: Tens
     way = choose_way(agreed, plan, edges, number, weight, offer.sums)
     if way.sums is not None:
         return _finish(way, [way.sums[k] for k in range(len(way.sums))])
-    outputs = run_call(way.call, way.program, token)
+    outputs = run_call(way.call, way.inputs, token)
     _note_results(way.call, way.program, outputs)
     return _finish(way, outputs if kept is None else kept.deferred(outputs))
 

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from shardpass.core.ranks import torch_private
+from shardpass.core.tracing.reducers import accumulator_dtype
 
 BINARY = {
     name: op
@@ -36,7 +37,7 @@ class Expr:
     The leaves are `SOURCE`, `DESTINATION` and `EDGE` (name), ``reduced`` (number of the reduction), ``outside`` (id)
     and ``opaque`` (what identifies the tensor). The operations are those of `BINARY`, ``exp``, ``leaky_relu`` (x,
     slope), ``sum`` over the last dimension, ``gather`` of a row per destination, ``detach``, ``dropout`` (x, p), and
-    ``cast`` to the dtype of the operation that uses it.
+    ``cast`` (x, dtype of x) to the dtype of the operation that uses it.
     """
 
     op: str
@@ -62,6 +63,9 @@ def apply(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor,
         return Expr("detach", (known(first),), tail)
     if name in BINARY and not kwargs and len(args) == 2:
         return _binary(BINARY[name], args, out, known)
+    if name in ("exp", "sum") and out.dtype == accumulator_dtype(first.dtype) != first.dtype:  # autocast widens it
+        widened = Expr("cast", (known(first), first.dtype), tuple(first.shape[1:]))
+        return apply(name, (first.to(out.dtype), *args[1:]), kwargs, out, lambda _: widened)
     if out.dtype != first.dtype:
         return None
     if name in KEEPS_VALUES:
@@ -88,7 +92,7 @@ def _binary(op: str, args: tuple[Any, ...], out: Tensor, known: Known) -> Expr |
     for arg in args:
         if isinstance(arg, Tensor):
             expr = known(arg)
-            parts.append(expr if arg.dtype == out.dtype else Expr("cast", (expr,), expr.tail))
+            parts.append(expr if arg.dtype == out.dtype else Expr("cast", (expr, arg.dtype), expr.tail))
         elif isinstance(arg, (int, float)) and not isinstance(arg, bool):
             parts.append(float(arg))
         else:
@@ -101,6 +105,15 @@ def opaque(tensor: Tensor, storage: int, writes: int) -> Expr:
     version = torch_private.version_of(tensor)
     view = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
     return Expr("opaque", (storage, writes, version, view, tensor.grad_fn is None), tuple(tensor.shape[1:]))
+
+
+def uncast(expr: Expr) -> Expr:
+    """`expr` without a cast that kernels may make before: of an input, or of half precision to a wider dtype."""
+    if expr.op != "cast":
+        return expr
+    inner, dtype = expr.args
+    is_wide = accumulator_dtype(dtype) == dtype
+    return expr if is_wide and inner.op not in (SOURCE, DESTINATION, EDGE) else inner.shaped(expr.tail)
 
 
 def plain(expr: Expr) -> Expr:

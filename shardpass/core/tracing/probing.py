@@ -24,7 +24,7 @@ from shardpass.core.tracing.edge_trace import transform_refusal
 from shardpass.core.tracing.probe_trace import EVERYTHING, Origin, ProbeTrace, Seen
 from shardpass.core.tracing.program import Inputs, Key, Program
 from shardpass.core.tracing.recognise import GENERAL, Tails, attention_of, extremum_form, leading_maximum, simple_form
-from shardpass.core.tracing.structure import Attention, Messages, MixedScore, Reduction, Structure
+from shardpass.core.tracing.structure import KERNEL_FORMS, Attention, Messages, MixedScore, Reduction, Structure
 from shardpass.errors import RefusedError
 
 SAMPLE_EDGES = 16
@@ -104,15 +104,9 @@ def probe(program: Program, edges: EdgeShards, num_own_src: int, needs_grad: Col
     state = get_random_state()
     keep_captures = torch.is_grad_enabled()
     grads = not torch.is_inference_mode_enabled()
-    # torch.utils.checkpoint counts saved tensors, and a call that it makes again may find what this one found. They are
-    # kept here for a while: an operation that saves its own result as it is would hold itself for ever
-    saved: list[Tensor] = []
-
-    def pack(tensor: Tensor) -> int:
-        saved.append(tensor)
-        return len(saved) - 1
-
-    unseen = torch.autograd.graph.saved_tensors_hooks(pack, saved.__getitem__)
+    # torch.utils.checkpoint counts saved tensors, and a call that it makes again may find what this one found. They
+    # are detached, since an operation that saved its own result would hold itself for ever
+    unseen = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor)
     with torch.set_grad_enabled(grads), unseen:
         look = partial(_traced, program, edges, num_own_src, grads)
         try:
@@ -122,7 +116,6 @@ def probe(program: Program, edges: EdgeShards, num_own_src: int, needs_grad: Col
                 raise
             raise transform_refusal(program.name, user_line(error), "grad, vjp or jacrev") from error
         structure = _structure(program, traced, needs_grad, random=has_drawn(state, look))
-    saved.clear()
     return structure if keep_captures else replace(structure, captures=())
 
 
@@ -174,6 +167,7 @@ def _structure(program: Program, traced: _Traced, needs_grad: Collection[Key], r
         reductions.append(_reduction(program, trace, reductions, seen, differentiable))
         if differentiable:
             with_gradient.add(k)
+    reductions = _closed(reductions, program)
     result = message if program.aggregate is None and isinstance(message, Tensor) else None
     is_result = result is not None
     place = _Place() if result is None else _Place.of(trace.origin(result), reductions, program)
@@ -200,6 +194,23 @@ def _structure(program: Program, traced: _Traced, needs_grad: Collection[Key], r
         reads_values=trace.reads_values,
         returned=_returned(program, traced, reductions),
     )
+
+
+def _closed(reductions: list[Reduction], program: Program) -> list[Reduction]:
+    """`reductions`, where rows are wider than their source only if kernels compute all that is read of it.
+
+    The message function must not see other dtypes than those of the inputs.
+    """
+
+    def is_wider(reduction: Reduction) -> bool:
+        return reduction.form == "scale" and program.src[reduction.source].dtype != reduction.dtype
+
+    wide = {reduction.source: reduction.dtype for reduction in reductions if is_wider(reduction)}
+    alone = program.aggregate is not None and all(
+        r.form == "ones" or (r.form in KERNEL_FORMS and wide.get(r.source, r.dtype) == r.dtype) for r in reductions
+    )
+    general, _, _ = GENERAL
+    return [r if alone or not is_wider(r) else replace(r, form=general, source="", weight="") for r in reductions]
 
 
 def _returned(program: Program, traced: _Traced, reductions: Sequence[Reduction]) -> int | None:

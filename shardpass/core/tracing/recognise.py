@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from shardpass.core.tracing.expression import DESTINATION, EDGE, SOURCE, Expr, plain
+from shardpass.core.tracing.expression import DESTINATION, EDGE, SOURCE, Expr, plain, uncast
 from shardpass.core.tracing.structure import AdditiveScore, Attention, DotScore, Form, MixedScore, Reduction, Score
 
 GENERAL: tuple[Form, str, str] = ("general", "", "")
@@ -28,7 +28,6 @@ def simple_form(expr: Expr, tails: Tails) -> tuple[Form, str, str]:
     pair = _factors(expr, SOURCE)
     if pair is not None:
         copied, weight = pair
-        weight = weight.args[0].shaped(weight.tail) if weight.op == "cast" else weight
         whole = copied.tail == tails[copied.args[0]] == expr.tail
         if weight.op == EDGE and whole and (_numel(weight.tail) == 1 or _is_per_head(weight.tail, copied.tail)):
             return "scale", copied.args[0], weight.args[0]
@@ -53,9 +52,10 @@ def leading_maximum(expr: Expr, scores: Sequence[Expr], earlier: Sequence[Reduct
     Args:
         scores: what the messages of the `earlier` reductions were made of.
     """
-    if expr.op != "exp" or expr.args[0].op != "sub":
+    shifted = uncast(expr.args[0]) if expr.op == "exp" else expr
+    if shifted.op != "sub":
         return None
-    score, taken = expr.args[0].args
+    score, taken = shifted.args
     if not isinstance(score, Expr) or not isinstance(taken, Expr) or plain(taken).op != "gather":
         return None
     inner = plain(plain(taken).args[0])
@@ -90,7 +90,7 @@ def attention_of(
     expr, exponential = messages[output], messages[total]
     last = reductions[output]
     pair = _factors(expr, SOURCE)
-    if pair is None or last.op != "sum" or last.base.value or last.dtype not in SOFTMAX_DTYPES:
+    if pair is None or last.op != "sum" or last.base.value:
         return None
     value, weight = pair
     heads = _numel(exponential.tail)
@@ -108,10 +108,15 @@ def attention_of(
     eps = _denominator(weight, exponential, total)
     if eps is None or num_drops != (1 if dropout else 0) or not 0 <= dropout < 1:
         return None
-    score = exponential.args[0].args[0]
+    score = uncast(exponential.args[0]).args[0]
     if score.op == "detach" or (reductions[maximum].differentiable and eps > _NO_EPS):
         return None  # the gradient through a maximum cancels without eps only
-    return Attention(maximum, total, output, name, heads, eps, dropout, _score(score, heads, captures))
+    closed = _score(score, heads, captures)
+    is_cast = any(isinstance(arg, Expr) and arg.op == "cast" for arg in expr.args)
+    is_seen = name in reductions[maximum].sources
+    if closed is None and (last.dtype not in SOFTMAX_DTYPES or (is_cast and is_seen)):
+        return None  # the message function, which computes the scores, must see the dtypes that it was given
+    return Attention(maximum, total, output, name, heads, eps, dropout, closed)
 
 
 def _denominator(weight: Expr, exponential: Expr, total: int) -> float | None:
@@ -145,8 +150,9 @@ def _additive(score: Expr) -> AdditiveScore | None:
 def _slanted_sum(expr: Expr) -> tuple[str, str, float] | None:
     """``(source, destination, slope)`` of ``leaky_relu(source + destination)``, or of the sum itself."""
     slope = 1.0
+    expr = uncast(expr)
     if expr.op == "leaky_relu":
-        expr, slope = expr.args[0], expr.args[1]
+        expr, slope = uncast(expr.args[0]), expr.args[1]
     pair = _pair(expr, "add")
     return None if pair is None or slope < 0 else (*pair, slope)
 
@@ -155,17 +161,18 @@ def _dot(score: Expr, heads: int) -> DotScore | None:
     factor = 1.0
     if score.op in ("div", "mul") and isinstance(score.args[1], float):
         factor = 1 / score.args[1] if score.op == "div" else score.args[1]
-        score = score.args[0]
+        score = uncast(score.args[0])
     if score.op != "sum" or _numel(score.args[0].tail[:-1]) != heads:
         return None
-    pair = _pair(score.args[0], "mul")
+    pair = _pair(uncast(score.args[0]), "mul")
     return None if pair is None else DotScore(*pair, factor)
 
 
 def _mixed(score: Expr, heads: int, captures: Sequence[torch.Tensor]) -> MixedScore | None:
-    if score.op != "sum" or score.args[0].op != "mul" or _numel(score.args[0].tail[:-1]) != heads:
+    product = uncast(score.args[0]) if score.op == "sum" else score
+    if product.op != "mul" or _numel(product.tail[:-1]) != heads:
         return None
-    factors = score.args[0].args
+    factors = product.args
     for first, second in (factors, factors[::-1]):
         if not isinstance(first, Expr) or not isinstance(second, Expr) or second.op != "outside":
             continue
@@ -181,7 +188,7 @@ def _pair(expr: Expr, op: str) -> tuple[str, str] | None:
     """The names of a source and a destination tensor of which `expr` is the elementwise sum or product."""
     if expr.op != op or not all(isinstance(arg, Expr) and arg.tail == expr.tail for arg in expr.args):
         return None
-    names = {arg.op: arg.args[0] for arg in expr.args}
+    names = {arg.op: arg.args[0] for arg in map(uncast, expr.args)}
     return (names[SOURCE], names[DESTINATION]) if set(names) == {SOURCE, DESTINATION} else None
 
 
@@ -189,7 +196,7 @@ def _factors(expr: Expr, op: str) -> tuple[Expr, Expr] | None:
     """``(a, b)`` if `expr` is the product of a leaf a of kind `op` and something else, b."""
     if expr.op != "mul" or not all(isinstance(arg, Expr) for arg in expr.args):
         return None
-    first, second = expr.args
+    first, second = map(uncast, expr.args)
     if (first.op == op) == (second.op == op):
         return None
     return (first, second) if first.op == op else (second, first)

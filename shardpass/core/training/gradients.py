@@ -7,6 +7,8 @@ Hooks are neither pickled nor copied with a parameter, so what a watch knows is 
 * A gradient that was summed over ranks must not be summed again, nor may backward add to it. `sync_gradients` tags the
   gradient tensor. The tag is taken off when backward adds to a gradient that is all zeros, as after ``zero_grad``. A
   tagged gradient that is not all zeros is refused at the next sync.
+* A parameter must be the same on every rank. `sync_gradients` compares sums of its values. Unlike processors may round
+  differently, so a hundredth of its norm is allowed; what was drawn rank by rank differs by about the norm.
 * A parameter must not change between backward and the sync. The watch records the parameter's version whenever a
   gradient arrives. The next sync compares it, and so does the next forward if there was no sync.
 """
@@ -25,9 +27,10 @@ from torch.nn.parallel import DistributedDataParallel
 from shardpass.core.ranks import Ranks, describe, refuse_shared_model, torch_private, warn_of_unwrapped
 from shardpass.core.training.buckets import BUCKET_BYTES, broadcast_tensors, sum_tensors
 from shardpass.core.training.objective import warn_of_own_loss
-from shardpass.errors import RefusedError, ShardpassError
+from shardpass.errors import DivergenceError, RefusedError, ShardpassError
 
 _ABSENT, _PRESENT, _SUMMED, _STEPPED, _SPARSE = range(5)
+_UNLIKE = 0.01  # of the norm of a parameter; see the note
 _PROBLEMS = {
     _SUMMED: "was already summed over ranks: call optimizer.zero_grad() before each backward that follows a sum, and "
     "sync_gradients once after it",
@@ -91,6 +94,7 @@ def sync_gradients(
     Raises:
         ShardpassError: on every rank, if a gradient was summed before, a parameter has changed since backward, or a
             gradient is sparse. See [Note: how misuse is found].
+        DivergenceError: on every rank, if a parameter differs between ranks.
         RefusedError: DistributedDataParallel is around the model or within it, or ranks that are threads hold one
             model.
     """
@@ -299,14 +303,34 @@ def alike(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def _with_gradients(named: list[tuple[str, nn.Parameter]], comm: Ranks) -> list[nn.Parameter]:
     """The parameters that have a gradient on some rank. Collective; the first problem of any rank is raised on all."""
-    states = [_state_of(parameter) for _, parameter in named]
-    own = torch.tensor([states], dtype=torch.uint8, device=comm.device)
-    every = torch.cat(comm.all_gather(own, f"sync_gradients of {len(named)} parameters")).cpu()
+    states = torch.tensor([_state_of(parameter) for _, parameter in named], dtype=torch.float64)
+    own = torch.cat([states.to(comm.device), _sums_of([parameter for _, parameter in named], comm)])
+    label = f"sync_gradients of {len(named)} parameters"
+    every, sums, norms = torch.stack(comm.all_gather(own, label)).cpu().view(comm.size, 3, len(named)).unbind(1)
     for rank, row in enumerate(every.tolist()):
         for (name, _), state in zip(named, row):
             if state in _PROBLEMS:
                 raise ShardpassError(f"the gradient of {name!r} on rank {rank} {_PROBLEMS[state]}")
+    unlike = ((sums - sums[0]).abs() > _UNLIKE * norms.amax(0)).nonzero().tolist()
+    if unlike:
+        rank, number = unlike[0]
+        raise DivergenceError(
+            f"parameter {named[number][0]!r} is not the same on rank 0 and rank {rank}: what changes parameters after "
+            f"the model was wrapped, such as reset_parameters(), must do the same on every rank, but each rank has "
+            f"random numbers of its own. Call it in `with shardpass.seed(number, comm):`, or call "
+            f"shardpass.sync_parameters(model, comm) after it"
+        )
     return [parameter for (_, parameter), present in zip(named, every.any(0).tolist()) if present]
+
+
+def _sums_of(parameters: list[nn.Parameter], comm: Ranks) -> Tensor:
+    """The sums of the values of each, then the norms of each, float64 ``[2 * len(parameters)]``; zeros on one rank."""
+    if comm.size == 1 or not parameters:
+        return torch.zeros(2 * len(parameters), dtype=torch.float64, device=comm.device)
+    values = [torch.view_as_real(p.detach()) if p.is_complex() else p.detach() for p in parameters]
+    sums = [value.sum(dtype=torch.float64) for value in values]
+    norms = [torch.linalg.vector_norm(value, dtype=torch.float64) for value in values]
+    return torch.stack([found.to(comm.device) for found in (*sums, *norms)])
 
 
 def _state_of(parameter: nn.Parameter) -> int:

@@ -11,15 +11,21 @@ from torch import Tensor
 from shardpass.core.ranks import Ranks, describe, dtype_name
 from shardpass.errors import DivergenceError
 
+_FEW = 8
 
-def sums_over_ranks(name: str, values: list[float], problem: str | None, comm: Ranks, identity: str) -> list[float]:
+
+def sums_over_ranks(
+    name: str, values: list[float], problem: str | None, comm: Ranks, identity: str, chosen: float = 0.0
+) -> list[float]:
     """The sums of `values` over ranks. The first problem of any rank is raised on all of them. Collective.
 
-    `identity` says what must agree between ranks (dtype and trailing shape). It travels as a checksum.
+    Args:
+        identity: what must agree between ranks (dtype and trailing shape). It travels as a checksum.
+        chosen: `row_numbers` of the mask.
     """
     if comm.size == 1 and problem is None:
         return values
-    state = [float(problem is not None), float(zlib.crc32(identity.encode()))]
+    state = [float(problem is not None), float(zlib.crc32(identity.encode())), chosen]
     row = torch.tensor([[*state, *values]], dtype=torch.float64, device=comm.device)
     rows = torch.cat(comm.all_gather(row, name)).cpu()
     if bool(rows[:, 0].any()):
@@ -32,8 +38,32 @@ def sums_over_ranks(name: str, values: list[float], problem: str | None, comm: R
             f"{name}: ranks pass different kinds of rows: {found[0]} on rank 0, {found[other]} on rank {other}; "
             f"dtype and trailing dimensions must be the same on every rank"
         )
-    sums: list[float] = rows[:, 2:].sum(0).tolist()
+    refuse_same_rows(name, rows[:, 2])
+    sums: list[float] = rows[:, 3:].sum(0).tolist()
     return sums
+
+
+def row_numbers(mask: Any, rows: Any) -> float:
+    """A checksum of a mask of row numbers; 0 of any other, and of so few or of all rows that ranks may well agree."""
+    if (
+        not isinstance(mask, Tensor)
+        or not isinstance(rows, Tensor)
+        or mask.dtype == torch.bool
+        or 0 in (mask.dim(), rows.dim())
+    ):
+        return 0.0
+    if not _FEW <= len(mask) < len(rows):
+        return 0.0
+    return float(zlib.crc32(mask.detach().cpu().long().contiguous().numpy().tobytes()))
+
+
+def refuse_same_rows(name: str, found: Tensor) -> None:
+    """Refuse the `row_numbers` of all ranks if they are the same: then they are meant as ids of the whole graph."""
+    if len(found) > 1 and found[0] and bool((found == found[0]).all()):
+        raise ValueError(
+            f"{name}: mask holds the same row numbers on every rank, like ids of the whole graph, but they count the "
+            f"rows of each rank: give the nodes a mask of bools before the graph is partitioned"
+        )
 
 
 def select(rows: Tensor, mask: Tensor | None) -> Tensor:

@@ -14,6 +14,8 @@ from shardpass.core.training.masked_rows import (
     check_mask,
     check_targets,
     no_nodes,
+    refuse_same_rows,
+    row_numbers,
     select,
     sums_over_ranks,
     trailing,
@@ -36,7 +38,9 @@ def accuracy(logits: Tensor, y: Tensor, mask: Tensor | None, comm: Ranks) -> flo
         count = len(targets)
         if problem is None and count:
             right = int((select(logits.detach(), mask).argmax(1) == targets).sum())
-    totals = sums_over_ranks("accuracy", [float(right), float(count)], problem, comm, trailing(logits))
+    totals = sums_over_ranks(
+        "accuracy", [float(right), float(count)], problem, comm, trailing(logits), row_numbers(mask, y)
+    )
     if totals[1] == 0:
         raise ValueError(no_nodes("accuracy"))
     return totals[0] / totals[1]
@@ -64,6 +68,7 @@ def f1(
         ValueError: on every rank, if arguments are wrong on one, or no rank has a masked node.
     """
     counts = fail_together(comm, "f1", lambda: _decisions(logits, y, mask, average), ValueError)
+    refuse_same_rows("f1", _of_all_ranks(row_numbers(mask, y), comm))
     right, wrong, missed, rows = comm.all_reduce(counts.to(comm.device), "sum", "f1").double().cpu()
     if not rows.any():
         raise ValueError(no_nodes("f1"))
@@ -91,7 +96,9 @@ def mae(prediction: Tensor, y: Tensor, mask: Tensor | None, comm: Ranks) -> floa
     if problem is None:
         errors = (select(prediction.detach(), mask).double() - select(y.detach(), mask).double()).abs()
         own, count = float(errors.sum()), errors.numel()
-    total, number = sums_over_ranks("mae", [own, float(count)], problem, comm, trailing(prediction))
+    total, number = sums_over_ranks(
+        "mae", [own, float(count)], problem, comm, trailing(prediction), row_numbers(mask, y)
+    )
     if number == 0:
         raise ValueError(no_nodes("mae"))
     return total / number
@@ -167,6 +174,7 @@ def _mean_over_tasks(
         return own.contiguous(), targets.to(torch.uint8).contiguous()
 
     parts = fail_together(comm, name, chosen, ValueError)
+    refuse_same_rows(name, _of_all_ranks(row_numbers(mask, y), comm))
     found, labels = (torch.cat(comm.all_gather(part, name)).cpu() for part in parts)
     if len(found) == 0:
         raise ValueError(no_nodes(name))
@@ -206,3 +214,8 @@ def _check_binary(name: str, y: Tensor) -> None:
     odd = y[(y != 0) & (y != 1)]
     if odd.numel():
         raise ValueError(f"{name}: y must hold zeros and ones, found {odd.view(-1)[0].item()}")
+
+
+def _of_all_ranks(value: float, comm: Ranks) -> Tensor:
+    """The values of all ranks, float64 ``[comm.size]``. Collective."""
+    return torch.cat(comm.all_gather(torch.tensor([value], dtype=torch.float64, device=comm.device), "masks")).cpu()

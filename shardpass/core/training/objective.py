@@ -22,6 +22,7 @@ from shardpass.core.training.masked_rows import (
     check_mask,
     check_targets,
     no_nodes,
+    row_numbers,
     select,
     sums_over_ranks,
     trailing,
@@ -65,7 +66,7 @@ def cross_entropy(
         problem = check_targets(targets, logits.shape[1], "cross_entropy")
     if problem is None:
         losses, denominator = _row_losses(rows, targets, weight, label_smoothing)
-    return _global_mean("cross_entropy", losses, denominator, problem, comm, trailing(logits))
+    return _global_mean("cross_entropy", losses, denominator, problem, comm, trailing(logits), row_numbers(mask, y))
 
 
 @unfollowed(2)
@@ -84,7 +85,9 @@ def mean(values: Tensor, mask: Tensor | None, comm: Ranks) -> Tensor:
         ValueError: on every rank, if shapes are wrong on one, or no rank has a masked node.
     """
     chosen, problem = _rows_of("mean", values, mask)
-    return _global_mean("mean", chosen, float(chosen.numel()), problem, comm, trailing(values))
+    return _global_mean(
+        "mean", chosen, float(chosen.numel()), problem, comm, trailing(values), row_numbers(mask, values)
+    )
 
 
 @unfollowed(2)
@@ -95,7 +98,7 @@ def sum(values: Tensor, mask: Tensor | None, comm: Ranks) -> Tensor:
     """
     chosen, problem = _rows_of("sum", values, mask)
     own = chosen.sum(dtype=torch.float64)
-    totals = sums_over_ranks("sum", [float(own.detach())], problem, comm, trailing(values))
+    totals = sums_over_ranks("sum", [float(own.detach())], problem, comm, trailing(values), row_numbers(mask, values))
     return _Share.apply(own, torch.full_like(own, totals[0]), 1.0, comm).to(chosen.dtype)
 
 
@@ -180,12 +183,12 @@ class _Share(torch.autograd.Function):
 
 
 def _global_mean(
-    name: str, losses: Tensor, denominator: float, problem: str | None, comm: Ranks, identity: str
+    name: str, losses: Tensor, denominator: float, problem: str | None, comm: Ranks, identity: str, chosen: float
 ) -> Tensor:
     """The sum of `losses` over the sum of `denominator`, both over ranks, in float64."""
     own = losses.sum(dtype=torch.float64)
     numerator, denominator, count = sums_over_ranks(
-        name, [float(own.detach()), denominator, float(losses.numel())], problem, comm, identity
+        name, [float(own.detach()), denominator, float(losses.numel())], problem, comm, identity, chosen
     )
     if count == 0:
         raise ValueError(no_nodes(name))

@@ -21,6 +21,8 @@ from shardpass.data.team import Team
 
 INT32_LIMIT = 2**31 - 1
 _MOST_WEIGHT = 2**30
+_LARGEST_DEGREE = 2**20
+"""That is told apart when edges are sampled, so that a hub does not cost memory."""
 EDGE_BYTES, NODE_BYTES = 12, 16
 """What a rank keeps of the structure for training: for each in-edge the source in forward, and the destination and the
 place in backward; for each node where its edges begin, in both orders, and its original id."""
@@ -51,6 +53,7 @@ class Adjacency:
     directions stay together.
 
     most: neighbours that are kept, all nodes together, about; by default all.
+    neighbours: as many as there are, with parallel edges and self-loops. kept: about as many as are kept.
     in_degrees: the number of edges into each node, self-loops included, int64 [num_nodes].
     in_bytes: what a rank keeps of these edges, fields included, int64 [num_nodes].
     """
@@ -76,8 +79,9 @@ class Adjacency:
         budget.report("count", self.total, self.total)
         degrees += self.in_degrees
         self._sampled: Tensor | None = None
-        if most is not None and int(degrees.sum()) > most:
-            self._sampled = self._odds(degrees, most)
+        self.neighbours = self.kept = int(degrees.sum())
+        if most is not None and self.neighbours > most:
+            self.kept, self._sampled = self._odds(degrees, most)
         self._buckets: Buckets | None = None
         if budget.team.size > 1 or any(isinstance(arrays.src, FileRows) for arrays in graph.edges.values()):
             # the first rank gets a bucket of each rank at the same time
@@ -131,15 +135,20 @@ class Adjacency:
         self.budget.report("bucket", self.total, self.total)
         return buckets
 
-    def _odds(self, degrees: Tensor, most: int) -> Tensor:
-        """The ``t / d`` of each node, float32 [num_nodes], with the t for which `most` neighbours are kept, about."""
-        smaller = torch.zeros(int(degrees.max()) + 1, dtype=torch.long)
+    def _odds(self, degrees: Tensor, most: int) -> tuple[int, Tensor]:
+        """The ``t / d`` of each node, float32 [num_nodes], with the largest t for which at most `most` are kept.
+
+        In front of it, about as many as that keeps. Degrees count as `_LARGEST_DEGREE` where they are larger.
+        """
+        smaller = torch.zeros(min(int(degrees.max()), _LARGEST_DEGREE) + 1, dtype=torch.long)
         for _, src, dst in joined_edges(self.graph, self.budget.block_edges, self.budget.team):
-            smaller += torch.bincount(torch.minimum(degrees[src], degrees[dst]), minlength=len(smaller))
+            degree = torch.minimum(degrees[src], degrees[dst]).clamp(max=_LARGEST_DEGREE)
+            smaller += torch.bincount(degree, minlength=len(smaller))
         smaller = self.budget.team.sum("smaller degrees", smaller)
         below, edges = torch.arange(1, len(smaller)), smaller[1:].double()
         kept = 2 * (edges.cumsum(0) + below * (edges / below).flip(0).cumsum(0).flip(0) - edges)  # for each t
-        return float(below[: max(1, int((kept <= most).sum()))][-1]) / degrees.clamp(min=1).float()
+        limit = max(1, int((kept <= most).sum()))
+        return int(kept[limit - 1]), limit / degrees.clamp(1, _LARGEST_DEGREE).float()
 
     def _edges(self, count: int) -> Iterator[tuple[int, Tensor, Tensor]]:
         """As `joined_edges`, without those that are left out."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -46,6 +47,42 @@ def test_forms(graph, what):
     assert (reduction.stage, reduction.depth, reduction.parents, reduction.leader) == (0, 0, frozenset(), None)
 
 
+class Two(NamedTuple):
+    """A message of two tensors."""
+
+    first: Any
+    second: Any
+
+    def __call__(self, i):
+        return self.first(i), self.second(i)
+
+
+def each(values, index, num_dst):
+    return add_up(values[0], index, num_dst).sum() + add_up(values[1], index, num_dst)
+
+
+NARROW = {
+    "scaled": (lambda i: i.src["x"] * i.edge["w"].view(-1, 1), ["scale"]),
+    "scaled by bits": (lambda i: i.src["x"].exp() * i.edge["w"].view(-1, 1), ["general"]),
+    "twice": (
+        Two(lambda i: i.src["x"] * i.edge["w"].view(-1, 1), lambda i: i.edge["w"].view(-1, 1) * i.src["x"]),
+        ["scale"] * 2,
+    ),
+    "two dtypes": (Two(lambda i: i.src["x"] * i.edge["w"].view(-1, 1), lambda i: i.src["x"]), ["general", "copy"]),
+    "other rows": (Two(lambda i: i.src["x"] * i.edge["w"].view(-1, 1), lambda i: i.src["z"]), ["scale", "copy"]),
+    "and another": (Two(lambda i: i.src["x"] * i.edge["w"].view(-1, 1), lambda i: i.src["z"].exp()), ["general"] * 2),
+}
+
+
+@pytest.mark.parametrize("what", NARROW)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_forms_of_narrow_rows(graph, what, dtype):
+    """Rows are widened only where kernels alone read them: a message function sees the dtypes that it was given."""
+    message, forms = NARROW[what]
+    reduce = each if isinstance(message, Two) else add_up
+    assert [r.form for r in look(graph, message, reduce, dtype=dtype).reductions] == forms
+
+
 def test_nothing_is_left_of_a_probe(graph):
     def tensors():
         gc.collect()
@@ -58,6 +95,19 @@ def test_nothing_is_left_of_a_probe(graph):
     before = tensors()
     look(graph, message)
     assert tensors() == before
+
+
+def test_what_a_message_keeps_of_a_probe_has_its_gradient(graph):
+    weight, kept = torch.randn(4, dtype=torch.float64, requires_grad=True), []
+
+    def message(i):
+        if not kept:
+            kept.append(torch.tanh(weight))
+        return i.src["x"] * kept[0].sum()
+
+    look(graph, message)
+    (grad,) = torch.autograd.grad(kept[0].sum(), weight)
+    torch.testing.assert_close(grad, 1 - torch.tanh(weight) ** 2)
 
 
 def changed(change):
