@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from collections import Counter
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -126,6 +126,7 @@ def simulate(
     policy: Policy | None = None,
     fault: Fault | None = None,
     number: int | None = None,
+    is_direct: bool | None = None,
 ) -> Run:
     """Run a seed, and say what is wrong with how it ended.
 
@@ -133,6 +134,7 @@ def simulate(
         seed: chooses everything.
         trace: is given a line for each step.
         policy, fault, number: of the program; instead of those that the seed chooses.
+        is_direct: whether messages go without tags, in order, as between devices; instead of what the policy says.
     """
     draw = random.Random(seed)
     drawn = draw.randrange(NUM_PROGRAMS[seed >= DEFAULT_SEEDS])
@@ -140,6 +142,7 @@ def simulate(
     right = undisturbed(program.number)
     policy_drawn, fault_drawn = policy_of(draw), fault_of(draw, program.kind, right.counts, TIMEOUT)
     policy, fault = policy or policy_drawn, fault or fault_drawn
+    policy = policy if is_direct is None else replace(policy, is_direct=is_direct)
     folder = Path(tempfile.mkdtemp(dir=_FOLDERS)) if program.kind in _ON_DISK else Path("/nowhere")
     world = World(program.ranks, seed, policy, TIMEOUT, trace=trace)
     injector = Injector(fault)

@@ -36,13 +36,13 @@ REGRESSIONS = {
 """What went wrong, and where: the number of the program, the fault, and the transport."""
 
 
-def problems_of(seeds):
+def problems_of(seeds, **settings):
     """What is wrong with the runs of some seeds, in words."""
     found, threads = [], threading.active_count()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for seed in seeds:
-            run = simulate(seed)
+            run = simulate(seed, **settings)
             found += [f"{run}: {problem}" for problem in run.problems]
     assert threading.active_count() == threads
     return found
@@ -58,6 +58,13 @@ def test_seeds(shard):
 def test_many_seeds(shard):
     first = DEFAULT_SEEDS + shard * (LONG_SEEDS // SHARDS)
     assert problems_of(range(first, first + LONG_SEEDS // SHARDS)) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("shard", range(SHARDS // 2))
+def test_many_seeds_between_devices(shard):  # those of test_many_seeds are half of them
+    first = DEFAULT_SEEDS + LONG_SEEDS + shard * (LONG_SEEDS // SHARDS)
+    assert problems_of(range(first, first + LONG_SEEDS // SHARDS), is_direct=True) == []
 
 
 @pytest.mark.parametrize("seed", [11105, 15832, 68854])  # who ended, behind messages between devices?
