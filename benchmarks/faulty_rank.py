@@ -93,7 +93,9 @@ def work(comm: Any, folder: Path, phase: str, fault: str) -> None:
         hook = plain.convs[1].register_forward_pre_hook(fails.at("infer"))
         sp.infer(model, graph, folder / "logits.npy", overwrite=True)
         hook.remove()
-    sampled = GCN(graph.num_features, 8, 2, graph.num_classes)
+    with comm.random_lock():
+        torch.manual_seed(1)
+        sampled = GCN(graph.num_features, 8, 2, graph.num_classes)
     for number, batch in enumerate(sp.pyg.NeighborLoader(graph, [2, 2], graph.train_mask, batch_size=2)):
         sampled.zero_grad()
         out = sampled(batch.x, batch.edge_index)[: batch.batch_size]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch_geometric.data import Data
 from torch_geometric.nn import GAT, GCN, GraphSAGE
 
 import shardpass as sp
+from shardpass.errors import DivergenceError
 
 
 def graph(**others: Any) -> dict[str, Any]:
@@ -128,7 +130,8 @@ def test_a_model_that_is_not_wrapped(store: Path, is_wrapped: bool) -> None:
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        sp.spawn(run, 2)
+        with nullcontext() if is_wrapped else pytest.raises(DivergenceError, match="To wrap the model makes it"):
+            sp.spawn(run, 2)
     told = [found for found in caught if "GCN is not wrapped" in str(found.message)]
     assert len(told) == (0 if is_wrapped else 1)
     assert is_wrapped or ("shardpass.pyg.wrap" in str(told[0].message) and told[0].filename == __file__)

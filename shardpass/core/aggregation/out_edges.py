@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardpass.core.exchange import HaloPlan, Schedule, Transfer
-from shardpass.core.sharding import Block, EdgeShards, Shard, smallest_index_dtype
+from shardpass.core.sharding import Block, EdgeShards, Shard, running, smallest_index_dtype, transposed
 
 
 @dataclass
@@ -100,25 +100,23 @@ def _leaving(plan: HaloPlan, edges: EdgeShards, ends: Tensor, move: Transfer) ->
 
     Degrees are those of the source rows that this rank needs of that rank; columns count from the window's start.
     """
-    first = plan.halo_start[move.to]
-    column_of = torch.full((edges.num_dst,), -1, device=ends.device)
-    column_of[ends[move.send_start : move.send_stop]] = torch.arange(move.send_stop - move.send_start).to(ends.device)
-    pairs = []
-    for shard in edges.shards:
-        if shard.block.owner == move.to and shard.num_edges:
-            columns, sources = column_of[shard.dst_rows()], shard.src_rows + (shard.block.start - first)
-            inside = columns >= 0
-            pairs.append((sources[inside], columns[inside]))
-    sources, columns = map(torch.cat, zip(*pairs))
-    num_sources = plan.halo_start[move.to + 1] - first
-    return torch.bincount(sources, minlength=num_sources), columns[torch.argsort(sources, stable=True)]
+    window = ends[move.send_start : move.send_stop]
+    column_of = torch.full((edges.num_dst,), -1, dtype=smallest_index_dtype(window.numel()), device=ends.device)
+    column_of[window] = torch.arange(window.numel(), dtype=column_of.dtype, device=ends.device)
+    degrees, columns = [], []
+    for shard in sorted((s for s in edges.shards if s.block.owner == move.to), key=lambda s: s.block.start):
+        indptr, dst_rows, _ = transposed(shard)
+        found = column_of.index_select(0, dst_rows)
+        inside = found >= 0
+        before = running(inside).index_select(0, indptr)
+        degrees.append(before[1:] - before[:-1])
+        columns.append(found[inside])
+    return torch.cat(degrees), torch.cat(columns)
 
 
 def _own_shard(shard: Shard, plan: HaloPlan) -> Shard:
-    degrees = torch.bincount(shard.src_rows, minlength=plan.num_own_src)
-    columns = shard.dst_rows().to(smallest_index_dtype(plan.num_dst))[torch.argsort(shard.src_rows, stable=True)]
-    own = torch.arange(plan.num_own_src, device=degrees.device)
-    return _shard(Block(plan.comm.rank, 0, plan.num_dst), plan.num_own_src, own, degrees, columns)
+    indptr, columns, _ = transposed(shard)
+    return Shard(Block(plan.comm.rank, 0, plan.num_dst), indptr, columns, slice(0, 0))
 
 
 def _shard(block: Block, num_rows: int, rows: Tensor, degrees: Tensor, columns: Tensor) -> Shard:

@@ -16,10 +16,11 @@ from shardpass.core.sharding.shard import (
     Shard,
     build_shards,
     cut,
+    running,
     smallest_index_dtype,
 )
 from shardpass.core.sharding.streamed_shards import CopyStreams, StreamedShards
-from shardpass.core.sharding.transposes import Transposes
+from shardpass.core.sharding.transposes import Transposes, transposed
 
 __all__ = [
     "EDGE",
@@ -44,8 +45,10 @@ __all__ = [
     "build_shards",
     "cut",
     "edges_by_owner",
+    "running",
     "shards_of_owners",
     "smallest_index_dtype",
     "to_device",
     "to_host",
+    "transposed",
 ]

@@ -11,6 +11,9 @@ from torch import Tensor
 from shardpass.core.sharding.host_copies import to_device
 from shardpass.core.sharding.shard import Shard, smallest_index_dtype
 
+_EDGES_AT_ONCE = 1 << 18
+"""How many edges are sorted at a time. Sorting takes some 60 bytes for each, where what is kept has 4."""
+
 
 class BySource(NamedTuple):
     """A shard as CSR by source.
@@ -36,24 +39,37 @@ class Transposes:
         """`shard` by source; `order` is there if `with_order` was ever true for this shard."""
         found = self._kept.get(shard)
         if found is None or (with_order and found.order is None):
-            found = self._made(shard, with_order) if shard.home is None else self._copied(shard, shard.home, with_order)
+            if shard.home is not None:
+                found = self._copied(shard, shard.home, with_order)
+            elif found is None:
+                found = transposed(shard, with_order)
+            else:
+                found = found._replace(order=transposed(shard, with_order).order)
             self._kept[shard] = found
         return found
-
-    def _made(self, shard: Shard, with_order: bool) -> BySource:
-        small = smallest_index_dtype(max(shard.num_edges, shard.num_dst))
-        order = torch.argsort(shard.src_rows, stable=True)
-        if with_order:
-            order = order.to(small)
-        if shard in self._kept:
-            return self._kept[shard]._replace(order=order)
-        counts = torch.bincount(shard.src_rows, minlength=shard.block.num_rows)
-        indptr = torch.zeros(shard.block.num_rows + 1, dtype=torch.int64, device=counts.device)
-        torch.cumsum(counts, 0, out=indptr[1:])
-        return BySource(indptr.to(small), shard.dst_rows().to(small)[order], order if with_order else None)
 
     def _copied(self, shard: Shard, home: Shard, with_order: bool) -> BySource:
         indptr, dst_rows, order = self.of(home, with_order)
         device = shard.indptr.device
         order = to_device(order, device) if with_order and order is not None else None
         return BySource(to_device(indptr, device), to_device(dst_rows, device), order)
+
+
+def transposed(shard: Shard, with_order: bool = False) -> BySource:
+    """`shard` by source, made anew; edges of the same source stay in order."""
+    device, small = shard.src_rows.device, smallest_index_dtype(max(shard.num_edges, shard.num_dst))
+    indptr = torch.zeros(shard.block.num_rows + 1, dtype=torch.int64, device=device)
+    torch.cumsum(torch.bincount(shard.src_rows, minlength=shard.block.num_rows), 0, out=indptr[1:])
+    dst_rows = torch.empty(shard.num_edges, dtype=small, device=device)
+    order = torch.empty_like(dst_rows) if with_order else None
+    free = indptr[:-1].clone()  # where the next edge of each source goes
+    for chunk in shard.chunks(_EDGES_AT_ONCE if device.type == "cpu" else max(1, shard.num_edges)):
+        src_rows, positions = torch.sort(shard.src_rows[chunk.start : chunk.stop], stable=True)
+        sources, counts = torch.unique_consecutive(src_rows, return_counts=True)
+        places = torch.repeat_interleave(free[sources] - counts.cumsum(0) + counts, counts)
+        places += torch.arange(src_rows.numel(), device=device)
+        dst_rows[places] = (shard.dst_rows(chunk)[positions] + chunk.low).to(small)
+        if order is not None:
+            order[places] = (positions + chunk.start).to(small)
+        free[sources] += counts
+    return BySource(indptr.to(small), dst_rows, order)

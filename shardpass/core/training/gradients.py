@@ -101,8 +101,8 @@ def sync_gradients(
     _refuse_ddp_within(model)
     refuse_shared_model(model, comm, "sync_gradients")
     named = list(alike(model))
-    found = _with_gradients(named, comm)
     warn_of_unwrapped(model, comm, stacklevel=2)
+    found = _with_gradients(named, comm)
     if found:
         warn_of_own_loss(comm, stacklevel=2)
     _warn_of_hooks(named, comm, stacklevel=2)
@@ -315,9 +315,9 @@ def _with_gradients(named: list[tuple[str, nn.Parameter]], comm: Ranks) -> list[
     if unlike:
         rank, number = unlike[0]
         raise DivergenceError(
-            f"parameter {named[number][0]!r} is not the same on rank 0 and rank {rank}: what changes parameters after "
-            f"the model was wrapped, such as reset_parameters(), must do the same on every rank, but each rank has "
-            f"random numbers of its own. Call it in `with shardpass.seed(number, comm):`, or call "
+            f"parameter {named[number][0]!r} is not the same on rank 0 and rank {rank}. To wrap the model makes it the "
+            f"same. If it is wrapped, something has changed it since, such as reset_parameters(), for which each rank "
+            f"has random numbers of its own. Call that in `with shardpass.seed(number, comm):`, or call "
             f"shardpass.sync_parameters(model, comm) after it"
         )
     return [parameter for (_, parameter), present in zip(named, every.any(0).tolist()) if present]

@@ -6,6 +6,7 @@ import copy
 import io
 import linecache
 import pickle
+import threading
 import warnings
 
 import pytest
@@ -19,10 +20,13 @@ from shardpass.core.training.gradients import note_forward, sync_gradients, sync
 from shardpass.errors import RefusedError, ShardpassError
 from shardpass.testing.run import run
 
+SEEDED = threading.Lock()
+
 
 def build(seed=0, dtype=torch.float64):
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).to(dtype)
+    with SEEDED:  # the ranks are threads, which have one generator
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).to(dtype)
     model.unused = nn.Parameter(torch.zeros(3))
     return model
 
@@ -148,6 +152,7 @@ def test_gradients_are_summed_also_where_a_rank_has_none(bucket_bytes, ranks):
 def test_every_dtype_and_layout_is_summed_and_local_rows_are_not():
     def body(comm):
         model = Mixed(comm.rank)
+        sync_parameters(model, comm)
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter) * (1 + comm.rank)
         kept = model.a.grad

@@ -1,0 +1,27 @@
+"""Transposes: sorted a piece at a time, they are those of one stable sort."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shardpass.core.sharding import Block, build_shards, transposes
+
+CASES = {"empty": (5, 4, 0), "one row": (1, 1, 7), "no rows": (0, 3, 0), "hub": (9, 1, 40), "many": (30, 20, 200)}
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 1000])
+@pytest.mark.parametrize("case", CASES)
+def test_pieces_are_the_whole(case, at_once, monkeypatch):
+    num_src, num_dst, num_edges = CASES[case]
+    draw = torch.Generator().manual_seed(0)
+    src, dst = (torch.randint(0, max(1, count), (num_edges,), generator=draw) for count in (num_src, num_dst))
+    (shard,) = build_shards(src, dst, [Block(0, 0, num_src)], num_dst).shards
+    monkeypatch.setattr(transposes, "_EDGES_AT_ONCE", at_once)
+    found = transposes.transposed(shard, with_order=True)
+    order = torch.argsort(shard.src_rows, stable=True)
+    assert torch.equal(found.order, order.int())
+    assert torch.equal(found.dst_rows, shard.dst_rows()[order].int())
+    assert found.indptr.diff().tolist() == torch.bincount(src, minlength=num_src).tolist()
+    kept = transposes.Transposes()
+    assert kept.of(shard).order is None and torch.equal(kept.of(shard, with_order=True).order, found.order)
