@@ -1,11 +1,11 @@
 """Big graphs on one machine: partition, load and train an epoch, with a bound on memory. A dated report.
 
-    python -m benchmarks.scale --edges 1_000_000_000 --nodes 60_000_000 --folder /data/scale
+    python -m benchmarks.scale --edges 1_000_000_000 --nodes 50_000_000 --parts 4 --offload --folder /data/scale
 
 A planted graph (most edges stay within a community) with 16 features is written to files. One process partitions it in
 a control group of its own, whose resident memory the kernel bounds, its child KaMinPar and cached files included; that
 needs the right to make one (root, or a group that was delegated). Then fresh ranks load it and train one epoch of
-GraphSAGE.
+GraphSAGE, in another group. With as many parts as ranks, edges and features are read where their files are mapped.
 The peak of a process is its VmHWM, with libraries and with mapped pages, which the kernel may drop; anonymous memory
 (RssAnon, looked at every few milliseconds) cannot be dropped. The other bars of large and small graphs are
 measured by `edge_bytes`, `names`, `inference_peak`, `rank_balance`, `partitioning`, `many_processes`, `overhead` and
@@ -37,7 +37,7 @@ from benchmarks.limited import Peak, status
 from benchmarks.machine import REPORTS, machine
 from shardpass.data import stream_edge_list
 
-PARTS, FEATURES, CLASSES, BLOCK = 8, 16, 8, 4_000_000
+FEATURES, CLASSES, BLOCK = 16, 8, 4_000_000
 Record = dict[str, Any]
 
 
@@ -93,14 +93,13 @@ class Group:
         self.path.rmdir()
 
 
-def partition_files(folder: Path, num_nodes: int, limit: int, group: Path) -> Record:
-    """Partition as a member of `group`, which has at most `limit` bytes."""
-    (group / "cgroup.procs").write_text(str(os.getpid()))
+def partition_files(folder: Path, num_nodes: int, parts: int, limit: int) -> Record:
+    """Partition within `limit` bytes."""
     start = time.monotonic()
     graph = stream_edge_list(
         folder / "edges.npy", features=folder / "x.npy", labels=folder / "y.npy", num_nodes=num_nodes
     )
-    manifest = sp.partition(graph, folder / "store", PARTS, memory_bytes=limit // 4, overwrite=True)
+    manifest = sp.partition(graph, folder / "store", parts, memory_bytes=limit // 5, overwrite=True)
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return {
         "seconds": time.monotonic() - start, "cpu_seconds": sum(one.ru_utime + one.ru_stime for one in used),
@@ -109,7 +108,7 @@ def partition_files(folder: Path, num_nodes: int, limit: int, group: Path) -> Re
     }  # fmt: skip
 
 
-def train(folder: Path) -> None:
+def train(folder: Path, offloads: bool) -> None:
     """One rank: load, one epoch; rank 0 prints what all ranks found."""
     comm, peak, start = sp.connect(), Peak(), time.monotonic()
     graph = sp.load(folder / "store", comm)
@@ -117,8 +116,9 @@ def train(folder: Path) -> None:
     torch.manual_seed(0)
     model = sp.pyg.wrap(GraphSAGE(FEATURES, 16, 2, CLASSES), comm, checkpoint="activations")
     start = time.monotonic()
-    loss = sp.cross_entropy(model(graph.x, graph), graph.y, None, comm)
-    loss.backward()
+    with sp.offload(folder / "scratch") if offloads else contextlib.nullcontext():
+        loss = sp.cross_entropy(model(graph.x, graph), graph.y, None, comm)
+        loss.backward()
     sp.sync_gradients(model, comm)
     mine = {
         "nodes": graph.num_own_nodes, "load_seconds": loaded, "epoch_seconds": time.monotonic() - start,
@@ -129,16 +129,24 @@ def train(folder: Path) -> None:
         print(json.dumps(every), flush=True)
 
 
-def child(*arguments: str, ranks: int = 1) -> Any:
-    """The JSON that this module prints in fresh processes."""
+def child(limit_gib: float, *arguments: str, ranks: int = 1) -> tuple[Any, int]:
+    """The JSON that this module prints in fresh processes, and the most anonymous memory they had, in bytes.
+
+    All of them together have at most `limit_gib` of resident memory.
+    """
     start = [sys.executable, "-m", "benchmarks.scale"]
     if ranks > 1:
         start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *start[1:]]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "THP_MEM_ALLOC_ENABLE": "1"}
-    done = subprocess.run([*start, *arguments], capture_output=True, text=True, env=environment, check=False)
-    if done.returncode:
-        sys.exit(done.stdout + done.stderr)
-    return json.loads(done.stdout.splitlines()[-1])
+    group = Group(int(limit_gib * 2**30))
+    try:
+        command = ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(group.path / "cgroup.procs"), *start, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        if done.returncode:
+            sys.exit(done.stdout + done.stderr)
+        return json.loads(done.stdout.splitlines()[-1]), group.peak
+    finally:
+        group.remove()
 
 
 def gib(num_bytes: float) -> str:
@@ -146,19 +154,22 @@ def gib(num_bytes: float) -> str:
     return f"{num_bytes / 2**30:.2f} GiB"
 
 
-def report(num_nodes: int, num_edges: int, limit: int, cut: Record, ranks: list[Record]) -> str:
+def report(args: argparse.Namespace, cut: Record, ranks: list[Record]) -> str:
     """The report in Markdown."""
+    num_nodes, num_edges = args.nodes, args.edges
     anonymous, resident = (sum(rank[name] for rank in ranks) for name in ("anonymous_bytes", "resident_bytes"))
     lines = [
         f"# Scale, {datetime.date.today()}", "", f"`{' '.join(['python -m benchmarks.scale', *sys.argv[1:]])}`", "",
-        f"{num_nodes:,} nodes, {num_edges:,} directed edges, {FEATURES} features (float32), {PARTS} parts.", "",
-        f"- partitioned in {cut['seconds']:.0f} s ({cut['cpu_seconds']:.0f} CPU s) within {gib(limit)} of resident "
+        f"{num_nodes:,} nodes, {num_edges:,} directed edges, {FEATURES} features (float32), {args.parts} parts.", "",
+        f"- partitioned in {cut['seconds']:.0f} s ({cut['cpu_seconds']:.0f} CPU s) within {args.gib} GiB of resident "
         f"memory, which the kernel enforced: at most {gib(cut['anonymous_bytes'])} of it anonymous, KaMinPar included. "
         f"{cut['cut']:.1%} of the edges are cut.",
         f"- the store has {gib(cut['store_bytes'])}, {cut['store_bytes'] / num_edges:.1f} B per edge with features.",
         f"- {len(ranks)} ranks load it in {max(rank['load_seconds'] for rank in ranks):.0f} s, and train an epoch of "
         f"GraphSAGE in {max(rank['epoch_seconds'] for rank in ranks):.0f} s "
         f"({sum(rank['epoch_cpu_seconds'] for rank in ranks):.0f} CPU s).",
+        f"- it ran within {args.train_gib} GiB of resident memory of all ranks, cached files included, which the kernel "
+        f"enforced; saved tensors {'on disk' if args.offload else 'in memory'}.",
         f"- peaks of all ranks: {gib(anonymous)} of anonymous memory ({anonymous / num_edges:.1f} B per edge), "
         f"{gib(resident)} resident with mapped files and libraries.",
         "", *(f"- {name}: {value}" for name, value in machine().items()),
@@ -172,33 +183,29 @@ def main() -> None:
     parser.add_argument("--edges", type=int, default=100_000_000)
     parser.add_argument("--nodes", type=int, default=6_000_000)
     parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--parts", type=int, default=8)
+    parser.add_argument("--offload", action="store_true", help="train with what autograd saves in files")
     parser.add_argument("--gib", type=float, default=8.0, help="resident memory while partitioning")
+    parser.add_argument("--train-gib", type=float, default=20.0, help="resident memory of all ranks that train")
     parser.add_argument("--folder", type=Path, help="where the files are kept (default: a temporary one)")
     parser.add_argument("--child", choices=["partition", "train"], help=argparse.SUPPRESS)
-    parser.add_argument("--group", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    limit = int(args.gib * 2**30)
     if args.child == "partition":
-        print(json.dumps(partition_files(args.folder, args.nodes, limit, args.group)), flush=True)
+        print(json.dumps(partition_files(args.folder, args.nodes, args.parts, int(args.gib * 2**30))), flush=True)
     elif args.child == "train":
-        train(args.folder)
+        train(args.folder, args.offload)
     else:
         with tempfile.TemporaryDirectory() as temporary:
             folder = args.folder or Path(temporary)
             folder.mkdir(parents=True, exist_ok=True)
             make_files(folder, args.nodes, args.edges)
-            here = ["--folder", str(folder), "--nodes", str(args.nodes), "--gib", str(args.gib)]
-            group = Group(limit)
-            try:
-                cut = {
-                    **child("--child", "partition", "--group", str(group.path), *here),
-                    "anonymous_bytes": group.peak,
-                }
-            finally:
-                group.remove()
-            ranks = child("--child", "train", *here, ranks=args.ranks)
-        text = report(args.nodes, args.edges, limit, cut, ranks)
-        (REPORTS / f"scale-{datetime.date.today()}.md").write_text(text)
+            here = ["--folder", str(folder), "--nodes", str(args.nodes), "--parts", str(args.parts)]
+            here += ["--gib", str(args.gib), *(["--offload"] if args.offload else [])]
+            cut, cut["anonymous_bytes"] = child(args.gib, "--child", "partition", *here)
+            print(json.dumps(cut), flush=True)
+            ranks, _ = child(args.train_gib, "--child", "train", *here, ranks=args.ranks)
+        text = report(args, cut, ranks)
+        (REPORTS / f"scale-{args.edges // 10**6}M-{datetime.date.today()}.md").write_text(text)
         print(text)
 
 

@@ -136,6 +136,6 @@ fig.savefig("node_classification.svg", metadata={"Title": title, "Date": None})
 # ## Largest size tested
 #
 # * GraphSAGE: 2.5 million nodes and 50 million edges on four ranks, which held 3.5 GiB all together
-#   (`benchmarks/reports/scale-2026-11-23.md` in the repository).
+#   (`benchmarks/reports/scale-300M-2026-11-23.md` in the repository).
 # * GAT: 3 million edges on four ranks at 55 MiB each, where plain PyG needed 9,669 MiB
 #   (`benchmarks/reports/memory-2026-11-22.md`).
