@@ -168,8 +168,8 @@ def report(args: argparse.Namespace, cut: Record, ranks: list[Record]) -> str:
         f"- {len(ranks)} ranks load it in {max(rank['load_seconds'] for rank in ranks):.0f} s, and train an epoch of "
         f"GraphSAGE in {max(rank['epoch_seconds'] for rank in ranks):.0f} s "
         f"({sum(rank['epoch_cpu_seconds'] for rank in ranks):.0f} CPU s).",
-        f"- it ran within {args.train_gib} GiB of resident memory of all ranks, cached files included, which the kernel "
-        f"enforced; saved tensors {'on disk' if args.offload else 'in memory'}.",
+        f"- it ran within {args.train_gib} GiB of resident memory of all ranks, cached files included, which the "
+        f"kernel enforced; saved tensors {'on disk' if args.offload else 'in memory'}.",
         f"- peaks of all ranks: {gib(anonymous)} of anonymous memory ({anonymous / num_edges:.1f} B per edge), "
         f"{gib(resident)} resident with mapped files and libraries.",
         "", *(f"- {name}: {value}" for name, value in machine().items()),
