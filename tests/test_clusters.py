@@ -85,6 +85,10 @@ def test_manifests_have_the_fields_of_their_schemas(path: Path) -> None:
         assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", found["metadata"]["name"])
     if path.name.startswith("trainjob"):
         check_training(by_kind["TrainingRuntime"], by_kind["TrainJob"])
+    elif path.name == "network-policy.yaml":
+        policy = by_kind["NetworkPolicy"]
+        assert policy["apiVersion"] == "networking.k8s.io/v1"
+        assert policy["spec"]["ingress"] == [{"from": [{"podSelector": policy["spec"]["podSelector"]}]}]
     else:
         pod = by_kind["Job"]["spec"]["template"]["spec"]
         check_pod(pod)

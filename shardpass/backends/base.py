@@ -266,7 +266,14 @@ class BaseCommunicator(RawCommunicator):
         return results
 
     def all_gather_object(self, obj: Any, label: str = "") -> list[Any]:
-        raw = torch.frombuffer(bytearray(json.dumps(obj).encode()), dtype=torch.uint8)
+        try:
+            text = json.dumps(obj)
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                f"all_gather_object {label!r}: {error}; it takes numbers, strings, lists and dicts of them. "
+                f"Of a tensor, pass tensor.tolist(), or call all_gather"
+            ) from None
+        raw = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         gathered = self._all_gather("all_gather_object", raw, label)
         return [json.loads(bytes(text.numpy().tobytes())) for text in gathered]
 

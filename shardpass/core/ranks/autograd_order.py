@@ -141,8 +141,9 @@ def refuse_double_backward(name: str) -> None:
 def all_reduce_sum(tensor: Tensor, comm: Ranks, label: str = "all_reduce_sum") -> Tensor:
     """The sum of `tensor` over ranks, differentiable; the same bits on every rank.
 
-    Collective, in backward too. The gradient of `tensor` is the sum over ranks of the gradients that arrive here, since
-    the objective is the sum over ranks of what each of them calls backward on.
+    Where gradients are enabled it requires one, since the tensor of another rank may: take ``.detach()`` of a mere
+    number. Collective, in backward too. The gradient of `tensor` is the sum over ranks of the gradients that arrive
+    here, since the objective is the sum over ranks of what each of them calls backward on.
 
     Args:
         tensor: floating point, with the same shape and dtype on every rank.
