@@ -9,7 +9,6 @@ import copy
 import inspect
 import itertools
 import random
-import sys
 from dataclasses import fields
 
 import numpy as np
@@ -22,8 +21,8 @@ pytest.importorskip("torch_geometric")
 import torch_geometric.nn as gnn
 
 import shardpass as sp
-from shardpass.core import kernels, sampling
 from shardpass.core.kernels import cpu_loops
+from shardpass.core.sampling import drawing
 from shardpass.testing import WholeGraph, assert_same, assignments, evaluate_sharded, evaluate_whole, run
 from shardpass.testing.graphs import shard_in_memory
 
@@ -168,8 +167,7 @@ def evaluated(monkeypatch, tmp_path):
         with monkeypatch.context() as patch:
             patch.setattr(cpu_loops, "_SMALL", 20)  # so that a small graph is shared among threads too
             if not row["numba"]:
-                patch.delattr(kernels, "numba_loops", raising=False)
-                patch.setitem(sys.modules, "shardpass.core.kernels.numba_loops", None)
+                patch.setattr(cpu_loops, "optional_module", lambda name: None)
             torch.set_num_threads(row["threads"])
             try:
                 options = sp.Options(**{name: row[name] for name in OPTIONS})
@@ -244,8 +242,7 @@ def test_batches_do_not_depend_on_how_they_are_made(name, ranks, monkeypatch):
 
     expected = run(lambda comm: epochs(comm, 2), ranks)
     found = [run(lambda comm: epochs(comm, 0, mode="halo", block_rows=2), ranks)]
-    monkeypatch.delattr(sampling, "drawing_loops", raising=False)
-    monkeypatch.setitem(sys.modules, "shardpass.core.sampling.drawing_loops", None)
+    monkeypatch.setattr(drawing, "optional_module", lambda name: None)
     found.append(run(lambda comm: epochs(comm, 5, stream_structure=True), ranks))
     for other in found:
         for mine, theirs in zip(itertools.chain(*expected), itertools.chain(*other), strict=True):

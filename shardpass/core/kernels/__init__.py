@@ -11,6 +11,7 @@ from shardpass.core.kernels.cpu_loops import COMPILED_LOOPS
 from shardpass.core.kernels.dispatch import edge_dot, gather_sum, gather_sum_transposed
 from shardpass.core.kernels.dropout import dropout_factors
 from shardpass.core.kernels.extremum import gather_extremum, gather_extremum_transposed
+from shardpass.core.kernels.optional import optional_module
 from shardpass.core.kernels.rows import gather_rows, scatter_rows
 from shardpass.core.kernels.runs import ClosedScores, EdgeRun, Outer, RowRun, ScoreGradients, SoftmaxState
 
@@ -32,5 +33,6 @@ __all__ = [
     "gather_rows",
     "gather_sum",
     "gather_sum_transposed",
+    "optional_module",
     "scatter_rows",
 ]

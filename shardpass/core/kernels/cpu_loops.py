@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardpass.core.kernels.optional import optional_module
 from shardpass.core.kernels.runs import EdgeRun, RowRun
 from shardpass.core.ranks import torch_private
 
@@ -25,11 +26,7 @@ def numba_loops_for(rows: Tensor) -> ModuleType | None:
     """`numba_loops` if it takes these rows and numba is installed, else `None`."""
     if rows.device.type != "cpu" or rows.dtype not in DTYPES:
         return None
-    try:
-        from shardpass.core.kernels import numba_loops
-    except ImportError:
-        return None
-    return numba_loops
+    return optional_module("shardpass.core.kernels.numba_loops")
 
 
 def attention_loops() -> ModuleType:

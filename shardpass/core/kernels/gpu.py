@@ -8,12 +8,13 @@ torch code runs instead. Triton is imported when the first tensor is taken. Test
 from __future__ import annotations
 
 import os
-from importlib import import_module
 from types import ModuleType
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+from shardpass.core.kernels.optional import optional_module
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 SWITCH = "SHARDPASS_TRITON"
@@ -32,7 +33,4 @@ def triton_for(what: Literal["sums", "extremum", "attention"], *tensors: Tensor 
         return None
     if what == "attention" and len({tensor.dtype for tensor in given}) != 1:
         return None
-    try:
-        return import_module(f"shardpass.core.kernels.triton_{what}")
-    except ImportError:
-        return None
+    return optional_module(f"shardpass.core.kernels.triton_{what}")

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from shardpass.core.kernels import optional_module
+
 Array = np.ndarray[Any, Any]
 
 GAMMA = 0x9E3779B97F4A7C15
@@ -197,8 +199,4 @@ class Numbering:
 
 def loops_if_installed() -> ModuleType | None:
     """The loops that numba compiles, or `None` if numba is not installed."""
-    try:
-        from shardpass.core.sampling import drawing_loops
-    except ImportError:
-        return None
-    return drawing_loops
+    return optional_module("shardpass.core.sampling.drawing_loops")
