@@ -45,6 +45,7 @@ Heads = Annotated[int, typer.Option(min=1, help="Attention heads (gat).")]
 Dropout = Annotated[float, typer.Option(min=0, max=1, help="Dropout between layers.")]
 BatchNorm = Annotated[bool, typer.Option(help="BatchNorm between layers, over the nodes of all ranks.")]
 Type = Annotated[Dtype, typer.Option(help="Of features and parameters.")]
+EdgeWeight = Annotated[str, typer.Option(help="The edge field that gcn takes for weights of edges.")]
 BackendName = Annotated[Backend, typer.Option(help="auto: the launcher's if one started this process, else threads.")]
 Ranks = Annotated[int | None, typer.Option(min=1, help="Ranks to start here, or to expect from the launcher.")]
 Threads = Annotated[int, typer.Option(min=1, help="Computing threads per rank.")]
@@ -182,6 +183,7 @@ def train(
     threads: Threads = 1,
     seed: Annotated[int, typer.Option(help="Of the parameters.")] = 0,
     dtype: Type = "float32",
+    edge_weight: EdgeWeight = "",
     mask_prefix: Annotated[str, typer.Option(help="Before train_mask, val_mask and test_mask in field names.")] = "",
     split: Annotated[int, typer.Option(help="The column of masks that have one per split.")] = 0,
     eval_every: Annotated[int, typer.Option(min=1, help="Epochs between two evaluations.")] = 1,
@@ -208,11 +210,11 @@ def train(
         if profile and backend == "auto" and starts_threads(backend, ranks):
             backend = "processes"  # threads have one profiler, which traces one of them
         config = TrainConfig(
-            model, layers, hidden, heads, dropout, batch_norm, dtype, store=str(store), epochs=epochs, lr=lr,
-            weight_decay=weight_decay, mode=mode, memory_budget=memory_budget, seed=seed, mask_prefix=mask_prefix,
-            split=split, eval_every=eval_every, patience=patience, log=log, log_csv=log_csv, tensorboard=tensorboard,
-            plot=plot, best=best, checkpoint=checkpoint, checkpoint_every=checkpoint_every,
-            resume=resume, threads=threads, profile=profile,
+            model, layers, hidden, heads, dropout, batch_norm, dtype, edge_weight,
+            store=str(store), epochs=epochs, lr=lr, weight_decay=weight_decay, mode=mode, memory_budget=memory_budget,
+            seed=seed, mask_prefix=mask_prefix, split=split, eval_every=eval_every, patience=patience, log=log,
+            log_csv=log_csv, tensorboard=tensorboard, plot=plot, best=best, checkpoint=checkpoint,
+            checkpoint_every=checkpoint_every, resume=resume, threads=threads, profile=profile,
             shared_process=not restarts and starts_threads(backend, ranks),
         )  # fmt: skip
         if restarts:
@@ -287,13 +289,14 @@ def infer(
     ranks: Ranks = None,
     threads: Threads = 1,
     dtype: Type = "float32",
+    edge_weight: EdgeWeight = "",
     overwrite: Annotated[bool, typer.Option(help="Replace a file that is there already.")] = False,
     tag: Annotated[str, typer.Option(help="Any text: a run does not continue one with another tag.")] = "",
 ) -> None:
     """Write a trained model's output for every node. A run that was ended goes on where it stood."""
     with told_in_words():
         config = InferConfig(
-            model, layers, hidden, heads, 0.0, batch_norm, dtype, store=str(store), output=str(output),
+            model, layers, hidden, heads, 0.0, batch_norm, dtype, edge_weight, store=str(store), output=str(output),
             weights=str(weights), frontend=frontend, mode=mode, threads=threads, overwrite=overwrite, tag=tag,
         )  # fmt: skip
         run_ranks(infer_rank, config, backend, ranks)

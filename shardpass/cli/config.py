@@ -80,7 +80,7 @@ class TrainConfig(ModelConfig):
         Raises:
             ValueError: something is missing that the options need.
         """
-        task = read_task(graph, self.torch_dtype, self.mask_prefix, self.split)
+        task = read_task(graph, self.torch_dtype, self.mask_prefix, self.split, self.edge_weight)
         if (self.patience or self.best) and "val" not in task.masks:
             field = f"{self.mask_prefix}val_mask"
             lack = (

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import shardpass as sp
 from shardpass.cli.console import Steps
 from shardpass.cli.models import MODELS, ModelConfig, in_degrees_for
-from shardpass.cli.task import features_of
+from shardpass.cli.task import edge_weight_of, features_of, model_inputs, unused_edge_fields
 from shardpass.core.ranks import Mode, Ranks, refuse_irregular
 
 
@@ -38,6 +38,8 @@ class InferConfig(ModelConfig):
         super().__post_init__()
         if self.model not in MODELS and ".py:" not in self.model:
             raise ValueError(f"--model is one of {', '.join(MODELS)}, or FILE.py:FUNCTION, got {self.model!r}")
+        if self.edge_weight and self.model not in MODELS:
+            raise ValueError("--edge-weight is for the models of the command: FILE.py:FUNCTION is given the graph")
 
 
 def infer_rank(comm: Ranks, config: InferConfig) -> list[str]:
@@ -54,8 +56,11 @@ def infer_rank(comm: Ranks, config: InferConfig) -> list[str]:
     model = (sp.pyg if is_pyg else sp.dgl).wrap(_build(config, graph).to(config.torch_dtype), comm)
     _load_weights(Path(config.weights), comm, model, graph)
     console = Console(stderr=True, quiet=comm.rank > 0)
+    if config.model in MODELS and (note := unused_edge_fields(graph, config.edge_weight)):
+        console.print(note)
     with console.status("inference") as status:
-        args = (x, graph) if is_pyg else (graph, x)
+        weight = edge_weight_of(graph, config.edge_weight, config.torch_dtype)
+        args = model_inputs(x, graph, weight) if is_pyg else (graph, x)
         told = partial(_show, status, Steps(console)) if comm.rank == 0 else None
         files = sp.infer(model, graph, config.output, *args, overwrite=config.overwrite, tag=config.tag, progress=told)
     console.print("wrote", *map(str, files))

@@ -19,7 +19,11 @@ _PNA = {"aggregators": ["mean", "min", "max", "std"], "scalers": ["identity", "a
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Which model to build, as plain data."""
+    """Which model to build, as plain data.
+
+    Args:
+        edge_weight: the edge field that the model takes for weights of edges; an empty text for none.
+    """
 
     model: str = "sage"
     layers: int = 2
@@ -28,6 +32,7 @@ class ModelConfig:
     dropout: float = 0.0
     batch_norm: bool = False
     dtype: Dtype = "float32"
+    edge_weight: str = ""
 
     def __post_init__(self) -> None:
         if self.model == "gat" and self.hidden % self.heads:
@@ -50,6 +55,7 @@ class ModelConfig:
 
         Raises:
             MissingDependencyError: PyG is not installed.
+            ValueError: the model takes no weights of edges, and was to.
         """
         models = require("torch_geometric.nn.models", "pyg", "shardpass train")
         options: dict[str, Any] = {}
@@ -58,6 +64,8 @@ class ModelConfig:
         if self.model == "pna":
             options = {**_PNA, "deg": torch.ones(2, dtype=torch.int64) if in_degrees is None else in_degrees}
         make = getattr(models, MODELS[self.model])
+        if self.edge_weight and not make.supports_edge_weight:
+            raise ValueError(f"--edge-weight {self.edge_weight}: {self.model} takes no weights of edges; gcn does")
         norm = "batch_norm" if self.batch_norm else None
         model: nn.Module = make(
             num_features, self.hidden, self.layers, num_classes, dropout=self.dropout, norm=norm, **options

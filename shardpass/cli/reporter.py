@@ -8,7 +8,7 @@ from rich.table import Table
 from shardpass.cli.config import TrainConfig
 from shardpass.cli.console import output
 from shardpass.cli.logs import Record, logs_of
-from shardpass.cli.task import SPLITS
+from shardpass.cli.task import SPLITS, unused_edge_fields
 from shardpass.core.graphs import ShardedGraph
 from shardpass.core.ranks import bytes_text
 
@@ -28,8 +28,8 @@ class Reporter:
             f"{config.model} ({config.layers} layers, hidden {config.hidden}) on {graph.total_nodes:,} nodes and "
             f"{graph.total_edges:,} edges, {ranks} ({type(graph.comm).__name__}), mode {graph.options.mode}"
         )
-        if note:
-            self.console.print(note)
+        for line in filter(None, (unused_edge_fields(graph, config.edge_weight), note)):
+            self.console.print(line)
         columns = (MofNCompleteColumn(), BarColumn(12), TextColumn("{task.description}"), TimeRemainingColumn())
         hidden = self.console.quiet or not self.console.is_terminal
         self.bar = Progress(*columns, console=self.console, disable=hidden)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardpass.core.graphs import ShardedGraph
 
@@ -19,6 +20,48 @@ class Task:
     x: Tensor
     y: Tensor
     masks: dict[str, Tensor]
+    edge_weight: Tensor | None
+
+    def output(self, model: nn.Module, graph: ShardedGraph) -> Tensor:
+        """The output of `model` for own nodes. Collective."""
+        found: Tensor = model(*model_inputs(self.x, graph, self.edge_weight))
+        return found
+
+
+def model_inputs(x: Tensor, graph: ShardedGraph, edge_weight: Tensor | None) -> tuple[Any, ...]:
+    """What a model of the command is called with."""
+    return (x, graph) if edge_weight is None else (x, graph, edge_weight)
+
+
+def edge_weight_of(graph: ShardedGraph, name: str, dtype: torch.dtype) -> Tensor | None:
+    """The own rows of the edge field `name`, ``[num_own_edges]``; `None` for an empty name.
+
+    Raises:
+        ValueError: there is no such field, or it has not one number per edge.
+    """
+    if not name:
+        return None
+    if name not in graph.edge:
+        known = ", ".join(sorted(graph.edge)) or "none"
+        raise ValueError(f"--edge-weight {name}: the store has no edge field {name!r} (edge fields: {known})")
+    weight: Tensor = graph.edge[name]
+    if weight.dim() == 2 and weight.size(1) == 1:
+        weight = weight[:, 0]
+    if weight.dim() != 1:
+        raise ValueError(
+            f"--edge-weight {name}: a weight is one number per edge, but rows of {name!r} have the shape "
+            f"{list(weight.shape[1:])}"
+        )
+    return weight.to(dtype)
+
+
+def unused_edge_fields(graph: ShardedGraph, edge_weight: str) -> str:
+    """A line that names the edge fields which no model of the command reads; empty if there is none."""
+    unused = [name for name in sorted(graph.edge) if name != edge_weight]
+    if not unused:
+        return ""
+    hint = "" if edge_weight else "; --model gcn takes one by --edge-weight NAME"
+    return f"not used: the edge field{'s' if len(unused) > 1 else ''} {', '.join(unused)}{hint}"
 
 
 def features_of(graph: ShardedGraph, dtype: torch.dtype) -> Tensor:
@@ -37,13 +80,14 @@ def features_of(graph: ShardedGraph, dtype: torch.dtype) -> Tensor:
     return (x if x.dim() > 1 else x[:, None]).to(dtype)
 
 
-def read_task(graph: ShardedGraph, dtype: torch.dtype, mask_prefix: str, split: int) -> Task:
+def read_task(graph: ShardedGraph, dtype: torch.dtype, mask_prefix: str, split: int, edge_weight: str) -> Task:
     """What a run trains on. Collective.
 
     Args:
-        dtype: of the features.
+        dtype: of the features and weights.
         mask_prefix: before the names of the mask fields, such as ``made_`` for ``made_train_mask``.
         split: the column of masks that have one per split.
+        edge_weight: see `edge_weight_of`.
 
     Raises:
         ValueError: features, labels or the training mask are missing or of the wrong kind, or nothing is to be trained.
@@ -69,7 +113,8 @@ def read_task(graph: ShardedGraph, dtype: torch.dtype, mask_prefix: str, split: 
     sizes = dict(zip(masks, counts.tolist()))
     if not sizes["train"]:
         raise ValueError(f"{fields['train']} selects no node with a label, so there is nothing to train on")
-    return Task(x, y.long(), {name: mask for name, mask in masks.items() if sizes[name]})
+    used = {name: mask for name, mask in masks.items() if sizes[name]}
+    return Task(x, y.long(), used, edge_weight_of(graph, edge_weight, dtype))
 
 
 def _column(mask: Tensor, name: str, split: int) -> Tensor:

@@ -65,7 +65,7 @@ class Run:
     def step(self) -> float:
         """The loss over all training nodes in one epoch: forward, backward, update. Collective."""
         self.model.train()
-        logits = self.model(self.task.x, self.graph)
+        logits = self.task.output(self.model, self.graph)
         loss = sp.cross_entropy(logits, self.task.y, self.task.masks["train"], self.comm)
         self.optimizer.zero_grad()
         loss.backward()
@@ -77,7 +77,7 @@ class Run:
     def evaluate(self) -> dict[str, float]:
         """The accuracy in each split that has a mask. Collective."""
         self.model.eval()
-        logits = self.model(self.task.x, self.graph)
+        logits = self.task.output(self.model, self.graph)
         return {name: sp.accuracy(logits, self.task.y, mask, self.comm) for name, mask in self.task.masks.items()}
 
     def has_waited_enough(self, epoch: int) -> bool:
@@ -116,8 +116,7 @@ def plan_of(comm: Ranks, config: TrainConfig) -> sp.Plan:
     """The plan that decides the mode ``"auto"``. Collective."""
 
     def call(model: nn.Module, graph: sp.ShardedGraph) -> Tensor:
-        logits: Tensor = model(config.task(graph).x, graph)
-        return logits
+        return config.task(graph).output(model, graph)
 
     def loss(logits: Tensor, graph: sp.ShardedGraph) -> Tensor:
         task = config.task(graph)

@@ -11,6 +11,7 @@ import torch
 
 from shardpass.core import kernels
 from shardpass.core.kernels import gpu
+from shardpass.core.kernels.optional import optional_module
 
 FINDERS = [partial(gpu.triton_for, what) for what in ("sums", "extremum", "attention")]
 
@@ -42,6 +43,7 @@ def test_the_switch(triton_dispatch, monkeypatch):
 
 def test_without_triton_torch_does_it(triton_dispatch, monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.setattr(gpu, "optional_module", optional_module.__wrapped__)  # what is installed is looked up once
     for name in ("triton_sums", "triton_extremum", "triton_attention"):
         monkeypatch.delattr(kernels, name, raising=False)
         monkeypatch.delitem(sys.modules, f"shardpass.core.kernels.{name}", raising=False)
