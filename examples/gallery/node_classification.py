@@ -135,7 +135,7 @@ fig.savefig("node_classification.svg", metadata={"Title": title, "Date": None})
 # %% [markdown]
 # ## Largest size tested
 #
-# * GraphSAGE: 2.5 million nodes and 50 million edges on four ranks, which held 3.5 GiB all together
-#   (`benchmarks/reports/scale-300M-2026-11-23.md` in the repository).
+# * GraphSAGE: 50 million nodes and a billion edges on four ranks of one machine with two cores, within 20 GiB. An epoch
+#   took 264 s (`benchmarks/reports/scale-1000M-2026-11-23.md` in the repository).
 # * GAT: 3 million edges on four ranks at 55 MiB each, where plain PyG needed 9,669 MiB
 #   (`benchmarks/reports/memory-2026-11-22.md`).
