@@ -202,9 +202,10 @@ def train(
     restarts: Annotated[int, typer.Option(min=0, help="Times to start failed ranks again, from the checkpoint.")] = 0,
     profile: Annotated[str, typer.Option(help="Trace one epoch of each rank, for Perfetto or chrome://tracing.")] = "",
 ) -> None:
-    """Train a PyG model on the whole graph, on any number of ranks up to the number of parts.
+    """Train one of six PyG models on the whole graph, on any number of ranks up to the number of parts.
 
-    Alone, with --ranks N, or under `mpirun -n N` or `torchrun --nproc-per-node N --no-python`.
+    For a model of your own, `shardpass new` writes a script. Start this one alone, with --ranks N, or under
+    `mpirun -n N` or `torchrun --nproc-per-node N --no-python`.
     """
     with told_in_words():
         if profile and backend == "auto" and starts_threads(backend, ranks):

@@ -116,7 +116,11 @@ def _load_weights(path: Path, comm: Ranks, model: nn.Module, graph: sp.ShardedGr
     try:
         model.load_state_dict(state)
     except (RuntimeError, TypeError, AttributeError) as error:
-        raise ValueError(f"--weights {path} does not fit the model: {' '.join(str(error).split())}") from error
+        words = " ".join(str(error).split())
+        raise ValueError(
+            f"--weights {path} does not fit the model: {words}. Give "
+            f"--model, --layers, --hidden, --heads and --batch-norm as they were in training"
+        ) from error
 
 
 def _read_state(path: Path) -> object:

@@ -46,5 +46,6 @@ def diverged(comm: Ranks, label: str, mine: str) -> DivergenceError:
     other = next(r for r in range(comm.size) if descriptions[r] != descriptions[0])
     return DivergenceError(
         f"{label}: ranks disagree about this call, so it cannot be exact. Rank 0: {descriptions[0]}. "
-        f"Rank {other}: {descriptions[other]}. Every rank must run the same model with the same widths and dtypes"
+        f"Rank {other}: {descriptions[other]}. Every rank must call the same model as often, with the same widths and "
+        f"dtypes; a call under `if comm.rank == 0` ends like this"
     )

@@ -272,7 +272,8 @@ def _validate(
         if own.get(name) != saved.get(name):
             raise CheckpointError(
                 f"{what} does not fit the model: {name!r} is {saved.get(name, 'missing')} in the checkpoint, "
-                f"{own.get(name, 'missing')} in the model"
+                f"{own.get(name, 'missing')} in the model. Build it with the arguments that it had when it was saved; "
+                f"for shardpass infer these are --model, --layers, --hidden, --heads and --batch-norm"
             )
     if optimizer is not None:
         _validate_optimizer(what, manifest["optimizer"], optimizer, bool(local))

@@ -20,7 +20,7 @@ def sums_over_ranks(
     """The sums of `values` over ranks. The first problem of any rank is raised on all of them. Collective.
 
     Args:
-        identity: what must agree between ranks (dtype and trailing shape). It travels as a checksum.
+        identity: what must agree between ranks (`trailing`, `class_weights`). It travels as a checksum.
         chosen: `row_numbers` of the mask.
     """
     if comm.size == 1 and problem is None:
@@ -36,7 +36,7 @@ def sums_over_ranks(
         other = next(rank for rank, text in enumerate(found) if text != found[0])
         raise DivergenceError(
             f"{name}: ranks pass different kinds of rows: {found[0]} on rank 0, {found[other]} on rank {other}; "
-            f"dtype and trailing dimensions must be the same on every rank"
+            f"dtype, trailing dimensions and weights of classes must be the same on every rank"
         )
     refuse_same_rows(name, rows[:, 2])
     sums: list[float] = rows[:, 3:].sum(0).tolist()
@@ -130,3 +130,10 @@ def trailing(values: Any) -> str:
     if not isinstance(values, Tensor):
         return ""
     return f"{dtype_name(values.dtype)} [{', '.join(map(str, ['num_own', *values.shape[1:]]))}]"
+
+
+def class_weights(weight: Tensor) -> str:
+    """What of class weights must agree between ranks, as `trailing`: weights of a rank's own labels do not."""
+    values = weight.detach().double().tolist()
+    shown = ", ".join(f"{value:.6g}" for value in values[:_FEW]) + (", ..." if len(values) > _FEW else "")
+    return f" with the class weights [{shown}] (checksum {zlib.crc32(repr(values).encode()):08x})"

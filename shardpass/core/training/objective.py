@@ -21,6 +21,7 @@ from shardpass.core.training.masked_rows import (
     check_logits,
     check_mask,
     check_targets,
+    class_weights,
     no_nodes,
     row_numbers,
     select,
@@ -50,7 +51,7 @@ def cross_entropy(
             [num_own, num_classes].
         mask: the nodes that count: bool [num_own], or own row numbers (a repeated row counts again), or None for all.
         comm: the ranks.
-        weight: one weight per class, [num_classes].
+        weight: one weight per class, [num_classes], the same on every rank.
         label_smoothing: in [0, 1].
 
     Returns:
@@ -58,6 +59,7 @@ def cross_entropy(
 
     Raises:
         ValueError: on every rank, if shapes or class ids are wrong on one, or no rank has a masked node.
+        DivergenceError: on every rank, if dtypes, numbers of classes or weights of classes differ.
     """
     problem = check_logits("cross_entropy", logits, y, mask) or _check_weight(weight, logits)
     losses, denominator = torch.zeros(0), 0.0
@@ -66,7 +68,8 @@ def cross_entropy(
         problem = check_targets(targets, logits.shape[1], "cross_entropy")
     if problem is None:
         losses, denominator = _row_losses(rows, targets, weight, label_smoothing)
-    return _global_mean("cross_entropy", losses, denominator, problem, comm, trailing(logits), row_numbers(mask, y))
+    kind = trailing(logits) + ("" if weight is None or problem else class_weights(weight))
+    return _global_mean("cross_entropy", losses, denominator, problem, comm, kind, row_numbers(mask, y))
 
 
 @unfollowed(2)

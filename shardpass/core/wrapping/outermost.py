@@ -14,7 +14,7 @@ from torch import nn
 
 from shardpass.core.exchange import node_set
 from shardpass.core.following import FollowFunctions, FollowRows, ForwardDraws, known_modules, user_line
-from shardpass.core.graphs import LoadedGraphs, NodeIds, node_embeddings
+from shardpass.core.graphs import LoadedGraphs, NodeIds, node_embeddings, refuse_original_order
 from shardpass.core.memory import Checkpoint, recomputed_activations
 from shardpass.core.ranks import OnRanks, Ranks, chained, is_out_of_memory, memory_error, torch_private
 from shardpass.core.training import note_forward
@@ -40,6 +40,7 @@ class FollowedCalls:
         self.is_on = is_on
         self._calls: Counter[Any] = Counter()
         self._follower: FollowRows | None = None
+        self.knows_order = False
 
     def next(self, model: nn.Module, comm: Ranks, method: str) -> FollowRows | None:
         """What follows the call of `method` that begins, or `None`."""
@@ -145,6 +146,9 @@ class OutermostCall:
             ):
                 with follower.paused():
                     follower.marks.check_arguments((args, kwargs))
+                    if not self.followed.knows_order:
+                        refuse_original_order((args, kwargs), self.comm.caches.of(LoadedGraphs).graphs)
+                        self.followed.knows_order = True
                 out = function(*args, **kwargs)
             follower.marks.check_refusals()
         except RefusedError as error:  # a library may read numbers of rows to explain why memory ran out

@@ -188,7 +188,7 @@ def test_one_rank_that_does_not_fit_is_told_on_all(tmp_path):
 
     def body(comm):
         model = Net(4 + comm.rank)
-        with pytest.raises(CheckpointError, match=r"float64 \[5, 5\] in the model \(found on rank 1\)"):
+        with pytest.raises(CheckpointError, match=r"float64 \[5, 5\] in the model.* \(found on rank 1\)"):
             load_checkpoint(tmp_path / "a", comm, model)
         return True
 

@@ -253,12 +253,17 @@ def test_unlabelled_nodes_outside_the_mask_are_fine():
         (
             lambda c: objective.cross_entropy(LOGITS.to([torch.float32, torch.float64][c.rank]), BAD, TRUE, c),
             DivergenceError,
-            r"float32 \[num_own, 4\] on rank 0, float64 \[num_own, 4\] on rank 1; dtype and trailing",
+            r"float32 \[num_own, 4\] on rank 0, float64 \[num_own, 4\] on rank 1; dtype, trailing",
         ),
         (
             lambda c: objective.cross_entropy(LOGITS[:, : 4 - c.rank], BAD, TRUE, c),
             DivergenceError,
             "ranks pass different kinds of rows",
+        ),
+        (
+            lambda c: objective.cross_entropy(LOGITS, BAD, TRUE, c, weight=torch.arange(1.0, 5.0) + c.rank),
+            DivergenceError,
+            r"class weights \[1, 2, 3, 4\] .* on rank 0, .* class weights \[2, 3, 4, 5\] .* weights of classes must be",
         ),
     ],
 )
