@@ -110,7 +110,15 @@ def table(records: list[Record]) -> Table:
     out = Table()
     for title in ("graph", "model", "system"):
         out.add_column(title)
-    for title in ("W", "CPU s/epoch (all)", "peak MiB/rank", "kept", "transient", "MB sent/epoch (all)", "last loss"):
+    for title in (
+        "W",
+        "CPU s/epoch (all) in s",
+        "peak MiB/rank",
+        "kept",
+        "transient",
+        "MB sent/epoch (all)",
+        "last loss",
+    ):
         out.add_column(title, justify="right")
     for record in records:
         out.add_row(*row(record))
@@ -126,7 +134,9 @@ def row(record: Record) -> list[str]:
     mode = record["mode"] + (f", checkpoint={record['checkpoint']}" if record.get("checkpoint") else "")
     own = f"shardpass{'.dgl' if record.get('frontend') == 'dgl' else ''} {mode} ({record['backend']}{shared})"
     system = peers[record["peer"]] if record["peer"] else own
-    cpu = f"{sum(rank['cpu_seconds'] for rank in ranks):.2f}" if "cpu_seconds" in ranks[0] else "-"
+    cpu = "-"
+    if "cpu_seconds" in ranks[0]:
+        cpu = f"{sum(r['cpu_seconds'] for r in ranks):.2f} in {max(r['wall_seconds'] for r in ranks):.2f} s"
     memory = [
         f"{max(rank[name] for rank in ranks) / MIB:.1f}" if name in ranks[0] else "-"
         for name in ("peak_bytes", "kept_bytes", "transient_bytes")
