@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from shardpass.core.exchange import node_set
 from shardpass.core.graphs import OwnFields, Relation, ShardedGraph, ShardedHeteroGraph, relation_of
 from shardpass.core.ranks import Options, Ranks
 from shardpass.core.sharding import EDGE, NODE, NodeType, Ownership
@@ -44,7 +45,10 @@ def load(path: str | Path, comm: Ranks, options: Options | None = None) -> Shard
     assert store is not None and data is not None
     ownership = {kind: _ownership(store, kind, comm.size) for kind in store.manifest.node_types}
     relations = {kind: _relation(comm, data, kind, ownership, options) for kind in store.manifest.edge_types}
-    fields = {kind: OwnFields(data.node_fields[kind], lambda t: t.to(comm.device)) for kind in data.node_fields}
+    fields = {
+        kind: OwnFields(data.node_fields[kind], comm, node_set(kind, owned.num_own(comm.rank)))
+        for kind, owned in ownership.items()
+    }
     classes = {kind: _num_classes(comm, kind, fields[kind]) for kind in ownership if "y" in fields[kind]}
     shared: dict[str, Any] = {
         "total_edges": dict(store.manifest.num_edges),

@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from shardpass.core.exchange import node_set
 from shardpass.core.graphs import OwnFields, ShardedGraph, ShardedHeteroGraph, build_relation
 from shardpass.core.ranks import Options, Ranks
 from shardpass.core.sharding import EdgeType, NodeType, Ownership
@@ -103,7 +104,7 @@ def shard_as(
         first, last = ownership[kind].offsets[comm.rank : comm.rank + 2]
         node_ids[kind] = order[first:last]
         own = {name: t[node_ids[kind]] for name, t in graph.node.get(kind, {}).items()}
-        fields[kind] = OwnFields(own, lambda t: t)
+        fields[kind] = OwnFields(own, comm, node_set(kind, node_ids[kind].numel()), lambda rows: rows)
     relations = {}
     for edge_type, edges in graph.edges.items():
         src, _, dst = edge_type

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from shardpass.core.exchange import node_set
 from shardpass.core.graphs import OwnFields, Relation, ShardedGraph, ShardedHeteroGraph, relation_of
 from shardpass.core.ranks import Options, Ranks
 from shardpass.core.sharding import EDGE, NODE, EdgeType, NodeType, OwnerEdges, Ownership
@@ -125,7 +126,10 @@ def made_up_rank(sizes: RankSizes, comm: Ranks, options: Options, edges: Edges) 
     relations = {kind: _relation(sizes, kind, comm, options, edges[kind]) for kind in sizes.edges}
     fields = {
         kind: OwnFields(
-            {name: made_up_rows(one, own.count, own.num_classes) for name, one in own.fields.items()}, lambda t: t
+            {name: made_up_rows(one, own.count, own.num_classes) for name, one in own.fields.items()},
+            comm,
+            node_set(kind, own.count),
+            lambda rows: rows,
         )
         for kind, own in sizes.nodes.items()
     }

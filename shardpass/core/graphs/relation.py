@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardpass.core.exchange import HaloPlan, halo_plan_of
 from shardpass.core.graphs.edge_index import ShardedEdgeIndex
-from shardpass.core.ranks import Options, Ranks
+from shardpass.core.ranks import Options, Ranks, RowSet
 from shardpass.core.sharding import (
     HOST,
     EdgeShards,
@@ -25,17 +25,31 @@ from shardpass.core.sharding import (
 
 
 class OwnFields(Mapping[str, Tensor]):
-    """The fields of this rank's nodes or edges by name; each is read, put in order and moved to the device once."""
+    """The fields of this rank's nodes or edges by name; each is read, put in order and moved to the device once.
 
-    def __init__(self, stored: Mapping[str, Tensor], place: Callable[[Tensor], Tensor]) -> None:
-        self._stored, self._place = stored, place
+    A model may be the first to read one, and nobody follows how that is done.
+
+    Args:
+        stored: the tensors, which may be read from files.
+        comm: the ranks.
+        of: which rows they have.
+        place: puts the rows of one in order; by default it moves them to the device of the ranks.
+    """
+
+    def __init__(
+        self, stored: Mapping[str, Tensor], comm: Ranks, of: RowSet, place: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        self._stored, self._comm, self._of = stored, comm, of
+        self._place = place or (lambda rows: rows.to(comm.device))
         self._read: dict[str, Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._read:
             if name not in self._stored:
                 raise KeyError(f"no field {name!r} is stored for this graph; there are: {self.listed()}")
-            self._read[name] = self._place(self._stored[name])
+            with self._comm.unfollowed():
+                self._read[name] = self._place(self._stored[name])
+            self._comm.mark_rows(self._read[name], self._of)
         return self._read[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -139,18 +153,13 @@ def relation_of(
     def ordered(stored: Tensor) -> Tensor:
         return stored.to(device) if order is None else stored.to(device).index_select(0, order)
 
-    def placed(stored: Tensor) -> Tensor:
-        with comm.unfollowed():  # a model may be the first to read a field
-            rows = ordered(stored)
-        comm.mark_rows(rows, plan.edge_set(shards.num_edges))
-        return rows
-
     def ids() -> Tensor:
         with comm.unfollowed():
             return ordered(edge_ids()).to(torch.int64)
 
     index = ShardedEdgeIndex.of_shards(shards, plan)
-    return Relation(plan, shards, index, OwnFields(fields, placed), LazyTensor(ids))
+    of = plan.edge_set(shards.num_edges)
+    return Relation(plan, shards, index, OwnFields(fields, comm, of, ordered), LazyTensor(ids))
 
 
 def _in_order(shards: EdgeShards, order: Tensor) -> EdgeShards:
