@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from shardpass.core.exchange.halo import node_set
 from shardpass.core.graphs.graph import gather
 from shardpass.core.graphs.relation import OwnFields
 from shardpass.core.ranks.options import Options
+from shardpass.core.sharding import NODE
 from shardpass.errors import RefusedError
 from shardpass.testing.graphs import WholeGraph, assignments, awkward_graph, shard_in_memory
 from shardpass.testing.run import run
@@ -57,9 +59,12 @@ def test_fields_are_read_once():
         reads.append(1)
         return tensor + 1
 
-    fields = OwnFields({"a": torch.zeros(2), "b": torch.ones(2)}, place)
-    assert fields["a"] is fields["a"] and len(reads) == 1
-    assert list(fields) == ["a", "b"] and len(fields) == 2 and "c" not in fields
+    def read(comm):
+        fields = OwnFields({"a": torch.zeros(2), "b": torch.ones(2)}, comm, node_set(NODE, 2), place)
+        assert fields["a"] is fields["a"] and len(reads) == 1
+        assert list(fields) == ["a", "b"] and len(fields) == 2 and "c" not in fields
+
+    run(read, 1)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
