@@ -25,12 +25,14 @@ class Offer(NamedTuple):
     Args:
         has_sums: whether it has kept the sums of this call, whose inputs do not change.
         linear_map: fingerprint of the linear map that follows; see `describe_map`.
+        end_maps: fingerprint of the linear maps of rows of the ends inside the message function.
         out_edges: the serial number of its `OutEdges`, or -1.
         mix: fingerprint of the tensor with which scores are mixed.
     """
 
     has_sums: int = 0
     linear_map: int = 0
+    end_maps: int = 0
     out_edges: int = -1
     mix: int = 0
 

@@ -176,8 +176,9 @@ class Call:
         """What the message function sees of some edges. With `leaves`, inputs that need gradients are fresh leaves.
 
         A source tensor that is not among `rows` is not read in this pass; NaN stands in for it, so that an error in
-        following dependences cannot go unnoticed.
+        following dependences cannot go unnoticed. The same goes for destination rows that are not read at all.
         """
+        count, unread = piece.src_rows.numel(), self.structure.unread
 
         def given(key: Key, tensor: Tensor) -> Tensor:
             is_leaf = leaves and key in self.gradients and is_differentiable(tensor)
@@ -188,11 +189,11 @@ class Call:
             if name in rows:
                 src[name] = given(Key("src", name), gather_rows(rows[name], piece.src_rows))
             else:
-                filler, dtype = float("nan") if is_differentiable(tensor) else 0, self.given.get(name, tensor.dtype)
-                shape = (piece.src_rows.numel(), *tensor.shape[1:])
-                src[name] = tensor.new_full(shape, filler, dtype=dtype)  # may be viewed
+                src[name] = _stand_in(tensor, count, self.given.get(name, tensor.dtype))
         dst = {
-            name: given(Key("dst", name), gather_rows(tensor[piece.window], piece.dst_rows))
+            name: _stand_in(tensor, count, tensor.dtype)
+            if Key("dst", name) in unread
+            else given(Key("dst", name), gather_rows(tensor[piece.window], piece.dst_rows))
             for name, tensor in operands.dst.items()
         }
         edge = {
@@ -232,6 +233,11 @@ class Call:
             if self.structure.random:
                 stack.enter_context(replayed(self.plan.comm, self.seed_of(position, first_edge)))
             yield
+
+
+def _stand_in(tensor: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    filler = float("nan") if is_differentiable(tensor) else 0
+    return tensor.new_full((count, *tensor.shape[1:]), filler, dtype=dtype)  # not expanded: it may be viewed
 
 
 def _autocast_state() -> tuple[bool, torch.dtype]:

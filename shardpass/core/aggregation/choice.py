@@ -9,6 +9,7 @@ from torch import Tensor
 from shardpass.core.aggregation.agreement import Agreed, Offer
 from shardpass.core.aggregation.call import Call
 from shardpass.core.aggregation.constants import ConstantSums
+from shardpass.core.aggregation.ends_first import ends_mapped
 from shardpass.core.aggregation.linear_first import describe_map, transformed_first
 from shardpass.core.aggregation.pull import choose_pull, known_out_edges, mix_of
 from shardpass.core.aggregation.widening import widened
@@ -36,7 +37,9 @@ class OwnOffer:
             self.sums = constant_sums(plan).find(program.of_what_is_read(structure), structure, edges)
         known = known_out_edges(plan, edges)
         serial = -1 if known is None else known.serial
-        return Offer(int(self.sums is not None), digest(describe_map(self._weight)), serial, mix_of(plan, structure))
+        ends = digest(" ".join(one.describe() for one in structure.maps))
+        has_sums, follows = int(self.sums is not None), digest(describe_map(self._weight))
+        return Offer(has_sums, follows, ends, serial, mix_of(plan, structure))
 
 
 @dataclass(frozen=True)
@@ -80,10 +83,12 @@ def choose_way(
         structure = replace(structure, attention=None)
     if program.watch is not None:
         program.watch(structure)
+    # a hook may be on one rank alone
+    if structure.maps and all(offer.end_maps == offers[0].end_maps for offer in offers):
+        program, structure, gradients = ends_mapped(program, structure, gradients, plan, edges)
     program = program.of_what_is_read(structure)
     only_scales = weight is not None
-    maps_alike = all(offer.linear_map == offers[0].linear_map for offer in offers)  # a hook may be on one rank alone
-    if weight is not None and maps_alike:
+    if weight is not None and all(offer.linear_map == offers[0].linear_map for offer in offers):
         keeps_sums = plan.options.cache_constant_inputs
         first = transformed_first(program, structure, gradients, weight, keeps_sums)
         if first is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ def run_node_part(program: Program, call: Call, outputs: list[Tensor], only_scal
         inputs.num_dst = call.edges.num_dst
     phase = _NodePhase(outputs, call.edges.num_dst)
     sums = [k for k, reduction in enumerate(call.structure.reductions) if only_scales and reduction.form != "ones"]
-    trace = _NodeTrace(program, inputs.index, phase, returned=frozenset(sums))
+    trace = _NodeTrace(replace(program, maps=()), inputs, phase, returned=frozenset(sums))
     trace.kept = call.plan.comm.kept_calls
     with call.plan.comm.in_message(), trace:
         trace.count = call.structure.num_message

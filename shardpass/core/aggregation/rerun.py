@@ -50,7 +50,7 @@ def run_again(
         generator, substitutes, expected: see `EdgeTrace`.
     """
     program = call.program
-    trace = EdgeTrace(program, inputs.index, phase, substitutes, expected, generator)
+    trace = EdgeTrace(program, inputs, phase, substitutes, expected, generator)
     try:
         with call.scope(*place), trace:
             message = program.message(inputs)

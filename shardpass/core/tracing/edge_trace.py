@@ -20,7 +20,9 @@ from torch.overrides import TorchFunctionMode
 
 from shardpass.core.following import user_line
 from shardpass.core.ranks import torch_private
-from shardpass.core.tracing.program import NeedsMessagesError, Program
+from shardpass.core.tracing.expression import DESTINATION, SOURCE
+from shardpass.core.tracing.linear_maps import LinearMap
+from shardpass.core.tracing.program import Inputs, NeedsMessagesError, Program
 from shardpass.core.tracing.reducers import Base
 from shardpass.errors import NeedsHaloError, RefusedError
 
@@ -92,7 +94,7 @@ class EdgeTrace(TorchFunctionMode):
 
     Args:
         program: the program that the message function belongs to.
-        index: the destination index of the piece.
+        inputs: what the message function sees of the piece.
         phase: the reduction handler, which decides what reductions become.
         substitutes: tensors to use in place of others, by id.
         expected: ids of the tensors that require grad and were there before a second run. The trace refuses a message
@@ -106,7 +108,7 @@ class EdgeTrace(TorchFunctionMode):
     def __init__(
         self,
         program: Program,
-        index: Tensor,
+        inputs: Inputs,
         phase: Phase,
         substitutes: dict[int, Tensor] | None = None,
         expected: set[int] | None = None,
@@ -123,8 +125,9 @@ class EdgeTrace(TorchFunctionMode):
         self.num_drops = 0
         self.norms: dict[int, nn.Module] = {}  # by the number of their reduction
         self._first_node = sequence_number() if expected is not None else 0
-        self.count = 0
-        self._index = index
+        self.count = self.num_linear = 0
+        self._maps, self._inputs = {one.number: one for one in program.maps}, inputs
+        self._index = index = inputs.index
         self._aliases: dict[int, Tensor] = {id(index): index}  # tensors held, so that ids stay theirs
 
     def __enter__(self) -> EdgeTrace:
@@ -150,6 +153,10 @@ class EdgeTrace(TorchFunctionMode):
         if self.substitutes:
             args = tuple([self._substituted(arg) for arg in args])
             kwargs = {key: self._substituted(arg) for key, arg in kwargs.items()}
+        if name == "linear":
+            self.num_linear += 1
+            if (found := self._maps.get(self.num_linear - 1)) is not None:
+                return self._mapped(found, *args[:2])
         operands = tensors_in((*args, *kwargs.values()))
         if self._expected is not None:
             self._check_expected(operands)
@@ -265,6 +272,24 @@ class EdgeTrace(TorchFunctionMode):
                         f"not use in forward: the layer keeps it on itself, and was called again or changed since. "
                         f"Pass it to propagate() as an argument"
                     )
+
+    def _mapped(self, found: LinearMap, rows: Tensor, weight: Tensor) -> Tensor:
+        """What a linear map of `rows` gives, of which those of the ends have been mapped already."""
+        sides = {SOURCE: self._inputs.src, DESTINATION: self._inputs.dst}
+        parts = [sides[side][found.table_name] for side in found.sides]
+        others = [(start, stop - start) for start, stop in found.others]
+        if others:
+            if self._expected is not None:
+                self._check_expected([rows, weight])
+            taken = [self._joined([self._step(torch.narrow, t, -1, *one) for one in others]) for t in (rows, weight)]
+            parts.append(self._step(torch.nn.functional.linear, *taken))
+        total = parts[0]
+        for part in parts[1:]:
+            total = self._step(torch.add, total, part)
+        return total
+
+    def _joined(self, parts: list[Tensor]) -> Tensor:
+        return parts[0] if len(parts) == 1 else self._step(torch.cat, parts, -1)
 
     def _indexable(self, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Arguments in which a tensor over all own destinations is cut to those of this piece."""

@@ -36,8 +36,9 @@ class Expr:
 
     The leaves are `SOURCE`, `DESTINATION` and `EDGE` (name), ``reduced`` (number of the reduction), ``outside`` (id)
     and ``opaque`` (what identifies the tensor). The operations are those of `BINARY`, ``exp``, ``leaky_relu`` (x,
-    slope), ``sum`` over the last dimension, ``gather`` of a row per destination, ``detach``, ``dropout`` (x, p), and
-    ``cast`` (x, dtype of x) to the dtype of the operation that uses it.
+    slope), ``sum`` over the last dimension, ``gather`` of a row per destination, ``detach``, ``dropout`` (x, p),
+    ``cat`` along the last dimension, ``pick`` (x, place) of ``x[:, place]``, and ``cast`` (x, dtype of x) to the dtype
+    of the operation that uses it.
     """
 
     op: str
@@ -56,9 +57,13 @@ Known = Callable[[Tensor], Expr]
 def apply(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor, known: Known) -> Expr | None:
     """What `out`, the result of the torch function `name`, is made of; None if that is not followed."""
     first = args[0] if args else None
+    if name in ("cat", "concat"):
+        return _side_by_side(args, kwargs, out, known)
     if not isinstance(first, Tensor) or out.dim() == 0:
         return None
     tail = tuple(out.shape[1:])
+    if name in ("__getitem__", "select"):
+        return _picked(name, args, out, known)
     if name == "detach":
         return Expr("detach", (known(first),), tail)
     if name in BINARY and not kwargs and len(args) == 2:
@@ -84,6 +89,28 @@ def apply(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor,
         last = dim in (-1, first.dim() - 1) or dim in ([-1], (-1,))
         return Expr("sum", (known(first),), tail) if last and not keep and first.dim() > 1 else None
     return None
+
+
+def _side_by_side(args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor, known: Known) -> Expr | None:
+    parts = args[0] if args else kwargs.get("tensors", ())
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+    if (
+        dim not in (-1, out.dim() - 1)
+        or out.dim() < 2
+        or any((t.dim(), t.dtype) != (out.dim(), out.dtype) for t in parts)
+    ):
+        return None
+    return Expr("cat", tuple(known(part) for part in parts), tuple(out.shape[1:]))
+
+
+def _picked(name: str, args: tuple[Any, ...], out: Tensor, known: Known) -> Expr | None:
+    """``x[:, place]``, or the same by ``select``."""
+    first, where = args[0], args[1:]
+    if name == "__getitem__" and isinstance(args[1], tuple) and len(args[1]) == 2 and args[1][0] == slice(None):
+        where = (1, args[1][1])
+    if len(where) != 2 or where[0] != 1 or type(where[1]) is not int or first.dim() < 2:
+        return None
+    return Expr("pick", (known(first), where[1]), tuple(out.shape[1:]))
 
 
 def _binary(op: str, args: tuple[Any, ...], out: Tensor, known: Known) -> Expr | None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardpass.core.tracing.structure import Structure
 
-MOST_KEPT = 4  # structures of one layer; the least recently used goes first
+MOST_KEPT = 8  # structures of one layer; the least recently used goes first
 
 
 class Dependence(NamedTuple):
@@ -51,9 +51,10 @@ class Findings:
         return kept.structure, kept.described
 
     def keep(self, key: Hashable, depends_on: Dependence, structure: Structure, described: str) -> None:
-        """Keep a structure, unless it captures other tensors than those of `depends_on`, or hangs on their numbers."""
+        """Keep a structure, unless it uses other tensors than those of `depends_on`, or hangs on their numbers."""
         lasting = {id(tensor) for tensor in depends_on.tensors}
-        if structure.reads_values or not {id(tensor) for tensor in structure.captures} <= lasting:
+        used = [*structure.captures, *(tensor for one in structure.maps for tensor in one.tensors)]
+        if structure.reads_values or not {id(tensor) for tensor in used} <= lasting:
             return
         tensors = [weakref.ref(tensor) for tensor in depends_on.tensors]
         self._kept[key, depends_on.values] = _Kept(tensors, structure, described)

@@ -16,8 +16,9 @@ from torch.autograd.graph import Node
 
 from shardpass.core.following import user_line
 from shardpass.core.ranks import is_differentiable, torch_private
-from shardpass.core.tracing.edge_trace import SHAPE_OPS, EdgeTrace, sequence_number
+from shardpass.core.tracing.edge_trace import HARMLESS_OPS, SHAPE_OPS, EdgeTrace, sequence_number
 from shardpass.core.tracing.expression import BINARY, KEEPS_VALUES, Expr, apply, opaque, plain
+from shardpass.core.tracing.linear_maps import LinearMap, linear_map
 from shardpass.core.tracing.program import Inputs, Key, Program
 from shardpass.core.tracing.reducers import REDUCERS, Base
 from shardpass.errors import RefusedError
@@ -76,7 +77,7 @@ class ProbeTrace(EdgeTrace):
 
     def __init__(self, program: Program, inputs: Inputs, whole_dst: int) -> None:
         device, phase = inputs.index.device, ProbePhase(inputs.num_dst, whole_dst)
-        super().__init__(program, inputs.index, phase, generator=lambda: torch.Generator(device).manual_seed(0))
+        super().__init__(program, inputs, phase, generator=lambda: torch.Generator(device).manual_seed(0))
         self.seen: list[Seen] = []  # the reductions, in order
         self.captures: dict[int, Tensor] = {}
         self.leaves: dict[int, Origin] = {}  # inputs and results of reductions, by id
@@ -84,6 +85,9 @@ class ProbeTrace(EdgeTrace):
         self.reads_values = False  # Python has read numbers of tensors made outside
         self.is_tampered = False  # hooks on tensors, or data exchanged: expressions do not say what is computed
         self.first_node = sequence_number()
+        self.is_rewritten = bool(program.maps)
+        self._maps_found: list[tuple[int, LinearMap]] = []  # with the id of the input of each
+        self._uses: set[int] = set()  # ids of the tensors that anything else than a linear map has read
         self._depends: dict[int, set[Origin]] = {}
         self._exprs: dict[int, tuple[Expr, Node | None]] = {}  # by id, with the tensor's node of autograd at that time
         self._writes: dict[int, int] = {}  # how often a storage was written to
@@ -134,6 +138,10 @@ class ProbeTrace(EdgeTrace):
 
     def run(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Tensor]) -> Any:
         origins = [self.origin(operand) for operand in operands]
+        if name == "linear" and not self.is_rewritten:
+            self._note_linear_map(args, kwargs)
+        elif name not in HARMLESS_OPS:
+            self._uses.update(id(operand) for operand in operands)
         if name in SHAPE_ONLY:
             origins = []
         elif name in SHAPE_OPS:  # expand_as(other) and the like: a view of the first
@@ -165,6 +173,19 @@ class ProbeTrace(EdgeTrace):
         elif isinstance(out, Tensor) and id(out) not in self._exprs and not changed:
             self._follow(name, args, kwargs, out, operands)
         return out
+
+    def _note_linear_map(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        args = (*args, *kwargs.values()) if list(kwargs) in ([], ["bias"], ["weight", "bias"]) else ()
+        if len(args) < 2 or not all(isinstance(arg, Tensor) for arg in args if arg is not None):
+            return
+        is_outside = [arg is None or self._expr(arg).op == "outside" for arg in args[1:]]
+        found = linear_map(self.num_linear - 1, self._expr(args[0]), args, is_outside)
+        if found is not None:
+            self._maps_found.append((id(args[0]), found))
+
+    def linear_maps(self) -> tuple[LinearMap, ...]:
+        """The linear maps of rows of the ends whose input nothing else reads, such as a hook."""
+        return tuple(one for rows, one in self._maps_found if rows not in self._uses and not self.is_tampered)
 
     def _carried_out(
         self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Tensor]

@@ -20,7 +20,7 @@ from torch import Tensor
 from shardpass.core.following import user_line
 from shardpass.core.ranks import get_random_state, has_drawn, is_differentiable, torch_private
 from shardpass.core.sharding import EdgeShards, to_device
-from shardpass.core.tracing.edge_trace import transform_refusal
+from shardpass.core.tracing.edge_trace import tensors_in, transform_refusal
 from shardpass.core.tracing.probe_trace import EVERYTHING, Origin, ProbeTrace, Seen
 from shardpass.core.tracing.program import Inputs, Key, Program
 from shardpass.core.tracing.recognise import GENERAL, Tails, attention_of, extremum_form, leading_maximum, simple_form
@@ -193,7 +193,20 @@ def _structure(program: Program, traced: _Traced, needs_grad: Collection[Key], r
         mix=captures[score.mix].detach() if isinstance(score, MixedScore) else None,
         reads_values=trace.reads_values,
         returned=_returned(program, traced, reductions),
+        maps=trace.linear_maps(),
+        unread=_unread(program, traced),
     )
+
+
+def _unread(program: Program, traced: _Traced) -> frozenset[Hashable]:
+    """The inputs of which nothing was made, now that linear maps have been applied to them."""
+    trace = traced.trace
+    message = traced.message.values() if isinstance(traced.message, dict) else [traced.message]
+    results = tensors_in([*message, traced.result])
+    read: set[Origin] = set().union(*(seen.depends for seen in trace.seen), *(trace.origin(t) for t in results))
+    if not program.maps or EVERYTHING in read or torch.is_inference_mode_enabled():
+        return frozenset()
+    return frozenset(key for key, _ in program.inputs.items()) - read
 
 
 def _closed(reductions: list[Reduction], program: Program) -> list[Reduction]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shardpass.core.ranks import Ranks
 from shardpass.core.tracing.findings import Dependence, Findings
+from shardpass.core.tracing.linear_maps import LinearMap
 from shardpass.core.tracing.structure import Structure
 from shardpass.errors import RefusedError
 
@@ -108,6 +109,8 @@ class Program:
             Backward leaves out a part without a gradient, as plain autograd does with what nothing uses.
         seed: of the random numbers of the call. With None the engine draws one if it is needed.
         streamed_to: the device to which the engine copies edge tensors, or None if they are there already.
+        maps: linear maps whose rows of the ends are inputs already, under `LinearMap.table_name`; see
+            `shardpass.core.tracing.linear_maps`.
         ranks: set by the engine: no collective call may begin on them while the message function runs.
     """
 
@@ -126,6 +129,7 @@ class Program:
     streamed_to: torch.device | None = None
     parts: Callable[[], list[Tensor]] = list
     seed: int | None = None
+    maps: tuple[LinearMap, ...] = ()
 
     @property
     def inputs(self) -> Sides:

@@ -98,7 +98,7 @@ def check_row_wise(program: Program, structure: Structure, num_dst: int) -> None
     num_nodes: Any = RowCount(_NUM_NODES, _nodes())
     inputs = Inputs(made.src, made.dst, made.edge, index, num_nodes)
     try:
-        trace = _FollowedTrace(program, index, _FollowedReductions(follower, num_dst))
+        trace = _FollowedTrace(program, inputs, _FollowedReductions(follower, num_dst))
         counts = nullcontext() if beside is not None and beside.in_known else FollowFunctions(follower)
         with torch.no_grad(), nullcontext() if beside is None else beside.left_to_another(), counts, trace, follower:
             message = program.message(inputs)

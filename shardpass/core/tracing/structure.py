@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from shardpass.core.tracing.linear_maps import LinearMap
 from shardpass.core.tracing.reducers import Base
 
 Messages = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
@@ -129,6 +131,8 @@ class Structure:
         mix: the tensor of its `MixedScore`, detached. `captures` is empty where gradients are off.
         reads_values: Python has read numbers of a tensor made outside, such as a parameter, which may change.
         returned: the reduction that the node function returns as it is, or None if it computes something of its own.
+        maps: the linear maps of rows of the ends that can be applied to nodes instead of to edges.
+        unread: the inputs on which nothing depends.
     """
 
     reductions: tuple[Reduction, ...]
@@ -148,6 +152,8 @@ class Structure:
     mix: Tensor | None
     reads_values: bool = False
     returned: int | None = None
+    maps: tuple[LinearMap, ...] = ()
+    unread: frozenset[Hashable] = frozenset()
 
     @property
     def edge_output(self) -> bool:
