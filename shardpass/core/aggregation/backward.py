@@ -8,7 +8,7 @@ from shardpass.core.aggregation.call import Call, EdgePiece, Operands
 from shardpass.core.aggregation.forward import ONLY, ForwardResult
 from shardpass.core.aggregation.gradients import Gradients, Returned, is_linear
 from shardpass.core.aggregation.rerun import GradientRun
-from shardpass.core.kernels import edge_dot, gather_extremum_transposed, gather_sum_transposed
+from shardpass.core.kernels import edge_dot, gather_extremum_transposed, gather_sum_transposed, shares_of_edges
 from shardpass.core.sharding import Chunk, Shard, Transposes
 from shardpass.core.tracing import KERNEL_FORMS, REDUCERS, Base, Extremum, Key, Reduction, StopPass
 
@@ -162,9 +162,12 @@ class _MessagePass:
             reduction, window = self.call.structure.reductions[k], self._window(k, chunk)
             value = self.results.values[k][window] if k in self.results.values else values
             state = [part[window] for part in self.results.states.get(k, [])]
-            grad = REDUCERS[reduction.op].vjp(
-                values.detach(), run.inputs.index, state, value, gradients.reductions[k][window], reduction.base
-            )
+            reducer, grad, index = REDUCERS[reduction.op], gradients.reductions[k][window], run.inputs.index
+            if isinstance(reducer, Extremum):
+                share = reducer.share(state, value, grad, reduction.base)
+                grad = shares_of_edges(values.detach(), index, value, share)
+            else:
+                grad = reducer.vjp(values.detach(), index, state, value, grad, reduction.base)
             outputs.append(values)
             cotangents.append(grad.to(values.dtype))
         if self.to_edges and message is not None and message.requires_grad and gradients.edges is not None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardpass.core.aggregation.call import Call, EdgePiece, Operands
 from shardpass.core.aggregation.rerun import run_again
-from shardpass.core.kernels import gather_extremum, gather_sum
+from shardpass.core.kernels import gather_extremum, gather_sum, take_extremum
 from shardpass.core.sharding import HOST, Chunk
 from shardpass.core.tracing import KERNEL_FORMS, REDUCERS, Base, State, StopPass, accumulator_dtype, rescale
 from shardpass.errors import DivergenceError
@@ -136,6 +136,13 @@ def _run_messages(
                 shard.put(result.edges, run.message, chunk)
 
 
+def _take(op: str, state: State, values: Tensor, index: Tensor) -> None:
+    if op in ("max", "min"):
+        take_extremum(op, state, values, index)
+    else:
+        REDUCERS[op].accumulate(state, values, index)
+
+
 class ForwardPhase:
     """Accumulates the reductions of one stage for one chunk; earlier stages are known, later ones not reached."""
 
@@ -164,7 +171,7 @@ class ForwardPhase:
             elif k in self._leaders:
                 answer = self._lead(k, op, state, values, index)
             else:
-                REDUCERS[op].accumulate(state, values, index)
+                _take(op, state, values, index)
         if k == self._last:
             raise StopPass
         return answer
@@ -173,7 +180,7 @@ class ForwardPhase:
         """Take a maximum, and answer that of this chunk alone, from which the sum that follows is measured."""
         reducer = REDUCERS[op]
         part = reducer.init(self.num_dst, values.shape[1:], values)
-        reducer.fill(part, values, index)
+        _take(op, part, values, index)
         before = state[0].clone()
         reducer.merge(state, part)
         self._shift[k] = (rescale(before, state[0]), rescale(part[0], state[0]))

@@ -10,7 +10,7 @@ from shardpass.core.kernels.attention import accumulate, adjoint
 from shardpass.core.kernels.cpu_loops import COMPILED_LOOPS
 from shardpass.core.kernels.dispatch import edge_dot, gather_sum, gather_sum_transposed
 from shardpass.core.kernels.dropout import dropout_factors
-from shardpass.core.kernels.extremum import gather_extremum, gather_extremum_transposed
+from shardpass.core.kernels.extremum import gather_extremum, gather_extremum_transposed, shares_of_edges, take_extremum
 from shardpass.core.kernels.optional import optional_module
 from shardpass.core.kernels.rows import gather_rows, scatter_rows
 from shardpass.core.kernels.runs import ClosedScores, EdgeRun, Outer, RowRun, ScoreGradients, SoftmaxState
@@ -35,4 +35,6 @@ __all__ = [
     "gather_sum_transposed",
     "optional_module",
     "scatter_rows",
+    "shares_of_edges",
+    "take_extremum",
 ]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
+import torch
 from torch import Tensor
 
-from shardpass.core.kernels.cpu_loops import by_rows, numba_loops_for
+from shardpass.core.kernels.cpu_loops import COMPILED_LOOPS, by_rows, numba_loops_for
 from shardpass.core.kernels.gpu import triton_for
 from shardpass.core.kernels.reference import CHUNK_EDGES
 from shardpass.core.kernels.runs import RowRun
+from shardpass.core.ranks import torch_private
 from shardpass.core.sharding import Chunk, Shard, Transposes
 from shardpass.core.tracing import REDUCERS, State
 
@@ -62,6 +66,44 @@ def gather_extremum_transposed(
         source, index = shard.src_rows[chunk.start : chunk.stop], shard.dst_rows(chunk).add_(chunk.low)
         won = rows.index_select(0, source) == value.index_select(0, index)
         out.index_add_(0, source, (won * share.index_select(0, index)).to(out.dtype))
+
+
+def take_extremum(op: str, state: State, values: Tensor, index: Tensor) -> None:
+    """Take `values` ``[E, ...]`` into the state of a max or min, in place: row e into row ``index[e]``.
+
+    Args:
+        op, state: as in `gather_extremum`.
+        index: ``[E]`` int64, within range: the compiled loop does not look.
+    """
+    loops = _edge_loops(values, index, state[0])
+    if loops is None:
+        return REDUCERS[op].accumulate(state, values, index)
+    best, ties = (_flat(part).numpy() for part in state)
+    with torch_private.span(COMPILED_LOOPS):
+        loops.extremum_of_edges(_flat(values.detach().contiguous()).numpy(), index.numpy(), op == "max", best, ties)
+
+
+def shares_of_edges(values: Tensor, index: Tensor, value: Tensor, share: Tensor) -> Tensor:
+    """``(values[e] == value[index[e]]) * share[index[e]]``, ``[E, ...]``: what each message gets of a gradient.
+
+    Args:
+        values, index: as in `take_extremum`.
+        value, share: as in `gather_extremum_transposed`.
+    """
+    loops = _edge_loops(values, index, value) if value.dtype == share.dtype else None
+    if loops is None:
+        won = values == value.index_select(0, index)
+        return share.index_select(0, index).masked_fill_(~won, 0)
+    out = torch.empty_like(values, memory_format=torch.contiguous_format)
+    given = [_flat(part.detach().contiguous()).numpy() for part in (values, value, share)]
+    with torch_private.span(COMPILED_LOOPS):
+        loops.shares_of_edges(given[0], index.numpy(), given[1], given[2], _flat(out).numpy())
+    return out
+
+
+def _edge_loops(values: Tensor, index: Tensor, rows: Tensor) -> ModuleType | None:
+    is_empty = index.numel() == 0 or values.shape[1:].numel() == 0
+    return None if is_empty or values.dtype != rows.dtype else numba_loops_for(values)
 
 
 def _run(shard: Shard, indptr: Tensor, columns: Tensor) -> RowRun:

@@ -202,6 +202,29 @@ def extremum_adjoint(
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
+def extremum_of_edges(values: Array, index: Array, is_max: bool, best: Array, ties: Array) -> None:
+    """`extremum` of rows that are here edge by edge: take ``values[e]`` into row ``index[e]``."""
+    for e in range(index.size):
+        i = index[e]
+        for x in range(values.shape[1]):
+            value, old, count = values[e, x], best[i, x], ties[i, x]
+            is_nan = value != value
+            wins = is_nan or (value > old if is_max else value < old)
+            best[i, x] = value if wins else old
+            ties[i, x] = (0 if is_nan else 1) if wins else (count + 1 if value == old else count)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def shares_of_edges(values: Array, index: Array, value: Array, share: Array, out: Array) -> None:
+    """``out[e] = (values[e] == value[index[e]]) * share[index[e]]``."""
+    zero = values.dtype.type(0)
+    for e in range(index.size):
+        i = index[e]
+        for x in range(values.shape[1]):
+            out[e, x] = share[i, x] if values[e, x] == value[i, x] else zero
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
 def gather_rows(rows: Array, index: Array, out: Array) -> None:
     """``out[e] = rows[index[e]]``."""
     for e in range(index.size):
