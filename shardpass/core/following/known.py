@@ -1,4 +1,4 @@
-"""Modules that are known to be exact, which are taken as a whole; and modules of the user's within them, which are not.
+"""Modules that are known to be exact, which are taken as a whole; and what they are made with, which is not.
 
 A layer of PyG or DGL mixes rows in ways that the engine knows: it normalises by degrees, adds self-loops, or numbers
 the edges of several types one after the other. Its code is tested against the whole graph, so nobody follows it.
@@ -9,42 +9,46 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from types import FunctionType, MethodType
-from typing import Any
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from shardpass.core.following.follow import FollowRows
 from shardpass.core.ranks import torch_private
 
-_LIBRARIES = ("torch.", "torch_geometric.", "dgl.", "shardpass.")
+_LAYERS = ("torch_geometric.", "dgl.", "shardpass.")
+_LIBRARIES = ("torch.", *_LAYERS)
 
 
-def _is_of_user(value: Any) -> bool:
-    """Whether a value is a function of the user's, or another callable that is no module."""
+def _is_given(value: Any) -> bool:
+    """Whether a value is a function that somebody gave to a layer, or another callable that is no module."""
     if not callable(value) or isinstance(value, (nn.Module, type)):
         return False
     value = value.func if isinstance(value, partial) else value
     value = value.__func__ if isinstance(value, MethodType) else value
-    module = value.__module__ if isinstance(value, FunctionType) else type(value).__module__
-    return not module.startswith((*_LIBRARIES, "builtins", "functools"))
+    if isinstance(value, (FunctionType, BuiltinFunctionType)):  # of torch, too: an activation may be a softmax
+        return not (value.__module__ or "").startswith(_LAYERS)
+    return not type(value).__module__.startswith((*_LIBRARIES, "torch", "builtins", "functools"))
 
 
 @contextmanager
 def known_modules(model: nn.Module, is_known: Callable[[nn.Module], bool], follower: FollowRows) -> Iterator[None]:
     """A block in which `follower` leaves out what modules of `model` compute of which `is_known` says so.
 
-    It looks at what they are given and what they return. A module of a class of the user's is followed again.
+    It looks at what they are given and what they return. What a layer is made with, such as an activation or a gate, is
+    followed again, whether its code is the user's or torch's.
     """
-    running: list[tuple[_Block, AbstractContextManager[None]]] = []
+    running: list[_Call] = []
+    within = {inner for module in model.modules() if is_known(module) for inner in module.modules()}
     with ExitStack() as hooks:
         for module in model.modules():
             known = is_known(module)
             for name, value in [*vars(module).items()] if known else ():
-                if _is_of_user(value):  # such as an activation
+                if _is_given(value):  # such as an activation
                     vars(module)[name] = follower.following(value)
                     hooks.callback(vars(module).__setitem__, name, value)
-            if known or not type(module).__module__.startswith(_LIBRARIES):
+            if module in within or not type(module).__module__.startswith(_LIBRARIES):
                 block = _Block(follower, known, running)
                 # inside of the user's own hooks, which are followed
                 hooks.callback(module.register_forward_pre_hook(block.begin, with_kwargs=True).remove)
@@ -53,15 +57,13 @@ def known_modules(model: nn.Module, is_known: Callable[[nn.Module], bool], follo
             yield
         finally:
             while running:  # torch calls no hooks where SystemExit or KeyboardInterrupt ends a module
-                running.pop()[1].__exit__(None, None, None)
+                running.pop().block.__exit__(None, None, None)
 
 
 class _Block:
     """The hooks of one module; it may be called within itself."""
 
-    def __init__(
-        self, follower: FollowRows, is_known: bool, running: list[tuple[_Block, AbstractContextManager[None]]]
-    ) -> None:
+    def __init__(self, follower: FollowRows, is_known: bool, running: list[_Call]) -> None:
         self.follower, self.is_known, self._running = follower, is_known, running
         self._is_given_nothing = False
 
@@ -70,22 +72,29 @@ class _Block:
             with self.follower.paused():
                 self.follower.marks.check_arguments((args, kwargs))
         self._is_given_nothing = not args and not kwargs
-        block = self.follower.module(self.is_known or self.follower.is_left_to_another)
+        within, block = self.follower.in_known, self.follower.module(self.is_known or self.follower.is_left_to_another)
         block.__enter__()
-        self._running.append((self, block))
+        self._running.append(_Call(self, within, block))
         if not self.is_known:
             return None
         follow = self.follower.following
-        return torch_private.tree_map(lambda value: follow(value) if _is_of_user(value) else value, (args, kwargs))
+        return torch_private.tree_map(lambda value: follow(value) if _is_given(value) else value, (args, kwargs))
 
     def end(self, module: nn.Module, args: Any, out: Any) -> None:
-        if any(block is self for block, _ in self._running):  # or else `begin` refused the arguments
-            while self._end_latest() is not self:
-                pass  # a module within this one that the engine stopped, once a message had told all it has to
-            if self.is_known and self._is_given_nothing:
-                self.follower.marks.note_made_of_state(out)
+        if not any(call.of is self for call in self._running):
+            return  # `begin` refused the arguments
+        while (call := self._running.pop()).of is not self:
+            call.block.__exit__(None, None, None)  # a module that the engine stopped, once a message had told all
+        call.block.__exit__(None, None, None)
+        if self.is_known and self._is_given_nothing:
+            self.follower.marks.note_made_of_state(out)
+        if not self.is_known and call.within:
+            self.follower.marks.check_result(out)  # nobody looks at what the known module makes of it
 
-    def _end_latest(self) -> _Block:
-        block, running = self._running.pop()
-        running.__exit__(None, None, None)
-        return block
+
+class _Call(NamedTuple):
+    """A call of a module that has not ended: its hooks, whether a known module makes it, the block that it ends."""
+
+    of: _Block
+    within: bool
+    block: AbstractContextManager[None]
