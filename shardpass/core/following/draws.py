@@ -50,3 +50,11 @@ class ForwardDraws:
                 f"{user_line()}: a random number decides what the model does, and every rank draws another. Draw it "
                 f"with generator=, from a torch.Generator that has the same seed on every rank"
             )
+
+    def check_common(self) -> None:
+        """Refuse that all rows meet a random number of this rank's."""
+        if self._num_ranks > 1:
+            raise RefusedError(
+                f"{user_line()}: a random number or mask is the same for all rows here, and every rank draws another. "
+                f"Draw it with generator=, from a torch.Generator that has the same seed on every rank"
+            )

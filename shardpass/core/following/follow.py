@@ -219,6 +219,8 @@ class FollowRows(torch_private.TorchDispatchMode):
             self._check_seeded(rows, outs)
         if rows and func.overloadpacket in _LOOK_UPS:
             _check_look_up(func, *args[:4])
+        if self.draws is not None and any(self._is_drawn_for_all(leaf, rows) for leaf in leaves):
+            self.draws.check_common()
         if rows:
             Operation(self.marks, func, leaves, structure, rows, outs, before, self.in_pieces).follow()
         else:
@@ -312,6 +314,13 @@ class FollowRows(torch_private.TorchDispatchMode):
     def _are_drawn(self, leaves: list[Any]) -> bool:
         return any(isinstance(leaf, Tensor) and self.marks.origins.get(leaf) == Origin.FREE for leaf in leaves)
 
+    def _is_drawn_for_all(self, leaf: Any, rows: dict[int, Rows]) -> bool:
+        """Whether an operand is random, and the same for all rows: a mask of columns, a factor, a step in time."""
+        if not rows or not isinstance(leaf, Tensor) or self.marks.origins.get(leaf) != Origin.FREE:
+            return False
+        is_index = leaf.dtype == torch.int64  # such as the edges that are kept, from torch.randperm
+        return not is_index and not {found.of.count for found in rows.values()}.intersection(leaf.shape)
+
     def _check_seeded(self, rows: dict[int, Rows], outs: list[Tensor]) -> None:
         """Refuse rows that were drawn from a seed of the model's."""
         sizes = {size for out in outs for size in out.shape}
@@ -327,6 +336,8 @@ class FollowRows(torch_private.TorchDispatchMode):
             given = [Origin.FREE]
         elif not given:
             given = [_MADE_BY.get(func.overloadpacket, Origin.CONSTANT)]
+            if given == [Origin.NUMBERS] and outs[0].numel() not in {known.count for known in self.marks.known}:
+                given = [Origin.CONSTANT]
         for out in outs:
             if out not in self.marks.rows:
                 self.marks.origins[out] = max(given)

@@ -19,6 +19,15 @@ from shardpass.core.ranks import torch_private
 
 _LAYERS = ("torch_geometric.", "dgl.", "shardpass.")
 _LIBRARIES = ("torch.", *_LAYERS)
+_OWN_PARTS = (
+    "torch.nn.modules.linear",
+    "torch.nn.modules.dropout",
+    "torch.nn.modules.rnn",
+    "torch_geometric.nn.dense.linear",
+    "torch_geometric.nn.aggr.",
+    "torch_geometric.nn.attention.",
+)
+"""What layers are made of by their authors. A linear map takes rows one by one; others are tested in their layers."""
 
 
 def _is_given(value: Any) -> bool:
@@ -32,6 +41,18 @@ def _is_given(value: Any) -> bool:
     return not type(value).__module__.startswith((*_LIBRARIES, "torch", "builtins", "functools"))
 
 
+def _is_own(part: nn.Module) -> bool:
+    return any(kind.__module__.startswith(_OWN_PARTS) for kind in type(part).__mro__)
+
+
+def _given_parts(layer: nn.Module) -> Iterator[nn.Module]:
+    """The modules in a layer that somebody may have given to it."""
+    if _is_own(layer):
+        return
+    for part in layer.children():
+        yield from [] if _is_own(part) else [part, *_given_parts(part)]
+
+
 @contextmanager
 def known_modules(model: nn.Module, is_known: Callable[[nn.Module], bool], follower: FollowRows) -> Iterator[None]:
     """A block in which `follower` leaves out what modules of `model` compute of which `is_known` says so.
@@ -40,7 +61,7 @@ def known_modules(model: nn.Module, is_known: Callable[[nn.Module], bool], follo
     followed again, whether its code is the user's or torch's.
     """
     running: list[_Call] = []
-    within = {inner for module in model.modules() if is_known(module) for inner in module.modules()}
+    within = {part for module in model.modules() if is_known(module) for part in _given_parts(module)}
     with ExitStack() as hooks:
         for module in model.modules():
             known = is_known(module)
@@ -48,7 +69,7 @@ def known_modules(model: nn.Module, is_known: Callable[[nn.Module], bool], follo
                 if _is_given(value):  # such as an activation
                     vars(module)[name] = follower.following(value)
                     hooks.callback(vars(module).__setitem__, name, value)
-            if module in within or not type(module).__module__.startswith(_LIBRARIES):
+            if known or module in within or not type(module).__module__.startswith(_LIBRARIES):
                 block = _Block(follower, known, running)
                 # inside of the user's own hooks, which are followed
                 hooks.callback(module.register_forward_pre_hook(block.begin, with_kwargs=True).remove)

@@ -13,7 +13,7 @@ class Origin(IntEnum):
     FREE = 0  # random numbers
     ZEROS = 1  # torch.zeros, not yet written into
     CONSTANT = 2  # numbers in the code
-    NUMBERS = 3  # torch.arange, so perhaps numbers of own rows
+    NUMBERS = 3  # torch.arange with an entry for each row: numbers of own rows, whatever is made of them
     STATE = 4  # a parameter or a buffer
 
 

@@ -12,12 +12,12 @@ from shardpass.core.ranks import RowSet
 from shardpass.errors import RefusedError
 
 REMEDY = (
-    "Use a readout over graph.batch, a norm, or shardpass.all_reduce_sum of a sum over own rows, which take in the "
-    "rows of all ranks, or compute it before you partition and store it as a field"
+    "Use a readout (over graph.batch in PyG, dgl.mean_nodes in DGL), a norm, or shardpass.all_reduce_sum of a sum over "
+    "own rows, which take in the rows of all ranks, or compute it before you partition and store it as a field"
 )
 SUMS = (
     "shardpass.all_reduce_sum adds up what all ranks have, so it takes a sum over own rows, as h.sum(0). For a mean "
-    "use a readout over graph.batch, or divide the sum over all ranks by graph.total_nodes; in a loss use "
+    "use a readout, or divide the sum over all ranks by graph.total_nodes; in a loss use "
     "shardpass.mean"
 )
 STATE = (
@@ -45,7 +45,7 @@ def check_plain(origin: Origin | None, tensor: Tensor, dim: int, of: RowSet) -> 
     """Refuse a tensor without rows that has an entry for each of `of` nevertheless, unless all entries are the same."""
     if origin == Origin.STATE:
         raise refusal(f"a parameter or buffer of shape {[*tensor.shape]} has an entry for each of the {of.name}", STATE)
-    if origin != Origin.FREE and not repeats_one_row(tensor, dim):
+    if origin == Origin.NUMBERS or (origin != Origin.FREE and not repeats_one_row(tensor, dim)):
         raise refusal(
             f"a tensor of shape {[*tensor.shape]} differs from row to row of the {of.name}, and the model made it from "
             f"their numbers",

@@ -121,7 +121,7 @@ class RowCount(OwnCount):
         raise RefusedError(
             f"{user_line()}: computes with {int(self)}, the number of {self.of.name} that this rank holds, which "
             f"differs from that of the whole graph. Use the numbers of the whole graph (graph.total_nodes, "
-            f"graph.total_edges), or int(...) where you do mean the rows of this rank"
+            f"graph.total_edges)"
         )
 
     def computed(self, operation: Callable[..., int], *others: Any) -> Any:

@@ -12,7 +12,7 @@ from shardpass.core.graphs.embedding import NodeEmbedding, OwnRows, node_embeddi
 from shardpass.core.graphs.graph import LoadedGraphs, ShardedGraph, gather
 from shardpass.core.graphs.hetero_graph import ShardedHeteroGraph
 from shardpass.core.graphs.node_ids import NodeIds, node_ids
-from shardpass.core.graphs.original_order import refuse_original_order
+from shardpass.core.graphs.original_order import refuse_original_order, refuse_two_numberings
 from shardpass.core.graphs.readout import all_rows, reduce_rows
 from shardpass.core.graphs.relation import OwnFields, Relation, build_relation, relation_of
 from shardpass.core.graphs.reverse import ReversedEdges, reversed_edges
@@ -42,6 +42,7 @@ __all__ = [
     "node_ids",
     "reduce_rows",
     "refuse_original_order",
+    "refuse_two_numberings",
     "relation_of",
     "reversed_edges",
     "rows",

@@ -1,12 +1,14 @@
 """Rows in the order that the graph had before it was partitioned, given to a rank that holds all of them.
 
-On several ranks such a tensor is longer than own rows. On one rank, only its numbers tell.
+On several ranks such a tensor is longer than own rows. On one rank, only its numbers tell. The same goes for rows of
+another graph that was partitioned on its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
+from itertools import combinations
 
 import torch
 from torch import Tensor
@@ -44,6 +46,50 @@ def refuse_original_order(arguments: object, graphs: Iterable[ShardedGraph]) -> 
                             f"of the original graph, but partitioning has numbered nodes and edges anew. Take all "
                             f"fields of the graph that was loaded, as in graph.{name}, labels and masks too"
                         )
+
+
+def refuse_two_numberings(arguments: object, graphs: Collection[ShardedGraph]) -> None:
+    """Raise if `arguments` belong to graphs that number the same count of nodes differently. Call it once.
+
+    Raises:
+        RefusedError: two graphs, or a graph and a field of another.
+    """
+    leaves = torch_private.tree_leaves(arguments)
+    used = [graph for graph in graphs if any(_stands_for(leaf, graph) for leaf in leaves)]
+    for graph, other in combinations(used, 2):
+        if _numbers_differently(graph, other):
+            raise RefusedError(_TWO_STORES.format(line=user_line(), what="two graphs"))
+    for other in (graph for graph in graphs if used and graph not in used):
+        own = {id(field) for graph in used for field in _read_fields(graph)}
+        foreign = {id(field) for field in _read_fields(other)} - own
+        given = any(id(leaf) in foreign for leaf in leaves)
+        if given and any(_numbers_differently(graph, other) for graph in used):
+            raise RefusedError(_TWO_STORES.format(line=user_line(), what="a graph and a field of another graph"))
+
+
+_TWO_STORES = (
+    "{line}: the model is given {what}, which were partitioned on their own and number the same nodes differently. Put "
+    "the edges of both into one graph before you partition, as edge types of it; link prediction has an example"
+)
+
+
+def _stands_for(leaf: object, graph: ShardedGraph) -> bool:
+    plan = getattr(leaf, "plan", None)
+    is_of = plan is not None and any(relation.plan is plan for relation in graph.relations.values())
+    return leaf is graph or getattr(leaf, "core", None) is graph or is_of
+
+
+def _numbers_differently(graph: ShardedGraph, other: ShardedGraph) -> bool:
+    """Whether two graphs have as many nodes of a type, but other ones on this rank or in another order."""
+    for kind in {*graph.ownership} & {*other.ownership}:
+        mine, theirs = graph.node_ids_dict[kind], other.node_ids_dict[kind]
+        if graph.ownership[kind].num_total == other.ownership[kind].num_total and not torch.equal(mine, theirs):
+            return True
+    return False
+
+
+def _read_fields(graph: ShardedGraph) -> list[Tensor]:
+    return [field for kind in graph.ownership for field in graph.fields_of(kind).read()]
 
 
 def _rows_of(graph: ShardedGraph) -> Iterator[tuple[int, OwnFields, Callable[[], Tensor]]]:

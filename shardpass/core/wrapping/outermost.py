@@ -14,7 +14,7 @@ from torch import nn
 
 from shardpass.core.exchange import node_set
 from shardpass.core.following import FollowFunctions, FollowRows, ForwardDraws, known_modules, user_line
-from shardpass.core.graphs import LoadedGraphs, NodeIds, node_embeddings, refuse_original_order
+from shardpass.core.graphs import LoadedGraphs, NodeIds, node_embeddings, refuse_original_order, refuse_two_numberings
 from shardpass.core.memory import Checkpoint, recomputed_activations
 from shardpass.core.ranks import OnRanks, Ranks, chained, is_out_of_memory, memory_error, torch_private
 from shardpass.core.training import note_forward
@@ -147,7 +147,9 @@ class OutermostCall:
                 with follower.paused():
                     follower.marks.check_arguments((args, kwargs))
                     if not self.followed.knows_order:
-                        refuse_original_order((args, kwargs), self.comm.caches.of(LoadedGraphs).graphs)
+                        loaded = [*self.comm.caches.of(LoadedGraphs).graphs]
+                        refuse_original_order((args, kwargs), loaded)
+                        refuse_two_numberings((args, kwargs), loaded)
                         self.followed.knows_order = True
                 out = function(*args, **kwargs)
             follower.marks.check_refusals()

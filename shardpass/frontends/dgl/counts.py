@@ -81,8 +81,7 @@ class EdgeCount(NodeCount):
 def _differs(what: str) -> Exception:
     return refused(
         what,
-        "it differs from rank to rank. Compute it from the whole graph (ShardedGraph.total_nodes) before forward, or "
-        "pass the count through int(...) if you mean a size on this rank",
+        "it differs from rank to rank. Use the numbers of the whole graph: graph.total_nodes and graph.total_edges",
     )
 
 

@@ -82,6 +82,23 @@ class ShardedDGLGraph(TypedGraph):
         return Frames({**self._dst_frames, **self._src_frames}, dict(self._edge_frames))
 
     @property
+    def total_nodes(self) -> int:
+        """Nodes of the whole graph, of all types."""
+        return sum(nodes.total for nodes in self._nodes.values())
+
+    @property
+    def total_edges(self) -> int:
+        """Edges of the whole graph, of all types."""
+        return sum(edges.total for edges in self._edges.values())
+
+    @property
+    def batch(self) -> Any:
+        """The graph of each own node, as `ShardedGraph.batch` has it; readouts of PyG take it. Collective once."""
+        if self.core is None:
+            raise refused("batch of a block", "take it from the graph")
+        return self.core.batch
+
+    @property
     def lacks_rows(self) -> bool:
         """Whether this rank has no nodes or no edges of some type."""
         nodes = [*self._sources.values(), *self._destinations.values()]

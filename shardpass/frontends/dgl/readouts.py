@@ -90,5 +90,11 @@ def _is_plain(graph: Any) -> bool:
 
 
 def _weighted(graph: ShardedDGLGraph, feat: str, weight: str | None, ntype: str | None) -> Tensor:
+    if graph.core is not None and not graph.is_block and "batch" in graph.nodes_of(ntype).fields:
+        raise RefusedError(
+            "this graph stores a node field 'batch', as one made of several graphs does, but DGL's readouts take all "
+            "nodes of a sharded graph as one. Pool with torch_geometric.nn.global_mean_pool(h, graph.batch) and the "
+            "like, or store the field under another name if it means something else"
+        )
     data = (graph.dstnodes if graph.is_block else graph.nodes)[ntype].data
     return data[feat] if weight is None else data[feat] * data[weight]
