@@ -316,7 +316,7 @@ class FollowRows(torch_private.TorchDispatchMode):
 
     def _is_drawn_for_all(self, leaf: Any, rows: dict[int, Rows]) -> bool:
         """Whether an operand is random, and the same for all rows: a mask of columns, a factor, a step in time."""
-        if not rows or not isinstance(leaf, Tensor) or self.marks.origins.get(leaf) != Origin.FREE:
+        if not rows or not isinstance(leaf, Tensor) or leaf not in self.marks.drawn:
             return False
         is_index = leaf.dtype == torch.int64  # such as the edges that are kept, from torch.randperm
         return not is_index and not {found.of.count for found in rows.values()}.intersection(leaf.shape)
@@ -338,6 +338,11 @@ class FollowRows(torch_private.TorchDispatchMode):
             given = [_MADE_BY.get(func.overloadpacket, Origin.CONSTANT)]
             if given == [Origin.NUMBERS] and outs[0].numel() not in {known.count for known in self.marks.known}:
                 given = [Origin.CONSTANT]
+        is_drawn = given == [Origin.FREE] or any(
+            isinstance(leaf, Tensor) and leaf in self.marks.drawn for leaf in leaves
+        )
         for out in outs:
             if out not in self.marks.rows:
                 self.marks.origins[out] = max(given)
+                if is_drawn:
+                    self.marks.drawn[out] = True

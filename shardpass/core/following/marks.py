@@ -59,6 +59,7 @@ class Marks:
     Attributes:
         rows: where they hold rows.
         origins: where tensors without rows come from.
+        drawn: tensors without rows that random numbers of this rank went into.
         mixtures: what they are made of that were made of several rows.
         known: the sets of rows that tensors from outside are recognised by, by their number of rows.
         verdicts: what was found out of operations, by operation and shapes.
@@ -68,6 +69,7 @@ class Marks:
 
     rows: MutableMapping[Tensor, Rows] = field(default_factory=torch_private.WeakTensorKeyDictionary)
     origins: MutableMapping[Tensor, Origin] = field(default_factory=torch_private.WeakTensorKeyDictionary)
+    drawn: MutableMapping[Tensor, bool] = field(default_factory=torch_private.WeakTensorKeyDictionary)
     mixtures: Mixtures = field(default_factory=Mixtures)
     known: list[RowSet] = field(default_factory=list)
     verdicts: dict[Any, Any] = field(default_factory=dict)
@@ -107,7 +109,7 @@ class Marks:
 
     def forget(self, tensor: Tensor) -> None:
         """Know nothing of a tensor any more."""
-        for kept in (self.rows, self.origins):
+        for kept in (self.rows, self.origins, self.drawn):
             kept.pop(tensor, None)
         self.mixtures.pop(tensor)
 

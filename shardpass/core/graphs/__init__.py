@@ -9,7 +9,7 @@ from shardpass.core.graphs.batch_index import BatchIndex
 from shardpass.core.graphs.directory import NodeDirectory, directory_of
 from shardpass.core.graphs.edge_index import ShardedEdgeIndex
 from shardpass.core.graphs.embedding import NodeEmbedding, OwnRows, node_embeddings
-from shardpass.core.graphs.graph import LoadedGraphs, ShardedGraph, gather
+from shardpass.core.graphs.graph import LoadedGraphs, ShardedGraph, gather, require_device
 from shardpass.core.graphs.hetero_graph import ShardedHeteroGraph
 from shardpass.core.graphs.node_ids import NodeIds, node_ids
 from shardpass.core.graphs.original_order import refuse_original_order, refuse_two_numberings
@@ -44,6 +44,7 @@ __all__ = [
     "refuse_original_order",
     "refuse_two_numberings",
     "relation_of",
+    "require_device",
     "reversed_edges",
     "rows",
     "union",

@@ -42,10 +42,10 @@ _ADVICE = (
     ("use update_all or apply_edges", "prop_edges prop_nodes pull push send_and_recv"),
     ("it belongs to its process", "shared_memory pin_memory_ unpin_memory_ record_stream"),
     ("set every row of the field instead", "set_n_initializer set_e_initializer"),
-    ("ids are int64, and formats are the engine's own", "astype int long create_formats_ formats"),
+    ("ids are int64, and formats are the engine's own", "astype int formats"),
     (
         "pass the device to shardpass.connect(device=...), and walk over nodes in one process that has the whole graph",
-        "cpu to",
+        "cpu",
     ),
     (
         "a sharded graph is one graph: graph.num_edges() counts this rank's edges, and shardpass.all_reduce_sum adds "

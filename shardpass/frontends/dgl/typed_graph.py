@@ -8,6 +8,7 @@ import torch
 from dgl import DGLError
 from torch import Tensor
 
+from shardpass.core.graphs import require_device
 from shardpass.core.ranks import Ranks, unfollowed
 from shardpass.frontends.dgl.closed import Closed
 from shardpass.frontends.dgl.counts import EdgeCount, InDegrees, NodeCount, NodeCounts
@@ -162,6 +163,18 @@ class TypedGraph(Closed):
     def device(self) -> torch.device:
         """Where all tensors of this rank are."""
         return self.comm.device
+
+    def to(self, device: Any, **_: Any) -> Any:
+        """The graph itself, where `device` is its device already; see `ShardedGraph.to`."""
+        require_device(device, self.comm.device)
+        return self
+
+    def long(self) -> Any:
+        """The graph itself, whose ids are int64."""
+        return self
+
+    def create_formats_(self) -> None:
+        """Nothing: the engine has its own formats, and makes them when they are needed."""
 
     @property
     def idtype(self) -> torch.dtype:
