@@ -189,3 +189,27 @@ def test_readouts_of_dgl_refuse_a_graph_made_of_several() -> None:
 
     run(body, 2)
     assert dgl.__version__
+
+
+def test_a_node_type_of_dgl_may_be_called_node(tmp_path: Path) -> None:
+    """Nodes of a graph of one type are called so in the engine, and `_N` in DGL; those of several keep their names."""
+    dgl = pytest.importorskip("dgl")
+    src, dst = WHOLE.edge_index
+    whole = dgl.heterograph(
+        {("node", "a", "node"): (src, dst), ("node", "b", "node"): (dst, src)}, num_nodes_dict={"node": len(X)}
+    )
+    whole.ndata["x"] = X
+    sp.partition(whole, tmp_path / "parts", parts=2, method="random")
+
+    def body(comm: sp.Communicator) -> Tensor | None:
+        loaded = sp.load(tmp_path / "parts", comm)
+        graph = sp.dgl.graph(loaded)
+        assert graph.ntypes == ["node"] and graph["a"].canonical_etypes == [("node", "a", "node")]
+        with graph["a"].local_scope() as _:
+            part = graph["a"]
+            part.update_all(dgl.function.copy_u("x", "m"), dgl.function.sum("m", "s"))
+            return sp.gather(loaded, part.ndata["s"], "node")
+
+    expected = torch.zeros_like(X).index_add(0, dst, X[src])
+    found = sp.spawn(body, 2)[0]
+    assert found is not None and torch.allclose(found, expected)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from shardpass.core.graphs import ShardedGraph
-from shardpass.core.sharding import EDGE, NODE, EdgeType, NodeType
+from shardpass.core.sharding import EDGE, NODE, NodeType
 from shardpass.frontends.dgl.graph import ShardedDGLGraph
 from shardpass.frontends.dgl.structure import CanonicalType, Edges, Nodes
 
@@ -26,8 +26,9 @@ def graph(sharded: ShardedGraph) -> ShardedDGLGraph:
         raise TypeError(f"expected the graph that shardpass.load returned, found a {type(sharded).__name__}")
     if sharded.options.stream_structure:
         raise ValueError("dgl.graph of a graph loaded with Options(stream_structure=True): load it without that option")
+    node_types, edge_types = ({NODE: DGL_NODE}, {EDGE: DGL_EDGE}) if sharded.is_homogeneous else ({}, {})
     nodes = {
-        node_type(kind): Nodes(
+        node_types.get(kind, kind): Nodes(
             owned.num_own(sharded.comm.rank),
             owned.num_total,
             sharded.node_ids_dict[kind].to(sharded.comm.device),
@@ -37,7 +38,7 @@ def graph(sharded: ShardedGraph) -> ShardedDGLGraph:
     }
     edges = {}
     for kind, relation in sharded.relations.items():
-        canonical = edge_type(kind)
+        canonical = edge_types.get(kind, kind)
         edges[canonical] = Edges.of(canonical, relation, sharded.total_edges_of(kind))
     made = ShardedDGLGraph(sharded.comm, *_sides(nodes, edges), edges, ntypes=list(nodes))
     made.core = sharded
@@ -54,13 +55,3 @@ def _sides(
     return {kind: n for kind, n in nodes.items() if kind not in ends}, {
         kind: nodes[kind] for kind in nodes if kind in ends
     }
-
-
-def node_type(kind: NodeType) -> NodeType:
-    """DGL's name of a node type. The nodes of a homogeneous graph are called `_N`."""
-    return DGL_NODE if kind == NODE else kind
-
-
-def edge_type(kind: EdgeType) -> CanonicalType:
-    """DGL's name of an edge type. The edges of a homogeneous graph are called `_E`."""
-    return DGL_EDGE if kind == EDGE else kind
