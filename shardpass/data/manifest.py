@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import platform
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -123,7 +124,8 @@ def read_manifest(directory: Path) -> Manifest:
     if directory.is_file():
         raise StoreError(f"{directory} is a file, not a store; make a store of a graph first, with shardpass.partition")
     if not directory.is_dir():
-        raise StoreError(f"there is no directory {directory}; write a store there with shardpass.partition")
+        where = f"{directory.absolute()} on {platform.node()}"
+        raise StoreError(f"there is no directory {where}; write a store there with shardpass.partition")
     text = _read_text(path)
     try:
         document = json.loads(text)

@@ -74,7 +74,7 @@ def test_wrong_size(store, change):
 
 
 def test_missing_things(store, tmp_path):
-    with pytest.raises(StoreError, match=r"there is no directory .*nowhere; write a store there"):
+    with pytest.raises(StoreError, match=r"there is no directory .*nowhere on .*; write a store there"):
         open_store(tmp_path / "nowhere")
     with pytest.raises(StoreError, match=r"is not a shardpass store: manifest.json cannot be read"):
         open_store(tmp_path)

@@ -12,12 +12,12 @@ from shardpass.core.ranks import RowSet
 from shardpass.errors import RefusedError
 
 REMEDY = (
-    "Use a readout (over graph.batch in PyG, dgl.mean_nodes in DGL), a norm, or shardpass.all_reduce_sum of a sum over "
+    "Use a readout over graph.batch (in DGL dgl.mean_nodes), a norm, or shardpass.all_reduce_sum of a sum over "
     "own rows, which take in the rows of all ranks, or compute it before you partition and store it as a field"
 )
 SUMS = (
     "shardpass.all_reduce_sum adds up what all ranks have, so it takes a sum over own rows, as h.sum(0). For a mean "
-    "use a readout, or divide the sum over all ranks by graph.total_nodes; in a loss use "
+    "use a readout over graph.batch, or divide the sum over all ranks by graph.total_nodes; in a loss use "
     "shardpass.mean"
 )
 STATE = (

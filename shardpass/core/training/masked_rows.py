@@ -98,6 +98,8 @@ def check_logits(name: str, logits: Tensor, y: Tensor, mask: Tensor | None) -> s
     expected = list(logits.shape) if y.is_floating_point() else [logits.shape[0]]
     if list(y.shape) != expected:
         remedy = "; pass all own nodes, not only the masked ones" if y.shape[:1] != logits.shape[:1] else ""
+        if y.dim() and y.size(0) > logits.size(0):
+            remedy = "; take the labels of own nodes, as graph.y has them, not those of the whole graph"
         remedy = "; use y.squeeze(1)" if list(y.shape) == [logits.shape[0], 1] else remedy
         return f"{name}: y must be {expected} for logits {list(logits.shape)}, found {describe(y)}{remedy}"
     return check_mask(name, mask, logits.shape[0])

@@ -94,6 +94,31 @@ def equal_the_reducer(num_edges, tail, op, dtype, device):
     torch.testing.assert_close(into, expected, rtol=bound, atol=bound)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64], ids=str)
+@pytest.mark.parametrize("op", ["max", "min"])
+@pytest.mark.parametrize("tail", [(4,), (2, 20), (0,), ()], ids=str)
+@pytest.mark.parametrize("num_edges", [0, 1, 300])
+def test_messages_made_edge_by_edge_equal_the_reducer(loops, num_edges, tail, op, dtype):
+    """In two pieces, into a state that holds something, of rows that do not follow each other in memory."""
+    generator = torch.Generator().manual_seed(1)
+    index = torch.randint(0, NUM_DST - 2, (num_edges,), generator=generator).sort().values
+    messages = few_values(max(num_edges, 6), *tail[:1], 2 * max(tail[1:], default=1), dtype=dtype)[:num_edges]
+    messages = messages[..., ::2].reshape(num_edges, *tail) if tail else messages[:, 0]
+    reducer, half = REDUCERS[op], num_edges // 3
+    right, found = (reducer.init(NUM_DST, tail, messages) for _ in range(2))
+    for piece in (slice(0, half), slice(half, None)):
+        reducer.accumulate(right, messages[piece], index[piece])
+        kernels.take_extremum(op, found, messages[piece], index[piece])
+    for mine, theirs in zip(found, right):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
+    if not dtype.is_floating_point:
+        return
+    value, grad = reducer.value(right, Base()), torch.randn(NUM_DST, *tail, generator=generator).to(dtype)
+    share = reducer.share(right, value, grad, Base())
+    expected = reducer.vjp(messages, index, right, value, grad, Base())
+    torch.testing.assert_close(kernels.shares_of_edges(messages, index, value, share), expected, rtol=0, atol=0)
+
+
 def test_threads_share_the_rows(monkeypatch):
     pytest.importorskip("numba")
     *_, parts = shards(500)
