@@ -89,6 +89,21 @@ def test_a_random_number_for_all_rows_is_refused_on_several_ranks(forward: Forwa
     assert _refusal(forward, 1) == ""
 
 
+@torch.jit.script
+def _centred(h: Tensor) -> Tensor:
+    return h - h.mean(0)
+
+
+@torch.jit.script
+def _scaled(h: Tensor) -> Tensor:
+    return h.relu() * 2
+
+
+def test_a_scripted_function_is_followed_and_refused_in_words() -> None:
+    assert "`mean` puts rows together, over the nodes" in _refusal(lambda m, h, x, e: _centred(h), 2)
+    assert _refusal(lambda m, h, x, e: _scaled(h), 2) == ""
+
+
 def _per_row(model: Any, h: Tensor, x: Tensor, edge_index: Any) -> Tensor:
     return h * (torch.rand(len(h), 1) > 0.5) + torch.randn_like(h) + h * torch.arange(4)
 

@@ -159,6 +159,7 @@ class OutermostCall:
                 raise
             raise lack from None
         except Exception as error:
+            follower.marks.check_refusals()  # TorchScript raises an error of its own, without a word of ours
             lacking = next((rows for rows in follower.marks.known if rows.count == 0), None)
             is_mistake = isinstance(error, (ShardpassError, *_MISTAKES)) or is_out_of_memory(error)
             line = user_line(error)
