@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,13 +38,15 @@ class Model(nn.Module):
         return self.step(self, self.conv(x, edge_index), x, edge_index)
 
 
-def _refusal(forward: Forward, ranks: int) -> str:
+def _refusal(forward: Forward, ranks: int, **modules: nn.Module) -> str:
     owners = assignments(WHOLE.num_nodes, ranks, WHOLE.edge_index)["random"]
     graph = WholeGraph(WHOLE.num_nodes, WHOLE.edge_index, {"x": X}, {})
 
     def body(comm: Any) -> str:
         with sp.seed(0, comm):
             model = Model(forward)
+        for name, module in modules.items():
+            model.add_module(name, copy.deepcopy(module))
         own = shard_in_memory(graph, owners, comm)
         try:
             sp.pyg.wrap(model, comm)(own.x, own)
@@ -115,6 +118,23 @@ def _seeded(model: Any, h: Tensor, x: Tensor, edge_index: Any) -> Tensor:
 @pytest.mark.parametrize("forward", [_per_row, _seeded])
 def test_numbers_per_row_and_those_of_a_common_seed_pass(forward: Forward) -> None:
     assert _refusal(forward, 2) == ""
+
+
+def test_a_row_for_each_edge_from_outside_a_message_is_told() -> None:
+    class Scaled(gnn.MessagePassing):
+        factor: Tensor
+
+        def forward(self, x: Tensor, edge_index: Any) -> Tensor:
+            self.factor = torch.ones(edge_index.size(1), 1, dtype=x.dtype)
+            found: Tensor = self.propagate(edge_index, x=x)
+            return found
+
+        def message(self, x_j: Tensor) -> Tensor:
+            return x_j * self.factor
+
+    layer = Scaled()
+    told = _refusal(lambda m, h, x, e: m.scaled(h, e), 2, scaled=layer)
+    assert "with a row for each edge, but a message runs on some edges at a time" in told
 
 
 @pytest.fixture(scope="module")

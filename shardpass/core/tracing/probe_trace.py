@@ -75,7 +75,7 @@ class ProbePhase:
 class ProbeTrace(EdgeTrace):
     """An `EdgeTrace` that also follows dependence, simple expressions, and captures."""
 
-    def __init__(self, program: Program, inputs: Inputs, whole_dst: int) -> None:
+    def __init__(self, program: Program, inputs: Inputs, whole_dst: int, num_edges: int) -> None:
         device, phase = inputs.index.device, ProbePhase(inputs.num_dst, whole_dst)
         super().__init__(program, inputs, phase, generator=lambda: torch.Generator(device).manual_seed(0))
         self.seen: list[Seen] = []  # the reductions, in order
@@ -85,6 +85,7 @@ class ProbeTrace(EdgeTrace):
         self.reads_values = False  # Python has read numbers of tensors made outside
         self.is_tampered = False  # hooks on tensors, or data exchanged: expressions do not say what is computed
         self.first_node = sequence_number()
+        self._num_edges = num_edges
         self.is_rewritten = bool(program.maps)
         self._maps_found: list[tuple[int, LinearMap]] = []  # with the id of the input of each
         self._uses: set[int] = set()  # ids of the tensors that anything else than a linear map has read
@@ -193,6 +194,13 @@ class ProbeTrace(EdgeTrace):
         try:
             return super().run(func, name, args, kwargs, operands)
         except RuntimeError as error:
+            whole = [t for t in operands if t.dim() and t.size(0) == self._num_edges and self.origin(t) == {OUTSIDE}]
+            if whole and self._num_edges != self._index.numel():
+                raise RefusedError(
+                    f"{self.name}: {user_line()}: `{name}` takes a tensor of shape {[*whole[0].shape]} from outside, "
+                    f"with a row for each edge, but a message runs on some edges at a time ({error}). Give it to the "
+                    f"message as edge data: an argument of propagate() in PyG, a field of graph.edata in DGL"
+                ) from error
             if "a leaf Variable that requires grad" not in str(error):
                 raise
             raise RefusedError(

@@ -130,7 +130,7 @@ class _Traced(NamedTuple):
 
 def _traced(program: Program, edges: EdgeShards, num_own_src: int, grads: bool) -> _Traced:
     inputs = sample_inputs(program, edges, num_own_src, grads)
-    trace = ProbeTrace(program, inputs, edges.num_dst)
+    trace = ProbeTrace(program, inputs, edges.num_dst, edges.num_edges)
     with nullcontext() if program.ranks is None else program.ranks.in_message(), trace:
         message = program.message(inputs)
         num_message = trace.count
