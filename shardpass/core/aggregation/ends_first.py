@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +11,7 @@ from torch import Tensor
 
 from shardpass.core.exchange import HaloPlan
 from shardpass.core.sharding import EdgeShards
-from shardpass.core.tracing import Inputs, Key, LinearMap, Program, Side, Structure, structure_of
+from shardpass.core.tracing import EndSide, Inputs, Key, LinearMap, Program, Sides, Structure, structure_of
 
 Found = tuple[Program, Structure, frozenset[Key]]
 
@@ -31,44 +29,46 @@ def ends_mapped(
     """
     if torch.is_inference_mode_enabled() or plan.comm.kept_calls is not None:
         return program, structure, gradients  # every source would travel, since nothing is known of who reads it
+    declined = f"{[one.describe() for one in structure.maps]} on {plan.comm.size} ranks"
+    if declined in program.findings.declined:
+        return program, structure, gradients
     tables = {}
     mapped_gradients = set(gradients)
     for one in structure.maps:
         bias = one.bias
         for side in reversed(one.sides):  # the bias goes to the destinations, whose rows do not travel
-            key = Key(_SIDES[side], one.table_name)
+            key = Key(side, one.table_name)
             tables[key] = _table(program, one, side, bias)
             bias = None
-            ends = {Key(_SIDES[side], part.name) for part in one.ends if part.side == side}
+            ends = {Key(side, part.name) for part in one.ends if part.side == side}
             if torch.is_grad_enabled() and (ends & gradients or any(t.requires_grad for t in one.tensors)):
                 mapped_gradients.add(key)
-    names = {key.name for key in tables}
+    names, aggregate = {key.name for key in tables}, program.aggregate
+    inputs = Sides.of([*program.inputs.items(), *tables.items()])
     mapped = replace(
         program,
-        src={**program.src, **{key.name: rows for key, rows in tables.items() if key.side == "src"}},
-        dst={**program.dst, **{key.name: rows for key, rows in tables.items() if key.side == "dst"}},
-        message=partial(_of_given, names, program.message),
-        aggregate=program.aggregate and partial(_aggregate_given, names, program.aggregate),
+        src=inputs.src,
+        dst=inputs.dst,
+        message=lambda of_edges: program.message(_given(names, of_edges)),
+        aggregate=aggregate and (lambda message, of_edges: aggregate(message, _given(names, of_edges))),
         maps=structure.maps,
         reads=None if program.reads is None else program.reads | set(tables),
     )
     with plan.comm.random_lock():
         found, _ = structure_of(mapped, edges, plan.num_own_src, frozenset(mapped_gradients))
     if plan.comm.size > 1 and _width(mapped, found) > _width(program, structure):
+        program.findings.declined.add(declined)
         return program, structure, gradients
     return mapped, found, frozenset(mapped_gradients) - found.unread
 
 
-_SIDES: dict[str, Side] = {"src": "src", "dst": "dst"}
-
-
-def _table(program: Program, one: LinearMap, side: str, bias: Tensor | None) -> Tensor:
+def _table(program: Program, one: LinearMap, side: EndSide, bias: Tensor | None) -> Tensor:
     """The rows of an end, mapped: ``[num_nodes, ..., out_channels]``."""
     total = None
     for part in one.ends:
         if part.side != side:
             continue
-        rows = program.inputs[Key(_SIDES[side], part.name)]
+        rows = program.inputs[Key(side, part.name)]
         rows = rows.reshape(rows.size(0), *part.tail)
         for place in part.picks:
             rows = rows.select(1, place)
@@ -88,11 +88,3 @@ def _given(names: Collection[str], inputs: Inputs) -> Inputs:
     """What the message function of a user may see: without the mapped rows."""
     src, dst = ({name: t for name, t in side.items() if name not in names} for side in (inputs.src, inputs.dst))
     return replace(inputs, src=src, dst=dst)
-
-
-def _of_given(names: Collection[str], message: Callable[[Inputs], Any], inputs: Inputs) -> Any:
-    return message(_given(names, inputs))
-
-
-def _aggregate_given(names: Collection[str], aggregate: Callable[..., Any], message: Any, inputs: Inputs) -> Any:
-    return aggregate(message, _given(names, inputs))

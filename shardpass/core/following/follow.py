@@ -219,7 +219,7 @@ class FollowRows(torch_private.TorchDispatchMode):
             self._check_seeded(rows, outs)
         if rows and func.overloadpacket in _LOOK_UPS:
             _check_look_up(func, *args[:4])
-        if self.draws is not None and any(self._is_drawn_for_all(leaf, rows) for leaf in leaves):
+        if self.draws is not None and rows and any(self._is_drawn_for_all(leaf, rows) for leaf in leaves):
             self.draws.check_common()
         if rows:
             Operation(self.marks, func, leaves, structure, rows, outs, before, self.in_pieces).follow()
@@ -312,11 +312,11 @@ class FollowRows(torch_private.TorchDispatchMode):
         return {id(leaf): leaf.clone() for leaf in plain}
 
     def _are_drawn(self, leaves: list[Any]) -> bool:
-        return any(isinstance(leaf, Tensor) and self.marks.origins.get(leaf) == Origin.FREE for leaf in leaves)
+        return any(isinstance(leaf, Tensor) and leaf in self.marks.drawn for leaf in leaves)
 
     def _is_drawn_for_all(self, leaf: Any, rows: dict[int, Rows]) -> bool:
         """Whether an operand is random, and the same for all rows: a mask of columns, a factor, a step in time."""
-        if not rows or not isinstance(leaf, Tensor) or leaf not in self.marks.drawn:
+        if not self._are_drawn([leaf]):
             return False
         is_index = leaf.dtype == torch.int64  # such as the edges that are kept, from torch.randperm
         return not is_index and not {found.of.count for found in rows.values()}.intersection(leaf.shape)
@@ -338,9 +338,7 @@ class FollowRows(torch_private.TorchDispatchMode):
             given = [_MADE_BY.get(func.overloadpacket, Origin.CONSTANT)]
             if given == [Origin.NUMBERS] and outs[0].numel() not in {known.count for known in self.marks.known}:
                 given = [Origin.CONSTANT]
-        is_drawn = given == [Origin.FREE] or any(
-            isinstance(leaf, Tensor) and leaf in self.marks.drawn for leaf in leaves
-        )
+        is_drawn = given == [Origin.FREE] or self._are_drawn(leaves)
         for out in outs:
             if out not in self.marks.rows:
                 self.marks.origins[out] = max(given)

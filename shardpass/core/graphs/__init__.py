@@ -6,10 +6,11 @@ This room describes a graph and the edge lists that are derived from it. It does
 from shardpass.core.graphs.any_rows import rows
 from shardpass.core.graphs.as_data import GraphArgument, graph_of
 from shardpass.core.graphs.batch_index import BatchIndex
+from shardpass.core.graphs.device import is_on, require_device
 from shardpass.core.graphs.directory import NodeDirectory, directory_of
 from shardpass.core.graphs.edge_index import ShardedEdgeIndex
 from shardpass.core.graphs.embedding import NodeEmbedding, OwnRows, node_embeddings
-from shardpass.core.graphs.graph import LoadedGraphs, ShardedGraph, gather, require_device
+from shardpass.core.graphs.graph import LoadedGraphs, ShardedGraph, gather
 from shardpass.core.graphs.hetero_graph import ShardedHeteroGraph
 from shardpass.core.graphs.node_ids import NodeIds, node_ids
 from shardpass.core.graphs.original_order import refuse_original_order, refuse_two_numberings
@@ -38,6 +39,7 @@ __all__ = [
     "directory_of",
     "gather",
     "graph_of",
+    "is_on",
     "node_embeddings",
     "node_ids",
     "reduce_rows",

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from shardpass.core.exchange import node_set
-from shardpass.core.following import user_line
 from shardpass.core.graphs.batch_index import BatchIndex
+from shardpass.core.graphs.device import require_device
 from shardpass.core.graphs.edge_index import ShardedEdgeIndex
 from shardpass.core.graphs.flow import message_flow
 from shardpass.core.graphs.relation import OwnFields, Relation
@@ -49,16 +49,6 @@ _OF_DGL = frozenset(
     "local_var multi_update_all ndata ntypes number_of_dst_nodes number_of_edges number_of_nodes out_degrees "
     "srcdata update_all".split()
 )
-
-
-def require_device(wanted: Any, device: torch.device) -> None:
-    """Raise unless `wanted` is the device on which a loaded graph is."""
-    asked = torch.device(wanted)
-    if asked.type != device.type or asked.index not in (None, device.index):
-        raise RefusedError(
-            f"{user_line()}: a sharded graph is on {device}, the device of its ranks, and cannot be moved to {asked}. "
-            f"Say where before it is loaded: shardpass.connect(device={str(asked)!r})"
-        )
 
 
 class LoadedGraphs:
@@ -238,12 +228,8 @@ class ShardedGraph:
             num_graphs = int(self.comm.all_reduce(last, "max", "number of graphs")) + 1
         return BatchIndex.wrap(ids, self.num_own_nodes, self.comm, num_graphs)  # type: ignore[no-any-return]
 
-    def to(self, device: Any, *_: Any, **__: Any) -> Any:
-        """The graph itself, where `device` is the one of its ranks already. Scripts for one process ask for it.
-
-        Raises:
-            RefusedError: another device.
-        """
+    def to(self, device: Any, *_: Any, **__: Any) -> ShardedGraph:
+        """The graph itself, if it is on `device`; see `require_device`."""
         require_device(device, self.comm.device)
         return self
 

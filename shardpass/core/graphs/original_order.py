@@ -59,8 +59,8 @@ def refuse_two_numberings(arguments: object, graphs: Collection[ShardedGraph]) -
     for graph, other in combinations(used, 2):
         if _numbers_differently(graph, other):
             raise RefusedError(_TWO_STORES.format(line=user_line(), what="two graphs"))
+    own = {id(field) for graph in used for field in _read_fields(graph)}
     for other in (graph for graph in graphs if used and graph not in used):
-        own = {id(field) for graph in used for field in _read_fields(graph)}
         foreign = {id(field) for field in _read_fields(other)} - own
         given = any(id(leaf) in foreign for leaf in leaves)
         if given and any(_numbers_differently(graph, other) for graph in used):
@@ -68,8 +68,9 @@ def refuse_two_numberings(arguments: object, graphs: Collection[ShardedGraph]) -
 
 
 _TWO_STORES = (
-    "{line}: the model is given {what}, which were partitioned on their own and number the same nodes differently. Put "
-    "the edges of both into one graph before you partition, as edge types of it; link prediction has an example"
+    "{line}: the model is given {what}, which were partitioned on their own and number as many nodes differently. If "
+    "these are the same nodes, put the edges of both into one graph before you partition, as edge types of it (see "
+    "the page on link prediction). If they are not, and the model keeps them apart, wrap it with check=False"
 )
 
 

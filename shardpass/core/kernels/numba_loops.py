@@ -168,21 +168,26 @@ def edge_dots(indptr: Array, src_rows: Array, rows: Array, grad: Array, low: int
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
+def take_row(rows: Array, j: int, is_max: bool, i: int, best: Array, ties: Array) -> None:
+    """Take row j into the largest or smallest value so far of row i, and the number of its ties. NaN wins."""
+    for x in range(rows.shape[1]):
+        value, old, count = rows[j, x], best[i, x], ties[i, x]
+        is_nan = value != value
+        wins = is_nan or (value > old if is_max else value < old)
+        best[i, x] = value if wins else old
+        ties[i, x] = (0 if is_nan else 1) if wins else (count + 1 if value == old else count)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
 def extremum(
     indptr: Array, columns: Array, rows: Array, is_max: bool, low: int, high: int, best: Array, ties: Array
 ) -> None:
-    """Take ``rows[columns]`` into the largest or smallest value so far and the number of its ties. NaN wins."""
+    """Take ``rows[columns]`` into the largest or smallest values of the destinations; see `take_row`."""
     for i in range(low, high):
         for e in range(indptr[i], indptr[i + 1]):
-            j = columns[e]
             if e + AHEAD < columns.size:
                 prefetch(rows, columns[e + AHEAD])
-            for x in range(rows.shape[1]):
-                value, old, count = rows[j, x], best[i, x], ties[i, x]
-                is_nan = value != value
-                wins = is_nan or (value > old if is_max else value < old)
-                best[i, x] = value if wins else old
-                ties[i, x] = (0 if is_nan else 1) if wins else (count + 1 if value == old else count)
+            take_row(rows, columns[e], is_max, i, best, ties)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -203,15 +208,9 @@ def extremum_adjoint(
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def extremum_of_edges(values: Array, index: Array, is_max: bool, best: Array, ties: Array) -> None:
-    """`extremum` of rows that are here edge by edge: take ``values[e]`` into row ``index[e]``."""
+    """Take ``values[e]`` into row ``index[e]``; see `take_row`."""
     for e in range(index.size):
-        i = index[e]
-        for x in range(values.shape[1]):
-            value, old, count = values[e, x], best[i, x], ties[i, x]
-            is_nan = value != value
-            wins = is_nan or (value > old if is_max else value < old)
-            best[i, x] = value if wins else old
-            ties[i, x] = (0 if is_nan else 1) if wins else (count + 1 if value == old else count)
+        take_row(values, e, is_max, index[e], best, ties)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")

@@ -14,7 +14,7 @@ from shardpass.core.tracing.edge_trace import (
     tensors_in,
 )
 from shardpass.core.tracing.findings import Dependence, Findings
-from shardpass.core.tracing.linear_maps import LinearMap
+from shardpass.core.tracing.linear_maps import EndSide, LinearMap
 from shardpass.core.tracing.probing import probe, sample_inputs, structure_of
 from shardpass.core.tracing.program import Inputs, Key, NeedsMessagesError, Program, Side, Sides
 from shardpass.core.tracing.reducers import REDUCERS, Base, Extremum, State, accumulator_dtype, rescale
@@ -44,6 +44,7 @@ __all__ = [
     "Dependence",
     "DotScore",
     "EdgeTrace",
+    "EndSide",
     "Extremum",
     "Findings",
     "Inputs",

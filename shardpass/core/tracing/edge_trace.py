@@ -20,7 +20,6 @@ from torch.overrides import TorchFunctionMode
 
 from shardpass.core.following import user_line
 from shardpass.core.ranks import torch_private
-from shardpass.core.tracing.expression import DESTINATION, SOURCE
 from shardpass.core.tracing.linear_maps import LinearMap
 from shardpass.core.tracing.program import Inputs, NeedsMessagesError, Program
 from shardpass.core.tracing.reducers import Base
@@ -275,7 +274,7 @@ class EdgeTrace(TorchFunctionMode):
 
     def _mapped(self, found: LinearMap, rows: Tensor, weight: Tensor) -> Tensor:
         """What a linear map of `rows` gives, of which those of the ends have been mapped already."""
-        sides = {SOURCE: self._inputs.src, DESTINATION: self._inputs.dst}
+        sides = {"src": self._inputs.src, "dst": self._inputs.dst}
         parts = [sides[side][found.table_name] for side in found.sides]
         others = [(start, stop - start) for start, stop in found.others]
         if others:
@@ -283,7 +282,7 @@ class EdgeTrace(TorchFunctionMode):
                 self._check_expected([rows, weight])
             taken = [self._joined([self._step(torch.narrow, t, -1, *one) for one in others]) for t in (rows, weight)]
             parts.append(self._step(torch.nn.functional.linear, *taken))
-        total = parts[0]
+        total = parts[0] if len(parts) > 1 else self._step(torch.clone, parts[0])  # it may be written into
         for part in parts[1:]:
             total = self._step(torch.add, total, part)
         return total

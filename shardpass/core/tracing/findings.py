@@ -36,10 +36,12 @@ class Findings:
 
     Attributes:
         passed: descriptions of structures with which the message function passed the row-wise check.
+        declined: descriptions of linear maps that are left to the edges, since wider rows would travel.
     """
 
     def __init__(self) -> None:
         self.passed: set[str] = set()
+        self.declined: set[str] = set()
         self._kept: dict[Hashable, _Kept] = {}
 
     def find(self, key: Hashable, depends_on: Dependence) -> tuple[Structure, str] | None:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from shardpass.core.tracing.expression import DESTINATION, SOURCE, Expr
+from shardpass.core.tracing.expression import Expr
 
-END_SIDES = (SOURCE, DESTINATION)
+EndSide = Literal["src", "dst"]
+_END_SIDES: tuple[EndSide, ...] = ("src", "dst")
 _DTYPES = (torch.float32, torch.float64)  # in half precision each part would be rounded before they are added
 
 
@@ -30,7 +31,7 @@ class Columns:
         start, stop: which columns.
     """
 
-    side: str
+    side: EndSide
     name: str
     tail: tuple[int, ...]
     picks: tuple[int, ...]
@@ -65,9 +66,9 @@ class LinearMap:
         return [(start, stop) for start, stop in zip(bounds[::2], bounds[1::2]) if start < stop]
 
     @property
-    def sides(self) -> list[str]:
-        """The ends that it maps: `SOURCE`, `DESTINATION`, or both."""
-        return [side for side in END_SIDES if any(part.side == side for part in self.ends)]
+    def sides(self) -> list[EndSide]:
+        """The ends that it maps, sources first."""
+        return [side for side in _END_SIDES if any(part.side == side for part in self.ends)]
 
     @property
     def table_name(self) -> str:
@@ -92,12 +93,13 @@ def linear_map(number: int, input: Expr, args: tuple[Any, ...], is_outside: list
         return None
     if rows.dtype not in _DTYPES or rows.dtype != weight.dtype or torch.is_autocast_enabled(rows.device.type):
         return None
-    ends, start = [], 0
+    ends: list[Columns] = []
+    start = 0
     for part, picks in _side_by_side(input):
         taken = part.tail[len(picks) :]
         stop = start + taken[-1]
-        if part.op in END_SIDES and (*taken[:-1],) == tuple(rows.shape[1:-1]):
-            ends.append(Columns(part.op, part.args[0], part.tail, picks, start, stop))
+        sides = [side for side in _END_SIDES if part.op == side and taken[:-1] == tuple(rows.shape[1:-1])]
+        ends += [Columns(side, part.args[0], part.tail, picks, start, stop) for side in sides]
         start = stop
     # wider rows for each edge would cost more than a map of a few columns
     if start != weight.size(1) or weight.size(0) > sum(part.stop - part.start for part in ends):

@@ -176,7 +176,7 @@ class ProbeTrace(EdgeTrace):
         return out
 
     def _note_linear_map(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        args = (*args, *kwargs.values()) if list(kwargs) in ([], ["bias"], ["weight", "bias"]) else ()
+        args = (*args, *kwargs.values()) if list(kwargs) in ([], ["bias"]) else ()
         if len(args) < 2 or not all(isinstance(arg, Tensor) for arg in args if arg is not None):
             return
         is_outside = [arg is None or self._expr(arg).op == "outside" for arg in args[1:]]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardpass.core.exchange import halo_fetch
-from shardpass.core.graphs import build_relation
+from shardpass.core.graphs import build_relation, is_on
 from shardpass.core.sharding import Ownership
 from shardpass.errors import RefusedError
 from shardpass.frontends.dgl.graph import ShardedDGLGraph
@@ -235,13 +235,9 @@ class GraphShardManager(ShardedDGLGraph):
         Raises:
             RefusedError: it is on another device.
         """
-        wanted = torch.device(device)
-        same = wanted.type == self.device.type and wanted.index in (None, self.device.index)
-        if not same and wanted.type == "cuda" and self.device.type == "cuda":
-            same = torch.cuda.current_device() == (self.device.index or 0) and wanted.index is None
-        if not same:
+        if not is_on(self.device, device):
             raise RefusedError(
-                f"rank {self.comm.rank}: the graph is on {self.device} and cannot move to {wanted}: pass the device to "
+                f"rank {self.comm.rank}: the graph is on {self.device} and cannot move to {device}: pass the device to "
                 f"load_dgl_partition_data, and construct the graph from that"
             )
         return self
