@@ -8,18 +8,16 @@ a row per edge outlives a chunk. A `Scores` computes the scores, in closed form 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
-from shardpass.core.aggregation.call import Call, Operands
-from shardpass.core.aggregation.forward import ForwardResult, counts
+from shardpass.core.aggregation.call import Call, ForwardResult, Operands
+from shardpass.core.aggregation.forward import counts
 from shardpass.core.aggregation.gradients import Gradients, Returned
 from shardpass.core.aggregation.scores import Piece, scores_of
-from shardpass.core.kernels import Outer, RowRun, SoftmaxState, dropout_factors
+from shardpass.core.kernels import Outer, RowRun, SoftmaxState, by_destination, by_source, dropout_factors
 from shardpass.core.ranks import piece_seed
-from shardpass.core.sharding import EdgeShards, Shard, Transposes, cut
+from shardpass.core.sharding import EdgeShards, Transposes
 from shardpass.core.tracing import Attention
 from shardpass.errors import InternalError
 
@@ -128,24 +126,6 @@ def chunk_edges(call: Call, attention: Attention, operands: Operands, in_one_loo
         tensors = [operands.src[name] for name in read] + [*operands.dst.values(), *operands.edge.values()]
         widths += [_numel(tensor) for tensor in tensors]
     return max(1, call.plan.options.chunk_bytes // (max(widths) * operands.src[attention.value].itemsize))
-
-
-def by_destination(shard: Shard, most: int) -> Iterator[RowRun]:
-    """The edges of a shard in its own order, `most` at a time."""
-    for chunk in shard.chunks(most):
-        span = slice(chunk.start, chunk.stop)
-        yield RowRun(shard.indptr, chunk, shard.src_rows[span], span)
-
-
-def by_source(shard: Shard, transposes: Transposes, most: int, one_by_one: bool) -> Iterator[RowRun]:
-    """The edges of a shard in the other order, `most` at a time; with their positions if they are taken one by one."""
-    if shard.num_edges == 0:
-        return
-    indptr, dst_rows, order = transposes.of(shard, with_order=one_by_one)
-    positions = order if one_by_one else None
-    for chunk in cut(indptr, shard.num_edges, most):
-        span = slice(chunk.start, chunk.stop)
-        yield RowRun(indptr, chunk, dst_rows[span], None if positions is None else positions[span])
 
 
 def _kept(call: Call, attention: Attention, position: int, run: RowRun, like: Tensor) -> Tensor | None:

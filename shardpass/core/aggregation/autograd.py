@@ -9,8 +9,8 @@ from torch import Tensor
 
 from shardpass.core.aggregation.attention import attention_gradients, run_attention
 from shardpass.core.aggregation.backward import run_backward
-from shardpass.core.aggregation.call import Call, Operands
-from shardpass.core.aggregation.forward import ForwardResult, run_forward
+from shardpass.core.aggregation.call import Call, ForwardResult, Operands
+from shardpass.core.aggregation.forward import run_forward
 from shardpass.core.aggregation.gradients import Gradients, needed_values, zero_gradients
 from shardpass.core.aggregation.pull import pull_attention, pull_copies
 from shardpass.core.ranks import end_call, refuse_double_backward, torch_private

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from shardpass.core.aggregation.call import Call, EdgePiece, Operands
-from shardpass.core.aggregation.forward import ONLY, ForwardResult
+from shardpass.core.aggregation.call import Call, EdgePiece, ForwardResult, Operands
+from shardpass.core.aggregation.formulas import FormulaPass, is_by_formula
+from shardpass.core.aggregation.forward import ONLY
 from shardpass.core.aggregation.gradients import Gradients, Returned, is_linear
 from shardpass.core.aggregation.rerun import GradientRun
 from shardpass.core.kernels import edge_dot, gather_extremum_transposed, gather_sum_transposed, shares_of_edges
@@ -28,6 +29,8 @@ def run_backward(call: Call, operands: Operands, results: ForwardResult, gradien
         to_edges = structure.edge_output and structure.edge_depth == depth and structure.edge_differentiable
         if all(structure.reductions[k].form in KERNEL_FORMS for k in members) and not to_edges:
             _KernelPass(call, operands, results, members, gradients).run()
+        elif is_by_formula(call, operands):
+            FormulaPass(call, operands, results, members, gradients).run()
         else:
             _MessagePass(call, operands, results, members, depth, to_edges, gradients).run()
 

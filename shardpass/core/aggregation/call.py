@@ -15,7 +15,7 @@ from shardpass.core.exchange import HaloPlan, WalkId, fetch_blocks
 from shardpass.core.kernels import EdgeRun, gather_rows
 from shardpass.core.ranks import is_differentiable, piece_seed, replayed
 from shardpass.core.sharding import Chunk, CopyStreams, EdgeShards, Shard, StreamedShards, to_device
-from shardpass.core.tracing import Inputs, Key, Program, Sides, Structure
+from shardpass.core.tracing import Inputs, Key, Program, Sides, State, Structure
 
 
 @dataclass
@@ -55,6 +55,20 @@ class EdgePiece(NamedTuple):
     def of_run(cls, shard: Shard, run: EdgeRun) -> EdgePiece:
         """The edges of a run, with all destinations of the rank."""
         return cls(run.src_rows, run.dst_rows, slice(0, shard.num_dst), shard.places(run.positions))
+
+
+@dataclass
+class ForwardResult:
+    """What forward found; in backward, as much of it as backward reads.
+
+    Attributes:
+        values, states: of the reductions by their number, ``[num_dst, ...]`` each.
+        edges: the edge result, ``[num_edges, ...]``, or `None`.
+    """
+
+    values: dict[int, Tensor] = field(default_factory=dict)
+    states: dict[int, State] = field(default_factory=dict)
+    edges: Tensor | None = None
 
 
 @dataclass

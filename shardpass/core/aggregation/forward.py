@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import torch
 from torch import Tensor
 
-from shardpass.core.aggregation.call import Call, EdgePiece, Operands
+from shardpass.core.aggregation.call import Call, EdgePiece, ForwardResult, Operands
+from shardpass.core.aggregation.formulas import is_by_formula, run_formula
 from shardpass.core.aggregation.rerun import run_again
 from shardpass.core.kernels import gather_extremum, gather_sum, take_extremum
 from shardpass.core.sharding import HOST, Chunk
@@ -15,20 +14,6 @@ from shardpass.core.tracing import KERNEL_FORMS, REDUCERS, Base, State, StopPass
 from shardpass.errors import DivergenceError
 
 ONLY = slice(0, 1)  # the one row of a reduction over all edges
-
-
-@dataclass
-class ForwardResult:
-    """What forward found; in backward, as much of it as backward reads.
-
-    Attributes:
-        values, states: of the reductions by their number, ``[num_dst, ...]`` each.
-        edges: the edge result, ``[num_edges, ...]``, or `None`.
-    """
-
-    values: dict[int, Tensor] = field(default_factory=dict)
-    states: dict[int, State] = field(default_factory=dict)
-    edges: Tensor | None = None
 
 
 def run_forward(call: Call, operands: Operands) -> ForwardResult:
@@ -46,6 +31,8 @@ def run_forward(call: Call, operands: Operands) -> ForwardResult:
             result.edges = torch.zeros(shape, dtype=structure.edge_dtype, device=place)
         if by_kernels:
             _run_kernels(call, operands, members, result)
+        elif members and is_by_formula(call, operands):
+            run_formula(call, operands, members, result)
         elif members or to_edges:
             _run_messages(call, operands, members, stage, to_edges, result)
         _finish_values(call, members, result)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardpass.core.aggregation.agreement import Offer
-from shardpass.core.aggregation.attention import by_destination, by_source, chunk_edges, gradient_and_delta
+from shardpass.core.aggregation.attention import chunk_edges, gradient_and_delta
 from shardpass.core.aggregation.call import Call, Operands
 from shardpass.core.aggregation.gradients import Gradients, is_linear
 from shardpass.core.aggregation.out_edges import OutEdges, count_out_edges
@@ -26,6 +26,8 @@ from shardpass.core.kernels import (
     ClosedScores,
     Outer,
     ScoreGradients,
+    by_destination,
+    by_source,
     fused,
     gather_sum,
 )

@@ -48,6 +48,13 @@ def cut_rows(run: EdgeRun | RowRun, most: int | None = None) -> list[tuple[int, 
     return list(pairwise([low, *cuts, high]))
 
 
+def cut_edges(run: EdgeRun | RowRun) -> list[tuple[int, int]]:
+    """The same ranges as of the run's edges, ``(first, last)`` of each."""
+    start, stop = run.bounds[:2]
+    bounds = [(int(run.indptr[low]), int(run.indptr[high])) for low, high in cut_rows(run)]
+    return [(max(first, start) - start, min(last, stop) - start) for first, last in bounds]
+
+
 def by_rows(run: EdgeRun | RowRun, work: Callable[[int, int], None]) -> None:
     """Call `work` with the first and last row of each range of `cut_rows`, each in a thread of its own."""
     in_threads(work, cut_rows(run))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardpass.core.sharding import Chunk
+from shardpass.core.sharding import Chunk, Shard, Transposes, cut
 from shardpass.core.tracing import AdditiveScore, DotScore, Score, accumulator_dtype
 from shardpass.errors import InternalError
 
@@ -53,6 +54,10 @@ class RowRun(NamedTuple):
     def by_source(self) -> EdgeRun:
         """The same edges with both ends, for a run whose rows are sources."""
         return EdgeRun(self.indptr, self.bounds, self._rows(), self.columns, self.known_positions())
+
+    def ends(self, is_by_source: bool) -> tuple[Tensor, Tensor]:
+        """The rows of sources and of destinations, ``[edges of the chunk]`` each."""
+        return (self._rows(), self.columns) if is_by_source else (self.columns, self._rows())
 
     def known_positions(self) -> slice | Tensor:
         """`positions`, which must not be `None`."""
@@ -140,3 +145,21 @@ class ScoreGradients(NamedTuple):
     of_source: Tensor
     of_dst: Tensor
     mix: Tensor | None
+
+
+def by_destination(shard: Shard, most: int) -> Iterator[RowRun]:
+    """The edges of a shard in its own order, `most` at a time."""
+    for chunk in shard.chunks(most):
+        span = slice(chunk.start, chunk.stop)
+        yield RowRun(shard.indptr, chunk, shard.src_rows[span], span)
+
+
+def by_source(shard: Shard, transposes: Transposes, most: int, one_by_one: bool) -> Iterator[RowRun]:
+    """The edges of a shard in the other order, `most` at a time; with their positions if they are taken one by one."""
+    if shard.num_edges == 0:
+        return
+    indptr, dst_rows, order = transposes.of(shard, with_order=one_by_one)
+    positions = order if one_by_one else None
+    for chunk in cut(indptr, shard.num_edges, most):
+        span = slice(chunk.start, chunk.stop)
+        yield RowRun(indptr, chunk, dst_rows[span], None if positions is None else positions[span])

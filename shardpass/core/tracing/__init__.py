@@ -14,6 +14,7 @@ from shardpass.core.tracing.edge_trace import (
     tensors_in,
 )
 from shardpass.core.tracing.findings import Dependence, Findings
+from shardpass.core.tracing.formula import MOST_TABLES, Formula, Leaf, Step
 from shardpass.core.tracing.linear_maps import EndSide, LinearMap
 from shardpass.core.tracing.probing import probe, sample_inputs, structure_of
 from shardpass.core.tracing.program import Inputs, Key, NeedsMessagesError, Program, Side, Sides
@@ -35,6 +36,7 @@ __all__ = [
     "HARMLESS_OPS",
     "INDEX_OPS",
     "KERNEL_FORMS",
+    "MOST_TABLES",
     "REDUCERS",
     "SCATTERS",
     "SHAPE_OPS",
@@ -47,8 +49,10 @@ __all__ = [
     "EndSide",
     "Extremum",
     "Findings",
+    "Formula",
     "Inputs",
     "Key",
+    "Leaf",
     "LinearMap",
     "Messages",
     "MixedScore",
@@ -60,6 +64,7 @@ __all__ = [
     "Side",
     "Sides",
     "State",
+    "Step",
     "StopPass",
     "Structure",
     "accumulator_dtype",

@@ -26,6 +26,10 @@ BINARY = {
     )
     for name in names.split()
 }
+SWAPPED = {"rsub": "sub", "__rsub__": "sub", "__rdiv__": "div", "__rtruediv__": "div"}
+"""Operations whose second argument comes first."""
+UNARY = frozenset("relu sigmoid tanh exp log log1p sqrt neg abs square silu softplus".split())
+SAME_FUNCTIONS = {"__neg__": "neg", "negative": "neg", "__abs__": "abs", "absolute": "abs"}
 KEEPS_VALUES = frozenset(["view", "reshape", "unsqueeze", "squeeze", "contiguous", "clone", "to", "view_as", "flatten"])
 SOURCE, DESTINATION, EDGE = "src", "dst", "edge"  # the sides of `Key`
 
@@ -35,10 +39,10 @@ class Expr:
     """One tensor: ``op`` of ``args`` (expressions, numbers, or what names a leaf), with ``tail = shape[1:]``.
 
     The leaves are `SOURCE`, `DESTINATION` and `EDGE` (name), ``reduced`` (number of the reduction), ``outside`` (id)
-    and ``opaque`` (what identifies the tensor). The operations are those of `BINARY`, ``exp``, ``leaky_relu`` (x,
-    slope), ``sum`` over the last dimension, ``gather`` of a row per destination, ``detach``, ``dropout`` (x, p),
-    ``cat`` along the last dimension, ``pick`` (x, place) of ``x[:, place]``, and ``cast`` (x, dtype of x) to the dtype
-    of the operation that uses it.
+    and ``opaque`` (what identifies the tensor). The operations are those of `BINARY` and of `UNARY`, ``leaky_relu`` (x,
+    slope), ``clamp`` (x, low, high), ``sum`` over the last dimension, ``gather`` of a row per destination, ``detach``,
+    ``dropout`` (x, p), ``cat`` along the last dimension, ``pick`` (x, place) of ``x[:, place]``, and ``cast`` (x, dtype
+    of x) to the dtype of the operation that uses it.
     """
 
     op: str
@@ -59,6 +63,8 @@ def apply(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor,
     first = args[0] if args else None
     if name in ("cat", "concat"):
         return _side_by_side(args, kwargs, out, known)
+    if name == "stack" and isinstance(first, (list, tuple)) and len(first) == 1 and out.size(0) == first[0].size(0):
+        return known(first[0]).shaped(tuple(out.shape[1:])) if out.dim() > 1 else None
     if not isinstance(first, Tensor) or out.dim() == 0:
         return None
     tail = tuple(out.shape[1:])
@@ -68,6 +74,8 @@ def apply(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor,
         return Expr("detach", (known(first),), tail)
     if name in BINARY and not kwargs and len(args) == 2:
         return _binary(BINARY[name], args, out, known)
+    if name in SWAPPED and not kwargs and len(args) == 2:
+        return _binary(SWAPPED[name], args[::-1], out, known)
     if name in ("exp", "sum") and out.dtype == accumulator_dtype(first.dtype) != first.dtype:  # autocast widens it
         widened = Expr("cast", (known(first), first.dtype), tuple(first.shape[1:]))
         return apply(name, (first.to(out.dtype), *args[1:]), kwargs, out, lambda _: widened)
@@ -78,8 +86,8 @@ def apply(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor,
     if name == "dropout":
         p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
         return Expr("dropout", (known(first), float(p)), tail)
-    if name == "exp" and len(args) == 1 and not kwargs:
-        return Expr("exp", (known(first),), tail)
+    if (function := _function(name, args, kwargs)) is not None:
+        return Expr(function[0], (known(first), *function[1:]), tail)
     if name == "leaky_relu":
         slope = kwargs.get("negative_slope", args[1] if len(args) > 1 else 0.01)
         return Expr("leaky_relu", (known(first), float(slope)), tail)
@@ -89,6 +97,23 @@ def apply(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor,
         last = dim in (-1, first.dim() - 1) or dim in ([-1], (-1,))
         return Expr("sum", (known(first),), tail) if last and not keep and first.dim() > 1 else None
     return None
+
+
+def _function(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+    """The function of `UNARY` that a call is, or ``("clamp", low, high)``. What it writes in place is not followed."""
+    name, others = SAME_FUNCTIONS.get(name, name), args[1:]
+    others += tuple(value for key, value in kwargs.items() if key != "inplace")
+    if name in ("pow", "__pow__") and others == (2,) and not kwargs:
+        return ("square",)
+    if name == "softplus" and others in ((), (1,), (1, 20)):  # beta and threshold
+        return (name,)
+    if name in ("clamp", "clamp_min", "clamp_max") and kwargs.keys() <= {"min", "max"}:
+        given = dict(zip({"clamp_min": ("min",), "clamp_max": ("max",)}.get(name, ("min", "max")), args[1:])) | kwargs
+        bounds = [given.get("min"), given.get("max")]
+        if not all(bound is None or type(bound) in (int, float) for bound in bounds):
+            return None
+        return ("clamp", *(None if bound is None else float(bound) for bound in bounds))
+    return (name,) if name in UNARY and not others else None
 
 
 def _side_by_side(args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor, known: Known) -> Expr | None:
@@ -119,6 +144,8 @@ def _binary(op: str, args: tuple[Any, ...], out: Tensor, known: Known) -> Expr |
     for arg in args:
         if isinstance(arg, Tensor):
             expr = known(arg)
+            if arg.dim() != out.dim() and expr.op != "outside":
+                return None  # rows would stand where columns do
             parts.append(expr if arg.dtype == out.dtype else Expr("cast", (expr, arg.dtype), expr.tail))
         elif isinstance(arg, (int, float)) and not isinstance(arg, bool):
             parts.append(float(arg))

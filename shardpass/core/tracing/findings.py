@@ -55,7 +55,7 @@ class Findings:
     def keep(self, key: Hashable, depends_on: Dependence, structure: Structure, described: str) -> None:
         """Keep a structure, unless it uses other tensors than those of `depends_on`, or hangs on their numbers."""
         lasting = {id(tensor) for tensor in depends_on.tensors}
-        used = [*structure.captures, *(tensor for one in structure.maps for tensor in one.tensors)]
+        used = [*structure.captures, *structure.outside, *(tensor for one in structure.maps for tensor in one.tensors)]
         if structure.reads_values or not {id(tensor) for tensor in used} <= lasting:
             return
         tensors = [weakref.ref(tensor) for tensor in depends_on.tensors]

@@ -21,6 +21,7 @@ from shardpass.core.following import user_line
 from shardpass.core.ranks import get_random_state, has_drawn, is_differentiable, torch_private
 from shardpass.core.sharding import EdgeShards, to_device
 from shardpass.core.tracing.edge_trace import tensors_in, transform_refusal
+from shardpass.core.tracing.formula import Formula, formula_of
 from shardpass.core.tracing.probe_trace import EVERYTHING, Origin, ProbeTrace, Seen
 from shardpass.core.tracing.program import Inputs, Key, Program
 from shardpass.core.tracing.recognise import GENERAL, Tails, attention_of, extremum_form, leading_maximum, simple_form
@@ -28,6 +29,7 @@ from shardpass.core.tracing.structure import KERNEL_FORMS, Attention, Messages, 
 from shardpass.errors import RefusedError
 
 SAMPLE_EDGES = 16
+FORMULA_DTYPES = {torch.float32, torch.float64}
 
 
 def sample_inputs(
@@ -175,6 +177,7 @@ def _structure(program: Program, traced: _Traced, needs_grad: Collection[Key], r
     captures = tuple(trace.captures.values())
     attention = None if random or is_result else _attention(program, trace, reductions, captures)
     score = None if attention is None else attention.score
+    formula = None if random or is_result or trace.num_drops else _formula(program, trace, reductions, captures)
     return Structure(
         reductions=tuple(reductions),
         num_message=traced.num_message,
@@ -195,7 +198,37 @@ def _structure(program: Program, traced: _Traced, needs_grad: Collection[Key], r
         returned=_returned(program, traced, reductions),
         maps=trace.linear_maps(),
         unread=_unread(program, traced),
+        formula=formula,
+        outside=captures if formula is not None and any(leaf.kind == "outside" for leaf in formula.leaves) else (),
     )
+
+
+def _formula(
+    program: Program, trace: ProbeTrace, reductions: Sequence[Reduction], captures: Sequence[Tensor]
+) -> Formula | None:
+    """The formula of all messages that are not counted only, if message functions would have to run for them."""
+    members = {k: r for k, r in enumerate(reductions) if r.form != "ones"}
+    if trace.is_tampered or all(r.form in KERNEL_FORMS for r in members.values()):
+        return None
+    if not all(r.op in ("sum", "max", "min") for r in members.values()):
+        return None
+    messages = {k: trace.seen[k].expr for k in members}
+    rows: dict[tuple[str, str], int] = {
+        (key.side, key.name): tensor.shape[1:].numel() for key, tensor in program.inputs.items()
+    }
+    captured = {id(tensor): (number, tuple(tensor.shape)) for number, tensor in enumerate(captures)}
+    found = formula_of(messages, {k: r.op for k, r in members.items()}, rows, captured)
+    if found is None or found.width == 0:
+        return None
+    dtypes = {r.dtype for r in members.values()}
+    for leaf in found.leaves:
+        if leaf.kind in ("src", "dst", "edge"):
+            dtypes.add(program.inputs[Key(leaf.kind, leaf.name)].dtype)
+        elif leaf.kind == "reduced":
+            dtypes.add(reductions[leaf.number].dtype)
+        elif leaf.kind == "outside":
+            dtypes.add(captures[leaf.number].dtype)
+    return found if len(dtypes) == 1 and dtypes <= FORMULA_DTYPES else None
 
 
 def _unread(program: Program, traced: _Traced) -> frozenset[Hashable]:

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from shardpass.core.tracing.formula import Formula
 from shardpass.core.tracing.linear_maps import LinearMap
 from shardpass.core.tracing.reducers import Base
 
@@ -133,6 +134,8 @@ class Structure:
         returned: the reduction that the node function returns as it is, or None if it computes something of its own.
         maps: the linear maps of rows of the ends that can be applied to nodes instead of to edges.
         unread: the inputs on which nothing depends.
+        formula: the messages of all reductions but counts, where they are computed channel by channel.
+        outside: the captures that the formula reads, by number. `captures` is empty where gradients are off.
     """
 
     reductions: tuple[Reduction, ...]
@@ -154,6 +157,8 @@ class Structure:
     returned: int | None = None
     maps: tuple[LinearMap, ...] = ()
     unread: frozenset[Hashable] = frozenset()
+    formula: Formula | None = None
+    outside: tuple[Tensor, ...] = ()
 
     @property
     def edge_output(self) -> bool:
