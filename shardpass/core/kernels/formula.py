@@ -57,7 +57,8 @@ class FormulaLoop:
             _table(_steps(loops, formula, registers), 5),
             _table([_store(loops, what, ops, registers[place]) for what, place in formula.outputs], 4),
         )
-        self._sizes = max(1, _REGISTER // formula.width), max(registers, default=0) + 1
+        self.num_registers = max(registers, default=0) + 1
+        self._at_once = max(1, _REGISTER // formula.width)
 
     def run(self, edges: FormulaEdges, read: Callable[[Leaf], Tensor], into: Callable[[Any], State]) -> None:
         """Go over `edges`.
@@ -80,7 +81,7 @@ class FormulaLoop:
 
         def work(thread: int, first: int, last: int) -> None:
             given = loads, tables, fixed, constants, steps, stores, sums, ties, index
-            self._go_through(*given, first, last, thread, *self._sizes)
+            self._go_through(*given, first, last, thread, self._at_once, self.num_registers)
 
         in_threads(work, [(thread, *cut) for thread, cut in enumerate(edges.cuts)])
 
