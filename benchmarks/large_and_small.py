@@ -3,8 +3,8 @@
     python -m benchmarks.large_and_small [--data FOLDER] [--only overhead messages]
 
 Each line of `BARS` is a benchmark of this folder, which prints its figures and says what they should be. It runs in a
-process of its own. Needs a quiet machine for about an hour. Only a billion edges are not among them: `benchmarks.scale`
-has a report of its own. ``--data`` is a folder with ``cora.npz`` and others, in the layout of `benchmarks.graphs`.
+process of its own. Needs a quiet machine for about an hour; sections of the same day that ``--only`` leaves out stay.
+Only a billion edges are not among them: `benchmarks.scale` has a report of its own. ``--data`` is a folder with ``cora.npz`` and others, in the layout of `benchmarks.graphs`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -47,6 +48,13 @@ def measured(command: str, console: Console) -> str:
     return f"```text\n{text}\n```\n\n{time.monotonic() - start:.0f} s."
 
 
+def written(path: Path) -> Iterator[tuple[str, str]]:
+    """The title and the text of each section of a report that is there."""
+    for section in path.read_text().split("\n## ")[1:] if path.exists() else ():
+        title, _, text = section.partition("\n")
+        yield title, text.strip()
+
+
 def main() -> None:
     """Run them and write the report after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -56,13 +64,15 @@ def main() -> None:
     graphs = sorted(path for path in args.data.glob("*.npz") if "hetero" not in path.stem) if args.data else []
     values = {"data": " ".join(map(str, graphs)), "folder": f"--data {args.data}" if args.data else ""}
     path, console = REPORTS / f"large-and-small-{datetime.date.today()}.md", Console()
-    sections = [f"# Large and small, {datetime.date.today()}", "\n".join(f"- {k}: {v}" for k, v in machine().items())]
+    head = [f"# Large and small, {datetime.date.today()}", "\n".join(f"- {k}: {v}" for k, v in machine().items())]
+    sections = dict(written(path))
     for title, command in BARS:
         if not args.only or command.split()[0] in args.only:
             command = command.format(**values).strip()
             said = command.replace(str(args.data), "FOLDER") if args.data else command
-            sections.append(f"## {title}\n\n`python -m benchmarks.{said}`\n\n{measured(command, console)}")
-            path.write_text("\n\n".join(sections) + "\n")
+            sections[title] = f"`python -m benchmarks.{said}`\n\n{measured(command, console)}"
+            found = [f"## {title}\n\n{sections[title]}" for title, _ in BARS if title in sections]
+            path.write_text("\n\n".join([*head, *found]) + "\n")
     console.print(f"wrote {path}")
 
 
