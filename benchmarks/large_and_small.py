@@ -4,7 +4,8 @@
 
 Each line of `BARS` is a benchmark of this folder, which prints its figures and says what they should be. It runs in a
 process of its own. Needs a quiet machine for about an hour; sections of the same day that ``--only`` leaves out stay.
-Only a billion edges are not among them: `benchmarks.scale` has a report of its own. ``--data`` is a folder with ``cora.npz`` and others, in the layout of `benchmarks.graphs`.
+Only a billion edges are not among them: `benchmarks.scale` has a report of its own. ``--data`` is a folder with
+``cora.npz`` and others, in the layout of `benchmarks.graphs`.
 """
 
 from __future__ import annotations
