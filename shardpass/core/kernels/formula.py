@@ -13,7 +13,7 @@ from torch import Tensor
 from shardpass.core.kernels.cpu_loops import in_threads, numba_loops_for
 from shardpass.core.tracing import MOST_TABLES, Formula, Leaf, State, Step
 
-_REGISTER = 1 << 10  # numbers of a register: those of a formula should fit the second-level cache together
+_REGISTER = 1 << 11  # numbers of a register: those of a formula should fit the second-level cache together
 
 
 class FormulaEdges(NamedTuple):
