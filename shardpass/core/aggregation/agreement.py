@@ -98,9 +98,11 @@ def settle(
         candidate = program if all(per_edge) else _without(program, per_edge)
         needs_grad = frozenset(key for key, flag in zip(keys, flags) if flag)
         structure, shape, refusal = _probe(comm, candidate, edges, num_own_src, needs_grad)
+        mine = Offer() if structure is None else make_offer(candidate, structure, bool(needs_grad))
+        if structure is not None and comm.size == 1:
+            return Agreed(candidate, structure, needs_grad, [mine])
         text = f"inputs {[tuple(key) for key in keys]}, grad {torch.is_grad_enabled()}: {shape}"
         kind = next((i for i, known in enumerate(_REFUSALS, 1) if isinstance(refusal, known)), 0)
-        mine = Offer() if structure is None else make_offer(candidate, structure, bool(needs_grad))
         answers = agree(comm, f"{label}: agreement", [digest(f"{flags} {per_edge} {kind} {text}"), *mine])
         if structure is not None and all(answer[0] == answers[0][0] for answer in answers):
             return Agreed(candidate, structure, needs_grad, [Offer(*answer[1:]) for answer in answers])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sized
+from itertools import islice
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from shardpass.core.aggregation.call import Call, ForwardResult, Operands
 from shardpass.core.aggregation.forward import run_forward
 from shardpass.core.aggregation.gradients import Gradients, needed_values, zero_gradients
 from shardpass.core.aggregation.pull import pull_attention, pull_copies
-from shardpass.core.ranks import end_call, refuse_double_backward, torch_private
+from shardpass.core.ranks import end_call, refuse_double_backward
 from shardpass.core.tracing import Sides
 
 
@@ -101,14 +103,20 @@ def _save(
         count = sum(key.side == "src" for key in call.keys)
         inputs = (*(t.new_empty(()).expand(t.shape) for t in tensors[:count]), *tensors[count:])
     values, states = needed_values(call)
-    found = {k: result.values[k] for k in values}, {k: result.states[k] for k in states}
-    saved, ctx.layout = torch_private.tree_flatten((token, inputs, *found, operands.kept))
-    ctx.save_for_backward(*saved)
+    parts = {k: result.states[k] for k in states}
+    many = [*parts.values(), *operands.kept.values()]
+    ctx.save_for_backward(token, *inputs, *(result.values[k] for k in values), *(one for some in many for one in some))
+    ctx.layout = len(inputs), values, _lengths(parts), _lengths(operands.kept)
 
 
 def _saved(ctx: Any) -> tuple[Tensor, Operands, ForwardResult]:
-    saved = list(ctx.saved_tensors)  # before communicating: a checkpoint recomputes, and communicates, here
-    token, inputs, values, states, kept = torch_private.tree_unflatten(saved, ctx.layout)
-    operands = ctx.call.operands(inputs)
-    operands.kept.update(kept)
-    return token, operands, ForwardResult(values, states)
+    saved = iter(ctx.saved_tensors)  # before communicating: a checkpoint recomputes, and communicates, here
+    num_inputs, values, states, kept = ctx.layout
+    token, operands = next(saved), ctx.call.operands([*islice(saved, num_inputs)])
+    found = ForwardResult({k: next(saved) for k in values}, {k: [*islice(saved, n)] for k, n in states.items()})
+    operands.kept.update({name: [*islice(saved, n)] for name, n in kept.items()})
+    return token, operands, found
+
+
+def _lengths(lists: Mapping[Any, Sized]) -> dict[Any, int]:
+    return {key: len(some) for key, some in lists.items()}

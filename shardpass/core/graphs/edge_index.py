@@ -18,7 +18,7 @@ from shardpass.core.exchange import HaloPlan
 from shardpass.core.following import user_line
 from shardpass.core.graphs.by_source import TAKING, extremum_at_source, refused, scatter_to_source, take_by_source
 from shardpass.core.graphs.layer_flow import LayerFlow
-from shardpass.core.graphs.stand_in import PRINTS, StandIn, as_tensor, counted_last, describes, largest
+from shardpass.core.graphs.stand_in import PRINTS, StandIn, as_tensor, counted_last, describes, first_of, largest
 from shardpass.core.ranks import torch_private
 from shardpass.core.sharding import Derivation, EdgeShards
 from shardpass.errors import RefusedError
@@ -113,7 +113,7 @@ class ShardedEdgeIndex(StandIn):
 
     @classmethod
     def answer(cls, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        mine = next(t for t in _flat(args, kwargs) if isinstance(t, ShardedEdgeIndex))
+        mine = first_of(ShardedEdgeIndex, args, kwargs)
         if name in TAKING and args and args[0] is not mine and mine.has_one_type:
             return take_by_source(mine.plan, mine.flow, name, args, kwargs)
         if describes(func) and not mine.plan.comm.runs_user_code:
@@ -133,8 +133,10 @@ class ShardedEdgeIndex(StandIn):
     def _counted(self, out: Any, name: str, args: tuple[Any, ...]) -> Any:
         comm = self.plan.comm
         with comm.unfollowed(), torch_private.DisableTorchFunctionSubclass():
-            of = self.plan.edge_set(self.size(-1))
-        return counted_last(out, name, args, of, is_operand=not comm.runs_user_code)
+            count = self.size(-1)
+        if count and not comm.runs_user_code:  # it may be an operand
+            return out
+        return counted_last(out, name, args, self.plan.edge_set(count), is_operand=not comm.runs_user_code)
 
     def _check_picks(self, index: Tensor) -> None:
         """Refuse what picks edges by what was made of several, or by their position."""
@@ -193,7 +195,7 @@ class SourceRows(StandIn):
 
     @classmethod
     def answer(cls, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        mine = next(t for t in _flat(args, kwargs) if isinstance(t, SourceRows))
+        mine = first_of(SourceRows, args, kwargs)
         if name in TAKING and not (name != "embedding" and args and isinstance(args[0], StandIn)):
             return take_by_source(mine.plan, mine.flow, name, args, kwargs)
         if describes(func) and not mine.plan.comm.is_followed:
@@ -384,11 +386,6 @@ def _only_own_rows(table: Any, key: Any) -> bool:
     if not isinstance(key, SourceRows) or table.size(0) != key.plan.num_own_src:
         return False
     return key.numel() == 0 or int(key.as_subclass(Tensor).max()) < key.plan.num_own_src
-
-
-def _flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    given = (*args, *kwargs.values())
-    return [leaf for arg in given for leaf in (arg if isinstance(arg, (list, tuple)) else [arg])]
 
 
 def _plain_one(value: Any) -> Any:

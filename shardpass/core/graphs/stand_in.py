@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardpass.core.following import OwnShape, RowCount, user_line
 from shardpass.core.ranks import RowSet, torch_private
-from shardpass.errors import RefusedError
+from shardpass.errors import InternalError, RefusedError
 
 S = TypeVar("S", bound="StandIn")
 
@@ -68,6 +68,15 @@ class StandIn(Tensor):
         raise NotImplementedError
 
 
+def first_of(kind: type[S], args: tuple[Any, ...], kwargs: dict[str, Any]) -> S:
+    """The first argument of this class, also within lists and tuples."""
+    for arg in (*args, *kwargs.values()):
+        for leaf in arg if isinstance(arg, (list, tuple)) else (arg,):
+            if isinstance(leaf, kind):
+                return leaf
+    raise InternalError(f"a function was intercepted that was given no {kind.__name__}")
+
+
 def describes(func: Any) -> bool:
     """Whether a torch function only describes a tensor, and its result does not depend on the numbers in it."""
     name = getattr(func, "__name__", "")
@@ -122,9 +131,10 @@ def counted_last(out: Any, name: str, args: tuple[Any, ...], of: RowSet, is_oper
     """`out`, which describes a tensor whose last dimension is `of`: their number may be a size, but no operand.
 
     Args:
-        is_operand: nobody follows it, so it may be one; but whether there are any is answered for all ranks.
+        is_operand: there are none, and nobody follows it, so it may be one; but whether there are any is answered for
+            all ranks.
     """
-    if is_operand and (of.count or not of.total):
+    if is_operand and not of.total:
         return out
     count: Any = NoneHere() if is_operand else EdgeListCount(of.count, of)
     if isinstance(out, torch.Size):

@@ -70,7 +70,7 @@ def adjoint(
     if loops is None:
         arrived = grad.index_select(0, run.dst_rows)
         dots = (arrived * values.index_select(0, run.src_rows)).sum(-1)
-        grad_values.index_add_(0, run.src_rows, used.unsqueeze(-1) * arrived)
+        grad_values.index_add_(0, run.src_rows.long(), used.unsqueeze(-1) * arrived)
         return (dots if kept is None else dots * kept) - delta.index_select(0, run.dst_rows)
     relative = torch.empty_like(weights)
     edges = run.indptr.numpy(), run.dst_rows.numpy(), run.bounds.start, run.bounds.stop

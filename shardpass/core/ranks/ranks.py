@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, Protocol, TypeVar, cast
@@ -147,26 +147,20 @@ class Ranks(DelegatingCommunicator):
         """See `RowWatch.has_mixtures`."""
         return self.forward is not None and self.forward.rows is not None and self.forward.rows.has_mixtures
 
-    @contextmanager
-    def unfollowed(self) -> Iterator[None]:
+    def unfollowed(self) -> AbstractContextManager[None]:
         """A block whose operations are the engine's, which knows the rows of other ranks."""
         rows = None if self.forward is None else self.forward.rows
-        with nullcontext() if rows is None else rows.paused():
-            yield
+        return nullcontext() if rows is None else rows.paused()
 
-    @contextmanager
-    def followed(self) -> Iterator[None]:
+    def followed(self) -> AbstractContextManager[None]:
         """A block within `unfollowed` that runs code of the user's."""
         rows = None if self.forward is None else self.forward.rows
-        with nullcontext() if rows is None else rows.paused(False):
-            yield
+        return nullcontext() if rows is None else rows.paused(False)
 
-    @contextmanager
-    def in_message(self) -> Iterator[None]:
+    def in_message(self) -> AbstractContextManager[None]:
         """A block that runs a message function, which another one follows; so are modules of the user's within it."""
         rows = None if self.forward is None else self.forward.rows
-        with nullcontext() if rows is None else rows.left_to_another():
-            yield
+        return nullcontext() if rows is None else rows.left_to_another()
 
     def mark_rows(self, tensor: Tensor, of: RowSet, dim: int = 0, points_to: RowSet | None = None) -> None:
         """Say what the rows of a tensor are that the engine gives to a model."""

@@ -303,15 +303,13 @@ def alike(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def _with_gradients(named: list[tuple[str, nn.Parameter]], comm: Ranks) -> list[nn.Parameter]:
     """The parameters that have a gradient on some rank. Collective; the first problem of any rank is raised on all."""
-    states = torch.tensor([_state_of(parameter) for _, parameter in named], dtype=torch.float64)
-    own = torch.cat([states.to(comm.device), _sums_of([parameter for _, parameter in named], comm)])
-    label = f"sync_gradients of {len(named)} parameters"
-    every, sums, norms = torch.stack(comm.all_gather(own, label)).cpu().view(comm.size, 3, len(named)).unbind(1)
-    for rank, row in enumerate(every.tolist()):
+    states, unlike = [[_state_of(parameter) for _, parameter in named]], list[tuple[int, int]]()
+    if comm.size > 1:
+        states, unlike = _on_all_ranks(states[0], [parameter for _, parameter in named], comm)
+    for rank, row in enumerate(states):
         for (name, _), state in zip(named, row):
             if state in _PROBLEMS:
                 raise ShardpassError(f"the gradient of {name!r} on rank {rank} {_PROBLEMS[state]}")
-    unlike = ((sums - sums[0]).abs() > _UNLIKE * norms.amax(0)).nonzero().tolist()
     if unlike:
         rank, number = unlike[0]
         raise DivergenceError(
@@ -320,17 +318,22 @@ def _with_gradients(named: list[tuple[str, nn.Parameter]], comm: Ranks) -> list[
             f"has random numbers of its own. Call that in `with shardpass.seed(number, comm):`, or call "
             f"shardpass.sync_parameters(model, comm) after it"
         )
-    return [parameter for (_, parameter), present in zip(named, every.any(0).tolist()) if present]
+    return [parameter for (_, parameter), found in zip(named, zip(*states)) if any(found)]
 
 
-def _sums_of(parameters: list[nn.Parameter], comm: Ranks) -> Tensor:
-    """The sums of the values of each, then the norms of each, float64 ``[2 * len(parameters)]``; zeros on one rank."""
-    if comm.size == 1 or not parameters:
-        return torch.zeros(2 * len(parameters), dtype=torch.float64, device=comm.device)
+def _on_all_ranks(
+    states: list[int], parameters: list[nn.Parameter], comm: Ranks
+) -> tuple[list[list[int]], list[tuple[int, int]]]:
+    """The states on each rank, and ``(rank, number)`` of the parameters that are not as on rank 0. Collective."""
     values = [torch.view_as_real(p.detach()) if p.is_complex() else p.detach() for p in parameters]
     sums = [value.sum(dtype=torch.float64) for value in values]
     norms = [torch.linalg.vector_norm(value, dtype=torch.float64) for value in values]
-    return torch.stack([found.to(comm.device) for found in (*sums, *norms)])
+    own = torch.tensor(states, dtype=torch.float64, device=comm.device)
+    own = torch.cat([own, *(found.to(comm.device).view(1) for found in (*sums, *norms))])
+    label = f"sync_gradients of {len(parameters)} parameters"
+    every, sums_of, norms_of = torch.stack(comm.all_gather(own, label)).cpu().view(comm.size, 3, len(states)).unbind(1)
+    unlike = ((sums_of - sums_of[0]).abs() > _UNLIKE * norms_of.amax(0)).nonzero().tolist()
+    return every.tolist(), [(rank, number) for rank, number in unlike]
 
 
 def _state_of(parameter: nn.Parameter) -> int:

@@ -110,15 +110,15 @@ def check_targets(targets: Tensor, num_classes: int, name: str) -> str | None:
     if targets.is_floating_point() or not len(targets):
         return None
     targets = targets.long()
+    low, high = int(targets.min()), int(targets.max())
+    if low >= 0 and high < num_classes:
+        return None
     unlabelled = int((targets == -1).sum())
     if unlabelled:
         return (
             f"{name}: {unlabelled} of {len(targets)} masked nodes have no label (y = -1); "
             f"leave them out of the mask: mask & (y >= 0)"
         )
-    low, high = int(targets.min()), int(targets.max())
-    if low >= 0 and high < num_classes:
-        return None
     return f"{name}: class ids must be in [0, {num_classes}), found {low if low < 0 else high}"
 
 

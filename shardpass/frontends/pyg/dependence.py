@@ -22,7 +22,7 @@ from shardpass.frontends.pyg.lazy import LazyEdges
 
 _PLAIN = frozenset([bool, int, float, str, NoneType, torch.Size, torch.dtype, torch.device])
 _LIBRARIES = frozenset(["torch", "torch_geometric", "shardpass"])
-_NOT_READ = ("inspector", "comm", "__prepare_scriptable__")
+_NOT_READ = ("inspector", "comm", "__prepare_scriptable__", "forward")  # `wrap` sets the last one of a layer
 _METHODS = ("message", "edge_update", "aggregate")
 
 
@@ -78,9 +78,7 @@ class _State:
         self.values += [kind, self.of(kind.forward), module.training]
         for tensors in (torch_private.parameters_of(module), torch_private.buffers_of(module)):
             self.values += [(name, self.of(tensor)) for name, tensor in tensors.items()]
-        own = {name: value for name, value in vars(module).items() if name not in self._others}
-        own.pop("forward", None)  # `wrap` sets that of a layer
-        self.values += [(name, self.of(value)) for name, value in own.items()]
+        self.values += [(name, self.of(value)) for name, value in vars(module).items() if name not in self._others]
 
     def of(self, value: Any) -> Any:
         """What stands for `value` among the values."""

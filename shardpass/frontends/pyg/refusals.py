@@ -109,13 +109,12 @@ def refuse_node_tables(model: nn.Module, comm: Ranks, args: Any, kwargs: Any) ->
             )
 
 
-def refuse_whole_tensors(arguments: Any) -> None:
+def refuse_whole_tensors(leaves: list[Any]) -> None:
     """Raise if a tensor of the whole graph is among the arguments of a model, instead of one of own rows.
 
     Raises:
         RefusedError: naming its shape.
     """
-    leaves = torch_private.tree_leaves(arguments)
     for graph in (leaf.graph for leaf in leaves if isinstance(leaf, GraphArgument)):
         sets = list(graph.row_sets())
         for tensor in (leaf for leaf in leaves if type(leaf) is Tensor and leaf.dim()):
@@ -124,13 +123,12 @@ def refuse_whole_tensors(arguments: Any) -> None:
                     raise whole_graph(tensor, of)
 
 
-def refuse_norms_of_some_nodes(model: nn.Module, args: Any, kwargs: Any) -> None:
+def refuse_norms_of_some_nodes(model: nn.Module, leaves: list[Any]) -> None:
     """Raise if `model` is called with `graph.layers`, but has a part that combines all nodes or remembers its edges.
 
     Raises:
         RefusedError: naming the part.
     """
-    leaves = torch_private.tree_leaves((args, kwargs))
     if not any(isinstance(leaf, ShardedEdgeIndex) and leaf.flow is not None for leaf in leaves):
         return
     if any(isinstance(leaf, BatchIndex) for leaf in leaves):

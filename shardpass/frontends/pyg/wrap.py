@@ -181,12 +181,13 @@ class _Method(OutermostCall):
         _keep_attached(model)
         if is_called_by("torch_geometric.explain"):
             raise RefusedError(_NO_EXPLANATIONS)
-        if not self.is_own and _has_graph((args, kwargs)) and not self._looked_for_tables:  # it is collective
+        if not self.is_own and not self._looked_for_tables and _has_graph((args, kwargs)):  # it is collective
             self._looked_for_tables = True
             refuse_node_tables(model, self.comm, args, kwargs)
-        refuse_norms_of_some_nodes(model, args, kwargs)
         args, kwargs = self._given(args, kwargs)
-        refuse_whole_tensors((args, kwargs))
+        leaves = torch_private.tree_leaves((args, kwargs))
+        refuse_norms_of_some_nodes(model, leaves)
+        refuse_whole_tensors(leaves)
         check_types((*args, *kwargs.values()), self.comm)
         return self.run(self._computed, args, kwargs)
 
