@@ -90,6 +90,17 @@ def require(module: str, extra: str, purpose: str, otherwise: str = "") -> Modul
         ) from error
 
 
+def advice(error: BaseException) -> str:
+    """What to do about an error of torch or Python that does not say so: that memory ran out. Else an empty text."""
+    is_lack = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    if is_lack or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error)):
+        return (
+            "memory ran out: take more ranks, the mode sar, wrap(..., checkpoint='activations') or sp.offload(); "
+            "`shardpass plan` estimates what a run needs"
+        )
+    return ""
+
+
 def shows_tracebacks() -> bool:
     """Whether the environment variable ``SHARDPASS_DEBUG`` asks for tracebacks."""
     return os.environ.get("SHARDPASS_DEBUG", "") not in ("", "0")
@@ -133,6 +144,8 @@ def _show(kind: type[BaseException], error: BaseException, trace: TracebackType 
     if shorten(error) and error.__traceback__ is not None:
         print("The lines of your own files (SHARDPASS_DEBUG=1 shows all):", file=sys.stderr)
     sys.__excepthook__(kind, error, error.__traceback__)
+    if told := advice(error):
+        print(f"shardpass: {told}", file=sys.stderr)
     tell_launcher(f"{kind.__name__}: {error}")
 
 

@@ -248,7 +248,7 @@ def plan(
     ranks: Annotated[list[int], typer.Option(min=1, help="A number of ranks (may be repeated).")] = [1, 2, 4, 8],  # noqa: B006
     mode: Annotated[list[str], typer.Option(help="A mode (may be repeated).")] = ["sar", "keep", "halo"],  # noqa: B006
     budget: Annotated[str | None, typer.Option(help="Bytes per rank, as in 6GiB.")] = None,
-    ranks_per_host: Annotated[int, typer.Option(min=1, help="Processes of one host, which share memory.")] = 1,
+    ranks_per_host: Annotated[int, typer.Option(min=1, help="Ranks on one host, which share its memory.")] = 1,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw the table into this file, such as plan.png.")] = None,
     page: Annotated[Path | None, typer.Option(help="Write an HTML page with sliders for ranks and budget.")] = None,

@@ -19,6 +19,7 @@ from shardpass.errors import (
     InternalError,
     MissingDependencyError,
     ShardpassError,
+    advice,
     shows_tracebacks,
     tell_launcher,
 )
@@ -93,7 +94,8 @@ def sentence(error: BaseException) -> str:
     text = _ARGUMENT.sub(lambda found: f"--{found[1]} {found[2] or ''}".rstrip(), str(error).strip())
     text = text or type(error).__name__
     notes = getattr(error, "__notes__", ()) if isinstance(error, CommunicationError) else ()
-    text = ". ".join([text, *notes])
+    told = advice(error)
+    text = ". ".join([text, *notes]) + (f" ({told})" if told else "")
     text = text if isinstance(error, ShardpassError | ValueError) else f"{type(error).__name__}: {text}"
     if isinstance(error, EXPECTED) and not isinstance(error, InternalError):
         return text

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardpass.core.graphs import ShardedGraph
+from shardpass.core.ranks import describe
 
 SPLITS = ("train", "val", "test")
 
@@ -97,10 +98,13 @@ def read_task(graph: ShardedGraph, dtype: torch.dtype, mask_prefix: str, split: 
         raise ValueError(f"the store has no labels: no node field 'y' ({_known(graph)}); partition with labels")
     y = graph.y
     if y.is_floating_point() or y.dim() != 1:
-        kind = str(y.dtype).removeprefix("torch.")
+        hint = "write a training script for other targets, which `shardpass new` begins"
+        if tuple(y.shape[1:]) == (1,):
+            hint = "partition with y.squeeze(1)"
+        elif y.is_floating_point() and y.dim() == 1:
+            hint = f"if it holds class ids, partition with y.long(); else {hint}"
         raise ValueError(
-            f"shardpass train needs one class id per node, but y is {kind} of the row shape {list(y.shape[1:])}: write "
-            f"a training script for other targets"
+            f"shardpass train needs one class id per node, an integer, but y is {describe(y)} on this rank: {hint}"
         )
     fields = {name: f"{mask_prefix}{name}_mask" for name in SPLITS}
     if fields["train"] not in graph.node:

@@ -86,6 +86,10 @@ def partition(
         ValueError, TypeError: when the graph or an argument is wrong; the message says how.
     """
     shorten_tracebacks()
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(
+            f"partition(data, path, parts): `path` must name the directory to write, but got {type(path).__name__}"
+        )
     target, team = Path(os.path.abspath(path)), Team(comm)
     num_bytes = _memory(memory_bytes)
     named = is_dataclass(data) if isinstance(data, GraphFiles) else isinstance(data, str | os.PathLike)

@@ -143,7 +143,7 @@ def test_the_page_says_what_the_planner_says(tmp_path):
             ranks, mode, *terms, loading, peak, fetched = cells[:14]
             mark = "".join(cells[14:]).removeprefix("<- ")
             assert line == [ranks, mode, peak, mark, *terms, loading, fetched]
-        shown = {f"{row.mode} on {row.ranks} ranks: {bytes_text(row.peak)}" for row in rows}
+        shown = {f"{row.mode} on {row.ranks} rank{'s' * (row.ranks > 1)}: {bytes_text(row.peak)}" for row in rows}
         assert shown.issuperset(state["bars"])
         assert len(state["bars"]) == 3
     assert all(sum(segments(row).values()) == row.peak for row in rows)

@@ -173,7 +173,15 @@ def test_missing_fields_are_named(tmp_path: Path) -> None:
         "y": ({k: v for k, v in arrays.items() if k != "y"} | masks, "has no labels: no node field 'y'"),
         "mask": (arrays, "has no node field 'train_mask' (node fields: x, y): partition with masks"),
         "made": (arrays | {f"made_{k}": v for k, v in masks.items()}, "use --mask-prefix made_"),
-        "float": (arrays | masks | {"y": np.ones(120, np.float32)}, "needs one class id per node, but y is float32"),
+        "float": (
+            arrays | masks | {"y": np.ones(120, np.float32)},
+            "if it holds class ids, partition with y.long(); else",
+        ),
+        "column": (arrays | masks | {"y": arrays["y"][:, None]}, "on this rank: partition with y.squeeze(1)"),
+        "two": (
+            arrays | masks | {"y": np.ones((120, 2), np.float32)},
+            "write a training script for other targets, which `shardpass new`",
+        ),
     }
     for name, (data, words) in cases.items():
         partition(data, tmp_path / name, 2, "random")

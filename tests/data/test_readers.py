@@ -77,7 +77,7 @@ def test_hetero_npz(tmp_path):
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
-        ({"x": np.ones((2, 2))}, "names no type|has no array edge_index"),
+        ({"x": np.ones((2, 2))}, "has no array 'edge_index', with the edges; it has x"),
         ({"edge_index": np.zeros((2, 1), dtype=int)}, "the number of nodes is unknown"),
         (
             {"edge_index": np.zeros((3, 1), dtype=int), "x": np.ones(2)},

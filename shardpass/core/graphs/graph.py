@@ -364,6 +364,10 @@ def gather(
         ValueError: another number of rows, a node type that is missing or unknown, or a path of another kind of file.
         MissingDependencyError: pyarrow is needed to write a table.
     """
+    if not isinstance(graph, ShardedGraph):
+        raise TypeError(
+            f"gather(graph, rows): `graph` must be what shardpass.load returned, but got {type(graph).__name__}"
+        )
     ids, total = graph.ids_of(node_type)
     if rows.size(0) != ids.numel():
         raise ValueError(
