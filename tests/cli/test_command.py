@@ -89,6 +89,12 @@ def test_the_command_alone_shows_its_help(monkeypatch: pytest.MonkeyPatch, capsy
         assert ended.value.code == code and ("Usage: shardpass" in shown or shown.startswith("shardpass 0."))
 
 
+def test_a_black_box_that_is_not_there(tmp_path: Path) -> None:
+    assert "none.jsonl: doctor takes the files that the errors of a failed run name" in refused(
+        "doctor", tmp_path / "none.jsonl"
+    )
+
+
 @pytest.mark.processes
 def test_errors_have_no_traceback_unless_one_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for value, has_traceback in {"": False, "1": True}.items():

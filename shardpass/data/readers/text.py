@@ -39,7 +39,8 @@ def text_edges(path: Path, budget: Budget) -> tuple[EdgeArrays, FileRows | None]
     """
     names, columns = _header(path)
     if columns not in (0, 2, 3):
-        raise ValueError(f"{path} has {columns} columns; expected source, destination and perhaps a weight")
+        found = f"{columns} columns" if columns > 1 else "one column (commas or spaces separate columns)"
+        raise ValueError(f"{path} has {found}; expected source, destination and perhaps a weight")
     if not in_order(names):
         raise ValueError(
             f"{path} has the columns {', '.join(names)}; expected source, destination and perhaps a weight, "
