@@ -160,8 +160,8 @@ def test_empty_text(tmp_path):
     ("text", "message"),
     [
         ("0,1.5\n", "cannot be read as numbers, in the rows from 0 on: could not convert string '1.5' to int64"),
-        ("0\n", r"has one column \(commas or spaces separate columns\); expected source"),
-        ("0;1\n", "has one column"),
+        ("0\n", r"has one column .commas separate those of a .csv, spaces those of a .txt.; expected source"),
+        ("0;1\n1;2\n", "has one column"),
         ("0,1,2,3\n", "has 4 columns"),
     ],
 )
