@@ -39,7 +39,8 @@ def text_edges(path: Path, budget: Budget) -> tuple[EdgeArrays, FileRows | None]
     """
     names, columns = _header(path)
     if columns not in (0, 2, 3):
-        found = f"{columns} columns" if columns > 1 else "one column (commas separate those of a .csv, spaces those of a .txt)"
+        hint = " (commas separate those of a .csv, spaces those of a .txt)"
+        found = f"{columns} columns" if columns > 1 else f"one column{hint}"
         raise ValueError(f"{path} has {found}; expected source, destination and perhaps a weight")
     if not in_order(names):
         raise ValueError(
