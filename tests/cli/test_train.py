@@ -193,6 +193,22 @@ def test_missing_fields_are_named(tmp_path: Path) -> None:
     passed("train", tmp_path / "made", "--mask-prefix", "made_", "--epochs", 1)
 
 
+def test_the_names_of_dgl(tmp_path: Path) -> None:
+    """A graph of DGL has ``feat`` and ``label``, and trains and predicts as one with ``x`` and ``y`` does."""
+    arrays = powerlaw(120, 6, channels=3)
+    partition(arrays, tmp_path / "pyg", 2, "random")
+    arrays["feat"], arrays["label"] = arrays.pop("x"), arrays.pop("y")
+    arrays["train_mask"] = arrays["train_mask"].astype(np.uint8)  # as DGL writes booleans to files
+    partition(arrays, tmp_path / "dgl", 2, "random")
+    outputs = []
+    for name in ("pyg", "dgl"):
+        log, best, out = (tmp_path / f"{name}{ending}" for ending in (".jsonl", ".ckpt", ".npy"))
+        passed("train", tmp_path / name, "--epochs", 3, "--ranks", 2, "--log", log, "--best", best)
+        passed("infer", tmp_path / name, out, "--weights", best)
+        outputs.append(([epoch["loss"] for epoch in epochs(log)], np.load(out)))
+    assert outputs[0][0] == outputs[1][0] and np.array_equal(outputs[0][1], outputs[1][1])
+
+
 def test_splits_and_unlabelled_nodes(tmp_path: Path) -> None:
     arrays = powerlaw(120, 6, channels=3)
     arrays["train_mask"] = np.stack([np.zeros(120, bool), arrays["train_mask"]], 1)
