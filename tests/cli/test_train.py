@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from cli_helpers import epochs, misused, passed, records, refused
 
+from shardpass.cli import reporter
 from shardpass.cli.graphs import powerlaw
 from shardpass.data import partition
 
@@ -191,6 +192,15 @@ def test_missing_fields_are_named(tmp_path: Path) -> None:
             assert "no node field 'val_mask'" in refused("train", tmp_path / "no val", "--patience", 3)
         assert words in refused("train", tmp_path / name, "--ranks", 2)
     passed("train", tmp_path / "made", "--mask-prefix", "made_", "--epochs", 1)
+
+
+def test_the_first_compilation_is_announced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("numba")
+    monkeypatch.setattr(reporter.kernels, "__file__", str(tmp_path / "__init__.py"))
+    assert "compiles loops" in reporter.first_compilation()
+    (tmp_path / "__pycache__").mkdir()
+    (tmp_path / "__pycache__" / "loops.nbc").touch()
+    assert reporter.first_compilation() == ""
 
 
 def test_the_names_of_dgl(tmp_path: Path) -> None:
