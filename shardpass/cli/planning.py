@@ -16,6 +16,9 @@ from shardpass.cli.models import ModelConfig
 from shardpass.cli.pictures import prepare_picture
 from shardpass.core.dryrun import Estimate
 from shardpass.core.ranks import parse_count, prepare_target
+from shardpass.data import open_store
+
+_RANKS = (1, 2, 4, 8)
 
 
 def graph_of(store: Path | None, nodes: str | None, edges: str | None, *counts: float | None) -> Path | sp.GraphCounts:
@@ -40,6 +43,12 @@ def _count(option: str, text: str) -> int:
         return parse_count(text)
     except ValueError as error:
         raise ValueError(f"{option}: {error}") from None
+
+
+def ranks_for(graph: Path | sp.GraphCounts) -> list[int]:
+    """The numbers of ranks to plan for where none was given: those that a store has parts for."""
+    parts = max(_RANKS) if isinstance(graph, sp.GraphCounts) else open_store(graph).num_parts
+    return [count for count in _RANKS if count <= parts]
 
 
 @contextmanager
