@@ -102,7 +102,7 @@ class Plan:
         if all(row.ranks == 1 for row in self.rows):
             return ""
         if self.per_host == 1:
-            return "Each rank has a host of its own here; if several share one, say so by ranks_per_host."
+            return "Each rank has a host of its own here; if several share one, pass ranks_per_host (--ranks-per-host)."
         return f"{self.per_host} ranks share each host here, and its memory."
 
     def __str__(self) -> str:

@@ -63,7 +63,7 @@ def test_a_budget_picks_the_fastest_that_fits(planned):
 
 def test_a_plan_says_which_ranks_share_a_host(planned):
     assert str(planned).endswith(
-        "Each rank has a host of its own here; if several share one, say so by ranks_per_host."
+        "Each rank has a host of its own here; if several share one, pass ranks_per_host (--ranks-per-host)."
     )
     assert str(replace(planned, per_host=4)).endswith("4 ranks share each host here, and its memory.")
     alone = replace(planned, rows=[replace(planned.rows[0], ranks=1)])
