@@ -20,13 +20,7 @@ from shardpass.core.graphs.flow import message_flow
 from shardpass.core.graphs.relation import OwnFields, Relation
 from shardpass.core.graphs.tables import TableWriter
 from shardpass.core.ranks import Options, Ranks, RowSet, fail_together
-from shardpass.core.sharding import (
-    EDGE,
-    NODE,
-    EdgeType,
-    NodeType,
-    Ownership,
-)
+from shardpass.core.sharding import EDGE, NODE, EdgeType, NodeType, Ownership
 from shardpass.errors import MissingDependencyError, RefusedError
 
 _AMBIGUOUS = {"num_nodes": "nodes", "num_edges": "edges", "num_nodes_dict": "nodes", "num_edges_dict": "edges"}
