@@ -13,6 +13,7 @@ import torch
 from shardpass import backends
 from shardpass.backends import HUGE_PAGES, Communicator, huge_pages
 from shardpass.core.ranks import Ranks
+from shardpass.errors import shorten_tracebacks
 
 T = TypeVar("T")
 
@@ -37,6 +38,9 @@ def connect(
     `sys.excepthook` is extended for that (the one in place runs first). A rank that its launcher ends with SIGTERM says
     why, if nothing else handles this signal.
 
+    An error of shardpass that ends the script is shown with the lines of your own files alone, unless you have set
+    ``sys.excepthook``. The environment variable ``SHARDPASS_DEBUG=1`` shows all lines.
+
     Ranks that share cores divide them: where the environment variable ``OMP_NUM_THREADS`` is not set, torch's computing
     threads become at most the usable cores divided by the ranks on them (`torch.set_num_threads`). Never more threads
     than before; a single process is left alone.
@@ -59,6 +63,7 @@ def connect(
         CommunicationError: when the other ranks cannot be reached, or are more or fewer than the launcher started.
         ValueError: for an unknown backend, or when ``ranks`` differs from the number of ranks.
     """
+    shorten_tracebacks()
     comm = backends.connect(
         backend,
         ranks=ranks,
@@ -101,6 +106,7 @@ def spawn(
         BaseException: what the first failing rank raised; all other ranks have been ended by then.
         CommunicationError: when a rank's process died without an exception.
     """
+    shorten_tracebacks()
     return backends.spawn(partial(_with_ranks, fn), ranks, backend, args=args, device=device, timeout=timeout)
 
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from types import ModuleType
+import dis
+import json
+import os
+import sys
+import time
+from types import ModuleType, TracebackType
 
 
 class ShardpassError(RuntimeError):
@@ -45,6 +50,16 @@ class MissingDependencyError(ImportError):
     """An optional package is not installed. The message has the pip command."""
 
 
+class RemoteTracebackError(Exception):
+    """The traceback of a process that `spawn` has started, shown as the cause of its exception."""
+
+    def __str__(self) -> str:
+        return "\n" + str(self.args[0])
+
+
+_PLUMBING = frozenset({"shardpass", "torch", "torch_geometric", "dgl", "contextlib", "threading"})
+"""Packages whose lines say nothing to the user about an error that shardpass raises."""
+
 _PIP_NAMES = {"sklearn": "scikit-learn", "typer": "typer rich", "rich": "typer rich"}
 
 
@@ -73,3 +88,85 @@ def require(module: str, extra: str, purpose: str, otherwise: str = "") -> Modul
             f"{purpose} needs the package {package!r}, which is not installed: pip install "
             f"{_PIP_NAMES.get(package, package)}{of_extra}{otherwise and ', or ' + otherwise}"
         ) from error
+
+
+def advice(error: BaseException) -> str:
+    """What to do about an error of torch or Python that does not say so: that memory ran out. Else an empty text."""
+    is_lack = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    if is_lack or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error)):
+        return (
+            "memory ran out: take more ranks, the mode sar, wrap(..., checkpoint='activations') or sp.offload(); "
+            "`shardpass plan` estimates what a run needs"
+        )
+    return ""
+
+
+def shows_tracebacks() -> bool:
+    """Whether the environment variable ``SHARDPASS_DEBUG`` asks for tracebacks."""
+    return os.environ.get("SHARDPASS_DEBUG", "") not in ("", "0")
+
+
+def shorten_tracebacks() -> None:
+    """Have an error that ends this process shown with the lines of the user's own files, if shardpass raised it.
+
+    ``sys.excepthook`` is set for that if it is Python's own. Of other errors all lines are shown, and of all errors
+    with ``SHARDPASS_DEBUG=1``.
+    """
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _show
+
+
+def tell_launcher(text: str) -> None:
+    """Have torchrun end its report with `text`, if torchrun has started this process and knows no better."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path or os.path.exists(path):
+        return
+    told = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump({"message": told}, file)
+    except OSError:  # its report says less then
+        pass
+
+
+def shorten(error: BaseException) -> bool:
+    """Whether shardpass raised `error` by a sentence of its own; its traceback then keeps the user's lines alone."""
+    if shows_tracebacks() or isinstance(error, InternalError) or not _is_raised_here(error.__traceback__):
+        return False
+    error.__traceback__ = _without_plumbing(error.__traceback__)
+    if not isinstance(error.__cause__, RemoteTracebackError):
+        error.__cause__, error.__suppress_context__ = None, True
+    return True
+
+
+def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    error.__traceback__ = trace
+    if shorten(error) and error.__traceback__ is not None:
+        print("The lines of your own files (SHARDPASS_DEBUG=1 shows all):", file=sys.stderr)
+    sys.__excepthook__(kind, error, error.__traceback__)
+    if told := advice(error):
+        print(f"shardpass: {told}", file=sys.stderr)
+    tell_launcher(f"{kind.__name__}: {error}")
+
+
+def _is_raised_here(trace: TracebackType | None) -> bool:
+    """Whether a ``raise`` of this package made the error. A defect raises without one, and needs all of the lines."""
+    if trace is None:
+        return False
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    code = trace.tb_frame.f_code.co_code
+    return _package(trace) == "shardpass" and code[trace.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+
+
+def _without_plumbing(trace: TracebackType | None) -> TracebackType | None:
+    if trace is None:
+        return None
+    rest = _without_plumbing(trace.tb_next)
+    if _package(trace) in _PLUMBING:
+        return rest
+    return TracebackType(rest, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
+
+
+def _package(trace: TracebackType) -> str:
+    return str(trace.tb_frame.f_globals.get("__name__", "")).split(".")[0]

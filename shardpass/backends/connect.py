@@ -24,6 +24,12 @@ from shardpass.errors import CommunicationError, MissingDependencyError, require
 TIMEOUT_VARIABLE = "SHARDPASS_CONNECT_TIMEOUT"
 HOST_VARIABLE = "SHARDPASS_HOST_TIMEOUT"
 _BACKENDS = ("auto", "local", "torch_distributed", "mpi")
+_HINTS = {
+    "threads": "; ranks as threads are started with shardpass.spawn(fn, ranks)",
+    "mpi4py": "; take mpi",
+    "gloo": "; torch_distributed takes gloo, and NCCL too if each rank has a GPU",
+    "nccl": "; torch_distributed takes NCCL if each rank has a GPU",
+}
 
 
 def connect(
@@ -73,8 +79,9 @@ def connect(
 def _choose(backend: str, launch: Launch, group: Any) -> str:
     """The backend, with ``"auto"`` resolved."""
     if backend not in _BACKENDS:
-        hint = "; ranks as threads are started with shardpass.spawn(fn, ranks)" if backend == "threads" else ""
-        raise ValueError(f"connect: the backend is {backend!r}, but known are {', '.join(_BACKENDS)}{hint}")
+        raise ValueError(
+            f"connect: the backend is {backend!r}, but known are {', '.join(_BACKENDS)}{_HINTS.get(backend, '')}"
+        )
     if backend != "auto":
         return backend
     if dist.is_available() and dist.is_initialized() and (group is None or isinstance(group, dist.ProcessGroup)):
@@ -99,6 +106,11 @@ def _mpi_or_srun(launch: Launch) -> str:
 
 def _device(device: torch.device | str) -> torch.device:
     wanted = torch.device(device)
+    if wanted.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            f"connect: the device is {device}, but torch {torch.__version__} finds no GPU here: install a build of "
+            f"torch for CUDA and look whether nvidia-smi lists a GPU, or leave `device` away to run on the CPU"
+        )
     if wanted.type != "cuda" or wanted.index is not None:
         return wanted
     number = local_rank()

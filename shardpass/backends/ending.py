@@ -12,9 +12,9 @@ import threading
 from multiprocessing.util import Finalize
 from types import FrameType, TracebackType
 
-from shardpass.backends.failure import reason_of
+from shardpass.backends.failure import first_failure, reason_of
 from shardpass.backends.raw import RawCommunicator
-from shardpass.errors import PeerFailure
+from shardpass.errors import PeerFailure, shows_tracebacks, tell_launcher
 
 _SUPERVISED = ("TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_SIZE")  # set by launchers that outlive the ranks they start
 
@@ -36,14 +36,16 @@ def end_all_on_exception(comm: RawCommunicator) -> None:
         if isinstance(error, PeerFailure):
             if not hasattr(error, "add_note"):  # before Python 3.11
                 print(f"shardpass: {comm.calls.write(str(error))}", file=sys.stderr, flush=True)
+            tell_launcher(str(error))
             comm.give_up()
             return
         reason = reason_of(error)
+        tell_launcher(first_failure(comm.rank, reason))
         print(comm.told(reason), file=sys.stderr, flush=True)
         comm.announce(reason)
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if isinstance(error, PeerFailure) and os.environ.get("SHARDPASS_DEBUG", "0") in ("", "0"):
+        if isinstance(error, PeerFailure) and not shows_tracebacks():
             error, trace = error.with_traceback(None), None  # where this rank waited would hide what has failed
             error.__cause__, error.__suppress_context__ = None, True
         previous(kind, error, trace)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 
-from shardpass.errors import CommunicationError
+from shardpass.errors import CommunicationError, advice
 
 _MAX_REASON = 4000
 
@@ -73,6 +73,8 @@ def reason_of(error: BaseException) -> str:
     text = str(error)
     if len(text) > _MAX_REASON:
         text = f"{text[: _MAX_REASON // 2]} [... {len(text) - _MAX_REASON} characters ...] {text[-_MAX_REASON // 2 :]}"
+    told = advice(error)
+    text += f" ({told})" if told else ""
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

@@ -25,18 +25,11 @@ import torch.distributed as dist
 from shardpass.backends.base import BaseCommunicator
 from shardpass.backends.failure import add_note, first_failure, note_rank, reason_of
 from shardpass.backends.hosts import HUGE_PAGES
-from shardpass.errors import CommunicationError, PeerFailure
+from shardpass.errors import CommunicationError, PeerFailure, RemoteTracebackError, shorten
 
 _GRACE = 8.0  # seconds that the other ranks get to end by themselves after the first failure
 _LOOPBACK = "127.0.0.1"
 _CONNECT_SECONDS = 120.0  # processes of one machine start at their own pace
-
-
-class RemoteTracebackError(Exception):
-    """The traceback of the rank's process, shown as the cause of its exception."""
-
-    def __str__(self) -> str:
-        return "\n" + str(self.args[0])
 
 
 @dataclass(frozen=True)
@@ -213,6 +206,7 @@ def _connect(rank: int, ranks: int, port: int, device: str, timeout: float | Non
 
 
 def _pack_error(error: BaseException) -> bytes:
+    shorten(error)
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     error.__traceback__ = error.__cause__ = error.__context__ = None
     try:

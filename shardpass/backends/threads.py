@@ -44,6 +44,8 @@ class ThreadWorld:
 
     def __init__(self, size: int, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
+        if not isinstance(size, int):
+            raise TypeError(f"spawn(fn, ranks): the number of ranks must be an integer, found {type(size).__name__}")
         if size < 1:
             raise ValueError(f"the number of ranks is {size}, but it must be at least 1")
         if size > 1 and self.device.type != "cpu":

@@ -25,7 +25,7 @@ from shardpass.cli.new import write_script
 from shardpass.cli.partitioning import PartitionConfig, partition_rank, read_source
 from shardpass.cli.plan_chart import draw_plan
 from shardpass.cli.plan_page import plan_page
-from shardpass.cli.planning import as_json, estimates_told, graph_of, prepare_files, title_of
+from shardpass.cli.planning import as_json, estimates_told, graph_of, prepare_files, ranks_for, title_of
 from shardpass.cli.proof.prove import prove_rank
 from shardpass.cli.restarts import train_with_restarts
 from shardpass.cli.training import train_rank
@@ -245,10 +245,13 @@ def plan(
     heads: Heads = 4,
     dropout: Dropout = 0.0,
     batch_norm: BatchNorm = False,
-    ranks: Annotated[list[int], typer.Option(min=1, help="A number of ranks (may be repeated).")] = [1, 2, 4, 8],  # noqa: B006
+    ranks: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="A number of ranks (may be repeated; default: 1, 2, 4 and 8, up to the parts)."),
+    ] = None,
     mode: Annotated[list[str], typer.Option(help="A mode (may be repeated).")] = ["sar", "keep", "halo"],  # noqa: B006
     budget: Annotated[str | None, typer.Option(help="Bytes per rank, as in 6GiB.")] = None,
-    ranks_per_host: Annotated[int, typer.Option(min=1, help="Processes of one host, which share memory.")] = 1,
+    ranks_per_host: Annotated[int, typer.Option(min=1, help="Ranks on one host, which share its memory.")] = 1,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw the table into this file, such as plan.png.")] = None,
     page: Annotated[Path | None, typer.Option(help="Write an HTML page with sliders for ranks and budget.")] = None,
@@ -262,7 +265,15 @@ def plan(
         torch.set_num_threads(1)  # dry runs are small
         modes: list[Any] = mode  # which the planner checks
         with estimates_told() as told:
-            planned = sp.plan(built, graph, ranks, modes, budget=budget, ranks_per_host=ranks_per_host, progress=told)
+            planned = sp.plan(
+                built,
+                graph,
+                ranks or ranks_for(graph),
+                modes,
+                budget=budget,
+                ranks_per_host=ranks_per_host,
+                progress=told,
+            )
         print(as_json(planned) if json else planned)
         if plot is not None:
             draw_plan(planned, title_of(config, graph), plot)

@@ -122,6 +122,11 @@ def read_black_box(path: Path) -> BlackBox:
         ValueError: it is none.
         OSError: it cannot be read.
     """
+    if not path.exists():
+        raise ValueError(
+            f"there is no file {path}: doctor takes the files that the errors of a failed run name, or nothing, to try "
+            f"this machine"
+        )
     refuse_irregular(path)
     with open(path, "rb") as file:
         raw = file.read(_MAX_BYTES + 1)

@@ -14,7 +14,15 @@ from typing import NoReturn
 
 from rich.console import Console
 
-from shardpass.errors import CommunicationError, InternalError, MissingDependencyError, ShardpassError
+from shardpass.errors import (
+    CommunicationError,
+    InternalError,
+    MissingDependencyError,
+    ShardpassError,
+    advice,
+    shows_tracebacks,
+    tell_launcher,
+)
 
 EXPECTED = (ShardpassError, MissingDependencyError, ValueError, TypeError, NotImplementedError, OSError)
 """What the library raises for something that the user can mend. Of anything else the sentence tells the place."""
@@ -72,13 +80,9 @@ class Steps:
 
 def fail(message: str) -> NoReturn:
     """Print one sentence to the standard error and exit with code 1."""
+    tell_launcher(message)
     print(f"Error: {message}", file=sys.stderr, flush=True)
     raise SystemExit(1)
-
-
-def shows_tracebacks() -> bool:
-    """Whether the environment variable ``SHARDPASS_DEBUG`` asks for tracebacks."""
-    return os.environ.get("SHARDPASS_DEBUG", "") not in ("", "0")
 
 
 def sentence(error: BaseException) -> str:
@@ -90,7 +94,8 @@ def sentence(error: BaseException) -> str:
     text = _ARGUMENT.sub(lambda found: f"--{found[1]} {found[2] or ''}".rstrip(), str(error).strip())
     text = text or type(error).__name__
     notes = getattr(error, "__notes__", ()) if isinstance(error, CommunicationError) else ()
-    text = ". ".join([text, *notes])
+    told = advice(error)
+    text = ". ".join([text, *notes]) + (f" ({told})" if told else "")
     text = text if isinstance(error, ShardpassError | ValueError) else f"{type(error).__name__}: {text}"
     if isinstance(error, EXPECTED) and not isinstance(error, InternalError):
         return text

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import shardpass as sp
 from shardpass.cli.console import Steps
 from shardpass.cli.models import MODELS, ModelConfig, in_degrees_for
-from shardpass.cli.task import edge_weight_of, features_of, model_inputs, unused_edge_fields
+from shardpass.cli.task import edge_weight_of, features_of, model_inputs, num_classes_of, unused_edge_fields
 from shardpass.core.ranks import Mode, Ranks, refuse_irregular
 
 
@@ -53,7 +53,7 @@ def infer_rank(comm: Ranks, config: InferConfig) -> list[str]:
         )
     x = features_of(graph, config.torch_dtype)
     is_pyg = config.frontend == "pyg"
-    model = (sp.pyg if is_pyg else sp.dgl).wrap(_build(config, graph).to(config.torch_dtype), comm)
+    model = (sp.pyg if is_pyg else sp.dgl).wrap(_build(config, graph, x.size(1)).to(config.torch_dtype), comm)
     _load_weights(Path(config.weights), comm, model, graph)
     console = Console(stderr=True, quiet=comm.rank > 0)
     if config.model in MODELS and (note := unused_edge_fields(graph, config.edge_weight)):
@@ -72,9 +72,9 @@ def _show(status: Status, steps: Steps, layer: str) -> None:
     steps.tell(f"inference: {layer}")
 
 
-def _build(config: InferConfig, graph: sp.ShardedGraph) -> nn.Module:
+def _build(config: InferConfig, graph: sp.ShardedGraph, num_features: int) -> nn.Module:
     if config.model in MODELS:
-        return config.build(graph.num_features, graph.num_classes, in_degrees_for(config, graph))
+        return config.build(num_features, num_classes_of(graph), in_degrees_for(config, graph))
     model = _function(config.model)(graph)
     if not isinstance(model, nn.Module):
         raise ValueError(f"--model {config.model} returned a {type(model).__name__}, expected a torch.nn.Module")

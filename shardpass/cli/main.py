@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 from shardpass.errors import MissingDependencyError, require
 
 
 def main() -> None:
-    """Run the command line. If typer or rich is missing, print one sentence with the pip command and exit with 1."""
+    """Run the command line. What is typed wrongly, or misses a package, ends it with one sentence."""
     try:
         for module in ("typer", "rich"):
             require(module, "cli", "the shardpass command")
@@ -17,6 +18,28 @@ def main() -> None:
         print(f"Error: {error}", file=sys.stderr)
         raise SystemExit(1) from None
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch reads it when it makes its first tensor
-    from shardpass.cli.app import app
+    from typer.main import get_command
 
-    app(prog_name="shardpass")
+    from shardpass.cli.app import app
+    from shardpass.errors import tell_launcher
+
+    try:
+        code = get_command(app).main(prog_name="shardpass", standalone_mode=False)
+    except Exception as error:
+        if not hasattr(error, "format_message"):
+            raise
+        sentence = _misuse(error)
+        tell_launcher(sentence)
+        print(sentence, file=sys.stderr, flush=True)
+        raise SystemExit(2) from None
+    raise SystemExit(code if isinstance(code, int) else 0)
+
+
+def _misuse(error: Any) -> str:
+    """The sentence for words that the command does not take; the help, where nothing was typed."""
+    path = error.ctx.command_path if getattr(error, "ctx", None) is not None else "shardpass"
+    if type(error).__name__ == "NoArgsIsHelpError":
+        return str(error.ctx.get_help())
+    text = " ".join(error.format_message().replace("Value error, ", "").split()).rstrip(".")
+    end = "" if text.endswith("?") else "."
+    return f"Error: {path}: {text[:1].lower()}{text[1:]}{end} `{path} --help` tells what it takes"

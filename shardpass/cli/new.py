@@ -19,6 +19,11 @@ _PYG = {
     "second_call": "self.second(h, edge_index)",
     "wrap": "sp.pyg.wrap",
     "call": "model(graph.x, graph.edge_index)",
+    "names": "",
+    "x": "graph.x",
+    "y": "graph.y",
+    "channels": "graph.num_features",
+    "classes": "graph.num_classes",
 }
 _DGL = {
     "library": "DGL",
@@ -29,7 +34,14 @@ _DGL = {
     "first_call": "self.first(g, x)",
     "second_call": "self.second(g, h)",
     "wrap": "sp.dgl.wrap",
-    "call": "model(graph, graph.x)",
+    "call": "model(graph, graph.node[FEATURES])",
+    "names": """
+FEATURES, LABELS = "x", "y"  # fields of the demo; many graphs of DGL have "feat" and "label" instead
+""",
+    "x": "graph.node[FEATURES]",
+    "y": "graph.node[LABELS]",
+    "channels": "graph.node[FEATURES].size(1)",
+    "classes": "1 + max(comm.all_gather_object(int(graph.node[LABELS].max())))",
 }
 _SCRIPT = '''\
 """Train a $library model on a whole graph, on one rank or on several.
@@ -50,7 +62,7 @@ import torch
 $import_
 
 import shardpass as sp
-
+$names
 
 class Net(torch.nn.Module):
     """An ordinary $library model. Put your own here: it needs no change."""
@@ -70,7 +82,7 @@ def step(model, optimizer, graph, comm):
     """Train on the whole graph once; the loss over all training nodes."""
     model.train()
     out = $call  # a row for each own node
-    loss = sp.cross_entropy(out, graph.y, graph.train_mask, comm)  # the mean over all ranks
+    loss = sp.cross_entropy(out, $y, graph.train_mask, comm)  # the mean over all ranks
     optimizer.zero_grad()
     loss.backward()
     sp.sync_gradients(model, comm)  # the sum over all ranks: after backward, before the step
@@ -82,14 +94,15 @@ def step(model, optimizer, graph, comm):
 def evaluate(model, graph, mask, comm):
     """The accuracy over the nodes of all ranks in `mask`; the same number on every rank."""
     model.eval()
-    return sp.accuracy($call, graph.y, mask, comm)
+    return sp.accuracy($call, $y, mask, comm)
 
 
 def train(comm, options):
     """The program of one rank. Returns the accuracy on test nodes of the model that was best on validation nodes."""
-    graph = sp.load(options.store, comm)  # own nodes: graph.x, graph.y, graph.train_mask, ...
+    graph = sp.load(options.store, comm)  # own nodes: $x, $y, ...
+    classes = $classes
     with sp.seed(options.seed, comm):  # the same first parameters on every rank
-        model = Net(graph.num_features, options.hidden, graph.num_classes)
+        model = Net($channels, options.hidden, classes)
     model = $wrap(model, comm)
     optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
 

@@ -57,7 +57,7 @@ p.note { color: var(--faint); }
 <table id="table"><caption>Estimated memory per rank, of each number of ranks and mode</caption></table>
 </div>
 <p class="note">Estimates of shardpass plan. The mode to take is the one with the least work and traffic of those that
-fit. $left_out</p>
+fit. $assumed $left_out</p>
 <script>
 const PLAN = $plan;
 const STEPS = 200;  // of the budget; the last one is no budget
@@ -74,6 +74,7 @@ function bytesText(count) {
   }
   return fixed(count, 2) + " GiB";
 }
+function ranksText(count) { return count + (count > 1 ? " ranks" : " rank"); }
 function precedes(a, b) {
   for (const key of ["seconds", "peak", "order"]) if (a[key] !== b[key]) return a[key] < b[key];
   return false;
@@ -88,11 +89,11 @@ function verdict(budget) {
   const row = best(budget);
   if (row !== null) {
     const within = budget === null ? "" : " of " + bytesText(budget);
-    return "Take " + row.ranks + " ranks in mode " + row.mode + ": " + bytesText(row.peak) + within + " per rank.";
+    return "Take " + ranksText(row.ranks) + " in mode " + row.mode + ": " + bytesText(row.peak) + within + " per rank.";
   }
   const least = PLAN.rows.reduce((a, b) => (b.peak < a.peak ? b : a));
   return "Nothing fits " + bytesText(budget) + " per rank. The smallest is " + bytesText(least.peak) + ", on " +
-    least.ranks + " ranks in mode " + least.mode + ".";
+    ranksText(least.ranks) + " in mode " + least.mode + ".";
 }
 function budgetAt(step) {
   const peaks = PLAN.rows.map((row) => row.peak), low = Math.min(...peaks) / 2, high = Math.max(...peaks) * 2;
@@ -114,7 +115,7 @@ function showBars(ranks, budget) {
     const track = add(bar, "div");
     track.className = "track";
     track.setAttribute("role", "img");
-    track.setAttribute("aria-label", row.mode + " on " + ranks + " ranks: " + bytesText(row.peak));
+    track.setAttribute("aria-label", row.mode + " on " + ranksText(ranks) + ": " + bytesText(row.peak));
     for (const [term, count] of Object.entries(row.segments)) {
       const piece = add(track, "div");
       piece.style.cssText = "background:" + PLAN.colours[term] + ";width:" + 100 * count / widest + "%";
@@ -189,4 +190,5 @@ def plan_page(planned: sp.Plan, title: str) -> str:
     rows = [{**row_of(row), "segments": segments(row), "order": MODES.index(row.mode)} for row in planned.rows]
     data = json.dumps({"budget": planned.budget, "rows": rows, "colours": COLOURS}).replace("</", "<\\/")
     left_out = " ".join(f"{mode}: {reason}." for mode, reason in planned.left_out.items())
-    return Template(_PAGE).substitute(title=html.escape(title), plan=data, left_out=html.escape(left_out))
+    told = {"assumed": html.escape(planned.assumed), "left_out": html.escape(left_out)}
+    return Template(_PAGE).substitute(title=html.escape(title), plan=data, **told)

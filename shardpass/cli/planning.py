@@ -16,6 +16,9 @@ from shardpass.cli.models import ModelConfig
 from shardpass.cli.pictures import prepare_picture
 from shardpass.core.dryrun import Estimate
 from shardpass.core.ranks import parse_count, prepare_target
+from shardpass.data import open_store
+
+_RANKS = (1, 2, 4, 8)
 
 
 def graph_of(store: Path | None, nodes: str | None, edges: str | None, *counts: float | None) -> Path | sp.GraphCounts:
@@ -27,8 +30,25 @@ def graph_of(store: Path | None, nodes: str | None, edges: str | None, *counts: 
     if store is not None and nodes is None and edges is None:
         return store
     if store is not None or nodes is None or edges is None:
-        raise ValueError("plan takes a store, or --nodes and --edges of a graph known by its counts")
-    return sp.GraphCounts(parse_count(nodes), parse_count(edges), *counts)  # type: ignore[arg-type]
+        given = "nothing" if store is None else f"the store {store}"
+        given += "".join(f" and {name}" for name, text in {"--nodes": nodes, "--edges": edges}.items() if text)
+        raise ValueError(
+            f"plan takes a store, or --nodes and --edges of a graph known by its counts, and was given {given}"
+        )
+    return sp.GraphCounts(_count("--nodes", nodes), _count("--edges", edges), *counts)  # type: ignore[arg-type]
+
+
+def _count(option: str, text: str) -> int:
+    try:
+        return parse_count(text)
+    except ValueError as error:
+        raise ValueError(f"{option}: {error}") from None
+
+
+def ranks_for(graph: Path | sp.GraphCounts) -> list[int]:
+    """The numbers of ranks to plan for where none was given: those that a store has parts for."""
+    parts = max(_RANKS) if isinstance(graph, sp.GraphCounts) else open_store(graph).num_parts
+    return [count for count in _RANKS if count <= parts]
 
 
 @contextmanager
@@ -75,7 +95,8 @@ def as_json(planned: sp.Plan) -> str:
     """A plan as JSON."""
     rows = [{**row_of(row), "best": row is planned.best} for row in planned.rows]
     left_out, verdict = planned.left_out, planned.verdict
-    return json.dumps({"budget": planned.budget, "rows": rows, "left_out": left_out, "verdict": verdict}, indent=1)
+    told = {"left_out": left_out, "verdict": verdict, "ranks_per_host": planned.per_host}
+    return json.dumps({"budget": planned.budget, "rows": rows, **told}, indent=1)
 
 
 def title_of(config: ModelConfig, graph: Path | sp.GraphCounts) -> str:

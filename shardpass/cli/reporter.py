@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from pathlib import Path
+
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -9,6 +12,7 @@ from shardpass.cli.config import TrainConfig
 from shardpass.cli.console import output
 from shardpass.cli.logs import Record, logs_of
 from shardpass.cli.task import SPLITS, unused_edge_fields
+from shardpass.core import kernels
 from shardpass.core.graphs import ShardedGraph
 from shardpass.core.ranks import bytes_text
 
@@ -28,7 +32,7 @@ class Reporter:
             f"{config.model} ({config.layers} layers, hidden {config.hidden}) on {graph.total_nodes:,} nodes and "
             f"{graph.total_edges:,} edges, {ranks} ({type(graph.comm).__name__}), mode {graph.options.mode}"
         )
-        for line in filter(None, (unused_edge_fields(graph, config.edge_weight), note)):
+        for line in filter(None, (unused_edge_fields(graph, config.edge_weight), note, first_compilation())):
             self.console.print(line)
         columns = (MofNCompleteColumn(), BarColumn(12), TextColumn("{task.description}"), TimeRemainingColumn())
         hidden = self.console.quiet or not self.console.is_terminal
@@ -59,6 +63,14 @@ class Reporter:
         self.bar.stop()
         for log in self.logs:
             log.close()
+
+
+def first_compilation() -> str:
+    """A line that says why the first epoch takes long where loops were never compiled, or an empty text."""
+    compiled = Path(kernels.__file__).parent.joinpath("__pycache__").glob("*.nbc")
+    if find_spec("numba") is None or any(compiled):
+        return ""
+    return "the first epoch on this machine compiles loops, which takes up to half a minute; later runs find them"
 
 
 def summary_table(summary: Record) -> Table:

@@ -9,18 +9,26 @@ import torch
 from torch import Tensor, nn
 
 from shardpass.core.graphs import ShardedGraph
+from shardpass.core.ranks import describe
 
 SPLITS = ("train", "val", "test")
+FEATURES = ("x", "feat")
+LABELS = ("y", "label")
+"""What the fields are called: PyG's name, and the one of DGL's own graphs, which is taken if there is no other."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """Own rows of features, labels and masks. Masks leave unlabelled nodes (-1) out; empty splits are absent."""
+    """Own rows of features, labels and masks. Masks leave unlabelled nodes (-1) out; empty splits are absent.
+
+    The number of classes is that of all ranks.
+    """
 
     x: Tensor
     y: Tensor
     masks: dict[str, Tensor]
     edge_weight: Tensor | None
+    num_classes: int
 
     def output(self, model: nn.Module, graph: ShardedGraph) -> Tensor:
         """The output of `model` for own nodes. Collective."""
@@ -65,19 +73,43 @@ def unused_edge_fields(graph: ShardedGraph, edge_weight: str) -> str:
 
 
 def features_of(graph: ShardedGraph, dtype: torch.dtype) -> Tensor:
-    """The own rows of the field ``x``, ``[num_nodes, channels]``.
+    """The own rows of the field ``x``, or of DGL's ``feat``, ``[num_nodes, channels]``.
 
     Raises:
         ValueError: there is none.
     """
-    if "x" not in graph.node:
+    name = _first(graph, FEATURES)
+    if name is None:
         raise ValueError(
-            f"the store has no node features: no field 'x' ({_known(graph)}); partition with the features under that "
-            f"name"
+            f"the store has no node features: no field 'x' or 'feat' ({_known(graph)}); partition with the features "
+            f"under one of these names"
         )
-    x: Tensor = graph.x
+    x: Tensor = graph.node[name]
     x = x.to_dense() if x.is_sparse else x
     return (x if x.dim() > 1 else x[:, None]).to(dtype)
+
+
+def num_classes_of(graph: ShardedGraph) -> int:
+    """Classes of the labels of all ranks. Collective.
+
+    Raises:
+        ValueError: there are no labels, or they are no class ids.
+    """
+    name = _first(graph, LABELS)
+    if name is None:
+        raise ValueError(
+            f"the store has no labels: no node field 'y' or 'label' ({_known(graph)}); partition with labels under one "
+            f"of these names"
+        )
+    if name == "y":
+        return graph.num_classes
+    labels = graph.node[name]
+    largest = int(labels.max()) if labels.numel() else -1
+    return 1 + max(graph.comm.all_gather_object(largest, "number of classes"))
+
+
+def _first(graph: ShardedGraph, names: tuple[str, ...]) -> str | None:
+    return next((name for name in names if name in graph.node), None)
 
 
 def read_task(graph: ShardedGraph, dtype: torch.dtype, mask_prefix: str, split: int, edge_weight: str) -> Task:
@@ -93,14 +125,17 @@ def read_task(graph: ShardedGraph, dtype: torch.dtype, mask_prefix: str, split: 
         ValueError: features, labels or the training mask are missing or of the wrong kind, or nothing is to be trained.
     """
     x = features_of(graph, dtype)
-    if "y" not in graph.node:
-        raise ValueError(f"the store has no labels: no node field 'y' ({_known(graph)}); partition with labels")
-    y = graph.y
+    num_classes = num_classes_of(graph)
+    y = graph.node[_first(graph, LABELS)]  # type: ignore[index]
     if y.is_floating_point() or y.dim() != 1:
-        kind = str(y.dtype).removeprefix("torch.")
+        hint = "write a training script for other targets, which `shardpass new` begins"
+        if tuple(y.shape[1:]) == (1,):
+            hint = "partition with y.squeeze(1)"
+        elif y.is_floating_point() and y.dim() == 1:
+            hint = f"if it holds class ids, partition with y.long(); else {hint}"
         raise ValueError(
-            f"shardpass train needs one class id per node, but y is {kind} of the row shape {list(y.shape[1:])}: write "
-            f"a training script for other targets"
+            f"shardpass train needs one class id per node, an integer, but labels are {describe(y)} on this rank: "
+            f"{hint}"
         )
     fields = {name: f"{mask_prefix}{name}_mask" for name in SPLITS}
     if fields["train"] not in graph.node:
@@ -114,7 +149,7 @@ def read_task(graph: ShardedGraph, dtype: torch.dtype, mask_prefix: str, split: 
     if not sizes["train"]:
         raise ValueError(f"{fields['train']} selects no node with a label, so there is nothing to train on")
     used = {name: mask for name, mask in masks.items() if sizes[name]}
-    return Task(x, y.long(), used, edge_weight_of(graph, edge_weight, dtype))
+    return Task(x, y.long(), used, edge_weight_of(graph, edge_weight, dtype), num_classes)
 
 
 def _column(mask: Tensor, name: str, split: int) -> Tensor:

@@ -36,7 +36,7 @@ class Run:
         self.task = config.task(self.graph)
         in_degrees = in_degrees_for(config, self.graph)
         with sp.seed(config.seed, comm):
-            model = config.build(self.task.x.size(1), self.graph.num_classes, in_degrees)
+            model = config.build(self.task.x.size(1), self.task.num_classes, in_degrees)
         self.model = sp.pyg.wrap(model, comm)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
         self.first_epoch = 1

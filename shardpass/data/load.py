@@ -10,7 +10,7 @@ import torch
 
 from shardpass.core.exchange import node_set
 from shardpass.core.graphs import OwnFields, Relation, ShardedGraph, ShardedHeteroGraph, relation_of
-from shardpass.core.ranks import Options, Ranks
+from shardpass.core.ranks import Options, Ranks, require_ranks
 from shardpass.core.sharding import EDGE, NODE, NodeType, Ownership
 from shardpass.data.lookup import StoreTables
 from shardpass.data.merge import RankData, merge_parts, parts_of_rank
@@ -32,7 +32,13 @@ def load(path: str | Path, comm: Ranks, options: Options | None = None) -> Shard
             verified when it is first read; `shardpass.data.verify` checks all of them.
         DivergenceError: when ranks passed different stores or options.
     """
+    require_ranks(comm, "load(path, comm)")
     options = options or Options()
+    if not isinstance(options, Options):
+        raise TypeError(
+            f"load: `options` must be shardpass.Options(...), such as Options(mode='halo'), but got "
+            f"{type(options).__name__}"
+        )
     store, data, problem, counted = None, None, None, {}
     try:
         _refuse_undecided(options)

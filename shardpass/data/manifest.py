@@ -122,7 +122,10 @@ def read_manifest(directory: Path) -> Manifest:
     """
     path = directory / MANIFEST_NAME
     if directory.is_file():
-        raise StoreError(f"{directory} is a file, not a store; make a store of a graph first, with shardpass.partition")
+        raise StoreError(
+            f"{directory} is a file, not a store; make a store of the graph first, with shardpass.partition, "
+            "or with `shardpass partition FILE STORE`"
+        )
     if not directory.is_dir():
         where = f"{directory.absolute()} on {platform.node()}"
         raise StoreError(f"there is no directory {where}; write a store there with shardpass.partition")

@@ -29,6 +29,7 @@ from shardpass.data.rows import Field, row_blocks
 from shardpass.data.streaming import MEMORY_BYTES, Budget, EdgesByPart, parts_of
 from shardpass.data.team import Team
 from shardpass.data.tensor_file import Blocks, FileRecord, write_tensors
+from shardpass.errors import shorten_tracebacks
 
 _BLOCK_ROWS = 1 << 20
 
@@ -84,6 +85,11 @@ def partition(
         DivergenceError: when ranks passed different arguments.
         ValueError, TypeError: when the graph or an argument is wrong; the message says how.
     """
+    shorten_tracebacks()
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(
+            f"partition(data, path, parts): `path` must name the directory to write, but got {type(path).__name__}"
+        )
     target, team = Path(os.path.abspath(path)), Team(comm)
     num_bytes = _memory(memory_bytes)
     named = is_dataclass(data) if isinstance(data, GraphFiles) else isinstance(data, str | os.PathLike)

@@ -38,6 +38,7 @@ class Plan:
         left_out: modes that the model cannot run in, with the reason.
         larger: if nothing fits, the smallest number of ranks tried on which the mode ``"sar"`` does, if one was found.
         given: the options that the plan was made with.
+        per_host: how many ranks share the memory of a host.
     """
 
     rows: list[Estimate]
@@ -45,6 +46,7 @@ class Plan:
     left_out: dict[Mode, str] = field(default_factory=dict)
     larger: Estimate | None = None
     given: Options = field(default_factory=Options)
+    per_host: int = 1
 
     @property
     def best(self) -> Estimate | None:
@@ -82,17 +84,26 @@ class Plan:
         if self.best is not None:
             best = self.best
             within = f" of {bytes_text(self.budget)}" if self.budget is not None else ""
-            return f"Take {best.ranks} ranks in mode {best.mode}: {bytes_text(best.peak)}{within} per rank."
+            return f"Take {_ranks(best.ranks)} in mode {best.mode}: {bytes_text(best.peak)}{within} per rank."
         assert self.budget is not None
         text = (
             f"Nothing fits {bytes_text(self.budget)} per rank. The smallest is {bytes_text(smallest.peak)}, on "
-            f"{smallest.ranks} ranks in mode {smallest.mode}. "
+            f"{_ranks(smallest.ranks)} in mode {smallest.mode}. "
         )
         if self.larger is not None:
             return text + (
                 f"{self.larger.ranks} ranks in mode {self.larger.mode} would fit, with {bytes_text(self.larger.peak)}."
             )
         return text + "More ranks, checkpoint='activations', fewer channels or layers make it smaller."
+
+    @property
+    def assumed(self) -> str:
+        """On how many hosts the ranks are taken to be, in a sentence. A single rank has a host of its own anyway."""
+        if all(row.ranks == 1 for row in self.rows):
+            return ""
+        if self.per_host == 1:
+            return "Each rank has a host of its own here; if several share one, pass ranks_per_host (--ranks-per-host)."
+        return f"{self.per_host} ranks share each host here, and its memory."
 
     def __str__(self) -> str:
         head = ["ranks", "mode", *TERMS, "process", "loading", "peak", "fetched/epoch", ""]
@@ -104,9 +115,14 @@ class Plan:
             lines.append([str(row.ranks), row.mode, *(bytes_text(number) for number in numbers), mark])
         widths = [max(len(line[k]) for line in lines) for k in range(len(head))]
         table = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths)).rstrip() for line in lines]
-        return "\n".join([*table, self.verdict, *(f"{mode}: {reason}" for mode, reason in self.left_out.items())])
+        told = [self.verdict, self.assumed, *(f"{mode}: {reason}" for mode, reason in self.left_out.items())]
+        return "\n".join([*table, *(line for line in told if line)])
 
     __repr__ = __str__  # what an interpreter and a notebook show
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' * (count > 1)}"
 
 
 def plan(
@@ -156,6 +172,10 @@ def plan(
             an unknown mode, or a budget that is no size.
         RefusedError: the model cannot be run on a sharded graph.
     """
+    if getattr(model, "_shardpass_wrapped", False):
+        raise RefusedError(
+            f"plan: {type(model).__name__} is wrapped already: pass the model as built, since a plan wraps copies of it"
+        )
     options = options or Options()
     training = _training(model, optimizer, call, loss, frontend, checkpoint)
     budget = options.memory_budget if budget is None else budget
@@ -193,7 +213,7 @@ class _Planner:
                     left_out[mode] = str(reason)
                 if self.progress is not None:
                     self.progress(done, len(ranks) * len(modes))
-        planned = Plan(rows, budget, left_out, given=self.options)
+        planned = Plan(rows, budget, left_out, given=self.options, per_host=self.per_host)
         if budget is None or planned.best is not None or _LEAST in left_out or not rows:
             return planned
         return replace(planned, larger=self._first_that_fits(max(ranks), budget))
@@ -234,7 +254,14 @@ def _plan_on_first_rank(comm: Ranks, planner: _Planner, modes: Iterable[Mode], b
     if "problem" in found:
         raise PeerFailure(f"rank 0 could not make the plan: {found['problem']}")
     received = {name: [Estimate(**row) for row in found[name]] for name in ("rows", "larger")}
-    return Plan(received["rows"], budget, found["left_out"], next(iter(received["larger"]), None), planner.options)
+    return Plan(
+        received["rows"],
+        budget,
+        found["left_out"],
+        next(iter(received["larger"]), None),
+        planner.options,
+        planner.per_host,
+    )
 
 
 def _training(

@@ -14,6 +14,7 @@ from cli_helpers import MODULE, cli, passed, refused
 
 import shardpass as sp
 from shardpass.cli import app as app_module
+from shardpass.cli.main import main
 from shardpass.errors import InternalError
 
 COMMANDS = sorted(typer.main.get_command(app_module.app).commands)  # type: ignore[attr-defined]
@@ -57,6 +58,41 @@ def test_a_failing_rank_of_the_command_is_one_sentence(store: Path, monkeypatch:
     monkeypatch.delenv("SHARDPASS_DEBUG", raising=False)
     monkeypatch.setattr("shardpass.cli.training.Run.step", fail)
     assert "RuntimeError: expected m1" in refused("train", store, "--ranks", 2, "--epochs", 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("train parts --epoch 3", "Error: shardpass train: no such option: --epoch .*--epochs.*"),
+        ("trian parts", "Error: shardpass: no such command 'trian'.*"),
+        ("train parts --model gatt", "Error: shardpass train: invalid value for '--model': .*'gatt' is not one of .*"),
+        ("train", "Error: shardpass train: missing argument .*"),
+    ],
+)
+def test_what_is_typed_wrongly_is_one_sentence(
+    words: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["shardpass", *words.split()])
+    monkeypatch.setenv("COLUMNS", "40")
+    with pytest.raises(SystemExit) as ended:
+        main()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2 and re.fullmatch(rf"{told} `shardpass.* --help` tells what it takes", line), line
+
+
+def test_the_command_alone_shows_its_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, code in {"": 2, "--help": 0, "--version": 0}.items():
+        monkeypatch.setattr(sys, "argv", ["shardpass", *words.split()])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        shown = "".join(capsys.readouterr())
+        assert ended.value.code == code and ("Usage: shardpass" in shown or shown.startswith("shardpass 0."))
+
+
+def test_a_black_box_that_is_not_there(tmp_path: Path) -> None:
+    assert "none.jsonl: doctor takes the files that the errors of a failed run name" in refused(
+        "doctor", tmp_path / "none.jsonl"
+    )
 
 
 @pytest.mark.processes

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from cli_helpers import passed, refused
 
 import shardpass as sp
@@ -51,6 +52,23 @@ def test_the_script_runs_on_one_rank_and_on_two(
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "best at epoch" in line]
     total, best = int(line.split()[0]), int(line.split("best at epoch ")[1].split(":")[0])
     assert 3 < total < 40 and total == best + 5, "it went on where it stood, and stopped early"
+
+
+def test_the_script_for_dgl_takes_the_names_of_dgl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dgl = pytest.importorskip("dgl")
+    monkeypatch.chdir(tmp_path)
+    nodes = torch.arange(20)
+    g = dgl.graph((nodes.repeat(2), torch.cat([(nodes + 1) % 20, nodes])))
+    g.ndata["feat"], g.ndata["label"] = torch.randn(20, 4), nodes % 3
+    for name in ("train_mask", "val_mask", "test_mask"):
+        g.ndata[name] = nodes % 2 == 0
+    sp.partition(g, "parts", parts=2, method="range")
+    passed("new", "train.py", "--dgl")
+    text = Path("train.py").read_text()
+    assert text.count('FEATURES, LABELS = "x", "y"') == 1
+    Path("train.py").write_text(text.replace('FEATURES, LABELS = "x", "y"', 'FEATURES, LABELS = "feat", "label"'))
+    options = Namespace(store="parts", epochs=2, patience=5, hidden=8, lr=0.05, seed=0)
+    assert len(sp.spawn(imported(Path("train.py")).train, 2, args=(options,))) == 2
 
 
 @pytest.mark.long

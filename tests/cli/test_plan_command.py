@@ -16,7 +16,7 @@ from cli_helpers import cli, passed, refused
 
 import shardpass as sp
 from shardpass.cli.plan_page import plan_page
-from shardpass.cli.planning import segments
+from shardpass.cli.planning import ranks_for, segments
 from shardpass.core.dryrun import TERMS, Estimate
 from shardpass.core.ranks import MODES, bytes_text
 
@@ -42,6 +42,15 @@ def test_what_plan_cannot_do_is_said():
     assert "expected a count such as" in refused("plan", "--nodes", "5 apples", "--edges", "1M")
     assert "expected a number of bytes" in refused("plan", *COUNTS, "--budget", "plenty")
     assert "mode is one of" in refused("plan", *COUNTS, "--mode", "fast")
+
+
+def test_a_plan_is_for_the_ranks_that_a_store_has_parts_for(tmp_path):
+    edges = torch.randint(0, 90, (2, 500), generator=torch.Generator().manual_seed(0))
+    sp.partition({"edge_index": edges, "x": torch.rand(90, 4)}, tmp_path / "s", 3, "range")
+    found = json.loads(passed("plan", tmp_path / "s", "--mode", "sar", "--json"))
+    assert [row["ranks"] for row in found["rows"]] == [1, 2] and found["ranks_per_host"] == 1
+    assert "the store has 3 parts" in refused("plan", tmp_path / "s", "--ranks", 4)
+    assert ranks_for(sp.GraphCounts(1000, 5000, 16, 3)) == [1, 2, 4, 8]
 
 
 def test_training_in_auto_shows_the_estimate(tmp_path):
@@ -143,7 +152,7 @@ def test_the_page_says_what_the_planner_says(tmp_path):
             ranks, mode, *terms, loading, peak, fetched = cells[:14]
             mark = "".join(cells[14:]).removeprefix("<- ")
             assert line == [ranks, mode, peak, mark, *terms, loading, fetched]
-        shown = {f"{row.mode} on {row.ranks} ranks: {bytes_text(row.peak)}" for row in rows}
+        shown = {f"{row.mode} on {row.ranks} rank{'s' * (row.ranks > 1)}: {bytes_text(row.peak)}" for row in rows}
         assert shown.issuperset(state["bars"])
         assert len(state["bars"]) == 3
     assert all(sum(segments(row).values()) == row.peak for row in rows)

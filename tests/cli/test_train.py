@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from cli_helpers import epochs, misused, passed, records, refused
 
+from shardpass.cli import reporter
 from shardpass.cli.graphs import powerlaw
 from shardpass.data import partition
 
@@ -173,7 +174,15 @@ def test_missing_fields_are_named(tmp_path: Path) -> None:
         "y": ({k: v for k, v in arrays.items() if k != "y"} | masks, "has no labels: no node field 'y'"),
         "mask": (arrays, "has no node field 'train_mask' (node fields: x, y): partition with masks"),
         "made": (arrays | {f"made_{k}": v for k, v in masks.items()}, "use --mask-prefix made_"),
-        "float": (arrays | masks | {"y": np.ones(120, np.float32)}, "needs one class id per node, but y is float32"),
+        "float": (
+            arrays | masks | {"y": np.ones(120, np.float32)},
+            "if it holds class ids, partition with y.long(); else",
+        ),
+        "column": (arrays | masks | {"y": arrays["y"][:, None]}, "on this rank: partition with y.squeeze(1)"),
+        "two": (
+            arrays | masks | {"y": np.ones((120, 2), np.float32)},
+            "write a training script for other targets, which `shardpass new`",
+        ),
     }
     for name, (data, words) in cases.items():
         partition(data, tmp_path / name, 2, "random")
@@ -183,6 +192,31 @@ def test_missing_fields_are_named(tmp_path: Path) -> None:
             assert "no node field 'val_mask'" in refused("train", tmp_path / "no val", "--patience", 3)
         assert words in refused("train", tmp_path / name, "--ranks", 2)
     passed("train", tmp_path / "made", "--mask-prefix", "made_", "--epochs", 1)
+
+
+def test_the_first_compilation_is_announced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("numba")
+    monkeypatch.setattr(reporter.kernels, "__file__", str(tmp_path / "__init__.py"))
+    assert "compiles loops" in reporter.first_compilation()
+    (tmp_path / "__pycache__").mkdir()
+    (tmp_path / "__pycache__" / "loops.nbc").touch()
+    assert reporter.first_compilation() == ""
+
+
+def test_the_names_of_dgl(tmp_path: Path) -> None:
+    """A graph of DGL has ``feat`` and ``label``, and trains and predicts as one with ``x`` and ``y`` does."""
+    arrays = powerlaw(120, 6, channels=3)
+    partition(arrays, tmp_path / "pyg", 2, "random")
+    arrays["feat"], arrays["label"] = arrays.pop("x"), arrays.pop("y")
+    arrays["train_mask"] = arrays["train_mask"].astype(np.uint8)  # as DGL writes booleans to files
+    partition(arrays, tmp_path / "dgl", 2, "random")
+    outputs = []
+    for name in ("pyg", "dgl"):
+        log, best, out = (tmp_path / f"{name}{ending}" for ending in (".jsonl", ".ckpt", ".npy"))
+        passed("train", tmp_path / name, "--epochs", 3, "--ranks", 2, "--log", log, "--best", best)
+        passed("infer", tmp_path / name, out, "--weights", best)
+        outputs.append(([epoch["loss"] for epoch in epochs(log)], np.load(out)))
+    assert outputs[0][0] == outputs[1][0] and np.array_equal(outputs[0][1], outputs[1][1])
 
 
 def test_splits_and_unlabelled_nodes(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def test_hetero_npz(tmp_path):
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
-        ({"x": np.ones((2, 2))}, "names no type|has no array edge_index"),
+        ({"x": np.ones((2, 2))}, "has no array 'edge_index', with the edges; it has x"),
         ({"edge_index": np.zeros((2, 1), dtype=int)}, "the number of nodes is unknown"),
         (
             {"edge_index": np.zeros((3, 1), dtype=int), "x": np.ones(2)},
@@ -160,7 +160,8 @@ def test_empty_text(tmp_path):
     ("text", "message"),
     [
         ("0,1.5\n", "cannot be read as numbers, in the rows from 0 on: could not convert string '1.5' to int64"),
-        ("0\n", "has 1 columns"),
+        ("0\n", r"has one column .commas separate those of a .csv, spaces those of a .txt.; expected source"),
+        ("0;1\n1;2\n", "has one column"),
         ("0,1,2,3\n", "has 4 columns"),
     ],
 )

@@ -61,6 +61,17 @@ def test_a_budget_picks_the_fastest_that_fits(planned):
     assert "Take 8 ranks in mode sar" in str(replace(planned, budget=keep.peak - 1))
 
 
+def test_a_plan_says_which_ranks_share_a_host(planned):
+    assert str(planned).endswith(
+        "Each rank has a host of its own here; if several share one, pass ranks_per_host (--ranks-per-host)."
+    )
+    assert str(replace(planned, per_host=4)).endswith("4 ranks share each host here, and its memory.")
+    alone = replace(planned, rows=[replace(planned.rows[0], ranks=1)])
+    assert not alone.assumed and "Take 1 rank in mode" in str(alone)
+    found = sp.plan(gat(), COUNTS, ranks=[2], modes=["sar"], ranks_per_host=2)
+    assert found.per_host == 2
+
+
 def test_nothing_fits_is_said_with_what_would():
     found = sp.plan(gat(), COUNTS, ranks=[2], modes=["keep"], budget="90MiB")
     assert found.best is None and found.larger is not None and found.larger.peak <= 90 << 20

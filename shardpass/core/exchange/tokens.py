@@ -11,6 +11,7 @@ from torch import Tensor
 from shardpass.core.exchange.halo import HaloPlan
 from shardpass.core.exchange.packing import Packing
 from shardpass.core.exchange.windows import take_window
+from shardpass.core.ranks import torch_private
 from shardpass.errors import DivergenceError, InternalError
 
 _ROUND_BITS, _WALK_BITS, _CALL_BITS = 14, 5, 12
@@ -88,7 +89,13 @@ class Tokens:
         self.window.readers.append(handle)
 
     def finish(self) -> None:
-        """End the walk on this rank."""
+        """End the walk on this rank.
+
+        The last notices stay under way until the window is taken again. But under a profiler they come first: a message
+        of torch.distributed that outlives the profiler which saw it begin ends in memory that is freed by then.
+        """
         if self.window is not None:
+            if torch_private.is_profiled():
+                self.window.wait_for_readers()
             self.window.give_back()
             self.window = None

@@ -42,6 +42,11 @@ class NodeEmbedding(nn.Module):
         self, graph: ShardedGraph, dim: int, node_type: NodeType | None = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
+        if not isinstance(graph, ShardedGraph):
+            raise TypeError(
+                f"NodeEmbedding(graph, dim): `graph` must be what shardpass.load returned, but got "
+                f"{type(graph).__name__}: the table takes the number of nodes from the graph"
+            )
         types = graph.node_types
         kind = types[0] if node_type is None and len(types) == 1 else node_type
         if kind is None or kind not in types:

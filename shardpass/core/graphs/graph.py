@@ -20,13 +20,7 @@ from shardpass.core.graphs.flow import message_flow
 from shardpass.core.graphs.relation import OwnFields, Relation
 from shardpass.core.graphs.tables import TableWriter
 from shardpass.core.ranks import Options, Ranks, RowSet, fail_together
-from shardpass.core.sharding import (
-    EDGE,
-    NODE,
-    EdgeType,
-    NodeType,
-    Ownership,
-)
+from shardpass.core.sharding import EDGE, NODE, EdgeType, NodeType, Ownership
 from shardpass.errors import MissingDependencyError, RefusedError
 
 _AMBIGUOUS = {"num_nodes": "nodes", "num_edges": "edges", "num_nodes_dict": "nodes", "num_edges_dict": "edges"}
@@ -364,6 +358,10 @@ def gather(
         ValueError: another number of rows, a node type that is missing or unknown, or a path of another kind of file.
         MissingDependencyError: pyarrow is needed to write a table.
     """
+    if not isinstance(graph, ShardedGraph):
+        raise TypeError(
+            f"gather(graph, rows): `graph` must be what shardpass.load returned, but got {type(graph).__name__}"
+        )
     ids, total = graph.ids_of(node_type)
     if rows.size(0) != ids.numel():
         raise ValueError(

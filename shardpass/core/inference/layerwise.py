@@ -26,6 +26,7 @@ from shardpass.errors import MissingDependencyError
 
 _T = TypeVar("_T")
 _TABLE = ".parquet"
+_NOT_WRITTEN = frozenset([".csv", ".tsv", ".txt", ".json", ".npz", ".pt", ".pth", ".h5", ".safetensors"])
 
 
 def infer(
@@ -49,7 +50,7 @@ def infer(
         model: wrapped by `pyg.wrap` or `dgl.wrap`, with its parameters loaded. It may have been trained elsewhere.
         graph: the nodes and edges.
         path: the file to write, which every rank must reach. A name that ends with ``.parquet`` gives a table with
-            the columns `id`, your own id of each node, and `output`; any other an ``.npy`` file. If the model returns
+            the columns `id`, your own id of each node, and `output`; another one an ``.npy`` file. If the model returns
             a dict by node type, there is one file per type: ``logits.npy`` becomes ``logits.paper.npy``.
         args: what the model is called with. The default is ``(graph.x, graph)``, or ``(graph.x_dict, graph)`` for a
             graph of several types.
@@ -63,7 +64,8 @@ def infer(
 
     Raises:
         FileExistsError: the file exists. (All errors here are raised on every rank.)
-        ValueError: the model is not wrapped, has other parameters on some rank, or does not return rows of own nodes.
+        ValueError: the model is not wrapped, has other parameters on some rank, or does not return rows of own nodes;
+            or `path` ends as another kind of file does.
         OSError: a rank cannot write.
         MissingDependencyError: pyarrow, which writes tables, is not installed.
     """
@@ -88,6 +90,11 @@ def infer(
 
 
 def _refuse_existing(path: Path, overwrite: bool) -> None:
+    if path.suffix in _NOT_WRITTEN:
+        raise ValueError(
+            f"{path}: the output is an .npy file, or a .parquet table with your own ids, not {path.suffix}: give a "
+            f"name that ends so"
+        )
     refuse_irregular(path, "replaced")
     if path.exists() and not overwrite:
         raise FileExistsError(f"{path} exists: give another name, or overwrite=True (--overwrite)")

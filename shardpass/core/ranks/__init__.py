@@ -35,7 +35,7 @@ from shardpass.core.ranks.random import (
     seed,
     set_random_state,
 )
-from shardpass.core.ranks.ranks import KeptCalls, Ranks, unfollowed
+from shardpass.core.ranks.ranks import KeptCalls, Ranks, require_ranks, unfollowed
 from shardpass.core.ranks.rows import RowSet, RowWatch
 from shardpass.core.ranks.schema import COUNT, mismatch
 from shardpass.core.ranks.units import (
@@ -95,6 +95,7 @@ __all__ = [
     "refuse_irregular",
     "refuse_shared_model",
     "replayed",
+    "require_ranks",
     "seed",
     "set_random_state",
     "start_chain",

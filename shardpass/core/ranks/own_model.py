@@ -7,7 +7,7 @@ import warnings
 from torch import nn
 
 from shardpass.core.ranks.random import are_threads
-from shardpass.core.ranks.ranks import Ranks
+from shardpass.core.ranks.ranks import Ranks, require_ranks
 from shardpass.errors import RefusedError
 
 
@@ -16,7 +16,13 @@ def is_wrapped(model: nn.Module, comm: Ranks) -> bool:
 
     Raises:
         RefusedError: it is wrapped for other ranks: another rank, which is a thread, or an earlier run has wrapped it.
+        TypeError: `model` is no model, or `comm` no communicator.
     """
+    if not isinstance(model, nn.Module):
+        found = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        hint = f"wrap({model.__name__}(...), comm)" if isinstance(model, type) else "wrap(model, comm)"
+        raise TypeError(f"wrap: `model` must be a torch.nn.Module, but got {found}: write {hint}")
+    require_ranks(comm, "wrap(model, comm)")
     if not getattr(model, "_shardpass_wrapped", False):
         return False
     if getattr(model.forward, "comm", comm) is not comm:

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from shardpass.core.ranks import torch_private
-from shardpass.core.ranks.ranks import Ranks
+from shardpass.core.ranks.ranks import Ranks, require_ranks
 from shardpass.errors import RefusedError
 
 
@@ -42,6 +42,7 @@ def seed(seed: int, comm: Ranks) -> AbstractContextManager[None]:
     Raises:
         ValueError: on every rank, if the seeds differ or one is not an integer in range.
     """
+    require_ranks(comm, "seed(seed, comm)")
     seeds = comm.all_gather_object(repr(seed), "seed")
     if len(set(seeds)) > 1:
         rank = next(rank for rank, other in enumerate(seeds) if other != seeds[0])

@@ -77,6 +77,22 @@ class ForwardPass:
     layers_are_given: bool = False
 
 
+def require_ranks(comm: Any, call: str) -> None:
+    """Raise unless `comm` is what `connect` or `spawn` gave.
+
+    Args:
+        call: how the function is called, for the error: ``"load(path, comm)"``.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if not hasattr(comm, "all_gather_object"):
+        raise TypeError(
+            f"{call}: `comm` must be what shardpass.connect() returned or shardpass.spawn passed, but got "
+            f"{type(comm).__name__} in its place"
+        )
+
+
 def unfollowed(position: int) -> Callable[[Function], Function]:
     """Decorates a function that is exact on all ranks, so that nobody follows what it does with rows.
 
@@ -85,9 +101,14 @@ def unfollowed(position: int) -> Callable[[Function], Function]:
     """
 
     def decorated(function: Function) -> Function:
+        names = function.__code__.co_varnames[: function.__code__.co_argcount]
+        call = f"{function.__name__}({', '.join(names[: position + 1])})"
+
         @wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
-            holder = kwargs["comm"] if "comm" in kwargs else args[position]
+            holder = kwargs["comm"] if "comm" in kwargs else args[position] if position < len(args) else None
+            if names[position] == "comm" and holder is not None:
+                require_ranks(holder, call)
             comm = holder if isinstance(holder, Ranks) else getattr(holder, "comm", None)
             with nullcontext() if comm is None else comm.unfollowed():
                 return function(*args, **kwargs)

@@ -178,9 +178,14 @@ def function_modes() -> list[Any]:
     return list(_get_current_function_mode_stack())
 
 
+def is_profiled() -> bool:
+    """Whether a profiler of torch is on."""
+    return bool(torch._C._autograd._profiler_enabled())  # type: ignore[attr-defined]
+
+
 def span(name: str) -> AbstractContextManager[Any]:
     """A block that a profiler, or a dispatch mode, sees under this name. It costs nothing where there is neither."""
-    is_seen = torch._C._autograd._profiler_enabled() or _len_torch_dispatch_stack() > 0  # type: ignore[attr-defined]
+    is_seen = is_profiled() or _len_torch_dispatch_stack() > 0
     return torch.profiler.record_function(name) if is_seen else nullcontext()
 
 

@@ -21,6 +21,7 @@ from shardpass.core.ranks import (
     describe,
     fail_together,
     get_random_state,
+    require_ranks,
     set_random_state,
     torch_private,
 )
@@ -67,6 +68,7 @@ def save_checkpoint(
         CheckpointError: on every rank, if something cannot be stored or written on one, or if parameters that ranks
             share differ between them.
     """
+    require_ranks(comm, "save_checkpoint(path, comm, model)")
     tensors: dict[str, Tensor] = {}
     trees = _agreed(comm, lambda: _trees(model, optimizer, extra, tensors))
     tables = _tables(model, optimizer)
@@ -113,6 +115,7 @@ def load_checkpoint(
     Raises:
         CheckpointError: on every rank, if the file is missing, torn or altered, or does not fit.
     """
+    require_ranks(comm, "load_checkpoint(path, comm, model)")
     read: dict[str, Tensor] = {}
     manifest = _agreed(comm, lambda: read_file(Path(path), read) if comm.rank == 0 else None)
     manifest = comm.all_gather_object(manifest, "checkpoint manifest")[0]

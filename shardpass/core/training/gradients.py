@@ -24,7 +24,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shardpass.core.ranks import Ranks, describe, refuse_shared_model, torch_private, warn_of_unwrapped
+from shardpass.core.ranks import (
+    Ranks,
+    describe,
+    refuse_shared_model,
+    require_ranks,
+    torch_private,
+    warn_of_unwrapped,
+)
 from shardpass.core.training.buckets import BUCKET_BYTES, broadcast_tensors, sum_tensors
 from shardpass.core.training.objective import warn_of_own_loss
 from shardpass.errors import DivergenceError, RefusedError, ShardpassError
@@ -98,6 +105,7 @@ def sync_gradients(
         RefusedError: DistributedDataParallel is around the model or within it, or ranks that are threads hold one
             model.
     """
+    require_ranks(comm, "sync_gradients(model, comm)")
     _refuse_ddp_within(model)
     refuse_shared_model(model, comm, "sync_gradients")
     named = list(alike(model))

@@ -100,6 +100,8 @@ def check_logits(name: str, logits: Tensor, y: Tensor, mask: Tensor | None) -> s
         remedy = "; pass all own nodes, not only the masked ones" if y.shape[:1] != logits.shape[:1] else ""
         if y.dim() and y.size(0) > logits.size(0):
             remedy = "; take the labels of own nodes, as graph.y has them, not those of the whole graph"
+        if y.is_floating_point() and list(y.shape) == [logits.shape[0]]:
+            remedy = "; for class ids use y.long()"
         remedy = "; use y.squeeze(1)" if list(y.shape) == [logits.shape[0], 1] else remedy
         return f"{name}: y must be {expected} for logits {list(logits.shape)}, found {describe(y)}{remedy}"
     return check_mask(name, mask, logits.shape[0])

@@ -5,6 +5,13 @@ Both frontends use it. It knows modules and ranks; what stands for a graph is th
 
 from shardpass.core.wrapping.empty_rows import EmptyRows
 from shardpass.core.wrapping.outermost import FollowedCalls, OutermostCall
-from shardpass.core.wrapping.refusals import has_unknown_statistics, refuse_modules
+from shardpass.core.wrapping.refusals import has_unknown_statistics, refuse_modules, refuse_other_library
 
-__all__ = ["EmptyRows", "FollowedCalls", "OutermostCall", "has_unknown_statistics", "refuse_modules"]
+__all__ = [
+    "EmptyRows",
+    "FollowedCalls",
+    "OutermostCall",
+    "has_unknown_statistics",
+    "refuse_modules",
+    "refuse_other_library",
+]

@@ -26,6 +26,18 @@ def refuse_modules(model: nn.Module, reason_of: Callable[[nn.Module], str | None
             raise RefusedError(f"{type(module).__name__}{where} cannot be exact on a sharded graph: {reason}")
 
 
+def refuse_other_library(model: nn.Module, prefix: str, library: str, wrap: str) -> None:
+    """Raise if `model` has a layer from a module whose name begins with `prefix`: its library has a `wrap` of its own.
+
+    Raises:
+        RefusedError: naming the first such layer.
+    """
+    for name, module in model.named_modules():
+        if any(kind.__module__.startswith(prefix) for kind in type(module).__mro__):
+            where = f" (at {name!r})" if name else ""
+            raise RefusedError(f"{type(module).__name__}{where} is a layer of {library}: wrap the model by {wrap}")
+
+
 def has_unknown_statistics(module: nn.Module) -> bool:
     """Whether `module` is a norm of torch over all nodes, or derived from one, that is not computed over all ranks."""
     if isinstance(module, _NORMS_OF_OTHER_SHAPES):

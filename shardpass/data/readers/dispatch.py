@@ -89,7 +89,20 @@ def _read(data: Any, drop: Sequence[str], node_id: str | None) -> RawGraph:
         return read_dgl(data)
     if isinstance(data, Mapping):
         return read_mapping({key: values for key, values in data.items() if key not in drop})
-    raise TypeError(f"cannot read a graph from a {type(data).__name__}; expected {_KNOWN}")
+    raise TypeError(f"cannot read a graph from a {type(data).__name__}{_hint(data)}; expected {_KNOWN}")
+
+
+def _hint(data: Any) -> str:
+    """What to pass in place of some things that people have."""
+    if type(data).__module__.split(".")[0] == "networkx":
+        return ": pass torch_geometric.utils.from_networkx(graph)"
+    if isinstance(data, list | tuple) and len(data) == 1:
+        return ": pass its only item, data[0]"
+    if isinstance(data, list | tuple):
+        return ": a store holds one graph; torch_geometric.data.Batch.from_data_list joins several"
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        return ": of a dataset pass the graph in it, dataset[0]"
+    return ""
 
 
 def _read_path(path: Path) -> RawGraph:
@@ -110,7 +123,10 @@ def _read_path(path: Path) -> RawGraph:
             f"pass shardpass.data.read_edge_list({path.name!r}, num_nodes=...), or features=... or labels=..."
         )
     if path.suffix in (".pt", ".pth", ".pkl"):
-        raise ValueError(f"{path} is a pickle, which can run code: load it yourself and pass the object")
+        raise ValueError(
+            f"{path} is a pickle, which can run code: load it yourself in Python and pass "
+            f"the object to shardpass.partition"
+        )
     raise ValueError(f"cannot read a graph from {path}; expected {_KNOWN}")
 
 

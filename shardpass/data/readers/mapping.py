@@ -82,7 +82,8 @@ def count_nodes(given: Any, fields: Mapping[str, Any], node_type: str) -> int:
     if counts:
         return next(iter(counts.values()))
     raise ValueError(
-        f"the number of nodes of type {node_type!r} is unknown: there is no node field to count; pass num_nodes"
+        f"the number of nodes of type {node_type!r} is unknown: there is no node field to count; pass num_nodes "
+        f"(--num-nodes)"
     )
 
 

@@ -97,6 +97,10 @@ def _by_type(fields: dict[str, Any], path: Path) -> tuple[_Typed, dict[str, Any]
         elif owner:
             typed.setdefault(owner, {})[name] = values
         else:
+            if not any(key.startswith("edge_index") for key in fields):
+                raise ValueError(
+                    f"{path} has no array 'edge_index', with the edges; it has {', '.join(sorted(fields))}"
+                )
             raise ValueError(f"{path}: array {key!r} names no type; expected <field>/<node type>")
     return typed, scalars
 

@@ -39,7 +39,9 @@ def text_edges(path: Path, budget: Budget) -> tuple[EdgeArrays, FileRows | None]
     """
     names, columns = _header(path)
     if columns not in (0, 2, 3):
-        raise ValueError(f"{path} has {columns} columns; expected source, destination and perhaps a weight")
+        hint = " (commas separate those of a .csv, spaces those of a .txt)"
+        found = f"{columns} columns" if columns > 1 else f"one column{hint}"
+        raise ValueError(f"{path} has {found}; expected source, destination and perhaps a weight")
     if not in_order(names):
         raise ValueError(
             f"{path} has the columns {', '.join(names)}; expected source, destination and perhaps a weight, "

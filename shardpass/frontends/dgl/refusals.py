@@ -6,7 +6,7 @@ import dgl.nn.pytorch as dnn
 from torch import nn
 
 from shardpass.core.ranks import torch_private
-from shardpass.core.wrapping import has_unknown_statistics, refuse_modules
+from shardpass.core.wrapping import has_unknown_statistics, refuse_modules, refuse_other_library
 
 _STATISTICS = "its statistics run over all nodes of the graph. BatchNorm1d is exact, but not a class derived from it"
 _EXPLAINS = "it explains a model on subgraphs that it cuts out of a whole graph"
@@ -57,6 +57,7 @@ REFUSED: dict[str, str] = {
 
 def refuse_unsupported(model: nn.Module) -> None:
     """Raise `RefusedError` if `model` has a module that is known to be wrong on a sharded graph."""
+    refuse_other_library(model, "torch_geometric.nn.conv.", "PyG", "shardpass.pyg.wrap")
     refuse_modules(model, _reason)
 
 

@@ -148,7 +148,12 @@ def _guarded(
     module: nn.Module, name: str, arguments: dict[str, str], run: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     """What `run` returns, which is a method of `module` or its replacement, if its `arguments` are as they must be."""
-    given = signature(getattr(type(module), name)).bind(module, *args, **kwargs).arguments
+    try:
+        given = signature(getattr(type(module), name)).bind(module, *args, **kwargs).arguments
+    except TypeError as error:
+        is_graph = name == "forward" and bool(args) and isinstance(args[0], ShardedEdgeIndex)
+        hint = ": call model(graph.x, graph.edge_index)" if is_graph else ""
+        raise TypeError(f"{type(module).__name__}.{name}(): {error}{hint}") from None
     for argument, reason in arguments.items():
         value = given.get(argument)
         fits = isinstance(value, BatchIndex) if reason == _BATCH else value is None

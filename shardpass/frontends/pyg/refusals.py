@@ -14,7 +14,7 @@ from shardpass.core.following import user_line, whole_graph
 from shardpass.core.graphs import BatchIndex, GraphArgument, ShardedEdgeIndex, ShardedGraph
 from shardpass.core.ranks import OnRanks, Ranks, torch_private
 from shardpass.core.training import DistributedBatchNorm
-from shardpass.core.wrapping import has_unknown_statistics, refuse_modules
+from shardpass.core.wrapping import has_unknown_statistics, refuse_modules, refuse_other_library
 from shardpass.errors import RefusedError
 from shardpass.frontends.pyg import attention, models, modules, private
 from shardpass.frontends.pyg.norms import is_unknown_norm
@@ -47,6 +47,7 @@ _KNOWN = models.EXACT.union(
 
 def refuse_unsupported(model: nn.Module) -> None:
     """Raise `RefusedError` if `model` has a module that is known to be wrong on a sharded graph."""
+    refuse_other_library(model, "dgl.nn.pytorch.conv.", "DGL", "shardpass.dgl.wrap")
     refuse_modules(model, _reason)
 
 

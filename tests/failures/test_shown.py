@@ -1,0 +1,131 @@
+"""What a script leaves on the screen when an error ends it: the lines of the user's own files, then one sentence."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardpass as sp
+from shardpass.cli.launch import launcher_environment
+from shardpass.errors import InternalError, RefusedError, shorten, shorten_tracebacks, tell_launcher
+
+HEADER = "The lines of your own files (SHARDPASS_DEBUG=1 shows all):"
+SENTENCE = "RuntimeError: `x` is float64 and the parameters of GCN are float32"
+SCRIPT = """
+import sys, torch, shardpass as sp
+from torch_geometric.nn import GCN
+
+def step(comm, what):
+    data = sp.load(sys.argv[1], comm)
+    if what == "own":
+        raise ValueError("boo")
+    return sp.pyg.wrap(GCN(4, 8, 2, 3), comm)(data.x.double(), data)
+
+if __name__ == "__main__":
+    if sys.argv[2] == "hook":
+        sys.excepthook = lambda *_: print("a hook of my own", file=sys.stderr)
+    if sys.argv[2] == "processes":
+        sp.spawn(step, 2, "processes", args=("model",))
+    step(sp.connect(), sys.argv[2])
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("shown")
+    edge_index = torch.stack([torch.arange(20), (torch.arange(20) + 1) % 20])
+    sp.partition({"edge_index": edge_index, "x": torch.randn(20, 4)}, path / "parts", parts=2, method="range")
+    (path / "train.py").write_text(SCRIPT)
+    return path
+
+
+def shown(folder: Path, what: str, *launcher: str, **env: str) -> list[str]:
+    """The lines of the standard error of a script that fails."""
+    variables = launcher_environment() | {"OMP_NUM_THREADS": "1", "SHARDPASS_DEBUG": ""} | env
+    words = [sys.executable, *launcher, "train.py", "parts", what]
+    done = subprocess.run(words, cwd=folder, env=variables, capture_output=True, text=True, timeout=480, check=False)
+    assert done.returncode == 1, done.stdout + done.stderr
+    return done.stderr.splitlines()
+
+
+@pytest.mark.processes
+def test_an_error_of_ours_shows_the_users_lines_and_ends_with_its_sentence(folder: Path) -> None:
+    lines = shown(folder, "model")
+    assert lines[:2] == [HEADER, "Traceback (most recent call last):"] and lines[-1].startswith(SENTENCE)
+    files = [line.split('"')[1] for line in lines if line.startswith("  File ")]
+    assert [Path(file).name for file in files] == ["train.py", "train.py"]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("what", "debug"), [("model", "1"), ("own", "")])
+def test_all_lines_of_any_other_error_and_when_they_are_asked_for(folder: Path, what: str, debug: str) -> None:
+    lines = shown(folder, what, SHARDPASS_DEBUG=debug)
+    assert HEADER not in lines and lines[-1].startswith("ValueError: boo" if what == "own" else SENTENCE)
+    assert any("outermost.py" in line for line in lines) == (what == "model")
+
+
+@pytest.mark.processes
+def test_a_hook_of_the_user_stays(folder: Path) -> None:
+    assert shown(folder, "hook") == ["a hook of my own"]
+
+
+@pytest.mark.processes
+def test_a_spawned_process_shows_where_it_was(folder: Path) -> None:
+    lines = shown(folder, "processes")
+    assert lines[0] == HEADER and not [line for line in lines if "/shardpass/core/" in line]
+    assert any("data.x.double()" in line for line in lines) and any("sp.spawn(step" in line for line in lines)
+
+
+@pytest.mark.processes
+def test_the_report_of_torchrun_ends_with_the_sentence(folder: Path) -> None:
+    lines = shown(folder, "model", "-m", "torch.distributed.run", "--nproc-per-node", "1")
+    assert lines[-1].startswith("====") and SENTENCE in lines[-2] and lines[-2].startswith("  traceback :")
+
+
+def raised(make: str) -> BaseException:
+    """An error from a function whose module has the name of one of ours."""
+    names = {"__name__": "shardpass.made_up", "InternalError": InternalError, "RefusedError": RefusedError}
+    exec(f"def fail():\n    {make}", names)
+    try:
+        names["fail"]()  # type: ignore[operator]
+    except Exception as error:
+        return error
+    raise AssertionError(f"{make} raised nothing")
+
+
+def test_a_defect_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SHARDPASS_DEBUG", raising=False)
+    for make in ("{}['x']", "None + 1", "raise InternalError('a defect')"):
+        error = raised(make)
+        assert not shorten(error) and error.__traceback__ is not None and error.__traceback__.tb_next is not None
+    error = raised("raise RefusedError('no') from KeyError('x')")
+    assert shorten(error) and error.__traceback__ is not None and error.__traceback__.tb_next is None
+    assert error.__cause__ is None and error.__suppress_context__
+    monkeypatch.setenv("SHARDPASS_DEBUG", "1")
+    assert not shorten(raised("raise RefusedError('no')"))
+
+
+def test_the_hook_is_set_once_and_only_in_the_place_of_pythons_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    shorten_tracebacks()
+    ours = sys.excepthook
+    assert ours is not sys.__excepthook__
+    shorten_tracebacks()
+    assert sys.excepthook is ours
+    monkeypatch.setattr(sys, "excepthook", print)
+    shorten_tracebacks()
+    assert sys.excepthook is print
+
+
+def test_what_torchrun_knows_already_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    tell_launcher("first")
+    tell_launcher("second")
+    assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == "first"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "no such folder" / "error.json"))
+    tell_launcher("first")

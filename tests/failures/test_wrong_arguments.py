@@ -1,0 +1,192 @@
+"""Arguments of the first day that are swapped, left out or of another kind: one sentence tells what goes where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch_geometric.data import Data
+from torch_geometric.nn import GCN
+
+import shardpass as sp
+from shardpass.backends.failure import reason_of
+from shardpass.cli.console import sentence
+from shardpass.errors import RefusedError, advice
+
+NODES = 20
+
+
+def data(**others: Any) -> Data:
+    nodes = torch.arange(NODES)
+    edge_index = torch.stack([nodes, (nodes + 1) % NODES])
+    return Data(**{"edge_index": edge_index, "x": torch.randn(NODES, 4), "y": nodes % 3, **others})
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("arguments") / "parts"
+    sp.partition(data(), path, parts=2, method="range")
+    return path
+
+
+class Wrong:
+    """What a rank has at hand when it passes something wrong: the ranks, its graph, a wrapped model and its output."""
+
+    def __init__(self, store: Path, comm: sp.Communicator) -> None:
+        self.comm, self.store = comm, store
+        self.graph = sp.load(store, comm)
+        self.model = sp.pyg.wrap(GCN(4, 8, 2, 3), comm)
+        self.out = self.model(self.graph.x, self.graph.edge_index)
+
+    def loss(self, y: Any, *rest: Any) -> None:
+        sp.cross_entropy(self.out, y, *rest)
+
+
+IN_ITS_PLACE = r"`comm` must be what shardpass\.connect\(\) returned .* but got {} in its place"
+CASES: dict[str, tuple[Callable[[Wrong], Any], type[Exception], str]] = {
+    "load swapped": (lambda at: sp.load(at.comm, at.store), TypeError, IN_ITS_PLACE.format("PosixPath|WindowsPath")),
+    "options as text": (
+        lambda at: sp.load(at.store, at.comm, "halo"),
+        TypeError,
+        r"Options\(mode='halo'\), but got str",
+    ),
+    "wrap swapped": (
+        lambda at: sp.pyg.wrap(at.comm, GCN(4, 8, 2, 3)),
+        TypeError,
+        r"but got Ranks: write wrap\(model, c",
+    ),
+    "wrap a class": (
+        lambda at: sp.pyg.wrap(GCN, at.comm),
+        TypeError,
+        r"the class GCN: write wrap\(GCN\(\.\.\.\), comm\)",
+    ),
+    "wrap with the graph": (
+        lambda at: sp.pyg.wrap(GCN(4, 8, 2, 3), at.graph),
+        TypeError,
+        IN_ITS_PLACE.format("ShardedGraph"),
+    ),
+    "sync swapped": (lambda at: sp.sync_gradients(at.comm, at.model), TypeError, IN_ITS_PLACE.format("GCN")),
+    "save swapped": (lambda at: sp.save_checkpoint("a", at.model, at.comm), TypeError, IN_ITS_PLACE.format("GCN")),
+    "restore swapped": (lambda at: sp.load_checkpoint("a", at.model, at.comm), TypeError, IN_ITS_PLACE.format("GCN")),
+    "seed swapped": (lambda at: sp.seed(at.comm, 0), TypeError, IN_ITS_PLACE.format("int")),
+    "loss without ranks": (lambda at: at.loss(at.graph.y, None), TypeError, "missing 1 required .* argument: 'comm'"),
+    "loss swapped": (lambda at: at.loss(at.graph.y, at.comm, at.graph.y > 0), TypeError, IN_ITS_PLACE.format("Tensor")),
+    "labels as floats": (
+        lambda at: at.loss(at.graph.y.float(), None, at.comm),
+        ValueError,
+        r"class ids use y\.long\(\)",
+    ),
+    "labels in a column": (lambda at: at.loss(at.graph.y[:, None], None, at.comm), ValueError, r"use y\.squeeze\(1\)"),
+    "a table without its graph": (
+        lambda at: sp.NodeEmbedding(NODES, 8),
+        TypeError,
+        "shardpass.load returned, but got int",
+    ),
+    "gather swapped": (lambda at: sp.gather(at.out, at.graph), TypeError, "shardpass.load returned, but got Tensor"),
+    "the graph alone": (
+        lambda at: at.model(at.graph),
+        TypeError,
+        r"GCN\.forward\(\): missing .*: call model\(graph\.x, graph\.edge_in",
+    ),
+    "the features alone": (lambda at: at.model(at.graph.x), TypeError, r"GCN\.forward\(\): missing .*'edge_index'"),
+    "an output of another kind": (
+        lambda at: sp.infer(at.model, at.graph, "out.csv"),
+        ValueError,
+        r"out\.csv: the output is an \.npy file",
+    ),
+    "a plan of a wrapped model": (lambda at: sp.plan(at.model, at.store), RefusedError, "plan: GCN is wrapped already"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_wrong_argument(case: str, store: Path) -> None:
+    mistake, kind, words = CASES[case]
+
+    def run(comm: sp.Communicator) -> None:
+        mistake(Wrong(store, comm))
+
+    with pytest.raises(kind, match=words) as caught:
+        sp.spawn(run, 1)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("right", ["pyg", "dgl"])
+def test_a_model_of_the_other_library(right: str) -> None:
+    pytest.importorskip("dgl")
+    from dgl.nn import GraphConv
+
+    model, wrong = (GCN(4, 8, 2, 3), sp.dgl) if right == "pyg" else (GraphConv(4, 3), sp.pyg)
+    with pytest.raises(RefusedError, match=rf"is a layer of (PyG|DGL): wrap the model by shardpass\.{right}\.wrap"):
+        wrong.wrap(model, sp.connect("local"))
+
+
+class Dataset:
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> Data:
+        return data()
+
+
+@pytest.mark.parametrize(
+    ("graph", "words"),
+    [
+        ([data()], r"from a list: pass its only item, data\[0\]; expected"),
+        ([data(), data()], r"from a list: a store holds one graph; .*from_data_list joins several"),
+        (Dataset(), r"from a Dataset: of a dataset pass the graph in it, dataset\[0\]"),
+        (3, "cannot read a graph from a int; expected"),
+    ],
+)
+def test_what_is_no_graph(graph: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=words):
+        sp.partition(graph, tmp_path / "parts", parts=2)
+
+
+def test_a_graph_of_networkx(tmp_path: Path) -> None:
+    networkx = pytest.importorskip("networkx")
+    with pytest.raises(TypeError, match=r"pass torch_geometric\.utils\.from_networkx\(graph\)"):
+        sp.partition(networkx.karate_club_graph(), tmp_path / "parts", parts=2)
+
+
+def test_partition_swapped(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"`path` must name the directory to write, but got Data"):
+        sp.partition(tmp_path / "parts", data(), 2)
+
+
+@pytest.mark.parametrize(
+    ("backend", "words"),
+    [("gloo", "torch_distributed takes gloo"), ("nccl", "takes NCCL"), ("mpi4py", "take mpi$"), ("threads", "spawn")],
+)
+def test_a_transport_in_the_place_of_a_backend(backend: str, words: str) -> None:
+    with pytest.raises(ValueError, match=rf"the backend is '{backend}', but known are auto, .*{words}"):
+        sp.connect(backend)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there() -> None:
+    with pytest.raises(ValueError, match=r"the device is cuda, but torch .* finds no GPU here: .* leave `device` away"):
+        sp.connect(device="cuda")
+
+
+def test_spawn_swapped() -> None:
+    with pytest.raises(TypeError, match=r"spawn\(fn, ranks\): the number of ranks must be an integer, found function"):
+        sp.spawn(2, lambda comm: None)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory")], ids=str)
+def test_memory_that_ran_out_comes_with_advice(error: Exception) -> None:
+    words = "memory ran out: take more ranks, the mode sar"
+    assert words in reason_of(error) and words in sentence(error) and not advice(RuntimeError("boo"))
+
+
+def test_memory_that_torch_did_not_get(store: Path) -> None:
+    def run(comm: sp.Communicator) -> None:
+        own = sp.load(store, comm)
+        sp.pyg.wrap(GCN(4, 8, 2, 3), comm)(own.x.repeat(1, 10**12), own)
+
+    with pytest.raises(RuntimeError, match="can't allocate memory") as caught:
+        sp.spawn(run, 2)
+    assert "memory ran out: take more ranks" in reason_of(caught.value)
