@@ -142,7 +142,7 @@ def child(system: str, folder: str) -> None:
 def measure(folder: Path, system: str) -> list[dict[str, Any]]:
     """The figures of each rank of a system, in fresh processes."""
     environment = {**os.environ, **exact_allocator(), "OMP_NUM_THREADS": "1", "MKL_DISABLE_FAST_MM": "1"}
-    command = [sys.executable, __file__, "--child", system, "--folder", str(folder)]
+    command = [sys.executable, "-m", "benchmarks.inference_peak", "--child", system, "--folder", str(folder)]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
     return found

@@ -18,8 +18,10 @@ import torch
 
 import shardpass as sp
 from benchmarks.limited import Peak
-from benchmarks.scale import PARTS, gib, make_files
+from benchmarks.scale import gib, make_files
 from shardpass.data import stream_edge_list
+
+PARTS = 8
 
 
 def prepare(comm: sp.Communicator, folder: Path, method: str, memory: str) -> dict[str, float]:

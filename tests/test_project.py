@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -141,3 +143,13 @@ def test_make_says_what_is_wrong_with_the_python_it_is_given(python: str, why: s
     words = ["make", "-f", str(ROOT / "Makefile"), "setup", f"PYTHON={python}"]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode != 0 and f"{python} {why}" in done.stdout
+
+
+def test_every_benchmark_can_be_imported() -> None:
+    """One that names what another has lost is found before somebody needs its figures."""
+    texts = {path.stem: path.read_text() for path in (ROOT / "benchmarks").glob("[!_]*.py")}
+    if importlib.util.find_spec("dgl") is None:
+        texts = {name: text for name, text in texts.items() if not re.search(r"^(import|from) dgl", text, re.M)}
+    code = "\n".join(f"import benchmarks.{name}" for name in sorted(texts))
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
