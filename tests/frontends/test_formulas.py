@@ -92,10 +92,13 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "of edges alone": lambda: Layer(lambda i, j, e, w, p, n: (e * w).sigmoid(), "add"),
     "softmax": lambda: Layer(lambda i, j, e, w, p, n: (j + e).relu(), "softmax"),
     "deviation": lambda: Layer(lambda i, j, e, w, p, n: (j * e).sigmoid(), "std"),
+    "power of a number that is learned": lambda: Layer(lambda i, j, e, w, p, n: j.abs() ** (n * 0 + 2), "add"),
     "two layers": lambda: gnn.Sequential("x, a, e", [(gnn.GINEConv(_mlp()), "x, a, e -> x"), nn.Tanh(),
                                                      (gnn.GINEConv(_mlp()), "x, a, e -> x")]).double(),
 }  # fmt: skip
-NOT_BY_FORMULA = {"ties", "ties of zeros"}  # `round`, and a tensor that needs no gradient
+NOT_BY_FORMULA = {  # `round`, a tensor that needs no gradient, and an exponent that is a tensor
+    "ties", "ties of zeros", "power of a number that is learned",
+}  # fmt: skip
 
 
 def _call(model: nn.Module, fields: dict[str, Tensor], edges: Any) -> Tensor:
