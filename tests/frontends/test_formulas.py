@@ -19,6 +19,7 @@ pytest.importorskip("numba")
 import torch_geometric.nn as gnn
 
 import shardpass as sp
+from shardpass.core.aggregation import formulas
 from shardpass.core.kernels import FormulaLoop
 from shardpass.testing import WholeGraph, shard_in_memory
 from shardpass.testing.exact import assert_exact
@@ -199,6 +200,33 @@ def test_infinite_and_missing_numbers_stay() -> None:
             return found
 
         torch.testing.assert_close(run(body, 1)[0], right, equal_nan=True, rtol=1e-10, atol=1e-10)
+
+
+class _OfDegrees(gnn.MessagePassing):
+    """Its messages read no rows: they are made of degrees and a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = nn.Parameter(torch.rand(()).double())
+
+    def forward(self, x: Tensor, edge_index: Any, e: Tensor) -> Tensor:
+        found: Tensor = self.propagate(edge_index, x=x[:, :1])
+        return found * x
+
+    def message(self, x_j: Tensor, index: Tensor, size_i: int) -> Tensor:
+        degrees = torch.zeros(size_i, 1, dtype=x_j.dtype).index_add_(0, index, torch.ones_like(x_j))
+        return (1 / degrees[index]).log() * self.number
+
+
+@pytest.mark.parametrize("handled", [True, False])
+def test_messages_that_read_no_rows(handled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, or without numba, they run as torch code."""
+    runs, original = [], FormulaLoop.run
+    monkeypatch.setattr(FormulaLoop, "run", lambda self, *args: (runs.append(self), original(self, *args)))
+    if not handled:
+        monkeypatch.setattr(formulas, "handles_formulas", lambda rows: False)
+    assert_exact(_OfDegrees(), GRAPH, _call, sp.pyg.wrap, ranks=2, modes=("sar",))
+    assert bool(runs) == handled
 
 
 def test_without_gradients_and_in_float32() -> None:
