@@ -202,6 +202,21 @@ def test_infinite_and_missing_numbers_stay() -> None:
         torch.testing.assert_close(run(body, 1)[0], right, equal_nan=True, rtol=1e-10, atol=1e-10)
 
 
+class _Scattered(Layer):
+    """Adds messages in tensors that hold a number where no message comes."""
+
+    def aggregate(self, inputs: Tensor, index: Tensor, dim_size: int) -> Tensor:
+        held = torch.full((dim_size, WIDTH), 0.5, dtype=inputs.dtype)
+        spread = index.view(-1, 1).expand_as(inputs)
+        return held.scatter_reduce(0, spread, inputs, "sum", include_self=False)
+
+
+def test_sums_that_leave_out_what_was_held() -> None:
+    torch.manual_seed(0)
+    model = _Scattered(lambda i, j, e, w, p, n: (i + j).relu() * w, "add")
+    assert_exact(model, GRAPH, _call, sp.pyg.wrap, ranks=(1, 3), modes=("sar",))
+
+
 class _OfDegrees(gnn.MessagePassing):
     """Its messages read no rows: they are made of degrees and a parameter."""
 
