@@ -19,6 +19,7 @@ pytest.importorskip("numba")
 import torch_geometric.nn as gnn
 
 import shardpass as sp
+from shardpass.core.aggregation import formulas
 from shardpass.core.kernels import FormulaLoop
 from shardpass.testing import WholeGraph, shard_in_memory
 from shardpass.testing.exact import assert_exact
@@ -92,10 +93,13 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "of edges alone": lambda: Layer(lambda i, j, e, w, p, n: (e * w).sigmoid(), "add"),
     "softmax": lambda: Layer(lambda i, j, e, w, p, n: (j + e).relu(), "softmax"),
     "deviation": lambda: Layer(lambda i, j, e, w, p, n: (j * e).sigmoid(), "std"),
+    "power of a number that is learned": lambda: Layer(lambda i, j, e, w, p, n: j.abs() ** (n * 0 + 2), "add"),
     "two layers": lambda: gnn.Sequential("x, a, e", [(gnn.GINEConv(_mlp()), "x, a, e -> x"), nn.Tanh(),
                                                      (gnn.GINEConv(_mlp()), "x, a, e -> x")]).double(),
 }  # fmt: skip
-NOT_BY_FORMULA = {"ties", "ties of zeros"}  # `round`, and a tensor that needs no gradient
+NOT_BY_FORMULA = {  # `round`, a tensor that needs no gradient, and an exponent that is a tensor
+    "ties", "ties of zeros", "power of a number that is learned",
+}  # fmt: skip
 
 
 def _call(model: nn.Module, fields: dict[str, Tensor], edges: Any) -> Tensor:
@@ -196,6 +200,48 @@ def test_infinite_and_missing_numbers_stay() -> None:
             return found
 
         torch.testing.assert_close(run(body, 1)[0], right, equal_nan=True, rtol=1e-10, atol=1e-10)
+
+
+class _Scattered(Layer):
+    """Adds messages in tensors that hold a number where no message comes."""
+
+    def aggregate(self, inputs: Tensor, index: Tensor, dim_size: int) -> Tensor:
+        held = torch.full((dim_size, WIDTH), 0.5, dtype=inputs.dtype)
+        spread = index.view(-1, 1).expand_as(inputs)
+        return held.scatter_reduce(0, spread, inputs, "sum", include_self=False)
+
+
+def test_sums_that_leave_out_what_was_held() -> None:
+    torch.manual_seed(0)
+    model = _Scattered(lambda i, j, e, w, p, n: (i + j).relu() * w, "add")
+    assert_exact(model, GRAPH, _call, sp.pyg.wrap, ranks=(1, 3), modes=("sar",))
+
+
+class _OfDegrees(gnn.MessagePassing):
+    """Its messages read no rows: they are made of degrees and a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = nn.Parameter(torch.rand(()).double())
+
+    def forward(self, x: Tensor, edge_index: Any, e: Tensor) -> Tensor:
+        found: Tensor = self.propagate(edge_index, x=x[:, :1])
+        return found * x
+
+    def message(self, x_j: Tensor, index: Tensor, size_i: int) -> Tensor:
+        degrees = torch.zeros(size_i, 1, dtype=x_j.dtype).index_add_(0, index, torch.ones_like(x_j))
+        return (1 / degrees[index]).log() * self.number
+
+
+@pytest.mark.parametrize("handled", [True, False])
+def test_messages_that_read_no_rows(handled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, or without numba, they run as torch code."""
+    runs, original = [], FormulaLoop.run
+    monkeypatch.setattr(FormulaLoop, "run", lambda self, *args: (runs.append(self), original(self, *args)))
+    if not handled:
+        monkeypatch.setattr(formulas, "handles_formulas", lambda rows: False)
+    assert_exact(_OfDegrees(), GRAPH, _call, sp.pyg.wrap, ranks=2, modes=("sar",))
+    assert bool(runs) == handled
 
 
 def test_without_gradients_and_in_float32() -> None:

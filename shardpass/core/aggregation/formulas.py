@@ -35,8 +35,10 @@ def is_by_formula(call: Call, operands: Operands) -> bool:
     formula = call.structure.formula
     if formula is None or call.streamed_to is not None:
         return False
-    keys = [_input(leaf) for leaf in formula.leaves]
-    return all(handles_formulas(operands[key]) for key in keys if key is not None)
+    dtype = next(r.dtype for r in call.structure.reductions if r.form != "ones")  # of everything
+    result = torch.empty(0, dtype=dtype, device=call.plan.comm.device)
+    inputs = [operands[key] for leaf in formula.leaves if (key := _input(leaf)) is not None]  # maybe none: of degrees
+    return all(map(handles_formulas, [result, *inputs]))
 
 
 class _Tables:

@@ -22,8 +22,8 @@ from shardpass.core.kernels.numba_prefetch import prefetch
 Array = np.ndarray[Any, Any]
 Arrays = tuple[Array, ...]
 ADD, SUB, MUL, DIV = range(4)
-SELECT, TIED, AT_LEAST, AT_MOST, SOFTPLUS = range(4, 9)
-NEG, ABS, EXP, LOG, LOG1P, SQRT, TANH, SIGMOID = range(9, 17)
+SELECT, POSITIVE, TIED, AT_LEAST, AT_MOST, SOFTPLUS = range(4, 10)
+NEG, ABS, EXP, LOG, LOG1P, SQRT, TANH, SIGMOID = range(10, 18)
 SUM, MAX, MIN = range(3)  # what becomes of a result
 OF_SOURCE, OF_DESTINATION, OF_EDGE, OF_ALL = range(4)  # which row of a table an edge reads
 
@@ -111,6 +111,10 @@ def _choice(op: int, r: Array, x: int, y: int, z: int, to: int, n: int) -> None:
         for k in range(n):
             a, b, c = r[x, k], r[y, k], r[z, k]
             r[to, k] = c if a <= 0 else b
+    elif op == POSITIVE:
+        for k in range(n):
+            a, b, c = r[x, k], r[y, k], r[z, k]
+            r[to, k] = b if a > 0 else c
     elif op == TIED:
         for k in range(n):
             a, b, c = r[x, k], r[y, k], r[z, k]
@@ -187,12 +191,21 @@ def _add(
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _add_to_one(registers: Array, of: int, n: int, repeats: int, out: Array, row: int) -> None:
-    """Add the values of all edges to one row."""
+def _add_to_total(registers: Array, of: int, n: int, totals: Array, to: int) -> None:
+    """Add the values of all edges, channel by channel."""
     for k in range(n):
-        for x in range(out.shape[1]):
-            for r in range(repeats):
-                out[row, x] += registers[of, k, x * repeats + r]
+        for x in range(registers.shape[2]):
+            totals[to, x] += registers[of, k, x]
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _add_to_row(totals: Array, of: int, repeats: int, out: Array, row: int) -> None:
+    """Add what `_add_to_total` has added up to one row."""
+    for x in range(out.shape[1]):
+        total = 0.0
+        for r in range(repeats):
+            total += totals[of, x * repeats + r]
+        out[row, x] += total
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -229,6 +242,7 @@ def go_through(
     width = constants.shape[1]
     registers = np.empty((num_registers, at_once, width), constants.dtype)
     flat = registers.reshape(num_registers, at_once * width)
+    totals = np.zeros((stores.shape[0], width))  # of all edges, in float64: float32 forgets small terms of long sums
     for f in range(fixed.size):
         for k in range(at_once):
             for x in range(width):
@@ -245,8 +259,12 @@ def go_through(
         for t in range(stores.shape[0]):
             what, register, side, repeats = stores[t]
             if side == OF_ALL:
-                _add_to_one(registers, register, n, repeats, outs[t], thread)
+                _add_to_total(registers, register, n, totals, t)
             elif what == SUM:
                 _add(registers, register, index, side, e, n, ahead, repeats, outs[t])
             else:
                 _take(registers, register, index, side, e, n, what == MAX, outs[t], ties[t])
+    for t in range(stores.shape[0]):
+        _, _, side, repeats = stores[t]
+        if side == OF_ALL:
+            _add_to_row(totals, t, repeats, outs[t], thread)

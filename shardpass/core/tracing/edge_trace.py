@@ -161,8 +161,9 @@ class EdgeTrace(TorchFunctionMode):
             self._check_expected(operands)
         if name in ("scatter_reduce", "scatter_reduce_"):
             scatter = _bound(args, kwargs)
-            if scatter.get("reduce") == "mean" and self.is_index(scatter.get("index")):
-                return self._mean(name, **scatter)
+            is_only_messages = scatter.get("reduce") == "sum" and scatter.get("include_self") is False
+            if (scatter.get("reduce") == "mean" or is_only_messages) and self.is_index(scatter.get("index")):
+                return self._sum_or_mean(name, **scatter)
         return self.run(func, name, args, kwargs, operands)
 
     def _substituted(self, arg: Any) -> Any:
@@ -344,10 +345,12 @@ class EdgeTrace(TorchFunctionMode):
             return value
         return base.copy_(value) if name.endswith("_") else value.clone()
 
-    def _mean(
+    def _sum_or_mean(
         self, name: str, base: Tensor, dim: int, index: Tensor, source: Tensor, reduce: str, include_self: bool = True
     ) -> Tensor:
-        """`scatter_reduce` with ``"mean"`` in steps that the trace sees: a sum, a count, and what torch makes of them.
+        """`scatter_reduce` in steps that the trace sees: a sum, a count, and what torch makes of them.
+
+        A sum comes here where destinations with messages do not add what they held before.
 
         Both reductions have kernels, which no reduction of its own for the mean would have.
         """
@@ -359,11 +362,13 @@ class EdgeTrace(TorchFunctionMode):
         count = count.view([-1 if d == dim else 1 for d in range(given.dim())])
         if include_self:
             total, count = self._step(torch.add, total, given), self._step(torch.add, count, 1)
-        divide = torch.div if given.is_floating_point() else torch.floor_divide
-        mean = self._step(divide, total, self._step(torch.clamp, count, 1))
+        found = total
+        if reduce == "mean":
+            divide = torch.div if given.is_floating_point() else torch.floor_divide
+            found = self._step(divide, total, self._step(torch.clamp, count, 1))
         if not include_self:
-            mean = self._step(torch.where, count > 0, mean, given)
-        return self._step(Tensor.copy_, given, mean) if name.endswith("_") else mean
+            found = self._step(torch.where, count > 0, found, given)
+        return self._step(Tensor.copy_, given, found) if name.endswith("_") else found
 
     def _check_index(self, index: Tensor, source: Tensor, dim: int, name: str) -> None:
         others = [d for d in range(index.dim()) if d != dim]

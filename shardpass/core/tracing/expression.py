@@ -90,7 +90,7 @@ def apply(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor,
         return Expr(function[0], (known(first), *function[1:]), tail)
     if name == "leaky_relu":
         slope = kwargs.get("negative_slope", args[1] if len(args) > 1 else 0.01)
-        return Expr("leaky_relu", (known(first), float(slope)), tail)
+        return Expr("leaky_relu", (known(first), float(slope)), tail) if _is_number(slope) else None
     if name == "sum":
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
         keep = kwargs.get("keepdim", args[2] if len(args) > 2 else False)
@@ -102,18 +102,24 @@ def apply(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor,
 def _function(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
     """The function of `UNARY` that a call is, or ``("clamp", low, high)``. What it writes in place is not followed."""
     name, others = SAME_FUNCTIONS.get(name, name), args[1:]
-    others += tuple(value for key, value in kwargs.items() if key != "inplace")
-    if name in ("pow", "__pow__") and others == (2,) and not kwargs:
-        return ("square",)
-    if name == "softplus" and others in ((), (1,), (1, 20)):  # beta and threshold
-        return (name,)
+    if name in ("pow", "__pow__"):
+        return ("square",) if len(others) == 1 and _is_number(others[0]) and others[0] == 2 and not kwargs else None
+    if name == "softplus":
+        given = {"beta": 1, "threshold": 20} | dict(zip(("beta", "threshold"), others)) | kwargs
+        is_plain = len(given) == 2 and all(map(_is_number, given.values()))
+        return (name,) if is_plain and given == {"beta": 1, "threshold": 20} else None
     if name in ("clamp", "clamp_min", "clamp_max") and kwargs.keys() <= {"min", "max"}:
         given = dict(zip({"clamp_min": ("min",), "clamp_max": ("max",)}.get(name, ("min", "max")), args[1:])) | kwargs
         bounds = [given.get("min"), given.get("max")]
-        if not all(bound is None or type(bound) in (int, float) for bound in bounds):
+        if not all(bound is None or _is_number(bound) for bound in bounds):
             return None
         return ("clamp", *(None if bound is None else float(bound) for bound in bounds))
-    return (name,) if name in UNARY and not others else None
+    return (name,) if name in UNARY and not others and kwargs.keys() <= {"inplace"} else None
+
+
+def _is_number(value: Any) -> bool:
+    """Whether `value` is a number of Python: a tensor may hold another one in the next call, or need a gradient."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _side_by_side(args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor, known: Known) -> Expr | None:
@@ -147,7 +153,7 @@ def _binary(op: str, args: tuple[Any, ...], out: Tensor, known: Known) -> Expr |
             if arg.dim() != out.dim() and expr.op != "outside":
                 return None  # rows would stand where columns do
             parts.append(expr if arg.dtype == out.dtype else Expr("cast", (expr, arg.dtype), expr.tail))
-        elif isinstance(arg, (int, float)) and not isinstance(arg, bool):
+        elif _is_number(arg):
             parts.append(float(arg))
         else:
             return None

@@ -49,9 +49,10 @@ class Step(NamedTuple):
     """An operation on earlier values, channel by channel.
 
     ``add``, ``sub``, ``mul``, ``div`` and the functions of one operand are those of torch. ``select`` of (x, a, b) is b
-    where ``x <= 0`` and else a. ``tied`` of (a, b, c) is c where ``a == b`` and else 0. ``softplus`` of (x, y) is x
-    above 20 and else y, which is ``log1p(exp(x))``. ``at_least`` and ``at_most`` of (x, bound) clamp x. ``detach`` is
-    its operand, to which no gradient flows.
+    where ``x <= 0`` and else a. ``positive`` is a where ``x > 0`` and else b, so it differs where x is NaN. ``tied`` of
+    (a, b, c) is c where ``a == b`` and else 0. ``softplus`` of (x, y) is x above 20 and else y, which is
+    ``log1p(exp(x))``. ``at_least`` and ``at_most`` of (x, bound) clamp x. ``detach`` is its operand, to which no
+    gradient flows.
     """
 
     op: str
@@ -137,6 +138,8 @@ def formula_of(messages: Mapping[int, Expr], ops: Mapping[int, str], rows: Rows,
         ops: ``sum``, ``max`` or ``min``: how they are reduced.
     """
     width = max(_numel(expr.tail) for expr in messages.values())
+    if width == 0:
+        return None
     lines = _Lines(())
     reader = _Reader(lines, width, rows, captured)
     try:
@@ -145,7 +148,8 @@ def formula_of(messages: Mapping[int, Expr], ops: Mapping[int, str], rows: Rows,
         return None
     found = Formula(width, tuple(lines.values), outputs)
     of_gradients = sum(1 if op == "sum" else 3 for op in ops.values())
-    return found if sum(not leaf.is_fixed for leaf in found.leaves) + of_gradients <= MOST_TABLES else None
+    of_leaves = sum(leaf.kind != "number" for leaf in found.leaves)  # of what they hold, or of their gradients
+    return found if of_leaves + of_gradients <= MOST_TABLES else None
 
 
 class _NotByChannelError(Exception):
@@ -227,7 +231,7 @@ class _Reader:
         if op == "relu":
             return lines.step("select", x, x, zero)
         if op == "leaky_relu":
-            return lines.step("select", x, x, lines.step("mul", lines.number(expr.args[1]), x))
+            return lines.step("positive", x, x, lines.step("mul", lines.number(expr.args[1]), x))
         if op == "softplus":
             return lines.step(op, x, lines.step("log1p", lines.step("exp", x)))
         if op == "square":
@@ -288,20 +292,20 @@ def _operand_gradients(lines: _Lines, place: int, step: Step, grad: int) -> list
     if op == "mul":
         return [(a, lines.step("mul", grad, b)), (b, lines.step("mul", grad, a))]
     if op == "div":
-        of_first = lines.step("div", grad, b)
-        return [(a, of_first), (b, lines.step("neg", lines.step("mul", of_first, place)))]
-    if op == "select":  # of x, a, b
-        return [(operands[1], lines.step("select", a, grad, zero)), (b, lines.step("select", a, zero, grad))]
+        slope = lines.step("div", place, b)
+        return [(a, lines.step("div", grad, b)), (b, lines.step("neg", lines.step("mul", grad, slope)))]
+    if op in ("select", "positive"):  # of x, a, b
+        return [(operands[1], lines.step(op, a, grad, zero)), (b, lines.step(op, a, zero, grad))]
     if op == "at_least":
         return [(a, lines.step("select", lines.step("sub", b, a), zero, grad))]
     if op == "at_most":
         return [(a, lines.step("select", lines.step("sub", a, b), zero, grad))]
     if op == "abs":
-        negative = lines.step("select", lines.step("neg", a), lines.step("neg", grad), zero)
-        return [(a, lines.step("select", a, grad, negative))]
+        negative = lines.step("positive", lines.step("neg", a), lines.number(-1.0), zero)
+        return [(a, lines.step("mul", grad, lines.step("positive", a, one, negative)))]
     if op == "softplus":  # torch takes x itself above 20
         of_curve = lines.step("mul", grad, lines.step("sigmoid", a))
-        return [(a, lines.step("select", lines.step("sub", a, lines.number(20.0)), grad, of_curve))]
+        return [(a, lines.step("positive", lines.step("sub", a, lines.number(20.0)), grad, of_curve))]
     if op in ("tanh", "sigmoid"):
         other = lines.step("mul", place, place) if op == "tanh" else place
         slope = lines.step("sub", one, other)

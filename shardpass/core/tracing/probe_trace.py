@@ -109,9 +109,9 @@ class ProbeTrace(EdgeTrace):
         if leaf is not None:
             self.leaves[id(tensor)] = leaf
 
-    def _enter(self, tensor: Tensor, expr: Expr, needs_gradient: bool = False) -> None:
-        if needs_gradient and not tensor.requires_grad:
-            expr = Expr("detach", (expr,), expr.tail)  # made with gradients switched off
+    def _enter(self, tensor: Tensor, expr: Expr, is_detached: bool = False) -> None:
+        if is_detached:
+            expr = Expr("detach", (expr,), expr.tail)
         self._exprs[id(tensor)] = (expr, tensor.grad_fn)
 
     def reduce(self, op: str, messages: Tensor, base: Base) -> Tensor:
@@ -170,7 +170,8 @@ class ProbeTrace(EdgeTrace):
                 self._adopt(tensor, depends)
         self._note_uses(name, args, operands)
         if self.count > before:
-            self._enter(out, Expr("reduced", (before,), tuple(out.shape[1:])), is_differentiable(out))
+            is_detached = is_differentiable(out) and not out.requires_grad
+            self._enter(out, Expr("reduced", (before,), tuple(out.shape[1:])), is_detached)
         elif isinstance(out, Tensor) and id(out) not in self._exprs and not changed:
             self._follow(name, args, kwargs, out, operands)
         return out
@@ -261,7 +262,9 @@ class ProbeTrace(EdgeTrace):
         else:
             found = apply(name, args, kwargs, out, self._expr)
         if found is not None:
-            self._enter(out, found, found.op != "detach" and any(t.requires_grad for t in operands))
+            # made with gradients switched off; torch says of a view that it requires them even then
+            is_detached = found.op != "detach" and out.grad_fn is None and any(t.requires_grad for t in operands)
+            self._enter(out, found, is_detached)
 
 
 def _storage(tensor: Tensor) -> int:

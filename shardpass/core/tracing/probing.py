@@ -218,7 +218,7 @@ def _formula(
     }
     captured = {id(tensor): (number, tuple(tensor.shape)) for number, tensor in enumerate(captures)}
     found = formula_of(messages, {k: r.op for k, r in members.items()}, rows, captured)
-    if found is None or found.width == 0:
+    if found is None:
         return None
     dtypes = {r.dtype for r in members.values()}
     for leaf in found.leaves:

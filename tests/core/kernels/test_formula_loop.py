@@ -19,6 +19,7 @@ STEPS = {
     "mul": torch.mul,
     "div": torch.div,
     "select": lambda x, a, b: torch.where(x <= 0, b, a),
+    "positive": lambda x, a, b: torch.where(x > 0, a, b),
     "tied": lambda a, b, c: torch.where(a == b, c, 0.0),
     "at_least": lambda x, low: torch.where(x.isnan(), x, torch.where(x < low, low, x)),
     "at_most": lambda x, high: torch.where(x.isnan(), x, torch.where(x > high, high, x)),
@@ -109,6 +110,14 @@ def test_rows_with_fewer_values_and_gradients_that_all_threads_add():
     products = (rows[weight].repeat_interleave(3, 1) * wide[outside]).view(10, 6)
     torch.testing.assert_close(into[weight], products.view(10, 2, 3).sum(-1))
     torch.testing.assert_close(into[outside], products.view(2, 5, 3, 2).sum((1, 3)))
+
+
+def test_long_sums_in_float32_do_not_forget_small_terms():
+    outside, count, width = Leaf("outside", number=0, repeats=100), 200_000, 100
+    formula = Formula(width, (outside, Step("add", (0, 0))), ((outside, 1),))
+    loop, into = FormulaLoop(formula, lambda leaf: torch.ones(1), {}, torch.float32), torch.zeros(1, 1)
+    loop.run(edges(torch.zeros(count)), {}.__getitem__, lambda what: [into])
+    assert into.item() == 2 * count * width  # more than 2**24, where adding one changes nothing
 
 
 def test_a_message_has_the_same_bits_wherever_its_edge_stands():

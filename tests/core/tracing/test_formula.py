@@ -15,6 +15,7 @@ STEPS = {
     "mul": torch.mul,
     "div": torch.div,
     "select": lambda x, a, b: torch.where(x <= 0, b, a),
+    "positive": lambda x, a, b: torch.where(x > 0, a, b),
     "tied": lambda a, b, c: torch.where(a == b, c, 0.0),
     "at_least": torch.maximum,
     "at_most": torch.minimum,
@@ -60,6 +61,7 @@ UNARY = {
     "silu": F.silu,
     "softplus": F.softplus,
     "softplus of large numbers": lambda x: F.softplus(x * 40),
+    "softplus(beta=, threshold=)": lambda x: F.softplus(x, threshold=20, beta=1),
     "leaky_relu": lambda x: F.leaky_relu(x, 0.3),
     "clamp": lambda x: x.clamp(-0.4, 0.7),
     "clamp(min=)": lambda x: x.clamp(min=0.1),
@@ -146,6 +148,8 @@ def test_has_a_formula(graph, message):
 
 
 CONSTANT = torch.ones(4, dtype=torch.float64)
+TWO = torch.nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+MANY = [torch.nn.Parameter(torch.rand(4, dtype=torch.float64)) for _ in range(12)]
 
 
 @pytest.mark.parametrize(
@@ -166,14 +170,55 @@ CONSTANT = torch.ones(4, dtype=torch.float64)
         lambda i: i.src["x"].relu().index_fill(1, torch.tensor([0]), 0),
         lambda i: i.src["x"].clone().relu_() + 1,
         lambda i: i.src["x"] ** 3,
+        lambda i: i.src["x"].abs() ** TWO,
+        lambda i: i.src["x"].abs() ** i.src["x"],
+        lambda i: F.softplus(i.src["x"], threshold=1),
+        lambda i: F.leaky_relu(i.src["x"], TWO.detach()),
+        lambda i: i.src["x"][:, :0].relu(),
+        lambda i: sum((i.src["x"] * p).tanh() for p in MANY),
     ],
     ids=[
         "copy", "constant", "flipped", "softmax", "elu", "product", "dropout", "random", "part", "cast", "infinite",
-        "beta", "filled", "in place", "cubed",
+        "beta", "filled", "in place", "cubed", "power of a parameter", "power of rows", "threshold",
+        "slope in a tensor", "no channels", "too many tables",
     ],
 )  # fmt: skip
 def test_has_none(graph, message):
     assert look(graph, message).formula is None
+
+
+def test_a_view_made_without_gradients_is_detached(graph):
+    """torch says that it requires gradients."""
+
+    def message(i):
+        with torch.no_grad():
+            still = i.src["x"].view(-1, 4)
+        return (still * i.dst["x"]).relu()
+
+    formula = look(graph, message).formula
+    gradient = formula.gradient({0: "sum"}, [Leaf("src", "x"), Leaf("dst", "x")])
+    assert [what for what, _ in gradient.outputs] == [Leaf("dst", "x")]
+
+
+@pytest.mark.parametrize("function", [torch.abs, F.leaky_relu, F.softplus, torch.relu], ids=lambda f: f.__name__)
+def test_gradients_of_awkward_numbers(graph, function):
+    """NaN, and infinite gradients where the slope is 0."""
+    formula = look(graph, lambda i: function(i.src["x"])).formula
+    nan, inf = float("nan"), float("inf")
+    x = torch.tensor([[nan, nan, 0.0, 0.0], [inf, -inf, 30.0, -1.0]], dtype=torch.float64, requires_grad=True)
+    grad = torch.tensor([[1.0, inf, inf, 2.0], [1.0, 1.0, inf, inf]], dtype=torch.float64)
+    function(x).backward(grad)
+    gradient = formula.gradient({0: "sum"}, [Leaf("src", "x")])
+    found = computed(gradient, {Leaf("src", "x"): x.detach(), Leaf("grad", number=0): grad})
+    torch.testing.assert_close(found[Leaf("src", "x")], x.grad, equal_nan=True)
+
+
+def test_the_gradient_of_a_tiny_divisor_does_not_overflow(graph):
+    formula = look(graph, lambda i: i.src["x"] / i.dst["x"]).formula
+    gradient = formula.gradient({0: "sum"}, [Leaf("dst", "x")])
+    rows = {Leaf("src", "x"): 0.0, Leaf("dst", "x"): 1e-300, Leaf("grad", number=0): 1e10}
+    filled = {leaf: torch.full((1, 4), value, dtype=torch.float64) for leaf, value in rows.items()}
+    assert computed(gradient, filled)[Leaf("dst", "x")].tolist() == [[0.0] * 4]
 
 
 @pytest.mark.parametrize("reduce", ["prod", "mixed"])
