@@ -102,12 +102,13 @@ def unfollowed(position: int) -> Callable[[Function], Function]:
 
     def decorated(function: Function) -> Function:
         names = function.__code__.co_varnames[: function.__code__.co_argcount]
+        is_named_comm = names[position : position + 1] == ("comm",)
         call = f"{function.__name__}({', '.join(names[: position + 1])})"
 
         @wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
             holder = kwargs["comm"] if "comm" in kwargs else args[position] if position < len(args) else None
-            if names[position] == "comm" and holder is not None:
+            if is_named_comm and holder is not None:
                 require_ranks(holder, call)
             comm = holder if isinstance(holder, Ranks) else getattr(holder, "comm", None)
             with nullcontext() if comm is None else comm.unfollowed():

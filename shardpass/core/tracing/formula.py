@@ -253,7 +253,10 @@ class _Reader:
         return self.lines.number(value)
 
     def _outside(self, arg: Expr, expr: Expr) -> int:
-        """A captured tensor of which each edge reads the same: one number, or one for each channel of `expr`."""
+        """A captured tensor of which each edge reads the same: one number, or one for each channel of `expr`.
+
+        Its shape is asked for, since the tail of its expression lacks the first dimension, which is not one of rows.
+        """
         number, shape = self.captured.get(arg.args[0], (-1, ()))
         count = _numel(shape)
         per_channel = count == _numel(expr.tail) == self.width and _without_ones(shape) == _without_ones(expr.tail)
