@@ -1,6 +1,6 @@
 """Bytes per edge of the structure that ranks keep, and the peak while they load it, against the bars.
 
-    python -m benchmarks.edge_bytes [--edges 4000000] [--degree 16] [--parts 4] [--ranks 4 2 1]
+    python -m benchmarks.edge_bytes [--edges 10000000] [--degree 16] [--parts 4] [--ranks 4 2 1]
 
 A graph with communities is partitioned. For each number of ranks and each model, a fresh process loads the store on
 that many ranks (threads) and trains two steps.
@@ -112,7 +112,7 @@ def measure(store: str, ranks: int, model: str) -> dict[str, float]:
 def main(arguments: list[str] | None = None) -> int:
     """Print each figure beside its bar; 1 if one is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--edges", type=int, default=4_000_000)
+    parser.add_argument("--edges", type=int, default=10_000_000)
     parser.add_argument("--degree", type=int, default=16)
     parser.add_argument("--parts", type=int, default=4)
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 2, 1])

@@ -29,10 +29,10 @@ def run_attention(call: Call, operands: Operands, attention: Attention) -> Forwa
     state = SoftmaxState.fresh(call.edges.num_dst, attention.heads, width, values)
     scores = scores_of(call, operands, attention)
     most = chunk_edges(call, attention, operands, scores.in_one_loop)
-    for position, shard, rows in call.walk(operands, _fetched(call, attention)):
+    for number, shard, rows in call.walk(operands, _fetched(call, attention)):
         table = rows[attention.value].reshape(-1, attention.heads, width) if rows else values
         for run in by_destination(shard, most):
-            kept = _kept(call, attention, position, run, values)
+            kept = _kept(call, attention, number, run, values)
             scores.accumulate(state, Piece(shard, run, rows, table, kept))
     total = state.total.add_(attention.eps)
     out = state.out.div_(total.unsqueeze(-1).masked_fill(total.unsqueeze(-1) == 0, 1))
@@ -63,18 +63,18 @@ def attention_gradients(
     one_by_one = bool(attention.dropout) or not scores.in_one_loop
     returned = Returned(call, gradients, names)
     reached, transposes = attention.output in gradients.reached, call.plan.comm.caches.of(Transposes)
-    for position, shard, rows in call.walk(operands, names):
-        with returned.block(position) as into:
+    for number, shard, rows in call.walk(operands, names):
+        with returned.shard(number) as into:
             table = rows[attention.value].reshape(-1, heads, width) if rows else grad[:0]
             is_wanted = attention.value in into
             target = into[attention.value].view_as(table) if is_wanted else torch.zeros_like(table)
             lacks_dst = False
             for run in by_source(shard, transposes, most, one_by_one) if reached else ():
-                kept = _kept(call, attention, position, run, grad)
+                kept = _kept(call, attention, number, run, grad)
                 gradients.ran = True
                 lacks_dst |= scores.adjoint(Piece(shard, run, rows, table, kept), outer, target, into, gradients)
         for run in by_destination(shard, most) if lacks_dst else ():  # while the gradients of sources travel
-            kept = _kept(call, attention, position, run, grad)
+            kept = _kept(call, attention, number, run, grad)
             scores.adjoint_of_dst(Piece(shard, run, rows, table, kept), outer, gradients)
     returned.finish()
 
@@ -97,9 +97,9 @@ def dropout_of_edges(edges: EdgeShards, seed: int, like: Tensor, p: float) -> Te
         p: probability that a weight is dropped.
     """
     found = torch.ones_like(like, requires_grad=False)
-    for position, shard in enumerate(edges.shards):
+    for number, shard in enumerate(edges.shards):
         rows = slice(0, shard.num_edges)
-        factors = dropout_factors(piece_seed(seed, position), rows, _numel(like), p, found)
+        factors = dropout_factors(piece_seed(seed, number), rows, _numel(like), p, found)
         shard.put(found, factors.view(-1, *like.shape[1:]))
     return found
 
@@ -128,7 +128,7 @@ def chunk_edges(call: Call, attention: Attention, operands: Operands, in_one_loo
     return max(1, call.plan.options.chunk_bytes // (max(widths) * operands.src[attention.value].itemsize))
 
 
-def _kept(call: Call, attention: Attention, position: int, run: RowRun, like: Tensor) -> Tensor | None:
+def _kept(call: Call, attention: Attention, number: int, run: RowRun, like: Tensor) -> Tensor | None:
     if not attention.dropout:
         return None
-    return dropout_factors(call.seed_of(position), run.known_positions(), attention.heads, attention.dropout, like)
+    return dropout_factors(call.seed_of(number), run.known_positions(), attention.heads, attention.dropout, like)

@@ -45,7 +45,7 @@ class _KernelPass:
         self.reductions = {k: call.structure.reductions[k] for k in members}
         self.shares = {k: self._share(k, reduction, results) for k, reduction in self.reductions.items()}
         self.writes_first, self.transposes = is_linear(call), call.plan.comm.caches.of(Transposes)
-        self.written: set[str] = set()
+        self.written: set[tuple[int, str]] = set()  # blocks and sources whose gradients were begun
 
     def _share(self, k: int, reduction: Reduction, results: ForwardResult) -> Tensor | None:
         """What each tie of an extremum gets of the gradient; `None` for sums."""
@@ -64,19 +64,18 @@ class _KernelPass:
             return
         compared = {r.source for k, r in self.reductions.items() if self.shares[k] is not None}
         max_edges = call.chunk_edges(self.operands)
-        for position, shard, rows in call.walk(self.operands, sorted(weighted | compared)):
+        for number, shard, rows in call.walk(self.operands, sorted(weighted | compared)):
             self.gradients.ran |= shard.num_edges > 0
-            with returned.block(position, zeroed=not self.writes_first) as into:
-                self.written.clear()
+            with returned.shard(number, zeroed=not self.writes_first) as into:
                 for k, reduction in self.reductions.items():
                     if reduction.source in into:
-                        self._add_to_sources(k, reduction, shard, rows, into[reduction.source])
+                        self._add_to_sources(k, reduction, number, shard, rows, into[reduction.source])
                     if reduction.weight in self.gradients.edge and k in self.gradients.reached:
                         self._add_to_weights(k, reduction, shard, rows, max_edges)
         returned.finish()
 
     def _add_to_sources(
-        self, k: int, reduction: Reduction, shard: Shard, rows: dict[str, Tensor], into: Tensor
+        self, k: int, reduction: Reduction, number: int, shard: Shard, rows: dict[str, Tensor], into: Tensor
     ) -> None:
         grad, share, is_reached = self.gradients.reductions[k], self.shares[k], k in self.gradients.reached
         if share is not None:
@@ -84,9 +83,9 @@ class _KernelPass:
                 source = rows[reduction.source]
                 gather_extremum_transposed(into, shard, self.transposes, source, self.values[k], share)
             return
-        name = self.call.canonical[reduction.source]
-        fresh = self.writes_first and name not in self.written
-        self.written.add(name)
+        begun = self.call.edges.position(number), self.call.canonical[reduction.source]
+        fresh = self.writes_first and begun not in self.written
+        self.written.add(begun)
         if is_reached:
             weights = self.call.weights(self.operands, shard, reduction.weight)
             gather_sum_transposed(into, shard, self.transposes, grad, weights, fresh)
@@ -128,20 +127,20 @@ class _MessagePass:
         is_reached = (self.to_edges and gradients.edges is not None) or bool(gradients.reached & {*self.members})
         returned = Returned(call, gradients, names)
         max_edges = call.chunk_edges(self.operands)
-        for position, shard, rows in call.walk(self.operands, names):
-            with returned.block(position) as into:
+        for number, shard, rows in call.walk(self.operands, names):
+            with returned.shard(number) as into:
                 for chunk in shard.chunks(max_edges) if is_reached else ():
                     gradients.ran = True
-                    self._differentiate(position, shard, chunk, rows, into)
+                    self._differentiate(number, shard, chunk, rows, into)
         returned.finish()
 
     def _differentiate(
-        self, position: int, shard: Shard, chunk: Chunk, rows: dict[str, Tensor], into: dict[str, Tensor]
+        self, number: int, shard: Shard, chunk: Chunk, rows: dict[str, Tensor], into: dict[str, Tensor]
     ) -> None:
         run = GradientRun(self.call, self.operands, EdgePiece.of_chunk(shard, chunk), rows)
         phase = BackwardPhase(self, chunk)
-        generator = self.call.generator(position, chunk.start)
-        message, _ = run.run(phase, (position, chunk.start), generator)
+        generator = self.call.generator(number, chunk.start)
+        message, _ = run.run(phase, (number, chunk.start), generator)
         outputs, cotangents = self._cotangents(phase, run, shard, chunk, message)
         known = [(k, t) for k, t in phase.known.items() if t.requires_grad]
         found = run.add_gradients(outputs, cotangents, into, self.gradients, others=[t for _, t in known])

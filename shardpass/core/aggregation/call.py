@@ -155,7 +155,7 @@ class Call:
     def walk(
         self, operands: Operands, names: list[str], placed: bool = False
     ) -> Iterator[tuple[int, Shard, dict[str, Any]]]:
-        """Yield ``(position, shard, {name: rows of the block})`` block by block. Collective if `names` is not empty.
+        """Yield ``(number, shard, {name: rows of its block})`` shard by shard. Collective if `names` is not empty.
 
         Args:
             placed: rows may be `PlacedRows`.
@@ -177,7 +177,8 @@ class Call:
                     blocks = operands.kept.setdefault(name, [])
                     if len(blocks) == position - 1:
                         blocks.append(rows[name])
-            yield position, shards[position], {name: rows[self.canonical[name]] for name in names}
+            for number in self.edges.numbers(position):
+                yield number, shards[number], {name: rows[self.canonical[name]] for name in names}
 
     def chunk_edges(self, operands: Operands) -> int:
         """How many edges are processed at a time, so that a temporary stays within ``options.chunk_bytes``."""
@@ -228,16 +229,16 @@ class Call:
         heads = rows.shape[1:].numel()
         return rows.reshape(-1, heads) if heads > 1 else rows.reshape(-1)
 
-    def seed_of(self, position: int, first_edge: int = 0) -> int:
-        """A seed for the edges of the block at `position` from `first_edge` on, the same in every pass."""
-        return piece_seed(self.seed, position, first_edge)
+    def seed_of(self, number: int, first_edge: int = 0) -> int:
+        """A seed for the edges of shard `number` from `first_edge` on, the same in every pass."""
+        return piece_seed(self.seed, number, first_edge)
 
-    def generator(self, position: int, first_edge: int) -> Callable[[], torch.Generator]:
+    def generator(self, number: int, first_edge: int) -> Callable[[], torch.Generator]:
         """Makes the generator of a chunk's dropout, the same in every pass."""
-        return lambda: torch.Generator(self.plan.comm.device).manual_seed(self.seed_of(position, first_edge))
+        return lambda: torch.Generator(self.plan.comm.device).manual_seed(self.seed_of(number, first_edge))
 
     @contextmanager
-    def scope(self, position: int, first_edge: int) -> Iterator[None]:
+    def scope(self, number: int, first_edge: int) -> Iterator[None]:
         """The conditions under which the message function runs, the same in every pass: random numbers, autocast."""
         with self.plan.comm.in_message(), ExitStack() as stack:
             enabled, dtype = self.autocast
@@ -245,7 +246,7 @@ class Call:
             if enabled or torch.is_autocast_enabled(device.type):
                 stack.enter_context(torch.autocast(device.type, dtype=dtype, enabled=enabled))
             if self.structure.random:
-                stack.enter_context(replayed(self.plan.comm, self.seed_of(position, first_edge)))
+                stack.enter_context(replayed(self.plan.comm, self.seed_of(number, first_edge)))
             yield
 
 

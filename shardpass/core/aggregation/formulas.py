@@ -173,9 +173,9 @@ class FormulaPass:
         by_dst, by_src = (
             FormulaLoop(self.formula.only(part), self.tables.constant, {}, self.dtype) for part in (of_dst, of_src)
         )
-        for position, shard, rows in call.walk(self.operands, names):
+        for number, shard, rows in call.walk(self.operands, names):
             self.tables.of_block(rows)
-            with returned.block(position) as into:
+            with returned.shard(number) as into:
                 target = partial(self._target, into)
                 for run in by_destination(shard, most) if of_dst else ():
                     by_dst.run(_edges_of(shard, run), self.tables.rows, target)

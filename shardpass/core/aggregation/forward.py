@@ -89,14 +89,14 @@ def _merge_ranks(call: Call, k: int, state: State) -> None:
 def _run_kernels(call: Call, operands: Operands, members: list[int], result: ForwardResult) -> None:
     reductions = call.structure.reductions
     only_sums = all(reductions[k].form != "extremum" for k in members)
-    for position, shard, rows in call.walk(operands, call.structure.sources_of(members), placed=only_sums):
+    for number, shard, rows in call.walk(operands, call.structure.sources_of(members), placed=only_sums):
         for k in members:
             state, source = result.states[k], rows[reductions[k].source]
             if reductions[k].form == "extremum":
                 gather_extremum(reductions[k].op, state, shard, source)
                 continue
             weights = call.weights(operands, shard, reductions[k].weight)
-            gather_sum(state[0], shard, source, weights, fresh=position == 0)
+            gather_sum(state[0], shard, source, weights, fresh=number == 0)
 
 
 def _run_messages(
@@ -104,12 +104,12 @@ def _run_messages(
 ) -> None:
     names = call.structure.sources_of(members, with_edges=to_edges)
     max_edges = call.chunk_edges(operands)
-    for position, shard, rows in call.walk(operands, names):
+    for number, shard, rows in call.walk(operands, names):
         for chunk in shard.chunks(max_edges):
             phase = ForwardPhase(call, chunk, stage, None if to_edges else max(members), result)
             inputs = call.inputs(operands, EdgePiece.of_chunk(shard, chunk), rows)
-            generator = call.generator(position, chunk.start)
-            run = run_again(call, inputs, phase, (position, chunk.start), generator)
+            generator = call.generator(number, chunk.start)
+            run = run_again(call, inputs, phase, (number, chunk.start), generator)
             if run.message is None:
                 continue
             if call.program.aggregate is not None or run.num_reductions != len(call.structure.reductions):

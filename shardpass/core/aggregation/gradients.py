@@ -121,11 +121,11 @@ class Returned:
         self._alias = {name: call.canonical[name] for name in names if call.canonical[name] in wanted}
         self._own = [gradients.src[name] for name in self.names]
         self._return = GradientReturn(call.plan, self._own, call.next_walk())
-        self._position, self._zeroed = 0, True
+        self._edges, self._position, self._zeroed = call.edges, 0, True
 
-    def block(self, position: int, zeroed: bool = True) -> Returned:
-        """Itself, to be entered for the block at `position`, whose gradients start from zero if `zeroed`."""
-        self._position, self._zeroed = position, zeroed
+    def shard(self, number: int, zeroed: bool = True) -> Returned:
+        """Itself, to be entered for a shard. The gradients of halo rows start from zero if `zeroed`."""
+        self._position, self._zeroed = self._edges.position(number), zeroed
         return self
 
     def __enter__(self) -> dict[str, Tensor]:

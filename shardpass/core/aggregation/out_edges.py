@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardpass.core.exchange import HaloPlan, Schedule, Transfer
-from shardpass.core.sharding import Block, EdgeShards, Shard, running, smallest_index_dtype, transposed
+from shardpass.core.sharding import Block, EdgeShards, Shard, Transposes, running, smallest_index_dtype, transposed
 
 
 @dataclass
@@ -79,7 +79,7 @@ def _build(
         if move.send_stop > move.send_start:
             parts[move.to] += [t.to(index) for t in _leaving(plan, edges, send_rows[move.to], move)]
     came = comm.all_to_all([torch.cat(part) for part in parts], label=label)
-    shards = [_own_shard(edges.shards[0], plan)]
+    shards = [_own_shard(edges.shards[number], plan) for number in edges.numbers(0)]
     taken = [0] * comm.size
     for move, block in zip(moves, reverse.blocks[1:]):
         if block.num_rows == 0:
@@ -92,7 +92,8 @@ def _build(
         taken[move.source] += degrees.numel() + num_edges
         columns = message[degrees.numel() : degrees.numel() + num_edges]
         shards.append(_shard(block, plan.num_own_src, sources, degrees, columns))
-    return reverse, EdgeShards(tuple(shards), plan.num_own_src, sum(shard.num_edges for shard in shards))
+    num_edges = sum(shard.num_edges for shard in shards)
+    return reverse, EdgeShards(tuple(shards), plan.num_own_src, num_edges, num_own=edges.num_own)
 
 
 def _leaving(plan: HaloPlan, edges: EdgeShards, ends: Tensor, move: Transfer) -> tuple[Tensor, Tensor]:
@@ -115,7 +116,7 @@ def _leaving(plan: HaloPlan, edges: EdgeShards, ends: Tensor, move: Transfer) ->
 
 
 def _own_shard(shard: Shard, plan: HaloPlan) -> Shard:
-    indptr, columns, _ = transposed(shard)
+    indptr, columns, _ = plan.comm.caches.of(Transposes).of(shard)
     return Shard(Block(plan.comm.rank, 0, plan.num_dst), indptr, columns, slice(0, 0))
 
 

@@ -137,7 +137,8 @@ def pull_copies(call: Call, gradients: Gradients) -> None:
     gradients.ran |= any(shard.num_edges for shard in call.edges.shards)
     for position, _, rows in fetch_blocks(reverse, published, call.next_walk(), placed=True):
         for name, table in zip(names, rows):
-            gather_sum(gradients.src[name], edges.shards[position], table, None, fresh=linear and position == 0)
+            for number in edges.numbers(position):
+                gather_sum(gradients.src[name], edges.shards[number], table, None, fresh=linear and number == 0)
 
 
 def _published(call: Call, name: str, gradients: Gradients) -> Tensor:
@@ -170,8 +171,9 @@ def pull_attention(
     returned = GradientReturn(reverse, [to_dst] if key in gradients else [], call.next_walk())
     for position, _, rows in fetch_blocks(reverse, published, call.next_walk()):
         into = [to_dst] if position == 0 else returned.buffers(position)
-        if edges.shards[position].num_edges and not bool((rows[2] == float("inf")).all()):
-            side.add(edges.shards[position], rows, into[0] if into else None)
+        for number in edges.numbers(position) if not bool((rows[2] == float("inf")).all()) else ():
+            if edges.shards[number].num_edges:
+                side.add(edges.shards[number], rows, into[0] if into else None)
         if position > 0:
             returned.send(position)
     returned.finish()

@@ -18,7 +18,7 @@ MakeGenerator = Callable[[], torch.Generator]
 
 
 Place = tuple[int, int]
-"""Which edges of a call run: the position of their block, and the first of its edges. Random numbers depend on it."""
+"""Which edges of a call run: the number of their shard, and the first of its edges. Random numbers depend on it."""
 
 
 class Run(NamedTuple):

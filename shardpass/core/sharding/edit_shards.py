@@ -1,37 +1,64 @@
-"""Shards of an edge list with some edges dropped and others added, merged from shards that are sorted already.
+"""Shards of an edge list with some edges dropped and self-loops added, made from shards that are sorted already.
 
-Sorting the whole list again would take several times its memory. Only edge tensors need the place of each edge in the
-list, so it is made when it is first read.
+Sorting the whole list again would take several times its memory. What is added gets a shard of its own, and an edge
+that is dropped and added again, as self-loops often are, stays where it is. So most shards are those of the other list,
+and so are their transposes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from shardpass.core.sharding.shard import EdgeShards, LazyTensor, Shard, build_shards, running, smallest_index_dtype
+from shardpass.core.sharding.shard import (
+    EdgeShards,
+    LazyTensor,
+    Shard,
+    SpreadRows,
+    build_shards,
+    running,
+    smallest_index_dtype,
+)
 
 _FEW = 256
 
 
 def edit_shards(base: EdgeShards, dropped: Tensor | None, added: Sequence[Tensor]) -> EdgeShards:
-    """What `build_shards` would make of the edges of `base` without those `dropped`, followed by those `added`.
+    """The shards of the edges of `base` without those `dropped`, followed by those `added`.
 
     Args:
         base: its shards are in the order of the rounds.
         dropped: places in the edge list of `base`, ascending. None drops none.
-        added: ``[2, k]`` each, in own-first source rows and own destination rows.
+        added: ``[2, k]`` each: own source rows and own destination rows. They get one more shard of the own block.
     """
-    edit = _Edit(base, dropped, added)
-    kept = None if dropped is None else without(dropped, base.num_edges)
-    extra = edit.extra()
-    num_edges = edit.num_kept + sum(shard.num_edges for shard in extra)
-    shards = tuple(edit.shard(number, extra[number], kept) for number in range(len(extra)))
-    return EdgeShards(shards, base.num_dst, num_edges)
+    shards, num_kept = list(base.shards), base.num_edges
+    new = torch.cat([base.shards[0].indptr.new_empty((2, 0)), *added], 1).long()
+    is_new = torch.ones(new.size(1), dtype=torch.bool, device=new.device)
+    if dropped is not None:
+        kept, num_kept = without(dropped, base.num_edges), base.num_edges - dropped.numel()
+        for number, shard in enumerate(shards):
+            lost = (~shard.select(kept)).nonzero().view(-1)
+            again = _found_again(shard, lost, new) if number in base.numbers(0) else None
+            if again is not None:
+                is_new[again] = False
+                again = (again + num_kept).to(smallest_index_dtype(num_kept + new.size(1)))
+            shards[number] = _left(shard, kept, dropped, lost, again)
+    num_own = base.num_own
+    if is_new.any():
+        src_rows, dst_rows = new[:, is_new]
+        (extra,) = build_shards(src_rows, dst_rows, [base.shards[0].block], base.num_dst).shards
+        rows = extra.edge_rows
+        if is_new.all() and isinstance(rows, slice):
+            rows = slice(num_kept, num_kept + extra.num_edges)
+        else:
+            rows = is_new.nonzero().view(-1)[rows] + num_kept
+        shards.insert(num_own, replace(extra, rows=rows))
+        num_own += 1
+    return EdgeShards(tuple(shards), base.num_dst, num_kept + new.size(1), num_own=num_own)
 
 
 def without(dropped: Tensor, count: int) -> Tensor:
@@ -49,64 +76,35 @@ def rows_left(rows: Tensor, dropped: Tensor) -> Tensor:
     return torch.cat([first, *(piece[1:] for piece in others)])
 
 
-@dataclass(frozen=True)
-class _Edit:
-    """What is done to an edge list. It is kept until the places of the new edges are read, so it holds little."""
-
-    base: EdgeShards
-    dropped: Tensor | None
-    added: Sequence[Tensor]
-
-    @property
-    def num_kept(self) -> int:
-        return self.base.num_edges - (0 if self.dropped is None else self.dropped.numel())
-
-    def extra(self) -> tuple[Shard, ...]:
-        """The shards of the added edges."""
-        none = self.base.shards[0].indptr.new_empty((2, 0))
-        src_rows, dst_rows = torch.cat([none, *self.added], 1).long()
-        return build_shards(src_rows, dst_rows, [shard.block for shard in self.base.shards], self.base.num_dst).shards
-
-    def shard(self, number: int, extra: Shard, kept: Tensor | None) -> Shard:
-        """The shard of the edges of a block that are `kept`, and of `extra`, which come last in each destination."""
-        mine = self.base.shards[number]
-        left, src_rows = _left(mine, kept)
-        places = LazyTensor(partial(self._places, number))
-        if extra.num_edges == 0:
-            return Shard(mine.block, left, src_rows, mine.rows if kept is None else places)
-        small = smallest_index_dtype(src_rows.numel() + extra.num_edges)
-        left, after = left.to(small), extra.indptr.to(small)
-        return Shard(mine.block, left + after, _merged(src_rows, left, extra.src_rows, after), places)
-
-    def _places(self, number: int) -> Tensor:
-        """Where the edges of a block stand in the new list."""
-        mine, kept = self.base.shards[number], None
-        places = mine.places(torch.arange(mine.num_edges, device=mine.indptr.device))
-        assert isinstance(places, Tensor)
-        if self.dropped is not None:
-            kept = without(self.dropped, self.base.num_edges)
-            places = running(kept)[places[kept[places]]]
-        extra = self.extra()[number]
-        theirs = extra.places(torch.arange(extra.num_edges, device=mine.indptr.device))
-        assert isinstance(theirs, Tensor)
-        left, _ = _left(mine, kept)
-        small = smallest_index_dtype(self.num_kept + sum(edges.size(1) for edges in self.added))
-        return _merged(places.to(small), left.to(small), theirs + self.num_kept, extra.indptr.to(small))
+def _found_again(shard: Shard, lost: Tensor, new: Tensor) -> Tensor | None:
+    """Which of the edges `new` each edge at the positions `lost` is; None if one of them is none of these."""
+    if not 0 < lost.numel() <= new.size(1):
+        return None
+    ends = torch.searchsorted(shard.indptr, lost, right=True) - 1
+    wanted, keys = shard.src_rows[lost].long() * shard.num_dst + ends, new[0] * shard.num_dst + new[1]
+    keys, order = keys.sort()
+    found = torch.searchsorted(keys, wanted).clamp(max=keys.numel() - 1)
+    is_each = torch.equal(keys[found], wanted) and found.unique().numel() == found.numel()
+    return order[found] if is_each else None
 
 
-def _left(mine: Shard, kept: Tensor | None) -> tuple[Tensor, Tensor]:
-    """``(indptr, src_rows)`` of the edges of a shard that are kept."""
-    chosen = None if kept is None else mine.select(kept)
-    if chosen is None or bool(chosen.all()):
-        return mine.indptr, mine.src_rows
-    return running(chosen)[mine.indptr], mine.src_rows[chosen]
+def _left(shard: Shard, kept: Tensor, dropped: Tensor, lost: Tensor, again: Tensor | None) -> Shard:
+    """A shard in the list without the edges `dropped`. Its own at the positions `lost` come `again` there, or not."""
+    places = shard.rows
+    rows: slice | LazyTensor | SpreadRows = LazyTensor(partial(_places, shard, dropped, kept.numel(), again))
+    if isinstance(places, slice):
+        first = int(kept[: places.start].count_nonzero())
+        rows = slice(first, first + shard.num_edges - lost.numel())
+        if again is not None:
+            rows = SpreadRows(first, lost.to(smallest_index_dtype(shard.num_edges)), again)
+    if again is not None or lost.numel() == 0:
+        return replace(shard, rows=rows)
+    chosen = shard.select(kept)
+    return Shard(shard.block, running(chosen)[shard.indptr], shard.src_rows[chosen], rows)
 
 
-def _merged(mine: Tensor, left: Tensor, extra: Tensor, after: Tensor) -> Tensor:
-    """The values of two lists that `left` and `after` ``[num_dst + 1]`` group, by group, those of `mine` first."""
-    out = mine.new_empty(mine.numel() + extra.numel())
-    for values, own, before in ((mine, left, after[:-1]), (extra, after, left[1:])):
-        places = torch.repeat_interleave(before.to(own.dtype), own.diff(), output_size=values.numel())
-        places += torch.arange(values.numel(), dtype=places.dtype, device=places.device)
-        out[places] = values.to(out.dtype)
-    return out
+def _places(shard: Shard, dropped: Tensor, num_edges: int, again: Tensor | None) -> Tensor:
+    """Where these edges stand in that list. Only calls with edge tensors read it."""
+    kept, places = without(dropped, num_edges), shard.edge_rows
+    left, found = kept[places], running(kept)[:-1][places]
+    return found[left] if again is None else found.to(again.dtype).masked_scatter(~left, again)

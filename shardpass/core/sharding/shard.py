@@ -84,6 +84,37 @@ class LazyTensor:
         return self._made
 
 
+class SpreadRows(NamedTuple):
+    """Places of edges that follow each other from `start` on, but for a few edges that are elsewhere.
+
+    Args:
+        positions: of those few among the edges, ascending, ``[few]``.
+        places: where they are, ``[few]``.
+    """
+
+    start: int
+    positions: Tensor
+    places: Tensor
+
+    def of(self, edges: slice | Tensor) -> Tensor:
+        """The places of the edges at some positions, made anew."""
+        dtype, device = self.places.dtype, self.places.device
+        if isinstance(edges, Tensor):
+            before = torch.searchsorted(self.positions, edges.to(self.positions.dtype))
+            found = (edges + self.start - before).to(dtype)
+            at = before.clamp(max=self.positions.numel() - 1)
+            return torch.where(self.positions[at] == edges, self.places[at], found)
+        low, high = torch.searchsorted(self.positions, self.positions.new_tensor([edges.start, edges.stop])).tolist()
+        few = self.positions[low:high] - edges.start
+        is_elsewhere = torch.zeros(edges.stop - edges.start, dtype=torch.bool, device=device)
+        is_elsewhere[few] = True
+        first = self.start + edges.start - low
+        found = torch.arange(first, first + is_elsewhere.numel(), dtype=dtype, device=device)
+        found -= is_elsewhere.cumsum(0, dtype=dtype)
+        found[few] = self.places[low:high]
+        return found
+
+
 @dataclass(frozen=True, eq=False)
 class Shard:
     """Edges from one block into this rank's destination rows.
@@ -92,19 +123,21 @@ class Shard:
         block: the source rows; ``src_rows`` count from ``block.start``.
         indptr: ``[num_dst + 1]``, CSR by destination.
         src_rows: ``[num_edges]`` row inside the block.
-        rows: what `edge_rows` is, or its owner.
+        rows: what `edge_rows` is, or what makes it.
         home: the shard in CPU memory of which this is a copy, see `streamed_shards.py`. Edge tensors are there as well.
     """
 
     block: Block
     indptr: Tensor
     src_rows: Tensor
-    rows: slice | Tensor | LazyTensor
+    rows: slice | Tensor | LazyTensor | SpreadRows
     home: Shard | None = field(default=None, repr=False)
 
     @property
     def edge_rows(self) -> slice | Tensor:
         """Where the shard's edges stand in the edge list that edge tensors follow: a slice, or ``[num_edges]``."""
+        if isinstance(self.rows, SpreadRows):
+            return self.rows.of(slice(0, self.num_edges))
         return self.rows.read() if isinstance(self.rows, LazyTensor) else self.rows
 
     @property
@@ -141,6 +174,8 @@ class Shard:
         """Where the edges at `positions` of the shard stand in the edge list that edge tensors follow."""
         if self.home is not None:
             return self.home.places(to_host(positions) if isinstance(positions, Tensor) else positions)
+        if isinstance(self.rows, SpreadRows):
+            return self.rows.of(positions)
         rows = self.edge_rows
         if isinstance(rows, Tensor):
             return rows[positions]
@@ -165,16 +200,27 @@ class EdgeShards:
     """One edge list, cut by source block. Edge tensors have ``num_edges`` rows in the order of that list.
 
     Args:
-        shards: one per block, in the order of the rounds, the own block first. Some may have no edges.
+        shards: one per block, in the order of the rounds, after those of the own block. Some may have no edges.
         num_dst: destination rows of this rank.
         num_edges: edges of this rank.
         largest_degree: the largest in-degree of an own node, if the shards leave out some edges; else None.
+        num_own: how many shards are of the own block: two where a layer added edges to a list (self-loops).
     """
 
     shards: tuple[Shard, ...]
     num_dst: int
     num_edges: int
     largest_degree: int | None = None
+    num_own: int = 1
+
+    def numbers(self, position: int) -> range:
+        """Which of the shards are of the block at `position`."""
+        last = position + self.num_own
+        return range(last - 1 if position else 0, last)
+
+    def position(self, number: int) -> int:
+        """The position of the block of a shard."""
+        return max(0, number - self.num_own + 1)
 
     def degrees(self) -> Tensor:
         """How many of these edges end in each destination row, ``[num_dst]`` int64, on the device of the shards."""

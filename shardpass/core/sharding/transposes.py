@@ -57,6 +57,9 @@ class Transposes:
 
 def transposed(shard: Shard, with_order: bool = False) -> BySource:
     """`shard` by source, made anew; edges of the same source stay in order."""
+    if shard.block.num_rows == shard.num_dst >= shard.num_edges and bool((shard.src_rows == shard.dst_rows()).all()):
+        places = torch.arange(shard.num_edges, dtype=shard.indptr.dtype, device=shard.indptr.device)  # self-loops
+        return BySource(shard.indptr, shard.src_rows, places if with_order else None)
     device, small = shard.src_rows.device, smallest_index_dtype(max(shard.num_edges, shard.num_dst))
     indptr = torch.zeros(shard.block.num_rows + 1, dtype=torch.int64, device=device)
     torch.cumsum(torch.bincount(shard.src_rows, minlength=shard.block.num_rows), 0, out=indptr[1:])

@@ -1,4 +1,4 @@
-"""Shards merged from those of a longer or shorter list are those that sorting the list anew gives."""
+"""Shards of a list that was edited hold what sorting the list anew gives; what was added has a shard of its own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardpass.core.sharding.edit_shards import edit_shards, rows_left, without
-from shardpass.core.sharding.shard import Block, build_shards
+from shardpass.core.sharding.shard import Block, EdgeShards, build_shards
 
 BLOCKS = [Block(1, 0, 7), Block(0, 7, 9), Block(2, 9, 9), Block(3, 9, 15)]
 NUM_DST = 7
@@ -23,40 +23,72 @@ def edge_list(num_edges: int, seed: int, in_order: bool) -> torch.Tensor:
     return edges
 
 
+LOOPS = torch.arange(NUM_DST).expand(2, -1)
+
+
+def with_loops(edges: torch.Tensor, nodes: list[int]) -> torch.Tensor:
+    """`edges` without self-loops but for one at each of `nodes`, somewhere among them."""
+    plain = edges[:, edges[0] != edges[1]]
+    loops = torch.tensor(nodes, dtype=torch.long).expand(2, -1)
+    order = torch.randperm(plain.size(1) + len(nodes), generator=torch.Generator().manual_seed(4))
+    return torch.cat([plain, loops], 1)[:, order]
+
+
 @pytest.mark.parametrize("in_order", [False, True])
-@pytest.mark.parametrize("drop", ["nothing", "some", "one block", "all", "none given"])
-@pytest.mark.parametrize("add", ["nothing", "loops", "edges"])
-def test_same_as_sorting_anew(in_order: bool, drop: str, add: str) -> None:
-    edges = edge_list(60, 0, in_order)
+@pytest.mark.parametrize("drop", ["nothing", "some", "one block", "loops", "all", "none given"])
+@pytest.mark.parametrize("add", ["nothing", "loops", "some loops", "edges"])
+@pytest.mark.parametrize("loops", [[], [5, 0, 2], [3, 3]])
+def test_shards_hold_the_edges_that_are_left_and_those_added(
+    in_order: bool, drop: str, add: str, loops: list[int]
+) -> None:
+    edges = with_loops(edge_list(60, 0, False), loops)
+    if in_order:
+        base = build_shards(*edges, BLOCKS, NUM_DST)
+        edges = edges[:, torch.cat([torch.arange(edges.size(1))[shard.edge_rows] for shard in base.shards])]
     base = build_shards(*edges, BLOCKS, NUM_DST)
-    kept = torch.ones(60, dtype=torch.bool)
-    if drop == "some":
-        kept = torch.rand(60, generator=torch.Generator().manual_seed(1)) < 0.7
-    elif drop == "one block":
-        kept = edges[0] >= 7
-    elif drop == "all":
-        kept[:] = False
-    added = {"loops": torch.arange(NUM_DST).expand(2, -1), "edges": edge_list(11, 2, False)}.get(add)
-
-    found = edit_shards(
-        base, None if drop == "none given" else (~kept).nonzero().view(-1), [] if added is None else [added]
+    dropped = {
+        "some": torch.rand(edges.size(1), generator=torch.Generator().manual_seed(1)) > 0.7,
+        "one block": edges[0] < 7,
+        "loops": edges[0] == edges[1],
+        "all": torch.ones(edges.size(1), dtype=torch.bool),
+    }.get(drop, torch.zeros(edges.size(1), dtype=torch.bool))
+    added = {"loops": LOOPS, "some loops": LOOPS[:, [2, 5, 2]], "edges": edge_list(11, 2, False).remainder(7)}.get(
+        add, LOOPS[:, :0]
     )
-    whole = edges[:, kept] if added is None else torch.cat([edges[:, kept], added], 1)
-    expected = build_shards(*whole, BLOCKS, NUM_DST)
 
-    assert (found.num_edges, found.num_dst) == (expected.num_edges, expected.num_dst)
-    numbers = torch.arange(whole.size(1)) * 10
-    for mine, theirs in zip(found.shards, expected.shards):
-        assert mine.block == theirs.block and mine.src_rows.dtype == theirs.src_rows.dtype
-        assert mine.indptr.tolist() == theirs.indptr.tolist()
-        assert mine.src_rows.tolist() == theirs.src_rows.tolist()
-        assert mine.select(numbers).tolist() == theirs.select(numbers).tolist()
+    found = edit_shards(base, None if drop == "none given" else dropped.nonzero().view(-1), [added])
+
+    whole = torch.cat([edges[:, ~dropped], added], 1)
+    assert (found.num_edges, found.num_dst) == (whole.size(1), NUM_DST)
+    assert torch.equal(torch.stack([found.row(0), found.row(1)]), whole)  # which reads sources, pointers and places
+    places = torch.cat([torch.arange(whole.size(1))[shard.edge_rows] for shard in found.shards])
+    assert torch.equal(places.sort().values, torch.arange(whole.size(1)))
+    assert [found.shards[found.numbers(p)[0]].block for p in range(len(BLOCKS))] == BLOCKS
+    assert [found.position(n) for p in range(len(BLOCKS)) for n in found.numbers(p)] == [
+        p for p in range(len(BLOCKS)) for _ in found.numbers(p)
+    ]
 
 
 def test_untouched_shards_are_not_copied() -> None:
-    base = build_shards(*edge_list(60, 3, True), BLOCKS, NUM_DST)
-    found = edit_shards(base, None, [torch.arange(NUM_DST).expand(2, -1)])
-    assert [a.src_rows is b.src_rows for a, b in zip(found.shards, base.shards)] == [False, True, True, True]
+    def kept(found: EdgeShards) -> list[bool]:
+        halo = found.shards[found.num_own :]
+        return [a.src_rows is b.src_rows for a, b in zip((found.shards[0], *halo), base.shards, strict=True)]
+
+    edges = with_loops(edge_list(60, 3, True), [1, 4])
+    base = build_shards(*edges, BLOCKS, NUM_DST)
+    edges = edges[:, torch.cat([torch.arange(edges.size(1))[shard.edge_rows] for shard in base.shards])]
+    base = build_shards(*edges, BLOCKS, NUM_DST)
+    is_loop = edges[0] == edges[1]
+    more = edit_shards(base, None, [LOOPS])
+    assert (*more.shards[:1], *more.shards[2:]) == base.shards and more.num_own == 2
+    fewer = edit_shards(base, torch.tensor([1]), [])
+    assert kept(fewer) == [False, True, True, True]
+    again = edit_shards(base, is_loop.nonzero().view(-1), [LOOPS])
+    assert kept(again) == [True] * 4 and again.shards[1].num_edges == NUM_DST - 2
+    some = edit_shards(base, is_loop.nonzero().view(-1), [LOOPS[:, :2]])  # the loop at 4 does not come again
+    assert kept(some) == [False, True, True, True]
+    for found, slices in ((more, 5), (fewer, 4), (again, 3), (some, 5)):
+        assert sum(isinstance(shard.rows, slice) for shard in found.shards) == slices
 
 
 @pytest.mark.parametrize("count", [1, 7, 300])

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardpass.core.sharding.shard import Block, build_shards, shard_order, smallest_index_dtype
+from shardpass.core.sharding.shard import Block, SpreadRows, build_shards, shard_order, smallest_index_dtype
 from shardpass.core.sharding.transposes import Transposes
 
 BLOCKS = (Block(1, 0, 4), Block(0, 6, 9), Block(2, 9, 9), Block(0, 4, 6), Block(2, 9, 12))  # round order, not by start
@@ -136,3 +136,15 @@ def test_no_edges(num_dst):
 def test_index_dtype():
     assert smallest_index_dtype(2**31 - 1) == torch.int32
     assert smallest_index_dtype(2**31) == torch.int64
+
+
+def test_spread_rows_are_the_places_of_edges():
+    rows = SpreadRows(
+        5, torch.tensor([0, 3, 4, 9], dtype=torch.int32), torch.tensor([40, 41, 2, 43], dtype=torch.int32)
+    )
+    places = torch.tensor([40, 5, 6, 41, 2, 7, 8, 9, 10, 43])
+    for start in range(11):
+        for stop in range(start, 11):
+            assert torch.equal(rows.of(slice(start, stop)), places[start:stop].int())
+    order = torch.randperm(10, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(rows.of(order), places[order].int()) and torch.equal(rows.of(order.int()), places[order].int())

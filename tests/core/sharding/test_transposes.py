@@ -25,3 +25,12 @@ def test_pieces_are_the_whole(case, at_once, monkeypatch):
     assert found.indptr.diff().tolist() == torch.bincount(src, minlength=num_src).tolist()
     kept = transposes.Transposes()
     assert kept.of(shard).order is None and torch.equal(kept.of(shard, with_order=True).order, found.order)
+
+
+def test_self_loops_are_their_own_transpose():
+    nodes = torch.tensor([0, 2, 2, 5])
+    (shard,) = build_shards(nodes, nodes, [Block(0, 0, 6)], 6).shards
+    found = transposes.transposed(shard, with_order=True)
+    assert found.dst_rows is shard.src_rows and found.indptr is shard.indptr
+    assert (found.dst_rows.tolist(), found.order.tolist()) == ([0, 2, 2, 5], [0, 1, 2, 3])
+    assert found.indptr.tolist() == [0, 1, 1, 3, 3, 3, 4]
