@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shardpass.core.exchange import node_set
-from shardpass.core.graphs import OwnFields, Relation, ShardedGraph, ShardedHeteroGraph, relation_of
+from shardpass.core.graphs import OwnFields, Relation, ShardedGraph, ShardedHeteroGraph, relation_of, row_of_last
 from shardpass.core.ranks import Options, Ranks, require_ranks
 from shardpass.core.sharding import EDGE, NODE, NodeType, Ownership
 from shardpass.data.lookup import StoreTables
@@ -121,6 +121,7 @@ def _relation(
     options: Options,
 ) -> Relation:
     edges, (source, _, target) = data.edges[edge_type], edge_type
+    last_node = row_of_last(data.node_ids[source], ownership[source].offsets[-1]) if source == target else None
     return relation_of(
         comm,
         edges.owners,
@@ -130,6 +131,7 @@ def _relation(
         data.edge_fields[edge_type],
         options,
         (source, target),
+        last_node=last_node,
     )
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardpass.core.exchange import node_set
-from shardpass.core.graphs import OwnFields, ShardedGraph, ShardedHeteroGraph, build_relation
+from shardpass.core.graphs import OwnFields, ShardedGraph, ShardedHeteroGraph, build_relation, row_of_last
 from shardpass.core.ranks import Options, Ranks
 from shardpass.core.sharding import EdgeType, NodeType, Ownership
 
@@ -113,8 +113,10 @@ def shard_as(
         dst_rows = new_ids[dst][edges[1, edge_ids]] - ownership[dst].offsets[comm.rank]
         num_dst = ownership[dst].num_own(comm.rank)
         ends = (src, dst) if issubclass(kind_of_graph, ShardedHeteroGraph) else None
+        last_node = row_of_last(node_ids[src], len(owners[src])) if src == dst else None
+        src_ids = new_ids[src][edges[0, edge_ids]]
         relations[edge_type] = build_relation(
-            comm, ownership[src], new_ids[src][edges[0, edge_ids]], dst_rows, num_dst, edge_ids, own, options, ends
+            comm, ownership[src], src_ids, dst_rows, num_dst, edge_ids, own, options, ends, last_node
         )
     classes = {kind: int(own["y"].max()) + 1 for kind, own in graph.node.items() if "y" in own}
     totals = {kind: edges.size(1) for kind, edges in graph.edges.items()}

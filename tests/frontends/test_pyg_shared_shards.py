@@ -43,8 +43,14 @@ def without_second_loops(has_loops: bool) -> WholeGraph:
 GRAPHS = {"doubled loops": GRAPH, "loops": without_second_loops(True), "no loops": without_second_loops(False)}
 
 
-@pytest.mark.parametrize("backward", ["push", "pull"])
-@pytest.mark.parametrize("graph", GRAPHS)
+@pytest.mark.parametrize(
+    "graph, backward",
+    [
+        ("loops", "push"),
+        ("no loops", "pull"),
+        *(pytest.param(graph, way, marks=pytest.mark.long) for graph in GRAPHS for way in ("pull", "push")),
+    ],
+)
 @pytest.mark.parametrize("name", LAYERS)
 def test_shared_shards_equal_the_whole_graph(name, graph, backward, monkeypatch):
     monkeypatch.setattr(derived, "_LONG", 0)

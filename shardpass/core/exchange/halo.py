@@ -41,6 +41,8 @@ class HaloPlan:
         ends: the types of sources and destinations, where they are known.
         shared: the rows that go through shared memory, or `None` where all go as messages.
         edges: how many edges this rank has, and how many all ranks have; `None` where that does not matter.
+        last_node: the own row of the last node of the original graph, where sources and destinations have one type;
+            `None` on other ranks.
     """
 
     comm: Ranks
@@ -54,6 +56,7 @@ class HaloPlan:
     ends: tuple[NodeType, NodeType] | None = None
     shared: SharedRows | None = None
     edges: tuple[int, int] | None = None
+    last_node: int | None = None
 
     @classmethod
     def over(

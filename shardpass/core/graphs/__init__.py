@@ -12,6 +12,7 @@ from shardpass.core.graphs.edge_index import ShardedEdgeIndex
 from shardpass.core.graphs.embedding import NodeEmbedding, OwnRows, node_embeddings
 from shardpass.core.graphs.graph import LoadedGraphs, ShardedGraph, gather
 from shardpass.core.graphs.hetero_graph import ShardedHeteroGraph
+from shardpass.core.graphs.last_node import row_of_last
 from shardpass.core.graphs.node_ids import NodeIds, node_ids
 from shardpass.core.graphs.original_order import refuse_original_order, refuse_two_numberings
 from shardpass.core.graphs.readout import all_rows, reduce_rows
@@ -48,6 +49,7 @@ __all__ = [
     "relation_of",
     "require_device",
     "reversed_edges",
+    "row_of_last",
     "rows",
     "union",
 ]

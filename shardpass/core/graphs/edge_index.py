@@ -17,6 +17,8 @@ from torch import Tensor
 from shardpass.core.exchange import HaloPlan
 from shardpass.core.following import user_line
 from shardpass.core.graphs.by_source import TAKING, extremum_at_source, refused, scatter_to_source, take_by_source
+from shardpass.core.graphs.edge_mask import EdgeMask
+from shardpass.core.graphs.last_node import ROWS_READ, lacks_last_node, other_count
 from shardpass.core.graphs.layer_flow import LayerFlow
 from shardpass.core.graphs.stand_in import PRINTS, StandIn, as_tensor, counted_last, describes, first_of, largest
 from shardpass.core.ranks import torch_private
@@ -26,9 +28,6 @@ from shardpass.errors import RefusedError
 _COPIES = frozenset(["clone", "contiguous", "detach", "to", "long", "cpu", "cuda", "alias"])
 _RESHAPES = frozenset(["view", "expand", "expand_as", "unsqueeze", "reshape", "flatten", "squeeze"])
 _COMPARES = frozenset(["eq", "ne", "__eq__", "__ne__"])
-_COUNTS = frozenset(
-    ["any", "all", "sum", "mean", "max", "min", "item", "tolist", "count_nonzero", "__bool__", "__len__"]
-)
 _OF_DATA = frozenset("x y edge_index edge_attr edge_weight edge_type batch x_dict num_nodes".split())
 
 
@@ -42,6 +41,7 @@ class ShardedEdgeIndex(StandIn):
     is_reversed: bool
     derivation: Derivation | None  # how the numbers are made, where they are not stored
     flow: LayerFlow | None  # which nodes are computed; `None`: all of them
+    lacks_last = False  # after the largest id was asked for, until something else is: the last node has no edge
     counts_last = True
 
     @staticmethod
@@ -114,6 +114,8 @@ class ShardedEdgeIndex(StandIn):
     @classmethod
     def answer(cls, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         mine = first_of(ShardedEdgeIndex, args, kwargs)
+        if name not in ROWS_READ:
+            mine.lacks_last = name == "max" and lacks_last_node(mine.plan, mine.derivation)
         if name in TAKING and args and args[0] is not mine and mine.has_one_type:
             return take_by_source(mine.plan, mine.flow, name, args, kwargs)
         if describes(func) and not mine.plan.comm.runs_user_code:
@@ -237,37 +239,6 @@ class SourceRows(StandIn):
         raise _refused(name, "source node ids")
 
 
-class EdgeMask(Tensor):
-    """Which own edges are self-loops, or are not. It selects edges; whether there are any, no rank knows alone."""
-
-    plan: HaloPlan
-
-    @staticmethod
-    def wrap(data: Tensor, plan: HaloPlan) -> EdgeMask:
-        """`data`, with the rows that it is known to hold."""
-        out = data.as_subclass(EdgeMask)
-        out.plan = plan
-        plan.comm.mark_rows_alike(out, data)
-        return out
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        name = getattr(func, "__name__", "")
-        if name in _COUNTS and args and isinstance(args[0], EdgeMask):
-            raise RefusedError(
-                f"{user_line()}: `{name}` of a mask over this rank's edges (self-loops): other ranks have other edges "
-                f"and would get another answer. Compute it before partitioning, or count over all ranks with "
-                f"shardpass.total"
-            )
-        with torch_private.DisableTorchFunctionSubclass():
-            out = func(*args, **(kwargs or {}))
-        if isinstance(out, Tensor) and out.dtype == torch.bool and type(out) is Tensor and name != "__get__":
-            return EdgeMask.wrap(out, next(a.plan for a in args if isinstance(a, EdgeMask)))
-        return out
-
-
 def _marked(mine: ShardedEdgeIndex | SourceRows, out: Any) -> Any:
     """`out`, of which the engine says what its rows are: numbers of destinations, or something of each edge."""
     plan = mine.plan
@@ -326,7 +297,9 @@ def _item(mine: ShardedEdgeIndex, key: Any) -> Tensor:
             raise _refused("a slice [:, a:b]", "the edge_index")
         start = mine.derivation or Derivation.of(mine.sources_first)
         if not start.is_edited and isinstance(edges, Tensor) and edges.dtype == torch.bool:
-            return ShardedEdgeIndex.derived(start.masked(edges), mine.plan, mine.is_reversed, mine.flow)
+            out = ShardedEdgeIndex.derived(start.masked(edges), mine.plan, mine.is_reversed, mine.flow)
+            out.lacks_last = mine.lacks_last and isinstance(key[1], EdgeMask)  # the self-loops are added again
+            return out
         return mine._of(mine.sources_first[:, edges])
     if isinstance(key, tuple) and len(key) == 2 and isinstance(key[0], int):
         row, edges = _item(mine, key[0]), _plain_one(key[1])
@@ -369,6 +342,8 @@ def _check_piece(mine: ShardedEdgeIndex, piece: Tensor) -> None:
             f"partitioning. If a layer adds the self-loops: rank {plan.comm.rank} owns {plan.num_dst} nodes, has x "
             f"as many rows (graph.x)?"
         )
+    if mine.lacks_last and bool((data[0] == plan.last_node).any()):
+        raise other_count(plan)
 
 
 def _stacked(plan: HaloPlan, first: Tensor, second: Tensor) -> ShardedEdgeIndex:

@@ -101,6 +101,7 @@ def build_relation(
     fields: Mapping[str, Tensor],
     options: Options,
     ends: tuple[NodeType, NodeType] | None = None,
+    last_node: int | None = None,
 ) -> Relation:
     """The edges of one type, sharded. Collective; `sources` and `options` must be the same on every rank.
 
@@ -109,11 +110,12 @@ def build_relation(
         dst_rows: own destination row of each edge, ``[num_edges]`` int64.
         edge_ids, fields: per edge, in the same order as `src_ids`.
         ends: the types of sources and destinations, by which edges of another type are recognised.
+        last_node: see `HaloPlan`.
     """
     device = HOST if options.stream_structure else comm.device
     owners, order = edges_by_owner(sources, comm.rank, src_ids.to(device), dst_rows.to(device), num_dst)
     num_own = sources.num_own(comm.rank)
-    return relation_of(comm, owners, num_own, num_dst, lambda: edge_ids, fields, options, ends, order)
+    return relation_of(comm, owners, num_own, num_dst, lambda: edge_ids, fields, options, ends, order, last_node)
 
 
 def relation_of(
@@ -126,6 +128,7 @@ def relation_of(
     options: Options,
     ends: tuple[NodeType, NodeType] | None = None,
     order: Tensor | None = None,
+    last_node: int | None = None,
 ) -> Relation:
     """The edges of one type, of which each rank has those by owner. Collective. Their tensors are taken as they are.
 
@@ -134,14 +137,14 @@ def relation_of(
         num_own_src: source rows that this rank owns. num_dst: destination rows.
         edge_ids: gives the original position of each edge, called when they are first needed.
         fields: per edge, in the same order as `edge_ids`.
-        options, ends: as of `build_relation`.
+        options, ends, last_node: as of `build_relation`.
         order: where each of the edges of `owners` stands in `edge_ids` and `fields`. `None`: they have the same order.
     """
     device = HOST if options.stream_structure else comm.device
     owners = [edges.to(device) for edges in owners]
     num_edges = sum(edges.src_rows.numel() for edges in owners)
     plan = halo_plan_of(comm, num_own_src, [edges.needed for edges in owners], num_dst, num_edges, options)
-    plan = replace(plan, ends=ends)
+    plan = replace(plan, ends=ends, last_node=last_node)
     shards = shards_of_owners(owners, plan.blocks, num_dst)
     order = None if order is None else order.to(device, smallest_index_dtype(order.numel()))
     if options.mode == "halo":  # layers that see whole neighbourhoods break ties by the order of edges

@@ -80,6 +80,15 @@ class Derivation:
         first = first if self.dropped is None else rows_left(first, self.dropped)
         return torch.cat([first, *(edges[index] for edges in self.added)]) if self.added else first
 
+    def has_edge_at(self, row: int) -> bool:
+        """Whether an edge of the list begins or ends at an own row."""
+        if self.is_edited or isinstance(self.base, Tensor):
+            return any(bool((self.row(end) == row).any()) for end in (1, 0))
+        own = [self.base.shards[number] for number in self.base.numbers(0)]
+        return any(int(shard.indptr[row + 1] - shard.indptr[row]) for shard in self.base.shards) or any(
+            bool((shard.src_rows == row).any()) for shard in own
+        )
+
     def whole(self) -> Tensor:
         """The list, ``[2, num_edges]``."""
         return torch.stack([self.row(0), self.row(1)])
