@@ -4,8 +4,8 @@
 
 Each configuration runs in fresh processes with one computing thread per rank, twice: once for memory, once for time
 (see benchmarks/meter.py for why). All of them, plain PyG and DGL too, may use huge pages for large tensors
-(THP_MEM_ALLOC_ENABLE=1), unless a configuration says otherwise: without, page faults of fresh tensors are up to a third
-of an epoch's CPU seconds. Prints a table; ``--json FILE`` appends one JSON line per configuration.
+(shardpass.backends.CHEAP_TENSORS), unless a configuration says otherwise: without, page faults of fresh tensors are up
+to a third of an epoch's CPU seconds. Prints a table; ``--json FILE`` appends one JSON line per configuration.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.graphs import KINDS, make_graph
+from shardpass.backends import CHEAP_TENSORS
 from shardpass.cli.launch import launch_command, launcher_environment
 from shardpass.cli.memory import exact_allocator
 from shardpass.data import partition
@@ -82,8 +83,8 @@ class Bench:
 
 
 def huge_pages(enabled: bool) -> dict[str, str]:
-    """The environment in which torch asks for huge pages for large tensors, or does not."""
-    return {"THP_MEM_ALLOC_ENABLE": str(int(enabled))}
+    """The environment in which fresh tensors are cheap, with huge pages for large ones, or not."""
+    return CHEAP_TENSORS if enabled else {"THP_MEM_ALLOC_ENABLE": "0"}
 
 
 def _child(config: Record, env: dict[str, str]) -> Record:

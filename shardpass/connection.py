@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from shardpass import backends
-from shardpass.backends import HUGE_PAGES, Communicator, huge_pages
+from shardpass.backends import Communicator, lacks_cheap_tensors
 from shardpass.core.ranks import Ranks
 from shardpass.errors import shorten_tracebacks
 
@@ -74,10 +74,10 @@ def connect(
         host_timeout=host_timeout,
         black_box=black_box,
     )
-    if comm.rank == 0 and huge_pages() == "madvise" and os.environ.get(HUGE_PAGES) != "1":
+    export = lacks_cheap_tensors(os.environ)
+    if comm.rank == 0 and export:
         logging.getLogger("shardpass").info(
-            f"large tensors are in small pages, which costs up to a third of an epoch's CPU time: set {HUGE_PAGES}=1 "
-            f"in the environment before Python starts"
+            f"fresh tensors cost up to a third of an epoch's CPU time: `{export}` before Python starts"
         )
     return Ranks(comm)
 

@@ -10,7 +10,7 @@ from shardpass.backends.communicator import Communicator, Handle, ReduceOp
 from shardpass.backends.connect import TIMEOUT_VARIABLE, connect
 from shardpass.backends.delegating import DelegatingCommunicator
 from shardpass.backends.failure import Failure, TransportLostError, TransportTimeoutError, first_failure, reason_of
-from shardpass.backends.hosts import HUGE_PAGES, huge_pages
+from shardpass.backends.hosts import CHEAP_TENSORS, huge_pages, lacks_cheap_tensors, reuse_memory
 from shardpass.backends.launch import Launch, detect
 from shardpass.backends.local import LocalCommunicator
 from shardpass.backends.raw import DEFAULT_TIMEOUT, Pending
@@ -18,8 +18,8 @@ from shardpass.backends.recording import Message, RecordingCommunicator
 from shardpass.backends.spawn import spawn
 
 __all__ = [
+    "CHEAP_TENSORS",
     "DEFAULT_TIMEOUT",
-    "HUGE_PAGES",
     "TIMEOUT_VARIABLE",
     "BaseCommunicator",
     "Communicator",
@@ -38,6 +38,8 @@ __all__ = [
     "detect",
     "first_failure",
     "huge_pages",
+    "lacks_cheap_tensors",
     "reason_of",
+    "reuse_memory",
     "spawn",
 ]

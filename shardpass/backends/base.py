@@ -300,11 +300,11 @@ class BaseCommunicator(RawCommunicator):
         if self.is_direct and tensor is not None and tensor.device == self.device:
             self._moved["collective", self.rank] += 1  # which messages between devices must not pass
             root = ON_DEVICE - root
-        header = header_of(kind, self._sequence + 1, tensor, op, root, label)
-        self._sequence += 1
-        call = self.calls.begin(self.path, "", header, -1, self._sequence, 0 if tensor is None else tensor.nbytes)
+        header = header_of(kind, self.collectives + 1, tensor, op, root, label)
+        self.collectives += 1
+        call = self.calls.begin(self.path, "", header, -1, self.collectives, 0 if tensor is None else tensor.nbytes)
         call.wait()
-        with self.waiting(Position(Words(header), COLLECTIVE, self._sequence)):
+        with self.waiting(Position(Words(header), COLLECTIVE, self.collectives)):
             mine = header.pack()
             gathered = self._raw_gather(mine, self.timeout)
             headers = [header] * self.size
@@ -355,6 +355,8 @@ class BaseCommunicator(RawCommunicator):
 
 def _bytes(tensor: Tensor) -> Tensor:
     """The bytes of a contiguous tensor, 1-D."""
+    if tensor.dtype == torch.uint8 and tensor.dim() == 1:
+        return tensor
     return tensor.view(-1).view(torch.uint8)
 
 

@@ -42,6 +42,7 @@ class Communicator(Protocol):
     local_ranks: tuple[int, ...]  # ranks on this host, this one included
     shares_memory: bool  # whether rows between ranks of one host may be read by `share` in place of messages
     serves_threads: bool  # whether a duplicate may be used by another thread at the same time; the same on every rank
+    collectives: int  # how many collectives this rank has been through; the same on every rank at the same point
     bytes_sent: int  # payload bytes this rank has put on the wire in `exchange` (self-exchanges excluded)
 
     def exchange(

@@ -28,6 +28,7 @@ class DelegatingCommunicator(Communicator):
     local_ranks: tuple[int, ...] = property(lambda self: self.inner.local_ranks)  # type: ignore[assignment]
     serves_threads: bool = property(lambda self: self.inner.serves_threads)  # type: ignore[assignment]
     bytes_sent: int = property(lambda self: self.inner.bytes_sent)  # type: ignore[assignment]
+    collectives: int = property(lambda self: self.inner.collectives)  # type: ignore[assignment]
     shares_memory: bool = property(lambda self: self.inner.shares_memory)  # type: ignore[assignment]
 
     def before(self, kind: str, label: str, tensors: Sequence[Tensor] = ()) -> None:

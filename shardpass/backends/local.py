@@ -30,8 +30,8 @@ class LocalCommunicator(BaseCommunicator):
         self, kind: str, tensor: Tensor | None, op: str = "", root: int = 0, label: str = "", free_rows: bool = False
     ) -> Iterator[list[Header]]:
         self._check_open()
-        self._sequence += 1  # nobody else could be in another call, or be waited for
-        yield [header_of(kind, self._sequence, tensor, op, root, label)]
+        self.collectives += 1  # nobody else could be in another call, or be waited for
+        yield [header_of(kind, self.collectives, tensor, op, root, label)]
 
     def _raw_gather(self, block: bytes, timeout: float) -> list[bytes]:
         return [block]

@@ -23,7 +23,7 @@ from shardpass.backends.raw import DEFAULT_TIMEOUT
 from shardpass.backends.watch import DEFAULT_HOST_TIMEOUT, WatchedCommunicator
 from shardpass.errors import CommunicationError, require
 
-_SPINS = 20  # tests without sleeping
+_SPINS = 4  # tests without sleeping
 _MIN_SLEEP, _MAX_SLEEP = 20e-6, 1e-3  # seconds
 _LOOK_SECONDS = 0.05  # how often a waiting rank looks whether another one has failed
 _ENDED_SECONDS = 2.0  # how long the last messages of a rank that has ended may take

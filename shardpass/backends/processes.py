@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from shardpass.backends.base import BaseCommunicator
 from shardpass.backends.failure import add_note, first_failure, note_rank, reason_of
-from shardpass.backends.hosts import HUGE_PAGES
+from shardpass.backends.hosts import CHEAP_TENSORS
 from shardpass.errors import CommunicationError, PeerFailure, RemoteTracebackError, shorten
 
 _GRACE = 8.0  # seconds that the other ranks get to end by themselves after the first failure
@@ -80,7 +80,7 @@ def spawn_processes(
         for rank in range(ranks):
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(target=_main, args=(theirs, rank, ranks, store.port, work), daemon=False)
-            with _huge_pages():
+            with _cheap_tensors():
                 process.start()
             theirs.close()
             children.append(_Child(rank, process, ours))
@@ -91,15 +91,15 @@ def spawn_processes(
 
 
 @contextlib.contextmanager
-def _huge_pages() -> Iterator[None]:
-    """Processes that are started here may use huge pages, which torch decides before their first tensor."""
-    is_decided = HUGE_PAGES in os.environ
-    os.environ.setdefault(HUGE_PAGES, "1")
+def _cheap_tensors() -> Iterator[None]:
+    """Processes that are started here have `CHEAP_TENSORS`, but for what this one's environment decides."""
+    added = {name: value for name, value in CHEAP_TENSORS.items() if name not in os.environ}
+    os.environ.update(added)
     try:
         yield
     finally:
-        if not is_decided:
-            del os.environ[HUGE_PAGES]
+        for name in added:
+            del os.environ[name]
 
 
 def _answers(children: list[_Child]) -> list[_Answer]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, NoReturn, Protocol, TypeVar
 
@@ -59,6 +59,28 @@ class Pending(Protocol):
         ...
 
 
+class Waiting:
+    """See `RawCommunicator.waiting`. A class, since a generator takes three times as long, at every message."""
+
+    __slots__ = ("_comm", "_position", "_seconds")
+
+    def __init__(self, comm: RawCommunicator, position: Position, seconds: float) -> None:
+        self._comm, self._position, self._seconds = comm, position, seconds
+
+    def __enter__(self) -> float:
+        self._comm._begin_waiting(self._position)
+        return self._seconds
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            if error is not None:
+                other = self._comm._explained(error, self._position, self._seconds)
+                if other is not None:
+                    raise other from None
+        finally:
+            self._comm._end_waiting()
+
+
 class RawCommunicator(Communicator):
     """The part of `BaseCommunicator` that lies under exchanges and collectives.
 
@@ -68,6 +90,7 @@ class RawCommunicator(Communicator):
         max_message_bytes: longer messages are split; the same on every rank.
         failure: the first failure of this communicator.
         calls: the last calls of this rank, on all communicators of its job.
+        collectives: how many collectives this rank has begun.
     """
 
     serves_threads = True  # whether a duplicate may be used by another thread at the same time
@@ -88,7 +111,7 @@ class RawCommunicator(Communicator):
         self.failure = failure
         self.path = path
         self.calls = CallLog(rank, size)
-        self._sequence = 0
+        self.collectives = 0
         self._epoch = 0
         self._tally = Tally()
         self._moved: Counter[tuple[str, int]] = Counter()  # messages and collectives between devices, by their ends
@@ -161,17 +184,23 @@ class RawCommunicator(Communicator):
 
     # ---- waiting --------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def waiting(self, position: Position, timeout: float | None = None) -> Iterator[float]:
-        """A block in which this rank is blocked at ``position``. Yields the seconds that each transfer may take."""
-        seconds = self.timeout if timeout is None else timeout
+    def waiting(self, position: Position, timeout: float | None = None) -> Waiting:
+        """A block in which this rank is blocked at ``position``. Its value is the seconds each transfer may take."""
+        return Waiting(self, position, self.timeout if timeout is None else timeout)
+
+    def _begin_waiting(self, position: Position) -> None:
         self._epoch += 1
         self._stuck = []
         self._next_look = self.clock.monotonic() + _FIRST_LOOK_SECONDS
         self._where = position
-        try:
-            yield seconds
-        except TransportTimeoutError:
+
+    def _end_waiting(self) -> None:
+        self._where = None
+        self._show(None)
+
+    def _explained(self, error: BaseException | None, position: Position, seconds: float) -> BaseException | None:
+        """What to raise in the place of an error that ended a wait; `None` if it is to go on."""
+        if isinstance(error, TransportTimeoutError):
             self._check_failed()
             silent = ", ".join(f"rank {rank}" for rank in self._silent())
             why = (
@@ -181,24 +210,21 @@ class RawCommunicator(Communicator):
                 else "The other ranks are alive: one of them is slower than that, or has taken another path"
             )
             text = f"rank {self.rank} has waited {seconds:.0f} s in {position.text}, and nothing came. {why}"
-            raise self.noted(CommunicationError(text)) from None
-        except TransportLostError as error:
+            return self.noted(CommunicationError(text))
+        if isinstance(error, TransportLostError):
             peers = sorted({one.peer for one in self._waits()})
             known = self._explain_lost(range(self.size) if -1 in peers else peers)
             if known is not None:
-                raise self.noted(known) from None
+                return self.noted(known)
             peer = " or ".join(f"rank {peer}" if peer >= 0 else "another rank" for peer in peers)
             text = (
                 f"rank {self.rank} lost its connection with {peer} in {position.text}; that rank died, or ended before "
                 f"the others ({error})"
             )
-            raise self.noted(CommunicationError(text)) from None
-        except CommunicationError as error:
+            return self.noted(CommunicationError(text))
+        if isinstance(error, CommunicationError):
             self.noted(error)
-            raise
-        finally:
-            self._where = None
-            self._show(None)
+        return None
 
     def look_for_circle(self) -> None:
         """Spread a divergence if the ranks wait for each other in a circle.
@@ -212,7 +238,7 @@ class RawCommunicator(Communicator):
         if position is None or now < self._next_look or self.failure.happened:
             return
         self._next_look = now + _LOOK_SECONDS
-        position = replace(position, epoch=epoch, posted={**self._tally.posted(), COLLECTIVE: self._sequence})
+        position = replace(position, epoch=epoch, posted={**self._tally.posted(), COLLECTIVE: self.collectives})
         self._show(position)
         texts = {rank: text for rank, text in self._published().items() if text and rank != self.rank}
         positions = {self.rank: position, **{rank: Position.from_json(text) for rank, text in texts.items()}}
@@ -234,7 +260,7 @@ class RawCommunicator(Communicator):
 
         These are its collectives, and its messages between devices.
         """
-        posted = {COLLECTIVE: self._sequence, **self._have_moved}
+        posted = {COLLECTIVE: self.collectives, **self._have_moved}
         self._publish(Position("its end", "", 0, self.rank, posted=posted).to_json())
 
     def _is_to_blame(self, ended: int) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
-from shardpass.backends import HUGE_PAGES, huge_pages
+from shardpass.backends import huge_pages, lacks_cheap_tensors
 from shardpass.cli.console import output
 from shardpass.cli.launch import find_program, launch_command, launcher_environment
 from shardpass.cli.selftest import PASSED
@@ -97,11 +97,12 @@ def _huge_pages() -> Finding:
     """Whether scripts that are started as this command was get huge pages. The command itself asks for them."""
     mode = huge_pages()
     try:
-        asks = f"{HUGE_PAGES}=1".encode() in Path("/proc/self/environ").read_bytes().split(b"\0")
+        given = Path("/proc/self/environ").read_text(errors="replace").split("\0")
     except OSError:
-        asks = False
-    if mode == "madvise" and not asks:
-        advice = f"export {HUGE_PAGES}=1 before you start scripts: up to a third less CPU time in an epoch"
+        given = []
+    export = lacks_cheap_tensors(dict(pair.split("=", 1) for pair in given if "=" in pair))
+    if export:
+        advice = f"{export} before you start scripts: up to a third less CPU time in an epoch"
         return Finding("huge pages", False, "for programs that ask, and torch does not", advice)
     return Finding("huge pages", mode in ("always", "madvise"), mode or "unknown", "none needed; epochs take longer")
 

@@ -15,7 +15,7 @@ from typing import Literal, NoReturn, TypeVar
 
 from shardpass.backends import DEFAULT_TIMEOUT
 from shardpass.backends.failure import reason_of
-from shardpass.backends.hosts import HUGE_PAGES
+from shardpass.backends.hosts import CHEAP_TENSORS
 from shardpass.backends.launch import detect
 from shardpass.cli.console import fail, sentence, shows_tracebacks
 from shardpass.connection import connect, spawn
@@ -117,7 +117,7 @@ def launcher_environment() -> dict[str, str]:
         "OMPI_MCA_rmaps_base_oversubscribe": "1",  # Open MPI 4
         "OMPI_MCA_hwloc_base_binding_policy": "none",
         "OMP_NUM_THREADS": "1",
-        HUGE_PAGES: os.environ.get(HUGE_PAGES, "1"),
+        **{name: os.environ.get(name, value) for name, value in CHEAP_TENSORS.items()},
     }
     if hasattr(os, "geteuid") and os.geteuid() == 0:
         env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

@@ -17,12 +17,15 @@ def main() -> None:
     except MissingDependencyError as error:
         print(f"Error: {error}", file=sys.stderr)
         raise SystemExit(1) from None
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch reads it when it makes its first tensor
     from typer.main import get_command
 
+    from shardpass.backends import CHEAP_TENSORS, reuse_memory
     from shardpass.cli.app import app
     from shardpass.errors import tell_launcher
 
+    for name, value in CHEAP_TENSORS.items():  # torch reads the first when it makes its first tensor
+        os.environ.setdefault(name, value)
+    reuse_memory()
     try:
         code = get_command(app).main(prog_name="shardpass", standalone_mode=False)
     except Exception as error:

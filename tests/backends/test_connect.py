@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shardpass import connection
-from shardpass.backends import connect
+from shardpass.backends import connect, hosts
 from shardpass.backends.launch import detect, first_host
 from shardpass.backends.local import LocalCommunicator
 from shardpass.errors import CommunicationError
@@ -154,8 +154,10 @@ def test_a_single_process_keeps_its_threads(monkeypatch):
     ("mode", "asks", "told"), [("madvise", "", True), ("madvise", "1", False), ("always", "", False)]
 )
 def test_a_run_without_huge_pages_is_logged(mode, asks, told, monkeypatch, caplog):
-    monkeypatch.setattr(connection, "huge_pages", lambda: mode)
+    monkeypatch.setattr(hosts, "huge_pages", lambda: mode)
+    for name, value in hosts.CHEAP_TENSORS.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", asks)
     caplog.set_level("INFO", "shardpass")
     connection.connect("local")
-    assert ("set THP_MEM_ALLOC_ENABLE=1" in caplog.text) == told
+    assert ("`export THP_MEM_ALLOC_ENABLE=1` before" in caplog.text) == told

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from cli_helpers import MODULE, epochs, launched, needs_mpirun, passed, records
 
+from shardpass.backends import hosts
 from shardpass.cli import doctor, launch
 from shardpass.cli.launch import launch_command, launcher_environment, typed_command
 from shardpass.errors import PeerFailure, StoreError
@@ -202,7 +203,9 @@ def test_without_typer_one_sentence_with_the_pip_command(tmp_path: Path) -> None
 @pytest.mark.parametrize(("mode", "good"), [("madvise", False), ("always", True), ("never", False), ("", False)])
 def test_the_doctor_tells_of_huge_pages(mode: str, good: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "huge_pages", lambda: mode)
-    monkeypatch.setattr(doctor.Path, "read_bytes", lambda path: b"PATH=/bin\0")
+    monkeypatch.setattr(hosts, "huge_pages", lambda: mode)
+    monkeypatch.setattr(doctor.Path, "read_text", lambda path, errors: "PATH=/bin\0MALLOC_MMAP_THRESHOLD_=33554432\0")
     found = doctor._huge_pages()
     assert found.good == good and not found.required
-    assert ("export THP_MEM_ALLOC_ENABLE=1" in found.advice) == (mode == "madvise")
+    export = "export THP_MEM_ALLOC_ENABLE=1 MALLOC_TRIM_THRESHOLD_=67108864 before"
+    assert (export in found.advice) == (mode == "madvise")

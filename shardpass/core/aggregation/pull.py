@@ -5,8 +5,9 @@ publish what is needed to compute every weight again (the score of the destinati
 (that of the result, and delta; see `attention.py`). Gradients that belong to destinations return to them. Source rows
 are not fetched again, and gradients of source rows do not travel.
 
-Everything else is pushed (`backward.py`), and so is what moves fewer bytes that way. All ranks choose alike, from
-counts and widths that all of them know.
+Everything else is pushed (`backward.py`), and so is what moves fewer bytes that way. Where all ranks read each other's
+memory no bytes move, and copies are pulled, since rows are then read where they lie and nothing is added up twice. All
+ranks choose alike, from counts and widths that all of them know.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from shardpass.core.aggregation.attention import chunk_edges, gradient_and_delta
 from shardpass.core.aggregation.call import Call, Operands
 from shardpass.core.aggregation.gradients import Gradients, is_linear
 from shardpass.core.aggregation.out_edges import OutEdges, count_out_edges
-from shardpass.core.exchange import GradientReturn, HaloPlan, Packing, fetch_blocks
+from shardpass.core.exchange import GradientReturn, HaloPlan, Packing, fetch_blocks, shares_all_rows
 from shardpass.core.kernels import (
     ClosedScores,
     Outer,
@@ -83,6 +84,8 @@ def choose_pull(call: Call, program: Program, offers: list[Offer]) -> OutEdges |
     if known is None or any(offer.out_edges != known.serial for offer in offers):
         known = cache.out_edges = count_out_edges(plan, edges, call.number, call.label)
     if plan.options.backward == "pull":
+        return known
+    if call.structure.attention is None and shares_all_rows(plan.comm):
         return known
     pushed = widths.push * sum(map(sum, plan.schedule.counts))
     return known if widths.pull * known.num_rows < pushed else None

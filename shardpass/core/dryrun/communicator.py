@@ -40,7 +40,7 @@ class DryCommunicator:
     ) -> None:
         self.rank, self.size, self.device = 0, size, torch.device(device)
         self.local_ranks: tuple[int, ...] = tuple(range(min(per_host, size)))
-        self.bytes_sent = 0
+        self.bytes_sent = self.collectives = 0
         self.shares_memory = len(self.local_ranks) > 1
         self.serves_threads = False
         self._notify = notify or (lambda label: None)

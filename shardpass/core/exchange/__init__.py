@@ -9,7 +9,7 @@ from shardpass.core.exchange.schedule import Schedule, Transfer
 from shardpass.core.exchange.tokens import WalkId
 from shardpass.core.exchange.transfer import carry, extremum_at_owners, halo_fetch, scatter_to_owners
 from shardpass.core.exchange.walk import GradientReturn, fetch_blocks
-from shardpass.core.exchange.windows import WindowPool, shares_rows
+from shardpass.core.exchange.windows import WindowPool, shares_all_rows, shares_rows
 from shardpass.core.exchange.wire import Routed, ask, exchange_arrays, exchange_rows
 
 __all__ = [
@@ -33,5 +33,6 @@ __all__ = [
     "halo_plan_of",
     "node_set",
     "scatter_to_owners",
+    "shares_all_rows",
     "shares_rows",
 ]

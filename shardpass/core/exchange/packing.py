@@ -39,6 +39,10 @@ class Packing:
         """A fingerprint of widths and dtypes, 31 bits, never 0. It tells how rows are to be read."""
         return zlib.crc32(repr((self.tails, self.dtypes)).encode()) >> 1 | 1
 
+    def describe(self) -> str:
+        """What a row is, in words."""
+        return ", ".join(f"{str(t).removeprefix('torch.')} {[*tail]}" for t, tail in zip(self.dtypes, self.tails))
+
     @property
     def converts(self) -> bool:
         """Whether rows travel in another dtype than the one in which they are computed."""

@@ -40,7 +40,7 @@ class Tokens:
     def __init__(self, plan: HaloPlan, walk: WalkId, packing: Packing, counts: Sequence[int]) -> None:
         """`counts`: for how many rows each rank needs shared memory in this walk; empty if rows are not shared."""
         self._plan, self._walk = plan, walk
-        self._last, self._layout = len(plan.schedule.rounds), packing.layout
+        self._last, self._layout, self._rows = len(plan.schedule.rounds), packing.layout, packing.describe()
         self._token = torch.tensor([self._layout], dtype=torch.int32).view(torch.uint8)
         sizes = [packing.num_bytes(count) for count in counts]
         self.window = take_window(plan.comm, sizes, walk.call, walk.label)
@@ -48,6 +48,11 @@ class Tokens:
     def shared_with(self, rank: int) -> bool:
         """Whether rows between this rank and `rank` go through shared memory."""
         return self.window is not None and rank in self.window.memory
+
+    def wait_for_owners(self) -> None:
+        """Return when every rank has written its rows. Collective if there is a window."""
+        if self.window is not None:  # ranks that lay rows out in different ways have different labels
+            self._plan.comm.barrier(f"rows {self._layout:x} in shared memory ({self._rows}): {self._walk.label}")
 
     def token(self) -> Tensor:
         """The notice that is sent in place of rows: the fingerprint of their layout."""
@@ -88,8 +93,11 @@ class Tokens:
         assert self.window is not None
         self.window.readers.append(handle)
 
-    def finish(self) -> None:
+    def finish(self, read_until: int = -1) -> None:
         """End the walk on this rank.
+
+        Args:
+            read_until: see `Window`.
 
         The last notices stay under way until the window is taken again. But under a profiler they come first: a message
         of torch.distributed that outlives the profiler which saw it begin ends in memory that is freed by then.
@@ -97,5 +105,5 @@ class Tokens:
         if self.window is not None:
             if torch_private.is_profiled():
                 self.window.wait_for_readers()
-            self.window.give_back()
+            self.window.give_back(read_until)
             self.window = None

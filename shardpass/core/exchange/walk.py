@@ -76,6 +76,9 @@ def fetch_blocks(
     post(0, under_way)  # the first transfers hide behind the own block
     with torch_private.span(f"compute own block ({walk.label})"):
         yield 0, plan.blocks[0], list(tensors)
+    if fetch.tokens.window is not None:
+        with torch_private.span(f"wait for rows in shared memory ({walk.label})"):
+            fetch.tokens.wait_for_owners()
     for index in range(len(plan.schedule.rounds)):
         rows: list[Any] = []
         if moves:
@@ -101,10 +104,9 @@ class _Fetch:
         self._received = _Slots(ahead + 1, device, fresh=keep or fresh)
         self._gathered = _Slots(1, device, fresh=keep or fresh)
         self._outgoing = _Slots(max(1, ahead), device, fresh=fresh)
-        self._arrived: dict[int, Tensor] = {}
+        self._arrived: dict[int, Tensor | None] = {}  # None where rows are read in shared memory
         self._in_place = not (keep or fresh)
         self._placed = placed and self._in_place and not packing.converts
-        self._reading: int | None = None
         self.tokens = Tokens(plan, walk, packing, plan.shared.published if plan.shared is not None else ())
         self._publish()
 
@@ -115,22 +117,16 @@ class _Fetch:
         rows, rank = plan.shared.rows, plan.comm.rank
         are_all = rows.numel() == plan.num_own_src
         self._packing.write(self._tensors, window.memory[rank], None if are_all else rows)
-        for reader in window.memory:
-            if reader != rank and plan.send_rows[reader].numel():
-                self.tokens.expect_reader(reader)
 
     def start(self, move: Transfer) -> Handle:
         """Start one round."""
         plan, packing, tokens = self._plan, self._packing, self.tokens
         num_recv, num_send = move.recv_stop - move.recv_start, move.send_stop - move.send_start
-        if tokens.shared_with(move.source):
-            buffer = tokens.empty()
-        else:
+        buffer = sending = None
+        if not tokens.shared_with(move.source):
             buffer = self._received.get(move.round, packing.num_bytes(num_recv))
         self._arrived[move.round] = buffer
-        if tokens.shared_with(move.to):
-            sending = tokens.token()
-        else:
+        if not tokens.shared_with(move.to):
             sending = self._outgoing.get(move.round, packing.num_bytes(num_send))
             wanted = plan.send_rows[move.to][move.send_start : move.send_stop]
             packing.write(self._tensors, sending, wanted)
@@ -146,40 +142,26 @@ class _Fetch:
     def rows(self, move: Transfer) -> list[Any]:
         """The rows of a round that has arrived, in the dtypes in which they are computed."""
         packing, count, arrived = self._packing, move.recv_stop - move.recv_start, self._arrived.pop(move.round)
-        if not self.tokens.shared_with(move.source):
+        if arrived is not None:
             return packing.read(arrived, count)
-        self._has_read()
         if not count:
-            return packing.read(arrived, 0)
-        self.tokens.check(arrived, move.source)
+            return packing.read(self._gathered.get(0, 0), 0)
         shared, window, source = self._plan.shared, self.tokens.window, move.source
         assert shared is not None and window is not None
         if self._in_place and count == shared.published[source]:  # all rows of the window, in their order
-            self._reading = source
             return packing.read(window.memory[source], count)
-        is_last = move.recv_stop == self._plan.schedule.counts[self._plan.comm.rank][source]
         places = shared.places[source][move.recv_start : move.recv_stop]
         published = packing.views(window.memory[source], shared.published[source])
         if self._placed:
-            self._reading = source if is_last else None
             return [PlacedRows(table, places) for table in published]
         views = packing.views(self._gathered.get(0, packing.num_bytes(count)), count)
         for table, view in zip(published, views):
             torch.index_select(table, 0, places, out=view)
-        if is_last:
-            self.tokens.tell_owner(source)
         return packing.to_computed(views)
-
-    def _has_read(self) -> None:
-        """Let the owner of the rows that were read in place write again, since the latest round is done with them."""
-        if self._reading is not None:
-            self.tokens.tell_owner(self._reading)
-            self._reading = None
 
     def finish(self) -> None:
         """End the walk on this rank."""
-        self._has_read()
-        self.tokens.finish()
+        self.tokens.finish(self._plan.comm.collectives)
 
 
 class GradientReturn:

@@ -3,8 +3,10 @@
 [Note: windows] A window is one piece of memory per rank. That rank writes it, and the others of its host read it. A
 walk over the rounds takes a window when it begins and gives it back when it ends. All ranks make the same walks in the
 same order and know how many bytes each of them needs, so all choose the same window and make a new one at the same
-moment. Memory is read only after its owner has sent a message that it may be, and written again only after every
-reader has sent a message that it is done. So the transport gives every order of reads and writes that is relied on.
+moment. Forward, the rows of all ranks are read after a collective that every rank enters when it has written its own,
+and are written again after a later collective, which every rank enters when it has read. Any collective will do, such
+as the agreement of the next call. Backward, each round has a message that rows are there, and one that they were read.
+So the transport gives every order of reads and writes that is relied on.
 """
 
 from __future__ import annotations
@@ -67,12 +69,15 @@ class Window:
         call: the number of the call that has taken it, or `None` while it is free.
         readers: messages of readers that are done, which are awaited before the own memory is written again, and the
             own messages of that kind to other ranks.
+        read_until: how many collectives there had been when this rank gave it back, if others may read it until the
+            next one; else -1.
     """
 
     sizes: tuple[int, ...]
     memory: dict[int, Tensor]
     call: int | None = None
     readers: list[Handle] = field(default_factory=list)
+    read_until: int = -1
 
     def wait_for_readers(self) -> None:
         """Return when every rank that was told to read the own memory has read it."""
@@ -80,9 +85,9 @@ class Window:
             handle.wait()
         self.readers.clear()
 
-    def give_back(self) -> None:
+    def give_back(self, read_until: int = -1) -> None:
         """Mark the window as free on this rank. Others may still read it."""
-        self.call = None
+        self.call, self.read_until = None, read_until
 
 
 class WindowPool:
@@ -103,6 +108,11 @@ def shares_rows(comm: Ranks) -> bool:
     return comm.shares_memory and not comm.caches.of(WindowPool).refused
 
 
+def shares_all_rows(comm: Ranks) -> bool:
+    """Whether all ranks are on one host and share memory; the same on every rank."""
+    return shares_rows(comm) and len(comm.local_ranks) == comm.size
+
+
 def take_window(comm: Ranks, sizes: Sequence[int], call: int, label: str) -> Window | None:
     """A window of `sizes` bytes per rank for a walk of call number `call`, or `None` if rows go as messages.
 
@@ -119,6 +129,8 @@ def take_window(comm: Ranks, sizes: Sequence[int], call: int, label: str) -> Win
     fitting = [window for window in free if all(have >= need for have, need in zip(window.sizes, sizes))]
     if fitting:
         window = min(fitting, key=lambda window: sum(window.sizes))
+        if window.read_until == comm.collectives:
+            comm.barrier(f"{label}: shared memory has been read")
     else:
         if free:
             sizes = [max(pair) for pair in zip(free[0].sizes, sizes)]

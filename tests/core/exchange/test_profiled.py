@@ -16,7 +16,7 @@ from shardpass.testing.graphs import awkward_graph
 
 def steps(comm: sp.Communicator, store: str) -> tuple[int, int, int]:
     """The messages of readers under way after a step and after a profiled one, and how many windows there are."""
-    graph = sp.load(store, comm)
+    graph = sp.load(store, comm, sp.Options(backward="push"))
     model = sp.pyg.wrap(GraphSAGE(graph.num_features, 16, 2, 3).to(graph.x.dtype), comm)
 
     def step() -> int:
