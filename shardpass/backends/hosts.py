@@ -14,8 +14,8 @@ from typing import Any
 
 CHEAP_TENSORS = {
     "THP_MEM_ALLOC_ENABLE": "1",
-    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
-    "MALLOC_TRIM_THRESHOLD_": str(64 << 20),
+    "MALLOC_MMAP_THRESHOLD_": "33554432",
+    "MALLOC_TRIM_THRESHOLD_": "67108864",
 }
 """What makes fresh tensors cheap: torch asks the kernel for huge pages, and glibc uses the same memory again.
 

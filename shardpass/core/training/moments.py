@@ -10,7 +10,6 @@ from torch import Tensor
 
 from shardpass.core.ranks import Ranks
 
-_FEW_ROWS = 64  # whose mean is near that of a chunk, so that little is lost when squares about it are added up
 CHUNK_BYTES = 1 << 20  # rows are processed in chunks whose temporaries stay in cache; larger ones on accelerators
 ACCELERATOR_CHUNK_BYTES = 1 << 26
 
@@ -47,12 +46,11 @@ def global_moments(rows: Tensor, comm: Ranks, label: str) -> Moments:
     squares: list[Tensor] = []
     for part in row_chunks(rows):
         chunk = rows[part].to(accumulator_of(rows))
-        shift = chunk[0] + (chunk[:_FEW_ROWS] - chunk[0]).mean(0)
+        shift = chunk[0] + (chunk - chunk[0]).mean(0)
         centred = chunk - shift
-        added, square = sum_and_product(centred, centred)
-        first = added / chunk.shape[0]
+        first = centred.sum(0).double() / chunk.shape[0]  # what rounding left of the mean
         means.append(shift.double() + first)
-        squares.append(square - chunk.shape[0] * first.square())
+        squares.append(centred.square_().sum(0).double() - chunk.shape[0] * first.square())
         counts.append(torch.full_like(means[-1], chunk.shape[0]))
     zero = torch.zeros(channels, dtype=torch.float64, device=rows.device)
     own = torch.stack(_merge(*(torch.stack([*values, zero]) for values in (counts, means, squares))))
@@ -73,17 +71,6 @@ def _merge(counts: Tensor, means: Tensor, squares: Tensor) -> tuple[Tensor, Tens
     one = means.gather(0, (counts > 0).long().argmax(0, keepdim=True))  # of a set with rows
     mean = one.squeeze(0) + (counts * (means - one)).sum(0) / count.clamp(min=1)
     return count, mean, (squares + counts * (means - mean).square()).sum(0)
-
-
-def sum_and_product(grad: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The sums over the rows of `grad` and of ``grad * rows``, float64 [channels]; [rows, channels] of one dtype."""
-    if rows.device.type != "cpu":
-        return grad.sum(0).double(), (grad * rows).sum(0).double()
-    zero, one = rows.new_zeros(rows.shape[1]), rows.new_ones(rows.shape[1])
-    _, product, total = torch.ops.aten.native_batch_norm_backward(  # one pass, which accumulates in float64
-        grad, rows, None, None, None, zero, one, True, 0.0, [False, True, True]
-    )
-    return total.double(), product.double()
 
 
 def accumulator_of(rows: Tensor) -> torch.dtype:

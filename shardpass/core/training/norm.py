@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shardpass.core.following import user_line
 from shardpass.core.ranks import Ranks, begin_call, dtype_name, end_call, refuse_double_backward, torch_private
-from shardpass.core.training.moments import Moments, accumulator_of, global_moments, row_chunks, sum_and_product
+from shardpass.core.training.moments import Moments, accumulator_of, global_moments, row_chunks
 from shardpass.core.training.row_norm import RowNorm
 from shardpass.errors import RefusedError
 
@@ -204,9 +204,9 @@ class _Normalise(torch.autograd.Function):
         inverse = (variance + ctx.eps).rsqrt()
         sums = torch.zeros(2, rows.shape[1], dtype=torch.float64, device=rows.device)
         for part in row_chunks(rows):  # sum of g and of g (x - shift)
-            total, product = sum_and_product(grad[part].to(dtype), rows[part] - shift)
-            sums[0] += total
-            sums[1] += product
+            own = grad[part].to(dtype)
+            sums[0] += own.sum(0)
+            sums[1] += (rows[part] - shift).mul_(own).sum(0)
         sums[1] -= (mean - shift.double()) * sums[0]
         total = ctx.comm.all_reduce(sums, "sum", f"{ctx.label} backward") / max(ctx.count, 1)
         grad_rows = None
