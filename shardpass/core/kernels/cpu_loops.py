@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import pairwise
 from types import ModuleType
 from typing import Any
@@ -26,7 +28,22 @@ def numba_loops_for(rows: Tensor) -> ModuleType | None:
     """`numba_loops` if it takes these rows and numba is installed, else `None`."""
     if rows.device.type != "cpu" or rows.dtype not in DTYPES:
         return None
-    return optional_module("shardpass.core.kernels.numba_loops")
+    return _loops()
+
+
+@cache
+def _loops() -> ModuleType | None:
+    loops = optional_module("shardpass.core.kernels.numba_loops")
+    if loops is not None:
+        # numba makes 57,000 objects, for which Python would go over all objects of the process, which takes 0.2 s
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            loops.get_ready()
+        finally:
+            if was_enabled:
+                gc.enable()
+    return loops
 
 
 def attention_loops() -> ModuleType:

@@ -25,6 +25,11 @@ Edges = tuple[Array, Array, int, int]
 SUMS = {"contract", "reassoc", "nsz"}  # not "nnan" nor "ninf": NaN must spread, and -inf is a score
 
 
+@njit(nogil=True, cache=True)
+def get_ready() -> None:
+    """Nothing: with the first call of a loop, numba gets ready for all of them."""
+
+
 @njit(nogil=True, cache=True, error_model="numpy", fastmath=SUMS)
 def add_rows(
     columns: Array, e: int, n: int, rows: Array, weights: Array, at: int, i: int, out: Array, width: int
