@@ -4,7 +4,8 @@
 
 Each method partitions the same edge list, an .npy file, in a process of its own with one computing thread. "cut": edges
 whose ends are in different parts. "halo": rows that all parts together fetch in one layer, per node. "balance": the
-heaviest part over the mean, of nodes, of edges, and of the bytes of a store, which has no features here. CPU seconds
+heaviest part over the mean, of nodes, of edges, of the bytes that are planned for them (there are no features here;
+partitioners balance this), and of the bytes of the store, which has halo rows, too. CPU seconds
 are those of the whole `partition`, the store included. Peak memory is above what the imported libraries need, and
 without KaMinPar's own process. ``--json FILE`` appends one JSON line per row.
 """
@@ -37,8 +38,9 @@ def measure(edges: Path, num_nodes: int, store: Path, method: str, parts: int, o
     import torch
 
     from shardpass.backends.connect import connect
-    from shardpass.data import NODE, inspect, partition, stream_edge_list
+    from shardpass.data import EDGE, NODE, inspect, partition, stream_edge_list
     from shardpass.data.partitioners import assign
+    from shardpass.data.streaming.adjacency import EDGE_BYTES, NODE_BYTES
 
     torch.set_num_threads(1)
     warm = {"edge_index": [[0, 1, 2], [1, 2, 3]], "num_nodes": 4}
@@ -48,12 +50,14 @@ def measure(edges: Path, num_nodes: int, store: Path, method: str, parts: int, o
     meter, start = PeakMeter(), _cpu_seconds()
     partition(stream_edge_list(edges, num_nodes=num_nodes), store, parts, method, **options)
     seconds, peak = _cpu_seconds() - start, meter.peak(connect("local"))
-    report = inspect(store)
+    report = inspect(store, parts)
+    planned = [group.nodes[NODE] * NODE_BYTES + group.edges[EDGE] * EDGE_BYTES for group in report.groups]
     total = sum(report.manifest.num_edges.values())
     return {
         "nodes": report.manifest.num_nodes[NODE], "edges": total, "cut": report.num_cut_edges / max(1, total),
         "halo": report.num_halo_rows / num_nodes, "node_balance": report.balance("num_nodes"),
         "edge_balance": report.balance("num_edges"), "byte_balance": report.balance("num_bytes"),
+        "planned_balance": max(planned) * len(planned) / sum(planned),
         "cpu_seconds": seconds, "peak_bytes": peak,
     }  # fmt: skip
 
@@ -88,10 +92,11 @@ def table(records: list[Record]) -> Table:
     out = Table()
     for title in ("graph", "method"):
         out.add_column(title)
-    for title in ("cut", "halo rows/node", "balance nodes", "balance edges", "balance bytes", "CPU s", "peak MiB"):
+    balances = ("balance nodes", "balance edges", "balance planned", "balance store")
+    for title in ("cut", "halo rows/node", *balances, "CPU s", "peak MiB"):
         out.add_column(title, justify="right")
     for r in records:
-        figures = (r["halo"], r["node_balance"], r["edge_balance"], r["byte_balance"])
+        figures = (r["halo"], r["node_balance"], r["edge_balance"], r["planned_balance"], r["byte_balance"])
         out.add_row(
             f"{r['graph']} ({r['edges'] / 1e6:.2f} M edges)", r["method"], f"{r['cut']:.1%}",
             *(f"{figure:.2f}" for figure in figures), f"{r['cpu_seconds']:.1f}", f"{r['peak_bytes'] / 2**20:.0f}",
