@@ -355,8 +355,6 @@ class BaseCommunicator(RawCommunicator):
 
 def _bytes(tensor: Tensor) -> Tensor:
     """The bytes of a contiguous tensor, 1-D."""
-    if tensor.dtype == torch.uint8 and tensor.dim() == 1:
-        return tensor
     return tensor.view(-1).view(torch.uint8)
 
 

@@ -19,8 +19,8 @@ CHEAP_TENSORS = {
 }
 """What makes fresh tensors cheap: torch asks the kernel for huge pages, and glibc uses the same memory again.
 
-These are variables of the environment, read as a process starts. Without the last two, glibc comes to these sizes by
-itself, but not where huge pages are asked for: then every tensor above 128 KiB is mapped, and its pages cleared, anew.
+These are variables of the environment, read as a process starts. Where huge pages are asked for without the last two,
+tensors of a few MiB get fresh pages from the kernel each time, which clears them.
 """
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # parameters of mallopt
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
@@ -64,7 +64,7 @@ def reuse_memory() -> None:
 
 def lacks_cheap_tensors(environment: Mapping[str, str]) -> str:
     """The words to set what of `CHEAP_TENSORS` an environment lacks, if this kernel gives huge pages to who asks."""
-    missing = [f"{name}={value}" for name, value in CHEAP_TENSORS.items() if environment.get(name) != value]
+    missing = [f"{name}={value}" for name, value in CHEAP_TENSORS.items() if not environment.get(name)]
     return f"export {' '.join(missing)}" if missing and huge_pages() == "madvise" else ""
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NoReturn, Protocol, TypeVar
 
@@ -57,28 +57,6 @@ class Pending(Protocol):
             CommunicationError: another rank has failed.
         """
         ...
-
-
-class Waiting:
-    """See `RawCommunicator.waiting`. A class, since a generator takes three times as long, at every message."""
-
-    __slots__ = ("_comm", "_position", "_seconds")
-
-    def __init__(self, comm: RawCommunicator, position: Position, seconds: float) -> None:
-        self._comm, self._position, self._seconds = comm, position, seconds
-
-    def __enter__(self) -> float:
-        self._comm._begin_waiting(self._position)
-        return self._seconds
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        try:
-            if error is not None:
-                other = self._comm._explained(error, self._position, self._seconds)
-                if other is not None:
-                    raise other from None
-        finally:
-            self._comm._end_waiting()
 
 
 class RawCommunicator(Communicator):
@@ -184,23 +162,17 @@ class RawCommunicator(Communicator):
 
     # ---- waiting --------------------------------------------------------------------------------------------------
 
-    def waiting(self, position: Position, timeout: float | None = None) -> Waiting:
-        """A block in which this rank is blocked at ``position``. Its value is the seconds each transfer may take."""
-        return Waiting(self, position, self.timeout if timeout is None else timeout)
-
-    def _begin_waiting(self, position: Position) -> None:
+    @contextmanager
+    def waiting(self, position: Position, timeout: float | None = None) -> Iterator[float]:
+        """A block in which this rank is blocked at ``position``. Yields the seconds that each transfer may take."""
+        seconds = self.timeout if timeout is None else timeout
         self._epoch += 1
         self._stuck = []
         self._next_look = self.clock.monotonic() + _FIRST_LOOK_SECONDS
         self._where = position
-
-    def _end_waiting(self) -> None:
-        self._where = None
-        self._show(None)
-
-    def _explained(self, error: BaseException | None, position: Position, seconds: float) -> BaseException | None:
-        """What to raise in the place of an error that ended a wait; `None` if it is to go on."""
-        if isinstance(error, TransportTimeoutError):
+        try:
+            yield seconds
+        except TransportTimeoutError:
             self._check_failed()
             silent = ", ".join(f"rank {rank}" for rank in self._silent())
             why = (
@@ -210,21 +182,24 @@ class RawCommunicator(Communicator):
                 else "The other ranks are alive: one of them is slower than that, or has taken another path"
             )
             text = f"rank {self.rank} has waited {seconds:.0f} s in {position.text}, and nothing came. {why}"
-            return self.noted(CommunicationError(text))
-        if isinstance(error, TransportLostError):
+            raise self.noted(CommunicationError(text)) from None
+        except TransportLostError as error:
             peers = sorted({one.peer for one in self._waits()})
             known = self._explain_lost(range(self.size) if -1 in peers else peers)
             if known is not None:
-                return self.noted(known)
+                raise self.noted(known) from None
             peer = " or ".join(f"rank {peer}" if peer >= 0 else "another rank" for peer in peers)
             text = (
                 f"rank {self.rank} lost its connection with {peer} in {position.text}; that rank died, or ended before "
                 f"the others ({error})"
             )
-            return self.noted(CommunicationError(text))
-        if isinstance(error, CommunicationError):
+            raise self.noted(CommunicationError(text)) from None
+        except CommunicationError as error:
             self.noted(error)
-        return None
+            raise
+        finally:
+            self._where = None
+            self._show(None)
 
     def look_for_circle(self) -> None:
         """Spread a divergence if the ranks wait for each other in a circle.

@@ -40,7 +40,7 @@ class Tokens:
     def __init__(self, plan: HaloPlan, walk: WalkId, packing: Packing, counts: Sequence[int]) -> None:
         """`counts`: for how many rows each rank needs shared memory in this walk; empty if rows are not shared."""
         self._plan, self._walk = plan, walk
-        self._last, self._layout, self._rows = len(plan.schedule.rounds), packing.layout, packing.describe()
+        self._last, self._packing, self._layout = len(plan.schedule.rounds), packing, packing.layout
         self._token = torch.tensor([self._layout], dtype=torch.int32).view(torch.uint8)
         sizes = [packing.num_bytes(count) for count in counts]
         self.window = take_window(plan.comm, sizes, walk.call, walk.label)
@@ -50,9 +50,9 @@ class Tokens:
         return self.window is not None and rank in self.window.memory
 
     def wait_for_owners(self) -> None:
-        """Return when every rank has written its rows. Collective if there is a window."""
-        if self.window is not None:  # ranks that lay rows out in different ways have different labels
-            self._plan.comm.barrier(f"rows {self._layout:x} in shared memory ({self._rows}): {self._walk.label}")
+        """Return when every rank has written its rows into its window. Collective."""
+        rows = f"rows {self._layout:x} in shared memory ({self._packing.describe()})"
+        self._plan.comm.barrier(f"{rows}: {self._walk.label}")  # which differs where ranks lay rows out otherwise
 
     def token(self) -> Tensor:
         """The notice that is sent in place of rows: the fingerprint of their layout."""
