@@ -19,13 +19,14 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from shardpass.core.following.call import Found, Made
 from shardpass.core.following.draws import ForwardDraws, draws
+from shardpass.core.following.judge import verdict_of
 from shardpass.core.following.marks import Marks
 from shardpass.core.following.operation import SOFTMAX, VIEWS_IN_PLACE, Operation, needs_values
 from shardpass.core.following.origin import Origin
 from shardpass.core.following.refusals import NUMBERS, SUMS, Mixture, check_plain, failure, refusal
 from shardpass.core.following.rows import Rows
-from shardpass.core.following.sums import adds_up
 from shardpass.core.following.user_line import is_called_by, user_line
 from shardpass.core.ranks import RowSet, torch_private
 from shardpass.errors import RefusedError
@@ -199,7 +200,7 @@ class FollowRows(torch_private.TorchDispatchMode):
         leaves, structure = torch_private.tree_flatten((args, kwargs))
         rows = self._operands(leaves)
         mixtures = self.marks.mixtures
-        mixture = self._mixture(func, leaves, structure) if mixtures else None
+        mixture = self._mixture(leaves) if mixtures else None
         if mixture is not None and (rows or needs_values(func)):
             raise mixture.refusal()
         if self.draws is not None and not rows and needs_values(func) and self._are_drawn(leaves):
@@ -226,8 +227,7 @@ class FollowRows(torch_private.TorchDispatchMode):
         else:
             self._note_origin(func, leaves, outs, is_seeded)
             if mixture is not None:
-                for one in outs:
-                    mixtures.add(one, mixture)
+                self._mix(mixture, func, leaves, structure, outs)
         return out
 
     def require(self, tensor: Tensor, of: RowSet) -> None:
@@ -265,16 +265,27 @@ class FollowRows(torch_private.TorchDispatchMode):
             return refusal(f"{what}, over the {rows[0].of.name}", NUMBERS)
         return failure(name, error, [found.of for found in rows.values()], plain, self.marks.known)
 
-    def _mixture(self, func: Any, leaves: list[Any], structure: Any) -> Mixture | None:
-        """What the results of an operation are made of several rows by, if its operands are."""
-        found = {i: self.marks.mixtures.get(leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
-        mixed = {i: mixture for i, mixture in found.items() if mixture is not None}
-        if not mixed:
-            return None
-        first = next((mixture for mixture in mixed.values() if not mixture.is_sum), next(iter(mixed.values())))
-        if not first.is_sum or needs_values(func) or adds_up(func, leaves, structure, {}, [*mixed]):
-            return first
-        return replace(first, name=func.overloadpacket.__name__.strip("_"), line=user_line(), is_sum=False)
+    def _mixture(self, leaves: list[Any]) -> Mixture | None:
+        """What operands are made of several rows by: the first that is no sum, or else the first."""
+        found = [self.marks.mixtures.get(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+        mixed = [mixture for mixture in found if mixture is not None]
+        return next((mixture for mixture in mixed if not mixture.is_sum), mixed[0] if mixed else None)
+
+    def _mix(self, mixture: Mixture, func: Any, leaves: list[Any], structure: Any, outs: list[Tensor]) -> None:
+        """Note that results are made of a mixture, and are sums over rows if it is and the operation is linear."""
+        kinds: dict[int, Found] = {}
+        for i, leaf in enumerate(leaves):
+            one = self.marks.mixtures.get(leaf) if isinstance(leaf, Tensor) else None
+            if one is not None:
+                kinds[i] = Made.SUM if one.is_sum else Made.MIXED
+        may_be_sum = mixture.is_sum and not draws(func) and not self._are_drawn(leaves)
+        found = verdict_of(func, leaves, structure, kinds, outs).found if may_be_sum else [Made.MIXED] * len(outs)
+        for out, kind in zip(outs, found):
+            if mixture.is_sum and kind is not Made.SUM:
+                name = func.overloadpacket.__name__.strip("_")
+                self.marks.mixtures.add(out, replace(mixture, name=name, line=user_line(), is_sum=False))
+            else:
+                self.marks.mixtures.add(out, mixture)
 
     def is_sum(self, tensor: Tensor) -> bool:
         """Whether `tensor` was summed over own rows; if not, it may be alike on all ranks. Refuse anything else."""
