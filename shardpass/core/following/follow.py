@@ -76,6 +76,7 @@ class FollowRows(torch_private.TorchDispatchMode):
         in_known: a module that is known to be exact is running.
         is_left_to_another: a message function is running, which another one follows.
         is_paused: what runs now is not followed.
+        sees_functions: `FollowFunctions` is on, which sees each torch function that Python code calls.
     """
 
     def __init__(
@@ -88,8 +89,19 @@ class FollowRows(torch_private.TorchDispatchMode):
         self.is_paused = False
         self.in_known = False
         self.is_left_to_another = False
+        self.sees_functions = False
+        self._functions = 0
         if model is not None:
             self.marks.note_state(model)
+
+    @contextmanager
+    def in_function(self) -> Iterator[None]:
+        """A block that runs one torch function, which `FollowFunctions` was asked for."""
+        self._functions += 1
+        try:
+            yield
+        finally:
+            self._functions -= 1
 
     def mark(self, tensor: Tensor, of: RowSet, dim: int = 0, points_to: RowSet | None = None) -> None:
         """Say that dimension `dim` of `tensor` holds the rows `of`."""
@@ -199,6 +211,8 @@ class FollowRows(torch_private.TorchDispatchMode):
     def _operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         leaves, structure = torch_private.tree_flatten((args, kwargs))
         rows = self._operands(leaves)
+        if rows and self.sees_functions and not self._functions and not torch_private.is_view(func):
+            self._refuse_unseen(func, rows)
         mixtures = self.marks.mixtures
         mixture = self._mixture(leaves) if mixtures else None
         if mixture is not None and (rows or needs_values(func)):
@@ -229,6 +243,15 @@ class FollowRows(torch_private.TorchDispatchMode):
             if mixture is not None:
                 self._mix(mixture, func, leaves, structure, outs)
         return out
+
+    @staticmethod
+    def _refuse_unseen(func: Any, rows: dict[int, Rows]) -> NoReturn:
+        """Refuse an operation that no torch function of Python's has called: what sizes it was given is not known."""
+        raise RefusedError(
+            f"{user_line()}: `{func.overloadpacket.__name__}` on {next(iter(rows.values())).of.name} runs in code that "
+            f"torch.jit.script has compiled, or in another library's, where shardpass cannot see what is computed from "
+            f"the number of rows. Call it uncompiled"
+        )
 
     def require(self, tensor: Tensor, of: RowSet) -> None:
         """Refuse a tensor that is to have a row for each of `of` along dimension 0, if its rows are made of several."""

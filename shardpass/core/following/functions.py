@@ -51,8 +51,16 @@ class FollowFunctions(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if self.follower.is_paused:
             return func(*plain_sizes(args), **{key: plain_sizes(value) for key, value in kwargs.items()})
-        with self.follower.marks.remembered():
+        with self.follower.marks.remembered(), self.follower.in_function():
             return self._function(func, name, args, kwargs)
+
+    def __enter__(self) -> FollowFunctions:
+        self.follower.sees_functions = True
+        return super().__enter__()  # type: ignore[no-any-return]
+
+    def __exit__(self, *error: Any) -> None:
+        self.follower.sees_functions = False
+        super().__exit__(*error)
 
     def _function(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         first = args[0] if args and isinstance(args[0], Tensor) else None
