@@ -110,9 +110,10 @@ def _is_permuted(tensor: Tensor, field: Tensor, ids: Callable[[], Tensor]) -> bo
         return False
     tensor = tensor.detach().to(field.dtype)
     few = torch.linspace(0, len(field) - 1, _FEW, device=field.device).long()
-    if not _equal(tensor[ids()[few].to(few)], field[few]):
+    numbers = ids()  # on the host for nodes, on the device for edges
+    if not _equal(tensor[numbers[few.to(numbers.device)].to(few)], field[few]):
         return False
-    return not _equal(tensor, field) and _equal(tensor[ids().to(few)], field)
+    return not _equal(tensor, field) and _equal(tensor[numbers.to(few)], field)
 
 
 def _equal(left: Tensor, right: Tensor) -> bool:
