@@ -116,6 +116,18 @@ def measure(system: str, device: torch.device, small: bool, first: int) -> Itera
         except Exception as error:  # whatever torch or a compiler raises
             record["problem"] = single.what_failed(error)
         yield record
+        if "problem" in record and is_lost(device):
+            return  # `collected` begins a new process
+
+
+def is_lost(device: torch.device) -> bool:
+    """Whether a kernel of this process has failed such that every later call of the GPU fails like it."""
+    try:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False
 
 
 def same_bits(device: torch.device, small: bool) -> Iterator[Record]:
@@ -234,15 +246,16 @@ def child(arguments: list[str], limit: float) -> tuple[int, str]:
 
 
 def collected(step: str, count: int, options: list[str], until: float) -> list[Record]:
-    """The records of a step, as many as `count`, begun again after a case that ends the process."""
+    """The records of a step, as many as `count`, begun again at the case that ended the process, then after it."""
     found: list[Record] = []
     while len(found) < count and until - time.monotonic() > 5:
         given = ["-m", "benchmarks.gpu", "--child", step, "--first", str(len(found)), *options]
         code, text = child(given, until - time.monotonic())
-        found += [json.loads(one) for one in text.splitlines() if one.startswith('{"system"')]
+        new = [json.loads(one) for one in text.splitlines() if one.startswith('{"system"')]
+        found += new
         if code == 124:
             break
-        if code and len(found) < count:
+        if code and not new:
             last = next((one for one in reversed(text.splitlines()) if one.strip()), "")
             graph, dtype, model = CASES[len(found)]
             why = f"the process ended with {code}: {last[:200]}"

@@ -117,6 +117,26 @@ def test_a_kernel_that_fails_is_a_line_of_the_report(tmp_path: Path, monkeypatch
     assert gpu_report.bars([], [], (1, ""))[0].startswith("not measured")
 
 
+def test_a_process_that_has_lost_the_gpu_is_begun_again_after_the_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "CASES", gpu.CASES[:3])
+    monkeypatch.setattr(gpu, "graph_data", lambda *_: 1 // 0)
+    monkeypatch.setattr(gpu, "is_lost", lambda _: True)
+    said, begun = iter([(1, None), (134, "terminate called"), (0, None)]), []
+
+    def child(arguments: list[str], limit: float) -> tuple[int, str]:
+        begun.append(first := int(arguments[arguments.index("--first") + 1]))
+        code, text = next(said)
+        records = gpu.measure("eager", torch.device("cpu"), True, first)
+        return code, text or "\n".join(map(json.dumps, records))
+
+    monkeypatch.setattr(gpu, "child", child)
+    found = gpu.collected("eager", 3, [], float("inf"))
+    assert begun == [0, 1, 2]
+    assert [one["problem"].split(":")[0] for one in found] == [
+        "ZeroDivisionError", "the process ended with 134", "ZeroDivisionError"
+    ]  # fmt: skip
+
+
 @pytest.mark.long
 def test_other_tiles_of_every_kernel(triton_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "TILES", ((8, 2),))

@@ -7,20 +7,25 @@ copied between the two is written down.
 
 from __future__ import annotations
 
-import traceback
+import importlib
+import linecache
+import pkgutil
+import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch_geometric
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import backend_registration
 from torch.utils._pytree import tree_map
 
 NAME = "fakedevice"
 _BETWEEN = tuple(str(Path(module.__file__).parent) for module in (torch, torch_geometric))
 aten = torch.ops.aten
+_INDEXED = (aten.index, aten.index_put, aten.index_put_, aten._unsafe_index, aten._index_put_impl_)
 
 
 @dataclass(frozen=True)
@@ -41,9 +46,11 @@ CROSSINGS: list[Crossing] = []
 
 
 def _note(tensor: Tensor, to_host: bool) -> None:
-    stack = traceback.extract_stack()
-    last = next(f for f in reversed(stack) if not f.filename.startswith(_BETWEEN) and f.filename != __file__)
-    CROSSINGS.append(Crossing(to_host, tensor.numel(), tensor.dtype, f"{last.filename}:{last.lineno} {last.line}"))
+    frame: Any = sys._getframe()
+    while (name := frame.f_code.co_filename).startswith(_BETWEEN) or name == __file__:
+        frame = frame.f_back
+    line = f"{name}:{frame.f_lineno} {linecache.getline(name, frame.f_lineno).strip()}"
+    CROSSINGS.append(Crossing(to_host, tensor.numel(), tensor.dtype, line))
 
 
 class DeviceTensor(Tensor):
@@ -94,6 +101,8 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if to_host:
             _note(args[0], True)
             return func(*tree_map(_raw, args), **tree_map(_raw, kwargs))
+    if func.overloadpacket in _INDEXED and isinstance(args[0], DeviceTensor):  # numbers on the host are copied
+        args = (args[0], [_moved(one) for one in args[1]], *args[2:])
     wrapped: dict[int, Tensor] = {}
 
     def unwrapped(value: Any) -> Any:
@@ -108,6 +117,13 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return wrapped.get(id(value)) if id(value) in wrapped else DeviceTensor(value) if _is_tensor(value) else value
 
     return tree_map(rewrapped, func(*tree_map(unwrapped, args), **tree_map(unwrapped, kwargs)))
+
+
+def _moved(index: Tensor | None) -> Tensor | None:
+    if index is None or isinstance(index, DeviceTensor):
+        return index
+    _note(index, False)
+    return DeviceTensor(index)
 
 
 def _raw(value: Any) -> Any:
@@ -140,6 +156,35 @@ class _Module:
         pass
 
 
+class _Named(type):
+    """The class of `plain_type`."""
+
+    def __call__(cls, *args: Any) -> Any:
+        found = type(*args)
+        if found is DeviceTensor:
+            return nn.Parameter if getattr(args[0], "_is_param", False) else Tensor
+        return found
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, type)
+
+
+class plain_type(metaclass=_Named):
+    """As `type`, but a tensor of the device is an ordinary one, as on a GPU."""
+
+
+def _take_for_ordinary() -> None:
+    """Let the engine take tensors of the device for ordinary ones wherever it asks for their type."""
+    of_dgl = ["shardpass.frontends.dgl"] if "dgl" in sys.modules else []
+    for package in ("shardpass.core", "shardpass.frontends.pyg", *of_dgl):
+        for found in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
+            with suppress(ImportError):  # of triton
+                importlib.import_module(found.name)
+    for name, module in sys.modules.items():
+        if name.startswith("shardpass."):
+            vars(module).setdefault("type", plain_type)
+
+
 _LIBRARIES: list[torch.library.Library] = []
 
 
@@ -147,6 +192,7 @@ def register() -> None:
     """Make the device known to torch, for the rest of this process."""
     if _LIBRARIES:
         return
+    _take_for_ordinary()
     backend_registration._setup_privateuseone_for_python_backend(NAME, _Module())
     library = torch.library.Library("aten", "IMPL")
     for name in torch._C._dispatch_get_all_op_names():

@@ -11,6 +11,7 @@ from torch_geometric.nn.models import GraphSAGE
 import shardpass as sp
 from shardpass.testing.run import run
 
+from .device_callers import data, different_of_pyg
 from .device_program import CASES as MODELS
 from .device_program import SOME, compare, train_on_both, whole_graph
 from .fake_device import NAME
@@ -45,6 +46,32 @@ def test_a_run_is_that_of_cpus(tmp_path, kind, ranks):
     ):
         for name, expected in on_cpu.items():
             torch.testing.assert_close(on_device[name], expected, rtol=1e-10, atol=1e-10, msg=name)
+
+
+EVERY = pytest.param(NAME, 3, 1, {}, marks=pytest.mark.long)
+STREAMED = [pytest.param(NAME, ranks, 1, {"stream_structure": True}, marks=pytest.mark.long) for ranks in (1, 2)]
+CUDA = [pytest.param("cuda", *case, marks=GPU) for case in ((1, 1, {}), (2, 1, {}), (2, 1, {"mode": "keep"}))]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("kind", "ranks", "step", "options"), [(NAME, 1, 1, {}), (NAME, 2, 3, {}), EVERY, *STREAMED, *CUDA]
+)
+def test_any_tensor_of_a_script_gives_what_it_gives_on_cpus(tmp_path, kind, ranks, step, options):
+    sp.partition(data(), tmp_path / "store", 3, "random")
+    args = kind, str(tmp_path / "store"), sp.Options(**options), step
+    assert run(different_of_pyg, ranks, "processes", args=args) == [{}] * ranks
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("ranks", "step"), [(1, 1), (2, 3), pytest.param(3, 1, marks=pytest.mark.long)])
+def test_any_tensor_of_a_script_of_dgl_gives_what_it_gives_on_cpus(tmp_path, ranks, step):
+    pytest.importorskip("dgl")
+    from .device_callers_dgl import different_of_dgl
+
+    sp.partition(data(), tmp_path / "store", 3, "random")
+    args = NAME, str(tmp_path / "store"), sp.Options(), step
+    assert run(different_of_dgl, ranks, "processes", args=args) == [{}] * ranks
 
 
 def on_the_gpu(tmp_path, num_nodes, degree, width, options=None):

@@ -109,10 +109,12 @@ def exchange_rows(
 ) -> list[list[dict[str, Tensor]]]:
     """The rows that each rank sent to this one: ``result[r][g]`` are those of group g by name. Collective.
 
+    They are on the device of the ranks, wherever `tensors` are.
+
     Args:
         tensors: for each group, tensors by name with one row per own node or edge. Every rank has the same groups,
             names, widths and dtypes.
-        send: ``send[r][g]`` are the rows of group g that go to rank r, int64 on the device of the tensors.
+        send: ``send[r][g]`` are the rows of group g that go to rank r, int64.
         counts: ``counts[r][g]`` is how many rows of group g come from rank r.
         wire: the dtype in which float32 rows travel. `None` keeps float32.
     """
@@ -123,7 +125,7 @@ def exchange_rows(
     found = []
     for rank, (message, numbers) in enumerate(zip(comm.all_to_all(messages, label), counts)):
         if rank == comm.rank:
-            own = [[tensor.index_select(0, rows) for tensor in group] for group, rows in zip(groups, send[rank])]
+            own = [[_picked(tensor, rows).to(comm.device) for tensor in g] for g, rows in zip(groups, send[rank])]
             found.append([dict(zip(named, rows)) for named, rows in zip(names, own)])
             continue
         parts, at = [], 0
@@ -134,6 +136,10 @@ def exchange_rows(
             at += size
         found.append(parts)
     return found
+
+
+def _picked(tensor: Tensor, rows: Tensor) -> Tensor:
+    return tensor.index_select(0, rows.to(tensor.device))
 
 
 def _aligned(num_bytes: int) -> int:
@@ -148,6 +154,6 @@ def _packed(
     at = 0
     for group, packing, chosen, size in zip(groups, packings, rows, sizes):
         for tensor, view in zip(group, packing.views(message[at : at + size], len(chosen))):
-            view.copy_(tensor.index_select(0, chosen))
+            view.copy_(_picked(tensor, chosen))
         at += size
     return message

@@ -378,7 +378,7 @@ def gather(
         return comm.all_to_all([own] + [own[:0]] * (comm.size - 1), label=label)
 
     parts = at_root(rows.detach().contiguous(), "gather rows")
-    id_parts = at_root(ids.to(comm.device), "gather ids")
+    id_parts = at_root(ids.to(rows.device), "gather ids")
     if comm.rank != 0:
         return None
     out = rows.new_empty((total, *rows.shape[1:]))

@@ -150,7 +150,7 @@ class Drawer:
         edges = self.source.edges[kind]
         rows = torch.from_numpy(edges.rows[places].astype(np.int64)) if self.edge_fields[kind] else None
         fields = {
-            name: edges.fields[name].index_select(0, rows.to(edges.fields[name].device))
+            name: edges.fields[name].index_select(0, rows.to(edges.fields[name].device)).to(self.source.comm.device)
             for name in self.edge_fields[kind]
             if rows is not None
         }

@@ -66,9 +66,12 @@ def refuse_same_rows(name: str, found: Tensor) -> None:
         )
 
 
-def select(rows: Tensor, mask: Tensor | None) -> Tensor:
-    """The masked rows."""
-    return rows if mask is None else rows[mask if mask.dtype == torch.bool else mask.long()]
+def select(rows: Tensor, mask: Tensor | None, device: torch.device | None = None) -> Tensor:
+    """The masked rows, on `device` if it is given: labels and masks may be on the host where logits are not."""
+    if mask is not None:
+        mask = mask.to(rows.device, torch.bool if mask.dtype == torch.bool else torch.int64)
+        rows = rows[mask]
+    return rows if device is None else rows.to(device)
 
 
 def check_mask(name: str, mask: Tensor | None, num_own: int) -> str | None:

@@ -33,7 +33,7 @@ def accuracy(logits: Tensor, y: Tensor, mask: Tensor | None, comm: Ranks) -> flo
         problem = f"accuracy: y must hold class ids, found {describe(y)}"
     right, count = 0, 0
     if problem is None:
-        targets = select(y, mask)
+        targets = select(y, mask, logits.device)
         problem = check_targets(targets, logits.shape[1], "accuracy")
         count = len(targets)
         if problem is None and count:
@@ -94,7 +94,8 @@ def mae(prediction: Tensor, y: Tensor, mask: Tensor | None, comm: Ranks) -> floa
     problem = _check_alike("mae", prediction, y, mask)
     own, count = 0.0, 0
     if problem is None:
-        errors = (select(prediction.detach(), mask).double() - select(y.detach(), mask).double()).abs()
+        right = select(y.detach(), mask, prediction.device).double()
+        errors = (select(prediction.detach(), mask).double() - right).abs()
         own, count = float(errors.sum()), errors.numel()
     total, number = sums_over_ranks(
         "mae", [own, float(count)], problem, comm, trailing(prediction), row_numbers(mask, y)
@@ -145,7 +146,7 @@ def _decisions(logits: Tensor, y: Tensor, mask: Tensor | None, average: str) -> 
         problem = check_targets(select(y, mask), logits.shape[1], "f1")
     if problem is not None:
         raise ValueError(problem)
-    rows, targets = select(logits.detach(), mask), select(y, mask)
+    rows, targets = select(logits.detach(), mask), select(y, mask, logits.device)
     if several:
         _check_binary("f1", targets)
         found, targets = rows > 0, targets.bool()
@@ -169,7 +170,7 @@ def _mean_over_tasks(
         own = select(scores.detach(), mask)
         if own.isnan().any():
             raise ValueError(f"{name}: {int(own.isnan().sum())} of {own.numel()} scores are NaN")
-        targets = select(y.detach(), mask)
+        targets = select(y.detach(), mask, scores.device)
         _check_binary(name, targets)
         return own.contiguous(), targets.to(torch.uint8).contiguous()
 

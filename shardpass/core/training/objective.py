@@ -64,7 +64,7 @@ def cross_entropy(
     problem = check_logits("cross_entropy", logits, y, mask) or _check_weight(weight, logits)
     losses, denominator = torch.zeros(0), 0.0
     if problem is None:
-        rows, targets = select(logits, mask), select(y, mask)
+        rows, targets = select(logits, mask), select(y, mask, logits.device)
         problem = check_targets(targets, logits.shape[1], "cross_entropy")
     if problem is None:
         losses, denominator = _row_losses(rows, targets, weight, label_smoothing)

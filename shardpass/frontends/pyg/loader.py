@@ -132,6 +132,6 @@ def _fill_edges(store: Any, found: Sample, kind: EdgeType, fields: Mapping[str, 
     )
     store.edge_index = torch.stack([src, dst])
     for name, tensor in fields.items():
-        store[name] = torch.cat([tensor[:0].detach(), *(hop.fields[name] for hop in hops)])
+        store[name] = torch.cat([tensor[:0].detach().to(device), *(hop.fields[name] for hop in hops)])
     store.e_id = edge_ids
     store.num_sampled_edges = [len(hop[kind].src) if kind in hop else 0 for hop in found.hops]
