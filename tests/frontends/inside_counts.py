@@ -1,4 +1,4 @@
-"""Counts, positions, constants and mixtures inside a model: what leaves torch or the model, and what only looks like it.
+"""Counts, positions, constants and mixtures inside a model: what leaves torch or the model, and what looks like it.
 
 How the tables are read: `inside_model.py`. The graph has 136 nodes and as many edges.
 """
@@ -115,53 +115,15 @@ a constant split
 """
 
 TURNED = """
-eight rows turned
-    h = h.reshape(8, -1).t()  # here
-columns of own length turned
-    h = h.reshape(8, n).t()  # here
-transposed, then rows
-    h = h.t().reshape(n, 8)  # here
-transposed, contiguous, then rows
-    h = h.t().contiguous().view(n, 8)  # here
-rows in eight blocks
-    h = h.unflatten(0, (8, -1)).transpose(0, 1).reshape(n, 8)  # here
 pairs of rows
     h = h.view(-1, 16).relu().flip(1).view(n, 8)  # here
-edge rows beside node rows
-    made: self.up = nn.Linear(4, 8)
-    h = h + self.up(ea)  # here
-a mask of edges on nodes
-    h = h * (w > 0.5)[:, None]  # here
-kinds of edges as labels
-    h = h + self.emb(kind)  # here
-node rows as weights of edges
-    made: self.over = gnn.GraphConv(8, 8)
-    h = self.over(h, ei, h[:, 0].sigmoid())  # here
-node rows summed over edges
-    h = h + torch.zeros_like(h).index_add(0, ei[1], h)  # here
 """
 
 NUMPY = """
-NumPy, a line
-    h = h * torch.from_numpy(np.linspace(0, 1, n))[:, None]  # here
-NumPy, numbers of rows
-    h = h * torch.from_numpy(np.cumsum(np.ones(n)))[:, None]  # here
 NumPy, a range
     h = h * torch.as_tensor(np.arange(n) % 2)[:, None]  # here
-NumPy, a window
-    h = h * torch.tensor(np.hanning(n))[:, None]  # here
-NumPy, a product of sizes
-    h = h / np.prod(h.shape)  # here
 NumPy, a logarithm
     h = h / np.log(n)  # here
-NumPy, a quotient
-    h = h * float(np.float64(1) / n)  # here
-NumPy, an array of sizes
-    h = h / np.array(h.shape)[0]  # here
-NumPy, draws of one seed
-    h = h * torch.as_tensor(np.random.RandomState(0).rand(n, 1))  # here
-NumPy, a sum of ones
-    h = h / np.ones(n).sum()  # here
 NumPy, a mean of rows
     h = h - torch.from_numpy(h.detach().numpy().mean(0))  # here
 NumPy, from dlpack
@@ -203,54 +165,28 @@ a scripted module
 """
 
 ESCAPES = """
-one by the number of nodes
-    h = h * (1 / utils.num_nodes.maybe_num_nodes(ei))  # here
-padded with the number
-    h = h + F.pad(h[:, :7], (0, 1), value=n)  # here
 a loss's bend
     h = F.huber_loss(h, -h * n**0 * 50, reduction="none", delta=n)  # here
-a smooth loss's bend
-    h = F.smooth_l1_loss(h, -h, reduction="none", beta=n)  # here
 the shape as a tensor
     h = h / torch._shape_as_tensor(h)[0]  # here
-the number as a float
-    h = h / torch.sym_float(n)  # here
-a table of numbers
-    h = h * {136: 2.0, 40: 3.0}.get(n, 1.0)  # here
 a list of own length
     h = h * torch.tensor([1.0] * n).cumsum(0)[:, None]  # here
 the length of the storage
     h = h / len(h.untyped_storage())  # here
 the bytes of the storage
     h = h / h.contiguous().untyped_storage().nbytes()  # here
-the bytes of a tensor
-    h = h / h.nbytes  # here
-a stride
-    h = h / h.t().contiguous().stride(0)  # here
 a bound
     h = h.clamp(max=n / 50)  # here
 a slope
     h = F.leaky_relu(h, n / 500)  # here
-an epsilon
-    h = F.layer_norm(h, (8,), eps=n)  # here
 a threshold
     h = F.threshold(h, n / 100, 0.0)  # here
 an exponent
     h = h.abs() ** (n / 100)  # here
 a scaled sum
     h = torch.add(h, x[:, :1], alpha=n)  # here
-an integer
-    h = h / int(n)  # here
 a float
     h = h / float(n)  # here
-an index
-    h = h / operator.index(n)  # here
-a text
-    h = h * len(f"{n}")  # here
-a fraction
-    h = h * float(fractions.Fraction(1, n))  # here
-pairs
-    h = h / math.comb(n, 2)  # here
 a square root
     h = h / math.sqrt(n)  # here
 a remainder
@@ -268,8 +204,6 @@ rows listed
     h = h / len(h.detach().tolist())  # here
 a sum of own length
     h = h / torch.ones(n).sum()  # here
-the last of a range
-    h = h / torch.arange(n)[-1]  # here
 the size of a new tensor
     h = h / torch.empty(n, 3).numel()  # here
 the number of edges
@@ -294,10 +228,6 @@ asarray of a mean
     h = h - torch.asarray([h.detach().mean(), 1.0])[0]  # here
 new_tensor of a mean
     h = h - h.new_tensor([h.detach().mean(), 1.0])[0]  # here
-Tensor of a mean
-    h = h - torch.Tensor([h.detach().mean()])  # here
-FloatTensor of a deviation
-    h = h / torch.FloatTensor([h.detach().std()])  # here
 full of a maximum
     h = h / torch.full((8,), h.detach().max().item())  # here
 full_like of a maximum
@@ -323,58 +253,21 @@ an item in a message
 """
 
 LEAVING = """
-a dataclass with a loss
-    return Out(self.last(h, ei), h.square().mean())  # here
 a dataclass with a number
     return Out(self.last(h, ei), float(h.detach().mean()))  # here
-a namespace with a loss
-    return SimpleNamespace(rows=self.last(h, ei), aux=h.var())  # here
 a dict with a loss
     return {"rows": self.last(h, ei), "aux": h.norm()}  # here
-an object with a loss
-    box = Box()
-    box.rows, box.aux = self.last(h, ei), h.square().mean()  # here
-    return box
-an object of lists with a loss
-    box = Box()
-    box.all = [{"rows": self.last(h, ei), "aux": [h.square().mean()]}]  # here
-    return box
-left on a box
-    made: self.box = Box()
-    self.box.aux = h.square().mean()  # here
 left on a module
     self.lin.aux = h.square().mean()  # here
 left in a list
     made: self.seen = []
     self.seen.append(h.abs().max())  # here
-left in a global
-    top: SEEN = {}
-    SEEN["aux"] = h.square().mean()  # here
-left on the class
-    type(self).aux = h.square().mean()  # here
-left by a hook
-    top: SEEN = []
-    made: self.lin.register_forward_hook(lambda mod, given, out: SEEN.append(out.square().mean()))  # here
-    h = self.lin(h)
-left by a hook before
-    top: SEEN = []
-    made: self.lin.register_forward_pre_hook(lambda mod, given: SEEN.append(given[0].var()))  # here
-    h = self.lin(h)
 left by a hook on the module
     made: self.lin.register_forward_hook(lambda mod, given, out: setattr(mod, "aux", out.square().mean()))  # here
     h = self.lin(h)
 a running mean
     made: self.register_buffer("mean", torch.zeros(8))
     self.mean.mul_(0.9).add_(0.1 * h.detach().mean(0))  # here
-weights alone
-    return self.last(h, ei), self.lin.weight.square().sum()  # here
-    says: replicated
-weights alone in a dict
-    return {"rows": self.last(h, ei), "penalty": sum(p.abs().sum() for p in self.lin.parameters())}  # here
-    says: replicated
-weights alone, left on the model
-    self.penalty = self.lin.weight.square().sum()  # here
-    says: replicated
 """
 
 STAYING = """
@@ -458,30 +351,12 @@ expanded to own size
     h = h + self.scale.expand(n, -1) + self.scale.repeat(n, 1) + self.scale[None].expand_as(h)
 own size asserted
     assert h.size(0) == x.size(0) and h.shape == (n, 8) and h.dim() == 2
-NumPy, a line of channels
-    h = h * torch.from_numpy(np.linspace(0, 1, h.size(1)))
 NumPy, sizes of channels
     h = h.view(n, int(np.prod(h.shape[1:]))) / np.sqrt(h.size(1))
-NumPy, draws for channels
-    h = h * torch.as_tensor(np.random.RandomState(0).rand(8))
-scripted, the width
-    top: @torch.jit.script
-    top: def scaled(h: torch.Tensor):
-    top:     return h / h.size(1)
-    h = scaled(h)
-scripted, row by row
-    top: @torch.jit.script
-    top: def bent(h: torch.Tensor):
-    top:     return h.softmax(1) + h.view(h.size(0), 2, 4).flatten(1)
-    h = bent(h)
 the width as a number
     h = h / int(h.size(1)) / math.sqrt(h.size(-1)) * {8: 2.0}.get(h.size(1), 1.0)
-a loop over channels
-    h = sum(h * torch.tensor([1.0] * h.size(1)) for i in range(h.size(1)))
 constants of functions
     h = F.pad(h[:, :7], (0, 1), value=0.5) + F.huber_loss(h, -h, reduction="none", delta=0.5)
-a tensor of constants
-    h = h * h.new_tensor([1.0, 2.0] * 4) + torch.tensor([0.1, 0.2])[1] + torch.full((8,), 0.5)
 values of parameters
     span = torch.tensor([self.scale.detach().min(), self.scale.detach().max()])
     h = (h - span[0]).clamp(max=float(self.scale.detach().mean()) + 1) / (span[1] - span[0])

@@ -407,7 +407,8 @@ class Together:
 
     def __init__(self, table: dict[str, Case], folder: Path, teams: dict[int, Team] = TEAMS) -> None:
         self.table, self.folder, self.teams = table, folder, teams
-        names = [name for name, case in table.items() if not case.returns and not {"take", "adds", "after"} & case.lines.keys()]
+        apart = {"take", "adds", "after"}
+        names = [name for name, case in table.items() if not case.returns and not apart & case.lines.keys()]
         self._groups = [names[i : i + 12] for i in range(0, len(names), 12)]
         self._is_exact: dict[int, bool] = {}
 

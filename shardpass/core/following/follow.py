@@ -3,9 +3,9 @@
 [Note: what is followed]
 A rank holds some rows of every node tensor. What a model does row by row is exact; what puts rows together is exact
 only if the engine does it, which knows the rows of other ranks. So while a model runs, each primitive operation on a
-tensor with rows must give a row of its result from that row of its operands. No table says which operations do:
-`try_rows` runs the operation on made-up rows, on all and on some of them. So nothing depends on the values of the
-model, on how many rows there are, or on what a threshold hides. Gathers and scatters by the numbers of destinations
+tensor with rows must give a row of its result from that row of its operands. A table of kinds of operations says which
+do; what is in no table is decomposed by torch, or refused. So nothing depends on the values of the model, or on what a
+threshold hides. Gathers and scatters by the numbers of destinations
 are exact too, because a rank has all in-edges of its nodes. A model is refused at its first other operation.
 """
 

@@ -92,10 +92,17 @@ def product(call: Call) -> Found:
 
 
 def convolution(call: Call) -> Found:
-    """Rows are the batch of the input."""
-    rows = call.row_of(call.tensors[0])
-    alone = len(call.rows()) == 1 and rows is not None and rows.dim == 0
-    return rows if alone else Made.MIXED
+    """Rows are the batch of the input, or lie where the kernel has one place only."""
+    rows, weight = call.row_of(call.tensors[0]), call.tensors[1]
+    if rows is None or len(call.rows()) > 1 or rows.dim == 1:
+        return Made.MIXED
+    at = rows.dim - 2
+    is_alone = at < 0 or (
+        weight.size(rows.dim) == call["stride"][at] == 1
+        and not call["padding"][at]
+        and not call.given.get("transposed")
+    )
+    return rows if is_alone else Made.MIXED
 
 
 def three_factors(call: Call) -> Found:
@@ -155,7 +162,11 @@ def batch_norm(call: Call) -> Any:
     rows, is_training = call.row_of(call["input"]), call.given.get("training", "update" in call.name)
     if "no_" in call.name:
         is_training = False
-    if is_training or len(call.rows()) > 1 or rows is None or rows.dim == 1:
+    if len(call.rows()) > 1 or rows is None:
+        return Made.MIXED
+    if rows.dim == 1 and call["weight"] is None and call.given.get("running_mean") is None:  # each row has its moments
+        return [rows, *(replace(rows, dim=0) if out.numel() else None for out in call.outs[1:])]
+    if is_training or rows.dim == 1:
         return Made.MIXED
     return [rows] + [None] * (len(call.outs) - 1)
 
@@ -196,6 +207,12 @@ def recurrent(call: Call) -> Any:
 def together(call: Call) -> Found:
     """It puts rows together whatever it is given."""
     return Made.MIXED
+
+
+def shuffled(call: Call) -> Found:
+    """Channels become places of a picture, or the other way: the last three dimensions."""
+    operand, rows = call.rows()[0]
+    return rows if rows.dim < operand.dim() - 3 else Made.MIXED
 
 
 def spatial(call: Call) -> Found:

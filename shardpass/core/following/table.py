@@ -73,6 +73,7 @@ _KINDS: dict[Rule, str] = {
         "permute transpose t swapaxes unsqueeze squeeze expand alias detach view_as_real view_as_complex "
         "diagonal unfold"
     ),
+    kinds.shuffled: "pixel_shuffle pixel_unshuffle channel_shuffle native_channel_shuffle",
     places.viewed: "view _unsafe_view reshape _reshape_alias",
     places.part: (
         "select slice narrow split split_with_sizes unbind chunk unsafe_split unsafe_split_with_sizes unsafe_chunk"
