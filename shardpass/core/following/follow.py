@@ -33,6 +33,7 @@ from shardpass.errors import RefusedError
 
 _MADE_BY = {torch.ops.aten.arange: Origin.NUMBERS, torch.ops.aten.zeros: Origin.ZEROS}
 _EMPTY = frozenset([torch.ops.aten.empty, torch.ops.aten.empty_strided])
+_COPIES = frozenset([torch.ops.aten._to_copy, torch.ops.aten.clone, torch.ops.aten.copy_])
 _BAGS = frozenset([torch.ops.aten._embedding_bag, torch.ops.aten._embedding_bag_forward_only])
 _LOOK_UPS = _BAGS | {torch.ops.aten.embedding}
 
@@ -211,7 +212,8 @@ class FollowRows(torch_private.TorchDispatchMode):
     def _operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         leaves, structure = torch_private.tree_flatten((args, kwargs))
         rows = self._operands(leaves)
-        if rows and self.sees_functions and not self._functions and not torch_private.is_view(func):
+        is_copy = torch_private.is_view(func) or func.overloadpacket in _COPIES
+        if rows and self.sees_functions and not self._functions and not is_copy:
             self._refuse_unseen(func, rows)
         mixtures = self.marks.mixtures
         mixture = self._mixture(leaves) if mixtures else None

@@ -20,9 +20,7 @@ from shardpass.core.following.user_line import user_line
 from shardpass.core.ranks import RowSet
 from shardpass.errors import RefusedError
 
-_LEAVES_TORCH = frozenset(
-    "tolist numpy __array__ __iter__ __len__ __dlpack__ untyped_storage storage _shape_as_tensor".split()
-)
+_LEAVES_TORCH = frozenset("tolist numpy __array__ __iter__ __len__ __dlpack__ _shape_as_tensor".split())
 _CONSTRUCTS = frozenset("tensor as_tensor asarray new_tensor".split())
 _IN_PLACE_TOO = (
     "add sub mul div true_divide floor_divide remainder fmod pow clamp fill subtract multiply divide clip clamp_min "
