@@ -33,7 +33,7 @@ from shardpass.errors import RefusedError
 
 _MADE_BY = {torch.ops.aten.arange: Origin.NUMBERS, torch.ops.aten.zeros: Origin.ZEROS}
 _EMPTY = frozenset([torch.ops.aten.empty, torch.ops.aten.empty_strided])
-_COPIES = frozenset([torch.ops.aten._to_copy, torch.ops.aten.clone, torch.ops.aten.copy_])
+_COPIES = frozenset(getattr(torch.ops.aten, name) for name in "_to_copy clone copy_ stack cat".split())
 _BAGS = frozenset([torch.ops.aten._embedding_bag, torch.ops.aten._embedding_bag_forward_only])
 _LOOK_UPS = _BAGS | {torch.ops.aten.embedding}
 
