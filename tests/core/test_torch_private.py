@@ -24,6 +24,29 @@ def test_versions_count_changes_in_place_also_by_views():
         assert torch_private.version_of(torch.zeros(1)) == -1
 
 
+def test_arguments_of_an_operator_have_names():
+    x = torch.zeros(2, 3)
+    bound = torch_private.bound_arguments(torch.ops.aten.sum.dim_IntList, (x, [1]), {})
+    assert bound["self"] is x and (bound["dim"], bound["keepdim"]) == ([1], False)
+
+
+def test_a_symbol_is_no_number():
+    shapes, mode = torch_private.symbolic_shapes()
+    size = torch_private.symbolic_size(shapes)
+    assert size >= 2 and size != 1 and size * 8 == 8 * size
+    with pytest.raises(Exception, match="u0"):
+        bool(size == 40)
+    with mode:
+        assert (torch.empty(size, 8) * 2).shape[0] == size
+
+
+def test_operators_are_composed_of_others():
+    x = torch.randn(3, 4)
+    decomposition = torch_private.decomposition_of(torch.ops.aten.logit.default)
+    assert decomposition is not None and torch.equal(decomposition(x.sigmoid()), torch.logit(x.sigmoid()))
+    assert torch_private.decomposition_of(torch.ops.aten.mm.default) is None
+
+
 def test_bases():
     x = torch.zeros(4)
     assert torch_private.base_of(x[1:].view(3)) is x and torch_private.base_of(x) is x

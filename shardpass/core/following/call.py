@@ -54,6 +54,11 @@ class Call:
         """The argument of this name in the schema of the operation."""
         return self.given[name]
 
+    def is_alike(self, tensor: Any, dim: int) -> None:
+        """Note that an operand without rows must be the same for each row, if it has as many entries along `dim`."""
+        if isinstance(tensor, Tensor) and self.of(tensor) is None and 0 <= dim < tensor.dim() and tensor.size(dim) != 1:
+            self.plain.append((tensor, dim))
+
     def rows(self, *tensors: Any) -> list[tuple[Tensor, Rows]]:
         """The operands with rows; of `tensors`, if any are given."""
         pairs = [(one, self.of(one)) for one in tensors or self.tensors if isinstance(one, Tensor)]
@@ -84,6 +89,6 @@ def aligned(call: Call, out: Tensor, *tensors: Any) -> Found:
         return Made.MIXED
     first, at = rows[0][1], from_end.pop()
     for one in tensors or call.tensors:
-        if isinstance(one, Tensor) and call.of(one) is None and one.dim() + at >= 0 and one.size(one.dim() + at) != 1:
-            call.plain.append((one, one.dim() + at))
+        if isinstance(one, Tensor):
+            call.is_alike(one, one.dim() + at)
     return replace(first, dim=out.dim() + at, points_to=None)

@@ -4,9 +4,9 @@
 A rank holds some rows of every node tensor. What a model does row by row is exact; what puts rows together is exact
 only if the engine does it, which knows the rows of other ranks. So while a model runs, each primitive operation on a
 tensor with rows must give a row of its result from that row of its operands. A table of kinds of operations says which
-do; what is in no table is decomposed by torch, or refused. So nothing depends on the values of the model, or on what a
-threshold hides. Gathers and scatters by the numbers of destinations
-are exact too, because a rank has all in-edges of its nodes. A model is refused at its first other operation.
+do; what is not in it is decomposed by torch, or refused. So nothing depends on the values of the model, or on what a
+threshold hides. Gathers and scatters by the numbers of destinations are exact too, because a rank has all in-edges of
+its nodes. A model is refused at its first other operation.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from shardpass.errors import RefusedError
 
 _MADE_BY = {torch.ops.aten.arange: Origin.NUMBERS, torch.ops.aten.zeros: Origin.ZEROS}
 _EMPTY = frozenset([torch.ops.aten.empty, torch.ops.aten.empty_strided])
-_COPIES = frozenset(getattr(torch.ops.aten, name) for name in "_to_copy clone copy_ stack cat".split())
+_TAKES_NO_SIZES = frozenset(getattr(torch.ops.aten, name) for name in "_to_copy clone copy_ stack cat".split())
+"""What C++ calls by itself, as a cast or to put messages together, and what depends on no number that it is given."""
 _BAGS = frozenset([torch.ops.aten._embedding_bag, torch.ops.aten._embedding_bag_forward_only])
 _LOOK_UPS = _BAGS | {torch.ops.aten.embedding}
 
@@ -212,8 +213,8 @@ class FollowRows(torch_private.TorchDispatchMode):
     def _operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         leaves, structure = torch_private.tree_flatten((args, kwargs))
         rows = self._operands(leaves)
-        is_copy = torch_private.is_view(func) or func.overloadpacket in _COPIES
-        if rows and self.sees_functions and not self._functions and not is_copy:
+        is_unseen = self.sees_functions and not self._functions
+        if rows and is_unseen and not torch_private.is_view(func) and func.overloadpacket not in _TAKES_NO_SIZES:
             self._refuse_unseen(func, rows)
         mixtures = self.marks.mixtures
         mixture = self._mixture(leaves) if mixtures else None

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardpass.core.following.failing import explained_failure
 from shardpass.core.following.follow import FollowRows
-from shardpass.core.following.literal_places import check_places, is_cut_by_count
+from shardpass.core.following.literal_places import PLACES, bounds_of, check_places
 from shardpass.core.following.made_rows import MadeRows
 from shardpass.core.following.origin import Origin
 from shardpass.core.following.row_count import OwnCount, OwnShape, RowCount, leaves_of, plain_sizes
@@ -48,6 +48,7 @@ class FollowFunctions(TorchFunctionMode):
         super().__init__()
         self.follower = follower
         self.made = MadeRows(follower)
+        self._is_within = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -58,11 +59,11 @@ class FollowFunctions(TorchFunctionMode):
             return self._function(func, name, args, kwargs)
 
     def __enter__(self) -> FollowFunctions:
-        self.follower.sees_functions = True
+        self._is_within, self.follower.sees_functions = self.follower.sees_functions, True
         return super().__enter__()  # type: ignore[no-any-return]
 
     def __exit__(self, *error: Any) -> None:
-        self.follower.sees_functions = False
+        self.follower.sees_functions = self._is_within
         super().__exit__(*error)
 
     def _function(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -76,10 +77,7 @@ class FollowFunctions(TorchFunctionMode):
         if name in _CONSTRUCTS:
             for one in leaves_of((*args, *kwargs.values())):
                 self.follower.marks.check_result(one)
-        rows = None if type(first) is not Tensor else self._rows_of(first)
-        if rows is not None and rows.of.judges:
-            check_places(name, args, kwargs, rows, self.follower.marks.made_of_counts)
-        is_cut = first is not None and rows is None and is_cut_by_count(name, args, kwargs)
+        is_cut = name in PLACES and type(first) in (Tensor, nn.Parameter) and self._is_cut(name, args, kwargs)
         sizes, given = self.made.sizes(name, args, kwargs), (args, kwargs)
         args, kwargs = plain_sizes(args), {key: plain_sizes(value) for key, value in kwargs.items()}
         try:
@@ -102,6 +100,15 @@ class FollowFunctions(TorchFunctionMode):
             self.follower.marks.origins[out] = Origin.NUMBERS
         self.made.note(name, args, kwargs, sizes, out)
         return out
+
+    def _is_cut(self, name: str, args: Any, kwargs: Any) -> bool:
+        """Whether a tensor without rows is cut at the number of own rows. Refuse plain numbers as places of rows."""
+        rows, bounds = self._rows_of(args[0]), [*bounds_of(name, args, kwargs)]
+        if rows is None:
+            return any(isinstance(bound, OwnCount) for _, bound in bounds)
+        if rows.of.judges:
+            check_places(bounds, args[0], rows, self.follower.marks.made_of_counts)
+        return False
 
     def _count(self, count: int, of: RowSet) -> RowCount:
         return RowCount(count, self._known(of))

@@ -10,8 +10,6 @@ from torch import Tensor
 from shardpass.core.following.call import Call, Found, Made, aligned, dims_of
 from shardpass.core.following.rows import Rows
 
-SPATIAL = {"1d": 1, "2d": 2, "3d": 3}
-
 
 def reduction(call: Call) -> Found:
     """It works along `dim`, or along all dimensions."""
@@ -38,8 +36,8 @@ def matrices(call: Call) -> Found:
     rows = call.rows()
     if len({found.dim for _, found in rows}) > 1 or any(found.dim >= one.dim() - 2 for one, found in rows):
         return Made.MIXED
-    for one in call.tensors:
-        if call.of(one) is None and one.dim() > 2:
+    for one in call.tensors:  # one dimension less than a batch of matrices, and it may be a batch of vectors
+        if call.of(one) is None and (one.dim() > 2 or any(one.dim() == row.dim() - 1 for row, _ in rows)):
             return Made.MIXED
     return replace(rows[0][1], points_to=None)
 
@@ -52,43 +50,42 @@ def renorm(call: Call) -> Found:
 
 
 def product(call: Call) -> Found:
-    """A product of matrices; rows stay apart in the first of the left, in the last of the right, or in the batch."""
-    added = call["self"] if call.name.startswith(("add", "_addmm", "badd")) else None
-    factors = [one for one in call.tensors if one is not added]
-    left, right = factors
+    """A product of matrices, to which another may be added."""
+    left, right = call.tensors[-2:]
+    added = call["self"] if len(call.tensors) == 3 else None
     mine, theirs, out = call.row_of(left), call.row_of(right), call.outs[0]
-    if isinstance(call.of(left), Made) or isinstance(call.of(right), Made):
-        return Made.MIXED
-    batch = 1 if left.dim() == 3 else 0
     if call.name in ("outer", "ger", "addr", "addr_"):
         one = mine or theirs
-        assert one is not None
-        found: Found = Made.MIXED if mine and theirs else replace(one, dim=0 if mine else 1)
-    elif mine and theirs and mine.dim == left.dim() - 1 and theirs.dim == batch:
-        same = (mine.outer, mine.inner) == (theirs.outer, theirs.inner)
-        found = Made.SUM if same and added is None else Made.MIXED
-    elif mine and theirs:
-        found = mine if batch and mine.dim == theirs.dim == 0 and mine == theirs else Made.MIXED
-    elif mine is not None:
-        if batch and mine.dim == 0:
-            call.plain.append((right, 0))
-        found = mine if mine.dim < left.dim() - 1 else Made.MIXED
+        found: Found = Made.MIXED if one is None or (mine and theirs) else replace(one, dim=0 if mine else 1)
     else:
-        assert theirs is not None
-        if batch and theirs.dim == 0:
-            call.plain.append((left, 0))
-        at = theirs.dim if batch and theirs.dim == 0 else out.dim() - 1
-        found = replace(theirs, dim=at) if theirs.dim != batch or (batch and theirs.dim == 0) else Made.MIXED
-        if right.dim() == 1:
-            found = Made.MIXED
-    if isinstance(found, Rows) and isinstance(added, Tensor):
-        beside = call.of(added)
-        if isinstance(beside, Made) or (isinstance(beside, Rows) and beside.dim - added.dim() != found.dim - out.dim()):
-            return Made.MIXED
-        at = added.dim() + found.dim - out.dim()
-        if beside is None and at >= 0 and added.size(at) != 1:
-            call.plain.append((added, at))
-    return replace(found, points_to=None) if isinstance(found, Rows) else found
+        found = _multiplied(call, left, right)
+    if added is None:
+        return found
+    if not isinstance(found, Rows):
+        return Made.MIXED  # every rank would add it
+    beside, from_end = call.row_of(added), found.dim - out.dim()
+    call.is_alike(added, added.dim() + from_end)
+    return found if beside is None or beside.dim - added.dim() == from_end else Made.MIXED
+
+
+def _multiplied(call: Call, left: Tensor, right: Tensor) -> Found:
+    """Rows stay apart in the first dimension of the left, in the last of the right, or in the batch of both."""
+    mine, theirs, out = call.row_of(left), call.row_of(right), call.outs[0]
+    batch = left.dim() == 3
+    contracted = left.dim() - 1, int(batch)
+    if mine and theirs:
+        layouts = {(one.outer, one.inner) for one in (mine, theirs)}
+        if (mine.dim, theirs.dim) == contracted and len(layouts) == 1:
+            return Made.SUM
+        is_batch = batch and mine.dim == theirs.dim == 0 and len(layouts) == 1
+        return replace(mine, points_to=None) if is_batch else Made.MIXED
+    one = mine or theirs
+    if one is None or one.dim == contracted[mine is None]:
+        return Made.MIXED
+    if batch and one.dim == 0:
+        call.is_alike(right if mine else left, 0)
+        return replace(one, points_to=None)
+    return replace(one, dim=one.dim if mine else out.dim() - 1, points_to=None)
 
 
 def convolution(call: Call) -> Found:
@@ -97,25 +94,23 @@ def convolution(call: Call) -> Found:
     if rows is None or len(call.rows()) > 1 or rows.dim == 1:
         return Made.MIXED
     at = rows.dim - 2
-    is_alone = at < 0 or (
-        weight.size(rows.dim) == call["stride"][at] == 1
-        and not call["padding"][at]
-        and not call.given.get("transposed")
-    )
-    return rows if is_alone else Made.MIXED
+    if at >= 0 and (call.given.get("transposed") or weight.size(rows.dim) != 1):
+        return Made.MIXED
+    return rows if at < 0 or (call["stride"][at], call["padding"][at]) == (1, 0) else Made.MIXED
 
 
 def three_factors(call: Call) -> Found:
     """A product of three tensors, each with new dimensions, summed along some."""
-    places = []
+    kept = {}
     for name, new in (("i1", "expand1"), ("i2", "expand2"), ("i3", "expand3")):
-        rows = call.row_of(call[name])
-        if rows is not None:
-            kept = [dim for dim in range(call[name].dim() + len(call[new])) if dim not in call[new]]
-            places.append(kept[rows.dim])
-    if len({*places}) > 1 or places[0] in call["sumdim"]:
+        kept[name] = [dim for dim in range(call[name].dim() + len(call[new])) if dim not in call[new]]
+    places = {kept[name][rows.dim] for name in kept if (rows := call.row_of(call[name])) is not None}
+    place = places.pop()
+    if places or place in call["sumdim"]:
         return Made.MIXED
-    return replace(call.rows()[0][1], dim=places[0] - sum(dim < places[0] for dim in call["sumdim"]), points_to=None)
+    for name, dims in kept.items():
+        call.is_alike(call[name], dims.index(place) if place in dims else -1)
+    return replace(call.rows()[0][1], dim=place - sum(dim < place for dim in call["sumdim"]), points_to=None)
 
 
 def distances(call: Call) -> Found:
@@ -129,30 +124,29 @@ def distances(call: Call) -> Found:
     if found.dim == operand.dim() - 2:
         return replace(found, dim=call.outs[0].dim() - (2 if mine else 1))
     if found.dim < operand.dim() - 2 and other.dim() == operand.dim():
-        call.plain.append((other, found.dim))
+        call.is_alike(other, found.dim)
         return found
     return Made.MIXED
 
 
 def loss(call: Call) -> Found:
     """A loss of each entry, which may then be reduced over all."""
-    if call["reduction"] == 0:
-        return aligned(call, call.outs[0])
+    found = aligned(call, call["self"])
+    if call["reduction"] == 0 or not isinstance(found, Rows):
+        return found
     return Made.SUM if call["reduction"] == 2 else Made.MIXED
 
 
 def layer_norm(call: Call) -> Found:
+    """It takes the moments of the last dimensions."""
     rows = call.row_of(call["input"])
     kept = call["input"].dim() - len(call["normalized_shape"])
     alone = len(call.rows()) == 1 and rows is not None and rows.dim < kept
     return rows if alone else Made.MIXED
 
 
-def rms_norm(call: Call) -> Found:
-    return layer_norm(call)
-
-
 def group_norm(call: Call) -> Found:
+    """It takes the moments of groups of channels, of each entry of the batch by itself."""
     rows = call.row_of(call["input"])
     return rows if len(call.rows()) == 1 and rows is not None and rows.dim == 0 else Made.MIXED
 
@@ -172,28 +166,32 @@ def batch_norm(call: Call) -> Any:
 
 
 def drawn(call: Call) -> Found:
+    """Numbers are drawn for each row of a matrix of weights."""
     rows = call.rows()[0][1]
     return rows if rows.dim == 0 and call["self"].dim() == 2 else Made.MIXED
 
 
 def nll_loss(call: Call) -> Any:
-    rows = call.rows()
-    alone = all(found.dim == 0 for _, found in rows) and call.row_of(call["self"]) is not None
-    if call["reduction"] or not alone or call.row_of(call.given.get("weight")) is not None:
+    """The loss of each row by its class; beside it stands the weight of all, which is 0 without a reduction."""
+    rows = call.rows(call["self"], call["target"])
+    is_apart = call["reduction"] == 0 and len(rows) == len(call.rows()) and all(found.dim == 0 for _, found in rows)
+    if not is_apart or call.row_of(call["self"]) is None:
         return Made.MIXED
-    if call.of(call["target"]) is None:
-        call.plain.append((call["target"], 0))
+    call.is_alike(call["target"], 0)
     return [rows[0][1], None]
 
 
 def attention(call: Call) -> Any:
-    """Rows are in the batch: each attends within itself."""
-    rows = call.rows()
-    if len({found.dim for _, found in rows}) > 1 or any(found.dim >= one.dim() - 2 for one, found in rows):
+    """Rows are in the batch: each attends within itself. A mask may have fewer dimensions."""
+    query = call["query"]
+    from_end = {found.dim - one.dim() for one, found in call.rows()}
+    at = from_end.pop()
+    if from_end or at >= -2:
         return Made.MIXED
-    call.plain += [(one, rows[0][1].dim) for one in call.tensors if call.of(one) is None]
-    at = rows[0][1].dim
-    return [rows[0][1] if out.dim() > at and out.size(at) == call.outs[0].size(at) else None for out in call.outs]
+    for one in call.tensors:
+        call.is_alike(one, one.dim() + at)
+    rows = replace(call.rows()[0][1], dim=query.dim() + at)
+    return [rows if out.dim() >= query.dim() - 1 else None for out in call.outs]
 
 
 def recurrent(call: Call) -> Any:
@@ -218,6 +216,6 @@ def shuffled(call: Call) -> Found:
 def spatial(call: Call) -> Found:
     """It works on the last one, two or three dimensions, and each of the others by itself."""
     rows = call.rows()
-    width = next(size for ending, size in SPATIAL.items() if ending in call.name)
-    alone = len(rows) == 1 and rows[0][1].dim < rows[0][0].dim() - width
-    return replace(rows[0][1], points_to=None) if alone else Made.MIXED
+    width = next(size for size in (1, 2, 3) if f"{size}d" in call.name)
+    is_alone = len(rows) == 1 and rows[0][1].dim < rows[0][0].dim() - width
+    return replace(rows[0][1], points_to=None) if is_alone else Made.MIXED

@@ -166,16 +166,15 @@ class Operation(Joins):
             if one is None:
                 self.marks.forget(out)
                 self.marks.origins[out] = Origin.CONSTANT
-        pairs = [(out, one) for out, one in zip(self.outs, verdict.found) if one is not None]
-        self._mark(
-            [Rows(one.dim, self.first.of, one.outer, one.inner, points_to) if isinstance(one, Rows) else one
-             for _, one in pairs],
-            [out for out, _ in pairs],
-        )  # fmt: skip
+            elif isinstance(one, Rows):
+                self._mark([replace(one, of=self.first.of, points_to=points_to)], [out])
+            else:
+                self._mark([one], [out])
 
     def _verdict(self) -> Verdict:
         """What the operation makes of rows. It is known for operands of these shapes, or found out."""
-        key = (self.func, *(self._described(i, leaf) for i, leaf in enumerate(self.leaves)))
+        lengths = tuple(len(arg) for arg in self.args if isinstance(arg, (list, tuple)))
+        key = (self.func, lengths, *(self._described(i, leaf) for i, leaf in enumerate(self.leaves)))
         if key not in self.marks.verdicts:
             self.marks.verdicts[key] = verdict_of(
                 self.func, self.leaves, self.structure, self.rows, self.outs, self._is_zero

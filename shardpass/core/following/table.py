@@ -22,11 +22,14 @@ _KINDS: dict[Rule, str] = {
     ),
     kinds.along: (
         "_softmax _log_softmax softmax log_softmax cumsum cumsum_ cumprod cumprod_ sort topk cummax "
-        "cummin logcumsumexp flip roll _fft_r2c _fft_c2c _fft_c2r _sample_dirichlet unfold_copy "
+        "cummin logcumsumexp flip roll _fft_r2c _fft_c2c _fft_c2r _sample_dirichlet "
         "linalg_cross glu"
     ),
     kinds.matrices: (
-        "tril triu tril_ triu_ linalg_inv_ex inverse linalg_cholesky_ex cholesky linalg_qr linalg_det linalg_matrix_exp"
+        "tril triu tril_ triu_ cholesky _linalg_check_errors _linalg_det _linalg_eigh _linalg_eigvals _linalg_slogdet "
+        "_linalg_solve_ex _linalg_svd linalg_cholesky_ex linalg_eig linalg_eigvals linalg_householder_product "
+        "linalg_inv_ex linalg_ldl_factor_ex linalg_ldl_solve linalg_lu linalg_lu_factor_ex linalg_lu_solve "
+        "linalg_matrix_exp linalg_qr linalg_solve_triangular"
     ),
     kinds.renorm: "renorm renorm_",
     kinds.product: "mm addmm _addmm_activation bmm baddbmm mv addmv dot vdot outer ger addr addr_",
@@ -35,8 +38,7 @@ _KINDS: dict[Rule, str] = {
     ),
     kinds.three_factors: "_trilinear",
     kinds.distances: "_cdist_forward",
-    kinds.layer_norm: "native_layer_norm",
-    kinds.rms_norm: "_fused_rms_norm",
+    kinds.layer_norm: "native_layer_norm _fused_rms_norm",
     kinds.group_norm: "native_group_norm",
     kinds.batch_norm: (
         "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training cudnn_batch_norm "
@@ -46,9 +48,9 @@ _KINDS: dict[Rule, str] = {
     places.look_up: "embedding",
     places.select_entries: "index_select",
     places.at_own_places: (
-        "gather scatter scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_ index_fill "
-        "index_fill_ take_along_dim"
+        "gather scatter scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_ take_along_dim"
     ),
+    places.filled: "index_fill index_fill_",
     places.added_along: "index_add index_add_ index_copy index_copy_ index_reduce index_reduce_",
     places.indexed: "index _unsafe_index",
     places.put: "index_put index_put_ _unsafe_index_put _index_put_impl_",
@@ -61,7 +63,7 @@ _KINDS: dict[Rule, str] = {
         "trace take put put_ pdist linalg_lstsq cov corrcoef"
     ),
     places.is_in: "isin",
-    places.searched: "searchsorted",
+    places.searched: "searchsorted bucketize",
     kinds.drawn: "multinomial",
     kinds.nll_loss: "nll_loss_forward nll_loss2d_forward",
     kinds.attention: (
@@ -70,10 +72,17 @@ _KINDS: dict[Rule, str] = {
     ),
     kinds.recurrent: "mkldnn_rnn_layer",
     places.seen: (
-        "permute transpose t swapaxes unsqueeze squeeze expand alias detach view_as_real view_as_complex "
-        "diagonal unfold"
+        "permute transpose t unsqueeze squeeze expand alias detach view_as_real view_as_complex diagonal unfold"
     ),
-    kinds.shuffled: "pixel_shuffle pixel_unshuffle channel_shuffle native_channel_shuffle",
+    kinds.spatial: (
+        "_adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d avg_pool2d avg_pool3d "
+        "max_pool2d_with_indices max_pool3d_with_indices reflection_pad1d reflection_pad2d reflection_pad3d "
+        "replication_pad1d replication_pad2d replication_pad3d upsample_nearest1d upsample_nearest2d "
+        "upsample_nearest3d upsample_linear1d upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d "
+        "_upsample_bilinear2d_aa _upsample_bicubic2d_aa _upsample_nearest_exact1d _upsample_nearest_exact2d "
+        "_upsample_nearest_exact3d"
+    ),
+    kinds.shuffled: "pixel_shuffle pixel_unshuffle",
     places.viewed: "view _unsafe_view reshape _reshape_alias",
     places.part: (
         "select slice narrow split split_with_sizes unbind chunk unsafe_split unsafe_split_with_sizes unsafe_chunk"
@@ -85,7 +94,7 @@ RULES: dict[str, Rule] = {name: rule for rule, names in _KINDS.items() for name 
 _POINTWISE = frozenset(
     "_to_copy copy_ copy clone alias detach lift_fresh_copy bernoulli bernoulli_ rand_like randn_like randint_like "
     "empty_like zeros_like ones_like full_like uniform_ normal_ random_ exponential_ cauchy_ log_normal_ geometric_ "
-    "native_dropout _fused_dropout poisson _standard_gamma binomial zero_ fill_ bucketize rrelu_with_noise "
+    "native_dropout _fused_dropout poisson _standard_gamma binomial zero_ fill_ rrelu_with_noise "
     "rrelu_with_noise_ _thnn_fused_lstm_cell where masked_fill masked_fill_ lerp lerp_ normal addcmul addcdiv clamp "
     "contiguous fill real imag conj _conj resolve_conj resolve_neg view_as_complex_copy isclose complex polar "
     "_prelu_kernel prelu nan_to_num polygamma".split()
@@ -102,7 +111,7 @@ _HOMOGENEOUS = frozenset(
     "mul mul_ div div_ true_divide neg neg_ mm bmm dot mv vdot sum mean nansum clone _to_copy alias detach view "
     "_unsafe_view reshape permute transpose t unsqueeze squeeze select slice expand index index_select gather "
     "flip roll split split_with_sizes unbind unfold diagonal cumsum repeat _reshape_alias positive real imag "
-    "lift_fresh_copy copy view_as_real view_as_complex as_strided tril triu".split()
+    "lift_fresh_copy view_as_real view_as_complex as_strided tril triu".split()
 )
 
 
@@ -116,7 +125,7 @@ def rule_of(func: Any) -> Rule | None:
     name = func.overloadpacket.__name__
     if name in _LOSSES:
         return kinds.loss
-    return _pointwise if is_pointwise(func) else RULES.get(name) or _batched_rule(name)
+    return _pointwise if is_pointwise(func) else RULES.get(name)
 
 
 def judged(call: Call) -> list[Found] | None:
@@ -126,6 +135,8 @@ def judged(call: Call) -> list[Found] | None:
         return None
     if not call.rows():
         return [_of_sums(call)] * len(call.outs)
+    if any(isinstance(call.of(one), Made) for one in call.tensors):
+        return [Made.MIXED] * len(call.outs)  # what was made of several rows meets single ones
     found = rule(call)
     return found if isinstance(found, list) else [found] * len(call.outs)
 
@@ -149,10 +160,3 @@ def _of_sums(call: Call) -> Found:
 
 def _pointwise(call: Call) -> Any:
     return [aligned(call, out) for out in call.outs]
-
-
-def _batched_rule(name: str) -> Rule | None:
-    is_spatial = any(word in name for word in ("pool", "upsample", "_pad"))
-    if is_spatial and any(size in name for size in kinds.SPATIAL):
-        return kinds.spatial
-    return kinds.matrices if name.startswith(("linalg_", "_linalg_")) else None

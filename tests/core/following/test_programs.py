@@ -80,6 +80,12 @@ def labels_given(h, y, at):
     return torch.cat([h, labels], 1)
 
 
+def columns_written(h):
+    h = h.clone()
+    h[:, [0, 2]] = torch.tensor([1.0, 2.0])
+    return h
+
+
 def written(h, at, values):
     out = torch.zeros_like(h)
     out[at] = values * 2
@@ -200,6 +206,12 @@ torch.zeros_like(h).index_add(0, m.nonzero().view(-1), p.lin(h[m]))
 torch.zeros_like(h).index_put((torch.where(m)[0],), p.lin(h[m]))
 written(h, m.nonzero().view(-1), p.lin(h[m]))
 torch.zeros_like(h).scatter(0, m.nonzero().expand(-1, 8), h[m])
+columns_written(h)
+torch.addmm(h, h, p.lin.weight)
+torch.bucketize(h[:, 0], torch.tensor([0.0, 1.0]))
+F.scaled_dot_product_attention(*[h.view(N, 1, 4, 2)] * 3, attn_mask=torch.ones(4, 4).tril().bool())
+F.pixel_shuffle(h.view(N, 8, 1, 1), 2)
+torch.linalg.solve(h.view(N, 2, 4)[:, :, :2], h.view(N, 2, 4))
 """.strip().splitlines()
 
 MIXING = """
@@ -303,6 +315,12 @@ h.numel() // 8 + h
 h / (h.numel() // 4)
 torch.func.vmap(lambda r: (r * p.lin.bias).sum() * r)(h)
 torch.func.vmap(lambda c: c - c.mean(), in_dims=1, out_dims=1)(h)
+torch.native_channel_shuffle(h.view(1, N, 2, 2, 2), 2)
+h + torch.bucketize(torch.zeros(N), h[:, 0])[:, None]
+p.bil(h, torch.linspace(0, 1, 800).view(100, 8)[: h.size(0)])
+torch._weight_norm(h, torch.ones(1, 8), 1)
+h + F.mse_loss(torch.ones(N, N) * h[:, :1], torch.ones(N, N) * h[:, 0], reduction="sum")
+torch.linalg.solve(h.view(N, 2, 4)[:, :, :2], torch.linspace(0, 1, 2 * N).view(N, 2))
 """.strip().splitlines()
 
 

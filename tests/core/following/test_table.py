@@ -91,6 +91,43 @@ def test_the_table_agrees_with_a_trial_by_values(name):
     assert found == stays(OPERATIONS[name])
 
 
+SUMS = {
+    "h.sum(0)": True,
+    "h.t() @ h": True,
+    "h.sum(0) / 3 - h.square().sum(0)": True,
+    "torch.zeros(5).index_add(0, y, h[:, 0])": True,
+    "torch.zeros(5).scatter_add(0, y, h[:, 0])": True,
+    "F.mse_loss(h, h * 2, reduction='sum')": True,
+    "(h > 0).sum(0).float() * 2": True,
+    "h.mean(0)": False,
+    "h.sum(0) + 1": False,
+    "h.sum(0) * h.sum(0)": False,
+    "h.sum(0).relu()": False,
+    "h.sum(0).to(torch.int64)": False,
+    "h.sum(0) * torch.rand(8)": False,
+    "torch.ones(5).index_add(0, y, h[:, 0])": False,
+    "torch.zeros(5).index_add(0, y, torch.linspace(0, 1, 100)[: h.size(0)])": False,
+    "torch.zeros(5).scatter_add(0, y, torch.linspace(0, 1, 100)[: h.size(0)])": False,
+    "torch.addmm(torch.ones(8, 8), h.t(), h)": False,
+    "torch.ops.aten.copy(h.sum(0), torch.ones(8))": False,
+}
+
+
+@pytest.mark.parametrize("program", SUMS)
+def test_what_ranks_may_add_up(program):
+    of = RowSet("nodes", 40, ("nodes", ""))
+    follower = FollowRows()
+    follower.draws = None
+    follower.marks.known = [of]
+    given = {"h": torch.randn(40, 8), "y": torch.randint(5, (40,))}
+    try:
+        with follower, FollowFunctions(follower):
+            found = follower.is_sum(eval(program, globals() | given))
+    except RefusedError:
+        found = False
+    assert found == SUMS[program]
+
+
 def test_most_operations_have_a_verdict(capsys):
     counts = {"pointwise": 0, "a rule": 0, "a decomposition": 0, "refused by name": 0}
     for name in dir(torch.ops.aten):
