@@ -11,20 +11,17 @@ return something themselves, it is what the model returns. Lines that begin with
 * ``message:`` in the message function of `self.own`, through which ``h`` then goes,
 * ``take:`` gives rows of nodes from what the model returned, `out`, and ``adds:`` a term of the loss,
 * ``after:`` is what the caller does with `model` and `out` before it calls backward,
-* ``says:`` is a pattern that the refusal must contain, ``never:`` one that it must not.
+* ``says:`` is a pattern that the refusal must contain, ``never:`` one that it must not,
+* ``alone:`` says why a case does not run in one model with others.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import importlib.util
 import linecache
-import queue
 import re
 import sys
-import threading
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
@@ -35,7 +32,9 @@ from torch import Tensor, nn
 
 import shardpass as sp
 from shardpass.errors import RefusedError
-from shardpass.testing import WholeGraph, shard_in_memory
+from shardpass.testing import WholeGraph
+
+from .staying_ranks import Team
 
 BLOCKS = [40, 24, 8, 64]
 NODES = sum(BLOCKS)
@@ -201,7 +200,7 @@ def cases(*tables: str) -> dict[str, Case]:
             assert line not in found, line
             case = found[line] = Case(line)
             continue
-        word = re.match(r"    (top|made|message|take|adds|after|says|never): ?(.*)", line)
+        word = re.match(r"    (top|made|message|take|adds|after|says|never|alone): ?(.*)", line)
         place, text = word.groups() if word else ("code", line[4:])
         case.lines.setdefault(place, []).append(text)
     return found
@@ -262,58 +261,6 @@ def leaves(fields: dict[str, Tensor]) -> dict[str, Tensor]:
 def on_whole(model: nn.Module, case: Case, graph: WholeGraph) -> Found:
     fields = leaves({name: t.clone() for name, t in (graph.node | graph.edge).items()})
     return evaluate(copy.deepcopy(model), case, fields, graph.edge_index, None)
-
-
-Job = Callable[[sp.Communicator, sp.ShardedGraph], Any]
-
-
-class Team:
-    """Ranks as threads that keep their sharded graph from job to job.
-
-    A job that leaves ranks in different calls ends the team; the next job has a new one.
-    """
-
-    def __init__(self, graph: WholeGraph, owners: Tensor, ranks: int) -> None:
-        self.graph, self.owners, self.ranks = graph, owners, ranks
-        self._jobs: list[queue.Queue[Job | None]] = []
-        self._done: queue.Queue[tuple[int, Any, bool]] = queue.Queue()
-
-    def run(self, job: Job) -> list[Any]:
-        """What the job returned or raised on each rank."""
-        if not self._jobs:
-            self._jobs = [queue.Queue() for _ in range(self.ranks)]
-            threading.Thread(target=self._start, args=(self._jobs,), daemon=True).start()
-        for jobs in self._jobs:
-            jobs.put(job)
-        found = sorted((self._done.get(timeout=120) for _ in self._jobs), key=lambda one: one[0])
-        if not all(is_intact for *_, is_intact in found):
-            self._jobs = []
-        return [result for _, result, _ in found]
-
-    def close(self) -> None:
-        for jobs in self._jobs:
-            jobs.put(None)
-        self._jobs = []
-
-    def _start(self, jobs: list[queue.Queue[Job | None]]) -> None:
-        with contextlib.suppress(Exception):  # each rank has told it
-            sp.spawn(self._serve, self.ranks, args=(jobs,), timeout=60)
-
-    def _serve(self, comm: sp.Communicator, jobs: list[queue.Queue[Job | None]]) -> None:
-        graph = shard_in_memory(self.graph, self.owners, comm)
-        while (job := jobs[comm.rank].get()) is not None:
-            result, is_intact = None, True
-            try:
-                result = job(comm, graph)
-            except Exception as error:
-                result = error
-            try:
-                sp.total(0, comm)
-            except Exception:
-                is_intact = False
-            self._done.put((comm.rank, result, is_intact))
-            if not is_intact:
-                return
 
 
 TEAMS = {ranks: Team(GRAPH, owners, ranks) for ranks, owners in OWNERS.items()}
@@ -407,8 +354,8 @@ class Together:
 
     def __init__(self, table: dict[str, Case], folder: Path, teams: dict[int, Team] = TEAMS) -> None:
         self.table, self.folder, self.teams = table, folder, teams
-        apart = {"take", "adds", "after"}
-        names = [name for name, case in table.items() if not case.returns and not apart & case.lines.keys()]
+        alone = {"take", "adds", "after", "alone"}
+        names = [name for name, case in table.items() if not case.returns and not alone & case.lines.keys()]
         self._groups = [names[i : i + 12] for i in range(0, len(names), 12)]
         self._is_exact: dict[int, bool] = {}
 

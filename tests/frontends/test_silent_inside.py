@@ -10,6 +10,7 @@ pytest.importorskip("torch_geometric")
 
 from . import inside_counts as counts
 from . import inside_rows as rows
+from . import inside_values as values
 from .inside_model import GRAPH, TEAMS, Together, built, called, cases, refused_or_why
 
 REFUSED = cases(
@@ -20,10 +21,10 @@ REFUSED = cases(
     counts.NUMPY,
     counts.SCRIPTED,
     counts.ESCAPES,
-    counts.SCALARS,
-    counts.LEAVING,
+    values.SCALARS,
+    values.LEAVING,
 )
-EXACT = cases(rows.ROW_WISE, counts.STAYING)
+EXACT = cases(rows.ROW_WISE, values.STAYING)
 
 
 @pytest.fixture(scope="module")

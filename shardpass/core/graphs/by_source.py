@@ -54,7 +54,7 @@ def take_by_source(
     if table.size(dim) != plan.num_own_src:
         raise RefusedError(
             f"{user_line()}: a tensor with {table.size(dim)} rows is indexed by source node; expected "
-            f"{plan.num_own_src} rows (the own nodes of rank {plan.comm.rank})"
+            f"{plan.num_own_src} rows (the own nodes of rank {plan.comm.rank} of a sharded graph)"
         )
     if flow is not None:
         flow.note_indexing(plan.comm, table)

@@ -20,7 +20,7 @@ from shardpass.core.graphs.by_source import TAKING, extremum_at_source, refused,
 from shardpass.core.graphs.edge_mask import EdgeMask
 from shardpass.core.graphs.last_node import ROWS_READ, lacks_last_node, other_count
 from shardpass.core.graphs.layer_flow import LayerFlow
-from shardpass.core.graphs.rearranged import Part, rearranged, refused_shape
+from shardpass.core.graphs.rearranged import Part, rearranged
 from shardpass.core.graphs.stand_in import PRINTS, StandIn, as_tensor, counted_last, describes, first_of, largest
 from shardpass.core.ranks import torch_private
 from shardpass.core.sharding import Derivation, EdgeShards
@@ -150,12 +150,13 @@ class ShardedEdgeIndex(StandIn):
         with self.plan.comm.unfollowed(), torch_private.DisableTorchFunctionSubclass():
             if part.shape == (2, -1):
                 return self if part.rows == (0, 1) else self.flipped()
-            if len(part.rows) == 1:
-                row = _item(self, part.rows[0])
-            elif self.has_one_type:
-                row = SourceRows.wrap(self.plain.reshape(-1), self.plan, self.flow)
-            else:
+            if len(part.rows) == 2 and not self.has_one_type:
                 raise _refused("both rows in one list", "the edge_index")
+            if len(part.rows) == 2:
+                both = SourceRows.wrap(self.plain.reshape(-1), self.plan, self.flow)
+                both.what = "the edge_index"
+                return both  # type: ignore[no-any-return]
+            row = _item(self, part.rows[0])
         return _marked(self, row).view(part.shape)  # type: ignore[no-any-return]
 
     def _check_picks(self, index: Tensor) -> None:
@@ -203,6 +204,7 @@ class SourceRows(StandIn):
 
     plan: HaloPlan
     flow: LayerFlow | None  # of the edge list it is a row of
+    what = "source node ids"  # what errors call it
 
     @staticmethod
     def wrap(data: Tensor, plan: HaloPlan, flow: LayerFlow | None = None) -> Any:
@@ -257,7 +259,7 @@ class SourceRows(StandIn):
                 return torch.tensor(mine.plan.num_own_src - 1)
             if name in _STACKS and len(first or ()) == 2 and (*args[1:], *kwargs.values()) in ((), (0,)):
                 return _stacked(mine.plan, name, *args[0])
-        raise _refused(name, "source node ids")
+        raise _refused(name, mine.what)
 
 
 def _marked(mine: ShardedEdgeIndex | SourceRows, out: Any) -> Any:
@@ -316,7 +318,7 @@ def _item(mine: ShardedEdgeIndex, key: Any) -> Any:
     if isinstance(key, tuple) and len(key) == 2 and key[0] == slice(None) and not isinstance(key[1], int):
         edges = _plain_one(key[1])
         if isinstance(edges, slice) and edges != slice(None):
-            raise refused_shape("__getitem__", (key,))
+            raise _refused("a slice [:, a:b]", "the edge_index")
         start = mine.derivation or Derivation.of(mine.sources_first)
         if not start.is_edited and isinstance(edges, Tensor) and edges.dtype == torch.bool:
             out = ShardedEdgeIndex.derived(start.masked(edges), mine.plan, mine.is_reversed, mine.flow)
@@ -372,9 +374,11 @@ def _stacked(plan: HaloPlan, name: str, first: Tensor, second: Tensor) -> Sharde
     sources = isinstance(first, SourceRows), isinstance(second, SourceRows)
     if name != "stack" and all(row.dim() == 2 and row.size(0) == 1 for row in (first, second)):
         name, first, second = "stack", first[0], second[0]
+    if name in ("cat", "concat") or first.dim() != 1 or first.shape != second.shape:
+        raise _refused(name, "source node ids")
     data = torch.stack([_plain_one(first), _plain_one(second)])  # as they look from outside
     loops = torch.equal(data[0], data[1]) and (data.numel() == 0 or int(data.max()) < plan.num_own_src)
-    if first.dim() != 1 or name in ("cat", "concat") or (all(sources) and not loops):
+    if all(sources) and not loops:
         raise _refused(name, "source node ids")
     return ShardedEdgeIndex.wrap(data if sources[0] else data.flip(0), plan, is_reversed=not sources[0])
 
