@@ -1,11 +1,12 @@
-"""Partitions for the tests of SAR's names."""
+"""Partitions for the tests of SAR's names; float64 for the programs inside a model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 
 @pytest.fixture(scope="session")
@@ -21,3 +22,12 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
         return made[count]
 
     return of
+
+
+@pytest.fixture(scope="module")
+def doubles() -> Iterator[None]:
+    """Constants of a program are in float64, as its graph."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)

@@ -102,9 +102,15 @@ def _scaled(h: Tensor) -> Tensor:
     return h.relu() * 2
 
 
-def test_a_scripted_function_is_followed_and_refused_in_words() -> None:
-    assert "`mean` puts rows together, over the nodes" in _refusal(lambda m, h, x, e: _centred(h), 2)
-    assert _refusal(lambda m, h, x, e: _scaled(h), 2) == ""
+@torch.jit.script
+def _by_count(h: Tensor) -> Tensor:
+    return h * (100.0 / h.size(0))
+
+
+@pytest.mark.parametrize("function", [_centred, _scaled, _by_count])
+def test_a_scripted_function_is_refused_since_its_sizes_are_not_seen(function: Any) -> None:
+    for ranks in (1, 2):
+        assert "in code that torch.jit.script has compiled" in _refusal(lambda m, h, x, e: function(h), ranks)
 
 
 def _per_row(model: Any, h: Tensor, x: Tensor, edge_index: Any) -> Tensor:

@@ -6,11 +6,11 @@ It knows tensors and operations. Which tensors hold rows of what, it is told.
 from shardpass.core.following.draws import ForwardDraws, draws
 from shardpass.core.following.follow import FollowRows, unfollowed_anywhere
 from shardpass.core.following.functions import FollowFunctions
+from shardpass.core.following.judge import verdict_of
 from shardpass.core.following.known import known_modules
 from shardpass.core.following.refusals import whole_graph
 from shardpass.core.following.row_count import OwnCount, OwnShape, RowCount
 from shardpass.core.following.rows import Rows
-from shardpass.core.following.trial import try_rows
 from shardpass.core.following.user_line import is_called_by, user_line
 
 __all__ = [
@@ -24,8 +24,8 @@ __all__ = [
     "draws",
     "is_called_by",
     "known_modules",
-    "try_rows",
     "unfollowed_anywhere",
     "user_line",
+    "verdict_of",
     "whole_graph",
 ]

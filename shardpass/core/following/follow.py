@@ -3,9 +3,9 @@
 [Note: what is followed]
 A rank holds some rows of every node tensor. What a model does row by row is exact; what puts rows together is exact
 only if the engine does it, which knows the rows of other ranks. So while a model runs, each primitive operation on a
-tensor with rows must give a row of its result from that row of its operands. No table says which operations do:
-`try_rows` runs the operation on made-up rows, on all and on some of them. So nothing depends on the values of the
-model, on how many rows there are, or on what a threshold hides. Gathers and scatters by the numbers of destinations
+tensor with rows must give a row of its result from that row of its operands. A table of kinds of operations says which
+do; what is in no table is decomposed by torch, or refused. So nothing depends on the values of the model, or on what a
+threshold hides. Gathers and scatters by the numbers of destinations
 are exact too, because a rank has all in-edges of its nodes. A model is refused at its first other operation.
 """
 
@@ -19,19 +19,21 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from shardpass.core.following.call import Found, Made
 from shardpass.core.following.draws import ForwardDraws, draws
+from shardpass.core.following.judge import verdict_of
 from shardpass.core.following.marks import Marks
 from shardpass.core.following.operation import SOFTMAX, VIEWS_IN_PLACE, Operation, needs_values
 from shardpass.core.following.origin import Origin
 from shardpass.core.following.refusals import NUMBERS, SUMS, Mixture, check_plain, failure, refusal
 from shardpass.core.following.rows import Rows
-from shardpass.core.following.sums import adds_up
 from shardpass.core.following.user_line import is_called_by, user_line
 from shardpass.core.ranks import RowSet, torch_private
 from shardpass.errors import RefusedError
 
 _MADE_BY = {torch.ops.aten.arange: Origin.NUMBERS, torch.ops.aten.zeros: Origin.ZEROS}
 _EMPTY = frozenset([torch.ops.aten.empty, torch.ops.aten.empty_strided])
+_COPIES = frozenset(getattr(torch.ops.aten, name) for name in "_to_copy clone copy_ stack cat".split())
 _BAGS = frozenset([torch.ops.aten._embedding_bag, torch.ops.aten._embedding_bag_forward_only])
 _LOOK_UPS = _BAGS | {torch.ops.aten.embedding}
 
@@ -75,6 +77,7 @@ class FollowRows(torch_private.TorchDispatchMode):
         in_known: a module that is known to be exact is running.
         is_left_to_another: a message function is running, which another one follows.
         is_paused: what runs now is not followed.
+        sees_functions: `FollowFunctions` is on, which sees each torch function that Python code calls.
     """
 
     def __init__(
@@ -87,8 +90,19 @@ class FollowRows(torch_private.TorchDispatchMode):
         self.is_paused = False
         self.in_known = False
         self.is_left_to_another = False
+        self.sees_functions = False
+        self._functions = 0
         if model is not None:
             self.marks.note_state(model)
+
+    @contextmanager
+    def in_function(self) -> Iterator[None]:
+        """A block that runs one torch function, which `FollowFunctions` was asked for."""
+        self._functions += 1
+        try:
+            yield
+        finally:
+            self._functions -= 1
 
     def mark(self, tensor: Tensor, of: RowSet, dim: int = 0, points_to: RowSet | None = None) -> None:
         """Say that dimension `dim` of `tensor` holds the rows `of`."""
@@ -198,8 +212,11 @@ class FollowRows(torch_private.TorchDispatchMode):
     def _operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         leaves, structure = torch_private.tree_flatten((args, kwargs))
         rows = self._operands(leaves)
+        is_copy = torch_private.is_view(func) or func.overloadpacket in _COPIES
+        if rows and self.sees_functions and not self._functions and not is_copy:
+            self._refuse_unseen(func, rows)
         mixtures = self.marks.mixtures
-        mixture = self._mixture(func, leaves, structure) if mixtures else None
+        mixture = self._mixture(leaves) if mixtures else None
         if mixture is not None and (rows or needs_values(func)):
             raise mixture.refusal()
         if self.draws is not None and not rows and needs_values(func) and self._are_drawn(leaves):
@@ -226,9 +243,17 @@ class FollowRows(torch_private.TorchDispatchMode):
         else:
             self._note_origin(func, leaves, outs, is_seeded)
             if mixture is not None:
-                for one in outs:
-                    mixtures.add(one, mixture)
+                self._mix(mixture, func, leaves, structure, outs)
         return out
+
+    @staticmethod
+    def _refuse_unseen(func: Any, rows: dict[int, Rows]) -> NoReturn:
+        """Refuse an operation that no torch function of Python's has called: what sizes it was given is not known."""
+        raise RefusedError(
+            f"{user_line()}: `{func.overloadpacket.__name__}` on {next(iter(rows.values())).of.name} runs in code that "
+            f"torch.jit.script has compiled, or in another library's, where shardpass cannot see what is computed from "
+            f"the number of rows. Call it uncompiled"
+        )
 
     def require(self, tensor: Tensor, of: RowSet) -> None:
         """Refuse a tensor that is to have a row for each of `of` along dimension 0, if its rows are made of several."""
@@ -265,16 +290,27 @@ class FollowRows(torch_private.TorchDispatchMode):
             return refusal(f"{what}, over the {rows[0].of.name}", NUMBERS)
         return failure(name, error, [found.of for found in rows.values()], plain, self.marks.known)
 
-    def _mixture(self, func: Any, leaves: list[Any], structure: Any) -> Mixture | None:
-        """What the results of an operation are made of several rows by, if its operands are."""
-        found = {i: self.marks.mixtures.get(leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
-        mixed = {i: mixture for i, mixture in found.items() if mixture is not None}
-        if not mixed:
-            return None
-        first = next((mixture for mixture in mixed.values() if not mixture.is_sum), next(iter(mixed.values())))
-        if not first.is_sum or needs_values(func) or adds_up(func, leaves, structure, {}, [*mixed]):
-            return first
-        return replace(first, name=func.overloadpacket.__name__.strip("_"), line=user_line(), is_sum=False)
+    def _mixture(self, leaves: list[Any]) -> Mixture | None:
+        """What operands are made of several rows by: the first that is no sum, or else the first."""
+        found = [self.marks.mixtures.get(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+        mixed = [mixture for mixture in found if mixture is not None]
+        return next((mixture for mixture in mixed if not mixture.is_sum), mixed[0] if mixed else None)
+
+    def _mix(self, mixture: Mixture, func: Any, leaves: list[Any], structure: Any, outs: list[Tensor]) -> None:
+        """Note that results are made of a mixture, and are sums over rows if it is and the operation is linear."""
+        kinds: dict[int, Found] = {}
+        for i, leaf in enumerate(leaves):
+            one = self.marks.mixtures.get(leaf) if isinstance(leaf, Tensor) else None
+            if one is not None:
+                kinds[i] = Made.SUM if one.is_sum else Made.MIXED
+        may_be_sum = mixture.is_sum and not draws(func) and not self._are_drawn(leaves)
+        found = verdict_of(func, leaves, structure, kinds, outs).found if may_be_sum else [Made.MIXED] * len(outs)
+        for out, kind in zip(outs, found):
+            if mixture.is_sum and kind is not Made.SUM:
+                name = func.overloadpacket.__name__.strip("_")
+                self.marks.mixtures.add(out, replace(mixture, name=name, line=user_line(), is_sum=False))
+            else:
+                self.marks.mixtures.add(out, mixture)
 
     def is_sum(self, tensor: Tensor) -> bool:
         """Whether `tensor` was summed over own rows; if not, it may be alike on all ranks. Refuse anything else."""

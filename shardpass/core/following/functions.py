@@ -11,14 +11,17 @@ from torch.overrides import TorchFunctionMode
 
 from shardpass.core.following.failing import explained_failure
 from shardpass.core.following.follow import FollowRows
+from shardpass.core.following.literal_places import check_places, is_cut_by_count
 from shardpass.core.following.made_rows import MadeRows
+from shardpass.core.following.origin import Origin
 from shardpass.core.following.row_count import OwnCount, OwnShape, RowCount, leaves_of, plain_sizes
 from shardpass.core.following.rows import Rows
 from shardpass.core.following.user_line import user_line
 from shardpass.core.ranks import RowSet
 from shardpass.errors import RefusedError
 
-_LEAVES_TORCH = frozenset(["tolist", "numpy", "__array__", "__iter__", "__len__"])
+_LEAVES_TORCH = frozenset("tolist numpy __array__ __iter__ __len__ __dlpack__ _shape_as_tensor".split())
+_CONSTRUCTS = frozenset("tensor as_tensor asarray new_tensor".split())
 _IN_PLACE_TOO = (
     "add sub mul div true_divide floor_divide remainder fmod pow clamp fill subtract multiply divide clip clamp_min "
     "clamp_max masked_fill"
@@ -51,8 +54,16 @@ class FollowFunctions(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if self.follower.is_paused:
             return func(*plain_sizes(args), **{key: plain_sizes(value) for key, value in kwargs.items()})
-        with self.follower.marks.remembered():
+        with self.follower.marks.remembered(), self.follower.in_function():
             return self._function(func, name, args, kwargs)
+
+    def __enter__(self) -> FollowFunctions:
+        self.follower.sees_functions = True
+        return super().__enter__()  # type: ignore[no-any-return]
+
+    def __exit__(self, *error: Any) -> None:
+        self.follower.sees_functions = False
+        super().__exit__(*error)
 
     def _function(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         first = args[0] if args and isinstance(args[0], Tensor) else None
@@ -62,6 +73,13 @@ class FollowFunctions(TorchFunctionMode):
             self._check_leaving(name, first)
         if first is None or type(first) in (Tensor, nn.Parameter):  # others tell themselves what they are asked
             self._check_numbers(name, args, kwargs)
+        if name in _CONSTRUCTS:
+            for one in leaves_of((*args, *kwargs.values())):
+                self.follower.marks.check_result(one)
+        rows = None if type(first) is not Tensor else self._rows_of(first)
+        if rows is not None and rows.of.judges:
+            check_places(name, args, kwargs, rows, self.follower.marks.made_of_counts)
+        is_cut = first is not None and rows is None and is_cut_by_count(name, args, kwargs)
         sizes, given = self.made.sizes(name, args, kwargs), (args, kwargs)
         args, kwargs = plain_sizes(args), {key: plain_sizes(value) for key, value in kwargs.items()}
         try:
@@ -80,6 +98,8 @@ class FollowFunctions(TorchFunctionMode):
             return out if rows is None else self._count(out, rows.of)
         if first is not None and (name == "size" or (name == "__get__" and isinstance(out, torch.Size))):
             return self._counted(first, (*args[1:], *kwargs.values()), out)
+        if is_cut and isinstance(out, Tensor) and self.follower.marks.rows_of(out) is None:
+            self.follower.marks.origins[out] = Origin.NUMBERS
         self.made.note(name, args, kwargs, sizes, out)
         return out
 

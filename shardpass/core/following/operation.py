@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import islice, pairwise, product
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardpass.core.following.joins import ATEN, Joins
+from shardpass.core.following.judge import Verdict, verdict_of
 from shardpass.core.following.origin import Origin
 from shardpass.core.following.refusals import ALL_ROWS, NO_VMAP, NUMBERS
 from shardpass.core.following.rows import Rows, reshaped, viewed
-from shardpass.core.following.trial import try_rows
 from shardpass.core.following.user_line import is_called_by
 from shardpass.core.ranks import RowSet, is_out_of_memory, torch_private
 from shardpass.errors import RefusedError
@@ -155,44 +155,42 @@ class Operation(Joins):
             if self.packet is ATEN.max and is_called_by(SOFTMAX):
                 return self._note_plain()
             self._refuse("computes with the numbers of rows, which are other numbers on every rank")
-        found = self._verdict()
-        if isinstance(found, str):
-            self._refuse(f"cannot be followed ({found})")
+        verdict = self._verdict()
+        if verdict.reason:
+            self._refuse(f"cannot be followed ({verdict.reason})")
+        for position, dim in verdict.plain:
+            if not (self.packet is ATEN.copy_ and position == 0):  # whose values do not matter
+                self._check_plain(self.leaves[position], dim, self.first.of)
         points_to = self.first.points_to if self.packet in _KEEP_VALUES else None
-        self._mark([one and Rows(one.dim, self.first.of, one.outer, one.inner, points_to) for one in found])
+        for one, out in zip(verdict.found, self.outs):
+            if one is None:
+                self.marks.forget(out)
+                self.marks.origins[out] = Origin.CONSTANT
+        pairs = [(out, one) for out, one in zip(self.outs, verdict.found) if one is not None]
+        self._mark(
+            [Rows(one.dim, self.first.of, one.outer, one.inner, points_to) if isinstance(one, Rows) else one
+             for _, one in pairs],
+            [out for out, _ in pairs],
+        )  # fmt: skip
 
-    def _verdict(self) -> Any:
-        """Where the results hold rows. It is known for operands of these shapes, or the operation is tried."""
+    def _verdict(self) -> Verdict:
+        """What the operation makes of rows. It is known for operands of these shapes, or found out."""
         key = (self.func, *(self._described(i, leaf) for i, leaf in enumerate(self.leaves)))
-        if key in self.marks.verdicts:
-            return self.marks.verdicts[key]
-        found = try_rows(self.func, self.leaves, self.structure, self.rows)
-        if isinstance(found, str) or not all(found):
-            fewest = -1 if isinstance(found, str) else sum(one is not None for one in found)
-            for plain in self._plain_operands():
-                again = try_rows(self.func, self.leaves, self.structure, self.rows | plain)
-                if not isinstance(again, str) and sum(one is not None for one in again) > fewest:
-                    for i, rows in plain.items():
-                        if not (self.packet is ATEN.copy_ and i == 0):  # whose values do not matter
-                            self._check_plain(self.leaves[i], rows.dim, rows.of)
-                    return again  # which depends on their values, and is not remembered
-        self.marks.verdicts[key] = found
+        if key not in self.marks.verdicts:
+            self.marks.verdicts[key] = verdict_of(
+                self.func, self.leaves, self.structure, self.rows, self.outs, self._is_zero
+            )
+        found: Verdict = self.marks.verdicts[key]
         return found
 
     def _described(self, position: int, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return repr(leaf)
         rows = self.rows.get(position)
-        return tuple(leaf.shape), leaf.dtype, rows and (rows.dim, rows.outer, rows.inner)
+        return tuple(leaf.shape), leaf.dtype, rows and (rows.dim, rows.outer, rows.inner), self._is_zero(leaf)
 
-    def _plain_operands(self) -> Iterator[dict[int, Rows]]:
-        """Operands that the model made without rows but with a row each, such as ``torch.zeros(num_nodes, 8)``."""
-        plain: dict[int, list[int]] = {}
-        for i, leaf in enumerate(self.leaves):
-            if isinstance(leaf, Tensor) and i not in self.rows and self.first.size in leaf.shape:
-                plain[i] = [dim for dim, size in enumerate(leaf.shape) if size == self.first.size]
-        for dims in islice(product(*plain.values()), 16 if plain else 0):
-            yield {i: replace(self.first, dim=dim, points_to=None) for i, dim in zip(plain, dims)}
+    def _is_zero(self, leaf: Tensor) -> bool:
+        return self.marks.origins.get(leaf) == Origin.ZEROS
 
     def _index(self) -> bool:
         """``table[index]`` along rows: by a mask, or by numbers that point to rows. Whether it was that."""

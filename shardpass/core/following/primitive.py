@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
 from torch import Tensor
 
+from shardpass.core.following.call import Found, Made
 from shardpass.core.following.marks import Marks
 from shardpass.core.following.origin import Origin
 from shardpass.core.following.refusals import Mixture, check_plain, refusal
 from shardpass.core.following.rows import Rows
-from shardpass.core.following.sums import adds_up
 from shardpass.core.following.user_line import user_line
 from shardpass.core.ranks import RowSet, torch_private
 
@@ -53,16 +54,15 @@ class Primitive:
         for out in self.outs:
             self.marks.origins[out] = Origin.CONSTANT
 
-    def _mark(self, found: list[Rows | None]) -> None:
-        for out, rows in zip(self.outs, found):
-            if rows is None or not rows.fit(out):
+    def _mark(self, found: Sequence[Found], outs: list[Tensor] | None = None) -> None:
+        """Note where the results, or `outs` of them, hold rows; without rows they were made of several."""
+        for out, rows in zip(self.outs if outs is None else outs, found):
+            if not isinstance(rows, Rows) or not rows.fit(out):
                 self.marks.forget(out)
                 if self.shows_little:
                     self.marks.origins[out] = Origin.CONSTANT
                     continue
-                leaves = [self.before.get(id(leaf), leaf) for leaf in self.leaves]
-                is_sum = adds_up(self.func, leaves, self.structure, self.rows, ())
-                self.marks.mixtures.add(out, Mixture(self.name, user_line(), self.first.of, is_sum))
+                self.marks.mixtures.add(out, Mixture(self.name, user_line(), self.first.of, rows is Made.SUM))
                 continue
             self.marks.mark(out, rows)
             base = torch_private.base_of(out)

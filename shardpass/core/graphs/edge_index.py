@@ -20,6 +20,7 @@ from shardpass.core.graphs.by_source import TAKING, extremum_at_source, refused,
 from shardpass.core.graphs.edge_mask import EdgeMask
 from shardpass.core.graphs.last_node import ROWS_READ, lacks_last_node, other_count
 from shardpass.core.graphs.layer_flow import LayerFlow
+from shardpass.core.graphs.rearranged import Part, rearranged, refused_shape
 from shardpass.core.graphs.stand_in import PRINTS, StandIn, as_tensor, counted_last, describes, first_of, largest
 from shardpass.core.ranks import torch_private
 from shardpass.core.sharding import Derivation, EdgeShards
@@ -27,6 +28,7 @@ from shardpass.errors import RefusedError
 
 _COPIES = frozenset(["clone", "contiguous", "detach", "to", "long", "cpu", "cuda", "alias"])
 _RESHAPES = frozenset(["view", "expand", "expand_as", "unsqueeze", "reshape", "flatten", "squeeze"])
+_STACKS = frozenset("stack vstack row_stack cat concat".split())
 _COMPARES = frozenset(["eq", "ne", "__eq__", "__ne__"])
 _OF_DATA = frozenset("x y edge_index edge_attr edge_weight edge_type batch x_dict num_nodes".split())
 
@@ -121,13 +123,16 @@ class ShardedEdgeIndex(StandIn):
         if describes(func) and not mine.plan.comm.runs_user_code:
             return mine._counted(as_tensor(func, args, kwargs), name, args)
         if mine.plan.comm.runs_user_code:
-            for index in (leaf for arg in args[1:] for leaf in (arg if isinstance(arg, tuple) else (arg,))):
+            for index in _picks(name, args, kwargs):
                 if isinstance(index, Tensor) and not isinstance(index, StandIn):
                     mine._check_picks(index)
         if name == "max":  # which is asked for the number of nodes
             mine.plan.comm.note_count(mine.plan.num_own_src)
         with mine.plan.comm.unfollowed(keeps=False):
             out = cls._answer(mine, func, name, args, kwargs)
+            parts = [one for one in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(one, Part)]
+        if parts:
+            return torch_private.tree_map(mine._part, out)
         if not describes(func):
             return _marked(mine, out) if name != "max" else largest(out, mine.plan.comm.runs_user_code)
         return mine._counted(out, name, args)
@@ -139,6 +144,19 @@ class ShardedEdgeIndex(StandIn):
         if count and not comm.runs_user_code:  # it may be an operand
             return out
         return counted_last(out, name, args, self.plan.edge_set(count), is_operand=not comm.runs_user_code)
+
+    def _part(self, part: Part) -> Tensor:
+        """The list, its reverse, or one of its rows in the shape that is wanted."""
+        with self.plan.comm.unfollowed(), torch_private.DisableTorchFunctionSubclass():
+            if part.shape == (2, -1):
+                return self if part.rows == (0, 1) else self.flipped()
+            if len(part.rows) == 1:
+                row = _item(self, part.rows[0])
+            elif self.has_one_type:
+                row = SourceRows.wrap(self.plain.reshape(-1), self.plan, self.flow)
+            else:
+                raise _refused("both rows in one list", "the edge_index")
+        return _marked(self, row).view(part.shape)  # type: ignore[no-any-return]
 
     def _check_picks(self, index: Tensor) -> None:
         """Refuse what picks edges by what was made of several, or by their position."""
@@ -160,8 +178,8 @@ class ShardedEdgeIndex(StandIn):
                 return func(*args, **kwargs)
             if name == "max" and len(args) == 1 and not kwargs:  # PyG asks so for the number of nodes
                 return torch.tensor(max(mine.plan.num_own_src, mine.plan.num_dst) - 1)
-            if name == "__getitem__":
-                return _item(mine, args[1])
+            if name == "__getitem__" and (found := _item(mine, args[1])) is not None:
+                return found
             if name == "unbind" and (*args[1:], *kwargs.values()) in ((), (0,), (-2,)):  # ``row, col = edge_index``
                 return _item(mine, 0), _item(mine, 1)
             if name == "view_as" and args[0] is mine is args[1]:  # so backward hooks of modules look at arguments
@@ -174,7 +192,10 @@ class ShardedEdgeIndex(StandIn):
                 return mine._of(func(mine.sources_first, *_plain(args[1:]), **kwargs))
             if name in ("cat", "concat") and kwargs.get("dim", args[1] if len(args) > 1 else 0) in (1, -1):
                 return _joined(mine, kwargs.get("tensors", args[0] if args else ()))
-        raise _refused(name, "the edge_index")
+            found = rearranged(func, name, mine.size(-1), args[1:], kwargs) if args and mine is args[0] else None
+        if found is None:
+            raise _refused(name, "the edge_index")
+        return found
 
 
 class SourceRows(StandIn):
@@ -234,8 +255,8 @@ class SourceRows(StandIn):
                 return EdgeMask.wrap(func(*_plain(args), **kwargs), mine.plan)
             if name == "max" and len(args) == 1 and not kwargs:
                 return torch.tensor(mine.plan.num_own_src - 1)
-            if name == "stack" and len(first or ()) == 2 and (*args[1:], *kwargs.values()) in ((), (0,)):
-                return _stacked(mine.plan, *args[0])
+            if name in _STACKS and len(first or ()) == 2 and (*args[1:], *kwargs.values()) in ((), (0,)):
+                return _stacked(mine.plan, name, *args[0])
         raise _refused(name, "source node ids")
 
 
@@ -286,7 +307,8 @@ def _joined(mine: ShardedEdgeIndex, pieces: Sequence[Tensor]) -> ShardedEdgeInde
     return mine._of(torch.cat(data, dim=1))
 
 
-def _item(mine: ShardedEdgeIndex, key: Any) -> Tensor:
+def _item(mine: ShardedEdgeIndex, key: Any) -> Any:
+    """A row, or the edges that a mask or an index picks, in all or one of the rows; None for another key."""
     if isinstance(key, int) and not isinstance(key, bool) and -2 <= key < 2:
         stored = (key % 2) ^ int(mine.is_reversed)
         row = mine.sources_first[stored] if mine.derivation is None else mine.derivation.row(stored)
@@ -294,7 +316,7 @@ def _item(mine: ShardedEdgeIndex, key: Any) -> Tensor:
     if isinstance(key, tuple) and len(key) == 2 and key[0] == slice(None) and not isinstance(key[1], int):
         edges = _plain_one(key[1])
         if isinstance(edges, slice) and edges != slice(None):
-            raise _refused("a slice [:, a:b]", "the edge_index")
+            raise refused_shape("__getitem__", (key,))
         start = mine.derivation or Derivation.of(mine.sources_first)
         if not start.is_edited and isinstance(edges, Tensor) and edges.dtype == torch.bool:
             out = ShardedEdgeIndex.derived(start.masked(edges), mine.plan, mine.is_reversed, mine.flow)
@@ -308,16 +330,15 @@ def _item(mine: ShardedEdgeIndex, key: Any) -> Tensor:
         if isinstance(edges, Tensor) and edges.dtype == torch.bool:
             some = _plain_one(row)[edges]
             return SourceRows.wrap(some, mine.plan, mine.flow) if isinstance(row, SourceRows) else some
-    raise _refused(f"edge_index[{_short(key)}]", "the edge_index")
+    return None
 
 
-def _short(key: Any) -> str:
-    """What an index looks like, without the numbers of tensors."""
-    if isinstance(key, tuple):
-        return ", ".join(map(_short, key))
-    if isinstance(key, slice):
-        return ":".join("" if at is None else str(at) for at in (key.start, key.stop))
-    return f"a {type(key).__name__} of shape {[*key.shape]}" if isinstance(key, Tensor) else repr(key)
+def _picks(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any]:
+    """By what a function takes edges of a list, its first argument."""
+    if name == "__getitem__":
+        return args[1][1:] if isinstance(args[1], tuple) else ()
+    bound = {**dict(zip(("input", "dim", "index"), args)), **kwargs}
+    return [bound["index"]] if name == "index_select" and bound["dim"] in (1, -1) else ()
 
 
 def _flips_rows(*dims: Any) -> bool:
@@ -346,13 +367,15 @@ def _check_piece(mine: ShardedEdgeIndex, piece: Tensor) -> None:
         raise other_count(plan)
 
 
-def _stacked(plan: HaloPlan, first: Tensor, second: Tensor) -> ShardedEdgeIndex:
+def _stacked(plan: HaloPlan, name: str, first: Tensor, second: Tensor) -> ShardedEdgeIndex:
     """Rows put together again; which of them holds the sources is known from their types."""
     sources = isinstance(first, SourceRows), isinstance(second, SourceRows)
+    if name != "stack" and all(row.dim() == 2 and row.size(0) == 1 for row in (first, second)):
+        name, first, second = "stack", first[0], second[0]
     data = torch.stack([_plain_one(first), _plain_one(second)])  # as they look from outside
     loops = torch.equal(data[0], data[1]) and (data.numel() == 0 or int(data.max()) < plan.num_own_src)
-    if first.dim() != 1 or (all(sources) and not loops):
-        raise _refused("stack", "source node ids")
+    if first.dim() != 1 or name in ("cat", "concat") or (all(sources) and not loops):
+        raise _refused(name, "source node ids")
     return ShardedEdgeIndex.wrap(data if sources[0] else data.flip(0), plan, is_reversed=not sources[0])
 
 

@@ -2,9 +2,9 @@
 
 [Note: what is deferred]
 Between two sharded calls a model computes row by row. A `DeferredRows` has the shape and dtype of a tensor but no
-memory; it knows the operation that makes it and what that takes. An operation on it is deferred too if `try_rows` finds
-that it treats rows one by one. Any other operation is given the rows themselves, all of them, and runs as it would
-have. So nothing is refused here and no result changes; what differs is how many tensors of full height there are.
+memory; it knows the operation that makes it and what that takes. An operation on it is deferred too if `verdict_of`
+finds that it treats rows one by one. Any other operation is given the rows themselves, all of them, and runs as it
+would have. So nothing is refused here and no result changes; what differs is how many tensors of full height there are.
 
 Rows are made a block at a time, through all deferred operations at once: into the tensor that a sharded call reads, or
 into a file. Results of calls are in files (`StoredRows`). So a rank holds the rows that a call reads, those it makes,
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardpass.core.following import Rows, draws, try_rows
+from shardpass.core.following import Rows, draws, verdict_of
 from shardpass.core.inference.row_sources import (
     SIZED,
     AnyRows,
@@ -39,8 +39,6 @@ from shardpass.core.inference.row_sources import (
 )
 from shardpass.core.ranks import RowSet, torch_private
 from shardpass.core.training import tensor_places
-
-_LARGEST_TRIED = 1 << 21  # numbers of an operand without rows, which `try_rows` copies
 
 
 class Deferral:
@@ -125,23 +123,7 @@ class Deferral:
         """
         key = (func, str(structure), *(_described(leaf, dims.get(i)) for i, leaf in enumerate(leaves)))
         if key not in self._verdicts:
-            of = RowSet("rows", count, None)
-            memory = {
-                i: list(leaf.shape).index(count)
-                for i, leaf in enumerate(leaves)
-                if i not in dims and isinstance(leaf, Tensor) and count in leaf.shape
-            }
-            self._verdicts[key] = None
-            others = [leaf for i, leaf in enumerate(leaves) if i not in dims | memory and isinstance(leaf, Tensor)]
-            if any(leaf.numel() > _LARGEST_TRIED for leaf in others):
-                return None
-            for plain in (memory, {}) if memory else ({},):
-                found = try_rows(func, leaves, structure, {i: Rows(dim, of) for i, dim in (dims | plain).items()})
-                if isinstance(found, str) or not any(found):
-                    continue
-                if all(one is None or one.outer == one.inner == 1 for one in found):
-                    self._verdicts[key] = [None if one is None else one.dim for one in found], plain
-                    break
+            self._verdicts[key] = _verdict(func, leaves, structure, dims, RowSet("rows", count, None))
         return self._verdicts[key]
 
 
@@ -255,6 +237,26 @@ def _made(
     """The rows that an operation makes; `under` takes the place of those of the tensor that it is a view of."""
     rows = [(under or leaf.rows) if isinstance(leaf, DeferredRows) else leaf for leaf in leaves]
     return ComputedRows(func, rows, structure, number, like, dim, count)
+
+
+def _verdict(
+    func: Any, leaves: list[Any], structure: Any, dims: dict[int, int], of: RowSet
+) -> tuple[list[int | None], dict[int, int]] | None:
+    """See `Deferral._verdict`."""
+    meta = [_without_memory(leaf) for leaf in leaves]
+    args, kwargs = torch_private.tree_unflatten(meta, structure)
+    try:
+        made = func(*args, **kwargs)
+    except RuntimeError:  # the shape depends on values
+        return None
+    outs = [out for out in torch_private.tree_leaves(made) if isinstance(out, Tensor)]
+    verdict = verdict_of(func, meta, structure, {i: Rows(dim, of) for i, dim in dims.items()}, outs)
+    plain = dict(verdict.plain)
+    fits = all(meta[i].size(dim) == of.count for i, dim in plain.items())
+    found = [one for one in verdict.found if one is not None]
+    if not found or not fits or not all(isinstance(one, Rows) and one.outer == one.inner == 1 for one in found):
+        return None
+    return [one.dim if isinstance(one, Rows) else None for one in verdict.found], plain
 
 
 def _without_memory(leaf: Any) -> Any:

@@ -41,9 +41,11 @@ __all__ = [
     "WeakTensorKeyDictionary",
     "argument_names",
     "base_of",
+    "bound_arguments",
     "buffers_of",
     "call_uncompiled",
     "children_of",
+    "decomposition_of",
     "dispatch_modes",
     "function_modes",
     "grad_hooks",
@@ -62,6 +64,8 @@ __all__ = [
     "state_versions",
     "storage_number",
     "storage_of",
+    "symbolic_shapes",
+    "symbolic_size",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
@@ -205,6 +209,13 @@ def argument_names(operator: Any) -> set[str]:
     return {argument.name for argument in operator._schema.arguments}
 
 
+def bound_arguments(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What an operator, as a dispatch mode is given it, is called with, by name, with its defaults."""
+    schema = operator._schema.arguments
+    bound = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
+    return bound | {argument.name: value for argument, value in zip(schema, args)} | kwargs
+
+
 def written_arguments(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, Any]:
     """What an operator, as a dispatch mode is given it, writes into when it is called with these; by position."""
     found = {}
@@ -267,3 +278,31 @@ def call_uncompiled(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     """What ``function(*args, **kwargs)`` returns, left alone by `torch.compile`."""
     dynamo = sys.modules.get("torch._dynamo")  # torch.compile imports it
     return (function if dynamo is None else dynamo.disable(function))(*args, **kwargs)
+
+
+def symbolic_shapes() -> tuple[Any, Any]:
+    """What knows symbols for sizes, and a mode in which torch computes shapes only, which may hold such symbols."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    shapes = ShapeEnv(duck_shape=False)
+    return shapes, FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True)
+
+
+def symbolic_size(shapes: Any) -> Any:
+    """A `torch.SymInt` that stands for a number of at least two; whatever asks for the number raises an error."""
+    from torch.fx.experimental.symbolic_shapes import constrain_range
+
+    size = shapes.create_unbacked_symint()
+    constrain_range(size, min=2)
+    return size
+
+
+def decomposition_of(operator: Any) -> Callable[..., Any] | None:
+    """What composes an operator, as a dispatch mode is given it, of others; `None` if torch has nothing."""
+    from torch._decomp import core_aten_decompositions, decomposition_table
+
+    found = core_aten_decompositions().get(operator) or decomposition_table.get(operator)
+    if found is None and operator.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+        found = operator.decompose
+    return found

@@ -34,7 +34,7 @@ class EmptyRows(TorchFunctionMode):
         """How many entries of a vector without entries would be those of one row, as ``h.view(-1)`` has them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _RESHAPES and args and isinstance(args[0], Tensor) and args[0].numel() == 0:
+        if func in _RESHAPES and args and isinstance(args[0], Tensor) and int(args[0].numel()) == 0:
             args = _with_sizes(args[0], args[1:], self._width(args[0]))
         if func is torch.pdist and len((*args, *(kwargs or {}).values())[0]) == 0:
             raise RefusedError(

@@ -172,8 +172,7 @@ def refused_on_edge_index():
         "T": lambda e, g: e.T,
         "one edge": lambda e, g: e[:, 0],
         "row and mask": lambda e, g: e[0, torch.arange(2)],
-        "rows swapped by index": lambda e, g: e[[1, 0]],
-        "rows selected": lambda e, g: e.index_select(0, torch.tensor([1, 0])),
+        "a row twice": lambda e, g: e[[1, 1]],
         "min": lambda e, g: e[0].min(),
         "max along": lambda e, g: e[0].max(dim=0),
         "sum": lambda e, g: e[0].sum(),
@@ -236,7 +235,8 @@ ANSWERS = (  # descriptions of the tensor, copies and views that stay stand-ins,
     is_contiguous data_ptr __repr__ __hash__ storage_offset is_inference new_ones new_zeros new_full new_empty ones_like
     zeros_like full_like empty_like rand_like requires_grad_ is_same_size clone contiguous detach to long cpu cuda view
     expand expand_as unsqueeze reshape flatten squeeze eq ne __eq__ __ne__ max unbind __iter__ __getitem__ stack cat
-    flip __get__ index_select __torch_function__ alias"""
+    flip __get__ index_select __torch_function__ alias select narrow chunk split tensor_split hsplit vsplit flipud roll
+    permute movedim moveaxis swapaxes swapdims transpose ravel vstack row_stack"""
 ).split()
 EXEMPT = (  # describe or convert the Python object only; reference counts and the like
     """_use_count _fix_weakref _is_view _has_torch_function _view_func _view_func_unsafe _rev_view_func_unsafe
