@@ -10,7 +10,7 @@ import torch
 
 from shardpass.core.exchange import node_set
 from shardpass.core.graphs import OwnFields, Relation, ShardedGraph, ShardedHeteroGraph, relation_of, row_of_last
-from shardpass.core.ranks import Options, Ranks, require_ranks
+from shardpass.core.ranks import Options, Ranks, ordinary_tensors, require_ranks
 from shardpass.core.sharding import EDGE, NODE, NodeType, Ownership
 from shardpass.data.lookup import StoreTables
 from shardpass.data.merge import RankData, merge_parts, parts_of_rank
@@ -39,6 +39,11 @@ def load(path: str | Path, comm: Ranks, options: Options | None = None) -> Shard
             f"load: `options` must be shardpass.Options(...), such as Options(mode='halo'), but got "
             f"{type(options).__name__}"
         )
+    with ordinary_tensors():
+        return _loaded(path, comm, options)
+
+
+def _loaded(path: str | Path, comm: Ranks, options: Options) -> ShardedGraph:
     store, data, problem, counted = None, None, None, {}
     try:
         _refuse_undecided(options)

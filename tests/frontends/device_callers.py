@@ -129,6 +129,7 @@ def data() -> Data:
 
 def trained(model: Any, ranks: Ranks, graph: Any, *given: Any) -> list[Tensor]:
     """The output, the loss and all gradients of a step, with a copy of the labels and a mask that is computed."""
+    model.zero_grad()
     out = model(*given)
     out = out if out.dim() == 2 else out.mean(1)
     loss = sp.cross_entropy(out, graph.y.clone(), ~graph.train_mask, ranks)

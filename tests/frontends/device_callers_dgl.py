@@ -41,7 +41,7 @@ class Weighted(nn.Module):
     def forward(self, g: Any, x: Tensor) -> Tensor:
         """Classes of nodes."""
         with g.local_scope():
-            degrees = g.in_degrees().clamp(min=1)[:, None].to(x)
+            degrees = (g.in_degrees() + g.out_degrees()).clamp(min=1)[:, None].to(x)
             g.ndata["h"] = torch.where(g.ndata["train_mask"].clone()[:, None], x[:, :], x / degrees)
             g.edata["w"] = self.give(g)
             g.update_all(fn.u_mul_e("h", "w", "m"), fn.sum("m", "sum"))

@@ -48,11 +48,12 @@ def aggregate(program: Program, plan: HaloPlan, edges: EdgeShards, weight: Tenso
     compute = partial(_aggregate, program, plan, edges, weight)
     if kept is not None and program.aggregate is not None:
         compute = partial(kept.result, program.name, compute)
-    if not comm.is_followed:
-        return compute()
-    _require_rows(program, plan, edges)
+    if comm.is_followed:
+        _require_rows(program, plan, edges)
     with comm.unfollowed():
         out = compute()
+    if not comm.is_followed:
+        return out
     rows = plan.edge_set(edges.num_edges) if program.aggregate is None else plan.dst_set
     for tensor in tensors_in([out]):
         dim = 0 if program.aggregate is None else program.node_dim

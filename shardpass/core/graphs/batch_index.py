@@ -75,7 +75,7 @@ class BatchIndex(StandIn):
                 raise _refused(name)
             return _joined(name, *args, **kwargs)
         first: Any = args[0] if args else kwargs.get("input")
-        with mine.comm.unfollowed():
+        with mine.comm.unfollowed(keeps=False):
             out = cls._answer(mine, name, first, func, args, kwargs)
         if type(out) is Tensor and (name in _SCATTERS or name == "bincount"):
             mine.comm.mark_plain(out)  # its rows are graphs, which all ranks have

@@ -128,7 +128,7 @@ class ShardedEdgeIndex(StandIn):
                     mine._check_picks(index)
         if name == "max":  # which is asked for the number of nodes
             mine.plan.comm.note_count(mine.plan.num_own_src)
-        with mine.plan.comm.unfollowed():
+        with mine.plan.comm.unfollowed(keeps=False):
             out = cls._answer(mine, func, name, args, kwargs)
             parts = [one for one in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(one, Part)]
         if parts:
@@ -225,7 +225,7 @@ class SourceRows(StandIn):
             return take_by_source(mine.plan, mine.flow, name, args, kwargs)
         if describes(func) and not mine.plan.comm.is_followed:
             return as_tensor(func, args, kwargs)
-        with mine.plan.comm.unfollowed():
+        with mine.plan.comm.unfollowed(keeps=False):
             for given in (*args, *kwargs.values()):
                 if isinstance(given, Tensor) and not isinstance(given, StandIn):
                     mine.plan.comm.require_rows(given, mine.plan.edge_set(mine.numel()))

@@ -200,8 +200,9 @@ class ShardedGraph:
         relation = self.relation
         if self.options.stream_structure:
             raise ValueError("graph.layers with Options(stream_structure=True) is not supported: load without it")
-        flows = message_flow(self.edge_index, self.ownership[NODE], nodes.to(self.comm.device), num_layers)
-        return [ShardedEdgeIndex.of_shards(relation.shards, relation.plan, flow) for flow in flows]
+        with self.comm.unfollowed():
+            flows = message_flow(self.edge_index, self.ownership[NODE], nodes.to(self.comm.device), num_layers)
+            return [ShardedEdgeIndex.of_shards(relation.shards, relation.plan, flow) for flow in flows]
 
     @property
     def batch(self) -> BatchIndex:
@@ -210,16 +211,16 @@ class ShardedGraph:
         Pooling, norms and softmax over it take in the nodes of all ranks; they are collective and differentiable.
         """
         if self._batch is None:  # not a cached_property: its lock is shared by ranks that are threads
-            self._batch = self._batch_index()
+            with self.comm.unfollowed():  # a model may be the first to ask for it
+                self._batch = self._batch_index()
         return self._batch
 
     def _batch_index(self) -> BatchIndex:
         if not self.is_homogeneous or "batch" not in self.node:
             return BatchIndex.of(self.num_own_nodes, self.comm)  # type: ignore[no-any-return]
-        with self.comm.unfollowed():  # a model may be the first to ask for it
-            ids = self.node["batch"].to(torch.int64)
-            last = ids.max().view(1) if ids.numel() else ids.new_full((1,), -1)
-            num_graphs = int(self.comm.all_reduce(last, "max", "number of graphs")) + 1
+        ids = self.node["batch"].to(torch.int64)
+        last = ids.max().view(1) if ids.numel() else ids.new_full((1,), -1)
+        num_graphs = int(self.comm.all_reduce(last, "max", "number of graphs")) + 1
         return BatchIndex.wrap(ids, self.num_own_nodes, self.comm, num_graphs)  # type: ignore[no-any-return]
 
     def to(self, device: Any, *_: Any, **__: Any) -> ShardedGraph:

@@ -19,7 +19,7 @@ from shardpass.core.inference.deferred import Deferral, DeferredRows, block_of, 
 from shardpass.core.inference.fingerprint import argument_lines, model_lines, tensor_line
 from shardpass.core.inference.journal import Journal
 from shardpass.core.inference.row_sources import ChangedRowsError, spans
-from shardpass.core.ranks import Ranks, fail_together, refuse_irregular, torch_private
+from shardpass.core.ranks import Ranks, fail_together, ordinary_tensors, refuse_irregular, torch_private
 from shardpass.core.sharding import NodeType
 from shardpass.core.training import alike
 from shardpass.errors import MissingDependencyError
@@ -76,16 +76,17 @@ def infer(
     _on_all(comm, lambda: node_type is None or graph.ids_of(node_type))
     if path.suffix == _TABLE:
         _on_all(comm, lambda: graph.tables.check() if comm.rank == 0 else None)
-    args = args or (graph.x if graph.is_homogeneous else graph.x_dict, graph)
-    _same_parameters(model, comm)
-    fingerprint = _fingerprint(model, graph, args, tag)
-    journal = Journal(path.with_name(f".{path.name}.partial"), comm, fingerprint, progress, Deferral())
-    with _evaluating(model, comm, journal):
-        found = _outputs(model, graph, args, journal)
-    rows = _on_all(comm, lambda: _rows_by_type(graph, found, path, overwrite, node_type))
-    for target, of_type in rows.items():
-        _write(graph, target, *of_type)
-    journal.remove()
+    with ordinary_tensors():  # what stands for rows counts their changes
+        args = args or (graph.x if graph.is_homogeneous else graph.x_dict, graph)
+        _same_parameters(model, comm)
+        fingerprint = _fingerprint(model, graph, args, tag)
+        journal = Journal(path.with_name(f".{path.name}.partial"), comm, fingerprint, progress, Deferral())
+        with _evaluating(model, comm, journal):
+            found = _outputs(model, graph, args, journal)
+        rows = _on_all(comm, lambda: _rows_by_type(graph, found, path, overwrite, node_type))
+        for target, of_type in rows.items():
+            _write(graph, target, *of_type)
+        journal.remove()
     return list(rows)
 
 

@@ -22,6 +22,7 @@ from shardpass.core.ranks.autograd_order import (
 from shardpass.core.ranks.files import prepare_target, refuse_irregular
 from shardpass.core.ranks.on_ranks import OnRanks
 from shardpass.core.ranks.options import MODES, Mode, Options
+from shardpass.core.ranks.ordinary import ordinary_tensors, ordinary_views
 from shardpass.core.ranks.own_model import FetchedUnwrapped, is_wrapped, refuse_shared_model, warn_of_unwrapped
 from shardpass.core.ranks.random import (
     decorrelate,
@@ -86,6 +87,8 @@ __all__ = [
     "linear_call",
     "memory_error",
     "mismatch",
+    "ordinary_tensors",
+    "ordinary_views",
     "parse_bytes",
     "parse_count",
     "piece_seed",

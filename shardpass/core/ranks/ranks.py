@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from shardpass.backends.communicator import Communicator
 from shardpass.backends.delegating import DelegatingCommunicator
 from shardpass.core.ranks.caches import Caches
+from shardpass.core.ranks.ordinary import ordinary_tensors
 from shardpass.core.ranks.rows import RowSet, RowWatch
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -169,10 +170,16 @@ class Ranks(DelegatingCommunicator):
         """See `RowWatch.has_mixtures`."""
         return self.forward is not None and self.forward.rows is not None and self.forward.rows.has_mixtures
 
-    def unfollowed(self) -> AbstractContextManager[None]:
-        """A block whose operations are the engine's, which knows the rows of other ranks."""
+    def unfollowed(self, keeps: bool = True) -> AbstractContextManager[None]:
+        """A block whose operations are the engine's, which knows the rows of other ranks.
+
+        Args:
+            keeps: what is made may outlive the call, so it is ordinary (`ordinary_tensors`). `False` where a function
+                is carried out for a script, which may write into an inference tensor of its own.
+        """
         rows = None if self.forward is None else self.forward.rows
-        return nullcontext() if rows is None else rows.paused()
+        block = None if rows is None else rows.paused()
+        return ordinary_tensors(block) if keeps else block or nullcontext()
 
     def followed(self) -> AbstractContextManager[None]:
         """A block within `unfollowed` that runs code of the user's."""

@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from shardpass.core.ranks import ordinary_tensors
 from shardpass.core.sharding.edit_shards import edit_shards, rows_left
 from shardpass.core.sharding.shard import Block, EdgeShards, LazyTensor, build_shards, smallest_index_dtype
 
@@ -61,16 +62,18 @@ class Derivation:
 
     def masked(self, kept: Tensor) -> Derivation:
         """This list with only the edges of the base for which `kept` is true."""
-        dropped = (~kept.as_subclass(Tensor)).nonzero().view(-1)  # self-loops are few, and a mask has a byte per edge
-        num_edges = kept.numel() - dropped.numel()
-        dropped = dropped.to(smallest_index_dtype(kept.numel()))
+        with ordinary_tensors():
+            dropped = (~kept.as_subclass(Tensor)).nonzero().view(-1)  # self-loops are few, a mask has a byte per edge
+            num_edges = kept.numel() - dropped.numel()
+            dropped = dropped.to(smallest_index_dtype(kept.numel()))
         return replace(self, dropped=dropped if dropped.numel() else None, num_edges=num_edges)
 
     def extended(self, edges: Sequence[Tensor]) -> Derivation:
         """This list with `edges` appended."""
         largest = max((int(e.max()) for e in edges if e.numel()), default=0)
-        small = [e.to(smallest_index_dtype(largest), copy=True) for e in edges]
-        added = (*self.added, *(e[:1].clone().expand(2, -1) if torch.equal(e[0], e[1]) else e for e in small))
+        with ordinary_tensors():
+            small = [e.to(smallest_index_dtype(largest), copy=True) for e in edges]
+            added = (*self.added, *(e[:1].clone().expand(2, -1) if torch.equal(e[0], e[1]) else e for e in small))
         return replace(self, added=added, num_edges=self.num_edges + sum(e.size(1) for e in edges))
 
     def row(self, index: int) -> Tensor:

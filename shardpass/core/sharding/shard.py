@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardpass.core.ranks import ordinary_tensors
 from shardpass.core.sharding.host_copies import to_device, to_host
 
 _EDGES_AT_ONCE = 1 << 20
@@ -80,7 +81,8 @@ class LazyTensor:
     def read(self) -> Tensor:
         """The tensor."""
         if not isinstance(self._made, Tensor):
-            self._made = self._made()
+            with ordinary_tensors():
+                self._made = self._made()
         return self._made
 
 

@@ -16,7 +16,16 @@ from shardpass.core.exchange import node_set
 from shardpass.core.following import FollowFunctions, FollowRows, ForwardDraws, known_modules, user_line
 from shardpass.core.graphs import LoadedGraphs, NodeIds, node_embeddings, refuse_original_order, refuse_two_numberings
 from shardpass.core.memory import Checkpoint, recomputed_activations
-from shardpass.core.ranks import OnRanks, Ranks, chained, is_out_of_memory, memory_error, torch_private
+from shardpass.core.ranks import (
+    OnRanks,
+    Ranks,
+    chained,
+    is_out_of_memory,
+    memory_error,
+    ordinary_tensors,
+    ordinary_views,
+    torch_private,
+)
 from shardpass.core.training import note_forward
 from shardpass.core.wrapping.empty_rows import EmptyRows
 from shardpass.core.wrapping.explain import explained
@@ -90,7 +99,7 @@ class OutermostCall:
         return MethodType(getattr(type(self.model), self.method), self.model)
 
     def run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """What ``function(*args, **kwargs)`` returns, run as one forward pass. Collective.
+        """What ``function(*args, **kwargs)`` returns, run as one forward pass, of ordinary tensors. Collective.
 
         Raises:
             RefusedError: the model puts rows of nodes or edges together outside of message passing; or it is called
@@ -98,6 +107,11 @@ class OutermostCall:
             RuntimeError, IndexError: torch's own, and where an argument explains it, its name.
         """
         self.refuse_transforms()
+        if torch.is_inference_mode_enabled():
+            with ordinary_tensors():
+                for buffers in map(torch_private.buffers_of, self.model.modules()):
+                    buffers.update(ordinary_views(buffers))  # of a model that was made in inference mode
+                return self.run(function, *ordinary_views((args, kwargs)))
         if self.before is not None and self.comm.forward is None:
             self.before()
         if torch.is_grad_enabled() and self.comm.forward is None:
