@@ -180,7 +180,6 @@ MIXED = {
     "max(0)": lambda g, x: reduced(g, lambda n: {"o": n.mailbox["m"].sum(1) + n.data["h"].max(0)[0]}),
     "cumsum(0)": lambda g, x: applied(g, lambda n: {"h": n.data["o"].cumsum(0)}),
     "/ n.batch_size()": lambda g, x: reduced(g, lambda n: {"o": n.mailbox["m"].sum(1) / n.batch_size()}),
-    "/ len(n)": lambda g, x: reduced(g, lambda n: {"o": n.mailbox["m"].sum(1) / len(n)}),
 }  # fmt: skip
 
 

@@ -84,11 +84,13 @@ def refused(what: str, advice: str, error: BaseException | None = None) -> Close
     """The error for something that a sharded graph does not offer. It names the line that runs, or raised `error`.
 
     Args:
-        what: it; where a function of DGL asks for it, that function is named in its place, with its own advice.
+        what: it. A function of DGL that asks for it is named too, and has an advice of its own.
+        advice: what to do instead.
+        error: what was raised, if it was not here.
     """
     function = called_function()
     if function is not None:
-        what, advice = f"`{function}` of DGL, which reads {what},", advice_for(function, advice)
+        what, advice = f"{what} (read by `{function}` of DGL)", advice_for(function, advice)
     return ClosedMemberError(
         f"{user_line(error)}: {what} is not available on a sharded graph, of which this rank holds only the in-edges "
         f"of its own nodes: {advice}"

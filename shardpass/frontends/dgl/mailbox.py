@@ -43,7 +43,7 @@ def reduced_by_user(
         alike = RowSet("nodes of one in-degree", len(chosen), ("in-degree", degree))
         data = _rows_of(passing.dst, everything, chosen, plan.comm, alike)
         batch = ShardedNodeBatch(None, chosen, canonical[2], data, msgs=mail)
-        batch.alike, batch.comm = alike, plan.comm
+        batch.alike, batch.is_group, batch.comm = alike, True, plan.comm
         with plan.comm.made_up_edge(everything.made_up):
             found.append(dict(functions.run(plan.comm, reducer, batch, alike, mail)))
         nodes.append(chosen)

@@ -47,9 +47,11 @@ class ShardedNodeBatch(NodeBatch):
 
     Attributes:
         alike: what the rows are, as those of one in-degree that this rank has.
+        is_group: there are other groups, of other in-degrees.
     """
 
     alike: RowSet | None = None
+    is_group = False
     comm: Ranks | None = None
 
     def batch_size(self) -> Any:
@@ -60,7 +62,7 @@ class ShardedNodeBatch(NodeBatch):
 
     def __len__(self) -> int:
         count = int(super().batch_size())
-        if self.comm is not None:
+        if self.comm is not None and not self.is_group:  # a few nodes, whose number many others have
             self.comm.note_count(count)
         return count
 
@@ -88,7 +90,7 @@ class EdgeFunction:
     ) -> None:
         self.function, self.canonical, self.reads, self.hidden = frozen(function), canonical, reads, hidden
         self.norms = SteadyNorms(*_held_by(self.function))
-        self.name = getattr(function, "__qualname__", None) or type(function).__name__
+        self.name = getattr(self.function, "__qualname__", None) or type(self.function).__name__
 
     def __call__(self, inputs: Inputs) -> dict[str, Tensor]:
         def fields(side: Side, rows: dict[str, Tensor]) -> LazyFields:
