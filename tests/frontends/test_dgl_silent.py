@@ -1,6 +1,6 @@
 """What DGL code can write that once was wrong without a word: exact now, or refused at its line, on 1, 3 and 4 ranks.
 
-Rows of edges of other relations are in `test_other_relations.py`.
+Rows of edges of other relations are in `test_other_relations.py`, parts of models in `test_parts.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import dgl
 import dgl.function as fn
 import dgl.nn.pytorch as dnn
 import numpy as np
-import torch_geometric.nn as gnn
 from torch import nn
 
 import shardpass as sp
@@ -206,65 +205,6 @@ COUNTED = {
 @pytest.mark.parametrize("name", COUNTED)
 def test_what_is_made_of_counts_is_refused(name):
     assert_refused(in_model(COUNTED[name]), name)
-
-
-class Encoder(nn.Module):
-    """A part of a model. `mixes` decides whether it puts rows together."""
-
-    def __init__(self, kind, mixes):
-        super().__init__()
-        self.conv, self.mixes = kind, mixes
-
-    def forward(self, first, second):
-        h = self.conv(first, second)
-        return h - h.mean(0) if self.mixes else h
-
-    def embed(self, first, second):
-        return self(first, second) * 2
-
-
-class Whole(nn.Module):
-    def __init__(self, enc):
-        super().__init__()
-        self.enc, self.lin = enc, nn.Linear(4, 2)
-
-    def forward(self, first, second):
-        return self.lin(self.enc(first, second))
-
-
-PARTS = {
-    "dgl": (lambda: dnn.GraphConv(5, 4), lambda enc, graph: enc(sp.dgl.graph(graph), graph.node["x"])),
-    "dgl, loaded": (lambda: dnn.GraphConv(5, 4), lambda enc, graph: enc(graph, graph.node["x"])),
-    "dgl, method": (lambda: dnn.GraphConv(5, 4), lambda enc, graph: enc.embed(graph, graph.node["x"])),
-    "pyg": (lambda: gnn.GraphConv(5, 4), lambda enc, graph: enc(graph.x, graph.edge_index)),
-    "pyg, loaded": (lambda: gnn.GraphConv(5, 4), lambda enc, graph: enc(graph.x, graph)),
-    "pyg, method": (lambda: gnn.GraphConv(5, 4), lambda enc, graph: enc.embed(graph.x, graph)),
-}
-
-
-def part(name, mixes):
-    """What a rank does: a part of a wrapped model, called by itself with a sharded graph; and a plain model."""
-    torch.manual_seed(0)
-    model = Whole(Encoder(PARTS[name][0](), mixes)).double()
-
-    def work(comm):
-        graph, wrap = share(comm), sp.dgl.wrap if name.startswith("dgl") else sp.pyg.wrap
-        return graph.node_ids, PARTS[name][1](wrap(copy.deepcopy(model), comm).enc, graph)
-
-    return model, work
-
-
-@pytest.mark.parametrize("name", PARTS)
-def test_a_part_of_a_model_is_followed_as_the_model_is(name):
-    assert_refused(part(name, True)[1], "h - h.mean(0)", "`mean` puts rows together")
-
-
-@pytest.mark.parametrize("name", PARTS)
-def test_a_part_of_a_model_is_exact(name):
-    model, work = part(name, False)
-    g, x = dgl.graph(tuple(GRAPH.edge_index), num_nodes=N), GRAPH.node["x"]
-    expected = model.enc(g, x) if name.startswith("dgl") else model.enc(x, GRAPH.edge_index)
-    assert_rows(work, expected * (2 if "method" in name else 1))
 
 
 MAPPINGS = {

@@ -66,7 +66,7 @@ class ShardedDGLGraph(TypedGraph):
         self._sources, self._destinations, self._edges = sources, destinations, edges
         in_order = [*sources, *destinations]
         self._ntypes = in_order if is_block else ntypes or list(dict.fromkeys(in_order))
-        hidden = frozenset() if is_block else frozenset([dgl.NID, dgl.EID])
+        hidden = frozenset() if is_block or self.shows_part else frozenset([dgl.NID, dgl.EID])
         self._src_frames = {kind: frame_of(nodes, dgl.NID, hidden) for kind, nodes in sources.items()}
         self._dst_frames = self._src_frames
         if is_block or sources is not destinations:
@@ -342,7 +342,7 @@ class ShardedDGLGraph(TypedGraph):
         if isinstance(edges, tuple):
             raise refused("apply_edges on (source, destination) pairs", "pass a mask of this rank's own edges")
         of, held = passing.edges.plan.edge_set(frame.num_rows), "graph.edata[dgl.EID]"
-        chosen = chosen_rows(self.comm, edges, of, "graph.apply_edges(edges=...)", held, self.numbers_are_own)
+        chosen = chosen_rows(self.comm, edges, of, "graph.apply_edges(edges=...)", held, self.shows_part)
         chosen = torch.unique(chosen)
         for name, rows in passing.per_edge(func, chosen).items():
             if name in frame:
@@ -364,7 +364,7 @@ class ShardedDGLGraph(TypedGraph):
             frame.update(self._applied(func, kind, frame))
             return
         of, held = self._node_set(kind), "graph.ndata[dgl.NID]"
-        rows = chosen_rows(self.comm, v, of, "graph.apply_nodes(v=...)", held, self.numbers_are_own)
+        rows = chosen_rows(self.comm, v, of, "graph.apply_nodes(v=...)", held, self.shows_part)
         found = self._applied(func, kind, frame, rows)
         with self.comm.followed():
             for name, value in found.items():

@@ -22,8 +22,8 @@ class TypedGraph(Closed, HoldsEdges):
 
     comm: Ranks
     is_block = False
-    numbers_are_own = False
-    """Whether numbers by which code chooses nodes and edges are own rows, as SAR has it."""
+    shows_part = False
+    """Whether code sees the part of this rank, as SAR has it: numbers are own rows, and original ids are listed."""
     _sources: dict[NodeType, Nodes]
     _destinations: dict[NodeType, Nodes]
     _edges: dict[CanonicalType, Edges]
@@ -162,7 +162,7 @@ class TypedGraph(Closed, HoldsEdges):
         return self._of_chosen(edges.out_degrees, u, edges.plan.source_set, "graph.out_degrees(u)")
 
     def _of_chosen(self, degrees: Tensor, given: Any, of: RowSet, call: str) -> Tensor:
-        rows = chosen_rows(self.comm, given, of, call, "graph.ndata[dgl.NID]", self.numbers_are_own)
+        rows = chosen_rows(self.comm, given, of, call, "graph.ndata[dgl.NID]", self.shows_part)
         degrees = degrees.clone()
         self.comm.mark_rows(degrees, of)
         with self.comm.followed():

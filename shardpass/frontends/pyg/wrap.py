@@ -172,7 +172,7 @@ class _Method(OutermostCall):
         self._looked_for_tables = False
         self._signed: tuple[Any, list[str]] = (None, [])  # the method of the class, and the names of its arguments
         self.is_own = method in methods_written(model)
-        before: Any = vars(model).get(method)  # by `adapt_hetero` or `adapt_methods`, or of a part that was wrapped before
+        before: Any = vars(model).get(method)  # by `adapt_hetero`, `adapt_methods` or an earlier `wrap`
         self.adapted: Any = before.adapted if isinstance(before, _Method) else before
 
     def is_known(self, module: nn.Module) -> bool:

@@ -14,7 +14,6 @@ from shardpass.core.exchange import halo_fetch
 from shardpass.core.graphs import build_relation, is_on
 from shardpass.core.sharding import Ownership
 from shardpass.errors import RefusedError
-from shardpass.frontends.dgl.frames import all_of
 from shardpass.frontends.dgl.graph import ShardedDGLGraph
 from shardpass.frontends.dgl.private import ALL
 from shardpass.frontends.dgl.structure import Edges, Nodes
@@ -84,7 +83,7 @@ class GraphShardManager(ShardedDGLGraph):
     block from `construct_mfgs` say which nodes it takes and gives.
     """
 
-    numbers_are_own = True
+    shows_part = True
     _whole: Whole
     _inputs: dict[str, Tensor] | None = None
     _seeds: dict[str, Tensor] | None = None
@@ -221,7 +220,7 @@ class GraphShardManager(ShardedDGLGraph):
         kind = self.to_canonical_etype(None)
         src, dst = self._ids_of_ends(kind)
         graph = dgl.graph((src, dst), num_nodes=self.node_ranges[-1][1], device=self.device)
-        graph.edata.update(all_of(self._edge_frames[kind]))
+        graph.edata.update(dict(self._edge_frames[kind]))
         return graph
 
     def _ids_of_ends(self, kind: CanonicalType) -> tuple[Tensor, Tensor]:
