@@ -210,6 +210,14 @@ def test_copies_of_traced_modules_are_told():
     assert len(copies) == 1 and copies[0] is made
 
 
+def test_in_backward():
+    seen = []
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(lambda grad: seen.append(torch_private.is_in_backward()))
+    (x * 2).sum().backward()
+    assert seen == [True] and not torch_private.is_in_backward()
+
+
 def test_ddp(monkeypatch):
     assert not torch_private.is_inside_ddp()
     monkeypatch.setattr(torch_private.DistributedDataParallel, "_active_ddp_module", object())

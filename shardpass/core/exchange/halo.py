@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -43,6 +42,8 @@ class HaloPlan:
         edges: how many edges this rank has, and how many all ranks have; `None` where that does not matter.
         last_node: the own row of the last node of the original graph, where sources and destinations have one type;
             `None` on other ranks.
+        relation: tells these edges from those of other relations. Plans for some of the destinations, or against the
+            direction of the edges, share it.
     """
 
     comm: Ranks
@@ -57,6 +58,7 @@ class HaloPlan:
     shared: SharedRows | None = None
     edges: tuple[int, int] | None = None
     last_node: int | None = None
+    relation: object = field(default_factory=object)
 
     @classmethod
     def over(
@@ -93,7 +95,7 @@ class HaloPlan:
     def edge_set(self, count: int) -> RowSet:
         """The `count` edges of a list over this plan: those of the graph, or others that a layer made of them."""
         own, total = self.edges or (None, None)
-        return RowSet("edges", count, ("edges", ref(self)), total=total if count == own else None)
+        return RowSet("edges", count, ("edges", self.relation), total=total if count == own else None)
 
     @property
     def num_halo(self) -> int:

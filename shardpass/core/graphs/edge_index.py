@@ -22,7 +22,7 @@ from shardpass.core.graphs.last_node import ROWS_READ, lacks_last_node, other_co
 from shardpass.core.graphs.layer_flow import LayerFlow
 from shardpass.core.graphs.rearranged import Part, rearranged
 from shardpass.core.graphs.stand_in import PRINTS, StandIn, as_tensor, counted_last, describes, first_of, largest
-from shardpass.core.ranks import torch_private
+from shardpass.core.ranks import HoldsEdges, RowSet, torch_private
 from shardpass.core.sharding import Derivation, EdgeShards
 from shardpass.errors import RefusedError
 
@@ -33,7 +33,7 @@ _COMPARES = frozenset(["eq", "ne", "__eq__", "__ne__"])
 _OF_DATA = frozenset("x y edge_index edge_attr edge_weight edge_type batch x_dict num_nodes".split())
 
 
-class ShardedEdgeIndex(StandIn):
+class ShardedEdgeIndex(StandIn, HoldsEdges):
     """``edge_index`` of a sharded graph, or one derived from it by adding, removing, reordering or flipping edges.
 
     It stores sources first. After a flip it stores the same numbers, and `is_reversed` is true.
@@ -90,6 +90,12 @@ class ShardedEdgeIndex(StandIn):
     def plain(self) -> Tensor:
         """The numbers as they look from outside, as an ordinary tensor."""
         return self.sources_first.flip(0) if self.is_reversed else self.sources_first
+
+    @property
+    def edge_sets(self) -> list[RowSet]:
+        """The edges of the list, which all are of one relation."""
+        with torch_private.DisableTorchFunctionSubclass():
+            return [self.plan.edge_set(self.size(-1))]
 
     @property
     def has_one_type(self) -> bool:

@@ -7,6 +7,8 @@ less: it leaves out edges into other nodes and does not fetch their halo rows. T
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -37,6 +39,7 @@ def message_flow(edge_index: ShardedEdgeIndex, sources: Ownership, wanted: Tenso
         new_rows = torch.full((plan.num_src,), -1, device=wanted.device)
         new_rows[: plan.num_own_src] = torch.arange(plan.num_own_src, device=wanted.device)
         new_rows[src_rows[kept]] = rows
+        smaller = replace(smaller, relation=plan.relation)
         flows.insert(0, LayerFlow(wanted, smaller, new_rows, number, use))
         read = torch.zeros(plan.num_src, device=wanted.device)
         read[src_rows[kept]] = 1

@@ -17,32 +17,12 @@ from shardpass.core.graphs.batch_index import BatchIndex
 from shardpass.core.graphs.device import require_device
 from shardpass.core.graphs.edge_index import ShardedEdgeIndex
 from shardpass.core.graphs.flow import message_flow
+from shardpass.core.graphs.misread import NOT_WRAPPED, refuse_ambiguous, refuse_of_dgl
 from shardpass.core.graphs.relation import OwnFields, Relation
 from shardpass.core.graphs.tables import TableWriter
 from shardpass.core.ranks import Options, Ranks, RowSet, fail_together
 from shardpass.core.sharding import EDGE, NODE, EdgeType, NodeType, Ownership
 from shardpass.errors import MissingDependencyError, RefusedError
-
-_AMBIGUOUS = {"num_nodes": "nodes", "num_edges": "edges", "num_nodes_dict": "nodes", "num_edges_dict": "edges"}
-
-
-def refuse_ambiguous(name: str) -> None:
-    """Raise if `name` is a count that means the whole graph in PyG, where a rank has one of its own too."""
-    if name in _AMBIGUOUS:
-        what = _AMBIGUOUS[name]
-        of = "graph[type]" if name.endswith("_dict") else "graph"
-        raise RefusedError(
-            f"`{name}` of a sharded graph could mean two numbers: {of}.num_own_{what} counts this rank's {what}, and "
-            f"{of}.total_{what} those of the whole graph. A model that is to run on plain PyG too can read a size from "
-            f"a tensor, as in x.size(0)"
-        )
-
-
-_OF_DGL = frozenset(
-    "apply_edges apply_nodes canonical_etypes dstdata edata etypes idtype in_degrees is_block local_scope "
-    "local_var multi_update_all ndata ntypes number_of_dst_nodes number_of_edges number_of_nodes out_degrees "
-    "srcdata update_all".split()
-)
 
 
 class LoadedGraphs:
@@ -50,12 +30,6 @@ class LoadedGraphs:
 
     def __init__(self) -> None:
         self.graphs: WeakSet[ShardedGraph] = WeakSet()
-
-
-_NOT_WRAPPED = (
-    "a ShardedGraph is given to code that expects edge_index. The model takes it once it is wrapped: "
-    "model = shardpass.pyg.wrap(model, comm); other functions take graph.edge_index"
-)
 
 
 class ShardedGraph:
@@ -145,13 +119,9 @@ class ShardedGraph:
         for fields in (self.node, self.edge):
             if name in fields:
                 return fields[name]
-        if name in _OF_DGL:
-            raise AttributeError(
-                f"`.{name}` of a DGLGraph is read of the graph that shardpass.load returned: call a model that "
-                f"shardpass.dgl.wrap(model, comm) has wrapped, or pass shardpass.dgl.graph(graph) to code of your own"
-            )
+        refuse_of_dgl(name)
         if hasattr(Tensor, name):
-            raise AttributeError(_NOT_WRAPPED)
+            raise AttributeError(NOT_WRAPPED)
         raise AttributeError(
             f"this graph has no field {name!r}; there are the node fields {self.node.listed()} and the edge fields "
             f"{self.edge.listed()}{self._without_features() if name == 'x' else ''}"
@@ -166,15 +136,15 @@ class ShardedGraph:
     def __getitem__(self, name: Any) -> Any:
         """A stored field by name."""
         if not isinstance(name, str):
-            raise RefusedError(_NOT_WRAPPED)
+            raise RefusedError(NOT_WRAPPED)
         return getattr(self, name)
 
     def __iter__(self) -> Iterator[Any]:
-        raise RefusedError(_NOT_WRAPPED)
+        raise RefusedError(NOT_WRAPPED)
 
     @classmethod
     def __torch_function__(cls, *_: Any) -> Any:
-        raise RefusedError(_NOT_WRAPPED)
+        raise RefusedError(NOT_WRAPPED)
 
     @property
     def edge_index(self) -> ShardedEdgeIndex:

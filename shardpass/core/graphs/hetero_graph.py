@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from shardpass.core.graphs.edge_index import ShardedEdgeIndex
-from shardpass.core.graphs.graph import ShardedGraph, refuse_ambiguous
+from shardpass.core.graphs.graph import ShardedGraph
+from shardpass.core.graphs.misread import refuse_ambiguous, refuse_of_dgl
 from shardpass.core.graphs.relation import OwnFields, Relation
 from shardpass.core.sharding import EdgeType, NodeType
 
@@ -152,6 +153,7 @@ class ShardedHeteroGraph(ShardedGraph):
 
     def __getattr__(self, name: str) -> Any:
         refuse_ambiguous(name)
+        refuse_of_dgl(name)
         if name.startswith("_") or not name.endswith("_dict"):
             raise AttributeError(
                 f"ShardedHeteroGraph has no attribute {name!r}: a field belongs to a type, as in graph[type].{name} or "

@@ -7,7 +7,7 @@ the new order and back.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -107,8 +107,10 @@ def _reverse(plan: HaloPlan, edges: Tensor, serial: int, label: str) -> Reversed
     leaving = tuple((owner == peer).nonzero().view(-1) for peer in range(comm.size))
     came = comm.all_to_all([pairs[rows] for rows in leaving], label=f"{label}: out-edges")
     new_dst, new_src = torch.cat(came).t().contiguous()
+    ends = None if plan.ends is None else (plan.ends[1], plan.ends[0])
     relation = build_relation(
-        comm, destinations, new_src, new_dst, plan.num_own_src, torch.arange(len(new_src)), {}, plan.options
+        comm, destinations, new_src, new_dst, plan.num_own_src, torch.arange(len(new_src)), {}, plan.options, ends
     )
     sizes = tuple(len(part) for part in came)
+    relation.edge_index.plan = replace(relation.edge_index.plan, relation=plan.relation)
     return ReversedEdges(relation.edge_index, serial, leaving, sizes, relation.edge_ids, edges.size(1))

@@ -7,7 +7,7 @@ somewhere in it. The union has its own halo plan, so that each row travels once,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -122,5 +122,7 @@ def _build(pieces: Sequence[Piece], num_src: int, num_dst: int, label: str) -> S
         src_ids.append(ids[edges[0]])
         dst_rows.append(edges[1] + piece.dst_start)
     plan, src = build_halo_plan(comm, sources, torch.cat(src_ids), num_dst, first.options)
+    if len(pieces) == 1:
+        plan = replace(plan, relation=first.relation)
     dst = torch.cat(dst_rows)
     return ShardedEdgeIndex.of_shards(build_shards(src, dst, plan.blocks, num_dst), plan)  # type: ignore[no-any-return]

@@ -20,6 +20,7 @@ from shardpass.core.ranks.autograd_order import (
     start_chain,
 )
 from shardpass.core.ranks.files import prepare_target, refuse_irregular
+from shardpass.core.ranks.leaves import leaves_within
 from shardpass.core.ranks.on_ranks import OnRanks
 from shardpass.core.ranks.options import MODES, Mode, Options
 from shardpass.core.ranks.ordinary import ordinary_tensors, ordinary_views
@@ -37,7 +38,7 @@ from shardpass.core.ranks.random import (
     set_random_state,
 )
 from shardpass.core.ranks.ranks import KeptCalls, Ranks, require_ranks, unfollowed
-from shardpass.core.ranks.rows import RowSet, RowWatch
+from shardpass.core.ranks.rows import HoldsEdges, RowSet, RowWatch
 from shardpass.core.ranks.schema import COUNT, mismatch
 from shardpass.core.ranks.units import (
     SAFETENSORS_NAMES,
@@ -55,6 +56,7 @@ __all__ = [
     "MODES",
     "SAFETENSORS_NAMES",
     "FetchedUnwrapped",
+    "HoldsEdges",
     "KeptCalls",
     "Mode",
     "OnRanks",
@@ -84,6 +86,7 @@ __all__ = [
     "is_differentiable",
     "is_out_of_memory",
     "is_wrapped",
+    "leaves_within",
     "linear_call",
     "memory_error",
     "mismatch",

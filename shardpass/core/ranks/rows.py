@@ -54,9 +54,36 @@ class RowSet:
         """Whether these are edges. Lists of edges that a layer derives are told by their relation and their number."""
         return isinstance(self.root, tuple) and self.root[0] == "edges"
 
+    @property
+    def relation(self) -> Hashable | None:
+        """The relation whose edges these are, or of which a layer has derived them; `None` if they are no edges.
+
+        The root of rows of edges is ``("edges", relation, ...)``; what follows tells lists of as many of them.
+        """
+        return self.root[1] if isinstance(self.root, tuple) and self.is_of_edges else None
+
+    def is_other_than(self, of: RowSet) -> bool:
+        """Whether these are known to be other rows than `of`: edges of another relation, or nodes in place of edges.
+
+        Nodes of another type are not: several types may have been put into one tensor.
+        """
+        if not isinstance(self.root, tuple) or not isinstance(of.root, tuple):
+            return False
+        kinds = {self.root[0], of.root[0]}
+        return kinds in ({"edges"}, {"edges", "nodes"}) and self.relation != of.relation
+
     def goes_with(self, other: RowSet) -> bool:
         """Whether the rows of both are the same nodes or edges, in the same order."""
         return self.count == other.count and (self.root is None or other.root is None or self.root == other.root)
+
+
+class HoldsEdges:
+    """What stands for edges among the arguments of a layer, and says of which relations they are."""
+
+    @property
+    def edge_sets(self) -> Sequence[RowSet]:
+        """The edges, a set for each relation."""
+        raise NotImplementedError
 
 
 class RowWatch(Protocol):

@@ -52,6 +52,7 @@ __all__ = [
     "has_any_forward_hook",
     "has_forward_hook",
     "has_hook",
+    "is_in_backward",
     "is_inside_ddp",
     "is_mutable",
     "is_view",
@@ -255,6 +256,11 @@ def with_versions(state: dict[str, Any], versions: dict[str, Any]) -> dict[str, 
     versioned = OrderedDict(state)
     versioned._metadata = versions  # type: ignore[attr-defined]
     return versioned
+
+
+def is_in_backward() -> bool:
+    """Whether this thread runs backward, which may compute some of forward again."""
+    return torch._C._current_graph_task_id() != -1  # type: ignore[no-any-return]
 
 
 def is_inside_ddp() -> bool:

@@ -15,6 +15,7 @@ Hooks are neither pickled nor copied with a parameter, so what a watch knows is 
 
 from __future__ import annotations
 
+import re
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardpass.core.ranks import (
     Ranks,
     describe,
+    dtype_name,
     refuse_shared_model,
     require_ranks,
     torch_private,
@@ -65,13 +67,21 @@ def sync_parameters(model: nn.Module, comm: Ranks, bucket_bytes: int = BUCKET_BY
     for name, tensor in named:
         if nn.parameter.is_lazy(tensor):
             raise ValueError(f"parameter {name!r} is not initialised yet: run the lazy module once before wrapping it")
-    own = [f"{name}: {describe(tensor)}" for name, tensor in named]
+    own = [
+        f"{name}: {dtype_name(tensor.dtype)}, rows of own nodes of shape {[*tensor.shape[1:]]}"
+        for name, tensor in model.named_parameters()
+        if getattr(tensor, "shardpass_local", False)
+    ]
+    own += [f"{name}: {describe(tensor)}" for name, tensor in named]
     first, *others = [[*found, "nothing more"] for found in comm.all_gather_object(own, "sync_parameters")]
     for rank, other in enumerate(others, 1):
         for left, right in zip(first, other):
             if left != right:
+                is_per_node = re.sub(r"\[\d+", "[", left) == re.sub(r"\[\d+", "[", right)
+                hint = ", and take shardpass.NodeEmbedding(graph, width) for rows of own nodes" if is_per_node else ""
                 raise ValueError(
-                    f"the models differ: {left} on rank 0, {right} on rank {rank}; build the same model on every rank"
+                    f"the models differ: {left} on rank 0, {right} on rank {rank}; build the same model on every "
+                    f"rank{hint}"
                 )
     if comm.size > 1:
         broadcast_tensors([tensor for _, tensor in named], comm, "sync_parameters", bucket_bytes)

@@ -5,6 +5,7 @@ Both frontends use it. It knows modules and ranks; what stands for a graph is th
 
 from shardpass.core.wrapping.empty_rows import EmptyRows
 from shardpass.core.wrapping.outermost import FollowedCalls, OutermostCall
+from shardpass.core.wrapping.parts import parts_of, runs_as_it_is
 from shardpass.core.wrapping.refusals import has_unknown_statistics, refuse_modules, refuse_other_library
 
 __all__ = [
@@ -12,6 +13,8 @@ __all__ = [
     "FollowedCalls",
     "OutermostCall",
     "has_unknown_statistics",
+    "parts_of",
     "refuse_modules",
     "refuse_other_library",
+    "runs_as_it_is",
 ]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import traceback
 from typing import Any
 
 from dgl import DGLError, DGLGraph
+from torch import nn
 
 from shardpass.core.following import user_line
 from shardpass.errors import RefusedError
@@ -42,10 +44,15 @@ _ADVICE = (
     ("use update_all or apply_edges", "prop_edges prop_nodes pull push send_and_recv"),
     ("it belongs to its process", "shared_memory pin_memory_ unpin_memory_ record_stream"),
     ("set every row of the field instead", "set_n_initializer set_e_initializer"),
-    ("ids are int64, and formats are the engine's own", "astype int formats"),
+    ("ids are int64, and formats are the engine's own", "astype formats"),
     (
-        "pass the device to shardpass.connect(device=...), and walk over nodes in one process that has the whole graph",
-        "cpu",
+        "it walks over the nodes of the whole graph one after the other: do that in one process that has it",
+        "prop_nodes_topo prop_nodes_bfs prop_edges_dfs topological_nodes_generator bfs_nodes_generator "
+        "bfs_edges_generator dfs_edges_generator dfs_labeled_edges_generator",
+    ),
+    (
+        "make it before you partition, and store its edges as an edge type of their own",
+        "metapath_reachable_graph khop_graph to_bidirected add_reverse_edges",
     ),
     (
         "a sharded graph is one graph: graph.num_edges() counts this rank's edges, and shardpass.all_reduce_sum adds "
@@ -55,13 +62,35 @@ _ADVICE = (
 )
 
 
-def advice_for(member: str) -> str:
-    """What to do instead of using a member of DGLGraph."""
-    return next((advice for advice, names in _ADVICE if member in names.split()), "use another member")
+def advice_for(name: str, otherwise: str = "use another member") -> str:
+    """What to do instead of using a member of DGLGraph, or a function of DGL."""
+    return next((advice for advice, names in _ADVICE if name in names.split()), otherwise)
+
+
+def called_function() -> str | None:
+    """The function or the layer of DGL that the user's code has called and that runs now; `None` if none does."""
+    found = None
+    for frame, _ in traceback.walk_stack(None):
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith("dgl."):
+            layer = frame.f_locals.get("self")
+            found = type(layer).__name__ if isinstance(layer, nn.Module) else frame.f_code.co_name
+        elif found is not None or not module.startswith(("shardpass.", "torch.", "contextlib", "functools")):
+            break
+    return found
 
 
 def refused(what: str, advice: str, error: BaseException | None = None) -> ClosedMemberError:
-    """The error for something that a sharded graph does not offer. It names the line that runs, or raised `error`."""
+    """The error for something that a sharded graph does not offer. It names the line that runs, or raised `error`.
+
+    Args:
+        what: it. A function of DGL that asks for it is named too, and has an advice of its own.
+        advice: what to do instead.
+        error: what was raised, if it was not here.
+    """
+    function = called_function()
+    if function is not None:
+        what, advice = f"{what} (read by `{function}` of DGL)", advice_for(function, advice)
     return ClosedMemberError(
         f"{user_line(error)}: {what} is not available on a sharded graph, of which this rank holds only the in-edges "
         f"of its own nodes: {advice}"
@@ -85,6 +114,14 @@ class Closed(DGLGraph):
             if name.startswith("__") or not name.startswith("_"):
                 raise
             raise refused("the structure that functions of DGL read", "call them before partitioning") from None
+
+    def int(self) -> Any:
+        """The graph itself, whose ids are int64 whatever is asked for."""
+        return self
+
+    def cpu(self) -> Any:
+        """The graph itself, if it is there."""
+        return self.to("cpu")
 
     def __reduce__(self) -> Any:
         raise TypeError("a sharded graph belongs to its process: save the store's path and load it again")

@@ -13,6 +13,16 @@ from shardpass.core.following import user_line
 from shardpass.errors import RefusedError
 
 
+def hidden_in(fields: Mapping[str, Tensor]) -> frozenset[str]:
+    """The fields that are neither counted nor listed."""
+    return getattr(fields, "hidden", frozenset())
+
+
+def all_of(fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The fields by name, with those that are not listed."""
+    return {**fields, **{name: fields[name] for name in hidden_in(fields) if name in fields}}
+
+
 class LazyFields(MutableMapping[str, Tensor]):
     """Fields that are made of others, each when it is first read, and then kept. Fields may be set and deleted too.
 
@@ -20,12 +30,19 @@ class LazyFields(MutableMapping[str, Tensor]):
         rows: the fields of which they are made.
         made: makes one of them.
         note: called with the name of each field that is read.
+        hidden: fields that are there by their names, but are neither counted nor listed: the original ids, which a
+            DGLGraph does not have. `None`: those of `rows`.
     """
 
     def __init__(
-        self, rows: Mapping[str, Tensor], made: Callable[[Tensor], Tensor], note: Callable[[str], None] | None = None
+        self,
+        rows: Mapping[str, Tensor],
+        made: Callable[[Tensor], Tensor],
+        note: Callable[[str], None] | None = None,
+        hidden: frozenset[str] | None = None,
     ) -> None:
         self._rows, self._made, self._note = rows, made, note
+        self.hidden = hidden_in(rows) if hidden is None else hidden
         self._own: dict[str, Tensor] = {}
         self._gone: set[str] = set()
 
@@ -39,7 +56,7 @@ class LazyFields(MutableMapping[str, Tensor]):
         return self._own[name]
 
     def __setitem__(self, name: str, value: Tensor) -> None:
-        self._own[name] = value
+        self._own[name], self.hidden = value, self.hidden - {name}
 
     def __delitem__(self, name: str) -> None:
         if name not in self:
@@ -51,7 +68,8 @@ class LazyFields(MutableMapping[str, Tensor]):
         return name in self._own or (name in self._rows and name not in self._gone)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(name for name in {**dict.fromkeys(self._rows), **self._own} if name in self)
+        names = {**dict.fromkeys(self._rows), **self._own}
+        return iter(name for name in names if name in self and name not in self.hidden)
 
     def __len__(self) -> int:
         return len(list(iter(self)))
@@ -65,11 +83,21 @@ class Frame(LazyFields):
         total: how many nodes or edges all ranks have.
         what: ``"nodes"`` or ``"edges"``, for error messages.
         stored: the fields of the graph's store. Each is read when it is first asked for.
+        hidden: as of `LazyFields`.
+        check: refuses a tensor whose rows are known to be others.
     """
 
-    def __init__(self, num_rows: int, total: int, what: str, stored: Mapping[str, Tensor]) -> None:
-        super().__init__(stored, lambda rows: rows)
-        self.num_rows, self.total, self.what = num_rows, total, what
+    def __init__(
+        self,
+        num_rows: int,
+        total: int,
+        what: str,
+        stored: Mapping[str, Tensor],
+        hidden: frozenset[str] = frozenset(),
+        check: Callable[[Tensor], None] = lambda rows: None,
+    ) -> None:
+        super().__init__(stored, lambda rows: rows, hidden=hidden)
+        self.num_rows, self.total, self.what, self._check = num_rows, total, what, check
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.num_rows} {self.what}: {', '.join(self)})"
@@ -96,6 +124,7 @@ class Frame(LazyFields):
                 f"Expect number of features to match number of {self.what} (len(u)). Got {rows} and {self.num_rows} "
                 f"instead: field {name!r} must have a row for each of this rank's own {self.what}"
             )
+        self._check(value)
         super().__setitem__(name, value)
 
     def clone(self, kind: type[Frame] | None = None) -> Frame:
@@ -104,7 +133,7 @@ class Frame(LazyFields):
         Args:
             kind: its class; `None` means the same class.
         """
-        other = (kind or type(self))(self.num_rows, self.total, self.what, self._rows)
+        other = (kind or type(self))(self.num_rows, self.total, self.what, self._rows, self.hidden, self._check)
         other._own, other._gone = dict(self._own), set(self._gone)
         return other
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import ChainMap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -12,18 +11,22 @@ import torch
 from dgl import DGLError
 from torch import Tensor
 
+from shardpass.core.exchange import node_set
 from shardpass.core.graphs import ShardedGraph
-from shardpass.core.ranks import Ranks, unfollowed
+from shardpass.core.ranks import Ranks, RowSet, unfollowed
+from shardpass.core.sharding import NODE
 from shardpass.core.tracing import Findings
 from shardpass.frontends.dgl.blocks import parts_of_blocks
+from shardpass.frontends.dgl.chosen import chosen_rows
 from shardpass.frontends.dgl.closed import refused
+from shardpass.frontends.dgl.followed import RowFunctions
 from shardpass.frontends.dgl.frames import Frame, Frames, FramesByType, LazyFields
 from shardpass.frontends.dgl.functions import is_builtin, is_extremum
 from shardpass.frontends.dgl.mailbox import reduced_by_user, warn_once
 from shardpass.frontends.dgl.merging import merged
 from shardpass.frontends.dgl.messages import MessagePassing, without_infinity
-from shardpass.frontends.dgl.private import ALL, is_all
-from shardpass.frontends.dgl.structure import CanonicalType, Edges, Nodes, NodeType
+from shardpass.frontends.dgl.private import ALL, is_all, scores_of_softmax
+from shardpass.frontends.dgl.structure import CanonicalType, Edges, Nodes, NodeType, frame_of
 from shardpass.frontends.dgl.typed_graph import TypedGraph
 from shardpass.frontends.dgl.udf import ShardedNodeBatch
 from shardpass.frontends.dgl.views import DataViews
@@ -63,13 +66,15 @@ class ShardedDGLGraph(TypedGraph):
         self._sources, self._destinations, self._edges = sources, destinations, edges
         in_order = [*sources, *destinations]
         self._ntypes = in_order if is_block else ntypes or list(dict.fromkeys(in_order))
-        self._src_frames = {kind: _frame(nodes, dgl.NID) for kind, nodes in sources.items()}
+        hidden = frozenset() if is_block or self.shows_part else frozenset([dgl.NID, dgl.EID])
+        self._src_frames = {kind: frame_of(nodes, dgl.NID, hidden) for kind, nodes in sources.items()}
         self._dst_frames = self._src_frames
         if is_block or sources is not destinations:
-            self._dst_frames = {kind: _frame(nodes, dgl.NID) for kind, nodes in destinations.items()}
-        self._edge_frames = {kind: _frame(edge, dgl.EID) for kind, edge in edges.items()}
+            self._dst_frames = {kind: frame_of(nodes, dgl.NID, hidden) for kind, nodes in destinations.items()}
+        self._edge_frames = {kind: frame_of(edge, dgl.EID, hidden) for kind, edge in edges.items()}
         self._findings: dict[Any, Findings] = {}
         self._warned: set[str] = set()
+        self._functions = RowFunctions()
 
     def __repr__(self) -> str:
         nodes = {kind: f"{nodes.num} of {nodes.total}" for kind, nodes in self._nodes.items()}
@@ -144,6 +149,10 @@ class ShardedDGLGraph(TypedGraph):
     def _frames_by_ntype(self) -> dict[NodeType, Frame]:
         both = {**self._dst_frames, **self._src_frames}
         return {kind: both[kind] for kind in self._ntypes}
+
+    def _node_set(self, kind: NodeType) -> RowSet:
+        is_only = self.core is not None and self.core.is_homogeneous
+        return node_set(NODE if is_only else kind, self.nodes_of(kind).num)
 
     @property
     def edata(self) -> Any:
@@ -230,8 +239,11 @@ class ShardedDGLGraph(TypedGraph):
         """The index of the in-edges of own nodes, on which DGL's own kernels run (`edge_softmax`); see `LocalIndex`."""
         if len(self._edges) != 1:
             raise refused("a DGL kernel over several edge types", "use graph[etype] for one of them")
+        edges, scores = next(iter(self._edges.values())), scores_of_softmax()
+        if scores is not None:
+            edges.check(scores)
         with self.comm.unfollowed():
-            return next(iter(self._edges.values())).index
+            return edges.index
 
     # ---- message passing
 
@@ -251,14 +263,12 @@ class ShardedDGLGraph(TypedGraph):
             found = passing.reduced(message, reducer)
         else:
             warn_once(passing, self._warned)
-            found = reduced_by_user(passing, message, reducer)
+            found = reduced_by_user(passing, message, reducer, self._functions)
         if apply_node_func is None:
             return found
         frame = self._dst_frames[kind[2]].clone()
         frame.update(found)
-        rows = torch.arange(frame.num_rows, device=self.device)
-        with self.comm.followed():
-            return dict(apply_node_func(ShardedNodeBatch(self, rows, kind[2], frame)))
+        return self._applied(apply_node_func, kind[2], frame)
 
     @unfollowed(0)
     def update_all(self, message_func: Any, reduce_func: Any, apply_node_func: Any = None, etype: Any = None) -> None:
@@ -301,7 +311,7 @@ class ShardedDGLGraph(TypedGraph):
             results.setdefault(kind[2], []).append((self.get_etype_id(kind), found))
             clips = is_extremum(functions[1])  # DGL looks at the last reduce function
         for ntype, parts in results.items():
-            fields = merged(parts, cross_reducer, self.comm)
+            fields = merged(parts, cross_reducer, self.comm, self._functions, self._node_set(ntype))
             self._dst_frames[ntype].update({k: without_infinity(v) if clips else v for k, v in fields.items()})
             if apply_node_func is not None:
                 self.apply_nodes(apply_node_func, ntype=ntype)
@@ -312,7 +322,8 @@ class ShardedDGLGraph(TypedGraph):
 
         Args:
             func: one of ``dgl.function``, or a function of edges that returns a dict of fields.
-            edges: positions of own edges. Every rank makes the call, each with its own positions. The default is all.
+            edges: a mask of own edges, ``[num_edges]`` bool, or within a model the places where a mask is true. Every
+                rank makes the call, each with its own. The default is all.
             etype: needed if there are several types, unless `func` is of ``dgl.function`` and `edges` are all.
         """
         if etype is None and len(self._edges) > 1:
@@ -328,54 +339,56 @@ class ShardedDGLGraph(TypedGraph):
         if is_all(edges):
             frame.update(passing.per_edge(func))
             return
-        chosen = self._positions(edges, frame.num_rows)
+        if isinstance(edges, tuple):
+            raise refused("apply_edges on (source, destination) pairs", "pass a mask of this rank's own edges")
+        of, held = passing.edges.plan.edge_set(frame.num_rows), "graph.edata[dgl.EID]"
+        chosen = chosen_rows(self.comm, edges, of, "graph.apply_edges(edges=...)", held, self.shows_part)
+        chosen = torch.unique(chosen)
         for name, rows in passing.per_edge(func, chosen).items():
             if name in frame:
                 rows = frame[name].index_copy(0, chosen, rows[chosen])
             frame[name] = rows
 
-    def _positions(self, edges: Any, num_edges: int) -> Tensor:
-        if isinstance(edges, tuple):
-            raise refused("apply_edges on (source, destination) pairs", "pass positions of this rank's own edges")
-        chosen = torch.as_tensor(edges, device=self.device)
-        chosen = torch.unique(chosen.nonzero().view(-1) if chosen.dtype == torch.bool else chosen.to(torch.int64))
-        if chosen.numel() and not 0 <= int(chosen[0]) <= int(chosen[-1]) < num_edges:
-            raise DGLError(
-                f"apply_edges on rank {self.comm.rank}: found positions from {int(chosen[0])} to {int(chosen[-1])}, "
-                f"expected positions of own edges in [0, {num_edges}). Ids of the whole graph are in "
-                f"graph.edata[dgl.EID]"
-            )
-        return chosen
-
     @unfollowed(0)
     def apply_nodes(
         self, func: Callable[[Any], dict[str, Tensor]], v: Any = ALL, ntype: NodeType | None = None
     ) -> None:
-        """Set the fields that `func` computes on own nodes, or on the rows `v` of them. Not collective."""
+        """Set the fields that `func` computes on own nodes, or on some of them. Not collective.
+
+        Args:
+            v: a mask of own nodes, ``[num_nodes]`` bool, or within a model the places where a mask is true.
+        """
         kind = self.nodes_type(ntype)
         frame = (self._dst_frames if self.is_block else self._frames_by_ntype)[kind]
-        rows = torch.arange(frame.num_rows, device=self.device)
-        if not is_all(v):
-            rows = torch.as_tensor(v, device=self.device)
-
-        def taken(rows_of_all: Tensor) -> Tensor:
-            with self.comm.unfollowed():
-                return rows_of_all if is_all(v) else rows_of_all[rows]
-
-        batch = ShardedNodeBatch(self, rows, kind, LazyFields(frame, taken))
+        if is_all(v):
+            frame.update(self._applied(func, kind, frame))
+            return
+        of, held = self._node_set(kind), "graph.ndata[dgl.NID]"
+        rows = chosen_rows(self.comm, v, of, "graph.apply_nodes(v=...)", held, self.shows_part)
+        found = self._applied(func, kind, frame, rows)
         with self.comm.followed():
-            found = func(batch)
-        for name, value in found.items():
-            if not is_all(v):
+            for name, value in found.items():
                 whole = frame[name] if name in frame else value.new_zeros((frame.num_rows, *value.shape[1:]))
-                value = whole.index_copy(0, rows, value)
-            frame[name] = value
+                frame[name] = whole.index_copy(0, rows, value)
 
+    def _applied(
+        self, func: Callable[[Any], dict[str, Tensor]], kind: NodeType, frame: Frame, rows: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """What a function of nodes gives for own nodes, or for some of them, whose data are in `frame`."""
+        comm, alone = self.comm, self.comm.forward is None
+        of = self._node_set(kind) if rows is None else RowSet.fetched(rows.numel())
 
-def _frame(part: Nodes | Edges, id_field: str) -> Frame:
-    ids = LazyFields({id_field: torch.empty(0)}, lambda _: part.ids)  # of edges, they are made when they are read
-    stored = ChainMap(ids, LazyFields(part.fields, lambda rows: rows))
-    return Frame(part.num, part.total, "nodes" if isinstance(part, Nodes) else "edges", stored)
+        def taken(field: Tensor) -> Tensor:
+            with comm.followed():
+                found = field if rows is None else field.index_select(0, rows)
+            if alone:
+                comm.mark_rows(found, of)
+            return found
+
+        numbers = torch.arange(frame.num_rows, device=self.device) if rows is None else rows
+        batch = ShardedNodeBatch(self, numbers, kind, LazyFields(frame, taken))
+        batch.alike, batch.comm = of, comm
+        return dict(self._functions.run(comm, func, batch, of))
 
 
 def _view(frames: dict[Any, Frame]) -> Any:

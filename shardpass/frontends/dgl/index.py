@@ -45,7 +45,7 @@ class LocalIndex(HeteroGraphIndex):
         return part
 
     def _no(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise refused("an operation on the structure of the graph", "do it before partitioning")
+        raise refused("the structure of the graph", "do what needs it before partitioning")
 
     edges = adjacency_matrix = adjacency_matrix_tensors = node_subgraph = copy_to = _no
     out_edges = in_edges = find_edges = edge_id = edge_ids = successors = predecessors = _no

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from shardpass.core.aggregation import AtOnce, inputs_at_once
 from shardpass.core.ranks import Ranks, RowSet, begin_call
+from shardpass.frontends.dgl.followed import RowFunctions
 from shardpass.frontends.dgl.frames import LazyFields
 from shardpass.frontends.dgl.messages import Fields, MessagePassing
 from shardpass.frontends.dgl.udf import ShardedNodeBatch
 
 
 def reduced_by_user(
-    passing: MessagePassing, message: Any, reducer: Callable[[Any], dict[str, Tensor]]
+    passing: MessagePassing, message: Any, reducer: Callable[[Any], dict[str, Tensor]], functions: RowFunctions
 ) -> dict[str, Tensor]:
     """What `reducer` makes of the messages in each node's mailbox: ``{field: [num_dst, ...]}``. Collective.
 
@@ -42,13 +43,9 @@ def reduced_by_user(
         alike = RowSet("nodes of one in-degree", len(chosen), ("in-degree", degree))
         data = _rows_of(passing.dst, everything, chosen, plan.comm, alike)
         batch = ShardedNodeBatch(None, chosen, canonical[2], data, msgs=mail)
-        batch.alike, batch.comm = alike, plan.comm
-        for value in mail.values():
-            plan.comm.mark_rows(value, alike)
-        with plan.comm.made_up_edge(everything.made_up), plan.comm.followed():
-            found.append(dict(reducer(batch)))
-        for value in found[-1].values():
-            plan.comm.require_rows(value, alike)
+        batch.alike, batch.is_group, batch.comm = alike, True, plan.comm
+        with plan.comm.made_up_edge(everything.made_up):
+            found.append(dict(functions.run(plan.comm, reducer, batch, alike, mail)))
         nodes.append(chosen)
     order = torch.cat(nodes)
     result = {}

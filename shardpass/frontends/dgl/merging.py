@@ -9,7 +9,8 @@ import torch
 from dgl import DGLError
 from torch import Tensor
 
-from shardpass.core.ranks import Ranks
+from shardpass.core.ranks import Ranks, RowSet
+from shardpass.frontends.dgl.followed import RowFunctions
 
 _MERGERS: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda stacked: stacked.sum(0),
@@ -19,7 +20,9 @@ _MERGERS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def merged(parts: list[tuple[int, dict[str, Tensor]]], cross_reducer: Any, comm: Ranks) -> dict[str, Tensor]:
+def merged(
+    parts: list[tuple[int, dict[str, Tensor]]], cross_reducer: Any, comm: Ranks, functions: RowFunctions, of: RowSet
+) -> dict[str, Tensor]:
     """One result of `parts`, the results and the number of the edge type that gave each.
 
     Raises:
@@ -37,8 +40,7 @@ def merged(parts: list[tuple[int, dict[str, Tensor]]], cross_reducer: Any, comm:
     for name in dict.fromkeys(name for _, fields in parts for name in fields):
         found = [fields[name] for _, fields in parts if name in fields]
         if callable(cross_reducer):
-            with comm.followed():
-                whole[name] = cross_reducer(found)
+            whole[name] = functions.run(comm, cross_reducer, found, of)
         elif cross_reducer == "stack":
             whole[name] = torch.stack(found, 1)
         else:

@@ -13,6 +13,7 @@ from shardpass.core.aggregation import aggregate
 from shardpass.core.sharding import EdgeShards
 from shardpass.core.tracing import Findings, Inputs, Key, Program, Sides
 from shardpass.errors import InternalError, RefusedError
+from shardpass.frontends.dgl.frames import all_of, hidden_in
 from shardpass.frontends.dgl.functions import is_builtin, message_of, operands, reducer_of
 from shardpass.frontends.dgl.structure import Edges
 from shardpass.frontends.dgl.udf import EdgeFunction, Packing
@@ -124,8 +125,8 @@ class MessagePassing:
             program.findings = self.findings.setdefault(message.name, Findings())
             return program, lambda inputs: {message.out_field: computed(inputs)}
         reads: set[Key] = set()
-        function = EdgeFunction(message, canonical, reads)
-        given = dict(self.src), dict(self.dst), dict(self.edata)
+        function = EdgeFunction(message, canonical, reads, hidden_in(self.src))
+        given = all_of(self.src), all_of(self.dst), all_of(self.edata)
         program = Program(f"{what}{function.name}{where}", *given, _unset, None, reads=reads)
         return program, function
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -13,6 +14,7 @@ from shardpass.core.exchange import HaloPlan, scatter_to_owners
 from shardpass.core.graphs import Relation
 from shardpass.core.ranks import Ranks
 from shardpass.core.sharding import EdgeShards, LazyTensor, build_shards
+from shardpass.frontends.dgl.frames import Frame, LazyFields
 from shardpass.frontends.dgl.index import LocalIndex
 
 NodeType = str
@@ -80,6 +82,11 @@ class Edges:
         """How many edges this rank has."""
         return self.shards.num_edges
 
+    def check(self, rows: Tensor) -> None:
+        """Refuse a tensor that is given for rows of these edges, or of some of them, and is known to have others."""
+        if self.comm.is_followed:
+            self.comm.require_rows(rows, self.plan.edge_set(rows.size(0)))
+
     @property
     def src_rows(self) -> Tensor:
         """The source row of each edge in own-first numbering, ``[num]`` int64; made anew."""
@@ -133,3 +140,12 @@ class Edges:
         shards = EdgeShards(rows, found.num_dst, self.num)
         self._subsets[:] = [*self._subsets[-7:], (chosen.clone(), shards)]
         return shards
+
+
+def frame_of(part: Nodes | Edges, id_field: str, hidden: frozenset[str]) -> Frame:
+    """The data of some nodes or edges, with their original ids as the field `id_field`."""
+    ids = LazyFields({id_field: torch.empty(0)}, lambda _: part.ids)  # of edges, they are made when they are read
+    stored = ChainMap(ids, LazyFields(part.fields, lambda rows: rows))
+    if isinstance(part, Nodes):
+        return Frame(part.num, part.total, "nodes", stored, hidden)
+    return Frame(part.num, part.total, "edges", stored, hidden, part.check)

@@ -9,18 +9,21 @@ from dgl import DGLError
 from torch import Tensor
 
 from shardpass.core.graphs import require_device
-from shardpass.core.ranks import Ranks, unfollowed
+from shardpass.core.ranks import HoldsEdges, Ranks, RowSet, unfollowed
+from shardpass.frontends.dgl.chosen import chosen_rows
 from shardpass.frontends.dgl.closed import Closed
 from shardpass.frontends.dgl.counts import EdgeCount, InDegrees, NodeCount, NodeCounts
 from shardpass.frontends.dgl.private import ALL, is_all
 from shardpass.frontends.dgl.structure import CanonicalType, Edges, Nodes, NodeType
 
 
-class TypedGraph(Closed):
+class TypedGraph(Closed, HoldsEdges):
     """What a sharded graph says about its structure. Nothing here communicates, and nothing changes."""
 
     comm: Ranks
     is_block = False
+    shows_part = False
+    """Whether code sees the part of this rank, as SAR has it: numbers are own rows, and original ids are listed."""
     _sources: dict[NodeType, Nodes]
     _destinations: dict[NodeType, Nodes]
     _edges: dict[CanonicalType, Edges]
@@ -42,6 +45,11 @@ class TypedGraph(Closed):
     def edges_of(self, etype: Any) -> Edges:
         """The structure of the edges of a type; `None` means the only type."""
         return self._edges[self.to_canonical_etype(etype)]
+
+    @property
+    def edge_sets(self) -> list[RowSet]:
+        """The edges of this rank, a set for each type."""
+        return [edges.plan.edge_set(edges.num) for edges in self._edges.values()]
 
     # ---- types
 
@@ -139,15 +147,26 @@ class TypedGraph(Closed):
 
     @unfollowed(0)
     def in_degrees(self, v: Any = ALL, etype: Any = None) -> Tensor:
-        """In-degrees of own destination nodes, ``[num_own]`` int64, or of the rows `v` of them; see `InDegrees`."""
+        """In-degrees of own destination nodes, ``[num_own]`` int64, or of those that the mask `v` picks."""
         edges = self._edges[self.to_canonical_etype(etype)]
-        return InDegrees.of(edges.in_degrees.clone(), edges.leaves_out) if is_all(v) else edges.in_degrees[v]
+        if is_all(v):
+            return InDegrees.of(edges.in_degrees.clone(), edges.leaves_out)
+        return self._of_chosen(edges.in_degrees, v, edges.plan.dst_set, "graph.in_degrees(v)")
 
     @unfollowed(0)
     def out_degrees(self, u: Any = ALL, etype: Any = None) -> Tensor:
-        """Out-degrees of own source nodes in the whole graph, ``[num_own]`` int64, or of the rows `u` of them."""
-        degrees = self._edges[self.to_canonical_etype(etype)].out_degrees
-        return degrees.clone() if is_all(u) else degrees[u]
+        """Out-degrees of own source nodes in the whole graph, ``[num_own]`` int64, or of those that `u` picks."""
+        edges = self._edges[self.to_canonical_etype(etype)]
+        if is_all(u):
+            return edges.out_degrees.clone()
+        return self._of_chosen(edges.out_degrees, u, edges.plan.source_set, "graph.out_degrees(u)")
+
+    def _of_chosen(self, degrees: Tensor, given: Any, of: RowSet, call: str) -> Tensor:
+        rows = chosen_rows(self.comm, given, of, call, "graph.ndata[dgl.NID]", self.shows_part)
+        degrees = degrees.clone()
+        self.comm.mark_rows(degrees, of)
+        with self.comm.followed():
+            return degrees.index_select(0, rows)
 
     @property
     def batch_size(self) -> int:

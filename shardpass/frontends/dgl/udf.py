@@ -25,13 +25,15 @@ from shardpass.frontends.dgl.structure import CanonicalType
 class ShardedEdgeBatch(EdgeBatch):
     """What a user's message function sees of some edges."""
 
-    count: int
+    index: Tensor
+    """With an entry for each edge of the piece."""
 
     def batch_size(self) -> int:
-        """The number of edges of the piece."""
-        return self.count
+        """The number of edges of the piece, which may be a size and nothing else."""
+        return self.index.size(0)
 
-    __len__ = batch_size
+    def __len__(self) -> int:
+        return len(self.index)
 
     def edges(self) -> NoReturn:
         """Refused, since each rank numbers its nodes and edges by itself."""
@@ -44,20 +46,25 @@ class ShardedNodeBatch(NodeBatch):
     """What a user's reduce or apply function sees of some nodes.
 
     Attributes:
-        alike: what a reduce function sees: those of one in-degree that this rank has.
+        alike: what the rows are, as those of one in-degree that this rank has.
+        is_group: there are other groups, of other in-degrees.
     """
 
     alike: RowSet | None = None
+    is_group = False
     comm: Ranks | None = None
 
     def batch_size(self) -> Any:
-        """The number of these nodes; a reduce function may not compute with it."""
+        """The number of these nodes, which may be a size and nothing else."""
         count = super().batch_size()
         followed = self.alike is not None and self.comm is not None and self.comm.runs_user_code
         return RowCount(count, self.alike) if followed and self.alike is not None else count
 
     def __len__(self) -> int:
-        return int(super().batch_size())
+        count = int(super().batch_size())
+        if self.comm is not None and not self.is_group:  # a few nodes, whose number many others have
+            self.comm.note_count(count)
+        return count
 
     def nodes(self) -> NoReturn:
         """Refused, since each rank numbers its nodes by itself."""
@@ -71,18 +78,23 @@ class EdgeFunction:
         function: takes an `EdgeBatch`.
         canonical: the type of the edges.
         reads: a set to which the keys of the inputs that it reads are added; see `Program.reads`.
+        hidden: fields that are not listed; see `LazyFields`.
     """
 
-    def __init__(self, function: Callable[[Any], dict[str, Tensor]], canonical: CanonicalType, reads: set[Key]) -> None:
-        if isinstance(function, OutermostCall):  # a method of the wrapped model
-            function = function.plain
-        self.function, self.canonical, self.reads = frozen(function), canonical, reads
+    def __init__(
+        self,
+        function: Callable[[Any], dict[str, Tensor]],
+        canonical: CanonicalType,
+        reads: set[Key],
+        hidden: frozenset[str] = frozenset(),
+    ) -> None:
+        self.function, self.canonical, self.reads, self.hidden = frozen(function), canonical, reads, hidden
         self.norms = SteadyNorms(*_held_by(self.function))
-        self.name = getattr(function, "__qualname__", None) or type(function).__name__
+        self.name = getattr(self.function, "__qualname__", None) or type(self.function).__name__
 
     def __call__(self, inputs: Inputs) -> dict[str, Tensor]:
         def fields(side: Side, rows: dict[str, Tensor]) -> LazyFields:
-            return LazyFields(rows, lambda tensor: tensor, lambda name: self.reads.add(Key(side, name)))
+            return LazyFields(rows, lambda tensor: tensor, lambda name: self.reads.add(Key(side, name)), self.hidden)
 
         self.norms.check(self.name)
         places = torch.arange(inputs.index.numel(), device=inputs.index.device)
@@ -94,7 +106,7 @@ class EdgeFunction:
             fields("edge", inputs.edge),
             fields("dst", inputs.dst),
         )
-        batch.count = inputs.index.size(0)
+        batch.index = inputs.index
         try:
             found = self.function(batch)
         except KeyError as error:
@@ -119,6 +131,8 @@ def frozen(function: Callable[..., Any]) -> Callable[..., Any]:
     Backward runs it again, when a loop variable or a setting may have changed. What it holds is the contents of its
     closure or `functools.partial`, the attributes of modules among them, and those of the object whose method it is.
     """
+    if isinstance(function, OutermostCall):  # a method of the wrapped model, or of a part of it
+        function = function.plain
     if isinstance(function, types.MethodType):
         return types.MethodType(frozen(function.__func__), _snapshot(function.__self__))
     if isinstance(function, partial):
@@ -157,7 +171,7 @@ def _snapshot(held: Any) -> Any:
     if isinstance(held, type) or not attributes:
         return held
     other = object.__new__(type(held))
-    other.__dict__.update(attributes)
+    other.__dict__.update({name: value for name, value in attributes.items() if not isinstance(value, OutermostCall)})
     if isinstance(held, nn.Module):
         other.__dict__["_modules"] = {
             name: _snapshot(module) for name, module in torch_private.children_of(held).items()

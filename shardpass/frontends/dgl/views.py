@@ -9,6 +9,8 @@ from typing import Any, NoReturn
 from shardpass.frontends.dgl.closed import refused
 from shardpass.frontends.dgl.frames import Frame
 
+_IDS = ("dgl.NID", "dgl.EID")
+
 
 @dataclass(frozen=True)
 class DataView:
@@ -30,8 +32,19 @@ class DataViews:
         self._name, self._frames, self._canonical = name, frames, canonical
 
     def __getitem__(self, kind: Any) -> DataView:
+        if isinstance(kind, slice) and kind == slice(None):
+            kind = None
         if kind is None and len(self._frames) == 1:
             return DataView(next(iter(self._frames.values())))
+        if kind is not None and not all(
+            isinstance(name, str) for name in (kind if isinstance(kind, tuple) else [kind])
+        ):
+            field, ids = self._name.replace("nodes", "ndata").replace("edges", "edata"), _IDS["edges" in self._name]
+            raise refused(
+                f"graph.{self._name}[...] by number",
+                f"every rank numbers its own rows anew. Pick rows of a field by a mask: "
+                f"graph.{field}[name][torch.isin(graph.{field}[{ids}], ids)]",
+            )
         kind = self._canonical(kind)
         if kind not in self._frames:
             raise KeyError(f"{self._name}: no type {kind!r}; there are: {list(self._frames)}")

@@ -20,7 +20,7 @@ from shardpass.core.training import (
     shared_copy,
     sync_parameters,
 )
-from shardpass.core.wrapping import EmptyRows, FollowedCalls, OutermostCall
+from shardpass.core.wrapping import EmptyRows, FollowedCalls, OutermostCall, parts_of, runs_as_it_is
 from shardpass.errors import RefusedError
 from shardpass.frontends.dgl.closed import refused
 from shardpass.frontends.dgl.convert import graph as to_dgl
@@ -64,6 +64,10 @@ def wrap(model: nn.Module, comm: Ranks, check: bool = True, checkpoint: Checkpoi
     followed, graphs = FollowedCalls(check), _Graphs()
     for name in ("forward", *_own_methods(model)):
         setattr(model, name, _Method(model, comm, followed, checkpoint, name, graphs))
+    for part in parts_of(model, _is_known):
+        followed = FollowedCalls(check)
+        for name in ("forward", *_own_methods(part)):
+            setattr(part, name, _Method(part, comm, followed, checkpoint, name, graphs, is_part=True))
     return model
 
 
@@ -93,6 +97,11 @@ def _own_methods(model: nn.Module) -> list[str]:
     return [name for name in names if not name.startswith("_") and not hasattr(nn.Module, name)]
 
 
+def _is_known(module: nn.Module) -> bool:
+    """Whether a module is one of DGL, all of which are exact."""
+    return type(module).__module__.startswith(("dgl.nn.", "shardpass.frontends.dgl."))
+
+
 class _Graphs:
     """What stands for the latest graphs that a model was called with."""
 
@@ -119,18 +128,21 @@ class _Method(OutermostCall):
 
     def __init__(
         self, model: nn.Module, comm: Ranks, followed: FollowedCalls, checkpoint: Checkpoint, method: str,
-        graphs: _Graphs,
+        graphs: _Graphs, is_part: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(model, comm, followed, checkpoint, method)
+        self.is_part = is_part
         self._is_of_parts = False
         self._graphs = graphs
 
     def is_known(self, module: nn.Module) -> bool:
-        return super().is_known(module) or type(module).__module__.startswith(("dgl.nn.", "shardpass.frontends.dgl."))
+        return super().is_known(module) or _is_known(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.is_part and (runs_as_it_is() or self.comm.forward is not None):
+            return self.plain(*args, **kwargs)
         args, kwargs = torch_private.tree_map(self._graphs.of, (args, kwargs))
-        is_own = self.method != "forward"
+        is_own = self.is_part or self.method != "forward"
         if is_own and self.comm.forward is not None:  # the model calls it itself
             return self.plain(*args, **kwargs)
         given = [*torch_private.tree_leaves((args, kwargs)), *self._held()]

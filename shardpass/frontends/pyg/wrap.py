@@ -22,7 +22,7 @@ from shardpass.core.training import (
     shared_copy,
     sync_parameters,
 )
-from shardpass.core.wrapping import FollowedCalls, OutermostCall
+from shardpass.core.wrapping import FollowedCalls, OutermostCall, parts_of, runs_as_it_is
 from shardpass.errors import RefusedError
 from shardpass.frontends.pyg.attention import distribute_attention
 from shardpass.frontends.pyg.hetero import adapt_hetero, check_types, has_one_tensor_of_all_types
@@ -117,6 +117,10 @@ def _make_outermost(model: nn.Module, comm: Ranks, check: bool, checkpoint: Chec
     followed = FollowedCalls(check)
     for name in ("forward", *methods_to_run(model)):
         setattr(model, name, _Method(model, comm, followed, checkpoint, name))
+    for part in filter(_passes_messages, parts_of(model, _is_known)):
+        followed = FollowedCalls(check)
+        for name in ("forward", *methods_written(part)):
+            setattr(part, name, _Method(part, comm, followed, checkpoint, name, is_part=True))
     model.__prepare_scriptable__ = _refuse_script  # type: ignore[assignment]
 
 
@@ -133,6 +137,13 @@ def _title(conv: MessagePassing, name: str) -> str:
 
 def _passes_messages(model: nn.Module) -> bool:
     return any(isinstance(module, MessagePassing) for module in model.modules())
+
+
+def _is_known(module: nn.Module) -> bool:
+    """Whether a module is one of PyG that is known to be exact."""
+    kind = type(module)
+    known = kind.__module__.startswith("torch_geometric.nn.conv.") or is_replaced(kind)
+    return known or has_one_tensor_of_all_types(module)
 
 
 def _keep_attached(model: nn.Module) -> None:
@@ -153,20 +164,23 @@ class _Method(OutermostCall):
     """An outermost method, which turns graphs into ``edge_index``."""
 
     def __init__(
-        self, model: nn.Module, comm: Ranks, followed: FollowedCalls, checkpoint: Checkpoint, method: str
-    ) -> None:
+        self, model: nn.Module, comm: Ranks, followed: FollowedCalls, checkpoint: Checkpoint, method: str,
+        is_part: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(model, comm, followed, checkpoint, method)
+        self.is_part = is_part
         self._looked_for_tables = False
         self._signed: tuple[Any, list[str]] = (None, [])  # the method of the class, and the names of its arguments
         self.is_own = method in methods_written(model)
-        self.adapted = vars(model).get(method)  # by `adapt_hetero` or `adapt_methods`
+        before: Any = vars(model).get(method)  # by `adapt_hetero`, `adapt_methods` or an earlier `wrap`
+        self.adapted: Any = before.adapted if isinstance(before, _Method) else before
 
     def is_known(self, module: nn.Module) -> bool:
-        kind = type(module)
-        known = kind.__module__.startswith("torch_geometric.nn.conv.") or is_replaced(kind)
-        return known or has_one_tensor_of_all_types(module) or super().is_known(module)
+        return _is_known(module) or super().is_known(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.is_part and (runs_as_it_is() or self.comm.forward is not None or not _has_graph((args, kwargs))):
+            return self._as_written(*args, **kwargs)
         return torch_private.call_uncompiled(self._call, *args, **kwargs)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
@@ -175,7 +189,7 @@ class _Method(OutermostCall):
         if self.is_own and (self.comm.forward is not None or not _has_graph((args, kwargs))):
             if _has_graph((args, kwargs)):
                 args, kwargs = torch_private.tree_map(_edge_index_of, (args, kwargs))
-            return getattr(type(self.model), self.method)(self.model, *args, **kwargs)
+            return self._as_written(*args, **kwargs)
         self.refuse_transforms()
         model = self.model
         _keep_attached(model)
@@ -206,8 +220,11 @@ class _Method(OutermostCall):
     def _computed(self, *args: Any, **kwargs: Any) -> Any:
         assert self.comm.forward is not None
         self.comm.forward.layers_are_given |= _has_layers((args, kwargs))
+        return torch_private.tree_map(_returned, self._as_written(*args, **kwargs))
+
+    def _as_written(self, *args: Any, **kwargs: Any) -> Any:
         method = self.adapted or partial(getattr(type(self.model), self.method), self.model)
-        return torch_private.tree_map(_returned, method(*args, **kwargs))
+        return method(*args, **kwargs)
 
 
 _DATA = frozenset(["data", "batch", "hetero_data"])

@@ -83,6 +83,7 @@ class GraphShardManager(ShardedDGLGraph):
     block from `construct_mfgs` say which nodes it takes and gives.
     """
 
+    shows_part = True
     _whole: Whole
     _inputs: dict[str, Tensor] | None = None
     _seeds: dict[str, Tensor] | None = None
