@@ -13,9 +13,23 @@ from shardpass.core.sharding import EDGE, NODE, EdgeType, NodeType
 from shardpass.data.file_rows import FileRows, blocks
 from shardpass.data.rows import Field, as_field, as_tensor
 
-__all__ = ["EDGE", "FIELD_DTYPES", "NODE", "Division", "EdgeArrays", "EdgeType", "NodeType", "RawGraph", "Scalar"]
+__all__ = [
+    "ADJACENCY",
+    "EDGE",
+    "FIELD_DTYPES",
+    "NODE",
+    "Division",
+    "EdgeArrays",
+    "EdgeType",
+    "NodeType",
+    "RawGraph",
+    "Scalar",
+]
 
 Scalar = bool | int | float | str
+
+ADJACENCY = "adj_t"
+"""PyG's name of an adjacency matrix. As a field of the graph it names the edge fields that were values of one."""
 
 FIELD_DTYPES: dict[torch.dtype, str] = {
     getattr(torch, name): name

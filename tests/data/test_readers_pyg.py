@@ -69,8 +69,6 @@ class TestPyG:
     def test_no_edge_index(self):
         with pytest.raises(ValueError, match="the Data object has no edge_index"):
             read(self.data.Data(x=torch.rand(3, 1)))
-        with pytest.raises(ValueError, match="it holds adj_t: do not apply ToSparseTensor"):
-            read(self.data.Data(x=torch.rand(3, 1), adj_t=torch.eye(3).to_sparse_coo()))
 
     def test_edge_index_class(self):
         pyg = pytest.importorskip("torch_geometric")

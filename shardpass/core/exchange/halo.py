@@ -43,6 +43,7 @@ class HaloPlan:
         edges: how many edges this rank has, and how many all ranks have; `None` where that does not matter.
         last_node: the own row of the last node of the original graph, where sources and destinations have one type;
             `None` on other ranks.
+        weights: the edge field that was the values of an adjacency matrix, or `None`: PyG's layers read those unasked.
     """
 
     comm: Ranks
@@ -57,6 +58,7 @@ class HaloPlan:
     shared: SharedRows | None = None
     edges: tuple[int, int] | None = None
     last_node: int | None = None
+    weights: str | None = None
 
     @classmethod
     def over(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
@@ -19,9 +17,9 @@ from shardpass.core.graphs.edge_index import ShardedEdgeIndex
 from shardpass.core.graphs.flow import message_flow
 from shardpass.core.graphs.relation import OwnFields, Relation
 from shardpass.core.graphs.tables import TableWriter
-from shardpass.core.ranks import Options, Ranks, RowSet, fail_together
+from shardpass.core.ranks import Options, Ranks, RowSet
 from shardpass.core.sharding import EDGE, NODE, EdgeType, NodeType, Ownership
-from shardpass.errors import MissingDependencyError, RefusedError
+from shardpass.errors import RefusedError
 
 _AMBIGUOUS = {"num_nodes": "nodes", "num_edges": "edges", "num_nodes_dict": "nodes", "num_edges_dict": "edges"}
 
@@ -154,8 +152,16 @@ class ShardedGraph:
             raise AttributeError(_NOT_WRAPPED)
         raise AttributeError(
             f"this graph has no field {name!r}; there are the node fields {self.node.listed()} and the edge fields "
-            f"{self.edge.listed()}{self._without_features() if name == 'x' else ''}"
+            f"{self.edge.listed()}{self._instead_of(name)}"
         )
+
+    def _instead_of(self, name: str) -> str:
+        """What to do where this field is not stored, the end of an error sentence."""
+        if name == "adj_t":
+            weights = self.relation.plan.weights
+            values = f", and its values as edge_weight=graph.{weights}" if weights else ""
+            return f". Pass the graph where adj_t went{values}"
+        return self._without_features() if name == "x" else ""
 
     def _without_features(self) -> str:
         """What to do where no ``x`` is stored, the end of an error sentence."""
@@ -335,64 +341,3 @@ class ShardedGraph:
         if self._tables is None:
             raise ValueError("a graph that shardpass.load did not make has no ids of yours: write an .npy file")
         return self._tables
-
-
-def gather(
-    graph: ShardedGraph,
-    rows: Tensor,
-    node_type: NodeType | None = None,
-    path: str | os.PathLike[str] | None = None,
-) -> Tensor | None:
-    """Own rows of every rank in the original node order, on rank 0; None on the others. Collective.
-
-    Args:
-        rows: ``[num_nodes, ...]``, one row per own node; the same dtype and trailing shape on every rank.
-        node_type: of the nodes; needed where the graph has several.
-        path: a Parquet file that rank 0 writes as well, or replaces: the columns `id`, your own id of each node, and
-            `output`, its row.
-
-    Returns:
-        ``[total_nodes, ...]`` on rank 0.
-
-    Raises:
-        ValueError: another number of rows, a node type that is missing or unknown, or a path of another kind of file.
-        MissingDependencyError: pyarrow is needed to write a table.
-    """
-    if not isinstance(graph, ShardedGraph):
-        raise TypeError(
-            f"gather(graph, rows): `graph` must be what shardpass.load returned, but got {type(graph).__name__}"
-        )
-    ids, total = graph.ids_of(node_type)
-    if rows.size(0) != ids.numel():
-        raise ValueError(
-            f"rank {graph.comm.rank}: gather takes one row per own node, expected {ids.numel()} rows, "
-            f"got {rows.size(0)}"
-        )
-    comm = graph.comm
-    if path is not None:
-        fail_together(
-            comm, "gather: table", lambda: _check_table(graph, Path(path)), ValueError, MissingDependencyError
-        )
-
-    def at_root(own: Tensor, label: str) -> list[Tensor]:
-        return comm.all_to_all([own] + [own[:0]] * (comm.size - 1), label=label)
-
-    parts = at_root(rows.detach().contiguous(), "gather rows")
-    id_parts = at_root(ids.to(comm.device), "gather ids")
-    if comm.rank != 0:
-        return None
-    out = rows.new_empty((total, *rows.shape[1:]))
-    for part, part_ids in zip(parts, id_parts):
-        out[part_ids] = part
-    if path is not None:
-        numbers = out.float() if out.dtype == torch.bfloat16 else out  # NumPy has no bfloat16
-        graph.tables.write(Path(path), numbers.cpu().numpy(), node_type)
-    return out
-
-
-def _check_table(graph: ShardedGraph, path: Path) -> None:
-    """Raise unless rank 0 can write the table."""
-    if path.suffix != ".parquet":
-        raise ValueError(f"gather writes a Parquet table: the name of {path} must end with .parquet")
-    if graph.comm.rank == 0:
-        graph.tables.check()

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from typing import Any
 
 from shardpass.data.raw import EDGE, NODE, RawGraph, Scalar
+from shardpass.data.readers.adjacency import with_edges_of_pyg
 from shardpass.data.readers.mapping import as_scalar, edge_ends, is_scalar
 
 
@@ -19,7 +20,7 @@ def is_pyg(data: Any, name: str) -> bool:
 
 def read_data(data: Any, drop: Collection[str] = (), node_id: str | None = None) -> RawGraph:
     """The graph of a `Data`: every field, by PyG's own rule of what is per node and per edge. `node_id` is per node."""
-    what = "the Data object"
+    data, what = with_edges_of_pyg(data), "the Data object"
     num_nodes, ends = _num_nodes(data, what), edge_ends(_edge_index(data, what), "edge_index")
     node_fields, edge_fields, others = _sorted_fields(data, drop, node_id)
     counts = num_nodes, ends.src.shape[0], list(node_fields)
@@ -30,6 +31,7 @@ def read_data(data: Any, drop: Collection[str] = (), node_id: str | None = None)
 
 def read_hetero(data: Any, drop: Collection[str] = (), node_id: str | None = None) -> RawGraph:
     """The graph of a `HeteroData`, every field included. `node_id` is per node, where a type has it."""
+    data = with_edges_of_pyg(data)
     num_nodes, edges, fields = {}, {}, {}
     for kind in data.node_types:
         num_nodes[kind] = _num_nodes(data[kind], f"node type {kind!r}")
@@ -88,8 +90,7 @@ def _unplaced(name: str, value: Any, where: str, counts: tuple[int, int, list[st
 
 def _edge_index(store: Any, what: str) -> Any:
     if "edge_index" not in store:
-        hint = "; it holds adj_t: do not apply ToSparseTensor before partitioning" if "adj_t" in store else ""
-        raise ValueError(f"{what} has no edge_index{hint}")
+        raise ValueError(f"{what} has no edge_index")
     return store["edge_index"]
 
 
