@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 from inspect import signature
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -24,7 +23,9 @@ from shardpass.core.training import (
 )
 from shardpass.core.wrapping import FollowedCalls, OutermostCall
 from shardpass.errors import RefusedError
+from shardpass.frontends.pyg.adjacency import refuse_sparse
 from shardpass.frontends.pyg.attention import distribute_attention
+from shardpass.frontends.pyg.functions import explained
 from shardpass.frontends.pyg.hetero import adapt_hetero, check_types, has_one_tensor_of_all_types
 from shardpass.frontends.pyg.lazy import Lazy
 from shardpass.frontends.pyg.methods import adapt_methods, is_replaced, methods_to_run, methods_written
@@ -178,6 +179,7 @@ class _Method(OutermostCall):
             return getattr(type(self.model), self.method)(self.model, *args, **kwargs)
         self.refuse_transforms()
         model = self.model
+        refuse_sparse(self._by_name(args) | kwargs, _has_graph((args, kwargs)))
         _keep_attached(model)
         if is_called_by("torch_geometric.explain"):
             raise RefusedError(_NO_EXPLANATIONS)
@@ -189,18 +191,25 @@ class _Method(OutermostCall):
         refuse_norms_of_some_nodes(model, leaves)
         refuse_whole_tensors(leaves)
         check_types((*args, *kwargs.values()), self.comm)
-        return self.run(self._computed, args, kwargs)
+        try:
+            return self.run(self._computed, args, kwargs)
+        except RefusedError as error:
+            if (told := explained(error)) is error:
+                raise
+            raise told from None
 
-    def _given(self, args: Any, kwargs: Any) -> Any:
-        """The arguments with ``edge_index`` for graphs. A graph of several types stays itself where it is ``data``."""
+    def _by_name(self, args: Any) -> dict[str, Any]:
+        """The arguments that were given without their names, by them; those without any by their places."""
         written = getattr(type(self.model), self.method)
         if self._signed[0] is not written:
             self._signed = written, [*signature(written).parameters][1:]
-        names = self._signed[1]
-        converted = tuple(
-            _given_as(value, place == 0, name)
-            for place, (name, value) in enumerate(zip_longest(names[: len(args)], args))
-        )
+        names = self._signed[1][: len(args)]
+        return dict(zip([*names, *map(str, range(len(names), len(args)))], args))
+
+    def _given(self, args: Any, kwargs: Any) -> Any:
+        """The arguments with ``edge_index`` for graphs. A graph of several types stays itself where it is ``data``."""
+        named = self._by_name(args)
+        converted = tuple(_given_as(value, place == 0, name) for place, (name, value) in enumerate(named.items()))
         return converted, {name: _given_as(value, False, name) for name, value in kwargs.items()}
 
     def _computed(self, *args: Any, **kwargs: Any) -> Any:
