@@ -86,6 +86,8 @@ class ShardedGraph:
         self.relations, self._tables = relations, tables
         self._node_ids, self._node_fields = node_ids, node_fields
         self._batch: BatchIndex | None = None
+        self.assigned: dict[str, Any] = {}
+        """What models have assigned, as in ``data.x = h``: it stays on the graph, as on PyG's ``data``."""
         self._total_edges, self._num_classes = total_edges, dict(num_classes or {})
         comm.caches.of(LoadedGraphs).graphs.add(self)
         if options.stream_structure and not self.is_homogeneous:
@@ -136,10 +138,12 @@ class ShardedGraph:
         """Every stored edge field by name, own edges."""
         return self.relation.fields
 
-    def __getattr__(self, name: str) -> Tensor:
+    def __getattr__(self, name: str) -> Any:
         refuse_ambiguous(name)
         if name.startswith("_") or not self.is_homogeneous:
             raise AttributeError(f"ShardedGraph has no attribute {name!r}")
+        if name in self.assigned:
+            return self.assigned[name]
         for fields in (self.node, self.edge):
             if name in fields:
                 return fields[name]
@@ -185,7 +189,7 @@ class ShardedGraph:
     @property
     def edge_index(self) -> ShardedEdgeIndex:
         """The stand-in for ``edge_index``, ``[2, num_edges]``."""
-        return self.relation.edge_index
+        return self.assigned.get("edge_index", self.relation.edge_index)
 
     def layers(self, nodes: Tensor, num_layers: int) -> list[ShardedEdgeIndex]:
         """An ``edge_index`` for each layer of a model from which you only want the outputs of `nodes`. Collective.
@@ -206,7 +210,7 @@ class ShardedGraph:
         relation = self.relation
         if self.options.stream_structure:
             raise ValueError("graph.layers with Options(stream_structure=True) is not supported: load without it")
-        flows = message_flow(self.edge_index, self.ownership[NODE], nodes.to(self.comm.device), num_layers)
+        flows = message_flow(relation.edge_index, self.ownership[NODE], nodes.to(self.comm.device), num_layers)
         return [ShardedEdgeIndex.of_shards(relation.shards, relation.plan, flow) for flow in flows]
 
     @property
@@ -215,6 +219,8 @@ class ShardedGraph:
 
         Pooling, norms and softmax over it take in the nodes of all ranks; they are collective and differentiable.
         """
+        if "batch" in self.assigned:
+            return self.assigned["batch"]  # type: ignore[no-any-return]
         if self._batch is None:  # not a cached_property: its lock is shared by ranks that are threads
             self._batch = self._batch_index()
         return self._batch

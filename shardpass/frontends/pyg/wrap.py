@@ -216,7 +216,11 @@ class _Method(OutermostCall):
         assert self.comm.forward is not None
         self.comm.forward.layers_are_given |= _has_layers((args, kwargs))
         method = self.adapted or partial(getattr(type(self.model), self.method), self.model)
-        return torch_private.tree_map(_returned, method(*args, **kwargs))
+        out = torch_private.tree_map(_returned, method(*args, **kwargs))
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, GraphArgument) and value.is_data:
+                _keep_assigned(value)
+        return out
 
 
 _DATA = frozenset(["data", "batch", "hetero_data"])
@@ -255,8 +259,22 @@ def _given_as(value: Any, is_first: bool, name: str) -> Any:
     if isinstance(value, ShardedHeteroGraph) and name in _DATA:
         return value
     if isinstance(value, ShardedGraph) and (is_first or name in _DATA):
-        return value if isinstance(value, ShardedHeteroGraph) else GraphArgument.of(value, is_data=True)
+        return value if isinstance(value, ShardedHeteroGraph) else _as_data(value)
     return torch_private.tree_map(_edge_index_of, value)
+
+
+def _as_data(graph: ShardedGraph) -> GraphArgument:
+    """`data`, with what earlier calls have assigned on it."""
+    data: GraphArgument = GraphArgument.of(graph, is_data=True)
+    vars(data).update(graph.assigned)
+    return data
+
+
+def _keep_assigned(data: GraphArgument) -> None:
+    """Let what a model has assigned, as in ``data.x = h``, stay on the graph, as PyG's ``data`` would have it."""
+    given, of_lists = vars(_as_data(data.graph)), vars(ShardedEdgeIndex)
+    found = {name: value for name, value in vars(data).items() if value is not given.get(name) and name not in of_lists}
+    data.graph.assigned = data.graph.assigned | found
 
 
 def _edge_index_of(value: Any) -> Any:
