@@ -111,6 +111,16 @@ def test_several_types():
     assert read(found).graph_fields == {} and "edge_weight" not in read(found).edge_fields["author", "writes", "paper"]
 
 
+@pytest.mark.parametrize("given", [DENSE.to_sparse_coo(), scipy("csr", True)], ids=["torch", "SciPy"])
+def test_a_matrix_alone_is_told_where_it_goes(given):
+    with pytest.raises(TypeError, match=r"pass a dict, \{'adj_t': matrix, 'x': features\}"):
+        read(given)
+    with pytest.raises(ValueError, match="edge_index is a sparse matrix"):
+        read(Data(x=torch.rand(4, 1), edge_index=given))
+    with pytest.raises(TypeError, match=r"pass a dict, \{'edge_index': edges"):
+        read(EDGES)
+
+
 def test_what_cannot_be_told_is_refused():
     coo = DENSE.to_sparse_coo()
     twice = Data(edge_index=EDGES, adj_t=coo, num_nodes=4)

@@ -73,7 +73,8 @@ def edge_ends(edge_index: Any, what: str) -> EdgeArrays:
     refuse_matrix(edge_index, what)
     ends = as_tensor(edge_index, what)
     if ends.dim() != 2 or ends.shape[0] != 2:
-        raise ValueError(f"{what} has the shape {list(ends.shape)}; expected [2, num_edges]")
+        turned = ": transpose it" if ends.dim() == 2 and ends.shape[1] == 2 else ""
+        raise ValueError(f"{what} has the shape {list(ends.shape)}; expected [2, num_edges]{turned}")
     return EdgeArrays(ends[0], ends[1])
 
 
@@ -81,7 +82,11 @@ def count_nodes(given: Any, fields: Mapping[str, Any], node_type: str) -> int:
     """The number of nodes: as given, else the rows of a node field. It is never guessed from the largest id."""
     if given is not None:
         return int(given)
-    counts = {name: len(values) for name, values in fields.items() if hasattr(values, "__len__")}
+    counts = {
+        name: values.shape[0] if hasattr(values, "shape") else len(values)
+        for name, values in fields.items()
+        if hasattr(values, "__len__")
+    }
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"{name} has {count}" for name, count in counts.items())
         raise ValueError(
