@@ -27,7 +27,8 @@ class Doubts:
             if block.is_floating_point() or block.is_complex():
                 self._count(~torch.isfinite(block), "NaN or infinite", start, ids, name, of)
             elif name == "y" and block.dtype != torch.bool:
-                self._count(block.long() < -1, "below -1, which stands for no label", start, ids, name, of)
+                odd = (block.long() < -1) & (block.long() != -100)
+                self._count(odd, "below 0, but neither -1 nor -100, which stand for no label", start, ids, name, of)
             start += len(block)
             yield block
 

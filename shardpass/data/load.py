@@ -14,6 +14,7 @@ from shardpass.core.ranks import Options, Ranks, ordinary_tensors, require_ranks
 from shardpass.core.sharding import EDGE, NODE, NodeType, Ownership
 from shardpass.data.lookup import StoreTables
 from shardpass.data.merge import RankData, merge_parts, parts_of_rank
+from shardpass.data.raw import ADJACENCY
 from shardpass.data.store import Store, open_store
 from shardpass.data.tally import Tally, check_tallies, tally
 from shardpass.errors import DivergenceError, PeerFailure
@@ -55,7 +56,7 @@ def _loaded(path: str | Path, comm: Ranks, options: Options) -> ShardedGraph:
     _agree_on_store(comm, store, options, problem, counted)
     assert store is not None and data is not None
     ownership = {kind: _ownership(store, kind, comm.size) for kind in store.manifest.node_types}
-    relations = {kind: _relation(comm, data, kind, ownership, options) for kind in store.manifest.edge_types}
+    relations = {kind: _relation(comm, store, data, kind, ownership, options) for kind in store.manifest.edge_types}
     fields = {
         kind: OwnFields(data.node_fields[kind], comm, node_set(kind, owned.num_own(comm.rank)))
         for kind, owned in ownership.items()
@@ -120,12 +121,14 @@ def _ownership(store: Store, node_type: NodeType, ranks: int) -> Ownership:
 
 def _relation(
     comm: Ranks,
+    store: Store,
     data: RankData,
     edge_type: tuple[str, str, str],
     ownership: dict[NodeType, Ownership],
     options: Options,
 ) -> Relation:
     edges, (source, _, target) = data.edges[edge_type], edge_type
+    names = str(store.manifest.graph_fields.get(ADJACENCY, "")).split()
     last_node = row_of_last(data.node_ids[source], ownership[source].offsets[-1]) if source == target else None
     return relation_of(
         comm,
@@ -137,6 +140,7 @@ def _relation(
         options,
         (source, target),
         last_node=last_node,
+        weights=next((name for name in names if name in data.edge_fields[edge_type]), None),
     )
 
 

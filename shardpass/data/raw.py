@@ -13,9 +13,23 @@ from shardpass.core.sharding import EDGE, NODE, EdgeType, NodeType
 from shardpass.data.file_rows import FileRows, blocks
 from shardpass.data.rows import Field, as_field, as_tensor
 
-__all__ = ["EDGE", "FIELD_DTYPES", "NODE", "Division", "EdgeArrays", "EdgeType", "NodeType", "RawGraph", "Scalar"]
+__all__ = [
+    "ADJACENCY",
+    "EDGE",
+    "FIELD_DTYPES",
+    "NODE",
+    "Division",
+    "EdgeArrays",
+    "EdgeType",
+    "NodeType",
+    "RawGraph",
+    "Scalar",
+]
 
 Scalar = bool | int | float | str
+
+ADJACENCY = "adj_t"
+"""PyG's name of an adjacency matrix. As a field of the graph it names the edge fields that were values of one."""
 
 FIELD_DTYPES: dict[torch.dtype, str] = {
     getattr(torch, name): name
@@ -194,8 +208,10 @@ def _checked_fields(fields: Mapping[str, Any], count: int, what: str) -> dict[st
         rows = as_field(values, f"field {name!r} of {what}")
         where = f"{rows.name}: " if isinstance(rows, FileRows) else ""
         if rows.dtype not in FIELD_DTYPES:
+            parts = ": store torch.view_as_real of it, and take torch.view_as_complex in the model"
             raise TypeError(
                 f"{where}field {name!r} of {what} is {rows.dtype}; expected one of {', '.join(FIELD_DTYPES.values())}"
+                f"{parts if rows.dtype.is_complex else ''}"
             )
         if len(rows.shape) == 0 or rows.shape[0] != count:
             raise ValueError(

@@ -51,13 +51,16 @@ def row_blocks(field: Field, ids: Tensor | FileRows, block_bytes: int = BLOCK_BY
 
 
 def as_field(values: Any, what: str) -> Field:
-    """The field of an array. A sparse matrix of torch stays sparse.
+    """The field of an array. A sparse matrix of torch or SciPy stays sparse.
 
     Raises:
         TypeError: as `as_tensor`.
     """
     if isinstance(values, FileRows):
         return values
+    if hasattr(values, "tocsr"):  # of SciPy
+        rows = values.tocsr()
+        return csr_rows(rows.data, rows.indices, rows.indptr, rows.shape)
     if isinstance(values, Tensor) and values.dim() == 2:
         if values.layout is torch.sparse_csr:
             return values.detach().cpu()

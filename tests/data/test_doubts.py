@@ -22,7 +22,7 @@ DOUBTFUL = {
         2,
         f"field 'edge_attr' of edges of .* {NOT_FINITE} 4$",
     ),
-    "labels": ({"y": torch.tensor([0, 1, -1, 2, -5, 0])}, 2, "1 values of field 'y' .* below -1, which .* row 4$"),
+    "labels": ({"y": torch.tensor([0, 1, -1, 2, -5, 0])}, 2, "1 values of field 'y' .* below 0, but neither .* row 4$"),
     "parts": ({"x": torch.ones(6, 2)}, 9, "7 of 9 parts have no node of 6: .* use fewer parts$"),
 }
 
@@ -36,7 +36,7 @@ def test_doubts_are_told(tmp_path, what):
 
 
 def test_nothing_is_said_of_a_good_graph(tmp_path):
-    good = {"edge_index": RING, "x": torch.ones(6, 2), "y": torch.tensor([0, 1, -1, 2, 1, 0])}
+    good = {"edge_index": RING, "x": torch.ones(6, 2), "y": torch.tensor([0, 1, -1, 2, -100, 0])}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         sp.partition(good, tmp_path / "store", 2, assignment=PARTS)

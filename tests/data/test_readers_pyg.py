@@ -54,7 +54,9 @@ class TestPyG:
     @pytest.mark.parametrize("value", [torch.arange(7), ["a", "b"], {"a": 1}, torch.rand(2, 5)])
     def test_unplaced_fields_are_refused_by_name(self, value):
         data = self.graph(x=torch.rand(5, 2), splits=value)
-        with pytest.raises(ValueError, match=r"field 'splits' .* cannot be kept: delete it .*drop=\['splits'\]"):
+        with pytest.raises(
+            ValueError, match=r"field 'splits' .* cannot be kept: correct it, delete it .*drop=\['splits'\]"
+        ):
             read(data)
         assert list(read(data, drop=["splits"]).node_fields[NODE]) == ["x"]
 
@@ -69,8 +71,6 @@ class TestPyG:
     def test_no_edge_index(self):
         with pytest.raises(ValueError, match="the Data object has no edge_index"):
             read(self.data.Data(x=torch.rand(3, 1)))
-        with pytest.raises(ValueError, match="it holds adj_t: do not apply ToSparseTensor"):
-            read(self.data.Data(x=torch.rand(3, 1), adj_t=torch.eye(3).to_sparse_coo()))
 
     def test_edge_index_class(self):
         pyg = pytest.importorskip("torch_geometric")
@@ -85,6 +85,35 @@ class TestPyG:
         assert torch.equal(graph.node_fields[NODE]["x"].to_dense(), dense)
         graph = read(self.graph(x=dense.to_sparse_coo()))
         assert torch.equal(graph.node_fields[NODE]["x"].to_dense(), dense)
+
+    def test_features_of_scipy(self):
+        dense = torch.rand(5, 3).round()
+        matrix = pytest.importorskip("scipy.sparse").coo_matrix(dense.numpy())
+        graph = read({"edge_index": edge_index(), "x": matrix})
+        assert graph.num_nodes == {NODE: 5} and torch.equal(graph.node_fields[NODE]["x"].to_dense(), dense)
+        with pytest.raises(ValueError, match=r"field 'x' .*pass torch\.from_numpy\(x\.toarray\(\)\)"):
+            read(self.graph(x=matrix, num_nodes=5))
+
+    @pytest.mark.parametrize(
+        ("fields", "words"),
+        [
+            ({"x": torch.rand(5, 2) + 1j}, "store torch.view_as_real of it, and take torch.view_as_complex in the"),
+            ({"x": torch.rand(6, 2), "y": torch.ones(5), "m": torch.ones(5)}, "the rows of y, m, correct x instead"),
+            ({"x": torch.rand(5, 2), "edge_attr": torch.rand(6)}, r"rows of x\), nor per edge \(4\).*edge_attr'\]\)$"),
+            ({"adj": torch.rand(5, 5), "edge_index": None}, "dense_to_sparse makes it of a dense matrix"),
+            ({"x": torch.rand(5, 2), "edge_index": edge_index().T}, r"shape \[4, 2\]; .*: transpose it"),
+        ],
+    )  # fmt: skip
+    def test_words_that_help(self, fields, words):
+        with pytest.raises((ValueError, TypeError), match=words):
+            read(self.data.Data(**{"edge_index": edge_index(), **fields}))
+
+    def test_a_type_with_a_row_too_many(self):
+        data = self.hetero()
+        data["paper"].y = torch.arange(5)
+        words = r"'y' of 'paper' .* \(4, the rows of x\).*If there are 5 nodes, the rows of y, correct x instead"
+        with pytest.raises(ValueError, match=words):
+            read(data)
 
     def hetero(self):
         data = self.data.HeteroData()

@@ -95,7 +95,8 @@ def test_a_field_that_lacks_a_row_of_arrays(short: str, words: str, tmp_path: Pa
     [
         (
             "x",
-            r"'y' of the shape \[20\] is neither per node \(19, the rows of x\), nor per edge \(40\).*or correct which",
+            r"'y' of the shape \[20\] is neither per node \(19, the rows of x\), nor per edge \(40\).*"
+            r"If there are 20 nodes, the rows of y, train_mask, correct x instead",
         ),
         ("y", r"'y' of the shape \[19\] is neither per node \(20, the rows of x, train_mask\)"),
     ],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,7 +15,7 @@ from shardpass.errors import RefusedError
 from shardpass.testing import WholeGraph, assignments, run, shard_in_memory
 
 Between = Callable[[nn.Module, Tensor, Any, Tensor], Tensor]
-"""``f(model, h, edge_index, edge_weight)`` gives a row per node; ``model.last`` is a layer."""
+"""``f(model, h, edge_index, edge_weight)`` gives a row per node; ``model.last`` is a layer. Or it is a layer itself."""
 
 
 class Model(nn.Module):
@@ -25,11 +24,13 @@ class Model(nn.Module):
     def __init__(self, between: Between) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.lin, self.last, self.between = nn.Linear(5, 5), gnn.GraphConv(5, 5), between
+        self.lin, self.last = nn.Linear(5, 5), gnn.GraphConv(5, 5)
+        self.between = copy.deepcopy(between) if isinstance(between, nn.Module) else between
 
     def forward(self, x: Tensor, edge_index: Any, edge_weight: Tensor) -> Tensor:
         h = self.lin(x)
-        return self.between(self, h, edge_index, edge_weight) + 0 * h
+        given = (h, edge_index) if isinstance(self.between, nn.Module) else (self, h, edge_index, edge_weight)
+        return self.between(*given) + 0 * h
 
 
 def _with_gradients(model: nn.Module, fields: Mapping[str, Tensor], edge_index: Any) -> tuple[Tensor, ...]:
@@ -62,7 +63,7 @@ def assert_each_exact(programs: Mapping[str, Between], graph: WholeGraph, ranks:
 
 
 def refusals(programs: Mapping[str, Between], graph: WholeGraph, ranks: int) -> dict[str, str]:
-    """The words of rank 0 with which each program is refused, after the line, which must be that of the program."""
+    """The words with which each program is refused."""
     owners = assignments(graph.num_nodes, ranks, graph.edge_index)["random"]
     found = {}
     for name, program in programs.items():
@@ -74,8 +75,7 @@ def refusals(programs: Mapping[str, Between], graph: WholeGraph, ranks: int) -> 
         try:
             run(work, ranks, args=(program,))
         except RefusedError as error:
-            place = f"{inspect.getsourcefile(program)}:{inspect.getsourcelines(program)[1]}: "
-            found[name] = str(error).removeprefix(place)
+            found[name] = str(error)
         else:
             found[name] = "is not refused"
     return found

@@ -12,12 +12,16 @@ import torch
 pytest.importorskip("torch_geometric")
 
 import torch_geometric.nn as gnn
+from torch_geometric.utils import scatter
 
 import shardpass as sp
 from shardpass.errors import RefusedError
 from shardpass.frontends.pyg import modules
 from shardpass.frontends.pyg.norms import DISTRIBUTED
 from shardpass.frontends.pyg.refusals import REFUSED, refuse_unsupported
+
+from .one_by_one import assert_each_exact, refusals
+from .pyg_cases import GRAPH
 
 GROUPS = [
     modules.ROW_WISE,
@@ -122,6 +126,36 @@ def test_row_wise_classes_give_each_row_what_it_gets_in_the_whole(name):
     whole = call_rows(name, module, x, kinds)
     parts = [call_rows(name, module, *part) for part in zip(x.split([4, 5]), kinds.split([4, 5]))]
     torch.testing.assert_close(torch.cat(parts), whole, rtol=0, atol=1e-12)
+
+
+def _kinds(rows):
+    return (rows.detach()[:, 0] > 0).long() + (rows.detach()[:, 1] > 0).long()
+
+
+class Typed(torch.nn.Module):
+    """A linear map for each type of row: of nodes, of picked nodes and of edges."""
+
+    def __init__(self, is_sorted=False):
+        super().__init__()
+        self.lin = gnn.HeteroLinear(5, 5, 3, is_sorted=is_sorted)
+
+    def forward(self, h, edge_index):
+        chosen = h[:, 0] > 0
+        picked = torch.zeros_like(h).masked_scatter(chosen.view(-1, 1), self.lin(h[chosen], _kinds(h[chosen])))
+        ends = h[edge_index[0]]
+        return self.lin(h, _kinds(h)) + picked + scatter(self.lin(ends, _kinds(ends)), edge_index[1], 0, h.size(0))
+
+
+class Mixes(Typed):
+    def forward(self, h, edge_index):
+        chosen = h[:, 0] > 0
+        return h + self.lin(h[chosen], _kinds(h[chosen])).mean(0)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_hetero_linear_is_exact_in_a_model_and_what_follows_it_is_followed(ranks):
+    assert_each_exact({"typed": Typed()}, GRAPH, ranks)
+    assert "`mean` puts rows together, over the picked nodes" in refusals({"mixes": Mixes()}, GRAPH, ranks)["mixes"]
 
 
 def test_row_wise_classes_are_tested_or_containers():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from inspect import signature
+
 import pytest
 import torch
 
@@ -13,49 +16,166 @@ from torch import nn
 
 import shardpass as sp
 from shardpass.errors import RefusedError
-from shardpass.testing import assert_exact, assignments, run, shard_in_memory
+from shardpass.frontends.pyg import functions
+from shardpass.testing import assignments, run, shard_in_memory
 
 from .how_much import ONE_TWO_FOUR
+from .one_by_one import assert_each_exact, refusals
 from .pyg_cases import GRAPH
 
 N = GRAPH.num_nodes
+
+
+def _passes(change):
+    """Messages along the edges that a function makes of the list and its weights."""
+
+    def between(m, h, e, w):
+        out = change(e, w, h.size(0))
+        return m.last(h, *out) if isinstance(out, tuple) else m.last(h, out)
+
+    return between
+
+
+def _times(values):
+    """The rows times the number that a function gives for each node."""
+    return lambda m, h, e, w: h * values(h, e, w).to(h.dtype).view(-1, 1)
+
+
 STRUCTURE = {
     "add_self_loops": lambda e, w, n: pyg.add_self_loops(e, w, 2.0, n),
-    "add_self_loops mean": lambda e, w, n: pyg.add_self_loops(e, w, "mean", n),
+    "add_self_loops: mean": lambda e, w, n: pyg.add_self_loops(e, w, "mean", n),
     "add_remaining_self_loops": lambda e, w, n: pyg.add_remaining_self_loops(e, w, 0.5, n),
     "remove_self_loops": lambda e, w, n: pyg.remove_self_loops(e, w),
     "segregate_self_loops": lambda e, w, n: pyg.segregate_self_loops(e, w)[:2],
+    "segregate_self_loops: loops": lambda e, w, n: pyg.segregate_self_loops(e, w)[2:],
     "get_laplacian": lambda e, w, n: pyg.get_laplacian(e, w, "sym", num_nodes=n),
-    "degree of targets": lambda e, w, n: (e, w * pyg.degree(e[1], n, w.dtype)[e[1]]),
-    "degree of sources": lambda e, w, n: (e, w * pyg.degree(e[0], n, w.dtype)[e[0]]),
+    "get_laplacian: rw": lambda e, w, n: pyg.get_laplacian(e, w, "rw", num_nodes=n),
+    "normalize_edge_index": lambda e, w, n: pyg.normalize_edge_index(e, n),
+    "normalize_edge_index: rw": lambda e, w, n: pyg.normalize_edge_index(e, n, False, False),
+    "degree": lambda e, w, n: (e, w * pyg.degree(e[1], n, w.dtype)[e[1]]),
+    "degree: sources": lambda e, w, n: (e, w * pyg.degree(e[0], n, w.dtype)[e[0]]),
     "softmax": lambda e, w, n: (e, pyg.softmax(w, e[1], num_nodes=n)),
-    "subgraph of targets": lambda e, w, n: (e[:, e[0] != e[1]], w[e[0] != e[1]]),
+    "softmax: sources": lambda e, w, n: (e, pyg.softmax(w, e[0], num_nodes=n)),
+    "mask_to_index": lambda e, w, n: (e[:, pyg.mask_to_index(w > 0.5)], w[w > 0.5]),
+    "normalized_cut": lambda e, w, n: (e, pyg.normalized_cut(e, w, n).clamp(max=9)),
+    "dropout_edge": lambda e, w, n: pyg.dropout_edge(e, training=False)[0],
+    "dropout_node": lambda e, w, n: pyg.dropout_node(e, training=False)[0],
+    "dropout_adj": lambda e, w, n: pyg.dropout_adj(e, w, training=False),
+}
+EXACT = {name: _passes(change) for name, change in STRUCTURE.items()} | {
+    "scatter": lambda m, h, e, w: pyg.scatter(h[e[0]], e[1], 0, h.size(0), "max"),
+    "scatter: sources": lambda m, h, e, w: pyg.scatter(h[e[1]], e[0], 0, h.size(0), "mean"),
+    "get_self_loop_attr": _times(lambda h, e, w: pyg.get_self_loop_attr(e, w, h.size(0))),
+    "index_to_mask": _times(lambda h, e, w: pyg.index_to_mask(e[1], h.size(0))),
+    "index_to_mask: sources": _times(lambda h, e, w: pyg.index_to_mask(e[0], h.size(0))),
+    "index_to_mask: both": _times(lambda h, e, w: pyg.index_to_mask(e.view(-1), h.size(0))),
+    "subgraph": lambda m, h, e, w: m.last(h, *pyg.subgraph(h[:, 0] > 0, e, w)),
+    "bipartite_subgraph": lambda m, h, e, w: m.last(h, *pyg.bipartite_subgraph((h[:, 0] > 0, h[:, 1] > 0), e, w)),
 }
 
 
-class Structural(nn.Module):
-    """Changes the edges, then passes messages."""
-
-    def __init__(self, change):
-        super().__init__()
-        self.change, self.conv = change, gnn.GraphConv(5, 4)
-
-    def forward(self, x, edge_index, edge_weight):
-        edge_index, edge_weight = self.change(edge_index, edge_weight, x.size(0))
-        return self.conv(x, edge_index, edge_weight)
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+def test_functions_that_look_at_rows_one_by_one_are_exact(ranks):
+    assert_each_exact(EXACT, GRAPH, ranks)
 
 
-@pytest.mark.parametrize("ranks", ONE_TWO_FOUR)
-@pytest.mark.parametrize("name", STRUCTURE)
-def test_structural_functions_are_exact(name, ranks):
-    torch.manual_seed(0)
-    model = Structural(STRUCTURE[name]).double()
+_IDS = "sorts, compares or makes up ids of nodes, which every rank numbers anew; apply it before you partition"
+_ANSWER = "gives one answer for the whole graph, of which this rank has a part; compute it before you partition"
+_MATRIX = r"no rank has the whole matrix; .*torch_geometric\.nn\.SimpleConv\('sum'\)"
+_NEGATIVES = r"shardpass\.negative_sampling\(graph\) draws them"
+_ORDER = "an order of its own, on which layers do not depend; leave it out, or sort before you partition"
+_BATCH = "use a readout over graph.batch"
+INSTEAD = {
+    "coalesce": (lambda m, h, e, w: m.last(h, pyg.coalesce(e, num_nodes=h.size(0))), _IDS),
+    "to_undirected": (lambda m, h, e, w: m.last(h, pyg.to_undirected(e)), _IDS),
+    "add_random_edge": (lambda m, h, e, w: m.last(h, pyg.add_random_edge(e, 0.3)[0]), _IDS),
+    "remove_isolated_nodes": (lambda m, h, e, w: m.last(h, pyg.remove_isolated_nodes(e)[0]), _IDS),
+    "k_hop_subgraph": (lambda m, h, e, w: m.last(h, pyg.k_hop_subgraph(0, 1, e, num_nodes=len(h))[1]), _IDS),
+    "get_ppr": (lambda m, h, e, w: m.last(h, *pyg.get_ppr(e, num_nodes=h.size(0))), _IDS),
+    "sort_edge_index": (lambda m, h, e, w: m.last(h, *pyg.sort_edge_index(e, w, h.size(0), False)), _ORDER),
+    "lexsort": (lambda m, h, e, w: m.last(h, e[:, pyg.lexsort([e[0], e[1]])]), _ORDER),
+    "index_sort": (lambda m, h, e, w: m.last(h, e[:, pyg.index_sort(e[1])[1]]), _ORDER),
+    "group_argsort": (lambda m, h, e, w: m.last(h, e, pyg.group_argsort(w, e[1], num_groups=h.size(0)) + w), _ORDER),
+    "is_undirected": (lambda m, h, e, w: h if pyg.is_undirected(e) else -h, _ANSWER),
+    "contains_self_loops": (lambda m, h, e, w: h if pyg.contains_self_loops(e) else -h, _ANSWER),
+    "contains_isolated_nodes": (lambda m, h, e, w: h if pyg.contains_isolated_nodes(e, h.size(0)) else -h, _ANSWER),
+    "homophily": (lambda m, h, e, w: h * pyg.homophily(e, (h[:, 0] > 0).long()), _ANSWER),
+    "assortativity": (lambda m, h, e, w: h * pyg.assortativity(e), _ANSWER),
+    "structured_negative_sampling_feasible": (
+        lambda m, h, e, w: h if pyg.structured_negative_sampling_feasible(e, h.size(0)) else -h,
+        _ANSWER,
+    ),
+    "to_dense_adj": (lambda m, h, e, w: pyg.to_dense_adj(e, edge_attr=w, max_num_nodes=h.size(0))[0] @ h, _MATRIX),
+    "to_torch_coo_tensor": (lambda m, h, e, w: pyg.to_torch_coo_tensor(e, w, h.size(0)) @ h, _MATRIX),
+    "to_torch_csr_tensor": (lambda m, h, e, w: pyg.to_torch_csr_tensor(e, w, h.size(0)) @ h, _MATRIX),
+    "to_torch_csc_tensor": (lambda m, h, e, w: pyg.to_torch_csc_tensor(e, w, h.size(0)) @ h, _MATRIX),
+    "to_torch_sparse_tensor": (lambda m, h, e, w: pyg.to_torch_sparse_tensor(e, w, h.size(0)) @ h, _MATRIX),
+    "to_scipy_sparse_matrix": (lambda m, h, e, w: h * pyg.to_scipy_sparse_matrix(e).nnz, "that before you partition"),
+    "negative_sampling": (lambda m, h, e, w: m.last(h, pyg.negative_sampling(e, h.size(0))), _NEGATIVES),
+    "batched_negative_sampling": (
+        lambda m, h, e, w: m.last(h, pyg.batched_negative_sampling(e, torch.zeros(len(h), dtype=int))),
+        _NEGATIVES,
+    ),
+    "structured_negative_sampling": (lambda m, h, e, w: h + pyg.structured_negative_sampling(e)[2].sum(), _NEGATIVES),
+    "unbatch_edge_index": (
+        lambda m, h, e, w: m.last(h, pyg.unbatch_edge_index(e, torch.zeros(len(h), dtype=torch.long))[0]),
+        _BATCH,
+    ),
+    "to_dense_batch": (lambda m, h, e, w: h + pyg.to_dense_batch(h, torch.zeros(len(h), dtype=int))[0].sum(), _BATCH),
+    "shuffle_node": (lambda m, h, e, w: pyg.shuffle_node(h)[0], "takes rows of all nodes or edges together"),
+    "trim_to_layer": (lambda m, h, e, w: m.last(h, pyg.trim_to_layer(1, [4, 3], [5, 6], h, e)[1]), "leave it out"),
+}
+UNLESS = {
+    "degree": (_times(lambda h, e, w: pyg.degree(e[1])), r"without `num_nodes` .*pass num_nodes=x\.size\(0\)"),
+    "scatter": (lambda m, h, e, w: pyg.scatter(h[e[0]], e[1]), r"without `dim_size` .*pass dim_size=x\.size\(0\)"),
+    "normalized_cut": (lambda m, h, e, w: m.last(h, e, pyg.normalized_cut(e, w)), "without `num_nodes`"),
+    "index_to_mask": (_times(lambda h, e, w: pyg.index_to_mask(e[1])), "without `size`"),
+    "dropout_edge": (lambda m, h, e, w: m.last(h, pyg.dropout_edge(e, 0.3, True)[0]), "with force_undirected=True"),
+    "dropout_adj": (lambda m, h, e, w: m.last(h, pyg.dropout_adj(e, w, 0.3, True)[0]), "with force_undirected=True"),
+    "dropout_node": (
+        lambda m, h, e, w: m.last(h, pyg.dropout_node(e, 0.3, relabel_nodes=True)[0]),
+        "with relabel_nodes=True",
+    ),
+    "subgraph": (lambda m, h, e, w: m.last(h, pyg.subgraph(h[:, 0] > 0, e, w, True)[0]), "with relabel_nodes=True"),
+    "bipartite_subgraph": (
+        lambda m, h, e, w: m.last(h, pyg.bipartite_subgraph((h[:, 0] > 0, h[:, 0] > 0), e, w, True)[0]),
+        "with relabel_nodes=True",
+    ),
+}
 
-    def call(m, inputs, graph):
-        return m(inputs["x"], graph, inputs["edge_weight"])
 
-    owners = assignments(N, ranks, GRAPH.edge_index)
-    assert_exact(model, GRAPH, call, sp.pyg.wrap, ranks=ranks, modes=("sar",), owners=owners)
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("table", [INSTEAD, UNLESS], ids=["always", "as it is called"])
+def test_functions_that_cannot_be_exact_say_what_to_do(table, ranks):
+    found = refusals({name: between for name, (between, _) in table.items()}, GRAPH, ranks)
+    about = {name: f"torch_geometric.utils.{name} cannot be exact in a model on a sharded graph: " for name in table}
+    wrong = {
+        name: text for name, text in found.items() if about[name] not in text or re.search(table[name][1], text) is None
+    }
+    assert wrong == {}, "\n".join(f"{name}: {text}" for name, text in wrong.items())
+
+
+OTHERS = {
+    "to_edge_index spmm": "take a sparse matrix, which a model is not given",
+    "to_networkx to_networkit to_cugraph to_dgl to_trimesh to_rdmol to_smiles": "another library or a whole Data",
+    "dropout_path": "needs pyg-lib",
+    "unbatch to_nested_tensor segment": "as to_dense_batch and shuffle_node",
+    "mask_select select narrow": "torch's own functions on edge_index: tests/frontends/test_pyg_rearranged.py",
+    "segment_logsumexp group_cat one_hot cumsum": "of rows alone",
+    "dense_to_sparse": "makes edges from a dense matrix",
+    "is_sparse is_torch_sparse_tensor": "look at the class of a tensor",
+    "geodesic_distance": "on meshes",
+}
+
+
+def test_every_function_of_pyg_that_takes_edges_is_in_a_table():
+    taking = {"edge_index", "index", "adj", "src", "keys", "inputs"}
+    names = [name for name in pyg.__all__ if not taking.isdisjoint(signature(getattr(pyg, name)).parameters)]
+    known = {name.split(":")[0] for name in EXACT} | {*INSTEAD, *UNLESS, *" ".join(OTHERS).split()}
+    assert [name for name in names if name not in known] == []
+    assert (
+        functions.INSTEAD.keys() - known == set() and functions.UNLESS.keys() - {*UNLESS, "get_self_loop_attr"} == set()
+    )
 
 
 class Dropping(nn.Module):
@@ -122,28 +242,20 @@ def test_evaluation_drops_nothing(function):
     run(work, 2)
 
 
-REFUSED = {
-    "dropout_edge undirected": lambda g: pyg.dropout_edge(g.edge_index, 0.3, force_undirected=True),
+OUTSIDE = {
     "add_random_edge": lambda g: pyg.add_random_edge(g.edge_index, 0.3),
-    "negative_sampling": lambda g: pyg.negative_sampling(g.edge_index),
     "coalesce": lambda g: pyg.coalesce(g.edge_index),
-    "sort_edge_index": lambda g: pyg.sort_edge_index(g.edge_index),
-    "to_undirected": lambda g: pyg.to_undirected(g.edge_index),
-    "is_undirected": lambda g: pyg.is_undirected(g.edge_index),
-    "k_hop_subgraph": lambda g: pyg.k_hop_subgraph(0, 1, g.edge_index),
     "to_dense_adj": lambda g: pyg.to_dense_adj(g.edge_index),
-    "remove_isolated_nodes": lambda g: pyg.remove_isolated_nodes(g.edge_index),
     "to_torch_coo_tensor": lambda g: pyg.to_torch_coo_tensor(g.edge_index),
-    "dropout_node relabelled": lambda g: pyg.dropout_node(g.edge_index, 0.3, relabel_nodes=True),
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_functions_that_need_the_ids_of_the_whole_graph_are_refused(name):
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_outside_of_a_model_they_are_refused_too(name):
     owners = assignments(N, 2, GRAPH.edge_index)["random"]
 
     def work(comm):
         with pytest.raises(RefusedError, match="of a sharded graph"):
-            REFUSED[name](shard_in_memory(GRAPH, owners, comm))
+            OUTSIDE[name](shard_in_memory(GRAPH, owners, comm))
 
     run(work, 2)

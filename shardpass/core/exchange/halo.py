@@ -44,6 +44,7 @@ class HaloPlan:
             `None` on other ranks.
         relation: tells these edges from those of other relations. Plans for some of the destinations, or against the
             direction of the edges, share it.
+        weights: the edge field that was the values of an adjacency matrix, or `None`: PyG's layers read those unasked.
     """
 
     comm: Ranks
@@ -59,6 +60,7 @@ class HaloPlan:
     edges: tuple[int, int] | None = None
     last_node: int | None = None
     relation: object = field(default_factory=object)
+    weights: str | None = None
 
     @classmethod
     def over(

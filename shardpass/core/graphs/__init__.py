@@ -10,7 +10,8 @@ from shardpass.core.graphs.device import is_on, require_device
 from shardpass.core.graphs.directory import NodeDirectory, directory_of
 from shardpass.core.graphs.edge_index import ShardedEdgeIndex
 from shardpass.core.graphs.embedding import NodeEmbedding, OwnRows, node_embeddings
-from shardpass.core.graphs.graph import LoadedGraphs, ShardedGraph, gather
+from shardpass.core.graphs.gather import gather
+from shardpass.core.graphs.graph import LoadedGraphs, ShardedGraph
 from shardpass.core.graphs.hetero_graph import ShardedHeteroGraph
 from shardpass.core.graphs.last_node import row_of_last
 from shardpass.core.graphs.node_ids import NodeIds, node_ids

@@ -26,6 +26,11 @@ def refused(name: str, what: str) -> RefusedError:
             f"{user_line()}: torch.compile cannot read a call that is given {what} of a sharded graph. Give the "
             f"compiled model the graph that shardpass.load returned in its place, or compile the dense parts alone"
         )
+    if "sparse" in name:
+        return RefusedError(
+            f"{user_line()}: a sparse matrix is made of {what} of a sharded graph, but a rank has no rows of the whole "
+            f"matrix. Multiply by it by message passing, in PyG SimpleConv('sum')(x, edge_index, edge_weight)"
+        )
     return RefusedError(
         f"{user_line()}: `{name}` on {what} of a sharded graph: ids are numbered per rank, so the result would "
         f"differ from that of the whole graph. Compute it before partitioning and store it as a node or edge field"
@@ -105,6 +110,15 @@ def _dim_of(index: Tensor, keys: tuple[Any, ...], dims: int) -> int:
     return sum(takes[: next(at for at, one in enumerate(keys) if one is index)])
 
 
+def put_at_source(plan: HaloPlan, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """What a scatter by numbers of sources returns. Collective."""
+    if name in ("scatter_add", "scatter_add_"):
+        return scatter_to_source(plan, name, args, kwargs)
+    if name in ("scatter_reduce", "scatter_reduce_"):
+        return extremum_at_source(plan, name, *args, **kwargs)
+    raise refused(name, "source node ids")
+
+
 def scatter_to_source(plan: HaloPlan, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """`source` added to a tensor of own rows at the owners of sources. Collective, differentiable."""
     bound = {**dict(zip(("input", "dim", "index", "src"), args)), **kwargs}
@@ -123,6 +137,17 @@ def scatter_to_source(plan: HaloPlan, name: str, args: tuple[Any, ...], kwargs: 
     partial = source.new_zeros(shape).scatter_add(dim, index, source)
     total = base + scatter_to_owners(partial.movedim(dim, 0), plan, "scatter to owners").movedim(0, dim)
     return base.copy_(total) if name.endswith("_") else total
+
+
+def fill_at_source(plan: HaloPlan, base: Tensor, index: Any, number: float) -> None:
+    """Write a number into the rows where edges of any rank begin, as ``mask[source] = True`` does. Collective."""
+    if not isinstance(index, StandIn) or base.dim() != 1 or base.size(0) != plan.num_own_src:
+        raise refused("__setitem__", "source node ids")
+    ones = index.plain.new_ones(index.numel(), dtype=torch.get_default_dtype())
+    given = (ones.new_zeros(plan.num_own_src), 0, index.flatten(), ones)
+    base[scatter_to_source(plan, "scatter_add", given, {}) > 0] = number
+    plan.comm.forget_rows(base)
+    plan.comm.mark_rows(base, plan.source_set)
 
 
 def extremum_at_source(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardpass.core.exchange import HaloPlan
 from shardpass.core.following import user_line
-from shardpass.core.graphs.by_source import TAKING, extremum_at_source, refused, scatter_to_source, take_by_source
+from shardpass.core.graphs.by_source import TAKING, fill_at_source, put_at_source, refused, take_by_source
 from shardpass.core.graphs.edge_mask import EdgeMask
 from shardpass.core.graphs.last_node import ROWS_READ, lacks_last_node, other_count
 from shardpass.core.graphs.layer_flow import LayerFlow
@@ -246,11 +246,11 @@ class SourceRows(StandIn):
     @staticmethod
     def _answer(mine: SourceRows, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         first = args[0] if args else None
-        if name in ("scatter_add_", "scatter_add"):
-            return scatter_to_source(mine.plan, name, args, kwargs)
-        if name in ("scatter_reduce_", "scatter_reduce"):
-            return extremum_at_source(mine.plan, name, *args, **kwargs)
+        if name.startswith("scatter"):
+            return put_at_source(mine.plan, name, args, kwargs)
         with torch_private.DisableTorchFunctionSubclass():
+            if name == "__setitem__" and first is not mine and isinstance(args[2], (bool, int, float)):
+                return fill_at_source(mine.plan, *args)
             if name == "__setitem__" and first is not mine and _only_own_rows(first, args[1]):
                 return func(*_plain(args), **kwargs)
             if name in PRINTS or describes(func):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
@@ -20,9 +18,9 @@ from shardpass.core.graphs.flow import message_flow
 from shardpass.core.graphs.misread import NOT_WRAPPED, refuse_ambiguous, refuse_of_dgl
 from shardpass.core.graphs.relation import OwnFields, Relation
 from shardpass.core.graphs.tables import TableWriter
-from shardpass.core.ranks import Options, Ranks, RowSet, fail_together
+from shardpass.core.ranks import Options, Ranks, RowSet
 from shardpass.core.sharding import EDGE, NODE, EdgeType, NodeType, Ownership
-from shardpass.errors import MissingDependencyError, RefusedError
+from shardpass.errors import RefusedError
 
 
 class LoadedGraphs:
@@ -62,6 +60,8 @@ class ShardedGraph:
         self.relations, self._tables = relations, tables
         self._node_ids, self._node_fields = node_ids, node_fields
         self._batch: BatchIndex | None = None
+        self.assigned: dict[str, Any] = {}
+        """What models have assigned, as in ``data.x = h``: it stays on the graph, as on PyG's ``data``."""
         self._total_edges, self._num_classes = total_edges, dict(num_classes or {})
         comm.caches.of(LoadedGraphs).graphs.add(self)
         if options.stream_structure and not self.is_homogeneous:
@@ -112,10 +112,12 @@ class ShardedGraph:
         """Every stored edge field by name, own edges."""
         return self.relation.fields
 
-    def __getattr__(self, name: str) -> Tensor:
+    def __getattr__(self, name: str) -> Any:
         refuse_ambiguous(name)
         if name.startswith("_") or not self.is_homogeneous:
             raise AttributeError(f"ShardedGraph has no attribute {name!r}")
+        if name in self.assigned:
+            return self.assigned[name]
         for fields in (self.node, self.edge):
             if name in fields:
                 return fields[name]
@@ -124,8 +126,16 @@ class ShardedGraph:
             raise AttributeError(NOT_WRAPPED)
         raise AttributeError(
             f"this graph has no field {name!r}; there are the node fields {self.node.listed()} and the edge fields "
-            f"{self.edge.listed()}{self._without_features() if name == 'x' else ''}"
+            f"{self.edge.listed()}{self._instead_of(name)}"
         )
+
+    def _instead_of(self, name: str) -> str:
+        """What to do where this field is not stored, the end of an error sentence."""
+        if name == "adj_t":
+            weights = self.relation.plan.weights
+            values = f", and its values as edge_weight=graph.{weights}" if weights else ""
+            return f". Pass the graph where adj_t went{values}"
+        return self._without_features() if name == "x" else ""
 
     def _without_features(self) -> str:
         """What to do where no ``x`` is stored, the end of an error sentence."""
@@ -149,7 +159,7 @@ class ShardedGraph:
     @property
     def edge_index(self) -> ShardedEdgeIndex:
         """The stand-in for ``edge_index``, ``[2, num_edges]``."""
-        return self.relation.edge_index
+        return self.assigned.get("edge_index", self.relation.edge_index)
 
     def layers(self, nodes: Tensor, num_layers: int) -> list[ShardedEdgeIndex]:
         """An ``edge_index`` for each layer of a model from which you only want the outputs of `nodes`. Collective.
@@ -171,7 +181,7 @@ class ShardedGraph:
         if self.options.stream_structure:
             raise ValueError("graph.layers with Options(stream_structure=True) is not supported: load without it")
         with self.comm.unfollowed():
-            flows = message_flow(self.edge_index, self.ownership[NODE], nodes.to(self.comm.device), num_layers)
+            flows = message_flow(relation.edge_index, self.ownership[NODE], nodes.to(self.comm.device), num_layers)
             return [ShardedEdgeIndex.of_shards(relation.shards, relation.plan, flow) for flow in flows]
 
     @property
@@ -180,6 +190,8 @@ class ShardedGraph:
 
         Pooling, norms and softmax over it take in the nodes of all ranks; they are collective and differentiable.
         """
+        if "batch" in self.assigned:
+            return self.assigned["batch"]  # type: ignore[no-any-return]
         if self._batch is None:  # not a cached_property: its lock is shared by ranks that are threads
             with self.comm.unfollowed():  # a model may be the first to ask for it
                 self._batch = self._batch_index()
@@ -306,64 +318,3 @@ class ShardedGraph:
         if self._tables is None:
             raise ValueError("a graph that shardpass.load did not make has no ids of yours: write an .npy file")
         return self._tables
-
-
-def gather(
-    graph: ShardedGraph,
-    rows: Tensor,
-    node_type: NodeType | None = None,
-    path: str | os.PathLike[str] | None = None,
-) -> Tensor | None:
-    """Own rows of every rank in the original node order, on rank 0; None on the others. Collective.
-
-    Args:
-        rows: ``[num_nodes, ...]``, one row per own node; the same dtype and trailing shape on every rank.
-        node_type: of the nodes; needed where the graph has several.
-        path: a Parquet file that rank 0 writes as well, or replaces: the columns `id`, your own id of each node, and
-            `output`, its row.
-
-    Returns:
-        ``[total_nodes, ...]`` on rank 0.
-
-    Raises:
-        ValueError: another number of rows, a node type that is missing or unknown, or a path of another kind of file.
-        MissingDependencyError: pyarrow is needed to write a table.
-    """
-    if not isinstance(graph, ShardedGraph):
-        raise TypeError(
-            f"gather(graph, rows): `graph` must be what shardpass.load returned, but got {type(graph).__name__}"
-        )
-    ids, total = graph.ids_of(node_type)
-    if rows.size(0) != ids.numel():
-        raise ValueError(
-            f"rank {graph.comm.rank}: gather takes one row per own node, expected {ids.numel()} rows, "
-            f"got {rows.size(0)}"
-        )
-    comm = graph.comm
-    if path is not None:
-        fail_together(
-            comm, "gather: table", lambda: _check_table(graph, Path(path)), ValueError, MissingDependencyError
-        )
-
-    def at_root(own: Tensor, label: str) -> list[Tensor]:
-        return comm.all_to_all([own] + [own[:0]] * (comm.size - 1), label=label)
-
-    parts = at_root(rows.detach().contiguous(), "gather rows")
-    id_parts = at_root(ids.to(rows.device), "gather ids")
-    if comm.rank != 0:
-        return None
-    out = rows.new_empty((total, *rows.shape[1:]))
-    for part, part_ids in zip(parts, id_parts):
-        out[part_ids] = part
-    if path is not None:
-        numbers = out.float() if out.dtype == torch.bfloat16 else out  # NumPy has no bfloat16
-        graph.tables.write(Path(path), numbers.cpu().numpy(), node_type)
-    return out
-
-
-def _check_table(graph: ShardedGraph, path: Path) -> None:
-    """Raise unless rank 0 can write the table."""
-    if path.suffix != ".parquet":
-        raise ValueError(f"gather writes a Parquet table: the name of {path} must end with .parquet")
-    if graph.comm.rank == 0:
-        graph.tables.check()

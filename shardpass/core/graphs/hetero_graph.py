@@ -26,11 +26,11 @@ class _OfOneType:
             raise AttributeError(f"{self._what} have no field {name!r}; there are: {self._fields.listed()}")
         return self._fields[name]
 
-    def __getitem__(self, name: str) -> Tensor:
-        return self._fields[name]
+    def __getitem__(self, name: str) -> Any:
+        return vars(self)[name] if name in vars(self) else self._fields[name]  # a model may have assigned it
 
     def __contains__(self, name: str) -> bool:
-        return name in self._fields
+        return name in vars(self) or name in self._fields
 
     def keys(self) -> list[str]:
         """The names of the stored fields."""

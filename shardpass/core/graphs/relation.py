@@ -129,6 +129,7 @@ def relation_of(
     ends: tuple[NodeType, NodeType] | None = None,
     order: Tensor | None = None,
     last_node: int | None = None,
+    weights: str | None = None,
 ) -> Relation:
     """The edges of one type, of which each rank has those by owner. Collective. Their tensors are taken as they are.
 
@@ -137,14 +138,14 @@ def relation_of(
         num_own_src: source rows that this rank owns. num_dst: destination rows.
         edge_ids: gives the original position of each edge, called when they are first needed.
         fields: per edge, in the same order as `edge_ids`.
-        options, ends, last_node: as of `build_relation`.
+        options, ends, last_node: as of `build_relation`. weights: see `HaloPlan`.
         order: where each of the edges of `owners` stands in `edge_ids` and `fields`. `None`: they have the same order.
     """
     device = HOST if options.stream_structure else comm.device
     owners = [edges.to(device) for edges in owners]
     num_edges = sum(edges.src_rows.numel() for edges in owners)
     plan = halo_plan_of(comm, num_own_src, [edges.needed for edges in owners], num_dst, num_edges, options)
-    plan = replace(plan, ends=ends, last_node=last_node)
+    plan = replace(plan, ends=ends, last_node=last_node, weights=weights)
     shards = shards_of_owners(owners, plan.blocks, num_dst)
     order = None if order is None else order.to(device, smallest_index_dtype(order.numel()))
     if options.mode == "halo":  # layers that see whole neighbourhoods break ties by the order of edges

@@ -118,12 +118,12 @@ def check_targets(targets: Tensor, num_classes: int, name: str) -> str | None:
     low, high = int(targets.min()), int(targets.max())
     if low >= 0 and high < num_classes:
         return None
-    unlabelled = int((targets == -1).sum())
-    if unlabelled:
-        return (
-            f"{name}: {unlabelled} of {len(targets)} masked nodes have no label (y = -1); "
-            f"leave them out of the mask: mask & (y >= 0)"
-        )
+    for number in (-1, -100):  # torch's own losses skip the second
+        if unlabelled := int((targets == number).sum()):
+            return (
+                f"{name}: {unlabelled} of {len(targets)} masked nodes have no label (y = {number}); "
+                f"leave them out of the mask: mask & (y >= 0)"
+            )
     return f"{name}: class ids must be in [0, {num_classes}), found {low if low < 0 else high}"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardpass.core.graphs import ShardedEdgeIndex, ShardedGraph
+from shardpass.core.graphs import GraphArgument, ShardedEdgeIndex, ShardedGraph
 from shardpass.core.ranks import dtype_name, torch_private
 
 _OF_DTYPES = re.compile(r"dtype|[Ss]calar type|!= ?(float|double|c10)|not implemented for|can't be cast")
@@ -40,6 +40,13 @@ def explained(error: Exception, model: nn.Module, function: Callable[..., Any], 
                     f"`{name}` has {tensor.size(0)} rows and this rank has {count} own nodes: give "
                     f"{type(model).__name__} one row per own node, as graph.x has ({text})"
                 )
+    for data in torch_private.tree_leaves((args, kwargs)):
+        if isinstance(data, GraphArgument) and data.graph.assigned:
+            names = ", ".join(f"data.{name}" for name in data.graph.assigned)
+            return (
+                f"{text}. An earlier call of {type(model).__name__} has assigned {names}, which stays, as in PyG. If "
+                f"it is for one call alone, begin forward with data = copy.copy(data)"
+            )
     return None
 
 

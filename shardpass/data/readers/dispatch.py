@@ -8,7 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from shardpass.data.raw import RawGraph
+from shardpass.data.readers.adjacency import is_sparse
 from shardpass.data.readers.dgl import is_dgl, read_dgl
 from shardpass.data.readers.dgl_partitions import read_dgl_partition
 from shardpass.data.readers.graph_files import GraphFiles, stream_edge_list
@@ -94,6 +97,10 @@ def _read(data: Any, drop: Sequence[str], node_id: str | None) -> RawGraph:
 
 def _hint(data: Any) -> str:
     """What to pass in place of some things that people have."""
+    if is_sparse(data):
+        return ": pass a dict, {'adj_t': matrix, 'x': features}, in which entry (i, j) is the edge from j to i"
+    if isinstance(data, torch.Tensor):
+        return ": pass a dict, {'edge_index': edges, 'x': features}"
     if type(data).__module__.split(".")[0] == "networkx":
         return ": pass torch_geometric.utils.from_networkx(graph)"
     if isinstance(data, list | tuple) and len(data) == 1:

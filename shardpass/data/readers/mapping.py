@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardpass.data.raw import EDGE, NODE, EdgeArrays, EdgeType, RawGraph, Scalar
+from shardpass.data.raw import ADJACENCY, EDGE, NODE, EdgeArrays, EdgeType, RawGraph, Scalar
+from shardpass.data.readers.adjacency import refuse_matrix, weight_names, with_edges
 from shardpass.data.rows import as_tensor
 
 
 def read_mapping(arrays: Mapping[Any, Any], source: str = "a dict of arrays") -> RawGraph:
     """The graph of a dict.
 
-    A graph of one type is ``{"edge_index": [2, num_edges], "x": ..., "num_nodes": optional, ...}``. Keys that begin
+    A graph of one type is ``{"edge_index": [2, num_edges], "x": ..., "num_nodes": optional, ...}``. In place of
+    ``edge_index`` there may be a sparse matrix ``adj_t``, whose entry (i, j) is the edge from j to i. Keys that begin
     with ``edge_`` are per edge, numbers and strings belong to the graph, and all others are per node. A graph of
     several types is a dict of dicts, whose keys are strings for node types and tuples (source type, relation,
     destination type) for edge types.
@@ -22,6 +24,7 @@ def read_mapping(arrays: Mapping[Any, Any], source: str = "a dict of arrays") ->
     """
     if any(isinstance(key, tuple) for key in arrays):
         return _read_typed(arrays, source)
+    arrays = with_edges(arrays, "the dict", is_square=True)
     ends = edge_ends(arrays.get("edge_index"), "edge_index")
     node_fields, edge_fields, graph_fields = {}, {}, {}
     for name, values in arrays.items():
@@ -42,8 +45,11 @@ def _read_typed(arrays: Mapping[Any, Any], source: str) -> RawGraph:
     edges: dict[EdgeType, EdgeArrays] = {}
     node_fields, edge_fields = {}, {}
     graph_fields: dict[str, Scalar] = {}
+    weights: list[str] = []
     for kind, values in arrays.items():
         if isinstance(kind, tuple):
+            values = with_edges(values, f"edge type {kind}")
+            weights += [values.pop(ADJACENCY)] if isinstance(values.get(ADJACENCY), str) else []
             edges[kind] = edge_ends(values.get("edge_index"), f"edge_index of {kind}")
             edge_fields[kind] = {name: field for name, field in values.items() if name != "edge_index"}
         elif isinstance(values, Mapping):
@@ -53,6 +59,8 @@ def _read_typed(arrays: Mapping[Any, Any], source: str) -> RawGraph:
             graph_fields[kind] = as_scalar(values)
         else:
             raise ValueError(f"key {kind!r}: expected a dict of arrays of a node type, or a number or a string")
+    if names := weight_names(weights):
+        graph_fields[ADJACENCY] = names
     return RawGraph(num_nodes, edges, node_fields, edge_fields, graph_fields, source)
 
 
@@ -62,9 +70,11 @@ def edge_ends(edge_index: Any, what: str) -> EdgeArrays:
         raise ValueError(
             f"{what} is missing; expected integers of the shape [2, num_edges] (row 0 source, row 1 target)"
         )
+    refuse_matrix(edge_index, what)
     ends = as_tensor(edge_index, what)
     if ends.dim() != 2 or ends.shape[0] != 2:
-        raise ValueError(f"{what} has the shape {list(ends.shape)}; expected [2, num_edges]")
+        turned = ": transpose it" if ends.dim() == 2 and ends.shape[1] == 2 else ""
+        raise ValueError(f"{what} has the shape {list(ends.shape)}; expected [2, num_edges]{turned}")
     return EdgeArrays(ends[0], ends[1])
 
 
@@ -72,7 +82,11 @@ def count_nodes(given: Any, fields: Mapping[str, Any], node_type: str) -> int:
     """The number of nodes: as given, else the rows of a node field. It is never guessed from the largest id."""
     if given is not None:
         return int(given)
-    counts = {name: len(values) for name, values in fields.items() if hasattr(values, "__len__")}
+    counts = {
+        name: values.shape[0] if hasattr(values, "shape") else len(values)
+        for name, values in fields.items()
+        if hasattr(values, "__len__")
+    }
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"{name} has {count}" for name, count in counts.items())
         raise ValueError(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from shardpass.data.raw import EDGE, NODE, RawGraph, Scalar
+from shardpass.data.readers.adjacency import is_sparse, with_edges_of_pyg
 from shardpass.data.readers.mapping import as_scalar, edge_ends, is_scalar
 
 
@@ -19,17 +20,22 @@ def is_pyg(data: Any, name: str) -> bool:
 
 def read_data(data: Any, drop: Collection[str] = (), node_id: str | None = None) -> RawGraph:
     """The graph of a `Data`: every field, by PyG's own rule of what is per node and per edge. `node_id` is per node."""
-    what = "the Data object"
-    num_nodes, ends = _num_nodes(data, what), edge_ends(_edge_index(data, what), "edge_index")
+    data, what = with_edges_of_pyg(data), "the Data object"
+    ends = edge_ends(_edge_index(data, what), "edge_index")
+    num_nodes = _num_nodes(data, what)
     node_fields, edge_fields, others = _sorted_fields(data, drop, node_id)
-    counts = num_nodes, ends.src.shape[0], list(node_fields)
-    scalars = {name: _graph_field(name, value, counts) for name, value in others.items()}
+    counts = num_nodes, ends.src.shape[0]
+    scalars = {
+        name: _graph_field(name, value, _unplaced(name, value, "", node_fields, others, counts))
+        for name, value in others.items()
+    }
     source = "torch_geometric Data"
     return RawGraph({NODE: num_nodes}, {EDGE: ends}, {NODE: node_fields}, {EDGE: edge_fields}, scalars, source)
 
 
 def read_hetero(data: Any, drop: Collection[str] = (), node_id: str | None = None) -> RawGraph:
     """The graph of a `HeteroData`, every field included. `node_id` is per node, where a type has it."""
+    data = with_edges_of_pyg(data)
     num_nodes, edges, fields = {}, {}, {}
     for kind in data.node_types:
         num_nodes[kind] = _num_nodes(data[kind], f"node type {kind!r}")
@@ -39,7 +45,8 @@ def read_hetero(data: Any, drop: Collection[str] = (), node_id: str | None = Non
         of_nodes, of_edges, others = _sorted_fields(data[kind], drop, node_id if kind in num_nodes else None)
         if others:  # one type has no place for numbers and strings of its own
             name, value = next(iter(others.items()))
-            raise ValueError(_unplaced(name, value, f" of {kind!r}"))
+            counts = num_nodes.get(kind), len(edges[kind].src) if kind in edges else None
+            raise ValueError(_unplaced(name, value, f" of {kind!r}", of_nodes, others, counts))
         fields[kind] = of_nodes if kind in num_nodes else of_edges
     scalars = {name: _graph_field(name, value) for name, value in data._global_store.items() if name not in drop}
     node_fields, edge_fields = ({kind: fields[kind] for kind in kinds} for kinds in (num_nodes, edges))
@@ -64,32 +71,48 @@ def _sorted_fields(
     return of_nodes, of_edges, others
 
 
-def _graph_field(name: str, value: Any, counts: tuple[int, int, list[str]] | None = None) -> Scalar:
+def _graph_field(name: str, value: Any, words: str = "") -> Scalar:
     if not is_scalar(value):
-        raise ValueError(_unplaced(name, value, "", counts))
+        raise ValueError(words or _unplaced(name, value))
     return as_scalar(value)
 
 
-def _unplaced(name: str, value: Any, where: str, counts: tuple[int, int, list[str]] | None = None) -> str:
-    """Why the field cannot be kept. `counts` are nodes, edges, and the names of the fields that are per node."""
+def _unplaced(
+    name: str, value: Any, where: str = "", nodes: Mapping[str, Any] | None = None,
+    others: Mapping[str, Any] | None = None, counts: tuple[int | None, int | None] = (None, None),
+) -> str:  # fmt: skip
+    """Why the field cannot be kept.
+
+    Args:
+        nodes: the fields that are per node. others: those that are neither per node nor per edge.
+        counts: nodes and edges, where they are known.
+    """
     shape = f"of the shape {list(value.shape)}" if hasattr(value, "shape") else f"({type(value).__name__})"
-    nodes = edges = mend = ids = ""
-    if counts is not None:
-        nodes = f" ({counts[0]}{', the rows of ' if counts[2] else ''}{', '.join(counts[2])})"
-        edges, mend = f" ({counts[1]})", ", or correct whichever field lacks rows"
-    if isinstance(value, list | tuple):
-        ids = f"; if it holds the ids of the nodes, pass node_id={name!r} to shardpass.partition"
+    rows = f", the rows of {', '.join(nodes)}" if nodes else ""
+    of_nodes, of_edges = ("" if n is None else f" ({n}{more})" for n, more in zip(counts, (rows, "")))
     return (
-        f"field {name!r}{where} {shape} is neither per node{nodes}, nor per edge{edges}, nor one number or string of "
-        f"the graph, so it cannot be kept: delete it from the object, or leave it out with "
-        f"shardpass.data.read(data, drop=[{name!r}]){mend}{ids}"
+        f"field {name!r}{where} {shape} is neither per node{of_nodes}, nor per edge{of_edges}, nor one number or "
+        f"string of the graph, so it cannot be kept: correct it, delete it from the object, or leave it out with "
+        f"shardpass.data.read(data, drop=[{name!r}]){_or_else(name, value, nodes or {}, others or {})}"
     )
+
+
+def _or_else(name: str, value: Any, nodes: Mapping[str, Any], others: Mapping[str, Any]) -> str:
+    """What else the mistake may be, the end of an error sentence."""
+    if isinstance(value, list | tuple):
+        return f"; if it holds the ids of the nodes, pass node_id={name!r} to shardpass.partition"
+    if is_sparse(value):
+        return f"; if it holds features, pass torch.from_numpy({name}.toarray())"
+    if not nodes or "edge" in name or not getattr(value, "shape", ()):
+        return ""
+    alike = [other for other, rows in others.items() if getattr(rows, "shape", ())[:1] == value.shape[:1]]
+    return f". If there are {value.shape[0]} nodes, the rows of {', '.join(alike)}, correct {', '.join(nodes)} instead"
 
 
 def _edge_index(store: Any, what: str) -> Any:
     if "edge_index" not in store:
-        hint = "; it holds adj_t: do not apply ToSparseTensor before partitioning" if "adj_t" in store else ""
-        raise ValueError(f"{what} has no edge_index{hint}")
+        dense = "; torch_geometric.utils.dense_to_sparse makes it of a dense matrix" if "adj" in store else ""
+        raise ValueError(f"{what} has no edge_index{dense}")
     return store["edge_index"]
 
 

@@ -59,6 +59,7 @@ REFUSED_METHODS: dict[str, dict[str, str]] = {
 """By the name of a class of nn.models: methods that raise, with the reason and what to do."""
 
 REPLACED_METHODS: dict[str, dict[str, Callable[..., Any]]] = {
+    "HeteroLinear": {"forward": replacements.hetero_linear},
     "ChebConv": {"__norm__": replacements.cheb_norm},
     "HypergraphConv": {"forward": replacements.hypergraph},
     "LabelPropagation": {"forward": replacements.label_propagation},

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch_geometric.nn.aggr import MeanAggregation, SumAggregation
 from torch_geometric.nn.conv import GraphConv, MessagePassing, SAGEConv
@@ -13,7 +14,7 @@ from torch_geometric.nn.conv import GraphConv, MessagePassing, SAGEConv
 from shardpass.core.aggregation import aggregate
 from shardpass.core.exchange import HaloPlan
 from shardpass.core.graphs import ShardedEdgeIndex, ShardedGraph
-from shardpass.core.ranks import torch_private
+from shardpass.core.ranks import Ranks, RowSet, torch_private
 from shardpass.core.tracing import Findings, Inputs, NeedsMessagesError, Program, Structure
 from shardpass.errors import RefusedError
 from shardpass.frontends.pyg.arguments import Arguments, moved
@@ -102,7 +103,6 @@ class ShardedMessagePassing:
         if edge_index.flow is not None:
             edge_index.flow.note(self.name, plan.comm, arguments.src)
         arguments.src, arguments.dst = {}, {}  # these are inputs of the call; held here they would live until backward
-        whole = {**kwargs, "dim_size": plan.num_dst, "size_i": plan.num_dst, "size_j": plan.num_own_src}
 
         def compute(weight: Tensor | None = None) -> Tensor:
             out = None if self._keeps_messages else self._aggregated(program, direction, weight)
@@ -112,12 +112,12 @@ class ShardedMessagePassing:
                     function,
                     direction,
                     edge_index,
-                    whole,
+                    kwargs,
                 )
             function.release()
             self._stores |= bool(frozen.stored())
             frozen.poison(self.name)
-            return conv.update(out, **conv.inspector.collect_param_data("update", whole))
+            return conv.update(out, **self._collected("update", edge_index, plan, kwargs))
 
         return LazySums.make(compute) if self._is_mapped_next() else compute()
 
@@ -139,15 +139,29 @@ class ShardedMessagePassing:
         conv = self.conv
         rows = aggregate(replace(program, aggregate=None), direction.plan, direction.shards)
         messages = function.apart(direction.from_edges(rows))
-        ends = dict(zip("ji", edge_index if conv.flow == "source_to_target" else edge_index.flip(0)))
-        given = {**given, "edge_index": edge_index, "index": ends["i"], "ptr": None}
-        for name in conv.inspector.get_param_dict("aggregate"):
-            if name[-2:] in ("_i", "_j") and name[:-2] in given:
+        wanted = self._collected("aggregate", edge_index, direction.plan, given)
+        return with_hooks(conv, "aggregate", (wanted,), lambda found: conv.aggregate(messages, **found))
+
+    def _collected(
+        self, method: str, edge_index: ShardedEdgeIndex, plan: HaloPlan, given: dict[str, Any]
+    ) -> dict[str, Any]:
+        """What PyG collects for a method of the layer that runs on all own edges at once."""
+        conv = self.conv
+        names, ends = conv.inspector.get_param_dict(method), dict[str, Tensor]()
+        if not names:
+            return {}
+        if any(name == "index" or name[-2:] in ("_i", "_j") for name in names):
+            ends = dict(zip("ji", edge_index if conv.flow == "source_to_target" else edge_index.flip(0)))
+            given = {**given, "index": ends["i"], "edge_index_i": ends["i"], "edge_index_j": ends["j"]}
+        sources, rows = (_count(plan.comm, of) for of in (plan.source_set, plan.dst_set))
+        given = {**given, "edge_index": edge_index, "ptr": None, "adj_t": None}
+        given.update(dim_size=rows, size_i=rows, size_j=sources, size=[sources, rows])
+        for name in names:
+            if name[-2:] in ("_i", "_j") and name not in given and name[:-2] in given:
                 value, end = given[name[:-2]], name[-1]
                 value = value["ji".index(end)] if isinstance(value, (tuple, list)) else value
                 given[name] = value.index_select(conv.node_dim, ends[end])
-        wanted = conv.inspector.collect_param_data("aggregate", given)
-        return with_hooks(conv, "aggregate", (wanted,), lambda found: conv.aggregate(messages, **found))
+        return conv.inspector.collect_param_data(method, given)  # type: ignore[no-any-return]
 
     def _arguments(
         self, direction: Direction, kwargs: dict[str, Any]
@@ -234,6 +248,13 @@ class ShardedMessagePassing:
             raise RefusedError(f"{self.name}: pass what graph.layers returned as an argument of the wrapped model")
         if self.conv.explain:
             raise RefusedError(f"{self.name}: explanations are not supported on a sharded graph; set explain=False")
+
+
+def _count(comm: Ranks, of: RowSet) -> Any:
+    """How many rows there are, as a model is told it, which may make a size of it."""
+    rows = torch.zeros(()).expand(of.count)
+    comm.mark_rows(rows, of)
+    return rows.size(0)
 
 
 def _note_fused(lazy: list[LazyEdges], structure: Structure) -> None:

@@ -8,7 +8,7 @@ from inspect import signature
 from typing import Any
 
 from torch import Tensor, nn
-from torch_geometric.nn.conv import RGCNConv
+from torch_geometric.nn.conv import MessagePassing, RGCNConv
 
 from shardpass.core.following import user_line, whole_graph
 from shardpass.core.graphs import BatchIndex, GraphArgument, ShardedEdgeIndex, ShardedGraph
@@ -17,6 +17,7 @@ from shardpass.core.training import DistributedBatchNorm
 from shardpass.core.wrapping import has_unknown_statistics, refuse_modules, refuse_other_library
 from shardpass.errors import RefusedError
 from shardpass.frontends.pyg import attention, models, modules, private
+from shardpass.frontends.pyg.adjacency import check_weights, refuse_matrices, refuse_sparse_buffers
 from shardpass.frontends.pyg.norms import is_unknown_norm
 
 _STATISTICS = (
@@ -49,6 +50,7 @@ def refuse_unsupported(model: nn.Module) -> None:
     """Raise `RefusedError` if `model` has a module that is known to be wrong on a sharded graph."""
     refuse_other_library(model, "dgl.nn.pytorch.conv.", "DGL", "shardpass.dgl.wrap")
     refuse_modules(model, _reason)
+    refuse_sparse_buffers(model)
 
 
 def refuse_ordinary(name: str, edge_index: Any) -> None:
@@ -65,15 +67,14 @@ def refuse_ordinary(name: str, edge_index: Any) -> None:
         )
 
 
-def check_arguments_of(layer: nn.Module, name: str) -> None:
+def check_arguments_of(layer: MessagePassing, name: str) -> None:
     """Let `layer` look at the arguments of each call before its own code indexes nodes by them."""
     _, *names = signature(type(layer).forward).parameters
-    if "edge_index" in names:
-        layer.register_forward_pre_hook(partial(_check_arguments, name, names), with_kwargs=True)
+    layer.register_forward_pre_hook(partial(_check_arguments, name, names), with_kwargs=True)
 
 
 def _check_arguments(
-    name: str, names: list[str], layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    name: str, names: list[str], layer: MessagePassing, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     given = {**dict(zip(names, args)), **kwargs}
     edge_index, x = given.get("edge_index"), given.get("x")
@@ -85,6 +86,7 @@ def _check_arguments(
             f"{type(layer).__name__} without x numbers the nodes from 0 on every rank; pass x=graph.node_ids, the "
             f"original number of each own node"
         )
+    check_weights(name, layer, names, given)
 
 
 def refuse_node_tables(model: nn.Module, comm: Ranks, args: Any, kwargs: Any) -> None:
@@ -100,6 +102,7 @@ def refuse_node_tables(model: nn.Module, comm: Ranks, args: Any, kwargs: Any) ->
     plans += [leaf.plan for leaf in leaves if isinstance(leaf, ShardedEdgeIndex)]
     own = [count for plan in plans for count in (plan.num_own_src, plan.num_dst)]
     totals = [sum(column) for column in zip(*comm.all_gather_object(own, "nodes of the graph"))]
+    refuse_matrices(model, totals)
     for name, parameter in _tables(model):
         if parameter.size(0) in totals:
             raise RefusedError(

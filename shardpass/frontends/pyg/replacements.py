@@ -16,6 +16,7 @@ from torch_geometric.nn.models import CorrectAndSmooth
 from torch_geometric.nn.models.autoencoder import EPS, MAX_LOGSTD
 from torch_geometric.utils import get_laplacian, one_hot, softmax
 
+from shardpass.core.following import unfollowed_anywhere
 from shardpass.core.graphs import BatchIndex, GraphArgument, ShardedEdgeIndex, node_ids
 from shardpass.core.ranks import Ranks, all_reduce_sum
 from shardpass.core.sampling import negative_sampling
@@ -51,6 +52,14 @@ def hypergraph(conv: Any, comm: Ranks, x: Tensor, hyperedge_index: Tensor, *args
     if isinstance(hyperedge_index, ShardedEdgeIndex) and len(args) < 3 and kwargs.get("num_edges") is None:
         kwargs["num_edges"] = hyperedge_index.plan.num_dst
     return type(conv).forward(conv, x, hyperedge_index, *args, **kwargs)  # type: ignore[no-any-return]
+
+
+def hetero_linear(module: Any, comm: Ranks, x: Tensor, type_vec: Tensor) -> Tensor:
+    """`HeteroLinear.forward`, which sorts the rows by type and puts them back."""
+    with unfollowed_anywhere():
+        out: Tensor = type(module).forward(module, x, type_vec)
+    comm.mark_rows_alike(out, x)
+    return out
 
 
 @torch.no_grad()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 from inspect import signature
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -24,7 +23,9 @@ from shardpass.core.training import (
 )
 from shardpass.core.wrapping import FollowedCalls, OutermostCall, parts_of, runs_as_it_is
 from shardpass.errors import RefusedError
+from shardpass.frontends.pyg.adjacency import refuse_sparse
 from shardpass.frontends.pyg.attention import distribute_attention
+from shardpass.frontends.pyg.functions import explained
 from shardpass.frontends.pyg.hetero import adapt_hetero, check_types, has_one_tensor_of_all_types
 from shardpass.frontends.pyg.lazy import Lazy
 from shardpass.frontends.pyg.methods import adapt_methods, is_replaced, methods_to_run, methods_written
@@ -192,6 +193,7 @@ class _Method(OutermostCall):
             return self._as_written(*args, **kwargs)
         self.refuse_transforms()
         model = self.model
+        refuse_sparse(self._by_name(args) | kwargs, _has_graph((args, kwargs)))
         _keep_attached(model)
         if is_called_by("torch_geometric.explain"):
             raise RefusedError(_NO_EXPLANATIONS)
@@ -203,24 +205,35 @@ class _Method(OutermostCall):
         refuse_norms_of_some_nodes(model, leaves)
         refuse_whole_tensors(leaves)
         check_types((*args, *kwargs.values()), self.comm)
-        return self.run(self._computed, args, kwargs)
+        try:
+            return self.run(self._computed, args, kwargs)
+        except RefusedError as error:
+            if (told := explained(error)) is error:
+                raise
+            raise told from None
 
-    def _given(self, args: Any, kwargs: Any) -> Any:
-        """The arguments with ``edge_index`` for graphs. A graph of several types stays itself where it is ``data``."""
+    def _by_name(self, args: Any) -> dict[str, Any]:
+        """The arguments that were given without their names, by them; those without any by their places."""
         written = getattr(type(self.model), self.method)
         if self._signed[0] is not written:
             self._signed = written, [*signature(written).parameters][1:]
-        names = self._signed[1]
-        converted = tuple(
-            _given_as(value, place == 0, name)
-            for place, (name, value) in enumerate(zip_longest(names[: len(args)], args))
-        )
+        names = self._signed[1][: len(args)]
+        return dict(zip([*names, *map(str, range(len(names), len(args)))], args))
+
+    def _given(self, args: Any, kwargs: Any) -> Any:
+        """The arguments with ``edge_index`` for graphs. A graph of several types stays itself where it is ``data``."""
+        named = self._by_name(args)
+        converted = tuple(_given_as(value, place == 0, name) for place, (name, value) in enumerate(named.items()))
         return converted, {name: _given_as(value, False, name) for name, value in kwargs.items()}
 
     def _computed(self, *args: Any, **kwargs: Any) -> Any:
         assert self.comm.forward is not None
         self.comm.forward.layers_are_given |= _has_layers((args, kwargs))
-        return torch_private.tree_map(_returned, self._as_written(*args, **kwargs))
+        out = torch_private.tree_map(_returned, self._as_written(*args, **kwargs))
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, GraphArgument) and value.is_data:
+                _keep_assigned(value)
+        return out
 
     def _as_written(self, *args: Any, **kwargs: Any) -> Any:
         method = self.adapted or partial(getattr(type(self.model), self.method), self.model)
@@ -263,8 +276,22 @@ def _given_as(value: Any, is_first: bool, name: str) -> Any:
     if isinstance(value, ShardedHeteroGraph) and name in _DATA:
         return value
     if isinstance(value, ShardedGraph) and (is_first or name in _DATA):
-        return value if isinstance(value, ShardedHeteroGraph) else GraphArgument.of(value, is_data=True)
+        return value if isinstance(value, ShardedHeteroGraph) else _as_data(value)
     return torch_private.tree_map(_edge_index_of, value)
+
+
+def _as_data(graph: ShardedGraph) -> GraphArgument:
+    """`data`, with what earlier calls have assigned on it."""
+    data: GraphArgument = GraphArgument.of(graph, is_data=True)
+    vars(data).update(graph.assigned)
+    return data
+
+
+def _keep_assigned(data: GraphArgument) -> None:
+    """Let what a model has assigned, as in ``data.x = h``, stay on the graph, as PyG's ``data`` would have it."""
+    given, of_lists = vars(_as_data(data.graph)), vars(ShardedEdgeIndex)
+    found = {name: value for name, value in vars(data).items() if value is not given.get(name) and name not in of_lists}
+    data.graph.assigned = data.graph.assigned | found
 
 
 def _edge_index_of(value: Any) -> Any:

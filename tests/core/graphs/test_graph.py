@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardpass.core.exchange.halo import node_set
-from shardpass.core.graphs.graph import gather
+from shardpass.core.graphs import gather
 from shardpass.core.graphs.relation import OwnFields
 from shardpass.core.ranks.options import Options
 from shardpass.core.sharding import NODE

@@ -205,7 +205,8 @@ TRUE = torch.ones(3, dtype=torch.bool)
         (LOGITS, BAD, torch.tensor([0, 3]), r"row numbers in mask must be in \[0, 3\), found 0 to 3"),
         (LOGITS, torch.tensor([0, -1, -1]), TRUE, r"2 of 3 masked nodes have no label \(y = -1\); leave them out"),
         (LOGITS, torch.tensor([0, 4, 1]), TRUE, r"class ids must be in \[0, 4\), found 4"),
-        (LOGITS, torch.tensor([0, -100, 1]), TRUE, r"class ids must be in \[0, 4\), found -100"),
+        (LOGITS, torch.tensor([0, -100, 1]), TRUE, r"1 of 3 masked nodes have no label \(y = -100\)"),
+        (LOGITS, torch.tensor([0, -7, 1]), TRUE, r"class ids must be in \[0, 4\), found -7"),
         (LOGITS, torch.tensor([0, 255, 1]).to(torch.uint8), TRUE, r"class ids must be in \[0, 4\), found 255"),
     ],
 )

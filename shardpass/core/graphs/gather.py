@@ -1,0 +1,75 @@
+"""`gather`: own rows of every rank, in the original node order on one of them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shardpass.core.graphs.graph import ShardedGraph
+from shardpass.core.ranks import fail_together
+from shardpass.core.sharding import NodeType
+from shardpass.errors import MissingDependencyError
+
+
+def gather(
+    graph: ShardedGraph,
+    rows: Tensor,
+    node_type: NodeType | None = None,
+    path: str | os.PathLike[str] | None = None,
+) -> Tensor | None:
+    """Own rows of every rank in the original node order, on rank 0; None on the others. Collective.
+
+    Args:
+        rows: ``[num_nodes, ...]``, one row per own node; the same dtype and trailing shape on every rank.
+        node_type: of the nodes; needed where the graph has several.
+        path: a Parquet file that rank 0 writes as well, or replaces: the columns `id`, your own id of each node, and
+            `output`, its row.
+
+    Returns:
+        ``[total_nodes, ...]`` on rank 0.
+
+    Raises:
+        ValueError: another number of rows, a node type that is missing or unknown, or a path of another kind of file.
+        MissingDependencyError: pyarrow is needed to write a table.
+    """
+    if not isinstance(graph, ShardedGraph):
+        raise TypeError(
+            f"gather(graph, rows): `graph` must be what shardpass.load returned, but got {type(graph).__name__}"
+        )
+    ids, total = graph.ids_of(node_type)
+    if rows.size(0) != ids.numel():
+        raise ValueError(
+            f"rank {graph.comm.rank}: gather takes one row per own node, expected {ids.numel()} rows, "
+            f"got {rows.size(0)}"
+        )
+    comm = graph.comm
+    if path is not None:
+        fail_together(
+            comm, "gather: table", lambda: _check_table(graph, Path(path)), ValueError, MissingDependencyError
+        )
+
+    def at_root(own: Tensor, label: str) -> list[Tensor]:
+        return comm.all_to_all([own] + [own[:0]] * (comm.size - 1), label=label)
+
+    parts = at_root(rows.detach().contiguous(), "gather rows")
+    id_parts = at_root(ids.to(comm.device), "gather ids")
+    if comm.rank != 0:
+        return None
+    out = rows.new_empty((total, *rows.shape[1:]))
+    for part, part_ids in zip(parts, id_parts):
+        out[part_ids] = part
+    if path is not None:
+        numbers = out.float() if out.dtype == torch.bfloat16 else out  # NumPy has no bfloat16
+        graph.tables.write(Path(path), numbers.cpu().numpy(), node_type)
+    return out
+
+
+def _check_table(graph: ShardedGraph, path: Path) -> None:
+    """Raise unless rank 0 can write the table."""
+    if path.suffix != ".parquet":
+        raise ValueError(f"gather writes a Parquet table: the name of {path} must end with .parquet")
+    if graph.comm.rank == 0:
+        graph.tables.check()
