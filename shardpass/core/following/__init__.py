@@ -9,7 +9,7 @@ from shardpass.core.following.functions import FollowFunctions
 from shardpass.core.following.judge import verdict_of
 from shardpass.core.following.known import known_modules
 from shardpass.core.following.refusals import whole_graph
-from shardpass.core.following.row_count import OwnCount, OwnShape, RowCount
+from shardpass.core.following.row_count import OwnCount, OwnShape, RowCount, own_of
 from shardpass.core.following.rows import Rows
 from shardpass.core.following.user_line import is_called_by, user_line
 
@@ -24,6 +24,7 @@ __all__ = [
     "draws",
     "is_called_by",
     "known_modules",
+    "own_of",
     "unfollowed_anywhere",
     "user_line",
     "verdict_of",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardpass.core.following.follow import FollowRows
 from shardpass.core.following.refusals import ALL_ROWS, NUMBERS, refusal
-from shardpass.core.following.row_count import RowCount, plain_sizes
+from shardpass.core.following.row_count import RowCount, own_of, plain_sizes
 from shardpass.core.following.rows import Rows
 from shardpass.core.ranks import RowSet, is_out_of_memory, torch_private
 from shardpass.errors import RefusedError, ShardpassError
@@ -75,7 +75,7 @@ def _whole(leaf: Any, rows: Rows | None, follower: FollowRows) -> Any:
         return leaf.clone() if type(leaf) is Tensor else leaf
     total = _total(rows.of, follower)
     if not isinstance(leaf, Tensor):
-        return total if int(leaf) == rows.of.count else leaf
+        return total if own_of(leaf) == rows.of.count else leaf
     shape = [*leaf.shape]
     shape[rows.dim] = rows.outer * total * rows.inner
     if not leaf.numel():

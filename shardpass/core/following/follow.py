@@ -26,6 +26,7 @@ from shardpass.core.following.marks import Marks
 from shardpass.core.following.operation import SOFTMAX, VIEWS_IN_PLACE, Operation, needs_values
 from shardpass.core.following.origin import Origin
 from shardpass.core.following.refusals import NUMBERS, SUMS, Mixture, check_plain, failure, refusal
+from shardpass.core.following.row_count import RowCount
 from shardpass.core.following.rows import Rows
 from shardpass.core.following.user_line import is_called_by, user_line
 from shardpass.core.ranks import RowSet, torch_private
@@ -113,6 +114,11 @@ class FollowRows(torch_private.TorchDispatchMode):
         """Say that `tensor` holds no rows, whatever its size."""
         self.marks.forget(tensor)
         self.marks.origins[tensor] = Origin.CONSTANT
+
+    def count_of(self, of: RowSet, count: int | None = None) -> RowCount:
+        """How many rows of `of` this rank has, or a multiple `count` of that, as code that is followed gets it."""
+        known = next((known for known in self.marks.known if known == of and known.total is not None), of)
+        return RowCount(of.count if count is None else count, known, self.marks.made_of_counts)
 
     def note_count(self, count: int) -> None:
         """Note that the model was told the number of own rows as a plain `int`."""

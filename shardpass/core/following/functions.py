@@ -14,7 +14,7 @@ from shardpass.core.following.follow import FollowRows
 from shardpass.core.following.literal_places import PLACES, bounds_of, check_places
 from shardpass.core.following.made_rows import MadeRows
 from shardpass.core.following.origin import Origin
-from shardpass.core.following.row_count import OwnCount, OwnShape, RowCount, leaves_of, plain_sizes
+from shardpass.core.following.row_count import OwnCount, OwnShape, leaves_of, own_of, plain_sizes
 from shardpass.core.following.rows import Rows
 from shardpass.core.following.user_line import user_line
 from shardpass.core.ranks import RowSet
@@ -22,19 +22,18 @@ from shardpass.errors import RefusedError
 
 _LEAVES_TORCH = frozenset("tolist numpy __array__ __iter__ __len__ __dlpack__ _shape_as_tensor".split())
 _CONSTRUCTS = frozenset("tensor as_tensor asarray new_tensor".split())
-_IN_PLACE_TOO = (
-    "add sub mul div true_divide floor_divide remainder fmod pow clamp fill subtract multiply divide clip clamp_min "
-    "clamp_max masked_fill"
-).split()
-_TAKES_NUMBERS = frozenset(
-    "rsub float_power gt ge lt le eq ne tensor as_tensor asarray new_tensor full_like scalar_tensor hypot lerp where "
-    "linspace logspace addcmul addcdiv addmm addmv addbmm baddbmm leaky_relu elu celu softplus nan_to_num index_fill "
-    "scatter threshold __setitem__".split()
-    + [name + ending for name in _IN_PLACE_TOO for ending in ("", "_")]
+_TAKES_SIZES = frozenset(
+    "zeros ones empty rand randn eye arange range randperm new_zeros new_ones new_empty view reshape unflatten expand "
+    "broadcast_to repeat tile repeat_interleave narrow slice_scatter split split_with_sizes tensor_split unsafe_split "
+    "unsafe_split_with_sizes chunk as_strided set_ sparse_coo_tensor sparse_csr_tensor resize_ "
+    "empty_strided new_empty_strided bincount __get__ size numel nelement stride __format__ __repr__".split()
 )
-"""Functions with numbers among their arguments that are no sizes."""
-_FILLS = {"full": 1, "new_full": 2, "__setitem__": 2}
-"""Functions that take sizes or places and then a number, and its place among the arguments."""
+"""Functions whose numbers are sizes, or places where rows begin and end. Elsewhere a number is a value."""
+_SIZES_AT = {
+    "full": (0, "size"), "new_full": (1, "size"), "randint": (-1, "size"), "normal": (2, "size"),
+    "pad": (1, "pad"),
+}  # fmt: skip
+"""Functions that take values beside sizes: where the sizes stand among the arguments, and their name."""
 
 
 class FollowFunctions(TorchFunctionMode):
@@ -93,7 +92,7 @@ class FollowFunctions(TorchFunctionMode):
             self.follower.marks.mark(out, rows)  # torch copies the memory, and makes no operation of it
         if first is not None and name == "numel":
             rows = self._rows_of(first)
-            return out if rows is None else self._count(out, rows.of)
+            return out if rows is None else self.follower.count_of(rows.of, own_of(out))
         if first is not None and (name == "size" or (name == "__get__" and isinstance(out, torch.Size))):
             return self._counted(first, (*args[1:], *kwargs.values()), out)
         if is_cut and isinstance(out, Tensor) and self.follower.marks.rows_of(out) is None:
@@ -109,9 +108,6 @@ class FollowFunctions(TorchFunctionMode):
         if rows.of.judges:
             check_places(bounds, args[0], rows, self.follower.marks.made_of_counts)
         return False
-
-    def _count(self, count: int, of: RowSet) -> RowCount:
-        return RowCount(count, self._known(of))
 
     def _followed_hook(self, hook: Callable[[Tensor], Any], rows: Rows) -> Callable[[Tensor], Any]:
         """A hook of the user's that backward calls with the gradient of a tensor with rows."""
@@ -162,16 +158,19 @@ class FollowFunctions(TorchFunctionMode):
 
     def _check_numbers(self, name: str, args: Any, kwargs: Any) -> None:
         """Refuse numbers of this rank's rows where they are no sizes."""
-        given = (*args, *kwargs.values())
-        if name in _FILLS:
-            given = (*args[_FILLS[name] :][:1], kwargs.get("fill_value"))
-        for number in leaves_of(given) if name in _TAKES_NUMBERS or name in _FILLS else ():
+        if name in _TAKES_SIZES:
+            return
+        given = [*args, *kwargs.values()]
+        if name in ("__getitem__", "__setitem__"):
+            given = [part for part in leaves_of([*args[1:]]) if not isinstance(part, slice)]
+        elif name in _SIZES_AT:
+            place, key = _SIZES_AT[name]
+            sizes = (*args[place:][:1], kwargs.get(key))
+            given = [one for one in given if not any(one is size for size in sizes)]
+        for number in leaves_of(given):
             if isinstance(number, OwnCount):
                 number.refuse()
             self._check_number(number)
-        for number in (*args, *kwargs.values()):
-            if isinstance(number, float):
-                self._check_number(number)
 
     def _one_hot(self, func: Any, args: Any, kwargs: Any) -> Any:
         """With a number of classes, it looks at all rows only to check them."""
@@ -193,7 +192,7 @@ class FollowFunctions(TorchFunctionMode):
         rows = self._rows_of(tensor)
         if rows is None or rows.size != rows.of.count:
             return out
-        count = self._count(rows.size, rows.of)
+        count = self.follower.count_of(rows.of)
         if isinstance(out, torch.Size):
             return OwnShape(count if dim == rows.dim else size for dim, size in enumerate(out))
         return count if dims and dims[0] % tensor.dim() == rows.dim else out

@@ -69,7 +69,7 @@ class MadeRows:
         if len(dims) > 1 or (repeats and given is not None):
             self._refuse(name, of)
         dim, count = counts[0]
-        if found is not None or int(count) != of.count:
+        if found is not None or count.own != of.count:
             return None
         if name == "repeat_interleave":
             dim = kwargs.get("dim", args[2] if len(args) > 2 else 0) or 0

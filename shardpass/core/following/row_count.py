@@ -4,31 +4,29 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
-from shardpass.core.following.user_line import user_line
-from shardpass.core.ranks import RowSet
+from shardpass.core.following.user_line import is_asked_by, user_line
+from shardpass.core.ranks import RowSet, torch_private
 from shardpass.errors import RefusedError
 
-_Number: Any = np.int64  # whose methods are typed too narrowly for ours
+_LIBRARIES = ("shardpass.", "torch_geometric.", "torch.", "dgl.", "numpy.")
 
 
-class OwnCount(_Number):
+class OwnCount:
     """A number that a rank has a part of. It may be a size; sums, differences and multiples are such numbers again.
 
-    It is no `int`, since ``1.0 / n`` and ``math.log(n)`` do not ask a subclass of `int` what it makes of that. torch
-    takes NumPy's numbers wherever it takes an `int`. `isinstance` calls it one, as it does the plain number that a call
-    which nobody follows gets.
+    `isinstance` calls it an `int`, as the plain number is that a call which nobody follows gets. A class of a number
+    that torch or NumPy takes for a size derives from it.
     """
 
     __class__ = property(lambda self: int)  # type: ignore[assignment]
-
-    def __new__(cls, count: int, *_: Any) -> Any:
-        return super().__new__(cls, count)
+    own: int
+    """What it is on this rank."""
 
     def refuse(self) -> NoReturn:
         """Raise: something else is computed from this rank's number."""
@@ -44,7 +42,7 @@ class OwnCount(_Number):
     def _combined(self, operation: Callable[..., int], other: Any) -> Any:
         if isinstance(other, float):
             self.refuse()
-        return self.computed(operation, other) if isinstance(other, (int, OwnCount)) else NotImplemented
+        return self.computed(operation, other) if isinstance(other, (int, np.integer, OwnCount)) else NotImplemented
 
     def __add__(self, other: Any) -> Any:
         return self._combined(operator.add, other)
@@ -56,6 +54,8 @@ class OwnCount(_Number):
         return self._combined(lambda mine, theirs: theirs - mine, other)
 
     def __mul__(self, other: Any) -> Any:
+        if isinstance(other, (list, tuple, str, bytes)):
+            self.refuse()
         return self._combined(operator.mul, other)
 
     def __neg__(self) -> Any:
@@ -64,33 +64,39 @@ class OwnCount(_Number):
     def __abs__(self) -> Any:
         return self.computed(abs)
 
+    def __pos__(self) -> Any:
+        return self
+
     __radd__, __rmul__ = __add__, __mul__
 
     __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = _refused
-    __divmod__ = __rdivmod__ = __float__ = __complex__ = __array__ = __array_ufunc__ = _refused
+    __divmod__ = __rdivmod__ = __float__ = __complex__ = __array__ = _refused
     __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __invert__ = _refused
-    __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = __round__ = _refused
+    __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = __round__ = __trunc__ = __floor__ = __ceil__ = _refused
+    __array_ufunc__ = _refused
     item = tolist = clip = astype = _refused  # of NumPy's numbers
+    bit_length = bit_count = to_bytes = as_integer_ratio = is_integer = conjugate = _refused  # of Python's
+    numerator = denominator = real = imag = property(_refused)
 
     def __bool__(self) -> bool:
-        return self > 0
+        return self > 0  # type: ignore[operator, no-any-return]
 
     def __eq__(self, other: object) -> Any:
-        return int(self) == (int(other) if isinstance(other, OwnCount) else other)
+        return self.own == own_of(other)
 
     def __ne__(self, other: object) -> Any:
         return not self == other
 
     def __hash__(self) -> int:
-        return hash(int(self))
+        return hash(self.own)
 
     def __repr__(self) -> str:
-        return str(int(self))
+        return str(self.own)
 
     __str__ = __repr__
 
     def __reduce__(self) -> Any:
-        return int, (int(self),)
+        return int, (self.own,)
 
     def __deepcopy__(self, memo: Any) -> Any:
         return self
@@ -99,56 +105,90 @@ class OwnCount(_Number):
         return self
 
     def __format__(self, how: str) -> str:
-        return format(int(self), how)
+        return format(self.own, how)
 
 
-class RowCount(OwnCount):
+def own_of(number: Any) -> Any:
+    """A number as it is on this rank, whether all ranks have it alike or not."""
+    return number.own if isinstance(number, OwnCount) else number
+
+
+class RowCount(OwnCount, torch.SymInt):
     """How many rows of a set this rank has, as ``x.size(0)`` gives it.
 
     Models use it as a size, and compare it with other sizes. A branch on it, or a quotient, would differ from that on
-    the whole graph.
+    the whole graph. torch takes a `SymInt` wherever it takes a size, and NumPy, `range`, lists, dicts and `math` ask it
+    for a plain number, which is refused.
 
     Args:
         count: the number.
         of: the set.
+        given: plain numbers that are the number of own rows, which ``len`` gave away.
+        total: what it is on the whole graph, if that is known; for the number itself, that of the set.
     """
 
-    def __init__(self, count: int, of: RowSet) -> None:
-        self.of = of
+    def __init__(self, count: int, of: RowSet, given: Container[float] = (), total: int | None = None) -> None:
+        self.own, self.of, self.given = int(count), of, given
+        self.total = of.total if total is None and self.own == of.count else total
 
     def refuse(self) -> NoReturn:
         """Raise: something is computed from this rank's number of rows."""
         raise RefusedError(
-            f"{user_line()}: computes with {int(self)}, the number of {self.of.name} that this rank holds, which "
+            f"{user_line()}: computes with {self.own}, the number of {self.of.name} that this rank holds, which "
             f"differs from that of the whole graph. Use the numbers of the whole graph (graph.total_nodes, "
             f"graph.total_edges)"
         )
 
+    _refused = OwnCount._refused
+    __index__ = __int__ = __hash__ = _refused  # type: ignore[assignment]
+
+    @property
+    def node(self) -> Any:
+        """What C++ reads of a size where no function mode sees it, as vmap does."""
+        return torch_private.PlainSize(self.own) if is_asked_by(torch_private.VMAP_SIZES) else self.refuse()
+
+    def __repr__(self) -> str:
+        """No plain number, which code might read from the text."""
+        return f"{self.own} of {self.total or 'all'}"
+
+    __str__ = __repr__
+
+    def __format__(self, how: str) -> str:
+        return format(repr(self), how.strip("dn,_"))
+
     def computed(self, operation: Callable[..., int], *others: Any) -> Any:
-        return RowCount(operation(int(self), *map(int, others)), self.of)
+        totals = [other.total if isinstance(other, RowCount) else other for other in (self, *others)]
+        total = None if None in totals else operation(*totals)
+        return RowCount(operation(self.own, *map(own_of, others)), self.of, self.given, total)
 
     def __floordiv__(self, other: Any) -> Any:
         """The number of rows times a divisor of what each has, as ``h.numel() // h.size(1)`` is."""
-        each, rest = divmod(int(self), max(1, self.of.count))
+        each, rest = divmod(self.own, max(1, self.of.count))
         if type(other) is not int or other < 1 or rest or each % other:
             self.refuse()
         return self.computed(operator.floordiv, other)
 
-    def _compared(self, operation: Callable[[int, int], bool], other: Any) -> bool:
-        if isinstance(other, OwnCount):
-            return operation(int(self), int(other))
-        if isinstance(other, int) and other in (0, 1) and self.of.total is not None:
-            return operation(self.of.total, other)  # a rank without rows takes the branch that the others take
-        if other in (0, int(self)):  # such as ``edge_index.max() + 1``, which is the number of own rows too
-            return operation(int(self), other)
+    def _compared(self, operation: Callable[[Any, Any], bool], other: Any) -> bool:
+        if isinstance(other, RowCount):
+            if None in (self.total, other.total) and self.of != other.of:
+                self.refuse()
+            return operation(self.own, other.own) if self.of == other.of else operation(self.total, other.total)
+        if other == self.own and other in self.given:
+            return operation(self.own, other)
+        if self.total is not None:
+            return operation(self.total, other)  # every rank takes the branch that the whole graph takes
+        if other in (0, self.own):  # such as ``edge_index.max() + 1``, which is the number of own rows too
+            return operation(self.own, other)
         self.refuse()
 
     def __eq__(self, other: object) -> Any:
-        if not isinstance(other, OwnCount) and isinstance(other, int) and other == self.of.total != self.of.count:
-            self.refuse()  # on the whole graph it is
-        return super().__eq__(other)
-
-    __hash__ = OwnCount.__hash__
+        if isinstance(other, RowCount) and self.of != other.of and None not in (self.total, other.total):
+            return self.total == other.total
+        if isinstance(other, OwnCount) or self.total is None or other in self.given or is_asked_by(*_LIBRARIES):
+            return self.own == own_of(other)  # of the shapes of two tensors
+        if other == self.own != self.total:
+            self.refuse()  # which the other ranks would not find
+        return other == self.total
 
     def __lt__(self, other: Any) -> bool:
         return self._compared(operator.lt, other)
@@ -192,8 +232,9 @@ class OwnShape(tuple):  # type: ignore[type-arg]
 def plain_sizes(value: Any) -> Any:
     """`value` with an `int` in place of each own count in it, in tuples, lists and slices too."""
     if isinstance(value, OwnCount):
-        return int(value)
-    if type(value) in (tuple, list, OwnShape) and any(isinstance(v, (OwnCount, tuple, list, slice)) for v in value):
+        return value.own
+    is_list = type(value) in (tuple, list, OwnShape, torch.Size)
+    if is_list and any(isinstance(one, (OwnCount, tuple, list, slice)) for one in value):
         return list(map(plain_sizes, value)) if isinstance(value, list) else tuple(map(plain_sizes, value))
     if isinstance(value, slice):
         return slice(*map(plain_sizes, (value.start, value.stop, value.step)))

@@ -21,6 +21,12 @@ def user_line(error: BaseException | None = None) -> str:
     return "in a library"
 
 
+def is_asked_by(*packages: str) -> bool:
+    """Whether the innermost code outside of this package is that of `packages`."""
+    names = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_stack(None))
+    return next(name for name in names if not name.startswith("shardpass.core.following.")).startswith(packages)
+
+
 def is_called_by(package: str) -> bool:
     """Whether code of `package` is among the callers."""
     return any(frame.f_globals.get("__name__", "").startswith(package) for frame, _ in traceback.walk_stack(None))

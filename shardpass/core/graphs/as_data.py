@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from shardpass.core.exchange import node_set
-from shardpass.core.following import RowCount, user_line
+from shardpass.core.following import user_line
 from shardpass.core.graphs.edge_index import ShardedEdgeIndex
 from shardpass.core.graphs.graph import ShardedGraph
 from shardpass.core.sharding import NODE
@@ -64,12 +64,12 @@ class GraphArgument(ShardedEdgeIndex):
     @property
     def num_nodes(self) -> Any:
         """Own nodes, which may be a size. Anything else that is computed from their number is refused."""
-        return RowCount(self.graph.num_own_nodes, node_set(NODE, self.graph.num_own_nodes))
+        return self.plan.comm.count_of(node_set(NODE, self.graph.num_own_nodes))
 
     @property
     def num_edges(self) -> Any:
         """Own edges, likewise."""
-        return RowCount(self.graph.num_own_edges, self.plan.edge_set(self.graph.num_own_edges))
+        return self.plan.comm.count_of(self.plan.edge_set(self.graph.num_own_edges))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "graph":

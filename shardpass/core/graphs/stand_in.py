@@ -97,12 +97,12 @@ class EdgeListCount(RowCount):
     def __eq__(self, other: object) -> Any:
         if type(other) is int and other == 0 and self.of.total is not None:
             raise RefusedError(
-                f"{user_line()}: whether there are {int(self)} {self.of.name} is asked of this rank, which has a part "
+                f"{user_line()}: whether there are {self.own} {self.of.name} is asked of this rank, which has a part "
                 f"of them. Ask `> 0`, which is answered for all ranks, or leave it out: layers take lists without edges"
             )
         return super().__eq__(other)
 
-    __hash__ = RowCount.__hash__
+    __hash__ = RowCount.__hash__  # type: ignore[assignment]
 
 
 class NoneHere(int):

@@ -160,6 +160,12 @@ class Ranks(DelegatingCommunicator):
         """Whether what runs now is followed, and not a part of the engine or a known module."""
         return self.forward is not None and self.forward.rows is not None and not self.forward.rows.is_paused
 
+    def count_of(self, of: RowSet) -> Any:
+        """How many rows of a set this rank has: a size, with which code that is followed may not compute."""
+        if self.runs_user_code and self.forward is not None and self.forward.rows is not None:
+            return self.forward.rows.count_of(of)
+        return of.count
+
     def note_count(self, count: int) -> None:
         """See `RowWatch.note_count`; nothing if what runs now is not followed."""
         if self.runs_user_code and self.forward is not None and self.forward.rows is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 from torch import Tensor
 
@@ -114,6 +114,10 @@ class RowWatch(Protocol):
 
     def set_of_ids(self, ids: Tensor) -> RowSet:
         """What the rows are that are fetched by node ids of the whole graph. Refuse numbers of own rows."""
+        ...
+
+    def count_of(self, of: RowSet) -> Any:
+        """How many rows of `of` this rank has: a size, with which nothing may be computed."""
         ...
 
     def note_count(self, count: int) -> None:

@@ -233,6 +233,34 @@ def without_memory(kind: type[Tensor], like: Tensor, device: torch.device) -> An
 
 
 VMAP = "torch._functorch.vmap"
+VMAP_SIZES = "torch._functorch"
+
+
+class PlainSize:
+    """What C++ takes a number of Python's by, where it asks for the node of a `SymInt`."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def maybe_as_int(self) -> int:
+        """The number."""
+        return self._size
+
+    def guard_int(self, *_: object) -> int:
+        """The number, as code needs it that takes no symbols."""
+        return self._size
+
+    def is_int(self) -> bool:
+        """It is an integer."""
+        return True
+
+    def is_symbolic(self) -> bool:
+        """It is no symbol."""
+        return False
+
+    is_float = is_bool = is_nested_int = is_symbolic
+
+
 """The module of which vmap runs."""
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardpass.core.following import FollowFunctions, FollowRows, RowCount
+from shardpass.core.following import FollowFunctions, FollowRows
 from shardpass.core.ranks import RowSet, get_random_state, set_random_state
 from shardpass.core.sharding import to_device
 from shardpass.core.tracing.edge_trace import EdgeTrace, tensors_in
@@ -95,11 +95,12 @@ def check_row_wise(program: Program, structure: Structure, num_dst: int) -> None
     index = (torch.arange(_NUM_EDGES) % _NUM_NODES).to(device)
     follower.mark(index, _edges(), points_to=_nodes())
     made = Sides.of((key, _made_up(t, program, follower, key.side == "edge")) for key, t in program.inputs.items())
-    num_nodes: Any = RowCount(_NUM_NODES, _nodes())
+    is_known = beside is not None and beside.in_known
+    num_nodes: Any = _NUM_NODES if is_known else follower.count_of(_nodes())
     inputs = Inputs(made.src, made.dst, made.edge, index, num_nodes)
     try:
         trace = _FollowedTrace(program, inputs, _FollowedReductions(follower, num_dst))
-        counts = nullcontext() if beside is not None and beside.in_known else FollowFunctions(follower)
+        counts = nullcontext() if is_known else FollowFunctions(follower)
         with torch.no_grad(), nullcontext() if beside is None else beside.left_to_another(), counts, trace, follower:
             message = program.message(inputs)
             for rows in tensors_in([message]):

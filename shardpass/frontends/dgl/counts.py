@@ -6,23 +6,31 @@ import operator
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from shardpass.core.following import OwnCount
+from shardpass.core.following import OwnCount, own_of
 from shardpass.core.ranks import torch_private
 from shardpass.frontends.dgl.closed import refused
 
+_Number: Any = np.int64  # whose methods are typed too narrowly for ours
 
-class NodeCount(OwnCount):
+
+class NodeCount(OwnCount, _Number):
     """How many nodes this rank has. Whether there are any, or more than a number, is answered for all ranks together.
 
     Models branch on that (``if graph.num_nodes() > 1000``), and every rank must take the branch that the whole graph
-    takes. ``==`` compares this rank's number, since that is how code checks shapes.
+    takes. ``==`` compares this rank's number, since that is how code checks shapes. It is a number of NumPy's, which
+    torch takes for a size, and not an `int`, since ``1.0 / n`` does not ask a subclass of `int` what it makes of that.
+    Code that is followed gets a `RowCount`.
     """
 
+    def __new__(cls, own: int, total: int) -> Any:
+        return super().__new__(cls, own)
+
     def __init__(self, own: int, total: int) -> None:
-        self.total = total
+        self.own, self.total = int(own), total
 
     @classmethod
     def of(cls, own: int, total: int) -> Any:
@@ -30,7 +38,7 @@ class NodeCount(OwnCount):
         return cls(own, total)
 
     def _compared(self, operation: Callable[[Any, Any], bool], other: Any) -> bool:
-        return operation(int(self), int(other)) if isinstance(other, OwnCount) else operation(self.total, other)
+        return operation(self.own, other.own) if isinstance(other, OwnCount) else operation(self.total, other)
 
     def __gt__(self, other: Any) -> bool:
         return self._compared(operator.gt, other)
@@ -53,13 +61,13 @@ class NodeCount(OwnCount):
 
     def computed(self, operation: Callable[..., int], *others: int) -> Any:
         totals = (getattr(other, "total", other) for other in others)
-        return type(self).of(operation(int(self), *map(int, others)), operation(self.total, *totals))
+        return type(self).of(operation(self.own, *map(own_of, others)), operation(self.total, *totals))
 
     def __mul__(self, other: Any) -> Any:
         if isinstance(other, NodeCount):
             raise _differs("a number of pairs of this rank's nodes or edges")
         if isinstance(other, float):  # a share of the edges, such as edge dropout takes
-            return type(self).of(int(int(self) * other), int(self.total * other))
+            return type(self).of(int(self.own * other), int(self.total * other))
         return super().__mul__(other)
 
     __rmul__ = __mul__
@@ -75,7 +83,7 @@ class EdgeCount(NodeCount):
         return not self == other
 
     def __hash__(self) -> int:
-        return hash(int(self))
+        return hash(self.own)
 
 
 def _differs(what: str) -> Exception:

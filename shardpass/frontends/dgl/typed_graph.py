@@ -8,6 +8,7 @@ import torch
 from dgl import DGLError
 from torch import Tensor
 
+from shardpass.core.exchange import node_set
 from shardpass.core.graphs import require_device
 from shardpass.core.ranks import HoldsEdges, Ranks, RowSet, unfollowed
 from shardpass.frontends.dgl.chosen import chosen_rows
@@ -115,12 +116,16 @@ class TypedGraph(Closed, HoldsEdges):
 
     # ---- sizes
 
-    @staticmethod
-    def _count(known: dict[Any, Any], kind: Any, what: str) -> int:
-        chosen = known.values() if kind is None else [known[TypedGraph._one(known, kind, what)]]
-        counted = EdgeCount if what == "Edge" else NodeCount
-        found: int = counted.of(sum(one.num for one in chosen), sum(one.total for one in chosen))
-        return found
+    def _count(self, known: dict[Any, Any], kind: Any, what: str) -> Any:
+        kinds = [*known] if kind is None else [self._one(known, kind, what)]
+        own, total = (sum(getattr(known[kind], name) for kind in kinds) for name in ("num", "total"))
+        if self.comm.runs_user_code and not self.shows_part:
+            root = known[kinds[0]].plan.edge_set(own).root if what == "Edge" else node_set(kinds[0], own).root
+            of = RowSet(
+                f"{what.split()[-1].lower()}s", own, root if len(kinds) == 1 else ("kinds", *kinds), total=total
+            )
+            return self.comm.count_of(of)
+        return (EdgeCount if what == "Edge" else NodeCount).of(own, total)
 
     def num_src_nodes(self, ntype: NodeType | None = None) -> int:
         """How many source nodes of a type this rank has; `None` means all types."""

@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from shardpass.core.following import RowCount
 from shardpass.core.ranks import Ranks, RowSet, torch_private
 from shardpass.core.tracing import Inputs, Key, Side
 from shardpass.core.training import SteadyNorms
@@ -57,8 +56,7 @@ class ShardedNodeBatch(NodeBatch):
     def batch_size(self) -> Any:
         """The number of these nodes, which may be a size and nothing else."""
         count = super().batch_size()
-        followed = self.alike is not None and self.comm is not None and self.comm.runs_user_code
-        return RowCount(count, self.alike) if followed and self.alike is not None else count
+        return count if self.alike is None or self.comm is None else self.comm.count_of(self.alike)
 
     def __len__(self) -> int:
         count = int(super().batch_size())
