@@ -84,7 +84,10 @@ def onto_nodes(rows: Tensor, g: Any) -> Tensor:
     ends = g.edges_of(None).dst_rows if is_sharded else g.edges()[1]
     flat = rows.reshape(rows.size(0), rows.shape[1:].numel())
     with g.comm.unfollowed() if is_sharded else nullcontext():
-        return flat.new_zeros(g.num_nodes(), flat.size(1)).index_add(0, ends, flat * edges(SIGNS, g).unsqueeze(1))
+        out = flat.new_zeros(g.num_nodes(), flat.size(1)).index_add(0, ends, flat * edges(SIGNS, g).unsqueeze(1))
+    if is_sharded:
+        g.comm.note_result(out)
+    return out
 
 
 EVERY_MODE = (MODES,) * 3

@@ -115,15 +115,53 @@ a constant split
 """
 
 TURNED = """
+eight rows turned
+    h = h.reshape(8, -1).t()  # here
+columns of own length turned
+    h = h.reshape(8, n).t()  # here
+transposed, then rows
+    h = h.t().reshape(n, 8)  # here
+transposed, contiguous, then rows
+    h = h.t().contiguous().view(n, 8)  # here
+rows in eight blocks
+    h = h.unflatten(0, (8, -1)).transpose(0, 1).reshape(n, 8)  # here
 pairs of rows
     h = h.view(-1, 16).relu().flip(1).view(n, 8)  # here
+edge rows beside node rows
+    made: self.up = nn.Linear(4, 8)
+    h = h + self.up(ea)  # here
+a mask of edges on nodes
+    h = h * (w > 0.5)[:, None]  # here
+kinds of edges as labels
+    h = h + self.emb(kind)  # here
+node rows as weights of edges
+    made: self.over = gnn.GraphConv(8, 8)
+    h = self.over(h, ei, h[:, 0].sigmoid())  # here
+node rows summed over edges
+    h = h + torch.zeros_like(h).index_add(0, ei[1], h)  # here
 """
 
 NUMPY = """
+NumPy, a line
+    h = h * torch.from_numpy(np.linspace(0, 1, n))[:, None]  # here
+NumPy, numbers of rows
+    h = h * torch.from_numpy(np.cumsum(np.ones(n)))[:, None]  # here
 NumPy, a range
     h = h * torch.as_tensor(np.arange(n) % 2)[:, None]  # here
+NumPy, a window
+    h = h * torch.tensor(np.hanning(n))[:, None]  # here
+NumPy, a product of sizes
+    h = h / np.prod(h.shape)  # here
 NumPy, a logarithm
     h = h / np.log(n)  # here
+NumPy, a quotient
+    h = h * float(np.float64(1) / n)  # here
+NumPy, an array of sizes
+    h = h / np.array(h.shape)[0]  # here
+NumPy, draws of one seed
+    h = h * torch.as_tensor(np.random.RandomState(0).rand(n, 1))  # here
+NumPy, a sum of ones
+    h = h / np.ones(n).sum()  # here
 NumPy, a mean of rows
     h = h - torch.from_numpy(h.detach().numpy().mean(0))  # here
 NumPy, from dlpack
@@ -165,24 +203,54 @@ a scripted module
 """
 
 ESCAPES = """
+one by the number of nodes
+    h = h * (1 / utils.num_nodes.maybe_num_nodes(ei))  # here
+padded with the number
+    h = h + F.pad(h[:, :7], (0, 1), value=n)  # here
 a loss's bend
     h = F.huber_loss(h, -h * n**0 * 50, reduction="none", delta=n)  # here
+a smooth loss's bend
+    h = F.smooth_l1_loss(h, -h, reduction="none", beta=n)  # here
 the shape as a tensor
     h = h / torch._shape_as_tensor(h)[0]  # here
+the number as a float
+    h = h / torch.sym_float(n)  # here
+a table of numbers
+    h = h * {136: 2.0, 40: 3.0}.get(n, 1.0)  # here
 a list of own length
     h = h * torch.tensor([1.0] * n).cumsum(0)[:, None]  # here
+the length of the storage
+    h = h / len(h.untyped_storage())  # here
+the bytes of the storage
+    h = h / h.contiguous().untyped_storage().nbytes()  # here
+the bytes of a tensor
+    h = h / h.nbytes  # here
+a stride
+    h = h / h.t().contiguous().stride(0)  # here
 a bound
     h = h.clamp(max=n / 50)  # here
 a slope
     h = F.leaky_relu(h, n / 500)  # here
+an epsilon
+    h = F.layer_norm(h, (8,), eps=n)  # here
 a threshold
     h = F.threshold(h, n / 100, 0.0)  # here
 an exponent
     h = h.abs() ** (n / 100)  # here
 a scaled sum
     h = torch.add(h, x[:, :1], alpha=n)  # here
+an integer
+    h = h / int(n)  # here
 a float
     h = h / float(n)  # here
+an index
+    h = h / operator.index(n)  # here
+a text
+    h = h * len(f"{n}")  # here
+a fraction
+    h = h * float(fractions.Fraction(1, n))  # here
+pairs
+    h = h / math.comb(n, 2)  # here
 a square root
     h = h / math.sqrt(n)  # here
 a remainder
@@ -200,6 +268,8 @@ rows listed
     h = h / len(h.detach().tolist())  # here
 a sum of own length
     h = h / torch.ones(n).sum()  # here
+the last of a range
+    h = h / torch.arange(n)[-1]  # here
 the size of a new tensor
     h = h / torch.empty(n, 3).numel()  # here
 the number of edges

@@ -260,6 +260,8 @@ channels split
     h = torch.cat([c, b, a], 1)
 channels one by one
     h = torch.stack([c * (i + 1) for i, c in enumerate(h.unbind(1))], 1)
+channels by picks
+    h = h[:, [1, 0, 3, 2, 5, 4, 7, 6]]
 one label per node
     h = h + F.one_hot(y, num_classes=8)
 a table of labels
@@ -302,6 +304,8 @@ length of rows
     h = h / torch.linalg.vector_norm(h, dim=1, keepdim=True).clamp(min=1)
 distances to prototypes
     h = torch.cdist(h, self.lin.weight).neg().exp()
+similarity to prototypes
+    h = F.cosine_similarity(h[:, None], self.lin.weight[None], -1)
 nearest prototype
     h = h + self.lin.weight[torch.cdist(h, self.lin.weight).argmin(1)]
 places among constants

@@ -173,8 +173,6 @@ AS_MANY = {
 }
 
 
-WAITS = pytest.mark.xfail(strict=True, reason="waits for core/following to ask RowSet.is_other_than")
-WAITING = [pytest.param(case, marks=[WAITS] if case[1] != "# taken" else []) for case in CASES]
 
 
 def made(case):
@@ -204,12 +202,11 @@ def test_rows_of_edges_of_the_relation_are_exact(case):
     assert_rows(ran(model, case, REV), expected)
 
 
-@pytest.mark.parametrize("case", WAITING, ids=" ".join)
+@pytest.mark.parametrize("case", CASES, ids=" ".join)
 def test_rows_of_edges_of_another_relation_are_refused(case):
     assert_refused(ran(made(case)[0], case, FWD), case[1].split(":")[0], "edges")
 
 
-@WAITS
 @pytest.mark.parametrize("name", AS_MANY)
 def test_rows_of_nodes_are_no_rows_of_edges(name):
     wrap, make, call = AS_MANY[name]

@@ -65,7 +65,7 @@ def _rows_of(follower: FollowRows, leaf: Any) -> Rows | None:
         return Rows(0, leaf.of)
     if type(leaf) is not Tensor:
         return None
-    follower.marks.adopt(leaf)
+    follower.marks.recognise(leaf)
     return follower.marks.rows_of(leaf)
 
 

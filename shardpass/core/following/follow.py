@@ -77,6 +77,7 @@ class FollowRows(torch_private.TorchDispatchMode):
         marks: what is known of tensors.
         draws: looks after random numbers; `None` inside a message function, where edges have seeds of their own.
         in_known: a module that is known to be exact is running.
+        made: the sets whose rows the engine has marked since the last module that is known began.
         is_left_to_another: a message function is running, which another one follows.
         is_paused: what runs now is not followed.
         sees_functions: `FollowFunctions` is on, which sees each torch function that Python code calls.
@@ -91,6 +92,7 @@ class FollowRows(torch_private.TorchDispatchMode):
         self.draws: ForwardDraws | None = None
         self.is_paused = False
         self.in_known = False
+        self.made: list[RowSet] = []
         self.is_left_to_another = False
         self.sees_functions = False
         self._functions = 0
@@ -108,7 +110,14 @@ class FollowRows(torch_private.TorchDispatchMode):
 
     def mark(self, tensor: Tensor, of: RowSet, dim: int = 0, points_to: RowSet | None = None) -> None:
         """Say that dimension `dim` of `tensor` holds the rows `of`."""
+        of = self.marks.in_full(of)
         self.marks.mark(tensor, Rows(dim % max(1, tensor.dim()), of, points_to=points_to))
+        self.made.append(of)
+
+    def recognise(self, value: Any, given: Any = ()) -> None:
+        """Recognise the tensors in `value`, which the engine made of `given`, by their sizes."""
+        with self.paused():
+            self.marks.recognise(value, [*self.marks.sets_in(given), *reversed(self.made)])
 
     def mark_plain(self, tensor: Tensor) -> None:
         """Say that `tensor` holds no rows, whatever its size."""
@@ -117,8 +126,7 @@ class FollowRows(torch_private.TorchDispatchMode):
 
     def count_of(self, of: RowSet, count: int | None = None) -> RowCount:
         """How many rows of `of` this rank has, or a multiple `count` of that, as code that is followed gets it."""
-        known = next((known for known in self.marks.known if known == of and known.total is not None), of)
-        return RowCount(of.count if count is None else count, known, self.marks.made_of_counts)
+        return RowCount(of.count if count is None else count, self.marks.in_full(of), self.marks.made_of_counts)
 
     def note_count(self, count: int) -> None:
         """Note that the model was told the number of own rows as a plain `int`."""
@@ -135,7 +143,7 @@ class FollowRows(torch_private.TorchDispatchMode):
     def row_dim(self, tensor: Tensor) -> int | None:
         """The dimension of `tensor` that holds rows; `None` if none does, or if nobody knows."""
         with self.paused():
-            self.marks.adopt([tensor])
+            self.marks.recognise(tensor)
         rows = self.marks.rows.get(tensor)
         return None if rows is None or not rows.of.judges else rows.dim
 
@@ -265,7 +273,14 @@ class FollowRows(torch_private.TorchDispatchMode):
     def require(self, tensor: Tensor, of: RowSet) -> None:
         """Refuse a tensor that is to have a row for each of `of` along dimension 0, if its rows are made of several."""
         self.marks.check_result(tensor)
+        if self.marks.is_filled(tensor):
+            self.recognise(tensor)
         rows, origin = self.marks.rows.get(tensor), self.marks.origins.get(tensor)
+        if rows is not None and rows.fit(tensor) and rows.of.is_other_than(of):
+            raise RefusedError(
+                f"{user_line()}: expected a row for each of the {of.name}, found {rows.of.name}"
+                f"{' of another relation' if rows.of.is_of_edges and of.is_of_edges else ''}"
+            )
         if self.in_known:
             return  # a known module made it
         alike = of.is_of_edges or (rows is not None and rows.dim == 0 and rows.of.goes_with(of))
@@ -277,7 +292,7 @@ class FollowRows(torch_private.TorchDispatchMode):
     def set_of_ids(self, ids: Tensor) -> RowSet:
         """What the rows are that are fetched by node ids of the whole graph. Refuse numbers of own rows."""
         self.marks.check_result(ids)
-        self.marks.adopt([ids])
+        self.marks.recognise(ids)
         found = self.marks.rows.get(ids)
         if found is None or not found.fit(ids):
             return RowSet.fetched(ids.size(0))
@@ -322,7 +337,7 @@ class FollowRows(torch_private.TorchDispatchMode):
     def is_sum(self, tensor: Tensor) -> bool:
         """Whether `tensor` was summed over own rows; if not, it may be alike on all ranks. Refuse anything else."""
         with self.paused():
-            self.marks.adopt([tensor])
+            self.marks.recognise(tensor)
         mixture, rows = self.marks.mixtures.get(tensor), self.marks.rows.get(tensor)
         if mixture is not None and not mixture.is_sum:
             raise refusal(f"`{mixture.name}` makes no sum of the {mixture.of.name}", SUMS, mixture.line)
@@ -340,7 +355,10 @@ class FollowRows(torch_private.TorchDispatchMode):
         )
 
     def _operands(self, leaves: list[Any]) -> dict[int, Rows]:
-        self.marks.adopt(leaves)
+        if self._functions:
+            self.marks.adopt(leaves)  # what the function was given is known
+        else:
+            self.marks.recognise(leaves)
         found = {}
         for i, leaf in enumerate(leaves):
             rows = self.marks.rows.get(leaf) if isinstance(leaf, Tensor) else None
@@ -373,7 +391,8 @@ class FollowRows(torch_private.TorchDispatchMode):
 
     def _note_origin(self, func: Any, leaves: list[Any], outs: list[Tensor], is_seeded: bool) -> None:
         if func.overloadpacket in _EMPTY:
-            return  # what is put into it tells, as kernels of other libraries do without torch
+            self.marks.origins.update(dict.fromkeys(outs, Origin.EMPTY))
+            return
         given = [self.marks.origin_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
         if draws(func) and not is_seeded and max(given, default=Origin.CONSTANT) <= Origin.CONSTANT:
             given = [Origin.FREE]

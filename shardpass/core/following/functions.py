@@ -17,7 +17,6 @@ from shardpass.core.following.origin import Origin
 from shardpass.core.following.row_count import OwnCount, OwnShape, leaves_of, own_of, plain_sizes
 from shardpass.core.following.rows import Rows
 from shardpass.core.following.user_line import user_line
-from shardpass.core.ranks import RowSet
 from shardpass.errors import RefusedError
 
 _LEAVES_TORCH = frozenset("tolist numpy __array__ __iter__ __len__ __dlpack__ _shape_as_tensor".split())
@@ -55,7 +54,7 @@ class FollowFunctions(TorchFunctionMode):
         if self.follower.is_paused:
             return func(*plain_sizes(args), **{key: plain_sizes(value) for key, value in kwargs.items()})
         with self.follower.marks.remembered(), self.follower.in_function():
-            return self._function(func, name, args, kwargs)
+            return self._function(func, name, types, args, kwargs)
 
     def __enter__(self) -> FollowFunctions:
         self._is_within, self.follower.sees_functions = self.follower.sees_functions, True
@@ -65,7 +64,9 @@ class FollowFunctions(TorchFunctionMode):
         self.follower.sees_functions = self._is_within
         super().__exit__(*error)
 
-    def _function(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    def _function(self, func: Any, name: str, types: Any, args: Any, kwargs: Any) -> Any:
+        with self.follower.paused():
+            self.follower.marks.recognise((args, kwargs))
         first = args[0] if args and isinstance(args[0], Tensor) else None
         if name == "register_hook" and first is not None and (rows := self._rows_of(first)) is not None:
             return func(first, self._followed_hook(args[1], rows))
@@ -88,6 +89,8 @@ class FollowFunctions(TorchFunctionMode):
             raise told from error
         if isinstance(out, OwnCount):  # what stands for an edge_index has told it
             return out
+        if any(issubclass(kind, Tensor) and kind not in (Tensor, nn.Parameter) for kind in types):
+            self.follower.recognise(out, (args, kwargs))  # a stand-in of the engine's has made it
         if name == "__deepcopy__" and first is not None and (rows := self._rows_of(first)) is not None:
             self.follower.marks.mark(out, rows)  # torch copies the memory, and makes no operation of it
         if first is not None and name == "numel":
@@ -98,6 +101,8 @@ class FollowFunctions(TorchFunctionMode):
         if is_cut and isinstance(out, Tensor) and self.follower.marks.rows_of(out) is None:
             self.follower.marks.origins[out] = Origin.NUMBERS
         self.made.note(name, args, kwargs, sizes, out)
+        if name in _CONSTRUCTS:
+            self.follower.marks.adopt(out)
         return out
 
     def _is_cut(self, name: str, args: Any, kwargs: Any) -> bool:
@@ -135,12 +140,8 @@ class FollowFunctions(TorchFunctionMode):
 
     def _rows_of(self, tensor: Tensor) -> Rows | None:
         with self.follower.paused():
-            self.follower.marks.adopt(tensor)
+            self.follower.marks.recognise(tensor)
         return self.follower.marks.rows_of(tensor)
-
-    def _known(self, of: RowSet) -> RowSet:
-        """The same set, with how many rows all ranks have if that is known."""
-        return next((known for known in self.follower.marks.known if known == of), of)
 
     def _check_leaving(self, name: str, tensor: Tensor) -> None:
         """Refuse what takes rows out of torch, and note how many of them ``len`` gives away."""
@@ -153,7 +154,7 @@ class FollowFunctions(TorchFunctionMode):
                 f"{user_line()}: `{name}` takes {rows.of.name} out of torch, where nobody can follow what becomes of "
                 f"them. This rank holds a part of them, and the result may differ from that of the whole graph"
             )
-        if self._known(rows.of).total != rows.size:
+        if self.follower.marks.in_full(rows.of).total != rows.size:
             self.follower.marks.note_count(rows.size)
 
     def _check_numbers(self, name: str, args: Any, kwargs: Any) -> None:

@@ -87,12 +87,15 @@ class _Block:
     def __init__(self, follower: FollowRows, is_known: bool, running: list[_Call]) -> None:
         self.follower, self.is_known, self._running = follower, is_known, running
         self._is_given_nothing = False
+        self._given: Any = ()
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self.is_known and not self.follower.is_paused:
             with self.follower.paused():
-                self.follower.marks.check_arguments((args, kwargs))
+                self.follower.marks.check_arguments(args, kwargs)
         self._is_given_nothing = not args and not kwargs
+        self._given = args, kwargs
+        self.follower.made.clear()
         within, block = self.follower.in_known, self.follower.module(self.is_known or self.follower.is_left_to_another)
         block.__enter__()
         self._running.append(_Call(self, within, block))
@@ -109,6 +112,8 @@ class _Block:
         call.block.__exit__(None, None, None)
         if self.is_known and self._is_given_nothing:
             self.follower.marks.note_made_of_state(out)
+        elif self.is_known and not self.follower.is_paused:
+            self.follower.recognise(out, self._given)
         if not self.is_known and call.within:
             self.follower.marks.check_result(out)  # nobody looks at what the known module makes of it
 

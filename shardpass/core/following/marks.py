@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from shardpass.core.following.origin import Origin
 from shardpass.core.following.refusals import Mixture, check_plain
 from shardpass.core.following.rows import Rows
-from shardpass.core.ranks import RowSet, torch_private
+from shardpass.core.following.user_line import user_line
+from shardpass.core.ranks import HoldsEdges, RowSet, leaves_within, torch_private
 from shardpass.errors import RefusedError
 
 
@@ -139,23 +140,51 @@ class Marks:
         self.mixtures.prune()
 
     def adopt(self, value: Any) -> None:
-        """Recognise the tensors in `value` by their sizes, where nothing is known of them."""
+        """Note that the tensors in `value` of which nothing is known are constants, which torch made of plain numbers."""
         for leaf in torch_private.tree_leaves(value):
-            if not isinstance(leaf, Tensor):
-                continue
-            if self.origins.get(leaf) == Origin.ZEROS and bool(leaf.any()):
-                del self.origins[leaf]  # a kernel has written into it that torch does not see
-            if not any(leaf in kept for kept in (self.rows, self.origins, self.mixtures)):
-                self._recognise(leaf)
+            if isinstance(leaf, Tensor) and not self._is_known(leaf):
+                if self.is_filled(leaf):
+                    self._recognise(leaf, ())
+                else:
+                    self.origins[leaf] = Origin.CONSTANT
 
-    def _recognise(self, leaf: Tensor) -> None:
+    def recognise(self, value: Any, among: Sequence[RowSet] = ()) -> None:
+        """Recognise the tensors in `value` by their sizes, where nothing is known of them.
+
+        Args:
+            among: the sets whose rows they may well hold, the likeliest first, where several sets have as many.
+        """
+        for place, leaf in enumerate(leaves_within(value)):
+            if isinstance(leaf, Tensor) and not self._is_known(leaf):
+                self._recognise(leaf, among if place == 0 else ())
+
+    def _is_known(self, leaf: Tensor) -> bool:
+        return not self.is_filled(leaf) and any(leaf in kept for kept in (self.rows, self.origins, self.mixtures))
+
+    def is_filled(self, leaf: Tensor) -> bool:
+        """Whether a kernel of another library has written into it, which torch does not see."""
+        origin = self.origins.get(leaf)
+        return origin == Origin.EMPTY or (origin == Origin.ZEROS and bool(leaf.any()))
+
+    def _recognise(self, leaf: Tensor, among: Sequence[RowSet]) -> None:
         for dim in (0,) if leaf.dim() < 3 else (0, -2, 1):  # [N, F], [B, N, F] and [B, N, T, F]
             fits = [known for known in self.known if leaf.dim() and known.count == leaf.size(dim)]
             if fits:
-                of = fits[0] if len(fits) == 1 else RowSet.one_of(fits)
+                likely = next((one for one in among if one in fits), None)
+                of = likely or (fits[0] if len(fits) == 1 else RowSet.one_of(fits))
                 self.rows[leaf] = Rows(dim % leaf.dim(), of)
+                self.origins.pop(leaf, None)
                 return
         self.origins[leaf] = Origin.CONSTANT
+
+    def in_full(self, of: RowSet) -> RowSet:
+        """The same set, with how many rows all ranks have if that is known."""
+        return next((known for known in self.known if of.total is None and known == of), of)
+
+    def sets_in(self, value: Any) -> list[RowSet]:
+        """The sets whose rows the tensors in `value` are known to hold."""
+        found = [self.rows.get(leaf) for leaf in torch_private.tree_leaves(value) if isinstance(leaf, Tensor)]
+        return [rows.of for rows in found if rows is not None]
 
     def origin_of(self, operand: Tensor) -> Origin:
         """From what an operation takes a tensor without rows."""
@@ -186,19 +215,43 @@ class Marks:
             if isinstance(leaf, Tensor) and (mixture := self.mixtures.get(leaf)) is not None:
                 raise mixture.refusal()
 
+    def _check_relations(self, given: Any) -> None:
+        """Refuse rows of edges beside a graph of other edges, which a layer takes for those of its own."""
+        leaves = leaves_within(given)
+        edges = [of for leaf in leaves if isinstance(leaf, HoldsEdges) for of in leaf.edge_sets]
+        for of in self.sets_in(leaves):
+            if edges and of.is_of_edges and all(of.is_other_than(other) for other in edges):
+                raise RefusedError(
+                    f"{user_line()}: rows of {of.name} of another relation than those of the graph that they are "
+                    f"given with. Edges are numbered anew in each relation: pass fields of the edges themselves"
+                )
+
     def check_kept(self, model: nn.Module) -> None:
         """Refuse what a model keeps in buffers, parameters or attributes that was made of several rows."""
         for module in model.modules() if self.mixtures else ():
             self.check_result([*vars(module).values(), *module.parameters(False), *module.buffers(False)])
 
-    def check_arguments(self, given: Any) -> None:
+    def check_arguments(self, args: Any, kwargs: Any) -> None:
         """Refuse tensors among the arguments of a known module that have rows which are not those of the graph."""
+        given = [*args, *kwargs.values()]
         self.check_result(given)
-        self.adopt(given)
-        for leaf in torch_private.tree_leaves(given):
+        self.recognise(given)
+        self._check_relations(given)
+        weights = leaves_within(_called(kwargs, "weight"))
+        for leaf in leaves_within(given):
+            if any(leaf is weight for weight in weights):
+                continue  # a parameter of a layer that is given its own, whatever its size
             is_plain = type(leaf) is Tensor or isinstance(leaf, nn.Parameter)  # not what stands for edge_index
             if is_plain and leaf in self.origins and leaf.dim():
                 of = next((rows for rows in self.known if leaf.size(0) in (rows.count, rows.total)), None)
                 is_matrix = self.origins[leaf] == Origin.STATE and leaf.numel() > leaf.size(0)
                 if of is not None and not (is_matrix and of.is_of_edges):  # a weight of as many rows by chance
                     check_plain(self.origins[leaf], leaf, 0, of)
+
+
+def _called(kwargs: Any, name: str) -> list[Any]:
+    """What keyword arguments hold under a name, in mappings of keyword arguments too."""
+    found = []
+    for key, value in kwargs.items():
+        found += [value] if key == name else _called(value, name) if isinstance(value, dict) else []
+    return found

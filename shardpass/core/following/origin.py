@@ -10,6 +10,7 @@ from torch import Tensor
 class Origin(IntEnum):
     """From what the model made a tensor; of several operands the largest counts."""
 
+    EMPTY = -1  # torch.empty, of which torch has not seen what was put into it
     FREE = 0  # random numbers
     ZEROS = 1  # torch.zeros, not yet written into
     CONSTANT = 2  # numbers in the code

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import numpy as np
@@ -39,9 +39,12 @@ class OwnCount:
     def _refused(self, *_: Any, **__: Any) -> NoReturn:
         self.refuse()
 
+    def _share(self, operation: Callable[..., Any], other: Any) -> Any:
+        self.refuse()
+
     def _combined(self, operation: Callable[..., int], other: Any) -> Any:
-        if isinstance(other, float):
-            self.refuse()
+        if isinstance(other, (float, np.floating)):
+            return self._share(operation, other)
         return self.computed(operation, other) if isinstance(other, (int, np.integer, OwnCount)) else NotImplemented
 
     def __add__(self, other: Any) -> Any:
@@ -127,8 +130,8 @@ class RowCount(OwnCount, torch.SymInt):
         total: what it is on the whole graph, if that is known; for the number itself, that of the set.
     """
 
-    def __init__(self, count: int, of: RowSet, given: Container[float] = (), total: int | None = None) -> None:
-        self.own, self.of, self.given = int(count), of, given
+    def __init__(self, count: int, of: RowSet, given: set[float] | None = None, total: int | None = None) -> None:
+        self.own, self.of, self.given = int(count), of, set() if given is None else given
         self.total = of.total if total is None and self.own == of.count else total
 
     def refuse(self) -> NoReturn:
@@ -156,6 +159,14 @@ class RowCount(OwnCount, torch.SymInt):
     def __format__(self, how: str) -> str:
         return format(repr(self), how.strip("dn,_"))
 
+    def _share(self, operation: Callable[..., Any], other: float) -> Any:
+        """A share of the edges, such as edge dropout keeps of those of each rank. It is a size and nothing else."""
+        if operation is not operator.mul or not self.of.is_of_edges or not 0 <= other <= 1:
+            self.refuse()
+        share = int(self.own * other)
+        self.given.add(share)
+        return share
+
     def computed(self, operation: Callable[..., int], *others: Any) -> Any:
         totals = [other.total if isinstance(other, RowCount) else other for other in (self, *others)]
         total = None if None in totals else operation(*totals)
@@ -177,7 +188,7 @@ class RowCount(OwnCount, torch.SymInt):
             return operation(self.own, other)
         if self.total is not None:
             return operation(self.total, other)  # every rank takes the branch that the whole graph takes
-        if other in (0, self.own):  # such as ``edge_index.max() + 1``, which is the number of own rows too
+        if other in (0, self.own) or is_asked_by(*_LIBRARIES):  # as ``edge_index.max() + 1`` is the number of own rows
             return operation(self.own, other)
         self.refuse()
 

@@ -7,7 +7,7 @@ import traceback
 from importlib.util import find_spec
 from pathlib import Path
 
-_LIBRARIES = ("torch", "torch_geometric", "dgl", "shardpass")
+_LIBRARIES = ("torch", "torch_geometric", "dgl", "shardpass", "numpy")
 
 
 def user_line(error: BaseException | None = None) -> str:

@@ -113,7 +113,10 @@ def unfollowed(position: int) -> Callable[[Function], Function]:
                 require_ranks(holder, call)
             comm = holder if isinstance(holder, Ranks) else getattr(holder, "comm", None)
             with nullcontext() if comm is None else comm.unfollowed():
-                return function(*args, **kwargs)
+                out = function(*args, **kwargs)
+            if comm is not None:
+                comm.note_result(out)
+            return out
 
         return cast(Function, run)
 
@@ -201,6 +204,11 @@ class Ranks(DelegatingCommunicator):
         """Say what the rows of a tensor are that the engine gives to a model."""
         if self.forward is not None and self.forward.rows is not None:
             self.forward.rows.mark(tensor, of, dim, points_to)
+
+    def note_result(self, out: Any) -> None:
+        """Let what the engine returns to code that is followed be recognised, where it has not said what it is."""
+        if self.runs_user_code and self.forward is not None and self.forward.rows is not None:
+            self.forward.rows.recognise(out)
 
     def mark_plain(self, tensor: Tensor) -> None:
         """Say that a tensor that the engine gives to a model holds no rows, whatever its size."""

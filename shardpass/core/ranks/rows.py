@@ -124,6 +124,10 @@ class RowWatch(Protocol):
         """Note that the model was told the number of own rows as a plain `int`."""
         ...
 
+    def recognise(self, value: Any) -> None:
+        """Recognise the tensors in `value`, which the engine made, by their sizes, where nothing is known of them."""
+        ...
+
     def mark_plain(self, tensor: Tensor) -> None:
         """Say that `tensor` holds no rows, whatever its size."""
         ...

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from shardpass.core.following import user_line
+from shardpass.core.following import OwnCount, own_of, user_line
 from shardpass.core.ranks import torch_private
 from shardpass.errors import RefusedError
 
@@ -34,7 +34,7 @@ class EmptyRows(TorchFunctionMode):
         """How many entries of a vector without entries would be those of one row, as ``h.view(-1)`` has them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _RESHAPES and args and isinstance(args[0], Tensor) and int(args[0].numel()) == 0:
+        if func in _RESHAPES and args and isinstance(args[0], Tensor) and own_of(args[0].numel()) == 0:
             args = _with_sizes(args[0], args[1:], self._width(args[0]))
         if func is torch.pdist and len((*args, *(kwargs or {}).values())[0]) == 0:
             raise RefusedError(
@@ -61,7 +61,7 @@ class EmptyRows(TorchFunctionMode):
 
     def _width(self, tensor: Tensor) -> int:
         """How many entries `tensor` has for a row, if it has none now."""
-        return self._widths.get(tensor, prod(max(1, int(size)) for size in tensor.shape))
+        return self._widths.get(tensor, prod(max(1, own_of(size)) for size in tensor.shape))
 
 
 def _of_made_up_rows(func: Any, args: Any, kwargs: Any) -> Any:
@@ -92,7 +92,7 @@ def _is_empty(leaf: Any) -> bool:
 
 def _with_rows(empty: Tensor, count: int) -> Tensor:
     """`count` rows of zeros for none, connected to it."""
-    shape = [count if size == 0 else int(size) for size in empty.shape]
+    shape = [count if size == 0 else own_of(size) for size in empty.shape]
     rows = empty.new_zeros(shape)
     return rows + empty.sum() if empty.is_floating_point() else rows
 
@@ -100,7 +100,7 @@ def _with_rows(empty: Tensor, count: int) -> Tensor:
 def _with_sizes(tensor: Tensor, sizes: tuple[Any, ...], one_row: int) -> tuple[Any, ...]:
     """The arguments of a reshape of `tensor`, with a -1 beside a 0 replaced by its value for a tensor of one row."""
     given = list(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else list(sizes)
-    shape = [int(size) for size in given if isinstance(size, Integral)]  # plain numbers, also where rows are followed
+    shape = [own_of(size) for size in given if isinstance(size, (Integral, OwnCount))]
     if len(shape) < len(given) or shape.count(-1) != 1 or 0 not in shape:
         return (tensor, *sizes)
     known = prod(max(1, size) for size in shape if size != -1)

@@ -159,7 +159,8 @@ class OutermostCall:
                 known_modules(self.model, self.is_known, follower),
             ):
                 with follower.paused():
-                    follower.marks.check_arguments((args, kwargs))
+                    follower.marks.check_arguments(args, kwargs)
+                    follower.marks.recognise([vars(module) for module in self.model.modules()])
                     if not self.followed.knows_order:
                         loaded = [*self.comm.caches.of(LoadedGraphs).graphs]
                         refuse_original_order((args, kwargs), loaded)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -267,8 +267,18 @@ class ShardedDGLGraph(TypedGraph):
         if apply_node_func is None:
             return found
         frame = self._dst_frames[kind[2]].clone()
-        frame.update(found)
+        self._keep(frame, found, self._node_set(kind[2]))
         return self._applied(apply_node_func, kind[2], frame)
+
+    def _keep(self, frame: Frame, found: Mapping[str, Tensor], of: RowSet) -> None:
+        """Store what was computed for all rows of a frame."""
+        for rows in found.values():
+            self.comm.mark_rows(rows, of)
+        frame.update(found)
+
+    def _keep_edges(self, kind: CanonicalType, found: Mapping[str, Tensor]) -> None:
+        frame = self._edge_frames[kind]
+        self._keep(frame, found, self._edges[kind].plan.edge_set(frame.num_rows))
 
     @unfollowed(0)
     def update_all(self, message_func: Any, reduce_func: Any, apply_node_func: Any = None, etype: Any = None) -> None:
@@ -292,7 +302,7 @@ class ShardedDGLGraph(TypedGraph):
         if is_extremum(reduce_func) and found:
             first = next(iter(found))  # as in DGL: of the first field only, and after the apply function
             found[first] = without_infinity(found[first])
-        self._dst_frames[kind[2]].update(found)
+        self._keep(self._dst_frames[kind[2]], found, self._node_set(kind[2]))
 
     @unfollowed(0)
     def multi_update_all(self, etype_dict: dict[Any, Any], cross_reducer: Any, apply_node_func: Any = None) -> None:
@@ -312,7 +322,8 @@ class ShardedDGLGraph(TypedGraph):
             clips = is_extremum(functions[1])  # DGL looks at the last reduce function
         for ntype, parts in results.items():
             fields = merged(parts, cross_reducer, self.comm, self._functions, self._node_set(ntype))
-            self._dst_frames[ntype].update({k: without_infinity(v) if clips else v for k, v in fields.items()})
+            found = {k: without_infinity(v) if clips else v for k, v in fields.items()}
+            self._keep(self._dst_frames[ntype], found, self._node_set(ntype))
             if apply_node_func is not None:
                 self.apply_nodes(apply_node_func, ntype=ntype)
 
@@ -332,12 +343,12 @@ class ShardedDGLGraph(TypedGraph):
                     "apply_edges over several edge types takes a built-in function of all edges: name an etype"
                 )
             for one in self._edges:
-                self._edge_frames[one].update(self._passing(one).per_edge(func))
+                self._keep_edges(one, self._passing(one).per_edge(func))
             return
         kind = self.to_canonical_etype(etype)
         passing, frame = self._passing(kind), self._edge_frames[kind]
         if is_all(edges):
-            frame.update(passing.per_edge(func))
+            self._keep_edges(kind, passing.per_edge(func))
             return
         if isinstance(edges, tuple):
             raise refused("apply_edges on (source, destination) pairs", "pass a mask of this rank's own edges")
@@ -361,7 +372,7 @@ class ShardedDGLGraph(TypedGraph):
         kind = self.nodes_type(ntype)
         frame = (self._dst_frames if self.is_block else self._frames_by_ntype)[kind]
         if is_all(v):
-            frame.update(self._applied(func, kind, frame))
+            self._keep(frame, self._applied(func, kind, frame), self._node_set(kind))
             return
         of, held = self._node_set(kind), "graph.ndata[dgl.NID]"
         rows = chosen_rows(self.comm, v, of, "graph.apply_nodes(v=...)", held, self.shows_part)

@@ -99,7 +99,9 @@ class Edges:
 
     def _row(self, end: int) -> Tensor:
         with self.comm.unfollowed():  # a model may ask for it
-            return self.shards.row(end)
+            row = self.shards.row(end)
+        self.comm.mark_rows(row, self.plan.edge_set(self.num), points_to=self.plan.dst_set if end else None)
+        return row
 
     @property
     def ids(self) -> Tensor:

@@ -155,7 +155,9 @@ class TypedGraph(Closed, HoldsEdges):
         """In-degrees of own destination nodes, ``[num_own]`` int64, or of those that the mask `v` picks."""
         edges = self._edges[self.to_canonical_etype(etype)]
         if is_all(v):
-            return InDegrees.of(edges.in_degrees.clone(), edges.leaves_out)
+            degrees = InDegrees.of(edges.in_degrees.clone(), edges.leaves_out)
+            self.comm.mark_rows(degrees, edges.plan.dst_set)
+            return degrees
         return self._of_chosen(edges.in_degrees, v, edges.plan.dst_set, "graph.in_degrees(v)")
 
     @unfollowed(0)
@@ -163,7 +165,9 @@ class TypedGraph(Closed, HoldsEdges):
         """Out-degrees of own source nodes in the whole graph, ``[num_own]`` int64, or of those that `u` picks."""
         edges = self._edges[self.to_canonical_etype(etype)]
         if is_all(u):
-            return edges.out_degrees.clone()
+            degrees = edges.out_degrees.clone()
+            self.comm.mark_rows(degrees, edges.plan.source_set)
+            return degrees
         return self._of_chosen(edges.out_degrees, u, edges.plan.source_set, "graph.out_degrees(u)")
 
     def _of_chosen(self, degrees: Tensor, given: Any, of: RowSet, call: str) -> Tensor:

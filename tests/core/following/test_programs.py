@@ -330,6 +330,7 @@ def followed(program):
     follower = FollowRows(p)
     follower.marks.known = [NODES, EDGES]
     follower.mark(p.tensors["col"], EDGES, points_to=NODES)
+    follower.marks.recognise(p.tensors)
     with follower, FollowFunctions(follower):
         out = eval(program, globals() | p.tensors | {"p": p, "h": p.lin(p.tensors["x"])})
     follower.marks.check_result(out)

@@ -56,7 +56,7 @@ OPERATIONS = {
 def verdict(operation, rows):
     of = RowSet("nodes", len(rows), ("nodes", ""))
     follower = FollowRows()
-    follower.marks.known = [of]
+    follower.mark(rows, of)
     with follower, FollowFunctions(follower):
         out = operation(rows)
     follower.marks.check_result(out)
@@ -120,6 +120,7 @@ def test_what_ranks_may_add_up(program):
     follower.draws = None
     follower.marks.known = [of]
     given = {"h": torch.randn(40, 8), "y": torch.randint(5, (40,))}
+    follower.marks.recognise(given)
     try:
         with follower, FollowFunctions(follower):
             found = follower.is_sum(eval(program, globals() | given))
