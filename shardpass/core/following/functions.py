@@ -12,14 +12,16 @@ from torch.overrides import TorchFunctionMode
 from shardpass.core.following.failing import explained_failure
 from shardpass.core.following.follow import FollowRows
 from shardpass.core.following.literal_places import PLACES, bounds_of, check_places
-from shardpass.core.following.made_rows import MadeRows
+from shardpass.core.following.made_rows import RESHAPES, MadeRows
 from shardpass.core.following.origin import Origin
 from shardpass.core.following.row_count import OwnCount, OwnShape, leaves_of, own_of, plain_sizes
 from shardpass.core.following.rows import Rows
-from shardpass.core.following.user_line import user_line
+from shardpass.core.following.user_line import is_asked_by, user_line
 from shardpass.errors import RefusedError
 
-_LEAVES_TORCH = frozenset("tolist numpy __array__ __iter__ __len__ __dlpack__ _shape_as_tensor".split())
+_LEAVES_TORCH = frozenset(
+    "untyped_storage storage tolist numpy __array__ __iter__ __len__ __dlpack__ _shape_as_tensor".split()
+)
 _CONSTRUCTS = frozenset("tensor as_tensor asarray new_tensor".split())
 _TAKES_SIZES = frozenset(
     "zeros ones empty rand randn eye arange range randperm new_zeros new_ones new_empty view reshape unflatten expand "
@@ -33,6 +35,9 @@ _SIZES_AT = {
     "pad": (1, "pad"),
 }  # fmt: skip
 """Functions that take values beside sizes: where the sizes stand among the arguments, and their name."""
+
+
+_NBYTES = torch._C.TensorBase.nbytes.__get__  # type: ignore[attr-defined]
 
 
 class FollowFunctions(TorchFunctionMode):
@@ -70,13 +75,7 @@ class FollowFunctions(TorchFunctionMode):
         first = args[0] if args and isinstance(args[0], Tensor) else None
         if name == "register_hook" and first is not None and (rows := self._rows_of(first)) is not None:
             return func(first, self._followed_hook(args[1], rows))
-        if first is not None and name in _LEAVES_TORCH:
-            self._check_leaving(name, first)
-        if first is None or type(first) in (Tensor, nn.Parameter):  # others tell themselves what they are asked
-            self._check_numbers(name, args, kwargs)
-        if name in _CONSTRUCTS:
-            for one in leaves_of((*args, *kwargs.values())):
-                self.follower.marks.check_result(one)
+        self._check_given(name, first, args, kwargs)
         is_cut = name in PLACES and type(first) in (Tensor, nn.Parameter) and self._is_cut(name, args, kwargs)
         sizes, given = self.made.sizes(name, args, kwargs), (args, kwargs)
         args, kwargs = plain_sizes(args), {key: plain_sizes(value) for key, value in kwargs.items()}
@@ -93,17 +92,34 @@ class FollowFunctions(TorchFunctionMode):
             self.follower.recognise(out, (args, kwargs))  # a stand-in of the engine's has made it
         if name == "__deepcopy__" and first is not None and (rows := self._rows_of(first)) is not None:
             self.follower.marks.mark(out, rows)  # torch copies the memory, and makes no operation of it
-        if first is not None and name == "numel":
-            rows = self._rows_of(first)
-            return out if rows is None else self.follower.count_of(rows.of, own_of(out))
+        if first is not None and (name in ("numel", "nelement", "stride") or func == _NBYTES):
+            return self._measured(first, out, name == "stride", (*args[1:], *kwargs.values()))
         if first is not None and (name == "size" or (name == "__get__" and isinstance(out, torch.Size))):
             return self._counted(first, (*args[1:], *kwargs.values()), out)
         if is_cut and isinstance(out, Tensor) and self.follower.marks.rows_of(out) is None:
             self.follower.marks.origins[out] = Origin.NUMBERS
-        self.made.note(name, args, kwargs, sizes, out)
+        self._note_made(name, args, kwargs, sizes, out)
+        return out
+
+    def _note_made(self, name: str, args: Any, kwargs: Any, sizes: list[Any], out: Any) -> None:
+        """Note what is known of a result by the sizes that the function was given."""
+        is_plain = type(out) is Tensor and bool(args) and type(args[0]) in (Tensor, nn.Parameter)
+        if name in RESHAPES and is_plain and sizes and not isinstance(sizes[0], torch.dtype):
+            self.made.note_reshaped(name, args, kwargs, sizes, out)
+        elif name not in RESHAPES:
+            self.made.note(name, args, kwargs, sizes, out)
         if name in _CONSTRUCTS:
             self.follower.marks.adopt(out)
-        return out
+
+    def _check_given(self, name: str, first: Tensor | None, args: Any, kwargs: Any) -> None:
+        """Refuse what takes rows out of torch, or computes with their number."""
+        if first is not None and name in _LEAVES_TORCH:
+            self._check_leaving(name, first)
+        if first is None or type(first) in (Tensor, nn.Parameter):  # others tell themselves what they are asked
+            self._check_numbers(name, args, kwargs)
+        if name in _CONSTRUCTS:
+            for one in leaves_of((*args, *kwargs.values())):
+                self.follower.marks.check_result(one)
 
     def _is_cut(self, name: str, args: Any, kwargs: Any) -> bool:
         """Whether a tensor without rows is cut at the number of own rows. Refuse plain numbers as places of rows."""
@@ -145,6 +161,8 @@ class FollowFunctions(TorchFunctionMode):
 
     def _check_leaving(self, name: str, tensor: Tensor) -> None:
         """Refuse what takes rows out of torch, and note how many of them ``len`` gives away."""
+        if name == "untyped_storage" and is_asked_by("dgl.", "shardpass.", "torch."):  # whether two tensors share it
+            return
         if name != "__len__":
             self.follower.marks.check_result(tensor)
         if (rows := self._rows_of(tensor)) is None or (name == "__iter__" and rows.dim):
@@ -188,6 +206,17 @@ class FollowFunctions(TorchFunctionMode):
         if rows is not None:
             self.follower.mark(out, rows.of, rows.dim)
         return out
+
+    def _measured(self, tensor: Tensor, out: Any, is_stride: bool, dims: Any) -> Any:
+        """A number of entries or bytes, or strides: numbers of rows where the number of rows is a factor of them."""
+        rows = self._rows_of(tensor)
+        if rows is None:
+            return out
+        if not is_stride:
+            return self.follower.count_of(rows.of, own_of(out))
+        per_row = tensor.stride(rows.dim)
+        of_rows = [self.follower.count_of(rows.of, one) if one > per_row else one for one in tensor.stride()]
+        return of_rows[dims[0]] if dims and dims[0] is not None else tuple(of_rows)
 
     def _counted(self, tensor: Tensor, dims: Any, out: Any) -> Any:
         rows = self._rows_of(tensor)

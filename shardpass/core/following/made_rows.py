@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from shardpass.core.following.follow import FollowRows
-from shardpass.core.following.refusals import refusal
+from shardpass.core.following.refusals import ALL_ROWS, refusal
 from shardpass.core.following.row_count import RowCount
-from shardpass.core.following.rows import Rows
+from shardpass.core.following.rows import Rows, reshaped_at
 from shardpass.core.ranks import RowSet
 
 _MAKES = frozenset("zeros ones full empty rand randn randint eye normal".split())
 _MAKES_LIKE = frozenset("new_zeros new_ones new_full new_empty".split())
 _SPREADS = frozenset("expand broadcast_to repeat tile repeat_interleave".split())
 """Functions of a tensor and of sizes, or of how often it is repeated."""
+RESHAPES = frozenset("view reshape unflatten view_as reshape_as".split())
 _PAIRS = frozenset(["meshgrid", "cartesian_prod", "broadcast_tensors"])
 """Functions that put each entry of a tensor beside each of another."""
 
@@ -36,19 +38,43 @@ class MadeRows:
 
     def sizes(self, name: str, args: Any, kwargs: Any) -> list[Any]:
         """The sizes among the arguments of a function; empty if it makes no rows."""
-        if name in ("expand_as", "view_as") and len(args) > 1 and isinstance(args[1], Tensor):
-            rows = self.follower.marks.rows_of(args[1]) if name == "expand_as" else None
+        if name in ("expand_as", "view_as", "reshape_as") and len(args) > 1 and isinstance(args[1], Tensor):
+            rows = self.follower.marks.rows_of(args[1])
             return [] if rows is None else [self._count(size, dim, rows) for dim, size in enumerate(args[1].shape)]
-        if name not in _MAKES | _MAKES_LIKE | _SPREADS:
+        if name not in _MAKES | _MAKES_LIKE | _SPREADS | RESHAPES:
             return []
         given = [
-            *args[name not in _MAKES :],
-            *(kwargs[key] for key in ("size", "n", "repeats", "dims") if key in kwargs),
+            *args[2 if name == "unflatten" else name not in _MAKES :],
+            *(kwargs[key] for key in ("size", "n", "repeats", "dims", "shape", "sizes") if key in kwargs),
         ]
         sizes = next((one for one in given if isinstance(one, (tuple, list))), None)
         if sizes is None:
             sizes = given * 2 if name == "eye" else given
         return [self._known(size) for size in sizes]
+
+    def note_reshaped(self, name: str, args: Any, kwargs: Any, sizes: Sequence[Any], out: Tensor) -> None:
+        """Mark what a reshape returned. The number of rows among its sizes, or a -1, says where the rows are.
+
+        Raises:
+            RefusedError: no size is theirs, or the reshape does not keep the entries of each row together.
+        """
+        table, rows = args[0], self.follower.marks.rows_of(args[0])
+        if rows is None or not rows.of.judges:
+            return
+        shift, sizes = 0, [self._known(size) for size in sizes]
+        if name == "unflatten":
+            dim = (args[1] if len(args) > 1 else kwargs["dim"]) % table.dim()
+            if dim != rows.dim:
+                moved = rows.dim + (len(sizes) - 1 if dim < rows.dim else 0)
+                return self.follower.marks.mark(out, replace(rows, dim=moved))
+            shift = dim
+        at = [dim for dim, size in enumerate(sizes) if isinstance(size, RowCount)]
+        at = at or [dim for dim, size in enumerate(sizes) if size == -1]
+        at = at or [dim for dim, size in enumerate(sizes) if size == rows.of.count]  # as code outside has told it
+        found = reshaped_at(rows, table.shape, out.shape, at[0] + shift) if len(at) == 1 else None
+        if found is None:
+            raise refusal(f"`{name}` to {[*out.shape]} does not keep apart the {rows.of.name}", ALL_ROWS)
+        self.follower.marks.mark(out, found)
 
     def note(self, name: str, args: Any, kwargs: Any, sizes: list[Any], out: Any) -> None:
         """Mark what a function returned that was given these sizes.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shardpass.core.following.origin import Origin
-from shardpass.core.following.refusals import Mixture, check_plain
+from shardpass.core.following.refusals import ALL_ROWS, Mixture, check_plain, refusal
 from shardpass.core.following.rows import Rows
 from shardpass.core.following.user_line import user_line
 from shardpass.core.ranks import HoldsEdges, RowSet, leaves_within, torch_private
@@ -140,7 +140,7 @@ class Marks:
         self.mixtures.prune()
 
     def adopt(self, value: Any) -> None:
-        """Note that the tensors in `value` of which nothing is known are constants, which torch made of plain numbers."""
+        """Note that the tensors in `value` of which nothing is known are constants, made of plain numbers."""
         for leaf in torch_private.tree_leaves(value):
             if isinstance(leaf, Tensor) and not self._is_known(leaf):
                 if self.is_filled(leaf):
@@ -239,6 +239,11 @@ class Marks:
         self._check_relations(given)
         weights = leaves_within(_called(kwargs, "weight"))
         for leaf in leaves_within(given):
+            rows = self.rows_of(leaf) if isinstance(leaf, Tensor) else None
+            if rows is not None and rows.dim == 1 and leaf.dim() == 2 and rows.of.judges:
+                raise refusal(
+                    f"a layer is given the {rows.of.name} along dimension 1 of shape {[*leaf.shape]}", ALL_ROWS
+                )
             if any(leaf is weight for weight in weights):
                 continue  # a parameter of a layer that is given its own, whatever its size
             is_plain = type(leaf) is Tensor or isinstance(leaf, nn.Parameter)  # not what stands for edge_index

@@ -155,6 +155,9 @@ class Operation(Joins):
             if self.packet is ATEN.max and is_called_by(SOFTMAX):
                 return self._note_plain()
             self._refuse("computes with the numbers of rows, which are other numbers on every rank")
+        for leaf in self.leaves:
+            if isinstance(leaf, Tensor) and leaf.numel() == 1 and self.marks.origins.get(leaf) == Origin.NUMBERS:
+                self._refuse("computes with one of the numbers of rows, which are other numbers on every rank")
         verdict = self._verdict()
         if verdict.reason:
             self._refuse(f"cannot be followed ({verdict.reason})")

@@ -71,6 +71,19 @@ def reshaped(rows: Rows, old: Sequence[int], new: Sequence[int]) -> Rows | None:
     return None
 
 
+def reshaped_at(rows: Rows, old: Sequence[int], new: Sequence[int], dim: int) -> Rows | None:
+    """Where the rows stand after a reshape that says of the dimension `dim` that it holds them; `None` if it does not.
+
+    No number of rows decides: the entries before and after each row must divide what stands before and after `dim`.
+    """
+    before, after = prod(old[: rows.dim]) * rows.outer, rows.inner * prod(old[rows.dim + 1 :])
+    outside, inside = prod(new[:dim]), prod(new[dim + 1 :])
+    if not outside or not inside or before % outside or after % inside:
+        return None
+    found = replace(rows, dim=dim, outer=before // outside, inner=after // inside)
+    return found if found.size == new[dim] else None
+
+
 def viewed(rows: Rows, tensor: Tensor, view: Callable[[Tensor], Any]) -> list[Rows | None]:
     """Where the rows stand in each of the views that `view` makes of a tensor like `tensor`.
 
