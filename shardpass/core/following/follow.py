@@ -145,7 +145,7 @@ class FollowRows(torch_private.TorchDispatchMode):
         with self.paused():
             self.marks.recognise(tensor)
         rows = self.marks.rows.get(tensor)
-        return None if rows is None or not rows.of.judges else rows.dim
+        return None if rows is None else rows.dim
 
     def copies_in(self, tensor: Tensor) -> int:
         """How many of the rows of `tensor` every rank has, beside rows of its own."""
@@ -341,7 +341,7 @@ class FollowRows(torch_private.TorchDispatchMode):
         mixture, rows = self.marks.mixtures.get(tensor), self.marks.rows.get(tensor)
         if mixture is not None and not mixture.is_sum:
             raise refusal(f"`{mixture.name}` makes no sum of the {mixture.of.name}", SUMS, mixture.line)
-        if rows is not None and rows.of.judges:
+        if rows is not None:
             raise refusal(f"this tensor of shape {[*tensor.shape]} has a row for each of the {rows.of.name}", SUMS)
         if mixture is not None or tensor.numel() != 1:
             return mixture is not None

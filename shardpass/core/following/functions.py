@@ -126,8 +126,7 @@ class FollowFunctions(TorchFunctionMode):
         rows, bounds = self._rows_of(args[0]), [*bounds_of(name, args, kwargs)]
         if rows is None:
             return any(isinstance(bound, OwnCount) for _, bound in bounds)
-        if rows.of.judges:
-            check_places(bounds, args[0], rows, self.follower.marks.made_of_counts)
+        check_places(bounds, args[0], rows, self.follower.marks.made_of_counts)
         return False
 
     def _followed_hook(self, hook: Callable[[Tensor], Any], rows: Rows) -> Callable[[Tensor], Any]:
@@ -195,7 +194,7 @@ class FollowFunctions(TorchFunctionMode):
         """With a number of classes, it looks at all rows only to check them."""
         rows = self._rows_of(args[0]) if args else None
         if len(args) < 2 and kwargs.get("num_classes", -1) == -1:
-            if rows is not None and rows.of.judges:
+            if rows is not None:
                 raise RefusedError(
                     f"{user_line()}: `one_hot` without num_classes takes the largest number that the {rows.of.name} of "
                     f"this rank have. Pass num_classes, such as graph.num_classes"

@@ -59,7 +59,7 @@ class MadeRows:
             RefusedError: no size is theirs, or the reshape does not keep the entries of each row together.
         """
         table, rows = args[0], self.follower.marks.rows_of(args[0])
-        if rows is None or not rows.of.judges:
+        if rows is None:
             return
         shift, sizes = 0, [self._known(size) for size in sizes]
         if name == "unflatten":
@@ -104,7 +104,7 @@ class MadeRows:
         elif table is not None and (before := dim - out.dim() + table.dim()) > -1 and table.size(before) != 1:
             return None  # it had as many entries before
         self.follower.marks.check_result(out)  # repeats what was made of several rows, which `mark` would forget
-        each = out.size(dim) // max(1, of.count)
+        each = out.size(dim) // of.count if of.count else 1
         outer, inner = (each, 1) if name == "repeat_interleave" else (1, each)
         self.follower.mark(out, of, dim)
         self.follower.marks.mark(out, Rows(dim % out.dim(), of, outer, inner))
@@ -133,8 +133,7 @@ class MadeRows:
         return RowCount(size, rows.of) if dim == rows.dim and size == rows.of.count else size
 
     def _refuse(self, name: str, of: RowSet) -> None:
-        if of.judges:
-            raise refusal(f"`{name}` makes an entry for each pair of the {of.name}")
+        raise refusal(f"`{name}` makes an entry for each pair of the {of.name}")
 
 
 def _flat(value: Any) -> Iterable[Any]:

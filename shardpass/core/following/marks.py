@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardpass.core.following.left_behind import tensors_within
 from shardpass.core.following.origin import Origin
 from shardpass.core.following.refusals import ALL_ROWS, Mixture, check_plain, refusal
 from shardpass.core.following.rows import Rows
@@ -226,10 +227,10 @@ class Marks:
                     f"given with. Edges are numbered anew in each relation: pass fields of the edges themselves"
                 )
 
-    def check_kept(self, model: nn.Module) -> None:
-        """Refuse what a model keeps in buffers, parameters or attributes that was made of several rows."""
-        for module in model.modules() if self.mixtures else ():
-            self.check_result([*vars(module).values(), *module.parameters(False), *module.buffers(False)])
+    def check_left_behind(self, *places: Any) -> None:
+        """Refuse what was made of several rows and can be read after a forward, in what a model returned or kept."""
+        for tensor in tensors_within(*places) if self.mixtures else ():
+            self.check_result(tensor)
 
     def check_arguments(self, args: Any, kwargs: Any) -> None:
         """Refuse tensors among the arguments of a known module that have rows which are not those of the graph."""
@@ -240,7 +241,7 @@ class Marks:
         weights = leaves_within(_called(kwargs, "weight"))
         for leaf in leaves_within(given):
             rows = self.rows_of(leaf) if isinstance(leaf, Tensor) else None
-            if rows is not None and rows.dim == 1 and leaf.dim() == 2 and rows.of.judges:
+            if rows is not None and rows.dim == 1 and leaf.dim() == 2:
                 raise refusal(
                     f"a layer is given the {rows.of.name} along dimension 1 of shape {[*leaf.shape]}", ALL_ROWS
                 )

@@ -14,10 +14,9 @@ from shardpass.core.following.joins import ATEN, Joins
 from shardpass.core.following.judge import Verdict, verdict_of
 from shardpass.core.following.origin import Origin
 from shardpass.core.following.refusals import ALL_ROWS, NO_VMAP, NUMBERS
-from shardpass.core.following.rows import Rows, reshaped, viewed
+from shardpass.core.following.rows import Rows, reshaped
 from shardpass.core.following.user_line import is_called_by
-from shardpass.core.ranks import RowSet, is_out_of_memory, torch_private
-from shardpass.errors import RefusedError
+from shardpass.core.ranks import RowSet, torch_private
 
 _PICKS = frozenset([ATEN.index, ATEN.nonzero, ATEN.masked_select])
 _REAL_OR_COMPLEX = frozenset([ATEN.view_as_real, ATEN.view_as_complex])  # the last dimension comes or goes
@@ -69,14 +68,6 @@ class Operation(Joins):
         Raises:
             RefusedError: a result has no rows, or rows that are made of several.
         """
-        try:
-            self._follow()
-        except RefusedError:
-            if not self.shows_little:
-                raise
-            self._note_plain()
-
-    def _follow(self) -> None:
         packet = self.packet
         if packet is ATEN.bincount and self._count():
             return None
@@ -118,35 +109,13 @@ class Operation(Joins):
     def _view(self) -> None:
         if self._part():
             return
-        position = next(iter(self.rows))
-
-        def view(numbers: Tensor) -> Any:
-            leaves = [*self.leaves]
-            leaves[position] = numbers
-            args, kwargs = torch_private.tree_unflatten(leaves, self.structure)
-            return self.func(*args, **kwargs)
-
-        try:
-            found = viewed(self.first, self.leaves[position], view)
-        except RuntimeError as error:  # a size among the arguments that one made-up row more does not fit
-            if is_out_of_memory(error):
-                raise
-            found = [None for _ in self.outs]
-        if all(found):
+        found = self._verdict().found
+        if all(isinstance(one, Rows) for one in found):
             self._mark(found)
-        elif self.first.of.judges and self.outs[0].dim() == 0 and is_called_by(torch_private.VMAP):
+        elif self.outs[0].dim() == 0 and is_called_by(torch_private.VMAP):
             self._refuse("is how vmap finds out the dtype of a row", remedy=NO_VMAP)
-        elif self.first.of.judges:
-            self._refuse("takes some rows by their position", remedy=ALL_ROWS)
         else:
-            self._mark([self._kept_by_few(out) for out in self.outs])
-
-    def _kept_by_few(self, out: Tensor) -> Rows | None:
-        """Where a view of one row or none holds it, as an expansion does, which made-up rows do not fit."""
-        rows, shape = self.first, self.leaves[next(iter(self.rows))].shape
-        if out.dim() == len(shape) and rows.fit(out):
-            return rows
-        return reshaped(rows, shape, out.shape) if rows.of.count == 0 else None
+            self._refuse("takes some rows by their position", remedy=ALL_ROWS)
 
     def _try(self) -> None:
         targets = {rows.points_to for rows in self.rows.values()}

@@ -216,5 +216,11 @@ def part(call: Call) -> Found:
     dim = call["dim"] % operand.dim()
     if dim != rows.dim:
         return replace(rows, dim=rows.dim - (call.name in ("select", "unbind") and dim < rows.dim))
-    is_whole = call.name == "slice" and call["start"] in (None, 0) and call["end"] in (None, sys.maxsize)
-    return rows if is_whole and call["step"] == 1 else Made.MIXED
+    if call.name == "slice":
+        start, end, step = call["start"] or 0, call["end"], call["step"]
+        if isinstance(operand.size(dim), torch.SymInt):
+            return rows if (start, step) == (0, 1) and end in (None, sys.maxsize) else Made.MIXED
+        is_whole = slice(start, end).indices(operand.size(dim))[:2] == (0, operand.size(dim))
+        return rows if is_whole and step == 1 else Made.MIXED
+    is_one = call.name not in ("select", "unbind") and len(call.outs) == 1 and call.outs[0].shape == operand.shape
+    return rows if is_one else Made.MIXED

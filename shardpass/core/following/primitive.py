@@ -41,11 +41,6 @@ class Primitive:
         self.args: tuple[Any, ...] = torch_private.tree_unflatten(leaves, structure)[0]
         self.first = next(iter(rows.values()))
 
-    @property
-    def shows_little(self) -> bool:
-        """Whether this rank has no rows or one, which are not told from dimensions of that size: others will judge."""
-        return not any(rows.of.judges for rows in self.rows.values())
-
     def _of(self, value: Any) -> Rows | None:
         """Where an operand holds rows."""
         return next((self.rows[i] for i, leaf in enumerate(self.leaves) if leaf is value and i in self.rows), None)
@@ -59,9 +54,6 @@ class Primitive:
         for out, rows in zip(self.outs if outs is None else outs, found):
             if not isinstance(rows, Rows) or not rows.fit(out):
                 self.marks.forget(out)
-                if self.shows_little:
-                    self.marks.origins[out] = Origin.CONSTANT
-                    continue
                 self.marks.mixtures.add(out, Mixture(self.name, user_line(), self.first.of, rows is Made.SUM))
                 continue
             self.marks.mark(out, rows)

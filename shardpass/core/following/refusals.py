@@ -43,6 +43,8 @@ NO_VMAP = (
 
 def check_plain(origin: Origin | None, tensor: Tensor, dim: int, of: RowSet) -> None:
     """Refuse a tensor without rows that has an entry for each of `of` nevertheless, unless all entries are the same."""
+    if tensor.stride(dim) == 0:
+        return  # an expansion
     if origin == Origin.STATE:
         raise refusal(f"a parameter or buffer of shape {[*tensor.shape]} has an entry for each of the {of.name}", STATE)
     if origin == Origin.NUMBERS or (origin != Origin.FREE and not repeats_one_row(tensor, dim)):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from shardpass.core.ranks import RowSet
@@ -82,21 +80,3 @@ def reshaped_at(rows: Rows, old: Sequence[int], new: Sequence[int], dim: int) ->
         return None
     found = replace(rows, dim=dim, outer=before // outside, inner=after // inside)
     return found if found.size == new[dim] else None
-
-
-def viewed(rows: Rows, tensor: Tensor, view: Callable[[Tensor], Any]) -> list[Rows | None]:
-    """Where the rows stand in each of the views that `view` makes of a tensor like `tensor`.
-
-    A tensor of that shape whose entries differ along the row dimension only, without memory of its own, goes through
-    the view: the strides of what comes out say which dimension still counts rows. A view of some rows gives `None`.
-    """
-    size = rows.size if rows.of.count > 1 else 7 * rows.outer * rows.inner  # one row would not show
-    shape, strides = [*tensor.shape], [0] * tensor.dim()
-    shape[rows.dim], strides[rows.dim] = size, 1
-    out = view(torch.empty(size, dtype=tensor.dtype, device="meta").as_strided(shape, strides))
-    found: list[Rows | None] = []
-    for one in out if isinstance(out, (list, tuple)) else [out]:
-        counting = [dim for dim in range(one.dim()) if one.stride(dim) != 0 and one.size(dim) != 1]
-        whole = len(counting) == 1 and one.stride(counting[0]) == 1 and one.size(counting[0]) == size
-        found.append(replace(rows, dim=counting[0]) if whole else None)
-    return found

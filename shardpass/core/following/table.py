@@ -125,7 +125,7 @@ def rule_of(func: Any) -> Rule | None:
     name = func.overloadpacket.__name__
     if name in _LOSSES:
         return kinds.loss
-    return _pointwise if is_pointwise(func) else RULES.get(name)
+    return _pointwise if is_pointwise(func) else RULES.get(name.removesuffix("_"), RULES.get(name))
 
 
 def judged(call: Call) -> list[Found] | None:

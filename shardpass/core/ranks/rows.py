@@ -45,11 +45,6 @@ class RowSet:
         return cls("nodes or edges", sets[0].count, None, total=min(totals, default=None))
 
     @property
-    def judges(self) -> bool:
-        """Whether operations on these rows say something: a dimension of size 0 or 1 is not told from others."""
-        return (self.count if self.picked_from is None else self.picked_from) > 1
-
-    @property
     def is_of_edges(self) -> bool:
         """Whether these are edges. Lists of edges that a layer derives are told by their relation and their number."""
         return isinstance(self.root, tuple) and self.root[0] == "edges"

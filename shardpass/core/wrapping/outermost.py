@@ -187,8 +187,7 @@ class OutermostCall:
         finally:
             forward.rows = None
             follower.marks.end_forward()
-        follower.marks.check_result(out)
-        follower.marks.check_kept(self.model)
+        follower.marks.check_left_behind(out, self.model)
         return out
 
     def is_known(self, module: nn.Module) -> bool:
