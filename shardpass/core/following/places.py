@@ -179,20 +179,20 @@ def seen(call: Call) -> Found:
     operand, rows = call.rows()[0]
     if call.name == "unfold":
         return Made.MIXED if rows.dim == call["dimension"] % operand.dim() else rows
-    places = list(range(operand.dim()))
-    if call.name == "diagonal":
+    places, name = list(range(operand.dim())), call.name.removesuffix("_")
+    if name == "diagonal":
         places = [dim for dim in places if dim not in (call["dim1"] % operand.dim(), call["dim2"] % operand.dim())]
-    elif call.name == "permute":
+    elif name == "permute":
         places = [int(dim) % operand.dim() for dim in call["dims"]]
-    elif call.name in ("transpose", "t"):
-        one, other = (call["dim0"], call["dim1"]) if call.name == "transpose" else (0, -1)
+    elif name in ("transpose", "t"):
+        one, other = (call["dim0"], call["dim1"]) if name == "transpose" else (0, -1)
         places[one], places[other] = places[other], places[one]
-    elif call.name == "unsqueeze":
+    elif name == "unsqueeze":
         places.insert(call["dim"] % (operand.dim() + 1), -1)
-    elif call.name == "squeeze":
+    elif name == "squeeze":
         dims = dims_of(call, call.given.get("dim"), operand)
         places = [dim for dim in places if dim == rows.dim or dim not in dims or operand.size(dim) != 1]
-    elif call.name == "expand":
+    elif name == "expand":
         places = [-1] * (call.outs[0].dim() - operand.dim()) + places
     return replace(rows, dim=places.index(rows.dim)) if rows.dim in places else Made.MIXED
 

@@ -59,14 +59,16 @@ def reshaped(rows: Rows, old: Sequence[int], new: Sequence[int]) -> Rows | None:
     if count == 0:
         return next((replace(rows, dim=dim, outer=1, inner=1) for dim, size in enumerate(new) if size == 0), None)
     before, after = prod(old[: rows.dim]) * rows.outer, rows.inner * prod(old[rows.dim + 1 :])
+    fits = []
     for dim, size in enumerate(new):
         outside = prod(new[:dim])
         if outside and before % outside == 0 and size % (before // outside * count) == 0:
             outer = before // outside
             inner = size // (outer * count)
             if inner * prod(new[dim + 1 :]) == after:
-                return replace(rows, dim=dim, outer=outer, inner=inner)
-    return None
+                fits.append(replace(rows, dim=dim, outer=outer, inner=inner))
+    # of one row, several dimensions may: the one that is not merged with another, or that it had before
+    return min(fits, key=lambda one: (one.outer * one.inner, one.dim != rows.dim), default=None)
 
 
 def reshaped_at(rows: Rows, old: Sequence[int], new: Sequence[int], dim: int) -> Rows | None:
