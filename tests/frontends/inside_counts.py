@@ -203,8 +203,6 @@ a scripted module
 """
 
 ESCAPES = """
-one by the number of nodes
-    h = h * (1 / utils.num_nodes.maybe_num_nodes(ei))  # here
 padded with the number
     h = h + F.pad(h[:, :7], (0, 1), value=n)  # here
 a loss's bend
@@ -245,8 +243,6 @@ a float
     h = h / float(n)  # here
 an index
     h = h / operator.index(n)  # here
-a text
-    h = h * len(f"{n}")  # here
 a fraction
     h = h * float(fractions.Fraction(1, n))  # here
 pairs
@@ -255,8 +251,6 @@ a square root
     h = h / math.sqrt(n)  # here
 a remainder
     h = h * (n % 7)  # here
-a branch
-    h = h.relu() if n > 100 else h  # here
 a branch on evenness
     h = h if n & 64 else -h  # here
 a loop

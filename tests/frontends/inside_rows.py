@@ -133,6 +133,9 @@ each row with the one before
 """
 
 ROW_WISE = """
+a branch on the number of nodes
+    h = h.relu() if n > 100 else h
+    h = h if n == 136 else h.tanh()
 roll of channels
     h = h.roll(3, 1)
 roll of channels, negative
@@ -304,8 +307,6 @@ length of rows
     h = h / torch.linalg.vector_norm(h, dim=1, keepdim=True).clamp(min=1)
 distances to prototypes
     h = torch.cdist(h, self.lin.weight).neg().exp()
-similarity to prototypes
-    h = F.cosine_similarity(h[:, None], self.lin.weight[None], -1)
 nearest prototype
     h = h + self.lin.weight[torch.cdist(h, self.lin.weight).argmin(1)]
 places among constants

@@ -75,8 +75,6 @@ rows of a table by label
     h = h + self.lin.weight[y] + F.embedding(y, self.lin.weight)
 one label per node
     h = h + F.one_hot(y, 8)
-similarity to eight prototypes
-    h = F.cosine_similarity(h[:, None], self.lin.weight[None], -1)
 distances to eight prototypes
     h = torch.cdist(h, self.lin.weight)
 channel by channel
@@ -88,8 +86,6 @@ outer products of rows
 attention over eight channels
     made: self.over = nn.MultiheadAttention(1, 1, batch_first=True)
     h = self.over(*[h[:, :, None]] * 3)[0][:, :, 0]
-NumPy, a line of channels
-    h = h * torch.from_numpy(np.linspace(0, 1, 8))
 a mean of channels
     h = h - h.mean(1, keepdim=True) + h.sum(1)[:, None]
 eight sums over edges

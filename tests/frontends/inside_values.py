@@ -13,10 +13,6 @@ asarray of a mean
     h = h - torch.asarray([h.detach().mean(), 1.0])[0]  # here
 new_tensor of a mean
     h = h - h.new_tensor([h.detach().mean(), 1.0])[0]  # here
-Tensor of a mean
-    h = h - torch.Tensor([h.detach().mean()])  # here
-FloatTensor of a deviation
-    h = h / torch.FloatTensor([h.detach().std()])  # here
 full of a maximum
     h = h / torch.full((8,), h.detach().max().item())  # here
 full_like of a maximum
@@ -66,11 +62,6 @@ left on a module
 left in a list
     made: self.seen = []
     self.seen.append(h.abs().max())  # here
-left in a global
-    top: SEEN = {}
-    SEEN["aux"] = h.square().mean()  # here
-left on the class
-    type(self).aux = h.square().mean()  # here
 left by a hook
     top: SEEN = []
     made: self.lin.register_forward_hook(lambda mod, given, out: SEEN.append(out.square().mean()))  # here
@@ -85,15 +76,6 @@ left by a hook on the module
 a running mean
     made: self.register_buffer("mean", torch.zeros(8))
     self.mean.mul_(0.9).add_(0.1 * h.detach().mean(0))  # here
-weights alone
-    return self.last(h, ei), self.lin.weight.square().sum()  # here
-    says: replicated
-weights alone in a dict
-    return {"rows": self.last(h, ei), "penalty": sum(p.abs().sum() for p in self.lin.parameters())}  # here
-    says: replicated
-weights alone, left on the model
-    self.penalty = self.lin.weight.square().sum()  # here
-    says: replicated
 """
 
 STAYING = """
@@ -177,22 +159,10 @@ expanded to own size
     h = h + self.scale.expand(n, -1) + self.scale.repeat(n, 1) + self.scale[None].expand_as(h)
 own size asserted
     assert h.size(0) == x.size(0) and h.shape == (n, 8) and h.dim() == 2
-NumPy, a line of channels
-    h = h * torch.from_numpy(np.linspace(0, 1, h.size(1)))
 NumPy, sizes of channels
     h = h.view(n, int(np.prod(h.shape[1:]))) / np.sqrt(h.size(1))
 NumPy, draws for channels
     h = h * torch.as_tensor(np.random.RandomState(0).rand(8))
-scripted, the width
-    top: @torch.jit.script
-    top: def scaled(h: torch.Tensor):
-    top:     return h / h.size(1)
-    h = scaled(h)
-scripted, row by row
-    top: @torch.jit.script
-    top: def bent(h: torch.Tensor):
-    top:     return h.softmax(1) + h.view(h.size(0), 2, 4).flatten(1)
-    h = bent(h)
 the width as a number
     h = h / int(h.size(1)) / math.sqrt(h.size(-1)) * {8: 2.0}.get(h.size(1), 1.0)
 a loop over channels

@@ -55,7 +55,6 @@ SOME_REFUSED = [
     "ones and zeros cut",
     "eight rows turned",
     "NumPy, a line",
-    "a branch",
     "an integer",
     "a tensor of the least and the most",
     "a dataclass with a loss",
@@ -76,27 +75,8 @@ SOME_EXACT = [
 ]
 
 HOOKED_WRONG = """
-a norm of the output's gradient
-    after: out.register_hook(lambda g: g / g.norm())  # here
-the output's gradient centred
-    after: out.register_hook(lambda g: g - g.mean(0))  # here
-the output's gradient by the number of rows
-    after: out.register_hook(lambda g: g / g.size(0))  # here
-a parameter's gradient clamped
-    after: model.lin.weight.register_hook(lambda g: g.clamp(-0.1, 0.1))  # here
-    h = self.lin(h)
-a parameter's gradient normalised
-    after: model.lin.weight.register_hook(lambda g: g / g.norm())  # here
-    h = self.lin(h)
-a parameter's gradient with decay
-    after: model.lin.weight.register_hook(lambda g: g + 0.1 * model.lin.weight.detach())  # here
-    h = self.lin(h)
 a norm of a gradient inside
     h.register_hook(lambda g: g / g.norm())  # here
-    after: pass
-a norm of a gradient by a hook of a module
-    made: self.lin.register_full_backward_hook(lambda mod, given, g: (given[0] / given[0].norm(),))  # here
-    h = self.lin(h)
     after: pass
 """
 HOOKED_RIGHT = """
@@ -163,7 +143,7 @@ def test_refused_in_eval(name, doubles, tmp_path):
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_hooks_of_gradients_that_mix_rows_or_ranks_are_refused(name, doubles, tmp_path):
+def test_hooks_of_gradients_that_mix_rows_are_refused(name, doubles, tmp_path):
     wrong = refused_or_why(built(WRONG[name], tmp_path), WRONG[name], TEAMS)
     assert not wrong, "\n".join([str(WRONG[name]), *wrong])
 

@@ -232,8 +232,9 @@ class SourceRows(StandIn):
         if describes(func) and not mine.plan.comm.is_followed:
             return as_tensor(func, args, kwargs)
         with mine.plan.comm.unfollowed(keeps=False):
+            onto = args[0] if args and name.startswith(("scatter", "index_")) else None  # a row for each source
             for given in (*args, *kwargs.values()):
-                if isinstance(given, Tensor) and not isinstance(given, StandIn):
+                if isinstance(given, Tensor) and not isinstance(given, StandIn) and given is not onto:
                     mine.plan.comm.require_rows(given, mine.plan.edge_set(mine.numel()))
             out = cls._answer(mine, func, name, args, kwargs)
         if name.startswith("scatter"):

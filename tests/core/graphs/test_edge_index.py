@@ -184,7 +184,6 @@ def refused_on_edge_index():
         "scatter max": lambda e, g: g.x.scatter_reduce(0, e[0], torch.ones(g.num_own_edges), "amax"),
         "scatter": lambda e, g: torch.zeros(g.num_own_nodes).scatter_(0, e[0], 1.0),
         "scatter of ids": lambda e, g: torch.zeros(g.num_own_nodes, dtype=torch.int64).scatter_add_(0, e[1], e[0]),
-        "assigned by source": lambda e, g: torch.zeros(g.num_own_nodes).__setitem__(e[0], 1.0),
         "flipped order": lambda e, g: e.flip(1),
         "both flipped": lambda e, g: e.flip(0, 1),
         "cat with the reverse": lambda e, g: torch.cat([e, e.flip(0)], dim=1),
