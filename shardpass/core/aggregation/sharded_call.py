@@ -59,6 +59,8 @@ def aggregate(program: Program, plan: HaloPlan, edges: EdgeShards, weight: Tenso
         dim = 0 if program.aggregate is None else program.node_dim
         if -tensor.dim() <= dim < tensor.dim() and tensor.size(dim) == rows.count:
             comm.mark_rows(tensor, rows, dim)
+        elif tensor.dim() and tensor.size(0) == edges.num_edges:  # what an aggregation returns beside its rows
+            comm.mark_rows(tensor, plan.edge_set(edges.num_edges))
     return out
 
 

@@ -25,7 +25,7 @@ from shardpass.core.following.judge import verdict_of
 from shardpass.core.following.marks import Marks
 from shardpass.core.following.operation import SOFTMAX, VIEWS_IN_PLACE, Operation, needs_values
 from shardpass.core.following.origin import Origin
-from shardpass.core.following.refusals import NUMBERS, SUMS, Mixture, check_plain, failure, refusal
+from shardpass.core.following.refusals import MAX_NORM, NUMBERS, SUMS, Mixture, check_plain, failure, refusal
 from shardpass.core.following.row_count import RowCount
 from shardpass.core.following.rows import Rows
 from shardpass.core.following.user_line import is_called_by, user_line
@@ -36,6 +36,7 @@ _MADE_BY = {torch.ops.aten.arange: Origin.NUMBERS, torch.ops.aten.zeros: Origin.
 _EMPTY = frozenset([torch.ops.aten.empty, torch.ops.aten.empty_strided])
 _TAKES_NO_SIZES = frozenset(getattr(torch.ops.aten, name) for name in "_to_copy clone copy_ stack cat".split())
 """What C++ calls by itself, as a cast or to put messages together, and what depends on no number that it is given."""
+_LOSSES = frozenset("cross_entropy binary_cross_entropy binary_cross_entropy_with_logits kl_div".split())
 _BAGS = frozenset([torch.ops.aten._embedding_bag, torch.ops.aten._embedding_bag_forward_only])
 _LOOK_UPS = _BAGS | {torch.ops.aten.embedding}
 
@@ -80,6 +81,7 @@ class FollowRows(torch_private.TorchDispatchMode):
         made: the sets whose rows the engine has marked since the last module that is known began.
         is_left_to_another: a message function is running, which another one follows.
         is_paused: what runs now is not followed.
+        all_agree: whether something is so on all ranks, of which each says whether it is on itself. Collective.
         sees_functions: `FollowFunctions` is on, which sees each torch function that Python code calls.
     """
 
@@ -95,18 +97,22 @@ class FollowRows(torch_private.TorchDispatchMode):
         self.made: list[RowSet] = []
         self.is_left_to_another = False
         self.sees_functions = False
+        self.all_agree: Callable[[bool], bool] | None = None
         self._functions = 0
         if model is not None:
             self.marks.note_state(model)
 
     @contextmanager
-    def in_function(self) -> Iterator[None]:
+    def in_function(self, name: str) -> Iterator[None]:
         """A block that runs one torch function, which `FollowFunctions` was asked for."""
+        before = self.marks.is_in_loss
+        self.marks.is_in_loss = before or name.endswith("_loss") or name in _LOSSES
         self._functions += 1
         try:
             yield
         finally:
             self._functions -= 1
+            self.marks.is_in_loss = before
 
     def mark(self, tensor: Tensor, of: RowSet, dim: int = 0, points_to: RowSet | None = None) -> None:
         """Say that dimension `dim` of `tensor` holds the rows `of`."""
@@ -114,10 +120,11 @@ class FollowRows(torch_private.TorchDispatchMode):
         self.marks.mark(tensor, Rows(dim % max(1, tensor.dim()), of, points_to=points_to))
         self.made.append(of)
 
-    def recognise(self, value: Any, given: Any = ()) -> None:
-        """Recognise the tensors in `value`, which the engine made of `given`, by their sizes."""
+    def recognise(self, value: Any, given: Any = (), is_of_module: bool = False) -> None:
+        """Recognise the tensors in `value` by their sizes, which the engine, or a known module, made of `given`."""
+        made, sets = self.made[::-1], self.marks.sets_in(given)
         with self.paused():
-            self.marks.recognise(value, [*self.marks.sets_in(given), *reversed(self.made)])
+            self.marks.recognise(value, [*made, *sets] if is_of_module else [*sets, *made])
 
     def mark_plain(self, tensor: Tensor) -> None:
         """Say that `tensor` holds no rows, whatever its size."""
@@ -233,11 +240,13 @@ class FollowRows(torch_private.TorchDispatchMode):
         mixtures = self.marks.mixtures
         mixture = self._mixture(leaves) if mixtures else None
         if mixture is not None and (rows or needs_values(func)):
-            raise mixture.refusal()
+            raise mixture.refusal(decides=needs_values(func))
         if self.draws is not None and not rows and needs_values(func) and self._are_drawn(leaves):
             self.draws.check_branch()
         is_seeded = self.draws is not None and draws(func) and self.draws.are_seeded(leaves)
         before = self._copies(leaves, rows) if rows and torch_private.is_mutable(func) else {}
+        if rows and func.overloadpacket is torch.ops.aten.embedding_renorm_:
+            raise refusal("an embedding with max_norm= rescales the entries that some rows ask for", MAX_NORM)
         if rows and func.overloadpacket in VIEWS_IN_PLACE:
             leaves[0] = leaves[0].view_as(leaves[0])  # as it was
         try:
@@ -276,7 +285,8 @@ class FollowRows(torch_private.TorchDispatchMode):
         if self.marks.is_filled(tensor):
             self.recognise(tensor)
         rows, origin = self.marks.rows.get(tensor), self.marks.origins.get(tensor)
-        if rows is not None and rows.fit(tensor) and rows.of.is_other_than(of):
+        is_table = of.is_of_edges and tensor.size(0) != of.count  # that a message function is given, too
+        if rows is not None and rows.fit(tensor) and rows.of.is_other_than(of) and not is_table:
             raise RefusedError(
                 f"{user_line()}: expected a row for each of the {of.name}, found {rows.of.name}"
                 f"{' of another relation' if rows.of.is_of_edges and of.is_of_edges else ''}"

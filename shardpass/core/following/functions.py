@@ -37,6 +37,8 @@ _SIZES_AT = {
 """Functions that take values beside sizes: where the sizes stand among the arguments, and their name."""
 
 
+_CHECKS = {"_is_all_true": ("torch.distributions.",), "any": ("torch.nn.functional",)}
+"""What code of torch checks the values of its arguments by, and which code."""
 _NBYTES = torch._C.TensorBase.nbytes.__get__  # type: ignore[attr-defined]
 
 
@@ -58,7 +60,7 @@ class FollowFunctions(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if self.follower.is_paused:
             return func(*plain_sizes(args), **{key: plain_sizes(value) for key, value in kwargs.items()})
-        with self.follower.marks.remembered(), self.follower.in_function():
+        with self.follower.marks.remembered(), self.follower.in_function(name):
             return self._function(func, name, types, args, kwargs)
 
     def __enter__(self) -> FollowFunctions:
@@ -79,6 +81,8 @@ class FollowFunctions(TorchFunctionMode):
         is_cut = name in PLACES and type(first) in (Tensor, nn.Parameter) and self._is_cut(name, args, kwargs)
         sizes, given = self.made.sizes(name, args, kwargs), (args, kwargs)
         args, kwargs = plain_sizes(args), {key: plain_sizes(value) for key, value in kwargs.items()}
+        if name in _CHECKS and self.follower.all_agree is not None and is_asked_by(*_CHECKS[name]):
+            return self._agreed(func, name, args, kwargs)
         try:
             out = func(*args, **kwargs) if name != "one_hot" else self._one_hot(func, args, kwargs)
         except Exception as error:  # of any class: functions written in Python check what they are given
@@ -189,6 +193,15 @@ class FollowFunctions(TorchFunctionMode):
             if isinstance(number, OwnCount):
                 number.refuse()
             self._check_number(number)
+
+    def _agreed(self, func: Any, name: str, args: Any, kwargs: Any) -> Tensor:
+        """What a check of arguments finds on all ranks together, each of which looks at its own rows."""
+        with self.follower.paused():
+            found = bool(func(*args, **kwargs))
+        assert self.follower.all_agree is not None
+        return torch.tensor(
+            self.follower.all_agree(found) if name == "_is_all_true" else not self.follower.all_agree(not found)
+        )
 
     def _one_hot(self, func: Any, args: Any, kwargs: Any) -> Any:
         """With a number of classes, it looks at all rows only to check them."""

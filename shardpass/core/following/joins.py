@@ -37,7 +37,8 @@ class Joins(Primitive):
         copies += sum(rows.of.copies for rows in along)
         joined = along[0].of if len(found) == 1 else RowSet("joined rows", count, ("joined", roots), copies=copies)
         if edges is not None:
-            joined = RowSet(edges.name, count, edges.root, copies=copies)
+            relations = {rows.of.relation for rows in along if rows.of.is_of_edges}
+            joined = RowSet(edges.name, count, edges.root if len(relations) == 1 else None, copies=copies)
         targets = {rows.points_to for rows in along}
         points_to = targets.pop() if len(targets) == 1 else None
         self._mark([Rows(dim % self.outs[0].dim(), joined, points_to=points_to)])

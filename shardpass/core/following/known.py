@@ -113,7 +113,7 @@ class _Block:
         if self.is_known and self._is_given_nothing:
             self.follower.marks.note_made_of_state(out)
         elif self.is_known and not self.follower.is_paused:
-            self.follower.recognise(out, self._given)
+            self.follower.recognise(out, self._given, is_of_module=True)
         if not self.is_known and call.within:
             self.follower.marks.check_result(out)  # nobody looks at what the known module makes of it
 

@@ -66,6 +66,7 @@ class Marks:
         known: the sets of rows that tensors from outside are recognised by, by their number of rows.
         verdicts: what was found out of operations, by operation and shapes.
         refusals: what the model was refused in this forward. It may have caught the error and gone on.
+        is_in_loss: a loss function of torch's is running.
         made_of_counts: numbers that are made of how many rows this rank has, which ``len`` and ``max`` gave away.
     """
 
@@ -77,6 +78,7 @@ class Marks:
     verdicts: dict[Any, Any] = field(default_factory=dict)
     made_of_counts: set[float] = field(default_factory=set)
     refusals: list[RefusedError] = field(default_factory=list)
+    is_in_loss: bool = False
     _selections: list[tuple[Tensor, int, RowSet]] = field(default_factory=list)
 
     def note_count(self, count: int) -> None:
@@ -219,7 +221,9 @@ class Marks:
     def _check_relations(self, given: Any) -> None:
         """Refuse rows of edges beside a graph of other edges, which a layer takes for those of its own."""
         leaves = leaves_within(given)
-        edges = [of for leaf in leaves if isinstance(leaf, HoldsEdges) for of in leaf.edge_sets]
+        relations = {of.relation for of in self.known}  # not the union of several, which a model may put together
+        held = [of for leaf in leaves if isinstance(leaf, HoldsEdges) for of in leaf.edge_sets]
+        edges = [of for of in held if of.relation in relations]
         for of in self.sets_in(leaves):
             if edges and of.is_of_edges and all(of.is_other_than(other) for other in edges):
                 raise RefusedError(

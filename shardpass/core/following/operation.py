@@ -123,7 +123,7 @@ class Operation(Joins):
         if targets != {None} and not compares and self.packet not in _KEEP_VALUES:
             if self.packet is ATEN.max and is_called_by(SOFTMAX):
                 return self._note_plain()
-            self._refuse("computes with the numbers of rows, which are other numbers on every rank")
+            self._refuse("computes with the numbers of rows, which are other numbers on every rank", remedy=NUMBERS)
         for leaf in self.leaves:
             if isinstance(leaf, Tensor) and leaf.numel() == 1 and self.marks.origins.get(leaf) == Origin.NUMBERS:
                 self._refuse("computes with one of the numbers of rows, which are other numbers on every rank")
@@ -168,7 +168,7 @@ class Operation(Joins):
         table, indices = self.args
         given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
         (first, one), rows = given[0], self._of(table)
-        if one.dtype in (torch.bool, torch.uint8):
+        if one.dtype in (torch.bool, torch.uint8) and (len(given) == 1 or one.dim() > 1 or self._of(one) is None):
             mask = self._of(one)
             if len(given) > 1 or (mask is None and (rows is None or not first <= rows.dim < first + one.dim())):
                 return False
@@ -181,6 +181,7 @@ class Operation(Joins):
             picked = self.marks.selection(one, mask.of, self.outs[0].size(first))
             self._mark([Rows(first, picked, points_to=rows.points_to)])
             return True
+        given = self._with_pointers(given)
         adjacent = all(b == a + 1 for (a, _), (b, _) in pairwise(given))
         start, width = first if adjacent else 0, max(index.dim() for _, index in given)
         for dim, index in given:
@@ -194,6 +195,20 @@ class Operation(Joins):
                 self._mark([Rows(start + width - index.dim() + self.rows_of(index).dim, self.rows_of(index).of)])
                 return True
         return False
+
+    def _with_pointers(self, given: list[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
+        """Several indices, with the numbers of the rows that it picks in the place of a mask of rows."""
+        found = []
+        for dim, index in given:
+            mask = self._of(index)
+            if mask is not None and index.dtype == torch.bool and index.dim() == 1:
+                numbers = ATEN.nonzero(index).view(-1)
+                picked = self.marks.selection(index, mask.of, numbers.size(0))
+                self.leaves.append(numbers)
+                self.rows[len(self.leaves) - 1] = Rows(0, picked, points_to=mask.of)
+                index = numbers
+            found.append((dim, index))
+        return found
 
     def _check_beside(self, pointer: Rows, dims: int, others: list[Tensor]) -> None:
         """Refuse other indices beside one that points to rows, if they depend on where rows are."""
@@ -285,6 +300,7 @@ class Operation(Joins):
         """``base[index] = values`` along rows, by a mask or by numbers that point to them. Whether it was that."""
         base, indices, values = self.args[:3]
         given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+        given = self._with_pointers(given) if len(given) > 1 else given
         (dim, index), rows, where = given[0], self._of(base), self._of(given[0][1])
         if len(given) > 1 and self._put_in_each(given, values):
             return True

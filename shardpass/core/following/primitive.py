@@ -54,7 +54,8 @@ class Primitive:
         for out, rows in zip(self.outs if outs is None else outs, found):
             if not isinstance(rows, Rows) or not rows.fit(out):
                 self.marks.forget(out)
-                self.marks.mixtures.add(out, Mixture(self.name, user_line(), self.first.of, rows is Made.SUM))
+                made = Mixture(self.name, user_line(), self.first.of, rows is Made.SUM, self.marks.is_in_loss)
+                self.marks.mixtures.add(out, made)
                 continue
             self.marks.mark(out, rows)
             base = torch_private.base_of(out)

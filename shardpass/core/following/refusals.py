@@ -20,6 +20,15 @@ SUMS = (
     "use a readout over graph.batch, or divide the sum over all ranks by graph.total_nodes; in a loss use "
     "shardpass.mean"
 )
+LOSS = (
+    "A loss takes in the rows of all ranks: return the rows, and outside of the model call shardpass.cross_entropy "
+    "or shardpass.mean of the losses of single rows (reduction='none')"
+)
+BRANCH = (
+    "Every rank would decide by its own rows. Check it before you partition, or outside of the model for all ranks "
+    "together, as in comm.all_reduce(flag, 'max')"
+)
+MAX_NORM = "Leave max_norm out, and rescale the whole table (torch.renorm of the weight) before the model is called"
 STATE = (
     "Use shardpass.NodeEmbedding for parameters of nodes, and a field of the graph for values. If the numbers are "
     "equal by chance, change the width"
@@ -99,13 +108,16 @@ class Mixture:
         line: of the user's code.
         of: the rows.
         is_sum: it is a sum over own rows, so that the sum over ranks is that of the whole graph.
+        is_loss: a loss function of torch's made it.
     """
 
     name: str
     line: str
     of: RowSet
     is_sum: bool = False
+    is_loss: bool = False
 
-    def refusal(self) -> RefusedError:
-        """Why it cannot be used here."""
-        return refusal(f"`{self.name}` puts rows together, over the {self.of.name}", line=self.line)
+    def refusal(self, decides: bool = False) -> RefusedError:
+        """Why it cannot be used here, where it `decides` something or becomes a number."""
+        remedy = LOSS if self.is_loss else BRANCH if decides else ""
+        return refusal(f"`{self.name}` puts rows together, over the {self.of.name}", remedy, line=self.line)

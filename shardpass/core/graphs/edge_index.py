@@ -232,7 +232,9 @@ class SourceRows(StandIn):
         if describes(func) and not mine.plan.comm.is_followed:
             return as_tensor(func, args, kwargs)
         with mine.plan.comm.unfollowed(keeps=False):
-            onto = args[0] if args and name.startswith(("scatter", "index_")) else None  # a row for each source
+            onto = (
+                args[0] if args and name.startswith(("scatter", "index_", "__set")) else None
+            )  # a row for each source
             for given in (*args, *kwargs.values()):
                 if isinstance(given, Tensor) and not isinstance(given, StandIn) and given is not onto:
                     mine.plan.comm.require_rows(given, mine.plan.edge_set(mine.numel()))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from shardpass.core.following import OwnCount, own_of, user_line
+from shardpass.core.following import OwnCount, own_of, unfollowed_anywhere, user_line
 from shardpass.core.ranks import torch_private
 from shardpass.errors import RefusedError
 
@@ -93,8 +93,9 @@ def _is_empty(leaf: Any) -> bool:
 def _with_rows(empty: Tensor, count: int) -> Tensor:
     """`count` rows of zeros for none, connected to it."""
     shape = [count if size == 0 else own_of(size) for size in empty.shape]
-    rows = empty.new_zeros(shape)
-    return rows + empty.sum() if empty.is_floating_point() else rows
+    with unfollowed_anywhere():
+        rows = empty.new_zeros(shape)
+        return rows + empty.sum() if empty.is_floating_point() else rows
 
 
 def _with_sizes(tensor: Tensor, sizes: tuple[Any, ...], one_row: int) -> tuple[Any, ...]:

@@ -59,6 +59,7 @@ class FollowedCalls:
             return None
         follower = self._follower = self._follower or FollowRows(model)
         follower.draws = ForwardDraws(comm)
+        follower.all_agree = lambda mine: all(comm.all_gather_object(mine, "a check of arguments"))
         graphs = list(comm.caches.of(LoadedGraphs).graphs)
         follower.marks.known = [rows for graph in graphs for rows in graph.row_sets()]
         for graph in graphs:
