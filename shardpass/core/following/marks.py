@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -240,7 +240,11 @@ class Marks:
         """Refuse tensors among the arguments of a known module that have rows which are not those of the graph."""
         given = [*args, *kwargs.values()]
         self.check_result(given)
+        unknown = [leaf for leaf in leaves_within(given) if isinstance(leaf, Tensor) and not self._is_known(leaf)]
         self.recognise(given)
+        for leaf in unknown:  # library code that nobody follows may have put the rows of several sets together
+            if (found := self.rows.get(leaf)) is not None:
+                self.rows[leaf] = replace(found, of=replace(found.of, root=None))
         self._check_relations(given)
         weights = leaves_within(_called(kwargs, "weight"))
         for leaf in leaves_within(given):

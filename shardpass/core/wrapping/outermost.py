@@ -160,6 +160,7 @@ class OutermostCall:
                 known_modules(self.model, self.is_known, follower),
             ):
                 with follower.paused():
+                    follower.marks.recognise((args, kwargs))
                     follower.marks.check_arguments(args, kwargs)
                     follower.marks.recognise([vars(module) for module in self.model.modules()])
                     if not self.followed.knows_order:
