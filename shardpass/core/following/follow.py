@@ -285,7 +285,8 @@ class FollowRows(torch_private.TorchDispatchMode):
         if self.marks.is_filled(tensor):
             self.recognise(tensor)
         rows, origin = self.marks.rows.get(tensor), self.marks.origins.get(tensor)
-        is_table = of.is_of_edges and rows is not None and rows.size != of.count  # which messages are given, too
+        # a table for messages, too; a rank without rows cannot tell
+        is_table = of.is_of_edges and rows is not None and (rows.size != of.count or not of.count)
         if rows is not None and rows.fit(tensor) and rows.of.is_other_than(of) and not is_table:
             raise RefusedError(
                 f"{user_line()}: expected a row for each of the {of.name}, found {rows.of.name}"
