@@ -27,11 +27,8 @@ def look_up(call: Call) -> Found:
 
 def select_entries(call: Call) -> Found:
     """Entries along a dimension without rows; or of a table without rows, by numbers that each row brings."""
-    dim, rows, index = (
-        dims_of(call, call["dim"], call["self"]).pop(),
-        call.row_of(call["self"]),
-        call.row_of(call["index"]),
-    )
+    dim = dims_of(call, call["dim"], call["self"]).pop()
+    rows, index = call.row_of(call["self"]), call.row_of(call["index"])
     if rows is not None:
         return rows if index is None and rows.dim != dim else Made.MIXED
     return Made.MIXED if index is None else Rows(dim, index.of, index.outer, index.inner)
@@ -103,8 +100,9 @@ def put(call: Call) -> Found:
         return Made.MIXED
     if any(index.dtype in (torch.bool, torch.uint8) for index in given):
         return rows if values.numel() == 1 else Made.MIXED
-    place = _kept_place(rows.dim, at, max(index.dim() for index in given))
-    call.is_alike(values, place - (table.dim() - len(at) + max(index.dim() for index in given)) + values.dim())
+    width = max(index.dim() for index in given)
+    from_end = _kept_place(rows.dim, at, width) - (table.dim() - len(at) + width)
+    call.is_alike(values, values.dim() + from_end)
     return rows
 
 
