@@ -77,11 +77,6 @@ class Branch(Net):
         return h if x.sum() > 0 else -h  # here
 
 
-class ByCount(Net):
-    def between(self, h, x, edge_index):
-        return h.relu() if x.size(0) > 1000 else h  # here
-
-
 class Quotient(Net):
     def between(self, h, x, edge_index):
         return h / len(h) ** 0 / h.shape[0]  # here
@@ -206,7 +201,7 @@ class Dense(Net):
         return rows[mask]
 
 
-OFFENDERS = [Centred, Hubs, Branch, ByCount, Quotient, Ids, EdgeIds, TopRows, OtherMask, Straight, Attention]
+OFFENDERS = [Centred, Hubs, Branch, Quotient, Ids, EdgeIds, TopRows, OtherMask, Straight, Attention]
 OFFENDERS += [EdgeMean, Pooled, Clamped, ScaledByAll, Later, Kept, InTraining, Aggregated, Branching, Dense]
 
 

@@ -66,12 +66,19 @@ class Direction:
         mine = [int(tensors[n].size(0) == against.num_old) for n in names]
         answers = agree(self.plan.comm, f"{self.name}: edge tensors", [len(names), *mine])
         common = {n for n, *flags in zip(names, *(answer[1:] for answer in answers)) if all(flags)}
-        return {n: against.to_new(t, f"{self.name}: {n}") if n in common else t for n, t in sorted(tensors.items())}
+        found = {n: against.to_new(t, f"{self.name}: {n}") if n in common else t for n, t in sorted(tensors.items())}
+        for name in common:
+            self.comm.mark_rows(found[name], self.plan.edge_set(found[name].size(0)))
+        return found
 
     @unfollowed(0)
     def from_edges(self, rows: Tensor) -> Tensor:
         """A result per edge in the order of the edge list that the layer was given."""
-        return rows if self.against is None else self.against.to_old(rows, f"{self.name}: edge result")
+        if self.against is None:
+            return rows
+        rows = self.against.to_old(rows, f"{self.name}: edge result")
+        self.comm.mark_rows(rows, self.plan.edge_set(rows.size(0)))
+        return rows
 
 
 def _shards_of(edge_index: ShardedEdgeIndex) -> EdgeShards:
