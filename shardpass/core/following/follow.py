@@ -28,7 +28,7 @@ from shardpass.core.following.origin import Origin
 from shardpass.core.following.refusals import MAX_NORM, NUMBERS, SUMS, Mixture, check_plain, failure, refusal
 from shardpass.core.following.row_count import RowCount
 from shardpass.core.following.rows import Rows
-from shardpass.core.following.user_line import is_called_by, user_line
+from shardpass.core.following.user_line import is_asked_by, is_called_by, user_line
 from shardpass.core.ranks import RowSet, torch_private
 from shardpass.errors import RefusedError
 
@@ -36,6 +36,8 @@ _MADE_BY = {torch.ops.aten.arange: Origin.NUMBERS, torch.ops.aten.zeros: Origin.
 _EMPTY = frozenset([torch.ops.aten.empty, torch.ops.aten.empty_strided])
 _TAKES_NO_SIZES = frozenset(getattr(torch.ops.aten, name) for name in "_to_copy clone copy_ stack cat".split())
 """What C++ calls by itself, as a cast or to put messages together, and what depends on no number that it is given."""
+_CHECKS = {torch.ops.aten._is_all_true: ("torch.distributions.",), torch.ops.aten.any: ("torch.nn.functional",)}
+"""What code of torch checks the values of its arguments by, and which code."""
 _LOSSES = frozenset("cross_entropy binary_cross_entropy binary_cross_entropy_with_logits kl_div".split())
 _BAGS = frozenset([torch.ops.aten._embedding_bag, torch.ops.aten._embedding_bag_forward_only])
 _LOOK_UPS = _BAGS | {torch.ops.aten.embedding}
@@ -81,6 +83,7 @@ class FollowRows(torch_private.TorchDispatchMode):
         made: the sets whose rows the engine has marked since the last module that is known began.
         is_left_to_another: a message function is running, which another one follows.
         is_paused: what runs now is not followed.
+        differentiates: the model takes gradients itself.
         all_agree: whether something is so on all ranks, of which each says whether it is on itself. Collective.
         sees_functions: `FollowFunctions` is on, which sees each torch function that Python code calls.
     """
@@ -97,6 +100,7 @@ class FollowRows(torch_private.TorchDispatchMode):
         self.made: list[RowSet] = []
         self.is_left_to_another = False
         self.sees_functions = False
+        self.differentiates = False
         self.all_agree: Callable[[bool], bool] | None = None
         self._functions = 0
         if model is not None:
@@ -237,6 +241,9 @@ class FollowRows(torch_private.TorchDispatchMode):
         is_unseen = self.sees_functions and not self._functions
         if rows and is_unseen and not torch_private.is_view(func) and func.overloadpacket not in _TAKES_NO_SIZES:
             self._refuse_unseen(func, rows)
+        if rows and func.overloadpacket in _CHECKS and len(leaves) == 1 and self.all_agree is not None:
+            if is_asked_by(*_CHECKS[func.overloadpacket]):
+                return self._agreed(self.all_agree, func, leaves[0])
         mixtures = self.marks.mixtures
         mixture = self._mixture(leaves) if mixtures else None
         if mixture is not None and (rows or needs_values(func)):
@@ -269,6 +276,13 @@ class FollowRows(torch_private.TorchDispatchMode):
             if mixture is not None:
                 self._mix(mixture, func, leaves, structure, outs)
         return out
+
+    def _agreed(self, all_agree: Callable[[bool], bool], func: Any, leaf: Tensor) -> Tensor:
+        """What a check of arguments finds on all ranks together, each of which looks at its own rows."""
+        is_any = func.overloadpacket is torch.ops.aten.any
+        with self.paused():
+            found = bool(func(leaf))
+            return torch.tensor(not all_agree(not found) if is_any else all_agree(found))
 
     @staticmethod
     def _refuse_unseen(func: Any, rows: dict[int, Rows]) -> NoReturn:
@@ -321,7 +335,8 @@ class FollowRows(torch_private.TorchDispatchMode):
         if 0 in rows and plain and "out of " in str(error):  # the index of a table with rows
             what = f"`{name}` takes rows by numbers that do not come from the graph ({error})"
             return refusal(f"{what}, over the {rows[0].of.name}", NUMBERS)
-        return failure(name, error, [found.of for found in rows.values()], plain, self.marks.known)
+        with self.paused():
+            return failure(name, error, [found.of for found in rows.values()], plain, self.marks.known)
 
     def _mixture(self, leaves: list[Any]) -> Mixture | None:
         """What operands are made of several rows by: the first that is no sum, or else the first."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,9 +16,11 @@ from shardpass.core.following.follow import FollowRows
 from shardpass.core.following.literal_places import PLACES, bounds_of, check_places
 from shardpass.core.following.made_rows import RESHAPES, MadeRows
 from shardpass.core.following.origin import Origin
+from shardpass.core.following.refusals import Mixture
 from shardpass.core.following.row_count import OwnCount, OwnShape, leaves_of, own_of, plain_sizes
 from shardpass.core.following.rows import Rows
 from shardpass.core.following.user_line import is_asked_by, user_line
+from shardpass.core.ranks import torch_private
 from shardpass.errors import RefusedError
 
 _LEAVES_TORCH = frozenset(
@@ -36,9 +40,6 @@ _SIZES_AT = {
 }  # fmt: skip
 """Functions that take values beside sizes: where the sizes stand among the arguments, and their name."""
 
-
-_CHECKS = {"_is_all_true": ("torch.distributions.",), "any": ("torch.nn.functional",)}
-"""What code of torch checks the values of its arguments by, and which code."""
 _NBYTES = torch._C.TensorBase.nbytes.__get__  # type: ignore[attr-defined]
 
 
@@ -75,16 +76,18 @@ class FollowFunctions(TorchFunctionMode):
         with self.follower.paused():
             self.follower.marks.recognise((args, kwargs))
         first = args[0] if args and isinstance(args[0], Tensor) else None
+        if func is torch.autograd.grad:
+            return self._differentiated(args, kwargs)
         if name == "register_hook" and first is not None and (rows := self._rows_of(first)) is not None:
             return func(first, self._followed_hook(args[1], rows))
         self._check_given(name, first, args, kwargs)
         is_cut = name in PLACES and type(first) in (Tensor, nn.Parameter) and self._is_cut(name, args, kwargs)
         sizes, given = self.made.sizes(name, args, kwargs), (args, kwargs)
         args, kwargs = plain_sizes(args), {key: plain_sizes(value) for key, value in kwargs.items()}
-        if name in _CHECKS and self.follower.all_agree is not None and is_asked_by(*_CHECKS[name]):
-            return self._agreed(func, name, args, kwargs)
         try:
             out = func(*args, **kwargs) if name != "one_hot" else self._one_hot(func, args, kwargs)
+        except torch_private.RecomputationStops:
+            raise
         except Exception as error:  # of any class: functions written in Python check what they are given
             told = explained_failure(self.follower, name, func, *given, error)
             if told is error:
@@ -137,13 +140,38 @@ class FollowFunctions(TorchFunctionMode):
         """A hook of the user's that backward calls with the gradient of a tensor with rows."""
 
         def followed(grad: Tensor) -> Any:
-            with self.follower, FollowFunctions(self.follower):
+            with self.follower.paused(False), FollowFunctions(self.follower):
                 self.follower.marks.mark(grad, rows)
                 out = hook(grad)
             self.follower.marks.check_result(out)
             return out
 
         return followed
+
+    def _differentiated(self, args: Any, kwargs: Any) -> Any:
+        """Gradients of rows, and of sums over them: of rows they are rows, and else a sum that all ranks have a part of.
+
+        Collective if a layer that passes messages lies between them: then those of other ranks' sums are in it.
+        """
+        given = inspect.signature(torch.autograd.grad).bind(*args, **kwargs).arguments
+        outputs, inputs, grad_outputs = given["outputs"], given["inputs"], given.get("grad_outputs")
+        marks = self.follower.marks
+        self.follower.differentiates = True
+        sums = [mixture for leaf in leaves_of(outputs) if (mixture := marks.mixtures.get(leaf)) is not None]
+        for mixture in sums:
+            if not mixture.is_sum:
+                raise mixture.refusal()
+        for leaf in leaves_of(grad_outputs):
+            marks.check_result(leaf)
+        with self.follower.paused():  # backward of the model visits its sharded calls once more, in their order
+            found = torch.autograd.grad(**{**given, "retain_graph": True})
+        of = [*(mixture.of for mixture in sums), *marks.sets_in(outputs)]
+        for leaf, grad in zip(leaves_of(inputs), found):
+            if grad is not None and (rows := self._rows_of(leaf)) is not None:
+                marks.mark(grad, replace(rows, points_to=None))
+            elif grad is not None and of:
+                marks.mixtures.add(grad, Mixture("grad", user_line(), of[0], True))
+        return found
 
     def _check_number(self, number: Any) -> None:
         """Refuse a plain number that was made of how many rows this rank has, which ``len`` gives away."""
@@ -193,15 +221,6 @@ class FollowFunctions(TorchFunctionMode):
             if isinstance(number, OwnCount):
                 number.refuse()
             self._check_number(number)
-
-    def _agreed(self, func: Any, name: str, args: Any, kwargs: Any) -> Tensor:
-        """What a check of arguments finds on all ranks together, each of which looks at its own rows."""
-        with self.follower.paused():
-            found = bool(func(*args, **kwargs))
-        assert self.follower.all_agree is not None
-        return torch.tensor(
-            self.follower.all_agree(found) if name == "_is_all_true" else not self.follower.all_agree(not found)
-        )
 
     def _one_hot(self, func: Any, args: Any, kwargs: Any) -> Any:
         """With a number of classes, it looks at all rows only to check them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -41,6 +41,16 @@ _KEEP_VALUES = frozenset(
     [ATEN.clone, ATEN._to_copy, ATEN.cat, ATEN.stack, ATEN.copy_, ATEN.repeat, ATEN.masked_select, ATEN.view]
 )
 """Operations whose results are numbers of rows if their operands are."""
+
+
+@dataclass(frozen=True)
+class _Places:
+    """What ``mask.nonzero()`` returns of a mask of several dimensions: numbers of rows in one of its columns."""
+
+    of: RowSet
+    column: int
+    columns: int
+
 
 SOFTMAX = "torch_geometric.utils._softmax"
 """It counts destinations up to the last with an edge, and returns a row per edge, which does not depend on that."""
@@ -109,13 +119,23 @@ class Operation(Joins):
     def _view(self) -> None:
         if self._part():
             return
-        found = self._verdict().found
-        if all(isinstance(one, Rows) for one in found):
-            self._mark(found)
+        found = [one for one in self._verdict().found if isinstance(one, Rows)]
+        if len(found) == len(self.outs):
+            of = self.first.of
+            self._mark([replace(one, of=of, points_to=self._seen(i)) for i, one in enumerate(found)])
         elif self.outs[0].dim() == 0 and is_called_by(torch_private.VMAP):
             self._refuse("is how vmap finds out the dtype of a row", remedy=NO_VMAP)
         else:
             self._refuse("takes some rows by their position", remedy=ALL_ROWS)
+
+    def _seen(self, place: int) -> RowSet | None:
+        """The set whose numbers the view at `place` of the results holds, if any."""
+        target = self.first.points_to
+        if target is None or not isinstance(target.root, _Places) or self.outs[0].dim() > 1:
+            return target
+        taken = place if self.packet is ATEN.unbind else self.args[2] if self.packet is ATEN.select else None
+        places = target.root
+        return target if taken is None else places.of if taken % places.columns == places.column else None
 
     def _try(self) -> None:
         targets = {rows.points_to for rows in self.rows.values()}
@@ -367,5 +387,7 @@ class Operation(Joins):
         if rows is None:
             self._refuse("picks entries of single rows")
         picked = self.marks.selection(mask, rows.of, self.outs[0].size(0))
-        is_pointer = self.packet is ATEN.nonzero and mask.dim() == 1
-        self._mark([Rows(0, picked, points_to=rows.of if is_pointer else None)])
+        points_to = rows.of if self.packet is ATEN.nonzero else None
+        if points_to is not None and mask.dim() > 1:  # a column of it has the numbers of rows, see `_seen`
+            points_to = RowSet(f"places among {rows.of.name}", -1, _Places(rows.of, rows.dim, mask.dim()))
+        self._mark([Rows(0, picked, points_to=points_to)])

@@ -173,7 +173,10 @@ class RowCount(OwnCount, torch.SymInt):
         return RowCount(operation(self.own, *map(own_of, others)), self.of, self.given, total)
 
     def __floordiv__(self, other: Any) -> Any:
-        """The number of rows times a divisor of what each has, as ``h.numel() // h.size(1)`` is."""
+        """The number of rows times a divisor of what each has, as ``h.numel() // h.size(1)`` is; or how many times."""
+        if isinstance(other, RowCount) and self.of == other.of and self.total and other.total:
+            times, rest = divmod(self.total, other.total)
+            return self.refuse() if rest or self.own != times * other.own else times
         each, rest = divmod(self.own, max(1, self.of.count))
         if type(other) is not int or other < 1 or rest or each % other:
             self.refuse()

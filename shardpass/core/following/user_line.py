@@ -8,6 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 _LIBRARIES = ("torch", "torch_geometric", "dgl", "shardpass", "numpy")
+_FOLLOWING = ("shardpass.core.following.", "shardpass.core.ranks.random", "torch._compile", "torch._dynamo.")
+"""What sees operations, and what torch calls it by."""
 
 
 def user_line(error: BaseException | None = None) -> str:
@@ -22,9 +24,9 @@ def user_line(error: BaseException | None = None) -> str:
 
 
 def is_asked_by(*packages: str) -> bool:
-    """Whether the innermost code outside of this package is that of `packages`."""
+    """Whether the innermost code that does not belong to following is that of `packages`."""
     names = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_stack(None))
-    return next(name for name in names if not name.startswith("shardpass.core.following.")).startswith(packages)
+    return next(name for name in names if not name.startswith(_FOLLOWING)).startswith(packages)
 
 
 def is_called_by(package: str) -> bool:

@@ -27,6 +27,7 @@ from torch.utils._pytree import (
     tree_map_only,
     tree_unflatten,
 )
+from torch.utils.checkpoint import _StopRecomputationError as RecomputationStops
 from torch.utils.weak import WeakTensorKeyDictionary
 
 __all__ = [

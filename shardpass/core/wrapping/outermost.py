@@ -55,7 +55,8 @@ class FollowedCalls:
         """What follows the call of `method` that begins, or `None`."""
         kind = method, model.training, torch.is_grad_enabled()
         self._calls[kind] += 1
-        if not self.is_on or self._calls[kind] & (self._calls[kind] - 1):
+        is_left_out = self._calls[kind] & (self._calls[kind] - 1)
+        if not self.is_on or (is_left_out and not (self._follower and self._follower.differentiates)):
             return None
         follower = self._follower = self._follower or FollowRows(model)
         follower.draws = ForwardDraws(comm)
