@@ -159,21 +159,21 @@ class MailboxBranch(MailboxSize):
 
 
 class Quotient(Net):
-    words = "a number computed from this rank's number of nodes"
+    words = "the number of nodes that this rank holds"
 
     def between(self, g, h):
         return h / g.num_nodes()
 
 
 class Degree(Net):
-    words = "a number computed from this rank's number of nodes"
+    words = "the number of edges that this rank holds"
 
     def between(self, g, h):
         return h * (2 * (g.num_edges() - g.num_nodes()) + 1)
 
 
 class Share(Net):
-    words = "a number computed from this rank's number of nodes"
+    words = "the number of nodes that this rank holds"
 
     def between(self, g, h):
         return h * (g.num_nodes() * 0.1)

@@ -12,7 +12,7 @@ its nodes. A model is refused at its first other operation.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -232,13 +232,13 @@ class FollowRows(torch_private.TorchDispatchMode):
         kwargs = kwargs or {}
         if self.is_paused or self.is_left_to_another:
             return func(*args, **kwargs)
-        with self.marks.remembered():
-            return self._operation(func, args, kwargs)
+        is_unseen = self.sees_functions and not self._functions
+        with self.marks.remembered(), torch_private.DisableTorchFunction() if is_unseen else nullcontext():
+            return self._operation(func, args, kwargs, is_unseen)
 
-    def _operation(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _operation(self, func: Any, args: Any, kwargs: Any, is_unseen: bool) -> Any:
         leaves, structure = torch_private.tree_flatten((args, kwargs))
         rows = self._operands(leaves)
-        is_unseen = self.sees_functions and not self._functions
         if rows and is_unseen and not torch_private.is_view(func) and func.overloadpacket not in _TAKES_NO_SIZES:
             self._refuse_unseen(func, rows)
         if rows and func.overloadpacket in _CHECKS and len(leaves) == 1 and self.all_agree is not None:

@@ -40,8 +40,6 @@ _SIZES_AT = {
 }  # fmt: skip
 """Functions that take values beside sizes: where the sizes stand among the arguments, and their name."""
 
-_NBYTES = torch._C.TensorBase.nbytes.__get__  # type: ignore[attr-defined]
-
 
 class FollowFunctions(TorchFunctionMode):
     """While it is on, rows cannot leave torch, nothing is computed from their number, and checks of them pass.
@@ -99,7 +97,7 @@ class FollowFunctions(TorchFunctionMode):
             self.follower.recognise(out, (args, kwargs))  # a stand-in of the engine's has made it
         if name == "__deepcopy__" and first is not None and (rows := self._rows_of(first)) is not None:
             self.follower.marks.mark(out, rows)  # torch copies the memory, and makes no operation of it
-        if first is not None and (name in ("numel", "nelement", "stride") or func == _NBYTES):
+        if first is not None and (name in ("numel", "nelement", "stride") or func == torch_private.NBYTES):
             return self._measured(first, out, name == "stride", (*args[1:], *kwargs.values()))
         if first is not None and (name == "size" or (name == "__get__" and isinstance(out, torch.Size))):
             return self._counted(first, (*args[1:], *kwargs.values()), out)

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 _LIBRARIES = ("torch", "torch_geometric", "dgl", "shardpass", "numpy", "builtins", "collections", "functools", "typing")
-_PLAIN = (str, bytes, int, float, complex, type(None))
+_PLAIN = (str, bytes, int, float, complex)
 
 
 def tensors_within(*roots: Any) -> Iterator[Tensor]:
@@ -25,7 +25,7 @@ def tensors_within(*roots: Any) -> Iterator[Tensor]:
         value = found.pop()
         if isinstance(value, Tensor):
             yield value
-        elif not isinstance(value, _PLAIN) and id(value) not in seen:
+        elif value is not None and not isinstance(value, _PLAIN) and id(value) not in seen:
             seen.add(id(value))
             found.extend(_held_by(value))
 

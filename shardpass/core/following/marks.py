@@ -172,7 +172,7 @@ class Marks:
     def _recognise(self, leaf: Tensor, among: Sequence[RowSet]) -> None:
         for dim in (0,) if leaf.dim() < 3 else (0, -2, 1):  # [N, F], [B, N, F] and [B, N, T, F]
             fits = [known for known in self.known if leaf.dim() and known.count == leaf.size(dim)]
-            likely = next((one for one in among if leaf.dim() and one.count == leaf.size(dim)), None)
+            likely = next((one for one in among if leaf.dim() and one.count == leaf.size(dim) > 0), None)
             if fits or likely is not None:
                 of = likely or (fits[0] if len(fits) == 1 else RowSet.one_of(fits))
                 self.rows[leaf] = Rows(dim % leaf.dim(), of)

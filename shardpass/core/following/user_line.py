@@ -7,8 +7,10 @@ import traceback
 from importlib.util import find_spec
 from pathlib import Path
 
+from shardpass.core.ranks import torch_private
+
 _LIBRARIES = ("torch", "torch_geometric", "dgl", "shardpass", "numpy")
-_FOLLOWING = ("shardpass.core.following.", "shardpass.core.ranks.random", "torch._compile", "torch._dynamo.")
+_FOLLOWING = ("shardpass.core.following.", "shardpass.core.ranks.random", *torch_private.CALLS_MODES)
 """What sees operations, and what torch calls it by."""
 
 

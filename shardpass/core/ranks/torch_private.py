@@ -233,6 +233,9 @@ def without_memory(kind: type[Tensor], like: Tensor, device: torch.device) -> An
     return Tensor._make_wrapper_subclass(kind, shape, strides=strides, dtype=like.dtype, device=device)  # type: ignore[attr-defined]
 
 
+NBYTES = torch._C.TensorBase.nbytes.__get__  # type: ignore[attr-defined]
+CALLS_MODES = "torch._compile", "torch._dynamo."
+"""The modules through which torch calls a dispatch mode."""
 VMAP = "torch._functorch.vmap"
 VMAP_SIZES = "torch._functorch"
 

@@ -191,6 +191,17 @@ class _Method(OutermostCall):
             if _has_graph((args, kwargs)):
                 args, kwargs = torch_private.tree_map(_edge_index_of, (args, kwargs))
             return self._as_written(*args, **kwargs)
+        with self.comm.unfollowed(keeps=False):
+            args, kwargs = self._checked(args, kwargs)
+        try:
+            return self.run(self._computed, args, kwargs)
+        except RefusedError as error:
+            if (told := explained(error)) is error:
+                raise
+            raise told from None
+
+    def _checked(self, args: Any, kwargs: Any) -> Any:
+        """The arguments as `_given` makes them. Refuse them, and the model, where they cannot be exact."""
         self.refuse_transforms()
         model = self.model
         refuse_sparse(self._by_name(args) | kwargs, _has_graph((args, kwargs)))
@@ -205,12 +216,7 @@ class _Method(OutermostCall):
         refuse_norms_of_some_nodes(model, leaves)
         refuse_whole_tensors(leaves)
         check_types((*args, *kwargs.values()), self.comm)
-        try:
-            return self.run(self._computed, args, kwargs)
-        except RefusedError as error:
-            if (told := explained(error)) is error:
-                raise
-            raise told from None
+        return args, kwargs
 
     def _by_name(self, args: Any) -> dict[str, Any]:
         """The arguments that were given without their names, by them; those without any by their places."""

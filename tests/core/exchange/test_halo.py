@@ -86,7 +86,7 @@ def test_ranks_without_nodes_or_edges_still_send(kind, ranks):
 def test_what_a_model_is_told_of_the_rows():
     def work(comm):
         plan, _ = build_halo_plan(comm, Ownership((0, 3, 5)), torch.tensor([0, 4]), 4, Options())
-        typed, count = replace(plan, ends=("paper", "author")), plan.num_own_src
+        typed, count = replace(plan, ends=("paper", "author"), relation=object()), plan.num_own_src
         assert count == (3, 2)[comm.rank] and (plan.source_set, plan.dst_set) == (
             node_set(NODE, count),
             node_set(NODE, 4),
