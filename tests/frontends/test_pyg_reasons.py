@@ -93,7 +93,7 @@ MISTAKES = {
     "a row by its number": (lambda m, h, e: h + h[30], r"`__getitem__` fails on the \d+ nodes of this rank"),
     "the largest twenty": (lambda m, h, e: h + h[:, 0].topk(20)[0].sum(), r"`topk` fails on the \d+ nodes"),
     "the shape of the whole graph": (lambda m, h, e: h.view(41, 6), r"`view` fails on the \d+ nodes"),
-    "random rows": (lambda m, h, e: h + h[torch.randint(len(h), (len(h),))], f"takes {NUMBERS}"),
+    "random rows": (lambda m, h, e: h + h[torch.randint(len(h), (len(h),))], "made of how many rows this rank holds"),
     "a sparse matrix": (
         lambda m, h, e: torch.sparse_coo_tensor(e.flip(0), torch.ones(e.size(1)), (len(h), len(h))) @ h,
         r"a sparse matrix is made of the edge_index .*SimpleConv\('sum'\)",

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from shardpass.core.following.call import Made
 from shardpass.core.following.failing import explained_failure
 from shardpass.core.following.follow import FollowRows
+from shardpass.core.following.judge import composed
 from shardpass.core.following.literal_places import PLACES, bounds_of, check_places
 from shardpass.core.following.made_rows import RESHAPES, MadeRows
 from shardpass.core.following.origin import Origin
@@ -39,6 +41,14 @@ _SIZES_AT = {
     "pad": (1, "pad"),
 }  # fmt: skip
 """Functions that take values beside sizes: where the sizes stand among the arguments, and their name."""
+
+
+def _einsum(equation: str, *operands: Any) -> Any:
+    return torch.ops.aten.einsum(equation, [*leaves_of(operands)])
+
+
+_BY_SYMBOL = {"einsum": _einsum}
+"""Functions that torch composes of other operations by the sizes: of one row otherwise than of many."""
 
 
 class FollowFunctions(TorchFunctionMode):
@@ -79,6 +89,8 @@ class FollowFunctions(TorchFunctionMode):
         if name == "register_hook" and first is not None and (rows := self._rows_of(first)) is not None:
             return func(first, self._followed_hook(args[1], rows))
         self._check_given(name, first, args, kwargs)
+        if name in _BY_SYMBOL and (out := self._by_symbol(func, name, args, kwargs)) is not None:
+            return out
         is_cut = name in PLACES and type(first) in (Tensor, nn.Parameter) and self._is_cut(name, args, kwargs)
         sizes, given = self.made.sizes(name, args, kwargs), (args, kwargs)
         args, kwargs = plain_sizes(args), {key: plain_sizes(value) for key, value in kwargs.items()}
@@ -145,6 +157,33 @@ class FollowFunctions(TorchFunctionMode):
             return out
 
         return followed
+
+    def _by_symbol(self, func: Any, name: str, args: Any, kwargs: Any) -> Tensor | None:
+        """What a function returns, judged as a whole; `None` if its operations are to be judged one by one."""
+        leaves, structure = torch_private.tree_flatten((args, kwargs))
+        tensors = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+        rows = {i: found for i, leaf in tensors.items() if (found := self._rows_of(leaf)) is not None}
+        marks = self.follower.marks
+        if not rows or any(found.points_to for found in rows.values()):
+            return None
+        if any(type(leaf) not in (Tensor, nn.Parameter) or leaf in marks.mixtures for leaf in tensors.values()):
+            return None
+        known = [(i, found.dim, found.outer, found.inner, found.of) for i, found in rows.items()]
+        given = [(*leaf.shape,) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves]
+        key = name, *given, *known
+        if key not in marks.verdicts:
+            with self.follower.paused():
+                marks.verdicts[key] = composed(_BY_SYMBOL[name], leaves, structure, rows)
+        verdict, first = marks.verdicts[key], next(iter(rows.values()))
+        if verdict.reason:
+            return None
+        with self.follower.paused():
+            out: Tensor = func(*args, **kwargs)
+        if isinstance(found := verdict.found[0], Rows):
+            marks.mark(out, found)
+        else:
+            marks.mixtures.add(out, Mixture(name, user_line(), first.of, found is Made.SUM))
+        return out
 
     def _differentiated(self, args: Any, kwargs: Any) -> Any:
         """Gradients of rows, and of sums over them: of rows they are rows, and else a sum that all ranks have a part of.

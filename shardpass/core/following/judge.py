@@ -55,22 +55,33 @@ def verdict_of(
     if found is not None:
         places = {id(leaf): i for i, leaf in enumerate(leaves)}
         return Verdict(found, [(places[id(tensor)], dim) for tensor, dim in call.plain])
+    rule = torch_private.decomposition_of(func)
+    if rule is None:
+        return Verdict([Made.MIXED] * len(outs), [], f"no rule says what `{func.overloadpacket.__name__}` makes of rows")
+    return composed(rule, leaves, structure, known, len(outs))
+
+
+def composed(
+    function: Callable[..., Any], leaves: Sequence[Any], structure: Any, known: Mapping[int, Found], num_outs: int = 1
+) -> Verdict:
+    """The verdict on a function that calls other operations, each of which is judged. See `verdict_of`."""
     try:
-        return _composed(func, leaves, structure, known)
+        return _composed(function, leaves, structure, known)
     except _UnknownError as unknown:
-        return Verdict([Made.MIXED] * len(outs), [], str(unknown))
+        return Verdict([Made.MIXED] * num_outs, [], str(unknown))
     except Exception as error:  # whatever a decomposition raises for operands that do not fit
         if is_out_of_memory(error):
             raise
-        return Verdict([Made.MIXED] * len(outs), [], f"{type(error).__name__}: {str(error).splitlines()[:1]}")
+        return Verdict([Made.MIXED] * num_outs, [], f"{type(error).__name__}: {str(error).splitlines()[:1]}")
 
 
 class _UnknownError(Exception):
     """An operation has neither a rule nor a decomposition."""
 
 
-def _composed(func: Any, leaves: Sequence[Any], structure: Any, known: Mapping[int, Found]) -> Verdict:
-    """The verdict on what torch composes `func` of."""
+def _composed(
+    function: Callable[..., Any], leaves: Sequence[Any], structure: Any, known: Mapping[int, Found]
+) -> Verdict:
     with torch_private.DisableTorchFunction():
         symbols = Symbols()
     with torch_private.DisableTorchFunction(), symbols.mode, torch.no_grad():
@@ -79,7 +90,8 @@ def _composed(func: Any, leaves: Sequence[Any], structure: Any, known: Mapping[i
         ]
         judge = _Judge({id(twin): known[i] for i, twin in enumerate(twins) if i in known}, twins)
         args, kwargs = torch_private.tree_unflatten(twins, structure)
-        outs = judge.decomposed(func, args, kwargs)
+        with judge:
+            outs = function(*args, **kwargs)
     found = [judge.of(out) for out in torch_private.tree_leaves(outs) if isinstance(out, Tensor)]
     return Verdict(found, [])
 
@@ -143,6 +155,8 @@ class _Judge(torch_private.TorchDispatchMode):
                 "sym_size", "sym_numel"
             ):  # fmt: skip
                 raise _UnknownError(f"`{func.overloadpacket.__name__}` is given their number")
+            return func(*args, **kwargs)
+        if func.namespace == "prim":  # asks for a tensor's device or layout
             return func(*args, **kwargs)
         numbers = any(isinstance(leaf, (torch.SymInt, torch.SymFloat)) for leaf in leaves)
         if numbers and not torch_private.is_view(func) and func.overloadpacket.__name__ not in _TAKES_SIZES:

@@ -86,19 +86,15 @@ class _Block:
 
     def __init__(self, follower: FollowRows, is_known: bool, running: list[_Call]) -> None:
         self.follower, self.is_known, self._running = follower, is_known, running
-        self._is_given_nothing = False
-        self._given: Any = ()
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self.is_known and not self.follower.is_paused:
             with self.follower.paused():
                 self.follower.marks.check_arguments(args, kwargs)
-        self._is_given_nothing = not args and not kwargs
-        self._given = args, kwargs
         self.follower.made.clear()
         within, block = self.follower.in_known, self.follower.module(self.is_known or self.follower.is_left_to_another)
         block.__enter__()
-        self._running.append(_Call(self, within, block))
+        self._running.append(_Call(self, within, block, (args, kwargs)))
         if not self.is_known:
             return None
         follow = self.follower.following
@@ -110,17 +106,25 @@ class _Block:
         while (call := self._running.pop()).of is not self:
             call.block.__exit__(None, None, None)  # a module that the engine stopped, once a message had told all
         call.block.__exit__(None, None, None)
-        if self.is_known and self._is_given_nothing:
+        if self.is_known and not any(call.given):
             self.follower.marks.note_made_of_state(out)
         elif self.is_known and not self.follower.is_paused:
-            self.follower.recognise(out, self._given, is_of_module=True)
+            self.follower.recognise(out, call.given, is_of_module=True)
         if not self.is_known and call.within:
             self.follower.marks.check_result(out)  # nobody looks at what the known module makes of it
 
 
 class _Call(NamedTuple):
-    """A call of a module that has not ended: its hooks, whether a known module makes it, the block that it ends."""
+    """A call of a module that has not ended.
+
+    Args:
+        of: the hooks of the module.
+        within: a known module makes the call.
+        block: the block that the call ends.
+        given: its arguments.
+    """
 
     of: _Block
     within: bool
     block: AbstractContextManager[None]
+    given: tuple[Any, Any]

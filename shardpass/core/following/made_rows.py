@@ -69,12 +69,14 @@ class MadeRows:
                 return self.follower.marks.mark(out, replace(rows, dim=moved))
             shift = dim
         at = [dim for dim, size in enumerate(sizes) if isinstance(size, RowCount)]
-        at = at or [dim for dim, size in enumerate(sizes) if size == -1]
+        is_whole = rows.of.count == rows.of.total  # `len` has told the number of all rows
+        at = at or [dim for dim, size in enumerate(sizes) if size == -1 or (is_whole and size == rows.of.count)]
         at = at or [dim for dim, size in enumerate(sizes) if size == rows.of.count]  # as code outside has told it
-        found = reshaped_at(rows, table.shape, out.shape, at[0] + shift) if len(at) == 1 else None
-        if found is None:
+        found = [reshaped_at(rows, table.shape, out.shape, dim + shift) for dim in at]
+        fits = [one for one in found if one is not None]
+        if not fits:
             raise refusal(f"`{name}` to {[*out.shape]} does not keep apart the {rows.of.name}", ALL_ROWS)
-        self.follower.marks.mark(out, found)
+        self.follower.marks.mark(out, next((one for one in fits if one.dim == rows.dim), fits[0]))
 
     def note(self, name: str, args: Any, kwargs: Any, sizes: list[Any], out: Any) -> None:
         """Mark what a function returned that was given these sizes.

@@ -170,6 +170,9 @@ class Marks:
         return origin == Origin.EMPTY or (origin == Origin.ZEROS and bool(leaf.any()))
 
     def _recognise(self, leaf: Tensor, among: Sequence[RowSet]) -> None:
+        if isinstance(leaf, nn.Parameter):
+            self.origins[leaf] = Origin.STATE
+            return
         for dim in (0,) if leaf.dim() < 3 else (0, -2, 1):  # [N, F], [B, N, F] and [B, N, T, F]
             fits = [known for known in self.known if leaf.dim() and known.count == leaf.size(dim)]
             likely = next((one for one in among if leaf.dim() and one.count == leaf.size(dim) > 0), None)

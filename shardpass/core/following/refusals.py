@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from shardpass.core.following.origin import Origin, repeats_one_row
-from shardpass.core.following.user_line import user_line
+from shardpass.core.following.user_line import is_asked_by, user_line
 from shardpass.core.ranks import RowSet
 from shardpass.errors import RefusedError
 
@@ -119,5 +119,6 @@ class Mixture:
 
     def refusal(self, decides: bool = False) -> RefusedError:
         """Why it cannot be used here, where it `decides` something or becomes a number."""
-        remedy = LOSS if self.is_loss else BRANCH if decides else ""
+        is_users = not is_asked_by("torch_geometric.")
+        remedy = LOSS if self.is_loss else BRANCH if decides and is_users else ""
         return refusal(f"`{self.name}` puts rows together, over the {self.of.name}", remedy, line=self.line)

@@ -14,6 +14,7 @@ from shardpass.core.following.user_line import is_asked_by, user_line
 from shardpass.core.ranks import RowSet, torch_private
 from shardpass.errors import RefusedError
 
+_READ_BY = torch_private.VMAP_SIZES, "torch_geometric.edge_index"
 _LIBRARIES = ("shardpass.", "torch_geometric.", "torch.", "dgl.", "numpy.")
 
 
@@ -147,8 +148,8 @@ class RowCount(OwnCount, torch.SymInt):
 
     @property
     def node(self) -> Any:
-        """What C++ reads of a size where no function mode sees it, as vmap does."""
-        return torch_private.PlainSize(self.own) if is_asked_by(torch_private.VMAP_SIZES) else self.refuse()
+        """What C++ reads of a size where no function mode sees it, as vmap does, and PyG's class of edges."""
+        return torch_private.PlainSize(self.own) if is_asked_by(*_READ_BY) else self.refuse()
 
     def __repr__(self) -> str:
         """No plain number, which code might read from the text."""

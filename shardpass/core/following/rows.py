@@ -67,8 +67,8 @@ def reshaped(rows: Rows, old: Sequence[int], new: Sequence[int]) -> Rows | None:
             inner = size // (outer * count)
             if inner * prod(new[dim + 1 :]) == after:
                 fits.append(replace(rows, dim=dim, outer=outer, inner=inner))
-    # of one row, several dimensions may: the one that is not merged with another, or that it had before
-    return min(fits, key=lambda one: (one.outer * one.inner, one.dim != rows.dim), default=None)
+    # of one row, several dimensions may: rather one that is merged with others before it, as linear layers do it
+    return min(fits, key=lambda one: (one.inner, one.outer, one.dim != rows.dim), default=None)
 
 
 def reshaped_at(rows: Rows, old: Sequence[int], new: Sequence[int], dim: int) -> Rows | None:

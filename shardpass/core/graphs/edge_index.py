@@ -20,7 +20,7 @@ from shardpass.core.graphs.by_source import TAKING, fill_at_source, put_at_sourc
 from shardpass.core.graphs.edge_mask import EdgeMask
 from shardpass.core.graphs.last_node import ROWS_READ, lacks_last_node, other_count
 from shardpass.core.graphs.layer_flow import LayerFlow
-from shardpass.core.graphs.rearranged import Part, rearranged
+from shardpass.core.graphs.rearranged import Part, rearranged, refused_shape
 from shardpass.core.graphs.stand_in import PRINTS, StandIn, as_tensor, counted_last, describes, first_of, largest
 from shardpass.core.ranks import HoldsEdges, RowSet, torch_private
 from shardpass.core.sharding import Derivation, EdgeShards
@@ -327,7 +327,7 @@ def _item(mine: ShardedEdgeIndex, key: Any) -> Any:
     if isinstance(key, tuple) and len(key) == 2 and key[0] == slice(None) and not isinstance(key[1], int):
         edges = _plain_one(key[1])
         if isinstance(edges, slice) and edges != slice(None):
-            raise _refused("a slice [:, a:b]", "the edge_index")
+            raise refused_shape("__getitem__", (key,))
         start = mine.derivation or Derivation.of(mine.sources_first)
         if not start.is_edited and isinstance(edges, Tensor) and edges.dtype == torch.bool:
             out = ShardedEdgeIndex.derived(start.masked(edges), mine.plan, mine.is_reversed, mine.flow)

@@ -60,7 +60,7 @@ def gather(
         return None
     out = rows.new_empty((total, *rows.shape[1:]))
     for part, part_ids in zip(parts, id_parts):
-        out[part_ids] = part
+        out[part_ids.to(out.device)] = part.to(out.device)
     if path is not None:
         numbers = out.float() if out.dtype == torch.bfloat16 else out  # NumPy has no bfloat16
         graph.tables.write(Path(path), numbers.cpu().numpy(), node_type)

@@ -229,7 +229,8 @@ def written_arguments(operator: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 def without_memory(kind: type[Tensor], like: Tensor, device: torch.device) -> Any:
     """A tensor of the subclass `kind` on `device` with the shape, strides and dtype of `like`, but no memory."""
-    shape, strides = like.shape, like.stride()
+    with DisableTorchFunction():
+        shape, strides = like.shape, like.stride()
     return Tensor._make_wrapper_subclass(kind, shape, strides=strides, dtype=like.dtype, device=device)  # type: ignore[attr-defined]
 
 
