@@ -173,8 +173,6 @@ AS_MANY = {
 }
 
 
-
-
 def made(case):
     """The model, and what it gives on the whole graph."""
     torch.manual_seed(0)

@@ -241,9 +241,9 @@ class FollowRows(torch_private.TorchDispatchMode):
         rows = self._operands(leaves)
         if rows and is_unseen and not torch_private.is_view(func) and func.overloadpacket not in _TAKES_NO_SIZES:
             self._refuse_unseen(func, rows)
-        if rows and func.overloadpacket in _CHECKS and len(leaves) == 1 and self.all_agree is not None:
-            if is_asked_by(*_CHECKS[func.overloadpacket]):
-                return self._agreed(self.all_agree, func, leaves[0])
+        is_check = rows and func.overloadpacket in _CHECKS and len(leaves) == 1
+        if is_check and self.all_agree is not None and is_asked_by(*_CHECKS[func.overloadpacket]):
+            return self._agreed(self.all_agree, func, leaves[0])
         mixtures = self.marks.mixtures
         mixture = self._mixture(leaves) if mixtures else None
         if mixture is not None and (rows or needs_values(func)):

@@ -186,7 +186,7 @@ class FollowFunctions(TorchFunctionMode):
         return out
 
     def _differentiated(self, args: Any, kwargs: Any) -> Any:
-        """Gradients of rows, and of sums over them: of rows they are rows, and else a sum that all ranks have a part of.
+        """Gradients of rows and of sums over them: by rows they are rows, and else a part of a sum over ranks.
 
         Collective if a layer that passes messages lies between them: then those of other ranks' sums are in it.
         """

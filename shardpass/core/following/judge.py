@@ -57,7 +57,8 @@ def verdict_of(
         return Verdict(found, [(places[id(tensor)], dim) for tensor, dim in call.plain])
     rule = torch_private.decomposition_of(func)
     if rule is None:
-        return Verdict([Made.MIXED] * len(outs), [], f"no rule says what `{func.overloadpacket.__name__}` makes of rows")
+        name = func.overloadpacket.__name__
+        return Verdict([Made.MIXED] * len(outs), [], f"no rule says what `{name}` makes of rows")
     return composed(rule, leaves, structure, known, len(outs))
 
 

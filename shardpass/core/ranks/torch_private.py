@@ -27,7 +27,7 @@ from torch.utils._pytree import (
     tree_map_only,
     tree_unflatten,
 )
-from torch.utils.checkpoint import _StopRecomputationError as RecomputationStops
+from torch.utils.checkpoint import _StopRecomputationError
 from torch.utils.weak import WeakTensorKeyDictionary
 
 __all__ = [
@@ -80,6 +80,8 @@ __all__ = [
     "written_arguments",
 ]
 
+RecomputationStops = _StopRecomputationError
+"""Ends the recomputation of `torch.utils.checkpoint`, once it has what it wanted."""
 DisableTorchFunction = torch._C.DisableTorchFunction
 """A block in which neither subclasses nor function modes see what torch functions are called."""
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
