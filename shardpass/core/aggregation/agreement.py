@@ -108,10 +108,12 @@ def settle(
             return Agreed(candidate, structure, needs_grad, [Offer(*answer[1:]) for answer in answers])
         values = [digest(text), kind, *map(int, flags), *map(int, per_edge)]
         described = agree(comm, f"{label}: differences", [len(values), *values, *[0] * (_WORDS - len(values))])
-        _raise_refusal(comm, label, refusal, [answer[2] for answer in described])
-        if any(answer[0] != len(values) for answer in described):
-            break
         rest = [answer[3 : 1 + len(values)] for answer in described]
+        is_other_program = any(answer[0] != len(values) for answer in described)
+        if is_other_program or all(answer == rest[0] for answer in rest):  # or they look at what they have in common
+            _raise_refusal(comm, label, refusal, [answer[2] for answer in described])
+        if is_other_program:
+            break
         before, (flags, per_edge) = (flags, per_edge), _in_common(rest, len(flags))
         if (flags, per_edge) == before and all(r == rest[0] for r in rest):
             break

@@ -69,7 +69,7 @@ def _require_rows(program: Program, plan: HaloPlan, edges: EdgeShards) -> None:
     edge_set = plan.edge_set(edges.num_edges)
     for tensors, of in ((program.src, plan.source_set), (program.dst, plan.dst_set), (program.edge, edge_set)):
         for tensor in tensors.values():
-            plan.comm.require_rows(tensor, of)
+            plan.comm.require_rows(tensor, of, is_table=of is edge_set)
 
 
 def _aggregate(program: Program, plan: HaloPlan, edges: EdgeShards, weight: Tensor | None) -> Any:
@@ -88,6 +88,8 @@ def _aggregate(program: Program, plan: HaloPlan, edges: EdgeShards, weight: Tens
         if plan.options.mode != "halo":
             raise
         return _mapped(aggregate_at_once(program, plan, edges, label), weight)
+    for tensor in agreed.program.edge.values() if plan.comm.is_followed else ():
+        plan.comm.require_rows(tensor, plan.edge_set(edges.num_edges))
     way = choose_way(agreed, plan, edges, number, weight, offer.sums)
     if way.sums is not None:
         return _finish(way, [way.sums[k] for k in range(len(way.sums))])

@@ -263,8 +263,8 @@ class FollowRows(torch_private.TorchDispatchMode):
                 return leaves[0].new_tensor(-1)  # the largest number of a destination, where this rank has no edges
             raise self.explained(func.overloadpacket.__name__, error, leaves) from error
         outs = [leaf for leaf in torch_private.tree_leaves(out) if isinstance(leaf, Tensor)]
-        if is_seeded:
-            self._check_seeded(rows, outs)
+        if is_seeded and rows and self.draws is not None:
+            self.draws.refuse_seeded(next(iter(rows.values())).of.name)
         if rows and func.overloadpacket in _LOOK_UPS:
             _check_look_up(func, *args[:4])
         if self.draws is not None and rows and any(self._is_drawn_for_all(leaf, rows) for leaf in leaves):
@@ -293,15 +293,20 @@ class FollowRows(torch_private.TorchDispatchMode):
             f"the number of rows. Call it uncompiled"
         )
 
-    def require(self, tensor: Tensor, of: RowSet) -> None:
-        """Refuse a tensor that is to have a row for each of `of` along dimension 0, if its rows are made of several."""
+    def require(self, tensor: Tensor, of: RowSet, is_table: bool = False) -> None:
+        """Refuse a tensor that is to have a row for each of `of` along dimension 0, if its rows are made of several.
+
+        Args:
+            is_table: it may hold anything without rows, which the message of each edge reads as a whole.
+        """
         self.marks.check_result(tensor)
         if self.marks.is_filled(tensor):
             self.recognise(tensor)
         rows, origin = self.marks.rows.get(tensor), self.marks.origins.get(tensor)
         # a table for messages, too; a rank without rows cannot tell
-        is_table = of.is_of_edges and rows is not None and (rows.size != of.count or not of.count)
-        if rows is not None and rows.fit(tensor) and rows.of.is_other_than(of) and not is_table:
+        may_be = of.is_of_edges and rows is not None and (rows.size != of.count or not of.count)
+        is_other = rows is not None and rows.of.is_other_than(of) and rows.fit(tensor)
+        if rows is not None and is_other and (rows.of.is_of_edges or not may_be):
             raise RefusedError(
                 f"{user_line()}: expected a row for each of the {of.name}, found {rows.of.name}"
                 f"{' of another relation' if rows.of.is_of_edges and of.is_of_edges else ''}"
@@ -311,7 +316,7 @@ class FollowRows(torch_private.TorchDispatchMode):
         alike = of.is_of_edges or (rows is not None and rows.dim == 0 and rows.of.goes_with(of))
         if rows is not None and rows.fit(tensor) and not alike:  # with edges may go a table, and other lists of them
             raise RefusedError(f"{user_line()}: expected a row for each of the {of.name}, found {rows.of.name}")
-        if origin is not None and rows is None and tensor.dim() and tensor.size(0) == of.count:
+        if origin is not None and rows is None and not is_table and tensor.dim() and tensor.size(0) == of.count:
             check_plain(origin, tensor, 0, of)
 
     def set_of_ids(self, ids: Tensor) -> RowSet:
@@ -408,24 +413,21 @@ class FollowRows(torch_private.TorchDispatchMode):
         is_index = leaf.dtype == torch.int64  # such as the edges that are kept, from torch.randperm
         return not is_index and not {found.of.count for found in rows.values()}.intersection(leaf.shape)
 
-    def _check_seeded(self, rows: dict[int, Rows], outs: list[Tensor]) -> None:
-        """Refuse rows that were drawn from a seed of the model's."""
-        sizes = {size for out in outs for size in out.shape}
-        drawn = [found.of for found in rows.values()] + [known for known in self.marks.known if known.count in sizes]
-        if self.draws is not None and drawn:
-            self.draws.refuse_seeded(drawn[0].name)
-
     def _note_origin(self, func: Any, leaves: list[Any], outs: list[Tensor], is_seeded: bool) -> None:
         if func.overloadpacket in _EMPTY:
             self.marks.origins.update(dict.fromkeys(outs, Origin.EMPTY))
             return
         given = [self.marks.origin_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
-        if draws(func) and not is_seeded and max(given, default=Origin.CONSTANT) <= Origin.CONSTANT:
+        if is_seeded:
+            given = [Origin.SEEDED]
+        elif draws(func) and max(given, default=Origin.CONSTANT) <= Origin.CONSTANT:
             given = [Origin.FREE]
         elif not given:
             given = [_MADE_BY.get(func.overloadpacket, Origin.CONSTANT)]
             if given == [Origin.NUMBERS] and outs[0].numel() not in {known.count for known in self.marks.known}:
                 given = [Origin.CONSTANT]
+        if func.overloadpacket is torch.ops.aten.expand:  # along which it has no entry for each row
+            given = [min(*given, Origin.CONSTANT)]
         is_drawn = given == [Origin.FREE] or self._are_drawn(leaves)
         for out in outs:
             if out not in self.marks.rows:

@@ -89,6 +89,8 @@ class FollowFunctions(TorchFunctionMode):
         if name == "register_hook" and first is not None and (rows := self._rows_of(first)) is not None:
             return func(first, self._followed_hook(args[1], rows))
         self._check_given(name, first, args, kwargs)
+        if name == "__setitem__" and type(first) is Tensor and self._is_put_by_mask(*args[1:]):
+            func, name, args = torch.Tensor.index_put_, "index_put_", (first, (args[1],), args[2].to(first.dtype))
         if name in _BY_SYMBOL and (out := self._by_symbol(func, name, args, kwargs)) is not None:
             return out
         is_cut = name in PLACES and type(first) in (Tensor, nn.Parameter) and self._is_cut(name, args, kwargs)
@@ -142,9 +144,15 @@ class FollowFunctions(TorchFunctionMode):
         """Whether a tensor without rows is cut at the number of own rows. Refuse plain numbers as places of rows."""
         rows, bounds = self._rows_of(args[0]), [*bounds_of(name, args, kwargs)]
         if rows is None:
-            return any(isinstance(bound, OwnCount) for _, bound in bounds)
+            told = self.follower.marks.made_of_counts
+            return any(isinstance(bound, OwnCount) or (type(bound) is int and bound in told) for _, bound in bounds)
         check_places(bounds, args[0], rows, self.follower.marks.made_of_counts)
         return False
+
+    def _is_put_by_mask(self, key: Any, value: Any) -> bool:
+        """Whether rows are written where a mask picks rows; torch would drop the dimension of one row."""
+        is_mask = isinstance(key, Tensor) and key.dtype == torch.bool
+        return is_mask and type(value) is Tensor and self._rows_of(value) is not None
 
     def _followed_hook(self, hook: Callable[[Tensor], Any], rows: Rows) -> Callable[[Tensor], Any]:
         """A hook of the user's that backward calls with the gradient of a tensor with rows."""

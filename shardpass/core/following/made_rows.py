@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from shardpass.core.following.follow import FollowRows
+from shardpass.core.following.origin import Origin
 from shardpass.core.following.refusals import ALL_ROWS, refusal
 from shardpass.core.following.row_count import RowCount
 from shardpass.core.following.rows import Rows, reshaped_at
@@ -105,6 +106,8 @@ class MadeRows:
             dim += out.dim() - len(sizes)
         elif table is not None and (before := dim - out.dim() + table.dim()) > -1 and table.size(before) != 1:
             return None  # it had as many entries before
+        if self.follower.draws is not None and self.follower.marks.origins.get(out) == Origin.SEEDED:
+            self.follower.draws.refuse_seeded(of.name)
         self.follower.marks.check_result(out)  # repeats what was made of several rows, which `mark` would forget
         each = out.size(dim) // of.count if of.count else 1
         outer, inner = (each, 1) if name == "repeat_interleave" else (1, each)

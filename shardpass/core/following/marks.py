@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -151,15 +151,24 @@ class Marks:
                 else:
                     self.origins[leaf] = Origin.CONSTANT
 
-    def recognise(self, value: Any, among: Sequence[RowSet] = ()) -> None:
+    def recognise(self, value: Any, among: Sequence[RowSet] = (), is_given: bool = False) -> None:
         """Recognise the tensors in `value` by their sizes, where nothing is known of them.
 
         Args:
             among: the sets whose rows they may well hold, the likeliest first, where several sets have as many.
+            is_given: the caller has given them, or the model keeps them, so that they may be arrays of NumPy's.
         """
+        if isinstance(value, Mapping):  # what a module returns under the name of a type holds its nodes
+            for name, one in value.items():
+                of_type = [known for known in self.known if known.root == ("nodes", name)]
+                self.recognise(one, of_type or among, is_given)
+            return
         for place, leaf in enumerate(leaves_within(value)):
             if isinstance(leaf, Tensor) and not self._is_known(leaf):
-                self._recognise(leaf, among if place == 0 else ())
+                if is_given or not torch_private.is_foreign(leaf):
+                    self._recognise(leaf, among if place == 0 else ())
+                else:
+                    self.origins[leaf] = Origin.CONSTANT
 
     def _is_known(self, leaf: Tensor) -> bool:
         return not self.is_filled(leaf) and any(leaf in kept for kept in (self.rows, self.origins, self.mixtures))

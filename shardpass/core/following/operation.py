@@ -120,6 +120,8 @@ class Operation(Joins):
         if self._part():
             return
         found = [one for one in self._verdict().found if isinstance(one, Rows)]
+        if len(found) < len(self.outs) and self._stands_elsewhere():
+            return self._view()
         if len(found) == len(self.outs):
             of = self.first.of
             self._mark([replace(one, of=of, points_to=self._seen(i)) for i, one in enumerate(found)])
@@ -127,6 +129,15 @@ class Operation(Joins):
             self._refuse("is how vmap finds out the dtype of a row", remedy=NO_VMAP)
         else:
             self._refuse("takes some rows by their position", remedy=ALL_ROWS)
+
+    def _stands_elsewhere(self) -> bool:
+        """Whether the one row of a set may stand in a later dimension of size one: nothing else tells these apart."""
+        (position, rows), operand = next(iter(self.rows.items())), self.leaves[next(iter(self.rows))]
+        others = [dim for dim in range(rows.dim + 1, operand.dim()) if operand.size(dim) == 1]
+        if rows.size != 1 or not others:
+            return False
+        self.first = self.rows[position] = replace(rows, dim=others[0])
+        return True
 
     def _seen(self, place: int) -> RowSet | None:
         """The set whose numbers the view at `place` of the results holds, if any."""

@@ -14,8 +14,9 @@ class Origin(IntEnum):
     FREE = 0  # random numbers
     ZEROS = 1  # torch.zeros, not yet written into
     CONSTANT = 2  # numbers in the code
-    NUMBERS = 3  # torch.arange with an entry for each row: numbers of own rows, whatever is made of them
-    STATE = 4  # a parameter or a buffer
+    SEEDED = 3  # random numbers from a seed of the model's
+    NUMBERS = 4  # torch.arange with an entry for each row: numbers of own rows, whatever is made of them
+    STATE = 5  # a parameter or a buffer
 
 
 def repeats_one_row(tensor: Tensor, dim: int) -> bool:

@@ -178,6 +178,9 @@ class RowCount(OwnCount, torch.SymInt):
         if isinstance(other, RowCount) and self.of == other.of and self.total and other.total:
             times, rest = divmod(self.total, other.total)
             return self.refuse() if rest or self.own != times * other.own else times
+        is_told = other in self.given or self.of.count == self.of.total
+        if is_told and other == self.of.count and self.own % max(1, other) == 0:
+            return self.own // other  # as `len` has told it
         each, rest = divmod(self.own, max(1, self.of.count))
         if type(other) is not int or other < 1 or rest or each % other:
             self.refuse()

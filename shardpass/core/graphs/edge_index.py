@@ -235,7 +235,7 @@ class SourceRows(StandIn):
             onto = (
                 args[0] if args and name.startswith(("scatter", "index_", "__set")) else None
             )  # a row for each source
-            for given in (*args, *kwargs.values()):
+            for given in torch_private.tree_leaves((args, kwargs)):
                 if isinstance(given, Tensor) and not isinstance(given, StandIn) and given is not onto:
                     mine.plan.comm.require_rows(given, mine.plan.edge_set(mine.numel()))
             out = cls._answer(mine, func, name, args, kwargs)

@@ -233,10 +233,14 @@ class Ranks(DelegatingCommunicator):
         if self.forward is not None and self.forward.rows is not None:
             self.forward.rows.forget(tensor)
 
-    def require_rows(self, tensor: Tensor, of: RowSet) -> None:
-        """Refuse a tensor that a model gives to the engine as the rows `of`, if they are made of several rows."""
+    def require_rows(self, tensor: Tensor, of: RowSet, is_table: bool = False) -> None:
+        """Refuse a tensor that a model gives to the engine as the rows `of`, if they are made of several rows.
+
+        Args:
+            is_table: it may hold anything without rows, which the message of each edge reads as a whole.
+        """
         if self.forward is not None and self.forward.rows is not None:
-            self.forward.rows.require(tensor, of)
+            self.forward.rows.require(tensor, of, is_table)
 
     def set_of_ids(self, ids: Tensor) -> RowSet:
         """What the rows are that a model fetches by node ids of the whole graph. Refuses numbers of own rows."""

@@ -103,7 +103,7 @@ class RowWatch(Protocol):
         """Know nothing of a tensor any more, because the engine has written into it."""
         ...
 
-    def require(self, tensor: Tensor, of: RowSet) -> None:
+    def require(self, tensor: Tensor, of: RowSet, is_table: bool = False) -> None:
         """Refuse a tensor that is to have a row for each of `of` along dimension 0, if its rows are made of several."""
         ...
 

@@ -229,6 +229,12 @@ def written_arguments(operator: Any, args: tuple[Any, ...], kwargs: dict[str, An
     return found
 
 
+def is_foreign(tensor: Tensor) -> bool:
+    """Whether the memory is that of another library, as of ``torch.from_numpy(array)``."""
+    is_plain = type(tensor) is Tensor and tensor.device.type == "cpu" and storage_of(tensor) is not None
+    return is_plain and not tensor.untyped_storage().resizable()
+
+
 def without_memory(kind: type[Tensor], like: Tensor, device: torch.device) -> Any:
     """A tensor of the subclass `kind` on `device` with the shape, strides and dtype of `like`, but no memory."""
     with DisableTorchFunction():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardpass.core.graphs import GraphArgument, ShardedEdgeIndex, ShardedGraph
-from shardpass.core.ranks import dtype_name, torch_private
+from shardpass.core.ranks import HoldsEdges, dtype_name, torch_private
 
 _OF_DTYPES = re.compile(r"dtype|[Ss]calar type|!= ?(float|double|c10)|not implemented for|can't be cast")
 _OF_ROWS = re.compile(r"out of (bounds|range)|must match|size mismatch|sizes? of tensor|invalid shape|expanded size")
@@ -32,9 +32,9 @@ def explained(error: Exception, model: nn.Module, function: Callable[..., Any], 
                     f"{name}.to(torch.{wanted}){other} ({text})"
                 )
     if _OF_ROWS.search(text):
-        counts = set(_own_nodes((args, kwargs)))
+        counts, edges = set(_own_nodes((args, kwargs))), set(_own_edges((args, kwargs)))
         for name, tensor in given:
-            if len(counts) == 1 and tensor.dim() == 2 and tensor.size(0) not in counts:
+            if len(counts) == 1 and tensor.dim() == 2 and tensor.size(0) not in counts | edges:
                 count = next(iter(counts))
                 return (
                     f"`{name}` has {tensor.size(0)} rows and this rank has {count} own nodes: give "
@@ -59,6 +59,13 @@ def _named_rows(function: Callable[..., Any], args: Any, kwargs: Any) -> Iterato
     for name, value in bound.items():
         if type(value) in (Tensor, nn.Parameter) and value.dtype != torch.bool:
             yield name, value
+
+
+def _own_edges(given: Any) -> Iterator[int]:
+    """How many own edges the graphs among the arguments have."""
+    for leaf in torch_private.tree_leaves(given):
+        if isinstance(leaf, HoldsEdges):
+            yield from (edges.count for edges in leaf.edge_sets)
 
 
 def _own_nodes(given: Any) -> Iterator[int]:

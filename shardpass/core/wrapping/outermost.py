@@ -161,9 +161,9 @@ class OutermostCall:
                 known_modules(self.model, self.is_known, follower),
             ):
                 with follower.paused():
-                    follower.marks.recognise((args, kwargs))
+                    follower.marks.recognise((args, kwargs), is_given=True)
                     follower.marks.check_arguments(args, kwargs)
-                    follower.marks.recognise([vars(module) for module in self.model.modules()])
+                    follower.marks.recognise([vars(module) for module in self.model.modules()], is_given=True)
                     if not self.followed.knows_order:
                         loaded = [*self.comm.caches.of(LoadedGraphs).graphs]
                         refuse_original_order((args, kwargs), loaded)

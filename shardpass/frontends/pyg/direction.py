@@ -62,7 +62,7 @@ class Direction:
             return tensors
         names = sorted(tensors)
         for tensor in tensors.values():
-            self.comm.require_rows(tensor, self.plan.edge_set(against.num_old))
+            self.comm.require_rows(tensor, self.plan.edge_set(against.num_old), is_table=True)
         mine = [int(tensors[n].size(0) == against.num_old) for n in names]
         answers = agree(self.plan.comm, f"{self.name}: edge tensors", [len(names), *mine])
         common = {n for n, *flags in zip(names, *(answer[1:] for answer in answers)) if all(flags)}
