@@ -69,6 +69,9 @@ the first of what a mask picks
 """
 
 CONSTANTS = """
+a buffer cut at what is counted
+    made: self.register_buffer("over", torch.cat([torch.ones(100), torch.zeros(900)]))
+    h = h * self.over[: len(h), None]  # here
 ones and zeros cut
     c = torch.ones(5000)
     c[60:] = 0

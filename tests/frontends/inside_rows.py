@@ -378,4 +378,27 @@ jumping knowledge
 an MLP of PyG
     made: self.over = gnn.MLP([8, 16, 8], norm="layer_norm")
     h = self.over(h)
+similarity to a direction
+    made: self.over = nn.Parameter(torch.randn(8))
+    h = h * F.cosine_similarity(h, self.over[None])[:, None]
+heads by einsum
+    made: self.over = nn.Parameter(torch.randn(2, 4, 4))
+    h = torch.einsum("nhd,hde->nhe", h.view(-1, 2, 4), self.over).flatten(1)
+channels by what is counted
+    h = h.view(len(h), h.numel() // len(h) // 2, 2).flatten(1)
+where a mask picks few
+    h = h.clone()
+    h[x[:, 0] > 1.5] += 1.0
+    degree = utils.degree(ei[1], n, h.dtype)
+    degree[degree > 2.5] += 1.0
+    h = h / (1 + degree)[:, None]
+columns of the places of a mask
+    rows, columns = (h.detach() > 0).nonzero(as_tuple=True)
+    h = h.index_put((rows, columns), columns.double(), accumulate=True)
+recurrent over views
+    made: self.over = nn.LSTM(4, 4, batch_first=True)
+    h = self.over(h.view(-1, 2, 4))[0].flatten(1)
+a weight for each channel in a message
+    made: self.own.over = nn.Parameter(torch.randn(8))
+    message: return torch.cat([x_j[:, :4] * self.over[:4], x_j[:, 4:] * self.over[4:]], 1) * w
 """

@@ -36,6 +36,10 @@ _GATHERS: dict[Any, Callable[..., tuple[int, Tensor]]] = {
     ATEN.embedding: lambda table, index, *_: (0, index),
 }
 """What takes rows, and where its dimension and its index stand."""
+_WRITES = {packet: 3 for packet in _SCATTERS} | {
+    ATEN.index_put: 2, ATEN.index_put_: 2, ATEN.masked_scatter: 2, ATEN.masked_scatter_: 2,
+}  # fmt: skip
+"""What writes values, and where they stand."""
 _MASKED = frozenset([ATEN.masked_scatter, ATEN.masked_scatter_])
 _KEEP_VALUES = frozenset(
     [ATEN.clone, ATEN._to_copy, ATEN.cat, ATEN.stack, ATEN.copy_, ATEN.repeat, ATEN.masked_select, ATEN.view]
@@ -90,6 +94,8 @@ class Operation(Joins):
             return self._mark([replace(self.first, points_to=None)])
         if packet is ATEN.index and self._index():
             return None
+        if packet in _WRITES and len(self.args) > _WRITES[packet]:
+            self._check_written(self.args[_WRITES[packet]])
         if packet in (ATEN.index_put, ATEN.index_put_) and self._put():
             return None
         if packet in (ATEN.nonzero, ATEN.masked_select):
@@ -108,6 +114,12 @@ class Operation(Joins):
         if torch_private.is_view(self.func) or packet in VIEWS_IN_PLACE:
             return self._view()
         return self._try()
+
+    def _check_written(self, values: Any) -> None:
+        """Refuse numbers of rows as values."""
+        rows = self._of(values) if isinstance(values, Tensor) else None
+        if rows is not None and rows.points_to is not None:
+            self._refuse("writes the numbers of rows, which are other numbers on every rank", remedy=NUMBERS)
 
     def _check_values(self) -> None:
         """Refuse what depends on the values of all rows."""
