@@ -91,11 +91,15 @@ MIXED = {
     "one layer's on another's": papers(lambda m, h, x, e, f: m.enc["paper"](h["paper"]) + m.enc["author"](x["author"])),
     "a mask of the other": papers(lambda m, h, x, e, f: h["paper"].masked_fill(h["author"][:, :1] > 0, 0.0)),
     "both in one tensor": papers(lambda m, h, x, e, f: torch.stack([h["paper"], h["author"]]).mean(0)),
-    "weights of another relation": papers(lambda m, h, x, e, f: m.own((h["author"], h["paper"]), e[WRITES], f[CITES], m.over)),
-    "ends of two relations": papers(
-        lambda m, h, x, e, f: m.own((h["author"], h["paper"]), torch.stack([e[WRITES][0], e[BACK][0]]), f[WRITES], m.over)
+    "weights of another relation": papers(
+        lambda m, h, x, e, f: m.own((h["author"], h["paper"]), e[WRITES], f[CITES], m.over)
     ),
-}  # fmt: skip
+    "ends of two relations": papers(
+        lambda m, h, x, e, f: m.own(
+            (h["author"], h["paper"]), torch.stack([e[WRITES][0], e[BACK][0]]), f[WRITES], m.over
+        )
+    ),
+}
 
 
 def model_of(between):

@@ -36,7 +36,7 @@ _GATHERS: dict[Any, Callable[..., tuple[int, Tensor]]] = {
     ATEN.embedding: lambda table, index, *_: (0, index),
 }
 """What takes rows, and where its dimension and its index stand."""
-_WRITES = {packet: 3 for packet in _SCATTERS} | {
+_WRITES = dict.fromkeys(_SCATTERS, 3) | {
     ATEN.index_put: 2, ATEN.index_put_: 2, ATEN.masked_scatter: 2, ATEN.masked_scatter_: 2,
 }  # fmt: skip
 """What writes values, and where they stand."""
