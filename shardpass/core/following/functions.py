@@ -143,6 +143,8 @@ class FollowFunctions(TorchFunctionMode):
     def _is_cut(self, name: str, args: Any, kwargs: Any) -> bool:
         """Whether a tensor without rows is cut at the number of own rows. Refuse plain numbers as places of rows."""
         rows, bounds = self._rows_of(args[0]), [*bounds_of(name, args, kwargs)]
+        if self.follower.marks.origins.get(args[0]) == Origin.FREE:  # as of the edges that dropout keeps
+            return False
         if rows is None:
             told = self.follower.marks.made_of_counts
             return any(isinstance(bound, OwnCount) or (type(bound) is int and bound in told) for _, bound in bounds)
