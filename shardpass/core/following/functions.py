@@ -94,6 +94,7 @@ class FollowFunctions(TorchFunctionMode):
         if name in _BY_SYMBOL and (out := self._by_symbol(func, name, args, kwargs)) is not None:
             return out
         is_cut = name in PLACES and type(first) in (Tensor, nn.Parameter) and self._is_cut(name, args, kwargs)
+        is_cut |= name == "arange" and any(isinstance(one, OwnCount) for one in (*args, *kwargs.values()))
         sizes, given = self.made.sizes(name, args, kwargs), (args, kwargs)
         args, kwargs = plain_sizes(args), {key: plain_sizes(value) for key, value in kwargs.items()}
         try:

@@ -99,6 +99,16 @@ def convolution(call: Call) -> Found:
     return rows if at < 0 or (call["stride"][at], call["padding"][at]) == (1, 0) else Made.MIXED
 
 
+def patches(call: Call) -> Found:
+    """Rows are the batch: the input has one dimension more than without it."""
+    rows, operand = call.row_of(call["self"]), call["self"]
+    return (
+        rows
+        if rows is not None and rows.dim == 0 and operand.dim() == (4 if call.name == "im2col" else 3)
+        else Made.MIXED
+    )
+
+
 def three_factors(call: Call) -> Found:
     """A product of three tensors, each with new dimensions, summed along some."""
     kept = {}

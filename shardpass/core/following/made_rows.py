@@ -51,7 +51,8 @@ class MadeRows:
         sizes = next((one for one in given if isinstance(one, (tuple, list))), None)
         if sizes is None:
             sizes = given * 2 if name == "eye" else given
-        return [self._known(size) for size in sizes]
+        is_said = name in RESHAPES or any(isinstance(size, RowCount) for size in sizes)
+        return [*sizes] if is_said else [self._known(size) for size in sizes]
 
     def note_reshaped(self, name: str, args: Any, kwargs: Any, sizes: Sequence[Any], out: Tensor) -> None:
         """Mark what a reshape returned. The number of rows among its sizes, or a -1, says where the rows are.
@@ -62,7 +63,7 @@ class MadeRows:
         table, rows = args[0], self.follower.marks.rows_of(args[0])
         if rows is None:
             return
-        shift, sizes = 0, [self._known(size) for size in sizes]
+        shift, told = 0, self.follower.marks.made_of_counts
         if name == "unflatten":
             dim = (args[1] if len(args) > 1 else kwargs["dim"]) % table.dim()
             if dim != rows.dim:
@@ -71,7 +72,8 @@ class MadeRows:
             shift = dim
         at = [dim for dim, size in enumerate(sizes) if isinstance(size, RowCount)]
         is_whole = rows.of.count == rows.of.total  # `len` has told the number of all rows
-        at = at or [dim for dim, size in enumerate(sizes) if size == -1 or (is_whole and size == rows.of.count)]
+        is_told = is_whole or rows.of.count in told
+        at = at or [dim for dim, size in enumerate(sizes) if size == -1 or (is_told and size == rows.of.count)]
         at = at or [dim for dim, size in enumerate(sizes) if size == rows.of.count]  # as code outside has told it
         found = [reshaped_at(rows, table.shape, out.shape, dim + shift) for dim in at]
         fits = [one for one in found if one is not None]

@@ -64,6 +64,7 @@ class Marks:
         drawn: tensors without rows that random numbers of this rank went into.
         mixtures: what they are made of that were made of several rows.
         known: the sets of rows that tensors from outside are recognised by, by their number of rows.
+        by_name: the sets by the names of their types, under which mappings hold their rows.
         verdicts: what was found out of operations, by operation and shapes.
         refusals: what the model was refused in this forward. It may have caught the error and gone on.
         is_in_loss: a loss function of torch's is running.
@@ -75,6 +76,7 @@ class Marks:
     drawn: MutableMapping[Tensor, bool] = field(default_factory=torch_private.WeakTensorKeyDictionary)
     mixtures: Mixtures = field(default_factory=Mixtures)
     known: list[RowSet] = field(default_factory=list)
+    by_name: dict[Any, RowSet] = field(default_factory=dict)
     verdicts: dict[Any, Any] = field(default_factory=dict)
     made_of_counts: set[float] = field(default_factory=set)
     refusals: list[RefusedError] = field(default_factory=list)
@@ -158,10 +160,13 @@ class Marks:
             among: the sets whose rows they may well hold, the likeliest first, where several sets have as many.
             is_given: the caller has given them, or the model keeps them, so that they may be arrays of NumPy's.
         """
-        if isinstance(value, Mapping):  # what a module returns under the name of a type holds its nodes
+        if isinstance(value, Mapping):
             for name, one in value.items():
-                of_type = [known for known in self.known if known.root == ("nodes", name)]
-                self.recognise(one, of_type or among, is_given)
+                self.recognise(one, [self.by_name[name]] if name in self.by_name else among, is_given)
+            return
+        if isinstance(value, (tuple, list)) and any(isinstance(one, Mapping) for one in value):
+            for one in value:
+                self.recognise(one, among, is_given)
             return
         for place, leaf in enumerate(leaves_within(value)):
             if isinstance(leaf, Tensor) and not self._is_known(leaf):
@@ -243,6 +248,22 @@ class Marks:
                     f"given with. Edges are numbered anew in each relation: pass fields of the edges themselves"
                 )
 
+    def _check_ends(self, given: Sequence[Any]) -> None:
+        """Refuse rows of one type of nodes beside edges that begin or end at another, where a layer takes both."""
+        ends = [leaf.end_sets for leaf in given if isinstance(leaf, HoldsEdges) and leaf.end_sets is not None]
+        pairs = [one for one in given if isinstance(one, (tuple, list)) and len(one) == 2]
+        for value, of in [pair for one in pairs for pair in zip(one, ends[0])] if len(ends) == 1 else []:
+            rows = self.rows.get(value) if isinstance(value, Tensor) else None
+            if rows is not None and rows.of.is_other_type(of):
+                raise RefusedError(f"{user_line()}: expected a row for each of the {of.name}, found {rows.of.name}")
+
+    def _check_names(self, given: Any) -> None:
+        """Refuse rows of one type under the name of another, by which a layer takes them."""
+        for name, value in given.items() if isinstance(given, Mapping) else ():
+            of, rows = self.by_name.get(name), self.rows.get(value) if isinstance(value, Tensor) else None
+            if of is not None and rows is not None and rows.of.is_other_type(of):
+                raise RefusedError(f"{user_line()}: rows of {rows.of.name} are given as {name!r}")
+
     def check_left_behind(self, *places: Any) -> None:
         """Refuse what was made of several rows and can be read after a forward, in what a model returned or kept."""
         for tensor in tensors_within(*places) if self.mixtures else ():
@@ -258,6 +279,9 @@ class Marks:
             if (found := self.rows.get(leaf)) is not None:
                 self.rows[leaf] = replace(found, of=replace(found.of, root=None))
         self._check_relations(given)
+        self._check_ends(given)
+        for one in given:
+            self._check_names(one)
         weights = leaves_within(_called(kwargs, "weight"))
         for leaf in leaves_within(given):
             rows = self.rows_of(leaf) if isinstance(leaf, Tensor) else None

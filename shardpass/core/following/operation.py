@@ -19,6 +19,8 @@ from shardpass.core.following.user_line import is_called_by
 from shardpass.core.ranks import RowSet, torch_private
 
 _PICKS = frozenset([ATEN.index, ATEN.nonzero, ATEN.masked_select])
+_LIKE = frozenset(getattr(ATEN, f"{name}_like") for name in "zeros ones full rand randn randint".split())
+"""What makes other values of the same shape."""
 _REAL_OR_COMPLEX = frozenset([ATEN.view_as_real, ATEN.view_as_complex])  # the last dimension comes or goes
 _RESHAPES = frozenset([ATEN.view, ATEN._unsafe_view, ATEN._reshape_alias])
 VIEWS_IN_PLACE = frozenset([ATEN.squeeze_, ATEN.unsqueeze_, ATEN.t_, ATEN.transpose_])
@@ -163,7 +165,7 @@ class Operation(Joins):
     def _try(self) -> None:
         targets = {rows.points_to for rows in self.rows.values()}
         compares = self.packet in (ATEN.eq, ATEN.ne) and len(targets) == 1
-        if targets != {None} and not compares and self.packet not in _KEEP_VALUES:
+        if targets != {None} and not compares and self.packet not in _KEEP_VALUES | _LIKE:
             if self.packet is ATEN.max and is_called_by(SOFTMAX):
                 return self._note_plain()
             self._refuse("computes with the numbers of rows, which are other numbers on every rank", remedy=NUMBERS)

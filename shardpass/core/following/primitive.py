@@ -79,7 +79,11 @@ class Primitive:
         return found
 
     def _check_plain(self, tensor: Tensor, dim: int, of: RowSet) -> None:
-        check_plain(self.marks.origins.get(tensor), self.before.get(id(tensor), tensor), dim, of)
+        origin, values = self.marks.origins.get(tensor), self.before.get(id(tensor), tensor)
+        rows = self.first
+        if rows.outer * rows.inner > 1 and of.count and values.size(dim) == rows.size:
+            values, dim = values.unflatten(dim, (rows.outer, of.count, rows.inner)), dim + 1
+        check_plain(origin, values, dim, of)
 
     def _plain(self, tensor: Tensor, rows: Rows) -> Rows:
         self._check_plain(tensor, rows.dim, rows.of)

@@ -36,6 +36,7 @@ _KINDS: dict[Rule, str] = {
     kinds.convolution: (
         "convolution _convolution convolution_overrideable mkldnn_convolution cudnn_convolution thnn_conv2d"
     ),
+    kinds.patches: "im2col col2im",
     kinds.three_factors: "_trilinear",
     kinds.distances: "_cdist_forward",
     kinds.layer_norm: "native_layer_norm _fused_rms_norm",

@@ -98,6 +98,12 @@ class ShardedEdgeIndex(StandIn, HoldsEdges):
             return [self.plan.edge_set(self.size(-1))]
 
     @property
+    def end_sets(self) -> tuple[RowSet, RowSet]:
+        """Sources and destinations, or destinations and sources of a list that was flipped."""
+        ends = self.plan.source_set, self.plan.dst_set
+        return ends[::-1] if self.is_reversed else ends  # type: ignore[return-value]
+
+    @property
     def has_one_type(self) -> bool:
         """Whether sources and destinations are the same nodes, so that both are numbered own-first."""
         return self.plan.num_own_src == self.plan.num_dst and self.plan.source_set == self.plan.dst_set

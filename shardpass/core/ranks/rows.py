@@ -67,6 +67,11 @@ class RowSet:
         kinds = {self.root[0], of.root[0]}
         return kinds in ({"edges"}, {"edges", "nodes"}) and self.relation != of.relation
 
+    def is_other_type(self, of: RowSet) -> bool:
+        """Whether both are known to be all nodes of a type, and not of the same one."""
+        kinds = {one.root[0] for one in (self, of) if isinstance(one.root, tuple)}
+        return kinds == {"nodes"} and self.root is not None and of.root is not None and self.root != of.root
+
     def goes_with(self, other: RowSet) -> bool:
         """Whether the rows of both are the same nodes or edges, in the same order."""
         return self.count == other.count and (self.root is None or other.root is None or self.root == other.root)
@@ -79,6 +84,11 @@ class HoldsEdges:
     def edge_sets(self) -> Sequence[RowSet]:
         """The edges, a set for each relation."""
         raise NotImplementedError
+
+    @property
+    def end_sets(self) -> tuple[RowSet, RowSet] | None:
+        """The nodes of the first and of the second row of an ``edge_index``; `None` for what is no such list."""
+        return None
 
 
 class RowWatch(Protocol):

@@ -64,6 +64,7 @@ class FollowedCalls:
         graphs = list(comm.caches.of(LoadedGraphs).graphs)
         follower.marks.known = [rows for graph in graphs for rows in graph.row_sets()]
         for graph in graphs:
+            follower.marks.by_name.update(zip((*graph.ownership, *graph.relations), graph.row_sets()))
             for rows, fields in graph.row_sets().items():
                 for field in fields.read():
                     follower.mark(field, rows)

@@ -111,6 +111,7 @@ class Frame(LazyFields):
         if isinstance(value, Mapping):
             raise DGLError(f"field {name!r}: a dict of tensors is for graphs of several types; pass a tensor")
         value = value if isinstance(value, Tensor) else torch.as_tensor(value)
+        self._check(value)
         rows = value.size(0) if value.dim() else 0
         if not value.dim() or rows != self.num_rows:
             if value.dim() and rows == self.total:
@@ -124,7 +125,6 @@ class Frame(LazyFields):
                 f"Expect number of features to match number of {self.what} (len(u)). Got {rows} and {self.num_rows} "
                 f"instead: field {name!r} must have a row for each of this rank's own {self.what}"
             )
-        self._check(value)
         super().__setitem__(name, value)
 
     def clone(self, kind: type[Frame] | None = None) -> Frame:

@@ -150,9 +150,9 @@ class ShardedDGLGraph(TypedGraph):
         both = {**self._dst_frames, **self._src_frames}
         return {kind: both[kind] for kind in self._ntypes}
 
-    def _node_set(self, kind: NodeType) -> RowSet:
+    def _node_set(self, kind: NodeType, num: int | None = None) -> RowSet:
         is_only = self.core is not None and self.core.is_homogeneous
-        return node_set(NODE if is_only else kind, self.nodes_of(kind).num)
+        return node_set(NODE if is_only else kind, self.nodes_of(kind).num if num is None else num)
 
     @property
     def edata(self) -> Any:

@@ -8,7 +8,6 @@ import torch
 from dgl import DGLError
 from torch import Tensor
 
-from shardpass.core.exchange import node_set
 from shardpass.core.graphs import require_device
 from shardpass.core.ranks import HoldsEdges, Ranks, RowSet, unfollowed
 from shardpass.frontends.dgl.chosen import chosen_rows
@@ -116,11 +115,15 @@ class TypedGraph(Closed, HoldsEdges):
 
     # ---- sizes
 
+    def _node_set(self, kind: NodeType, num: int | None = None) -> RowSet:
+        """The nodes of a type; `num` is how many, if they are not those of `nodes_of`."""
+        raise NotImplementedError
+
     def _count(self, known: dict[Any, Any], kind: Any, what: str) -> Any:
         kinds = [*known] if kind is None else [self._one(known, kind, what)]
         own, total = (sum(getattr(known[kind], name) for kind in kinds) for name in ("num", "total"))
         if self.comm.runs_user_code and not self.shows_part:
-            root = known[kinds[0]].plan.edge_set(own).root if what == "Edge" else node_set(kinds[0], own).root
+            root = known[kinds[0]].plan.edge_set(own).root if what == "Edge" else self._node_set(kinds[0], own).root
             of = RowSet(
                 f"{what.split()[-1].lower()}s", own, root if len(kinds) == 1 else ("kinds", *kinds), total=total
             )
