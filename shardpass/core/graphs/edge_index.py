@@ -235,6 +235,17 @@ class SourceRows(StandIn):
         mine = first_of(SourceRows, args, kwargs)
         if name in TAKING and not (name != "embedding" and args and isinstance(args[0], StandIn)):
             return take_by_source(mine.plan, mine.flow, name, args, kwargs)
+        if (
+            name in ("index_add", "index_add_")
+            and len(args) == 4
+            and args[2] is mine
+            and mine.dim() == 1
+            and not kwargs
+        ):
+            base, dim, _, source = args
+            shape = [1] * source.dim()
+            shape[dim] = -1
+            return getattr(base, name.replace("index", "scatter"))(dim, mine.view(shape).expand_as(source), source)
         if describes(func) and not mine.plan.comm.is_followed:
             return as_tensor(func, args, kwargs)
         with mine.plan.comm.unfollowed(keeps=False):
