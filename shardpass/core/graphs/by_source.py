@@ -119,6 +119,15 @@ def put_at_source(plan: HaloPlan, name: str, args: tuple[Any, ...], kwargs: dict
     raise refused(name, "source node ids")
 
 
+def add_at_source(name: str, base: Tensor, dim: int, index: Tensor, source: Tensor, alpha: float = 1) -> Tensor:
+    """``index_add`` by numbers of sources: a scatter of whole rows."""
+    shape = [1] * source.dim()
+    shape[dim] = -1
+    scatter = getattr(base, name.replace("index", "scatter"))
+    added: Tensor = scatter(dim, index.view(shape).expand_as(source), source if alpha == 1 else source * alpha)
+    return added
+
+
 def scatter_to_source(plan: HaloPlan, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """`source` added to a tensor of own rows at the owners of sources. Collective, differentiable."""
     bound = {**dict(zip(("input", "dim", "index", "src"), args)), **kwargs}

@@ -16,7 +16,14 @@ from torch import Tensor
 
 from shardpass.core.exchange import HaloPlan
 from shardpass.core.following import user_line
-from shardpass.core.graphs.by_source import TAKING, fill_at_source, put_at_source, refused, take_by_source
+from shardpass.core.graphs.by_source import (
+    TAKING,
+    add_at_source,
+    fill_at_source,
+    put_at_source,
+    refused,
+    take_by_source,
+)
 from shardpass.core.graphs.edge_mask import EdgeMask
 from shardpass.core.graphs.last_node import ROWS_READ, lacks_last_node, other_count
 from shardpass.core.graphs.layer_flow import LayerFlow
@@ -235,23 +242,13 @@ class SourceRows(StandIn):
         mine = first_of(SourceRows, args, kwargs)
         if name in TAKING and not (name != "embedding" and args and isinstance(args[0], StandIn)):
             return take_by_source(mine.plan, mine.flow, name, args, kwargs)
-        if (
-            name in ("index_add", "index_add_")
-            and len(args) == 4
-            and args[2] is mine
-            and mine.dim() == 1
-            and not kwargs
-        ):
-            base, dim, _, source = args
-            shape = [1] * source.dim()
-            shape[dim] = -1
-            return getattr(base, name.replace("index", "scatter"))(dim, mine.view(shape).expand_as(source), source)
+        if name in ("index_add", "index_add_") and len(args) == 4 and args[2] is mine and mine.dim() == 1:
+            return add_at_source(name, *args, **kwargs)
         if describes(func) and not mine.plan.comm.is_followed:
             return as_tensor(func, args, kwargs)
         with mine.plan.comm.unfollowed(keeps=False):
-            onto = (
-                args[0] if args and name.startswith(("scatter", "index_", "__set")) else None
-            )  # a row for each source
+            # has a row for each source
+            onto = args[0] if args and name.startswith(("scatter", "index_", "__set")) else None
             for given in torch_private.tree_leaves((args, kwargs)):
                 if isinstance(given, Tensor) and not isinstance(given, StandIn) and given is not onto:
                     mine.plan.comm.require_rows(given, mine.plan.edge_set(mine.numel()))
