@@ -401,4 +401,17 @@ recurrent over views
 a weight for each channel in a message
     made: self.own.over = nn.Parameter(torch.randn(8))
     message: return torch.cat([x_j[:, :4] * self.over[:4], x_j[:, 4:] * self.over[4:]], 1) * w
+patches of an image of each row
+    h = F.unfold(h.view(-1, 1, 2, 4), 2, stride=2).flatten(1)
+products with matrices for all
+    made: self.over = nn.Parameter(torch.randn(1, 4, 8, 2))
+    h = torch.matmul(h[:, None, None], self.over).reshape(n, 8)
+ones like the ends of edges
+    ones = torch.ones_like(ei[1], dtype=h.dtype)
+    h = h / (1 + torch.zeros(n).index_add(0, ei[1], ones))[:, None]
+sums at the sources of edges
+    h = h + torch.zeros_like(h).index_add(0, ei[0], h[ei[1]] * w[:, None])
+sizes in every form
+    count, width = len(h), h.size(1)
+    h = h.reshape(-1, width) + torch.zeros(*h.shape[:-1], width) + h.new_ones(count, 1)
 """

@@ -63,6 +63,7 @@ class Net(nn.Module):
         self.first, self.last = (
             gnn.HeteroConv({kind: gnn.SAGEConv(CHANNELS, CHANNELS) for kind in GRAPH.edges}) for _ in range(2)
         )
+        self.pair = gnn.SAGEConv((CHANNELS, CHANNELS), CHANNELS)
         self.own, self.over = Weighted(), nn.Parameter(torch.randn(CHANNELS))
 
     def forward(self, x_dict, edges, fields):
@@ -90,6 +91,8 @@ MIXED = {
     "features of the other": papers(lambda m, h, x, e, f: h["paper"] * x["author"]),
     "one layer's on another's": papers(lambda m, h, x, e, f: m.enc["paper"](h["paper"]) + m.enc["author"](x["author"])),
     "a mask of the other": papers(lambda m, h, x, e, f: h["paper"].masked_fill(h["author"][:, :1] > 0, 0.0)),
+    "under the other's name": lambda m, h, x, e, f: {"paper": h["author"], "author": h["paper"]},
+    "sources for destinations": papers(lambda m, h, x, e, f: m.pair((h["paper"], h["author"]), e[WRITES])),
     "both in one tensor": papers(lambda m, h, x, e, f: torch.stack([h["paper"], h["author"]]).mean(0)),
     "weights of another relation": papers(
         lambda m, h, x, e, f: m.own((h["author"], h["paper"]), e[WRITES], f[CITES], m.over)

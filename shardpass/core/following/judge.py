@@ -85,7 +85,7 @@ def _composed(
 ) -> Verdict:
     with torch_private.DisableTorchFunction():
         symbols = Symbols()
-    with torch_private.DisableTorchFunction(), symbols.mode, torch.no_grad():
+    with torch_private.DisableTorchFunction(), torch_private.quiet_shapes(), symbols.mode, torch.no_grad():
         twins = [
             symbols.twin(leaf, known.get(i)) if isinstance(leaf, Tensor) else leaf for i, leaf in enumerate(leaves)
         ]

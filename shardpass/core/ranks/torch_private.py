@@ -6,10 +6,11 @@ and that no other file uses such names.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections import OrderedDict
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -334,6 +335,21 @@ def symbolic_shapes() -> tuple[Any, Any]:
 
     shapes = ShapeEnv(duck_shape=False)
     return shapes, FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True)
+
+
+@contextmanager
+def quiet_shapes() -> Iterator[None]:
+    """A block in which torch does not log what fails on symbols: the error is told in the words of a refusal."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addFilter(_says_nothing)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_says_nothing)
+
+
+def _says_nothing(_: logging.LogRecord) -> bool:
+    return False
 
 
 def symbolic_size(shapes: Any) -> Any:
