@@ -127,6 +127,10 @@ EXACT = {
     "fields of messages": lambda g, x: summed(g, lambda e: {"m": e.src["h"] * len(e.src) + len([*e.data])}),
     "a size": lambda g, x: summed(g, lambda e: {"m": e.src["h"] * torch.ones(e.batch_size(), 1)}),
     "a length": lambda g, x: summed(g, lambda e: {"m": e.src["h"] * torch.ones(len(e), 1)}),
+    "zeros of own size": lambda g, x: torch.cat([x, torch.zeros(g.num_nodes(), 2, dtype=x.dtype)], 1)[:, 1:],
+    "a place in each row": lambda g, x: reduced(
+        g, lambda n: {"o": n.mailbox["m"][torch.arange(n.mailbox["m"].size(0)), n.mailbox["m"].sum(2).argmax(1)]}
+    ),
     "mailbox": lambda g, x: reduced(g, lambda n: {"o": n.mailbox["m"].mean(1)}),
     "applied": lambda g, x: g.apply_nodes(lambda n: {"h": n.data["h"].softmax(1)}) or g.ndata["h"],
     "int32": lambda g, x: summed(g.int(), fn.copy_u("h", "m")),
