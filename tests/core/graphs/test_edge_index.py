@@ -179,7 +179,6 @@ def refused_on_edge_index():
         "one hot": lambda e, g: torch.nn.functional.one_hot(e[0]),
         "take": lambda e, g: torch.take(g.x, e[0]),
         "list of indices": lambda e, g: g.x[[e[0]]],
-        "index_add": lambda e, g: torch.zeros(g.num_own_nodes).index_add_(0, e[0], torch.ones(g.num_own_edges)),
         "index_put": lambda e, g: torch.zeros(g.num_own_nodes).index_put_((e[0],), torch.ones(1)),
         "scatter max": lambda e, g: g.x.scatter_reduce(0, e[0], torch.ones(g.num_own_edges), "amax"),
         "scatter": lambda e, g: torch.zeros(g.num_own_nodes).scatter_(0, e[0], 1.0),
