@@ -1,4 +1,4 @@
-"""What of a model is followed as whole functions: what takes rows out of torch, or counts them, or only checks them."""
+"""What of a model is followed as whole functions: what takes rows out of torch, or counts them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _BY_SYMBOL = {"einsum": _einsum}
 
 
 class FollowFunctions(TorchFunctionMode):
-    """While it is on, rows cannot leave torch, nothing is computed from their number, and checks of them pass.
+    """While it is on, rows cannot leave torch, and nothing is computed from their number.
 
     Args:
         follower: knows which tensors hold rows.

@@ -101,12 +101,8 @@ def convolution(call: Call) -> Found:
 
 def patches(call: Call) -> Found:
     """Rows are the batch: the input has one dimension more than without it."""
-    rows, operand = call.row_of(call["self"]), call["self"]
-    return (
-        rows
-        if rows is not None and rows.dim == 0 and operand.dim() == (4 if call.name == "im2col" else 3)
-        else Made.MIXED
-    )
+    rows, dims = call.row_of(call["self"]), 4 if call.name == "im2col" else 3
+    return rows if rows is not None and rows.dim == 0 and call["self"].dim() == dims else Made.MIXED
 
 
 def three_factors(call: Call) -> Found:

@@ -161,8 +161,9 @@ class Marks:
             is_given: the caller has given them, or the model keeps them, so that they may be arrays of NumPy's.
         """
         if isinstance(value, Mapping):
-            for name, one in value.items():
-                self.recognise(one, [self.by_name[name]] if name in self.by_name else among, is_given)
+            for place, (name, one) in enumerate(value.items()):
+                unnamed = among if place == 0 else ()
+                self.recognise(one, [self.by_name[name]] if name in self.by_name else unnamed, is_given)
             return
         if isinstance(value, (tuple, list)) and any(isinstance(one, Mapping) for one in value):
             for one in value:

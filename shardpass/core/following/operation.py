@@ -146,7 +146,8 @@ class Operation(Joins):
 
     def _stands_elsewhere(self) -> bool:
         """Whether the one row of a set may stand in a later dimension of size one: nothing else tells these apart."""
-        (position, rows), operand = next(iter(self.rows.items())), self.leaves[next(iter(self.rows))]
+        position, rows = next(iter(self.rows.items()))
+        operand = self.leaves[position]
         others = [dim for dim in range(rows.dim + 1, operand.dim()) if operand.size(dim) == 1]
         if rows.size != 1 or not others:
             return False

@@ -69,8 +69,8 @@ class RowSet:
 
     def is_other_type(self, of: RowSet) -> bool:
         """Whether both are known to be all nodes of a type, and not of the same one."""
-        kinds = {one.root[0] for one in (self, of) if isinstance(one.root, tuple)}
-        return kinds == {"nodes"} and self.root is not None and of.root is not None and self.root != of.root
+        are_types = all(isinstance(one.root, tuple) and one.root[0] == "nodes" for one in (self, of))
+        return are_types and self.root != of.root
 
     def goes_with(self, other: RowSet) -> bool:
         """Whether the rows of both are the same nodes or edges, in the same order."""

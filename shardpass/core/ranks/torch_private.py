@@ -32,12 +32,15 @@ from torch.utils.checkpoint import _StopRecomputationError
 from torch.utils.weak import WeakTensorKeyDictionary
 
 __all__ = [
+    "CALLS_MODES",
+    "NBYTES",
     "NO_TORCH_FUNCTION",
     "RECORD_ENTER",
     "RECORD_EXIT",
     "AnyBatchNorm",
     "DisableTorchFunction",
     "DisableTorchFunctionSubclass",
+    "RecomputationStops",
     "StorageWeakRef",
     "TorchDispatchMode",
     "WeakTensorKeyDictionary",
@@ -54,6 +57,7 @@ __all__ = [
     "has_any_forward_hook",
     "has_forward_hook",
     "has_hook",
+    "is_foreign",
     "is_in_backward",
     "is_inside_ddp",
     "is_mutable",
@@ -62,6 +66,7 @@ __all__ = [
     "node_number",
     "on_deepcopy",
     "parameters_of",
+    "quiet_shapes",
     "saved_tensor_hooks",
     "span",
     "state_versions",

@@ -63,8 +63,10 @@ class FollowedCalls:
         follower.all_agree = lambda mine: all(comm.all_gather_object(mine, "a check of arguments"))
         graphs = list(comm.caches.of(LoadedGraphs).graphs)
         follower.marks.known = [rows for graph in graphs for rows in graph.row_sets()]
+        follower.marks.by_name = {
+            name: rows for graph in graphs for name, rows in zip((*graph.ownership, *graph.relations), graph.row_sets())
+        }
         for graph in graphs:
-            follower.marks.by_name.update(zip((*graph.ownership, *graph.relations), graph.row_sets()))
             for rows, fields in graph.row_sets().items():
                 for field in fields.read():
                     follower.mark(field, rows)
