@@ -309,7 +309,7 @@ class FollowRows(torch_private.TorchDispatchMode):
         if rows is not None and is_other and (rows.of.is_of_edges or not may_be):
             raise RefusedError(
                 f"{user_line()}: expected a row for each of the {of.name}, found {rows.of.name}"
-                f"{' of another relation' if rows.of.is_of_edges and of.is_of_edges else ''}"
+                f"{' of another relation, or in another order' if rows.of.is_of_edges and of.is_of_edges else ''}"
             )
         if self.in_known:
             return  # a known module made it

@@ -32,7 +32,7 @@ _CONSTRUCTS = frozenset("tensor as_tensor asarray new_tensor".split())
 _TAKES_SIZES = frozenset(
     "zeros ones empty rand randn eye arange range randperm new_zeros new_ones new_empty view reshape unflatten expand "
     "broadcast_to repeat tile repeat_interleave narrow slice_scatter split split_with_sizes tensor_split unsafe_split "
-    "unsafe_split_with_sizes chunk as_strided set_ sparse_coo_tensor sparse_csr_tensor resize_ "
+    "unsafe_split_with_sizes chunk sum_to_size as_strided set_ sparse_coo_tensor sparse_csr_tensor resize_ "
     "empty_strided new_empty_strided bincount __get__ size numel nelement stride __format__ __repr__".split()
 )
 """Functions whose numbers are sizes, or places where rows begin and end. Elsewhere a number is a value."""
@@ -205,7 +205,8 @@ class FollowFunctions(TorchFunctionMode):
         outputs, inputs, grad_outputs = given["outputs"], given["inputs"], given.get("grad_outputs")
         marks = self.follower.marks
         self.follower.differentiates = True
-        sums = [mixture for leaf in leaves_of(outputs) if (mixture := marks.mixtures.get(leaf)) is not None]
+        differentiated = [torch_private.unwrapped(leaf) for leaf in leaves_of(outputs)]
+        sums = [mixture for leaf in differentiated if (mixture := marks.mixtures.get(leaf)) is not None]
         for mixture in sums:
             if not mixture.is_sum:
                 raise mixture.refusal()

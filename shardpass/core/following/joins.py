@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardpass.core.following.primitive import Primitive
 from shardpass.core.following.rows import Rows
-from shardpass.core.ranks import RowSet
+from shardpass.core.ranks import RowSet, loops_first
 
 ATEN = torch.ops.aten
 _PARTS = frozenset([ATEN.slice, ATEN.split, ATEN.split_with_sizes])
@@ -36,9 +36,12 @@ class Joins(Primitive):
         copies = sum(piece for piece in roots if isinstance(piece, int) and piece not in counts)
         copies += sum(rows.of.copies for rows in along)
         joined = along[0].of if len(found) == 1 else RowSet("joined rows", count, ("joined", roots), copies=copies)
-        if edges is not None:
-            relations = {rows.of.relation for rows in along if rows.of.is_of_edges}
-            joined = RowSet(edges.name, count, edges.root if len(relations) == 1 else None, copies=copies)
+        relations = {rows.of.relation for rows in along if rows.of.is_of_edges}
+        if edges is not None and len(relations) == 1:
+            comes_first = found[0][0] is not None and found[0][0].of.is_of_edges
+            joined = RowSet(edges.name, count, edges.root if comes_first else loops_first(edges.root), copies=copies)
+        elif edges is not None:
+            joined = replace(joined, name=edges.name)
         targets = {rows.points_to for rows in along}
         points_to = targets.pop() if len(targets) == 1 else None
         self._mark([Rows(dim % self.outs[0].dim(), joined, points_to=points_to)])

@@ -90,9 +90,12 @@ class MadeRows:
         if name in _PAIRS:
             return self._note_pairs(name, [one for one in (*args, *kwargs.values()) for one in _flat(one)], out)
         counts = [(dim, size) for dim, size in enumerate(sizes) if isinstance(size, RowCount)]
+        table = args[0] if name in _SPREADS | {"expand_as"} else None
+        if table is not None and name != "repeat_interleave":  # where it had as many entries before, they are no rows
+            new = [dim for dim in range(len(sizes)) if (*[1] * len(sizes), *table.shape)[dim + table.dim()] == 1]
+            counts = [(dim, size) for dim, size in counts if dim in new]
         if not counts or type(out) is not Tensor:  # stand-ins tell themselves
             return None
-        table = args[0] if name in _SPREADS | {"expand_as"} else None
         found = self.follower.marks.rows_of(out)
         of, given = counts[0][1].of, None if table is None else self.follower.marks.rows_of(table)
         repeats = name in ("repeat", "tile", "repeat_interleave")

@@ -188,6 +188,11 @@ class Marks:
         if isinstance(leaf, nn.Parameter):
             self.origins[leaf] = Origin.STATE
             return
+        if self.is_filled(leaf):
+            raise RefusedError(
+                f"{user_line()}: a kernel of another library has written into a tensor of shape {[*leaf.shape]}, and "
+                f"nobody can follow what it makes of rows. Use functions of torch, or the graph's own"
+            )
         for dim in (0,) if leaf.dim() < 3 else (0, -2, 1):  # [N, F], [B, N, F] and [B, N, T, F]
             fits = [known for known in self.known if leaf.dim() and known.count == leaf.size(dim)]
             likely = next((one for one in among if leaf.dim() and one.count == leaf.size(dim) > 0), None)
@@ -259,11 +264,18 @@ class Marks:
                 raise RefusedError(f"{user_line()}: expected a row for each of the {of.name}, found {rows.of.name}")
 
     def _check_names(self, given: Any) -> None:
-        """Refuse rows of one type under the name of another, by which a layer takes them."""
+        """Refuse rows of one type, or edges between others, under a name by which a layer takes them."""
         for name, value in given.items() if isinstance(given, Mapping) else ():
             of, rows = self.by_name.get(name), self.rows.get(value) if isinstance(value, Tensor) else None
             if of is not None and rows is not None and rows.of.is_other_type(of):
                 raise RefusedError(f"{user_line()}: rows of {rows.of.name} are given as {name!r}")
+            ends = value.end_sets if isinstance(value, HoldsEdges) else None
+            types = [self.by_name.get(end) for end in (name[0], name[-1])] if isinstance(name, tuple) else []
+            for found, wanted in zip(ends or (), types):
+                if wanted is not None and found.is_other_type(wanted):
+                    raise RefusedError(
+                        f"{user_line()}: {name!r} holds edges of another relation, which begin or end at {found.name}"
+                    )
 
     def check_left_behind(self, *places: Any) -> None:
         """Refuse what was made of several rows and can be read after a forward, in what a model returned or kept."""

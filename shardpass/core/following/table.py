@@ -26,7 +26,7 @@ _KINDS: dict[Rule, str] = {
         "linalg_cross glu"
     ),
     kinds.matrices: (
-        "tril triu tril_ triu_ cholesky _linalg_check_errors _linalg_det _linalg_eigh _linalg_eigvals _linalg_slogdet "
+        "tril triu tril_ triu_ cholesky cholesky_solve linalg_pinv _linalg_check_errors _linalg_det _linalg_eigh _linalg_eigvals _linalg_slogdet "
         "_linalg_solve_ex _linalg_svd linalg_cholesky_ex linalg_eig linalg_eigvals linalg_householder_product "
         "linalg_inv_ex linalg_ldl_factor_ex linalg_ldl_solve linalg_lu linalg_lu_factor_ex linalg_lu_solve "
         "linalg_matrix_exp linalg_qr linalg_solve_triangular"
@@ -76,7 +76,7 @@ _KINDS: dict[Rule, str] = {
         "permute transpose t unsqueeze squeeze expand alias detach view_as_real view_as_complex diagonal unfold"
     ),
     kinds.spatial: (
-        "_adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d avg_pool2d avg_pool3d "
+        "max_unpool2d max_unpool3d _adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d avg_pool2d avg_pool3d "
         "max_pool2d_with_indices max_pool3d_with_indices reflection_pad1d reflection_pad2d reflection_pad3d "
         "replication_pad1d replication_pad2d replication_pad3d upsample_nearest1d upsample_nearest2d "
         "upsample_nearest3d upsample_linear1d upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d "
@@ -98,7 +98,7 @@ _POINTWISE = frozenset(
     "native_dropout _fused_dropout poisson _standard_gamma binomial zero_ fill_ rrelu_with_noise "
     "rrelu_with_noise_ _thnn_fused_lstm_cell where masked_fill masked_fill_ lerp lerp_ normal addcmul addcdiv clamp "
     "contiguous fill real imag conj _conj resolve_conj resolve_neg view_as_complex_copy isclose complex polar "
-    "_prelu_kernel prelu nan_to_num polygamma".split()
+    "_prelu_kernel prelu nan_to_num polygamma _has_same_storage_numel".split()
 )
 """Operations that are pointwise without torch's tag saying so in every version, or with random numbers of their own."""
 

@@ -323,6 +323,11 @@ def _copied(mine: ShardedEdgeIndex, func: Any, args: tuple[Any, ...], kwargs: di
 def _joined(mine: ShardedEdgeIndex, pieces: Sequence[Tensor]) -> ShardedEdgeIndex:
     for piece in pieces:
         _check_piece(mine, piece)
+    if not isinstance(pieces[0], ShardedEdgeIndex):
+        raise RefusedError(
+            f"{user_line()}: `cat` puts self-loops before the edges, and rows of edges are told by their order. Put "
+            f"them after the edges, as torch.cat([edge_index, loops], dim=1) does, and their rows after those of edges"
+        )
     extends = mine is pieces[0]  # then its own numbers need not be made
     others = pieces[1:] if extends else pieces
     data = [piece.sources_first if isinstance(piece, ShardedEdgeIndex) else _plain_one(piece) for piece in others]

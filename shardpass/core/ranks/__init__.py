@@ -38,7 +38,7 @@ from shardpass.core.ranks.random import (
     set_random_state,
 )
 from shardpass.core.ranks.ranks import KeptCalls, Ranks, require_ranks, unfollowed
-from shardpass.core.ranks.rows import HoldsEdges, RowSet, RowWatch
+from shardpass.core.ranks.rows import HoldsEdges, RowSet, RowWatch, loops_first
 from shardpass.core.ranks.schema import COUNT, mismatch
 from shardpass.core.ranks.units import (
     SAFETENSORS_NAMES,
@@ -88,6 +88,7 @@ __all__ = [
     "is_wrapped",
     "leaves_within",
     "linear_call",
+    "loops_first",
     "memory_error",
     "mismatch",
     "ordinary_tensors",

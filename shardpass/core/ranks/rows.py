@@ -10,6 +10,14 @@ from typing import Any, NoReturn, Protocol
 from torch import Tensor
 
 
+_LOOPS_FIRST = "after self-loops"
+
+
+def loops_first(root: Any) -> Hashable:
+    """The root of rows of edges that come after others, where a list of edges has them first."""
+    return (*root, _LOOPS_FIRST)
+
+
 @dataclass(frozen=True)
 class RowSet:
     """A set of rows in one order: the own nodes of a type, the own edges of a relation, or rows picked from those.
@@ -65,7 +73,8 @@ class RowSet:
         if not isinstance(self.root, tuple) or not isinstance(of.root, tuple):
             return False
         kinds = {self.root[0], of.root[0]}
-        return kinds in ({"edges"}, {"edges", "nodes"}) and self.relation != of.relation
+        is_of_others = kinds in ({"edges"}, {"edges", "nodes"}) and self.relation != of.relation
+        return is_of_others or (kinds == {"edges"} and (_LOOPS_FIRST in self.root) != (_LOOPS_FIRST in of.root))
 
     def is_other_type(self, of: RowSet) -> bool:
         """Whether both are known to be all nodes of a type, and not of the same one."""

@@ -45,6 +45,7 @@ __all__ = [
     "TorchDispatchMode",
     "WeakTensorKeyDictionary",
     "argument_names",
+    "backward_hooks",
     "base_of",
     "bound_arguments",
     "buffers_of",
@@ -80,6 +81,7 @@ __all__ = [
     "tree_map_only",
     "tree_unflatten",
     "uncompiled",
+    "unwrapped",
     "version_of",
     "with_versions",
     "without_memory",
@@ -170,6 +172,24 @@ def has_any_forward_hook() -> bool:
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     """The buffers of `module` itself by name; changing the dict changes the module."""
     return module._buffers
+
+
+def backward_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+    """The hooks of `module` that see gradients; changing the dicts changes the module."""
+    return module._backward_pre_hooks, module._backward_hooks
+
+
+def function_of(node: Any) -> type | None:
+    """The `torch.autograd.Function` whose backward a node of the graph runs; `None` for a node of torch's own."""
+    return getattr(node, "_forward_cls", None)
+
+
+def unwrapped(tensor: Tensor) -> Tensor:
+    """The tensor that transforms of ``torch.func`` have wrapped, which operations see."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:

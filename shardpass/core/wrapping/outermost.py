@@ -13,7 +13,15 @@ import torch
 from torch import nn
 
 from shardpass.core.exchange import node_set
-from shardpass.core.following import FollowFunctions, FollowRows, ForwardDraws, known_modules, user_line
+from shardpass.core.following import (
+    FollowFunctions,
+    FollowRows,
+    ForwardDraws,
+    follow_functions,
+    followed_hooks,
+    known_modules,
+    user_line,
+)
 from shardpass.core.graphs import LoadedGraphs, NodeIds, node_embeddings, refuse_original_order, refuse_two_numberings
 from shardpass.core.memory import Checkpoint, recomputed_activations
 from shardpass.core.ranks import (
@@ -162,6 +170,7 @@ class OutermostCall:
                 FollowFunctions(follower),
                 follower.module(self.is_known(self.model)),
                 known_modules(self.model, self.is_known, follower),
+                followed_hooks(self.model, follower),
             ):
                 with follower.paused():
                     follower.marks.recognise((args, kwargs), is_given=True)
@@ -193,6 +202,7 @@ class OutermostCall:
         finally:
             forward.rows = None
             follower.marks.end_forward()
+        follow_functions(torch_private.tree_leaves(out), follower)
         follower.marks.check_left_behind(out, self.model)
         return out
 
