@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from shardpass.core.graphs import ShardedGraph, ShardedHeteroGraph
 from shardpass.core.ranks import Options, Ranks
 from shardpass.core.sharding import EDGE, NODE, NodeType
+from shardpass.core.training import note_objective, sync_gradients
 from shardpass.testing.graphs import WholeGraph
 from shardpass.testing.hetero import WholeHeteroGraph, shard_as
 from shardpass.testing.run import run
@@ -73,7 +74,7 @@ def evaluate_sharded(
     options: Options,
     whole: Outcome,
 ) -> Outcome:
-    """`model` on `ranks` in-process ranks: rows put back in the original order, parameter gradients summed."""
+    """`model` on `ranks` in-process ranks: rows put back in the original order."""
     typed, has_types = _by_type(graph)
     owners = owners if has_types else {NODE: owners}
     expected = whole.output if isinstance(whole.output, dict) else {"": whole.output}
@@ -86,7 +87,9 @@ def evaluate_sharded(
         outputs = _called(call, mine, fields, sharded)
         rows = ids if has_types else {"": _rows_of(outputs[""], sharded)}
         losses = [(outputs[kind] * cotangents[kind][rows[kind]]).sum() for kind in cotangents]
+        note_objective(comm)
         torch.stack(losses).sum().backward()
+        sync_gradients(mine, comm)  # if it is not wrapped
         found = {kind: (rows[kind], out.detach()) for kind, out in outputs.items()}
         grads = {name: (ids[kind], gradient_of(t)) for kind, name, t in _differentiable(fields, has_types)}
         parameters = {name: gradient_of(p) for name, p in mine.named_parameters()}
@@ -101,8 +104,7 @@ def evaluate_sharded(
         for table, parts in ((outputs, found), (inputs, grads)):
             for name, (rows, values) in parts.items():
                 table[name][rows] = values
-        for name, grad in own.items():
-            parameters[name] = parameters[name] + grad if name in parameters else grad
+        parameters |= own  # the same on every rank
     return Outcome(_as_returned(outputs), inputs, parameters, results[0][3])
 
 

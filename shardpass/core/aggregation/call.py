@@ -13,7 +13,7 @@ from torch import Tensor
 from shardpass.core.aggregation.out_edges import OutEdges
 from shardpass.core.exchange import HaloPlan, WalkId, fetch_blocks
 from shardpass.core.kernels import EdgeRun, gather_rows
-from shardpass.core.ranks import is_differentiable, piece_seed, replayed
+from shardpass.core.ranks import ParameterCopies, is_differentiable, piece_seed, replayed
 from shardpass.core.sharding import Chunk, CopyStreams, EdgeShards, Shard, StreamedShards, to_device
 from shardpass.core.tracing import Inputs, Key, Program, Sides, State, Structure
 
@@ -92,6 +92,7 @@ class Call:
         walks: how many walks over the rounds have been made.
         norm_moments: edges, mean and variance that forward found for batch norms inside the message function.
         autocast: whether autocast was enabled in forward, and its dtype.
+        copies: what modules held in the place of parameters in forward.
     """
 
     program: Program
@@ -109,6 +110,7 @@ class Call:
     walks: int = 0
     norm_moments: dict[int, tuple[int, Tensor, Tensor]] = field(default_factory=dict)
     autocast: tuple[bool, torch.dtype] = field(default_factory=lambda: _autocast_state())
+    copies: tuple[ParameterCopies, ...] = ()
 
     @property
     def label(self) -> str:
@@ -245,6 +247,8 @@ class Call:
             device = self.plan.comm.device
             if enabled or torch.is_autocast_enabled(device.type):
                 stack.enter_context(torch.autocast(device.type, dtype=dtype, enabled=enabled))
+            for copies in self.copies if self.captured else ():
+                stack.enter_context(copies.held(self.captured))
             if self.structure.random:
                 stack.enter_context(replayed(self.plan.comm, self.seed_of(number, first_edge)))
             yield

@@ -129,4 +129,5 @@ def _call_of(
         gradients=gradients - unused,  # they get none, as in plain autograd: not zeros
         captured=list(structure.captures),
         seed=seed,
+        copies=() if plan.comm.forward is None else plan.comm.forward.copies,
     )

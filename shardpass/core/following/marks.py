@@ -16,7 +16,7 @@ from shardpass.core.following.origin import Origin
 from shardpass.core.following.refusals import ALL_ROWS, Mixture, check_plain, refusal
 from shardpass.core.following.rows import Rows
 from shardpass.core.following.user_line import user_line
-from shardpass.core.ranks import HoldsEdges, RowSet, leaves_within, torch_private
+from shardpass.core.ranks import HoldsEdges, RowSet, is_parameter, leaves_within, torch_private
 from shardpass.errors import RefusedError
 
 
@@ -185,7 +185,7 @@ class Marks:
         return origin == Origin.EMPTY or (origin == Origin.ZEROS and bool(leaf.any()))
 
     def _recognise(self, leaf: Tensor, among: Sequence[RowSet]) -> None:
-        if isinstance(leaf, nn.Parameter):
+        if is_parameter(leaf):
             self.origins[leaf] = Origin.STATE
             return
         if self.is_filled(leaf):

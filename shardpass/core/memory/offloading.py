@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shardpass.core.following import unfollowed_anywhere
 from shardpass.core.memory.kept import Kept
 from shardpass.core.memory.scratch_file import Range, ScratchFile
-from shardpass.core.ranks import torch_private
+from shardpass.core.ranks import is_parameter, torch_private
 
 
 @contextmanager
@@ -139,7 +139,7 @@ class _SavedTensors:
         if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
             return False
         is_expanded = tensor.untyped_storage().nbytes() < num_bytes
-        return not (is_expanded or isinstance(torch_private.base_of(tensor), nn.Parameter) or _is_mapped(tensor))
+        return not (is_expanded or is_parameter(torch_private.base_of(tensor)) or _is_mapped(tensor))
 
 
 def _is_on_gpu(tensor: Tensor) -> bool:

@@ -24,7 +24,14 @@ from shardpass.core.ranks.leaves import leaves_within
 from shardpass.core.ranks.on_ranks import OnRanks
 from shardpass.core.ranks.options import MODES, Mode, Options
 from shardpass.core.ranks.ordinary import ordinary_tensors, ordinary_views
-from shardpass.core.ranks.own_model import FetchedUnwrapped, is_wrapped, refuse_shared_model, warn_of_unwrapped
+from shardpass.core.ranks.own_model import (
+    FetchedUnwrapped,
+    ParameterCopies,
+    is_parameter,
+    is_wrapped,
+    refuse_shared_model,
+    warn_of_unwrapped,
+)
 from shardpass.core.ranks.random import (
     decorrelate,
     derive_seed,
@@ -61,6 +68,7 @@ __all__ = [
     "Mode",
     "OnRanks",
     "Options",
+    "ParameterCopies",
     "Ranks",
     "RowSet",
     "RowWatch",
@@ -85,6 +93,7 @@ __all__ = [
     "has_drawn",
     "is_differentiable",
     "is_out_of_memory",
+    "is_parameter",
     "is_wrapped",
     "leaves_within",
     "linear_call",

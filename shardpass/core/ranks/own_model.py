@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from shardpass.core.ranks import torch_private
 from shardpass.core.ranks.random import are_threads
 from shardpass.core.ranks.ranks import Ranks, require_ranks
 from shardpass.errors import RefusedError
@@ -32,6 +37,42 @@ def is_wrapped(model: nn.Module, comm: Ranks) -> bool:
             f"is not wrapped"
         )
     return True
+
+
+def is_parameter(tensor: Tensor) -> bool:
+    """Whether `tensor` is a parameter, or what stands for one while a wrapped model runs."""
+    function = torch_private.function_of(tensor.grad_fn)
+    return isinstance(tensor, nn.Parameter) or getattr(function, "gives_parameters", False)
+
+
+@dataclass
+class ParameterCopies:
+    """What modules hold in the place of parameters while a wrapped model runs: copies that share their memory.
+
+    Attributes:
+        places: the dicts of modules, a name in each, and the parameter that it stands for.
+        copy_of: the copy of each parameter.
+    """
+
+    places: list[tuple[dict[str, Any], str, Tensor]]
+    copy_of: dict[Tensor, Tensor]
+
+    @contextmanager
+    def held(self, among: Collection[Tensor] | None = None) -> Iterator[None]:
+        """A block in which modules hold the copies, or those `among` them, where they hold parameters now."""
+        wanted = None if among is None else {id(copy) for copy in among}
+        changed = []
+        for held, name, parameter in self.places:
+            copy = self.copy_of[parameter]
+            if (wanted is None or id(copy) in wanted) and held.get(name) is parameter:
+                held[name] = copy
+                changed.append((held, name, parameter, copy))
+        try:
+            yield
+        finally:
+            for held, name, parameter, copy in changed:
+                if held.get(name) is copy:  # and not what the block has put there
+                    held[name] = parameter
 
 
 class FetchedUnwrapped:

@@ -70,12 +70,14 @@ class ForwardPass:
         token: the 0-dim tensor that the latest differentiable collective call returned. The next call takes it as an
             autograd input; see the note in `autograd_order.py`. `None` without gradients.
         rows: follows rows through the operations of the model, or `None`.
+        copies: what modules hold in the place of parameters, each a `ParameterCopies`.
         layers_are_given: what ``graph.layers`` returned is among the arguments, so that the model was looked at for it.
     """
 
     token: Tensor | None
     rows: RowWatch | None = None
     layers_are_given: bool = False
+    copies: tuple[Any, ...] = ()
 
 
 def require_ranks(comm: Any, call: str) -> None:

@@ -6,10 +6,12 @@ statistics; otherwise the room knows no edges.
 
 from shardpass.core.training.checkpoint import load_checkpoint, save_checkpoint
 from shardpass.core.training.gradients import (
+    GradientSums,
     alike,
     clip_grad_norm,
-    note_forward,
+    no_sync,
     refuse_as_built,
+    refuse_inside_ddp,
     sync_gradients,
     sync_parameters,
 )
@@ -31,6 +33,7 @@ from shardpass.core.training.verified_file import RowBlocks, digest, read_verifi
 __all__ = [
     "BATCH_NORMS",
     "DistributedBatchNorm",
+    "GradientSums",
     "Moments",
     "RowBlocks",
     "RowNorm",
@@ -47,10 +50,11 @@ __all__ = [
     "load_checkpoint",
     "mae",
     "mean",
-    "note_forward",
+    "no_sync",
     "note_objective",
     "read_verified",
     "refuse_as_built",
+    "refuse_inside_ddp",
     "replace_batch_norms",
     "replicated",
     "roc_auc",

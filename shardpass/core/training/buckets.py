@@ -21,13 +21,19 @@ def broadcast_tensors(tensors: Sequence[Tensor], comm: Ranks, label: str, bucket
             _unpack(flat, bucket)
 
 
-def sum_tensors(tensors: Sequence[Tensor], comm: Ranks, label: str, bucket_bytes: int = BUCKET_BYTES) -> None:
-    """Overwrite `tensors` with their sums over ranks, in place; complex ones too. Collective; shapes must agree."""
+def summed_tensors(
+    tensors: Sequence[Tensor], comm: Ranks, label: str, bucket_bytes: int = BUCKET_BYTES
+) -> list[Tensor]:
+    """The sums of `tensors` over ranks; complex ones too. Collective; shapes and dtypes must agree."""
+    found: dict[int, Tensor] = {}
     for bucket in _cut(tensors, bucket_bytes):
         flat = _flatten(bucket, comm.device)
         real = torch.view_as_real(flat) if flat.is_complex() else flat
         summed = comm.all_reduce(real, "sum", f"{label} bucket of {len(bucket)}")
-        _unpack(torch.view_as_complex(summed) if flat.is_complex() else summed, bucket)
+        summed = torch.view_as_complex(summed) if flat.is_complex() else summed
+        for tensor, values in zip(bucket, summed.split([tensor.numel() for tensor in bucket])):
+            found[id(tensor)] = values.view(tensor.shape).to(tensor.device)
+    return [found[id(tensor)] for tensor in tensors]
 
 
 def _cut(tensors: Sequence[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]:

@@ -27,7 +27,6 @@ from shardpass.core.ranks import (
 )
 from shardpass.core.training.buckets import broadcast_tensors
 from shardpass.core.training.checkpoint_file import FORMAT, decode, encode, read_file, write_file
-from shardpass.core.training.gradients import forget_gradients
 from shardpass.core.training.verified_file import digest
 from shardpass.errors import CheckpointError
 
@@ -307,4 +306,3 @@ def _restore(
         raise CheckpointError(
             f"the state could not be restored: {error}. Build the model and the optimizer again, which may be changed"
         ) from error
-    forget_gradients(model)

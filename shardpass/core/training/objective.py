@@ -9,6 +9,7 @@ value, so no gradient is counted twice. Forward is one collective; backward does
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from numbers import Integral
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardpass.core.ranks import Ranks, describe, unfollowed
+from shardpass.core.ranks import Ranks, describe, torch_private, unfollowed
 from shardpass.core.training.masked_rows import (
     check_logits,
     check_mask,
@@ -28,6 +29,7 @@ from shardpass.core.training.masked_rows import (
     sums_over_ranks,
     trailing,
 )
+from shardpass.errors import RefusedError
 
 
 @unfollowed(3)
@@ -107,14 +109,50 @@ def sum(values: Tensor, mask: Tensor | None, comm: Ranks) -> Tensor:
 
 @unfollowed(1)
 def replicated(term: Tensor, comm: Ranks) -> Tensor:
-    """`term` itself, with its gradient divided by the number of ranks, for a term that every rank computes alike.
+    """`term` itself, with a gradient that counts once, for a term that every rank computes alike. Not collective.
 
-    An example is a penalty on the weights: every rank calls backward on it, and the gradients are summed over ranks.
-    Not collective; see to it that every rank adds the same term.
+    An example is a loss of what `all_reduce_sum` returned: every rank calls backward on it, and gradients are summed
+    over ranks, so each rank is given its share. What is made of the parameters of a wrapped model alone, outside of
+    it, counts once without this, and is returned as it is. See to it that every rank adds the same term.
+
+    Raises:
+        ValueError: `term` is no floating point tensor.
+        RefusedError: it is made of parameters of a wrapped model and of something else that is summed over ranks.
     """
     if not isinstance(term, Tensor) or not term.is_floating_point():
         raise ValueError(f"replicated: expected a floating point tensor, found {describe(term)}")
-    return _Share.apply(term, term, comm.size, comm)
+    kinds = {is_summed_before(leaf) for leaf in _leaves(term)}
+    if kinds == {True, False}:
+        raise RefusedError(
+            "replicated: the term is made of parameters of a wrapped model, which count once anyway, and of something "
+            "else that is summed over ranks. Call it on the part that has no parameters"
+        )
+    note_objective(comm)
+    return term if kinds == {True} else _Share.apply(term, term, comm.size, comm)
+
+
+def is_summed_before(leaf: Any) -> bool:
+    """Whether a leaf of autograd is a parameter of a wrapped model, whose gradients are summed before they reach it."""
+    return getattr(leaf, "shardpass_summed", False)
+
+
+def _leaves(term: Tensor) -> Iterator[Any]:
+    """The leaves of autograd that `term` is made of; `None` for each call of the engine, behind which nobody looks."""
+    nodes, seen = [term.grad_fn], set[Any]()
+    if term.grad_fn is None:
+        yield term
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        function = torch_private.function_of(node)
+        if function is not None and function.__module__.startswith("shardpass."):
+            yield None
+        elif hasattr(node, "variable"):
+            yield node.variable
+        else:
+            nodes += [before for before, _ in node.next_functions]
 
 
 @unfollowed(1)

@@ -10,14 +10,13 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardpass.core.exchange import node_set
 from shardpass.core.following import (
     FollowFunctions,
     FollowRows,
     ForwardDraws,
-    follow_functions,
     followed_hooks,
     known_modules,
     user_line,
@@ -34,9 +33,10 @@ from shardpass.core.ranks import (
     ordinary_views,
     torch_private,
 )
-from shardpass.core.training import note_forward
+from shardpass.core.training import GradientSums, refuse_inside_ddp
 from shardpass.core.wrapping.empty_rows import EmptyRows
 from shardpass.core.wrapping.explain import explained
+from shardpass.core.wrapping.parts import runs_as_it_is
 from shardpass.errors import RefusedError, ShardpassError
 
 _MISTAKES = (TypeError, AttributeError, NameError, KeyError, ImportError, OSError)
@@ -94,14 +94,16 @@ class OutermostCall:
         comm: the ranks.
         followed: shared by all methods of the model.
         checkpoint: whether activations are computed again in backward.
+        sums: sums gradients of the model, of which `model` may be a part.
         method: its name.
     """
 
     def __init__(
-        self, model: nn.Module, comm: Ranks, followed: FollowedCalls, checkpoint: Checkpoint, method: str = "forward"
-    ) -> None:
+        self, model: nn.Module, comm: Ranks, followed: FollowedCalls, checkpoint: Checkpoint, sums: GradientSums,
+        method: str = "forward",
+    ) -> None:  # fmt: skip
         self.model, self.comm, self.followed, self.checkpoint = model, comm, followed, checkpoint
-        self.method = method
+        self.sums, self.method = sums, method
 
     before: Callable[[], None] | None = None
     """Is called before the method, unless the model calls it itself. Collective."""
@@ -128,7 +130,7 @@ class OutermostCall:
         if self.before is not None and self.comm.forward is None:
             self.before()
         if torch.is_grad_enabled() and self.comm.forward is None:
-            note_forward(self.model)
+            refuse_inside_ddp()
         recomputes = self.checkpoint is not None and self.model.training
         graphs = self.comm.caches.of(LoadedGraphs).graphs
         lacks_rows = any(rows.count == 0 for graph in graphs for rows in graph.row_sets())
@@ -137,7 +139,7 @@ class OutermostCall:
                 recomputed_activations(self.comm, (args, kwargs), recomputes),
                 EmptyRows() if lacks_rows else nullcontext(),
             ):
-                return chained(self.comm, self._followed, function, args, kwargs)
+                return chained(self.comm, self._summed, function, args, kwargs)
         except (RuntimeError, IndexError) as error:
             why = None
             if type(error) in (RuntimeError, IndexError) and self.comm.forward is None:  # of torch, not of ours
@@ -156,6 +158,24 @@ class OutermostCall:
                 f"torch.autograd.grad, and call one model after the other in place of vmap"
             )
 
+    def alone(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """What ``function(*args, **kwargs)`` returns, which is given no graph. Collective in backward, if with tensors.
+
+        It may be a decoder that is given the rows which another call has returned.
+        """
+        is_given_rows = any(isinstance(leaf, Tensor) for leaf in torch_private.tree_leaves((args, kwargs)))
+        if self.comm.forward is not None or not is_given_rows or runs_as_it_is():
+            return function(*args, **kwargs)
+        return chained(self.comm, self._within, function, args, kwargs)
+
+    def _within(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        with self.sums.within(self.model):
+            return function(*args, **kwargs)
+
+    def _summed(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        with self.sums.within(self.model):
+            return self._followed(function, args, kwargs)
+
     def _followed(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         forward = self.comm.forward
         if forward is None or forward.rows is not None or (follower := self._follower()) is None:
@@ -167,10 +187,10 @@ class OutermostCall:
             with (
                 torch_private.uncompiled(),
                 follower,
-                FollowFunctions(follower),
+                FollowFunctions(follower) as functions,
                 follower.module(self.is_known(self.model)),
                 known_modules(self.model, self.is_known, follower),
-                followed_hooks(self.model, follower),
+                followed_hooks(self.model, follower, functions.block),
             ):
                 with follower.paused():
                     follower.marks.recognise((args, kwargs), is_given=True)
@@ -182,6 +202,8 @@ class OutermostCall:
                         refuse_two_numberings((args, kwargs), loaded)
                         self.followed.knows_order = True
                 out = function(*args, **kwargs)
+                for leaf in torch_private.tree_leaves(out):
+                    functions.note_function(leaf)
             follower.marks.check_refusals()
         except RefusedError as error:  # a library may read numbers of rows to explain why memory ran out
             lack = memory_error(error)
@@ -202,7 +224,6 @@ class OutermostCall:
         finally:
             forward.rows = None
             follower.marks.end_forward()
-        follow_functions(torch_private.tree_leaves(out), follower)
         follower.marks.check_left_behind(out, self.model)
         return out
 
@@ -213,13 +234,14 @@ class OutermostCall:
     def _follower(self) -> FollowRows | None:
         return self.followed.next(self.model, self.comm, self.method)
 
-    def __reduce__(self) -> Any:
-        raise TypeError(
-            "a wrapped model holds a communicator, which belongs to its process: save model.state_dict() (or "
-            "shardpass.save_checkpoint), and wrap a new model before it is loaded"
-        )
-
     def __deepcopy__(self, memo: dict[int, Any]) -> OutermostCall:
         copied = memo[id(self)] = type(self).__new__(type(self))
         vars(copied).update(copy.deepcopy(vars(self), memo))
         return copied
+
+
+class RowwisePart(OutermostCall):
+    """The ``forward`` of a module in a wrapped model that may be called by itself, on rows that the model returned."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.alone(self.plain, args, kwargs)

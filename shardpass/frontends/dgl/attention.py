@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardpass.core.aggregation import aggregate, dropout_of_edges
-from shardpass.core.ranks import draw_seed, torch_private
+from shardpass.core.ranks import draw_seed, is_parameter, torch_private
 from shardpass.core.tracing import Findings, Inputs, Program, Structure
 from shardpass.frontends.dgl.frames import Frame
 from shardpass.frontends.dgl.functions import message_of, operands
@@ -92,7 +92,7 @@ class Scores(_Uncomputed):
     def followed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The scores after one more of the functions that treat rows one by one, with numbers or parameters."""
         given = [*args, *kwargs.values()]
-        if func not in _ROW_BY_ROW or any(isinstance(a, Tensor) and not isinstance(a, nn.Parameter) for a in given):
+        if func not in _ROW_BY_ROW or any(isinstance(a, Tensor) and not is_parameter(a) for a in given):
             return NotImplemented
 
         def step(rows: Tensor) -> Tensor:

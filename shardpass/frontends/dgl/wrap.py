@@ -14,13 +14,22 @@ from shardpass.core.graphs import ShardedGraph
 from shardpass.core.memory import Checkpoint, check_choice
 from shardpass.core.ranks import Ranks, decorrelate, is_wrapped, refuse_shared_model, torch_private
 from shardpass.core.training import (
+    GradientSums,
     follow,
     refuse_as_built,
     replace_batch_norms,
     shared_copy,
     sync_parameters,
 )
-from shardpass.core.wrapping import EmptyRows, FollowedCalls, OutermostCall, parts_of, runs_as_it_is
+from shardpass.core.wrapping import (
+    EmptyRows,
+    FollowedCalls,
+    OutermostCall,
+    RowwisePart,
+    parts_of,
+    rowwise_parts,
+    runs_as_it_is,
+)
 from shardpass.errors import RefusedError
 from shardpass.frontends.dgl.closed import refused
 from shardpass.frontends.dgl.convert import graph as to_dgl
@@ -60,14 +69,16 @@ def wrap(model: nn.Module, comm: Ranks, check: bool = True, checkpoint: Checkpoi
     adapt(model)
     sync_parameters(model, comm)
     decorrelate(comm)
-    model._shardpass_wrapped = True  # type: ignore[assignment]
+    sums = model._shardpass_wrapped = GradientSums(comm, model)  # type: ignore[assignment]
     followed, graphs = FollowedCalls(check), _Graphs()
     for name in ("forward", *_own_methods(model)):
-        setattr(model, name, _Method(model, comm, followed, checkpoint, name, graphs))
+        setattr(model, name, _Method(model, comm, followed, checkpoint, sums, name, graphs))
     for part in parts_of(model, _is_known):
         followed = FollowedCalls(check)
         for name in ("forward", *_own_methods(part)):
-            setattr(part, name, _Method(part, comm, followed, checkpoint, name, graphs, is_part=True))
+            setattr(part, name, _Method(part, comm, followed, checkpoint, sums, name, graphs, is_part=True))
+    for part in rowwise_parts(model, _is_known) if comm.size > 1 else ():
+        part.forward = RowwisePart(part, comm, followed, checkpoint, sums)
     return model
 
 
@@ -127,10 +138,10 @@ class _Method(OutermostCall):
     """An outermost method, which turns graphs of the engine into DGL's."""
 
     def __init__(
-        self, model: nn.Module, comm: Ranks, followed: FollowedCalls, checkpoint: Checkpoint, method: str,
-        graphs: _Graphs, is_part: bool = False,
+        self, model: nn.Module, comm: Ranks, followed: FollowedCalls, checkpoint: Checkpoint, sums: GradientSums,
+        method: str, graphs: _Graphs, is_part: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__(model, comm, followed, checkpoint, method)
+        super().__init__(model, comm, followed, checkpoint, sums, method)
         self.is_part = is_part
         self._is_of_parts = False
         self._graphs = graphs
@@ -140,7 +151,7 @@ class _Method(OutermostCall):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_part and (runs_as_it_is() or self.comm.forward is not None):
-            return self.plain(*args, **kwargs)
+            return self.alone(self.plain, args, kwargs)
         args, kwargs = torch_private.tree_map(self._graphs.of, (args, kwargs))
         is_own = self.is_part or self.method != "forward"
         if is_own and self.comm.forward is not None:  # the model calls it itself
@@ -148,7 +159,7 @@ class _Method(OutermostCall):
         given = [*torch_private.tree_leaves((args, kwargs)), *self._held()]
         given = [value for value in given if isinstance(value, DGLGraph)]
         if is_own and not any(isinstance(graph, ShardedDGLGraph) for graph in given):
-            return self.plain(*args, **kwargs)
+            return self.alone(self.plain, args, kwargs)
         if not all(isinstance(graph, ShardedDGLGraph) for graph in given):
             raise RefusedError(
                 f"{type(self.model).__name__} is wrapped, but was called with an ordinary DGLGraph or holds one: nodes "

@@ -15,13 +15,14 @@ from shardpass.core.graphs import GraphArgument, ShardedEdgeIndex, ShardedGraph,
 from shardpass.core.memory import Checkpoint, check_choice
 from shardpass.core.ranks import Ranks, decorrelate, is_wrapped, refuse_shared_model, torch_private
 from shardpass.core.training import (
+    GradientSums,
     follow,
     refuse_as_built,
     replace_batch_norms,
     shared_copy,
     sync_parameters,
 )
-from shardpass.core.wrapping import FollowedCalls, OutermostCall, parts_of, runs_as_it_is
+from shardpass.core.wrapping import FollowedCalls, OutermostCall, RowwisePart, parts_of, rowwise_parts, runs_as_it_is
 from shardpass.errors import RefusedError
 from shardpass.frontends.pyg.adjacency import refuse_sparse
 from shardpass.frontends.pyg.attention import distribute_attention
@@ -114,14 +115,16 @@ def _refuse_as_built(model: nn.Module) -> None:
 
 
 def _make_outermost(model: nn.Module, comm: Ranks, check: bool, checkpoint: Checkpoint) -> None:
-    model._shardpass_wrapped = True  # type: ignore[assignment]
+    sums = model._shardpass_wrapped = GradientSums(comm, model)  # type: ignore[assignment]
     followed = FollowedCalls(check)
     for name in ("forward", *methods_to_run(model)):
-        setattr(model, name, _Method(model, comm, followed, checkpoint, name))
-    for part in filter(_passes_messages, parts_of(model, _is_known)):
+        setattr(model, name, _Method(model, comm, followed, checkpoint, sums, name))
+    for part in parts_of(model, _is_known):
         followed = FollowedCalls(check)
         for name in ("forward", *methods_written(part)):
-            setattr(part, name, _Method(part, comm, followed, checkpoint, name, is_part=True))
+            setattr(part, name, _Method(part, comm, followed, checkpoint, sums, name, is_part=True))
+    for part in rowwise_parts(model, _is_known) if comm.size > 1 else ():
+        part.forward = RowwisePart(part, comm, followed, checkpoint, sums)
     model.__prepare_scriptable__ = _refuse_script  # type: ignore[assignment]
 
 
@@ -165,10 +168,10 @@ class _Method(OutermostCall):
     """An outermost method, which turns graphs into ``edge_index``."""
 
     def __init__(
-        self, model: nn.Module, comm: Ranks, followed: FollowedCalls, checkpoint: Checkpoint, method: str,
-        is_part: bool = False,
+        self, model: nn.Module, comm: Ranks, followed: FollowedCalls, checkpoint: Checkpoint, sums: GradientSums,
+        method: str, is_part: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__(model, comm, followed, checkpoint, method)
+        super().__init__(model, comm, followed, checkpoint, sums, method)
         self.is_part = is_part
         self._looked_for_tables = False
         self._signed: tuple[Any, list[str]] = (None, [])  # the method of the class, and the names of its arguments
@@ -181,7 +184,7 @@ class _Method(OutermostCall):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_part and (runs_as_it_is() or self.comm.forward is not None or not _has_graph((args, kwargs))):
-            return self._as_written(*args, **kwargs)
+            return self.alone(self._as_written, args, kwargs)
         return torch_private.call_uncompiled(self._call, *args, **kwargs)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
@@ -190,7 +193,7 @@ class _Method(OutermostCall):
         if self.is_own and (self.comm.forward is not None or not _has_graph((args, kwargs))):
             if _has_graph((args, kwargs)):
                 args, kwargs = torch_private.tree_map(_edge_index_of, (args, kwargs))
-            return self._as_written(*args, **kwargs)
+            return self.alone(self._as_written, args, kwargs)
         with self.comm.unfollowed(keeps=False):
             args, kwargs = self._checked(args, kwargs)
         try:
