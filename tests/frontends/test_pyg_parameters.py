@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import shardpass as sp
-from shardpass.errors import RefusedError, ShardpassError
+from shardpass.errors import RefusedError
 
 from .pyg_cases import GRAPH
 from .test_pyg_tooling import Model, assert_exact_on_ranks, loss_of, made, on_ranks

@@ -39,7 +39,13 @@ from shardpass.core.training.objective import warn_of_own_loss
 from shardpass.errors import DivergenceError, RefusedError, ShardpassError
 
 _UNLIKE = 0.01  # of the norm of a parameter: what ranks draw for themselves differs by about the norm
-_ABSENT, _PRESENT, _SPARSE = range(3)
+_ABSENT, _PRESENT, _SPARSE, _SUMMED = range(4)
+_SUM = "shardpass_sum"  # of a gradient that sync_gradients has summed: its version then
+_PROBLEMS = {
+    _SPARSE: "is sparse: build the layer with sparse=False, or let ranks own its rows (NodeEmbedding)",
+    _SUMMED: "was already summed over ranks: call optimizer.zero_grad() before the next backward, and sync_gradients "
+    "once after it",
+}
 
 def sync_parameters(model: nn.Module, comm: Ranks, bucket_bytes: int = BUCKET_BYTES) -> None:
     """Give every rank the parameters and buffers of rank 0. Collective.
@@ -217,7 +223,7 @@ def sync_gradients(
             of rows owned by a rank, every rank skips it.
 
     Raises:
-        ShardpassError: on every rank, if a gradient is sparse.
+        ShardpassError: on every rank, if a gradient is sparse, or has not changed since it was summed.
         DivergenceError: on every rank, if a parameter differs between ranks.
         RefusedError: DistributedDataParallel is around the model or within it, or ranks that are threads hold one
             model.
@@ -226,7 +232,7 @@ def sync_gradients(
     _refuse_ddp_within(model)
     wrapped = [module for module in model.modules() if hasattr(module, "_shardpass_wrapped")]
     summed = {parameter for module in wrapped for parameter in module.parameters()}
-    left = [parameter for _, parameter in alike(model) if parameter not in summed and parameter.requires_grad]
+    left = [parameter for _, parameter in alike(model) if parameter not in summed]
     if left:
         refuse_shared_model(model, comm, "sync_gradients")
         warn_of_unwrapped(model, comm, stacklevel=2)
@@ -237,6 +243,8 @@ def sync_gradients(
                 parameter.grad.detach().copy_(gradient)
             else:
                 parameter.grad = gradient
+            if parameter.grad is not None:
+                setattr(parameter.grad, _SUM, torch_private.version_of(parameter.grad))
     if comm.size > 1 and scaler is not None and scaler.is_enabled():
         _skip_together(model, comm)
 
@@ -257,16 +265,15 @@ def summed_gradients(
         ShardpassError: on every rank, if a part is sparse.
         DivergenceError: on every rank, if a parameter differs between ranks.
     """
-    if comm.size == 1:
-        return parts
-    every, unlike = _on_all_ranks([_state_of(part) for part in parts], parameters, comm, label)
+    every, unlike = [[_state_of(part) for part in parts]], list[tuple[int, int]]()
+    if comm.size > 1:
+        every, unlike = _on_all_ranks(every[0], parameters, comm, label)
     named = {parameter: repr(name) for name, parameter in names}
     for rank, row in enumerate(every):
         for parameter, state in zip(parameters, row):
-            if state == _SPARSE:
+            if state in _PROBLEMS:
                 raise ShardpassError(
-                    f"the gradient of {_called(parameter, named)} on rank {rank} is sparse: build the layer with "
-                    f"sparse=False, or let ranks own its rows (NodeEmbedding)"
+                    f"the gradient of {_called(parameter, named)} on rank {rank} {_PROBLEMS[int(state)]}"
                 )
     if unlike:
         rank, number = unlike[0]
@@ -276,6 +283,8 @@ def summed_gradients(
             f"each rank has random numbers of its own. Call that in `with shardpass.seed(number, comm):`, or call "
             f"shardpass.sync_parameters(model, comm) after it. Or a rank takes other steps than the others"
         )
+    if comm.size == 1:
+        return parts
     is_there = [any(states) for states in zip(*every)]
     given = [
         torch.zeros_like(parameter) if part is None else part
@@ -388,4 +397,6 @@ def _on_all_ranks(
 def _state_of(part: Tensor | None) -> int:
     if part is None:
         return _ABSENT
+    if getattr(part, _SUM, None) == torch_private.version_of(part):
+        return _SUMMED
     return _PRESENT if part.layout == torch.strided else _SPARSE
