@@ -117,6 +117,7 @@ def _mark(follower: FollowRows, grad: Tensor, rows: Rows | None) -> None:
     if rows is not None:
         follower.marks.mark(grad, rows)
         return
+    follower.mark_plain(grad)  # whatever its size
     of = next(iter(follower.marks.known), RowSet.fetched(0))
     follower.marks.mixtures.add(grad, Mixture("backward", user_line(), of, is_sum=True))
 
