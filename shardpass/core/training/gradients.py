@@ -38,8 +38,8 @@ from shardpass.core.training.buckets import BUCKET_BYTES, broadcast_tensors, sum
 from shardpass.core.training.objective import warn_of_own_loss
 from shardpass.errors import DivergenceError, RefusedError, ShardpassError
 
-_UNLIKE = 0.01  # of the norm of a parameter: what ranks draw for themselves differs by about the norm
-_ABSENT, _PRESENT, _SPARSE, _SUMMED = range(4)
+_UNLIKE = 1e-3  # of the norm of a parameter, as processors may round differently
+_ABSENT, _PRESENT, _SPARSE, _SUMMED, _INFINITE = range(5)
 _SUM = "shardpass_sum"  # of a gradient that sync_gradients has summed: its version then
 _PROBLEMS = {
     _SPARSE: "is sparse: build the layer with sparse=False, or let ranks own its rows (NodeEmbedding)",
@@ -67,7 +67,7 @@ def sync_parameters(model: nn.Module, comm: Ranks, bucket_bytes: int = BUCKET_BY
     own = [
         f"{name}: {dtype_name(tensor.dtype)}, rows of own nodes of shape {[*tensor.shape[1:]]}"
         for name, tensor in model.named_parameters()
-        if getattr(tensor, "shardpass_local", False)
+        if _is_local(tensor)
     ]
     own += [f"{name}: {describe(tensor)}" for name, tensor in named]
     first, *others = [[*found, "nothing more"] for found in comm.all_gather_object(own, "sync_parameters")]
@@ -125,12 +125,15 @@ class GradientSums:
     def summed(self, parameters: list[Tensor], parts: tuple[Tensor | None, ...], label: str) -> list[Tensor | None]:
         """What backward is to hand on for the `parts` that it has found on this rank. Collective, unless it waits."""
         if self.waits:
-            for parameter, part in zip(parameters, parts):
-                if part is not None:
-                    self._held[parameter] = part + self._held.get(parameter, 0)
-            return [None if part is None else torch.zeros_like(part) for part in parts]
+            return [self._hold(parameter, part) for parameter, part in zip(parameters, parts)]
         found = [self._with_held(parameter, part) for parameter, part in zip(parameters, parts)]
         return summed_gradients(parameters, found, self.comm, label)
+
+    def _hold(self, parameter: Tensor, part: Tensor | None) -> Tensor | None:
+        if part is None or _is_local(parameter):
+            return part
+        self._held[parameter] = part + self._held.get(parameter, 0)
+        return torch.zeros_like(part)
 
     def _with_held(self, parameter: Tensor, part: Tensor | None) -> Tensor | None:
         held = self._held.pop(parameter, None)
@@ -172,11 +175,11 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 
 def _places(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
-    """Where modules hold parameters that are the same on all ranks and want a gradient."""
+    """Where modules hold parameters that want a gradient."""
     for module in model.modules():
         held: dict[str, Any] = torch_private.parameters_of(module)  # type: ignore[assignment]
         for name, value in [*held.items()]:
-            if value is None or not value.requires_grad or getattr(value, "shardpass_local", False):
+            if value is None or not value.requires_grad:
                 continue
             if value.is_leaf or not is_parameter(value):  # and not a copy that an outer call has put there
                 yield held, name, value
@@ -265,7 +268,7 @@ def summed_gradients(
         ShardpassError: on every rank, if a part is sparse.
         DivergenceError: on every rank, if a parameter differs between ranks.
     """
-    every, unlike = [[_state_of(part) for part in parts]], list[tuple[int, int]]()
+    every, unlike = [[_state_of(parameter, part) for parameter, part in zip(parameters, parts)]], []
     if comm.size > 1:
         every, unlike = _on_all_ranks(every[0], parameters, comm, label)
     named = {parameter: repr(name) for name, parameter in names}
@@ -281,17 +284,21 @@ def summed_gradients(
             f"{_called(parameters[number], named)} is not the same on rank 0 and rank {rank}. To wrap the model makes "
             f"it the same. If it is wrapped, something has changed it since, such as reset_parameters(), for which "
             f"each rank has random numbers of its own. Call that in `with shardpass.seed(number, comm):`, or call "
-            f"shardpass.sync_parameters(model, comm) after it. Or a rank takes other steps than the others"
+            f"shardpass.sync_parameters(model, comm) after it. Or a rank takes other steps than the others; or the "
+            f"parameter meets rows outside of the model, where its gradient is not summed: do that in a method of it"
         )
     if comm.size == 1:
         return parts
-    is_there = [any(states) for states in zip(*every)]
+    wanted = [any(states) and not _is_local(parameter) for parameter, states in zip(parameters, zip(*every))]
     given = [
         torch.zeros_like(parameter) if part is None else part
-        for parameter, part, wanted in zip(parameters, parts, is_there) if wanted
+        for parameter, part, is_wanted in zip(parameters, parts, wanted) if is_wanted
     ]  # fmt: skip
     sums = iter(summed_tensors(given, comm, label, bucket_bytes))
-    return [next(sums) if wanted else None for wanted in is_there]
+    found = [next(sums) if is_wanted else part for is_wanted, part in zip(wanted, parts)]
+    if any(_INFINITE in row for row in every):  # what scales losses skips the step then, and it must on every rank
+        next(gradient for gradient in found if gradient is not None and gradient.numel()).view(-1)[0] = float("inf")
+    return found
 
 
 def _called(parameter: Tensor, named: dict[Tensor, str]) -> str:
@@ -300,8 +307,8 @@ def _called(parameter: Tensor, named: dict[Tensor, str]) -> str:
 
 def _skip_together(model: nn.Module, comm: Ranks) -> None:
     """Make a gradient infinite on every rank if one of rows owned by a rank is not finite there. Collective."""
-    shared = [p.grad for p in model.parameters() if p.grad is not None and not getattr(p, "shardpass_local", False)]
-    local = [p.grad for p in model.parameters() if p.grad is not None and getattr(p, "shardpass_local", False)]
+    shared = [p.grad for p in model.parameters() if p.grad is not None and not _is_local(p)]
+    local = [p.grad for p in model.parameters() if p.grad is not None and _is_local(p)]
     lost = torch.tensor([not all(bool(grad.isfinite().all()) for grad in local)])
     if comm.all_reduce(lost, "max", "sync_gradients: finite").item():
         for grad in [grad for grad in (*shared, *local) if grad.numel()][:1]:
@@ -324,7 +331,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float, comm: Ranks) -> Tensor:
     found = [(parameter, parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
     for parameter, gradient in found:
         square = torch.linalg.vector_norm(gradient.detach().double()).square().to(comm.device)
-        if getattr(parameter, "shardpass_local", False):
+        if _is_local(parameter):
             rows += square
         else:
             shared += square
@@ -376,7 +383,7 @@ def _ddp_sentence(where: str) -> str:
 def alike(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The names of the parameters that are the same on all ranks, and the parameters; the same object once."""
     for name, parameter in model.named_parameters():
-        if not getattr(parameter, "shardpass_local", False):
+        if not _is_local(parameter):
             yield name, parameter
 
 
@@ -384,19 +391,28 @@ def _on_all_ranks(
     states: list[int], parameters: list[Tensor], comm: Ranks, label: str
 ) -> tuple[list[list[int]], list[tuple[int, int]]]:
     """The states on each rank, and ``(rank, number)`` of the parameters that are not as on rank 0. Collective."""
-    values = [torch.view_as_real(p.detach()) if p.is_complex() else p.detach() for p in parameters]
+    values = [p.detach()[:0] if _is_local(p) else p.detach() for p in parameters]
+    values = [torch.view_as_real(value) if value.is_complex() else value for value in values]
     sums = [value.sum(dtype=torch.float64) for value in values]
     norms = [torch.linalg.vector_norm(value, dtype=torch.float64) for value in values]
     own = torch.tensor(states, dtype=torch.float64, device=comm.device)
     own = torch.cat([own, *(found.to(comm.device).view(1) for found in (*sums, *norms))])
     every, sums_of, norms_of = torch.stack(comm.all_gather(own, label)).cpu().view(comm.size, 3, len(states)).unbind(1)
-    unlike = ((sums_of - sums_of[0]).abs() > _UNLIKE * norms_of.amax(0)).nonzero().tolist()
+    apart = torch.maximum((sums_of - sums_of[0]).abs(), (norms_of - norms_of[0]).abs())
+    unlike = (apart > _UNLIKE * norms_of.amax(0)).nonzero().tolist()
     return every.tolist(), [(rank, number) for rank, number in unlike]
 
 
-def _state_of(part: Tensor | None) -> int:
+def _is_local(parameter: Tensor) -> bool:
+    """Whether it is rows of which each rank has its own."""
+    return getattr(parameter, "shardpass_local", False)
+
+
+def _state_of(parameter: Tensor, part: Tensor | None) -> int:
     if part is None:
         return _ABSENT
+    if _is_local(parameter):
+        return _PRESENT if bool(part.isfinite().all()) else _INFINITE
     if getattr(part, _SUM, None) == torch_private.version_of(part):
         return _SUMMED
     return _PRESENT if part.layout == torch.strided else _SPARSE
