@@ -105,7 +105,6 @@ def train_sharded(comm: sp.Communicator, kind: str, store: str, seed: int, masks
         model.train()
         optimizer.zero_grad()
         sp.cross_entropy(model(x, graph), y, train, comm).backward()
-        sp.sync_gradients(model, comm)
         optimizer.step()
         model.eval()
         with torch.no_grad():

@@ -104,7 +104,6 @@ def train_sharded(comm: sp.Communicator, kind: str, store: str, seed: int, masks
     def step() -> None:
         optimizer.zero_grad()
         sp.cross_entropy(model(graph, x), y, train, comm).backward()
-        sp.sync_gradients(model, comm)
         optimizer.step()
 
     def scores() -> tuple[float, float]:

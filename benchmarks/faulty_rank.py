@@ -83,7 +83,6 @@ def work(comm: Any, folder: Path, phase: str, fault: str) -> None:
         optimizer.zero_grad()
         loss.backward()
         fails.at("gradient sum", epoch == 1)()
-        sp.sync_gradients(model, comm)
         optimizer.step()
         fails.at("save", epoch == 1)()
         sp.save_checkpoint(folder / "checkpoint", comm, model, optimizer, epoch=epoch, graph=graph)

@@ -113,7 +113,6 @@ def sharded_epoch(kind: str, data: Data) -> Callable[[], None]:
     def epoch() -> None:
         optimizer.zero_grad()
         sp.cross_entropy(model(graph.x, graph), graph.y, graph.mask, comm).backward()
-        sp.sync_gradients(model, comm)
         optimizer.step()
 
     return epoch

@@ -233,7 +233,6 @@ def train(comm: sp.Communicator, name: str, mode: str, what: str, folder: str, m
         optimizer.zero_grad()
         loss = sp.cross_entropy(model(*args), labelled.y, labelled.train_mask, comm)
         loss.backward()
-        sp.sync_gradients(model, comm)
         optimizer.step()
         return float(loss.detach()).hex()
 

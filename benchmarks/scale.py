@@ -119,7 +119,6 @@ def train(folder: Path, offloads: bool) -> None:
     with sp.offload(folder / "scratch") if offloads else contextlib.nullcontext():
         loss = sp.cross_entropy(model(graph.x, graph), graph.y, None, comm)
         loss.backward()
-    sp.sync_gradients(model, comm)
     mine = {
         "nodes": graph.num_own_nodes, "load_seconds": loaded, "epoch_seconds": time.monotonic() - start,
         "epoch_cpu_seconds": time.process_time() - cpu, **peaks(peak),

@@ -96,7 +96,6 @@ def _prepare(comm: sp.Communicator, config: Config, check: bool = True) -> tuple
         loss = sp.cross_entropy(logits, y, mask, comm)
         optimizer.zero_grad()
         loss.backward()
-        sp.sync_gradients(model, comm)
         optimizer.step()
         return float(loss.detach())
 

@@ -36,7 +36,6 @@ def main():
         loss = sp.cross_entropy(logits, graph.y, graph.train_mask, comm)
         optimizer.zero_grad()
         loss.backward()
-        sp.sync_gradients(model, comm)
         optimizer.step()
     accuracy = sp.accuracy(logits, graph.y, graph.test_mask, comm)
     if comm.rank == 0:

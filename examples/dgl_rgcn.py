@@ -49,7 +49,6 @@ def main(path, target):
         loss = sp.cross_entropy(model(graph, graph.x_dict), nodes.y, nodes.train_mask, comm)
         optimizer.zero_grad()
         loss.backward()
-        sp.sync_gradients(model, comm)
         optimizer.step()
     accuracy = sp.accuracy(model(graph, graph.x_dict), nodes.y, nodes.test_mask, comm)
     if comm.rank == 0:

@@ -49,7 +49,6 @@ def main():
         loss = sp.cross_entropy(logits, images.y, images.train_mask, comm)
         optimizer.zero_grad()
         loss.backward()
-        sp.sync_gradients(model, comm)
         optimizer.step()
     accuracy = sp.accuracy(logits, images.y, images.test_mask, comm)
     if comm.rank == 0:

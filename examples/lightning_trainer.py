@@ -28,7 +28,6 @@ class Digits(lightning.LightningModule):
         return sp.cross_entropy(logits, self.graph.y, self.graph.train_mask, self.comm)
 
     def on_after_backward(self):
-        sp.sync_gradients(self.model, self.comm)
 
     def test_step(self, batch):
         logits = self.model(self.graph.x, self.graph)

@@ -46,7 +46,6 @@ def main():
         loss = sp.mean(F.binary_cross_entropy_with_logits(scores, labels, reduction="none"), None, comm)
         optimizer.zero_grad()
         loss.backward()
-        sp.sync_gradients(model, comm)
         optimizer.step()
     with torch.no_grad():
         scores, labels = scores_and_labels(model, graph, test, sp.negative_sampling(graph, 1000, seed=40))

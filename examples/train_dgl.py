@@ -49,7 +49,6 @@ def main():
             loss = sp.cross_entropy(model(graph, graph.x), graph.y, graph.train_mask, comm)  # graph: the DGLGraph
             optimizer.zero_grad()
             loss.backward()
-            sp.sync_gradients(model, comm)  #
             optimizer.step()
         accuracy = sp.accuracy(model(graph, graph.x), graph.y, graph.test_mask, comm)  #
         if comm.rank == 0:

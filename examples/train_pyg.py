@@ -35,7 +35,6 @@ def main():
         loss = sp.cross_entropy(logits, graph.y, graph.train_mask, comm)  #
         optimizer.zero_grad()
         loss.backward()
-        sp.sync_gradients(model, comm)  #
         optimizer.step()
         if comm.rank == 0 and epoch % 10 == 0:
             print(f"epoch {epoch}: loss {loss.item():.4f}")

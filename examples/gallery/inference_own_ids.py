@@ -73,7 +73,6 @@ def train(comm, epochs=40):
         loss = sp.cross_entropy(model(graph.x, graph), graph.y, graph.y >= 0, comm)
         optimizer.zero_grad()
         loss.backward()
-        sp.sync_gradients(model, comm)
         optimizer.step()
     return loss.item(), model.state_dict()
 

@@ -115,7 +115,6 @@ def fit(comm, epochs):
         loss = sp.mean(F.binary_cross_entropy_with_logits(scores, truth, reduction="none"), None, comm)
         optimizer.zero_grad()
         loss.backward()
-        sp.sync_gradients(model, comm)
         optimizer.step()
         losses.append(loss.item())
     with torch.no_grad():

@@ -56,7 +56,6 @@ def train(offload, in_memory=False, epochs=4):
         with sp.offload("laptop-scratch", min_bytes=1 << 16, read_ahead=1) if offload else nullcontext():
             loss = sp.cross_entropy(model(x, graph), graph.y, graph.train_mask, comm)
         loss.backward()
-        sp.sync_gradients(model, comm)
         optimizer.step()
         losses.append(loss.item())
         del loss

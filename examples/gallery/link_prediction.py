@@ -88,7 +88,6 @@ def fit(comm, epochs=40):
         loss = sp.mean(F.binary_cross_entropy_with_logits(scores, labels, reduction="none"), None, comm)
         optimizer.zero_grad()
         loss.backward()
-        sp.sync_gradients(model, comm)
         optimizer.step()
         with torch.no_grad():
             scores = model(graph.x, graph, sp.node_ids(graph, test.edge_label_index[:, share]))

@@ -81,7 +81,6 @@ def after(comm):
         loss = sp.cross_entropy(logits, g.ndata["label"], g.ndata["train_mask"], comm)
         optimizer.zero_grad()
         loss.backward()
-        sp.sync_gradients(model, comm)
         optimizer.step()
         losses.append(loss.item())
     return losses, sp.accuracy(logits, g.ndata["label"], g.ndata["test_mask"], comm)
@@ -105,7 +104,6 @@ print("\n".join(line for line in unified_diff(old, new, n=0, lineterm="") if lin
 # * `sp.load` and `sp.dgl.graph` give a rank its own nodes, and the edges that end in them.
 # * `sp.seed` starts all ranks from the same weights. `sp.dgl.wrap` sends those of rank 0 to all.
 # * `sp.cross_entropy` and `sp.accuracy` are over the nodes of all ranks, and so every rank has the same number.
-# * `sp.sync_gradients` sums the gradients before the step.
 #
 # Without `sp.spawn`, call `after(sp.connect())` and start the script by torchrun, mpirun or srun. See
 # [Launching](../launching.md).

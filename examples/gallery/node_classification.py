@@ -64,8 +64,8 @@ def plain(epochs=10):
 # %% [markdown]
 # ## shardpass
 #
-# The model is the same. What is new: `connect`, `load`, `wrap`, the graph in the place of `edge_index`, losses and
-# metrics over all ranks, and `sync_gradients`. A rank computes the messages of a few edges at a time, drops them, and
+# The model is the same. What is new: `connect`, `load`, `wrap`, the graph in the place of `edge_index`, and losses and
+# metrics over all ranks. A rank computes the messages of a few edges at a time, drops them, and
 # computes them again in backward.
 
 
@@ -80,7 +80,6 @@ def sharded(epochs=10):
         loss = sp.cross_entropy(model(graph.x, graph), graph.y, graph.train_mask, comm)
         optimizer.zero_grad()
         loss.backward()
-        sp.sync_gradients(model, comm)
         optimizer.step()
         losses.append(loss.item())
     with torch.no_grad():

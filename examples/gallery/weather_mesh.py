@@ -115,8 +115,8 @@ class MeshGraphNet(torch.nn.Module):
 # The states are node fields, so they are cut with the mesh. `sp.partition` writes the parts once. Each rank then
 # loads its own nodes, and the edges that end in them.
 #
-# The graph goes where `edge_index` went. `sp.mean` is the mean error over the nodes of all ranks, and
-# `sp.sync_gradients` sums the gradients. All else is the loop that you know.
+# The graph goes where `edge_index` went. `sp.mean` is the mean error over the nodes of all ranks.
+# All else is the loop that you know.
 
 # %%
 against = ((wind[src] + wind[dst]) / 2 * way).sum(1, keepdims=True)
@@ -155,7 +155,6 @@ def fit(comm):
             loss = sp.mean((out - target).square(), None, comm)
             optimizer.zero_grad()
             loss.backward()
-            sp.sync_gradients(model, comm)
             optimizer.step()
             schedule.step()
             losses.append(loss.item())

@@ -85,7 +85,6 @@ def step(model, optimizer, graph, comm):
     loss = sp.cross_entropy(out, $y, graph.train_mask, comm)  # the mean over all ranks
     optimizer.zero_grad()
     loss.backward()
-    sp.sync_gradients(model, comm)  # the sum over all ranks: after backward, before the step
     optimizer.step()
     return loss.item()
 

@@ -69,7 +69,6 @@ class Run:
         loss = sp.cross_entropy(logits, self.task.y, self.task.masks["train"], self.comm)
         self.optimizer.zero_grad()
         loss.backward()
-        sp.sync_gradients(self.model, self.comm)
         self.optimizer.step()
         return float(loss.detach())
 

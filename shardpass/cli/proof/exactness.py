@@ -105,7 +105,6 @@ def _error(comm: Ranks, library: str, model: nn.Module, graph: ShardedGraph, exp
     out = _called(library, model, x, graph)
     loss = sp.cross_entropy(out, graph.y, graph.train_mask, comm)
     loss.backward()
-    sp.sync_gradients(model, comm)
     found = {"output": out, "loss": loss, "x": x.grad}
     found |= {name: parameter.grad for name, parameter in model.named_parameters()}
     rows = graph.node_ids

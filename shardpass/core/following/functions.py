@@ -22,7 +22,7 @@ from shardpass.core.following.origin import Origin
 from shardpass.core.following.refusals import Mixture
 from shardpass.core.following.row_count import OwnCount, OwnShape, leaves_of, own_of, plain_sizes
 from shardpass.core.following.rows import Rows
-from shardpass.core.following.user_line import is_asked_by, user_line
+from shardpass.core.following.user_line import is_asked_by, is_called_by, user_line
 from shardpass.core.ranks import torch_private
 from shardpass.errors import RefusedError
 
@@ -138,6 +138,9 @@ class FollowFunctions(TorchFunctionMode):
         """Refuse what takes rows out of torch, or computes with their number."""
         if first is not None and name in _LEAVES_TORCH:
             self._check_leaving(name, first)
+        mixture = None if first is None else self.follower.marks.mixtures.get(first)
+        if mixture is not None and name == "contiguous" and is_called_by("dgl.backend"):  # for a kernel of DGL's
+            raise mixture.refusal()
         if first is None or type(first) in (Tensor, nn.Parameter):  # others tell themselves what they are asked
             self._check_numbers(name, args, kwargs)
         if name in _CONSTRUCTS:

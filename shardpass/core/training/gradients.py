@@ -47,6 +47,7 @@ _PROBLEMS = {
     "once after it",
 }
 
+
 def sync_parameters(model: nn.Module, comm: Ranks, bucket_bytes: int = BUCKET_BYTES) -> None:
     """Give every rank the parameters and buffers of rank 0. Collective.
 
@@ -93,18 +94,26 @@ class GradientSums:
 
     Attributes:
         waits: gradients that backward finds now are held until it finds others when this is off again.
+        is_left: gradients are not summed here, but by `sync_gradients`.
     """
 
     def __init__(self, comm: Ranks, model: nn.Module) -> None:
-        self.comm, self.waits = comm, False
+        self.comm, self.waits, self.is_left = comm, False, False
         self._held: Any = torch_private.WeakTensorKeyDictionary()
         for _, _, parameter in _places(model):
             _note_summed(parameter)
 
+    def leave(self, model: nn.Module) -> None:
+        """Leave gradients to `sync_gradients`, since `model` shares its parameters with one that is not wrapped."""
+        self.is_left = True
+        for _, _, parameter in _places(model):
+            del parameter.shardpass_summed  # type: ignore[attr-defined]
+
     @contextmanager
     def within(self, model: nn.Module) -> Iterator[None]:
         """A block of an outermost call in which modules hold copies of parameters. Collective, and so is backward."""
-        places = list(_places(model)) if torch.is_grad_enabled() and self.comm.size > 1 else []
+        is_on = torch.is_grad_enabled() and self.comm.size > 1 and not self.is_left
+        places = list(_places(model)) if is_on else []
         if not places:
             yield
             return
@@ -233,8 +242,9 @@ def sync_gradients(
     """
     require_ranks(comm, "sync_gradients(model, comm)")
     _refuse_ddp_within(model)
-    wrapped = [module for module in model.modules() if hasattr(module, "_shardpass_wrapped")]
-    summed = {parameter for module in wrapped for parameter in module.parameters()}
+    wrapped = [(module, getattr(module, "_shardpass_wrapped", None)) for module in model.modules()]
+    sums = [module for module, found in wrapped if isinstance(found, GradientSums) and not found.is_left]
+    summed = {parameter for module in sums for parameter in module.parameters()}
     left = [parameter for _, parameter in alike(model) if parameter not in summed]
     if left:
         refuse_shared_model(model, comm, "sync_gradients")

@@ -100,6 +100,7 @@ def exact(model: nn.Module, comm: Ranks, check: bool = True) -> nn.Module:
         RefusedError: as in `wrap`, or the model is wrapped.
     """
     copied = wrap(shared_copy(model), comm, check)
+    copied._shardpass_wrapped.leave(copied)  # type: ignore[union-attr,operator]
     follow(copied, model, comm, methods_to_run(copied))
     return copied
 
