@@ -26,7 +26,6 @@ from shardpass.core.ranks import (
     begin_call,
     describe,
     dtype_name,
-    end_call,
     is_parameter,
     refuse_double_backward,
     refuse_shared_model,
@@ -38,6 +37,7 @@ from shardpass.core.training.buckets import BUCKET_BYTES, broadcast_tensors, sum
 from shardpass.core.training.objective import warn_of_own_loss
 from shardpass.errors import DivergenceError, RefusedError, ShardpassError
 
+_KEPT = 8  # lists of copies of a model, for itself and for parts of it that are called by themselves
 _UNLIKE = 1e-3  # of the norm of a parameter, as processors may round differently
 _ABSENT, _PRESENT, _SPARSE, _SUMMED, _INFINITE = range(5)
 _SUM = "shardpass_sum"  # of a gradient that sync_gradients has summed: its version then
@@ -99,6 +99,7 @@ class GradientSums:
 
     def __init__(self, comm: Ranks, model: nn.Module) -> None:
         self.comm, self.waits, self.is_left = comm, False, False
+        self._copies: list[tuple[Any, Tensor, ParameterCopies]] = []  # of parts, and of the whole model
         self._held: Any = torch_private.WeakTensorKeyDictionary()
         for _, _, parameter in _places(model):
             _note_summed(parameter)
@@ -117,19 +118,28 @@ class GradientSums:
         if not places:
             yield
             return
-        parameters = [*dict.fromkeys(parameter for _, _, parameter in places)]
-        number, token = begin_call(self.comm, f"gradients of {len(parameters)} parameters")
-        token, *found = _Sum.apply(token, self, f"gradients of {len(parameters)} parameters #{number}", *parameters)
-        end_call(self.comm, token)
-        copy_of = dict(zip(parameters, found))
-        for parameter in parameters:
-            _note_summed(parameter)
-        copies = ParameterCopies(places, copy_of)
+        token, copies = self._made(places)
         forward = self.comm.forward
-        if forward is not None:
-            forward.copies += (copies,)
+        assert forward is not None and forward.token is not None
+        forward.token, forward.copies = forward.token + token, (*forward.copies, copies)
         with copies.held():
             yield
+
+    def _made(self, places: list[tuple[dict[str, Any], str, Tensor]]) -> tuple[Tensor, ParameterCopies]:
+        """The copies for `places`, and a token of theirs: the same ones as long as nothing but values changes."""
+        parameters = [*dict.fromkeys(parameter for _, _, parameter in places)]
+        known = [(id(p), p.data_ptr(), p.dtype, p.shape, p.grad_fn) for p in parameters]
+        for like, token, copies in self._copies:
+            if like == known:
+                return token, ParameterCopies(places, copies.copy_of)
+        number, start = begin_call(self.comm, f"gradients of {len(parameters)} parameters")
+        label = f"gradients of {len(parameters)} parameters #{number}"
+        token, *found = _Sum.apply(torch.zeros_like(start, requires_grad=True), self, label, *parameters)
+        for parameter in parameters:
+            _note_summed(parameter)
+        made = ParameterCopies(places, dict(zip(parameters, found)))
+        self._copies = [*self._copies[1 - _KEPT :], (known, token, made)]
+        return token, made
 
     def summed(self, parameters: list[Tensor], parts: tuple[Tensor | None, ...], label: str) -> list[Tensor | None]:
         """What backward is to hand on for the `parts` that it has found on this rank. Collective, unless it waits."""
@@ -206,16 +216,14 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, token: Tensor, sums: GradientSums, label: str, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(token)
         ctx.sums, ctx.label, ctx.parameters = sums, label, [*parameters]
         return torch.zeros_like(token), *(parameter.detach() for parameter in parameters)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None, *parts: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_double_backward(ctx.label)
-        (token,) = ctx.saved_tensors  # before communicating, see the note on the order of backward
         warn_of_own_loss(ctx.sums.comm, stacklevel=7)
-        return torch.zeros_like(token), None, None, *ctx.sums.summed(ctx.parameters, parts, f"{ctx.label} backward")
+        return None, None, None, *ctx.sums.summed(ctx.parameters, parts, f"{ctx.label} backward")
 
 
 def sync_gradients(

@@ -164,7 +164,7 @@ class OutermostCall:
         It may be a decoder that is given the rows which another call has returned.
         """
         is_given_rows = any(isinstance(leaf, Tensor) for leaf in torch_private.tree_leaves((args, kwargs)))
-        if self.comm.forward is not None or not is_given_rows or runs_as_it_is():
+        if self.comm.forward is not None or not (is_given_rows or self.method == "forward") or runs_as_it_is():
             return function(*args, **kwargs)
         return chained(self.comm, self._within, function, args, kwargs)
 
