@@ -130,6 +130,10 @@ gumbel over nodes
     h = h * F.softmax(h[:, :1], dim=0)  # here
 each row with the one before
     h = torch.stack([row + h[i - 1] for i, row in enumerate(h)])  # here
+rows for self-loops before those of edges
+    made: self.over = gnn.GraphConv(8, 8)
+    edges, _ = utils.add_self_loops(ei, num_nodes=n)
+    h = self.over(h, edges, torch.cat([w.new_ones(n), w]))  # here
 """
 
 ROW_WISE = """

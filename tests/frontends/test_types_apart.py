@@ -11,6 +11,7 @@ pytest.importorskip("torch_geometric")
 
 import torch_geometric.nn as gnn
 from torch import nn
+from torch_geometric.utils import scatter
 
 import shardpass as sp
 from shardpass.testing import WholeHeteroGraph, shard_hetero_in_memory
@@ -96,6 +97,14 @@ MIXED = {
     "both in one tensor": papers(lambda m, h, x, e, f: torch.stack([h["paper"], h["author"]]).mean(0)),
     "weights of another relation": papers(
         lambda m, h, x, e, f: m.own((h["author"], h["paper"]), e[WRITES], f[CITES], m.over)
+    ),
+    "edges under another's name": lambda m, h, x, e, f: m.first(h, {**e, WRITES: e[BACK], BACK: e[WRITES]}),
+    "messages in two orders": papers(
+        lambda m, h, x, e, f: scatter(
+            torch.cat([h["author"][e[WRITES][0]], h["paper"][e[BACK][0]]]),
+            torch.cat([e[BACK][1], e[WRITES][1]]),
+            dim_size=h["paper"].size(0),
+        )
     ),
     "ends of two relations": papers(
         lambda m, h, x, e, f: m.own(

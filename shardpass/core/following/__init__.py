@@ -6,7 +6,7 @@ It knows tensors and operations. Which tensors hold rows of what, it is told.
 from shardpass.core.following.draws import ForwardDraws, draws
 from shardpass.core.following.follow import FollowRows, unfollowed_anywhere
 from shardpass.core.following.functions import FollowFunctions
-from shardpass.core.following.gradients import follow_functions, followed_hooks
+from shardpass.core.following.gradients import followed_hooks
 from shardpass.core.following.judge import verdict_of
 from shardpass.core.following.known import known_modules
 from shardpass.core.following.refusals import whole_graph
@@ -23,7 +23,6 @@ __all__ = [
     "RowCount",
     "Rows",
     "draws",
-    "follow_functions",
     "followed_hooks",
     "is_called_by",
     "known_modules",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from shardpass.core.following.call import Made
 from shardpass.core.following.failing import explained_failure
 from shardpass.core.following.follow import FollowRows
+from shardpass.core.following.gradients import follow_function, followed_hook
 from shardpass.core.following.judge import composed
 from shardpass.core.following.literal_places import PLACES, bounds_of, check_places
 from shardpass.core.following.made_rows import RESHAPES, MadeRows
@@ -21,7 +22,7 @@ from shardpass.core.following.origin import Origin
 from shardpass.core.following.refusals import Mixture
 from shardpass.core.following.row_count import OwnCount, OwnShape, leaves_of, own_of, plain_sizes
 from shardpass.core.following.rows import Rows
-from shardpass.core.following.user_line import is_asked_by, user_line
+from shardpass.core.following.user_line import is_asked_by, is_called_by, user_line
 from shardpass.core.ranks import torch_private
 from shardpass.errors import RefusedError
 
@@ -67,6 +68,8 @@ class FollowFunctions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        for leaf in leaves_of((args, [*kwargs.values()])):
+            self.note_function(leaf)
         if self.follower.is_paused:
             return func(*plain_sizes(args), **{key: plain_sizes(value) for key, value in kwargs.items()})
         with self.follower.marks.remembered(), self.follower.in_function(name):
@@ -86,8 +89,8 @@ class FollowFunctions(TorchFunctionMode):
         first = args[0] if args and isinstance(args[0], Tensor) else None
         if func is torch.autograd.grad:
             return self._differentiated(args, kwargs)
-        if name == "register_hook" and first is not None and (rows := self._rows_of(first)) is not None:
-            return func(first, self._followed_hook(args[1], rows))
+        if name == "register_hook" and first is not None:
+            return func(first, followed_hook(self.follower, self.block, args[1], self._rows_of(first)))
         self._check_given(name, first, args, kwargs)
         if name == "__setitem__" and type(first) is Tensor and self._is_put_by_mask(*args[1:]):
             func, name, args = torch.Tensor.index_put_, "index_put_", (first, (args[1],), args[2].to(first.dtype))
@@ -135,6 +138,9 @@ class FollowFunctions(TorchFunctionMode):
         """Refuse what takes rows out of torch, or computes with their number."""
         if first is not None and name in _LEAVES_TORCH:
             self._check_leaving(name, first)
+        mixture = None if first is None else self.follower.marks.mixtures.get(first)
+        if mixture is not None and name == "contiguous" and is_called_by("dgl.backend"):  # for a kernel of DGL's
+            raise mixture.refusal()
         if first is None or type(first) in (Tensor, nn.Parameter):  # others tell themselves what they are asked
             self._check_numbers(name, args, kwargs)
         if name in _CONSTRUCTS:
@@ -157,17 +163,17 @@ class FollowFunctions(TorchFunctionMode):
         is_mask = isinstance(key, Tensor) and key.dtype == torch.bool
         return is_mask and type(value) is Tensor and self._rows_of(value) is not None
 
-    def _followed_hook(self, hook: Callable[[Tensor], Any], rows: Rows) -> Callable[[Tensor], Any]:
-        """A hook of the user's that backward calls with the gradient of a tensor with rows."""
+    def block(self) -> ExitStack:
+        """A block of backward whose operations are followed."""
+        block = ExitStack()
+        block.enter_context(self.follower.paused(False))
+        block.enter_context(FollowFunctions(self.follower))
+        return block
 
-        def followed(grad: Tensor) -> Any:
-            with self.follower.paused(False), FollowFunctions(self.follower):
-                self.follower.marks.mark(grad, rows)
-                out = hook(grad)
-            self.follower.marks.check_result(out)
-            return out
-
-        return followed
+    def note_function(self, leaf: Any) -> None:
+        """Follow the backward of an autograd function of the user's that has made `leaf`."""
+        if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+            follow_function(self.follower, self.block, leaf, self.follower.marks.rows_of(leaf))
 
     def _by_symbol(self, func: Any, name: str, args: Any, kwargs: Any) -> Tensor | None:
         """What a function returns, judged as a whole; `None` if its operations are to be judged one by one."""

@@ -1,8 +1,11 @@
-"""What a model's own code does with gradients of rows in backward: in hooks, and in functions of its own."""
+"""What a model's own code does with gradients in backward: in hooks, and in functions of its own.
+
+The gradient of rows has those rows. The gradient of what has no rows, such as a weight, is this rank's part of a sum.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -10,68 +13,113 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardpass.core.following.follow import FollowRows
-from shardpass.core.following.functions import FollowFunctions
-from shardpass.core.ranks import torch_private
+from shardpass.core.following.refusals import Mixture
+from shardpass.core.following.rows import Rows
+from shardpass.core.following.user_line import user_line
+from shardpass.core.ranks import RowSet, torch_private
 
 _LIBRARIES = ("torch", "torch_geometric", "dgl", "shardpass")
+_NOTE = "shardpass"
+Block = Callable[[], Any]
+"""Makes a block whose operations are followed."""
+
+
+def followed_hook(
+    follower: FollowRows, block: Block, hook: Callable[[Tensor], Any], rows: Rows | None
+) -> Callable[[Tensor], Any]:
+    """A hook of the user's for the gradient of a tensor that holds `rows`, or none."""
+
+    def followed(grad: Tensor) -> Any:
+        with block():
+            _mark(follower, grad, rows)
+            out = hook(grad)
+        _check(follower, [out], rows is None)
+        return out
+
+    return followed
 
 
 @contextmanager
-def followed_hooks(model: nn.Module, follower: FollowRows) -> Iterator[None]:
+def followed_hooks(model: nn.Module, follower: FollowRows, block: Block) -> Iterator[None]:
     """A block in which modules that run take hooks of `model` that see gradients in a form that is followed."""
     with ExitStack() as before:
         for module in model.modules():
             for hooks in torch_private.backward_hooks(module):
                 for key, hook in hooks.items():
-                    hooks[key] = partial(_of_module, follower, hook)
+                    hooks[key] = partial(_of_module, follower, block, hook)
                     before.callback(hooks.__setitem__, key, hook)
         yield
 
 
-def _of_module(follower: FollowRows, hook: Callable[..., Any], module: nn.Module, *gradients: Any) -> Any:
-    with _followed(follower, gradients):
+def _of_module(
+    follower: FollowRows, block: Block, hook: Callable[..., Any], module: nn.Module, *gradients: Any
+) -> Any:  # fmt: skip
+    follower.marks.recognise(gradients, is_given=True)
+    with block():
         out = hook(module, *gradients)
-    follower.marks.check_result(out)
+    _check(follower, torch_private.tree_leaves(out), False)
     return out
 
 
-def follow_functions(outputs: Iterable[Any], follower: FollowRows) -> None:
-    """Follow the backward of each `torch.autograd.Function` of the user's that `outputs` were made by."""
-    nodes, seen = [out.grad_fn for out in outputs if isinstance(out, Tensor)], set()
+def follow_function(follower: FollowRows, block: Block, out: Any, rows: Rows | None) -> None:
+    """Follow the backward of the `torch.autograd.Function` of the user's that has made `out`, if one has."""
+    node = out.grad_fn if isinstance(out, Tensor) else None
+    function = torch_private.function_of(node)
+    if node is None or function is None or function.__module__.partition(".")[0] in _LIBRARIES:
+        return
+    known = node.metadata.setdefault(_NOTE, {})
+    if not known:
+        ran, are_state = ExitStack(), [_is_state(before) for before, _ in node.next_functions]
+        node.register_prehook(partial(_begin, follower, block, known, ran))
+        node.register_hook(partial(_end, follower, are_state, known, ran))
+    known[out.output_nr] = rows
+
+
+def _begin(
+    follower: FollowRows, block: Block, known: dict[int, Rows | None], ran: ExitStack, gradients: Sequence[Any]
+) -> None:  # fmt: skip
+    for place, rows in known.items():
+        if gradients[place] is not None:
+            _mark(follower, gradients[place], rows)
+    ran.enter_context(block())  # autograd restores the modes itself where backward fails
+
+
+def _end(
+    follower: FollowRows, are_state: list[bool], known: dict[int, Rows | None], ran: ExitStack, found: Any, _: Any
+) -> None:
+    ran.close()
+    for grad, is_state in zip(found, are_state):
+        _check(follower, [grad], is_state or not any(known.values()))
+
+
+def _is_state(node: Any) -> bool:
+    """Whether what a node of autograd has made, or the leaf that it stands for, is made of parameters alone."""
+    nodes, seen = [node], set()
     while nodes:
         node = nodes.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        nodes += [before for before, _ in node.next_functions]
         function = torch_private.function_of(node)
-        if function is not None and function.__module__.partition(".")[0] not in _LIBRARIES:
-            _Function(follower, node)
+        if function is not None and function.__module__.startswith("shardpass."):
+            return False
+        if hasattr(node, "variable") and not isinstance(node.variable, nn.Parameter):
+            return False
+        nodes += [before for before, _ in node.next_functions]
+    return True
 
 
-class _Function:
-    """The hooks of one node of the graph of backward. Autograd restores the modes itself if backward fails."""
-
-    def __init__(self, follower: FollowRows, node: Any) -> None:
-        self.follower, self.block = follower, ExitStack()
-        self.is_state = [before is None or hasattr(before, "variable") for before, _ in node.next_functions]
-        node.register_prehook(self.begin)
-        node.register_hook(self.end)
-
-    def begin(self, gradients: Any) -> None:
-        self.block.enter_context(_followed(self.follower, gradients))
-
-    def end(self, found: Any, _: Any) -> None:
-        self.block.close()
-        marks = self.follower.marks
-        for grad, is_state in zip(found, self.is_state):
-            mixture = marks.mixtures.get(grad) if isinstance(grad, Tensor) else None
-            if mixture is not None and not (mixture.is_sum and is_state):
-                raise mixture.refusal()
+def _mark(follower: FollowRows, grad: Tensor, rows: Rows | None) -> None:
+    if rows is not None:
+        follower.marks.mark(grad, rows)
+        return
+    follower.mark_plain(grad)  # whatever its size
+    of = next(iter(follower.marks.known), RowSet.fetched(0))
+    follower.marks.mixtures.add(grad, Mixture("backward", user_line(), of, is_sum=True))
 
 
-@contextmanager
-def _followed(follower: FollowRows, gradients: Any) -> Iterator[None]:
-    follower.marks.recognise(gradients, is_given=True)
-    with follower.paused(False), FollowFunctions(follower):
-        yield
+def _check(follower: FollowRows, found: Sequence[Any], may_be_sum: bool) -> None:
+    for grad in found:
+        mixture = follower.marks.mixtures.get(grad) if isinstance(grad, Tensor) else None
+        if mixture is not None and not (mixture.is_sum and may_be_sum):
+            raise mixture.refusal()

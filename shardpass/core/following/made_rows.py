@@ -91,8 +91,8 @@ class MadeRows:
             return self._note_pairs(name, [one for one in (*args, *kwargs.values()) for one in _flat(one)], out)
         counts = [(dim, size) for dim, size in enumerate(sizes) if isinstance(size, RowCount)]
         table = args[0] if name in _SPREADS | {"expand_as"} else None
-        if table is not None and name != "repeat_interleave":  # where it had as many entries before, they are no rows
-            new = [dim for dim in range(len(sizes)) if (*[1] * len(sizes), *table.shape)[dim + table.dim()] == 1]
+        if name in ("expand", "expand_as", "broadcast_to"):  # where it had as many entries before, they are no rows
+            new = [dim for dim in range(len(sizes)) if (*[1] * len(sizes), *args[0].shape)[dim + args[0].dim()] == 1]
             counts = [(dim, size) for dim, size in counts if dim in new]
         if not counts or type(out) is not Tensor:  # stand-ins tell themselves
             return None

@@ -188,11 +188,6 @@ class Marks:
         if isinstance(leaf, nn.Parameter):
             self.origins[leaf] = Origin.STATE
             return
-        if self.is_filled(leaf):
-            raise RefusedError(
-                f"{user_line()}: a kernel of another library has written into a tensor of shape {[*leaf.shape]}, and "
-                f"nobody can follow what it makes of rows. Use functions of torch, or the graph's own"
-            )
         for dim in (0,) if leaf.dim() < 3 else (0, -2, 1):  # [N, F], [B, N, F] and [B, N, T, F]
             fits = [known for known in self.known if leaf.dim() and known.count == leaf.size(dim)]
             likely = next((one for one in among if leaf.dim() and one.count == leaf.size(dim) > 0), None)

@@ -26,7 +26,8 @@ _KINDS: dict[Rule, str] = {
         "linalg_cross glu"
     ),
     kinds.matrices: (
-        "tril triu tril_ triu_ cholesky cholesky_solve linalg_pinv _linalg_check_errors _linalg_det _linalg_eigh _linalg_eigvals _linalg_slogdet "
+        "tril triu tril_ triu_ cholesky cholesky_solve cholesky_inverse linalg_pinv _linalg_check_errors "
+        "_linalg_det _linalg_eigh _linalg_eigvals _linalg_slogdet "
         "_linalg_solve_ex _linalg_svd linalg_cholesky_ex linalg_eig linalg_eigvals linalg_householder_product "
         "linalg_inv_ex linalg_ldl_factor_ex linalg_ldl_solve linalg_lu linalg_lu_factor_ex linalg_lu_solve "
         "linalg_matrix_exp linalg_qr linalg_solve_triangular"

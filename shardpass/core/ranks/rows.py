@@ -9,7 +9,6 @@ from typing import Any, NoReturn, Protocol
 
 from torch import Tensor
 
-
 _LOOPS_FIRST = "after self-loops"
 
 

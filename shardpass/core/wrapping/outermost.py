@@ -17,7 +17,6 @@ from shardpass.core.following import (
     FollowFunctions,
     FollowRows,
     ForwardDraws,
-    follow_functions,
     followed_hooks,
     known_modules,
     user_line,
@@ -167,10 +166,10 @@ class OutermostCall:
             with (
                 torch_private.uncompiled(),
                 follower,
-                FollowFunctions(follower),
+                FollowFunctions(follower) as functions,
                 follower.module(self.is_known(self.model)),
                 known_modules(self.model, self.is_known, follower),
-                followed_hooks(self.model, follower),
+                followed_hooks(self.model, follower, functions.block),
             ):
                 with follower.paused():
                     follower.marks.recognise((args, kwargs), is_given=True)
@@ -182,6 +181,8 @@ class OutermostCall:
                         refuse_two_numberings((args, kwargs), loaded)
                         self.followed.knows_order = True
                 out = function(*args, **kwargs)
+                for leaf in torch_private.tree_leaves(out):
+                    functions.note_function(leaf)
             follower.marks.check_refusals()
         except RefusedError as error:  # a library may read numbers of rows to explain why memory ran out
             lack = memory_error(error)
@@ -202,7 +203,6 @@ class OutermostCall:
         finally:
             forward.rows = None
             follower.marks.end_forward()
-        follow_functions(torch_private.tree_leaves(out), follower)
         follower.marks.check_left_behind(out, self.model)
         return out
 

@@ -51,6 +51,12 @@ class TypedGraph(Closed, HoldsEdges):
         """The edges of this rank, a set for each type."""
         return [edges.plan.edge_set(edges.num) for edges in self._edges.values()]
 
+    @property
+    def end_sets(self) -> tuple[RowSet, RowSet] | None:
+        """The nodes at which edges begin and end, if they are of one type."""
+        plans = [edges.plan for edges in self._edges.values()]
+        return (plans[0].source_set, plans[0].dst_set) if len(plans) == 1 else None
+
     # ---- types
 
     @property
