@@ -67,7 +67,8 @@ def follow_function(follower: FollowRows, block: Block, out: Any, rows: Rows | N
     function = torch_private.function_of(node)
     if node is None or function is None or function.__module__.partition(".")[0] in _LIBRARIES:
         return
-    known = node.metadata.setdefault(_NOTE, {})
+    metadata: Any = node.metadata
+    known = metadata.setdefault(_NOTE, {})
     if not known:
         ran, are_state = ExitStack(), [_is_state(before) for before, _ in node.next_functions]
         node.register_prehook(partial(_begin, follower, block, known, ran))
