@@ -232,12 +232,8 @@ def test_a_rank_without_backward(store, model):
         if not turn.culprit:
             return turn.step()
         turn.loss(turn.forward())
-        sp.sync_gradients(turn.model, turn.comm)
 
-    outcome = train(store, step, model=model)
-    outcome.assert_all_say(
-        "the ranks wait for each other", "rank 1 waits in all_gather_object 'sync_gradients", "depends on the rank"
-    )
+    train(store, step, model=model).assert_all_say("ranks", "depends on the rank")
 
 
 def test_a_rank_whose_loss_is_no_function_of_the_model(store):
@@ -246,7 +242,5 @@ def test_a_rank_whose_loss_is_no_function_of_the_model(store):
             return turn.step()
         turn.loss(turn.forward())
         torch.zeros((), requires_grad=True).backward()
-        sp.sync_gradients(turn.model, turn.comm)
 
-    told = "the ranks wait for each other", "rank 1 waits in all_gather_object 'sync_gradients"
-    train(store, step).assert_all_say(*told)
+    train(store, step).assert_all_say("ranks", "depends on the rank")

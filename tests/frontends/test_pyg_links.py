@@ -143,7 +143,6 @@ def test_losses_over_pairs_are_those_of_the_whole_graph(name, ranks):
         ends = [sp.node_ids(graph, pairs[:, comm.rank :: comm.size]) for pairs in (POS, NEG)]
         loss = loss_of(model, own, graph, *ends, comm)
         loss.backward()
-        sp.sync_gradients(model, comm)
         return loss.detach(), own.grad, [(n, p.grad) for n, p in model.named_parameters()], graph.node_ids
 
     for owners in assignments(N, ranks, GRAPH.edge_index).values():

@@ -241,7 +241,14 @@ class OutermostCall:
 
 
 class RowwisePart(OutermostCall):
-    """The ``forward`` of a module in a wrapped model that may be called by itself, on rows that the model returned."""
+    """A method of a module in a wrapped model that may be called by itself, on rows that the model returned."""
+
+    def __init__(
+        self, model: nn.Module, comm: Ranks, followed: FollowedCalls, checkpoint: Checkpoint, sums: GradientSums,
+        method: str = "forward",
+    ) -> None:  # fmt: skip
+        super().__init__(model, comm, followed, checkpoint, sums, method)
+        self.adapted: Any = vars(model).get(method)  # which the frontend may have put there
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.alone(self.plain, args, kwargs)
+        return self.alone(self.adapted or self.plain, args, kwargs)

@@ -100,6 +100,11 @@ def is_replaced(kind: type) -> bool:
     return not {"forward", "correct"}.isdisjoint(REPLACED_METHODS.get(_name(kind), ()))
 
 
+def methods_replaced(module: nn.Module) -> list[str]:
+    """The methods of `module` that something else takes the place of, and that are not given a graph."""
+    return [name for name, _ in _own(module, REPLACED_METHODS) if name not in ("forward", *methods_to_run(module))]
+
+
 def adapt_methods(module: nn.Module, comm: Ranks) -> None:
     """Refuse, replace and guard the methods of `module` as its class needs. A method that a subclass overrides stays.
 

@@ -29,7 +29,13 @@ from shardpass.frontends.pyg.attention import distribute_attention
 from shardpass.frontends.pyg.functions import explained
 from shardpass.frontends.pyg.hetero import adapt_hetero, check_types, has_one_tensor_of_all_types
 from shardpass.frontends.pyg.lazy import Lazy
-from shardpass.frontends.pyg.methods import adapt_methods, is_replaced, methods_to_run, methods_written
+from shardpass.frontends.pyg.methods import (
+    adapt_methods,
+    is_replaced,
+    methods_replaced,
+    methods_to_run,
+    methods_written,
+)
 from shardpass.frontends.pyg.norms import distribute_norms
 from shardpass.frontends.pyg.poison import Poison
 from shardpass.frontends.pyg.propagate import ShardedMessagePassing
@@ -126,6 +132,9 @@ def _make_outermost(model: nn.Module, comm: Ranks, check: bool, checkpoint: Chec
             setattr(part, name, _Method(part, comm, followed, checkpoint, sums, name, is_part=True))
     for part in rowwise_parts(model, _is_known) if comm.size > 1 else ():
         part.forward = RowwisePart(part, comm, followed, checkpoint, sums)
+    for module in model.modules() if comm.size > 1 else ():
+        for name in methods_replaced(module):
+            setattr(module, name, RowwisePart(module, comm, followed, checkpoint, sums, name))
     model.__prepare_scriptable__ = _refuse_script  # type: ignore[assignment]
 
 

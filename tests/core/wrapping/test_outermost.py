@@ -12,6 +12,7 @@ from torch import nn
 from shardpass.backends.local import LocalCommunicator
 from shardpass.core.ranks import Ranks
 from shardpass.core.ranks.torch_private import dispatch_modes
+from shardpass.core.training import GradientSums
 from shardpass.core.wrapping import FollowedCalls, OutermostCall
 from shardpass.errors import RefusedError
 
@@ -19,6 +20,10 @@ from shardpass.errors import RefusedError
 class Call(OutermostCall):
     def is_known(self, module):
         return False
+
+
+def call_of(model, comm):
+    return Call(model, comm, FollowedCalls(True), None, GradientSums(comm, model))
 
 
 @pytest.fixture
@@ -43,7 +48,7 @@ def test_a_call_is_one_forward_pass(comm):
             return x * 2
 
     model = Outer()
-    call = Call(model, comm, FollowedCalls(True), None)
+    call = call_of(model, comm)
     x = torch.ones(3, requires_grad=True)
     for _ in range(3):
         call.run(model.forward, (x,), {}).sum().backward()
@@ -86,15 +91,15 @@ def test_a_lack_of_memory_is_not_told_as_a_refusal(comm):
 
     model = Explains()
     with pytest.raises(torch.OutOfMemoryError):
-        Call(model, comm, FollowedCalls(True), None).run(model.forward, (torch.ones(1, 2),), {})
+        call_of(model, comm).run(model.forward, (torch.ones(1, 2),), {})
 
 
 def test_it_is_not_pickled_and_says_what_to_do(comm):
     with pytest.raises(TypeError, match=r"save model.state_dict\(\)"):
-        pickle.dumps(Call(nn.Linear(2, 2), comm, FollowedCalls(True), None))
+        pickle.dumps(call_of(nn.Linear(2, 2), comm))
 
 
 def test_a_copy_calls_the_copied_model(comm):
     model = nn.Linear(2, 2)
-    both = copy.deepcopy({"model": model, "call": Call(model, comm, FollowedCalls(True), None)})
+    both = copy.deepcopy({"model": model, "call": call_of(model, comm)})
     assert both["call"].model is both["model"] is not model
