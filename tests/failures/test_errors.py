@@ -5,7 +5,6 @@ import torch
 from torch import nn
 from torch_geometric.nn import SAGEConv, SGConv
 
-import shardpass as sp
 from shardpass.errors import CommunicationError, DivergenceError
 
 from .training import CLASSES, FEATURES, RANKS, Skips, Turn, train
