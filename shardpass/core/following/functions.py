@@ -172,7 +172,7 @@ class FollowFunctions(TorchFunctionMode):
 
     def note_function(self, leaf: Any) -> None:
         """Follow the backward of an autograd function of the user's that has made `leaf`."""
-        if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+        if type(leaf) is Tensor and leaf.grad_fn is not None:  # others would compute themselves
             follow_function(self.follower, self.block, leaf, self.follower.marks.rows_of(leaf))
 
     def _by_symbol(self, func: Any, name: str, args: Any, kwargs: Any) -> Tensor | None:
