@@ -194,6 +194,13 @@ def test_functions_that_mix_rows_are_refused(name, place):
     assert_refused(place(MIXED[name]), name)
 
 
+def test_segments_in_the_order_of_edges_are_refused():
+    def called(g, x):
+        return x + dgl.ops.segment_reduce(g.in_degrees(), x[g.edges()[1]], "sum")  # edges are not sorted
+
+    assert_refused(in_model(called), "segment_reduce")
+
+
 COUNTED = {
     "ones(g.num_nodes())": lambda g, x: x * torch.ones(g.num_nodes()).sum(),
     "zeros(g.num_nodes()), 0": lambda g, x: x + torch.softmax(torch.zeros(g.num_nodes()), 0)[:, None],

@@ -135,6 +135,24 @@ def test_each_type_by_itself_is_exact(name):
     assert_rows(lambda comm: called(model, comm), expected)
 
 
+def test_a_pair_the_wrong_way_round_is_refused_by_a_layer_of_dgl():
+    dnn = pytest.importorskip("dgl.nn.pytorch")
+
+    class Turned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = dnn.GATv2Conv((CHANNELS, CHANNELS), CHANNELS, 1, allow_zero_in_degree=True)
+
+        def forward(self, g, x):
+            return self.conv(g["writes"], (x["paper"], x["author"]))  # from authors to papers
+
+    def call(comm):
+        graph = share(comm)
+        return sp.dgl.wrap(Turned().double(), comm)(sp.dgl.graph(graph), graph.x_dict)
+
+    assert_refused(call, "test_types_apart.py")
+
+
 @pytest.mark.parametrize("name", MIXED)
 def test_rows_of_two_types_or_relations_are_not_put_together(name):
     model = model_of(MIXED[name])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -163,12 +162,9 @@ class FollowFunctions(TorchFunctionMode):
         is_mask = isinstance(key, Tensor) and key.dtype == torch.bool
         return is_mask and type(value) is Tensor and self._rows_of(value) is not None
 
-    def block(self) -> ExitStack:
+    def block(self) -> FollowedBackward:
         """A block of backward whose operations are followed."""
-        block = ExitStack()
-        block.enter_context(self.follower.paused(False))
-        block.enter_context(FollowFunctions(self.follower))
-        return block
+        return FollowedBackward(self.follower)
 
     def note_function(self, leaf: Any) -> None:
         """Follow the backward of an autograd function of the user's that has made `leaf`."""
@@ -312,3 +308,23 @@ class FollowFunctions(TorchFunctionMode):
         if isinstance(out, torch.Size):
             return OwnShape(count if dim == rows.dim else size for dim, size in enumerate(out))
         return count if dims and dims[0] % tensor.dim() == rows.dim else out
+
+
+class FollowedBackward:
+    """A block of backward whose operations are followed. If it never ends, because backward failed, nothing ends it."""
+
+    def __init__(self, follower: FollowRows) -> None:
+        self.follower, self.functions = follower, FollowFunctions(follower)
+
+    def __enter__(self) -> None:
+        self._was_paused, self.follower.is_paused = self.follower.is_paused, False
+        self._comes = not any(mode is self.follower for mode in torch_private.dispatch_modes())
+        if self._comes:
+            self.follower.__enter__()
+        self.functions.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.functions.__exit__(*error)
+        if self._comes:
+            self.follower.__exit__(*error)
+        self.follower.is_paused = self._was_paused

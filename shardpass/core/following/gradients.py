@@ -70,25 +70,26 @@ def follow_function(follower: FollowRows, block: Block, out: Any, rows: Rows | N
     metadata: Any = node.metadata
     known = metadata.setdefault(_NOTE, {})
     if not known:
-        ran, are_state = ExitStack(), [_is_state(before) for before, _ in node.next_functions]
+        ran, are_state = list[Any](), [_is_state(before) for before, _ in node.next_functions]
         node.register_prehook(partial(_begin, follower, block, known, ran))
         node.register_hook(partial(_end, follower, are_state, known, ran))
     known[out.output_nr] = rows
 
 
 def _begin(
-    follower: FollowRows, block: Block, known: dict[int, Rows | None], ran: ExitStack, gradients: Sequence[Any]
+    follower: FollowRows, block: Block, known: dict[int, Rows | None], ran: list[Any], gradients: Sequence[Any]
 ) -> None:  # fmt: skip
     for place, rows in known.items():
         if gradients[place] is not None:
             _mark(follower, gradients[place], rows)
-    ran.enter_context(block())  # autograd restores the modes itself where backward fails
+    ran.append(block())
+    ran[-1].__enter__()  # autograd restores the modes itself where backward fails
 
 
 def _end(
-    follower: FollowRows, are_state: list[bool], known: dict[int, Rows | None], ran: ExitStack, found: Any, _: Any
+    follower: FollowRows, are_state: list[bool], known: dict[int, Rows | None], ran: list[Any], found: Any, _: Any
 ) -> None:
-    ran.close()
+    ran.pop().__exit__(None, None, None)
     for grad, is_state in zip(found, are_state):
         _check(follower, [grad], is_state or not any(known.values()))
 

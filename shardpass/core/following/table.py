@@ -77,7 +77,7 @@ _KINDS: dict[Rule, str] = {
         "permute transpose t unsqueeze squeeze expand alias detach view_as_real view_as_complex diagonal unfold"
     ),
     kinds.spatial: (
-        "max_unpool2d max_unpool3d _adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d avg_pool2d avg_pool3d "
+        "_adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d avg_pool2d avg_pool3d "
         "max_pool2d_with_indices max_pool3d_with_indices reflection_pad1d reflection_pad2d reflection_pad3d "
         "replication_pad1d replication_pad2d replication_pad3d upsample_nearest1d upsample_nearest2d "
         "upsample_nearest3d upsample_linear1d upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d "
@@ -99,7 +99,7 @@ _POINTWISE = frozenset(
     "native_dropout _fused_dropout poisson _standard_gamma binomial zero_ fill_ rrelu_with_noise "
     "rrelu_with_noise_ _thnn_fused_lstm_cell where masked_fill masked_fill_ lerp lerp_ normal addcmul addcdiv clamp "
     "contiguous fill real imag conj _conj resolve_conj resolve_neg view_as_complex_copy isclose complex polar "
-    "_prelu_kernel prelu nan_to_num polygamma _has_same_storage_numel".split()
+    "_prelu_kernel prelu nan_to_num polygamma".split()
 )
 """Operations that are pointwise without torch's tag saying so in every version, or with random numbers of their own."""
 

@@ -67,6 +67,7 @@ class FollowedCalls:
         if not self.is_on or (is_left_out and not (self._follower and self._follower.differentiates)):
             return None
         follower = self._follower = self._follower or FollowRows(model)
+        follower.is_paused = follower.sees_functions = False  # which a backward that failed has left
         follower.draws = ForwardDraws(comm)
         follower.all_agree = lambda mine: all(comm.all_gather_object(mine, "a check of arguments"))
         graphs = list(comm.caches.of(LoadedGraphs).graphs)
