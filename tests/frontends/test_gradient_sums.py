@@ -332,7 +332,7 @@ def test_an_infinite_gradient_of_own_rows_stops_all_ranks():
                 self.table, self.conv = sp.NodeEmbedding(graph, 4), gnn.SAGEConv(4, 8)
 
             def forward(self, edges):
-                rows = self.table.weight
+                rows = self.table.weight * 1.0
                 if self.spoilt:
                     rows.register_hook(lambda g: g * (float("inf") if comm.rank == 1 else 1.0))
                 return self.conv(rows, edges)

@@ -15,6 +15,7 @@ from shardpass.core.aggregation import choice
 from shardpass.core.aggregation.pull import KnownOutEdges
 from shardpass.core.ranks import Ranks
 from shardpass.core.sharding import Transposes
+from shardpass.errors import DivergenceError
 from shardpass.testing import WholeGraph, assert_exact, assignments, shard_in_memory
 
 from .how_much import one_each
@@ -231,7 +232,8 @@ def test_ranks_that_mix_scores_differently_push(pulled):
         model = sp.pyg.wrap(gnn.GATv2Conv(5, 4).double(), comm)
         with torch.no_grad():
             model.att += comm.rank
-        model(graph.x.requires_grad_(), graph).sum().backward()
+        with pytest.raises(DivergenceError, match="is not the same on rank 0 and rank 1"):
+            model(graph.x.requires_grad_(), graph).sum().backward()
 
     sp.spawn(work, 2)
     assert pulled == [None, None]

@@ -4,7 +4,7 @@ Both frontends use it. It knows modules and ranks; what stands for a graph is th
 """
 
 from shardpass.core.wrapping.empty_rows import EmptyRows
-from shardpass.core.wrapping.outermost import FollowedCalls, OutermostCall, RowwisePart
+from shardpass.core.wrapping.outermost import FollowedCalls, OutermostCall, RowwisePart, replaced_forward
 from shardpass.core.wrapping.parts import parts_of, rowwise_parts, runs_as_it_is
 from shardpass.core.wrapping.refusals import has_unknown_statistics, refuse_modules, refuse_other_library
 
@@ -17,6 +17,7 @@ __all__ = [
     "parts_of",
     "refuse_modules",
     "refuse_other_library",
+    "replaced_forward",
     "rowwise_parts",
     "runs_as_it_is",
 ]

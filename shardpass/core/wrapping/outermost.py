@@ -253,3 +253,9 @@ class RowwisePart(OutermostCall):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.alone(self.adapted or self.plain, args, kwargs)
+
+
+def replaced_forward(module: nn.Module) -> Any:
+    """What stands in the place of the forward of the class of `module`, or of which ours is made; or None."""
+    own = vars(module).get("forward")
+    return getattr(own, "adapted", own)

@@ -17,12 +17,13 @@ from torch_geometric.nn.conv import MessagePassing
 
 from shardpass.core.ranks import torch_private
 from shardpass.core.tracing import Dependence
+from shardpass.core.wrapping import replaced_forward
 from shardpass.frontends.pyg.arguments import Arguments
 from shardpass.frontends.pyg.lazy import LazyEdges
 
 _PLAIN = frozenset([bool, int, float, str, NoneType, torch.Size, torch.dtype, torch.device])
 _LIBRARIES = frozenset(["torch", "torch_geometric", "shardpass"])
-_NOT_READ = ("inspector", "comm", "__prepare_scriptable__", "forward")  # `wrap` sets the last one of a layer
+_NOT_READ = ("inspector", "comm", "__prepare_scriptable__", "forward", "_shardpass_wrapped")
 _METHODS = ("message", "edge_update", "aggregate")
 
 
@@ -46,7 +47,7 @@ def dependence_of(
         if torch_private.has_any_forward_hook():
             raise _UnknownError
         for module in conv.modules():
-            if module is not conv and (torch_private.has_hook(module) or "forward" in vars(module)):
+            if module is not conv and (torch_private.has_hook(module) or replaced_forward(module)):
                 raise _UnknownError
             state.add(module)
         state.values += [state.of(getattr(type(conv), name)) for name in _METHODS]

@@ -16,6 +16,7 @@ from shardpass.core.exchange import HaloPlan
 from shardpass.core.graphs import ShardedEdgeIndex, ShardedGraph
 from shardpass.core.ranks import Ranks, RowSet, torch_private
 from shardpass.core.tracing import Findings, Inputs, NeedsMessagesError, Program, Structure
+from shardpass.core.wrapping import replaced_forward
 from shardpass.errors import RefusedError
 from shardpass.frontends.pyg.arguments import Arguments, moved
 from shardpass.frontends.pyg.dependence import dependence_of
@@ -222,8 +223,7 @@ class ShardedMessagePassing:
     def _is_mapped_next(self) -> bool:
         """Whether the layer applies a linear map to its sums or means, and nothing before that."""
         conv = self.conv
-        forward = vars(conv).get("forward")
-        own = {"aggregate", "update", "message"} & vars(conv).keys() or getattr(forward, "adapted", forward) is not None
+        own = {"aggregate", "update", "message"} & vars(conv).keys() or replaced_forward(conv) is not None
         inner = conv.aggr_module
         hooked = conv._aggregate_forward_pre_hooks or conv._aggregate_forward_hooks or conv._propagate_forward_hooks
         hooked = hooked or (inner is not None and torch_private.has_forward_hook(inner))

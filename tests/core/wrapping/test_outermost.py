@@ -73,7 +73,7 @@ def test_what_torch_calls_no_hooks_for_leaves_a_known_layer_as_it_is(comm, error
 
     model = nn.Sequential(Library(2, 2))
     model[0].error = error
-    call = Knows(model, comm, FollowedCalls(True), None)
+    call = Knows(model, comm, FollowedCalls(True), None, GradientSums(comm, model))
     with pytest.raises(type(error)):
         call.run(model.forward, (torch.ones(1, 2),), {})
     assert not dispatch_modes()
