@@ -9,7 +9,7 @@ from shardpass.core.following.functions import FollowFunctions
 from shardpass.core.following.gradients import followed_hooks
 from shardpass.core.following.judge import verdict_of
 from shardpass.core.following.known import known_modules
-from shardpass.core.following.refusals import whole_graph
+from shardpass.core.following.refusals import first_refusal, whole_graph
 from shardpass.core.following.row_count import OwnCount, OwnShape, RowCount, own_of
 from shardpass.core.following.rows import Rows
 from shardpass.core.following.user_line import is_called_by, user_line
@@ -23,6 +23,7 @@ __all__ = [
     "RowCount",
     "Rows",
     "draws",
+    "first_refusal",
     "followed_hooks",
     "is_called_by",
     "known_modules",

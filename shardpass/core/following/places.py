@@ -198,6 +198,8 @@ def seen(call: Call) -> Found:
 def viewed(call: Call) -> Found:
     """The same entries in the same order, in other dimensions. A symbol says which of them holds rows."""
     (operand, rows), shape = call.rows()[0], call.outs[0].shape
+    if "dtype" in call.given:  # which divides or joins entries of the last dimension
+        return rows if rows.dim < operand.dim() - 1 or operand.shape == shape else Made.MIXED
     symbols = [dim for dim, size in enumerate(shape) if isinstance(size, torch.SymInt)]
     if not symbols:
         return reshaped(rows, operand.shape, shape) or Made.MIXED

@@ -169,6 +169,11 @@ def has_any_forward_hook() -> bool:
     return bool(hooks._global_forward_pre_hooks or hooks._global_forward_hooks)
 
 
+def modules_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The modules that `module` itself holds, by name; changing the dict changes the module."""
+    return module._modules
+
+
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     """The buffers of `module` itself by name; changing the dict changes the module."""
     return module._buffers
