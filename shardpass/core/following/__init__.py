@@ -6,7 +6,7 @@ It knows tensors and operations. Which tensors hold rows of what, it is told.
 from shardpass.core.following.draws import ForwardDraws, draws
 from shardpass.core.following.follow import FollowRows, unfollowed_anywhere
 from shardpass.core.following.functions import FollowFunctions
-from shardpass.core.following.gradients import followed_hooks
+from shardpass.core.following.gradients import followed_hooks, function_of_user
 from shardpass.core.following.judge import verdict_of
 from shardpass.core.following.known import known_modules
 from shardpass.core.following.refusals import first_refusal, whole_graph
@@ -25,6 +25,7 @@ __all__ = [
     "draws",
     "first_refusal",
     "followed_hooks",
+    "function_of_user",
     "is_called_by",
     "known_modules",
     "own_of",

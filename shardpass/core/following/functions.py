@@ -35,7 +35,7 @@ _TAKES_SIZES = frozenset(
     "zeros ones empty rand randn eye arange range randperm new_zeros new_ones new_empty view reshape unflatten expand "
     "broadcast_to repeat tile repeat_interleave narrow slice_scatter split split_with_sizes tensor_split unsafe_split "
     "unsafe_split_with_sizes chunk sum_to_size as_strided set_ sparse_coo_tensor sparse_csr_tensor resize_ "
-    "empty_strided new_empty_strided bincount affine_grid affine_grid_generator "
+    "empty_strided new_empty_strided bincount affine_grid affine_grid_generator layer_norm rms_norm "
     "__get__ size numel nelement stride __format__ __repr__".split()
 )
 """Functions whose numbers are sizes, or places where rows begin and end. Elsewhere a number is a value."""

@@ -371,15 +371,15 @@ def symbolic_shapes() -> tuple[Any, Any]:
 def quiet_shapes() -> Iterator[None]:
     """A block in which torch does not log what fails on symbols: the error is told in the words of a refusal."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
-    logger.addFilter(_says_nothing)
+
+    def says_nothing(_: logging.LogRecord) -> bool:  # a function of its own, for ranks are threads
+        return False
+
+    logger.addFilter(says_nothing)
     try:
         yield
     finally:
-        logger.removeFilter(_says_nothing)
-
-
-def _says_nothing(_: logging.LogRecord) -> bool:
-    return False
+        logger.removeFilter(says_nothing)
 
 
 def symbolic_size(shapes: Any) -> Any:

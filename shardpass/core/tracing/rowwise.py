@@ -6,13 +6,13 @@ rows of edges, a reduction by the destination index gives rows of nodes, and no 
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardpass.core.following import FollowFunctions, FollowRows, first_refusal
+from shardpass.core.following import FollowFunctions, FollowRows, first_refusal, function_of_user, user_line
 from shardpass.core.ranks import RowSet, get_random_state, set_random_state
 from shardpass.core.sharding import to_device
 from shardpass.core.tracing.edge_trace import EdgeTrace, tensors_in
@@ -40,12 +40,15 @@ class _FollowedReductions:
 
     def __init__(self, follower: FollowRows, whole_dst: int) -> None:
         self.follower, self.whole_dst = follower, whole_dst
+        self.line_without_grad = ""  # of a reduction where gradients are off, as in the forward of a Function
 
     def known_base(self, k: int) -> Base | None:
         return None
 
     def reduce(self, k: int, op: str, values: Tensor, index: Tensor, base: Base) -> Tensor:
         self.follower.require(values, _edges())
+        if not torch.is_grad_enabled():
+            self.line_without_grad = user_line()
         reducer = REDUCERS[op]
         with self.follower.paused():
             state = reducer.init(self.num_dst, values.shape[1:], values)
@@ -101,10 +104,11 @@ def check_row_wise(program: Program, structure: Structure, num_dst: int) -> None
     num_nodes: Any = _NUM_NODES if is_known else follower.count_of(_nodes())
     inputs = Inputs(made.src, made.dst, made.edge, index, num_nodes)
     try:
-        trace = _FollowedTrace(program, inputs, _FollowedReductions(follower, num_dst))
+        reductions = _FollowedReductions(follower, num_dst)
+        trace = _FollowedTrace(program, inputs, reductions)
         counts = nullcontext() if is_known else FollowFunctions(follower)
         apart = nullcontext() if beside is None else beside.left_to_another()
-        with torch.set_grad_enabled(wants_grad), apart, counts, trace, follower:
+        with torch.set_grad_enabled(wants_grad), apart, unseen_by_checkpoint(), counts, trace, follower:
             message = program.message(inputs)
             for rows in tensors_in([message]):
                 follower.require(rows, _edges())
@@ -113,6 +117,7 @@ def check_row_wise(program: Program, structure: Structure, num_dst: int) -> None
                 _check_result(program, follower, result)
         follower.marks.check_refusals()
         if leaves:
+            _refuse_functions(reductions.line_without_grad, tensors_in([message, result]))
             _go_backward(tensors_in([message, result]), leaves)
     except NeedsMessagesError:
         raise
@@ -144,6 +149,23 @@ def _with_leaves(made: Sides, follower: FollowRows) -> list[Tensor]:
                 side[name] = rows.clone()  # which may be changed in place
                 follower.mark(side[name], _edges())
     return leaves
+
+
+def _refuse_functions(line: str, found: list[Tensor]) -> None:
+    """Refuse a Function of the user's in which edges are reduced: its backward would be given a piece of them."""
+    if line and (function := function_of_user(found)) is not None:
+        raise RefusedError(
+            f"{line}: the torch.autograd.Function {function.__name__} reduces edges to nodes "
+            f"itself, so its backward needs all of them at once. Let operations of torch reduce them, outside of it"
+        )
+
+
+def unseen_by_checkpoint() -> AbstractContextManager[Any]:
+    """A block whose saved tensors torch.utils.checkpoint does not count: a call that it makes again may need no trial.
+
+    They are detached, since an operation that saved its own result would hold itself for ever.
+    """
+    return torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor)
 
 
 def _go_backward(found: list[Tensor], leaves: list[Tensor]) -> None:
