@@ -15,6 +15,35 @@ one-hot labels by a mask of labels
     t = torch.zeros_like(h)
     t[known, y[known]] = 1.0
     h = torch.where(known[:, None], t, h)
+rows written into a matrix of each node
+    r, c = torch.triu_indices(4, 4, offset=1)
+    a = h.new_zeros(n, 4, 4)
+    a[:, r, c] = h[:, :6]
+    h = h + (a - a.mT).flatten(1)[:, :8]
+a system for each row
+    a = torch.eye(4).to(h) + torch.einsum("ni,nj->nij", h[:, :4], h[:, :4])
+    h = torch.cat([torch.linalg.solve(a, h[:, 4:]), h[:, :4]], 1)
+numbers of another kind in the same bits
+    bits = h.detach().contiguous().view(torch.int64).view(torch.int32)
+    h = h * (1 + (bits[:, 1::2] >> 20 & 1))
+a product written into a tensor
+    with torch.no_grad():
+        z = torch.mm(h, torch.ones(8, 8), out=torch.empty_like(h)).tanh()
+    h = h + z
+an image of each node in a grid of its own
+    grid = F.affine_grid(h[:, :6].view(n, 2, 3), (n, 1, 2, 4), align_corners=False)
+    h = F.grid_sample(h.view(n, 1, 2, 4), grid, align_corners=False).view(n, 8)
+instances that are normalised by channel
+    made: self.norm = nn.InstanceNorm1d(2, affine=True)
+    h = self.norm(h.view(n, 2, 4)).flatten(1)
+channels as whole numbers
+    zero = torch.zeros(8, dtype=torch.int32)
+    h = h + torch.fake_quantize_per_channel_affine(h.detach().float(), torch.ones(8).float(), zero, 1, -32, 31)
+gradients by several vectors at once
+    z = h.tanh() * h
+    v = torch.eye(8).to(h)[:2, None].expand(2, *h.shape)
+    (g,) = torch.autograd.grad(z, h, v, create_graph=True, is_grads_batched=True)
+    h = h + g.movedim(0, 1).sum(1)
 a class picked by a mask
     out = torch.zeros(n)
     out[m] = h[m, y[m]]

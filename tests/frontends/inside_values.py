@@ -31,6 +31,11 @@ a branch on a list
     h = 2 * h if max([float(v) for v in h.detach().mean(0)]) > 0.5 else h  # here
 a mean as text
     h = h * float(f"{h.detach().mean():.3f}")  # here
+gradients of messages that are centred
+    message: m = x_j.tanh()
+    message: if m.requires_grad:
+    message:     m.register_hook(lambda g: g - g.mean(0))  # here
+    message: return m
 a tensor of a maximum in a message
     message: return x_j * torch.tensor([w.max()])  # here
 an item in a message
@@ -181,6 +186,11 @@ values of parameters
     h = (h - span[0]).clamp(max=float(self.scale.detach().mean()) + 1) / (span[1] - span[0])
 a branch on a parameter
     h = 2 * h if self.scale.sum() > 0 else h
+gradients of messages that are clipped
+    message: m = x_j.tanh()
+    message: if m.requires_grad:
+    message:     m.register_hook(lambda g: g.clamp(-0.1, 0.1))
+    message: return m
 constants in a message
     message: return x_j * torch.tensor([0.5, 2.0] * 4) / x_j.size(1) + torch.zeros_like(x_j)
 a mask in a message

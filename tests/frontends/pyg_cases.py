@@ -23,6 +23,23 @@ def mlp(channels: int, out: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(channels, 8), nn.ReLU(), nn.Linear(8, out))
 
 
+class Exchanges(gnn.MessagePassing):
+    """One layer that aggregates otherwise in each hop."""
+
+    def __init__(self) -> None:
+        super().__init__("mean")
+        self.kinds = nn.ModuleList([gnn.MaxAggregation(), gnn.SoftmaxAggregation(learn=True), gnn.StdAggregation()])
+
+    def forward(self, x: Tensor, edge_index: Any) -> Tensor:
+        for kind in self.kinds:
+            self.aggr_module = kind
+            x = x + self.propagate(edge_index, x=x)
+        return x
+
+    def message(self, x_j: Tensor) -> Tensor:
+        return x_j.sigmoid()
+
+
 class GatedConv(gnn.MessagePassing):
     """A user's layer: learnable parameters in message(), a softmax of its own, and a captured non-leaf tensor."""
 
@@ -85,6 +102,7 @@ LAYERS: dict[str, Case] = {
 
 _NORM: dict[str, Any] = {"norm": "batch_norm"}
 MODELS: dict[str, Case] = {
+    "aggregations exchanged": (Exchanges, _plain),
     "GCN": (lambda: gnn.GCN(5, 8, 3, 4, **_NORM), _plain),
     "GraphSAGE": (lambda: gnn.GraphSAGE(5, 8, 3, 4, **_NORM), _plain),
     "GAT": (lambda: gnn.GAT(5, 8, 3, 4, heads=2, **_NORM), _plain),

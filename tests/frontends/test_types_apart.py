@@ -65,6 +65,8 @@ class Net(nn.Module):
             gnn.HeteroConv({kind: gnn.SAGEConv(CHANNELS, CHANNELS) for kind in GRAPH.edges}) for _ in range(2)
         )
         self.pair = gnn.SAGEConv((CHANNELS, CHANNELS), CHANNELS)
+        self.simple = gnn.SimpleConv("mean")
+        self.alone = gnn.GCNConv(CHANNELS, CHANNELS)
         self.own, self.over = Weighted(), nn.Parameter(torch.randn(CHANNELS))
 
     def forward(self, x_dict, edges, fields):
@@ -82,6 +84,7 @@ EXACT = {
     "columns of both": lambda m, h, x, e, f: {
         kind: torch.cat([rows[:, :2], rows[:, 2:] * 2], 1) for kind, rows in h.items()
     },
+    "sources and no destinations": papers(lambda m, h, x, e, f: m.simple((h["author"], None), e[WRITES])),
     "weights of the relation": papers(
         lambda m, h, x, e, f: h["paper"] + m.own((h["author"], h["paper"]), e[WRITES], f[WRITES], m.over)
     ),
@@ -94,6 +97,9 @@ MIXED = {
     "a mask of the other": papers(lambda m, h, x, e, f: h["paper"].masked_fill(h["author"][:, :1] > 0, 0.0)),
     "under the other's name": lambda m, h, x, e, f: {"paper": h["author"], "author": h["paper"]},
     "sources for destinations": papers(lambda m, h, x, e, f: m.pair((h["paper"], h["author"]), e[WRITES])),
+    "destinations alone": papers(lambda m, h, x, e, f: m.alone(h["paper"], e[WRITES])),
+    "sources alone, with loops": papers(lambda m, h, x, e, f: m.alone(h["author"], e[WRITES])),
+    "sources for both": papers(lambda m, h, x, e, f: m.pair(h["author"], e[WRITES])),
     "both in one tensor": papers(lambda m, h, x, e, f: torch.stack([h["paper"], h["author"]]).mean(0)),
     "weights of another relation": papers(
         lambda m, h, x, e, f: m.own((h["author"], h["paper"]), e[WRITES], f[CITES], m.over)

@@ -136,9 +136,10 @@ def _probe(
     try:
         with comm.random_lock():  # the probe looks at the state of a generator that threads share
             structure, described = structure_of(program, edges, num_own_src, needs_grad)
-            if described not in passed or comm.has_mixtures:
+            checked = described, torch.is_grad_enabled()
+            if checked not in passed or comm.has_mixtures:
                 check_row_wise(program, structure, edges.num_dst)
-                passed.add(described)
+                passed.add(checked)
         return structure, described, None
     except Exception as error:  # a refusal; or a table is taken for an edge tensor, which other ranks know better
         lack = memory_error(error)  # nothing is known of the message function then

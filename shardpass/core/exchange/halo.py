@@ -85,6 +85,11 @@ class HaloPlan:
         )
 
     @property
+    def joins_types(self) -> bool:
+        """Whether edges begin at nodes of one type and end at those of another."""
+        return self.ends is not None and self.ends[0] != self.ends[1]
+
+    @property
     def source_set(self) -> RowSet:
         """The own source rows, as what a model computes is told."""
         return node_set(NODE if self.ends is None else self.ends[0], self.num_own_src)

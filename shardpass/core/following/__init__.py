@@ -6,10 +6,10 @@ It knows tensors and operations. Which tensors hold rows of what, it is told.
 from shardpass.core.following.draws import ForwardDraws, draws
 from shardpass.core.following.follow import FollowRows, unfollowed_anywhere
 from shardpass.core.following.functions import FollowFunctions
-from shardpass.core.following.gradients import followed_hooks
+from shardpass.core.following.gradients import followed_hooks, function_of_user
 from shardpass.core.following.judge import verdict_of
 from shardpass.core.following.known import known_modules
-from shardpass.core.following.refusals import whole_graph
+from shardpass.core.following.refusals import first_refusal, whole_graph
 from shardpass.core.following.row_count import OwnCount, OwnShape, RowCount, own_of
 from shardpass.core.following.rows import Rows
 from shardpass.core.following.user_line import is_called_by, user_line
@@ -23,7 +23,9 @@ __all__ = [
     "RowCount",
     "Rows",
     "draws",
+    "first_refusal",
     "followed_hooks",
+    "function_of_user",
     "is_called_by",
     "known_modules",
     "own_of",

@@ -47,7 +47,8 @@ class Call:
         self.func, self.outs, self.of, self.is_zero = func, outs, of, is_zero
         self.given = torch_private.bound_arguments(func, args, kwargs)
         self.name: str = func.overloadpacket.__name__
-        self.tensors = [leaf for leaf in torch_private.tree_leaves([*self.given.values()]) if isinstance(leaf, Tensor)]
+        read = [value for name, value in self.given.items() if name != "out"]
+        self.tensors = [leaf for leaf in torch_private.tree_leaves(read) if isinstance(leaf, Tensor)]
         self.plain: list[tuple[Tensor, int]] = []
 
     def __getitem__(self, name: str) -> Any:

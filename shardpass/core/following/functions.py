@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -33,7 +35,8 @@ _TAKES_SIZES = frozenset(
     "zeros ones empty rand randn eye arange range randperm new_zeros new_ones new_empty view reshape unflatten expand "
     "broadcast_to repeat tile repeat_interleave narrow slice_scatter split split_with_sizes tensor_split unsafe_split "
     "unsafe_split_with_sizes chunk sum_to_size as_strided set_ sparse_coo_tensor sparse_csr_tensor resize_ "
-    "empty_strided new_empty_strided bincount __get__ size numel nelement stride __format__ __repr__".split()
+    "empty_strided new_empty_strided bincount affine_grid affine_grid_generator layer_norm rms_norm "
+    "__get__ size numel nelement stride __format__ __repr__".split()
 )
 """Functions whose numbers are sizes, or places where rows begin and end. Elsewhere a number is a value."""
 _SIZES_AT = {
@@ -47,8 +50,11 @@ def _einsum(equation: str, *operands: Any) -> Any:
     return torch.ops.aten.einsum(equation, [*leaves_of(operands)])
 
 
-_BY_SYMBOL = {"einsum": _einsum}
-"""Functions that torch composes of other operations by the sizes: of one row otherwise than of many."""
+_BY_SYMBOL: dict[str, Callable[..., Any]] = {
+    "einsum": _einsum,
+    "multi_head_attention_forward": F.multi_head_attention_forward,
+}
+"""Functions composed of other operations by the sizes: of one row otherwise than of many."""
 
 
 class FollowFunctions(TorchFunctionMode):
@@ -171,13 +177,13 @@ class FollowFunctions(TorchFunctionMode):
         if type(leaf) is Tensor and leaf.grad_fn is not None:  # others would compute themselves
             follow_function(self.follower, self.block, leaf, self.follower.marks.rows_of(leaf))
 
-    def _by_symbol(self, func: Any, name: str, args: Any, kwargs: Any) -> Tensor | None:
+    def _by_symbol(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """What a function returns, judged as a whole; `None` if its operations are to be judged one by one."""
         leaves, structure = torch_private.tree_flatten((args, kwargs))
         tensors = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
         rows = {i: found for i, leaf in tensors.items() if (found := self._rows_of(leaf)) is not None}
         marks = self.follower.marks
-        if not rows or any(found.points_to for found in rows.values()):
+        if not rows or any(found.points_to for found in rows.values()) or _draws(func, args, kwargs):
             return None
         if any(type(leaf) not in (Tensor, nn.Parameter) or leaf in marks.mixtures for leaf in tensors.values()):
             return None
@@ -191,12 +197,13 @@ class FollowFunctions(TorchFunctionMode):
         if verdict.reason:
             return None
         with self.follower.paused():
-            out: Tensor = func(*args, **kwargs)
-        if isinstance(found := verdict.found[0], Rows):
-            marks.mark(out, found)
-        else:
-            marks.mixtures.add(out, Mixture(name, user_line(), first.of, found is Made.SUM))
-        return out
+            outs = func(*args, **kwargs)
+        for out, found in zip((leaf for leaf in leaves_of(outs) if isinstance(leaf, Tensor)), verdict.found):
+            if isinstance(found, Rows):
+                marks.mark(out, found)
+            else:
+                marks.mixtures.add(out, Mixture(name, user_line(), first.of, found is Made.SUM))
+        return outs
 
     def _differentiated(self, args: Any, kwargs: Any) -> Any:
         """Gradients of rows and of sums over them: by rows they are rows, and else a part of a sum over ranks.
@@ -219,7 +226,8 @@ class FollowFunctions(TorchFunctionMode):
         of = [*(mixture.of for mixture in sums), *marks.sets_in(outputs)]
         for leaf, grad in zip(leaves_of(inputs), found):
             if grad is not None and (rows := self._rows_of(leaf)) is not None:
-                marks.mark(grad, replace(rows, points_to=None))
+                is_batched = bool(given.get("is_grads_batched", False))
+                marks.mark(grad, replace(rows, dim=rows.dim + is_batched, points_to=None))
             elif grad is not None and of:
                 marks.mixtures.add(grad, Mixture("grad", user_line(), of[0], True))
         return found
@@ -328,3 +336,11 @@ class FollowedBackward:
         if self._comes:
             self.follower.__exit__(*error)
         self.follower.is_paused = self._was_paused
+
+
+def _draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether attention drops some of its weights."""
+    if func is not F.multi_head_attention_forward:
+        return False
+    given = inspect.signature(func).bind(*args, **kwargs).arguments
+    return bool(given.get("training", True)) and given["dropout_p"] > 0

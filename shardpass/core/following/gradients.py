@@ -5,7 +5,7 @@ The gradient of rows has those rows. The gradient of what has no rows, such as a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -64,8 +64,7 @@ def _of_module(
 def follow_function(follower: FollowRows, block: Block, out: Any, rows: Rows | None) -> None:
     """Follow the backward of the `torch.autograd.Function` of the user's that has made `out`, if one has."""
     node = out.grad_fn if isinstance(out, Tensor) else None
-    function = torch_private.function_of(node)
-    if node is None or function is None or function.__module__.partition(".")[0] in _LIBRARIES:
+    if node is None or _own_function(node) is None:
         return
     metadata: Any = node.metadata
     known = metadata.setdefault(_NOTE, {})
@@ -74,6 +73,29 @@ def follow_function(follower: FollowRows, block: Block, out: Any, rows: Rows | N
         node.register_prehook(partial(_begin, follower, block, known, ran))
         node.register_hook(partial(_end, follower, are_state, known, ran))
     known[out.output_nr] = rows
+
+
+def function_of_user(outputs: Iterable[Tensor]) -> Any:
+    """The first `torch.autograd.Function` of the user's with which `outputs` were computed; `None` if none was."""
+    nodes = _nodes_before(tensor.grad_fn for tensor in outputs)
+    return next((function for node in nodes if (function := _own_function(node)) is not None), None)
+
+
+def _own_function(node: Any) -> type | None:
+    function = torch_private.function_of(node)
+    is_own = function is not None and function.__module__.partition(".")[0] not in _LIBRARIES
+    return function if is_own else None
+
+
+def _nodes_before(roots: Iterable[Any]) -> Iterator[Any]:
+    """The nodes of autograd's graph from which `roots` have come, and these."""
+    nodes, seen = [*roots], set()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            nodes += [before for before, _ in node.next_functions]
 
 
 def _begin(
@@ -96,20 +118,14 @@ def _end(
 
 def _is_state(node: Any) -> bool:
     """Whether what a node of autograd has made, or the leaf that it stands for, is made of parameters alone."""
-    nodes, seen = [node], set()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        function = torch_private.function_of(node)
+    for before in _nodes_before([node]):
+        function = torch_private.function_of(before)
         if function is not None and getattr(function, "gives_parameters", False):
             continue
         if function is not None and function.__module__.startswith("shardpass."):
             return False
-        if hasattr(node, "variable") and not isinstance(node.variable, nn.Parameter):
+        if hasattr(before, "variable") and not isinstance(before.variable, nn.Parameter):
             return False
-        nodes += [before for before, _ in node.next_functions]
     return True
 
 

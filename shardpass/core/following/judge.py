@@ -19,7 +19,7 @@ from shardpass.core.following.rows import Rows
 from shardpass.core.following.table import judged, rule_of
 from shardpass.core.ranks import RowSet, is_out_of_memory, torch_private
 
-_TAKES_SIZES = frozenset("_unsafe_view new_zeros new_empty new_full new_ones".split())
+_TAKES_SIZES = frozenset("_unsafe_view new_zeros new_empty new_full new_ones affine_grid_generator".split())
 
 
 class Verdict:

@@ -34,6 +34,8 @@ def along(call: Call) -> Found:
 def matrices(call: Call) -> Found:
     """It works on the matrices in the last two dimensions."""
     rows = call.rows()
+    if call.name == "_linalg_solve_ex" and call["B"].dim() == call["A"].dim() - 1 and len(rows) == 2:
+        return rows[0][1] if rows[0][1].dim == rows[1][1].dim < call["B"].dim() - 1 else Made.MIXED  # of vectors
     if len({found.dim for _, found in rows}) > 1 or any(found.dim >= one.dim() - 2 for one, found in rows):
         return Made.MIXED
     for one in call.tensors:  # one dimension less than a batch of matrices, and it may be a batch of vectors
@@ -143,6 +145,21 @@ def loss(call: Call) -> Found:
     return Made.SUM if call["reduction"] == 2 else Made.MIXED
 
 
+def of_each(call: Call) -> Found:
+    """It works on each entry of the first dimension by itself, which alone may hold rows."""
+    rows = call.rows()
+    for one in call.tensors:
+        call.is_alike(one, 0)
+    return replace(rows[0][1], points_to=None) if {found.dim for _, found in rows} == {0} else Made.MIXED
+
+
+def by_channel(call: Call) -> Found:
+    """It works on each entry by itself, with numbers for each channel, which stand along `axis`."""
+    rows = call.row_of(call["self"])
+    alone = len(call.rows()) == 1 and rows is not None and rows.dim != call["axis"] % call["self"].dim()
+    return rows if alone else Made.MIXED
+
+
 def layer_norm(call: Call) -> Found:
     """It takes the moments of the last dimensions."""
     rows = call.row_of(call["input"])
@@ -164,7 +181,9 @@ def batch_norm(call: Call) -> Any:
         is_training = False
     if len(call.rows()) > 1 or rows is None:
         return Made.MIXED
-    if rows.dim == 1 and call["weight"] is None and call.given.get("running_mean") is None:  # each row has its moments
+    if rows.dim == 1 and call.given.get("running_mean") is None:  # each row has its moments
+        for name in ("weight", "bias"):
+            call.is_alike(call[name], 0)
         return [rows, *(replace(rows, dim=0) if out.numel() else None for out in call.outs[1:])]
     if is_training or rows.dim == 1:
         return Made.MIXED

@@ -253,6 +253,8 @@ class Marks:
         """Refuse rows of one type of nodes beside edges that begin or end at another, where a layer takes both."""
         ends = [leaf.end_sets for leaf in given if isinstance(leaf, HoldsEdges) and leaf.end_sets is not None]
         pairs = [one for one in given if isinstance(one, (tuple, list)) and len(one) == 2]
+        if not pairs and (alone := next((one for one in given if isinstance(one, Tensor)), None)) is not None:
+            pairs = [(alone, None)]  # rows of sources, whatever else the layer takes for those of destinations
         for value, of in [pair for one in pairs for pair in zip(one, ends[0])] if len(ends) == 1 else []:
             rows = self.rows.get(value) if isinstance(value, Tensor) else None
             if rows is not None and rows.of.is_other_type(of):

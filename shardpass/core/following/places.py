@@ -96,14 +96,16 @@ def put(call: Call) -> Found:
     table, indices, values = call["self"], [*call["indices"]], call["values"]
     rows, at = call.row_of(table), [dim for dim, index in enumerate(indices) if index is not None]
     given = [indices[dim] for dim in at]
-    if rows is None or rows.dim in at or len(call.rows()) > 1:
+    if rows is None or rows.dim in at or call.rows(*given):
         return Made.MIXED
     if any(index.dtype in (torch.bool, torch.uint8) for index in given):
-        return rows if values.numel() == 1 else Made.MIXED
+        return rows if values.numel() == 1 and call.row_of(values) is None else Made.MIXED
     width = max(index.dim() for index in given)
     from_end = _kept_place(rows.dim, at, width) - (table.dim() - len(at) + width)
     call.is_alike(values, values.dim() + from_end)
-    return rows
+    beside = call.row_of(values)
+    is_there = beside is None or replace(beside, dim=beside.dim - values.dim() - from_end + rows.dim) == rows
+    return rows if is_there else Made.MIXED
 
 
 def _kept_place(dim: int, at: list[int], width: int) -> int:
@@ -198,6 +200,8 @@ def seen(call: Call) -> Found:
 def viewed(call: Call) -> Found:
     """The same entries in the same order, in other dimensions. A symbol says which of them holds rows."""
     (operand, rows), shape = call.rows()[0], call.outs[0].shape
+    if "dtype" in call.given:  # which divides or joins entries of the last dimension
+        return rows if rows.dim < operand.dim() - 1 or operand.shape == shape else Made.MIXED
     symbols = [dim for dim, size in enumerate(shape) if isinstance(size, torch.SymInt)]
     if not symbols:
         return reshaped(rows, operand.shape, shape) or Made.MIXED

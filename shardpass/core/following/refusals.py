@@ -12,8 +12,8 @@ from shardpass.core.ranks import RowSet
 from shardpass.errors import RefusedError
 
 REMEDY = (
-    "Use a readout over graph.batch (in DGL dgl.mean_nodes), a norm, or shardpass.all_reduce_sum of a sum over "
-    "own rows, which take in the rows of all ranks, or compute it before you partition and store it as a field"
+    "Use a readout over graph.batch (in DGL shardpass.dgl.mean_nodes), a norm, or shardpass.all_reduce_sum of a sum "
+    "over own rows, which take in the rows of all ranks, or compute it before you partition and store it as a field"
 )
 SUMS = (
     "shardpass.all_reduce_sum adds up what all ranks have, so it takes a sum over own rows, as h.sum(0). For a mean "
@@ -122,3 +122,10 @@ class Mixture:
         is_users = not is_asked_by("torch_geometric.")
         remedy = LOSS if self.is_loss else BRANCH if decides and is_users else ""
         return refusal(f"`{self.name}` puts rows together, over the {self.of.name}", remedy, line=self.line)
+
+
+def first_refusal(error: RefusedError) -> RefusedError:
+    """`error`, or the refusal that a library has caught, and looked into, when it was raised."""
+    while isinstance(error.__context__, RefusedError) and not error.__suppress_context__:
+        error = error.__context__
+    return error

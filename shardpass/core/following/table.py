@@ -84,6 +84,8 @@ _KINDS: dict[Rule, str] = {
         "_upsample_bilinear2d_aa _upsample_bicubic2d_aa _upsample_nearest_exact1d _upsample_nearest_exact2d "
         "_upsample_nearest_exact3d"
     ),
+    kinds.of_each: "affine_grid_generator grid_sampler_2d grid_sampler_3d _grid_sampler_2d_cpu_fallback",
+    kinds.by_channel: "fake_quantize_per_channel_affine_cachemask _fake_quantize_learnable_per_channel_affine",
     kinds.shuffled: "pixel_shuffle pixel_unshuffle",
     places.viewed: "view _unsafe_view reshape _reshape_alias",
     places.part: (
@@ -99,7 +101,7 @@ _POINTWISE = frozenset(
     "native_dropout _fused_dropout poisson _standard_gamma binomial zero_ fill_ rrelu_with_noise "
     "rrelu_with_noise_ _thnn_fused_lstm_cell where masked_fill masked_fill_ lerp lerp_ normal addcmul addcdiv clamp "
     "contiguous fill real imag conj _conj resolve_conj resolve_neg view_as_complex_copy isclose complex polar "
-    "_prelu_kernel prelu nan_to_num polygamma".split()
+    "_prelu_kernel prelu nan_to_num polygamma fake_quantize_per_tensor_affine_cachemask".split()
 )
 """Operations that are pointwise without torch's tag saying so in every version, or with random numbers of their own."""
 

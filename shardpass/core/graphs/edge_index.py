@@ -277,6 +277,7 @@ class SourceRows(StandIn):
             if name == "__getitem__" and isinstance(first, SourceRows):
                 return SourceRows.wrap(func(*_plain(args), **kwargs), mine.plan, mine.flow)
             if name in _COMPARES and all(isinstance(a, Tensor) and a.shape == mine.shape for a in args[:2]):
+                _refuse_loops_between(mine.plan)
                 return EdgeMask.wrap(func(*_plain(args), **kwargs), mine.plan)
             if name == "max" and len(args) == 1 and not kwargs:
                 return torch.tensor(mine.plan.num_own_src - 1)
@@ -385,6 +386,7 @@ def _check_piece(mine: ShardedEdgeIndex, piece: Tensor) -> None:
             f"graph: reversed edges belong to other ranks. Add them before partitioning (PyG: to_undirected)"
         )
     plan, data = mine.plan, _plain_one(piece)
+    _refuse_loops_between(plan)
     loops = data.dim() == 2 and data.size(0) == 2 and torch.equal(data[0], data[1])
     if not loops or plan.num_own_src != plan.num_dst or (data.numel() and int(data.max()) >= plan.num_dst):
         raise RefusedError(
@@ -395,6 +397,15 @@ def _check_piece(mine: ShardedEdgeIndex, piece: Tensor) -> None:
         )
     if mine.lacks_last and bool((data[0] == plan.last_node).any()):
         raise other_count(plan)
+
+
+def _refuse_loops_between(plan: HaloPlan) -> None:
+    """Refuse to find or to add self-loops where edges end at nodes of another type than they begin at."""
+    if plan.joins_types:
+        raise RefusedError(
+            f"{user_line()}: self-loops among edges from {plan.source_set.name} to {plan.dst_set.name} would join "
+            f"nodes of the same number, which are numbered anew on every rank. Set add_self_loops=False"
+        )
 
 
 def _stacked(plan: HaloPlan, name: str, first: Tensor, second: Tensor) -> ShardedEdgeIndex:

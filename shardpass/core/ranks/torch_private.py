@@ -169,6 +169,11 @@ def has_any_forward_hook() -> bool:
     return bool(hooks._global_forward_pre_hooks or hooks._global_forward_hooks)
 
 
+def modules_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The modules that `module` itself holds, by name; changing the dict changes the module."""
+    return module._modules
+
+
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     """The buffers of `module` itself by name; changing the dict changes the module."""
     return module._buffers
@@ -366,15 +371,15 @@ def symbolic_shapes() -> tuple[Any, Any]:
 def quiet_shapes() -> Iterator[None]:
     """A block in which torch does not log what fails on symbols: the error is told in the words of a refusal."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
-    logger.addFilter(_says_nothing)
+
+    def says_nothing(_: logging.LogRecord) -> bool:  # a function of its own, for ranks are threads
+        return False
+
+    logger.addFilter(says_nothing)
     try:
         yield
     finally:
-        logger.removeFilter(_says_nothing)
-
-
-def _says_nothing(_: logging.LogRecord) -> bool:
-    return False
+        logger.removeFilter(says_nothing)
 
 
 def symbolic_size(shapes: Any) -> Any:

@@ -40,7 +40,7 @@ class Findings:
     """
 
     def __init__(self) -> None:
-        self.passed: set[str] = set()
+        self.passed: set[tuple[str, bool]] = set()
         self.declined: set[str] = set()
         self._kept: dict[Hashable, _Kept] = {}
 

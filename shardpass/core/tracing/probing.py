@@ -25,6 +25,7 @@ from shardpass.core.tracing.formula import Formula, formula_of
 from shardpass.core.tracing.probe_trace import EVERYTHING, Origin, ProbeTrace, Seen
 from shardpass.core.tracing.program import Inputs, Key, Program
 from shardpass.core.tracing.recognise import GENERAL, Tails, attention_of, extremum_form, leading_maximum, simple_form
+from shardpass.core.tracing.rowwise import unseen_by_checkpoint
 from shardpass.core.tracing.structure import KERNEL_FORMS, Attention, Messages, MixedScore, Reduction, Structure
 from shardpass.errors import RefusedError
 
@@ -106,10 +107,7 @@ def probe(program: Program, edges: EdgeShards, num_own_src: int, needs_grad: Col
     state = get_random_state()
     keep_captures = torch.is_grad_enabled()
     grads = not torch.is_inference_mode_enabled()
-    # torch.utils.checkpoint counts saved tensors, and a call that it makes again may find what this one found. They
-    # are detached, since an operation that saved its own result would hold itself for ever
-    unseen = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor)
-    with torch.set_grad_enabled(grads), unseen:
+    with torch.set_grad_enabled(grads), unseen_by_checkpoint():
         look = partial(_traced, program, edges, num_own_src, grads)
         try:
             traced = look()

@@ -17,6 +17,7 @@ from shardpass.core.following import (
     FollowFunctions,
     FollowRows,
     ForwardDraws,
+    first_refusal,
     followed_hooks,
     known_modules,
     user_line,
@@ -208,9 +209,7 @@ class OutermostCall:
             follower.marks.check_refusals()
         except RefusedError as error:  # a library may read numbers of rows to explain why memory ran out
             lack = memory_error(error)
-            if lack is None:
-                raise
-            raise lack from None
+            raise (first_refusal(error) if lack is None else lack) from None
         except Exception as error:
             follower.marks.check_refusals()  # TorchScript raises an error of its own, without a word of ours
             lacking = next((rows for rows in follower.marks.known if rows.count == 0), None)

@@ -41,6 +41,6 @@ def refuse_other_library(model: nn.Module, prefix: str, library: str, wrap: str)
 def has_unknown_statistics(module: nn.Module) -> bool:
     """Whether `module` is a norm of torch over all nodes, or derived from one, that is not computed over all ranks."""
     if isinstance(module, _NORMS_OF_OTHER_SHAPES):
-        return True
+        return module.track_running_stats
     known = type(module) in BATCH_NORMS or isinstance(module, DistributedBatchNorm)
     return isinstance(module, torch_private.AnyBatchNorm) and not known

@@ -39,7 +39,7 @@ _ADVICE = (
     (
         "it needs the structure of the whole graph; compute it before partitioning and store it as a field",
         "adj adj_external adj_tensors adjacency_matrix inc incidence_matrix is_multigraph to_networkx to_cugraph "
-        "metagraph is_unibipartite",
+        "is_unibipartite",
     ),
     ("use update_all or apply_edges", "prop_edges prop_nodes pull push send_and_recv"),
     ("it belongs to its process", "shared_memory pin_memory_ unpin_memory_ record_stream"),

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from dgl import DGLError
+from networkx import MultiDiGraph
 from torch import Tensor
 
 from shardpass.core.graphs import require_device
@@ -83,6 +84,12 @@ class TypedGraph(Closed, HoldsEdges):
     def etypes(self) -> list[str]:
         """The edge types, in the order of `canonical_etypes`."""
         return [kind[1] for kind in self._edges]
+
+    def metagraph(self) -> MultiDiGraph:
+        """The types of nodes as a graph whose edges are the types of edges."""
+        found = MultiDiGraph()
+        found.add_edges_from((source, destination, kind) for source, kind, destination in self._edges)
+        return found
 
     @property
     def is_homogeneous(self) -> bool:

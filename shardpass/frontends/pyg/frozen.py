@@ -15,7 +15,7 @@ from shardpass.frontends.pyg.poison import Poison
 
 
 class Frozen:
-    """The training flags and attributes that a layer has now.
+    """The training flags, attributes and modules that a layer has now.
 
     Backward runs message functions again. By then the layer may have been called with something else, or changed.
 
@@ -27,7 +27,7 @@ class Frozen:
     def __init__(self, conv: MessagePassing, others: frozenset[str]) -> None:
         self._conv, self._others = conv, others
         self._flags = [(module, module.training) for module in conv.modules()]
-        self._attributes, self._buffers = self._found(), dict(torch_private.buffers_of(conv))
+        self._held = self._state()
         self._left: dict[str, Tensor] = {}
         self._norms = SteadyNorms(conv)
 
@@ -42,17 +42,17 @@ class Frozen:
         """
         self._norms.check(type(self._conv).__name__)
         changed = [(module, module.training) for module, flag in self._flags if module.training != flag]
-        before, buffers = self._found(), dict(torch_private.buffers_of(self._conv))
+        before = self._state()
         _set_training([(module, not flag) for module, flag in changed])
-        self._restore(self._attributes, self._buffers)
+        self._restore(*self._held)
         try:
             yield
         finally:
             _set_training(changed)
             for name, value in self._found().items():
-                if isinstance(value, Tensor) and value is not self._attributes.get(name):
+                if isinstance(value, Tensor) and value is not self._held[0].get(name):
                     self._left[name] = value
-            self._restore(before, buffers)
+            self._restore(*before)
 
     def stored(self) -> dict[str, Tensor]:
         """The tensors that the latest message function stored on the layer."""
@@ -71,14 +71,19 @@ class Frozen:
             remedy = "the last few edges only. Return it beside the message, as a tuple, and take both in aggregate()"
             setattr(self._conv, key, Poison.make(reason + remedy))
 
+    def _state(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        conv = self._conv
+        return self._found(), dict(torch_private.buffers_of(conv)), dict(torch_private.modules_of(conv))
+
     def _found(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self._conv).items() if name not in self._others}
 
-    def _restore(self, attributes: dict[str, Any], buffers: dict[str, Any]) -> None:
+    def _restore(self, attributes: dict[str, Any], buffers: dict[str, Any], modules: dict[str, Any]) -> None:
         for name in self._found().keys() - attributes.keys():
             del vars(self._conv)[name]
         vars(self._conv).update(attributes)
         torch_private.buffers_of(self._conv).update(buffers)
+        torch_private.modules_of(self._conv).update(modules)
 
 
 def _set_training(flags: list[tuple[nn.Module, bool]]) -> None:

@@ -13,6 +13,7 @@ from torch_geometric.nn.conv import GraphConv, MessagePassing, SAGEConv
 
 from shardpass.core.aggregation import aggregate
 from shardpass.core.exchange import HaloPlan
+from shardpass.core.following import user_line
 from shardpass.core.graphs import ShardedEdgeIndex, ShardedGraph
 from shardpass.core.ranks import Ranks, RowSet, torch_private
 from shardpass.core.tracing import Findings, Inputs, NeedsMessagesError, Program, Structure
@@ -187,14 +188,27 @@ class ShardedMessagePassing:
         }
         for name in sorted(set(wanted) - _INDICES):
             if name.endswith(("_i", "_j")):
-                if name[:-2] in kwargs:
-                    self._place_node_argument(arguments, name, kwargs[name[:-2]], direction.plan)
+                if (argument := name[:-2]) in kwargs:
+                    self._refuse_one(argument, wanted, kwargs[argument], direction.plan)
+                    self._place_node_argument(arguments, name, kwargs[argument], direction.plan)
             elif name in kwargs:
                 value = kwargs[name]
                 is_per_edge = isinstance(value, Tensor) and value.dim() > 0
                 (arguments.edge if is_per_edge else arguments.rest)[name] = value
         arguments.edge = direction.to_edges(arguments.edge)
         return arguments
+
+    def _refuse_one(self, argument: str, wanted: Any, value: Any, plan: HaloPlan) -> None:
+        """Refuse a tensor that is to hold the rows of nodes of two types."""
+        if isinstance(value, (tuple, list)):
+            is_one = value[0] is value[1] and value[0] is not None
+        else:
+            is_one = {f"{argument}_i", f"{argument}_j"} <= set(wanted)
+        if is_one and plan.joins_types:
+            raise RefusedError(
+                f"{user_line()}: {self.name}: `{argument}` is one tensor for edges from {plan.source_set.name} to "
+                f"{plan.dst_set.name}, where a layer takes a pair: of sources, and of destinations (or None)"
+            )
 
     def _place_node_argument(self, arguments: Arguments, name: str, value: Any, plan: HaloPlan) -> None:
         is_source, node_dim = name.endswith("_j"), self.conv.node_dim
