@@ -87,15 +87,20 @@ def _own_function(node: Any) -> type | None:
     return function if is_own else None
 
 
+def _gives_parameters(node: Any) -> bool:
+    return getattr(torch_private.function_of(node), "gives_parameters", False)
+
+
 def _nodes_before(roots: Iterable[Any]) -> Iterator[Any]:
-    """The nodes of autograd's graph from which `roots` have come, and these."""
+    """The nodes of autograd's graph from which `roots` have come, and these; up to what gives parameters."""
     nodes, seen = [*roots], set()
     while nodes:
         node = nodes.pop()
         if node is not None and node not in seen:
             seen.add(node)
             yield node
-            nodes += [before for before, _ in node.next_functions]
+            if not _gives_parameters(node):
+                nodes += [before for before, _ in node.next_functions]
 
 
 def _begin(
@@ -120,7 +125,7 @@ def _is_state(node: Any) -> bool:
     """Whether what a node of autograd has made, or the leaf that it stands for, is made of parameters alone."""
     for before in _nodes_before([node]):
         function = torch_private.function_of(before)
-        if function is not None and getattr(function, "gives_parameters", False):
+        if _gives_parameters(before):
             continue
         if function is not None and function.__module__.startswith("shardpass."):
             return False

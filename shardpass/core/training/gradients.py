@@ -286,7 +286,8 @@ def summed_gradients(
         ShardpassError: on every rank, if a part is sparse.
         DivergenceError: on every rank, if a parameter differs between ranks.
     """
-    every, unlike = [[_state_of(parameter, part) for parameter, part in zip(parameters, parts)]], []
+    every = [[_state_of(parameter, part) for parameter, part in zip(parameters, parts)]]
+    unlike: list[tuple[int, int]] = []
     if comm.size > 1:
         every, unlike = _on_all_ranks(every[0], parameters, comm, label)
     named = {parameter: repr(name) for name, parameter in names}
