@@ -85,6 +85,7 @@ class FollowRows(torch_private.TorchDispatchMode):
         is_paused: what runs now is not followed.
         differentiates: the model takes gradients itself.
         all_agree: whether something is so on all ranks, of which each says whether it is on itself. Collective.
+        is_around: what runs is no code of the model's, but made of what it returned.
         sees_functions: `FollowFunctions` is on, which sees each torch function that Python code calls.
     """
 
@@ -101,6 +102,7 @@ class FollowRows(torch_private.TorchDispatchMode):
         self.is_left_to_another = False
         self.sees_functions = False
         self.differentiates = False
+        self.is_around = False
         self.all_agree: Callable[[bool], bool] | None = None
         self._functions = 0
         if model is not None:
@@ -364,6 +366,13 @@ class FollowRows(torch_private.TorchDispatchMode):
                 self.marks.mixtures.add(out, replace(mixture, name=name, line=user_line(), is_sum=False))
             else:
                 self.marks.mixtures.add(out, mixture)
+
+    def mark_whole(self, value: Any) -> None:
+        """Say that tensors in `value` are values of all rows, with the gradient of this rank's share of them."""
+        for leaf in torch_private.tree_leaves(value):
+            if isinstance(leaf, Tensor):
+                self.mark_plain(leaf)
+                self.marks.whole[leaf] = True
 
     def is_sum(self, tensor: Tensor) -> bool:
         """Whether `tensor` was summed over own rows; if not, it may be alike on all ranks. Refuse anything else."""

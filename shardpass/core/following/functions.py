@@ -15,12 +15,12 @@ from torch.overrides import TorchFunctionMode
 from shardpass.core.following.call import Made
 from shardpass.core.following.failing import explained_failure
 from shardpass.core.following.follow import FollowRows
-from shardpass.core.following.gradients import follow_function, followed_hook
+from shardpass.core.following.gradients import follow_function, followed_hook, is_made_of_parameters
 from shardpass.core.following.judge import composed
 from shardpass.core.following.literal_places import PLACES, bounds_of, check_places
 from shardpass.core.following.made_rows import RESHAPES, MadeRows
 from shardpass.core.following.origin import Origin
-from shardpass.core.following.refusals import Mixture
+from shardpass.core.following.refusals import Mixture, state_beside_rows, whole_beside_rows
 from shardpass.core.following.row_count import OwnCount, OwnShape, leaves_of, own_of, plain_sizes
 from shardpass.core.following.rows import Rows
 from shardpass.core.following.user_line import is_asked_by, is_called_by, user_line
@@ -50,6 +50,7 @@ def _einsum(equation: str, *operands: Any) -> Any:
     return torch.ops.aten.einsum(equation, [*leaves_of(operands)])
 
 
+_ADDS = frozenset("add add_ sub sub_ stack cat __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__".split())
 _BY_SYMBOL: dict[str, Callable[..., Any]] = {
     "einsum": _einsum,
     "multi_head_attention_forward": F.multi_head_attention_forward,
@@ -92,11 +93,12 @@ class FollowFunctions(TorchFunctionMode):
         with self.follower.paused():
             self.follower.marks.recognise((args, kwargs))
         first = args[0] if args and isinstance(args[0], Tensor) else None
-        if func is torch.autograd.grad:
+        if func is torch.autograd.grad and not self.follower.is_around:
             return self._differentiated(args, kwargs)
         if name == "register_hook" and first is not None:
             return func(first, followed_hook(self.follower, self.block, args[1], self._rows_of(first)))
         self._check_given(name, first, args, kwargs)
+        is_whole = self._check_whole(name, (args, kwargs))
         if name == "__setitem__" and type(first) is Tensor and self._is_put_by_mask(*args[1:]):
             func, name, args = torch.Tensor.index_put_, "index_put_", (first, (args[1],), args[2].to(first.dtype))
         if name in _BY_SYMBOL and (out := self._by_symbol(func, name, args, kwargs)) is not None:
@@ -127,7 +129,31 @@ class FollowFunctions(TorchFunctionMode):
         if is_cut and isinstance(out, Tensor) and self.follower.marks.rows_of(out) is None:
             self.follower.marks.origins[out] = Origin.NUMBERS
         self._note_made(name, args, kwargs, sizes, out)
+        if is_whole:
+            self.follower.mark_whole(out)
         return out
+
+    def _note_mean(self, name: str, out: Tensor) -> None:
+        mixture = self.follower.marks.mixtures.get(out)
+        if mixture is not None:
+            self.follower.marks.mixtures.add(out, replace(mixture, name=name, is_sum=False))
+
+    def _check_whole(self, name: str, given: Any) -> bool:
+        """Whether values of all rows are `given`, and no rows. Refuse both, and parameters beside rows around a model.
+
+        The gradient of a value of all rows is that of this rank's share, and that of a parameter is not summed outside
+        of the model. Rows would get, and give, a part of it.
+        """
+        marks, tensors = self.follower.marks, [leaf for leaf in leaves_of(given) if isinstance(leaf, Tensor)]
+        wholes = [one for one in tensors if one in marks.whole and one.requires_grad]
+        states = [one for one in tensors if self.follower.is_around and is_made_of_parameters(one)]
+        if not wholes and not states:
+            return False
+        mixed = any(marks.mixtures.get(one) is not None for one in tensors)
+        rows = any(marks.rows_of(one) is not None and one.requires_grad for one in tensors)
+        if rows or (mixed and (states or name not in _ADDS)):
+            raise (whole_beside_rows if wholes else state_beside_rows)(user_line(), name)
+        return bool(wholes) and not mixed
 
     def _note_made(self, name: str, args: Any, kwargs: Any, sizes: list[Any], out: Any) -> None:
         """Note what is known of a result by the sizes that the function was given."""
@@ -138,6 +164,8 @@ class FollowFunctions(TorchFunctionMode):
             self.made.note(name, args, kwargs, sizes, out)
         if name in _CONSTRUCTS:
             self.follower.marks.adopt(out)
+        if name == "kl_div" and "batchmean" in leaves_of((args, [*kwargs.values()])):  # a sum, which torch divides
+            self._note_mean(name, out)
 
     def _check_given(self, name: str, first: Tensor | None, args: Any, kwargs: Any) -> None:
         """Refuse what takes rows out of torch, or computes with their number."""

@@ -109,6 +109,7 @@ class Mixture:
         of: the rows.
         is_sum: it is a sum over own rows, so that the sum over ranks is that of the whole graph.
         is_loss: a loss function of torch's made it.
+        told: the refusal, if there is one already.
     """
 
     name: str
@@ -116,12 +117,32 @@ class Mixture:
     of: RowSet
     is_sum: bool = False
     is_loss: bool = False
+    told: RefusedError | None = None
 
     def refusal(self, decides: bool = False) -> RefusedError:
         """Why it cannot be used here, where it `decides` something or becomes a number."""
+        if self.told is not None:
+            return self.told
         is_users = not is_asked_by("torch_geometric.")
         remedy = LOSS if self.is_loss else BRANCH if decides and is_users else ""
         return refusal(f"`{self.name}` puts rows together, over the {self.of.name}", remedy, line=self.line)
+
+
+def whole_beside_rows(line: str, name: str) -> RefusedError:
+    """Why a value of all rows cannot be used for single rows."""
+    return RefusedError(
+        f"{line}: `{name}` puts a loss or a mean over the rows of all ranks beside rows of this rank. Its value is "
+        f"that of all rows, but its gradient is this rank's share. For a mean that rows are compared with, divide "
+        f"shardpass.all_reduce_sum(rows.sum(0), comm) by shardpass.total(len(rows), comm), or detach() it"
+    )
+
+
+def state_beside_rows(line: str, name: str) -> RefusedError:
+    """Why a parameter cannot meet rows outside of the model."""
+    return RefusedError(
+        f"{line}: `{name}` applies a parameter to rows outside of the wrapped model, where its gradient is not summed "
+        f"over ranks. Do that in a method of the model, or wrap the module that holds the parameter"
+    )
 
 
 def first_refusal(error: RefusedError) -> RefusedError:

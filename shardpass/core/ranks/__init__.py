@@ -45,7 +45,7 @@ from shardpass.core.ranks.random import (
     set_random_state,
 )
 from shardpass.core.ranks.ranks import KeptCalls, Ranks, require_ranks, unfollowed
-from shardpass.core.ranks.rows import HoldsEdges, RowSet, RowWatch, loops_first
+from shardpass.core.ranks.rows import FollowedTensor, HoldsEdges, ResultWatch, RowSet, RowWatch, loops_first
 from shardpass.core.ranks.schema import COUNT, mismatch
 from shardpass.core.ranks.units import (
     SAFETENSORS_NAMES,
@@ -63,6 +63,7 @@ __all__ = [
     "MODES",
     "SAFETENSORS_NAMES",
     "FetchedUnwrapped",
+    "FollowedTensor",
     "HoldsEdges",
     "KeptCalls",
     "Mode",
@@ -70,6 +71,7 @@ __all__ = [
     "Options",
     "ParameterCopies",
     "Ranks",
+    "ResultWatch",
     "RowSet",
     "RowWatch",
     "agree",

@@ -15,7 +15,7 @@ from shardpass.backends.communicator import Communicator
 from shardpass.backends.delegating import DelegatingCommunicator
 from shardpass.core.ranks.caches import Caches
 from shardpass.core.ranks.ordinary import ordinary_tensors
-from shardpass.core.ranks.rows import RowSet, RowWatch
+from shardpass.core.ranks.rows import FollowedTensor, RowSet, RowWatch
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -96,11 +96,12 @@ def require_ranks(comm: Any, call: str) -> None:
         )
 
 
-def unfollowed(position: int) -> Callable[[Function], Function]:
+def unfollowed(position: int, gives_whole: bool = False) -> Callable[[Function], Function]:
     """Decorates a function that is exact on all ranks, so that nobody follows what it does with rows.
 
     Args:
         position: of its argument `comm`, or of one that has the ranks as its attribute `comm`.
+        gives_whole: it takes rows, and returns a value of those of all ranks with the gradient of this rank's share.
     """
 
     def decorated(function: Function) -> Function:
@@ -114,15 +115,24 @@ def unfollowed(position: int) -> Callable[[Function], Function]:
             if is_named_comm and holder is not None:
                 require_ranks(holder, call)
             comm = holder if isinstance(holder, Ranks) else getattr(holder, "comm", None)
+            given = [one for one in (*args, *kwargs.values()) if isinstance(one, FollowedTensor)]
+            if given and gives_whole:
+                given[0].around.check_rows((args, kwargs))
+            args = tuple(_plain(one) for one in args)
+            kwargs = {name: _plain(one) for name, one in kwargs.items()}
             with nullcontext() if comm is None else comm.unfollowed():
                 out = function(*args, **kwargs)
             if comm is not None:
-                comm.note_result(out)
-            return out
+                comm.note_result(out, gives_whole)
+            return given[0].around.returned(out, gives_whole) if given else out
 
         return cast(Function, run)
 
     return decorated
+
+
+def _plain(given: Any) -> Any:
+    return given.plain if isinstance(given, FollowedTensor) else given
 
 
 class Ranks(DelegatingCommunicator):
@@ -207,10 +217,12 @@ class Ranks(DelegatingCommunicator):
         if self.forward is not None and self.forward.rows is not None:
             self.forward.rows.mark(tensor, of, dim, points_to)
 
-    def note_result(self, out: Any) -> None:
+    def note_result(self, out: Any, is_whole: bool = False) -> None:
         """Let what the engine returns to code that is followed be recognised, where it has not said what it is."""
         if self.runs_user_code and self.forward is not None and self.forward.rows is not None:
             self.forward.rows.recognise(out)
+            if is_whole:
+                self.forward.rows.mark_whole(out)
 
     def mark_plain(self, tensor: Tensor) -> None:
         """Say that a tensor that the engine gives to a model holds no rows, whatever its size."""

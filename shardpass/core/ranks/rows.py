@@ -17,6 +17,29 @@ def loops_first(root: Any) -> Hashable:
     return (*root, _LOOPS_FIRST)
 
 
+class FollowedTensor(Tensor):
+    """What stands for the tensor `plain`, which a wrapped model has returned, while what is made of it is followed."""
+
+    plain: Tensor
+    around: ResultWatch
+
+
+class ResultWatch(Protocol):
+    """What follows the results of a wrapped model."""
+
+    def followed(self, value: Any, like: Any = None) -> Any:
+        """`value` with tensors that are followed in the place of those that want a gradient."""
+        ...
+
+    def returned(self, value: Any, is_whole: bool) -> Any:
+        """What a function of ours returns that was given followed tensors. See `unfollowed`."""
+        ...
+
+    def check_rows(self, value: Any) -> None:
+        """Refuse what was made of several rows, for a function that takes rows."""
+        ...
+
+
 @dataclass(frozen=True)
 class RowSet:
     """A set of rows in one order: the own nodes of a type, the own edges of a relation, or rows picked from those.
@@ -155,6 +178,10 @@ class RowWatch(Protocol):
 
     def copies_in(self, tensor: Tensor) -> int:
         """How many of the rows of `tensor` every rank has, beside rows of its own."""
+        ...
+
+    def mark_whole(self, value: Any) -> None:
+        """Say that tensors in `value` are values of all rows, with the gradient of this rank's share of them."""
         ...
 
     def is_sum(self, tensor: Tensor) -> bool:

@@ -24,7 +24,7 @@ from shardpass.core.training.norm import (
     global_moments,
     replace_batch_norms,
 )
-from shardpass.core.training.objective import cross_entropy, mean, note_objective, replicated, sum, total
+from shardpass.core.training.objective import cross_entropy, mean, replicated, sum, total
 from shardpass.core.training.row_norm import RowNorm
 from shardpass.core.training.shared_copy import follow, shared_copy
 from shardpass.core.training.statistics import row_moments, shifted, total_rows
@@ -51,7 +51,6 @@ __all__ = [
     "mae",
     "mean",
     "no_sync",
-    "note_objective",
     "read_verified",
     "refuse_as_built",
     "refuse_inside_ddp",

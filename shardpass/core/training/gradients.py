@@ -34,7 +34,6 @@ from shardpass.core.ranks import (
     warn_of_unwrapped,
 )
 from shardpass.core.training.buckets import BUCKET_BYTES, broadcast_tensors, summed_tensors
-from shardpass.core.training.objective import warn_of_own_loss
 from shardpass.errors import DivergenceError, RefusedError, ShardpassError
 
 _KEPT = 8  # lists of copies of a model, for itself and for parts of it that are called by themselves
@@ -222,7 +221,6 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _: Tensor | None, *parts: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_double_backward(ctx.label)
-        warn_of_own_loss(ctx.sums.comm, stacklevel=7)
         return None, None, None, *ctx.sums.summed(ctx.parameters, parts, f"{ctx.label} backward")
 
 
@@ -257,7 +255,6 @@ def sync_gradients(
     if left:
         refuse_shared_model(model, comm, "sync_gradients")
         warn_of_unwrapped(model, comm, stacklevel=2)
-        warn_of_own_loss(comm, stacklevel=2)
         found = summed_gradients(left, [p.grad for p in left], comm, "sync_gradients", bucket_bytes, alike(model))
         for parameter, gradient in zip(left, found):
             if gradient is not None and parameter.grad is not None:

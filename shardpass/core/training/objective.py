@@ -8,7 +8,6 @@ value, so no gradient is counted twice. Forward is one collective; backward does
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from numbers import Integral
 from typing import Any
@@ -32,7 +31,7 @@ from shardpass.core.training.masked_rows import (
 from shardpass.errors import RefusedError
 
 
-@unfollowed(3)
+@unfollowed(3, gives_whole=True)
 def cross_entropy(
     logits: Tensor,
     y: Tensor,
@@ -74,7 +73,7 @@ def cross_entropy(
     return _global_mean("cross_entropy", losses, denominator, problem, comm, kind, row_numbers(mask, y))
 
 
-@unfollowed(2)
+@unfollowed(2, gives_whole=True)
 def mean(values: Tensor, mask: Tensor | None, comm: Ranks) -> Tensor:
     """The mean of `values` over the masked nodes of all ranks; its gradient is that of this rank's share.
 
@@ -95,7 +94,7 @@ def mean(values: Tensor, mask: Tensor | None, comm: Ranks) -> Tensor:
     )
 
 
-@unfollowed(2)
+@unfollowed(2, gives_whole=True)
 def sum(values: Tensor, mask: Tensor | None, comm: Ranks) -> Tensor:
     """The sum of `values` over the masked nodes of all ranks; its gradient is that of this rank's share.
 
@@ -107,7 +106,7 @@ def sum(values: Tensor, mask: Tensor | None, comm: Ranks) -> Tensor:
     return _Share.apply(own, torch.full_like(own, totals[0]), 1.0, comm).to(chosen.dtype)
 
 
-@unfollowed(1)
+@unfollowed(1, gives_whole=True)
 def replicated(term: Tensor, comm: Ranks) -> Tensor:
     """`term` itself, with a gradient that counts once, for a term that every rank computes alike. Not collective.
 
@@ -127,7 +126,6 @@ def replicated(term: Tensor, comm: Ranks) -> Tensor:
             "replicated: the term is made of parameters of a wrapped model, which count once anyway, and of something "
             "else that is summed over ranks. Call it on the part that has no parameters"
         )
-    note_objective(comm)
     return term if kinds == {True} else _Share.apply(term, term, comm.size, comm)
 
 
@@ -174,41 +172,6 @@ def _row_losses(rows: Tensor, targets: Tensor, weight: Tensor | None, label_smoo
     return losses, float(weight[targets].sum(dtype=torch.float64))
 
 
-class _ThisStep:
-    """What backward has come through since gradients were summed last."""
-
-    def __init__(self) -> None:
-        self.came_through_ours = False
-        self.has_warned = False
-
-
-def note_objective(comm: Ranks) -> None:
-    """Say that the loss of this step is over the nodes of all ranks, so that `warn_of_own_loss` says nothing."""
-    comm.caches.of(_ThisStep).came_through_ours = True
-
-
-def warn_of_own_loss(comm: Ranks, stacklevel: int) -> None:
-    """Warn once on rank 0 if backward came through no function of this file since this was called last.
-
-    Args:
-        comm: the ranks.
-        stacklevel: of the line to name, as `warnings.warn` counts.
-    """
-    step = comm.caches.of(_ThisStep)
-    if comm.size > 1 and comm.rank == 0 and not step.came_through_ours and not step.has_warned:
-        step.has_warned = True
-        warnings.warn(
-            f"gradients are summed over {comm.size} ranks, but the loss came through none of shardpass.cross_entropy, "
-            f"mean, sum and replicated. A loss that averages the rows of this rank, such as "
-            f"F.cross_entropy(out[mask], y[mask]), trains another objective than on the whole graph: use "
-            f"shardpass.cross_entropy(out, y, mask, comm), or shardpass.mean(losses, mask, comm) of losses computed "
-            f'with reduction="none". If you divide a sum over own rows by a count over all ranks, the gradients are '
-            f"right, and you can ignore this",
-            stacklevel=stacklevel + 1,
-        )
-    step.came_through_ours = False
-
-
 class _Share(torch.autograd.Function):
     """Forward: `value`. Backward: the gradient of ``own / denominator``. See [Note: global value, own gradient]."""
 
@@ -219,7 +182,6 @@ class _Share(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        note_objective(ctx.comm)
         return grads[0] / ctx.denominator, None, None, None
 
 

@@ -14,19 +14,23 @@ from torch import Tensor, nn
 
 from shardpass.core.exchange import node_set
 from shardpass.core.following import (
+    Around,
     FollowFunctions,
     FollowRows,
     ForwardDraws,
     first_refusal,
     followed_hooks,
     known_modules,
+    plain_of,
     user_line,
 )
 from shardpass.core.graphs import LoadedGraphs, NodeIds, node_embeddings, refuse_original_order, refuse_two_numberings
 from shardpass.core.memory import Checkpoint, recomputed_activations
 from shardpass.core.ranks import (
+    FollowedTensor,
     OnRanks,
     Ranks,
+    ResultWatch,
     chained,
     is_out_of_memory,
     memory_error,
@@ -106,6 +110,7 @@ class OutermostCall:
     ) -> None:  # fmt: skip
         self.model, self.comm, self.followed, self.checkpoint = model, comm, followed, checkpoint
         self.sums, self.method = sums, method
+        self._around: tuple[ResultWatch, Any] | None = None
 
     before: Callable[[], None] | None = None
     """Is called before the method, unless the model calls it itself. Collective."""
@@ -141,7 +146,7 @@ class OutermostCall:
                 recomputed_activations(self.comm, (args, kwargs), recomputes),
                 EmptyRows() if lacks_rows else nullcontext(),
             ):
-                return chained(self.comm, self._summed, function, args, kwargs)
+                return self._as_followed(chained(self.comm, self._summed, function, args, kwargs))
         except (RuntimeError, IndexError) as error:
             why = None
             if type(error) in (RuntimeError, IndexError) and self.comm.forward is None:  # of torch, not of ours
@@ -168,11 +173,21 @@ class OutermostCall:
         is_given_rows = any(isinstance(leaf, Tensor) for leaf in torch_private.tree_leaves((args, kwargs)))
         if self.comm.forward is not None or not (is_given_rows or self.method == "forward") or runs_as_it_is():
             return function(*args, **kwargs)
-        return chained(self.comm, self._within, function, args, kwargs)
+        return self._as_followed(chained(self.comm, self._within, function, args, kwargs))
+
+    def _as_followed(self, out: Any) -> Any:
+        """What a chain returns, in a form that is followed if the function in it has left that to this one."""
+        found, self._around = self._around, None
+        return out if found is None else found[0].followed(out, found[1])
 
     def _within(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         with self.sums.within(self.model):
-            return function(*args, **kwargs)
+            out = function(*args, **kwargs)
+        followed = [one for one in torch_private.tree_leaves(out) if isinstance(one, FollowedTensor)]
+        if followed:
+            out = torch_private.tree_map(plain_of, out)
+            self._around = followed[0].around, out
+        return out
 
     def _summed(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         with self.sums.within(self.model):
@@ -225,6 +240,8 @@ class OutermostCall:
             forward.rows = None
             follower.marks.end_forward()
         follower.marks.check_left_behind(out, self.model)
+        if torch.is_grad_enabled():
+            self._around = Around(functions, self.comm), out
         return out
 
     def is_known(self, module: nn.Module) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shardpass import backends
 from shardpass.backends import Launch
 from shardpass.core.ranks import Ranks
-from shardpass.core.training import note_objective, sync_gradients, sync_parameters
+from shardpass.core.training import sync_gradients, sync_parameters
 from shardpass.frontends.sar._state import STATE, communicator
 from shardpass.frontends.sar.address import (
     SOCKET_VARIABLE,
@@ -199,7 +199,6 @@ def gather_grads(model: nn.Module) -> None:
         ShardpassError: on every rank, if a gradient was summed before, backward added to a summed one, or a parameter
             changed since backward.
     """
-    note_objective(communicator())  # SAR's scripts divide a sum over own rows by a count over all ranks themselves
     sync_gradients(model, communicator())
 
 

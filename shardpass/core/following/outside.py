@@ -1,0 +1,150 @@
+"""Following goes on around the model: what is made of what a wrapped model returned, until its loss is differentiated.
+
+In a call that is followed, a wrapped model returns tensors of a class whose operations come here. They run on plain
+tensors, and are judged as those within a model are. A rank may look at what it made of its own rows, as scripts do to
+print it. So what would be refused in a model is only noted here, and raised when backward comes to it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardpass.core.following.functions import FollowFunctions
+from shardpass.core.following.refusals import Mixture
+from shardpass.core.following.row_count import OwnCount, leaves_of
+from shardpass.core.following.user_line import user_line
+from shardpass.core.ranks import FollowedTensor, Ranks, RowSet, torch_private
+from shardpass.errors import RefusedError
+
+_RUNS_AS_IT_IS = frozenset("backward __deepcopy__ __repr__ __format__ __reduce_ex__ register_hook_".split())
+
+
+class FollowedOutput(FollowedTensor):
+    """What a wrapped model returned, or what was made of it: another name for the tensor `plain`."""
+
+    around: Around
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaves = leaves_of((args, [*(kwargs or {}).values()]))
+        around = next(leaf.around for leaf in leaves if isinstance(leaf, FollowedOutput))
+        return around.run(func, args, kwargs or {})
+
+
+class Around:
+    """Follows what is made of the results of one call.
+
+    Args:
+        functions: followed the call.
+        comm: the ranks.
+    """
+
+    def __init__(self, functions: FollowFunctions, comm: Ranks) -> None:
+        self.comm, self.functions = comm, functions
+        self.follower, self.marks = functions.follower, functions.follower.marks
+        self._has_warned = False
+
+    def followed(self, value: Any, like: Any = None) -> Any:
+        """`value` with tensors that are followed in the place of those that want a gradient.
+
+        Args:
+            like: tensors of which those of `value` are other names.
+        """
+        for leaf, known in zip(leaves_of(value), leaves_of(like)) if like is not None else ():
+            if isinstance(leaf, Tensor) and isinstance(known, Tensor):
+                self.follower.mark_alike(leaf, known)
+        return torch_private.tree_map(self._named, value)
+
+    def returned(self, value: Any, is_whole: bool) -> Any:
+        """What a function of ours returns that was given followed tensors. See `unfollowed`."""
+        if is_whole:
+            self.follower.mark_whole(value)
+        else:
+            self.follower.recognise(value)
+        return self.followed(value)
+
+    def check_rows(self, value: Any) -> None:
+        """Refuse what was made of several rows, for a function that takes rows."""
+        self.marks.check_result(torch_private.tree_map(plain_of, value))
+
+    def _named(self, leaf: Any) -> Any:
+        if type(leaf) is not Tensor or not leaf.requires_grad:
+            return leaf
+        with torch_private.DisableTorchFunctionSubclass():
+            named: FollowedOutput = leaf.as_subclass(FollowedOutput)
+        named.plain, named.around = leaf, self
+        return named
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What a torch function returns for arguments of which some are followed."""
+        name = getattr(func, "__name__", "")
+        args, kwargs = torch_private.tree_map(plain_of, (args, kwargs))
+        if name in _RUNS_AS_IT_IS:
+            return func(*args, **kwargs)
+        refused = None
+        try:
+            with self._block():
+                out = func(*args, **kwargs)
+        except RefusedError as error:
+            if (name.endswith("_") and not name.startswith("__")) or name in ("__setitem__", "set_"):
+                raise  # it may have been carried out
+            refused = error.with_traceback(None)
+            out = func(*args, **kwargs)
+        found = [leaf for leaf in leaves_of(out) if isinstance(leaf, Tensor)]
+        if refused is not None:
+            for one in found:
+                self.marks.mixtures.add(one, Mixture(name, user_line(), self._set_of(args), told=refused))
+            if not found:
+                self._warn(name, refused)
+        for one in found:
+            self._guard(one)
+        return self.followed(self._without_counts(out))
+
+    @contextmanager
+    def _block(self) -> Iterator[None]:
+        before, self.follower.is_around = self.follower.is_around, self.comm.forward is None
+        block = self.functions.block()
+        block.__enter__()
+        try:
+            yield
+        finally:
+            block.__exit__(None, None, None)
+            self.follower.is_around = before
+
+    def _guard(self, out: Tensor) -> None:
+        """Let backward raise if it comes to what was made of several rows and is no sum over them."""
+        mixture = self.marks.mixtures.get(out)
+        if mixture is None or mixture.is_sum or not out.requires_grad:
+            return
+
+        def refuse(_: Tensor) -> None:
+            raise mixture.refusal()
+
+        out.register_hook(refuse)
+
+    def _set_of(self, args: Any) -> RowSet:
+        return next(iter([*self.marks.sets_in(args), *self.marks.known]), RowSet.fetched(0))
+
+    def _without_counts(self, out: Any) -> Any:
+        if isinstance(out, OwnCount):
+            self.marks.note_count(out.own)
+            return out.own
+        if isinstance(out, tuple) and any(isinstance(one, OwnCount) for one in out):
+            return torch.Size([self._without_counts(one) for one in out])
+        return out
+
+    def _warn(self, name: str, refused: RefusedError) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(f"{refused}. What is computed of it from here on is not followed", stacklevel=4)
+
+
+def plain_of(leaf: Any) -> Any:
+    """The tensor that a followed one stands for; anything else as it is."""
+    return leaf.plain if isinstance(leaf, FollowedTensor) else leaf
