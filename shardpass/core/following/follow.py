@@ -85,7 +85,6 @@ class FollowRows(torch_private.TorchDispatchMode):
         is_paused: what runs now is not followed.
         differentiates: the model takes gradients itself.
         all_agree: whether something is so on all ranks, of which each says whether it is on itself. Collective.
-        is_around: what runs is no code of the model's, but made of what it returned.
         sees_functions: `FollowFunctions` is on, which sees each torch function that Python code calls.
     """
 
@@ -102,7 +101,6 @@ class FollowRows(torch_private.TorchDispatchMode):
         self.is_left_to_another = False
         self.sees_functions = False
         self.differentiates = False
-        self.is_around = False
         self.all_agree: Callable[[bool], bool] | None = None
         self._functions = 0
         if model is not None:

@@ -50,7 +50,7 @@ def _einsum(equation: str, *operands: Any) -> Any:
     return torch.ops.aten.einsum(equation, [*leaves_of(operands)])
 
 
-_ADDS = frozenset("add add_ sub sub_ stack cat __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__".split())
+ADDS = frozenset("add add_ sub sub_ stack cat __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__".split())
 _BY_SYMBOL: dict[str, Callable[..., Any]] = {
     "einsum": _einsum,
     "multi_head_attention_forward": F.multi_head_attention_forward,
@@ -93,7 +93,7 @@ class FollowFunctions(TorchFunctionMode):
         with self.follower.paused():
             self.follower.marks.recognise((args, kwargs))
         first = args[0] if args and isinstance(args[0], Tensor) else None
-        if func is torch.autograd.grad and not self.follower.is_around:
+        if func is torch.autograd.grad:
             return self._differentiated(args, kwargs)
         if name == "register_hook" and first is not None:
             return func(first, followed_hook(self.follower, self.block, args[1], self._rows_of(first)))
@@ -133,6 +133,11 @@ class FollowFunctions(TorchFunctionMode):
             self.follower.mark_whole(out)
         return out
 
+    def _is_state(self, tensor: Tensor) -> bool:
+        marks = self.follower.marks
+        is_told = marks.rows_of(tensor) is not None or marks.mixtures.get(tensor) is not None
+        return not is_told and is_made_of_parameters(tensor)
+
     def _note_mean(self, name: str, out: Tensor) -> None:
         mixture = self.follower.marks.mixtures.get(out)
         if mixture is not None:
@@ -146,12 +151,12 @@ class FollowFunctions(TorchFunctionMode):
         """
         marks, tensors = self.follower.marks, [leaf for leaf in leaves_of(given) if isinstance(leaf, Tensor)]
         wholes = [one for one in tensors if one in marks.whole and one.requires_grad]
-        states = [one for one in tensors if self.follower.is_around and is_made_of_parameters(one)]
+        states = [one for one in tensors if marks.is_around and self._is_state(one)]
         if not wholes and not states:
             return False
         mixed = any(marks.mixtures.get(one) is not None for one in tensors)
         rows = any(marks.rows_of(one) is not None and one.requires_grad for one in tensors)
-        if rows or (mixed and (states or name not in _ADDS)):
+        if rows or (mixed and (states or name not in ADDS)):
             raise (whole_beside_rows if wholes else state_beside_rows)(user_line(), name)
         return bool(wholes) and not mixed
 

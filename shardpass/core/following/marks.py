@@ -67,6 +67,7 @@ class Marks:
         by_name: the sets by the names of their types, under which mappings hold their rows.
         verdicts: what was found out of operations, by operation and shapes.
         refusals: what the model was refused in this forward. It may have caught the error and gone on.
+        is_around: what runs is no code of the model's, but made of what it returned.
         whole: values of all rows, whose gradient is that of this rank's share.
         is_in_loss: a loss function of torch's is running.
         made_of_counts: numbers that are made of how many rows this rank has, which ``len`` and ``max`` gave away.
@@ -82,6 +83,7 @@ class Marks:
     made_of_counts: set[float] = field(default_factory=set)
     refusals: list[RefusedError] = field(default_factory=list)
     is_in_loss: bool = False
+    is_around: bool = False
     whole: MutableMapping[Tensor, bool] = field(default_factory=torch_private.WeakTensorKeyDictionary)
     _selections: list[tuple[Tensor, int, RowSet]] = field(default_factory=list)
 

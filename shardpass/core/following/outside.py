@@ -10,19 +10,20 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardpass.core.following.functions import FollowFunctions
+from shardpass.core.following.functions import ADDS, FollowFunctions
 from shardpass.core.following.refusals import Mixture
 from shardpass.core.following.row_count import OwnCount, leaves_of
 from shardpass.core.following.user_line import user_line
 from shardpass.core.ranks import FollowedTensor, Ranks, RowSet, torch_private
 from shardpass.errors import RefusedError
 
-_RUNS_AS_IT_IS = frozenset("backward __deepcopy__ __repr__ __format__ __reduce_ex__ register_hook_".split())
+_RUNS_AS_IT_IS = frozenset("backward __deepcopy__ __repr__ __format__ __reduce_ex__".split())
 
 
 class FollowedOutput(FollowedTensor):
@@ -85,9 +86,9 @@ class Around:
         """What a torch function returns for arguments of which some are followed."""
         name = getattr(func, "__name__", "")
         args, kwargs = torch_private.tree_map(plain_of, (args, kwargs))
-        if name in _RUNS_AS_IT_IS:
+        if name in _RUNS_AS_IT_IS or func is torch.autograd.grad:
             return func(*args, **kwargs)
-        refused = None
+        refused, sums = None, self._sums_in(args, kwargs) if name in ADDS else None
         try:
             with self._block():
                 out = func(*args, **kwargs)
@@ -103,19 +104,22 @@ class Around:
             if not found:
                 self._warn(name, refused)
         for one in found:
+            if sums is not None and (mixture := self.marks.mixtures.get(one)) is not None:
+                self.marks.mixtures.add(one, replace(mixture, is_sum=True))  # what is added has no part in gradients
             self._guard(one)
         return self.followed(self._without_counts(out))
 
     @contextmanager
     def _block(self) -> Iterator[None]:
-        before, self.follower.is_around = self.follower.is_around, self.comm.forward is None
+        marks, around = self.marks, self.comm.forward is None
+        before, marks.is_around = marks.is_around, around
         block = self.functions.block()
         block.__enter__()
         try:
             yield
         finally:
             block.__exit__(None, None, None)
-            self.follower.is_around = before
+            marks.is_around = before
 
     def _guard(self, out: Tensor) -> None:
         """Let backward raise if it comes to what was made of several rows and is no sum over them."""
@@ -127,6 +131,13 @@ class Around:
             raise mixture.refusal()
 
         out.register_hook(refuse)
+
+    def _sums_in(self, args: Any, kwargs: Any) -> list[Mixture] | None:
+        """The sums over own rows among arguments; `None` if there are none, or single rows or other mixtures beside."""
+        tensors = [leaf for leaf in leaves_of((args, [*kwargs.values()])) if isinstance(leaf, Tensor)]
+        found = [mixture for one in tensors if (mixture := self.marks.mixtures.get(one)) is not None]
+        alone = all(self.marks.rows_of(one) is None for one in tensors) and all(mixture.is_sum for mixture in found)
+        return found if found and alone else None
 
     def _set_of(self, args: Any) -> RowSet:
         return next(iter([*self.marks.sets_in(args), *self.marks.known]), RowSet.fetched(0))

@@ -79,6 +79,8 @@ class Primitive:
         return found
 
     def _check_plain(self, tensor: Tensor, dim: int, of: RowSet) -> None:
+        if self.marks.is_around:
+            return  # a script has own rows of its own, such as labels that it has made
         origin, values = self.marks.origins.get(tensor), self.before.get(id(tensor), tensor)
         rows = self.first
         if rows.outer * rows.inner > 1 and of.count and values.size(dim) == rows.size:

@@ -134,6 +134,7 @@ class OutermostCall:
                 for buffers in map(torch_private.buffers_of, self.model.modules()):
                     buffers.update(ordinary_views(buffers))  # of a model that was made in inference mode
                 return self.run(function, *ordinary_views((args, kwargs)))
+        args, kwargs = torch_private.tree_map(plain_of, (args, kwargs))
         if self.before is not None and self.comm.forward is None:
             self.before()
         if torch.is_grad_enabled() and self.comm.forward is None:
