@@ -307,9 +307,11 @@ def test_a_rank_whose_loss_reaches_some_parameters_only():
         assert unused == [None, None] and bias.sum() > 0
 
 
-def test_a_parameter_that_meets_rows_outside_of_the_model_is_found():
+def test_a_parameter_that_meets_rows_outside_of_the_model_is_found_where_nothing_is_followed():
     def work(comm):
         task = Task(comm)
+        task.model = sp.pyg.wrap(copy.deepcopy(MODELS[0]), comm, check=False)
+        task.parameters = [*task.model.parameters()]
         optimizer = task.optimizer(torch.optim.SGD, lr=0.5)
         for _ in range(6):
             optimizer.zero_grad()

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardpass.core.following.functions import ADDS, FollowFunctions
 from shardpass.core.following.refusals import Mixture
 from shardpass.core.following.row_count import OwnCount, leaves_of
+from shardpass.core.following.rows import Rows
 from shardpass.core.following.user_line import user_line
 from shardpass.core.ranks import FollowedTensor, Ranks, RowSet, torch_private
 from shardpass.errors import RefusedError
@@ -89,15 +90,20 @@ class Around:
         if name in _RUNS_AS_IT_IS or func is torch.autograd.grad:
             return func(*args, **kwargs)
         refused, sums = None, self._sums_in(args, kwargs) if name in ADDS else None
+        is_of_engine = any(type(one) not in (Tensor, nn.Parameter) for one in _tensors_in(args, kwargs))
         try:
-            with self._block():
+            if is_of_engine:  # what it has made, such as the numbers of nodes, knows what it does with rows
+                self.marks.check_result((args, kwargs))
+            with nullcontext() if is_of_engine else self._block():
                 out = func(*args, **kwargs)
+            if is_of_engine:
+                self._mark_fetched(out)
         except RefusedError as error:
             if (name.endswith("_") and not name.startswith("__")) or name in ("__setitem__", "set_"):
                 raise  # it may have been carried out
             refused = error.with_traceback(None)
             out = func(*args, **kwargs)
-        found = [leaf for leaf in leaves_of(out) if isinstance(leaf, Tensor)]
+        found = _tensors_in(out)
         if refused is not None:
             for one in found:
                 self.marks.mixtures.add(one, Mixture(name, user_line(), self._set_of(args), told=refused))
@@ -120,6 +126,7 @@ class Around:
         finally:
             block.__exit__(None, None, None)
             marks.is_around = before
+            marks.refusals.clear()  # which are noted on what was made
 
     def _guard(self, out: Tensor) -> None:
         """Let backward raise if it comes to what was made of several rows and is no sum over them."""
@@ -134,10 +141,16 @@ class Around:
 
     def _sums_in(self, args: Any, kwargs: Any) -> list[Mixture] | None:
         """The sums over own rows among arguments; `None` if there are none, or single rows or other mixtures beside."""
-        tensors = [leaf for leaf in leaves_of((args, [*kwargs.values()])) if isinstance(leaf, Tensor)]
+        tensors = _tensors_in(args, kwargs)
         found = [mixture for one in tensors if (mixture := self.marks.mixtures.get(one)) is not None]
         alone = all(self.marks.rows_of(one) is None for one in tensors) and all(mixture.is_sum for mixture in found)
         return found if found and alone else None
+
+    def _mark_fetched(self, out: Any) -> None:
+        self.follower.recognise(out)
+        for one in _tensors_in(out):
+            if one.dim() and type(one) is Tensor and self.marks.rows_of(one) is None:
+                self.marks.mark(one, Rows(0, RowSet.fetched(one.size(0))))
 
     def _set_of(self, args: Any) -> RowSet:
         return next(iter([*self.marks.sets_in(args), *self.marks.known]), RowSet.fetched(0))
@@ -154,6 +167,10 @@ class Around:
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(f"{refused}. What is computed of it from here on is not followed", stacklevel=4)
+
+
+def _tensors_in(*values: Any) -> list[Tensor]:
+    return [leaf for leaf in torch_private.tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def plain_of(leaf: Any) -> Any:

@@ -289,7 +289,7 @@ class SourceRows(StandIn):
 def _marked(mine: ShardedEdgeIndex | SourceRows, out: Any) -> Any:
     """`out`, of which the engine says what its rows are: numbers of destinations, or something of each edge."""
     plan = mine.plan
-    if not plan.comm.is_followed:
+    if not plan.comm.is_followed and plan.comm.forward is not None:
         return out
     with torch_private.DisableTorchFunctionSubclass():
         count = mine.size(-1)

@@ -214,7 +214,9 @@ class Ranks(DelegatingCommunicator):
 
     def mark_rows(self, tensor: Tensor, of: RowSet, dim: int = 0, points_to: RowSet | None = None) -> None:
         """Say what the rows of a tensor are that the engine gives to a model."""
-        if self.forward is not None and self.forward.rows is not None:
+        if self.forward is None:
+            tensor.shardpass_rows = of, dim, points_to  # type: ignore[attr-defined] # for what follows it around a model
+        elif self.forward.rows is not None:
             self.forward.rows.mark(tensor, of, dim, points_to)
 
     def note_result(self, out: Any, is_whole: bool = False) -> None:

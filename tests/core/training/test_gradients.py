@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import copy
-import linecache
 import threading
-import warnings
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from shardpass.core.ranks import all_reduce_sum
-from shardpass.core.training import gradients, objective
+from shardpass.core.training import gradients
 from shardpass.core.training.gradients import refuse_inside_ddp, sync_gradients, sync_parameters
 from shardpass.errors import RefusedError, ShardpassError
 from shardpass.testing.run import run
@@ -32,41 +28,6 @@ def build(seed=0, dtype=torch.float64):
 def backward(model, comm, scale=1.0):
     rows = torch.ones(2, 3, dtype=model[0].weight.dtype) * (comm.rank + 1)
     (model[2](model[0](rows)).sum() * scale).backward()
-
-
-OBJECTIVES = {
-    "mean of own rows": lambda out, y, comm: (F.cross_entropy(out, y), 1),
-    "own sum over all rows": lambda out, y, comm: (F.cross_entropy(out, y, reduction="sum") / 6, 1),
-    "cross_entropy": lambda out, y, comm: (objective.cross_entropy(out, y, None, comm), 0),
-    "mean": lambda out, y, comm: (objective.mean(F.cross_entropy(out, y, reduction="none"), None, comm), 0),
-    "sum": lambda out, y, comm: (objective.sum(F.cross_entropy(out, y, reduction="none"), None, comm), 0),
-    "replicated": lambda out, y, comm: (objective.replicated(all_reduce_sum(out.sum(), comm), comm), 0),
-}
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("loss", OBJECTIVES)
-def test_a_loss_of_own_rows_is_warned_of_once(loss, ranks):
-    def body(comm):
-        model = build()
-        for _ in range(2):
-            value, times = OBJECTIVES[loss](
-                model[0](torch.ones(comm.rank + 2, 3).double()), torch.arange(comm.rank + 2), comm
-            )
-            value.backward()
-            sync_gradients(model, comm)
-            model.zero_grad()
-        return times
-
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        times = run(body, ranks)[0]
-    assert len(found) == (times if ranks > 1 else 0)
-    for warning in found:
-        assert "use shardpass.cross_entropy(out, y, mask, comm)" in str(warning.message)
-        assert warning.filename == __file__ and "sync_gradients(model, comm)" in linecache.getline(
-            __file__, warning.lineno
-        )
 
 
 class Mixed(nn.Module):

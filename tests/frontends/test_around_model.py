@@ -1,0 +1,136 @@
+"""Losses and steps around a wrapped model: exact on every number of ranks, or refused at the user's line."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+pytest.importorskip("torch_geometric")
+
+import torch_geometric.nn as gnn
+
+import shardpass as sp
+from shardpass.errors import RefusedError
+from shardpass.testing import run, shard_in_memory
+
+from .inside_model import GRAPH, OWNERS
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last, self.head = gnn.SAGEConv(6, 8), gnn.GCNConv(8, 8), nn.Linear(8, 8)
+        self.rate = nn.Parameter(torch.ones(()))
+
+    def forward(self, x, edges):
+        return self.last(self.first(x, edges).tanh(), edges)
+
+
+def _model():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Net().double()
+
+
+MODEL = _model()
+
+
+class Task:
+    """The model, its graph, and losses over all nodes, in one process or in several."""
+
+    def __init__(self, comm=None):
+        self.comm, self.model = comm, copy.deepcopy(MODEL)
+        if comm is None:
+            self.graph, fields = GRAPH.edge_index, GRAPH.node
+        else:
+            self.graph = shard_in_memory(GRAPH, OWNERS[comm.size], comm)
+            fields = {name: getattr(self.graph, name) for name in ("x", "y", "m")}
+            self.model = sp.pyg.wrap(self.model, comm)
+        self.x, self.y, self.m = (fields[name] for name in ("x", "y", "m"))
+        self.z = self.model(self.x, self.graph)
+
+    def loss(self, out):
+        if self.comm is None:
+            return F.cross_entropy(out[self.m], self.y[self.m])
+        return sp.cross_entropy(out, self.y, self.m, self.comm)
+
+    def mean(self, rows):
+        return rows.mean() if self.comm is None else sp.mean(rows, None, self.comm)
+
+
+def hooked(t, hook):
+    t.z.register_hook(hook)
+    return t.loss(t.z)
+
+
+EXACT = {
+    "a loss of ours": lambda t: t.loss(t.z),
+    "a part outside": lambda t: t.loss(t.model.head(t.z)),
+    "a learned weight of a loss": lambda t: torch.exp(-t.model.rate) * t.loss(t.z) + t.model.rate,
+    "a root of a loss": lambda t: (t.loss(t.z) + 1).sqrt(),
+    "a penalty": lambda t: t.loss(t.z) + 0.1 * sum(p.square().sum() for p in t.model.parameters()),
+    "an auxiliary mean": lambda t: t.loss(t.z) + t.mean(t.z.abs()),
+    "a sum over own rows": lambda t: t.z.square().sum() + 3,
+    "losses of rows": lambda t: t.mean(F.mse_loss(t.z, torch.zeros(len(t.x), 8).double(), reduction="none")),
+    "beside a mean without gradient": lambda t: t.mean((t.z / (t.mean(t.z.abs()).detach() + 1)).tanh()),
+    "a soft target": lambda t: t.mean(
+        F.kl_div(F.log_softmax(t.z / 2, 1), F.softmax(t.z.detach(), 1), reduction="none")
+    ),
+    "a hook that clips": lambda t: hooked(t, lambda g: g.clamp(-0.001, 0.001)),
+    "labels of its own": lambda t: t.mean(t.z[:, 0] * torch.arange(len(t.x)).remainder(1)),
+    "differences along edges": lambda t: (t.z[t.graph[0] if t.comm is None else t.graph.edge_index[0]]).square().sum(),
+}
+REFUSED = {
+    "a mean over own rows": lambda t: F.cross_entropy(t.z[t.m], t.y[t.m]),
+    "a mean of squares": lambda t: t.z.square().mean(),
+    "a contrast of own rows": lambda t: t.mean(
+        F.cross_entropy(t.z @ t.z.t(), torch.arange(len(t.x)), reduction="none")
+    ),
+    "centred by own rows": lambda t: t.mean((t.z - t.z.mean(0)).square()),
+    "a deviation of own rows": lambda t: F.relu(1 - t.z.std(0)).sum(),
+    "divided by a mean": lambda t: t.mean((t.z / (t.mean(t.z.abs()) + 1)).tanh()),
+    "a sum times a parameter": lambda t: t.model.rate * t.z.square().sum(),
+    "rows times a parameter": lambda t: t.mean((t.model.rate * t.z).square()),
+    "an auxiliary mean of own rows": lambda t: t.loss(t.z) + t.z.abs().mean(),
+    "a hook that divides by a norm": lambda t: hooked(t, lambda g: g / g.norm()),
+    "divided by the number of rows": lambda t: F.cross_entropy(t.z, t.y, reduction="sum") / t.z.size(0),
+    "a mean of a batch": lambda t: F.kl_div(
+        F.log_softmax(t.z / 2, 1), F.softmax(t.z.detach(), 1), reduction="batchmean"
+    ),
+    "divided by the largest": lambda t: t.mean(t.z / t.z.abs().max()),
+}
+
+
+def gradients(t, loss):
+    loss(t).backward()
+    return [parameter.grad for parameter in t.model.parameters()]
+
+
+@pytest.mark.parametrize("ranks", OWNERS)
+@pytest.mark.parametrize("name", EXACT)
+def test_what_takes_in_all_rows_is_exact_without_a_warning(name, ranks):
+    expected = gradients(Task(), EXACT[name])
+
+    def work(comm):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            return gradients(Task(comm), EXACT[name])
+
+    for found in run(work, ranks):
+        for mine, want in zip(found, expected):
+            torch.testing.assert_close(mine, want, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("ranks", OWNERS)
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_takes_in_own_rows_alone_is_refused_at_its_line(name, ranks):
+    def work(comm):
+        with pytest.raises(RefusedError, match=r"test_around_model\.py:\d+: "):
+            gradients(Task(comm), REFUSED[name])
+
+    run(work, ranks)
