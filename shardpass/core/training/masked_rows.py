@@ -99,7 +99,7 @@ def is_of_entries(mask: Any, shape: torch.Size) -> bool:
 
 
 def labelled(y: Tensor, mask: Tensor | None) -> Tensor:
-    """A bool for each entry of `y`: whether it has a label, which is not NaN, and `mask`, if it is of entries, has it."""
+    """A bool for each entry of `y`: whether it is not NaN and, if `mask` is of entries, the mask has it."""
     found = ~y.isnan()
     return found & mask.to(y.device) if is_of_entries(mask, y.shape) and mask is not None else found
 

@@ -92,7 +92,8 @@ def mae(prediction: Tensor, y: Tensor, mask: Tensor | None, comm: Ranks) -> floa
     """The mean of ``abs(prediction - y)`` over all entries of the masked nodes of all ranks. Collective.
 
     Args:
-        prediction, y: [num_own, ...], of one shape; integers are taken as float64. Entries where `y` is NaN do not count.
+        prediction, y: [num_own, ...], of one shape; integers are taken as float64. Entries whose `y` is NaN do not
+            count.
         mask: as in `cross_entropy`; or a bool for each entry.
         comm: the ranks.
 

@@ -47,8 +47,8 @@ def cross_entropy(
     """The mean cross entropy over the masked nodes of all ranks; its gradient is that of this rank's share.
 
     Collective in forward (once). The value is that of `torch.nn.functional.cross_entropy` on the rows of all ranks,
-    also with class weights, label smoothing and class ids to ignore. Half precision logits are computed in float32. A rank without masked
-    nodes takes part and gets zero gradients.
+    also with class weights, label smoothing and a class to ignore. Half precision logits are computed in float32. A
+    rank without masked nodes takes part and gets zero gradients.
 
     Args:
         logits: [num_own, num_classes], floating point; classes and dtype the same on every rank.
@@ -261,8 +261,8 @@ def _rows_of(name: str, values: Tensor, mask: Tensor | None) -> tuple[Tensor, st
         left_out = int(values.detach()[~mask.to(values.device)].isnan().sum())
         if left_out:
             problem = (
-                f"{name}: {left_out} values that the mask leaves out are NaN, and so are their gradients, as 0 times NaN "
-                f"is: leave them out before the loss, {name}(loss(out[mask], y[mask]), None, comm)"
+                f"{name}: {left_out} values that the mask leaves out are NaN, and so are their gradients, as 0 times "
+                f"NaN is: leave them out before the loss, {name}(loss(out[mask], y[mask]), None, comm)"
             )
     return (values[:0] if problem else select(values, mask)), problem
 
