@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from shardpass.core.ranks import COUNT, mismatch, refuse_irregular
+from shardpass.core.ranks import COUNT, mismatch, refuse_irregular, tells_of_full_disk
 from shardpass.data.raw import FIELD_DTYPES, EdgeType, NodeType, Scalar
 from shardpass.data.tensor_file import FileRecord, TensorInfo
 from shardpass.errors import StoreError
@@ -118,7 +118,8 @@ def write_manifest(manifest: Manifest, path: Path) -> None:
     text = json.dumps(document, indent=1).encode()
     if len(text) > _MOST_BYTES:
         raise StoreError(f"the manifest would have {len(text)} bytes, {_MOST_BYTES} are possible: make fewer parts")
-    path.write_bytes(text.replace(_BLANK.encode(), hashlib.sha256(text).hexdigest().encode(), 1))
+    with tells_of_full_disk(path, len(text)):
+        path.write_bytes(text.replace(_BLANK.encode(), hashlib.sha256(text).hexdigest().encode(), 1))
 
 
 def read_manifest(directory: Path) -> Manifest:

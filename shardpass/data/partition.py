@@ -83,6 +83,7 @@ def partition(
     Raises:
         StoreError: when something is at `path` already.
         DivergenceError: when ranks passed different arguments.
+        OSError: when a file cannot be written. If the disk is full, the message names the file and its size.
         ValueError, TypeError: when the graph or an argument is wrong; the message says how.
     """
     shorten_tracebacks()
