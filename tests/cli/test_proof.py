@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from cli_helpers import launched, needs_mpirun, passed, refused
 
-import shardpass as sp
 from shardpass.cli.proof import limits, prove
 from shardpass.cli.proof.links import Link, slowest, steps, stragglers
 from shardpass.core.ranks import Ranks
