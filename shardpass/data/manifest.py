@@ -213,7 +213,8 @@ _SCHEMA = {
         }
     ],
     "files": [_FILE],
-    **dict.fromkeys(_OPTIONAL_FILES, (None, _FILE)),
+    "names": (None, _FILE),
+    "graph_file": (None, _FILE),
 }  # fmt: skip
 
 

@@ -91,7 +91,7 @@ class GraphArgument(ShardedEdgeIndex):
 
     def keys(self) -> list[str]:
         """The names of the fields."""
-        return ["edge_index", *self.graph.node, *self.graph.edge, *self.graph.others]
+        return ["edge_index", *self.graph.node, *self.graph.edge, *self.graph.other_fields]
 
     @classmethod
     def answer(cls, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -64,7 +64,7 @@ class ShardedGraph:
         """What models have assigned, as in ``data.x = h``: it stays on the graph, as on PyG's ``data``."""
         self.graph_fields: dict[str, Any] = {}
         """Numbers, strings and tensors that belong to the graph as a whole, the same on every rank."""
-        self.links: dict[EdgeType, dict[str, Any]] = {}
+        self.own_links: dict[EdgeType, dict[str, Any]] = {}
         """This rank's share of stored links to score, by edge type: ``edge_label_index`` and ``edge_label``."""
         self._total_edges, self._num_classes = total_edges, dict(num_classes or {})
         comm.caches.of(LoadedGraphs).graphs.add(self)
@@ -117,9 +117,9 @@ class ShardedGraph:
         return self.relation.fields
 
     @property
-    def others(self) -> dict[str, Any]:
+    def other_fields(self) -> dict[str, Any]:
         """What is stored and is no field of nodes or edges: fields of the graph, and links with their labels."""
-        return {**self.graph_fields, **self.links.get(EDGE, {})}
+        return {**self.graph_fields, **self.own_links.get(EDGE, {})}
 
     def __getattr__(self, name: str) -> Any:
         refuse_ambiguous(name)
@@ -127,7 +127,7 @@ class ShardedGraph:
             raise AttributeError(f"ShardedGraph has no attribute {name!r}")
         if name in self.assigned:
             return self.assigned[name]
-        for fields in (self.node, self.edge, self.others):
+        for fields in (self.node, self.edge, self.other_fields):
             if name in fields:
                 return fields[name]
         refuse_of_dgl(name)

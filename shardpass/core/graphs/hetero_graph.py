@@ -131,7 +131,7 @@ class ShardedHeteroGraph(ShardedGraph):
     @cached_property
     def _edges(self) -> dict[EdgeType, OwnEdges]:
         found = {kind: OwnEdges(kind, relation, self._total_edges[kind]) for kind, relation in self.relations.items()}
-        for kind, links in self.links.items():
+        for kind, links in self.own_links.items():
             vars(found[kind]).update(links)
         return found
 
