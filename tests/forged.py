@@ -35,7 +35,7 @@ def header_of(path: Path) -> tuple[dict[str, Any], bytes]:
 def reseal(store: Path) -> None:
     """Write the checksums and sizes that the part files have now into the manifest."""
     document = document_of(store)
-    for record in [*document["files"], *filter(None, [document.get("names")])]:
+    for record in [*document["files"], *filter(None, map(document.get, ("names", "graph_file")))]:
         path = store / record["name"]
         content = path.read_bytes()
         length = 8 + int.from_bytes(content[:8], "little")

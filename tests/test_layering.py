@@ -80,7 +80,9 @@ LAYERS: dict[str, Layer] = {
     "frontends/pyg": Layer(
         (*CORE, "shardpass.testing", "shardpass.frontends.pyg"), third_party=words("torch_geometric")
     ),
-    "frontends/dgl": Layer((*CORE, "shardpass.testing", "shardpass.frontends.dgl"), third_party=words("dgl")),
+    "frontends/dgl": Layer(
+        (*CORE, "shardpass.testing", "shardpass.frontends.dgl"), third_party=words("dgl"), lazy=words("networkx")
+    ),
     "frontends/sar": Layer(
         (
             *CORE,

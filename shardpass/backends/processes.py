@@ -30,6 +30,8 @@ from shardpass.errors import CommunicationError, PeerFailure, RemoteTracebackErr
 _GRACE = 8.0  # seconds that the other ranks get to end by themselves after the first failure
 _LOOPBACK = "127.0.0.1"
 _CONNECT_SECONDS = 120.0  # processes of one machine start at their own pace
+_NAME = "shardpass rank"  # of the processes, before the rank
+_IMPORTED = b"imported"
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,14 @@ class _Child:
     rank: int
     process: SpawnProcess
     pipe: Connection
+    has_imported: bool = False
     answer: _Answer | None = None
+
+    def give(self, work: bytes) -> None:
+        """Wait until the process has imported the script, and send it its work. Nothing if the process has died."""
+        with contextlib.suppress(EOFError, OSError):
+            self.has_imported = self.pipe.recv_bytes() == _IMPORTED
+            self.pipe.send_bytes(work)
 
     def receive(self) -> _Answer:
         """Receive the answer, which is on its way unless the process has died."""
@@ -56,8 +65,20 @@ class _Child:
             self.answer = pickle.loads(self.pipe.recv_bytes())
         except (EOFError, OSError):
             self.process.join(5.0)
-            self.answer = _Answer(error=CommunicationError(_cause_of_death(self.rank, self.process.exitcode)))
+            self.answer = _Answer(error=CommunicationError(first_failure(self.rank, self._cause_of_death())))
         return self.answer
+
+    def _cause_of_death(self) -> str:
+        code = self.process.exitcode
+        if code is not None and code < 0:
+            hint = " (often: out of memory)" if -code == signal.SIGKILL else ""
+            return f"its process was ended by {signal.Signals(-code).name}{hint}"
+        if self.has_imported:
+            return f"its process ended with exit code {code} before its function returned"
+        return (
+            "every process imports your script before it calls the function, and this one ended there: put the call "
+            'of spawn, and all else that the ranks should not do, under `if __name__ == "__main__":`'
+        )
 
 
 def spawn_processes(
@@ -78,16 +99,29 @@ def spawn_processes(
     children: list[_Child] = []
     try:
         for rank in range(ranks):
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_main, args=(theirs, rank, ranks, store.port, work), daemon=False)
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_main, args=(theirs, rank, ranks, store.port), name=f"{_NAME} {rank}", daemon=False
+            )
             with _cheap_tensors():
-                process.start()
+                _start(process)
             theirs.close()
             children.append(_Child(rank, process, ours))
+        for child in children:  # not as an argument of the process: `start` would wait for one that has died to read it
+            child.give(work)
         answers = _answers(children)
     finally:
         _end(children)
     return [answer.result for answer in answers]
+
+
+def _start(process: SpawnProcess) -> None:
+    try:
+        process.start()
+    except RuntimeError:  # this process is still importing its script, which has no main guard
+        if multiprocessing.current_process().name.startswith(_NAME):
+            sys.exit(1)  # whoever has started it says so
+        raise
 
 
 @contextlib.contextmanager
@@ -147,21 +181,15 @@ def _end(children: list[_Child]) -> None:
         child.pipe.close()
 
 
-def _cause_of_death(rank: int, code: int | None) -> str:
-    if code is not None and code < 0:
-        hint = " (often: out of memory)" if -code == signal.SIGKILL else ""
-        return first_failure(rank, f"its process was ended by {signal.Signals(-code).name}{hint}")
-    return first_failure(rank, f"its process ended with exit code {code} before its function returned")
-
-
-def _main(pipe: Connection, rank: int, ranks: int, port: int, work: bytes) -> None:
+def _main(pipe: Connection, rank: int, ranks: int, port: int) -> None:
     """The main program of one rank's process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
     comm: BaseCommunicator | None = None
     try:
-        fn, args, device, timeout = _unpacked(work)
+        pipe.send_bytes(_IMPORTED)
+        fn, args, device, timeout = _unpacked(pipe.recv_bytes())
         comm = _connect(rank, ranks, port, device, timeout)
         packed = pickle.dumps(_Answer(fn(comm, *args)))
     except BaseException as error:

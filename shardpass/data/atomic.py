@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from shardpass.data.keys import NAMES_FILE
+from shardpass.data.keys import GRAPH_FILE, NAMES_FILE
 from shardpass.data.manifest import MANIFEST_NAME
 from shardpass.errors import StoreError
 
@@ -26,7 +26,8 @@ def check_target(path: Path, overwrite: bool) -> None:
     if path.is_symlink() or not path.is_dir():
         raise StoreError(f"{path} exists and is not a directory; choose another path")
     entries = sorted(entry.name for entry in path.iterdir())
-    foreign = [name for name in entries if name not in (MANIFEST_NAME, NAMES_FILE) and not name.startswith("part-")]
+    ours = MANIFEST_NAME, NAMES_FILE, GRAPH_FILE
+    foreign = [name for name in entries if name not in ours and not name.startswith("part-")]
     if foreign:
         raise StoreError(f"{path} holds other files ({foreign[0]}) and will not be replaced; choose another path")
     if entries and not overwrite:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardpass.core.ranks import refuse_irregular
+from shardpass.core.ranks import refuse_irregular, tells_of_full_disk
 from shardpass.data.reading import reading
 from shardpass.errors import InternalError
 
@@ -159,8 +159,8 @@ class RowWriter:
         raw = np.ascontiguousarray(values, dtype=self.dtype)
         if raw.shape[1:] != self.row_shape:
             raise InternalError(f"{self.path}: rows of the shape {raw.shape[1:]}; expected {self.row_shape}")
-        with open(self.path, "ab") as file:
-            raw.tofile(file)
+        with tells_of_full_disk(self.path, self.count * raw[:1].nbytes + raw.nbytes), open(self.path, "ab") as file:
+            file.write(raw.data)
         self.count += len(raw)
 
     def rows(self) -> FileRows:

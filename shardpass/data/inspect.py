@@ -131,6 +131,9 @@ def verify(path: str | os.PathLike[str], progress: Callable[[str, int, int], Non
     report("verify", len(store.files), len(store.files))
     for kind in manifest.node_types:
         store.names(kind)
+    store.graph_tensors()
+    for edge_type in manifest.edge_types:
+        store.links(edge_type)
     check_tallies(store.path, tallies)
     if partition_fingerprint(manifest.graph_fingerprint, store.num_parts, part_of) != manifest.partition_fingerprint:
         raise StoreError(f"{store.path} contradicts itself: its fingerprint is not that of the parts of its nodes")

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardpass.core.ranks import bytes_text
+from shardpass.core.ranks import bytes_text, tells_of_full_disk
 from shardpass.data.raw import RawGraph
 from shardpass.data.streaming import INT32_LIMIT, Adjacency, Budget
 from shardpass.errors import ShardpassError, require
@@ -114,7 +114,8 @@ def write_parhip(adjacency: Adjacency, parts: int, budget: Budget, node_weights:
     """
     num_nodes = adjacency.num_nodes
     node_type = np.dtype(np.uint32 if num_nodes <= INT32_LIMIT else np.uint64)
-    budget.require_disk(2 * adjacency.total * (node_type.itemsize + 4) + 16 * num_nodes, "the graph for KaMinPar")
+    num_bytes = 2 * adjacency.total * (node_type.itemsize + 4) + 16 * num_nodes
+    budget.require_disk(num_bytes, "the graph for KaMinPar")
     runs = adjacency.runs()
     if budget.team.rank:
         list(runs)  # of which this rank merges some, for rank 0
@@ -123,19 +124,19 @@ def write_parhip(adjacency: Adjacency, parts: int, budget: Budget, node_weights:
     path, weights_path = budget.file(), budget.file()
     first = _HEADER_BYTES + 8 * (num_nodes + 1)  # byte at which the neighbours begin
     at, multiplicities = first, set[int]()
-    with open(path, "r+b") as file, open(weights_path, "r+b") as weights:
+    with tells_of_full_disk(path, num_bytes), open(path, "r+b") as file, open(weights_path, "r+b") as weights:
         for first_node, starts, neighbours, multiplicity in runs:
             file.seek(_HEADER_BYTES + 8 * first_node)
-            (at + starts * node_type.itemsize).astype(np.uint64).tofile(file)
+            file.write((at + starts * node_type.itemsize).astype(np.uint64).data)
             file.seek(at)
-            neighbours.astype(node_type).tofile(file)
-            multiplicity.astype(np.int32).tofile(weights)
+            file.write(neighbours.astype(node_type).data)
+            weights.write(multiplicity.astype(np.int32).data)
             if len(multiplicity):
                 multiplicities |= {int(multiplicity.min()), int(multiplicity.max())}
             at += len(neighbours) * node_type.itemsize
         adjacency.close()
         file.seek(at)
-        adjacency.weights(parts, node_weights).numpy().tofile(file)
+        file.write(adjacency.weights(parts, node_weights).numpy().data)
         left_out = _SMALL_EDGE_WEIGHTS | (_SMALL_NODE_IDS if node_type.itemsize == 4 else 0)
         if len(multiplicities) > 1:
             weights.seek(0)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from shardpass.data.raw import EdgeType, NodeType
 
 NAMES_FILE = "names.safetensors"
+GRAPH_FILE = "graph.safetensors"
+GRAPH_FIELDS = "graph/"
 EDGE_ARRAYS = ("src_rows", "row_starts", "halo_rows", "halo_starts", "edge_ids")
 
 
@@ -33,6 +35,24 @@ def edge_array_key(edge_type: EdgeType, name: str) -> str:
 
 def edge_field_key(edge_type: EdgeType, name: str) -> str:
     return f"edgefield/{_quoted(*edge_type)}/{_quoted(name)}"
+
+
+def graph_field_key(name: str) -> str:
+    return f"{GRAPH_FIELDS}{_quoted(name)}"
+
+
+def links_of(edge_type: EdgeType) -> str:
+    """What the keys of all that is kept of links of this type begin with."""
+    return f"link/{_quoted(*edge_type)}/"
+
+
+def link_key(edge_type: EdgeType, name: str) -> str:
+    return f"{links_of(edge_type)}{_quoted(name)}"
+
+
+def name_of(key: str) -> str:
+    """The name at the end of a key."""
+    return unquote(key.rpartition("/")[2])
 
 
 def is_field(key: str) -> bool:

@@ -7,11 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardpass.core.exchange import node_set
-from shardpass.core.graphs import OwnFields, Relation, ShardedGraph, ShardedHeteroGraph, relation_of, row_of_last
-from shardpass.core.ranks import Options, Ranks, ordinary_tensors, require_ranks
-from shardpass.core.sharding import EDGE, NODE, NodeType, Ownership
+from shardpass.core.graphs import (
+    OwnFields,
+    Relation,
+    ShardedGraph,
+    ShardedHeteroGraph,
+    node_ids,
+    relation_of,
+    row_of_last,
+)
+from shardpass.core.ranks import Options, Ranks, RowSet, ordinary_tensors, require_ranks
+from shardpass.core.sharding import EDGE, NODE, EdgeType, NodeType, Ownership
 from shardpass.data.lookup import StoreTables
 from shardpass.data.merge import RankData, merge_parts, parts_of_rank
 from shardpass.data.raw import ADJACENCY
@@ -46,11 +55,15 @@ def load(path: str | Path, comm: Ranks, options: Options | None = None) -> Shard
 
 def _loaded(path: str | Path, comm: Ranks, options: Options) -> ShardedGraph:
     store, data, problem, counted = None, None, None, {}
+    of_graph: dict[str, Tensor] = {}
+    links: dict[EdgeType, dict[str, Tensor]] = {}
     try:
         _refuse_undecided(options)
         store = open_store(path)
         data = merge_parts(store, comm.size, comm.rank)
         counted = tally(store, data)
+        of_graph = store.graph_tensors()
+        links = {kind: store.links(kind) for kind in store.manifest.edge_types}
     except (OSError, ValueError) as error:
         problem = error
     _agree_on_store(comm, store, options, problem, counted)
@@ -71,7 +84,26 @@ def _loaded(path: str | Path, comm: Ranks, options: Options) -> ShardedGraph:
     }
     share = (comm, options, ownership, data.node_ids, fields, relations)
     is_homogeneous = list(ownership) == [NODE] and list(relations) == [EDGE]
-    return (ShardedGraph if is_homogeneous else ShardedHeteroGraph)(*share, num_classes=classes, **shared)
+    graph = (ShardedGraph if is_homogeneous else ShardedHeteroGraph)(*share, num_classes=classes, **shared)
+    scalars = {name: value for name, value in store.manifest.graph_fields.items() if name != ADJACENCY}
+    graph.graph_fields = {**scalars, **{name: value.to(comm.device) for name, value in of_graph.items()}}
+    graph.own_links = {kind: _own_links(graph, kind, fields) for kind, fields in links.items()}
+    return graph
+
+
+def _own_links(graph: ShardedGraph, kind: EdgeType, fields: dict[str, Tensor]) -> dict[str, Any]:
+    """Every W-th link of a type, from that of this rank on, and its labels: positives often stand before negatives."""
+    found: dict[str, Any] = {}
+    comm, types = graph.comm, [end if len(graph.node_types) > 1 else None for end in kind[::2]]
+    for name, values in fields.items():
+        if name.endswith("_index"):
+            share = values[:, comm.rank :: comm.size].to(comm.device)
+            pairs = [node_ids(graph, ids, end) for ids, end in zip(share, types)]
+            found[name] = node_ids(graph, share, types[0]) if types[0] == types[1] else tuple(pairs)
+        else:
+            found[name] = values[comm.rank :: comm.size].to(comm.device)
+            comm.mark_rows(found[name], RowSet.fetched(len(found[name])))
+    return found
 
 
 def _refuse_undecided(options: Options) -> None:

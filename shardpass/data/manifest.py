@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from shardpass.core.ranks import COUNT, mismatch, refuse_irregular
+from shardpass.core.ranks import COUNT, mismatch, refuse_irregular, tells_of_full_disk
 from shardpass.data.raw import FIELD_DTYPES, EdgeType, NodeType, Scalar
-from shardpass.data.tensor_file import FileRecord
+from shardpass.data.tensor_file import FileRecord, TensorInfo
 from shardpass.errors import StoreError
 
 FORMAT = "shardpass store"
@@ -33,6 +33,12 @@ class FieldInfo:
     dtype: torch.dtype
     shape: tuple[int, ...]
 
+    def rows(self, count: int) -> TensorInfo:
+        """The tensor that a file holds for `count` rows. A complex number is two real ones."""
+        if self.dtype.is_complex:
+            return TensorInfo(self.dtype.to_real(), (count, *self.shape, 2))
+        return TensorInfo(self.dtype, (count, *self.shape))
+
 
 @dataclass(frozen=True)
 class Manifest:
@@ -46,7 +52,7 @@ class Manifest:
     cut_edges: for each edge type, the number of edges whose ends are in different parts.
     node_fields, edge_fields: for each type, the dtype and row shape of every field. graph_fields: numbers and strings.
     files: the size and the checksums of each part's file. names: those of the file with the names of the nodes, if
-        they have any.
+        they have any. graph_file: those of the file with links to score and with arrays of the graph as a whole.
     source, method, seed: where the graph came from and how it was partitioned.
     graph_fingerprint: a hash of the structure, the same for every partition of a graph.
     partition_fingerprint: a hash of the structure and the partition.
@@ -70,6 +76,7 @@ class Manifest:
     graph_fingerprint: str
     partition_fingerprint: str
     names: FileRecord | None = None
+    graph_file: FileRecord | None = None
     format_version: int = field(default=VERSION)
 
     def __str__(self) -> str:
@@ -88,8 +95,9 @@ class Manifest:
 
     @property
     def contents_fingerprint(self) -> str:
-        """A hash of everything in the part files: structure, partition and fields."""
-        return hashlib.sha256(json.dumps([vars(record) for record in self.files]).encode()).hexdigest()
+        """A hash of everything in the files but names: structure, partition and fields."""
+        records = [*self.files, *([] if self.graph_file is None else [self.graph_file])]
+        return hashlib.sha256(json.dumps([vars(record) for record in records]).encode()).hexdigest()
 
     @property
     def node_types(self) -> list[NodeType]:
@@ -110,7 +118,8 @@ def write_manifest(manifest: Manifest, path: Path) -> None:
     text = json.dumps(document, indent=1).encode()
     if len(text) > _MOST_BYTES:
         raise StoreError(f"the manifest would have {len(text)} bytes, {_MOST_BYTES} are possible: make fewer parts")
-    path.write_bytes(text.replace(_BLANK.encode(), hashlib.sha256(text).hexdigest().encode(), 1))
+    with tells_of_full_disk(path, len(text)):
+        path.write_bytes(text.replace(_BLANK.encode(), hashlib.sha256(text).hexdigest().encode(), 1))
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -135,7 +144,8 @@ def read_manifest(directory: Path) -> Manifest:
     except (ValueError, RecursionError) as error:
         raise StoreError(f"{path} is altered or torn: it is not JSON ({error})") from error
     _check_head(document, text, path)
-    document.setdefault("names", None)
+    for file in _OPTIONAL_FILES:
+        document.setdefault(file, None)
     problem = mismatch(document, _SCHEMA)
     if problem:
         raise StoreError(f"{path} is not as format version {VERSION} requires: {problem}")
@@ -188,6 +198,7 @@ _PLAIN = (
 """The attributes that a document holds as they are."""
 _PER_NODE_TYPE, _PER_EDGE_TYPE = ("num_nodes", "offsets"), ("num_edges", "part_edges", "halo_rows", "cut_edges")
 """Those that it holds in an entry for each type."""
+_OPTIONAL_FILES = ("names", "graph_file")
 _RECORD = ("name", "bytes", "header_sha256", "tensors")
 _FIELDS = [{"name": str, "dtype": frozenset(_DTYPES), "row_shape": [COUNT]}]
 _FILE = {"name": str, "bytes": COUNT, "header_sha256": str, "tensors": {str: str}}
@@ -203,6 +214,7 @@ _SCHEMA = {
     ],
     "files": [_FILE],
     "names": (None, _FILE),
+    "graph_file": (None, _FILE),
 }  # fmt: skip
 
 
@@ -226,7 +238,7 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
             for kind, fields in manifest.edge_fields.items()
         ],
         "files": [vars(record) for record in manifest.files],
-        **({} if manifest.names is None else {"names": vars(manifest.names)}),
+        **{name: vars(getattr(manifest, name)) for name in _OPTIONAL_FILES if getattr(manifest, name) is not None},
     }
 
 
@@ -234,6 +246,7 @@ def _from_json(document: dict[str, Any]) -> Manifest:
     nodes = {entry["type"]: entry for entry in document["node_types"]}
     edges = {tuple(entry["type"]): entry for entry in document["edge_types"]}
     values: dict[str, Any] = {
+        **{name: None if document[name] is None else _record(document[name]) for name in _OPTIONAL_FILES},
         **{name: document[name] for name in _PLAIN},
         **{name: {kind: entry[name] for kind, entry in nodes.items()} for name in _PER_NODE_TYPE},
         **{name: {kind: entry[name] for kind, entry in edges.items()} for name in _PER_EDGE_TYPE},
@@ -243,7 +256,6 @@ def _from_json(document: dict[str, Any]) -> Manifest:
         node_fields={kind: _fields_from_json(entry["fields"]) for kind, entry in nodes.items()},
         edge_fields={kind: _fields_from_json(entry["fields"]) for kind, entry in edges.items()},
         files=[_record(found) for found in document["files"]],
-        names=None if document["names"] is None else _record(document["names"]),
         format_version=document["version"],
     )
 

@@ -83,6 +83,7 @@ def partition(
     Raises:
         StoreError: when something is at `path` already.
         DivergenceError: when ranks passed different arguments.
+        OSError: when a file cannot be written. If the disk is full, the message names the file and its size.
         ValueError, TypeError: when the graph or an argument is wrong; the message says how.
     """
     shorten_tracebacks()
@@ -225,6 +226,7 @@ def _write_rest(
     """The manifest of the store, whose part files are written already."""
     tensors = {key: rows for kind, names in graph.names.items() for key, rows in _name_tensors(kind, names).items()}
     names = write_tensors(directory / keys.NAMES_FILE, tensors) if tensors else None
+    of_graph = _graph_tensors(graph)
     fingerprint = graph_fingerprint(graph)
     inner = [sum(column) for column in zip(*(written.inner for written in parts))]
     manifest = Manifest(
@@ -237,7 +239,7 @@ def _write_rest(
         cut_edges={kind: sum(of_parts) - within for (kind, of_parts), within in zip(counts.items(), inner)},
         node_fields={kind: _info(fields) for kind, fields in graph.node_fields.items()},
         edge_fields={kind: _info(fields) for kind, fields in graph.edge_fields.items()},
-        graph_fields=dict(graph.graph_fields),
+        graph_fields={name: value for name, value in graph.graph_fields.items() if not isinstance(value, torch.Tensor)},
         files=[FileRecord(**written.file) for written in parts],
         source=graph.source,
         method=method,
@@ -246,6 +248,7 @@ def _write_rest(
         graph_fingerprint=fingerprint,
         partition_fingerprint=partition_fingerprint(fingerprint, layout.num_parts, layout.part_of),
         names=names,
+        graph_file=write_tensors(directory / keys.GRAPH_FILE, of_graph) if of_graph else None,
     )
     write_manifest(manifest, directory / MANIFEST_NAME)
     return manifest
@@ -290,6 +293,14 @@ def _edge_tensors(graph: RawGraph, by_part: EdgesByPart, part: int, doubts: Doub
     return tensors
 
 
+def _graph_tensors(graph: RawGraph) -> dict[str, Blocks]:
+    """The arrays that belong to the graph as a whole, and the links to score."""
+    tensors = {keys.graph_field_key(name): value for name, value in graph.graph_fields.items()}
+    for kind, fields in graph.links.items():
+        tensors |= {keys.link_key(kind, name): values for name, values in fields.items()}
+    return {key: _blocks(values) for key, values in tensors.items() if isinstance(values, torch.Tensor)}
+
+
 def _name_tensors(kind: str, names: Names) -> dict[str, Blocks]:
     key = keys.names_key(kind)
     if names.ends is None:
@@ -303,7 +314,10 @@ def _blocks(array: torch.Tensor | FileRows) -> Blocks:
 
 def _rows(field: Field, ids: torch.Tensor | FileRows, doubts: Doubts, name: str, of: str) -> Blocks:
     rows = doubts.watch(row_blocks(field, ids), ids, name, of)
-    return Blocks(field.dtype, (len(ids), *field.shape[1:]), rows)
+    if field.dtype.is_complex:
+        rows = (torch.view_as_real(block.resolve_conj()) for block in rows)
+    stored = FieldInfo(field.dtype, tuple(field.shape[1:])).rows(len(ids))
+    return Blocks(stored.dtype, stored.shape, rows)
 
 
 def _info(fields: Mapping[str, Field]) -> dict[str, FieldInfo]:

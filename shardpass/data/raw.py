@@ -35,7 +35,7 @@ FIELD_DTYPES: dict[torch.dtype, str] = {
     getattr(torch, name): name
     for name in (
         "bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64",
-        "float16", "bfloat16", "float32", "float64",
+        "float16", "bfloat16", "float32", "float64", "complex64", "complex128",
     )
 }  # fmt: skip
 """The dtypes that a stored field may have, and their names in a manifest."""
@@ -70,21 +70,25 @@ class RawGraph:
         edges: the edges of each edge type (source type, relation, destination type).
         node_fields: for each node type, arrays with one row per node.
         edge_fields: for each edge type, arrays with one row per edge.
-        graph_fields: numbers and strings that belong to the graph as a whole.
+        graph_fields: numbers, strings and small arrays that belong to the graph as a whole, such as the labels of the
+            graphs that were joined to this one.
         source: where the graph came from, in words. A store keeps this text in its manifest.
         division: the partition that came with the graph, if there is one.
         names: for some node types, the ids that the nodes have in your own data: all strings or all integers. A list
             or an array with an entry for each node.
+        links: for some edge types, pairs of nodes to score, which are no edges. ``name_index``, ``[2, n]``, has the ids
+            of their ends, and ``name``, if it is there, a label for each, ``[n, ...]``.
     """
 
     num_nodes: Mapping[NodeType, int]
     edges: Mapping[EdgeType, EdgeArrays]
     node_fields: Mapping[NodeType, Mapping[str, Any]] = field(default_factory=dict)
     edge_fields: Mapping[EdgeType, Mapping[str, Any]] = field(default_factory=dict)
-    graph_fields: Mapping[str, Scalar] = field(default_factory=dict)
+    graph_fields: Mapping[str, Scalar | Tensor] = field(default_factory=dict)
     source: str = ""
     division: Division | None = None
     names: Mapping[NodeType, Any] = field(default_factory=dict)
+    links: Mapping[EdgeType, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def num_edges(self) -> dict[EdgeType, int]:
@@ -108,31 +112,48 @@ class RawGraph:
             _check_name(node_type)
             if not isinstance(count, int) or isinstance(count, bool) or count < 0:
                 raise ValueError(f"number of nodes of type {node_type!r} is {count!r}; expected an integer >= 0")
-        named = ("node_fields", self.num_nodes), ("edge_fields", self.edges), ("names", self.num_nodes)
-        for name, known in named:
+        nodes, edges = list(self.num_nodes), list(self.edges)
+        named: dict[str, list[Any]] = {"node_fields": nodes, "edge_fields": edges, "names": nodes, "links": edges}
+        for name, known in named.items():
             for owner in getattr(self, name):
                 if owner not in known:
-                    raise ValueError(
-                        f"{name} has fields of {owner!r}, which is not a type of this graph: {list(known)}"
-                    )
+                    raise ValueError(f"{name} has fields of {owner!r}, which is not a type of this graph: {known}")
         for kind, names in self.names.items():
             if len(names) != self.num_nodes[kind]:
                 raise ValueError(
                     f"nodes of type {kind!r} have {len(names)} names; expected {self.num_nodes[kind]}, one for each"
                 )
-        for name, value in self.graph_fields.items():
-            if not isinstance(value, bool | int | float | str):
-                raise TypeError(f"graph field {name!r} is a {type(value).__name__}; expected a number or a string")
-        edges = {kind: self._checked_edges(kind, arrays, share) for kind, arrays in self.edges.items()}
+        graph_fields = {name: _checked_graph_field(name, value) for name, value in self.graph_fields.items()}
+        checked = {kind: self._checked_edges(kind, arrays, share) for kind, arrays in self.edges.items()}
         node_fields = {
             kind: _checked_fields(self.node_fields.get(kind, {}), count, f"nodes of type {kind!r}")
             for kind, count in self.num_nodes.items()
         }
         edge_fields = {
             kind: _checked_fields(self.edge_fields.get(kind, {}), len(arrays.src), f"edges of type {kind!r}")
-            for kind, arrays in edges.items()
+            for kind, arrays in checked.items()
         }
-        return replace(self, edges=edges, node_fields=node_fields, edge_fields=edge_fields)
+        links = {kind: self._checked_links(kind, fields) for kind, fields in self.links.items()}
+        return replace(
+            self,
+            edges=checked,
+            node_fields=node_fields,
+            edge_fields=edge_fields,
+            graph_fields=graph_fields,
+            links=links,
+        )
+
+    def _checked_links(self, kind: EdgeType, fields: Mapping[str, Any]) -> dict[str, Tensor]:
+        checked = {}
+        for name, values in fields.items():
+            _check_name(name)
+            checked[name] = as_tensor(values, f"{name!r} of {kind}").cpu().contiguous()
+            if not name.endswith("_index"):
+                checked[name] = _checked_graph_field(name, checked[name])
+                continue
+            for end, ids in zip(kind[::2], checked[name]):
+                checked_ids(ids, self.num_nodes[end], f"ids of {end!r} in {name!r} of {kind}")
+        return checked
 
     def _checked_edges(self, kind: EdgeType, arrays: EdgeArrays, share: Callable[[int], range]) -> EdgeArrays:
         if not (isinstance(kind, tuple) and len(kind) == 3):
@@ -201,6 +222,15 @@ def _first_fraction(values: Tensor, first: int) -> str:
     return f" and not whole ({float(values[wrong[0, 0]])} at position {first + int(wrong[0, 0])})"
 
 
+def _checked_graph_field(name: str, value: Any) -> Any:
+    if isinstance(value, Tensor) and value.dtype in FIELD_DTYPES and not value.is_complex():
+        return value.detach().cpu().contiguous()
+    if not isinstance(value, bool | int | float | str):
+        found = f"a tensor of {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise TypeError(f"graph field {name!r} is {found}; expected a number, a string or a tensor of real numbers")
+    return value
+
+
 def _checked_fields(fields: Mapping[str, Any], count: int, what: str) -> dict[str, Field]:
     checked: dict[str, Field] = {}
     for name, values in fields.items():
@@ -208,10 +238,8 @@ def _checked_fields(fields: Mapping[str, Any], count: int, what: str) -> dict[st
         rows = as_field(values, f"field {name!r} of {what}")
         where = f"{rows.name}: " if isinstance(rows, FileRows) else ""
         if rows.dtype not in FIELD_DTYPES:
-            parts = ": store torch.view_as_real of it, and take torch.view_as_complex in the model"
             raise TypeError(
                 f"{where}field {name!r} of {what} is {rows.dtype}; expected one of {', '.join(FIELD_DTYPES.values())}"
-                f"{parts if rows.dtype.is_complex else ''}"
             )
         if len(rows.shape) == 0 or rows.shape[0] != count:
             raise ValueError(

@@ -24,9 +24,13 @@ def contradictions(manifest: Manifest) -> Iterator[str]:
     if not 1 <= parts == len(manifest.files):
         yield f"it lists {len(manifest.files)} files for {parts} parts"
         return
-    if manifest.names is not None and manifest.names.name != keys.NAMES_FILE:
-        yield f"names are in {manifest.names.name!r}; expected {keys.NAMES_FILE!r}"
-        return
+    for what, record, name in (
+        ("names", manifest.names, keys.NAMES_FILE),
+        ("graph fields", manifest.graph_file, keys.GRAPH_FILE),
+    ):
+        if record is not None and record.name != name:
+            yield f"{what} are in {record.name!r}; expected {name!r}"
+            return
     for node_type, offsets in manifest.offsets.items():
         ends = [0, manifest.num_nodes[node_type]]
         if len(offsets) != parts + 1 or [offsets[0], offsets[-1]] != ends or sorted(offsets) != offsets:
@@ -62,7 +66,7 @@ def part_tensors(manifest: Manifest, part: int) -> dict[str, TensorInfo]:
         count = offsets[part + 1] - offsets[part]
         found[keys.node_ids_key(node_type)] = TensorInfo(torch.int64, (count,))
         for name, info in manifest.node_fields[node_type].items():
-            found[keys.node_field_key(node_type, name)] = TensorInfo(info.dtype, (count, *info.shape))
+            found[keys.node_field_key(node_type, name)] = info.rows(count)
     for kind, counts in manifest.part_edges.items():
         targets, num_parts = manifest.offsets[kind[2]], manifest.num_parts
         num_starts = num_parts * (targets[part + 1] - targets[part] + 1)
@@ -75,8 +79,15 @@ def part_tensors(manifest: Manifest, part: int) -> dict[str, TensorInfo]:
         )
         found |= {keys.edge_array_key(kind, name): array for name, array in zip(keys.EDGE_ARRAYS, arrays)}
         for name, info in manifest.edge_fields[kind].items():
-            found[keys.edge_field_key(kind, name)] = TensorInfo(info.dtype, (counts[part], *info.shape))
+            found[keys.edge_field_key(kind, name)] = info.rows(counts[part])
     return found
+
+
+def are_pairs(ids: Tensor, counts: list[int]) -> bool:
+    """Whether these are pairs of nodes, integers ``[2, n]``, of which there are so many on either side."""
+    if ids.dim() != 2 or len(ids) != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
+        return False
+    return not ids.numel() or all(0 <= int(row.min()) <= int(row.max()) < n for row, n in zip(ids, counts))
 
 
 def check_nodes(ids: Tensor, count: int, what: str) -> None:

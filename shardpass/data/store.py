@@ -14,7 +14,7 @@ from shardpass.data.manifest import MANIFEST_NAME, Manifest, read_manifest
 from shardpass.data.names import Names
 from shardpass.data.part_edges import PartEdges, checked_edges
 from shardpass.data.raw import EdgeType, NodeType
-from shardpass.data.soundness import check_nodes, contradictions
+from shardpass.data.soundness import are_pairs, check_nodes, contradictions
 from shardpass.data.tensor_file import TensorFile
 from shardpass.errors import StoreError
 
@@ -22,8 +22,15 @@ from shardpass.errors import StoreError
 class Store:
     """An open store. Made by `open_store`; `manifest` says what it holds, `files` are its parts."""
 
-    def __init__(self, path: Path, manifest: Manifest, files: list[TensorFile], names: TensorFile | None) -> None:
-        self.path, self.manifest, self.files, self._names = path, manifest, files, names
+    def __init__(
+        self,
+        path: Path,
+        manifest: Manifest,
+        files: list[TensorFile],
+        names: TensorFile | None,
+        of_graph: TensorFile | None,
+    ) -> None:
+        self.path, self.manifest, self.files, self._names, self._of_graph = path, manifest, files, names, of_graph
 
     @property
     def num_parts(self) -> int:
@@ -84,6 +91,27 @@ class Store:
         names.check(self.manifest.num_nodes[node_type], f"{file.path}: {key}")
         return names
 
+    def graph_tensors(self) -> dict[str, Tensor]:
+        """The arrays that belong to the graph as a whole, by name, verified. Refused as `part_edges`."""
+        return self._under(keys.GRAPH_FIELDS)
+
+    def links(self, edge_type: EdgeType) -> dict[str, Tensor]:
+        """The links to score of a type, all of them, verified: see `RawGraph.links`. Refused as `part_edges`."""
+        found = self._under(keys.links_of(edge_type))
+        counts = [self.manifest.num_nodes[end] for end in edge_type[::2]]
+        for name, values in found.items():
+            pairs = values if name.endswith("_index") else found.get(f"{name}_index")
+            if pairs is None or not are_pairs(pairs, counts) or values.shape[:1] not in ((2,), pairs.shape[1:]):
+                raise StoreError(
+                    f"{self.path}: {name!r} of {edge_type} does not fit pairs of nodes; write the store again"
+                )
+        return found
+
+    def _under(self, prefix: str) -> dict[str, Tensor]:
+        file = self._of_graph
+        found = [] if file is None else [key for key in file.record.tensors if key.startswith(prefix)]
+        return {} if file is None else {keys.name_of(key): file.verified(key) for key in found}
+
     def node_fields(self, node_type: NodeType, parts: range) -> Fields:
         """The node fields of a run of parts, one part after the other."""
         info = self.manifest.node_fields[node_type]
@@ -114,5 +142,6 @@ def open_store(path: str | os.PathLike[str]) -> Store:
     if problem:
         raise StoreError(f"{directory / MANIFEST_NAME} contradicts itself: {problem}")
     files = [TensorFile(directory / record.name, record) for record in manifest.files]
-    names = None if manifest.names is None else TensorFile(directory / manifest.names.name, manifest.names)
-    return Store(directory, manifest, files, names)
+    records = manifest.names, manifest.graph_file
+    others = [None if record is None else TensorFile(directory / record.name, record) for record in records]
+    return Store(directory, manifest, files, *others)

@@ -23,7 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from shardpass.core.ranks import SAFETENSORS_NAMES, refuse_irregular
+from shardpass.core.ranks import SAFETENSORS_NAMES, refuse_irregular, tells_of_full_disk
 from shardpass.errors import InternalError, StoreError
 
 _DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
@@ -61,9 +61,9 @@ class FileRecord:
 
 def write_tensors(path: Path, tensors: Mapping[str, Blocks]) -> FileRecord:
     """The record of a new file with these tensors, which has been flushed to the disk."""
-    header, _ = header_of(tensors)
+    header, num_bytes = header_of(tensors)
     checksums = {}
-    with open(path, "xb") as file:
+    with tells_of_full_disk(path, num_bytes), open(path, "xb") as file:
         file.write(header)
         for key in _in_order(tensors):
             digest, written = hashlib.sha256(), 0

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
@@ -201,9 +203,12 @@ class _Planner:
 
     def plan(self, ranks: Sequence[int], modes: Iterable[Mode], budget: int | None) -> Plan:
         """The plan for these numbers of ranks and modes."""
+        with _older_objects_left_alone():
+            return self._plan(ranks, tuple(modes), budget)
+
+    def _plan(self, ranks: Sequence[int], modes: Sequence[Mode], budget: int | None) -> Plan:
         rows: list[Estimate] = []
         left_out: dict[Mode, str] = {}
-        modes = tuple(modes)
         for index, count in enumerate(ranks):
             sizes = replace(sizes_of(self.graph, count), per_host=self.per_host)
             for done, mode in enumerate(modes, index * len(modes) + 1):
@@ -229,6 +234,20 @@ class _Planner:
             if sizes.num_nodes <= len(sizes.nodes):
                 break
         return None
+
+
+@contextmanager
+def _older_objects_left_alone() -> Iterator[None]:
+    """A block in which Python's collector looks at new objects only. Each dry run calls it, and modules are many."""
+    gc.collect()
+    is_ours = gc.get_freeze_count() == 0
+    if is_ours:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if is_ours:
+            gc.unfreeze()
 
 
 def _ranks_per_host(comm: Ranks) -> int:

@@ -20,7 +20,7 @@ from shardpass.data import (
 
 ALL_DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16,
-    torch.float16, torch.bfloat16, torch.float32, torch.float64,
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
 ]  # fmt: skip
 
 
@@ -35,6 +35,8 @@ def values(count: int, dtype: torch.dtype, width: tuple[int, ...] = (), seed: in
     whole = torch.randint(0, 120, (count, *width), generator=torch.Generator().manual_seed(seed))
     if dtype is torch.bool:
         return whole % 2 == 0
+    if dtype.is_complex:
+        return torch.complex(whole.double() / 7, 5 - whole.double()).to(dtype)
     if dtype.is_floating_point:
         return (whole.double() / 7 - 5).to(dtype)
     return whole.to(dtype)

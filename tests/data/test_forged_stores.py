@@ -55,7 +55,7 @@ MANIFESTS = {
     "many nodes": (("node_types", 0, "num_nodes"), 10**12, "offsets of nodes"),
     "another file": (("files", 0, "name"), "../part-00000.safetensors", "part 0 is in '../part-00000.safetensors'"),
     "a wide field": (("node_types", 0, "fields", 0, "row_shape"), [2**62, 4], "part-00000.safetensors"),
-    "an unknown dtype": (("node_types", 0, "fields", 0, "dtype"), "complex64", r"fields\[0\].dtype is 'complex64'"),
+    "an unknown dtype": (("node_types", 0, "fields", 0, "dtype"), "complex32", r"fields\[0\].dtype is 'complex32'"),
     "no counts": (("edge_types", 0, "part_edges"), KeyError, r"edge_types\[0\] has no 'part_edges'"),
     "a cut that is none": (("edge_types", 0, "cut_edges"), 5, "cut edges"),
 }

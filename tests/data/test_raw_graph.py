@@ -58,7 +58,7 @@ def test_wrong_edges(src, error, message):
         ),
         ("node_fields", {"x": np.array(1.0)}, ValueError, r"has the shape \[\]; expected 3 rows"),
         ("edge_fields", {"w": np.ones(3)}, ValueError, r"field 'w' of edges of type .* expected 2 rows"),
-        ("node_fields", {"x": np.ones(3, dtype=np.complex64)}, TypeError, "is torch.complex64; expected one of bool"),
+        ("node_fields", {"x": torch.ones(3).to(torch.float8_e5m2)}, TypeError, "is torch.float8_e5m2; expected one of"),
         ("node_fields", {"x": np.array(["a", "b", "c"])}, TypeError, "field 'x' of nodes .* has the type <U1"),
         ("node_fields", {5: np.ones(3)}, TypeError, "name 5 is a int; expected a string"),
     ],
@@ -85,6 +85,11 @@ def test_wrong_fields(name, fields, error, message):
         ),
         (RawGraph({"a": 1}, {}, {"b": {}}), ValueError, "node_fields has fields of 'b', which is not a type"),
         (RawGraph({"a": 1}, {}, graph_fields={"g": [1]}), TypeError, "graph field 'g' is a list; expected a number"),
+        (
+            RawGraph({"a": 1}, {}, graph_fields={"g": torch.ones(1) + 1j}),
+            TypeError,
+            "'g' is a tensor of torch.complex64",
+        ),
         (RawGraph({"\ud800": 1}, {}), ValueError, "is not valid Unicode"),
     ],
 )

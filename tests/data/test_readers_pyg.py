@@ -68,6 +68,20 @@ class TestPyG:
             with pytest.raises(ValueError, match="the number of nodes of the Data object is unknown"):
                 read(self.graph())
 
+    def test_a_batch(self):
+        make, batch = self.data.Data, self.data.Batch.from_data_list
+        small = make(x=torch.rand(2, 1), edge_index=torch.tensor([[0], [1]]), y=torch.rand(1, 3), weight=torch.rand(1))
+        with pytest.raises(ValueError, match=r"'y' has 3 rows, as many as there are graphs, and edges.*drop=\['y'\]"):
+            read(batch([small] * 3))
+        data = batch([make(**{**small.to_dict(), "edge_index": torch.tensor([[0, 1], [1, 0]])})] * 3)
+        graph = read(data)
+        assert list(graph.node_fields[NODE]) == ["x", "batch"] and list(graph.graph_fields) == ["y", "weight"]
+        data.y = data.y.view(-1)
+        with pytest.raises(ValueError, match=r"field 'y' of the shape \[9\] is neither per node .* cannot be kept"):
+            read(data)
+        with pytest.raises(ValueError, match=r"a Batch of HeteroData has no readout .*to_data_list\(\) apart"):
+            read(batch([self.hetero()] * 2))
+
     def test_no_edge_index(self):
         with pytest.raises(ValueError, match="the Data object has no edge_index"):
             read(self.data.Data(x=torch.rand(3, 1)))
@@ -97,7 +111,6 @@ class TestPyG:
     @pytest.mark.parametrize(
         ("fields", "words"),
         [
-            ({"x": torch.rand(5, 2) + 1j}, "store torch.view_as_real of it, and take torch.view_as_complex in the"),
             ({"x": torch.rand(6, 2), "y": torch.ones(5), "m": torch.ones(5)}, "the rows of y, m, correct x instead"),
             ({"x": torch.rand(5, 2), "edge_attr": torch.rand(6)}, r"rows of x\), nor per edge \(4\).*edge_attr'\]\)$"),
             ({"adj": torch.rand(5, 5), "edge_index": None}, "dense_to_sparse makes it of a dense matrix"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,8 @@ from shardpass.data import (
     verify,
 )
 from shardpass.errors import StoreError
+from shardpass.testing import run
+from tests.forged import reseal
 
 
 def check(graph: RawGraph, path: Path, parts: int, **arguments) -> None:
@@ -89,6 +92,45 @@ def test_dtypes_survive(tmp_path, dtype):
     data = merge_parts(open_store(tmp_path / "store"), 1, 0)
     assert data.node_fields[NODE]["scalar"].dtype == dtype
     assert data.node_fields[NODE].info["wide"].shape == (2, 3)
+
+
+def with_links() -> RawGraph:
+    pairs, kind = torch.tensor([[0, 4, 1, 1, 3], [2, 0, 0, 1, 2]]), ("user/first,__type", "buys", "item")
+    links = {kind: {"edge_label_index": pairs, "edge_label": torch.tensor([1.0, 0, 1, 0, 1])}}
+    return replace(bipartite(), links=links, graph_fields={"y/1": values(7, torch.float64, (2,)), "title": "shop"})
+
+
+def test_links_and_arrays_of_the_graph(tmp_path):
+    graph, path = with_links(), tmp_path / "store"
+    manifest = partition(graph, path, 3, method="random")
+    assert open_store(path).manifest == manifest and verify(path) == manifest
+    ((kind, links),) = graph.links.items()
+
+    def work(comm):
+        found = sp.load(path, comm)
+        src, dst = found[kind].edge_label_index
+        assert found.title == "shop" and torch.equal(found.graph_fields["y/1"], graph.graph_fields["y/1"])
+        return torch.stack([src.plain, dst.plain]), found[kind].edge_label
+
+    for ranks in (1, 2, 3):
+        for rank, (pairs, labels) in enumerate(run(work, ranks)):
+            assert torch.equal(pairs, links["edge_label_index"][:, rank::ranks])
+            assert torch.equal(labels, links["edge_label"][rank::ranks])
+    partition(graph, path, 2, method="random", overwrite=True)
+    file = path / "graph.safetensors"
+    file.write_bytes(file.read_bytes().replace(links["edge_label"].numpy().tobytes(), bytes(20)))
+    for use in (verify, lambda path: run(lambda comm: sp.load(path, comm), 2)):
+        with pytest.raises(StoreError, match=r"graph\.safetensors is altered: the checksum of the tensor 'link/"):
+            use(path)
+    reseal(path)
+    verify(path)
+    file.write_bytes(file.read_bytes().replace(links["edge_label_index"].numpy().tobytes(), bytes([99]) + bytes(79)))
+    reseal(path)
+    with pytest.raises(StoreError, match=r"'edge_label_index' of .* does not fit pairs of nodes"):
+        verify(path)
+    file.unlink()
+    with pytest.raises(StoreError, match=r"graph\.safetensors cannot be read"):
+        open_store(path)
 
 
 @st.composite

@@ -246,6 +246,6 @@ def test_rows_of_a_file(tmp_path, fortran):
 
 def test_no_room_for_temporary_files(tmp_path):
     with pytest.raises(
-        ValueError, match=r"sorting needs \d+\.\d GiB of temporary files beside the store, and the disk"
+        ValueError, match=r"sorting needs \d+\.\d\d GiB of temporary files beside the store, and the disk"
     ):
         Budget(tmp_path).require_disk(1 << 60, "sorting")

@@ -70,6 +70,16 @@ def test_all_lines_of_any_other_error_and_when_they_are_asked_for(folder: Path, 
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("size", [1, 10**6], ids=["small", "more than a pipe holds"])
+def test_a_script_without_a_main_guard_ends_with_one_sentence(tmp_path: Path, size: int) -> None:
+    call = f"sp.spawn(print, 2, 'processes', args=(torch.zeros({size}),))"
+    (tmp_path / "train.py").write_text(f"import torch, shardpass as sp\n{call}\n")
+    lines = shown(tmp_path, "unguarded")
+    assert lines[0] == HEADER and [line for line in lines if "Error" in line] == lines[-1:]
+    assert "this one ended there: put the call of spawn" in lines[-1] and 'if __name__ == "__main__":' in lines[-1]
+
+
+@pytest.mark.processes
 def test_a_hook_of_the_user_stays(folder: Path) -> None:
     assert shown(folder, "hook") == ["a hook of my own"]
 

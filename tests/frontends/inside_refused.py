@@ -20,6 +20,9 @@ rows written into a matrix of each node
     a = h.new_zeros(n, 4, 4)
     a[:, r, c] = h[:, :6]
     h = h + (a - a.mT).flatten(1)[:, :8]
+systems with a column for each row
+    root = torch.linalg.cholesky(torch.eye(8) * 2 + torch.ones(8, 8) / 8)
+    h = torch.linalg.solve_triangular(root, h.T, upper=False).T + torch.linalg.solve(root, h.T).mT
 a system for each row
     a = torch.eye(4).to(h) + torch.einsum("ni,nj->nij", h[:, :4], h[:, :4])
     h = torch.cat([torch.linalg.solve(a, h[:, 4:]), h[:, :4]], 1)

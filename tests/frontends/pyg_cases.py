@@ -40,6 +40,21 @@ class Exchanges(gnn.MessagePassing):
         return x_j.sigmoid()
 
 
+class Decomposed(gnn.MessagePassing):
+    """PyG gives it the channels in two parts, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__("max", decomposed_layers=2)
+        self.first, self.cut = nn.Linear(5, 8), nn.Parameter(torch.linspace(-0.5, 0.5, 4))
+
+    def forward(self, x: Tensor, edge_index: Any) -> Tensor:
+        x = self.first(x)
+        return x + self.propagate(edge_index, x=x)
+
+    def message(self, x_i: Tensor, x_j: Tensor) -> Tensor:
+        return (x_j - x_i + self.cut).relu()
+
+
 class GatedConv(gnn.MessagePassing):
     """A user's layer: learnable parameters in message(), a softmax of its own, and a captured non-leaf tensor."""
 
@@ -103,6 +118,7 @@ LAYERS: dict[str, Case] = {
 _NORM: dict[str, Any] = {"norm": "batch_norm"}
 MODELS: dict[str, Case] = {
     "aggregations exchanged": (Exchanges, _plain),
+    "channels decomposed": (Decomposed, _plain),
     "GCN": (lambda: gnn.GCN(5, 8, 3, 4, **_NORM), _plain),
     "GraphSAGE": (lambda: gnn.GraphSAGE(5, 8, 3, 4, **_NORM), _plain),
     "GAT": (lambda: gnn.GAT(5, 8, 3, 4, heads=2, **_NORM), _plain),

@@ -114,17 +114,21 @@ def graphs(directory: Path) -> Results:
     sampled = graph.sampling_graph
     typed_data = sar.load_dgl_partition_data(part_of(directory, "het"), rank, "cpu")
     typed = sar.construct_full_graph(typed_data)
-    book = typed_data.partition_book
+    (typed_block,) = sar.construct_mfgs(typed_data, torch.arange(*typed.tgt_node_range)[::2], n_layers=1)
+    book, kinds = typed_block._partition_book, typed_block.ntypes
     return {
         "ranges": (graph.node_ranges == data.node_ranges, graph.node_ranges() == data.node_ranges),
         "own": (graph.tgt_node_range == (start, end), graph.local_src_node_range == (start, end)),
-        "book": graph.partition_book() is data.partition_book,
+        "book": graph.partition_book() is graph._partition_book is data.partition_book,
         "ids": (graph.ndata[dgl.NID].tolist() == list(range(start, end)), graph.srcnodes().tolist()),
         "types": (data.node_features[dgl.NTYPE], data.all_shard_edges[0].edge_features[dgl.ETYPE]),
         "counts": (graph.num_nodes() / 2, 2 * graph.number_of_edges(), graph.num_nodes() % 3, -graph.num_nodes()),
         "global": (graph.num_nodes_global(), graph.number_of_edges_global(), typed.num_nodes_global("user")),
         "typed": (typed.num_nodes_global(), typed.num_edges_global("buys"), typed.ntypes_global(), typed.num_nodes()),
         "is typed": isinstance(typed, sar.HeteroGraphShardManager) and isinstance(graph, sar.GraphShardManager),
+        "typed block": (kinds, typed_block.num_nodes(), [typed_block.num_nodes(k) for k in kinds]),
+        "typed sources": [typed_block.srcnodes(k).numel() for k in typed.ntypes],
+        "bipartite": (typed_block["buys"].num_nodes(), typed_block["buys"].num_dst_nodes()),
         "srcnodes": [typed.srcnodes(k).numel() == book.partid2nids(rank, k).numel() for k in typed.ntypes],
         "block": (block.num_nodes(), block.num_src_nodes(), block.num_dst_nodes(), block.srcnodes()),
         "block src": (block.srcdata[dgl.NID], block.srcnodes() + start),

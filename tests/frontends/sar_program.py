@@ -334,7 +334,7 @@ def dist_graph(directory: Path) -> Results:
         found[name] = {
             "nodes": {kind: dict(manager.nodes[kind].data) for kind in manager.ntypes},
             "edges": {kind: dict(manager.edges[kind].data) for kind in kinds},
-            "degrees": {kind: manager.in_degrees(etype=kind) for kind in kinds},
+            "degrees": {kind: one.in_degrees() for kind, one in manager.graph_shard_managers.items()},
         }
     return found
 

@@ -125,6 +125,9 @@ def test_a_graph_knows_its_partition(results: list[Any]) -> None:
         assert found["global"] == (NODES, EDGES + NODES, 30)
         assert found["typed"][:3] == (54, 90, ["item", "user"])
         assert all(found["srcnodes"])
+        sources, (buyers_and_bought, bought) = found["typed sources"], found["bipartite"]
+        assert found["typed block"] == (["item", "user"], sum(sources), sources)
+        assert buyers_and_bought == sources[1] + bought
         total, sources, seeds, rows = found["block"]
         assert total == sources + seeds and seeds == -(-own // 2) and rows.numel() == sources
         for one, other in (found["block src"], found["block dst"]):

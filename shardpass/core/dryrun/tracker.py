@@ -67,7 +67,8 @@ class MemoryTracker(torch_private.TorchDispatchMode):
             self._makes_message_buffer = func is torch_private.RECORD_ENTER and args[0] == MESSAGE_BUFFER
             self.runs_compiled_loops |= func is torch_private.RECORD_ENTER and args[0] == COMPILED_LOOPS
             return out
-        tensors = [leaf for leaf in torch_private.tree_leaves(out) if isinstance(leaf, Tensor)]
+        leaves = [out] if isinstance(out, Tensor) else torch_private.tree_leaves(out)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         for tensor in tensors:
             self.number(tensor)
         if func in _SORTS:

@@ -35,13 +35,13 @@ _TAKES_SIZES = frozenset(
     "zeros ones empty rand randn eye arange range randperm new_zeros new_ones new_empty view reshape unflatten expand "
     "broadcast_to repeat tile repeat_interleave narrow slice_scatter split split_with_sizes tensor_split unsafe_split "
     "unsafe_split_with_sizes chunk sum_to_size as_strided set_ sparse_coo_tensor sparse_csr_tensor resize_ "
-    "empty_strided new_empty_strided bincount affine_grid affine_grid_generator layer_norm rms_norm "
+    "empty_strided new_empty_strided bincount affine_grid affine_grid_generator "
     "__get__ size numel nelement stride __format__ __repr__".split()
 )
 """Functions whose numbers are sizes, or places where rows begin and end. Elsewhere a number is a value."""
 _SIZES_AT = {
     "full": (0, "size"), "new_full": (1, "size"), "randint": (-1, "size"), "normal": (2, "size"),
-    "pad": (1, "pad"),
+    "pad": (1, "pad"), "layer_norm": (1, "normalized_shape"), "rms_norm": (1, "normalized_shape"),
 }  # fmt: skip
 """Functions that take values beside sizes: where the sizes stand among the arguments, and their name."""
 

@@ -31,9 +31,16 @@ def along(call: Call) -> Found:
     return replace(found, points_to=None) if isinstance(found, Rows) else found
 
 
+_SOLVES = {"_linalg_solve_ex": "B", "linalg_solve_triangular": "B", "cholesky_solve": "self", "linalg_lu_solve": "B"}
+"""Operations that solve systems for the columns of this argument."""
+
+
 def matrices(call: Call) -> Found:
     """It works on the matrices in the last two dimensions."""
     rows = call.rows()
+    right = _SOLVES.get(call.name)
+    if right and len(rows) == 1 and rows[0][0] is call[right] and rows[0][1].dim == call[right].dim() - 1:
+        return replace(rows[0][1], points_to=None) if call.given.get("left", True) else Made.MIXED  # column by column
     if call.name == "_linalg_solve_ex" and call["B"].dim() == call["A"].dim() - 1 and len(rows) == 2:
         return rows[0][1] if rows[0][1].dim == rows[1][1].dim < call["B"].dim() - 1 else Made.MIXED  # of vectors
     if len({found.dim for _, found in rows}) > 1 or any(found.dim >= one.dim() - 2 for one, found in rows):

@@ -84,14 +84,14 @@ class GraphArgument(ShardedEdgeIndex):
         return getattr(self.graph, name)
 
     def __contains__(self, name: Any) -> bool:
-        return name in ("edge_index", *self.graph.node, *self.graph.edge)
+        return name in self.keys()
 
     def __getitem__(self, key: Any) -> Any:
         return getattr(self, key) if isinstance(key, str) else super().__getitem__(key)
 
     def keys(self) -> list[str]:
         """The names of the fields."""
-        return ["edge_index", *self.graph.node, *self.graph.edge]
+        return ["edge_index", *self.graph.node, *self.graph.edge, *self.graph.other_fields]
 
     @classmethod
     def answer(cls, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

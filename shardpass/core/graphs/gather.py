@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardpass.core.graphs.graph import ShardedGraph
-from shardpass.core.ranks import fail_together
+from shardpass.core.ranks import fail_together, tells_of_full_disk
 from shardpass.core.sharding import NodeType
 from shardpass.errors import MissingDependencyError
 
@@ -63,7 +63,8 @@ def gather(
         out[part_ids.to(out.device)] = part.to(out.device)
     if path is not None:
         numbers = out.float() if out.dtype == torch.bfloat16 else out  # NumPy has no bfloat16
-        graph.tables.write(Path(path), numbers.cpu().numpy(), node_type)
+        with tells_of_full_disk(path, numbers.nbytes):
+            graph.tables.write(Path(path), numbers.cpu().numpy(), node_type)
     return out
 
 

@@ -62,6 +62,10 @@ class ShardedGraph:
         self._batch: BatchIndex | None = None
         self.assigned: dict[str, Any] = {}
         """What models have assigned, as in ``data.x = h``: it stays on the graph, as on PyG's ``data``."""
+        self.graph_fields: dict[str, Any] = {}
+        """Numbers, strings and tensors that belong to the graph as a whole, the same on every rank."""
+        self.own_links: dict[EdgeType, dict[str, Any]] = {}
+        """This rank's share of stored links to score, by edge type: ``edge_label_index`` and ``edge_label``."""
         self._total_edges, self._num_classes = total_edges, dict(num_classes or {})
         comm.caches.of(LoadedGraphs).graphs.add(self)
         if options.stream_structure and not self.is_homogeneous:
@@ -112,13 +116,18 @@ class ShardedGraph:
         """Every stored edge field by name, own edges."""
         return self.relation.fields
 
+    @property
+    def other_fields(self) -> dict[str, Any]:
+        """What is stored and is no field of nodes or edges: fields of the graph, and links with their labels."""
+        return {**self.graph_fields, **self.own_links.get(EDGE, {})}
+
     def __getattr__(self, name: str) -> Any:
         refuse_ambiguous(name)
         if name.startswith("_") or not self.is_homogeneous:
             raise AttributeError(f"ShardedGraph has no attribute {name!r}")
         if name in self.assigned:
             return self.assigned[name]
-        for fields in (self.node, self.edge):
+        for fields in (self.node, self.edge, self.other_fields):
             if name in fields:
                 return fields[name]
         refuse_of_dgl(name)

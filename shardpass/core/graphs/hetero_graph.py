@@ -117,6 +117,7 @@ class ShardedHeteroGraph(ShardedGraph):
     Made by `load`; goes where PyG code expects a ``HeteroData`` or ``edge_index_dict``. ``graph["paper"]`` is this
     rank's nodes of a type (`OwnNodes`), ``graph["author", "writes", "paper"]`` its edges of a type (`OwnEdges`), and
     ``graph.<field>_dict`` any stored field by type, for the types that have it: ``x_dict``, ``edge_attr_dict``.
+    Fields of the whole graph are attributes.
     """
 
     @cached_property
@@ -129,7 +130,10 @@ class ShardedHeteroGraph(ShardedGraph):
 
     @cached_property
     def _edges(self) -> dict[EdgeType, OwnEdges]:
-        return {kind: OwnEdges(kind, relation, self._total_edges[kind]) for kind, relation in self.relations.items()}
+        found = {kind: OwnEdges(kind, relation, self._total_edges[kind]) for kind, relation in self.relations.items()}
+        for kind, links in self.own_links.items():
+            vars(found[kind]).update(links)
+        return found
 
     def __repr__(self) -> str:
         nodes = ", ".join(f"{nodes.num_own_nodes} of {nodes.total_nodes} {kind}" for kind, nodes in self._nodes.items())
@@ -153,6 +157,8 @@ class ShardedHeteroGraph(ShardedGraph):
 
     def __getattr__(self, name: str) -> Any:
         refuse_ambiguous(name)
+        if not name.startswith("_") and name in self.graph_fields:
+            return self.graph_fields[name]
         refuse_of_dgl(name)
         if name.startswith("_") or not name.endswith("_dict"):
             raise AttributeError(

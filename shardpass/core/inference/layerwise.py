@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,7 +19,15 @@ from shardpass.core.inference.deferred import Deferral, DeferredRows, block_of, 
 from shardpass.core.inference.fingerprint import argument_lines, model_lines, tensor_line
 from shardpass.core.inference.journal import Journal
 from shardpass.core.inference.row_sources import ChangedRowsError, spans
-from shardpass.core.ranks import Ranks, fail_together, ordinary_tensors, refuse_irregular, torch_private
+from shardpass.core.ranks import (
+    Ranks,
+    allocate,
+    fail_together,
+    ordinary_tensors,
+    refuse_irregular,
+    tells_of_full_disk,
+    torch_private,
+)
 from shardpass.core.sharding import NodeType
 from shardpass.core.training import alike
 from shardpass.errors import MissingDependencyError
@@ -209,7 +217,9 @@ def _write(graph: ShardedGraph, path: Path, rows: Tensor, ids: Tensor, total: in
             with open(partial, "xb") as file:
                 header = {"descr": dtype.str, "fortran_order": False, "shape": shape}
                 np.lib.format.write_array_header_1_0(file, header)
-                _allocate(file, file.tell() + math.prod(shape) * rows.itemsize, path)
+                num_bytes = file.tell() + math.prod(shape) * rows.itemsize
+                with tells_of_full_disk(path, num_bytes):
+                    allocate(file, num_bytes)
 
     def fill() -> None:
         out = np.load(partial, mmap_mode="r+")
@@ -220,7 +230,9 @@ def _write(graph: ShardedGraph, path: Path, rows: Tensor, ids: Tensor, total: in
     def finish() -> None:
         if comm.rank == 0 and path.suffix == _TABLE:
             table.unlink(missing_ok=True)
-            graph.tables.write(table, np.load(partial, mmap_mode="r"), node_type)
+            numbers = np.load(partial, mmap_mode="r")
+            with tells_of_full_disk(path, numbers.nbytes):
+                graph.tables.write(table, numbers, node_type)
             os.replace(table, path)
         elif comm.rank == 0:
             os.replace(partial, path)
@@ -232,18 +244,6 @@ def _write(graph: ShardedGraph, path: Path, rows: Tensor, ids: Tensor, total: in
         if comm.rank == 0:
             partial.unlink(missing_ok=True)
             table.unlink(missing_ok=True)
-
-
-def _allocate(file: IO[bytes], num_bytes: int, path: Path) -> None:
-    """Give `file` its size on the disk: on a disk that is full, writing into a mapped file would end the process."""
-    try:
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(file.fileno(), 0, num_bytes)
-        else:
-            file.truncate(num_bytes)
-    except OSError as error:
-        os.unlink(file.name)
-        raise OSError(f"{path} cannot be written: it needs {num_bytes} bytes ({error.strerror})") from error
 
 
 def _on_all(comm: Ranks, work: Callable[[], _T]) -> _T:

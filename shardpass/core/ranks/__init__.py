@@ -19,7 +19,7 @@ from shardpass.core.ranks.autograd_order import (
     refuse_inside_message,
     start_chain,
 )
-from shardpass.core.ranks.files import prepare_target, refuse_irregular
+from shardpass.core.ranks.files import allocate, prepare_target, refuse_irregular, tells_of_full_disk
 from shardpass.core.ranks.leaves import leaves_within
 from shardpass.core.ranks.on_ranks import OnRanks
 from shardpass.core.ranks.options import MODES, Mode, Options
@@ -76,6 +76,7 @@ __all__ = [
     "RowWatch",
     "agree",
     "all_reduce_sum",
+    "allocate",
     "begin_call",
     "bytes_text",
     "chained",
@@ -117,6 +118,7 @@ __all__ = [
     "seed",
     "set_random_state",
     "start_chain",
+    "tells_of_full_disk",
     "torch_private",
     "unfollowed",
     "warn_of_unwrapped",

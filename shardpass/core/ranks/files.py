@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def refuse_irregular(path: Path, what: str = "read") -> None:
@@ -31,3 +38,23 @@ def prepare_target(path: Path) -> None:
     except OSError as error:
         raise OSError(f"{path} cannot be written: {error.strerror or error} ({path.parent})") from error
     refuse_irregular(path, "replaced")
+
+
+@contextmanager
+def tells_of_full_disk(path: str | os.PathLike[str], num_bytes: int) -> Iterator[None]:
+    """A block that writes a file of `num_bytes`. If the disk is full, the error names the file and this size."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        raise OSError(f"{path} cannot be written: it needs {num_bytes} bytes ({error.strerror})") from error
+
+
+def allocate(file: IO[bytes], num_bytes: int) -> None:
+    """Give `file` its size on the disk: on a disk that is full, writing into a mapped file would end the process."""
+    if hasattr(os, "posix_fallocate"):
+        if num_bytes:
+            os.posix_fallocate(file.fileno(), 0, num_bytes)
+    else:
+        file.truncate(num_bytes)

@@ -20,7 +20,7 @@ def sums_over_ranks(
     """The sums of `values` over ranks. The first problem of any rank is raised on all of them. Collective.
 
     Args:
-        identity: what must agree between ranks (`trailing`, `class_weights`). It travels as a checksum.
+        identity: what must agree between ranks (`trailing`, `ignored`, `class_weights`). It travels as a checksum.
         chosen: `row_numbers` of the mask.
     """
     if comm.size == 1 and problem is None:
@@ -36,7 +36,7 @@ def sums_over_ranks(
         other = next(rank for rank, text in enumerate(found) if text != found[0])
         raise DivergenceError(
             f"{name}: ranks pass different kinds of rows: {found[0]} on rank 0, {found[other]} on rank {other}; "
-            f"dtype, trailing dimensions and weights of classes must be the same on every rank"
+            f"dtype, trailing dimensions, ignored class and weights of classes must be the same on every rank"
         )
     refuse_same_rows(name, rows[:, 2])
     sums: list[float] = rows[:, 3:].sum(0).tolist()
@@ -74,12 +74,13 @@ def select(rows: Tensor, mask: Tensor | None, device: torch.device | None = None
     return rows if device is None else rows.to(device)
 
 
-def check_mask(name: str, mask: Tensor | None, num_own: int) -> str | None:
-    """What is wrong with a mask."""
-    if mask is None:
+def check_mask(name: str, mask: Tensor | None, num_own: int, entries: torch.Size | None = None) -> str | None:
+    """What is wrong with a mask. With `entries`, the shape of the rows, it may also be a bool for each entry."""
+    if mask is None or (entries is not None and is_of_entries(mask, entries)):
         return None
     if not isinstance(mask, Tensor) or mask.dim() != 1 or mask.is_floating_point() or mask.is_complex():
-        return f"{name}: mask must be a bool tensor [{num_own}] or own row numbers, found {describe(mask)}"
+        each = f", or bool {list(entries)}" if entries and len(entries) > 1 else ""
+        return f"{name}: mask must be a bool tensor [{num_own}] or own row numbers{each}, found {describe(mask)}"
     if mask.dtype == torch.bool:
         if len(mask) == num_own:
             return None
@@ -90,6 +91,23 @@ def check_mask(name: str, mask: Tensor | None, num_own: int) -> str | None:
     if len(mask) and not (int(mask.min()) >= 0 and int(mask.max()) < num_own):
         return f"{name}: row numbers in mask must be in [0, {num_own}), found {int(mask.min())} to {int(mask.max())}"
     return None
+
+
+def is_of_entries(mask: Any, shape: torch.Size) -> bool:
+    """Whether a mask has a bool for each entry of rows of this shape, and not one for each row."""
+    return isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.dim() > 1 and mask.shape == shape
+
+
+def labelled(y: Tensor, mask: Tensor | None) -> Tensor:
+    """A bool for each entry of `y`: whether it is not NaN and, if `mask` is of entries, the mask has it."""
+    found = ~y.isnan()
+    return found & mask.to(y.device) if is_of_entries(mask, y.shape) and mask is not None else found
+
+
+def without_ignored(rows: Tensor, targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """The rows whose class id is another, and their class ids; all rows where targets are probabilities."""
+    kept = targets.long() != ignore_index
+    return (rows, targets) if targets.is_floating_point() or bool(kept.all()) else (rows[kept], targets[kept])
 
 
 def check_logits(name: str, logits: Tensor, y: Tensor, mask: Tensor | None) -> str | None:
@@ -129,7 +147,7 @@ def check_targets(targets: Tensor, num_classes: int, name: str) -> str | None:
 
 def no_nodes(name: str) -> str:
     """The error of a mean over nothing."""
-    return f"{name}: the mask selects no node on any rank, so there is nothing to average"
+    return f"{name}: the mask selects no node on any rank, or none with a label, so there is nothing to average"
 
 
 def trailing(values: Any) -> str:
@@ -137,6 +155,11 @@ def trailing(values: Any) -> str:
     if not isinstance(values, Tensor):
         return ""
     return f"{dtype_name(values.dtype)} [{', '.join(map(str, ['num_own', *values.shape[1:]]))}]"
+
+
+def ignored(ignore_index: int) -> str:
+    """What of class ids that are ignored must agree between ranks, as `trailing`."""
+    return "" if ignore_index == -100 else f" without class {ignore_index}"
 
 
 def class_weights(weight: Tensor) -> str:

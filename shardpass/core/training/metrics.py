@@ -13,34 +13,41 @@ from shardpass.core.training.masked_rows import (
     check_logits,
     check_mask,
     check_targets,
+    ignored,
+    is_of_entries,
+    labelled,
     no_nodes,
     refuse_same_rows,
     row_numbers,
     select,
     sums_over_ranks,
     trailing,
+    without_ignored,
 )
+
+_NO_LABEL = 2
+"""What stands among gathered zeros and ones for an entry that does not count."""
 
 
 @unfollowed(3)
-def accuracy(logits: Tensor, y: Tensor, mask: Tensor | None, comm: Ranks) -> float:
+def accuracy(logits: Tensor, y: Tensor, mask: Tensor | None, comm: Ranks, ignore_index: int = -100) -> float:
     """The fraction of masked nodes of all ranks whose largest logit is that of their class. Collective (once).
 
-    Arguments and errors as in `cross_entropy`, with `y` class ids.
+    Arguments and errors as in `cross_entropy`, with `y` class ids. Ignored nodes do not count.
     """
     problem = check_logits("accuracy", logits, y, mask)
     if problem is None and y.is_floating_point():
         problem = f"accuracy: y must hold class ids, found {describe(y)}"
     right, count = 0, 0
     if problem is None:
-        targets = select(y, mask, logits.device)
+        rows, targets = select(logits.detach(), mask), select(y, mask, logits.device)
+        rows, targets = without_ignored(rows, targets, ignore_index)
         problem = check_targets(targets, logits.shape[1], "accuracy")
         count = len(targets)
         if problem is None and count:
-            right = int((select(logits.detach(), mask).argmax(1) == targets).sum())
-    totals = sums_over_ranks(
-        "accuracy", [float(right), float(count)], problem, comm, trailing(logits), row_numbers(mask, y)
-    )
+            right = int((rows.argmax(1) == targets).sum())
+    kind = trailing(logits) + ignored(ignore_index)
+    totals = sums_over_ranks("accuracy", [float(right), float(count)], problem, comm, kind, row_numbers(mask, y))
     if totals[1] == 0:
         raise ValueError(no_nodes("accuracy"))
     return totals[0] / totals[1]
@@ -59,8 +66,9 @@ def f1(
 
     Args:
         logits: [num_own, num_classes], floating point. Subtract the threshold from probabilities.
-        y: class ids, integers [num_own]; or zeros and ones of any dtype, [num_own, num_classes].
-        mask: as in `cross_entropy`.
+        y: class ids, integers [num_own]; or zeros and ones of any dtype, [num_own, num_classes], with NaN for what is
+            unknown, which does not count.
+        mask: as in `cross_entropy`; of a matrix also a bool for each entry.
         comm: the ranks.
         average: over all decisions (``"micro"``), or of the scores of the classes (``"macro"``).
 
@@ -84,8 +92,9 @@ def mae(prediction: Tensor, y: Tensor, mask: Tensor | None, comm: Ranks) -> floa
     """The mean of ``abs(prediction - y)`` over all entries of the masked nodes of all ranks. Collective.
 
     Args:
-        prediction, y: [num_own, ...], of one shape; integers are taken as float64.
-        mask: as in `cross_entropy`.
+        prediction, y: [num_own, ...], of one shape; integers are taken as float64. Entries whose `y` is NaN do not
+            count.
+        mask: as in `cross_entropy`; or a bool for each entry.
         comm: the ranks.
 
     Raises:
@@ -95,7 +104,7 @@ def mae(prediction: Tensor, y: Tensor, mask: Tensor | None, comm: Ranks) -> floa
     own, count = 0.0, 0
     if problem is None:
         right = select(y.detach(), mask, prediction.device).double()
-        errors = (select(prediction.detach(), mask).double() - right).abs()
+        errors = (select(prediction.detach(), mask).double() - right).abs()[~right.isnan()]
         own, count = float(errors.sum()), errors.numel()
     total, number = sums_over_ranks(
         "mae", [own, float(count)], problem, comm, trailing(prediction), row_numbers(mask, y)
@@ -114,12 +123,13 @@ def roc_auc(scores: Tensor, y: Tensor, mask: Tensor | None, comm: Ranks) -> floa
 
     Args:
         scores: [n], logits or probabilities; or [n, tasks], for the mean over tasks.
-        y: zeros and ones, of the shape of `scores` and any dtype.
-        mask: as in `cross_entropy`, over the n rows.
+        y: zeros and ones, of the shape of `scores` and any dtype. Entries that are NaN have no label and do not count.
+        mask: as in `cross_entropy`, over the n rows; or a bool for each entry.
         comm: the ranks.
 
     Returns:
-        NaN if there are no rows of one of the two classes, in any task.
+        NaN if there are no rows of one of the two classes, in any task. But where some entries do not count, the mean
+        is over the tasks that have both classes, as OGB's evaluators take it.
 
     Raises:
         ValueError: on every rank, if arguments are wrong on one, a score is NaN, or no rank has a masked row.
@@ -141,18 +151,21 @@ def _decisions(logits: Tensor, y: Tensor, mask: Tensor | None, average: str) -> 
     if average not in ("micro", "macro"):
         raise ValueError(f"f1: average is 'micro' or 'macro', found {average!r}")
     several = isinstance(y, Tensor) and y.dim() == 2
-    problem = check_logits("f1", logits, y.to(logits.dtype) if several and isinstance(logits, Tensor) else y, mask)
+    rows_mask = None if several and is_of_entries(mask, y.shape) else mask
+    problem = check_logits("f1", logits, y.to(logits.dtype) if several and isinstance(logits, Tensor) else y, rows_mask)
     if problem is None and not several:
         problem = check_targets(select(y, mask), logits.shape[1], "f1")
     if problem is not None:
         raise ValueError(problem)
-    rows, targets = select(logits.detach(), mask), select(y, mask, logits.device)
+    rows, targets = select(logits.detach(), rows_mask), select(y, rows_mask, logits.device)
     if several:
-        _check_binary("f1", targets)
+        counted = labelled(targets, mask)
+        _check_binary("f1", targets[counted])
         found, targets = rows > 0, targets.bool()
     else:
         found, targets = (_one_hot(ids, rows.shape[1]) for ids in (rows.argmax(1), targets.long()))
-    counts = [found & targets, found & ~targets, ~found & targets, torch.ones_like(found)]
+        counted = torch.ones_like(found)
+    counts = [found & targets & counted, found & ~targets & counted, ~found & targets & counted, counted]
     return torch.stack([count.sum(0) for count in counts])
 
 
@@ -167,21 +180,26 @@ def _mean_over_tasks(
         problem = _check_alike(name, scores, y, mask)
         if problem is not None or scores.dim() > 2 or not scores.is_floating_point():
             raise ValueError(problem or f"{name}: scores must be floating point [n] or [n, tasks]: {describe(scores)}")
-        own = select(scores.detach(), mask)
-        if own.isnan().any():
-            raise ValueError(f"{name}: {int(own.isnan().sum())} of {own.numel()} scores are NaN")
-        targets = select(y.detach(), mask, scores.device)
-        _check_binary(name, targets)
-        return own.contiguous(), targets.to(torch.uint8).contiguous()
+        rows_mask = None if is_of_entries(mask, y.shape) else mask
+        own, targets = select(scores.detach(), rows_mask), select(y.detach(), rows_mask, scores.device)
+        counted = labelled(targets, mask)
+        if own[counted].isnan().any():
+            raise ValueError(f"{name}: {int(own[counted].isnan().sum())} of {own.numel()} scores are NaN")
+        _check_binary(name, targets[counted])
+        return own.contiguous(), targets.where(counted, _NO_LABEL).to(torch.uint8).contiguous()
 
     parts = fail_together(comm, name, chosen, ValueError)
     refuse_same_rows(name, _of_all_ranks(row_numbers(mask, y), comm))
     found, labels = (torch.cat(comm.all_gather(part, name)).cpu() for part in parts)
-    if len(found) == 0:
+    counted = labels != _NO_LABEL
+    if not counted.any():
         raise ValueError(no_nodes(name))
-    columns = zip(found.view(len(found), -1).unbind(1), labels.view(len(found), -1).unbind(1))
-    values = [measure(*_by_score(*column)) for column in columns]
-    return sum(values) / len(values)
+    needs_both, values = found.dim() == 2 and not bool(counted.all()), []
+    for column, ones, kept in zip(*(entries.view(len(entries), -1).unbind(1) for entries in (found, labels, counted))):
+        ones = ones[kept]
+        if not needs_both or 0 < int(ones.sum()) < len(ones):
+            values.append(measure(*_by_score(column[kept], ones)))
+    return sum(values) / len(values) if values else float("nan")
 
 
 def _by_score(scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -208,7 +226,7 @@ def _check_alike(name: str, prediction: Any, y: Any, mask: Tensor | None) -> str
         return f"{name}: expected tensors with one row per own node, found {describe(prediction)}, {describe(y)}"
     if prediction.shape != y.shape or prediction.is_complex() or y.is_complex():
         return f"{name}: expected two tensors of one shape, found {describe(prediction)} and y {describe(y)}"
-    return check_mask(name, mask, len(prediction))
+    return check_mask(name, mask, len(prediction), prediction.shape)
 
 
 def _check_binary(name: str, y: Tensor) -> None:

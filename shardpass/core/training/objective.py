@@ -22,11 +22,13 @@ from shardpass.core.training.masked_rows import (
     check_mask,
     check_targets,
     class_weights,
+    ignored,
     no_nodes,
     row_numbers,
     select,
     sums_over_ranks,
     trailing,
+    without_ignored,
 )
 from shardpass.errors import RefusedError
 
@@ -39,12 +41,13 @@ def cross_entropy(
     comm: Ranks,
     weight: Tensor | None = None,
     label_smoothing: float = 0.0,
+    ignore_index: int = -100,
 ) -> Tensor:
     """The mean cross entropy over the masked nodes of all ranks; its gradient is that of this rank's share.
 
     Collective in forward (once). The value is that of `torch.nn.functional.cross_entropy` on the rows of all ranks,
-    also with class weights and label smoothing. Half precision logits are computed in float32. A rank without masked
-    nodes takes part and gets zero gradients.
+    also with class weights, label smoothing and a class to ignore. Half precision logits are computed in float32. A
+    rank without masked nodes takes part and gets zero gradients.
 
     Args:
         logits: [num_own, num_classes], floating point; classes and dtype the same on every rank.
@@ -54,22 +57,25 @@ def cross_entropy(
         comm: the ranks.
         weight: one weight per class, [num_classes], the same on every rank.
         label_smoothing: in [0, 1].
+        ignore_index: the class id of nodes that do not count, neither in the sum nor in what it is divided by. The
+            same on every rank. No node is ignored where `y` holds probabilities.
 
     Returns:
         A 0-dim tensor, the same on every rank.
 
     Raises:
-        ValueError: on every rank, if shapes or class ids are wrong on one, or no rank has a masked node.
-        DivergenceError: on every rank, if dtypes, numbers of classes or weights of classes differ.
+        ValueError: on every rank, if shapes or class ids are wrong on one, or no rank has a masked node
+            that is not ignored.
+        DivergenceError: on every rank, if dtypes, numbers of classes, weights of classes or `ignore_index` differ.
     """
     problem = check_logits("cross_entropy", logits, y, mask) or _check_weight(weight, logits)
     losses, denominator = torch.zeros(0), 0.0
     if problem is None:
-        rows, targets = select(logits, mask), select(y, mask, logits.device)
+        rows, targets = without_ignored(select(logits, mask), select(y, mask, logits.device), ignore_index)
         problem = check_targets(targets, logits.shape[1], "cross_entropy")
     if problem is None:
         losses, denominator = _row_losses(rows, targets, weight, label_smoothing)
-    kind = trailing(logits) + ("" if weight is None or problem else class_weights(weight))
+    kind = trailing(logits) + ignored(ignore_index) + ("" if weight is None or problem else class_weights(weight))
     return _global_mean("cross_entropy", losses, denominator, problem, comm, kind, row_numbers(mask, y))
 
 
@@ -82,11 +88,12 @@ def mean(values: Tensor, mask: Tensor | None, comm: Ranks) -> Tensor:
     Args:
         values: [num_own, ...], the trailing dimensions the same on every rank; integers and bools are averaged as
             float32. All elements of a masked row count.
-        mask: as in `cross_entropy`.
+        mask: as in `cross_entropy`; or a bool for each entry of `values`, which then count one by one.
         comm: the ranks.
 
     Raises:
-        ValueError: on every rank, if shapes are wrong on one, or no rank has a masked node.
+        ValueError: on every rank, if shapes are wrong on one, no rank has a masked node, or a value that the mask
+            leaves out is NaN, which would make its gradient NaN.
     """
     chosen, problem = _rows_of("mean", values, mask)
     return _global_mean(
@@ -211,7 +218,14 @@ def _rows_of(name: str, values: Tensor, mask: Tensor | None) -> tuple[Tensor, st
         return torch.zeros(0), f"{name}: expected real values, found {describe(values)}; take abs() or .real of them"
     if not values.is_floating_point():
         values = values.float()
-    problem = check_mask(name, mask, values.shape[0])
+    problem = check_mask(name, mask, values.shape[0], values.shape)
+    if problem is None and mask is not None and mask.dtype == torch.bool and values.requires_grad:
+        left_out = int(values.detach()[~mask.to(values.device)].isnan().sum())
+        if left_out:
+            problem = (
+                f"{name}: {left_out} values that the mask leaves out are NaN, and so are their gradients, as 0 times "
+                f"NaN is: leave them out before the loss, {name}(loss(out[mask], y[mask]), None, comm)"
+            )
     return (values[:0] if problem else select(values, mask)), problem
 
 

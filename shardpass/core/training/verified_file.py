@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from shardpass.core.ranks import SAFETENSORS_NAMES, describe, refuse_irregular
+from shardpass.core.ranks import SAFETENSORS_NAMES, describe, refuse_irregular, tells_of_full_disk
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,10 @@ def write_verified(path: Path, tensors: Mapping[str, Tensor | RowBlocks], text: 
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.unlink(missing_ok=True)  # and nothing that it may point to is written
     try:
-        _fill(temporary, tensors, text)
-        with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())
+        with tells_of_full_disk(path, _num_bytes(tensors, text)):
+            _fill(temporary, tensors, text)
+            with open(temporary, "rb+") as file:
+                os.fsync(file.fileno())
         os.replace(temporary, path)
         folder = os.open(path.parent, os.O_RDONLY)
         try:
@@ -82,6 +83,10 @@ def _header(text: str, checksum: str, tensors: Mapping[str, Tensor | RowBlocks])
     header = json.dumps(entries, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
     return len(header).to_bytes(8, "little") + header
+
+
+def _num_bytes(tensors: Mapping[str, Tensor | RowBlocks], text: str) -> int:
+    return len(_header(text, "0" * 64, tensors)) + sum(_like(value).nbytes for value in tensors.values())
 
 
 def _write(file: BinaryIO, value: Tensor | RowBlocks) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from shardpass.core.ranks import allocate, tells_of_full_disk
 from shardpass.data.file_rows import FileRows
 from shardpass.data.names.column import IdColumn, column_of_names, write_names
 from shardpass.data.names.names import Examples, Names
@@ -51,7 +52,9 @@ class Dictionary:
         _check_kind(column, self.kind, self.what)
         path, unknown, done = self.budget.file(), Examples(), 0
         if column.count:
-            found = np.memmap(path, np.int64, "w+", shape=(column.count,))
+            with tells_of_full_disk(path, 8 * column.count), open(path, "wb") as file:
+                allocate(file, 8 * column.count)
+            found = np.memmap(path, np.int64, "r+", shape=(column.count,))
             with _stream(self.base, column), self.base.sql(_FIND).to_arrow_reader(_ROWS) as batches:
                 for batch in batches:  # in any order
                     rows, numbers, names = batch.columns

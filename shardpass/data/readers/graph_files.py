@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from shardpass.core.ranks import refuse_irregular
+from shardpass.core.ranks import refuse_irregular, tells_of_full_disk
 from shardpass.data.file_rows import FileRows
 from shardpass.data.raw import EDGE, NODE, EdgeArrays, RawGraph
 from shardpass.data.readers.mapping import count_nodes
@@ -158,8 +158,10 @@ def _unpacked(path: Path, budget: Budget) -> FileRows:
     copy = budget.file()
     with reading(path.parent, "an .npz of plain arrays"):
         refuse_irregular(path.parent)
-        with zipfile.ZipFile(path.parent) as archive, archive.open(path.name) as packed, open(copy, "wb") as file:
-            shutil.copyfileobj(packed, file, 1 << 24)
+        with zipfile.ZipFile(path.parent) as archive, archive.open(path.name) as packed:
+            num_bytes = archive.getinfo(path.name).file_size
+            with tells_of_full_disk(copy, num_bytes), open(copy, "wb") as file:
+                shutil.copyfileobj(packed, file, 1 << 24)
     return FileRows.of_npy(copy, path)
 
 

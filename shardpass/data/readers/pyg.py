@@ -10,6 +10,7 @@ from typing import Any
 from shardpass.data.raw import EDGE, NODE, RawGraph, Scalar
 from shardpass.data.readers.adjacency import is_sparse, with_edges_of_pyg
 from shardpass.data.readers.mapping import as_scalar, edge_ends, is_scalar
+from shardpass.data.rows import as_tensor
 
 
 def is_pyg(data: Any, name: str) -> bool:
@@ -21,28 +22,44 @@ def is_pyg(data: Any, name: str) -> bool:
 def read_data(data: Any, drop: Collection[str] = (), node_id: str | None = None) -> RawGraph:
     """The graph of a `Data`: every field, by PyG's own rule of what is per node and per edge. `node_id` is per node."""
     data, what = with_edges_of_pyg(data), "the Data object"
+    drop = {*drop, "ptr"} if is_pyg(data, "Batch") else drop  # which says no more than batch
     ends = edge_ends(_edge_index(data, what), "edge_index")
     num_nodes = _num_nodes(data, what)
-    node_fields, edge_fields, others = _sorted_fields(data, drop, node_id)
+    links, of_graphs = _links(data, drop), _of_graphs(data, drop)
+    node_fields, edge_fields, others = _sorted_fields(data, {*drop, *links, *of_graphs}, node_id)
     counts = num_nodes, ends.src.shape[0]
     scalars = {
         name: _graph_field(name, value, _unplaced(name, value, "", node_fields, others, counts))
         for name, value in others.items()
     }
-    source = "torch_geometric Data"
-    return RawGraph({NODE: num_nodes}, {EDGE: ends}, {NODE: node_fields}, {EDGE: edge_fields}, scalars, source)
+    return RawGraph(
+        {NODE: num_nodes},
+        {EDGE: ends},
+        {NODE: node_fields},
+        {EDGE: edge_fields},
+        {**scalars, **of_graphs},
+        "torch_geometric Data",
+        links={EDGE: links} if links else {},
+    )
 
 
 def read_hetero(data: Any, drop: Collection[str] = (), node_id: str | None = None) -> RawGraph:
     """The graph of a `HeteroData`, every field included. `node_id` is per node, where a type has it."""
+    if is_pyg(data, "Batch"):
+        raise ValueError(
+            "a Batch of HeteroData has no readout by graph here, since rows of one type of several graphs cannot be "
+            "pooled over ranks: partition the graphs of batch.to_data_list() apart"
+        )
     data = with_edges_of_pyg(data)
-    num_nodes, edges, fields = {}, {}, {}
+    num_nodes, edges, fields, links = {}, {}, {}, {}
     for kind in data.node_types:
         num_nodes[kind] = _num_nodes(data[kind], f"node type {kind!r}")
     for kind in data.edge_types:
         edges[kind] = edge_ends(_edge_index(data[kind], f"edge type {kind}"), f"edge_index of {kind}")
     for kind in (*num_nodes, *edges):
-        of_nodes, of_edges, others = _sorted_fields(data[kind], drop, node_id if kind in num_nodes else None)
+        links[kind] = {} if kind in num_nodes else _links(data[kind], drop)
+        ids = node_id if kind in num_nodes else None
+        of_nodes, of_edges, others = _sorted_fields(data[kind], {*drop, *links[kind]}, ids)
         if others:  # one type has no place for numbers and strings of its own
             name, value = next(iter(others.items()))
             counts = num_nodes.get(kind), len(edges[kind].src) if kind in edges else None
@@ -50,7 +67,43 @@ def read_hetero(data: Any, drop: Collection[str] = (), node_id: str | None = Non
         fields[kind] = of_nodes if kind in num_nodes else of_edges
     scalars = {name: _graph_field(name, value) for name, value in data._global_store.items() if name not in drop}
     node_fields, edge_fields = ({kind: fields[kind] for kind in kinds} for kinds in (num_nodes, edges))
-    return RawGraph(num_nodes, edges, node_fields, edge_fields, scalars, "torch_geometric HeteroData")
+    links = {kind: fields for kind, fields in links.items() if fields}
+    source = "torch_geometric HeteroData"
+    return RawGraph(num_nodes, edges, node_fields, edge_fields, scalars, source, links=links)
+
+
+def _links(store: Any, drop: Collection[str]) -> dict[str, Any]:
+    """Pairs of nodes to score, ``edge_label_index``, and their labels, ``edge_label``, as `RandomLinkSplit` makes."""
+    found = {}
+    for index, pairs in store.items():
+        name = index.removesuffix("_index")
+        is_links = name not in (index, "edge") and (name.endswith("edge_label") or name in store)
+        if not is_links or index in drop or getattr(pairs, "ndim", 0) != 2 or len(pairs) != 2:
+            continue
+        found[index] = pairs
+        if name not in drop and getattr(store.get(name), "shape", ())[:1] == pairs.shape[1:]:
+            found[name] = store[name]
+    return found
+
+
+def _of_graphs(data: Any, drop: Collection[str]) -> dict[str, Any]:
+    """The fields of a PyG `Batch` with a row for each of its graphs, which are joined to one here."""
+    if not is_pyg(data, "Batch"):
+        return {}
+    found, count = {}, data.num_graphs
+    for name, value in data.items():
+        if name in drop or "edge" in name or is_sparse(value) or getattr(value, "shape", ())[:1] != (count,):
+            continue
+        if data.is_node_attr(name):
+            continue
+        if count == data.num_edges:
+            raise ValueError(
+                f"field {name!r} has {count} rows, as many as there are graphs, and edges: if it is per edge, let "
+                f"its name begin with edge_; if it is per graph, leave it out with "
+                f"shardpass.data.read(data, drop=[{name!r}]) and give it to your script yourself"
+            )
+        found[name] = as_tensor(value, f"field {name!r}")
+    return found
 
 
 def _sorted_fields(

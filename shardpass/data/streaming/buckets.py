@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardpass.core.ranks import tells_of_full_disk
 from shardpass.data.team import Array, Team
 
 
@@ -94,7 +95,8 @@ class Buckets:
                 records[end[number] - counts[number] : end[number]] for (records, counts), end in zip(received, ends)
             ]
             if any(map(len, pieces)):
-                with open(self._paths[bucket], "ab") as file:
+                path = self._paths[bucket]
+                with tells_of_full_disk(path, sum(piece.nbytes for piece in pieces)), open(path, "ab") as file:
                     for piece in pieces:
                         file.write(piece.data)
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from shardpass.core.ranks import bytes_text
 from shardpass.data.team import Team
 
 Report = Callable[[str, int, int], None]
@@ -68,6 +69,6 @@ class Budget:
         free = shutil.disk_usage(self.scratch).free
         if num_bytes > free:
             raise ValueError(
-                f"{what} needs {num_bytes / 2**30:.1f} GiB of temporary files beside the store, and the disk of "
-                f"{self.scratch.parent} has {free / 2**30:.1f} GiB left; free some, or write to another disk"
+                f"{what} needs {bytes_text(num_bytes)} of temporary files beside the store, and the disk of "
+                f"{self.scratch.parent} has {bytes_text(free)} left; free some, or write to another disk"
             )

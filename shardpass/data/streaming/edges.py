@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardpass.core.ranks import tells_of_full_disk
 from shardpass.data.file_rows import FileRows
 from shardpass.data.layout import Layout
 from shardpass.data.raw import EdgeType, RawGraph
@@ -201,8 +202,11 @@ class _Columns:
 def _put(file: BinaryIO, values: Array, kind: np.dtype[Any], place: int) -> None:
     """Write numbers where the number `place` of a file is."""
     if len(values):
-        file.seek(int(place) * kind.itemsize)
-        file.write(np.ascontiguousarray(values, kind).data)
+        start = int(place) * kind.itemsize
+        with tells_of_full_disk(file.name, start + len(values) * kind.itemsize):
+            file.seek(start)
+            file.write(np.ascontiguousarray(values, kind).data)
+            file.flush()
 
 
 def integers(largest: int) -> np.dtype[Any]:

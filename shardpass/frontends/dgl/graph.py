@@ -217,7 +217,7 @@ class ShardedDGLGraph(TypedGraph):
         self._src_frames = src
         self._edge_frames = {kind: frame.clone() for kind, frame in self._edge_frames.items()}
 
-    def __getitem__(self, key: Any) -> ShardedDGLGraph:
+    def __getitem__(self: Graph, key: Any) -> Graph:
         """The graph of the edges of one type, which shares data and structure with this one."""
         if isinstance(key, tuple) and any(isinstance(part, slice) for part in key):
             wanted = [kind for kind in self._edges if all(isinstance(p, slice) or p == k for p, k in zip(key, kind))]

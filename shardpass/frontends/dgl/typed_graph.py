@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from dgl import DGLError
-from networkx import MultiDiGraph
 from torch import Tensor
 
 from shardpass.core.graphs import require_device
@@ -85,8 +84,10 @@ class TypedGraph(Closed, HoldsEdges):
         """The edge types, in the order of `canonical_etypes`."""
         return [kind[1] for kind in self._edges]
 
-    def metagraph(self) -> MultiDiGraph:
-        """The types of nodes as a graph whose edges are the types of edges."""
+    def metagraph(self) -> Any:
+        """The types of nodes as a `networkx.MultiDiGraph` whose edges are the types of edges."""
+        from networkx import MultiDiGraph
+
         found = MultiDiGraph()
         found.add_edges_from((source, destination, kind) for source, kind, destination in self._edges)
         return found

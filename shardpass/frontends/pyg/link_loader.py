@@ -12,7 +12,7 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.sampler import NegativeSampling
 
-from shardpass.core.graphs import ShardedGraph, directory_of
+from shardpass.core.graphs import NodeIds, ShardedGraph, directory_of
 from shardpass.core.ranks import derive_seed
 from shardpass.core.sampling import SampledSource, Seeds, keys_of, uniforms
 from shardpass.core.sharding import EdgeType
@@ -149,6 +149,8 @@ def _type_and_links(graph: ShardedGraph, given: Any) -> tuple[EdgeType, Any]:
 
 def _links(graph: ShardedGraph, source: SampledSource, kind: EdgeType, given: Any) -> tuple[Array, Array, Array]:
     """``(ids, src, dst)`` of links: ids that differ over all ranks, global ids of their ends. Collective."""
+    if isinstance(given, tuple) and all(isinstance(ids, NodeIds) for ids in given):
+        given = torch.stack([ids.plain for ids in given])  # of a link between types, as a store has them
     links = None if given is None else torch.as_tensor(given).cpu()
     where = f"rank {graph.comm.rank}: edge_label_index"
     if links is not None and links.is_floating_point() and links.numel():

@@ -12,7 +12,7 @@ from typing import Any
 from torch_geometric.nn.conv import MessagePassing
 
 MESSAGE_PASSING = frozenset(
-    "inspector special_args explain decomposed_layers node_dim flow aggr_module _edge_user_args "
+    "inspector special_args explain decomposed_layers node_dim flow aggr_module _user_args _edge_user_args "
     "_message_forward_pre_hooks _message_forward_hooks _propagate_forward_pre_hooks _propagate_forward_hooks "
     "_aggregate_forward_pre_hooks _aggregate_forward_hooks _edge_update_forward_pre_hooks "
     "_edge_update_forward_hooks".split()

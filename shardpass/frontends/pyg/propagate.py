@@ -91,6 +91,15 @@ class ShardedMessagePassing:
         return LazyEdges.make(self.name, arguments, message, compute, direction.shards)  # type: ignore[no-any-return]
 
     def _propagate(self, edge_index: Any, _: Any, kwargs: dict[str, Any]) -> Tensor:
+        layers = 1 if self.conv.explain else self.conv.decomposed_layers
+        if layers == 1:
+            return self._propagate_layer(edge_index, kwargs)
+        names = {name[:-2] for name in self.conv._user_args if name.endswith("_j")}
+        pieces = {name: kwargs[name].chunk(layers, -1) for name in names}
+        given = ({**kwargs, **{name: pieces[name][i] for name in names}} for i in range(layers))
+        return torch.cat([self._propagate_layer(edge_index, one) for one in given], -1)
+
+    def _propagate_layer(self, edge_index: Any, kwargs: dict[str, Any]) -> Tensor:
         self._refuse(edge_index)
         conv, direction = self.conv, Direction.of(self.conv, self.name, edge_index)
         plan = direction.plan

@@ -72,7 +72,39 @@ def test_roc_auc_and_average_precision(ranks, dtype):
     assert on_ranks(sp.average_precision, ranks, scores[:, 4], LABELS[:, 4]) == 0
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("as_mask", [False, True])
+def test_entries_without_a_label_as_in_ogb(ranks, as_mask):
+    """OGB's evaluators leave out NaN labels, and tasks of which only one class is labelled."""
+    known = torch.rand(40, 6, generator=torch.Generator().manual_seed(1)) > 0.3
+    y = LABELS.double().where(known, torch.nan)
+    found, use_mask = (LABELS, known & MASK[:, None]) if as_mask else (y, MASK)
+    kept = known & MASK[:, None]
+
+    def on_all(metric, given, **kwargs):
+        def work(comm):
+            own = [tensor.split(SPLITS[comm.size])[comm.rank] for tensor in (given, found, use_mask)]
+            return metric(*own, comm, **kwargs)
+
+        values = run(work, ranks)
+        assert len(set(values)) == 1
+        return values[0]
+
+    for ours, theirs in ((sp.roc_auc, "roc_auc_score"), (sp.average_precision, "average_precision_score")):
+        columns = [(LABELS[kept[:, i], i].numpy(), SCORES[kept[:, i], i].double().numpy()) for i in range(6) if i != 4]
+        expected = np.mean([getattr(sklearn_metrics, theirs)(*column) for column in columns])
+        assert on_all(ours, SCORES) == pytest.approx(expected, abs=1e-12)
+    expected = (LOGITS.double() - LABELS.double())[kept].abs().mean().item()
+    assert on_all(sp.mae, LOGITS) == pytest.approx(expected, abs=1e-12)
+    expected = sklearn_metrics.f1_score(LABELS[kept].numpy(), (LOGITS > 0)[kept].numpy())
+    assert on_all(sp.f1, LOGITS) == pytest.approx(expected, abs=1e-12)
+    columns = [(LABELS[kept[:, i], i].numpy(), (LOGITS > 0)[kept[:, i], i].numpy()) for i in range(6)]
+    expected = np.mean([sklearn_metrics.f1_score(*column, zero_division=0) for column in columns])
+    assert on_all(sp.f1, LOGITS, average="macro") == pytest.approx(expected, abs=1e-12)
+
+
 WRONG = {
+    r"1 of 1 masked nodes have no label \(y = -100\)": (sp.f1, lambda t: (t, torch.tensor([-100]), None), {}),
     "average is 'micro' or 'macro'": (sp.f1, lambda t: (t, CLASSES[:1], None), {"average": "weighted"}),
     r"y must be \[1, 6\] for logits \[1, 6\], found float64": (sp.f1, lambda t: (t, t[:, 0], None), {}),
     r"class ids must be in \[0, 6\), found 6": (sp.f1, lambda t: (t, torch.tensor([6]), None), {}),

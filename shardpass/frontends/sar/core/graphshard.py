@@ -138,7 +138,12 @@ class GraphShardManager(ShardedDGLGraph):
         return plain(super().num_dst_nodes(ntype))
 
     def num_nodes(self, ntype: str | None = None) -> int:
-        """How many nodes of a type this rank has; `None` means all types, of a block its sources and destinations."""
+        """How many nodes of a type this rank has; `None` means the sum over `ntypes`.
+
+        A type on both sides of a block counts its sources. A block of one type counts both sides for `None`, as in DGL.
+        """
+        if ntype is None and len(self.ntypes) > 1:
+            return plain(self._count({**self._destinations, **self._sources}, None, "Node"))
         return plain(super().num_nodes(ntype))
 
     def num_edges(self, etype: Any = None) -> int:
@@ -147,6 +152,11 @@ class GraphShardManager(ShardedDGLGraph):
 
     number_of_src_nodes, number_of_dst_nodes = num_src_nodes, num_dst_nodes
     number_of_nodes, number_of_edges = num_nodes, num_edges
+
+    @property
+    def ntypes(self) -> list[str]:
+        """The node types, each once, also those of a block."""
+        return list(dict.fromkeys(super().ntypes))
 
     def ntypes_global(self) -> list[str]:
         """The node types of the whole graph."""
@@ -207,6 +217,16 @@ class GraphShardManager(ShardedDGLGraph):
     def partition_book(self) -> Any:
         """DGL's partition book."""
         return self._whole.book
+
+    @property
+    def _partition_book(self) -> Any:
+        """The same under the name by which SAR's programs read it."""
+        return self._whole.book
+
+    @property
+    def graph_shard_managers(self) -> dict[CanonicalType, GraphShardManager]:
+        """The graph of the edges of each type, ``graph[etype]``."""
+        return {kind: self[kind] for kind in self.canonical_etypes}
 
     @property
     def sampling_graph(self) -> dgl.DGLGraph:
