@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from shardpass.core.ranks import require_count
 from shardpass.data import keys
 from shardpass.data.layout import partition_fingerprint
 from shardpass.data.manifest import Manifest
@@ -101,7 +102,9 @@ def inspect(path: str | os.PathLike[str], ranks: int | None = None) -> Report:
         ValueError: when there are more ranks than parts.
     """
     store = open_store(path)
-    count = store.num_parts if ranks is None else ranks
+    count = (
+        store.num_parts if ranks is None else require_count(ranks, "ranks", "inspect(path, ranks)", 1, store.num_parts)
+    )
     groups = [_group(store, parts_of_rank(store.num_parts, count, group)) for group in range(count)]
     return Report(store.path, store.manifest, ranks, groups)
 

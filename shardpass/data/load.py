@@ -34,7 +34,7 @@ def load(path: str | Path, comm: Ranks, options: Options | None = None) -> Shard
         DivergenceError: when ranks passed different stores or options.
     """
     require_ranks(comm, "load(path, comm)")
-    options = options or Options()
+    options = Options() if options is None else options
     if not isinstance(options, Options):
         raise TypeError(
             f"load: `options` must be shardpass.Options(...), such as Options(mode='halo'), but got "
@@ -51,7 +51,7 @@ def _loaded(path: str | Path, comm: Ranks, options: Options) -> ShardedGraph:
         store = open_store(path)
         data = merge_parts(store, comm.size, comm.rank)
         counted = tally(store, data)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError) as error:
         problem = error
     _agree_on_store(comm, store, options, problem, counted)
     assert store is not None and data is not None
