@@ -27,8 +27,6 @@ class Digits(lightning.LightningModule):
         logits = self.model(self.graph.x, self.graph)
         return sp.cross_entropy(logits, self.graph.y, self.graph.train_mask, self.comm)
 
-    def on_after_backward(self):
-
     def test_step(self, batch):
         logits = self.model(self.graph.x, self.graph)
         self.log("accuracy", sp.accuracy(logits, self.graph.y, self.graph.test_mask, self.comm))  # that of all ranks

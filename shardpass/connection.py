@@ -12,10 +12,11 @@ import torch
 
 from shardpass import backends
 from shardpass.backends import Communicator, lacks_cheap_tensors
-from shardpass.core.ranks import Ranks
+from shardpass.core.ranks import Ranks, require_callable, require_count, require_device, require_path
 from shardpass.errors import shorten_tracebacks
 
 T = TypeVar("T")
+_MOST_RANKS = 4096  # of one machine: threads and processes beyond take its memory before anything else fails
 
 
 def connect(
@@ -64,6 +65,10 @@ def connect(
         ValueError: for an unknown backend, or when ``ranks`` differs from the number of ranks.
     """
     shorten_tracebacks()
+    require_device(device, "connect(device=)")
+    _require_seconds("connect", timeout=timeout, connect_timeout=connect_timeout, host_timeout=host_timeout)
+    if black_box is not None:
+        require_path(black_box, "connect(black_box=)")
     comm = backends.connect(
         backend,
         ranks=ranks,
@@ -107,7 +112,19 @@ def spawn(
         CommunicationError: when a rank's process died without an exception.
     """
     shorten_tracebacks()
+    ranks = require_count(ranks, "ranks", "spawn(fn, ranks)", 1, _MOST_RANKS)
+    require_callable(fn, "fn", "spawn(fn, ranks)")
+    _require_seconds("spawn", timeout=timeout)
+    require_device(device, "spawn(device=)")
+    if not isinstance(args, tuple | list):
+        raise TypeError(f"spawn(fn, ranks, args=): `args` must be a tuple, but got {type(args).__name__}")
     return backends.spawn(partial(_with_ranks, fn), ranks, backend, args=args, device=device, timeout=timeout)
+
+
+def _require_seconds(call: str, **given: Any) -> None:
+    for name, value in given.items():
+        if value is not None and not isinstance(value, int | float):
+            raise TypeError(f"{call}({name}=): a number of seconds is expected, but got {type(value).__name__}")
 
 
 def _with_ranks(fn: Callable[..., T], comm: Communicator, *args: Any) -> T:

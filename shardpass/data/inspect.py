@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from shardpass.core.ranks import require_count
 from shardpass.data import keys
 from shardpass.data.layout import partition_fingerprint
 from shardpass.data.manifest import Manifest
@@ -17,6 +18,8 @@ from shardpass.data.raw import EdgeType, NodeType
 from shardpass.data.store import Store, open_store
 from shardpass.data.tally import check_tallies, tally
 from shardpass.errors import StoreError
+
+_MOST_RANKS = 99_999  # as many as a store may have parts
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,7 @@ def inspect(path: str | os.PathLike[str], ranks: int | None = None) -> Report:
         ValueError: when there are more ranks than parts.
     """
     store = open_store(path)
-    count = store.num_parts if ranks is None else ranks
+    count = store.num_parts if ranks is None else require_count(ranks, "ranks", "inspect(path, ranks)", 1, _MOST_RANKS)
     groups = [_group(store, parts_of_rank(store.num_parts, count, group)) for group in range(count)]
     return Report(store.path, store.manifest, ranks, groups)
 

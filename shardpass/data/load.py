@@ -43,7 +43,7 @@ def load(path: str | Path, comm: Ranks, options: Options | None = None) -> Shard
         DivergenceError: when ranks passed different stores or options.
     """
     require_ranks(comm, "load(path, comm)")
-    options = options or Options()
+    options = Options() if options is None else options
     if not isinstance(options, Options):
         raise TypeError(
             f"load: `options` must be shardpass.Options(...), such as Options(mode='halo'), but got "
@@ -64,7 +64,7 @@ def _loaded(path: str | Path, comm: Ranks, options: Options) -> ShardedGraph:
         counted = tally(store, data)
         of_graph = store.graph_tensors()
         links = {kind: store.links(kind) for kind in store.manifest.edge_types}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError) as error:
         problem = error
     _agree_on_store(comm, store, options, problem, counted)
     assert store is not None and data is not None

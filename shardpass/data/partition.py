@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import operator
 import os
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardpass.core.ranks import Ranks, parse_bytes
+from shardpass.core.ranks import Ranks, parse_bytes, require_count
 from shardpass.data import keys
 from shardpass.data.atomic import check_target, publish
 from shardpass.data.doubts import Doubts
@@ -32,6 +31,7 @@ from shardpass.data.tensor_file import Blocks, FileRecord, write_tensors
 from shardpass.errors import shorten_tracebacks
 
 _BLOCK_ROWS = 1 << 20
+_MOST_PARTS = 99_999  # each is a file, whose name has five digits
 
 
 def partition(
@@ -181,7 +181,7 @@ def _names(kind: str, names: Any, budget: Budget) -> Names:
 def _division(graph: RawGraph, parts: int | None, assignment: Any) -> tuple[int, Any]:
     """How many parts there will be, and the part of each node if that is known already."""
     if parts is not None:
-        return operator.index(parts), assignment
+        return require_count(parts, "parts", "partition(data, path, parts)", 1, _MOST_PARTS), assignment
     if graph.division is None:
         raise ValueError(
             f"how many parts? Pass parts=...: the graph ({graph.source or 'given'}) is not cut into parts already"

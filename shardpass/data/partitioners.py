@@ -9,11 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardpass.core.ranks import require_count
 from shardpass.data.file_rows import loaded
 from shardpass.data.kaminpar_parts import kaminpar_parts
 from shardpass.data.metis import metis_parts
 from shardpass.data.raw import NODE, NodeType, RawGraph, checked_ids
 from shardpass.data.streaming import Budget
+
+_MOST_THREADS = 4096
 
 METHODS = ("kaminpar", "metis", "random", "range")
 GIVEN = "given"
@@ -55,8 +58,9 @@ def assign(
         raise ValueError(f"{parts} parts; expected at least 1")
     if assignment is None and method not in METHODS:
         raise ValueError(f"unknown partition method {method!r}; the methods are {', '.join(METHODS)}")
-    if threads < 1:
-        raise ValueError(f"{threads} threads; expected at least 1")
+    if not isinstance(seed, int):
+        raise TypeError(f"partition(seed=): `seed` must be an integer, found {type(seed).__name__}")
+    require_count(threads, "threads", "partition(threads=)", 1, _MOST_THREADS)
     balances = assignment is None and method in ("kaminpar", "metis")
     if node_weights is not None and not balances:
         given = repr(method) if assignment is None else "an assignment"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from shardpass.core.ranks import require_path
 from shardpass.data import keys
 from shardpass.data.fields import Fields
 from shardpass.data.manifest import MANIFEST_NAME, Manifest, read_manifest
@@ -136,7 +137,7 @@ def open_store(path: str | os.PathLike[str]) -> Store:
         StoreError: when the directory is missing or is not a store, a file is missing, torn or altered, or a newer
             shardpass wrote it.
     """
-    directory = Path(path)
+    directory = require_path(path, "the folder of a store")
     manifest = read_manifest(directory)
     problem = next(contradictions(manifest), None)
     if problem:

@@ -17,7 +17,18 @@ from shardpass.core.dryrun import TERMS, Estimate, Training, estimate, fastest
 from shardpass.core.exchange import shares_rows
 from shardpass.core.graphs import ShardedGraph
 from shardpass.core.memory import Checkpoint
-from shardpass.core.ranks import MODES, Mode, Options, Ranks, bytes_text, parse_bytes
+from shardpass.core.ranks import (
+    MODES,
+    Mode,
+    Options,
+    Ranks,
+    bytes_text,
+    parse_bytes,
+    require_callable,
+    require_count,
+    require_model,
+    require_ranks,
+)
 from shardpass.core.training import cross_entropy
 from shardpass.errors import NeedsHaloError, PeerFailure, RefusedError
 from shardpass.planning.sizes import GraphCounts, sizes_of
@@ -27,6 +38,7 @@ Call = Callable[[nn.Module, ShardedGraph], Any]
 Loss = Callable[[Any, ShardedGraph], Tensor]
 
 _MOST_DOUBLINGS = 5
+_MOST_RANKS = 4096  # a dry run has some edges for each
 _LEAST: Mode = "sar"  # the mode that needs the least memory
 
 
@@ -178,7 +190,20 @@ def plan(
         raise RefusedError(
             f"plan: {type(model).__name__} is wrapped already: pass the model as built, since a plan wraps copies of it"
         )
-    options = options or Options()
+    call_text = "plan(model, graph, ranks, modes)"
+    require_model(model, call_text)
+    for name, function in {"optimizer": optimizer, "call": call, "loss": loss, "progress": progress}.items():
+        if function is not None:
+            require_callable(function, name, call_text)
+    if frontend not in _CALLS:
+        raise ValueError(f"plan: `frontend` is {frontend!r}, but it must be 'pyg' or 'dgl'")
+    if not isinstance(ranks, Iterable) or not isinstance(modes, Iterable):
+        raise TypeError("plan: `ranks` and `modes` must be lists, such as ranks=[1, 4] and modes=['sar']")
+    options = Options() if options is None else options
+    if not isinstance(options, Options):
+        raise TypeError(f"plan: `options` must be shardpass.Options(...), but got {type(options).__name__}")
+    if comm is not None:
+        require_ranks(comm, "plan(model, graph, comm=)")
     training = _training(model, optimizer, call, loss, frontend, checkpoint)
     budget = options.memory_budget if budget is None else budget
     limit = None if budget is None else parse_bytes(budget)
@@ -210,6 +235,7 @@ class _Planner:
         rows: list[Estimate] = []
         left_out: dict[Mode, str] = {}
         for index, count in enumerate(ranks):
+            count = require_count(count, "ranks", "plan(model, graph, ranks)", 1, _MOST_RANKS)
             sizes = replace(sizes_of(self.graph, count), per_host=self.per_host)
             for done, mode in enumerate(modes, index * len(modes) + 1):
                 try:

@@ -37,11 +37,16 @@ class GraphCounts:
 
     def __post_init__(self) -> None:
         for name in ("nodes", "edges", "num_features", "num_classes"):
+            if not isinstance(getattr(self, name), int):
+                raise TypeError(f"GraphCounts: {name} is an integer, got {getattr(self, name)!r}")
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is at least 1, got {getattr(self, name)}")
+        for name in ("cut_fraction", "halo_fraction"):
+            if not isinstance(getattr(self, name), int | float | None):
+                raise TypeError(f"GraphCounts: {name} is a number, got {getattr(self, name)!r}")
         if self.cut_fraction is not None and not 0 <= self.cut_fraction <= 1:
             raise ValueError(f"cut_fraction is in [0, 1], got {self.cut_fraction}")
-        if self.halo_fraction is not None and self.halo_fraction < 0:
+        if self.halo_fraction is not None and not 0 <= self.halo_fraction < math.inf:
             raise ValueError(f"halo_fraction is at least 0, got {self.halo_fraction}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -169,6 +170,59 @@ def test_a_transport_in_the_place_of_a_backend(backend: str, words: str) -> None
 def test_a_gpu_that_is_not_there() -> None:
     with pytest.raises(ValueError, match=r"the device is cuda, but torch .* finds no GPU here: .* leave `device` away"):
         sp.connect(device="cuda")
+
+
+HOSTILE: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
+    "a billion parts": (
+        lambda at: sp.partition(data(), at / "o", parts=10**9),
+        ValueError,
+        r"1000000000 parts; expect",
+    ),
+    "a billion threads": (
+        lambda at: sp.partition(data(), at / "o", parts=2, threads=10**9),
+        ValueError,
+        "1000000000 threads; expected",
+    ),
+    "a seed as text": (
+        lambda at: sp.partition(data(), at / "o", parts=2, method="random", seed="4"),
+        TypeError,
+        "`seed` must be an integer, found str",
+    ),
+    "a billion ranks": (lambda at: sp.spawn(print, 10**9), ValueError, "1000000000 ranks; expected at least 1 and at"),
+    "no processes": (lambda at: sp.spawn(print, 0, "processes"), ValueError, "0 ranks; expected at least 1"),
+    "no function": (lambda at: sp.spawn(None, 2), TypeError, "`fn` must be a function, but got NoneType"),
+    "one argument": (lambda at: sp.spawn(print, 2, args=3), TypeError, "`args` must be a tuple, but got int"),
+    "seconds as text": (lambda at: sp.spawn(print, 2, timeout="4"), TypeError, "a number of seconds is expected"),
+    "an unknown device": (lambda at: sp.spawn(print, 2, device="gpu"), ValueError, "must name a device, such as 'cpu'"),
+    "a folder as a number": (lambda at: sp.inspect(3), TypeError, "the folder of a store: `path` must be a path"),
+    "a plan on a billion ranks": (
+        lambda at: sp.plan(GCN(4, 8, 2, 3), sp.GraphCounts(100, 100, 4), [10**9]),
+        ValueError,
+        "1000000000 ranks; expected",
+    ),
+    "a plan of no model": (lambda at: sp.plan(3, sp.GraphCounts(9, 9, 4)), TypeError, r"must be a torch\.nn\.Module"),
+    "a plan of a number of ranks": (
+        lambda at: sp.plan(GCN(4, 8, 2, 3), sp.GraphCounts(9, 9, 4), 4),
+        TypeError,
+        r"must be lists, such as ranks=\[1, 4\]",
+    ),
+    "nan nodes": (lambda at: sp.GraphCounts(float("nan"), 9, 4), TypeError, "nodes is an integer, got nan"),
+    "an option as text": (lambda at: sp.Options(prefetch="4"), ValueError, "prefetch is an integer, got '4'"),
+    "a loss without ranks": (
+        lambda at: sp.mean(torch.ones(2), None, None),
+        TypeError,
+        IN_ITS_PLACE.format("NoneType"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_argument_is_told_at_once(case: str, tmp_path: Path) -> None:
+    mistake, kind, words = HOSTILE[case]
+    began = monotonic()
+    with pytest.raises(kind, match=words) as caught:
+        mistake(tmp_path)
+    assert "\n" not in str(caught.value) and monotonic() - began < 5  # a second where nothing else runs
 
 
 def test_spawn_swapped() -> None:

@@ -126,7 +126,8 @@ def test_a_store_is_planned_from_what_it_holds(tmp_path):
     generator = torch.Generator().manual_seed(0)
     edges = torch.randint(0, 900, (2, 5000), generator=generator)
     x, y = torch.rand(900, 16), torch.arange(900) % 3
-    sp.partition({"edge_index": edges, "x": x, "y": y, "train_mask": y > 0}, tmp_path / "store", 4, "random")
+    fields = {"x": x, "phase": torch.polar(x, x), "y": y, "train_mask": y > 0}
+    sp.partition({"edge_index": edges, **fields}, tmp_path / "store", 4, "random")
     groups = sp.inspect(tmp_path / "store", 2).groups
     sizes = sizes_of(tmp_path / "store", 2)
     assert sizes.edges[EDGE].halo_rows == max(group.num_halo_rows for group in groups)

@@ -167,6 +167,6 @@ def made_up_rows(kind: Field, count: int, num_classes: int) -> Tensor:
     shape = (count, *kind.shape)
     if kind.dtype == torch.bool:
         return (torch.arange(count) % 2 == 0).view(-1, *[1] * len(kind.shape)).expand(shape).clone()
-    if kind.dtype.is_floating_point:
+    if kind.dtype.is_floating_point or kind.dtype.is_complex:
         return torch.rand(shape, dtype=kind.dtype)
     return torch.randint(0, num_classes, shape, dtype=kind.dtype)

@@ -104,8 +104,10 @@ def put(call: Call) -> Found:
     from_end = _kept_place(rows.dim, at, width) - (table.dim() - len(at) + width)
     call.is_alike(values, values.dim() + from_end)
     beside = call.row_of(values)
-    is_there = beside is None or replace(beside, dim=beside.dim - values.dim() - from_end + rows.dim) == rows
-    return rows if is_there else Made.MIXED
+    if beside is None:
+        return rows
+    at_theirs = beside.dim - values.dim(), beside.outer, beside.inner, beside.points_to
+    return rows if at_theirs == (from_end, rows.outer, rows.inner, rows.points_to) else Made.MIXED
 
 
 def _kept_place(dim: int, at: list[int], width: int) -> int:

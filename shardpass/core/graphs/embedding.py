@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from shardpass.core.graphs.graph import ShardedGraph
-from shardpass.core.ranks import derive_seed
+from shardpass.core.ranks import derive_seed, require_count
 from shardpass.core.sharding import NodeType
 
 _BLOCK = 1 << 12
+_MOST_CHANNELS = 1 << 24
 
 
 class OwnRows(nn.Parameter):
@@ -47,6 +48,7 @@ class NodeEmbedding(nn.Module):
                 f"NodeEmbedding(graph, dim): `graph` must be what shardpass.load returned, but got "
                 f"{type(graph).__name__}: the table takes the number of nodes from the graph"
             )
+        dim = require_count(dim, "channels", "NodeEmbedding(graph, dim)", 1, _MOST_CHANNELS)
         types = graph.node_types
         kind = types[0] if node_type is None and len(types) == 1 else node_type
         if kind is None or kind not in types:

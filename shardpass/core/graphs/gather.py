@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardpass.core.graphs.graph import ShardedGraph
-from shardpass.core.ranks import fail_together, tells_of_full_disk
+from shardpass.core.ranks import fail_together, require_path, require_tensor, tells_of_full_disk
 from shardpass.core.sharding import NodeType
 from shardpass.errors import MissingDependencyError
 
@@ -39,6 +39,8 @@ def gather(
         raise TypeError(
             f"gather(graph, rows): `graph` must be what shardpass.load returned, but got {type(graph).__name__}"
         )
+    require_tensor(rows, "rows", "gather(graph, rows)")
+    path = None if path is None else require_path(path, "gather(graph, rows, path=)")
     ids, total = graph.ids_of(node_type)
     if rows.size(0) != ids.numel():
         raise ValueError(
@@ -47,9 +49,7 @@ def gather(
         )
     comm = graph.comm
     if path is not None:
-        fail_together(
-            comm, "gather: table", lambda: _check_table(graph, Path(path)), ValueError, MissingDependencyError
-        )
+        fail_together(comm, "gather: table", lambda: _check_table(graph, path), ValueError, MissingDependencyError)
 
     def at_root(own: Tensor, label: str) -> list[Tensor]:
         return comm.all_to_all([own] + [own[:0]] * (comm.size - 1), label=label)
@@ -64,7 +64,7 @@ def gather(
     if path is not None:
         numbers = out.float() if out.dtype == torch.bfloat16 else out  # NumPy has no bfloat16
         with tells_of_full_disk(path, numbers.nbytes):
-            graph.tables.write(Path(path), numbers.cpu().numpy(), node_type)
+            graph.tables.write(path, numbers.cpu().numpy(), node_type)
     return out
 
 

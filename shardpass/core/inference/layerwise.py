@@ -25,6 +25,7 @@ from shardpass.core.ranks import (
     fail_together,
     ordinary_tensors,
     refuse_irregular,
+    require_path,
     tells_of_full_disk,
     torch_private,
 )
@@ -77,7 +78,11 @@ def infer(
         OSError: a rank cannot write.
         MissingDependencyError: pyarrow, which writes tables, is not installed.
     """
-    comm, path = graph.comm, Path(path)
+    if not isinstance(graph, ShardedGraph):
+        raise TypeError(
+            f"infer(model, graph, path): `graph` must be what shardpass.load returned, but got {type(graph).__name__}"
+        )
+    comm, path = graph.comm, require_path(path, "infer(model, graph, path)")
     if not getattr(model, "_shardpass_wrapped", False):
         raise ValueError("infer takes a wrapped model: call shardpass.pyg.wrap(model, comm), or dgl.wrap, first")
     _on_all(comm, lambda: _refuse_existing(path, overwrite))

@@ -6,6 +6,14 @@ something for each other, such as `Ranks.watch`.
 
 from shardpass.core.ranks import torch_private
 from shardpass.core.ranks.agree import agree, digest, diverged, fail_together
+from shardpass.core.ranks.arguments import (
+    require_callable,
+    require_count,
+    require_device,
+    require_model,
+    require_path,
+    require_tensor,
+)
 from shardpass.core.ranks.autograd_order import (
     all_reduce_sum,
     begin_call,
@@ -114,7 +122,13 @@ __all__ = [
     "refuse_irregular",
     "refuse_shared_model",
     "replayed",
+    "require_callable",
+    "require_count",
+    "require_device",
+    "require_model",
+    "require_path",
     "require_ranks",
+    "require_tensor",
     "seed",
     "set_random_state",
     "start_chain",

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from shardpass.core.ranks import torch_private
+from shardpass.core.ranks.arguments import require_tensor
 from shardpass.core.ranks.random import refuse_checkpointed_draws
 from shardpass.core.ranks.ranks import ForwardPass, Ranks
 from shardpass.errors import NeedsHaloError, RefusedError
@@ -154,6 +155,7 @@ def all_reduce_sum(tensor: Tensor, comm: Ranks, label: str = "all_reduce_sum") -
         RefusedError: a wrapped model is running, and `tensor` is no sum over own rows: a mean or a maximum of them,
             the rows themselves, or what every rank has alike.
     """
+    require_tensor(tensor, "tensor", "all_reduce_sum(tensor, comm)")
     if comm.runs_user_code:
         _check_sum(tensor, comm, label)
     with comm.unfollowed():

@@ -70,6 +70,10 @@ class Options:
             parse_bytes(self.memory_budget)
         if self.backward not in BACKWARDS:
             raise ValueError(f"backward is one of {', '.join(BACKWARDS)}, got {self.backward!r}")
+        for name in ("prefetch", "block_rows", "chunk_bytes"):
+            value = getattr(self, name)
+            if not isinstance(value, int) and not (name == "block_rows" and value is None):
+                raise ValueError(f"{name} is an integer, got {value!r}")
         if self.prefetch < 0:
             raise ValueError(f"prefetch is at least 0, got {self.prefetch}")
         if self.block_rows is not None and self.block_rows < 1:

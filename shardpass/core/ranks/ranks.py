@@ -112,7 +112,7 @@ def unfollowed(position: int, gives_whole: bool = False) -> Callable[[Function],
         @wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
             holder = kwargs["comm"] if "comm" in kwargs else args[position] if position < len(args) else None
-            if is_named_comm and holder is not None:
+            if is_named_comm and ("comm" in kwargs or position < len(args)):
                 require_ranks(holder, call)
             comm = holder if isinstance(holder, Ranks) else getattr(holder, "comm", None)
             given = [one for one in (*args, *kwargs.values()) if isinstance(one, FollowedTensor)]

@@ -372,7 +372,7 @@ def quiet_shapes() -> Iterator[None]:
     """A block in which torch does not log what fails on symbols: the error is told in the words of a refusal."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
 
-    def says_nothing(_: logging.LogRecord) -> bool:  # a function of its own, for ranks are threads
+    def says_nothing(_: logging.LogRecord) -> bool:  # each block has its own, since ranks may be threads
         return False
 
     logger.addFilter(says_nothing)

@@ -112,8 +112,9 @@ def check_row_wise(program: Program, structure: Structure, num_dst: int) -> None
             message = program.message(inputs)
             for rows in tensors_in([message]):
                 follower.require(rows, _edges())
-            result = message if program.aggregate is None else program.aggregate(message, inputs)
+            result: Any = message
             if program.aggregate is not None:
+                result = program.aggregate(message, inputs)
                 _check_result(program, follower, result)
         follower.marks.check_refusals()
         if leaves:
@@ -161,7 +162,7 @@ def _refuse_functions(line: str, found: list[Tensor]) -> None:
 
 
 def unseen_by_checkpoint() -> AbstractContextManager[Any]:
-    """A block whose saved tensors torch.utils.checkpoint does not count: a call that it makes again may need no trial.
+    """A block whose saved tensors torch.utils.checkpoint does not count: when it repeats a call, there may be no trial.
 
     They are detached, since an operation that saved its own result would hold itself for ever.
     """

@@ -21,6 +21,8 @@ from shardpass.core.ranks import (
     describe,
     fail_together,
     get_random_state,
+    require_model,
+    require_path,
     require_ranks,
     set_random_state,
     torch_private,
@@ -67,7 +69,9 @@ def save_checkpoint(
         CheckpointError: on every rank, if something cannot be stored or written on one, or if parameters that ranks
             share differ between them.
     """
-    require_ranks(comm, "save_checkpoint(path, comm, model)")
+    call = "save_checkpoint(path, comm, model)"
+    require_ranks(comm, call)
+    path = _checked(path, model, optimizer, call)
     tensors: dict[str, Tensor] = {}
     trees = _agreed(comm, lambda: _trees(model, optimizer, extra, tensors))
     tables = _tables(model, optimizer)
@@ -84,7 +88,7 @@ def save_checkpoint(
         tensors.update({f"{name}@{rank}": part for rank, part in enumerate(rows)})
     manifest = {"format": FORMAT, "ranks": comm.size, "epoch": epoch, "local": local, **trees}
     manifest["graph"], manifest["partition"] = _fingerprints(graph)
-    _agreed(comm, lambda: write_file(Path(path), tensors, manifest) if comm.rank == 0 else None)
+    _agreed(comm, lambda: write_file(path, tensors, manifest) if comm.rank == 0 else None)
 
 
 def load_checkpoint(
@@ -114,17 +118,27 @@ def load_checkpoint(
     Raises:
         CheckpointError: on every rank, if the file is missing, torn or altered, or does not fit.
     """
-    require_ranks(comm, "load_checkpoint(path, comm, model)")
+    call = "load_checkpoint(path, comm, model)"
+    require_ranks(comm, call)
+    path = _checked(path, model, optimizer, call)
     read: dict[str, Tensor] = {}
-    manifest = _agreed(comm, lambda: read_file(Path(path), read) if comm.rank == 0 else None)
+    manifest = _agreed(comm, lambda: read_file(path, read) if comm.rank == 0 else None)
     manifest = comm.all_gather_object(manifest, "checkpoint manifest")[0]
     spans = _spans(model, optimizer, comm)
-    _agreed(comm, lambda: _validate(Path(path), manifest, model, optimizer, graph, spans))
+    _agreed(comm, lambda: _validate(path, manifest, model, optimizer, graph, spans))
     tensors = _passed_on(manifest, read, comm, spans)
     _agreed(comm, lambda: _restore(manifest, tensors, model, optimizer))
     same = _agreed(comm, lambda: _continue_random(manifest, tensors, comm))
     extra = decode(manifest["extra"], tensors)
     return {"epoch": manifest["epoch"], "extra": extra, "random": "restored" if same else "derived"}
+
+
+def _checked(path: Any, model: Any, optimizer: Any, call: str) -> Path:
+    """The path, if the arguments are of the kinds that they must be."""
+    require_model(model, call)
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+        raise TypeError(f"{call}: `optimizer` must be an optimizer of torch, but got {type(optimizer).__name__}")
+    return require_path(path, call)
 
 
 def _tables(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:

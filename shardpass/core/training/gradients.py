@@ -29,6 +29,7 @@ from shardpass.core.ranks import (
     is_parameter,
     refuse_double_backward,
     refuse_shared_model,
+    require_model,
     require_ranks,
     torch_private,
     warn_of_unwrapped,
@@ -60,6 +61,7 @@ def sync_parameters(model: nn.Module, comm: Ranks, bucket_bytes: int = BUCKET_BY
     Raises:
         ValueError: on every rank, if the models differ; it names the first difference.
     """
+    require_model(model, "sync_parameters(model, comm)")
     named = [*alike(model), *model.named_buffers()]
     for name, tensor in named:
         if nn.parameter.is_lazy(tensor):
@@ -247,6 +249,7 @@ def sync_gradients(
             model.
     """
     require_ranks(comm, "sync_gradients(model, comm)")
+    require_model(model, "sync_gradients(model, comm)")
     _refuse_ddp_within(model)
     wrapped = [(module, getattr(module, "_shardpass_wrapped", None)) for module in model.modules()]
     sums = [module for module, found in wrapped if isinstance(found, GradientSums) and not found.is_left]
@@ -343,6 +346,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float, comm: Ranks) -> Tensor:
         max_norm: the largest norm that is left.
         comm: the ranks.
     """
+    require_model(model, "clip_grad_norm(model, max_norm, comm)")
     rows, shared = torch.zeros(2, dtype=torch.float64, device=comm.device).unbind()  # squares of them, own and common
     found = [(parameter, parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
     for parameter, gradient in found:

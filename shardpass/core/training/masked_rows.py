@@ -106,8 +106,10 @@ def labelled(y: Tensor, mask: Tensor | None) -> Tensor:
 
 def without_ignored(rows: Tensor, targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
     """The rows whose class id is another, and their class ids; all rows where targets are probabilities."""
+    if targets.is_floating_point():
+        return rows, targets
     kept = targets.long() != ignore_index
-    return (rows, targets) if targets.is_floating_point() or bool(kept.all()) else (rows[kept], targets[kept])
+    return (rows, targets) if bool(kept.all()) else (rows[kept], targets[kept])
 
 
 def check_logits(name: str, logits: Tensor, y: Tensor, mask: Tensor | None) -> str | None:

@@ -225,7 +225,10 @@ class OutermostCall:
             follower.marks.check_refusals()
         except RefusedError as error:  # a library may read numbers of rows to explain why memory ran out
             lack = memory_error(error)
-            raise (first_refusal(error) if lack is None else lack) from None
+            told = first_refusal(error) if lack is None else lack
+            if told is error:
+                raise
+            raise told from None
         except Exception as error:
             follower.marks.check_refusals()  # TorchScript raises an error of its own, without a word of ours
             lacking = next((rows for rows in follower.marks.known if rows.count == 0), None)
@@ -273,6 +276,6 @@ class RowwisePart(OutermostCall):
 
 
 def replaced_forward(module: nn.Module) -> Any:
-    """What stands in the place of the forward of the class of `module`, or of which ours is made; or None."""
+    """What a user or a frontend has put in the place of the `forward` of `module`; `None` if nothing."""
     own = vars(module).get("forward")
     return getattr(own, "adapted", own)
