@@ -9,7 +9,7 @@ from shardpass.core.following.functions import FollowFunctions
 from shardpass.core.following.gradients import followed_hooks, function_of_user
 from shardpass.core.following.judge import verdict_of
 from shardpass.core.following.known import known_modules
-from shardpass.core.following.outside import Around, plain_of
+from shardpass.core.following.outside import Around
 from shardpass.core.following.refusals import first_refusal, whole_graph
 from shardpass.core.following.row_count import OwnCount, OwnShape, RowCount, own_of
 from shardpass.core.following.rows import Rows
@@ -31,7 +31,6 @@ __all__ = [
     "is_called_by",
     "known_modules",
     "own_of",
-    "plain_of",
     "unfollowed_anywhere",
     "user_line",
     "verdict_of",

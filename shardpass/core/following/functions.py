@@ -235,7 +235,7 @@ class FollowFunctions(TorchFunctionMode):
             if isinstance(found, Rows):
                 marks.mark(out, found)
             else:
-                marks.mixtures.add(out, Mixture(name, user_line(), first.of, found is Made.SUM))
+                marks.mixtures.add(out, Mixture(name, user_line(), first.of, found is Made.SUM, marks.remedy))
         return outs
 
     def _differentiated(self, args: Any, kwargs: Any) -> Any:

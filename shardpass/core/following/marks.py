@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shardpass.core.following.left_behind import tensors_within
 from shardpass.core.following.origin import Origin
-from shardpass.core.following.refusals import ALL_ROWS, Mixture, check_plain, refusal
+from shardpass.core.following.refusals import ALL_ROWS, AROUND, LOSS, Mixture, check_plain, refusal
 from shardpass.core.following.rows import Rows
 from shardpass.core.following.user_line import user_line
 from shardpass.core.ranks import HoldsEdges, RowSet, is_parameter, leaves_within, torch_private
@@ -87,6 +87,11 @@ class Marks:
     whole: MutableMapping[Tensor, bool] = field(default_factory=torch_private.WeakTensorKeyDictionary)
     _selections: list[tuple[Tensor, int, RowSet]] = field(default_factory=list)
 
+    @property
+    def remedy(self) -> str:
+        """What to do in the place of what puts rows together, if that depends on where it stands."""
+        return AROUND if self.is_around else LOSS if self.is_in_loss else ""
+
     def note_count(self, count: int) -> None:
         """Note that the model was told the number of own rows as a plain `int`."""
         near = [n for n in (count - 1, count, count + 1) if n > 0]
@@ -122,6 +127,12 @@ class Marks:
         for kept in (self.rows, self.origins, self.drawn):
             kept.pop(tensor, None)
         self.mixtures.pop(tensor)
+
+    def copy(self, tensor: Tensor, like: Tensor) -> None:
+        """Know of `tensor`, which shares the memory of `like`, what is known of that."""
+        for kept in (self.rows, self.origins, self.whole):
+            if like in kept:
+                kept[tensor] = kept[like]  # type: ignore[index,assignment]
 
     @contextmanager
     def remembered(self) -> Iterator[None]:

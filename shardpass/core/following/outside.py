@@ -17,26 +17,53 @@ import torch
 from torch import Tensor, nn
 
 from shardpass.core.following.functions import ADDS, FollowFunctions
+from shardpass.core.following.gradients import follow_function, is_made_of_parameters
 from shardpass.core.following.refusals import Mixture
 from shardpass.core.following.row_count import OwnCount, leaves_of
 from shardpass.core.following.rows import Rows
 from shardpass.core.following.user_line import user_line
-from shardpass.core.ranks import FollowedTensor, Ranks, RowSet, torch_private
+from shardpass.core.ranks import FollowedTensor, Gives, Ranks, RowSet, plain_of, torch_private
 from shardpass.errors import RefusedError
 
+_NOTE = "shardpass"
 _RUNS_AS_IT_IS = frozenset("backward __deepcopy__ __repr__ __format__ __reduce_ex__".split())
 
 
 class FollowedOutput(FollowedTensor):
     """What a wrapped model returned, or what was made of it: another name for the tensor `plain`."""
 
-    around: Around
+    @property
+    def around(self) -> Around:  # type: ignore[override]
+        return self._held()[0]
+
+    @property
+    def plain(self) -> Tensor:  # type: ignore[override]
+        return self._held()[1]
+
+    def _held(self) -> tuple[Around, Tensor]:
+        held: tuple[Around, Tensor] | None = vars(self).get("held")
+        with torch_private.DisableTorchFunctionSubclass():
+            if held is None or (self.requires_grad and not held[1].requires_grad):
+                held = self.held = _held_after_function(self, held)
+        return held
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         leaves = leaves_of((args, [*(kwargs or {}).values()]))
         around = next(leaf.around for leaf in leaves if isinstance(leaf, FollowedOutput))
         return around.run(func, args, kwargs or {})
+
+
+def _held_after_function(out: FollowedOutput, held: tuple[Around, Tensor] | None) -> tuple[Around, Tensor]:
+    """What `out` holds, which a `torch.autograd.Function` has returned: made in its forward, or given to it."""
+    plain = out.as_subclass(Tensor)
+    before = [] if out.grad_fn is None else [_notes(node) for node, _ in out.grad_fn.next_functions if node is not None]
+    given = [notes[_NOTE] for notes in before if _NOTE in notes]
+    if held is None:
+        held = next((one for one in given if one[1].data_ptr() == plain.data_ptr()), None)
+    around, like = held or (given[0][0], None)
+    around.note_function(out, plain, like)
+    return around, plain
 
 
 class Around:
@@ -50,10 +77,11 @@ class Around:
     def __init__(self, functions: FollowFunctions, comm: Ranks) -> None:
         self.comm, self.functions = comm, functions
         self.follower, self.marks = functions.follower, functions.follower.marks
+        self.follower.all_agree = bool  # a script may let one rank alone do something
         self._has_warned = False
 
     def followed(self, value: Any, like: Any = None) -> Any:
-        """`value` with tensors that are followed in the place of those that want a gradient.
+        """`value` with tensors that are followed in the place of its tensors.
 
         Args:
             like: tensors of which those of `value` are other names.
@@ -63,29 +91,56 @@ class Around:
                 self.follower.mark_alike(leaf, known)
         return torch_private.tree_map(self._named, value)
 
-    def returned(self, value: Any, is_whole: bool) -> Any:
-        """What a function of ours returns that was given followed tensors. See `unfollowed`."""
-        if is_whole:
+    def returned(self, value: Any, gives: Gives) -> Any:
+        """See `ResultWatch.returned`."""
+        if gives == "number":
+            return value
+        if gives == "whole":
             self.follower.mark_whole(value)
+        elif gives == "rows":
+            with self._around():
+                self.follower.recognise(value)
         else:
-            self.follower.recognise(value)
+            for one in _tensors_in(value):
+                self.follower.mark_plain(one)
         return self.followed(value)
 
-    def check_rows(self, value: Any) -> None:
-        """Refuse what was made of several rows, for a function that takes rows."""
-        self.marks.check_result(torch_private.tree_map(plain_of, value))
+    def check_given(self, value: Any, is_sum: bool) -> None:
+        """See `ResultWatch.check_given`."""
+        given = torch_private.tree_map(plain_of, value)
+        if not is_sum:
+            self.marks.check_result(given)
+        for one in _tensors_in(given) if is_sum else ():
+            if not self.follower.is_sum(one) and (one in self.marks.whole or is_made_of_parameters(one)):
+                self.follower.refuse_alike(one)
 
     def _named(self, leaf: Any) -> Any:
-        if type(leaf) is not Tensor or not leaf.requires_grad:
+        if type(leaf) is not Tensor:
             return leaf
         with torch_private.DisableTorchFunctionSubclass():
             named: FollowedOutput = leaf.as_subclass(FollowedOutput)
-        named.plain, named.around = leaf, self
+            named.held = self, leaf
+            if named.grad_fn is not None:
+                _notes(named.grad_fn)[_NOTE] = named.held
+                named.grad_fn.register_prehook(_plain_gradients)  # of a Function that has kept what it was given
         return named
+
+    def note_function(self, out: Tensor, plain: Tensor, like: Tensor | None) -> None:
+        """Note that a `torch.autograd.Function` has returned `out`, whose other name is `plain`.
+
+        Args:
+            like: what has the same rows, if that is known.
+        """
+        with self._around():
+            self.follower.recognise(plain) if like is None else self.marks.copy(plain, like)
+        follow_function(self.follower, self.functions.block, out, self.marks.rows_of(plain))
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What a torch function returns for arguments of which some are followed."""
         name = getattr(func, "__name__", "")
+        if name == "__get__" and getattr(func.__self__, "__name__", "") == "grad_fn":
+            with torch_private.DisableTorchFunctionSubclass():
+                return func(*args)  # what a Function has returned has another one than the tensor that it stands for
         args, kwargs = torch_private.tree_map(plain_of, (args, kwargs))
         if name in _RUNS_AS_IT_IS or func is torch.autograd.grad:
             return func(*args, **kwargs)
@@ -116,17 +171,21 @@ class Around:
         return self.followed(self._without_counts(out))
 
     @contextmanager
-    def _block(self) -> Iterator[None]:
-        marks, around = self.marks, self.comm.forward is None
-        before, marks.is_around = marks.is_around, around
-        block = self.functions.block()
-        block.__enter__()
+    def _around(self) -> Iterator[None]:
+        marks = self.marks
+        before, marks.is_around = marks.is_around, self.comm.forward is None
         try:
             yield
         finally:
-            block.__exit__(None, None, None)
             marks.is_around = before
-            marks.refusals.clear()  # which are noted on what was made
+
+    @contextmanager
+    def _block(self) -> Iterator[None]:
+        try:
+            with self._around(), self.functions.block():
+                yield
+        finally:
+            self.marks.refusals.clear()  # which are noted on what was made
 
     def _guard(self, out: Tensor) -> None:
         """Let backward raise if it comes to what was made of several rows and is no sum over them."""
@@ -166,13 +225,17 @@ class Around:
     def _warn(self, name: str, refused: RefusedError) -> None:
         if not self._has_warned:
             self._has_warned = True
-            warnings.warn(f"{refused}. What is computed of it from here on is not followed", stacklevel=4)
+            if self.comm.rank == 0:
+                warnings.warn(f"{refused}. What is computed of it from here on is not followed", stacklevel=4)
 
 
 def _tensors_in(*values: Any) -> list[Tensor]:
     return [leaf for leaf in torch_private.tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
-def plain_of(leaf: Any) -> Any:
-    """The tensor that a followed one stands for; anything else as it is."""
-    return leaf.plain if isinstance(leaf, FollowedTensor) else leaf
+def _notes(node: Any) -> dict[str, Any]:
+    return node.metadata  # type: ignore[no-any-return]
+
+
+def _plain_gradients(gradients: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(map(plain_of, gradients))

@@ -54,7 +54,7 @@ class Primitive:
         for out, rows in zip(self.outs if outs is None else outs, found):
             if not isinstance(rows, Rows) or not rows.fit(out):
                 self.marks.forget(out)
-                made = Mixture(self.name, user_line(), self.first.of, rows is Made.SUM, self.marks.is_in_loss)
+                made = Mixture(self.name, user_line(), self.first.of, rows is Made.SUM, self.marks.remedy)
                 self.marks.mixtures.add(out, made)
                 continue
             self.marks.mark(out, rows)
@@ -92,4 +92,4 @@ class Primitive:
         return replace(rows, points_to=None)
 
     def _refuse(self, what: str, of: RowSet | None = None, remedy: str = "") -> NoReturn:
-        raise refusal(f"`{self.name}` {what}, over the {(of or self.first.of).name}", remedy)
+        raise refusal(f"`{self.name}` {what}, over the {(of or self.first.of).name}", remedy or self.marks.remedy)

@@ -24,6 +24,11 @@ LOSS = (
     "A loss takes in the rows of all ranks: return the rows, and outside of the model call shardpass.cross_entropy "
     "or shardpass.mean of the losses of single rows (reduction='none')"
 )
+AROUND = (
+    "Around a model the rows of all ranks are taken in by shardpass.cross_entropy, or by shardpass.mean or sum of a value "
+    "for each row (reduction='none'); what rows are compared with, by shardpass.all_reduce_sum of a sum over own rows; "
+    "and metrics are shardpass.accuracy and its like"
+)
 BRANCH = (
     "Every rank would decide by its own rows. Check it before you partition, or outside of the model for all ranks "
     "together, as in comm.all_reduce(flag, 'max')"
@@ -108,7 +113,7 @@ class Mixture:
         line: of the user's code.
         of: the rows.
         is_sum: it is a sum over own rows, so that the sum over ranks is that of the whole graph.
-        is_loss: a loss function of torch's made it.
+        remedy: what to do instead, if that is known where it is made.
         told: the refusal, if there is one already.
     """
 
@@ -116,7 +121,7 @@ class Mixture:
     line: str
     of: RowSet
     is_sum: bool = False
-    is_loss: bool = False
+    remedy: str = ""
     told: RefusedError | None = None
 
     def refusal(self, decides: bool = False) -> RefusedError:
@@ -124,7 +129,7 @@ class Mixture:
         if self.told is not None:
             return self.told
         is_users = not is_asked_by("torch_geometric.")
-        remedy = LOSS if self.is_loss else BRANCH if decides and is_users else ""
+        remedy = self.remedy or (BRANCH if decides and is_users else "")
         return refusal(f"`{self.name}` puts rows together, over the {self.of.name}", remedy, line=self.line)
 
 

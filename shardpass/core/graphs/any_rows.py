@@ -13,10 +13,11 @@ from shardpass.core.graphs.as_data import graph_of
 from shardpass.core.graphs.directory import directory_of
 from shardpass.core.graphs.graph import ShardedGraph
 from shardpass.core.graphs.stand_in import StandIn
-from shardpass.core.ranks import Ranks, describe, fail_together
+from shardpass.core.ranks import Ranks, describe, fail_together, takes_followed
 from shardpass.core.sharding import NodeType
 
 
+@takes_followed()
 def rows(graph: ShardedGraph, h: Tensor, ids: Tensor, node_type: NodeType | None = None) -> Tensor:
     """The rows of `h` that belong to some nodes of the whole graph, ``[len(ids), ...]``. Collective, in backward too.
 

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from shardpass.core.graphs.graph import ShardedGraph
-from shardpass.core.ranks import fail_together, require_path, require_tensor, tells_of_full_disk
+from shardpass.core.ranks import fail_together, require_path, require_tensor, takes_followed, tells_of_full_disk
 from shardpass.core.sharding import NodeType
 from shardpass.errors import MissingDependencyError
 
 
+@takes_followed("number")
 def gather(
     graph: ShardedGraph,
     rows: Tensor,

@@ -52,8 +52,17 @@ from shardpass.core.ranks.random import (
     seed,
     set_random_state,
 )
-from shardpass.core.ranks.ranks import KeptCalls, Ranks, require_ranks, unfollowed
-from shardpass.core.ranks.rows import FollowedTensor, HoldsEdges, ResultWatch, RowSet, RowWatch, loops_first
+from shardpass.core.ranks.ranks import KeptCalls, Ranks, require_ranks, takes_followed, unfollowed
+from shardpass.core.ranks.rows import (
+    FollowedTensor,
+    Gives,
+    HoldsEdges,
+    ResultWatch,
+    RowSet,
+    RowWatch,
+    loops_first,
+    plain_of,
+)
 from shardpass.core.ranks.schema import COUNT, mismatch
 from shardpass.core.ranks.units import (
     SAFETENSORS_NAMES,
@@ -72,6 +81,7 @@ __all__ = [
     "SAFETENSORS_NAMES",
     "FetchedUnwrapped",
     "FollowedTensor",
+    "Gives",
     "HoldsEdges",
     "KeptCalls",
     "Mode",
@@ -116,6 +126,7 @@ __all__ = [
     "parse_bytes",
     "parse_count",
     "piece_seed",
+    "plain_of",
     "prepare_target",
     "refuse_double_backward",
     "refuse_inside_message",
@@ -132,6 +143,7 @@ __all__ = [
     "seed",
     "set_random_state",
     "start_chain",
+    "takes_followed",
     "tells_of_full_disk",
     "torch_private",
     "unfollowed",

@@ -32,7 +32,7 @@ from torch import Tensor
 from shardpass.core.ranks import torch_private
 from shardpass.core.ranks.arguments import require_tensor
 from shardpass.core.ranks.random import refuse_checkpointed_draws
-from shardpass.core.ranks.ranks import ForwardPass, Ranks
+from shardpass.core.ranks.ranks import ForwardPass, Ranks, takes_followed
 from shardpass.errors import NeedsHaloError, RefusedError
 
 Linear = Callable[[Tensor], Tensor]
@@ -139,6 +139,7 @@ def refuse_double_backward(name: str) -> None:
         )
 
 
+@takes_followed("sum")
 def all_reduce_sum(tensor: Tensor, comm: Ranks, label: str = "all_reduce_sum") -> Tensor:
     """The sum of `tensor` over ranks, differentiable; the same bits on every rank.
 

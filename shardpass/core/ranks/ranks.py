@@ -11,11 +11,11 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from shardpass.backends.communicator import Communicator
+from shardpass.backends.communicator import Communicator, ReduceOp
 from shardpass.backends.delegating import DelegatingCommunicator
 from shardpass.core.ranks.caches import Caches
 from shardpass.core.ranks.ordinary import ordinary_tensors
-from shardpass.core.ranks.rows import FollowedTensor, RowSet, RowWatch
+from shardpass.core.ranks.rows import FollowedTensor, Gives, RowSet, RowWatch, plain_of
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -96,12 +96,12 @@ def require_ranks(comm: Any, call: str) -> None:
         )
 
 
-def unfollowed(position: int, gives_whole: bool = False) -> Callable[[Function], Function]:
+def unfollowed(position: int, gives: Gives = "rows") -> Callable[[Function], Function]:
     """Decorates a function that is exact on all ranks, so that nobody follows what it does with rows.
 
     Args:
         position: of its argument `comm`, or of one that has the ranks as its attribute `comm`.
-        gives_whole: it takes rows, and returns a value of those of all ranks with the gradient of this rank's share.
+        gives: what it returns. See `ResultWatch.returned`.
     """
 
     def decorated(function: Function) -> Function:
@@ -109,30 +109,44 @@ def unfollowed(position: int, gives_whole: bool = False) -> Callable[[Function],
         is_named_comm = names[position : position + 1] == ("comm",)
         call = f"{function.__name__}({', '.join(names[: position + 1])})"
 
+        @takes_followed(gives)
         @wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
             holder = kwargs["comm"] if "comm" in kwargs else args[position] if position < len(args) else None
             if is_named_comm and ("comm" in kwargs or position < len(args)):
                 require_ranks(holder, call)
             comm = holder if isinstance(holder, Ranks) else getattr(holder, "comm", None)
-            given = [one for one in (*args, *kwargs.values()) if isinstance(one, FollowedTensor)]
-            if given and gives_whole:
-                given[0].around.check_rows((args, kwargs))
-            args = tuple(_plain(one) for one in args)
-            kwargs = {name: _plain(one) for name, one in kwargs.items()}
             with nullcontext() if comm is None else comm.unfollowed():
                 out = function(*args, **kwargs)
             if comm is not None:
-                comm.note_result(out, gives_whole)
-            return given[0].around.returned(out, gives_whole) if given else out
+                comm.note_result(out, gives == "whole")
+            return out
 
         return cast(Function, run)
 
     return decorated
 
 
-def _plain(given: Any) -> Any:
-    return given.plain if isinstance(given, FollowedTensor) else given
+def takes_followed(gives: Gives = "rows") -> Callable[[Function], Function]:
+    """Decorates a function of the engine to which a script gives what it has made of the results of a model.
+
+    Args:
+        gives: what it returns. See `ResultWatch.returned`.
+    """
+
+    def decorated(function: Function) -> Function:
+        @wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            given = [one for one in (*args, *kwargs.values()) if isinstance(one, FollowedTensor)]
+            if not given:
+                return function(*args, **kwargs)
+            around = given[0].around
+            around.check_given((args, kwargs), is_sum=gives == "sum")
+            return around.returned(function(*map(plain_of, args), **{k: plain_of(v) for k, v in kwargs.items()}), gives)
+
+        return cast(Function, run)
+
+    return decorated
 
 
 class Ranks(DelegatingCommunicator):
@@ -164,6 +178,15 @@ class Ranks(DelegatingCommunicator):
         self.has_made_up_edge = False
         self.kept_calls: KeptCalls | None = None
         self.caches = Caches()
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum", label: str = "") -> Tensor:
+        return super().all_reduce(plain_of(tensor), op, label)
+
+    def all_gather(self, tensor: Tensor, label: str = "") -> list[Tensor]:
+        return super().all_gather(plain_of(tensor), label)
+
+    def broadcast(self, tensor: Tensor, root: int = 0, label: str = "") -> Tensor:
+        return super().broadcast(plain_of(tensor), root, label)
 
     @property
     def is_followed(self) -> bool:

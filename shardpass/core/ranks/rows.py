@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol
+from typing import Any, Literal, NoReturn, Protocol
 
 from torch import Tensor
 
@@ -15,6 +15,9 @@ _LOOPS_FIRST = "after self-loops"
 def loops_first(root: Any) -> Hashable:
     """The root of rows of edges that come after others, where a list of edges has them first."""
     return (*root, _LOOPS_FIRST)
+
+
+Gives = Literal["rows", "whole", "sum", "number"]
 
 
 class FollowedTensor(Tensor):
@@ -28,16 +31,26 @@ class ResultWatch(Protocol):
     """What follows the results of a wrapped model."""
 
     def followed(self, value: Any, like: Any = None) -> Any:
-        """`value` with tensors that are followed in the place of those that want a gradient."""
+        """`value` with tensors that are followed in the place of its tensors."""
         ...
 
-    def returned(self, value: Any, is_whole: bool) -> Any:
-        """What a function of ours returns that was given followed tensors. See `unfollowed`."""
+    def returned(self, value: Any, gives: Gives) -> Any:
+        """What a function of ours returns that was given followed tensors.
+
+        Args:
+            gives: "rows"; a value of the rows of all ranks, with the gradient of this rank's share ("whole"), or a sum
+                over ranks of sums, with all of it ("sum"); or what takes no part in gradients ("number").
+        """
         ...
 
-    def check_rows(self, value: Any) -> None:
-        """Refuse what was made of several rows, for a function that takes rows."""
+    def check_given(self, value: Any, is_sum: bool) -> None:
+        """Refuse what was made of several rows, for a function that takes rows, or sums of them."""
         ...
+
+
+def plain_of(leaf: Any) -> Any:
+    """The tensor that a followed one stands for; anything else as it is."""
+    return leaf.plain if isinstance(leaf, FollowedTensor) else leaf
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from shardpass.core.training.masked_rows import (
 from shardpass.errors import RefusedError
 
 
-@unfollowed(3, gives_whole=True)
+@unfollowed(3, gives="whole")
 def cross_entropy(
     logits: Tensor,
     y: Tensor,
@@ -79,7 +79,7 @@ def cross_entropy(
     return _global_mean("cross_entropy", losses, denominator, problem, comm, kind, row_numbers(mask, y))
 
 
-@unfollowed(2, gives_whole=True)
+@unfollowed(2, gives="whole")
 def mean(values: Tensor, mask: Tensor | None, comm: Ranks) -> Tensor:
     """The mean of `values` over the masked nodes of all ranks; its gradient is that of this rank's share.
 
@@ -101,7 +101,7 @@ def mean(values: Tensor, mask: Tensor | None, comm: Ranks) -> Tensor:
     )
 
 
-@unfollowed(2, gives_whole=True)
+@unfollowed(2, gives="whole")
 def sum(values: Tensor, mask: Tensor | None, comm: Ranks) -> Tensor:
     """The sum of `values` over the masked nodes of all ranks; its gradient is that of this rank's share.
 
@@ -113,7 +113,7 @@ def sum(values: Tensor, mask: Tensor | None, comm: Ranks) -> Tensor:
     return _Share.apply(own, torch.full_like(own, totals[0]), 1.0, comm).to(chosen.dtype)
 
 
-@unfollowed(1, gives_whole=True)
+@unfollowed(1, gives="whole")
 def replicated(term: Tensor, comm: Ranks) -> Tensor:
     """`term` itself, with a gradient that counts once, for a term that every rank computes alike. Not collective.
 
@@ -160,7 +160,7 @@ def _leaves(term: Tensor) -> Iterator[Any]:
             nodes += [before for before, _ in node.next_functions]
 
 
-@unfollowed(1)
+@unfollowed(1, gives="sum")
 def total(count: int | float, comm: Ranks) -> int | float:
     """The sum of `count` over ranks, an int if `count` is an int, else a float. Collective (once)."""
     dtype = torch.int64 if isinstance(count, Integral) else torch.float64

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -21,7 +22,6 @@ from shardpass.core.following import (
     first_refusal,
     followed_hooks,
     known_modules,
-    plain_of,
     user_line,
 )
 from shardpass.core.graphs import LoadedGraphs, NodeIds, node_embeddings, refuse_original_order, refuse_two_numberings
@@ -34,6 +34,7 @@ from shardpass.core.ranks import (
     chained,
     is_out_of_memory,
     memory_error,
+    plain_of,
     ordinary_tensors,
     ordinary_views,
     torch_private,
@@ -244,8 +245,13 @@ class OutermostCall:
             forward.rows = None
             follower.marks.end_forward()
         follower.marks.check_left_behind(out, self.model)
-        if torch.is_grad_enabled():
-            self._around = Around(functions, self.comm), out
+        if self.method == "forward" and self.comm.rank == 0 and any(torch_private.backward_hooks(self.model)):
+            warnings.warn(
+                "a hook of gradients on the wrapped model itself is not followed, and sees the rows of this rank alone: "
+                "register it on a module within the model",
+                stacklevel=2,
+            )
+        self._around = Around(functions, self.comm), out
         return out
 
     def is_known(self, module: nn.Module) -> bool:
