@@ -34,9 +34,9 @@ from shardpass.core.ranks import (
     chained,
     is_out_of_memory,
     memory_error,
-    plain_of,
     ordinary_tensors,
     ordinary_views,
+    plain_of,
     torch_private,
 )
 from shardpass.core.training import GradientSums, refuse_inside_ddp
@@ -247,8 +247,8 @@ class OutermostCall:
         follower.marks.check_left_behind(out, self.model)
         if self.method == "forward" and self.comm.rank == 0 and any(torch_private.backward_hooks(self.model)):
             warnings.warn(
-                "a hook of gradients on the wrapped model itself is not followed, and sees the rows of this rank alone: "
-                "register it on a module within the model",
+                "a hook of gradients on the wrapped model itself is not followed, and sees the rows of this rank alone. "
+                "Register it on a module within the model",
                 stacklevel=2,
             )
         self._around = Around(functions, self.comm), out
