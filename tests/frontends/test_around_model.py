@@ -68,6 +68,54 @@ def hooked(t, hook):
     return t.loss(t.z)
 
 
+class Tanh(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.tanh()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * (1 - x.tanh().square())
+
+
+class SameRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return -grad
+
+
+class Centred(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad - grad.mean(0)
+
+
+def centre(t):
+    if t.comm is None:
+        return t.z.mean(0)
+    return sp.all_reduce_sum(t.z.sum(0), t.comm) / sp.total(len(t.x), t.comm)
+
+
+def in_place(t):
+    z = t.z
+    z += 1
+    return t.loss(z.mul_(2))
+
+
+def with_scaler(t):
+    return torch.amp.GradScaler("cpu", init_scale=2.0).scale(t.loss(t.z)) / 2
+
+
 EXACT = {
     "a loss of ours": lambda t: t.loss(t.z),
     "a part outside": lambda t: t.loss(t.model.head(t.z)),
@@ -83,6 +131,11 @@ EXACT = {
     ),
     "a hook that clips": lambda t: hooked(t, lambda g: g.clamp(-0.001, 0.001)),
     "labels of its own": lambda t: t.mean(t.z[:, 0] * torch.arange(len(t.x)).remainder(1)),
+    "a function that keeps its rows": lambda t: t.mean(Tanh.apply(t.z).square()),
+    "a function that returns its rows": lambda t: t.mean(SameRows.apply(t.z).square()),
+    "distances to the mean of all": lambda t: t.mean((t.z - centre(t)).square()),
+    "in place": in_place,
+    "a scaled loss": with_scaler,
     "differences along edges": lambda t: (t.z[t.graph[0] if t.comm is None else t.graph.edge_index[0]]).square().sum(),
 }
 REFUSED = {
@@ -102,6 +155,11 @@ REFUSED = {
     "a mean of a batch": lambda t: F.kl_div(
         F.log_softmax(t.z / 2, 1), F.softmax(t.z.detach(), 1), reduction="batchmean"
     ),
+    "the largest losses": lambda t: F.cross_entropy(t.z, t.y, reduction="none").topk(3).values.mean(),
+    "rows by numbers": lambda t: t.mean(t.z[torch.arange(3)].sum(1)),
+    "a mean that a function returns": lambda t: SameRows.apply(t.z.mean(0)).square().sum(),
+    "a function whose gradient mixes rows": lambda t: t.mean(Centred.apply(t.z).square()),
+    "another module": lambda t: t.mean(nn.Linear(8, 3).double()(t.z).square()),
     "divided by the largest": lambda t: t.mean(t.z / t.z.abs().max()),
 }
 
@@ -134,3 +192,57 @@ def test_what_takes_in_own_rows_alone_is_refused_at_its_line(name, ranks):
             gradients(Task(comm), REFUSED[name])
 
     run(work, ranks)
+
+
+def _accuracy(t, out):
+    return float((out.argmax(1) == t.y)[t.m].double().mean())
+
+
+READ = {
+    "an accuracy of own rows": (_accuracy, "`mean` puts rows together"),
+    "a number of own rows": (lambda t, out: (out.argmax(1) == t.y).sum().item(), "`sum` puts rows together"),
+    "a branch": (lambda t, out: bool(out.max() > 0), "`max` puts rows together"),
+    "rows in numpy": (lambda t, out: out.numpy(), "`numpy` takes nodes out of torch"),
+    "rows in lists": (lambda t, out: out.tolist(), "`tolist` takes nodes out of torch"),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_what_leaves_torch_as_a_number_of_own_rows_is_warned_of_once(name):
+    function, words = READ[name]
+
+    def work(comm):
+        task = Task(comm)
+        with warnings.catch_warnings(record=True) as told, torch.no_grad():
+            warnings.simplefilter("always")
+            out = task.model(task.x, task.graph)
+            function(task, out)
+            function(task, out)
+        assert len(told) == 1 and words in str(told[0].message)
+
+    run(work, 1)  # threads share the filter of warnings
+
+
+def test_metrics_and_losses_of_all_ranks_are_read_without_a_warning():
+    def work(comm):
+        task = Task(comm)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            loss = task.loss(task.z)
+            loss.backward()
+            read = loss.item(), f"{loss:.3f}", sp.accuracy(task.z, task.y, task.m, comm), repr(task.z[:2])
+            rows = sp.gather(task.graph, task.z)
+            own = comm.all_reduce((task.z.detach() > 0).sum(0))
+        assert read and type(own) is torch.Tensor and (rows is None or type(rows) is torch.Tensor)
+
+    run(work, 3)
+
+
+def test_a_hook_of_gradients_on_the_wrapped_model_is_warned_of():
+    def work(comm):
+        task = Task(comm)
+        task.model.register_full_backward_hook(lambda module, inputs, outputs: None)
+        with pytest.warns(UserWarning, match="Register it on a module within"):
+            task.loss(task.model(task.x, task.graph)).backward()
+
+    run(work, 1)

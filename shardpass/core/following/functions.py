@@ -30,6 +30,7 @@ from shardpass.errors import RefusedError
 _LEAVES_TORCH = frozenset(
     "untyped_storage storage tolist numpy __array__ __iter__ __len__ __dlpack__ _shape_as_tensor".split()
 )
+READS = _LEAVES_TORCH | frozenset("item __bool__ __int__ __float__ __index__ is_nonzero equal allclose".split())
 _CONSTRUCTS = frozenset("tensor as_tensor asarray new_tensor".split())
 _TAKES_SIZES = frozenset(
     "zeros ones empty rand randn eye arange range randperm new_zeros new_ones new_empty view reshape unflatten expand "

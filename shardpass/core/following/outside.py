@@ -8,24 +8,24 @@ print it. So what would be refused in a model is only noted here, and raised whe
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardpass.core.following.functions import ADDS, FollowFunctions
+from shardpass.core.following.functions import ADDS, READS, FollowFunctions
 from shardpass.core.following.gradients import follow_function, is_made_of_parameters
 from shardpass.core.following.refusals import Mixture
 from shardpass.core.following.row_count import OwnCount, leaves_of
 from shardpass.core.following.rows import Rows
-from shardpass.core.following.user_line import user_line
 from shardpass.core.ranks import FollowedTensor, Gives, Ranks, RowSet, plain_of, torch_private
 from shardpass.errors import RefusedError
 
 _NOTE = "shardpass"
+_IN_PLACE = "__iadd__ __isub__ __imul__ __itruediv__ __ipow__ __iand__ __ior__ __ixor__".split()
 _RUNS_AS_IT_IS = frozenset("backward __deepcopy__ __repr__ __format__ __reduce_ex__".split())
 
 
@@ -43,8 +43,10 @@ class FollowedOutput(FollowedTensor):
     def _held(self) -> tuple[Around, Tensor]:
         held: tuple[Around, Tensor] | None = vars(self).get("held")
         with torch_private.DisableTorchFunctionSubclass():
-            if held is None or (self.requires_grad and not held[1].requires_grad):
-                held = self.held = _held_after_function(self, held)
+            node = self.grad_fn
+            if held is None or (torch_private.function_of(node) is not None and vars(self).get("node") is not node):
+                held, self.node = _held_after_function(self, held), node
+                self.held = held
         return held
 
     @classmethod
@@ -78,6 +80,7 @@ class Around:
         self.comm, self.functions = comm, functions
         self.follower, self.marks = functions.follower, functions.follower.marks
         self.follower.all_agree = bool  # a script may let one rank alone do something
+        self._refused: MutableMapping[Tensor, RefusedError] = torch_private.WeakTensorKeyDictionary()
         self._has_warned = False
 
     def followed(self, value: Any, like: Any = None) -> Any:
@@ -105,9 +108,13 @@ class Around:
                 self.follower.mark_plain(one)
         return self.followed(value)
 
-    def check_given(self, value: Any, is_sum: bool) -> None:
+    def check_given(self, value: Any, is_sum: bool | None = None) -> None:
         """See `ResultWatch.check_given`."""
         given = torch_private.tree_map(plain_of, value)
+        if (refused := self._refused_in(_tensors_in(given))) is not None:
+            raise refused
+        if is_sum is None:
+            return
         if not is_sum:
             self.marks.check_result(given)
         for one in _tensors_in(given) if is_sum else ():
@@ -144,30 +151,40 @@ class Around:
         args, kwargs = torch_private.tree_map(plain_of, (args, kwargs))
         if name in _RUNS_AS_IT_IS or func is torch.autograd.grad:
             return func(*args, **kwargs)
-        refused, sums = None, self._sums_in(args, kwargs) if name in ADDS else None
-        is_of_engine = any(type(one) not in (Tensor, nn.Parameter) for one in _tensors_in(args, kwargs))
-        try:
-            if is_of_engine:  # what it has made, such as the numbers of nodes, knows what it does with rows
-                self.marks.check_result((args, kwargs))
-            with nullcontext() if is_of_engine else self._block():
-                out = func(*args, **kwargs)
-            if is_of_engine:
-                self._mark_fetched(out)
-        except RefusedError as error:
-            if (name.endswith("_") and not name.startswith("__")) or name in ("__setitem__", "set_"):
-                raise  # it may have been carried out
-            refused = error.with_traceback(None)
+        writes = (name.endswith("_") and not name.startswith("__")) or name in ("__setitem__", *_IN_PLACE)
+        given = _tensors_in(args, kwargs)
+        if (refused := self._refused_in(given)) is None:
+            try:
+                return self._judged(func, name, args, kwargs, given)
+            except RefusedError as error:
+                refused = error.with_traceback(None)
+                if writes:  # it may have been carried out
+                    raise
+        elif writes:
+            raise refused
+        out = func(*args, **kwargs)
+        for one in (found := _tensors_in(out)):
+            self._refused[one] = refused
+            _raise_in_backward(one, refused)
+        if not found and (name in READS or not self._refused_in(given)):
+            self._warn(refused)
+        return self.followed(out)
+
+    def _judged(self, func: Any, name: str, args: Any, kwargs: Any, given: list[Tensor]) -> Any:
+        sums = self._sums_in(given) if name in ADDS else None
+        if any(type(one) not in (Tensor, nn.Parameter) for one in given):
+            self.marks.check_result(given)  # what the engine has made, such as the numbers of nodes, knows its rows
             out = func(*args, **kwargs)
-        found = _tensors_in(out)
-        if refused is not None:
-            for one in found:
-                self.marks.mixtures.add(one, Mixture(name, user_line(), self._set_of(args), told=refused))
-            if not found:
-                self._warn(name, refused)
-        for one in found:
-            if sums is not None and (mixture := self.marks.mixtures.get(one)) is not None:
+            self._mark_fetched(out)
+        else:
+            with self._block():
+                out = func(*args, **kwargs)
+        for one in _tensors_in(out):
+            mixture = self.marks.mixtures.get(one)
+            if mixture is not None and sums is not None:
                 self.marks.mixtures.add(one, replace(mixture, is_sum=True))  # what is added has no part in gradients
-            self._guard(one)
+            elif mixture is not None and not mixture.is_sum:
+                _raise_in_backward(one, mixture.refusal())
         return self.followed(self._without_counts(out))
 
     @contextmanager
@@ -187,20 +204,11 @@ class Around:
         finally:
             self.marks.refusals.clear()  # which are noted on what was made
 
-    def _guard(self, out: Tensor) -> None:
-        """Let backward raise if it comes to what was made of several rows and is no sum over them."""
-        mixture = self.marks.mixtures.get(out)
-        if mixture is None or mixture.is_sum or not out.requires_grad:
-            return
+    def _refused_in(self, tensors: list[Tensor]) -> RefusedError | None:
+        return next((self._refused[one] for one in tensors if one in self._refused), None)
 
-        def refuse(_: Tensor) -> None:
-            raise mixture.refusal()
-
-        out.register_hook(refuse)
-
-    def _sums_in(self, args: Any, kwargs: Any) -> list[Mixture] | None:
-        """The sums over own rows among arguments; `None` if there are none, or single rows or other mixtures beside."""
-        tensors = _tensors_in(args, kwargs)
+    def _sums_in(self, tensors: list[Tensor]) -> list[Mixture] | None:
+        """The sums over own rows among `tensors`; `None` if there are none, or single rows or other mixtures beside."""
         found = [mixture for one in tensors if (mixture := self.marks.mixtures.get(one)) is not None]
         alone = all(self.marks.rows_of(one) is None for one in tensors) and all(mixture.is_sum for mixture in found)
         return found if found and alone else None
@@ -211,9 +219,6 @@ class Around:
             if one.dim() and type(one) is Tensor and self.marks.rows_of(one) is None:
                 self.marks.mark(one, Rows(0, RowSet.fetched(one.size(0))))
 
-    def _set_of(self, args: Any) -> RowSet:
-        return next(iter([*self.marks.sets_in(args), *self.marks.known]), RowSet.fetched(0))
-
     def _without_counts(self, out: Any) -> Any:
         if isinstance(out, OwnCount):
             self.marks.note_count(out.own)
@@ -222,15 +227,23 @@ class Around:
             return torch.Size([self._without_counts(one) for one in out])
         return out
 
-    def _warn(self, name: str, refused: RefusedError) -> None:
+    def _warn(self, refused: RefusedError) -> None:
         if not self._has_warned:
             self._has_warned = True
             if self.comm.rank == 0:
-                warnings.warn(f"{refused}. What is computed of it from here on is not followed", stacklevel=4)
+                warnings.warn(f"{refused}. What is computed of it from here on is not followed", stacklevel=5)
 
 
 def _tensors_in(*values: Any) -> list[Tensor]:
     return [leaf for leaf in torch_private.tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _raise_in_backward(tensor: Tensor, refused: RefusedError) -> None:
+    def refuse(_: Tensor) -> None:
+        raise refused
+
+    if tensor.requires_grad:
+        tensor.register_hook(refuse)
 
 
 def _notes(node: Any) -> dict[str, Any]:

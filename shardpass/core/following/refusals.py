@@ -25,9 +25,9 @@ LOSS = (
     "or shardpass.mean of the losses of single rows (reduction='none')"
 )
 AROUND = (
-    "Around a model the rows of all ranks are taken in by shardpass.cross_entropy, or by shardpass.mean or sum of a value "
-    "for each row (reduction='none'); what rows are compared with, by shardpass.all_reduce_sum of a sum over own rows; "
-    "and metrics are shardpass.accuracy and its like"
+    "Outside of a model, use shardpass.cross_entropy, or shardpass.mean of a value for each row (reduction='none'); "
+    "for what rows are compared with, shardpass.all_reduce_sum of a sum over own rows; and for metrics "
+    "shardpass.accuracy and its like"
 )
 BRANCH = (
     "Every rank would decide by its own rows. Check it before you partition, or outside of the model for all ranks "
@@ -114,7 +114,6 @@ class Mixture:
         of: the rows.
         is_sum: it is a sum over own rows, so that the sum over ranks is that of the whole graph.
         remedy: what to do instead, if that is known where it is made.
-        told: the refusal, if there is one already.
     """
 
     name: str
@@ -122,12 +121,9 @@ class Mixture:
     of: RowSet
     is_sum: bool = False
     remedy: str = ""
-    told: RefusedError | None = None
 
     def refusal(self, decides: bool = False) -> RefusedError:
         """Why it cannot be used here, where it `decides` something or becomes a number."""
-        if self.told is not None:
-            return self.told
         is_users = not is_asked_by("torch_geometric.")
         remedy = self.remedy or (BRANCH if decides and is_users else "")
         return refusal(f"`{self.name}` puts rows together, over the {self.of.name}", remedy, line=self.line)

@@ -43,8 +43,12 @@ class ResultWatch(Protocol):
         """
         ...
 
-    def check_given(self, value: Any, is_sum: bool) -> None:
-        """Refuse what was made of several rows, for a function that takes rows, or sums of them."""
+    def check_given(self, value: Any, is_sum: bool | None = None) -> None:
+        """Refuse in `value` what no rank may use, and what was made of several rows, where rows or sums are expected.
+
+        Args:
+            is_sum: whether sums over own rows are expected, or else rows; `None` if anything is.
+        """
         ...
 
 

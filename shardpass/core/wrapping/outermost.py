@@ -135,6 +135,9 @@ class OutermostCall:
                 for buffers in map(torch_private.buffers_of, self.model.modules()):
                     buffers.update(ordinary_views(buffers))  # of a model that was made in inference mode
                 return self.run(function, *ordinary_views((args, kwargs)))
+        for one in torch_private.tree_leaves((args, kwargs)):
+            if isinstance(one, FollowedTensor):
+                one.around.check_given(one)
         args, kwargs = torch_private.tree_map(plain_of, (args, kwargs))
         if self.before is not None and self.comm.forward is None:
             self.before()
@@ -247,7 +250,7 @@ class OutermostCall:
         follower.marks.check_left_behind(out, self.model)
         if self.method == "forward" and self.comm.rank == 0 and any(torch_private.backward_hooks(self.model)):
             warnings.warn(
-                "a hook of gradients on the wrapped model itself is not followed, and sees the rows of this rank alone. "
+                "a hook of gradients on the wrapped model itself is not followed, and sees only the rows of this rank. "
                 "Register it on a module within the model",
                 stacklevel=2,
             )
