@@ -30,6 +30,12 @@ class Net(nn.Module):
     def forward(self, x, edges):
         return self.last(self.first(x, edges).tanh(), edges)
 
+    def penalised(self, x, edges):
+        return self(x, edges), self.head.weight.square().sum()
+
+    def weighed(self, loss):
+        return self.rate * loss
+
 
 def _model():
     with torch.random.fork_rng():
@@ -58,6 +64,9 @@ class Task:
         if self.comm is None:
             return F.cross_entropy(out[self.m], self.y[self.m])
         return sp.cross_entropy(out, self.y, self.m, self.comm)
+
+    def alike(self, term):
+        return term if self.comm is None else sp.replicated(term, self.comm)
 
     def mean(self, rows):
         return rows.mean() if self.comm is None else sp.mean(rows, None, self.comm)
@@ -116,6 +125,24 @@ def with_scaler(t):
     return torch.amp.GradScaler("cpu", init_scale=2.0).scale(t.loss(t.z)) / 2
 
 
+def gram(t, by=lambda term, comm: term):
+    own = t.z.t() @ t.z
+    if t.comm is None:
+        return own.norm()
+    return by(sp.all_reduce_sum(own, t.comm).norm(), t.comm)
+
+
+def class_sums(t):
+    own = F.one_hot(t.y.remainder(4), 4).double().t() @ t.z
+    return own if t.comm is None else sp.all_reduce_sum(own, t.comm)
+
+
+def adversarial(t, step):
+    x = t.x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(t.loss(t.model(x, t.graph)), x)
+    return t.loss(t.model(t.x + step(slope), t.graph))
+
+
 EXACT = {
     "a loss of ours": lambda t: t.loss(t.z),
     "a part outside": lambda t: t.loss(t.model.head(t.z)),
@@ -134,11 +161,43 @@ EXACT = {
     "a function that keeps its rows": lambda t: t.mean(Tanh.apply(t.z).square()),
     "a function that returns its rows": lambda t: t.mean(SameRows.apply(t.z).square()),
     "distances to the mean of all": lambda t: t.mean((t.z - centre(t)).square()),
+    "a term of sums over all ranks": lambda t: t.loss(t.z) + gram(t, sp.replicated),
+    "sums of classes": lambda t: t.mean((t.z @ class_sums(t).t()).tanh()),
+    "a sum of losses": lambda t: F.cross_entropy(t.z, t.y, reduction="sum") / 50,
+    "a copy": lambda t: t.mean((t.z - copy.deepcopy(t.z.detach()).sigmoid()).square()),
+    "a penalty that the model returns": lambda t: t.loss(t.z) + (t.alike(t.model.penalised(t.x, t.graph)[1])),
+    "rows times a value of all": lambda t: t.mean((t.z / gram(t)).tanh()),
+    "a step against a loss": lambda t: adversarial(t, torch.sign),
     "in place": in_place,
     "a scaled loss": with_scaler,
     "differences along edges": lambda t: (t.z[t.graph[0] if t.comm is None else t.graph.edge_index[0]]).square().sum(),
 }
+CENTRES = nn.Parameter(torch.zeros(4, 8).double())
+SCALE = nn.Parameter(torch.ones(6).double())
+
+
+class Weigh(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rate = nn.Parameter(torch.zeros(()).double())
+
+    def forward(self, loss):
+        return self.rate.exp() * loss + self.rate
+
+
 REFUSED = {
+    "a term of sums that counts for each rank": lambda t: gram(t),
+    "a penalty that the model returns and that counts for each rank": lambda t: (
+        t.loss(t.z) + t.model.penalised(t.x, t.graph)[1]
+    ),
+    "a loss that a method weighs": lambda t: t.model.weighed(t.loss(t.z)),
+    "a mean that is replicated": lambda t: sp.replicated(t.mean(t.z.square()), t.comm),
+    "such a term beside a loss": lambda t: t.loss(t.z) + gram(t),
+    "such a term in a sum over ranks": lambda t: sp.sum(gram(t)[None], None, t.comm),
+    "centres that are parameters": lambda t: (t.z - CENTRES[t.y.remainder(4)]).square().sum(),
+    "a parameter before the model": lambda t: t.loss(t.model(t.x * SCALE, t.graph)),
+    "a loss in a wrapped module": lambda t: sp.pyg.wrap(Weigh(), t.comm)(t.loss(t.z)),
+    "a step by a norm": lambda t: adversarial(t, lambda slope: slope / slope.norm()),
     "a mean over own rows": lambda t: F.cross_entropy(t.z[t.m], t.y[t.m]),
     "a mean of squares": lambda t: t.z.square().mean(),
     "a contrast of own rows": lambda t: t.mean(
@@ -151,7 +210,6 @@ REFUSED = {
     "rows times a parameter": lambda t: t.mean((t.model.rate * t.z).square()),
     "an auxiliary mean of own rows": lambda t: t.loss(t.z) + t.z.abs().mean(),
     "a hook that divides by a norm": lambda t: hooked(t, lambda g: g / g.norm()),
-    "divided by the number of rows": lambda t: F.cross_entropy(t.z, t.y, reduction="sum") / t.z.size(0),
     "a mean of a batch": lambda t: F.kl_div(
         F.log_softmax(t.z / 2, 1), F.softmax(t.z.detach(), 1), reduction="batchmean"
     ),
@@ -207,20 +265,23 @@ READ = {
 }
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("name", READ)
-def test_what_leaves_torch_as_a_number_of_own_rows_is_warned_of_once(name):
+def test_what_leaves_torch_as_a_number_of_own_rows_is_warned_of_once(name, ranks):
     function, words = READ[name]
 
     def work(comm):
         task = Task(comm)
-        with warnings.catch_warnings(record=True) as told, torch.no_grad():
-            warnings.simplefilter("always")
+        with torch.no_grad():
             out = task.model(task.x, task.graph)
+        for _ in range(2):
             function(task, out)
-            function(task, out)
-        assert len(told) == 1 and words in str(told[0].message)
 
-    run(work, 1)  # threads share the filter of warnings
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        run(work, ranks)
+    found = [str(one.message) for one in told if "of this rank" in str(one.message) or "This rank" in str(one.message)]
+    assert len(found) == (ranks > 1) and all(words in one for one in found)
 
 
 def test_metrics_and_losses_of_all_ranks_are_read_without_a_warning():
@@ -246,3 +307,15 @@ def test_a_hook_of_gradients_on_the_wrapped_model_is_warned_of():
             task.loss(task.model(task.x, task.graph)).backward()
 
     run(work, 1)
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_a_sum_over_own_rows_that_is_divided_by_their_number_is_refused(ranks):
+    def work(comm):
+        task = Task(comm)
+        losses = F.cross_entropy(task.z, task.y, reduction="none") * task.m
+        for count in (int(task.m.sum()), task.m.sum(), task.m.numel(), losses.size(0), len(losses)):
+            with pytest.raises(RefusedError, match=r"divided by their number|made of how many rows"):
+                (losses.sum() / count).backward()
+
+    run(work, ranks)

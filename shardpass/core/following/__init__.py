@@ -10,7 +10,7 @@ from shardpass.core.following.gradients import followed_hooks, function_of_user
 from shardpass.core.following.judge import verdict_of
 from shardpass.core.following.known import known_modules
 from shardpass.core.following.outside import Around
-from shardpass.core.following.refusals import first_refusal, whole_graph
+from shardpass.core.following.refusals import first_refusal, state_beside_rows, whole_graph
 from shardpass.core.following.row_count import OwnCount, OwnShape, RowCount, own_of
 from shardpass.core.following.rows import Rows
 from shardpass.core.following.user_line import is_called_by, user_line
@@ -31,6 +31,7 @@ __all__ = [
     "is_called_by",
     "known_modules",
     "own_of",
+    "state_beside_rows",
     "unfollowed_anywhere",
     "user_line",
     "verdict_of",

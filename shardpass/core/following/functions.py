@@ -15,16 +15,16 @@ from torch.overrides import TorchFunctionMode
 from shardpass.core.following.call import Made
 from shardpass.core.following.failing import explained_failure
 from shardpass.core.following.follow import FollowRows
-from shardpass.core.following.gradients import follow_function, followed_hook, is_made_of_parameters
+from shardpass.core.following.gradients import follow_function, followed_hook
 from shardpass.core.following.judge import composed
 from shardpass.core.following.literal_places import PLACES, bounds_of, check_places
 from shardpass.core.following.made_rows import RESHAPES, MadeRows
 from shardpass.core.following.origin import Origin
-from shardpass.core.following.refusals import Mixture, state_beside_rows, whole_beside_rows
+from shardpass.core.following.refusals import Mixture, counts_for_each_rank, state_beside_rows, whole_beside_rows
 from shardpass.core.following.row_count import OwnCount, OwnShape, leaves_of, own_of, plain_sizes
 from shardpass.core.following.rows import Rows
 from shardpass.core.following.user_line import is_asked_by, is_called_by, user_line
-from shardpass.core.ranks import torch_private
+from shardpass.core.ranks import has_raw_parameter, is_made_of_parameters, torch_private
 from shardpass.errors import RefusedError
 
 _LEAVES_TORCH = frozenset(
@@ -134,32 +134,38 @@ class FollowFunctions(TorchFunctionMode):
             self.follower.mark_whole(out)
         return out
 
-    def _is_state(self, tensor: Tensor) -> bool:
-        marks = self.follower.marks
-        is_told = marks.rows_of(tensor) is not None or marks.mixtures.get(tensor) is not None
-        return not is_told and is_made_of_parameters(tensor)
-
     def _note_mean(self, name: str, out: Tensor) -> None:
         mixture = self.follower.marks.mixtures.get(out)
         if mixture is not None:
             self.follower.marks.mixtures.add(out, replace(mixture, name=name, is_sum=False))
 
     def _check_whole(self, name: str, given: Any) -> bool:
-        """Whether values of all rows are `given`, and no rows. Refuse both, and parameters beside rows around a model.
+        """Whether values of all rows are `given`, and no rows. Refuse both.
 
-        The gradient of a value of all rows is that of this rank's share, and that of a parameter is not summed outside
-        of the model. Rows would get, and give, a part of it.
+        The gradient of a value of all rows is that of this rank's share. Rows would get, and give, a part of it. Around
+        a model nobody sums the gradients that a parameter gets of rows, and what all ranks compute alike would count
+        once for each of them.
         """
         marks, tensors = self.follower.marks, [leaf for leaf in leaves_of(given) if isinstance(leaf, Tensor)]
         wholes = [one for one in tensors if one in marks.whole and one.requires_grad]
-        states = [one for one in tensors if marks.is_around and self._is_state(one)]
-        if not wholes and not states:
+        is_raw = marks.is_around and any(map(has_raw_parameter, tensors))
+        is_alike = marks.is_around and any(map(self.is_alike, tensors))
+        if not wholes and not is_raw and not is_alike:
             return False
         mixed = any(marks.mixtures.get(one) is not None for one in tensors)
         rows = any(marks.rows_of(one) is not None and one.requires_grad for one in tensors)
-        if rows or (mixed and (states or name not in ADDS)):
+        if (wholes or is_raw) and (rows or (mixed and (is_raw or name not in ADDS))):
             raise (whole_beside_rows if wholes else state_beside_rows)(user_line(), name)
+        if is_alike and (wholes or (mixed and name in ADDS)):
+            raise counts_for_each_rank(user_line())
         return bool(wholes) and not mixed
+
+    def is_alike(self, tensor: Tensor) -> bool:
+        """Whether every rank has the same `tensor`, with a gradient of its own: it is made of sums over all ranks."""
+        marks = self.follower.marks
+        if not tensor.requires_grad or tensor in marks.whole or tensor in marks.mixtures:
+            return False
+        return marks.rows_of(tensor) is None and not is_made_of_parameters(tensor)
 
     def _note_made(self, name: str, args: Any, kwargs: Any, sizes: list[Any], out: Any) -> None:
         """Note what is known of a result by the sizes that the function was given."""

@@ -16,7 +16,7 @@ from shardpass.core.following.follow import FollowRows
 from shardpass.core.following.refusals import Mixture
 from shardpass.core.following.rows import Rows
 from shardpass.core.following.user_line import user_line
-from shardpass.core.ranks import RowSet, is_parameter, torch_private
+from shardpass.core.ranks import RowSet, torch_private
 
 _LIBRARIES = ("torch", "torch_geometric", "dgl", "shardpass")
 _NOTE = "shardpass"
@@ -119,13 +119,6 @@ def _end(
     ran.pop().__exit__(None, None, None)
     for grad, is_state in zip(found, are_state):
         _check(follower, [grad], is_state or not any(known.values()))
-
-
-def is_made_of_parameters(tensor: Tensor) -> bool:
-    """Whether it is a parameter, or made of such alone, for which no wrapped model sums gradients."""
-    if not tensor.requires_grad or (is_parameter(tensor) and not isinstance(tensor, nn.Parameter)):
-        return False
-    return isinstance(tensor, nn.Parameter) or (tensor.grad_fn is not None and _is_state(tensor.grad_fn))
 
 
 def _is_state(node: Any) -> bool:

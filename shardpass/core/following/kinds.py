@@ -204,13 +204,13 @@ def drawn(call: Call) -> Found:
 
 
 def nll_loss(call: Call) -> Any:
-    """The loss of each row by its class; beside it stands the weight of all, which is 0 without a reduction."""
+    """The loss of each row by its class; beside it stands the sum of their weights, 0 without a reduction."""
     rows = call.rows(call["self"], call["target"])
-    is_apart = call["reduction"] == 0 and len(rows) == len(call.rows()) and all(found.dim == 0 for _, found in rows)
+    is_apart = call["reduction"] != 1 and len(rows) == len(call.rows()) and all(found.dim == 0 for _, found in rows)
     if not is_apart or call.row_of(call["self"]) is None:
         return Made.MIXED
     call.is_alike(call["target"], 0)
-    return [rows[0][1], None]
+    return [rows[0][1], None] if call["reduction"] == 0 else [Made.SUM, Made.SUM]
 
 
 def attention(call: Call) -> Any:

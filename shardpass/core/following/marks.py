@@ -68,6 +68,7 @@ class Marks:
         verdicts: what was found out of operations, by operation and shapes.
         refusals: what the model was refused in this forward. It may have caught the error and gone on.
         is_around: what runs is no code of the model's, but made of what it returned.
+        own_counts: how many of the rows of this rank the masks of its graphs pick.
         whole: values of all rows, whose gradient is that of this rank's share.
         is_in_loss: a loss function of torch's is running.
         made_of_counts: numbers that are made of how many rows this rank has, which ``len`` and ``max`` gave away.
@@ -82,6 +83,7 @@ class Marks:
     verdicts: dict[Any, Any] = field(default_factory=dict)
     made_of_counts: set[float] = field(default_factory=set)
     refusals: list[RefusedError] = field(default_factory=list)
+    own_counts: set[int] = field(default_factory=set)
     is_in_loss: bool = False
     is_around: bool = False
     whole: MutableMapping[Tensor, bool] = field(default_factory=torch_private.WeakTensorKeyDictionary)
@@ -206,7 +208,8 @@ class Marks:
         if self.is_around and (told := getattr(leaf, "shardpass_rows", None)) is not None:
             self.rows[leaf] = Rows(told[1], told[0], points_to=told[2])
             return
-        for dim in (0,) if leaf.dim() < 3 else (0, -2, 1):  # [N, F], [B, N, F] and [B, N, T, F]
+        few = (0, 1) if self.is_around and leaf.dim() == 2 else (0,)  # in a script, which may have transposed them
+        for dim in few if leaf.dim() < 3 else (0, -2, 1):  # [N, F], [B, N, F] and [B, N, T, F]
             fits = [known for known in self.known if leaf.dim() and known.count == leaf.size(dim)]
             likely = next((one for one in among if leaf.dim() and one.count == leaf.size(dim) > 0), None)
             if fits or likely is not None:

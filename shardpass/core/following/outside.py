@@ -17,16 +17,26 @@ import torch
 from torch import Tensor, nn
 
 from shardpass.core.following.functions import ADDS, READS, FollowFunctions
-from shardpass.core.following.gradients import follow_function, is_made_of_parameters
-from shardpass.core.following.refusals import Mixture
+from shardpass.core.following.gradients import follow_function
+from shardpass.core.following.refusals import (
+    AROUND,
+    NUMBERS,
+    Mixture,
+    counts_for_each_rank,
+    counts_once,
+    refusal,
+    weighed_in_model,
+)
 from shardpass.core.following.row_count import OwnCount, leaves_of
 from shardpass.core.following.rows import Rows
-from shardpass.core.ranks import FollowedTensor, Gives, Ranks, RowSet, plain_of, torch_private
+from shardpass.core.following.user_line import is_called_by, user_line
+from shardpass.core.ranks import FollowedTensor, Gives, Ranks, RowSet, is_made_of_parameters, plain_of, torch_private
 from shardpass.errors import RefusedError
 
+_DIVIDES = frozenset("__truediv__ __itruediv__ div div_ divide true_divide".split())
 _NOTE = "shardpass"
 _IN_PLACE = "__iadd__ __isub__ __imul__ __itruediv__ __ipow__ __iand__ __ior__ __ixor__".split()
-_RUNS_AS_IT_IS = frozenset("backward __deepcopy__ __repr__ __format__ __reduce_ex__".split())
+_RUNS_AS_IT_IS = frozenset("__deepcopy__ __repr__ __format__ __reduce_ex__".split())
 
 
 class FollowedOutput(FollowedTensor):
@@ -98,7 +108,7 @@ class Around:
         """See `ResultWatch.returned`."""
         if gives == "number":
             return value
-        if gives == "whole":
+        if gives in ("whole", "total", "replicated"):
             self.follower.mark_whole(value)
         elif gives == "rows":
             with self._around():
@@ -108,18 +118,33 @@ class Around:
                 self.follower.mark_plain(one)
         return self.followed(value)
 
-    def check_given(self, value: Any, is_sum: bool | None = None) -> None:
+    def check_given(self, value: Any, gives: Gives | None = None) -> None:
         """See `ResultWatch.check_given`."""
         given = torch_private.tree_map(plain_of, value)
-        if (refused := self._refused_in(_tensors_in(given))) is not None:
+        tensors = _tensors_in(given)
+        if (refused := self._refused_in(tensors)) is not None:
             raise refused
-        if is_sum is None:
-            return
-        if not is_sum:
+        if gives is None:
+            if any(one.requires_grad and one in self.marks.whole for one in tensors):
+                raise weighed_in_model(user_line())
+        elif gives != "sum":
             self.marks.check_result(given)
-        for one in _tensors_in(given) if is_sum else ():
-            if not self.follower.is_sum(one) and (one in self.marks.whole or is_made_of_parameters(one)):
-                self.follower.refuse_alike(one)
+            if gives == "replicated" and any(one in self.marks.whole for one in tensors):
+                raise counts_once(user_line())
+            if gives == "total" and any(map(self.functions.is_alike, tensors)):
+                raise counts_for_each_rank(user_line())
+        else:
+            for one in tensors:
+                if not self.follower.is_sum(one) and (one in self.marks.whole or is_made_of_parameters(one)):
+                    self.follower.refuse_alike(one)
+
+    def met(self, value: Tensor) -> Tensor:
+        """See `ResultWatch.met`."""
+        if self.comm.met is None:
+            return value
+        self.comm.met.append(self)
+        self.check_given(value, "rows")
+        return plain_of(value)  # type: ignore[no-any-return]
 
     def _named(self, leaf: Any) -> Any:
         if type(leaf) is not Tensor:
@@ -149,8 +174,11 @@ class Around:
             with torch_private.DisableTorchFunctionSubclass():
                 return func(*args)  # what a Function has returned has another one than the tensor that it stands for
         args, kwargs = torch_private.tree_map(plain_of, (args, kwargs))
-        if name in _RUNS_AS_IT_IS or func is torch.autograd.grad:
-            return func(*args, **kwargs)
+        if name == "backward" or func is torch.autograd.grad:
+            return self._differentiated(func, args, kwargs)
+        if name in _RUNS_AS_IT_IS:
+            out = func(*args, **kwargs)
+            return self.followed(out, args[0]) if name == "__deepcopy__" else out
         writes = (name.endswith("_") and not name.startswith("__")) or name in ("__setitem__", *_IN_PLACE)
         given = _tensors_in(args, kwargs)
         if (refused := self._refused_in(given)) is None:
@@ -170,8 +198,29 @@ class Around:
             self._warn(refused)
         return self.followed(out)
 
+    def _differentiated(self, func: Any, args: Any, kwargs: Any) -> Any:
+        roots = _tensors_in(args[:1], kwargs.get("outputs"))
+        if (refused := self._refused_in(roots)) is not None:
+            raise refused
+        if any(map(self.functions.is_alike, roots)):
+            raise counts_for_each_rank(user_line())
+        found = func(*args, **kwargs)
+        if found is None:
+            return None
+        inputs = kwargs.get("inputs", args[1] if len(args) > 1 else ())
+        for grad, of in zip(found, [inputs] if isinstance(inputs, Tensor) else inputs):
+            if isinstance(grad, Tensor) and self.marks.rows_of(of) is not None:
+                self.marks.copy(grad, of)
+        is_of_rows = isinstance(found, tuple) and any(one in self.marks.rows for one in _tensors_in(found))
+        return self.followed(found) if is_of_rows else found
+
     def _judged(self, func: Any, name: str, args: Any, kwargs: Any, given: list[Tensor]) -> Any:
         sums = self._sums_in(given) if name in ADDS else None
+        if name in _DIVIDES:
+            self._check_divisor(*args)
+        if name == "contiguous" and is_called_by("dgl.backend") and any(of.root for of in self.marks.sets_in(given)):
+            what = "DGL reads rows by the numbers that a graph of its own has"
+            raise RefusedError(f"{user_line()}: {what}. {NUMBERS}")
         if any(type(one) not in (Tensor, nn.Parameter) for one in given):
             self.marks.check_result(given)  # what the engine has made, such as the numbers of nodes, knows its rows
             out = func(*args, **kwargs)
@@ -207,6 +256,16 @@ class Around:
     def _refused_in(self, tensors: list[Tensor]) -> RefusedError | None:
         return next((self._refused[one] for one in tensors if one in self._refused), None)
 
+    def _check_divisor(self, value: Any, divisor: Any) -> None:
+        """Refuse to divide a sum over own rows by their number, which a script may know from a mask of the graph."""
+        mixture = self.marks.mixtures.get(value) if isinstance(value, Tensor) else None
+        is_number = not isinstance(divisor, Tensor) or (divisor.dim() == 0 and not divisor.requires_grad)
+        if mixture is None or not mixture.is_sum or not is_number or self.comm.size == 1:
+            return
+        counts = {mixture.of.count, *self.marks.own_counts, *(of.count for of in self.marks.known)}
+        if float(divisor) > 1 and float(divisor) in counts:
+            raise refusal(f"a sum over own {mixture.of.name} is divided by their number, {float(divisor):g}", AROUND)
+
     def _sums_in(self, tensors: list[Tensor]) -> list[Mixture] | None:
         """The sums over own rows among `tensors`; `None` if there are none, or single rows or other mixtures beside."""
         found = [mixture for one in tensors if (mixture := self.marks.mixtures.get(one)) is not None]
@@ -221,7 +280,8 @@ class Around:
 
     def _without_counts(self, out: Any) -> Any:
         if isinstance(out, OwnCount):
-            self.marks.note_count(out.own)
+            if self.comm.size > 1:
+                self.marks.note_count(out.own)
             return out.own
         if isinstance(out, tuple) and any(isinstance(one, OwnCount) for one in out):
             return torch.Size([self._without_counts(one) for one in out])
@@ -230,7 +290,7 @@ class Around:
     def _warn(self, refused: RefusedError) -> None:
         if not self._has_warned:
             self._has_warned = True
-            if self.comm.rank == 0:
+            if self.comm.rank == 0 and self.comm.size > 1:
                 warnings.warn(f"{refused}. What is computed of it from here on is not followed", stacklevel=5)
 
 

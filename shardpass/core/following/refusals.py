@@ -146,6 +146,32 @@ def state_beside_rows(line: str, name: str) -> RefusedError:
     )
 
 
+def weighed_in_model(line: str) -> RefusedError:
+    """Why a wrapped model cannot be given a value of all rows."""
+    return RefusedError(
+        f"{line}: a wrapped model is given a loss, or another value of the rows of all ranks. The gradients of its "
+        f"parameters are summed over ranks, so they would count once for each of them. Weigh losses by parameters of a "
+        f"module that is not wrapped, or outside of the model, as in model.weight * loss"
+    )
+
+
+def counts_once(line: str) -> RefusedError:
+    """Why a value of all rows is not replicated."""
+    return RefusedError(
+        f"{line}: shardpass.replicated is for what every rank computes alike, of sums over the rows of all ranks. The "
+        f"gradient of this value is that of this rank's share already. Leave shardpass.replicated out"
+    )
+
+
+def counts_for_each_rank(line: str) -> RefusedError:
+    """Why what every rank computes alike cannot be differentiated as it is."""
+    return RefusedError(
+        f"{line}: every rank computes this alike, of sums over the rows of all ranks. Gradients are summed over "
+        f"ranks, so it would count once for each of them. Call shardpass.replicated(term, comm) on it, before you add "
+        f"it to other terms"
+    )
+
+
 def first_refusal(error: RefusedError) -> RefusedError:
     """`error`, or the refusal that a library has caught, and looked into, when it was raised."""
     while isinstance(error.__context__, RefusedError) and not error.__suppress_context__:

@@ -25,7 +25,7 @@ class Groups(NamedTuple):
     size: int
 
 
-@unfollowed(2)
+@unfollowed(2, gives="alike")
 def reduce_rows(
     rows: Tensor, op: Reduction, comm: Ranks, base: float | None = None, groups: Groups | None = None
 ) -> Tensor:
@@ -149,7 +149,7 @@ class _Reduce(torch.autograd.Function):
         return torch.zeros_like(token), grad, *[None] * 6
 
 
-@unfollowed(1)
+@unfollowed(1, gives="alike")
 def all_rows(rows: Tensor, comm: Ranks) -> Tensor:
     """The rows of all ranks in the order of the ranks: ``[total, ...]`` for ``[num_own, ...]``, on every rank.
 

@@ -45,6 +45,39 @@ def is_parameter(tensor: Tensor) -> bool:
     return isinstance(tensor, nn.Parameter) or getattr(function, "gives_parameters", False)
 
 
+def autograd_leaves(tensor: Tensor) -> Iterator[Any]:
+    """The leaves of autograd that `tensor` is made of; `None` for a call of the engine, behind which nobody looks."""
+    nodes, seen = [tensor.grad_fn], set[Any]()
+    if tensor.grad_fn is None:
+        yield tensor
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        function = torch_private.function_of(node)
+        if function is not None and function.__module__.startswith("shardpass."):
+            yield None
+        elif hasattr(node, "variable"):
+            yield node.variable
+        else:
+            nodes += [before for before, _ in node.next_functions]
+
+
+def has_raw_parameter(tensor: Tensor) -> bool:
+    """Whether a parameter went into `tensor` that every rank has, and whose gradient nobody sums behind it."""
+    return tensor.requires_grad and any(map(_is_raw, autograd_leaves(tensor)))
+
+
+def is_made_of_parameters(tensor: Tensor) -> bool:
+    """Whether nothing but such parameters went into `tensor`. Each rank has the whole gradient of it."""
+    return tensor.requires_grad and all(map(_is_raw, autograd_leaves(tensor)))
+
+
+def _is_raw(leaf: Any) -> bool:
+    return isinstance(leaf, nn.Parameter) and not getattr(leaf, "shardpass_local", False)
+
+
 @dataclass
 class ParameterCopies:
     """What modules hold in the place of parameters while a wrapped model runs: copies that share their memory.

@@ -15,7 +15,7 @@ from shardpass.backends.communicator import Communicator, ReduceOp
 from shardpass.backends.delegating import DelegatingCommunicator
 from shardpass.core.ranks.caches import Caches
 from shardpass.core.ranks.ordinary import ordinary_tensors
-from shardpass.core.ranks.rows import FollowedTensor, Gives, RowSet, RowWatch, plain_of
+from shardpass.core.ranks.rows import FollowedTensor, Gives, ResultWatch, RowSet, RowWatch, plain_of
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -116,11 +116,16 @@ def unfollowed(position: int, gives: Gives = "rows") -> Callable[[Function], Fun
             if is_named_comm and ("comm" in kwargs or position < len(args)):
                 require_ranks(holder, call)
             comm = holder if isinstance(holder, Ranks) else getattr(holder, "comm", None)
-            with nullcontext() if comm is None else comm.unfollowed():
-                out = function(*args, **kwargs)
-            if comm is not None:
-                comm.note_result(out, gives == "whole")
-            return out
+            if comm is None:
+                return function(*args, **kwargs)
+            outer, comm.met = comm.met, []
+            try:
+                with comm.unfollowed():
+                    out = function(*args, **kwargs)
+            finally:
+                met, comm.met = comm.met, outer
+            comm.note_result(out, gives in ("whole", "total", "replicated"))
+            return met[0].returned(out, gives) if met and outer is None else out
 
         return cast(Function, run)
 
@@ -141,7 +146,7 @@ def takes_followed(gives: Gives = "rows") -> Callable[[Function], Function]:
             if not given:
                 return function(*args, **kwargs)
             around = given[0].around
-            around.check_given((args, kwargs), is_sum=gives == "sum")
+            around.check_given((args, kwargs), gives)
             return around.returned(function(*map(plain_of, args), **{k: plain_of(v) for k, v in kwargs.items()}), gives)
 
         return cast(Function, run)
@@ -165,6 +170,7 @@ class Ranks(DelegatingCommunicator):
         notes: notes how activations are made where backward computes them again, or `None`.
         has_made_up_edge: a message function runs on one made-up edge, because this rank has none; it must not count.
         kept_calls: keeps the results of sharded calls during an inference that can be continued, or `None`.
+        met: what follows the results of models that a function of ours has found in containers; `None` if none runs.
         caches: what is kept for as long as the run lasts, such as shared memory.
     """
 
@@ -177,6 +183,7 @@ class Ranks(DelegatingCommunicator):
         self.notes: RecomputationNotes | None = None
         self.has_made_up_edge = False
         self.kept_calls: KeptCalls | None = None
+        self.met: list[ResultWatch] | None = None
         self.caches = Caches()
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum", label: str = "") -> Tensor:

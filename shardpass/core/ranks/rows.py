@@ -17,7 +17,7 @@ def loops_first(root: Any) -> Hashable:
     return (*root, _LOOPS_FIRST)
 
 
-Gives = Literal["rows", "whole", "sum", "number"]
+Gives = Literal["rows", "whole", "total", "replicated", "sum", "alike", "number"]
 
 
 class FollowedTensor(Tensor):
@@ -38,17 +38,19 @@ class ResultWatch(Protocol):
         """What a function of ours returns that was given followed tensors.
 
         Args:
-            gives: "rows"; a value of the rows of all ranks, with the gradient of this rank's share ("whole"), or a sum
-                over ranks of sums, with all of it ("sum"); or what takes no part in gradients ("number").
+            gives: "rows"; a value of the rows of all ranks, with the gradient of this rank's share ("whole"; "total" if
+                a row counts as often as ranks give it; "replicated" if all ranks give the same); what all ranks have
+                alike, with all of its gradient ("alike", and "sum" if it was given a sum over own rows); or what takes
+                no part in gradients ("number").
         """
         ...
 
-    def check_given(self, value: Any, is_sum: bool | None = None) -> None:
-        """Refuse in `value` what no rank may use, and what was made of several rows, where rows or sums are expected.
+    def met(self, value: Tensor) -> Tensor:
+        """What a function of ours takes that finds the followed `value` in a container."""
+        ...
 
-        Args:
-            is_sum: whether sums over own rows are expected, or else rows; `None` if anything is.
-        """
+    def check_given(self, value: Any, gives: Gives | None = None) -> None:
+        """Refuse in `value` what a function that `gives` something, or if that is `None` a model, cannot be given."""
         ...
 
 

@@ -8,7 +8,6 @@ value, so no gradient is counted twice. Forward is one collective; backward does
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from numbers import Integral
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardpass.core.ranks import Ranks, describe, torch_private, unfollowed
+from shardpass.core.ranks import Ranks, autograd_leaves, describe, unfollowed
 from shardpass.core.training.masked_rows import (
     check_logits,
     check_mask,
@@ -101,7 +100,7 @@ def mean(values: Tensor, mask: Tensor | None, comm: Ranks) -> Tensor:
     )
 
 
-@unfollowed(2, gives="whole")
+@unfollowed(2, gives="total")
 def sum(values: Tensor, mask: Tensor | None, comm: Ranks) -> Tensor:
     """The sum of `values` over the masked nodes of all ranks; its gradient is that of this rank's share.
 
@@ -113,7 +112,7 @@ def sum(values: Tensor, mask: Tensor | None, comm: Ranks) -> Tensor:
     return _Share.apply(own, torch.full_like(own, totals[0]), 1.0, comm).to(chosen.dtype)
 
 
-@unfollowed(1, gives="whole")
+@unfollowed(1, gives="replicated")
 def replicated(term: Tensor, comm: Ranks) -> Tensor:
     """`term` itself, with a gradient that counts once, for a term that every rank computes alike. Not collective.
 
@@ -127,7 +126,7 @@ def replicated(term: Tensor, comm: Ranks) -> Tensor:
     """
     if not isinstance(term, Tensor) or not term.is_floating_point():
         raise ValueError(f"replicated: expected a floating point tensor, found {describe(term)}")
-    kinds = {is_summed_before(leaf) for leaf in _leaves(term)}
+    kinds = {is_summed_before(leaf) for leaf in autograd_leaves(term)}
     if kinds == {True, False}:
         raise RefusedError(
             "replicated: the term is made of parameters of a wrapped model, which count once anyway, and of something "
@@ -141,30 +140,17 @@ def is_summed_before(leaf: Any) -> bool:
     return getattr(leaf, "shardpass_summed", False)
 
 
-def _leaves(term: Tensor) -> Iterator[Any]:
-    """The leaves of autograd that `term` is made of; `None` for each call of the engine, behind which nobody looks."""
-    nodes, seen = [term.grad_fn], set[Any]()
-    if term.grad_fn is None:
-        yield term
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        function = torch_private.function_of(node)
-        if function is not None and function.__module__.startswith("shardpass."):
-            yield None
-        elif hasattr(node, "variable"):
-            yield node.variable
-        else:
-            nodes += [before for before, _ in node.next_functions]
-
-
 @unfollowed(1, gives="sum")
-def total(count: int | float, comm: Ranks) -> int | float:
-    """The sum of `count` over ranks, an int if `count` is an int, else a float. Collective (once)."""
-    dtype = torch.int64 if isinstance(count, Integral) else torch.float64
-    value = torch.tensor([count], dtype=dtype, device=comm.device)
+def total(count: int | float | Tensor, comm: Ranks) -> int | float:
+    """The sum of `count` over ranks, an int if `count` is one, else a float. Collective (once).
+
+    Args:
+        count: a number, or a tensor of one entry.
+        comm: the ranks.
+    """
+    number = count.item() if isinstance(count, Tensor) else count
+    dtype = torch.int64 if isinstance(number, Integral) else torch.float64
+    value = torch.tensor([number], dtype=dtype, device=comm.device)
     return comm.all_reduce(value, "sum", "total").item()
 
 

@@ -22,6 +22,7 @@ from shardpass.core.following import (
     first_refusal,
     followed_hooks,
     known_modules,
+    state_beside_rows,
     user_line,
 )
 from shardpass.core.graphs import LoadedGraphs, NodeIds, node_embeddings, refuse_original_order, refuse_two_numberings
@@ -32,6 +33,7 @@ from shardpass.core.ranks import (
     Ranks,
     ResultWatch,
     chained,
+    has_raw_parameter,
     is_out_of_memory,
     memory_error,
     ordinary_tensors,
@@ -85,6 +87,8 @@ class FollowedCalls:
             for rows, fields in graph.row_sets().items():
                 for field in fields.read():
                     follower.mark(field, rows)
+                    if field.dtype == torch.bool and field.dim() == 1:
+                        follower.marks.own_counts.add(int(field.sum()))
         for table in node_embeddings(model).values():
             follower.mark(table.weight, node_set(table.node_type, table.weight.size(0)))
         return follower
@@ -135,9 +139,7 @@ class OutermostCall:
                 for buffers in map(torch_private.buffers_of, self.model.modules()):
                     buffers.update(ordinary_views(buffers))  # of a model that was made in inference mode
                 return self.run(function, *ordinary_views((args, kwargs)))
-        for one in torch_private.tree_leaves((args, kwargs)):
-            if isinstance(one, FollowedTensor):
-                one.around.check_given(one)
+        _check_followed(args, kwargs)
         args, kwargs = torch_private.tree_map(plain_of, (args, kwargs))
         if self.before is not None and self.comm.forward is None:
             self.before()
@@ -178,6 +180,7 @@ class OutermostCall:
         is_given_rows = any(isinstance(leaf, Tensor) for leaf in torch_private.tree_leaves((args, kwargs)))
         if self.comm.forward is not None or not (is_given_rows or self.method == "forward") or runs_as_it_is():
             return function(*args, **kwargs)
+        _check_followed(args, kwargs)
         return self._as_followed(chained(self.comm, self._within, function, args, kwargs))
 
     def _as_followed(self, out: Any) -> Any:
@@ -215,6 +218,8 @@ class OutermostCall:
                 followed_hooks(self.model, follower, functions.block),
             ):
                 with follower.paused():
+                    if any(isinstance(leaf, Tensor) and has_raw_parameter(leaf) for leaf in leaves):
+                        raise state_beside_rows(user_line(), self.method)
                     follower.marks.recognise((args, kwargs), is_given=True)
                     follower.marks.check_arguments(args, kwargs)
                     follower.marks.recognise([vars(module) for module in self.model.modules()], is_given=True)
@@ -288,3 +293,9 @@ def replaced_forward(module: nn.Module) -> Any:
     """What a user or a frontend has put in the place of the `forward` of `module`; `None` if nothing."""
     own = vars(module).get("forward")
     return getattr(own, "adapted", own)
+
+
+def _check_followed(args: Any, kwargs: Any) -> None:
+    for one in torch_private.tree_leaves((args, kwargs)):
+        if isinstance(one, FollowedTensor):
+            one.around.check_given(one)

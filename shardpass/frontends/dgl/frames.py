@@ -10,6 +10,7 @@ from dgl import DGLError
 from torch import Tensor
 
 from shardpass.core.following import user_line
+from shardpass.core.ranks import FollowedTensor
 from shardpass.errors import RefusedError
 
 
@@ -53,7 +54,8 @@ class LazyFields(MutableMapping[str, Tensor]):
             self._own[name] = self._made(self._rows[name])
             if self._note is not None:
                 self._note(name)
-        return self._own[name]
+        found = self._own[name]
+        return found.around.met(found) if isinstance(found, FollowedTensor) else found
 
     def __setitem__(self, name: str, value: Tensor) -> None:
         self._own[name], self.hidden = value, self.hidden - {name}

@@ -14,7 +14,7 @@ from shardpass.errors import RefusedError
 from shardpass.frontends.dgl.graph import ShardedDGLGraph
 
 
-@unfollowed(0)
+@unfollowed(0, gives="alike")
 def sum_nodes(graph: ShardedDGLGraph, feat: str, weight: str | None = None, *, ntype: str | None = None) -> Tensor:
     """The sum of a node field over all nodes, ``[1, ...]``, the same on every rank. Collective, also in backward.
 
@@ -29,7 +29,7 @@ def sum_nodes(graph: ShardedDGLGraph, feat: str, weight: str | None = None, *, n
     return reduce_rows(_weighted(graph, feat, weight, ntype), "sum", graph.comm).unsqueeze(0)
 
 
-@unfollowed(0)
+@unfollowed(0, gives="alike")
 def mean_nodes(graph: ShardedDGLGraph, feat: str, weight: str | None = None, *, ntype: str | None = None) -> Tensor:
     """The mean over all nodes, ``[1, ...]``; see `sum_nodes`."""
     if _is_plain(graph):
@@ -38,7 +38,7 @@ def mean_nodes(graph: ShardedDGLGraph, feat: str, weight: str | None = None, *, 
     return sum_nodes(graph, feat, weight, ntype=ntype) / max(1, total)
 
 
-@unfollowed(0)
+@unfollowed(0, gives="alike")
 def max_nodes(graph: ShardedDGLGraph, feat: str, weight: str | None = None, *, ntype: str | None = None) -> Tensor:
     """The maximum over all nodes, ``[1, ...]``; see `sum_nodes`. The gradient goes to the first node that has it."""
     if _is_plain(graph):
