@@ -51,10 +51,8 @@ def seed(seed: int, comm: Ranks) -> AbstractContextManager[None]:
         )
     if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63:
         raise ValueError(f"seed must be an integer in [0, 2**63), found {seed!r}")
-    with comm.random_lock():
-        torch.manual_seed(seed)
-    comm.barrier("seed")
-    comm.let_first_rank_go()
+    comm.take_turns()
+    torch.manual_seed(seed)
     return _seeded(seed, comm)
 
 

@@ -129,8 +129,10 @@ class OutermostCall:
                 for buffers in map(torch_private.buffers_of, self.model.modules()):
                     buffers.update(ordinary_views(buffers))  # of a model that was made in inference mode
                 return self.run(function, *ordinary_views((args, kwargs)))
-        if self.before is not None and self.comm.forward is None:
-            self.before()
+        if self.comm.forward is None:
+            self.comm.run_at_once()
+            if self.before is not None:
+                self.before()
         if torch.is_grad_enabled() and self.comm.forward is None:
             refuse_inside_ddp()
         recomputes = self.checkpoint is not None and self.model.training
