@@ -159,8 +159,8 @@ class ThreadCommunicator(BaseCommunicator):
 
     def run_at_once(self) -> None:
         if self._world.turn.is_mine:
-            self.barrier("run at once")  # none draws from the generators while another builds a model
             self._world.turn.leave()
+            self.barrier("run at once")  # none draws from the generators while another builds a model
 
     def out_of_turn(self) -> AbstractContextManager[Any]:
         return self._world.turn.left(self.timeout)
