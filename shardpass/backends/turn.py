@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardpass.backends.failure import Failure
+from shardpass.backends.failure import Failure, TransportTimeoutError
 from shardpass.errors import CommunicationError
 
 _PATIENCE = 60.0  # seconds that a rank waits for its turn in silence
@@ -50,8 +50,8 @@ class Turn:
                 assert self._holder is not None
                 text = (
                     f"{threading.current_thread().name} waits for its turn, which {self._holder.name} has: ranks that "
-                    f"are threads run one at a time until they call a wrapped model. If the latter waits for the "
-                    f"former by a lock or a queue of yours, let it wait by comm.barrier() instead"
+                    f"are threads run one at a time until they call a wrapped model. If the latter waits for a lock or "
+                    f"a queue of yours, let it wait within `with comm.out_of_turn():`"
                 )
                 logging.getLogger("shardpass").warning(text)
                 if not self._comes(timeout - _PATIENCE):
@@ -81,8 +81,12 @@ class Turn:
         self.leave()
         try:
             yield
-        finally:
+        except TransportTimeoutError:
+            raise  # without waiting as long again
+        except BaseException:
             self.take(states, timeout)
+            raise
+        self.take(states, timeout)
 
 
 def random_states() -> tuple[Any, ...]:

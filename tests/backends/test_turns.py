@@ -165,7 +165,9 @@ def test_ranks_that_wait_for_each_other_by_other_means_are_told(monkeypatch, cap
         except threading.BrokenBarrierError:
             comm.barrier()
 
-    expected = "waits for its turn, which shardpass rank . has: ranks that are threads run one at a time .*comm.barrier"
+    expected = (
+        "waits for its turn, which shardpass rank . has: ranks that are threads run one at a time .*comm.out_of_turn"
+    )
     with caplog.at_level(logging.WARNING, "shardpass"), pytest.raises(CommunicationError, match=expected):
         spawn(body, 2, timeout=1.0)
     assert "waits for its turn" in caplog.text
