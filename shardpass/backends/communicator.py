@@ -102,11 +102,19 @@ class Communicator(Protocol):
         """A context to hold while torch's process-wide generator is replayed. It locks if ranks share a process."""
         ...
 
-    def let_first_rank_go(self) -> None:
-        """Return once rank 0 has entered its next collective if ranks share a process, and at once if they do not.
+    def take_turns(self) -> None:
+        """From now on, ranks that share a process run one at a time, each with random generators of its own.
 
-        Until then, what rank 0 draws from the shared generator does not depend on what the other ranks do.
+        They start so. Every rank calls this between two collectives, and none draws there before it does.
         """
+        ...
+
+    def run_at_once(self) -> None:
+        """Collective where ranks take turns. From now on they run at once, and share the generators of the process."""
+        ...
+
+    def out_of_turn(self) -> AbstractContextManager[Any]:
+        """A block that draws no random numbers, so that other ranks may run meanwhile."""
         ...
 
     def abort(self, reason: str) -> None:

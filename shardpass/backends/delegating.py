@@ -81,8 +81,14 @@ class DelegatingCommunicator(Communicator):
     def random_lock(self) -> AbstractContextManager[Any]:
         return self.inner.random_lock()
 
-    def let_first_rank_go(self) -> None:
-        self.inner.let_first_rank_go()
+    def take_turns(self) -> None:
+        self.inner.take_turns()
+
+    def run_at_once(self) -> None:
+        self.inner.run_at_once()
+
+    def out_of_turn(self) -> AbstractContextManager[Any]:
+        return self.inner.out_of_turn()
 
     def abort(self, reason: str) -> None:
         self.inner.abort(reason)

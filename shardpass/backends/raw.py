@@ -274,8 +274,14 @@ class RawCommunicator(Communicator):
 
     # ---- life -----------------------------------------------------------------------------------------------------
 
-    def let_first_rank_go(self) -> None:
-        """Return at once: where ranks share no process, each has a generator of its own."""
+    def take_turns(self) -> None:
+        """Nothing: where ranks share no process, each has generators of its own."""
+
+    def run_at_once(self) -> None:
+        """Nothing: ranks run at once."""
+
+    def out_of_turn(self) -> AbstractContextManager[Any]:
+        return nullcontext()
 
     def random_lock(self) -> AbstractContextManager[Any]:
         return nullcontext()

@@ -12,6 +12,7 @@ import torch
 from shardpass.backends.failure import note_rank, reason_of
 from shardpass.backends.processes import spawn_processes
 from shardpass.backends.threads import ThreadCommunicator, ThreadWorld
+from shardpass.backends.turn import random_states
 from shardpass.errors import PeerFailure
 
 T = TypeVar("T")
@@ -45,6 +46,7 @@ class _Run:
 
     def __init__(self, world: ThreadWorld) -> None:
         self.world = world
+        self.states = random_states()  # which every rank begins with
         self.results: list[Any] = [None] * world.size
         self.first: tuple[int, BaseException] | None = None
         self._lock = threading.Lock()
@@ -52,6 +54,7 @@ class _Run:
     def rank(self, fn: Callable[..., Any], comm: ThreadCommunicator, args: tuple[Any, ...]) -> None:
         """Run the program of one rank in this thread."""
         try:
+            self.world.turn.take(self.states, comm.timeout)
             self.results[comm.rank] = fn(comm, *args)
         except BaseException as error:
             follows = isinstance(error, PeerFailure)  # its cause is another rank's exception, which is on its way

@@ -21,6 +21,7 @@ from torch import Tensor
 from shardpass.backends.base import BaseCommunicator
 from shardpass.backends.failure import Failure, TransportTimeoutError
 from shardpass.backends.identity import MessageKey
+from shardpass.backends.turn import Turn, random_states
 from shardpass.errors import CommunicationError, DivergenceError, PeerFailure
 
 _LOOK_SECONDS = 0.5  # how often a blocked rank looks why
@@ -57,6 +58,7 @@ class ThreadWorld:
         self.changed = threading.Condition()
         self.random = threading.RLock()
         self.failure = Failure()
+        self.turn = Turn(self.changed, self.failure)
 
     def communicators(self) -> list[ThreadCommunicator]:
         """One communicator per rank. Use each in a thread of its own."""
@@ -91,7 +93,6 @@ class _Channel:
         self.mail: dict[_Place, deque[Tensor]] = {}  # sent and not yet expected
         self.expected: dict[_Place, deque[_Arrival]] = {}  # expected and not yet sent
         self.meetings: dict[int, _Meeting] = {}  # by number, those that are not over
-        self.num_entered_by_first = 0  # how many meetings rank 0 has come to
         self.published: dict[int, str] = {}  # by rank, see `RawCommunicator._publish`
         self.ended: set[int] = set()
 
@@ -133,7 +134,11 @@ class ThreadCommunicator(BaseCommunicator):
     # ---- waiting
 
     def block(self, ready: Callable[[], bool], timeout: float) -> None:
-        """Return once ``ready()``, which is called with the world's condition held."""
+        """Return once ``ready()``, which is called with the world's condition held, and it is this rank's turn."""
+        with self.out_of_turn():
+            self._wait(ready, timeout)
+
+    def _wait(self, ready: Callable[[], bool], timeout: float) -> None:
         deadline = monotonic() + timeout
         changed = self._world.changed
         while True:
@@ -148,10 +153,17 @@ class ThreadCommunicator(BaseCommunicator):
                 raise TransportTimeoutError
             self.look_for_circle()
 
-    def let_first_rank_go(self) -> None:
-        if self.rank > 0:
-            channel, mine = self._channel, self._num_meetings
-            self.block(lambda: channel.num_entered_by_first > mine or 0 in channel.ended, self.timeout)
+    def take_turns(self) -> None:
+        if not self._world.turn.is_mine:
+            self._world.turn.take(random_states(), self.timeout)
+
+    def run_at_once(self) -> None:
+        if self._world.turn.is_mine:
+            self._world.turn.leave()
+            self.barrier("run at once")  # none draws from the generators while another builds a model
+
+    def out_of_turn(self) -> AbstractContextManager[Any]:
+        return self._world.turn.left(self.timeout)
 
     def random_lock(self) -> AbstractContextManager[Any]:
         """The lock of the world, since torch has one generator for the whole process."""
@@ -193,9 +205,6 @@ class ThreadCommunicator(BaseCommunicator):
             meeting = channel.meetings.setdefault(number, _Meeting())
             meeting.brought[self.rank] = mine
             is_last = len(meeting.brought) == self.size
-            if self.rank == 0:
-                channel.num_entered_by_first = number
-                changed.notify_all()
         if is_last:
             meeting.result = combine([meeting.brought[rank] for rank in range(self.size)])
             with changed:
@@ -245,6 +254,7 @@ class ThreadCommunicator(BaseCommunicator):
 
     def end(self) -> None:
         """Note that this rank makes no further calls, so that a rank that waits for it is told."""
+        self._world.turn.leave()
         with self._world.changed:
             self._channel.ended.add(self.rank)
             self._world.changed.notify_all()

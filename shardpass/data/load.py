@@ -49,7 +49,7 @@ def load(path: str | Path, comm: Ranks, options: Options | None = None) -> Shard
             f"load: `options` must be shardpass.Options(...), such as Options(mode='halo'), but got "
             f"{type(options).__name__}"
         )
-    with ordinary_tensors():
+    with ordinary_tensors(), comm.out_of_turn():
         return _loaded(path, comm, options)
 
 

@@ -6,7 +6,7 @@ import importlib.metadata
 import os
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -99,7 +99,7 @@ def partition(
     team.agree("partition", facts)
     team.only_first("partition", lambda: check_target(target, overwrite), None)
     doubts = Doubts()
-    with _scratch(target, team) as scratch:
+    with nullcontext() if comm is None else comm.out_of_turn(), _scratch(target, team) as scratch:
         report = progress if progress is not None and team.rank == 0 else lambda stage, done, total: None
         budget = Budget(scratch, num_bytes, report, team)
         graph = _opened(data, budget, node_id)

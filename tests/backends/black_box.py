@@ -20,6 +20,7 @@ TIMEOUT = 1.0  # of the waits, where a rank is to be late
 def program(comm, what):
     """Some calls in which all is well, and then something else on rank 1."""
     to, source = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    comm.run_at_once()
     for number in range(3):
         comm.exchange(torch.ones(4), to, torch.zeros(4), source, number, f"call {number}, round 1").wait()
         comm.all_reduce(torch.ones(1), label="loss")

@@ -50,7 +50,7 @@ class Team:
 
     def _serve(self, comm: sp.Communicator, jobs: list[queue.Queue[Job | None]]) -> None:
         graph = shard_in_memory(self.graph, self.owners, comm)
-        while (job := jobs[comm.rank].get()) is not None:
+        while (job := self._next(comm, jobs)) is not None:
             result, is_intact = None, True
             try:
                 result = job(comm, graph)
@@ -63,3 +63,8 @@ class Team:
             self._done.put((comm.rank, result, is_intact))
             if not is_intact:
                 return
+
+    @staticmethod
+    def _next(comm: sp.Communicator, jobs: list[queue.Queue[Job | None]]) -> Job | None:
+        with comm.out_of_turn():
+            return jobs[comm.rank].get()

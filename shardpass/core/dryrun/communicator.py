@@ -113,8 +113,15 @@ class DryCommunicator:
         """Nothing is locked."""
         return nullcontext()
 
-    def let_first_rank_go(self) -> None:
-        """Return at once."""
+    def take_turns(self) -> None:
+        """There is no other rank."""
+
+    def run_at_once(self) -> None:
+        """There is no other rank."""
+
+    def out_of_turn(self) -> AbstractContextManager[Any]:
+        """There is no other rank."""
+        return nullcontext()
 
     def abort(self, reason: str) -> None:
         """Raise, since there is no other rank to end."""

@@ -4,12 +4,11 @@ Ranks that are processes have a generator each. `seed` makes the generators equa
 equal. ``wrap`` then calls `decorrelate`, which gives every rank its own random numbers. They depend only on the seed
 and the rank.
 
-Ranks that are threads of one process share torch's generator. After `seed` rank 0 goes first: the other ranks wait
-until it enters its next collective. So rank 0 builds the same model in every run and for any number of ranks, and
-``wrap`` gives it to all. Models that are built inside the block ``with seed(0, comm): model = ...`` are the same on
-every rank at once. Dropout on threads differs between ranks, and between runs.
+Ranks that are threads of one process share its generators. They take turns (`Communicator.take_turns`) until the first
+forward of a wrapped model, and after each `seed`: meanwhile each rank has generators of its own, as a process does.
+Dropout on threads differs between ranks, and between runs.
 
-Python's and NumPy's generators are left alone.
+`seed` leaves Python's and NumPy's generators alone.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ def seed(seed: int, comm: Ranks) -> AbstractContextManager[None]:
         comm: the ranks.
 
     Returns:
-        A context manager, which you may ignore if ranks are processes. Its block starts from the seed and holds the
-        generator, so that ranks that are threads build the same models as well. The block must not communicate.
+        A context manager, which you may ignore. Its block starts from the seed again, and must not communicate.
 
     Raises:
         ValueError: on every rank, if the seeds differ or one is not an integer in range.
@@ -51,10 +49,8 @@ def seed(seed: int, comm: Ranks) -> AbstractContextManager[None]:
         )
     if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63:
         raise ValueError(f"seed must be an integer in [0, 2**63), found {seed!r}")
-    with comm.random_lock():
-        torch.manual_seed(seed)
-    comm.barrier("seed")
-    comm.let_first_rank_go()
+    comm.take_turns()
+    torch.manual_seed(seed)
     return _seeded(seed, comm)
 
 

@@ -33,7 +33,8 @@ class BatchIterator:
             raise StopIteration
         step, self._taken = self._taken, self._taken + 1
         try:
-            return work.take(step)
+            with work.comm.out_of_turn():  # the other ranks take part
+                return work.take(step)
         except BaseException:
             self._taken = work.num_steps
             raise
@@ -119,7 +120,8 @@ class Work:
         if self._thread is not None:
             self._tokens.put(_STOP)
             if wait:
-                self._thread.join()
+                with self.comm.out_of_turn():
+                    self._thread.join()
 
     def _run(self) -> None:
         try:

@@ -251,6 +251,7 @@ def sync_gradients(
     require_ranks(comm, "sync_gradients(model, comm)")
     require_model(model, "sync_gradients(model, comm)")
     _refuse_ddp_within(model)
+    comm.run_at_once()
     wrapped = [(module, getattr(module, "_shardpass_wrapped", None)) for module in model.modules()]
     sums = [module for module, found in wrapped if isinstance(found, GradientSums) and not found.is_left]
     summed = {parameter for module in sums for parameter in module.parameters()}

@@ -141,8 +141,10 @@ class OutermostCall:
                 return self.run(function, *ordinary_views((args, kwargs)))
         _check_followed(args, kwargs)
         args, kwargs = torch_private.tree_map(plain_of, (args, kwargs))
-        if self.before is not None and self.comm.forward is None:
-            self.before()
+        if self.comm.forward is None:
+            self.comm.run_at_once()
+            if self.before is not None:
+                self.before()
         if torch.is_grad_enabled() and self.comm.forward is None:
             refuse_inside_ddp()
         recomputes = self.checkpoint is not None and self.model.training
