@@ -34,7 +34,7 @@ from shardpass.core.ranks import (
     ordinary_views,
     torch_private,
 )
-from shardpass.core.training import GradientSums, refuse_inside_ddp
+from shardpass.core.training import GradientSums, refuse_inside_ddp, refuse_unlike
 from shardpass.core.wrapping.empty_rows import EmptyRows
 from shardpass.core.wrapping.explain import explained
 from shardpass.core.wrapping.parts import runs_as_it_is
@@ -106,6 +106,7 @@ class OutermostCall:
     ) -> None:  # fmt: skip
         self.model, self.comm, self.followed, self.checkpoint = model, comm, followed, checkpoint
         self.sums, self.method = sums, method
+        self.buffers = frozenset(name for name, _ in model.named_buffers())  # and not those that forward makes, of rows
 
     before: Callable[[], None] | None = None
     """Is called before the method, unless the model calls it itself. Collective."""
@@ -131,6 +132,8 @@ class OutermostCall:
                 return self.run(function, *ordinary_views((args, kwargs)))
         if self.before is not None and self.comm.forward is None:
             self.before()
+        if self.comm.forward is None:
+            refuse_unlike(self.model, self.comm, self.buffers)
         if torch.is_grad_enabled() and self.comm.forward is None:
             refuse_inside_ddp()
         recomputes = self.checkpoint is not None and self.model.training
@@ -171,6 +174,8 @@ class OutermostCall:
         return chained(self.comm, self._within, function, args, kwargs)
 
     def _within(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if torch.is_grad_enabled():  # or else one rank may run it alone
+            refuse_unlike(self.model, self.comm, self.buffers)
         with self.sums.within(self.model):
             return function(*args, **kwargs)
 
