@@ -23,7 +23,7 @@ LIBRARIES = frozenset("builtins torch torch_geometric dgl lightning pytorch_ligh
 """Packages whose modules nobody's user wrote."""
 
 _UNLIKE = 1e-4  # of the norm of a parameter, as processors may round differently in every step
-_OPTION = (bool, float, complex, str, torch.dtype, type(None))
+_OPTION = (bool, float, complex, str, torch.dtype)
 _COUNTS_BATCHES = "num_batches_tracked"  # no numbers follow from it that are not compared
 
 
@@ -120,7 +120,7 @@ def _lines(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> Iterator[st
 
 def _is_option(value: Any, is_library: bool) -> bool:
     """Whether it is plain. Whole numbers and lists on a user's own module may be of this rank: its rows, its times."""
-    if isinstance(value, _OPTION):
+    if value is None or isinstance(value, _OPTION):
         return True
     if isinstance(value, (tuple, list) if is_library else tuple):
         return all(_is_option(entry, is_library) for entry in value)
