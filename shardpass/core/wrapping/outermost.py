@@ -41,7 +41,7 @@ from shardpass.core.ranks import (
     plain_of,
     torch_private,
 )
-from shardpass.core.training import GradientSums, refuse_inside_ddp
+from shardpass.core.training import GradientSums, refuse_inside_ddp, refuse_unlike
 from shardpass.core.wrapping.empty_rows import EmptyRows
 from shardpass.core.wrapping.explain import explained
 from shardpass.core.wrapping.parts import runs_as_it_is
@@ -116,6 +116,7 @@ class OutermostCall:
         self.model, self.comm, self.followed, self.checkpoint = model, comm, followed, checkpoint
         self.sums, self.method = sums, method
         self._around: tuple[ResultWatch, Any] | None = None
+        self.buffers = frozenset(name for name, _ in model.named_buffers())  # and not those that forward makes, of rows
 
     before: Callable[[], None] | None = None
     """Is called before the method, unless the model calls it itself. Collective."""
@@ -145,6 +146,7 @@ class OutermostCall:
             self.comm.run_at_once()
             if self.before is not None:
                 self.before()
+            refuse_unlike(self.model, self.comm, self.buffers)
         if torch.is_grad_enabled() and self.comm.forward is None:
             refuse_inside_ddp()
         recomputes = self.checkpoint is not None and self.model.training
@@ -191,6 +193,8 @@ class OutermostCall:
         return out if found is None else found[0].followed(out, found[1])
 
     def _within(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if torch.is_grad_enabled():  # or else one rank may run it alone
+            refuse_unlike(self.model, self.comm, self.buffers)
         with self.sums.within(self.model):
             out = function(*args, **kwargs)
         followed = [one for one in torch_private.tree_leaves(out) if isinstance(one, FollowedTensor)]
