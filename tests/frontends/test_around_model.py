@@ -143,6 +143,14 @@ def adversarial(t, step):
     return t.loss(t.model(t.x + step(slope), t.graph))
 
 
+def teacher(t):
+    other = copy.deepcopy(MODEL)
+    if t.comm is not None:
+        other = sp.pyg.wrap(other, t.comm)
+    with torch.no_grad():
+        return other(t.x, t.graph) * 0.5
+
+
 EXACT = {
     "a loss of ours": lambda t: t.loss(t.z),
     "a part outside": lambda t: t.loss(t.model.head(t.z)),
@@ -168,6 +176,7 @@ EXACT = {
     "a penalty that the model returns": lambda t: t.loss(t.z) + (t.alike(t.model.penalised(t.x, t.graph)[1])),
     "rows times a value of all": lambda t: t.mean((t.z / gram(t)).tanh()),
     "a step against a loss": lambda t: adversarial(t, torch.sign),
+    "another model": lambda t: t.mean((t.z - teacher(t)).square()),
     "in place": in_place,
     "a scaled loss": with_scaler,
     "differences along edges": lambda t: (t.z[t.graph[0] if t.comm is None else t.graph.edge_index[0]]).square().sum(),
@@ -192,6 +201,8 @@ REFUSED = {
     ),
     "a loss that a method weighs": lambda t: t.model.weighed(t.loss(t.z)),
     "a mean that is replicated": lambda t: sp.replicated(t.mean(t.z.square()), t.comm),
+    "a mean over rows of another model": lambda t: t.mean((t.z - teacher(t).mean(0)).square()),
+    "rows by their places of another model": lambda t: t.mean((t.z @ teacher(t)[:4].t()).square()),
     "such a term beside a loss": lambda t: t.loss(t.z) + gram(t),
     "such a term in a sum over ranks": lambda t: sp.sum(gram(t)[None], None, t.comm),
     "centres that are parameters": lambda t: (t.z - CENTRES[t.y.remainder(4)]).square().sum(),

@@ -68,6 +68,7 @@ class Marks:
         verdicts: what was found out of operations, by operation and shapes.
         refusals: what the model was refused in this forward. It may have caught the error and gone on.
         is_around: what runs is no code of the model's, but made of what it returned.
+        refused: why what a script has made of results may not be differentiated.
         own_counts: how many of the rows of this rank the masks of its graphs pick.
         whole: values of all rows, whose gradient is that of this rank's share.
         is_in_loss: a loss function of torch's is running.
@@ -83,6 +84,7 @@ class Marks:
     verdicts: dict[Any, Any] = field(default_factory=dict)
     made_of_counts: set[float] = field(default_factory=set)
     refusals: list[RefusedError] = field(default_factory=list)
+    refused: MutableMapping[Tensor, RefusedError] = field(default_factory=torch_private.WeakTensorKeyDictionary)
     own_counts: set[int] = field(default_factory=set)
     is_in_loss: bool = False
     is_around: bool = False
@@ -135,6 +137,16 @@ class Marks:
         for kept in (self.rows, self.origins, self.whole):
             if like in kept:
                 kept[tensor] = kept[like]  # type: ignore[index,assignment]
+
+    def adopt_from(self, others: Marks, tensor: Tensor) -> None:
+        """Know of `tensor` what the marks of another model know of it."""
+        for mine, theirs in ((self.rows, others.rows), (self.origins, others.origins), (self.whole, others.whole)):
+            if tensor in theirs:
+                mine[tensor] = theirs[tensor]  # type: ignore[index,assignment]
+        if tensor in others.refused:
+            self.refused[tensor] = others.refused[tensor]
+        if (mixture := others.mixtures.get(tensor)) is not None:
+            self.mixtures.add(tensor, mixture)
 
     @contextmanager
     def remembered(self) -> Iterator[None]:

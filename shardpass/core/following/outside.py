@@ -8,7 +8,7 @@ print it. So what would be refused in a model is only noted here, and raised whe
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -90,7 +90,6 @@ class Around:
         self.comm, self.functions = comm, functions
         self.follower, self.marks = functions.follower, functions.follower.marks
         self.follower.all_agree = bool  # a script may let one rank alone do something
-        self._refused: MutableMapping[Tensor, RefusedError] = torch_private.WeakTensorKeyDictionary()
         self._has_warned = False
 
     def followed(self, value: Any, like: Any = None) -> Any:
@@ -173,6 +172,9 @@ class Around:
         if name == "__get__" and getattr(func.__self__, "__name__", "") == "grad_fn":
             with torch_private.DisableTorchFunctionSubclass():
                 return func(*args)  # what a Function has returned has another one than the tensor that it stands for
+        for leaf in leaves_of((args, [*kwargs.values()])):
+            if isinstance(leaf, FollowedOutput) and leaf.around.marks is not self.marks:
+                self.marks.adopt_from(leaf.around.marks, leaf.plain)  # of another model
         args, kwargs = torch_private.tree_map(plain_of, (args, kwargs))
         if name == "backward" or func is torch.autograd.grad:
             return self._differentiated(func, args, kwargs)
@@ -181,6 +183,9 @@ class Around:
             return self.followed(out, args[0]) if name == "__deepcopy__" else out
         writes = (name.endswith("_") and not name.startswith("__")) or name in ("__setitem__", *_IN_PLACE)
         given = _tensors_in(args, kwargs)
+        if name == "contiguous" and is_called_by("dgl.backend") and any(of.root for of in self.marks.sets_in(given)):
+            what = "DGL reads rows by the numbers that a graph of its own has"
+            raise RefusedError(f"{user_line()}: {what}. {NUMBERS}")
         if (refused := self._refused_in(given)) is None:
             try:
                 return self._judged(func, name, args, kwargs, given)
@@ -192,7 +197,7 @@ class Around:
             raise refused
         out = func(*args, **kwargs)
         for one in (found := _tensors_in(out)):
-            self._refused[one] = refused
+            self.marks.refused[one] = refused
             _raise_in_backward(one, refused)
         if not found and (name in READS or not self._refused_in(given)):
             self._warn(refused)
@@ -218,9 +223,6 @@ class Around:
         sums = self._sums_in(given) if name in ADDS else None
         if name in _DIVIDES:
             self._check_divisor(*args)
-        if name == "contiguous" and is_called_by("dgl.backend") and any(of.root for of in self.marks.sets_in(given)):
-            what = "DGL reads rows by the numbers that a graph of its own has"
-            raise RefusedError(f"{user_line()}: {what}. {NUMBERS}")
         if any(type(one) not in (Tensor, nn.Parameter) for one in given):
             self.marks.check_result(given)  # what the engine has made, such as the numbers of nodes, knows its rows
             out = func(*args, **kwargs)
@@ -254,7 +256,7 @@ class Around:
             self.marks.refusals.clear()  # which are noted on what was made
 
     def _refused_in(self, tensors: list[Tensor]) -> RefusedError | None:
-        return next((self._refused[one] for one in tensors if one in self._refused), None)
+        return next((self.marks.refused[one] for one in tensors if one in self.marks.refused), None)
 
     def _check_divisor(self, value: Any, divisor: Any) -> None:
         """Refuse to divide a sum over own rows by their number, which a script may know from a mask of the graph."""

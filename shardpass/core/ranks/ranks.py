@@ -124,6 +124,8 @@ def unfollowed(position: int, gives: Gives = "rows") -> Callable[[Function], Fun
                     out = function(*args, **kwargs)
             finally:
                 met, comm.met = comm.met, outer
+                if outer is not None:
+                    outer.extend(met)
             comm.note_result(out, gives in ("whole", "total", "replicated"))
             return met[0].returned(out, gives) if met and outer is None else out
 
@@ -194,6 +196,10 @@ class Ranks(DelegatingCommunicator):
 
     def broadcast(self, tensor: Tensor, root: int = 0, label: str = "") -> Tensor:
         return super().broadcast(plain_of(tensor), root, label)
+
+    def as_met(self, value: Any) -> Any:
+        """`value`, which a function of ours puts into a container; followed if what it has found in one was."""
+        return self.met[0].returned(value, "rows") if self.met else value
 
     @property
     def is_followed(self) -> bool:

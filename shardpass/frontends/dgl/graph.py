@@ -274,7 +274,7 @@ class ShardedDGLGraph(TypedGraph):
         """Store what was computed for all rows of a frame."""
         for rows in found.values():
             self.comm.mark_rows(rows, of)
-        frame.update(found)
+        frame.update(self.comm.as_met(dict(found)))
 
     def _keep_edges(self, kind: CanonicalType, found: Mapping[str, Tensor]) -> None:
         frame = self._edge_frames[kind]
