@@ -121,6 +121,18 @@ def in_place(t):
     return t.loss(z.mul_(2))
 
 
+def kept(t, value):
+    memory = torch.zeros_like(t.x[:, :1]).expand(-1, 8).clone()
+    memory.mul_(0.9).add_(value.detach())
+    return t.mean((t.z - memory).square())
+
+
+def written(t):
+    buffer = torch.zeros(t.z.shape).double()
+    buffer[:] = t.z
+    return buffer.square().mean()
+
+
 def with_scaler(t):
     return torch.amp.GradScaler("cpu", init_scale=2.0).scale(t.loss(t.z)) / 2
 
@@ -177,6 +189,7 @@ EXACT = {
     "rows times a value of all": lambda t: t.mean((t.z / gram(t)).tanh()),
     "a step against a loss": lambda t: adversarial(t, torch.sign),
     "another model": lambda t: t.mean((t.z - teacher(t)).square()),
+    "rows in a memory": lambda t: kept(t, t.z),
     "in place": in_place,
     "a scaled loss": with_scaler,
     "differences along edges": lambda t: (t.z[t.graph[0] if t.comm is None else t.graph.edge_index[0]]).square().sum(),
@@ -203,6 +216,8 @@ REFUSED = {
     "a mean that is replicated": lambda t: sp.replicated(t.mean(t.z.square()), t.comm),
     "a mean over rows of another model": lambda t: t.mean((t.z - teacher(t).mean(0)).square()),
     "rows by their places of another model": lambda t: t.mean((t.z @ teacher(t)[:4].t()).square()),
+    "a mean in a memory": lambda t: kept(t, t.z.mean(0)),
+    "rows in a tensor of its own": written,
     "such a term beside a loss": lambda t: t.loss(t.z) + gram(t),
     "such a term in a sum over ranks": lambda t: sp.sum(gram(t)[None], None, t.comm),
     "centres that are parameters": lambda t: (t.z - CENTRES[t.y.remainder(4)]).square().sum(),

@@ -163,7 +163,7 @@ class FollowFunctions(TorchFunctionMode):
     def is_alike(self, tensor: Tensor) -> bool:
         """Whether every rank has the same `tensor`, with a gradient of its own: it is made of sums over all ranks."""
         marks = self.follower.marks
-        if not tensor.requires_grad or tensor in marks.whole or tensor in marks.mixtures:
+        if not tensor.requires_grad or not marks.known or tensor in marks.whole or tensor in marks.mixtures:
             return False
         return marks.rows_of(tensor) is None and not is_made_of_parameters(tensor)
 

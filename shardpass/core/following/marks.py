@@ -217,8 +217,8 @@ class Marks:
         if is_parameter(leaf):
             self.origins[leaf] = Origin.STATE
             return
-        if self.is_around and (told := getattr(leaf, "shardpass_rows", None)) is not None:
-            self.rows[leaf] = Rows(told[1], told[0], points_to=told[2])
+        if self.is_around and (told := _told(leaf)) is not None:
+            self.rows[leaf] = told
             return
         few = (0, 1) if self.is_around and leaf.dim() == 2 else (0,)  # in a script, which may have transposed them
         for dim in few if leaf.dim() < 3 else (0, -2, 1):  # [N, F], [B, N, F] and [B, N, T, F]
@@ -348,3 +348,12 @@ def _called(kwargs: Any, name: str) -> list[Any]:
     for key, value in kwargs.items():
         found += [value] if key == name else _called(value, name) if isinstance(value, dict) else []
     return found
+
+
+def _told(leaf: Tensor) -> Rows | None:
+    """The rows that the engine has told `leaf` to hold, or the tensor of which it is a view, when no model ran."""
+    base = torch_private.base_of(leaf)
+    told: tuple[RowSet, int, RowSet | None] | None = getattr(leaf, "shardpass_rows", None)
+    if told is None and base is not leaf and leaf.dim() and leaf.size(0) == base.size(0):
+        told = getattr(base, "shardpass_rows", None)
+    return None if told is None else Rows(told[1], told[0], points_to=told[2])

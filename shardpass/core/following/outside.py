@@ -175,6 +175,7 @@ class Around:
         for leaf in leaves_of((args, [*kwargs.values()])):
             if isinstance(leaf, FollowedOutput) and leaf.around.marks is not self.marks:
                 self.marks.adopt_from(leaf.around.marks, leaf.plain)  # of another model
+        is_own = bool(args) and type(args[0]) is Tensor
         args, kwargs = torch_private.tree_map(plain_of, (args, kwargs))
         if name == "backward" or func is torch.autograd.grad:
             return self._differentiated(func, args, kwargs)
@@ -183,6 +184,8 @@ class Around:
             return self.followed(out, args[0]) if name == "__deepcopy__" else out
         writes = (name.endswith("_") and not name.startswith("__")) or name in ("__setitem__", *_IN_PLACE)
         given = _tensors_in(args, kwargs)
+        if writes and is_own:
+            return self._written(func, args, kwargs, given)
         if name == "contiguous" and is_called_by("dgl.backend") and any(of.root for of in self.marks.sets_in(given)):
             what = "DGL reads rows by the numbers that a graph of its own has"
             raise RefusedError(f"{user_line()}: {what}. {NUMBERS}")
@@ -202,6 +205,16 @@ class Around:
         if not found and (name in READS or not self._refused_in(given)):
             self._warn(refused)
         return self.followed(out)
+
+    def _written(self, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Any:
+        """What a function returns that writes into a tensor of a script's own, which is not followed after it."""
+        self.check_given(given, "rows")
+        if torch.is_grad_enabled() and any(one.requires_grad for one in given):
+            raise RefusedError(
+                f"{user_line()}: results of a model are written into a tensor that is not made of them, where nobody "
+                f"follows their gradients. Make a new one of them, as torch.cat, torch.where and torch.stack do"
+            )
+        return func(*args, **kwargs)
 
     def _differentiated(self, func: Any, args: Any, kwargs: Any) -> Any:
         roots = _tensors_in(args[:1], kwargs.get("outputs"))

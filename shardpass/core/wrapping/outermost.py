@@ -143,12 +143,12 @@ class OutermostCall:
         _check_followed(args, kwargs)
         args, kwargs = torch_private.tree_map(plain_of, (args, kwargs))
         if self.comm.forward is None:
+            if torch.is_grad_enabled():
+                refuse_inside_ddp()
             self.comm.run_at_once()
             if self.before is not None:
                 self.before()
             refuse_unlike(self.model, self.comm, self.buffers)
-        if torch.is_grad_enabled() and self.comm.forward is None:
-            refuse_inside_ddp()
         recomputes = self.checkpoint is not None and self.model.training
         graphs = self.comm.caches.of(LoadedGraphs).graphs
         lacks_rows = any(rows.count == 0 for graph in graphs for rows in graph.row_sets())
