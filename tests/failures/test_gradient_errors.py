@@ -1,13 +1,15 @@
 """Gradients of gradients, models wrapped wrongly: every rank ends, saying what happened and on which rank."""
 
+import re
+
 import pytest
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch_geometric.nn import TopKPooling
+from torch_geometric.nn import GCNConv, TopKPooling
 
 from shardpass.errors import CommunicationError, RefusedError, ShardpassError
 
-from .training import FEATURES, RANKS, Skips, Turn, train
+from .training import CLASSES, FEATURES, RANKS, Skips, Turn, train
 
 models = pytest.mark.parametrize("model", ["GCN", "GAT"])
 
@@ -35,6 +37,36 @@ def test_one_rank_takes_other_steps(store):
 
     outcome = train(store, step)
     outcome.assert_all_say("is not the same on rank 0 and rank 1", "Or a rank takes other steps than the others")
+
+
+def frozen(turn, on_culprit, elsewhere, epoch):
+    """A step before which, in an epoch, some parameters of a GCN are frozen: those whose names begin so."""
+    if turn.epoch == epoch:
+        for name, parameter in turn.model.named_parameters():
+            parameter.requires_grad_(not name.startswith(on_culprit if turn.comm.rank == 1 else elsewhere))
+    turn.step()
+
+
+@pytest.mark.parametrize("epoch", [0, 1, 2])
+@pytest.mark.parametrize(
+    "on_culprit, elsewhere, words",
+    [
+        ("convs.1.bias", "-", "rank 1 is in all_gather 'gradients of 3 parameters without convs.1.bias #"),
+        ("-", "convs.0", "without convs.0.bias, convs.0.lin.weight #"),
+        ("convs", "-", "ranks 0, 2 are in all_gather 'gradients of 4 parameters #"),
+    ],
+)
+def test_parameters_frozen_on_one_rank(store, on_culprit, elsewhere, words, epoch):
+    train(store, lambda turn: frozen(turn, on_culprit, elsewhere, epoch), epochs=4).assert_all_say(words)
+
+
+def test_parameters_of_one_shape_frozen_each_on_another_rank(store):
+    """Their gradients would be added up."""
+    model = Skips()
+    model.convs = nn.ModuleList([GCNConv(FEATURES, 8), GCNConv(8, 8), GCNConv(8, CLASSES)])
+    outcome = train(store, lambda turn: frozen(turn, "convs.1.bias", "convs.0.bias", 0), epochs=1, model=model)
+    words = "without convs.0.bias #1 .*rank 1 is in all_gather 'gradients of 5 parameters without convs.1.bias #1"
+    assert all(re.search(words, str(error)) for error in outcome.errors), outcome.words()
 
 
 @models

@@ -12,6 +12,7 @@ outside of the model, such as a penalty on weights, counts once.
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -39,6 +40,7 @@ from shardpass.core.training.objective import warn_of_own_loss
 from shardpass.errors import DivergenceError, RefusedError, ShardpassError
 
 _KEPT = 8  # lists of copies of a model, for itself and for parts of it that are called by themselves
+_MOST_LETTERS = 36  # of the names of frozen parameters, in the label of a call
 _UNLIKE = 1e-3  # of the norm of a parameter, as processors may round differently
 _ABSENT, _PRESENT, _SPARSE, _SUMMED, _INFINITE = range(5)
 _SUM = "shardpass_sum"  # of a gradient that sync_gradients has summed: its version then
@@ -115,27 +117,31 @@ class GradientSums:
     @contextmanager
     def within(self, model: nn.Module) -> Iterator[None]:
         """A block of an outermost call in which modules hold copies of parameters. Collective, and so is backward."""
-        is_on = torch.is_grad_enabled() and self.comm.size > 1 and not self.is_left
-        places = list(_places(model)) if is_on else []
+        if not torch.is_grad_enabled() or self.comm.size == 1 or self.is_left:
+            yield
+            return
+        number, start = begin_call(self.comm, "gradients")  # a call of every rank, whatever is made and is frozen there
+        places = list(_places(model))
         if not places:
             yield
             return
-        token, copies = self._made(places)
+        token, copies = self._made(places, f"{_frozen(model)} #{number}", start)
         forward = self.comm.forward
         assert forward is not None and forward.token is not None
         forward.token, forward.copies = forward.token + token, (*forward.copies, copies)
         with copies.held():
             yield
 
-    def _made(self, places: list[tuple[dict[str, Any], str, Tensor]]) -> tuple[Tensor, ParameterCopies]:
+    def _made(
+        self, places: list[tuple[dict[str, Any], str, Tensor]], which: str, start: Tensor
+    ) -> tuple[Tensor, ParameterCopies]:
         """The copies for `places`, and a token of theirs: the same ones as long as nothing but values changes."""
         parameters = [*dict.fromkeys(parameter for _, _, parameter in places)]
         known = [(id(p), p.data_ptr(), p.dtype, p.shape, p.grad_fn) for p in parameters]
         for like, token, copies in self._copies:
             if like == known:
                 return token, ParameterCopies(places, copies.copy_of)
-        number, start = begin_call(self.comm, f"gradients of {len(parameters)} parameters")
-        label = f"gradients of {len(parameters)} parameters #{number}"
+        label = f"gradients of {len(parameters)} parameters{which}"
         token, *found = _Sum.apply(torch.zeros_like(start, requires_grad=True), self, label, *parameters)
         for parameter in parameters:
             _note_summed(parameter)
@@ -204,6 +210,14 @@ def _places(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
                 continue
             if value.is_leaf or not is_parameter(value):  # and not a copy that an outer call has put there
                 yield held, name, value
+
+
+def _frozen(model: nn.Module) -> str:
+    """Words for the parameters that want no gradient, few enough to travel with a call. Others have other words."""
+    names = ", ".join(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
+    if len(names) > _MOST_LETTERS:
+        names = f"{names[:_MOST_LETTERS]}... ({zlib.crc32(names.encode()):08x})"
+    return f" without {names}" if names else ""
 
 
 def _note_summed(parameter: Tensor) -> None:
