@@ -171,17 +171,17 @@ def test_a_message_input_changed_in_place(store, mode):
         def __init__(self):
             super().__init__()
             self.lin, self.conv = nn.Linear(FEATURES, 8), SAGEConv(8, CLASSES, aggr="max", root_weight=False)
-            self.harm = False
+            self._harms = False
 
         def forward(self, x, edge_index):
             x = self.lin(x)
             out = self.conv(x, edge_index)
-            if self.harm:
+            if self._harms:
                 x.add_(1)
             return out
 
     def harm(turn):
-        turn.model.harm = True
+        turn.model._harms = True
 
     outcome = train(store, twist(harm), model=Maxima(), mode=mode)
     outcome.assert_began_on(1, RuntimeError, "has been modified by an inplace operation")

@@ -1,7 +1,5 @@
 """Gradients of gradients, models wrapped wrongly: every rank ends, saying what happened and on which rank."""
 
-import re
-
 import pytest
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -47,17 +45,14 @@ def frozen(turn, on_culprit, elsewhere, epoch):
     turn.step()
 
 
-@pytest.mark.parametrize("epoch", [0, 1, 2])
+@pytest.mark.parametrize("epoch", [0, 1])
 @pytest.mark.parametrize(
-    "on_culprit, elsewhere, words",
-    [
-        ("convs.1.bias", "-", "rank 1 is in all_gather 'gradients of 3 parameters without convs.1.bias #"),
-        ("-", "convs.0", "without convs.0.bias, convs.0.lin.weight #"),
-        ("convs", "-", "ranks 0, 2 are in all_gather 'gradients of 4 parameters #"),
-    ],
+    "on_culprit, elsewhere, name",
+    [("convs.1.bias", "-", "convs.1.bias"), ("-", "convs.0", "convs.0"), ("convs", "-", "convs.0")],
 )
-def test_parameters_frozen_on_one_rank(store, on_culprit, elsewhere, words, epoch):
-    train(store, lambda turn: frozen(turn, on_culprit, elsewhere, epoch), epochs=4).assert_all_say(words)
+def test_parameters_frozen_on_one_rank(store, on_culprit, elsewhere, name, epoch):
+    outcome = train(store, lambda turn: frozen(turn, on_culprit, elsewhere, epoch), epochs=4)
+    outcome.assert_all_say(f"the models differ: {name}", "without a gradient")
 
 
 def test_parameters_of_one_shape_frozen_each_on_another_rank(store):
@@ -65,8 +60,7 @@ def test_parameters_of_one_shape_frozen_each_on_another_rank(store):
     model = Skips()
     model.convs = nn.ModuleList([GCNConv(FEATURES, 8), GCNConv(8, 8), GCNConv(8, CLASSES)])
     outcome = train(store, lambda turn: frozen(turn, "convs.1.bias", "convs.0.bias", 0), epochs=1, model=model)
-    words = "without convs.0.bias #1 .*rank 1 is in all_gather 'gradients of 5 parameters without convs.1.bias #1"
-    assert all(re.search(words, str(error)) for error in outcome.errors), outcome.words()
+    outcome.assert_all_say("the models differ: convs.0.bias", "without a gradient")
 
 
 @models

@@ -93,7 +93,7 @@ def test_ranks_that_take_different_paths(monkeypatch, store, launcher):
 @pytest.mark.long
 @pytest.mark.parametrize("launcher", ALL)
 def test_a_slow_rank_is_waited_for_and_one_with_fewer_epochs_is_named(monkeypatch, store, launcher):
-    words = ["rank 1 ended first, after fewer calls than the others make .*: rank [02] waits in all_gather 'call 12 "]
+    words = ["rank 1 ended first, after fewer calls than the others make .*: rank [02] waits in all_gather 'call 9 "]
     ended = ends_with(monkeypatch, store, launcher, "slow, then fewer epochs", *words, SLOW_SECONDS="4")
     assert ended.text.count("has done epoch 1") == RANKS, ended.text
 

@@ -22,6 +22,7 @@ import torch_geometric.nn as gnn
 from torch_geometric.data import Data
 
 import shardpass as sp
+from shardpass.errors import DivergenceError
 from shardpass.testing.graphs import assignments, awkward_graph, shard_in_memory
 from shardpass.testing.hetero import awkward_hetero_graph, hetero_assignments, shard_hetero_in_memory
 
@@ -168,7 +169,7 @@ def test_weights_on_one_rank_only_are_refused(tmp_path):
         model = sp.pyg.wrap(Net().double(), comm, check=False)
         if comm.rank == 0:
             model.load_state_dict(state)
-        with pytest.raises(ValueError, match=r"'first.lin_l.weight' has other values on rank 1 than on rank 0"):
+        with pytest.raises(DivergenceError, match=r"'first.lin_l.weight' is not the same on rank 0 and rank 1"):
             sp.infer(model, graph, tmp_path / "logits.npy")
 
     sp.spawn(work, 2)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shardpass.core.graphs import ShardedGraph
 from shardpass.core.inference.deferred import Deferral, DeferredRows, block_of, whole
-from shardpass.core.inference.fingerprint import argument_lines, model_lines, tensor_line
+from shardpass.core.inference.fingerprint import argument_lines, model_lines
 from shardpass.core.inference.journal import Journal
 from shardpass.core.inference.row_sources import ChangedRowsError, spans
 from shardpass.core.ranks import (
@@ -30,7 +30,7 @@ from shardpass.core.ranks import (
     torch_private,
 )
 from shardpass.core.sharding import NodeType
-from shardpass.core.training import alike
+from shardpass.core.training import refuse_unlike
 from shardpass.errors import MissingDependencyError
 
 _T = TypeVar("_T")
@@ -73,8 +73,9 @@ def infer(
 
     Raises:
         FileExistsError: the file exists. (All errors here are raised on every rank.)
-        ValueError: the model is not wrapped, has other parameters on some rank, or does not return rows of own nodes;
-            or `path` ends as another kind of file does.
+        ValueError: the model is not wrapped, or does not return rows of own nodes; or `path` ends as another kind of
+            file does.
+        DivergenceError: the model differs between ranks, as when some of them loaded weights after `wrap`.
         OSError: a rank cannot write.
         MissingDependencyError: pyarrow, which writes tables, is not installed.
     """
@@ -91,7 +92,7 @@ def infer(
         _on_all(comm, lambda: graph.tables.check() if comm.rank == 0 else None)
     with ordinary_tensors():  # what stands for rows counts their changes
         args = args or (graph.x if graph.is_homogeneous else graph.x_dict, graph)
-        _same_parameters(model, comm)
+        refuse_unlike(model, comm)  # before what an interrupted run has left is begun anew
         fingerprint = _fingerprint(model, graph, args, tag)
         journal = Journal(path.with_name(f".{path.name}.partial"), comm, fingerprint, progress, Deferral())
         with _evaluating(model, comm, journal):
@@ -112,18 +113,6 @@ def _refuse_existing(path: Path, overwrite: bool) -> None:
     refuse_irregular(path, "replaced")
     if path.exists() and not overwrite:
         raise FileExistsError(f"{path} exists: give another name, or overwrite=True (--overwrite)")
-
-
-def _same_parameters(model: nn.Module, comm: Ranks) -> None:
-    """Raise if ranks have different parameters, as when some of them loaded weights after `wrap`. Collective."""
-    every = comm.all_gather_object([[name, tensor_line(value)] for name, value in alike(model)], "infer: parameters")
-    for rank, found in enumerate(every):
-        other = next((mine[0] for mine, theirs in zip(every[0], found) if mine != theirs), None)
-        if other is not None:
-            raise ValueError(
-                f"infer: parameter {other!r} has other values on rank {rank} than on rank 0; load the same weights on "
-                f"every rank, or load them before wrap, which gives every rank those of rank 0"
-            )
 
 
 def _fingerprint(model: nn.Module, graph: ShardedGraph, args: tuple[Any, ...], tag: str) -> str:

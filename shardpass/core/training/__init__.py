@@ -7,7 +7,6 @@ statistics; otherwise the room knows no edges.
 from shardpass.core.training.checkpoint import load_checkpoint, save_checkpoint
 from shardpass.core.training.gradients import (
     GradientSums,
-    alike,
     clip_grad_norm,
     no_sync,
     refuse_as_built,
@@ -26,12 +25,14 @@ from shardpass.core.training.norm import (
 )
 from shardpass.core.training.objective import cross_entropy, mean, note_objective, replicated, sum, total
 from shardpass.core.training.row_norm import RowNorm
+from shardpass.core.training.same_model import LIBRARIES, refuse_unlike
 from shardpass.core.training.shared_copy import follow, shared_copy
 from shardpass.core.training.statistics import row_moments, shifted, total_rows
 from shardpass.core.training.verified_file import RowBlocks, digest, read_verified, tensor_places, write_verified
 
 __all__ = [
     "BATCH_NORMS",
+    "LIBRARIES",
     "DistributedBatchNorm",
     "GradientSums",
     "Moments",
@@ -39,7 +40,6 @@ __all__ = [
     "RowNorm",
     "SteadyNorms",
     "accuracy",
-    "alike",
     "average_precision",
     "clip_grad_norm",
     "cross_entropy",
@@ -55,6 +55,7 @@ __all__ = [
     "read_verified",
     "refuse_as_built",
     "refuse_inside_ddp",
+    "refuse_unlike",
     "replace_batch_norms",
     "replicated",
     "roc_auc",

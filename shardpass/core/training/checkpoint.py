@@ -29,6 +29,7 @@ from shardpass.core.ranks import (
 )
 from shardpass.core.training.buckets import broadcast_tensors
 from shardpass.core.training.checkpoint_file import FORMAT, decode, encode, read_file, write_file
+from shardpass.core.training.same_model import refuse_unlike
 from shardpass.core.training.verified_file import digest
 from shardpass.errors import CheckpointError
 
@@ -66,8 +67,8 @@ def save_checkpoint(
         extra: nested dicts, lists and tuples of tensors and JSON values. That of rank 0 is saved.
 
     Raises:
-        CheckpointError: on every rank, if something cannot be stored or written on one, or if parameters that ranks
-            share differ between them.
+        CheckpointError: on every rank, if something cannot be stored or written on one.
+        DivergenceError: on every rank, if the model differs between ranks.
     """
     call = "save_checkpoint(path, comm, model)"
     require_ranks(comm, call)
@@ -77,7 +78,7 @@ def save_checkpoint(
     tables = _tables(model, optimizer)
     # of the state of a table, what has its shape has a row for each of its rows
     local = [name for name, value in tensors.items() if getattr(_of_name(name, tables), "shape", None) == value.shape]
-    _refuse_different(comm, model)
+    refuse_unlike(model, comm)  # since the file holds what rank 0 has
     states = get_random_state()
     kinds = comm.all_gather_object(sorted(states), "checkpoint random states")
     for kind in sorted(set(kinds[0]).intersection(*kinds)):
@@ -231,20 +232,6 @@ def _trees(model: nn.Module, optimizer: Optimizer | None, extra: Any, tensors: d
 def _shapes(optimizer: Optimizer) -> list[list[list[int]]]:
     """The shapes of the parameters of each group."""
     return [[list(parameter.shape) for parameter in group["params"]] for group in optimizer.param_groups]
-
-
-def _refuse_different(comm: Ranks, model: nn.Module) -> None:
-    """Refuse parameters that have drifted apart: the file would hold rank 0's. Collective."""
-    shared = {n: p for n, p in model.named_parameters() if not getattr(p, "shardpass_local", False)}
-    mine = {name: digest(parameter.detach().cpu()) for name, parameter in shared.items()}
-    every = comm.all_gather_object(mine, "checkpoint parameters")
-    for name in mine:
-        other = next((rank for rank, theirs in enumerate(every) if theirs.get(name) != every[0].get(name)), None)
-        if other is not None:
-            raise CheckpointError(
-                f"the parameter {name!r} differs between rank 0 and rank {other}, so the ranks do not train one model. "
-                f"Every step needs sync_gradients before it, and every rank the same optimizer"
-            )
 
 
 def _fingerprints(graph: Any) -> tuple[str | None, str | None]:

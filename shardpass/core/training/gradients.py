@@ -11,8 +11,6 @@ outside of the model, such as a penalty on weights, counts once.
 
 from __future__ import annotations
 
-import re
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,9 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from shardpass.core.ranks import (
     ParameterCopies,
     Ranks,
+    agree,
     begin_call,
-    describe,
-    dtype_name,
     is_parameter,
     refuse_double_backward,
     refuse_shared_model,
@@ -37,11 +34,10 @@ from shardpass.core.ranks import (
 )
 from shardpass.core.training.buckets import BUCKET_BYTES, broadcast_tensors, summed_tensors
 from shardpass.core.training.objective import warn_of_own_loss
-from shardpass.errors import DivergenceError, RefusedError, ShardpassError
+from shardpass.core.training.same_model import alike, first_difference, is_local, refuse_unlike
+from shardpass.errors import RefusedError, ShardpassError
 
 _KEPT = 8  # lists of copies of a model, for itself and for parts of it that are called by themselves
-_MOST_LETTERS = 36  # of the names of frozen parameters, in the label of a call
-_UNLIKE = 1e-3  # of the norm of a parameter, as processors may round differently
 _ABSENT, _PRESENT, _SPARSE, _SUMMED, _INFINITE = range(5)
 _SUM = "shardpass_sum"  # of a gradient that sync_gradients has summed: its version then
 _PROBLEMS = {
@@ -69,22 +65,9 @@ def sync_parameters(model: nn.Module, comm: Ranks, bucket_bytes: int = BUCKET_BY
     for name, tensor in named:
         if nn.parameter.is_lazy(tensor):
             raise ValueError(f"parameter {name!r} is not initialised yet: run the lazy module once before wrapping it")
-    own = [
-        f"{name}: {dtype_name(tensor.dtype)}, rows of own nodes of shape {[*tensor.shape[1:]]}"
-        for name, tensor in model.named_parameters()
-        if _is_local(tensor)
-    ]
-    own += [f"{name}: {describe(tensor)}" for name, tensor in named]
-    first, *others = [[*found, "nothing more"] for found in comm.all_gather_object(own, "sync_parameters")]
-    for rank, other in enumerate(others, 1):
-        for left, right in zip(first, other):
-            if left != right:
-                is_per_node = re.sub(r"\[\d+", "[", left) == re.sub(r"\[\d+", "[", right)
-                hint = ", and take shardpass.NodeEmbedding(graph, width) for rows of own nodes" if is_per_node else ""
-                raise ValueError(
-                    f"the models differ: {left} on rank 0, {right} on rank {rank}; build the same model on every "
-                    f"rank{hint}"
-                )
+    problem = first_difference(model, named, comm, "sync_parameters")
+    if problem is not None:
+        raise ValueError(problem)
     if comm.size > 1:
         broadcast_tensors([tensor for _, tensor in named], comm, "sync_parameters", bucket_bytes)
 
@@ -117,31 +100,27 @@ class GradientSums:
     @contextmanager
     def within(self, model: nn.Module) -> Iterator[None]:
         """A block of an outermost call in which modules hold copies of parameters. Collective, and so is backward."""
-        if not torch.is_grad_enabled() or self.comm.size == 1 or self.is_left:
-            yield
-            return
-        number, start = begin_call(self.comm, "gradients")  # a call of every rank, whatever is made and is frozen there
-        places = list(_places(model))
+        is_on = torch.is_grad_enabled() and self.comm.size > 1 and not self.is_left
+        places = list(_places(model)) if is_on else []
         if not places:
             yield
             return
-        token, copies = self._made(places, f"{_frozen(model)} #{number}", start)
+        token, copies = self._made(places)
         forward = self.comm.forward
         assert forward is not None and forward.token is not None
         forward.token, forward.copies = forward.token + token, (*forward.copies, copies)
         with copies.held():
             yield
 
-    def _made(
-        self, places: list[tuple[dict[str, Any], str, Tensor]], which: str, start: Tensor
-    ) -> tuple[Tensor, ParameterCopies]:
+    def _made(self, places: list[tuple[dict[str, Any], str, Tensor]]) -> tuple[Tensor, ParameterCopies]:
         """The copies for `places`, and a token of theirs: the same ones as long as nothing but values changes."""
         parameters = [*dict.fromkeys(parameter for _, _, parameter in places)]
         known = [(id(p), p.data_ptr(), p.dtype, p.shape, p.grad_fn) for p in parameters]
         for like, token, copies in self._copies:
             if like == known:
                 return token, ParameterCopies(places, copies.copy_of)
-        label = f"gradients of {len(parameters)} parameters{which}"
+        number, start = begin_call(self.comm, f"gradients of {len(parameters)} parameters")
+        label = f"gradients of {len(parameters)} parameters #{number}"
         token, *found = _Sum.apply(torch.zeros_like(start, requires_grad=True), self, label, *parameters)
         for parameter in parameters:
             _note_summed(parameter)
@@ -157,7 +136,7 @@ class GradientSums:
         return summed_gradients(parameters, found, self.comm, label)
 
     def _hold(self, parameter: Tensor, part: Tensor | None) -> Tensor | None:
-        if part is None or _is_local(parameter):
+        if part is None or is_local(parameter):
             return part
         self._held[parameter] = part + self._held.get(parameter, 0)
         return torch.zeros_like(part)
@@ -212,14 +191,6 @@ def _places(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
                 yield held, name, value
 
 
-def _frozen(model: nn.Module) -> str:
-    """Words for the parameters that want no gradient, few enough to travel with a call. Others have other words."""
-    names = ", ".join(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
-    if len(names) > _MOST_LETTERS:
-        names = f"{names[:_MOST_LETTERS]}... ({zlib.crc32(names.encode()):08x})"
-    return f" without {names}" if names else ""
-
-
 def _note_summed(parameter: Tensor) -> None:
     parameter.shardpass_summed = True  # type: ignore[attr-defined]
 
@@ -260,7 +231,7 @@ def sync_gradients(
 
     Raises:
         ShardpassError: on every rank, if a gradient is sparse, or has not changed since it was summed.
-        DivergenceError: on every rank, if a parameter differs between ranks.
+        DivergenceError: on every rank, if the model differs between ranks; see `refuse_unlike`.
         RefusedError: DistributedDataParallel is around the model or within it, or ranks that are threads hold one
             model.
     """
@@ -276,6 +247,7 @@ def sync_gradients(
         refuse_shared_model(model, comm, "sync_gradients")
         warn_of_unwrapped(model, comm, stacklevel=2)
         warn_of_own_loss(comm, stacklevel=2)
+        refuse_unlike(model, comm)
         found = summed_gradients(left, [p.grad for p in left], comm, "sync_gradients", bucket_bytes, alike(model))
         for parameter, gradient in zip(left, found):
             if gradient is not None and parameter.grad is not None:
@@ -302,31 +274,16 @@ def summed_gradients(
 
     Raises:
         ShardpassError: on every rank, if a part is sparse.
-        DivergenceError: on every rank, if a parameter differs between ranks.
     """
-    every = [[_state_of(parameter, part) for parameter, part in zip(parameters, parts)]]
-    unlike: list[tuple[int, int]] = []
-    if comm.size > 1:
-        every, unlike = _on_all_ranks(every[0], parameters, comm, label)
+    every = agree(comm, label, [_state_of(parameter, part) for parameter, part in zip(parameters, parts)])
     named = {parameter: repr(name) for name, parameter in names}
     for rank, row in enumerate(every):
         for parameter, state in zip(parameters, row):
             if state in _PROBLEMS:
-                raise ShardpassError(
-                    f"the gradient of {_called(parameter, named)} on rank {rank} {_PROBLEMS[int(state)]}"
-                )
-    if unlike:
-        rank, number = unlike[0]
-        raise DivergenceError(
-            f"{_called(parameters[number], named)} is not the same on rank 0 and rank {rank}. To wrap the model makes "
-            f"it the same. If it is wrapped, something has changed it since, such as reset_parameters(), for which "
-            f"each rank has random numbers of its own. Call that in `with shardpass.seed(number, comm):`, or call "
-            f"shardpass.sync_parameters(model, comm) after it. Or a rank takes other steps than the others; or the "
-            f"parameter meets rows outside of the model, where its gradient is not summed: do that in a method of it"
-        )
+                raise ShardpassError(f"the gradient of {_called(parameter, named)} on rank {rank} {_PROBLEMS[state]}")
     if comm.size == 1:
         return parts
-    wanted = [any(states) and not _is_local(parameter) for parameter, states in zip(parameters, zip(*every))]
+    wanted = [any(states) and not is_local(parameter) for parameter, states in zip(parameters, zip(*every))]
     given = [
         torch.zeros_like(parameter) if part is None else part
         for parameter, part, is_wanted in zip(parameters, parts, wanted) if is_wanted
@@ -344,8 +301,8 @@ def _called(parameter: Tensor, named: dict[Tensor, str]) -> str:
 
 def _skip_together(model: nn.Module, comm: Ranks) -> None:
     """Make a gradient infinite on every rank if one of rows owned by a rank is not finite there. Collective."""
-    shared = [p.grad for p in model.parameters() if p.grad is not None and not _is_local(p)]
-    local = [p.grad for p in model.parameters() if p.grad is not None and _is_local(p)]
+    shared = [p.grad for p in model.parameters() if p.grad is not None and not is_local(p)]
+    local = [p.grad for p in model.parameters() if p.grad is not None and is_local(p)]
     lost = torch.tensor([not all(bool(grad.isfinite().all()) for grad in local)])
     if comm.all_reduce(lost, "max", "sync_gradients: finite").item():
         for grad in [grad for grad in (*shared, *local) if grad.numel()][:1]:
@@ -369,7 +326,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float, comm: Ranks) -> Tensor:
     found = [(parameter, parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
     for parameter, gradient in found:
         square = torch.linalg.vector_norm(gradient.detach().double()).square().to(comm.device)
-        if _is_local(parameter):
+        if is_local(parameter):
             rows += square
         else:
             shared += square
@@ -418,38 +375,10 @@ def _ddp_sentence(where: str) -> str:
     )
 
 
-def alike(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The names of the parameters that are the same on all ranks, and the parameters; the same object once."""
-    for name, parameter in model.named_parameters():
-        if not _is_local(parameter):
-            yield name, parameter
-
-
-def _on_all_ranks(
-    states: list[int], parameters: list[Tensor], comm: Ranks, label: str
-) -> tuple[list[list[int]], list[tuple[int, int]]]:
-    """The states on each rank, and ``(rank, number)`` of the parameters that are not as on rank 0. Collective."""
-    values = [p.detach()[:0] if _is_local(p) else p.detach() for p in parameters]
-    values = [torch.view_as_real(value) if value.is_complex() else value for value in values]
-    sums = [value.sum(dtype=torch.float64) for value in values]
-    norms = [torch.linalg.vector_norm(value, dtype=torch.float64) for value in values]
-    own = torch.tensor(states, dtype=torch.float64, device=comm.device)
-    own = torch.cat([own, *(found.to(comm.device).view(1) for found in (*sums, *norms))])
-    every, sums_of, norms_of = torch.stack(comm.all_gather(own, label)).cpu().view(comm.size, 3, len(states)).unbind(1)
-    apart = torch.maximum((sums_of - sums_of[0]).abs(), (norms_of - norms_of[0]).abs())
-    unlike = (apart > _UNLIKE * norms_of.amax(0)).nonzero().tolist()
-    return every.tolist(), [(rank, number) for rank, number in unlike]
-
-
-def _is_local(parameter: Tensor) -> bool:
-    """Whether it is rows of which each rank has its own."""
-    return getattr(parameter, "shardpass_local", False)
-
-
 def _state_of(parameter: Tensor, part: Tensor | None) -> int:
     if part is None:
         return _ABSENT
-    if _is_local(parameter):
+    if is_local(parameter):
         return _PRESENT if bool(part.isfinite().all()) else _INFINITE
     if getattr(part, _SUM, None) == torch_private.version_of(part):
         return _SUMMED

@@ -20,7 +20,7 @@ def sums_over_ranks(
     """The sums of `values` over ranks. The first problem of any rank is raised on all of them. Collective.
 
     Args:
-        identity: what must agree between ranks (`trailing`, `ignored`, `class_weights`). It travels as a checksum.
+        identity: what must agree between ranks (`kind_of_rows`, `ignored`, `class_weights`). It travels as a checksum.
         chosen: `row_numbers` of the mask.
     """
     if comm.size == 1 and problem is None:
@@ -36,9 +36,10 @@ def sums_over_ranks(
         other = next(rank for rank, text in enumerate(found) if text != found[0])
         raise DivergenceError(
             f"{name}: ranks pass different kinds of rows: {found[0]} on rank 0, {found[other]} on rank {other}; "
-            f"dtype, trailing dimensions, ignored class and weights of classes must be the same on every rank"
+            f"dtype, trailing dimensions, whether there is a mask, ignored class and weights of classes must be the "
+            f"same on every rank"
         )
-    refuse_same_rows(name, rows[:, 2])
+    _refuse_same_rows(name, rows[:, 2])
     sums: list[float] = rows[:, 3:].sum(0).tolist()
     return sums
 
@@ -57,7 +58,7 @@ def row_numbers(mask: Any, rows: Any) -> float:
     return float(zlib.crc32(mask.detach().cpu().long().contiguous().numpy().tobytes()))
 
 
-def refuse_same_rows(name: str, found: Tensor) -> None:
+def _refuse_same_rows(name: str, found: Tensor) -> None:
     """Refuse the `row_numbers` of all ranks if they are the same: then they are meant as ids of the whole graph."""
     if len(found) > 1 and found[0] and bool((found == found[0]).all()):
         raise ValueError(
@@ -152,20 +153,21 @@ def no_nodes(name: str) -> str:
     return f"{name}: the mask selects no node on any rank, or none with a label, so there is nothing to average"
 
 
-def trailing(values: Any) -> str:
-    """What of rows must agree between ranks; see `sums_over_ranks`."""
+def kind_of_rows(values: Any, mask: Any) -> str:
+    """What of rows and their mask must agree between ranks; see `sums_over_ranks`."""
     if not isinstance(values, Tensor):
         return ""
-    return f"{dtype_name(values.dtype)} [{', '.join(map(str, ['num_own', *values.shape[1:]]))}]"
+    each = ", ".join(map(str, ["num_own", *values.shape[1:]]))
+    return f"{dtype_name(values.dtype)} [{each}]{' without a mask' if mask is None else ''}"
 
 
 def ignored(ignore_index: int) -> str:
-    """What of class ids that are ignored must agree between ranks, as `trailing`."""
+    """What of class ids that are ignored must agree between ranks, as `kind_of_rows`."""
     return "" if ignore_index == -100 else f" without class {ignore_index}"
 
 
 def class_weights(weight: Tensor) -> str:
-    """What of class weights must agree between ranks, as `trailing`: weights of a rank's own labels do not."""
+    """What of class weights must agree between ranks, as `kind_of_rows`: weights of a rank's own labels do not."""
     values = weight.detach().double().tolist()
     shown = ", ".join(f"{value:.6g}" for value in values[:_FEW]) + (", ..." if len(values) > _FEW else "")
     return f" with the class weights [{shown}] (checksum {zlib.crc32(repr(values).encode()):08x})"

@@ -15,13 +15,12 @@ from shardpass.core.training.masked_rows import (
     check_targets,
     ignored,
     is_of_entries,
+    kind_of_rows,
     labelled,
     no_nodes,
-    refuse_same_rows,
     row_numbers,
     select,
     sums_over_ranks,
-    trailing,
     without_ignored,
 )
 
@@ -46,7 +45,7 @@ def accuracy(logits: Tensor, y: Tensor, mask: Tensor | None, comm: Ranks, ignore
         count = len(targets)
         if problem is None and count:
             right = int((rows.argmax(1) == targets).sum())
-    kind = trailing(logits) + ignored(ignore_index)
+    kind = kind_of_rows(logits, mask) + ignored(ignore_index)
     totals = sums_over_ranks("accuracy", [float(right), float(count)], problem, comm, kind, row_numbers(mask, y))
     if totals[1] == 0:
         raise ValueError(no_nodes("accuracy"))
@@ -76,7 +75,8 @@ def f1(
         ValueError: on every rank, if arguments are wrong on one, or no rank has a masked node.
     """
     counts = fail_together(comm, "f1", lambda: _decisions(logits, y, mask, average), ValueError)
-    refuse_same_rows("f1", _of_all_ranks(row_numbers(mask, y), comm))
+    kind = f"{kind_of_rows(logits, mask)}, {average} over {y.dim()}-D labels"
+    sums_over_ranks("f1", [], None, comm, kind, row_numbers(mask, y))
     right, wrong, missed, rows = comm.all_reduce(counts.to(comm.device), "sum", "f1").double().cpu()
     if not rows.any():
         raise ValueError(no_nodes("f1"))
@@ -107,7 +107,7 @@ def mae(prediction: Tensor, y: Tensor, mask: Tensor | None, comm: Ranks) -> floa
         errors = (select(prediction.detach(), mask).double() - right).abs()[~right.isnan()]
         own, count = float(errors.sum()), errors.numel()
     total, number = sums_over_ranks(
-        "mae", [own, float(count)], problem, comm, trailing(prediction), row_numbers(mask, y)
+        "mae", [own, float(count)], problem, comm, kind_of_rows(prediction, mask), row_numbers(mask, y)
     )
     if number == 0:
         raise ValueError(no_nodes("mae"))
@@ -189,7 +189,7 @@ def _mean_over_tasks(
         return own.contiguous(), targets.where(counted, _NO_LABEL).to(torch.uint8).contiguous()
 
     parts = fail_together(comm, name, chosen, ValueError)
-    refuse_same_rows(name, _of_all_ranks(row_numbers(mask, y), comm))
+    sums_over_ranks(name, [], None, comm, kind_of_rows(scores, mask), row_numbers(mask, y))
     found, labels = (torch.cat(comm.all_gather(part, name)).cpu() for part in parts)
     counted = labels != _NO_LABEL
     if not counted.any():
@@ -233,8 +233,3 @@ def _check_binary(name: str, y: Tensor) -> None:
     odd = y[(y != 0) & (y != 1)]
     if odd.numel():
         raise ValueError(f"{name}: y must hold zeros and ones, found {odd.view(-1)[0].item()}")
-
-
-def _of_all_ranks(value: float, comm: Ranks) -> Tensor:
-    """The values of all ranks, float64 ``[comm.size]``. Collective."""
-    return torch.cat(comm.all_gather(torch.tensor([value], dtype=torch.float64, device=comm.device), "masks")).cpu()

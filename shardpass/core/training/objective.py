@@ -24,11 +24,11 @@ from shardpass.core.training.masked_rows import (
     check_targets,
     class_weights,
     ignored,
+    kind_of_rows,
     no_nodes,
     row_numbers,
     select,
     sums_over_ranks,
-    trailing,
     without_ignored,
 )
 from shardpass.errors import RefusedError
@@ -76,7 +76,8 @@ def cross_entropy(
         problem = check_targets(targets, logits.shape[1], "cross_entropy")
     if problem is None:
         losses, denominator = _row_losses(rows, targets, weight, label_smoothing)
-    kind = trailing(logits) + ignored(ignore_index) + ("" if weight is None or problem else class_weights(weight))
+    weights = "" if weight is None or problem else class_weights(weight)
+    kind = kind_of_rows(logits, mask) + ignored(ignore_index) + weights
     return _global_mean("cross_entropy", losses, denominator, problem, comm, kind, row_numbers(mask, y))
 
 
@@ -98,7 +99,7 @@ def mean(values: Tensor, mask: Tensor | None, comm: Ranks) -> Tensor:
     """
     chosen, problem = _rows_of("mean", values, mask)
     return _global_mean(
-        "mean", chosen, float(chosen.numel()), problem, comm, trailing(values), row_numbers(mask, values)
+        "mean", chosen, float(chosen.numel()), problem, comm, kind_of_rows(values, mask), row_numbers(mask, values)
     )
 
 
@@ -110,7 +111,8 @@ def sum(values: Tensor, mask: Tensor | None, comm: Ranks) -> Tensor:
     """
     chosen, problem = _rows_of("sum", values, mask)
     own = chosen.sum(dtype=torch.float64)
-    totals = sums_over_ranks("sum", [float(own.detach())], problem, comm, trailing(values), row_numbers(mask, values))
+    kind = kind_of_rows(values, mask)
+    totals = sums_over_ranks("sum", [float(own.detach())], problem, comm, kind, row_numbers(mask, values))
     return _Share.apply(own, torch.full_like(own, totals[0]), 1.0, comm).to(chosen.dtype)
 
 

@@ -34,7 +34,7 @@ from shardpass.core.ranks import (
     ordinary_views,
     torch_private,
 )
-from shardpass.core.training import GradientSums, refuse_inside_ddp
+from shardpass.core.training import GradientSums, refuse_inside_ddp, refuse_unlike
 from shardpass.core.wrapping.empty_rows import EmptyRows
 from shardpass.core.wrapping.explain import explained
 from shardpass.core.wrapping.parts import runs_as_it_is
@@ -106,6 +106,7 @@ class OutermostCall:
     ) -> None:  # fmt: skip
         self.model, self.comm, self.followed, self.checkpoint = model, comm, followed, checkpoint
         self.sums, self.method = sums, method
+        self.buffers = frozenset(name for name, _ in model.named_buffers())  # and not those that forward makes, of rows
 
     before: Callable[[], None] | None = None
     """Is called before the method, unless the model calls it itself. Collective."""
@@ -130,11 +131,12 @@ class OutermostCall:
                     buffers.update(ordinary_views(buffers))  # of a model that was made in inference mode
                 return self.run(function, *ordinary_views((args, kwargs)))
         if self.comm.forward is None:
+            if torch.is_grad_enabled():
+                refuse_inside_ddp()
             self.comm.run_at_once()
             if self.before is not None:
                 self.before()
-        if torch.is_grad_enabled() and self.comm.forward is None:
-            refuse_inside_ddp()
+            refuse_unlike(self.model, self.comm, self.buffers)
         recomputes = self.checkpoint is not None and self.model.training
         graphs = self.comm.caches.of(LoadedGraphs).graphs
         lacks_rows = any(rows.count == 0 for graph in graphs for rows in graph.row_sets())
@@ -173,6 +175,8 @@ class OutermostCall:
         return chained(self.comm, self._within, function, args, kwargs)
 
     def _within(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if torch.is_grad_enabled():  # or else one rank may run it alone
+            refuse_unlike(self.model, self.comm, self.buffers)
         with self.sums.within(self.model):
             return function(*args, **kwargs)
 

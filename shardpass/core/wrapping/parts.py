@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from shardpass.core.ranks import torch_private
-
-_LIBRARIES = frozenset("builtins torch torch_geometric dgl lightning pytorch_lightning shardpass".split())
+from shardpass.core.training import LIBRARIES
 
 
 def parts_of(model: nn.Module, is_known: Callable[[nn.Module], bool]) -> Iterator[nn.Module]:
@@ -24,7 +23,7 @@ def parts_of(model: nn.Module, is_known: Callable[[nn.Module], bool]) -> Iterato
         for child in module.children():
             if is_known(child) or child in found:
                 continue
-            is_written = type(child).__module__.partition(".")[0] not in _LIBRARIES
+            is_written = type(child).__module__.partition(".")[0] not in LIBRARIES
             if is_written and not isinstance(child, torch.jit.ScriptModule):
                 found[child] = None
             look(child)

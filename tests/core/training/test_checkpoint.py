@@ -151,7 +151,7 @@ def test_what_ranks_exchange_says_so(tmp_path):
         return saving, {message.label for message in comm.inner.messages}
 
     state = {f"checkpoint optimizer/state/0/{name}" for name in ("exp_avg", "exp_avg_sq")}
-    saving = {"checkpoint verdict", "checkpoint parameters", "checkpoint random states", "checkpoint random/cpu"}
+    saving = {"checkpoint verdict", "the same model on every rank", "checkpoint random states", "checkpoint random/cpu"}
     loading = {"checkpoint verdict", "checkpoint manifest", "checkpoint rows", "load_checkpoint"}
     assert run(body, 2) == [({*saving, *state, "checkpoint model/table"}, loading)] * 2
 

@@ -1,0 +1,135 @@
+"""Whether ranks hold the same model: what is the same by construction, and is compared, since a script can change it.
+
+[Note: the same model]
+`wrap` compares the models of ranks word by word and makes their numbers the same. From then on every outermost call of
+the model begins with one small collective, in which each rank tells a digest of those words, and two numbers of each
+parameter and buffer. It is the same collective in training, in evaluation and without gradients, so no rank decides by
+itself whether to take part, and a change on one rank is found in the next call, whatever it was.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardpass.core.ranks import Ranks, describe, digest, dtype_name
+from shardpass.errors import DivergenceError
+
+LIBRARIES = frozenset("builtins torch torch_geometric dgl lightning pytorch_lightning shardpass".split())
+"""Packages whose modules nobody's user wrote."""
+
+_UNLIKE = 1e-4  # of the norm of a parameter, as processors may round differently in every step
+_OPTION = (bool, float, complex, str, torch.dtype)
+_COUNTS_BATCHES = "num_batches_tracked"  # no numbers follow from it that are not compared
+
+
+def is_local(parameter: Tensor) -> bool:
+    """Whether it is rows of which each rank has its own."""
+    return getattr(parameter, "shardpass_local", False)
+
+
+def alike(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The names of the parameters that are the same on all ranks, and the parameters; the same object once."""
+    for name, parameter in model.named_parameters():
+        if not is_local(parameter):
+            yield name, parameter
+
+
+def first_difference(model: nn.Module, named: Iterable[tuple[str, Tensor]], comm: Ranks, label: str) -> str | None:
+    """The sentence that the models differ, with what differs first; `None` if nothing does. Collective.
+
+    Args:
+        named: the parameters and buffers that are the same on every rank.
+        label: names the call.
+    """
+    first, *others = [[*found, "nothing more"] for found in comm.all_gather_object([*_lines(model, named)], label)]
+    for rank, other in enumerate(others, 1):
+        for left, right in zip(first, other):
+            if left != right:
+                is_per_node = re.sub(r"\[\d+", "[", left) == re.sub(r"\[\d+", "[", right)
+                hint = ", and take shardpass.NodeEmbedding(graph, width) for rows of own nodes" if is_per_node else ""
+                return (
+                    f"the models differ: {left} on rank 0, {right} on rank {rank}; build the same model on every "
+                    f"rank{hint}"
+                )
+    return None
+
+
+def refuse_unlike(model: nn.Module, comm: Ranks, buffers: Collection[str] = ()) -> None:
+    """Raise on every rank unless ranks hold the same model. Collective. See [Note: the same model].
+
+    Args:
+        buffers: the names of those that are compared.
+
+    Raises:
+        DivergenceError: an option of a layer, a training mode, or what a parameter or buffer is, differs between ranks;
+            or its values do.
+    """
+    if comm.size == 1:
+        return
+    label = "the same model on every rank"
+    shared = [(name, buffer) for name, buffer in model.named_buffers() if name in buffers]
+    named = [*alike(model), *((name, buffer) for name, buffer in shared if not name.endswith(_COUNTS_BATCHES))]
+    words = digest("\n".join(_lines(model, named))) >> 10  # so many bits are exact in float64
+    numbers = [_numbers(tensor).to(comm.device) for _, tensor in named]
+    own = torch.stack([torch.tensor([words, 0], dtype=torch.float64, device=comm.device), *numbers])
+    every = [rows.cpu() for rows in comm.all_gather(own, label)]
+    if any(rows[0, 0] != every[0][0, 0] for rows in every):
+        raise DivergenceError(
+            f"{first_difference(model, named, comm, label)}, and change it on every rank alike, its training mode too. "
+            f"What is a rank's own belongs outside of the model, or into an attribute whose name begins with _"
+        )
+    found = torch.stack(every)[:, 1:]
+    rounded = torch.tensor([tensor.is_floating_point() or tensor.is_complex() for _, tensor in named]).view(-1, 1)
+    room = _UNLIKE * rounded * found[..., 1:].amin(0)
+    is_same = (found == found[0]) | (found.isnan() & found[0].isnan()) | ((found - found[0]).abs() <= room)
+    for rank, number in (~is_same.all(2)).nonzero().tolist():
+        name, tensor = named[number]
+        raise DivergenceError(
+            f"{'parameter' if isinstance(tensor, nn.Parameter) else 'buffer'} {name!r} is not the same on rank 0 and "
+            f"rank {rank}. To wrap the model makes it the same. If it is wrapped, something has changed it since: "
+            f"load_state_dict() on some ranks only, or reset_parameters(), for which each rank has random numbers of "
+            f"its own. Load on every rank, or before wrap; reset in `with shardpass.seed(number, comm):`; or call "
+            f"shardpass.sync_parameters(model, comm) after it. Or a rank takes other steps than the others; or the "
+            f"parameter meets rows outside of the model, where its gradient is not summed: do that in a method of it"
+        )
+
+
+def _lines(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
+    """What is the same on every rank, in words: parameters and buffers without their values, and options."""
+    for name, parameter in model.named_parameters():
+        if is_local(parameter):
+            yield f"{name}: {dtype_name(parameter.dtype)}, rows of own nodes of shape {[*parameter.shape[1:]]}"
+    for name, tensor in named:
+        is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+        yield f"{name}: {describe(tensor)}{' without a gradient' if is_frozen else ''}"
+    yield "no more parameters"
+    for path, module in model.named_modules():
+        kind = type(module)
+        yield f"{path or 'the model'}: {kind.__name__}"
+        has_own_rows = any(map(is_local, module.parameters(recurse=False)))
+        is_library = kind.__module__.partition(".")[0] in LIBRARIES and not has_own_rows
+        for name, value in sorted(vars(module).items()):
+            if (is_library or name[0] != "_") and _is_option(value, is_library):
+                yield f"{path}.{name} = {value!r}"
+
+
+def _is_option(value: Any, is_library: bool) -> bool:
+    """Whether it is plain. Whole numbers and lists on a user's own module may be of this rank: its rows, its times."""
+    if value is None or isinstance(value, _OPTION):
+        return True
+    if isinstance(value, (tuple, list) if is_library else tuple):
+        return all(_is_option(entry, is_library) for entry in value)
+    return is_library and isinstance(value, int)
+
+
+def _numbers(tensor: Tensor) -> Tensor:
+    """The sum and the norm of all values, in float64."""
+    values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    is_exact = not values.is_floating_point()
+    values = values.to(torch.float64 if is_exact else torch.promote_types(values.dtype, torch.float32))
+    return torch.stack([values.sum(), torch.linalg.vector_norm(values)]).double()
